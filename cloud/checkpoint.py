@@ -15,15 +15,15 @@ from typing import Any, Final
 
 from safetensors import SafetensorError
 
-from common.errors import InvalidExperiment, RefusedModel, WireError
-from common.experiment.data import Model
-from common.host.files import replacing, writing
-from common.methods.rule import Rule
-from common.model import tensors
-from common.model.layout import ModelLayout, Row, Section
-from common.model.parts import ModelParts, part_of_each
-from common.model.tensors import Tensors
-from common.storage.states import keep_last, read_state, write_state
+from fedstrata.common.errors import InvalidExperiment, RefusedModel, WireError
+from fedstrata.common.experiment.data import Model
+from fedstrata.common.host.files import replacing, writing
+from fedstrata.common.methods.rule import Rule
+from fedstrata.common.model import tensors
+from fedstrata.common.model.layout import ModelLayout, Row, Section
+from fedstrata.common.model.parts import ModelParts, part_of_each
+from fedstrata.common.model.tensors import Tensors
+from fedstrata.common.storage.states import keep_last, read_state, write_state
 
 KEPT: Final = 2
 NO_ARRAYS: Final[Tensors] = MappingProxyType({})
@@ -42,6 +42,7 @@ class RunState:
     epochs: dict[str, int]
     selection: dict[str, Any] = field(default_factory=dict)  # the state of client selection
     privacy: dict[str, Any] = field(default_factory=dict)  # the releases of each unit
+    course: dict[str, Any] = field(default_factory=dict)  # of the evaluations
 
 
 def save(
@@ -140,9 +141,9 @@ def load(path: Path, *, layout: ModelLayout, row: Row, rule: Rule) -> RunState:
     """Read a checkpoint into the row, uint8 [row_bytes], from which the rule began. Raises InvalidExperiment."""
     try:
         found, metadata = tensors.read(path)
+        if tensors.CONTENT not in metadata:
+            raise ValueError("it has no digest")
         state = RunState(**json.loads(metadata[FACTS]))
-        if metadata[tensors.CONTENT] != tensors.content(found, metadata):
-            raise ValueError("its content is damaged")
         if ModelLayout.from_json(metadata[LAYOUT]).frozen != layout.frozen:
             raise ValueError("its frozen arrays are not those with which the cloud begins now")
         layout.flatten(found, row)
@@ -150,3 +151,13 @@ def load(path: Path, *, layout: ModelLayout, row: Row, rule: Rule) -> RunState:
     except (SafetensorError, OSError, KeyError, TypeError, ValueError, WireError, RefusedModel) as error:
         raise InvalidExperiment("--resume", str(path), f"not a checkpoint of this run: {error}", "Remove it.") from None
     return state
+
+
+def copy_best(best: Path, to: Path) -> None:
+    """Copy a best model. Raises StorageFailed, and InvalidExperiment if it is damaged."""
+    try:
+        tensors.read(best)
+    except (SafetensorError, OSError, ValueError, TypeError) as error:
+        raise InvalidExperiment("stop.best", str(best), f"it cannot be read: {error}", "Examine that disk.") from None
+    with replacing(to) as file:
+        file.write(best.read_bytes())

@@ -11,15 +11,15 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from cloud import checkpoint
-from common.experiment.schema import Experiment
-from common.experiment.training import ACCURACY, Score
-from common.host.offload import offload
-from common.host.subprocess_channel import Record, ReplaceableProcess, SubprocessChannel
-from common.model import tensors
-from common.model.layout import ModelLayout, Row
+from fedstrata.cloud import checkpoint
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.training import ACCURACY, Score
+from fedstrata.common.host.offload import offload
+from fedstrata.common.host.subprocess_channel import Record, ReplaceableProcess, SubprocessChannel
+from fedstrata.common.model import tensors
+from fedstrata.common.model.layout import ModelLayout, Row
 
-MODULE: Final = "cloud.evaluator_process"
+MODULE: Final = "fedstrata.cloud.evaluator_process"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,16 +110,18 @@ class Evaluator:
 
         return await self._process.do(first)
 
-    async def evaluate(self, global_round: int, row: Row) -> EvaluationResult:
-        """Return a model's test score and loss; `row` must not change meanwhile.
+    async def evaluate(self, global_round: int, row: Row) -> EvaluationResult | None:
+        """Return a model's test score and loss, None if own code has none now; `row` must not change meanwhile.
 
         Raises RunFailed, and InvalidExperiment for own code that fails.
         """
 
-        async def evaluated(channel: SubprocessChannel) -> EvaluationResult:
+        async def evaluated(channel: SubprocessChannel) -> EvaluationResult | None:
             (shared,) = channel.memory.rows(1, row.nbytes)
             await offload(partial(np.copyto, shared, row))
             reply = await channel.request(global_round=global_round)
+            if "score" not in reply:
+                return None
             return EvaluationResult(global_round, reply["score"], reply["loss"], reply["more"])
 
         return await self._process.do(evaluated)

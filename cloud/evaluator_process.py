@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from common.experiment.reading import parse
-from common.host.memory import frozen_imports
-from common.host.subprocess_channel import AgentChannel, error_record
-from common.model import tensors
-from common.model.trainer import TrainerTester
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.host.memory import frozen_imports
+from fedstrata.common.host.subprocess_channel import AgentChannel, error_record
+from fedstrata.common.model import tensors
+from fedstrata.common.model.trainer import TrainerTester
 
 if TYPE_CHECKING:
-    from common.learning.evaluation import Evaluation, ModelTester
-    from common.model.trainer import Scored
+    from fedstrata.common.learning.evaluation import Evaluation, ModelTester
+    from fedstrata.common.model.trainer import Scored
 
 
 def main() -> None:
@@ -42,8 +42,11 @@ def main() -> None:
         with channel.busy():
             if experiment.training.trainer.learns_module:
                 with frozen_imports():
-                    from common.learning import splits
-                    from common.learning.evaluation import ModelTester, accelerator_of  # imports torch: seconds
+                    from fedstrata.common.learning import splits
+                    from fedstrata.common.learning.evaluation import (  # imports torch: seconds
+                        ModelTester,
+                        accelerator_of,
+                    )
 
                 partition = splits.keep(experiment, Path(request["folder"]))
                 accelerator = accelerator_of(experiment)
@@ -66,7 +69,7 @@ def main() -> None:
     channel.send(layout=tester.layout.to_json(), **facts)
     while True:
         request = channel.receive()
-        result: Evaluation | Scored
+        result: Evaluation | Scored | None
         try:
             if isinstance(tester, TrainerTester):
                 with channel.busy():
@@ -76,7 +79,8 @@ def main() -> None:
         except Exception as error:  # noqa: BLE001 - the cloud reports it
             channel.send(**error_record(error))
         else:
-            channel.send(score=result.score, loss=result.loss, more=result.more)
+            facts = {} if result is None else {"score": result.score, "loss": result.loss, "more": result.more}
+            channel.send(**facts)
 
 
 if __name__ == "__main__":

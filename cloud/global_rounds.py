@@ -5,66 +5,59 @@ Each: dispatch, wait, aggregate, decide the epochs, evaluate in parallel with th
 
 from __future__ import annotations
 
-import asyncio
-import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain, starmap
 from math import inf
 from pathlib import Path
 from typing import Any, Final
 
-from cloud import checkpoint, tempo
-from cloud.checkpoint import RunState
-from cloud.evaluator import Beginning, EvaluationResult, evaluated
-from cloud.privacy import PrivacyLedger
-from cloud.records import PERSONALISED, GlobalRoundRecord, device_columns, tier_bytes
-from cloud.results import RunFolder
-from common.accounting.child_report import ChildReport
-from common.errors import InvalidExperiment, RunFailed
-from common.experiment import lint
-from common.experiment.stopping import Course, StopReason, check_evaluated
-from common.experiment.topology import CLOUD
-from common.experiment.training import ACCURACY
-from common.host.files import replacing, until_written
-from common.host.offload import offload
-from common.methods import aggregator
-from common.methods.rule import Aggregated
-from common.methods.selection import Choose, ClientSelection
-from common.methods.statistics import tensor_distances
-from common.metrics import Metrics, NodeLabels
-from common.model.layout import Row
-from common.model.refinement import Refiner
-from common.model.scores import ScoreSums, distribution, summed, unpacked
-from common.protocol.limits import plans_of
-from common.protocol.messages import Result
-from common.randomness import Purpose, generator
-from common.runtime.refining import run_refining
-from common.runtime.round import NUMBERS, Children, ClosedRound, Observe, run_round, unreported
-from common.runtime.world import REAL, World
-from common.storage.spool import Spool
+from fedstrata.cloud import checkpoint, tempo
+from fedstrata.cloud.checkpoint import RunState
+from fedstrata.cloud.evaluator import Beginning, evaluated
+from fedstrata.cloud.privacy import PrivacyLedger
+from fedstrata.cloud.records import GlobalRoundRecord, tier_bytes
+from fedstrata.cloud.results import RunFolder
+from fedstrata.cloud.round_scores import LABELS, Evaluate, RoundScores
+from fedstrata.common.accounting.child_report import ChildReport
+from fedstrata.common.errors import InvalidExperiment, RunFailed
+from fedstrata.common.experiment import lint
+from fedstrata.common.experiment.stopping import StopReason
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.experiment.training import ACCURACY
+from fedstrata.common.host.files import until_written
+from fedstrata.common.host.offload import offload
+from fedstrata.common.methods import aggregator
+from fedstrata.common.methods.rule import Aggregated
+from fedstrata.common.methods.selection import Choose, ClientSelection
+from fedstrata.common.methods.statistics import tensor_distances
+from fedstrata.common.metrics import Metrics, NodeLabels
+from fedstrata.common.model.refinement import Refiner
+from fedstrata.common.protocol.limits import plans_of
+from fedstrata.common.protocol.messages import Result
+from fedstrata.common.randomness import Purpose, generator
+from fedstrata.common.runtime.refining import run_refining
+from fedstrata.common.runtime.round import (
+    NOTES,
+    NUMBERS,
+    UNSCORED,
+    Children,
+    ClosedRound,
+    Observe,
+    run_round,
+    unreported,
+)
+from fedstrata.common.runtime.world import REAL, World
+from fedstrata.common.storage.spool import Spool
+from fedstrata.common.text import TEXT_MOST, TextLimit, escaped_within, short
 
-LABELS: Final = NodeLabels("cloud", CLOUD)
 LINKS_S: Final = 5.0  # between two writes of links.csv, which has a row for each link
 LINKS_SHARE: Final = 0.02  # of the time, if it takes long: of thousands of devices
-ROW_FACTS: Final = ("accuracy", "loss", "mixed_accuracy", "mixed_loss")  # of an evaluation, beside other_scores
 SPREAD_MOST: Final = 0.37  # measured on digits; up to 0.15 was healthy
 
-Evaluate = Callable[[int, Row], Awaitable[EvaluationResult]]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Pending:
-    """A row of rounds.csv whose scores are awaited: of the cloud, by `evaluating`, and of the devices.
-
-    `row`: its model, uint8 [row_bytes], if it may have to be kept.
-    """
-
-    record: GlobalRoundRecord
-    row: Row | None
-    evaluating: asyncio.Task[list[EvaluationResult]] | None
-    by_devices: bool
+NOTE: Final = TextLimit(TEXT_MOST, cut=True)
+NOTES_MOST: Final = 32  # of a run
 
 
 class GlobalRounds:
@@ -90,7 +83,6 @@ class GlobalRounds:
         self._folder = folder
         self._experiment = experiment = folder.experiment
         self._beginning = beginning
-        check_evaluated(experiment.stop, evaluates=beginning.evaluates or experiment.evaluation.on_devices)
         self._layout = layout = beginning.layout
         self._row = beginning.row
         tier = experiment.tier_below(CLOUD)
@@ -122,20 +114,18 @@ class GlobalRounds:
         self._run = partial(run_round, down, tier, self._selection, rule)
         self._devices = {child: [name for name in names if name not in tree.children] for child, names in below.items()}
         self._aggregators = {child: set(names) & tree.children.keys() for child, names in below.items()}
-        self._test = evaluate
         self._refiner = refiner
-        self._columns = device_columns(experiment)
+        self._scores = RoundScores(
+            folder, beginning, evaluate=evaluate, metrics=metrics, observe=observe, write=self._written
+        )
         self._metrics = metrics
         self._observe = observe
         start_epochs = dict.fromkeys(down.peers, experiment.training.epochs)
         self._state = RunState(folder.run, experiment.digest, 0, 0.0, start_epochs)
-        self._pending: _Pending | None = None
-        self._course = Course(experiment.stop, experiment.score)
-        self._ended: StopReason | None = None
         self._mark = 0.0
         self._links_at = -inf  # when links.csv is written next
         self._bytes: Mapping[str, int] = self._tier_bytes()  # up to the last global round
-        self._last: EvaluationResult | None = None
+        self._noted = set(beginning.notes)  # and what the trainers of devices note
 
     def resume(self) -> None:
         """Continue from the last checkpoint that can be read, with a warning for each other one.
@@ -149,25 +139,29 @@ class GlobalRounds:
         self._selection.restore(state.selection)
         self._privacy.restore(state.privacy)
         self._metrics.round.labels(*LABELS).set(state.global_round)
+        self._scores.restore(state.course)
         written = self._folder.forget_after(state.global_round)
         self._folder.restore(self._down.ledger)
         self._bytes = self._tier_bytes()
-        evaluation, due = self._experiment.evaluation, self._evaluates(state.global_round)
-        last = written[-1] if written else None
-        self._take(written[:-1])
-        # A round that is repeated brings the scores of the devices again.
-        by_devices = due and evaluation.on_devices and not (self.complete and last and last.scored is not None)
-        if last is not None and not (by_devices and not evaluation.on_cloud):
-            self._take([last])
-        if last is not None and due and (by_devices or last.score is None):
-            self._evaluate(last, self._rule.mixed, by_cloud=evaluation.on_cloud and last.score is None)
+        if written and self._due:
+            self._expect_again(written[-1])
+        elif written:
+            self._scores.take_last(written[-1])
 
-    def _take(self, rows: Sequence[GlobalRoundRecord]) -> None:
-        """Take note of earlier evaluations."""
-        for row in rows:
-            if row.score is not None and row.loss is not None:
-                self._course.take(row.global_round, score=row.score, loss=row.loss)
-        self._ended = self._course.ended
+    def _expect_again(self, last: GlobalRoundRecord) -> None:
+        """Expect the scores of the last row, as before the interruption: they count once the next round has closed.
+
+        Only a run that needs no further round may have them all.
+        """
+        evaluation = self._experiment.evaluation
+        by_cloud, by_devices = evaluation.on_cloud, evaluation.on_devices
+        if self.complete:
+            by_cloud = by_cloud and last.score is None
+            by_devices = by_devices and last.scored is None
+        if by_cloud or by_devices:
+            self._scores.expect(last, self._row, self._rule.mixed, by_cloud=by_cloud, by_devices=by_devices)
+        if not by_cloud and not (by_devices and not evaluation.on_cloud):
+            self._scores.take_last(last)
 
     def introduce(self, *, metrics_address: str = "") -> None:
         """Record the run's facts, and report them and the warnings about its experiment and data."""
@@ -204,7 +198,7 @@ class GlobalRounds:
         """Why the run ends before its last global round, None while it goes on."""
         if 0 < self._state.global_round < self._experiment.rounds and self._privacy.spent(self._state.epochs):
             return StopReason.PRIVACY
-        return self._ended
+        return self._scores.ended
 
     @property
     def complete(self) -> bool:
@@ -214,23 +208,24 @@ class GlobalRounds:
     @property
     def needs_children(self) -> bool:
         """Whether a global round remains, or devices have the last model to score."""
-        return not self.complete or (self._pending is not None and self._pending.by_devices)
+        return not self.complete or self._scores.awaits_devices
 
     async def run(self) -> Path:
         """Run the remaining global rounds, or until `[stop]` ends them; return the final model's path."""
         folder, experiment = self._folder, self._experiment
+        self._check_tested()
         folder.begun = True
         self._mark = self._down.now()
         while not self.complete:
             await self._run_round()
-        await self._finish_evaluation(await self._score_last())
+        await self._scores.finish(await self._score_last(), last=True)
         path = folder.path / "model.safetensors"
         facts = {"run": folder.run, "experiment": experiment.name, "digest": experiment.digest}
         save = partial(
             checkpoint.save_model, path, layout=self._layout, row=self._row, facts=facts, frozen=self._beginning.frozen
         )
         await self._written(lambda: offload(save))
-        await self._keep_best()
+        await self._scores.keep_best()
         self._observe(
             "finished",
             {
@@ -238,14 +233,28 @@ class GlobalRounds:
                 "elapsed_s": self._state.elapsed_s,
                 **({"stopped": reason.value} if (reason := self._stopped) else {}),
                 **{f"epsilon_{tier}": epsilon for tier, epsilon in self._privacy.epsilons.items()},
-                **({"best_round": self._course.best} if experiment.stop.best else {}),
-                **evaluated(experiment.score, self._last),
+                **({"best_round": self._scores.best_round} if experiment.stop.best else {}),
+                **evaluated(experiment.score, self._scores.of(self._state.global_round)),
                 "model": str(path),
                 "model_bytes": self._layout.row_bytes,
                 **self._tier_bytes(),
             },
         )
         return path
+
+    def _check_tested(self) -> None:
+        """Check that a device has test samples if devices score and all are known. Raises InvalidExperiment."""
+        experiment, tests = self._experiment, self._down.tests
+        # Where a parent begins without some, it publishes no number of test samples for those that it does not know.
+        varies = any(
+            tier.entering or tier.min_available is not None or tier.closing.rule != "all" for tier in experiment.tiers
+        )
+        known = experiment.training.trainer.learns_module and not varies and tests.keys() >= set(self._down.peers)
+        if not experiment.evaluation.on_devices or not known or any(tests.values()):
+            return
+        problem = "no device has test samples"
+        remedy = 'Use "cloud", or give devices some: with evaluation.data = "held_out", two samples or more.'
+        raise InvalidExperiment("evaluation.at", experiment.evaluation.at, problem, remedy)
 
     def _newest_state(self) -> RunState:
         """Load the newest checkpoint that can be read, if there is any. Raises InvalidExperiment."""
@@ -261,6 +270,7 @@ class GlobalRounds:
     async def _run_round(self) -> None:
         state, r = self._state, self._state.global_round
         started, c = self._down.now(), self._experiment.training.epochs
+        self._down.give_back_places()
         last = r + 1 == self._experiment.rounds
         dispatch, closed_round = await self._run(r, (r, 0), epochs=c, epochs_of=state.epochs, last=last)
         selected = dispatch.selected
@@ -270,12 +280,13 @@ class GlobalRounds:
         outcome = replace(outcome, facts={**outcome.facts, **decided})
         for name, reason in outcome.left_out.items():
             self._observe("refused", {"node": name, "reason": reason})
+        self._scores.leave_out(self._unscored(closed_round))
         self._row = self._rule.model
         omegas = await offload(partial(self._omegas, closed_round, outcome))
         epochs = state.epochs | self._next_epochs(omegas)
         closed = closed_round.timeline.closed or started
         aggregated = self._down.now()
-        await self._finish_evaluation(closed_round.results)
+        await self._scores.finish(self._reports_of(closed_round.results), last=False)
         ended = self._down.now()
         # "record": the writes of the last global round.
         phases = {"record": started - self._mark} | closed_round.timeline.phases()
@@ -288,25 +299,37 @@ class GlobalRounds:
         if self._privacy.settings:
             self._privacy.take(selected, self._plans_below(closed_round.results), state.epochs)
         record = self._record(closed_round, outcome, phases=phases, epochs=state.epochs, omegas=omegas)
-        if self._evaluates(self._state.global_round):
-            by_cloud = self._experiment.evaluation.on_cloud
-            self._evaluate(record, await offload(lambda: self._rule.mixed) if by_cloud else None, by_cloud=by_cloud)
+        if self._due:
+            by_cloud, by_devices = self._experiment.evaluation.on_cloud, self._experiment.evaluation.on_devices
+            mixed = await offload(lambda: self._rule.mixed) if by_cloud else None
+            self._scores.expect(record, self._row, mixed, by_cloud=by_cloud, by_devices=by_devices)
         await self._written(self._write)
 
-    async def _score_last(self) -> Mapping[str, Result]:
-        """Let devices score the run's last model, those that a further global round would select; return their results.
+    async def _score_last(self) -> list[ChildReport]:
+        """Let devices score the run's last model, those that a further global round would select; return the reports.
 
         Its bytes are in links.csv, and in no row of rounds.csv. Its seconds are off the clock, as the cloud's are.
         """
-        if self._pending is None or not self._pending.by_devices:
-            return {}
+        if not self._scores.awaits_devices:
+            return []
         r = self._state.global_round
         dispatch, closed_round = await self._run(r, (r, 0), epochs=0, last=True)
         decided = closed_round.decided(r, unreported=unreported(self._down))
         plans = {CLOUD: [self._selection.facts(dispatch.selected) | decided]}
         for node, (plan, *_) in (plans | self._plans_below(closed_round.results)).items():
             self._folder.event("scoring", {"global_round": r, "node": node, "local_round": 0, **plan})
-        return closed_round.results
+        self._scores.leave_out(self._unscored(closed_round))
+        return self._reports_of(closed_round.results)
+
+    def _unscored(self, closed_round: ClosedRound) -> dict[str, str]:
+        """Return the nodes whose scores a parent has left out in a round, each with the reason."""
+        found = dict(closed_round.unscored)
+        for plans in self._plans_below(closed_round.results).values():
+            for plan in plans:
+                named = plan.get(UNSCORED)
+                if isinstance(named, dict):
+                    found |= {short(str(name)): short(str(reason)) for name, reason in named.items()}
+        return found
 
     def _plans_below(self, results: Mapping[str, Result]) -> dict[str, list[dict[str, Any]]]:
         """Return the decisions of the aggregating nodes below the cloud."""
@@ -325,8 +348,7 @@ class GlobalRounds:
         """Write the tables, and what is due after a global round. Raises StorageFailed."""
         state, folder = self._state, self._folder
         folder.catch_up()
-        last = state.global_round == self._experiment.rounds or self._stopped is StopReason.PRIVACY
-        due = last or state.global_round % self._experiment.cloud.checkpoint_every == 0
+        due = self.complete or state.global_round % self._experiment.cloud.checkpoint_every == 0
         if (begun := self._down.now()) >= self._links_at:
             await offload(folder.write_of_links(self._down.ledger))
             ended = self._down.now()
@@ -338,7 +360,9 @@ class GlobalRounds:
     def _save(self) -> None:
         """Write a checkpoint, after the rows of its global rounds."""
         self._folder.sync()
-        state = replace(self._state, selection=self._selection.save(), privacy=self._privacy.save())
+        state = replace(
+            self._state, selection=self._selection.save(), privacy=self._privacy.save(), course=self._scores.save()
+        )
         checkpoint.save(
             self._folder.checkpoints, state, layout=self._layout, row=self._row, rule=self._rule,
             frozen=self._beginning.frozen,
@@ -383,12 +407,8 @@ class GlobalRounds:
             found = plans_of(result)
             plans |= {node: made for node, made in found.items() if node in self._aggregators.get(name, ())}
             self._report_numbers({each.name: found[each.name] for each in reports[name] if each.name in found})
-        steps = sum(result.steps for result in results.values())
+        steps = sum(result.work.steps for result in results.values())
         spreads = self._report_plans(plans)
-        trained = [each.tests.trained for each in chain(*reports.values()) if each.tests is not None]
-        by_devices: dict[str, float | None] = {each: None for columns in self._columns.values() for each in columns}
-        if PERSONALISED in self._columns:
-            by_devices |= self._over_devices(PERSONALISED, [sums for sums in trained if sums is not None])[0]
         scores = [] if self._experiment.score.name == ACCURACY else ["score", "mixed_score"]
         record = GlobalRoundRecord(
             global_round=self._state.global_round,
@@ -405,7 +425,7 @@ class GlobalRounds:
             spread={name: spreads.get(name) for name in (CLOUD, *self._experiment.tree.aggregators)},
             epsilon=self._privacy.epsilons,
             other_scores=dict.fromkeys([*scores, *self._experiment.score.columns.values()]),
-            by_devices=by_devices,
+            by_devices=self._scores.by_devices([*chain(*reports.values())]),
         )
         self._folder.add_round(record)
         self._observe("global_round", record.values())
@@ -434,7 +454,18 @@ class GlobalRounds:
         for node, found in numbers.items():
             for i, each in enumerate(found):
                 facts = {"global_round": self._state.global_round, "node": node, "result": i}
-                self._folder.event("trained", {**facts, NUMBERS: each.get(NUMBERS, {})})
+                if found_numbers := each.get(NUMBERS):
+                    self._folder.event("trained", {**facts, NUMBERS: found_numbers})
+                notes = each.get(NOTES, [])
+                for note in notes if isinstance(notes, list) else ():
+                    self._note(node, note)
+
+    def _note(self, node: str, note: object) -> None:
+        """Report what the trainer of a device noted, once a run, of the first device that did."""
+        text = escaped_within(note, NOTE) if isinstance(note, str) else None
+        if text and text not in self._noted and len(self._noted) < NOTES_MOST:
+            self._noted.add(text)
+            self._observe("warning", {"node": node, "reason": f"{node}: {text}"})
 
     def _report_plans(self, plans: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, float]:
         """Record each node's aggregation decisions; return the last spread of each multi-model node."""
@@ -447,126 +478,18 @@ class GlobalRounds:
                     spreads[name] = float(plan["spread"])
         for name, spread in spreads.items():
             if spread > SPREAD_MOST:
-                reason = (
-                    f"{name}'s models differ by {spread:.2f} of their size: beyond {SPREAD_MOST} they have collapsed"
-                )
+                size = f"{name}'s models differ by {spread:.2f} of their size"
+                reason = f"{size}: if they stay beyond {SPREAD_MOST}, they have collapsed"
                 self._observe("warning", {"global_round": global_round, "node": name, "reason": reason})
         return spreads
 
-    def _evaluates(self, global_round: int) -> bool:
-        due = global_round == self._experiment.rounds or global_round % self._experiment.evaluation.every == 0
-        due = due or (global_round == self._state.global_round and self._stopped is StopReason.PRIVACY)
-        return due and (self._beginning.evaluates or self._experiment.evaluation.on_devices)
+    @property
+    def _due(self) -> bool:
+        """Whether the present model is scored: a run's last one is, whatever ended the run."""
+        return self._scores.due(self._state.global_round, last=self.complete)
 
-    def _evaluate(self, record: GlobalRoundRecord, mixed: Row | None, *, by_cloud: bool) -> None:
-        """Expect the scores of a global round's model: of the devices with the next results, and those of the cloud.
-
-        The cloud starts here. It evaluates the mean after mixing, too, if it differs.
-        """
-        evaluation, best = self._experiment.evaluation, self._experiment.stop.best
-        rows = [self._row.copy()] if by_cloud or best else []
-        rows += [] if mixed is None or not by_cloud else [mixed]
-
-        async def evaluate() -> list[EvaluationResult]:
-            found = [await self._test(record.global_round, row) for row in rows]
-            await self._improved(found[0], rows[0])
-            return found
-
-        evaluating = asyncio.create_task(evaluate(), name="evaluate") if by_cloud else None
-        self._pending = _Pending(record, rows[0] if rows else None, evaluating, evaluation.on_devices)
-
-    async def _improved(self, found: EvaluationResult, row: Row | None) -> None:
-        """Take note of an evaluation; if wanted, keep the model of an improvement beside the next global round."""
-        improved = self._course.take(found.global_round, score=found.score, loss=found.loss)
-        if improved and row is not None and self._experiment.stop.best:
-            save = partial(
-                checkpoint.save_best, self._folder.checkpoints, found.global_round, layout=self._layout, row=row,
-                run=self._folder.run, rounds_back=self._experiment.cloud.rounds_back, frozen=self._beginning.frozen,
-            )  # fmt: skip
-            await self._written(lambda: offload(save))
-
-    async def _finish_evaluation(self, results: Mapping[str, Result]) -> None:
-        """Wait for the running evaluation, and add it and the devices' scores, of these results, to their row."""
-        if (pending := self._pending) is None:
-            return
-        score, record, before = self._experiment.score, pending.record, self._last
-        mixed: Sequence[EvaluationResult] = ()
-        found: EvaluationResult | None = None
-        if pending.evaluating is not None:
-            found, *mixed = await pending.evaluating
-        self._pending = None
-        if pending.by_devices:
-            by_devices, total = self._scores_of(record.global_round, results)
-            record = replace(record, by_devices={**record.by_devices, **by_devices})
-            if total is not None and not self._experiment.evaluation.on_cloud:
-                first, *further = total.by(score.names)
-                found = EvaluationResult(record.global_round, first, total.mean_loss, further)
-                await self._improved(found, pending.row)
-        self._ended = self._course.ended
-        facts: dict[str, Any] = {}
-        if found is not None:
-            self._last = found
-            if score.name == ACCURACY:
-                self._metrics.accuracy.labels(*LABELS).set(found.score)
-            for name, value in zip(score.names, (found.score, *found.more), strict=True):
-                self._metrics.score.labels(*LABELS, name).set(value)
-            self._metrics.test_loss.labels(*LABELS).set(found.loss)
-            facts |= evaluated(score, found)
-        for other in mixed:
-            facts |= {f"mixed_{key}": value for key, value in evaluated(score, replace(other, more=())).items()}
-        scores = {key: facts.get(key, value) for key, value in record.other_scores.items()}
-        of_row = {key: value for key, value in facts.items() if key in ROW_FACTS}
-        record = replace(record, **of_row, other_scores=scores)
-        self._folder.complete_round(record)
-        if record.score is not None:
-            shown = (
-                evaluated(score, None) | {"score": record.score, "loss": record.loss} | facts | dict(record.by_devices)
-            )
-            self._observe("evaluated", {"global_round": record.global_round, **shown})
-        if found is None:
-            return
-        again = before is not None and not math.isfinite(before.loss)
-        if not math.isfinite(found.loss) and (not again or record.global_round == self._experiment.rounds):
-            reason = f"the test loss after global round {record.global_round} is {found.loss}: training has diverged"
-            self._observe("warning", {"global_round": record.global_round, "reason": reason})
-
-    def _scores_of(
-        self, global_round: int, results: Mapping[str, Result]
-    ) -> tuple[dict[str, float | None], ScoreSums | None]:
-        """Record the devices' scores of a global round's model; return the columns of its row, and the sums over all.
-
-        Results report on the model with which their global round began, the one of the round before.
-        """
-        every = chain.from_iterable(starmap(self._device_reports, results.items()))
-        reports = [each for each in every if each.tests is not None and each.tests.received is not None]
-        self._folder.score_devices(global_round, reports)
-        kind = next(iter(self._columns))
-        found, total = self._over_devices(kind, [each.tests.received for each in reports if each.tests])
-        if total is not None and total.classes:
-            counts = unpacked(total.classes)
-            by_class = {"samples": counts[::2], "right": counts[1::2]}
-            self._observe("classes", {"global_round": global_round, **by_class})
-        return found, total
-
-    def _over_devices(
-        self, kind: str, each: Sequence[ScoreSums | None]
-    ) -> tuple[dict[str, float | None], ScoreSums | None]:
-        """Return the columns of models of a kind, by the sums of each device that scored one, and the sums over all."""
-        score, sums = self._experiment.score, [found for found in each if found is not None]
-        total, over = summed(sums), distribution([one.by(score.names)[0] for one in sums], higher=score.higher)
-        values: dict[str, float | None] = {"scored": len(sums)}
-        if total is not None:
-            first, *further = total.by(score.names)
-            values |= {"samples": total.samples, "loss": total.mean_loss, "score": first}
-            values |= zip(score.columns.values(), further, strict=True)
-        if over is not None:
-            spread = {"mean": over.mean, "worst": over.worst, "spread": over.spread}
-            metric = self._metrics.personalised_score if kind == PERSONALISED else self._metrics.devices_score
-            for statistic, value in spread.items():
-                metric.labels(*LABELS, score.name, statistic).set(value)
-            values |= spread
-        names = [column.removeprefix(f"{kind}_") for column in self._columns[kind]]
-        return {f"{kind}_{name}": values.get(name) for name in names}, total
+    def _reports_of(self, results: Mapping[str, Result]) -> list[ChildReport]:
+        return [*chain.from_iterable(starmap(self._device_reports, results.items()))]
 
     def _device_reports(self, child: str, result: Result) -> list[ChildReport]:
         """Return the reports on the devices at and below a child, in their order."""
@@ -574,18 +497,3 @@ class GlobalRounds:
         found = {report.link: report for report in (own, *result.children)}
         entered = [report for report in found.values() if report.parent]
         return [found[device] for device in self._devices.get(child, ()) if device in found] + entered
-
-    async def _keep_best(self) -> None:
-        """Let the run's folder have the best model beside the final one."""
-        best = checkpoint.best_of(self._folder.checkpoints, self._course.best)
-        if not self._experiment.stop.best or not self._course.best:
-            return
-        if not best.exists():
-            self._observe("warning", {"reason": f"the best model, of global round {self._course.best}, is lost"})
-            return
-
-        def copy() -> None:
-            with replacing(self._folder.path / "best.safetensors") as file:
-                file.write(best.read_bytes())
-
-        await self._written(lambda: offload(copy))

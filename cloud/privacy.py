@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from common.experiment.schema import Experiment
-from common.methods.private import check_covered
-from common.methods.selection import TAKING_PART
-from common.metrics import Metrics, NodeLabels
-from common.model.layout import ModelLayout
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.methods.private import check_covered
+from fedstrata.common.methods.selection import TAKING_PART
+from fedstrata.common.metrics import Metrics, NodeLabels
+from fedstrata.common.model.layout import ModelLayout
 
 Plans = Mapping[str, Sequence[Mapping[str, Any]]]
 

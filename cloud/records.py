@@ -30,15 +30,16 @@ from functools import lru_cache
 from itertools import chain, repeat
 from typing import Annotated, Any, ClassVar, Final, NamedTuple, Self, TypeAlias, get_type_hints
 
-from common.accounting.child_report import ChildReport, TrainingPath
-from common.accounting.counters import LINK_KINDS, Direction
-from common.accounting.ledger import Ledger
-from common.accounting.traffic import Measured, TcpStats, Traffic
-from common.experiment.schema import Experiment
-from common.experiment.tiers import TIER_NAME
-from common.experiment.topology import CLOUD
-from common.host.energy import EnergySource
-from common.protocol.round_state import GLOBAL_PHASES
+from fedstrata.common.accounting.child_report import ChildReport
+from fedstrata.common.accounting.counters import LINK_KINDS, Direction
+from fedstrata.common.accounting.ledger import Ledger
+from fedstrata.common.accounting.traffic import Measured, TcpStats, Traffic
+from fedstrata.common.accounting.work import TrainingPath
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.tiers import TIER_NAME
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.host.energy import EnergySource
+from fedstrata.common.protocol.round_state import GLOBAL_PHASES
 
 # The other names begin columns of nodes and tiers.
 BYTES: Final = rf"(?!(epochs|omega|spread|epsilon)_){TIER_NAME}_(up|down)_bytes"

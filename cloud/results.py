@@ -9,6 +9,7 @@ partition.npz    each device's samples           partition.json     their digest
 
 from __future__ import annotations
 
+import csv
 import fcntl
 import json
 import os
@@ -25,7 +26,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from cloud.records import (
+from xxhash import xxh3_64
+
+from fedstrata.cloud.records import (
     COSTS,
     PERSONALISED,
     DeviceRecord,
@@ -36,17 +39,21 @@ from cloud.records import (
     to_csv,
     wire_status,
 )
-from common.accounting.child_report import ChildReport, TrainingPath
-from common.accounting.ledger import Ledger
-from common.errors import InvalidExperiment, StorageFailed
-from common.experiment.reading import load, to_toml
-from common.experiment.schema import Experiment
-from common.host.files import replacing, sync, writing
-from common.runtime.world import REAL, World
-from common.text import json_text
+from fedstrata.common.accounting.child_report import ChildReport
+from fedstrata.common.accounting.ledger import Ledger
+from fedstrata.common.accounting.work import Work
+from fedstrata.common.errors import InvalidExperiment, StorageFailed
+from fedstrata.common.experiment.reading import read, recorded, to_toml
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.host.files import replacing, sync, writing
+from fedstrata.common.host.processor import instructions
+from fedstrata.common.runtime.world import REAL, World
+from fedstrata.common.text import json_text
 
 PACKAGES: Final = ("fedstrata", "aiomqtt", "paho-mqtt", "numpy", "msgpack", "torch")
+MANIFEST: Final = "manifest.json"
 LEDGER: Final = "ledger.json"
+DIGEST: Final = "digest"  # of what else a file has
 FORMAT: Final = 1  # of a run's folder
 HELD: Final = "experiment.toml"  # the file that is locked; it is never replaced
 DIRECT: Final = "direct"  # in manifest.json: marks a run without a network
@@ -125,7 +132,13 @@ class RunFolder:
         read-only.
         """
         run = cls.check(path, direct=direct, simulated=simulated)
-        folder = cls(path, run, load(path / HELD), world=world)
+        held = str(path / HELD)
+        try:
+            folder = cls(path, run, recorded(read(path / HELD)), world=world)
+        except InvalidExperiment as error:
+            raise InvalidExperiment("--resume", held, str(error).removesuffix("."), "Restore the file.") from None
+        if folder._manifest()["experiment_digest"] != folder.experiment.digest:
+            raise InvalidExperiment("--resume", held, "its experiment was changed", "Restore the file.")
         folder._hold()
         folder.begun = True
         return folder
@@ -136,13 +149,19 @@ class RunFolder:
 
         Raises InvalidExperiment if it is none, or if `direct` or `simulated` differs from the run's.
         """
+        file = path / MANIFEST
         try:
-            manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+            manifest = json.loads(file.read_text(encoding="utf-8"))
             run = str(manifest["run"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except OSError:
             raise InvalidExperiment("--resume", str(path), "not a run's folder", "Name a folder under runs/.") from None
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            problem = f"not a run's manifest: {error!r:.200}"
+            raise InvalidExperiment("--resume", str(file), problem, "Restore the file.") from None
         check_format(manifest, path, key="--resume")
         asked = {DIRECT: direct, SIMULATED: simulated}
+        if manifest.pop(DIGEST, None) != _digest(manifest):
+            raise InvalidExperiment("--resume", str(file), "damaged, or changed", "Restore the file.")
         if any(asked[kind] is not (kind in manifest) for kind in KINDS):  # its seconds would not be comparable
             had = [f"the run was started with {KINDS[kind][0]}" for kind in KINDS if kind in manifest]
             remedy = [f"Add {KINDS[kind][1]}." for kind in KINDS if kind in manifest and not asked[kind]]
@@ -179,15 +198,13 @@ class RunFolder:
 
     def note(self, **facts: object) -> None:
         """Add facts to manifest.json that became known after the start."""
-        path = self.path / "manifest.json"
-        _replace(path, json_text(json.loads(path.read_text(encoding="utf-8")) | facts, indent=2) + "\n")
+        self._replace_manifest({**self._manifest(), **facts})
 
     def add_energy(self, joules: Mapping[str, float], *, seconds: float) -> None:
         """Add this host's energy by source and part to that of earlier processes of the run. Raises StorageFailed."""
         if not joules:
             return
-        manifest = json.loads((self.path / "manifest.json").read_text(encoding="utf-8"))
-        hosts = manifest.get("energy", {})
+        hosts = self._manifest().get("energy", {})
         earlier = hosts.get(platform.node(), {"seconds": 0.0, "joules": {}})
         sums = {part: earlier["joules"].get(part, 0.0) + value for part, value in joules.items()}
         hosts[platform.node()] = {"seconds": earlier["seconds"] + seconds, "joules": earlier["joules"] | sums}
@@ -211,16 +228,19 @@ class RunFolder:
         """Append devices to devices.csv."""
         if self._devices and self._devices[0].global_round != global_round:
             self._devices = []
-        records = [
-            DeviceRecord(
-                global_round=global_round, node=self._path(r), samples=r.samples, local_rounds=r.rounds,
-                epochs=r.epochs, sgd_steps=r.steps, loss=r.loss, train_s=r.train_s, wait_s=r.wait_s, pause_s=r.pause_s,
-                path=r.path, **{name: getattr(r.costs, name) for name in COSTS}, **self._trained(r),
-            )
-            for r in reports
-        ]  # fmt: skip
+        records = [self._record(global_round, report) for report in reports]
         self._devices += records
         self._add_rows("devices.csv", records)
+
+    def _record(self, global_round: int, report: ChildReport) -> DeviceRecord:
+        """Return the row of a device's work in a global round."""
+        work = report.work
+        return DeviceRecord(
+            global_round=global_round, node=self._path(report), samples=work.samples, local_rounds=report.rounds,
+            epochs=work.epochs, sgd_steps=work.steps, loss=work.loss, train_s=work.train_s, wait_s=work.wait_s,
+            pause_s=work.pause_s, path=work.path, **{name: getattr(work.costs, name) for name in COSTS},
+            **self._trained(work),
+        )  # fmt: skip
 
     def _path(self, device: ChildReport) -> str:
         """Return the names from the cloud down to a device."""
@@ -233,13 +253,10 @@ class RunFolder:
         rows = {record.node: record for record in self._devices if record.global_round == global_round}
         count = len(rows)
         for report in reports:
-            if report.tests is not None and (tests := report.tests.received) is not None:
+            if report.work.tests is not None and (tests := report.work.tests.received) is not None:
                 node = self._path(report)
-                row = rows.get(node) or DeviceRecord(
-                    global_round=global_round, node=node, samples=report.samples, local_rounds=0, epochs=0,
-                    sgd_steps=0, loss=None, train_s=0.0, wait_s=0.0, pause_s=0.0, path=TrainingPath.NONE,
-                    more=self._no_more,
-                )  # fmt: skip
+                untrained = replace(report, work=Work(report.work.samples), rounds=0)
+                row = rows.get(node) or self._record(global_round, untrained)
                 first, *further = tests.by(score.names)
                 more = {f"test_{name}": each for name, each in zip(score.columns.values(), further, strict=True)}
                 rows[node] = replace(
@@ -262,9 +279,9 @@ class RunFolder:
             names += [f"{PERSONALISED}_{name}" for name in ("loss", "score", "s", *further)]
         return dict.fromkeys(names)
 
-    def _trained(self, report: ChildReport) -> dict[str, Any]:
+    def _trained(self, work: Work) -> dict[str, Any]:
         """Return the cells of a device's scores of the model that it trained."""
-        tests, score = None if report.tests is None else report.tests.trained, self.experiment.score
+        tests, score = None if work.tests is None else work.tests.trained, self.experiment.score
         if tests is None:
             return {"more": self._no_more}
         found = {"loss": tests.mean_loss, "s": tests.seconds}
@@ -288,14 +305,23 @@ class RunFolder:
             sync(self.path)
 
     def forget_after(self, global_rounds: int) -> list[GlobalRoundRecord]:
-        """Drop the rows of global rounds that a resumed run repeats, and return the remaining rows of rounds.csv."""
+        """Drop the rows of global rounds that a resumed run repeats, and return the remaining rows of rounds.csv.
+
+        Raises InvalidExperiment if one is missing or damaged.
+        """
         devices = self._forget("devices.csv", DeviceRecord, after=global_rounds)
         self._devices = [row for row in devices if row.global_round == global_rounds]
-        return self._forget("rounds.csv", GlobalRoundRecord, after=global_rounds)
+        kept = self._forget("rounds.csv", GlobalRoundRecord, after=global_rounds)
+        for place in range(global_rounds):
+            if place == len(kept) or kept[place].global_round != place + 1:
+                problem = f"it has no row of global round {place + 1}, and the checkpoint is of {global_rounds}"
+                raise InvalidExperiment("--resume", str(self.path / "rounds.csv"), problem, "Restore the file.")
+        return kept
 
     def write_of_ledger(self, ledger: Ledger) -> Callable[[], None]:
         """Return what writes the byte ledger of a resumed run, like `write_of_links`."""
-        return partial(_replace, self.path / LEDGER, ledger.to_json() + "\n")
+        text = ledger.to_json()
+        return partial(_replace, self.path / LEDGER, f'{{"{DIGEST}": "{_digest_of(text)}", "ledger": {text}}}\n')
 
     def write_of_links(self, ledger: Ledger) -> Callable[[], None]:
         """Return what writes links.csv, each link's bytes in the run.
@@ -322,11 +348,17 @@ class RunFolder:
     def restore(self, ledger: Ledger) -> None:
         """Restore the byte ledger of an earlier process of the run. Raises InvalidExperiment."""
         path = self.path / LEDGER
+        if not path.exists():
+            return
         try:
-            if path.exists():
-                ledger.restore(path.read_text(encoding="utf-8"))
+            found = json.loads(path.read_text(encoding="utf-8"))
+            text = json_text(found["ledger"])
+            if found[DIGEST] != _digest_of(text):
+                raise ValueError("its digest is another one")
+            ledger.restore(text)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise InvalidExperiment("--resume", str(path), f"unreadable: {error!r}", "Remove it.") from None
+            problem = f"it is damaged: {error}"
+            raise InvalidExperiment("--resume", str(path), problem, "Remove it: bytes are counted anew.") from None
 
     def _hold(self) -> None:
         """Lock the folder until `release`, or until this object is gone. Raises InvalidExperiment, StorageFailed."""
@@ -376,12 +408,19 @@ class RunFolder:
         _replace(path, path.read_bytes()[:begin].decode() + text)
 
     def _forget(self, name: str, kind: type[_R], *, after: int) -> list[_R]:
-        """Cut a table after its rows of the global rounds up to `after`, and return these."""
+        """Cut a table after its rows of the global rounds up to `after`, and return these. Raises InvalidExperiment."""
         path = self.path / name
         if not path.exists():
             return []
-        text = path.read_bytes().decode()
-        kept = [record for record in map(kind.read, rows_of(text)) if record.global_round <= after]
+        kept: list[_R] = []
+        try:
+            text = path.read_bytes().decode()
+            for record in map(kind.read, rows_of(text)):
+                if record.global_round <= after:
+                    kept.append(record)
+        except (OSError, ValueError, KeyError, csv.Error) as error:
+            problem = f"damaged at line {len(kept) + 2}: {error}"
+            raise InvalidExperiment("--resume", str(path), problem, "Restore the file.") from None
         whole = text.splitlines(keepends=True)[: text.count("\n")]
         _replace(path, "".join(whole[: 1 + len(kept)]))
         return kept
@@ -404,11 +443,21 @@ class RunFolder:
             "host": platform.node(),
             "platform": platform.platform(),
             "cpus": os.cpu_count(),
+            "instructions": instructions(),
             "load": _load(),
             "python": platform.python_version(),
             "packages": {name: _version(name) for name in PACKAGES},
         }
-        _replace(self.path / "manifest.json", json_text({**manifest, **kind}, indent=2) + "\n")
+        self._replace_manifest({**manifest, **kind})
+
+    def _manifest(self) -> dict[str, Any]:
+        """Return the manifest's facts, without their digest."""
+        found: dict[str, Any] = json.loads((self.path / MANIFEST).read_text(encoding="utf-8"))
+        found.pop(DIGEST, None)
+        return found
+
+    def _replace_manifest(self, facts: Mapping[str, object]) -> None:
+        _replace(self.path / MANIFEST, json_text({**facts, DIGEST: _digest(facts)}, indent=2) + "\n")
 
 
 def check_format(manifest: Mapping[str, object], path: Path, *, key: str) -> None:
@@ -428,6 +477,14 @@ def held(path: Path) -> bool:
         return not _try_lock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     finally:
         os.close(file)
+
+
+def _digest(facts: Mapping[str, object]) -> str:
+    return _digest_of(json_text(facts))
+
+
+def _digest_of(text: str) -> str:
+    return xxh3_64(text.encode()).hexdigest()
 
 
 def _try_lock(file: int, kind: int) -> bool:

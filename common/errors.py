@@ -32,6 +32,8 @@ UNEXPECTED: Final = "ended by an unexpected error"
 MESSAGE_MOST: Final = 1500  # characters of an error's text: some lines
 VALUE_MOST: Final = 300  # characters of the value in it
 TEXT_MOST: Final = 300  # characters of another's error in it
+# PyTorch's own index of builds without CUDA, which is public.
+CPU_INDEX: Final = "https://download.pytorch.org/whl/cpu"
 
 log = logging.getLogger("fedstrata.lifecycle")
 
@@ -58,7 +60,8 @@ class InvalidExperiment(FedstrataError):
     exit_code = 4
 
     def __init__(self, key: str, value: object, problem: str, remedy: str, frames: Sequence[str] = ()) -> None:
-        super().__init__(f"{key} = {_shown(value)}: {problem}. {remedy}")
+        given = "" if value is None else f" = {_shown(value)}"  # without one, the key is missing
+        super().__init__(f"{key}{given}: {problem}. {remedy}")
         self.parts = (key, value, problem, remedy)
         self.frames = tuple(frames)
 
@@ -92,7 +95,9 @@ class LabInUse(ConnectionFailed):
 
 
 class RunFailed(FedstrataError):
-    """The run cannot continue."""
+    """The run cannot continue. `without`: the children without which a round could not close, if that is why."""
+
+    without: frozenset[str] = frozenset()
 
 
 class NoProgress(RunFailed):
@@ -208,6 +213,18 @@ def bounded(text: str, most: int) -> str:
     left_out = f" ... ({len(text):,} characters) ... "
     end = (most - len(left_out)) // 4
     return text[: most - len(left_out) - end] + left_out + text[-end:]
+
+
+def installing(extra: str) -> str:
+    """Return the command that installs an extra of fedstrata.
+
+    The extra `learning` brings PyTorch, which PyPI has with 3 GB of CUDA for Linux, also on a board that has no use for
+    it: then the build without must be there first.
+    """
+    command = f"pip install 'fedstrata[{extra}]'"
+    if extra != "learning":
+        return command
+    return f"{command}, without an NVIDIA GPU after `pip install torch torchvision --index-url {CPU_INDEX}`"
 
 
 def _shown(value: object) -> str:

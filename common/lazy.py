@@ -1,6 +1,6 @@
 """numpy, imported when it is first used: experiments are read, and rules are asked, without it.
 
-    from common.lazy import np          in place of    import numpy as np
+    from fedstrata.common.lazy import np          in place of    import numpy as np
 
 From Python 3.15 on this is `lazy import numpy as np` (PEP 810).
 """

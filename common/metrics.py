@@ -18,9 +18,9 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 from prometheus_client import CollectorRegistry, Counter, Gauge, Info, disable_created_metrics, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from common.metrics_server import REFRESH, TIMEOUT, Heartbeat, MetricsGuard, Scrapes, serve
+from fedstrata.common.metrics_server import REFRESH, TIMEOUT, Heartbeat, MetricsGuard, Scrapes, serve
 
-STATES: Final = ("absent", "init", "ready", "finished", "failed", "disconnected", "lost")
+STATES: Final = ("absent", "init", "ready", "finished", "failed", "disconnected", "lost", "moved")
 DISCOVERY: Final = "/sd"
 HEALTH: Final = "/healthz"
 
@@ -101,9 +101,11 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "chunks_lost": Family("counter", (), "Chunks that the broker dropped, by the gaps in their numbers"),
     "refused_models": Family("counter", (), "Uploads that were refused"),
     "late_results": Family("counter", (), "Results that no round used: late ones, and those that were taken back"),
-    "nodes": Family("gauge", ("tier", "state"), "Children of this node by presence"),
+    "nodes": Family("gauge", ("tier", "state"), "Children of this node by presence, or `moved` to another parent"),
     "child_up": Family(
-        "gauge", ("tier", "peer"), "Whether a child that has joined is present (1), or was lost or failed (0)"
+        "gauge",
+        ("tier", "peer"),
+        "Whether a child that has joined, and has not moved, is present (1), or was lost or failed (0)",
     ),
     "idle_seconds": Family("gauge", ("tier", "peer"), "Time without progress of a child that the open round waits for"),
     "idle_most_seconds": Family("gauge", (), "Time without progress after which a child is given up"),
@@ -116,7 +118,10 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "host_memory_available_bytes": Family("gauge", ("host",), "Available memory of the host", ()),
     "host_temperature_celsius": Family("gauge", ("host", "sensor"), "Temperature of a thermal zone", ()),
     "energy_joules": Family(
-        "counter", ("host", "source", "part"), "Energy of the host's processors, GPUs or rails, by all processes", ()
+        "counter",
+        ("host", "source", "part"),
+        "Energy of the host's processors, GPUs, rails or plug, by all processes",
+        (),
     ),
     "disk_used_bytes": Family(
         "gauge", ("host", "folder"), "Disk that the files of a role's folder take: its spool, the cloud's runs", ()

@@ -1,7 +1,9 @@
 """The HTTP server of a role's metrics: who may read them, when they were read, and what strangers cannot exhaust.
 
 Its connections, the bytes of a request and the time of one are bounded, so that whoever reaches the port takes neither
-the descriptors of the role nor a scrape's turn.
+the descriptors of the role nor a scrape's turn. prometheus_client's own server cannot take its place: it makes the TLS
+handshake in the thread that accepts, so one client that does not continue its handshake stops all scrapes; and it has
+no login, no list of revoked certificates, and no other pages.
 
 A role that ends waits for Prometheus to read its last values. How often Prometheus asks is known from its requests:
 the time between two, and what it states in a header of each.

@@ -10,7 +10,7 @@ import hashlib
 from enum import IntEnum
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-from common.lazy import np, npt
+from fedstrata.common.lazy import np, npt
 
 if TYPE_CHECKING:
     Doubles: TypeAlias = "npt.NDArray[np.float64]"
@@ -45,6 +45,7 @@ class Purpose(IntEnum):
     CODEC = 24
     PRIVACY = 25
     PRIVACY_OF_CHILDREN = 26
+    RULE = 27
 
 
 def _entropy(seed: int, purpose: Purpose, node: str, round_number: int) -> list[int]:

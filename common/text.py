@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Annotated, Any, Final, TypeAlias
 
 TEXT_MOST: Final = 1000
+NOTE: Final = "note: "  # before a warning of a training process, which the command that started it shows
 JSON_MOST: Final = 4_000_000
 NAMED: Final = 3  # of those that share a cause
 _SAMPLES: Final = re.compile(r" on \d+ samples")
@@ -34,6 +35,16 @@ ShortText: TypeAlias = Annotated[str, TextLimit(TEXT_MOST, cut=True)]  # for peo
 JsonText: TypeAlias = Annotated[str, TextLimit(JSON_MOST)]
 
 _SHORT: Final = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
+
+
+def counted(count: int, plural: str) -> str:
+    """Return a number with what is counted, of one in the singular: `1 institution`, `2 institutions`."""
+    return f"{count:,} {plural.removesuffix('s') if count == 1 else plural}"
+
+
+def noted(text: str) -> str:
+    """Return a warning of a process that trains, as the command that started it recognises it."""
+    return f"{NOTE}{text}"
 
 
 def escaped(text: str) -> str:

@@ -14,35 +14,38 @@ from itertools import count
 from pathlib import Path
 from typing import Final
 
-from common.errors import InvalidExperiment, OutOfReach, ParentGaveUp
-from common.experiment.data import Data, check_alike, examine_data, found_in
-from common.experiment.devices import Move, Pace
-from common.experiment.own import permit
-from common.experiment.reading import announced
-from common.experiment.schema import Experiment
-from common.experiment.topology import check_parent
-from common.host.examination import examine_host
-from common.host.files import until_written
-from common.host.offload import offload
-from common.metrics import NodeLabels
-from common.model.layout import ModelLayout
-from common.protocol.limits import task_limits
-from common.protocol.messages import NodeState, Phase, Task
-from common.runtime.child_endpoint import ChildEndpoint
-from common.runtime.discovery import Found, activity, another_parent, join
-from common.runtime.exports import export_child
-from common.runtime.lifecycle import MovesAway, live, through_absences, while_online
-from common.runtime.models import Arriving, work_on
-from common.runtime.roll import Resources
-from common.runtime.round import Report, WorkResult
-from common.runtime.world import Host
-from common.storage.spool import FrozenFiles, Spool
-from device.jobs import LocalResult, Order, Prepared, TrainingPool
-from device.training.work import LocalWork
+from fedstrata.common.errors import InvalidExperiment, OutOfReach, ParentGaveUp
+from fedstrata.common.experiment.data import Data, check_alike, examine_data, found_in
+from fedstrata.common.experiment.devices import Move, Pace
+from fedstrata.common.experiment.own import permit
+from fedstrata.common.experiment.reading import announced
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.topology import check_parent
+from fedstrata.common.host.examination import examine_host
+from fedstrata.common.host.files import until_written
+from fedstrata.common.host.offload import offload
+from fedstrata.common.metrics import NodeLabels
+from fedstrata.common.model.layout import ModelLayout
+from fedstrata.common.protocol.limits import task_limits
+from fedstrata.common.protocol.messages import NodeState, Phase, Task
+from fedstrata.common.runtime.child_endpoint import ChildEndpoint
+from fedstrata.common.runtime.discovery import Found, activity, another_parent, join
+from fedstrata.common.runtime.exports import export_child
+from fedstrata.common.runtime.lifecycle import MovesAway, live, through_absences, while_online
+from fedstrata.common.runtime.models import Arriving, work_on
+from fedstrata.common.runtime.roll import Resources
+from fedstrata.common.runtime.round import Report, WorkResult
+from fedstrata.common.runtime.world import Host
+from fedstrata.common.storage.spool import FrozenFiles, Spool
+from fedstrata.device.jobs import LocalResult, Order, Prepared, TrainingPool
+from fedstrata.device.training.work import LocalWork
 
 FAREWELL_S = 3.0
 PHASES = ("evaluate", "train", "wait", "pause", "vmapped")
 WAITING_S = 2.0  # as often as a node reports
+WAITS_S: Final = (
+    3600.0  # for a trainer's `prepare`, as long as it counts as progress; `transfer.idle_s` if that is more
+)
 REPORT_S: Final = 1.0  # while a slower machine is emulated
 
 log = logging.getLogger("fedstrata.device")
@@ -223,7 +226,8 @@ class DeviceAgent:
         return work
 
     async def _train_all(self, up: ChildEndpoint, experiment: Experiment, local: LocalWork) -> None:
-        up.set_state(NodeState.READY, samples=local.prepared.samples)
+        scores = experiment.evaluation.on_devices
+        up.set_state(NodeState.READY, samples=local.prepared.samples, tests=local.prepared.tests if scores else 0)
         machine, keeps, self._scores = experiment.machine(self._name), local.keeps, experiment.score.names
         off = keeps or experiment.keeps_secret(self._name)
 
@@ -233,11 +237,11 @@ class DeviceAgent:
             order = await offload(begin) if off else begin()
             if isinstance(order, WorkResult):
                 return order
-            result = local.result(task, await self._train(order, report))
+            result = local.result(await self._train(order, report))
             if not task.epochs:
                 return result
             result = await emulate(machine, result, since=since, report=report)
-            self._metrics.phase_seconds.labels(*self._labels, "pause").inc(result.pause_s)
+            self._metrics.phase_seconds.labels(*self._labels, "pause").inc(result.work.pause_s)
             result = await work_on(partial(local.encoded, task, result, row), nbytes=row.nbytes)
             if keeps:
                 keep, idle_s = partial(local.keep, task), experiment.transfer.idle_s
@@ -249,9 +253,12 @@ class DeviceAgent:
     async def _prepare(self, up: ChildEndpoint, experiment: Experiment, layout: ModelLayout) -> Prepared:
         """Prepare, with the cloud's frozen arrays if this host builds others; meanwhile report the progress."""
 
+        trainer, limit_s = experiment.training.trainer, max(WAITS_S, experiment.transfer.idle_s)
+
         async def report() -> None:
-            while True:
-                up.preparing(self._training.moves + up.frozen.moves, waits_for=up.frozen.waits_for)
+            for waits in count():
+                looks = 0 if trainer.learns_module else min(waits, int(limit_s / WAITING_S))  # it may download samples
+                up.preparing(self._training.moves + up.frozen.moves + looks, waits_for=up.frozen.waits_for)
                 await asyncio.sleep(WAITING_S)
 
         reporting = asyncio.create_task(report(), name=f"{self._name} prepares")
@@ -286,19 +293,19 @@ class DeviceAgent:
         if not order.epochs:
             return result
         self._metrics.closed(self._labels)
-        self._metrics.steps.labels(*self._labels).inc(result.steps)
-        self._metrics.trained(self._labels, result.loss)
+        self._metrics.steps.labels(*self._labels).inc(result.work.steps)
+        self._metrics.trained(self._labels, result.work.loss)
         self._metrics.epochs.labels(*self._labels).set(order.epochs)
-        self._metrics.phase_seconds.labels(*self._labels, "train").inc(result.train_s)
-        self._metrics.phase_seconds.labels(*self._labels, "wait").inc(result.wait_s)
+        self._metrics.phase_seconds.labels(*self._labels, "train").inc(result.work.train_s)
+        self._metrics.phase_seconds.labels(*self._labels, "wait").inc(result.work.wait_s)
         self._metrics.phase_seconds.labels(*self._labels, "vmapped").inc(result.wall_s)
-        if result.costs.joules is not None:
-            self._metrics.device_energy.labels(*self._labels).inc(result.costs.joules)
+        if result.work.costs.joules is not None:
+            self._metrics.device_energy.labels(*self._labels).inc(result.work.costs.joules)
         return result
 
     def _observe_tests(self, result: LocalResult) -> None:
         """Export the scores of the model received, if this device has some, and the seconds of scoring."""
-        if (tests := result.tests) is None:
+        if (tests := result.work.tests) is None:
             return
         metrics, labels, names = self._metrics, self._labels, self._scores
         if (sums := tests.received) is not None:
@@ -313,8 +320,8 @@ async def emulate(pace: Pace, result: WorkResult, *, since: float, report: Repor
     """
     loop = asyncio.get_running_loop()
     begun = loop.time()
-    scored_s = 0.0 if result.tests is None else result.tests.seconds
-    due = since + pace.emulated_s(result.train_s, steps=result.steps) + pace.slowdown * scored_s
+    scored_s = 0.0 if result.work.tests is None else result.work.tests.seconds
+    due = since + pace.emulated_s(result.work.train_s, steps=result.work.steps) + pace.slowdown * scored_s
     if due <= begun:
         return result
     for reported in count(1):
@@ -323,4 +330,4 @@ async def emulate(pace: Pace, result: WorkResult, *, since: float, report: Repor
             break
         report(Phase.WAITING, reported, 0)
         await asyncio.sleep(min(REPORT_S, left_s))
-    return replace(result, pause_s=loop.time() - begun)
+    return replace(result, work=replace(result.work, pause_s=loop.time() - begun))

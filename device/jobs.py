@@ -15,12 +15,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
 
-from common.accounting.child_report import TrainingPath
-from common.accounting.costs import UNKNOWN_COSTS, DeviceCosts
-from common.errors import FedstrataError, InvalidExperiment
-from common.experiment.schema import Experiment
-from common.model.layout import ModelLayout, Row
-from common.model.scores import ScoredModels, ScoreSums
+from fedstrata.common.accounting.work import Work
+from fedstrata.common.errors import FedstrataError, InvalidExperiment
+from fedstrata.common.experiment.own import is_own
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.model.layout import ModelLayout, Row
+from fedstrata.common.model.scores import ScoredModels, ScoreSums
 
 Progress: TypeAlias = Callable[[int, int], None]
 
@@ -31,33 +31,22 @@ class Cancelled(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LocalResult:
-    """The result of one local round: `loss` is the sample-weighted mean over its last epoch, None if it is not known.
+    """The result of one local round.
 
-    `train_s` are the seconds of the training itself, `wait_s` all other seconds between the request and the result.
-    In vmapped training `train_s` is the device's share, and `wall_s` the seconds from its group's start to this result.
-    `numbers`: of the trainer's choice.
-    `tests`: of the model received and of the trained one, where the order asks for them; their seconds are in none of
-    the others.
-    `start_loss`: the training loss of that model, where the parent's rule reads it; its seconds belong to the training.
-    `costs`: of the training.
+    Of its work `train_s` are the seconds of the training itself, of vmapped training the device's share, and `wait_s`
+    all other seconds between the request and the result but those of scoring.
     """
 
-    samples: int
-    loss: float | None
-    steps: int
-    train_s: float
-    wait_s: float
-    path: TrainingPath = TrainingPath.IN_PROCESS
-    wall_s: float = 0.0
-    numbers: Mapping[str, float] = field(default_factory=dict)
-    tests: ScoredModels | None = None
-    start_loss: float | None = None
-    costs: DeviceCosts = UNKNOWN_COSTS
+    work: Work
+    wall_s: float = 0.0  # of vmapped training: from its group's start to this result
+    numbers: Mapping[str, float] = field(default_factory=dict)  # of the trainer's choice
+    notes: Sequence[str] = ()  # what its user should know
+    start_loss: float | None = None  # of the model received, where the parent's rule reads it; its seconds are training
 
     @property
     def scored_s(self) -> float:
         """The seconds of scoring."""
-        return 0.0 if self.tests is None else self.tests.seconds
+        return 0.0 if self.work.tests is None else self.work.tests.seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +61,13 @@ class Examined:
 
         `trained`: of the trained model, over the device's test samples.
         """
-        scored = self.tests is not None or trained is not None
-        result = replace(result, tests=ScoredModels(self.tests, trained) if scored else None)
+        work = result.work
+        if self.tests is not None or trained is not None:
+            work = replace(work, tests=ScoredModels(self.tests, trained))
         if self.start is None:
-            return result
-        return replace(result, start_loss=self.start.mean_loss, train_s=result.train_s + self.start.seconds)
+            return replace(result, work=work)
+        work = replace(work, train_s=work.train_s + self.start.seconds)
+        return replace(result, work=work, start_loss=self.start.mean_loss)
 
 
 Ending: TypeAlias = LocalResult | FedstrataError | Cancelled
@@ -103,6 +94,17 @@ class Prepared:
         return self.kept_bytes > 0 or self.folder
 
 
+@dataclass(frozen=True, slots=True)
+class TrainerFolder:
+    """What a trainer keeps of a task: `before`, as the last one left it, None: nothing; and `after`, which it makes.
+
+    `before` never changes, so a training that is killed can be repeated.
+    """
+
+    before: Path | None
+    after: Path
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Order:
     """Train the model in `row` for `epochs` and write it into `out`, uint8; `device.training.vectors` has their form.
@@ -110,8 +112,9 @@ class Order:
     `scores`: score it before, on the device's test samples; without epochs it is not trained. `scores_trained`: score
     what training makes of it, too.
     `progress(steps_done, steps_total)` is called in the thread of the training, every half second and at the end.
-    `cancelled`: set, it ends the training between two steps. `folder`: the state of a trainer that keeps one, which the
-    training changes. `noise`: the key of DP-SGD's noise, empty if it comes from the seed.
+    `cancelled`: set, it ends the training between two steps. `folder`: of a trainer that keeps a state. `noise`: the
+    key of DP-SGD's noise, empty if it comes from the seed. `expired` is called, in another thread, when a trainer has
+    waited too long.
     """
 
     row: Row
@@ -122,8 +125,9 @@ class Order:
     cancelled: threading.Event = field(default_factory=threading.Event)
     scores: bool = False
     scores_trained: bool = False
-    folder: Path | None = None
+    folder: TrainerFolder | None = None
     noise: bytes = b""
+    expired: Callable[[FedstrataError], None] = lambda error: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +198,7 @@ class Job(PoolRequest):
         self.on_cancel()
 
 
-Work: TypeAlias = tuple[HostedDevice, Order]
+DeviceOrder: TypeAlias = tuple[HostedDevice, Order]
 Done: TypeAlias = Callable[[int, Ending], None]
 
 
@@ -213,7 +217,7 @@ class DeviceTrainers(Protocol):
     def prepare(self, device: HostedDevice, accelerator: str) -> Prepared:
         """Return a device's facts. Raises InvalidExperiment."""
 
-    def train(self, work: Sequence[Work], accelerator: str, done: Done) -> None:
+    def train(self, work: Sequence[DeviceOrder], accelerator: str, done: Done) -> None:
         """Train for devices of one experiment; `done` gets each one's number and outcome.
 
         Raises what `prepare` raises.
@@ -272,13 +276,15 @@ class VmappedMode(StrEnum):
 def vmapped_mode(experiment: Experiment, accelerator: str) -> VmappedMode:
     """Return when an experiment's devices are trained vmapped here. Raises InvalidExperiment.
 
-    This host's environment variable decides, then the experiment, then the kind of accelerator.
+    This host's environment variable decides, then the experiment. Without either it is `auto` on a GPU, as long as the
+    steps run no code of the user's own, else `never`.
     """
     training = experiment.training
+    runs_own = any(map(is_own, (experiment.model.name, training.loss, training.objective.name)))
     without = training.deterministic or training.own_augmentation is not None or experiment.tiers[-1].privacy.on_samples
     if without or not training.trainer.learns_module:
         return VmappedMode.NEVER
-    default = VmappedMode.NEVER if accelerator == "cpu" else VmappedMode.AUTO
+    default = VmappedMode.NEVER if accelerator == "cpu" or runs_own else VmappedMode.AUTO
     given = os.environ.get(VARIABLE, training.vmapped or default)
     try:
         return VmappedMode(given)

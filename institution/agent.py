@@ -4,30 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
-from common.experiment.own import permit
-from common.experiment.reading import announced
-from common.experiment.schema import Experiment
-from common.experiment.topology import CLOUD, check_parent
-from common.host.examination import examine_host
-from common.host.offload import beside
-from common.methods.rule import link_layouts
-from common.metrics import NodeLabels
-from common.model.layout import ModelLayout
-from common.net.address import BrokerAddress
-from common.protocol.limits import entering_below, limits_below, task_limits
-from common.protocol.messages import LIVING, NodeState
-from common.protocol.round_state import PHASES
-from common.runtime.child_endpoint import ChildEndpoint
-from common.runtime.discovery import Found, activity, join
-from common.runtime.exports import export_child, export_parent, passed_on
-from common.runtime.lifecycle import live
-from common.runtime.parent_endpoint import ParentEndpoint
-from common.runtime.refining import RefinerProcess
-from common.runtime.roll import Resources
-from common.runtime.world import Host
-from common.storage.spool import FrozenFiles, Spool
-from institution.rounds import LocalRounds
+from fedstrata.common.experiment.own import permit
+from fedstrata.common.experiment.reading import announced
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.topology import CLOUD, check_parent
+from fedstrata.common.host.examination import examine_host
+from fedstrata.common.host.offload import beside
+from fedstrata.common.methods.rule import link_layouts
+from fedstrata.common.metrics import NodeLabels
+from fedstrata.common.model.layout import ModelLayout
+from fedstrata.common.net.address import BrokerAddress
+from fedstrata.common.protocol.limits import entering_below, limits_below, task_limits, tests_below
+from fedstrata.common.protocol.messages import LIVING, NodeState, Task
+from fedstrata.common.protocol.round_state import PHASES
+from fedstrata.common.runtime.child_endpoint import ChildEndpoint
+from fedstrata.common.runtime.discovery import Found, activity, join
+from fedstrata.common.runtime.exports import export_child, export_parent, passed_on
+from fedstrata.common.runtime.lifecycle import live
+from fedstrata.common.runtime.models import Arriving
+from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
+from fedstrata.common.runtime.refining import RefinerProcess
+from fedstrata.common.runtime.roll import Resources
+from fedstrata.common.runtime.round import DoTask, Report, WorkResult
+from fedstrata.common.runtime.world import Host
+from fedstrata.common.storage.spool import FrozenFiles, Spool
+from fedstrata.institution.rounds import LocalRounds
 
 FAREWELL_S = 5.0
 REPORT_S = 1.0
@@ -81,8 +84,9 @@ class InstitutionAgent:
             shaped=shaped,
             codecs=tier.transfer,
             limits=limits_below(experiment, self._name),
-            minimum=tier.minimum_of(len(children)),
+            minimum_of=tier.minimum_of,
             entering=entering_below(experiment, self._name),
+            onward=experiment.onward_rates(self._name),
             spool=spool,
             observe=lambda event, facts: presence.look() if event == "child" else None,
             world=host.world,
@@ -106,6 +110,7 @@ class InstitutionAgent:
         above = link_layouts(experiment.tier_above(self._name).aggregation, layout)
         down.set_layouts(link_layouts(tier.aggregation, layout))
         down.frozen.source = up.frozen
+        down.remember(spool.counts())
         down.announce(announcement)
         facts = {"run": run, "experiment": experiment.name, "algorithm": tier.aggregation.name}
         self._metrics.introduce(self._labels, facts, phases=PHASES)
@@ -117,7 +122,11 @@ class InstitutionAgent:
             world=host.world,
         )  # fmt: skip
 
-        presence = _OwnPresence(self._name, up, down, kind=tier.children)
+        def tests() -> int:
+            whole = len(down.tests) == len(children) and not tier.entering
+            return tests_below(experiment, down.tests) if whole else 0  # else more may come
+
+        presence = _OwnPresence(self._name, up, down, kind=tier.children, tests=tests)
         presence.look()
 
         async def work() -> None:
@@ -130,7 +139,7 @@ class InstitutionAgent:
                         presence.publish(NodeState.READY, samples=samples)
                         found_children = f"{len(down.samples)} of {len(children)} {tier.children}s, {samples} samples"
                         activity.info("%s: run %s: taking part with %s", self._name, run, found_children)
-                        await up.serve(above, rounds.work)
+                        await up.serve(above, _counting(rounds, down, spool))
             finally:
                 presence.close()
                 if refiner is not None:
@@ -208,23 +217,42 @@ class InstitutionAgent:
                 endpoint.wake()
 
 
+def _counting(rounds: LocalRounds, down: ParentEndpoint, spool: Spool) -> DoTask:
+    """Return the work of the rounds, before which the children's samples are kept for a restart."""
+
+    async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
+        spool.keep_counts(down.samples)
+        return await rounds.work(task, model, report)
+
+    return work
+
+
 class _OwnPresence:
     """An institution's own state on both brokers; `reason` is set while none of its children is present.
 
-    `kind`: what they are, `device` or `institution`.
+    `kind`: what they are, `device` or `institution`; `tests`: the test samples of all devices below, 0 if not known.
     """
 
-    def __init__(self, name: str, up: ChildEndpoint, down: ParentEndpoint, *, kind: str) -> None:
+    def __init__(
+        self, name: str, up: ChildEndpoint, down: ParentEndpoint, *, kind: str, tests: Callable[[], int]
+    ) -> None:
         self.reason = ""
         self._name = name
         self._kind = kind
+        self._tests = tests
         self._endpoints = (up, down)
         self._down = down
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
     def look(self) -> None:
-        """Publish that no child is present, after `NO_CHILD_S` without any, and that one is present again."""
+        """Publish the samples of a child that has come later, and whether children are present.
+
+        That none is, only after `NO_CHILD_S`.
+        """
+        own, samples = self._down.link.own.presence, sum(self._down.samples.values())
+        if own.state is NodeState.READY and samples != own.samples:
+            self.publish(NodeState.READY, samples=samples)
         if not self._down.session.attendance.present():
             if self._timer is None and not self.reason and not self._closed:
                 self._timer = asyncio.get_running_loop().call_later(NO_CHILD_S, self._report)
@@ -238,7 +266,7 @@ class _OwnPresence:
     def publish(self, state: NodeState, *, samples: int) -> None:
         """Publish a state."""
         for endpoint in self._endpoints:
-            endpoint.set_state(state, reason=self.reason, samples=samples)
+            endpoint.set_state(state, reason=self.reason, samples=samples, tests=self._tests())
 
     def close(self) -> None:
         """Stop reporting: the children leave because the run is over."""

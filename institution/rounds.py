@@ -11,7 +11,7 @@ killed institution starts its task again.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,31 +19,32 @@ from typing import Any, Final
 
 import numpy as np
 
-from common.accounting.child_report import ChildReport
-from common.errors import StateLost
-from common.experiment.schema import Experiment
-from common.host.files import until_written
-from common.host.offload import offload
-from common.methods import aggregator
-from common.methods.private import NoiseSource, PrivateUpdates
-from common.methods.rule import Aggregated, Rule, link_layouts
-from common.methods.selection import Choose, ClientSelection
-from common.metrics import Metrics, NodeLabels
-from common.model.codecs import codec_of
-from common.model.layout import ModelLayout
-from common.model.refinement import Refiner
-from common.protocol.limits import plans_of
-from common.protocol.messages import Phase, Task
-from common.runtime.models import Arriving, work_on
-from common.runtime.refining import run_refining
-from common.runtime.round import Children, ClosedRound, Report, WorkResult, run_round, unreported
-from common.runtime.uploads import UploadEncoder
-from common.runtime.world import REAL, World
-from common.storage.spool import Spool
-from common.storage.states import TaskStates
+from fedstrata.common.accounting.child_report import ChildReport
+from fedstrata.common.accounting.work import Work
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.host.files import until_written
+from fedstrata.common.host.offload import offload
+from fedstrata.common.methods import aggregator
+from fedstrata.common.methods.private import NoiseSource, PrivateUpdates
+from fedstrata.common.methods.rule import Aggregated, Rule, link_layouts
+from fedstrata.common.methods.selection import Choose, ClientSelection
+from fedstrata.common.metrics import Metrics, NodeLabels
+from fedstrata.common.model.codecs import codec_of
+from fedstrata.common.model.layout import ModelLayout
+from fedstrata.common.model.refinement import Refiner
+from fedstrata.common.protocol.limits import plans_of
+from fedstrata.common.protocol.messages import Phase, Task
+from fedstrata.common.runtime.models import Arriving, work_on
+from fedstrata.common.runtime.refining import run_refining
+from fedstrata.common.runtime.round import Children, ClosedRound, Dispatch, Report, WorkResult, run_round, unreported
+from fedstrata.common.runtime.uploads import UploadEncoder
+from fedstrata.common.runtime.world import REAL, World
+from fedstrata.common.storage.spool import Spool
+from fedstrata.common.storage.states import TaskStates
 
 SELECTION: Final = "selection"  # among the facts of a rule's state
 LEFT_OUT: Final = "left-out"  # file of what the codec left out
+STATE: Final = "the state of this institution's rule"
 
 log = logging.getLogger("fedstrata.institution")
 
@@ -116,6 +117,7 @@ class LocalRounds:
             left_out_columns=self._encoder.kept_columns,
         )
         self._did: dict[str, ChildReport] = {}
+        self._counts: dict[str, int] = {}  # the samples of the children that aggregate, in the present task
 
     async def work(self, task: Task, model: Arriving, report: Report) -> WorkResult:
         """Run the local rounds of one task from the parent's model; return the last mean.
@@ -125,7 +127,8 @@ class LocalRounds:
         RunFailed if the state of an earlier task is needed and lost.
         """
         settings, down = self._tier, self._down
-        self._did = {}
+        down.give_back_places()
+        self._did, self._counts = {}, {}
         train_s = wait_s = pause_s = 0.0
         path_steps = 0
         plans: dict[str, list[dict[str, object]]] = {self._name: []}
@@ -155,17 +158,19 @@ class LocalRounds:
             for result in closed_round.results.values():
                 for name, found in plans_of(result).items():
                     plans.setdefault(name, []).extend(found)
+            self._gather(closed_round)
+            samples = self._samples(dispatch)
             if not task.epochs:
-                return self._scored(closed_round, {**plans, self._name: [decided]})
+                return self._scored(samples, {**plans, self._name: [decided]})
             aggregate = partial(rule.aggregate, r, closed_round.uploads)
             outcome = await run_refining(aggregate, self._refiner, report=progressed)
             facts = closed_round.facts
             selection.observe(r, selected, facts, unused=outcome.left_out, refused=closed_round.refused)
             for child, reason in outcome.left_out.items():
                 log.warning("%s: %s's model is left out: %s", self._name, child, reason)
-            train_s += max(result.train_s for result in closed_round.results.values())
-            wait_s += max(result.wait_s for result in closed_round.results.values())
-            pause_s += max(result.pause_s for result in closed_round.results.values())
+            train_s += max(result.work.train_s for result in closed_round.results.values())
+            wait_s += max(result.work.wait_s for result in closed_round.results.values())
+            pause_s += max(result.work.pause_s for result in closed_round.results.values())
             path_steps += max(result.path_steps for result in closed_round.results.values())
             self._count(closed_round, outcome, epochs=task.epochs)
             plans[self._name].append(outcome.plan | decided)
@@ -180,28 +185,25 @@ class LocalRounds:
             patience_s=self._experiment.transfer.idle_s,
             warn=log.warning,
         )
-        samples = self._samples(closed_round.absent)
-        steps = sum(self._did[name].steps for name in down.peers if name in self._did)
-        return WorkResult(
-            blob, samples, outcome.loss, task.epochs, steps, train_s, wait_s, pause_s,
-            path_steps=path_steps, children=self.reports(), plans=plans,
-        )  # fmt: skip
+        steps = sum(self._did[name].work.steps for name in down.peers if name in self._did)
+        did = Work(samples, outcome.loss, task.epochs, steps, train_s, wait_s, pause_s)
+        return WorkResult(blob, did, path_steps, self.reports(), plans)
 
-    def _samples(self, absent: Collection[str]) -> int:
-        """Return n_m, which counts all children that could take part, not only the selected ones."""
-        return sum(samples for name, samples in self._down.samples.items() if name not in absent)
+    def _samples(self, dispatch: Dispatch) -> int:
+        """Return n_m, which counts all children that could take part, not only the selected ones.
 
-    def _scored(self, closed_round: ClosedRound, plans: Mapping[str, Sequence[Mapping[str, object]]]) -> WorkResult:
+        Of a device it is what it has prepared, whatever its trainings use: a process that has just begun knows no more.
+        """
+        known = self._down.samples | self._counts
+        return sum(known[name] for name in dispatch.able if name in known)
+
+    def _scored(self, samples: int, plans: Mapping[str, Sequence[Mapping[str, object]]]) -> WorkResult:
         """Return the result of a task without epochs."""
-        self._gather(closed_round)
-        return WorkResult(
-            memoryview(b""), self._samples(closed_round.absent), None, 0, 0, 0.0, 0.0,
-            children=self.reports(), plans=plans,
-        )  # fmt: skip
+        return WorkResult(memoryview(b""), Work(samples), children=self.reports(), plans=plans)
 
     def reports(self) -> tuple[ChildReport, ...]:
         """Return the work of each node below in the last task, with its link's bytes in the whole run."""
-        counted = self._down.ledger.reports()
+        counted = self._down.ledger.reports(present=True)
         return tuple(
             replace(
                 self._did.get(link, ChildReport(report.name, parent=report.parent)),
@@ -214,20 +216,20 @@ class LocalRounds:
 
     def _count(self, closed_round: ClosedRound, outcome: Aggregated, *, epochs: int) -> None:
         """Count a round's work."""
-        self._gather(closed_round)
         metrics, labels = self._metrics, self._labels
         metrics.closed(labels)
         metrics.epochs.labels(*labels).set(epochs)
         metrics.trained(labels, outcome.loss)
-        metrics.steps.labels(*labels).inc(sum(result.steps for result in closed_round.results.values()))
+        metrics.steps.labels(*labels).inc(sum(result.work.steps for result in closed_round.results.values()))
         for phase, seconds in closed_round.timeline.phases().items():
             metrics.phase_seconds.labels(*labels, phase).inc(seconds)
 
     def _gather(self, closed_round: ClosedRound) -> None:
         """Add the reports of a round to those of the task."""
         for name, result in closed_round.results.items():
-            self._down.samples[name] = result.samples
             below = self._below.get(name, frozenset())
+            if below:
+                self._counts[name] = result.work.samples
             own = replace(result.work_of(name), parent="" if name in self._below else self._name)
             for report in (own, *(each for each in result.children if each.name in below or each.parent)):
                 self._did[report.link] = report.with_work_of(self._did.get(report.link, ChildReport(report.name)))
@@ -253,7 +255,9 @@ class Memory:
         self.left_out = np.zeros(left_out_columns, np.float32)
         self._build = build
         self._select = select
-        self._states = TaskStates(spool.states(), rounds_back=rounds_back) if remembers else None
+        self._states: TaskStates | None = None
+        if remembers:
+            self._states = TaskStates(spool.states(), rounds_back=rounds_back, what=STATE, who="institutions")
         self._made: tuple[Rule, ClientSelection] | None = None
         self._stands: int | None = None  # the task after which the state is; None: within a task
         self._follows = 0
@@ -268,7 +272,7 @@ class Memory:
             self._made = rule, self._select(rule)
             self.left_out[:] = 0
             if self._states is not None and follows:
-                self._restore(self._states, follows)
+                self._states.read(follows, self._load)
         self._stands, self._follows = None, follows
         return self._made
 
@@ -278,13 +282,6 @@ class Memory:
             save = partial(self._save, *self._made)
             self._states.write(task, save, follows=self._follows, global_round=global_round)
         self._stands = task
-
-    def _restore(self, states: TaskStates, task: int) -> None:
-        if not states.read(task, self._load):
-            raise StateLost(
-                f"the state of this institution's rule after its task {task} is lost. Start institutions "
-                "with the same --spool DIR after a restart, or start a new run."
-            )
 
     def _save(self, rule: Rule, selection: ClientSelection, folder: Path) -> dict[str, object]:
         if self.left_out.size:

@@ -23,10 +23,10 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # roles are started a hundred t
 import pytest
 from hypothesis import HealthCheck, settings
 
-from cloud.results import RunFolder
-from common.experiment.reading import parse
-from common.experiment.topology import CLOUD
-from common.protocol.messages import Manifest
+from fedstrata.cloud.results import RunFolder
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.protocol.messages import Manifest
 from tests.helpers.examples import DRAWN, PROFILE
 from tests.helpers.records import a_global_round
 from tests.helpers.timeouts import ended_by_timeout
@@ -150,6 +150,21 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
+@pytest.fixture(autouse=True)
+def _own_code_forgotten(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Forget the modules that a test wrote and imported: another test's of the same name is another file."""
+    before = set(sys.modules)
+    yield
+    if (folder := request.node.funcargs.get("tmp_path")) is None:
+        return
+    sys.path[:] = [each for each in sys.path if not Path(each).is_relative_to(folder)]
+    for name in set(sys.modules) - before:
+        spec = getattr(sys.modules[name], "__spec__", None)
+        places = [spec.origin, *(spec.submodule_search_locations or [])] if spec else []
+        if any(Path(place).is_relative_to(folder) for place in places if place):
+            del sys.modules[name]
+
+
 @pytest.fixture
 def one_thread() -> None:
     """Let torch compute in one thread."""
@@ -186,3 +201,9 @@ def _make_run(
 def make_run() -> Callable[..., Path]:
     """Return what leaves the folder of a run that nobody played."""
     return _make_run
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the figures out of pages, which take most of the time, where a test reads their texts and tables."""
+    monkeypatch.setattr("fedstrata.deploy.results.figures.Figure.svg", lambda figure, key: "<svg/>")

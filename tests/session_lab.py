@@ -20,22 +20,23 @@ import msgpack
 import numpy as np
 import xxhash
 
-from common.accounting.traffic import TcpStats
-from common.experiment.links import LinkSettings
-from common.experiment.schema import TransferSettings
-from common.experiment.tiers import Closing
-from common.protocol import serialization, topics
-from common.protocol.child_session import ChildSession
-from common.protocol.events import ModelArrived, ModelFailed, TaskReceived, UploadAnnounced, UploadArrived
-from common.protocol.limits import ChildLimits
-from common.protocol.manifest import ModelForm, describe
-from common.protocol.messages import DIGEST_BYTES, Key, Message, NodeState, Phase, Presence, Result, Task
-from common.protocol.outbox import Output, Publish, PublishChunk, Subscribe
-from common.protocol.parent_session import ParentSession
-from common.protocol.participant import ParticipantState
-from common.protocol.presence import Identity
-from common.protocol.receiver import Landing
-from common.protocol.round_state import Assignment, Closed, Stalled
+from fedstrata.common.accounting.traffic import TcpStats
+from fedstrata.common.accounting.work import Work
+from fedstrata.common.experiment.links import LinkSettings
+from fedstrata.common.experiment.schema import TransferSettings
+from fedstrata.common.experiment.tiers import Closing
+from fedstrata.common.protocol import serialization, topics
+from fedstrata.common.protocol.child_session import ChildSession
+from fedstrata.common.protocol.events import ModelArrived, ModelFailed, TaskReceived, UploadAnnounced, UploadArrived
+from fedstrata.common.protocol.limits import ChildLimits
+from fedstrata.common.protocol.manifest import ModelForm, describe
+from fedstrata.common.protocol.messages import DIGEST_BYTES, Key, Message, NodeState, Phase, Presence, Result, Task
+from fedstrata.common.protocol.outbox import Output, Publish, PublishChunk, Subscribe
+from fedstrata.common.protocol.parent_session import ParentSession
+from fedstrata.common.protocol.participant import ParticipantState
+from fedstrata.common.protocol.presence import Identity
+from fedstrata.common.protocol.receiver import Landing
+from fedstrata.common.protocol.round_state import Assignment, Closed, Stalled
 
 LAB, RUN, PARENT, LAYOUT = "lab", "run-1", "cloud", "layout"
 CHUNK = 1024
@@ -459,7 +460,7 @@ class ChildNode(Node):
         if not self.serves:
             self.session.link.retire(manifest.blob)
         self._answer, self._answer_blob = answer, manifest.blob
-        result = Result(task.key, manifest, inline, 10, 0.5, task.epochs, 6, 6, 1.0, 0.0, 0.0, (), "")
+        result = Result(task.key, manifest, inline, Work(10, 0.5, task.epochs, 6, 1.0, 0.0, 0.0), 6, (), "")
         self.session.participant.finish(result, now=self.lab.loop.now)
 
     def _later(self, delay: float, action: Callable[[], None]) -> None:

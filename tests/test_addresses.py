@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import ConnectionFailed, InvalidExperiment
-from common.experiment.links import LinkSettings
-from common.experiment.schema import TransferSettings
-from common.host.processes import free_port
-from common.net.address import BrokerAddress, parse_hosts
-from common.net.attempts import Attempts
-from common.net.connection import BrokerConnection, Handlers
-from common.protocol.outbox import Publish
-from common.runtime.endpoint import PACKET_ROOM
-from deploy.brokers import broker
-from deploy.brokers.broker import BrokerProcess
-from deploy.console.login import Login
+from fedstrata.common.errors import ConnectionFailed, InvalidExperiment
+from fedstrata.common.experiment.links import LinkSettings
+from fedstrata.common.experiment.schema import TransferSettings
+from fedstrata.common.host.processes import free_port
+from fedstrata.common.net.address import BrokerAddress, parse_hosts
+from fedstrata.common.net.attempts import Attempts
+from fedstrata.common.net.connection import BrokerConnection, Handlers
+from fedstrata.common.protocol.outbox import Publish
+from fedstrata.common.runtime.endpoint import PACKET_ROOM
+from fedstrata.deploy.brokers import broker
+from fedstrata.deploy.brokers.broker import BrokerProcess
+from fedstrata.deploy.console.login import Login
 from tests.helpers.commands import invoke
 from tests.helpers.nodes import (
     FINE,
@@ -86,28 +86,28 @@ THREE = BrokerAddress("a", others=(("b", 1883), ("c", 1883)))
 
 def attempts_at(address: BrokerAddress, *, give_up: float) -> Attempts:
     attempts = Attempts(address, draw=lambda _, most: most)
-    attempts.begin(give_up=give_up)
+    attempts.begin(0.0, timeout_s=give_up)
     return attempts
 
 
-def fail(attempts: Attempts, *, worked: bool = False, now: float = 0.0) -> tuple[str, float]:
+def fail(attempts: Attempts, *, lasted: bool = False, now: float = 0.0) -> tuple[str, float]:
     """Let the present address fail; return the next one, and the pause before it."""
-    pause = attempts.failed(f"no {attempts.address.host}", worked=worked, now=now)
+    pause = attempts.failed(f"no {attempts.address.host}", lasted=lasted, now=now)
     return attempts.address.host, pause
 
 
-def test_pauses_grow_with_whole_turns_and_begin_anew_after_a_connection_that_worked() -> None:
+def test_pauses_grow_with_whole_turns_and_begin_anew_after_a_connection_that_lasted() -> None:
     attempts = attempts_at(THREE, give_up=100.0)
     assert [fail(attempts) for _ in range(7)] == [
         ("b", 0.0), ("c", 0.0), ("a", 0.1), ("b", 0.0), ("c", 0.0), ("a", 0.2), ("b", 0.0),
     ]  # fmt: skip
-    assert fail(attempts, worked=True) == ("c", 0.0)
+    assert fail(attempts, lasted=True) == ("c", 0.0)
     assert [fail(attempts) for _ in range(4)] == [("a", 0.1), ("b", 0.0), ("c", 0.0), ("a", 0.2)]
 
 
 def test_addresses_that_work_and_fail_at_once_are_not_flooded() -> None:
     attempts = attempts_at(THREE, give_up=100.0)
-    assert sum(fail(attempts, worked=True)[1] for _ in range(300)) >= 100 * 0.1 - 1e-9
+    assert sum(fail(attempts, lasted=True)[1] for _ in range(300)) >= 100 * 0.1 - 1e-9
 
 
 def test_the_attempts_end_with_a_whole_turn_after_the_time_limit_unless_one_has_worked() -> None:
@@ -116,24 +116,48 @@ def test_the_attempts_end_with_a_whole_turn_after_the_time_limit_unless_one_has_
     assert [fail(attempts, now=now)[1] for now in (1.0, 1.0)] == [0.0, 0.0]
     with pytest.raises(ConnectionFailed, match=r"^broker a:1883: no a; b:1883: no b; c:1883: no c\. Is it running"):
         fail(attempts, now=1.0)
-    attempts.begin(give_up=1.0)
-    fail(attempts, worked=True, now=9.0)
+    attempts.begin(0.0, timeout_s=1.0)
+    fail(attempts, lasted=True, now=9.0)
     assert attempts.reasons() == "a:1883: no a"  # the others' reasons are from before
     for _ in range(9):
         fail(attempts, now=9.0)
+
+
+def test_a_connection_that_is_thrown_out_as_soon_as_it_is_accepted_ends_the_attempts() -> None:
+    attempts = attempts_at(BrokerAddress("a"), give_up=30.0)
+
+    def thrown_out(now: float) -> float:
+        return attempts.failed("closed", now=now, accepted=True, thrown_out=True)
+
+    pauses = [thrown_out(float(now)) for now in range(30)]
+    assert pauses[:7] == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0], "they grow, though each was accepted"
+    with pytest.raises(ConnectionFailed, match=r"^broker a:1883: closed\. Another client has its id, or the broker"):
+        thrown_out(30.0)
+
+
+def test_a_broker_that_restarts_soon_after_a_first_connection_is_waited_for() -> None:
+    attempts = attempts_at(BrokerAddress("a"), give_up=30.0)
+    attempts.failed("closed", now=3.0, accepted=True, thrown_out=True)
+    for now in range(4, 100):
+        fail(attempts, now=float(now))
+    for now in range(100, 107):  # it drops a few at its start
+        attempts.failed("closed", now=float(now), thrown_out=True)
+    fail(attempts, lasted=True, now=200.0)
+    for now in range(300, 330):  # a new series
+        attempts.failed("closed", now=float(now), accepted=True, thrown_out=True)
 
 
 def test_what_fails_for_good_at_all_addresses_ends_at_once_unless_a_connection_has_worked() -> None:
     attempts = attempts_at(THREE, give_up=100.0)
     finals = (True, False, True, True, True)  # the second is not there yet
     for final in finals:
-        attempts.failed("no", worked=False, now=0.0, final=final)
+        attempts.failed("no", now=0.0, final=final)
     with pytest.raises(ConnectionFailed, match=r"a:1883: no; b:1883: no; c:1883: no. Are the login and its files"):
-        attempts.failed("no", worked=False, now=0.0, final=True)
-    attempts.begin(give_up=100.0)
-    attempts.failed("no", worked=True, now=0.0, final=True)
+        attempts.failed("no", now=0.0, final=True)
+    attempts.begin(0.0, timeout_s=100.0)
+    attempts.failed("no", lasted=True, now=0.0, final=True)
     for _ in range(9):
-        attempts.failed("no", worked=False, now=0.0, final=True)
+        attempts.failed("no", now=0.0, final=True)
 
 
 # Nodes

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from common.experiment.lint import warnings
-from common.experiment.methods import RULES
-from common.experiment.reading import load, override, parse
+from fedstrata.common.experiment.lint import warnings
+from fedstrata.common.experiment.methods import RULES
+from fedstrata.common.experiment.reading import load, override, parse
 from tests.helpers.rules import LEAST, WITH_OBJECTIVE
 
 FILES = sorted((Path(__file__).parent.parent / "deploy" / "experiments").glob("*.toml"))
@@ -82,6 +82,8 @@ ADVICE = [
      f"{OF_INSTITUTION}.warmup_rounds = 400: all 400 rounds"),
     (f"{OF_CLOUD}=fedmr", f"{OF_CLOUD}.first_stage_rounds=100", f"{OF_CLOUD}.first_stage_rounds=99",
      f"{OF_CLOUD}.first_stage_rounds = 100: all 100 rounds"),
+    (f"{OF_CLOUD}=fedmr {OF_CLOUD}.first_stage_loss=0.5", "", f"{OF_CLOUD}.first_stage_rounds=100",
+     f"{OF_CLOUD}.first_stage_loss = 0.5: there is no first stage"),
     (f"{OF_CLOUD}=fedcross topology.devices=4", "topology.institutions=1", "topology.institutions=2",
      f"{OF_CLOUD}.name = 'fedcross': with one child"),
     (f"{OF_CLOUD}=fedcross", "cloud.participation=0.4", "cloud.participation=0.7",

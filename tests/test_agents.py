@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 import pytest
 import typer
 
-from common.errors import DuplicateName, InvalidExperiment
-from deploy.console import logs
-from deploy.local.agents import Agent, run_agents
-from tests.helpers.sites import in_real_time
+from fedstrata.common.errors import DuplicateName, InvalidExperiment
+from fedstrata.deploy.console import logs
+from fedstrata.deploy.local.agents import Agent, run_agents
+from tests.helpers.sites import PATIENCE_S, in_real_time
 
 
 def failing(error: Exception, after: Callable[[], bool] = lambda: True) -> Agent:
@@ -32,7 +32,7 @@ def code_of(
     """Return the exit code of a process with these agents."""
 
     async def bounded() -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             await run_agents(agents, shared_failure=shared_failure, together=together)
 
     try:

@@ -11,16 +11,16 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from common.experiment.methods import RULES
-from common.experiment.reading import parse
-from common.methods import fedcross, fedmr
-from common.methods.fedcross import FedCross
-from common.methods.fedmr import FedMR
-from common.methods.rule import Aggregated, Dispatched, Rule, Uploads
-from common.methods.statistics import Statistics, gram
-from common.model.layout import ModelLayout, Row, Section
-from common.randomness import Purpose, generator
-from tests.helpers.rules import Report, rule_of
+from fedstrata.common.experiment.methods import RULES
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.methods import fedcross, fedmr
+from fedstrata.common.methods.fedcross import FedCross
+from fedstrata.common.methods.fedmr import FedMR
+from fedstrata.common.methods.rule import Aggregated, Dispatched, Rule, Uploads
+from fedstrata.common.methods.statistics import Statistics
+from fedstrata.common.model.layout import ModelLayout, Row, Section
+from fedstrata.common.randomness import Purpose, generator
+from tests.helpers.rules import Report, mixing_round, rule_of
 
 Rows = npt.NDArray[np.uint8]
 Doubles = npt.NDArray[np.float64]
@@ -349,9 +349,7 @@ def next_models(tree: dict[str, Any], r: int, rows_K: Rows) -> list[Row]:
         stage = fedcross.stage(settings, r, count)
         partners = [fedcross.in_order(r, count, place) for place in range(stage.partners)]
         if stage.similar:
-            trainable = list(LAYOUT.floats(rows_K)[:, : LAYOUT.parameters])
-            products = gram(trainable, np.zeros_like(trainable[0]))
-            similarity_KK = fedcross.similarity(settings, rows_K, products, layout=LAYOUT)
+            similarity_KK = fedcross.similarity(settings, mixing_round(rows_K, LAYOUT))
             partners = [fedcross.by_similarity(similarity_KK, lowest=settings.strategy == "lowest")]
         for j, row in enumerate(mixed):
             others = [LAYOUT.floats(rows_K[own[j]]).astype(np.float64) for own in partners]

@@ -20,8 +20,8 @@ from typing import IO, Any, Final
 import pytest
 import yaml
 
-from common.host.processes import free_port
-from deploy.brokers import broker
+from fedstrata.common.host.processes import free_port
+from fedstrata.deploy.brokers import broker
 from tests.helpers.commands import PATIENCE_S, command, table
 from tests.helpers.monitoring import SHIPPED, Prometheus, needs_prometheus, start, start_prometheus, until
 

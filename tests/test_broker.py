@@ -15,16 +15,16 @@ from pathlib import Path
 import aiomqtt
 import pytest
 
-from common.errors import ConnectionFailed
-from common.experiment.reading import load
-from common.host.processes import free_port, spawn, stop
-from common.protocol import topics
-from common.protocol.limits import MESSAGE_MOST
-from deploy.brokers.broker import BrokerProcess, Kind, choose, start
-from deploy.brokers.guard import PACKET_MOST, Guard, one_login
-from deploy.console import login
-from deploy.console.login import kept_login, local_login
-from deploy.local.network import OWN_LOGIN, one_host
+from fedstrata.common.errors import ConnectionFailed
+from fedstrata.common.experiment.reading import load
+from fedstrata.common.host.processes import free_port, spawn, stop
+from fedstrata.common.protocol import topics
+from fedstrata.common.protocol.limits import MESSAGE_MOST
+from fedstrata.deploy.brokers.broker import BrokerProcess, Kind, choose, start
+from fedstrata.deploy.brokers.guard import PACKET_MOST, Guard, one_login
+from fedstrata.deploy.console import login
+from fedstrata.deploy.console.login import kept_login, local_login
+from fedstrata.deploy.local.network import OWN_LOGIN, one_host
 from tests.helpers.commands import DEMO, invoke
 from tests.helpers.sites import in_real_time
 
@@ -287,7 +287,7 @@ def test_the_largest_message_of_any_lab_passes_and_larger_packets_do_not(broker:
 
 def test_in_the_foreground_until_a_signal(kind: Kind) -> None:
     port = free_port()
-    code = f"from deploy.brokers.broker import run_foreground; run_foreground(port={port}, kind={kind!r})"
+    code = f"from fedstrata.deploy.brokers.broker import run_foreground; run_foreground(port={port}, kind={kind!r})"
     process = spawn([sys.executable, "-c", code])
     assert process.stdout is not None
     line = process.stdout.readline().decode()
@@ -300,7 +300,7 @@ def test_in_the_foreground_until_a_signal(kind: Kind) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends a child with its parent on Linux alone")
 def test_a_broker_does_not_outlive_a_killed_parent(kind: Kind, tmp_path: Path) -> None:
     code = (
-        "import pathlib, signal; from deploy.brokers.broker import start\n"
+        "import pathlib, signal; from fedstrata.deploy.brokers.broker import start\n"
         f"print(start(directory=pathlib.Path({str(tmp_path)!r}), kind={kind!r}).process.pid, flush=True)\n"
         "signal.pause()"
     )
@@ -345,13 +345,13 @@ def test_watch_enters_the_broker_of_this_users_run_and_of_no_other(
 ) -> None:
     words = ["watch", "--once", "--timeout", "0.5", "--connect-timeout", "0.1", "--broker"]
     with one_host(load(DEMO), tmp_path) as network:
-        entered = invoke(*words, network.upward["cloud"])
+        entered = invoke(*words, network.address)
         assert entered.exit_code == 5 and "no active run" in entered.output
         monkeypatch.setattr(login, "LOGINS", str(tmp_path / "another user's"))
-        refused = invoke(*words, network.upward["cloud"])
+        refused = invoke(*words, network.address)
         assert refused.exit_code == 3 and "authori" in refused.output
         given = {name: network.environment[name] for name in ("FEDSTRATA_USERNAME", "FEDSTRATA_PASSWORD")}
-        assert invoke(*words, network.upward["cloud"], env=given).exit_code == 5
+        assert invoke(*words, network.address, env=given).exit_code == 5
         assert network.environment.keys() == OWN_LOGIN.keys()
 
 

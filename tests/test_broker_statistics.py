@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from common.experiment.links import LinkSettings
-from common.experiment.schema import TransferSettings
-from common.net.address import BrokerAddress
-from common.protocol.messages import NodeState
-from common.protocol.presence import Identity
-from common.runtime.endpoint import DROPPED, HEAP, BrokerStatistics
-from common.runtime.parent_endpoint import ParentEndpoint
-from common.runtime.world import new_session
-from deploy.brokers import broker
+from fedstrata.common.experiment.links import LinkSettings
+from fedstrata.common.experiment.schema import TransferSettings
+from fedstrata.common.net.address import BrokerAddress
+from fedstrata.common.protocol.messages import NodeState
+from fedstrata.common.protocol.presence import Identity
+from fedstrata.common.runtime.endpoint import DROPPED, HEAP, BrokerStatistics
+from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
+from fedstrata.common.runtime.world import new_session
+from fedstrata.deploy.brokers import broker
 
 
 @pytest.mark.parametrize("open_", [True, False], ids=["open", "forbidden"])

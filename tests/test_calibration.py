@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.accounting.traffic import Measured
-from common.errors import InvalidExperiment
-from common.experiment.links import LinkDirection, Links, LinkSet, LinkSettings
-from common.experiment.schema import TransferSettings
-from common.experiment.tiers import Closing
-from common.protocol.messages import Probe, Probed
-from common.runtime import calibration
-from common.runtime.calibration import TOGETHER_BYTES_S, TOGETHER_MOST, UNDECLARED, Probes, measure_all
-from common.runtime.parent_endpoint import ParentEndpoint
-from common.runtime.world import REAL
+from fedstrata.common.accounting.traffic import Measured
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.links import LinkDirection, Links, LinkSet, LinkSettings
+from fedstrata.common.experiment.schema import TransferSettings
+from fedstrata.common.experiment.tiers import Closing
+from fedstrata.common.protocol.messages import Probe, Probed
+from fedstrata.common.runtime import calibration
+from fedstrata.common.runtime.calibration import TOGETHER_BYTES_S, TOGETHER_MOST, UNDECLARED, Probes, measure_all
+from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
+from fedstrata.common.runtime.world import REAL
 from tests.helpers.nodes import PARENT, child_of, layout_of, living, parent_of, together
 from tests.helpers.sites import SimulatedSite, virtual
 

@@ -16,25 +16,26 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-from common.accounting.child_report import ChildReport
-from common.errors import InvalidExperiment, RefusedModel
-from common.experiment.reading import parse
-from common.experiment.schema import Experiment
-from common.experiment.tiers import Closing, Minimum, Tier
-from common.learning import splits
-from common.methods.selection import ClientSelection
-from common.protocol.attendance import Targets
-from common.protocol.limits import check_report, limits_below
-from common.protocol.messages import ChildStatus, Key, NodeState, Presence, Status, Step, Target, Task
-from common.protocol.serialization import decode
-from common.protocol.topics import InboxTopic
-from common.protocol.topics import parse as parse_topic
-from common.runtime.exports import discovery
-from deploy.results.maps import changes
-from deploy.results.run import Run
-from deploy.simulation.broker import Routed
-from deploy.simulation.hardware import Durations
-from deploy.watching.lab import WatchedLab
+from fedstrata.common.accounting.child_report import ChildReport
+from fedstrata.common.accounting.work import Work
+from fedstrata.common.errors import InvalidExperiment, RefusedModel
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.tiers import Closing, Minimum, Tier
+from fedstrata.common.learning import splits
+from fedstrata.common.methods.selection import ClientSelection
+from fedstrata.common.protocol.attendance import Targets
+from fedstrata.common.protocol.limits import check_report, limits_below
+from fedstrata.common.protocol.messages import ChildStatus, Key, NodeState, Presence, Status, Step, Target, Task
+from fedstrata.common.protocol.serialization import decode
+from fedstrata.common.protocol.topics import InboxTopic
+from fedstrata.common.protocol.topics import parse as parse_topic
+from fedstrata.common.runtime.exports import discovery
+from fedstrata.deploy.results.maps import changes
+from fedstrata.deploy.results.run import Run
+from fedstrata.deploy.simulation.broker import Routed
+from fedstrata.deploy.simulation.hardware import Durations
+from fedstrata.deploy.watching.lab import WatchedLab
 from tests.helpers.commands import table as read_table
 from tests.helpers.commands import tensors
 from tests.helpers.coordinators import result_of
@@ -499,8 +500,8 @@ def test_more_reports_than_places_are_refused() -> None:
     limits = limits_below(parse({**OPEN, "data": {"dataset": "digits"}}), "cloud")["institution-0"]
     key = Key(1, 0, 0)
     for count, refused in ((5, False), (6, True)):
-        children = tuple(ChildReport(f"device-{90 + k}", 1, parent="institution-0") for k in range(count))
-        result = replace(result_of(key), samples=1, epochs=1, steps=1, path_steps=1, children=children)
+        children = tuple(ChildReport(f"device-{90 + k}", Work(1), parent="institution-0") for k in range(count))
+        result = replace(result_of(key), work=Work(1, 0.5, 1, 1, 1.0), path_steps=1, children=children)
         with pytest.raises(RefusedModel) if refused else nullcontext():
             check_report(result, limits=limits, epochs=1)
 
@@ -556,7 +557,8 @@ def test_a_watcher_shows_who_has_entered_and_no_more_than_may() -> None:
     below = lab.nodes["institution-0"].children  # three children and two places
     assert list(below) == ["device-0", "device-1", "device-2", "device-4", "device-9"]
     assert below["device-9"].step is Step.TRAINING and lab.nodes["device-9"] is below["device-9"]
-    assert lab.nodes["device-4"] is lab.nodes["institution-1"].children["device-4"]
+    assert lab.nodes["device-4"] is below["device-4"]  # it has moved
+    assert list(lab.nodes["institution-1"].children) == ["device-3", "device-5"]
 
 
 def test_prometheus_finds_devices_that_have_entered() -> None:
@@ -575,8 +577,8 @@ def test_the_report_shows_who_worked_below_whom(tmp_path: Path) -> None:
     (path,) = tmp_path.iterdir()
     figure = changes(Run(path))
     assert figure is not None and figure.table is not None
-    found = [(row[1], row[3]) for row in figure.table.rows if row[0] == "devices that worked"]
-    expected = {"institution-0": [3, 3, 4, 4, 4, 4], "institution-1": [3, 3, 2, 2, 2, 2]}
+    found = [(row[0], row[2]) for row in figure.table.rows]
+    expected = {"below institution-0": [3, 3, 4, 4, 4, 4], "below institution-1": [3, 3, 2, 2, 2, 2]}
     assert found == [(parent, count) for parent, counts in expected.items() for count in counts]
 
 

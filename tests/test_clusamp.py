@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import InvalidExperiment
-from common.experiment.reading import parse
-from common.experiment.tiers import Tier
-from common.methods.clusamp import Merges, clusters_below, distances, distributions, draw, linked
-from common.methods.rule import Rule
-from common.methods.selection import ClientSelection
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.experiment.tiers import Tier
+from fedstrata.common.methods.clusamp import Merges, clusters_below, distances, distributions, draw, linked
+from fedstrata.common.methods.rule import Rule
+from fedstrata.common.methods.selection import ClientSelection
 from tests.helpers import rules
 from tests.helpers.examples import examples
 from tests.helpers.rules import LAYOUT, Report

@@ -22,9 +22,9 @@ import paho.mqtt.client as mqtt
 import pytest
 from paho.mqtt.enums import CallbackAPIVersion
 
-from common.experiment.reading import parse
-from common.host.processes import free_port
-from deploy.brokers import nats
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.host.processes import free_port
+from fedstrata.deploy.brokers import nats
 from tests.helpers.commands import PATIENCE_S, command, null_model
 from tests.simulation.outcome import model_digest
 

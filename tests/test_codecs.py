@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from common.errors import InvalidExperiment, RefusedModel, WireError
-from common.experiment.codecs import DOWN, UP
-from common.experiment.reading import parse
-from common.model.codecs import CODECS, PIECE_COLUMNS, SCALE_COLUMNS, Codec, codec_of
-from common.model.layout import ModelLayout, Row, Section
+from fedstrata.common.errors import InvalidExperiment, RefusedModel, WireError
+from fedstrata.common.experiment.codecs import DOWN, UP
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.model.codecs import CODECS, PIECE_COLUMNS, SCALE_COLUMNS, Codec, codec_of
+from fedstrata.common.model.layout import ModelLayout, Row, Section
 from tests.helpers.examples import examples
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)

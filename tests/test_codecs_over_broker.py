@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from common.errors import RunFailed
-from common.experiment.codecs import Codecs
-from common.experiment.schema import TransferSettings
-from common.experiment.tiers import Closing
-from common.model.codecs import codec_of
-from common.model.layout import ModelLayout, Row
-from common.protocol import serialization, topics
-from common.protocol.messages import NodeState, Presence, Result
-from common.protocol.round_state import ChildState
-from common.protocol.sender import Publication
-from common.runtime.child_endpoint import ChildEndpoint
-from common.runtime.round import Dispatch
+from fedstrata.common.errors import RunFailed
+from fedstrata.common.experiment.codecs import Codecs
+from fedstrata.common.experiment.schema import TransferSettings
+from fedstrata.common.experiment.tiers import Closing
+from fedstrata.common.model.codecs import codec_of
+from fedstrata.common.model.layout import ModelLayout, Row
+from fedstrata.common.protocol import serialization, topics
+from fedstrata.common.protocol.messages import NodeState, Presence, Result
+from fedstrata.common.protocol.round_state import ChildState
+from fedstrata.common.protocol.sender import Publication
+from fedstrata.common.runtime.child_endpoint import ChildEndpoint
+from fedstrata.common.runtime.round import Dispatch
 from tests.helpers.codecs import codecs_of
 from tests.helpers.nodes import (
     FINE,

@@ -17,27 +17,27 @@ from safetensors.numpy import load_file
 from torch import nn
 from torch.nn import functional
 
-from common.errors import InvalidExperiment, RunFailed
-from common.experiment.codecs import UP
-from common.experiment.methods import RULES
-from common.experiment.reading import parse
-from common.experiment.schema import Experiment
-from common.experiment.training import TrainingSettings
-from common.methods.aggregator import build
-from common.methods.rule import Rule, Uploads, link_layouts
-from common.model.codecs import CODECS
-from common.model.layout import LinkLayouts, ModelLayout, Section
-from common.model.parts import ModelParts
-from common.protocol.manifest import describe
-from common.protocol.messages import Key, Task
-from common.storage.spool import Spool
-from device.jobs import Order
-from device.training.batches import load_local_dataset
-from device.training.objectives.objective import LocalUpdate
-from device.training.objectives.table import objective_of
-from device.training.vectors import finish, vectors_of
-from device.training.work import DeviceMemory
-from device.vmapped import calibration, objective_checks
+from fedstrata.common.errors import InvalidExperiment, RunFailed
+from fedstrata.common.experiment.codecs import UP
+from fedstrata.common.experiment.methods import RULES
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.training import TrainingSettings
+from fedstrata.common.methods.aggregator import build
+from fedstrata.common.methods.rule import Rule, Uploads, link_layouts
+from fedstrata.common.model.codecs import CODECS
+from fedstrata.common.model.layout import LinkLayouts, ModelLayout, Section
+from fedstrata.common.model.parts import ModelParts
+from fedstrata.common.protocol.manifest import describe
+from fedstrata.common.protocol.messages import Key, Task
+from fedstrata.common.storage.spool import Spool
+from fedstrata.device.jobs import Order
+from fedstrata.device.training.batches import load_local_dataset
+from fedstrata.device.training.objectives.objective import LocalUpdate
+from fedstrata.device.training.objectives.table import objective_of
+from fedstrata.device.training.vectors import finish, vectors_of
+from fedstrata.device.training.work import DeviceMemory
+from fedstrata.device.vmapped import calibration, objective_checks
 from tests.helpers.commands import DEMO, run_lab, table, tensors
 from tests.helpers.direct import resumed_run, run_direct
 from tests.helpers.examples import examples, slow

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from common.experiment.reading import parse
-from device.training import network
-from device.training.network import as_products
-from device.training.trainer import Trainer
+from fedstrata.common.experiment.reading import parse
+from fedstrata.device.training import network
+from fedstrata.device.training.network import as_products
+from fedstrata.device.training.trainer import Trainer
 
 
 def chosen(monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from common.errors import InvalidExperiment
-from common.experiment.csv_table import CsvTable
-from common.experiment.reading import load
-from common.experiment.schema import Experiment
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.csv_table import CsvTable
+from fedstrata.common.experiment.reading import load
+from fedstrata.common.experiment.schema import Experiment
 
 
 def read(path: Path, raw: bytes | str) -> tuple[list[str], list[tuple[int, list[str]]]]:
@@ -51,7 +51,7 @@ def test_what_spreadsheets_and_people_write_is_read(tmp_path: Path, raw: Any, he
         ('a,b\n1,"2"x\n', "no CSV file: .*, in line 2"),
         ('a, "b,c" \n', "no CSV file: .*in line 1"),
         ("a,b\n\n1,2\n1,2,5\n", r"has 3 cells in line 4, and 2 columns\. Correct that line; decimals have a point\."),
-        ("a;b\n1\n", r"has 1 cells in line 2, and 2 columns\. Correct that line\.$"),
+        ("a;b\n1\n", r"has 1 cell in line 2, and 2 columns\. Correct that line\.$"),
         (",a\n0,1\n", "has a column without a name, number 1"),
         ("a,b,a\n0,1,2\n", "has columns with the same name, 'a'"),
         ("1;2\n3;4\n", "has no header"),

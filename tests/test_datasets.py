@@ -16,11 +16,11 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from common.errors import InvalidExperiment
-from common.experiment import reading, schema
-from common.experiment.topology import CLOUD
-from common.learning import datasets
-from common.learning.inputs import Inputs
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment import reading, schema
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.learning import datasets, originals
+from fedstrata.common.learning.inputs import Inputs
 from tests.helpers.commands import invoke
 from tests.helpers.mnist import idx, write_mnist
 
@@ -50,12 +50,12 @@ def python2_batch(images: npt.NDArray[np.uint8], labels: list[int], **more: list
     return b"\x80\2}(" + text("batch_label") + text("a batch") + listed + text("data") + array + b"u."
 
 
-def write_cifar(root: Path) -> tuple[npt.NDArray[np.uint8], list[int]]:
+def write_cifar(root: Path, labels: list[int] | None = None) -> tuple[npt.NDArray[np.uint8], list[int]]:
     folder = root / "cifar-10-batches-py"
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     draw = np.random.default_rng(1)
     images = draw.integers(0, 256, (24, 3, 32, 32), np.uint8)
-    labels = draw.integers(0, 10, 24).tolist()
+    labels = draw.integers(0, 10, 24).tolist() if labels is None else labels
     for i, name in enumerate([*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"]):
         (folder / name).write_bytes(python2_batch(images[4 * i : 4 * i + 4], labels[4 * i : 4 * i + 4]))
     return images, labels
@@ -366,7 +366,7 @@ def test_a_root_is_described(tmp_path: Path) -> None:
     assert len(facts.pop("digest")) == 16
     assert facts == {
         "dataset": "mnist", "train": 20, "test": 5, "shape": [1, 28, 28], "classes": 10, "numbers": 0, "tokens": 0,
-        "users": 0,
+        "users": 0, "original": "no",
     }  # fmt: skip
     table = invoke("data", "check", "mnist", "--root", tmp_path).stdout.splitlines()
     assert [line.split("\t")[:3] for line in table] == [["dataset", "train", "test"], ["mnist", "20", "5"]]
@@ -386,6 +386,25 @@ def test_each_file_decides_the_digest_by_which_two_machines_are_compared(tmp_pat
         file.write_bytes(bytes((*head, last ^ 1)))
         found.append(digest())
     assert found[0] == found[1] and len(set(found)) == 5
+
+
+def test_a_data_set_is_the_original_by_its_digest_or_its_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_mnist(tmp_path)
+    images, labels = write_cifar(tmp_path, [*range(10), *range(10), *range(4)])
+
+    def found() -> list[str]:
+        done = invoke("data", "check", "mnist", "cifar10", "--root", tmp_path, "--format", "json")
+        return [json.loads(line)["original"] for line in done.stdout.splitlines()]
+
+    assert found() == ["no", "no"]
+    monkeypatch.setattr(originals, "DIGESTS", {"mnist": originals.digest_of(load("mnist", tmp_path))})
+    means = [tuple(part.mean((0, 2, 3)).tolist()) for part in (images[:20], images[20:])]
+    monkeypatch.setattr(originals, "MEANS", {"cifar10": tuple(means)})
+    assert found() == ["yes", "yes, in some order"]
+    write_cifar(tmp_path, [9, *labels[1:]])
+    datasets._load.cache_clear()
+    assert found() == ["yes", "no"]
+    assert originals.original("digits", load("digits", tmp_path)) == "unknown"
 
 
 def test_what_is_damaged_or_missing_ends_with_4_and_the_rest_is_described(tmp_path: Path) -> None:

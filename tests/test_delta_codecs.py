@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from common.errors import InvalidExperiment, RefusedModel, WireError
-from common.experiment.codecs import CODECS, CodecSettings
-from common.experiment.reading import parse
-from common.model import table
-from common.model.codecs import codec_of
-from common.model.delta_codecs import PIECE_COLUMNS, SCALE_COLUMNS, DeltaCodec, OwnCodec
-from common.model.layout import ModelLayout, Row, Section
-from common.runtime.models import decode_row
+from fedstrata.common.errors import InvalidExperiment, RefusedModel, WireError
+from fedstrata.common.experiment.codecs import CODECS, CodecSettings
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.model import table
+from fedstrata.common.model.codecs import codec_of
+from fedstrata.common.model.delta_codecs import PIECE_COLUMNS, SCALE_COLUMNS, DeltaCodec, OwnCodec
+from fedstrata.common.model.layout import ModelLayout, Row, Section
+from fedstrata.common.runtime.models import decode_row
 from tests.helpers.examples import examples
 
 Floats = npt.NDArray[np.float32]
@@ -238,6 +238,30 @@ def test_qsgd_rounds_to_one_of_the_two_neighbouring_steps(delta_D: Floats, bits:
         assert (np.abs(got - block) < step * (1 + 1e-5)).all()
 
 
+@pytest.mark.parametrize("tree", [{"name": "sign"}, *({"name": "qsgd", "bits": bits} for bits in (2, 4, 8))], ids=ids)
+def test_a_block_ends_with_its_tensor(tree: Mapping[str, Any]) -> None:
+    """As with int8: a layer's biases keep their precision beside weights whose changes are larger."""
+    random, columns = np.random.default_rng(5), {"weight": (40, 30), "bias": (30,), "scale": (1,)}
+    layout = ModelLayout.build([(name, shape, Section.PARAMETER) for name, shape in columns.items()])
+    change = {"weight": random.standard_normal(1200), "bias": 1e-6 * random.standard_normal(30), "scale": [1e-9]}
+    delta_D = np.concatenate(list(change.values())).astype(np.float32)
+    codec, alone = codec_of(settings_of(tree)), settings_of(tree).build()
+    row, origin, got = layout.empty(), np.zeros(layout.row_bytes, np.uint8), layout.empty()
+    layout.floats(row)[:] = delta_D
+    blob = codec.encode(layout, row, reference=origin, chance=chance(2))
+    codec.decode(layout, blob, got, reference=origin)
+    assert blob.nbytes == codec.size(layout) == sum(alone.nbytes(size) for size in (1200, 30, 1))
+    drawn, found = chance(2), layout.floats(got)
+    for part in (slice(0, 1200), slice(1200, 1230), slice(1230, 1231)):
+        np.testing.assert_array_equal(
+            found[part], alone.decode(alone.encode(delta_D[part], drawn), part.stop - part.start)
+        )
+    assert np.abs(found[1200:] - delta_D[1200:]).max() < 3e-6
+    for size in (blob.nbytes - 1, blob.nbytes + 1):
+        with pytest.raises(WireError, match="too short or too long"):
+            codec.decode(layout, memoryview(bytes(size)), got, reference=origin)
+
+
 # One's own
 
 
@@ -255,6 +279,13 @@ class Long(Divided):
         return bytes(8 * delta_D.size)
 
 
+class Shorter(Divided):
+    by_tensor = True
+
+    def encode(self, delta_D: Floats, chance: np.random.Generator) -> bytes:
+        return bytes(4 * delta_D.size - 1)
+
+
 class Failing(Divided):
     def encode(self, delta_D: Floats, chance: np.random.Generator) -> bytes:
         raise KeyError("x")
@@ -270,7 +301,11 @@ class Double(Divided):
 
 @pytest.mark.parametrize(
     ("name", "problem"),
-    [("Long", "encode returns 80 bytes of 10 columns, and nbytes is 40"), ("Failing", "fails with KeyError: 'x'")],
+    [
+        ("Long", "encode returns 80 bytes of 10 columns, and nbytes is 40"),
+        ("Shorter", "encode returns 39 bytes of a tensor of 10 columns, and nbytes is 40"),
+        ("Failing", "fails with KeyError: 'x'"),
+    ],
 )
 def test_a_users_codec_that_fails_ends_the_run_with_its_name(name: str, problem: str) -> None:
     codec = settings_of({"name": f"tests.test_delta_codecs:{name}"}).build()

@@ -19,17 +19,19 @@ import pytest
 import typer
 import yaml
 
-from common.experiment.reading import parse, read
-from common.experiment.topology import CLOUD
-from deploy.brokers import broker
-from deploy.cli.main import app
+from fedstrata.common.experiment.reading import parse, read
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.deploy.brokers import broker
+from fedstrata.deploy.cli.main import app
 from tests.helpers.commands import DEMO, EXPERIMENTS, NULL_LAB, PATIENCE_S, command, table
 
 ROOT: Final = Path(__file__).parents[1]
 DEPLOY: Final = ROOT / "deploy"
 CONTAINERS: Final = DEPLOY / "containers"
 BATCH: Final = DEPLOY / "slurm" / "lab.sbatch"
-PYTORCH: Final = DEPLOY / "install-pytorch.sh"
+INSTALLERS: Final = [DEPLOY / "locked" / "install.sh", DEPLOY / "kits" / "install.sh"]
+ENSURE_BROKER: Final = DEPLOY / "brokers" / "ensure-broker.sh"
+SHELLCHECK: Final = Path(sys.executable).with_name("shellcheck")
 KUBERNETES: Final = ("1.28", "1.34")
 METRICS: Final = "0.0.0.0:9464"
 
@@ -153,7 +155,7 @@ def test_prometheus_differs_by_names_of_hosts_alone() -> None:
 def test_the_build_context_has_what_the_package_is_built_from() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     needed = {"pyproject.toml", project["project"]["readme"], *project["project"]["license-files"]}
-    needed |= set(project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"])
+    needed |= {path.partition("/")[0] for path in project["tool"]["hatch"]["build"]["only-include"]}
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     assert "*" in ignored
     assert {line.removeprefix("!") for line in ignored if line.startswith("!")} == needed
@@ -195,54 +197,12 @@ def test_pods_are_probed_confined_and_bounded() -> None:
         assert started["ports"] == [{"name": "metrics", "containerPort": int(METRICS.rpartition(":")[2])}]
 
 
-@pytest.mark.parametrize(
-    "script", [BATCH, PYTORCH, DEPLOY / "brokers" / "ensure-broker.sh"], ids=lambda path: path.name
-)
+@pytest.mark.skipif(not SHELLCHECK.exists(), reason="no shellcheck: it has no wheel for this system")
+@pytest.mark.parametrize("script", [BATCH, ENSURE_BROKER, *INSTALLERS], ids=lambda path: path.parent.name)
 def test_the_scripts_have_no_fault_that_shellcheck_finds(script: Path) -> None:
-    for words in (["bash", "-n"], [Path(sys.executable).with_name("shellcheck")]):
+    for words in (["bash", "-n"], [SHELLCHECK]):
         done = subprocess.run([*words, script], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
-
-
-FAKE_PYTHON: Final = """\
-#!/bin/sh
-case "$*" in
-    "-c "*) [ -e works ] ;;
-    *"index versions torch") echo "Available versions: 2.15.0, 2.14.1, 2.13.0+cpu, 2.13.0" ;;
-    *"index versions"*) echo "Available versions: 0.30.0" ;;
-    *"--index-url"*) echo "$*" >>calls; [ -e index ] ;;
-    *) echo "$*" >>calls ;;
-esac
-"""
-FROM_INDEX: Final = "-m pip install --retries 0 --timeout 20 --index-url https://download.pytorch.org/whl/cpu"
-
-
-@pytest.mark.parametrize(
-    ("files", "words", "code", "calls"),
-    [
-        (["works"], "cpu torch", 0, []),
-        (["index"], "cpu torch torchvision", 0, [f"{FROM_INDEX} torch torchvision"]),
-        ([], "cpu torch", 0, [f"{FROM_INDEX} torch", "-m pip install --upgrade torch==2.13.0+cpu"]),
-        ([], "cpu torch x", 0, [f"{FROM_INDEX} torch x", "-m pip install --upgrade torch x"]),
-        ([], "cuda torch", 0, ["-m pip install --upgrade torch"]),
-        ([], "gpu torch", 2, []),
-    ],
-)
-def test_pytorch_comes_from_one_place(
-    files: list[str], words: str, code: int, calls: list[str], tmp_path: Path
-) -> None:
-    python = tmp_path / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text(FAKE_PYTHON)
-    python.chmod(0o755)
-    for name in files:
-        (tmp_path / name).touch()
-    env = {name: value for name, value in os.environ.items() if name != "TORCH_CPU_INDEX"}
-    done = subprocess.run([PYTORCH, *words.split()], cwd=tmp_path, capture_output=True, text=True, check=False, env=env)
-    assert done.returncode == code, done.stderr
-    log = tmp_path / "calls"
-    assert (log.read_text().splitlines() if log.exists() else []) == calls
-    assert done.stdout.startswith("==> PyTorch: ") is bool(calls) and bool(done.stderr) is (code != 0)
 
 
 def test_the_demo_needs_pytorch_alone() -> None:

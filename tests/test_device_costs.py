@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import platform
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import nan
@@ -15,39 +16,44 @@ import paho.mqtt.client as mqtt
 import pytest
 from paho.mqtt.enums import CallbackAPIVersion
 
-from cloud.records import DeviceRecord
-from cloud.results import RunFolder
-from common.accounting.child_report import ChildReport
-from common.accounting.costs import UNKNOWN_COSTS, DeviceCosts
-from common.errors import InvalidExperiment, RefusedModel
-from common.experiment.reading import parse
-from common.host.energy import (
+from fedstrata.cloud.records import DeviceRecord
+from fedstrata.cloud.results import RunFolder
+from fedstrata.common.accounting.child_report import ChildReport
+from fedstrata.common.accounting.costs import CPU_SECONDS_MOST, JOULES_MOST, MEMORY_MOST, UNKNOWN_COSTS, DeviceCosts
+from fedstrata.common.accounting.work import NO_WORK, Work
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.host.energy import (
     GAP_MOST_S,
+    PLUG_ROUNDING_J,
     REPORT_BYTES_MOST,
-    CsvMeter,
+    UNKNOWN_S,
     EnergyMeter,
     EnergySource,
     HostCounter,
     PlugMeter,
     plug_report,
 )
-from common.host.machine import hottest_celsius
-from common.host.memory import peak_bytes
-from common.host.nvidia import Gpus
-from common.net.address import BrokerAddress
-from common.protocol.limits import JOULES_MOST, MEMORY_MOST, SECONDS_MOST, ChildLimits, check_report
-from common.runtime.energy import energy_counter
-from deploy.brokers import broker
-from deploy.results.compare import costs_to
-from deploy.results.device_costs import costs_until, table
-from deploy.results.run import Run
-from device.pool.energy import EnergyShares
-from device.pool.pool import Pool
+from fedstrata.common.host.machine import export_plug, hottest_celsius
+from fedstrata.common.host.memory import peak_bytes
+from fedstrata.common.host.nvidia import Gpus
+from fedstrata.common.metrics import Metrics
+from fedstrata.common.net.address import BrokerAddress
+from fedstrata.common.protocol.limits import ChildLimits, check_report, with_plausible_costs
+from fedstrata.common.runtime.energy import energy_counter
+from fedstrata.deploy.brokers import broker
+from fedstrata.deploy.results.compare import costs_to
+from fedstrata.deploy.results.device_costs import costs_until, table
+from fedstrata.deploy.results.run import Run
+from fedstrata.device.pool.energy import EnergyShares
+from fedstrata.device.pool.pool import Pool
 from tests.helpers.energy import RANGE, zone
 from tests.helpers.loops import in_loop
-from tests.helpers.records import a_global_round
+from tests.helpers.nodes import assert_models, child_of, drawn, layout_of, living, lying, parent_of, play, together
+from tests.helpers.records import a_global_round, with_work
+from tests.helpers.sites import SimulatedSite, virtual
 from tests.test_hostile_members import result
-from tests.test_metrics import Driver, Hand
+from tests.test_metrics import Driver, Hand, scrape
 from tests.test_pool import FakeLane, Notes, members_of, settle, trains
 
 KNOWN = DeviceCosts(10.0, 6.0, 1.5, 2_000_000, 51.5, EnergySource.RAPL)
@@ -158,29 +164,83 @@ def test_a_plug_that_is_silent_is_unknown_and_a_counter_that_was_reset_does_not_
     assert plug.joules() == 3600.0, "the last power until the next report"
     plug.report(json.dumps(SHELLY | {"aenergy": {"total": 0.5}}).encode())  # reset: 60 W for a minute
     assert plug.joules() == 3600.0
+    clock.now += 6.0
     plug.report(json.dumps(SHELLY | {"apower": 0, "aenergy": {"total": 0.6}}).encode())
     assert plug.joules() == pytest.approx(3960.0)
     clock.now += GAP_MOST_S + 1
     assert plug.joules() is None
 
 
-def test_the_file_of_a_meter_is_read_as_it_grows(tmp_path: Path) -> None:
-    clock, path = Hand(), tmp_path / "meter.csv"
-    meter = CsvMeter(path, lambda: clock.now)
-    assert meter.joules() is None
-    clock.now = 1_000_000.0
-    path.write_text("time_s,watts\n999990,10\n1000000,20\n")
-    assert meter.joules() == 150.0
-    with path.open("a") as file:
-        file.write("1970-01-12T13:46:50+00:00,40,unused\n1000005,99\n1000020,nan\n1000030,-1\n10000")  # cut
-    clock.now += 10
-    assert meter.joules() == 150.0 + 300.0
-    with path.open("a") as file:
-        file.write("20,60\n")
-    clock.now += 10
-    assert meter.joules() == 150.0 + 300.0 + 500.0
-    clock.now += GAP_MOST_S + 1
-    assert meter.joules() is None
+def test_a_plugs_counter_is_bounded_by_its_watts_times_the_time(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Hand()
+    clock.now = 0.0
+    plug = PlugMeter(lambda: clock.now, topic="plug-1")
+
+    def report(apower: float, total: float) -> float | None:
+        clock.now += 60.0
+        plug.report(json.dumps({"apower": apower, "aenergy": {"total": total}}).encode())
+        return plug.joules()
+
+    assert report(60.0, 100.0) == 0.0
+    assert report(60.0, 101.0) == 3600.0
+    assert report(60.0, 102.9) == pytest.approx(3600 + 6840), "more than 60 W for a moment"
+    for jump in (1e306, 103.0, 104.0, 204.0):  # up, back down, on from there, up again
+        known = report(60.0, jump)
+        assert (known is None) is (jump in (1e306, 204.0)), jump
+    clock.now += UNKNOWN_S
+    joules = plug.joules()
+    assert joules is not None and joules < 60.0 * 7 * 60.0 + 3600, "none of it is counted"
+    (line,) = caplog.messages
+    assert line.startswith("plug plug-1: its counter moved by inf J in 60.0 s, at 60 W: the energy of that time")
+
+
+def test_a_burst_of_reports_cannot_pretend_power() -> None:
+    clock = Hand()
+    clock.now = 0.0
+    plug = PlugMeter(lambda: clock.now)
+    for number in range(1000):
+        clock.now += 0.01
+        plug.report(json.dumps({"apower": 0.0, "aenergy": {"total": 0.001 * number}}).encode())
+    joules = plug.joules()
+    assert joules is not None and joules <= 1000 * PLUG_ROUNDING_J
+
+
+def test_a_plug_is_in_the_panels_of_its_host() -> None:
+    clock = Hand()
+    plug = PlugMeter(lambda: clock.now)
+    registry = Metrics()
+    export_plug(registry, plug)
+    assert not any(line.startswith("fedstrata_energy_joules_total{") for line in scrape(registry))
+    plug.report(b"40")
+    clock.now += 10.0
+    line = f'fedstrata_energy_joules_total{{host="{platform.node()}",part="wall",source="plug"}} 400.0'
+    assert line in scrape(registry)
+
+
+def test_a_reset_by_suspend_is_not_taken_for_a_wrap(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A machine that was suspended begins at 0 J: as a wrap that was 257 kJ within seconds."""
+    clock = Hand()
+    counter = zone(tmp_path, "intel-rapl:0", "package-0", 5_000_000_000)
+    host = HostCounter(EnergyMeter(tmp_path, None, now=lambda: clock.now))
+    for microjoules, known in ((5_300_000_000, 300.0), (1_000_000, None), (101_000_000, 400.0)):
+        clock.now += 10.0
+        counter.write_text(str(microjoules))
+        assert host.joules() == known
+    counter.write_text(str(RANGE - 1))
+    assert host.joules() is None, "more than a package draws"
+    clock.now += 60.0
+    counter.write_text("29999999")
+    assert host.joules() == pytest.approx(430.0), "a wrap is one"
+    (line,) = caplog.messages
+    assert line.startswith("package-0 of ") and "from 5300 to 1 J in 10.0 s" in line
+
+
+def test_a_gpus_counter_that_is_reset_with_its_driver_is_unknown_for_a_reading(tmp_path: Path) -> None:
+    clock, driver = Hand(), Driver()
+    meter = EnergyMeter(tmp_path, Gpus(driver), now=lambda: clock.now)
+    steps = meter._of_gpu
+    readings = (1234.5, 1300.0, 3.0, 5.0, 5e9)
+    assert [steps("gpu-0", joules) for joules in readings] == [1234.5, 1300.0, None, 1302.0, None]
 
 
 def test_a_counter_that_loses_a_part_is_unknown(tmp_path: Path) -> None:
@@ -212,14 +272,26 @@ def test_the_user_of_a_host_names_its_source(tmp_path: Path) -> None:
     zone(tmp_path, "intel-rapl:0", "package-0", 0)
     assert opened("auto", tmp_path) is opened("rapl", tmp_path) is EnergySource.RAPL
     assert opened("none", tmp_path) is None
-    (tmp_path / "meter.csv").write_text("")
-    assert opened(f"csv:{tmp_path}/meter.csv", tmp_path) is EnergySource.CSV
 
 
-@pytest.mark.parametrize("source", ["", "watts", "plug", "plug:", "plug:shellies/#", "plug:a/+/b", "csv:/no/file"])
+@pytest.mark.parametrize("source", ["", "watts", "plug", "plug:", "plug:shellies/#", "plug:a/+/b", "csv:/etc/hosts"])
 def test_a_source_that_does_not_exist_is_refused(source: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidExperiment, match="--energy"):
         opened(source, tmp_path)
+
+
+@in_loop
+async def test_a_share_that_is_no_number_is_not_known() -> None:
+    counter = Counted()
+    shares = shares_of(counter)
+    await shares.open("a")
+    for value in (-5.0, math.inf, math.nan):
+        await shares.begin(["a"])
+        counter.value = value
+        found = await shares.end("a", UNKNOWN_COSTS)
+        assert (found.joules, found.energy_source) == (None, EnergySource.NONE)
+        counter.value = 0.0
+        await shares.end("a", UNKNOWN_COSTS)
 
 
 # Temperature and memory
@@ -347,7 +419,7 @@ def test_the_rows_of_a_run_add_up_to_the_counter_through_a_wrap(slots: int, tmp_
             use(500_000_000)  # before the first training it is not the run's
             first = used
             for _ in range(4):
-                found += [each.costs for each in await asyncio.gather(*map(trains, members))]
+                found += [each.work.costs for each in await asyncio.gather(*map(trains, members))]
                 use(3_000_000)  # idle
             total = used - 3_000_000 - first
         joules = [each.joules for each in found]
@@ -366,7 +438,7 @@ async def test_a_host_without_a_source_has_empty_cells() -> None:
     notes.gate.set()
     async with Pool(accelerator="cpu", slots=1, devices=1, thread=notes.lane, worker=notes.lane) as pool:
         (member,) = await members_of(pool, ["a"])
-        assert (await trains(member)).costs == UNKNOWN_COSTS
+        assert (await trains(member)).work.costs == UNKNOWN_COSTS
 
 
 # Messages
@@ -377,20 +449,46 @@ async def test_a_host_without_a_source_has_empty_cells() -> None:
     [
         {"joules": nan}, {"joules": -1.0}, {"joules": math.inf}, {"joules": 3 * JOULES_MOST}, {"train_joules": nan},
         {"train_joules": -0.5}, {"joules": None}, {"train_joules": None}, {"energy_source": EnergySource.NONE},
-        {"cpu_s": nan}, {"cpu_s": -1.0}, {"cpu_s": 3 * SECONDS_MOST}, {"memory_bytes": MEMORY_MOST + 1},
+        {"cpu_s": nan}, {"cpu_s": -1.0}, {"cpu_s": 3 * CPU_SECONDS_MOST}, {"memory_bytes": MEMORY_MOST + 1},
         {"celsius": nan}, {"celsius": math.inf}, {"celsius": -2000.0},
     ],
     ids=repr,
 )  # fmt: skip
-def test_costs_that_cannot_be_are_refused(lie: dict[str, Any]) -> None:
+def test_costs_that_cannot_be_are_not_known_and_cost_no_model(lie: dict[str, Any]) -> None:
     limits = ChildLimits(samples=300, rounds=2, below={"d": 100})
-    work = ChildReport("d", 100, 2, costs=KNOWN)
-    check_report(result(costs=KNOWN, children=(work,)), limits=limits, epochs=4)
-    check_report(result(costs=replace(UNKNOWN_COSTS, celsius=-20.0)), limits=limits, epochs=4)
+    work = ChildReport("d", Work(100, costs=KNOWN), 2)
+    for honest in (
+        with_work(result(children=(work,)), costs=KNOWN),
+        with_work(result(), costs=replace(UNKNOWN_COSTS, celsius=-20.0)),
+        with_work(result(), costs=replace(KNOWN, joules=2 * JOULES_MOST, train_joules=0.0)),
+    ):
+        assert with_plausible_costs(honest, child="c", limits=limits) == (honest, ())
+    (name,) = lie
+    without = replace(KNOWN, **{name: None})
+    if "joules" in name or name == "energy_source":
+        without = replace(KNOWN, joules=None, train_joules=None, energy_source=EnergySource.NONE)
     bad = replace(KNOWN, **lie)
-    for message in (result(costs=bad), result(children=(replace(work, costs=bad),))):
-        with pytest.raises(RefusedModel, match="impossible costs"):
-            check_report(message, limits=limits, epochs=4)
+    for message, liar in ((with_work(result(), costs=bad), "c"), (result(children=(with_work(work, costs=bad),)), "d")):
+        found, liars = with_plausible_costs(message, child="c", limits=limits)
+        check_report(found, limits=limits, epochs=4)
+        assert liars == (liar,) and without in (found.work.costs, *(each.work.costs for each in found.children))
+
+
+@virtual
+async def test_a_child_whose_costs_cannot_be_keeps_its_model_and_is_named_once(
+    site: SimulatedSite, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One report of 1e306 Wh ended a run, and threw the models of two devices away."""
+    layout = layout_of(4000)
+    parent, child = parent_of(site, ["device-0"], layout=layout), child_of(site, "device-0")
+    lie = replace(KNOWN, joules=math.inf)
+    async with together(living(site, parent), lying(site, child, layout, lambda sent: with_work(sent, costs=lie))):
+        for global_round in (0, 1):
+            row = drawn(layout, global_round)
+            models = await play(parent, row, global_round=global_round)
+            assert_models(models, row, layout=layout, places={"device-0": 0})
+    lines = [line for line in caplog.messages if "costs that cannot be" in line]
+    assert lines == ["institution-0: device-0 reports costs that cannot be: they are not known, its models count"]
 
 
 def test_the_costs_of_local_rounds_are_summed_and_an_unknown_part_leaves_the_sum_unknown() -> None:
@@ -399,9 +497,9 @@ def test_the_costs_of_local_rounds_are_summed_and_an_unknown_part_leaves_the_sum
     for other in (UNKNOWN_COSTS, replace(KNOWN, energy_source=EnergySource.PLUG)):
         found = KNOWN.after(other)
         assert (found.joules, found.train_joules, found.energy_source) == (None, None, EnergySource.NONE)
-    begun, scored = ChildReport("d", rounds=1, costs=KNOWN), ChildReport("d")
-    assert begun.with_work_of(ChildReport("d")).costs == KNOWN == scored.with_work_of(begun).costs
-    assert begun.with_work_of(begun).costs.joules == 20.0
+    begun, scored = ChildReport("d", Work(epochs=1, costs=KNOWN), 1), ChildReport("d")
+    assert begun.with_work_of(ChildReport("d")).work.costs == KNOWN == scored.with_work_of(begun).work.costs
+    assert begun.with_work_of(begun).work.costs.joules == 20.0
 
 
 # Tables
@@ -411,7 +509,7 @@ def run_with(tmp_path: Path, *costs: DeviceCosts, rounds: int = 2) -> Run:
     folder = RunFolder.create(tmp_path, parse({"topology": {"institutions": 1, "devices": len(costs)}}))
     for number in range(1, rounds + 1):
         folder.add_round(a_global_round(number, 0.25 * number, names=["institution-0"]))
-        reports = [ChildReport(f"device-{i}", 10, 1, 1, 5, 0.5, 1.0, costs=each) for i, each in enumerate(costs)]
+        reports = [ChildReport(f"device-{i}", Work(10, 0.5, 1, 5, 1.0, costs=each), 1) for i, each in enumerate(costs)]
         folder.add_devices(number, reports)
     return Run(folder.path)
 
@@ -447,8 +545,8 @@ def test_a_sum_with_an_unknown_part_is_not_shown(tmp_path: Path) -> None:
 
 def test_a_device_that_only_scored_has_no_part_in_the_sums() -> None:
     row = DeviceRecord(global_round=1, node="cloud/d", samples=1, local_rounds=0, epochs=0, sgd_steps=0, loss=None,
-                       train_s=0.0, wait_s=0.0, pause_s=0.0, path=ChildReport("d").path)  # fmt: skip
-    from deploy.results.device_costs import total
+                       train_s=0.0, wait_s=0.0, pause_s=0.0, path=NO_WORK.path)  # fmt: skip
+    from fedstrata.deploy.results.device_costs import total
 
     assert total([row], "joules") is None
     assert total([row, replace(row, local_rounds=1, joules=2.0)], "joules") == 2.0

@@ -21,19 +21,20 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 from torch.nn import functional
 
-from cloud.agent import evaluator_of
-from cloud.evaluator import needs_process
-from cloud.records import STATISTICS
-from cloud.results import RunFolder
-from common.accounting.child_report import ChildReport
-from common.errors import InvalidExperiment, RefusedModel, WireError
-from common.experiment.data import check_alike
-from common.experiment.reading import parse
-from common.experiment.schema import Experiment
-from common.experiment.topology import CLOUD
-from common.learning import datasets, models, splits
-from common.learning import evaluation as learning
-from common.model.scores import (
+from fedstrata.cloud.agent import evaluator_of
+from fedstrata.cloud.evaluator import needs_process
+from fedstrata.cloud.records import STATISTICS
+from fedstrata.cloud.results import RunFolder
+from fedstrata.common.accounting.child_report import ChildReport
+from fedstrata.common.accounting.work import Work
+from fedstrata.common.errors import InvalidExperiment, RefusedModel, WireError
+from fedstrata.common.experiment.data import check_alike
+from fedstrata.common.experiment.reading import parse, to_toml
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.learning import datasets, models, splits
+from fedstrata.common.learning import evaluation as learning
+from fedstrata.common.model.scores import (
     TARGETS_MOST,
     ScoredModels,
     ScoreSums,
@@ -45,24 +46,29 @@ from common.model.scores import (
     sums_fit,
     unpacked,
 )
-from common.protocol import serialization, topics
-from common.protocol.limits import ChildLimits, TaskLimits, check_report, limits_below
-from common.protocol.messages import Key, Manifest, Result, Task
-from deploy.local.direct import run_in_process
-from deploy.local.replay import replayed
-from deploy.results.compare import groups_of, table, to_json
-from deploy.results.page import compose
-from deploy.results.run import Run
-from deploy.results.series import series_of
-from deploy.simulation.broker import Routed
-from deploy.simulation.hardware import Durations, NullWorkload, SimulatedHardware
-from deploy.sweeps.grid import merged
-from deploy.sweeps.results import sign_of, value_of
-from deploy.sweeps.schema import Measure
+from fedstrata.common.protocol import serialization, topics
+from fedstrata.common.protocol.limits import ChildLimits, TaskLimits, check_report, limits_below, possible_scores
+from fedstrata.common.protocol.messages import Key, Manifest, Result, Task
+from fedstrata.deploy.local.direct import run_in_process
+from fedstrata.deploy.local.replay import replayed
+from fedstrata.deploy.results.compare import groups_of, table, to_json
+from fedstrata.deploy.results.device_scores import figures
+from fedstrata.deploy.results.page import compose
+from fedstrata.deploy.results.run import Run
+from fedstrata.deploy.results.sections import curves
+from fedstrata.deploy.results.series import series_of
+from fedstrata.deploy.results.whole import score_column
+from fedstrata.deploy.simulation.broker import Routed
+from fedstrata.deploy.simulation.hardware import Durations, NullWorkload, SimulatedHardware
+from fedstrata.deploy.sweeps.grid import merged
+from fedstrata.deploy.sweeps.results import sign_of, value_of
+from fedstrata.deploy.sweeps.schema import Measure
 from tests.helpers import commands
+from tests.helpers.commands import fedstrata
 from tests.helpers.direct import resumed_run, run_direct
 from tests.helpers.examples import PROFILE, examples, slow
 from tests.helpers.plain import first_model, trained, trainer_of
+from tests.helpers.records import with_work
 from tests.simulation.lab import ScenarioLab
 
 LAB: dict[str, Any] = {
@@ -188,38 +194,79 @@ def test_no_numbers_from_the_network_raise_an_error(values: list[float], other: 
 
 
 MANIFEST = Manifest("0123456789abcdef", 1024, 1024, b"d" * 8, "fp32", "layout")
-RESULT = Result(Key(0, 3, 0), MANIFEST, None, 120, 0.5, 1, 12, 12, 1.5, 0.1, 0.0, (), "")
+RESULT = Result(Key(0, 3, 0), MANIFEST, None, Work(120, 0.5, 1, 12, 1.5, 0.1, 0.0), 12, (), "")
 SUMS = ScoreSums(2_000_000, 1234.5, packed_sums([1_900_000.0]), 12.5)
 SCORED = ChildLimits(scores=("accuracy",))
 
 
 def test_scores_cost_few_bytes_of_a_device_at_each_hop() -> None:
-    for kind in (RESULT, ChildReport("device-12", 120, 1, 1, 12, 0.5, 1.5)):
+    for kind in (RESULT, ChildReport("device-12", Work(120, 0.5, 1, 12, 1.5), 1)):
         sizes = []
         for tests in (None, ScoredModels(SUMS), ScoredModels(SUMS, SUMS)):
-            report = replace(kind, tests=tests)
+            report = with_work(kind, tests=tests)
             message = report if isinstance(report, Result) else replace(RESULT, children=(report,))
             sizes.append(len(serialization.encode(message, "s")))
             assert serialization.decode(serialization.encode(message, "s"))[1] == message
         assert 0 < sizes[1] - sizes[0] <= 40 and sizes[2] - sizes[0] <= 80 < EXTRA_MOST
 
 
-@pytest.mark.parametrize(
-    "lie",
-    [
-        {"samples": 0}, {"seconds": -1.0}, {"seconds": math.nan}, {"classes": b"12345678"}, {"samples": 10**13},
-        {"scores": b""}, {"scores": b"123456789"}, {"scores": packed_sums([1.0, 2.0])},
-    ],
-    ids=str,
+LIES: Final = (
+    {"samples": 0}, {"samples": 10**11, "loss": -math.inf, "scores": packed_sums([1e11])}, {"samples": 10**13},
+    {"seconds": -1.0}, {"seconds": math.nan}, {"classes": b"12345678"}, {"loss": math.nan}, {"loss": math.inf},
+    {"loss": -math.inf}, {"loss": 1e300}, {"scores": b""}, {"scores": b"123456789"},
+    {"scores": packed_sums([1.0, 2.0])},
+    {"scores": packed_sums([math.nan])}, {"scores": packed_sums([-1.0])}, {"scores": packed_sums([2_000_001.0])},
 )  # fmt: skip
-def test_impossible_sums_are_refused(lie: dict[str, Any]) -> None:
-    check_report(replace(RESULT, tests=ScoredModels(SUMS, SUMS)), limits=SCORED)
-    wrong = replace(SUMS, **lie)
-    for tests in (ScoredModels(wrong), ScoredModels(SUMS, wrong)):
-        with pytest.raises(RefusedModel, match="a score of"):
-            check_report(replace(RESULT, tests=tests), limits=SCORED)
-    with pytest.raises(RefusedModel, match="a score of"):  # nobody scores in this run
-        check_report(replace(RESULT, tests=ScoredModels(SUMS)), limits=ChildLimits())
+
+
+@pytest.mark.parametrize("lie", LIES, ids=str)
+def test_scores_that_cannot_be_are_left_out_and_named_and_cost_no_model(lie: dict[str, Any]) -> None:
+    wrong, tests = replace(SUMS, **lie), {"a": 2_000_000}
+    for sent, kept in (
+        (ScoredModels(wrong), None),
+        (ScoredModels(SUMS, wrong), ScoredModels(SUMS)),
+        (ScoredModels(wrong, SUMS), ScoredModels(None, SUMS)),
+        (ScoredModels(SUMS, SUMS), ScoredModels(SUMS, SUMS)),
+    ):
+        result = with_work(RESULT, tests=sent)
+        check_report(result, limits=SCORED)  # which a lie costs no model
+        found, unscored = possible_scores({"a": result}, {"a": SCORED}, tests=tests)
+        assert found == {"a": with_work(result, tests=kept)}
+        assert (unscored == {}) == (sent == kept) and unscored.keys() <= {"a"}
+        report = ChildReport("below", Work(tests=sent))
+        found, unscored = possible_scores({"a": replace(RESULT, children=(report,))}, {"a": SCORED}, tests=tests)
+        assert found["a"].children == (with_work(report, tests=kept),) and unscored.keys() == {"below"} - (
+            {"below"} if sent == kept else set()
+        )
+
+
+def test_scores_of_a_run_whose_devices_score_nothing_are_left_out() -> None:
+    result = with_work(RESULT, tests=ScoredModels(SUMS))
+    found, unscored = possible_scores({"a": result}, {"a": ChildLimits()}, tests={})
+    assert found["a"].work.tests is None and unscored == {"a": "no device scores models in this run"}
+
+
+def test_the_devices_below_a_node_have_no_more_test_samples_than_it_published() -> None:
+    each = replace(SUMS, samples=60, loss=6.0, scores=packed_sums([30.0]))
+    reports = tuple(ChildReport(f"device-{k}", Work(tests=ScoredModels(each))) for k in range(2))
+    result = replace(RESULT, children=reports)
+    for most, unscored in ((120, {}), (119, {"a": "the nodes below it report 120 test samples, it has 119"}), (0, {})):
+        found, named = possible_scores({"a": result}, {"a": SCORED}, tests={"a": most})
+        assert named == unscored
+        assert [report.work.tests is None for report in found["a"].children] == [bool(unscored)] * 2
+
+
+@given(
+    samples=st.integers(1, 50), scores=st.permutations(["mean_squared_error", "r2", "binary_accuracy"]),
+    seed=st.integers(0, 2**32), scale=st.sampled_from([1e-20, 1.0, 1e15]),
+)  # fmt: skip
+def test_true_sums_are_possible(samples: int, scores: list[str], seed: int, scale: float) -> None:
+    draw = np.random.default_rng(seed)
+    outputs, wanted = (torch.from_numpy(scale * draw.normal(size=(samples, 2)).astype(np.float32)) for _ in range(2))
+    found = learning.evaluate(
+        Outputs(1, 1), outputs, labels=wanted, normalise=torch.clone, loss="mean_squared_error", scores=scores
+    )
+    assert found.sums.impossible(scores) == ""
 
 
 def test_sums_of_r2_have_three_numbers_for_each_target() -> None:
@@ -229,12 +276,11 @@ def test_sums_of_r2_have_three_numbers_for_each_target() -> None:
 
 
 def test_counts_of_classes_are_bounded_by_the_experiment() -> None:
-    counted = replace(RESULT, tests=ScoredModels(replace(SUMS, classes=packed([5, 4] * 10))))
+    counted = with_work(RESULT, tests=ScoredModels(replace(SUMS, classes=packed([5, 4] * 10))))
     limits = limits_below(parse({**LAB, "evaluation": {**TESTED, "per_class": True}}), CLOUD)["institution-0"]
-    check_report(counted, limits=replace(limits, samples=10**6))
-    with pytest.raises(RefusedModel, match="a score of"):
-        check_report(counted, limits=SCORED)
-    wrong = replace(RESULT, tests=ScoredModels(replace(SUMS, samples=-1)))
+    for bounds, unscored in ((limits, {}), (SCORED, {"a": "its counts of classes are not possible"})):
+        assert possible_scores({"a": counted}, {"a": bounds}, tests={})[1] == unscored
+    wrong = with_work(RESULT, tests=ScoredModels(replace(SUMS, samples=-1)))
     with pytest.raises(WireError):
         serialization.decode(serialization.encode(wrong, "s"))
 
@@ -452,6 +498,16 @@ def test_trained_models_are_scored_in_the_last_local_round_of_those_that_are_dra
     assert [row["personalised_scored"] for row in rows(folder)] == ["0", "2", "2"]
 
 
+def test_charts_and_tables_name_the_score_with_personal_parts(tmp_path: Path) -> None:
+    changes = {"evaluation": {"at": "devices"}, "model": {"personal": ["fc2.*"]}}
+    plain, personal = (Run(played(tmp_path / name, some)) for name, some in (("plain", {}), ("own", changes)))
+    drawn = [*curves(series_of([personal])), *figures(personal)]
+    scores = [figure.title for figure in drawn if figure.title.startswith("Accuracy")]
+    assert len(scores) >= 5 and all(title.startswith("Accuracy with personal parts ") for title in scores)
+    assert score_column([personal]) == "test accuracy with personal parts"
+    assert score_column([plain, personal]) == "test accuracy or accuracy with personal parts"
+
+
 def test_further_scores_have_columns_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "second_choice.py").write_text(
         "def top2(outputs, targets): return float((outputs.argsort(1)[:, -2:] == targets[:, None]).any(1).mean())\n"
@@ -527,13 +583,13 @@ def test_numbers_are_scored_by_their_sums(tmp_path: Path, monkeypatch: pytest.Mo
 def test_reports_comparisons_and_sweeps_have_the_devices_scores(tmp_path: Path) -> None:
     evaluation = {"at": "devices", "personalised": True}
     runs = [Run(played(tmp_path, {"evaluation": evaluation, "seed": seed})) for seed in (1, 2)]
-    page, _ = compose(runs[:1])
+    page = compose(runs[:1])
     (course, order) = (figure for figure in page.figures if figure.name.startswith("device-"))
     assert course.title == "Accuracy of devices over global rounds" and order.table is not None
     assert "Scores of the global model by devices" in [table.title for table in page.tables]
     heads = {"mean over devices", "worst tenth", "spread over devices"}
     heads |= {f"personalised, {head}" for head in heads}
-    together, _ = compose(runs)
+    together = compose(runs)
     assert heads <= {column.name for table in together.tables for column in table.columns if table.name == "series"}
     groups = groups_of(series_of(runs), 0.3)
     assert heads <= {column.name for column in table(groups, 0.3).columns}
@@ -664,8 +720,9 @@ def test_the_cloud_needs_neither_pytorch_nor_data(tmp_path: Path) -> None:
     assert beginning.initial == tester.initial and beginning.partition == ""
     check_alike(experiment.data, "device-0", partition="0123", clouds=beginning.partition)
     code = (
-        "import sys; sys.modules['torch'] = None; from common.experiment.reading import parse\n"
-        "import asyncio, pathlib, deploy.local.beforehand as b; from cloud.agent import evaluator_of\n"
+        "import sys; sys.modules['torch'] = None; from fedstrata.common.experiment.reading import parse\n"
+        "import asyncio, pathlib; import fedstrata.deploy.local.beforehand as b\n"
+        "from fedstrata.cloud.agent import evaluator_of\n"
         f"lab = parse({lab!r}); b.check_cloud(lab, None)\n"
         "print(asyncio.run(evaluator_of(lab, pathlib.Path('.')).start()).layout.digest)"
     )
@@ -739,3 +796,11 @@ def test_the_effective_experiment_has_the_keys_that_count() -> None:
         "per_class",
     }
     assert parse(devices.model_dump(mode="json")).digest == devices.digest
+
+
+def test_the_end_of_a_run_names_the_score_with_personal_parts(tmp_path: Path) -> None:
+    model = {"name": "mlp_digits", "personal": ["fc2.*"]}
+    tree = {"rounds": 1, "topology": {"institutions": 0, "devices": 2}, "model": model, "evaluation": {"at": "devices"}}
+    (file := tmp_path / "lab.toml").write_text(to_toml(parse(tree)))
+    done = fedstrata("run", file, "--direct", "--runs", tmp_path / "runs")
+    assert "test accuracy with personal parts" in done.stdout

@@ -17,21 +17,22 @@ import numpy.typing as npt
 import pytest
 from safetensors.numpy import load_file
 
-from cloud.results import RunFolder
-from common.errors import InvalidExperiment, RunFailed
-from common.experiment.codecs import Codecs
-from common.experiment.reading import parse
-from common.experiment.tiers import Closing
-from common.model.layout import LinkLayouts, ModelLayout, Section
-from common.protocol.messages import Task
-from common.runtime.models import Arriving
-from common.runtime.round import Dispatch, Report, Work, WorkResult
-from common.storage.spool import Spool
-from deploy.local.calls import Calls, Clock
-from deploy.local.direct import run_in_process
-from deploy.results.run import Run
-from deploy.sweeps.grid import merged
-from deploy.watching.showing import show
+from fedstrata.cloud.results import RunFolder
+from fedstrata.common.accounting.work import Work
+from fedstrata.common.errors import InvalidExperiment, RunFailed
+from fedstrata.common.experiment.codecs import Codecs
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.experiment.tiers import Closing
+from fedstrata.common.model.layout import LinkLayouts, ModelLayout, Section
+from fedstrata.common.protocol.messages import Task
+from fedstrata.common.runtime.models import Arriving
+from fedstrata.common.runtime.round import Dispatch, DoTask, Report, WorkResult
+from fedstrata.common.storage.spool import Spool
+from fedstrata.deploy.local.calls import Calls, Clock
+from fedstrata.deploy.local.direct import run_in_process
+from fedstrata.deploy.results.run import Run
+from fedstrata.deploy.sweeps.grid import merged
+from fedstrata.deploy.watching.showing import show
 from tests.helpers import commands
 from tests.helpers.direct import resumed_run, run_direct
 from tests.helpers.examples import slow
@@ -305,7 +306,7 @@ def test_a_run_is_resumed_in_the_way_it_was_begun(tmp_path: Path) -> None:
 # What makes no sense, and models that cannot be used
 
 
-@pytest.mark.parametrize("flags", [["--direct", "--netns"], ["--accelerator", "cpu"]])
+@pytest.mark.parametrize("flags", [["--direct", "--metrics", ":0"], ["--accelerator", "cpu"]])
 def test_flags_that_contradict_are_refused(flags: list[str]) -> None:
     assert commands.invoke("run", "nothing.toml", *flags).exit_code == 2
 
@@ -313,11 +314,11 @@ def test_flags_that_contradict_are_refused(flags: list[str]) -> None:
 LAYOUT = ModelLayout.build([("weight", (3,), Section.PARAMETER)])
 
 
-def child(value: float) -> Work:
+def child(value: float) -> DoTask:
     async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
         row = (await model.whole()).copy()
         LAYOUT.floats(row)[:] += value
-        return WorkResult(row.data, 5, 0.1, task.epochs, 1, 0.0, 0.0)
+        return WorkResult(row.data, Work(5, 0.1, task.epochs, 1, 0.0, 0.0))
 
     return work
 
@@ -325,7 +326,7 @@ def child(value: float) -> Work:
 def called(children: Mapping[str, float], closing: Closing) -> tuple[dict[str, list[float]], Mapping[str, str]]:
     async def run() -> tuple[dict[str, list[float]], Mapping[str, str]]:
         calls = Calls(
-            {name: child(value) for name, value in children.items()}, samples=dict.fromkeys(children, 5),
+            {name: child(value) for name, value in children.items()}, samples=dict.fromkeys(children, 5), tests={},
             layouts=LinkLayouts.plain(LAYOUT), codecs=Codecs(), spool=Spool(None), resident_mb=1.0, clock=Clock(),
         )  # fmt: skip
         row = LAYOUT.empty()

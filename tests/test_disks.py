@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import typer
 
-from cloud.results import RunFolder
-from common.errors import StorageFailed
-from common.experiment.reading import parse
-from common.host import files
-from common.storage.spool import Spool
-from deploy.console.reporting import reporting
+from fedstrata.cloud.results import RunFolder
+from fedstrata.common.errors import StorageFailed
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.host import files
+from fedstrata.common.storage.spool import Spool
+from fedstrata.deploy.console.reporting import reporting
 from tests.helpers.commands import DEMO, fedstrata, invoke, table
 from tests.helpers.disks import Disk, disk
 from tests.helpers.records import a_global_round

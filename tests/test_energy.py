@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from cloud.agent import energy_noted
-from cloud.results import RunFolder
-from common.experiment.reading import parse
-from common.host import energy
-from common.host.energy import GAP_MOST_S, EnergyMeter, PowerIntegral, pmic, rails_watts
-from common.host.machine import REST_S, FolderUsage
-from common.host.nvidia import Gpus
+from fedstrata.cloud.agent import energy_noted
+from fedstrata.cloud.results import RunFolder
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.host import energy
+from fedstrata.common.host.energy import GAP_MOST_S, EnergyMeter, PowerIntegral, pmic, rails_watts
+from fedstrata.common.host.machine import REST_S, FolderUsage
+from fedstrata.common.host.nvidia import Gpus
 from tests.helpers.energy import RANGE, RECORDED, REPORTS, vcgencmd, zone
 from tests.test_metrics import Driver, Hand
 
@@ -161,7 +161,7 @@ def test_a_folder_that_takes_long_to_count_is_counted_less_often(
         clock.now += 10
         return counts
 
-    monkeypatch.setattr("common.host.machine._bytes_below", count)
+    monkeypatch.setattr("fedstrata.common.host.machine._bytes_below", count)
     usage = FolderUsage(tmp_path, clock)
     reads: list[Callable[[], int | None]] = [usage.used_bytes] * 3
     found = []

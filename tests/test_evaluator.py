@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from cloud.evaluator import Evaluator
-from common.errors import InvalidExperiment
-from common.experiment.reading import parse
-from common.experiment.schema import Experiment
-from common.learning import splits
-from common.learning.evaluation import CPU_BATCH, ModelTester, accelerator_of
+from fedstrata.cloud.evaluator import Evaluator
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.learning import splits
+from fedstrata.common.learning.evaluation import CPU_BATCH, ModelTester, accelerator_of
 from tests.helpers.sites import in_real_time
 
 NET = """
@@ -45,7 +44,6 @@ def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Experiment:
     (tmp_path / "net.py").write_text(NET)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(Path(__file__).parents[1]), str(tmp_path))))
-    monkeypatch.delitem(sys.modules, "net", raising=False)
     return parse({"model": {"name": "net:build"}, "evaluation": {"accelerator": "auto"}})
 
 

@@ -15,12 +15,12 @@ from typing import Final
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from cloud.records import GlobalRoundRecord
-from common.errors import InvalidExperiment
-from common.experiment.reading import read
-from deploy.console import reporting
-from deploy.results.run import Run, State
-from deploy.results.trackers import TensorBoardTracker, began_s, complete, series
+from fedstrata.cloud.records import GlobalRoundRecord
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.reading import read
+from fedstrata.deploy.console import reporting
+from fedstrata.deploy.results.run import Run, State
+from fedstrata.deploy.results.trackers import TensorBoardTracker, began_s, complete, series
 from tests.helpers.commands import DEMO, PATIENCE_S, command, invoke, sets
 
 LAB: Final = (

@@ -1,4 +1,4 @@
-"""Own code in files outside the packages: the examples of docs/own.md, checked, in labs, and refused."""
+"""Own code in files outside the packages: the examples of docs/own-*.md, checked, in labs, and refused."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from common.errors import InvalidExperiment
-from common.experiment.own import permit
-from common.experiment.reading import parse, to_toml
-from common.methods.column_rule import Columns
-from common.methods.single_model import GuardedRule, OwnRule
-from device.training.objectives.table import objective_of
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.own import permit
+from fedstrata.common.experiment.reading import parse, to_toml
+from fedstrata.common.methods.column_rule import Columns
+from fedstrata.common.methods.own_rule import GuardedRule, OwnRule
+from fedstrata.device.training.objectives.table import objective_of
 from tests.helpers.commands import fedstrata, invoke
 from tests.helpers.direct import run_direct
 from tests.helpers.own_page import FILES
@@ -52,9 +52,10 @@ up = { name = "columns:RandomColumns", share = 0.5 }
 """
 WRONG: Final = '''
 import numpy as np
-from common.methods.column_rule import ColumnRule
-from common.model.delta_codecs import DeltaCodec
-from device.training.objectives.objective import Objective
+from fedstrata.common.methods.column_rule import ColumnRule
+from fedstrata.common.model.delta_codecs import DeltaCodec
+from fedstrata.device.training.objectives.objective import Objective
+from torch import nn
 
 class Whole(ColumnRule):
     """Takes a norm of the block for one of the model."""
@@ -133,6 +134,34 @@ class Hiding(Trusting):
     """Sends nothing of a model that diverged."""
     def encode(self, delta_D, chance):
         return super().encode(np.nan_to_num(delta_D, posinf=0, neginf=0), chance)
+
+CALLS = []
+
+class Counting(ColumnRule):
+    """Keeps something where all rules of a process have it."""
+    def columns(self, block):
+        CALLS.append(1)
+        return block.weights_K @ block.uploads_KC
+
+class CountingNet(nn.Module):
+    calls = 0
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(64, 10)
+    def forward(self, x):
+        CountingNet.calls += 1
+        return self.last(x.flatten(1))
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.last = nn.LSTM(8, 4, batch_first=True), nn.Linear(32, 10)
+    def forward(self, x):
+        return self.last(self.rnn(x[:, 0])[0].flatten(1))
+
+class Unshaped(CountingNet):
+    def forward(self, x):
+        return self.last(x)
 '''
 
 
@@ -148,7 +177,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_each_example_is_short() -> None:
-    names = {"mine", "clipping", "fair", "focal", "jitter", "control", "corrected", "rings", "nets", "softmax"}
+    names = {"mine", "clipping", "fair", "focal", "jitter", "control", "corrected", "rings", "nets", "softmax", "ring"}
     assert EXAMPLES.keys() == names | {"columns"}
     assert all(len(text.splitlines()) + 1 <= LINES_MOST for text in EXAMPLES.values())
 
@@ -158,12 +187,14 @@ def test_each_example_is_short() -> None:
     [
         ("mine:ServerMomentum", ["beta=0.5"]),
         ("clipping:Clipped", []),
+        ("ring:Ring", ["share=0.7"]),
         ("focal:Focal", ["gamma=1"]),
         ("fair:LeastOften", []),
         ("control:Control", ["extras_down=['c']", "extras_up=['change']"]),
         ("corrected:Corrected", []),
         ("columns:RandomColumns", ["share=0.3"]),
         ("wrong:Assigning", []),
+        ("nets:build", []),
     ],
 )
 def test_the_examples_pass_the_check(name: str, keywords: Sequence[str], home: Path) -> None:
@@ -177,9 +208,9 @@ def test_the_examples_pass_the_check(name: str, keywords: Sequence[str], home: P
     [
         ("Whole", "any cut of the columns", "others of the same block"),
         ("Forgetful", "killed and resumed", "its models differ"),
-        ("Short", "runs", "returns .* for columns of"),
+        ("Short", "runs", "columns returns .* for .* numbers, in Short.columns"),
         ("Infinite", "runs", "not finite"),
-        ("Failing", "runs", r"fails with AttributeError: .*, in Failing.begin \(.*wrong\.py:30\)"),
+        ("Failing", "runs", r"fails with AttributeError: .*, in Failing.begin \(.*wrong\.py:31\)"),
         ("Unwritten", "runs", "`begin` returns what JSON cannot hold"),
         ("Mixed", "vmapped as in-process", "differ by"),
         ("Nothing", "other than cross-entropy", "does it have an effect"),
@@ -187,12 +218,24 @@ def test_the_examples_pass_the_check(name: str, keywords: Sequence[str], home: P
         ("Biased", "unbiased", "differs from the change by"),
         ("Trusting", "any bytes", r"decode must raise ValueError .*in Trusting\.decode"),
         ("Hiding", "numbers that are not finite", "so the parent would use it"),
+        ("Counting", "keeps nothing in its file", "it changes wrong.CALLS, which all objects of a process share"),
+        ("CountingNet", "keeps nothing in its file", "each training changes wrong.CountingNet.calls"),
+        ("Unshaped", "runs", "fails with RuntimeError"),
     ],
 )
 def test_what_is_wrong_is_named(name: str, item: str, note: str, home: Path) -> None:
     done = invoke("check", f"wrong:{name}", "--format", "json")
     wrong = {one["item"]: one["note"] for one in map(json.loads, done.stdout.splitlines()) if not one["right"]}
     assert done.exit_code == (4 if item == "runs" else 1) and re.search(note, wrong[item]), done.output
+
+
+def test_a_check_of_a_model_has_the_reason_why_its_steps_are_not_recorded(home: Path) -> None:
+    done = invoke("check", "wrong:Recurrent", "--set", "training.batch_size=5", "--format", "json")
+    found = {one["item"]: one["note"] for one in map(json.loads, done.stdout.splitlines())}
+    assert done.exit_code == 0 and list(found) == [
+        "trains", "the same twice", "keeps nothing in its file", "recorded steps"
+    ]  # fmt: skip
+    assert "wrong:Recurrent is not recorded, as its operation aten.mkldnn_rnn" in found["recorded steps"]
 
 
 @pytest.mark.parametrize(
@@ -288,7 +331,7 @@ def test_fedstratas_rules_are_written_as_users_write_theirs(
 ) -> None:
     """The same class, named as a user names one, makes the same model, bit for bit."""
     uniform = {"weights": "uniform"} if rule["name"] in ("median", "trimmed_mean") else {}
-    as_own = {**rule, **uniform, "name": f"common.methods.{place}"}
+    as_own = {**rule, **uniform, "name": f"fedstrata.common.methods.{place}"}
     built_in = direct_model(tmp_path / "one", rule, "cross_entropy", participation=1.0)
     own = direct_model(tmp_path / "other", as_own, "cross_entropy", participation=1.0)
     assert all(np.array_equal(own[name], built_in[name]) for name in built_in)
@@ -324,13 +367,13 @@ def test_vectors_that_cannot_be_are_refused(tier: str, changes: Mapping[str, Any
 def test_keywords_that_the_class_does_not_have_end_the_run(home: Path) -> None:
     absent = ("--set", "institution.aggregation.absent=1")
     done = invoke("run", home / "lab.toml", "--direct", *absent, "--runs", home / "runs")
-    assert done.exit_code == 4 and "does not accept the keywords" in done.stderr, done.stderr
+    assert done.exit_code == 4 and "clipping:Clipped takes factor, and not this keyword" in done.stderr, done.stderr
 
 
 @pytest.mark.usefixtures("home")
 def test_keywords_that_an_objective_does_not_have_are_refused() -> None:
     training = parse({"training": {"objective": {"name": "focal:Focal", "absent": 1}}}).training
-    with pytest.raises(InvalidExperiment, match=r"training\.objective\.name = 'focal:Focal': does not accept"):
+    with pytest.raises(InvalidExperiment, match=r"^training\.objective\.absent = 1: focal:Focal takes gamma, and not"):
         objective_of(training)
 
 

@@ -19,24 +19,24 @@ import psutil
 import pytest
 from paho.mqtt import client as mqtt
 
-from cloud import checkpoint
-from cloud.checkpoint import RunState
-from cloud.evaluator import Beginning, EvaluationResult
-from cloud.global_rounds import GlobalRounds
-from cloud.results import RunFolder
-from common.accounting.counters import Account
-from common.accounting.ledger import Ledger
-from common.errors import WireError
-from common.experiment.reading import parse, to_toml
-from common.metrics import Metrics
-from common.model.layout import ModelLayout, Row, Section
-from common.protocol import serialization, topics
-from common.protocol.messages import Message, NodeState, Phase, Presence, Progress
-from common.storage.spool import Spool
-from deploy.brokers import broker
-from deploy.brokers.broker import BrokerProcess
-from deploy.local.namespaces import VethPair, joined
+from fedstrata.cloud import checkpoint
+from fedstrata.cloud.checkpoint import RunState
+from fedstrata.cloud.evaluator import Beginning, EvaluationResult
+from fedstrata.cloud.global_rounds import GlobalRounds
+from fedstrata.cloud.results import RunFolder
+from fedstrata.common.accounting.counters import Account
+from fedstrata.common.accounting.ledger import Ledger
+from fedstrata.common.errors import WireError
+from fedstrata.common.experiment.reading import parse, to_toml
+from fedstrata.common.metrics import Metrics
+from fedstrata.common.model.layout import ModelLayout, Row, Section
+from fedstrata.common.protocol import serialization, topics
+from fedstrata.common.protocol.messages import Message, NodeState, Phase, Presence, Progress
+from fedstrata.common.storage.spool import Spool
+from fedstrata.deploy.brokers import broker
+from fedstrata.deploy.brokers.broker import BrokerProcess
 from tests.helpers.commands import PATIENCE_S, folder_in, null_model, table, tensors
+from tests.helpers.namespaces import VethPair, joined
 from tests.helpers.netns import in_namespaces
 from tests.helpers.records import a_global_round
 from tests.helpers.roles import SMALL, Role, lab_of, task, until
@@ -228,7 +228,7 @@ def test_every_role_killed_once_and_started_again_gives_the_same_model(
 def test_two_layers_of_processes_give_the_model_of_a_direct_run(
     rule: str, killed: bool, served: BrokerProcess, tmp_path: Path
 ) -> None:
-    from deploy.local.direct import run_in_process  # torch
+    from fedstrata.deploy.local.direct import run_in_process  # torch
 
     tree = {
         "name": rule, "rounds": 4, "topology": {"institutions": 0, "devices": 8}, "model": {"name": "mlp_digits"},
@@ -358,7 +358,7 @@ def happened(role: Role, event: str) -> bool:
     return any(json.loads(line)["event"] == event for line in whole.splitlines())
 
 
-ROLES = ("cloud", "institution", "device", "cloud.evaluator_process", "device.pool.worker_process")
+ROLES = ("cloud", "institution", "device", "fedstrata.cloud.evaluator_process", "fedstrata.device.pool.worker_process")
 
 
 def family(role: Role) -> dict[str, psutil.Process]:
@@ -463,8 +463,8 @@ def test_a_killed_lab_leaves_no_process_behind(workers: bool, branch: Path, tmp_
     # That workers end with their agent is a quick test of the pool.
     words = (tmp_path / "lab.log", branch, "--runs", tmp_path / "runs")
     role = lab_of(*words, null=not workers, NULL_LAB_EVALUATOR="real")
-    all_kinds = {"cloud", "cloud.evaluator_process", "institution", "device", "broker"}
-    all_kinds |= {"device.pool.worker_process"} if workers else set()
+    all_kinds = {"cloud", "fedstrata.cloud.evaluator_process", "institution", "device", "broker"}
+    all_kinds |= {"fedstrata.device.pool.worker_process"} if workers else set()
     try:
         until(lambda: kinds(family(role)) == all_kinds, "all roles")
         processes = family(role)
@@ -497,7 +497,7 @@ def resumed(root: Path, *accuracies: str) -> tuple[RunFolder, list[int]]:
         return EvaluationResult(global_round, 0.5, 1.5)
 
     async def run() -> None:
-        alone = SimpleNamespace(peers=(), ledger=Ledger((), Account()), now=asyncio.get_running_loop().time)
+        alone = SimpleNamespace(peers=(), tests={}, ledger=Ledger((), Account()), now=asyncio.get_running_loop().time)
         global_rounds = GlobalRounds(
             folder, Beginning(layout, layout.empty(), ""), spool=Spool(None), down=alone, evaluate=evaluate,
             metrics=Metrics(), observe=lambda event, facts: None,
@@ -515,7 +515,7 @@ def resumed(root: Path, *accuracies: str) -> tuple[RunFolder, list[int]]:
     return folder, evaluated
 
 
-@pytest.mark.parametrize(("accuracies", "wanted"), [(["0.7", "0.9"], []), (["0.7", "0.75", ""], [3])])
+@pytest.mark.parametrize(("accuracies", "wanted"), [(["0.7", "0.75", "0.9"], []), (["0.7", "0.75", ""], [3])])
 def test_a_resumed_run_that_had_reached_its_target_trains_no_more_and_evaluates_what_its_end_cut_off(
     accuracies: list[str], wanted: list[int], tmp_path: Path
 ) -> None:

@@ -14,18 +14,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from common.errors import InvalidExperiment
-from common.experiment.reading import parse
-from common.experiment.tiers import Closing, Tier
-from common.methods.selection import ClientSelection, ResultFacts
-from common.protocol.coordinator import Coordinator
-from common.protocol.events import UploadAnnounced
-from common.protocol.messages import Acknowledgement, Key, NodeState, Presence, Result, Task
-from common.protocol.participant import Acknowledged, Participant, ParticipantState
-from common.protocol.round_state import TAKEN_BACK, Assignment, Closed, Stalled
-from common.runtime.round import Dispatch
-from deploy.local.replay import replayed
-from deploy.results.run import Run
+from fedstrata.common.accounting.work import Work
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.experiment.tiers import Closing, Tier
+from fedstrata.common.methods.selection import ClientSelection, ResultFacts
+from fedstrata.common.protocol.coordinator import Coordinator
+from fedstrata.common.protocol.events import UploadAnnounced
+from fedstrata.common.protocol.messages import Acknowledgement, Key, NodeState, Presence, Result, Task
+from fedstrata.common.protocol.participant import Acknowledged, Participant, ParticipantState
+from fedstrata.common.protocol.round_state import TAKEN_BACK, Assignment, Closed, Stalled
+from fedstrata.common.runtime.round import Dispatch
+from fedstrata.deploy.local.replay import replayed
+from fedstrata.deploy.results.run import Run
 from tests.helpers.commands import DEMO, fedstrata, run_lab, tensors
 from tests.helpers.direct import run_direct
 from tests.helpers.examples import examples
@@ -114,7 +115,7 @@ def assignment(number: int) -> Assignment:
 
 
 def result_of(key: Key, number: int) -> Result:
-    return Result(key, manifest_of(bytes([100 + number]) * 100), None, 10, 1.0, 1, 1, 1, 1.0, 0.0, 0.0, (), "{}")
+    return Result(key, manifest_of(bytes([100 + number]) * 100), None, Work(10, 1.0, 1, 1, 1.0, 0.0, 0.0), 1, (), "{}")
 
 
 class Parent:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -16,15 +17,19 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from common.errors import InvalidExperiment
-from common.experiment.reading import parse
-from common.methods.fedcda import CachedUploadRule, Candidates, FedCDA, group, plan, search
-from common.methods.rule import Aggregated, RuleContext
-from common.methods.statistics import gram
-from common.model.layout import ModelLayout, Section
-from common.randomness import Purpose, generator
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.methods.baselines.refined import FedDF
+from fedstrata.common.methods.fedcda import CachedUploadRule, Candidates, FedCDA, group, plan, search
+from fedstrata.common.methods.optimisers import FedAdam
+from fedstrata.common.methods.rule import Aggregated, RuleContext
+from fedstrata.common.methods.statistics import Gram
+from fedstrata.common.model.layout import ModelLayout, Section
+from fedstrata.common.randomness import Purpose, generator
+from tests.helpers.commands import tensors
+from tests.helpers.direct import run_direct
 from tests.helpers.examples import examples, slow
-from tests.helpers.rules import Report, aggregate
+from tests.helpers.rules import AddingRefiner, Report, aggregate
 
 Doubles = npt.NDArray[np.float64]
 
@@ -52,7 +57,7 @@ class Problem:
         rows = [row.astype(np.float32) for own in self.models for row in own]
         z = self.reference.astype(np.float64)
         total = self.fixed.sum(axis=0) - len(self.fixed) * z
-        products = gram(rows, self.reference, along=lambda columns: total[columns])
+        products = Gram.of(rows, self.reference, along=lambda columns: total[columns])
         places = iter(range(len(rows)))
         of = [[next(places) for _ in own] for own in self.models]
         smooth_C = np.repeat(self.smooth, [len(each) for each in of])
@@ -160,11 +165,14 @@ class Node:
     settings: FedCDA
     folder: Path | None = None
     seed: int = 1
+    refiner: AddingRefiner | None = None
     queues: dict[str, deque[tuple[int, Doubles, float]]] = field(default_factory=dict)
     selected: dict[str, tuple[int, Doubles, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        context = RuleContext(LAYOUT, "cloud", self.seed, measures=True, rows=no_rows, folder=self.folder)
+        context = RuleContext(
+            LAYOUT, "cloud", self.seed, measures=True, rows=no_rows, folder=self.folder, refiner=self.refiner
+        )
         self.rule = CachedUploadRule(self.settings, context)
         row = LAYOUT.empty()
         LAYOUT.floats(row)[:] = 0.5
@@ -188,6 +196,8 @@ class Node:
             queue.append((r, LAYOUT.floats(rows_K[k]).astype(np.float64), reports[k].loss))  # type: ignore[union-attr]
         outcome = aggregate(self.rule, r, children, rows_K, reports)
         rows_K[:] = 0xFF  # the memory is the next round's
+        if self.refiner is not None or self.settings.warmup is not None:
+            return outcome  # their tests check it
         self.check(r, [child for child in children if child not in missing], outcome)
         return outcome
 
@@ -265,6 +275,88 @@ def test_the_sum_that_runs_along_does_not_drift() -> None:
     node = Node(FedCDA(depth=2, groups=2, warmup_rounds=0))
     for r in range(200):
         node.play(r, DRAWS[r % len(DRAWS)])
+
+
+def adam_twin(state: dict[str, Doubles], z: Doubles, mean: Doubles, *, rate: float) -> Doubles:
+    """Take a step of Reddi et al., Algorithm 2, with beta 0.9 and 0.99, tau 0.001."""
+    delta = mean - z
+    state["m"] = 0.9 * state.get("m", 0 * z) + 0.1 * delta
+    state["v"] = 0.99 * state.get("v", 0 * z + 1e-6) + 0.01 * delta**2
+    return z + rate * state["m"] / (np.sqrt(state["v"]) + 1e-3)
+
+
+def test_the_warm_up_may_take_the_steps_of_a_server(tmp_path: Path) -> None:
+    """Warm-up rounds are those of FedAdam written out, also of a restored node; then the selection is FedCDA's."""
+    settings = FedCDA(depth=2, warmup_rounds=5, warmup=FedAdam(name="fedadam", learning_rate=0.3))
+    node, state = Node(settings), dict[str, Doubles]()
+    z = np.full(5, 0.5)
+    for r, drawn in enumerate(DRAWS[:5]):
+        if r == 3:
+            facts, old = node.rule.save(tmp_path), node
+            node = Node(settings)
+            node.rule.begin(old.rule.model.copy())
+            node.rule.restore(tmp_path, facts)
+            node.queues = old.queues
+        assert node.play(r, drawn).facts["stage"] == "warm-up"
+        newest = np.array([node.queues[child][-1][1] for child in drawn])
+        samples = np.array([10.0 + ord(child) for child in drawn])
+        mean = samples / samples.sum() @ newest
+        z = adam_twin(state, z, mean[:5], rate=0.3)
+        np.testing.assert_allclose(LAYOUT.floats(node.rule.model)[:5], z, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(LAYOUT.floats(node.rule.model)[5:], mean[5:], rtol=0, atol=1e-6)
+    outcome = node.play(5, "ab")
+    selected = outcome.facts["selected"]
+    assert isinstance(selected, dict)
+    chosen = [next(x for r, x, _ in node.queues[child] if r == selected[child]) for child in "ab"]
+    absent = [queue[-1][1] for child, queue in node.queues.items() if child not in "ab"]
+    mean = np.mean([*chosen, *absent], axis=0)
+    np.testing.assert_allclose(LAYOUT.floats(node.rule.model), mean, rtol=0, atol=1e-6)
+    assert settings.remembers and settings.acts_from == 1
+
+
+@pytest.mark.parametrize("memory_mb", [0.0, 512.0], ids=["files", "memory"])
+def test_what_is_selected_teaches_the_mean(tmp_path: Path, memory_mb: float) -> None:
+    """The teachers are the selected uploads of all children with equal weights; the student begins as their mean."""
+    plain = Node(FedCDA(depth=2, groups=2, warmup_rounds=2, memory_mb=memory_mb), tmp_path / "plain")
+    settings = FedCDA(depth=2, groups=2, warmup_rounds=2, memory_mb=memory_mb, refine=FedDF())
+    refiner = AddingRefiner(kept_step=7)
+    node = Node(settings, tmp_path / "refined", refiner=refiner)
+    for r in range(3):
+        before = node.rule.model.copy() if r else None
+        wanted, found = plain.play(r, DRAWS[r]), node.play(r, DRAWS[r])
+    (models,) = refiner.asked  # none in the warm-up
+    teachers = [LAYOUT.floats(row).astype(np.float64) for row in models.uploads]
+    selected = [plain.selected[child][1] for child in sorted(plain.selected)]
+    np.testing.assert_array_equal(teachers, selected)
+    assert before is not None and np.array_equal(models.received, before) and models.weights_K.tolist() == [1 / 6] * 6
+    moved = LAYOUT.floats(plain.rule.model) + np.repeat(np.array([1, 0], np.float32), [5, 2])
+    np.testing.assert_array_equal(LAYOUT.floats(node.rule.model), moved)
+    assert found.facts == {**wanted.facts, "kept_step": 7} and found.loss == wanted.loss
+    for child in DRAWS[2]:
+        far = np.linalg.norm(node.queues[child][-1][1][:5] - LAYOUT.floats(node.rule.model)[:5])
+        assert found.distances[child] == pytest.approx(far, rel=1e-5)
+
+
+def test_a_lab_distils_behind_the_selection(tmp_path: Path) -> None:
+    """A lab whose last plan has less divergence, with FedDF's steps; without steps it is FedCDA bit for bit."""
+
+    def lab(**rule: Any) -> dict[str, Any]:
+        return {
+            "rounds": 3, "topology": {"institutions": 0, "devices": 4}, "model": {"name": "mlp_digits"},
+            "data": {"node_samples": 40, "partition": "dirichlet", "concentration": 0.1},
+            "training": {"batch_size": 50, "learning_rate": 0.05},
+            "cloud": {"aggregation": {"name": "fedcda", "warmup_rounds": 1, **rule}},
+        }  # fmt: skip
+
+    done = run_direct(tmp_path / "one", lab(refine={"name": "feddf", "steps": 60}))
+    events = [json.loads(line) for line in (done / "events.jsonl").read_text().splitlines()]
+    first, *later = [event for event in events if event["event"] == "plan"]
+    assert "steps" not in first and len(later) == 2
+    for facts in later:
+        assert facts["steps"] == 60 and 0 < facts["divergence_after"] < facts["divergence_before"]
+    null, plain = (run_direct(tmp_path / name, lab(**rule)) for name, rule in
+                   (("null", {"refine": {"name": "feddf", "steps": 0}}), ("plain", {})))  # fmt: skip
+    assert tensors(null) == tensors(plain) != tensors(done)
 
 
 def test_a_random_choice_takes_each_cached_upload() -> None:

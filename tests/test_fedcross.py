@@ -13,11 +13,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from common.methods import fedcross, mixing
-from common.methods.fedcross import FedCross, FedCrossStage, by_similarity, in_order, pairwise, plan, stage
-from common.methods.mixing import Mixtures, whole
-from common.methods.statistics import gram, gram_by_entry
-from common.model.layout import ModelLayout, Section
+from fedstrata.common.methods import fedcross, mixing
+from fedstrata.common.methods.fedcross import (
+    FedCross,
+    FedCrossStage,
+    by_similarity,
+    in_order,
+    mixing_matrix,
+    pairwise,
+    stage,
+)
+from fedstrata.common.methods.mixing import Mixture, whole
+from fedstrata.common.methods.statistics import Gram, gram_by_entry
+from fedstrata.common.model.layout import ModelLayout, Section
+from tests.helpers.rules import mixing_round
 
 Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
@@ -31,25 +40,26 @@ def models(count: int, columns: int = 20, seed: int = 0) -> Floats:
     return np.random.default_rng(seed).normal(size=(count, columns)).astype(np.float32)
 
 
-def dense(mixtures: Mixtures) -> Doubles:
-    return np.array([mixture.dense(len(mixtures)) for mixture in mixtures])
-
-
-def mixed(mixtures: Mixtures, models_KF: Floats) -> Floats:
+def mixed(weights_KK: Doubles, models_KF: Floats) -> Floats:
     layout = ModelLayout.build([("w", (models_KF.shape[1],), Section.PARAMETER)])
     out = np.empty_like(models_KF)
-    mixing.apply(whole(layout, mixtures), models_KF.view(np.uint8), layout=layout, out=list(out.view(np.uint8)))
+    mixing.apply(
+        whole(layout, list(map(Mixture.of, weights_KK))),
+        models_KF.view(np.uint8),
+        layout=layout,
+        out=list(out.view(np.uint8)),
+    )
     return out
 
 
-def plain(r: int, count: int, alpha: float) -> Mixtures:
-    return plan(FedCrossStage("plain", alpha, 1, similar=False), [in_order(r, count)], count)
+def plain(r: int, count: int, alpha: float) -> Doubles:
+    return mixing_matrix(FedCrossStage("plain", alpha, 1, similar=False), [in_order(r, count)], count)
 
 
-def propelled(r: int, count: int, **settings: Any) -> Mixtures:
+def propelled(r: int, count: int, **settings: Any) -> Doubles:
     found = stage(FedCross(propeller_rounds=r + 1, **settings), r, count)
     assert not found.similar
-    return plan(found, [in_order(r, count, place) for place in range(found.partners)], count)
+    return mixing_matrix(found, [in_order(r, count, place) for place in range(found.partners)], count)
 
 
 # Partners
@@ -99,7 +109,7 @@ def test_nobody_is_its_own_partner() -> None:
 
 def test_the_two_similarities_differ_where_norms_do() -> None:
     models_KF = np.array([[1, 0], [1, 0.1], [20, 18]], np.float32)
-    products = gram(list(models_KF), models_KF[0])
+    products = Gram.of(list(models_KF), models_KF[0])
     assert by_similarity(products.cosines_KK(), lowest=True)[0] == 2
     assert by_similarity(products.ratios_KK(), lowest=True)[0] == 1
 
@@ -153,11 +163,11 @@ def test_pairwise_is_the_authors_loop(entries: int, normalise: bool) -> None:
 
 def test_settings_name_the_similarity() -> None:
     models_KF = models(4)
-    products = gram(list(models_KF), models_KF[0])
+    products = Gram.of(list(models_KF), models_KF[0])
     layout = ModelLayout.build([("w", (20,), Section.PARAMETER)])
 
     def found(**settings: Any) -> Doubles:
-        return fedcross.similarity(FedCross(**settings), models_KF.view(np.uint8), products, layout=layout)
+        return fedcross.similarity(FedCross(**settings), mixing_round(models_KF.view(np.uint8), layout))
 
     assert np.array_equal(found(similarity="cosine"), products.cosines_KK())
     assert np.array_equal(found(similarity="sum_norm"), products.ratios_KK())
@@ -170,10 +180,9 @@ def test_distances_are_similarities_too() -> None:
     base = np.array([[0, 0, 0, 7], [3, 4, 0, 8], [0, 0, 5.5, 9], [1, 1, 1, 6]], np.float32)  # a buffer at the end
     layout = ModelLayout.build([("w", (3,), Section.PARAMETER), ("running_mean", (1,), Section.BUFFER)])
     parameters = [row[:3] for row in base]
-    products = gram(parameters, parameters[0])
     for name, norm in (("euclidean", 2), ("manhattan", 1)):
         settings = FedCross.model_validate({"similarity": name})
-        found = fedcross.similarity(settings, base.view(np.uint8), products, layout=layout)
+        found = fedcross.similarity(settings, mixing_round(base.view(np.uint8), layout))
         expected = [
             [-np.linalg.norm((one - other).astype(np.float64), norm) for other in parameters] for one in parameters
         ]
@@ -214,14 +223,14 @@ def test_the_strategy_holds_outside_of_the_propellers(strategy: str, similar: bo
 def test_two_propellers_of_four() -> None:
     third = 1 / 3
     expected = [[third, third, third, 0], [0, third, third, third], [third, 0, third, third], [third, third, 0, third]]
-    np.testing.assert_allclose(dense(propelled(0, 4)), expected, rtol=1e-15)
-    np.testing.assert_allclose(dense(propelled(0, 4, propeller_alpha=0.9))[1], [0, 0.9, 0.05, 0.05], rtol=1e-13)
+    np.testing.assert_allclose(propelled(0, 4), expected, rtol=1e-15)
+    np.testing.assert_allclose(propelled(0, 4, propeller_alpha=0.9)[1], [0, 0.9, 0.05, 0.05], rtol=1e-13)
 
 
 @given(count=COUNTS, r=st.integers(0, 200), propellers=st.integers(1, 15))
 def test_propellers_are_distinct_in_order_partners(count: int, r: int, propellers: int) -> None:
     used = min(propellers, count - 1)
-    for j, weights_K in enumerate(dense(propelled(r, count, propellers=propellers))):
+    for j, weights_K in enumerate(propelled(r, count, propellers=propellers)):
         offsets = [((r + p) % (count - 1)) + 1 for p in range(used)]
         expected = np.zeros(count)
         expected[[j, *((j + offset) % count for offset in offsets)]] = 1 / (used + 1)
@@ -233,8 +242,7 @@ def test_propellers_are_distinct_in_order_partners(count: int, r: int, propeller
 
 @given(count=COUNTS, r=ROUNDS, alpha=ALPHAS)
 def test_weights_are_row_stochastic(count: int, r: int, alpha: float) -> None:
-    for mixtures in (plain(r, count, alpha), propelled(r % 100, count, propeller_alpha=alpha)):
-        weights_KK = dense(mixtures)
+    for weights_KK in (plain(r, count, alpha), propelled(r % 100, count, propeller_alpha=alpha)):
         assert (weights_KK >= 0).all()
         np.testing.assert_allclose(weights_KK.sum(axis=1), 1, rtol=1e-14)
         np.testing.assert_allclose(weights_KK.sum(axis=0), 1, rtol=1e-14)  # so the uniform mean is kept
@@ -266,6 +274,6 @@ def test_values_near_one_are_distinguished() -> None:
     exact_KF = models_KF.astype(np.longdouble)
     norms = np.sqrt((exact_KF**2).sum(axis=1))
     expected = (exact_KF @ exact_KF.T) / np.outer(norms, norms)
-    found = gram(list(models_KF), models_KF[0]).cosines_KK()
+    found = Gram.of(list(models_KF), models_KF[0]).cosines_KK()
     np.testing.assert_allclose(1 - found, (1 - expected).astype(np.float64), rtol=0, atol=1e-14)
     assert by_similarity(found, lowest=True) == scan(expected.tolist(), lowest=True)

@@ -17,29 +17,29 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from common.errors import InvalidExperiment
-from common.experiment.reading import parse
-from common.experiment.schema import Experiment
-from common.experiment.training import TrainingSettings
-from common.learning import datasets, models
-from common.learning.generator import diversity, learn_generator
-from common.learning.models import head_places
-from common.learning.refiner import NodeDraws, NodeRefiner
-from common.methods.fedgen import FEATURES, HIDDEN, LABEL_COUNTS, FedGen, GeneratorLayout, head_of
-from common.methods.rule import Rule, link_layouts
-from common.model.layout import ModelLayout, Row, Section
-from common.model.refinement import Refiner, RoundModels
-from common.randomness import Purpose, generator
-from device.jobs import Order
-from device.training.batches import uniform_numbers
-from device.training.objectives.objective import Minibatch
-from device.training.objectives.table import objective_of
-from device.training.trainer import Trainer
-from device.training.vectors import TaskVectors
-from device.vmapped import calibration
-from device.vmapped.loop import Turn, Visits
-from device.vmapped.models import Recipe
-from device.vmapped.schedule import Load
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.training import TrainingSettings
+from fedstrata.common.learning import datasets, models
+from fedstrata.common.learning.models import head_places
+from fedstrata.common.learning.refiner import NodeDraws, NodeRefiner
+from fedstrata.common.methods.baselines.fedgen import FEATURES, HIDDEN, LABEL_COUNTS, FedGen, GeneratorLayout
+from fedstrata.common.methods.baselines.generator import diversity, learn_generator
+from fedstrata.common.methods.rule import Rule, link_layouts
+from fedstrata.common.model.layout import ModelLayout, Row, Section
+from fedstrata.common.model.refinement import Refiner, RoundModels
+from fedstrata.common.randomness import Purpose, generator
+from fedstrata.device.jobs import Order
+from fedstrata.device.training.batches import uniform_numbers
+from fedstrata.device.training.objectives.objective import Minibatch
+from fedstrata.device.training.objectives.table import objective_of
+from fedstrata.device.training.trainer import Trainer
+from fedstrata.device.training.vectors import TaskVectors
+from fedstrata.device.vmapped import calibration
+from fedstrata.device.vmapped.loop import Turn, Visits
+from fedstrata.device.vmapped.models import Recipe
+from fedstrata.device.vmapped.schedule import Load
 from tests.helpers import rules
 from tests.helpers.commands import DEMO, run_lab, table, tensors
 from tests.helpers.rules import AddingRefiner, Report
@@ -101,7 +101,7 @@ def test_a_model_whose_head_is_not_its_last_matrix_is_refused() -> None:
     with pytest.raises(InvalidExperiment, match=r"its last torch\.nn\.Linear is head, .* Define the linear layer last"):
         head_places(Odd(), models.layout_of(Odd()))
     with pytest.raises(InvalidExperiment, match="no linear layer"):
-        head_of(ModelLayout.build([("w", (3,), Section.PARAMETER)]))
+        _ = ModelLayout.build([("w", (3,), Section.PARAMETER)]).head
 
 
 def test_what_devices_receive_is_the_generator_at_its_running_statistics() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import permutations
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.methods import mixing
-from common.methods.fedmr import FedMR, layers, plan
-from common.model.layout import ModelLayout, Section
+from fedstrata.common.methods import mixing
+from fedstrata.common.methods.fedmr import FedMR, layers
+from fedstrata.common.model.layout import ModelLayout, Section
+from tests.helpers import rules
+from tests.helpers.rules import Report, mixing_round, planned
 
 Rows = npt.NDArray[np.uint8]
 
@@ -40,6 +43,25 @@ GRANULARITIES: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.parametrize("name", ["fedmr", "fedcross"])
+def test_a_loss_ends_the_first_stage_for_good(name: str, tmp_path: Path) -> None:
+    """The mean of the uploads' losses, by the rule's weights; a loss that rises again does not begin another one."""
+    losses = [0.9, 0.61, 0.6, 2.0, 0.1]  # of children with equal weights: their mean in each round
+    tree = {"name": name, "first_stage_rounds": 9, "first_stage_loss": 0.6}
+    rule, stages = rules.rule_of(tree, layout=LAYOUT), []
+    for r, loss in enumerate(losses):
+        assert len(rule.dispatch(r, "abc")) == (1 if r < 3 else 3)
+        reports = [Report(7, loss - 0.05), Report(70, loss + 0.05), Report(7, loss)]
+        stages.append(rules.aggregate(rule, r, "abc", uploads(3), reports).facts["stage"])
+        (folder := tmp_path / f"{r}").mkdir()
+        saved, model = rule.save(folder), rule.model.copy()
+        rule = rules.rule_of(tree, layout=LAYOUT)
+        rule.begin(model)
+        rule.restore(folder, saved)
+    assert [stage == "first" for stage in stages] == [True, True, False, False, False]
+    assert FedMR(first_stage_rounds=9, first_stage_loss=0.6).remembers
+
+
 def settings_of(tree: dict[str, Any]) -> FedMR:
     return FedMR.model_validate(tree)
 
@@ -58,7 +80,7 @@ def uploads(count: int) -> Rows:
 
 
 def recombined(tree: dict[str, Any], rows_K: Rows, *, seed: int = 1, r: int = 0, in_place: bool = False) -> Rows:
-    parts, _ = plan(layers(settings_of(tree), LAYOUT), len(rows_K), seed=seed, node="cloud", r=r)
+    parts, _ = planned(settings_of(tree), mixing_round(rows_K, LAYOUT, r=r, seed=seed))
     out = rows_K if in_place else np.zeros_like(rows_K)
     mixing.apply(parts, rows_K, layout=LAYOUT, out=list(out))
     return out
@@ -119,7 +141,7 @@ def test_blocks_are_runs_of_about_a_fraction(count: int, fraction: float) -> Non
 
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("tree", GRANULARITIES, ids=lambda tree: tree["granularity"])
-@pytest.mark.parametrize("count", [1, 2, 7])
+@pytest.mark.parametrize("count", [2, 7])
 def test_every_tensor_of_every_upload_is_used_once(tree: dict[str, Any], count: int, in_place: bool) -> None:
     rows_K = uploads(count)
     for r in range(5):
@@ -129,8 +151,6 @@ def test_every_tensor_of_every_upload_is_used_once(tree: dict[str, Any], count: 
             tensors = [Counter(LAYOUT.views(row)[name].tobytes() for row in rows) for rows in (before, after)]
             assert tensors[0] == tensors[1]
         np.testing.assert_array_equal(LAYOUT.floats(after).mean(axis=0), LAYOUT.floats(before).mean(axis=0))
-    if count == 1:
-        assert after.tobytes() == uploads(1).tobytes()
 
 
 @pytest.mark.parametrize("tree", GRANULARITIES, ids=lambda tree: tree["granularity"])
@@ -148,7 +168,7 @@ def test_what_stays_together_has_one_source(tree: dict[str, Any]) -> None:
 
 
 def orders(seed: int, r: int, node: str = "cloud", count: int = 3) -> list[tuple[int, ...]]:
-    parts, _ = plan(layers(FedMR(), LAYOUT), count, seed=seed, node=node, r=r)
+    parts, _ = planned(FedMR(), mixing_round(uploads(count), LAYOUT, r=r, seed=seed, node=node))
     return [tuple(mixture.indices[0] for mixture in part.mixtures) for part in parts]
 
 
@@ -173,5 +193,5 @@ def test_rounds_seeds_and_nodes_draw_for_themselves() -> None:
     drawn = [orders(1, 0, count=8), orders(1, 1, count=8), orders(2, 0, count=8), orders(1, 0, "other", count=8)]
     assert len({tuple(one) for one in drawn}) == 4
     assert drawn[0] == orders(1, 0, count=8)
-    digests = {plan(layers(FedMR(), LAYOUT), 8, seed=1, node="cloud", r=r)[1]["permutations"] for r in range(20)}
+    digests = {planned(FedMR(), mixing_round(uploads(8), LAYOUT, r=r))[1]["permutations"] for r in range(20)}
     assert len(digests) == 20

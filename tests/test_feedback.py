@@ -10,18 +10,19 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from common.errors import InvalidExperiment, RefusedModel, StateLost
-from common.experiment.lint import warnings
-from common.experiment.reading import parse
-from common.model.layout import ModelLayout, Row, Section
-from common.protocol.manifest import describe
-from common.protocol.messages import Key, Task
-from common.runtime.models import decode_row
-from common.runtime.uploads import UploadEncoder
-from common.storage.spool import Spool
-from deploy.sweeps.grid import merged
-from device.jobs import LocalResult, Order, Prepared
-from device.training.work import LocalWork
+from fedstrata.common.accounting.work import Work
+from fedstrata.common.errors import InvalidExperiment, RefusedModel, StateLost
+from fedstrata.common.experiment.lint import warnings
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.model.layout import ModelLayout, Row, Section
+from fedstrata.common.protocol.manifest import describe
+from fedstrata.common.protocol.messages import Key, Task
+from fedstrata.common.runtime.models import decode_row
+from fedstrata.common.runtime.uploads import UploadEncoder
+from fedstrata.common.storage.spool import Spool
+from fedstrata.deploy.sweeps.grid import merged
+from fedstrata.device.jobs import LocalResult, Order, Prepared
+from fedstrata.device.training.work import LocalWork
 from tests.helpers.commands import tensors
 from tests.helpers.direct import resumed_run, run_direct
 from tests.helpers.examples import slow
@@ -88,7 +89,7 @@ class Device:
         order.out[: LAYOUT.row_bytes] = trained(number, received) if change is None else received
         if change is not None:
             columns(order.out)[:] += change
-        result = self._work.result(task, LocalResult(10, 0.5, 1, 0.1, 0.0))
+        result = self._work.result(LocalResult(Work(10, 0.5, steps=1, train_s=0.1, wait_s=0.0)))
         blob = bytes(self._work.encoded(task, result, received).blob)
         self._work.keep(task)
         got = LAYOUT.empty()

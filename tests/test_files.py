@@ -15,17 +15,17 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from cloud import checkpoint, results
-from cloud.checkpoint import RunState
-from cloud.results import RunFolder, held
-from common.errors import InvalidExperiment, StorageFailed
-from common.experiment.reading import parse
-from common.host.files import replacing, writing
-from common.learning import stored
-from common.methods import aggregator
-from common.methods.fedavg import FedAvg
-from common.model.layout import ModelLayout, Section
-from common.storage.spool import Spool
+from fedstrata.cloud import checkpoint, results
+from fedstrata.cloud.checkpoint import RunState
+from fedstrata.cloud.results import RunFolder, held
+from fedstrata.common.errors import InvalidExperiment, StorageFailed
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.host.files import replacing, writing
+from fedstrata.common.learning import stored
+from fedstrata.common.methods import aggregator
+from fedstrata.common.methods.fedavg import FedAvg
+from fedstrata.common.model.layout import ModelLayout, Section
+from fedstrata.common.storage.spool import Spool
 from tests.helpers.commands import invoke
 from tests.helpers.records import a_global_round
 from tests.simulation.lab import ScenarioLab

@@ -21,31 +21,31 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from cloud import checkpoint
-from cloud.evaluator import InitialModel
-from common.errors import InvalidExperiment, RefusedModel, RunFailed
-from common.experiment.data import Model
-from common.experiment.reading import parse
-from common.experiment.schema import Experiment
-from common.learning import datasets, models
-from common.learning.evaluation import ModelTester
-from common.learning.refiner import NodeRefiner
-from common.learning.splits import split_of
-from common.methods import aggregator
-from common.model import tensors
-from common.model.layout import FrozenForm
-from common.model.parts import read_frozen_file
-from common.protocol.manifest import FROZEN_CODEC, describe
-from common.protocol.messages import FrozenOffered, FrozenWanted
-from common.runtime.frozen import OwnFrozen
-from common.runtime.refining import RefinerProcess
-from common.storage.spool import FROZEN_KEPT, FrozenFiles
-from device.jobs import VARIABLE, Ending, HostedDevice, LocalResult, Order
-from device.pool.trainers import Trainers
+from fedstrata.cloud import checkpoint
+from fedstrata.cloud.evaluator import InitialModel
+from fedstrata.common.errors import InvalidExperiment, RefusedModel, RunFailed
+from fedstrata.common.experiment.data import Model
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.learning import datasets, models
+from fedstrata.common.learning.evaluation import ModelTester
+from fedstrata.common.learning.refiner import NodeRefiner
+from fedstrata.common.learning.splits import split_of
+from fedstrata.common.methods import aggregator
+from fedstrata.common.model import tensors
+from fedstrata.common.model.layout import FrozenForm
+from fedstrata.common.model.parts import read_frozen_file
+from fedstrata.common.protocol.manifest import FROZEN_CODEC, describe
+from fedstrata.common.protocol.messages import FrozenOffered, FrozenWanted
+from fedstrata.common.runtime.frozen import OwnFrozen
+from fedstrata.common.runtime.refining import RefinerProcess
+from fedstrata.common.storage.spool import FROZEN_KEPT, FrozenFiles
+from fedstrata.device.jobs import VARIABLE, Ending, HostedDevice, LocalResult, Order
+from fedstrata.device.pool.trainers import Trainers
 from tests.helpers.direct import run_direct
 from tests.helpers.examples import examples, slow
 from tests.helpers.nodes import child_of, layout_of, living, parent_of, together
-from tests.helpers.own_page import FILES, PAGE
+from tests.helpers.own_page import FILES, PAGES
 from tests.helpers.real_workload import RealWorkload
 from tests.helpers.sites import SimulatedSite, until, virtual
 from tests.simulation.frozen import FrozenWorkload, lacks
@@ -302,7 +302,7 @@ def test_the_pages_bytes_are_those_of_its_example() -> None:
     module = models.of(lab, inputs=inputs)
     parts, all_of_it = models.parts_of(module, lab.model).exchanged, models.parts_of(module.requires_grad_(), whole)
     assert parts.frozen is not None
-    assert all(f"{size:,}" in PAGE for size in (parts.row_bytes, parts.frozen.nbytes, all_of_it.exchanged.row_bytes))
+    assert all(f"{size:,}" in PAGES for size in (parts.row_bytes, parts.frozen.nbytes, all_of_it.exchanged.row_bytes))
 
 
 # Files

@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch import nn
 
-from common.accounting.child_report import TrainingPath
-from common.errors import InvalidExperiment
-from common.experiment import reading, schema
-from common.learning import datasets, models
-from common.model.layout import ModelLayout, Row
-from common.model.scores import ScoredModels, ScoreSums
-from common.randomness import Purpose, generator
-from device import jobs
-from device.jobs import (
+from fedstrata.common.accounting.work import TrainingPath, Work
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment import reading, schema
+from fedstrata.common.learning import datasets, models
+from fedstrata.common.model.layout import ModelLayout, Row
+from fedstrata.common.model.scores import ScoredModels, ScoreSums
+from fedstrata.common.randomness import Purpose, generator
+from fedstrata.device import jobs
+from fedstrata.device.jobs import (
     VARIABLE,
     Cancelled,
     Ending,
@@ -33,12 +33,12 @@ from device.jobs import (
     most_together,
     vmapped_mode,
 )
-from device.pool.pool import Pool
-from device.pool.trainers import Trainers
-from device.vmapped import loop, trainer
-from device.vmapped.loop import Turn
-from device.vmapped.loop import train as train_together
-from device.vmapped.models import Recipe, VmappedModels
+from fedstrata.device.pool.pool import Pool
+from fedstrata.device.pool.trainers import Trainers
+from fedstrata.device.vmapped import loop, trainer
+from fedstrata.device.vmapped.loop import Turn
+from fedstrata.device.vmapped.loop import train as train_together
+from fedstrata.device.vmapped.models import Recipe, VmappedModels
 from tests.helpers.examples import slow
 from tests.helpers.plain import row_of, trained, trainer_of
 from tests.test_pool import Notes, fake_pool, members_of, trains
@@ -68,13 +68,13 @@ def rows_of(lab: schema.Experiment) -> tuple[ModelLayout, list[Row]]:
     return layout, rows
 
 
-def alone(lab: schema.Experiment, k: int, *, epochs: int, local_round: int) -> tuple[Row, LocalResult]:
+def alone(lab: schema.Experiment, k: int, *, epochs: int, local_round: int) -> tuple[Row, Work]:
     """Return what a device makes of its model of `rows_of` without the others."""
     return _alone(lab.to_json(), k, epochs, local_round)
 
 
 @cache
-def _alone(lab_json: str, k: int, epochs: int, local_round: int) -> tuple[Row, LocalResult]:
+def _alone(lab_json: str, k: int, epochs: int, local_round: int) -> tuple[Row, Work]:
     lab = reading.parse(lab_json)
     row = rows_of(lab)[1][k]
     out, result = trained(trainer_of(lab, f"device-{k}"), row, epochs=epochs, local_round=local_round)
@@ -82,7 +82,7 @@ def _alone(lab_json: str, k: int, epochs: int, local_round: int) -> tuple[Row, L
     return out, result
 
 
-class Work:
+class Together:
     """Four devices' orders, and how each ended."""
 
     def __init__(
@@ -102,7 +102,7 @@ class Work:
         work = [(HostedDevice(self.lab, self.digest, f"device-{k}"), order) for k, order in enumerate(self.orders)]
         (trainers or Trainers()).train(work, "cpu", self.endings.__setitem__)
         self.check(self.endings)
-        return [how.path for how in self.endings if isinstance(how, LocalResult)]
+        return [how.work.path for how in self.endings if isinstance(how, LocalResult)]
 
     @staticmethod
     def scored(lab: schema.Experiment, k: int, out: Row) -> ScoreSums:
@@ -110,15 +110,15 @@ class Work:
         order = Order(out, out, 0, 0, scores=True)
         found: list[Any] = []
         Trainers().train([(HostedDevice(lab, "", f"device-{k}"), order)], "cpu", lambda _, how: found.append(how))
-        return replace(found[0].tests.received, seconds=0.0)
+        return replace(found[0].work.tests.received, seconds=0.0)
 
     def check(self, endings: Sequence[Any]) -> None:
         for k, how in enumerate(endings):
             order = self.orders[k]
             wanted, result = alone(self.lab, k, epochs=order.epochs, local_round=order.local_round)
             assert isinstance(how, LocalResult)
-            assert (how.samples, how.steps) == (result.samples, result.steps)
-            assert how.loss == pytest.approx(result.loss, rel=1e-4)
+            assert (how.work.samples, how.work.steps) == (result.samples, result.steps)
+            assert how.work.loss == pytest.approx(result.loss, rel=1e-4)
             apart = np.abs(self.layout.floats(self.outs[k]) - self.layout.floats(wanted))
             assert (
                 apart.max() < 1e-4
@@ -128,22 +128,23 @@ class Work:
 
 def test_models_are_scored_before_they_are_trained_together() -> None:
     scores = {"evaluation": {"at": "devices", "data": "test"}}
-    work = Work(experiment(vmapped="always"))
+    work = Together(experiment(vmapped="always"))
     lab = reading.parse(work.lab.model_dump(mode="json") | scores)
-    plain = Work(lab)
+    plain = Together(lab)
     plain.orders = [replace(order, scores=k != 1, scores_trained=k != 2) for k, order in enumerate(plain.orders)]
     assert plain.train() == [TrainingPath.VMAPPED] * 4
-    only = Work(lab, digest="only")
+    only = Together(lab, digest="only")
     only.orders = [replace(order, scores=True, epochs=0) for order in only.orders]
     tasks = [(HostedDevice(lab, "only", f"device-{k}"), order) for k, order in enumerate(only.orders)]
     Trainers().train(tasks, "cpu", only.endings.__setitem__)
     for k, (mine, scored) in enumerate(zip(plain.endings, only.endings, strict=True)):
         assert isinstance(mine, LocalResult) and isinstance(scored, LocalResult)
-        assert scored.tests is not None and scored.steps == 0 and scored.tests.seconds > 0
-        assert mine.tests is not None and scored.tests.received is not None
-        received = None if k == 1 else replace(scored.tests.received, seconds=0.0)
-        after = None if k == 2 else Work.scored(lab, k, plain.outs[k])
-        assert mine.tests.lasting(0.0) == ScoredModels(received, after)
+        tests = scored.work.tests
+        assert tests is not None and scored.work.steps == 0 and tests.seconds > 0
+        assert mine.work.tests is not None and tests.received is not None
+        received = None if k == 1 else replace(tests.received, seconds=0.0)
+        after = None if k == 2 else Together.scored(lab, k, plain.outs[k])
+        assert mine.work.tests.lasting(0.0) == ScoredModels(received, after)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +155,7 @@ def test_models_are_scored_before_they_are_trained_together() -> None:
     ),
 )
 def test_orders_are_trained_vmapped_as_alone(training: dict[str, Any]) -> None:
-    assert Work(experiment("cnn_digits", **training)).train() == [TrainingPath.VMAPPED] * 4
+    assert Together(experiment("cnn_digits", **training)).train() == [TrainingPath.VMAPPED] * 4
 
 
 def dropping(*, shape: tuple[int, int, int], classes: int) -> nn.Module:
@@ -165,14 +166,14 @@ def dropping(*, shape: tuple[int, int, int], classes: int) -> nn.Module:
 
 def test_each_device_has_the_dropout_masks_that_it_has_alone() -> None:
     lab = experiment("tests.test_gathering:dropping")
-    work = Work(lab, rounds=(2, 2, 5, 5))
+    work = Together(lab, rounds=(2, 2, 5, 5))
     assert work.train() == [TrainingPath.VMAPPED] * 4
     assert alone(lab, 0, epochs=1, local_round=2)[1].loss != alone(lab, 0, epochs=1, local_round=3)[1].loss
 
 
 def test_linear_layers_stay_fp32_in_small_batches_on_a_cpu_vmapped_too() -> None:
     lab = experiment("mlp_digits", batch_size=10, precision="bf16")
-    assert Work(lab).train() == [TrainingPath.VMAPPED] * 4
+    assert Together(lab).train() == [TrainingPath.VMAPPED] * 4
 
 
 def test_each_learning_rate_has_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,14 +183,14 @@ def test_each_learning_rate_has_a_group(monkeypatch: pytest.MonkeyPatch) -> None
         "train",
         lambda recipe, turns, most: (sizes.append(len(turns)), train_together(recipe, turns, most=most)),
     )
-    work = Work(experiment(schedule={"name": "exponential", "factor": 0.5}), rounds=(0, 1, 0, 1))
+    work = Together(experiment(schedule={"name": "exponential", "factor": 0.5}), rounds=(0, 1, 0, 1))
     assert work.lab.tiers[1].rounds == 1
     assert work.train() == [TrainingPath.VMAPPED] * 4
     assert sizes == [2, 2]
 
 
 def test_a_deterministic_run_is_not_vmapped() -> None:
-    assert Work(experiment(deterministic=True)).train() == [TrainingPath.IN_PROCESS] * 4
+    assert Together(experiment(deterministic=True)).train() == [TrainingPath.IN_PROCESS] * 4
 
 
 @pytest.mark.parametrize("prepared", [0, 1, 3])
@@ -200,7 +201,7 @@ def test_what_can_be_is_trained_together_and_tried_once(
     monkeypatch.delenv(VARIABLE)
     tried: list[int] = []
     monkeypatch.setattr(trainer, "problem_of", lambda _, turns: tried.append(len(turns)) or problem)
-    trainers, work = Trainers(), Work(experiment(vmapped="auto"))
+    trainers, work = Trainers(), Together(experiment(vmapped="auto"))
     for k in range(prepared):
         trainers.prepare(HostedDevice(work.lab, work.digest, f"device-{k}"), "cpu")
     assert len(tried) == (prepared > 1), "a device alone is no reason to try"
@@ -222,7 +223,7 @@ def test_without_memory_for_the_data_each_is_trained_alone(
     def full(*_: object) -> None:
         raise error
 
-    work = Work(experiment())
+    work = Together(experiment())
     with monkeypatch.context() as patch:
         patch.setattr(trainer._Shared, "know", full)
         Trainers().prepare(HostedDevice(work.lab, work.digest, "device-0"), "cpu")
@@ -260,7 +261,7 @@ def test_a_failed_step_leaves_those_that_are_not_done_to_be_trained_alone(
     k: int, done: set[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     fault = Fault(monkeypatch, RuntimeError("CUDA error: invalid argument\nand so on"), k)
-    trainers, work = Trainers(), Work(experiment())
+    trainers, work = Trainers(), Together(experiment())
     progress: list[list[tuple[int, int]]] = [[] for _ in work.orders]
     work.orders = [
         replace(order, progress=lambda *now, seen=seen: seen.append(now))
@@ -270,12 +271,12 @@ def test_a_failed_step_leaves_those_that_are_not_done_to_be_trained_alone(
     assert paths == [TrainingPath.VMAPPED if i in done else TrainingPath.IN_PROCESS for i in range(4)]
     for i, (order, how) in enumerate(zip(work.orders, work.endings, strict=True)):
         own, result = alone(work.lab, i, epochs=order.epochs, local_round=order.local_round)
-        assert isinstance(how, LocalResult) and how.steps == 8 * order.epochs and how.train_s > 0
-        assert progress[i][-1] == (how.steps, how.steps)
+        assert isinstance(how, LocalResult) and how.work.steps == 8 * order.epochs and how.work.train_s > 0
+        assert progress[i][-1] == (how.work.steps, how.work.steps)
         if i not in done:
-            assert np.array_equal(work.outs[i], own) and how.loss == result.loss
+            assert np.array_equal(work.outs[i], own) and how.work.loss == result.loss
             # What the failed steps reported; the training alone reports when a step takes long, and at its end.
-            assert progress[i][: k + 1] == [(step, how.steps) for step in range(k + 1)]
+            assert progress[i][: k + 1] == [(step, how.work.steps) for step in range(k + 1)]
             assert progress[i] == sorted(progress[i])
     assert caplog.messages == [
         "mlp_digits on cpu: a vmapped step failed. Devices train one after another: CUDA error: invalid argument"
@@ -285,11 +286,11 @@ def test_a_failed_step_leaves_those_that_are_not_done_to_be_trained_alone(
 
 
 def test_another_experiment_is_vmapped_after_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainers, work = Trainers(), Work(experiment())
+    trainers, work = Trainers(), Together(experiment())
     with monkeypatch.context() as patch:
         Fault(patch, NotImplementedError("no such kernel"))
         assert work.train(trainers) == [TrainingPath.IN_PROCESS] * 4
-    other = Work(experiment(), digest="another")
+    other = Together(experiment(), digest="another")
     assert other.train(trainers) == [TrainingPath.VMAPPED] * 4
     assert work.train(trainers) == [TrainingPath.IN_PROCESS] * 4
 
@@ -297,7 +298,7 @@ def test_another_experiment_is_vmapped_after_a_failed_step(monkeypatch: pytest.M
 def test_without_memory_for_a_step_each_is_trained_alone_in_this_round(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainers, work = Trainers(), Work(experiment())
+    trainers, work = Trainers(), Together(experiment())
     with monkeypatch.context() as patch:
         Fault(patch, RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"))
         assert work.train(trainers) == [TrainingPath.IN_PROCESS] * 4
@@ -305,7 +306,7 @@ def test_without_memory_for_a_step_each_is_trained_alone_in_this_round(
 
 
 def test_who_is_called_off_does_not_keep_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    work = Work(experiment())
+    work = Together(experiment())
     work.orders[1].cancelled.set()
     work.check = lambda _: None  # type: ignore[method-assign]
     work.train()
@@ -313,7 +314,7 @@ def test_who_is_called_off_does_not_keep_the_others(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_pools_devices_are_trained_vmapped() -> None:
-    work = Work(experiment())
+    work = Together(experiment())
 
     async def play() -> list[LocalResult]:
         async with Pool(accelerator="cpu", slots=1, devices=4) as pool:
@@ -326,15 +327,15 @@ def test_a_pools_devices_are_trained_vmapped() -> None:
                 result = await members[k].train(
                     replace(order, local_round=2, progress=lambda *args: reported.append(args))
                 )
-                assert reported[-1] == (result.steps, result.steps)
+                assert reported[-1] == (result.work.steps, result.work.steps)
                 return result
 
             return await asyncio.gather(*(train(k) for k in range(4)))
 
     results = asyncio.run(play())
     work.check(results)
-    assert [result.path for result in results] == [TrainingPath.VMAPPED] * 4
-    assert all(result.wait_s >= 0 and result.wall_s >= result.train_s > 0 for result in results)
+    assert [result.work.path for result in results] == [TrainingPath.VMAPPED] * 4
+    assert all(result.work.wait_s >= 0 and result.wall_s >= result.work.train_s > 0 for result in results)
 
 
 @pytest.mark.parametrize(
@@ -407,7 +408,7 @@ def test_a_gpus_lane_waits_for_those_who_come_together(
     slots: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jobs, "QUIET_S", 0.02)
-    monkeypatch.setattr("device.pool.pool.may_have_gpu", lambda: True)
+    monkeypatch.setattr("fedstrata.device.pool.pool.may_have_gpu", lambda: True)
     # In the first round nobody waits longer, in the second only a moment for the fourth.
     assert sizes_of([4, 3], slots=slots, devices=4, accelerator="auto") == sizes
 

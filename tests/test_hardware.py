@@ -14,15 +14,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cloud.results import RunFolder
-from common.errors import InvalidExperiment
-from common.experiment import devices
-from common.experiment.devices import Machine, Pace, shipped
-from common.experiment.reading import load, parse, to_toml
-from common.protocol.messages import Phase
-from common.runtime.round import WorkResult
-from deploy.simulation.loop import VirtualLoop
-from device import agent
+from fedstrata.cloud.results import RunFolder
+from fedstrata.common.accounting.work import Work
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment import devices
+from fedstrata.common.experiment.devices import Machine, Pace, shipped
+from fedstrata.common.experiment.reading import load, parse, to_toml
+from fedstrata.common.protocol.messages import Phase
+from fedstrata.common.runtime.round import WorkResult
+from fedstrata.deploy.simulation.loop import VirtualLoop
+from fedstrata.device import agent
 
 # What the experiment reports
 
@@ -130,7 +131,7 @@ def at_a_pace(
 ) -> tuple[WorkResult | None, float, list[tuple[Phase, int, int]]]:
     """Return the answer, when it left after its training had ended, and what was reported meanwhile."""
     reported: list[tuple[Phase, int, int]] = []
-    answer = WorkResult(memoryview(b""), 1, 0.0, 1, 1, train_s, 0.0)
+    answer = WorkResult(memoryview(b""), Work(1, 0.0, 1, 1, train_s, 0.0))
 
     async def play() -> tuple[WorkResult | None, float]:
         loop = asyncio.get_running_loop()
@@ -161,7 +162,7 @@ def test_an_answer_leaves_no_sooner_than_the_slower_machines(
     answer, left_s, reported = at_a_pace(machine, train_s=train_s, since=since)
     wanted = max(0.0, slowdown * train_s + overhead_s + since)
     assert answer is not None and left_s == pytest.approx(wanted, abs=1e-6)
-    assert answer.pause_s == pytest.approx(left_s, abs=1e-6) and answer.train_s == train_s
+    assert answer.work.pause_s == pytest.approx(left_s, abs=1e-6) and answer.work.train_s == train_s
     # A growing count, at least once a second, so that nobody gives the device up.
     assert [phase for phase, _, _ in reported] == [Phase.WAITING] * len(reported)
     assert [done for _, done, _ in reported] == list(range(1, len(reported) + 1))
@@ -170,14 +171,14 @@ def test_an_answer_leaves_no_sooner_than_the_slower_machines(
 
 def test_a_device_of_this_hosts_pace_reports_nothing_and_waits_for_nothing() -> None:
     answer, left_s, reported = at_a_pace(Machine(), train_s=3.0, since=-3.0)
-    assert answer is not None and (answer.pause_s, left_s, reported) == (0.0, 0.0, [])
+    assert answer is not None and (answer.work.pause_s, left_s, reported) == (0.0, 0.0, [])
 
 
 @pytest.mark.parametrize(("train_s", "pause_s"), [(1.0, 1.5), (3.0, 0.0)])
 def test_a_machine_with_seconds_of_a_step_ignores_those_of_the_host(train_s: float, pause_s: float) -> None:
     machine = Pace(slowdown=8.0, step_s=2.0, overhead_s=0.5)  # of an answer of one step
     answer, left_s, _ = at_a_pace(machine, train_s=train_s, since=-train_s)
-    assert answer is not None and (answer.pause_s, left_s) == (pytest.approx(pause_s), pytest.approx(pause_s))
+    assert answer is not None and (answer.work.pause_s, left_s) == (pytest.approx(pause_s), pytest.approx(pause_s))
 
 
 def test_a_pause_ends_at_once_with_its_task() -> None:

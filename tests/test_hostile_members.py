@@ -10,30 +10,31 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from common.accounting.child_report import ChildReport
-from common.accounting.counters import Account
-from common.accounting.ledger import BYTES_MOST, Ledger
-from common.accounting.traffic import TcpStats, Traffic
-from common.errors import Flooded, InvalidExperiment, RefusedModel, WireError
-from common.experiment.data import Data, root_below, samples_most
-from common.experiment.links import LinkSettings
-from common.experiment.reading import announced, parse
-from common.learning import datasets, splits
-from common.metrics import Metrics
-from common.model.layout import ROW_BYTES_MOST, ModelLayout
-from common.net.address import BrokerAddress
-from common.net.connection import Handlers
-from common.protocol import serialization, topics
-from common.protocol.admission import ANSWERS_MOST, MESSAGES_MOST, PRESENCES_MOST, Admission, Refusal
-from common.protocol.events import PeerChanged, ProbeReceived
-from common.protocol.limits import (
+from fedstrata.common.accounting.child_report import ChildReport
+from fedstrata.common.accounting.counters import Account
+from fedstrata.common.accounting.ledger import BYTES_MOST, Ledger
+from fedstrata.common.accounting.traffic import TcpStats, Traffic
+from fedstrata.common.accounting.work import Work
+from fedstrata.common.errors import Flooded, InvalidExperiment, RefusedModel, WireError
+from fedstrata.common.experiment.data import Data, root_below, samples_most
+from fedstrata.common.experiment.links import LinkSettings
+from fedstrata.common.experiment.reading import announced, parse
+from fedstrata.common.learning import datasets, splits
+from fedstrata.common.metrics import Metrics
+from fedstrata.common.model.layout import ROW_BYTES_MOST, ModelLayout
+from fedstrata.common.net.address import BrokerAddress
+from fedstrata.common.net.connection import Handlers
+from fedstrata.common.protocol import serialization, topics
+from fedstrata.common.protocol.admission import ANSWERS_MOST, MESSAGES_MOST, PRESENCES_MOST, Admission, Refusal
+from fedstrata.common.protocol.events import PeerChanged, ProbeReceived
+from fedstrata.common.protocol.limits import (
     MESSAGE_MOST,
     SKIPPED,
     ChildLimits,
@@ -42,7 +43,7 @@ from common.protocol.limits import (
     limits_below,
     task_limits,
 )
-from common.protocol.messages import (
+from fedstrata.common.protocol.messages import (
     Alive,
     Announcement,
     Ask,
@@ -66,18 +67,19 @@ from common.protocol.messages import (
     Task,
     WhoIsThere,
 )
-from common.protocol.parent_session import ParentSession
-from common.protocol.presence import ASK_FIRST_S, Identity
-from common.protocol.round_state import ChildState
-from common.runtime.discovery import Found, _play
-from common.runtime.roll import ASKERS_MOST, RollEntry
-from common.runtime.world import Host
-from common.text import JSON_MOST
+from fedstrata.common.protocol.parent_session import ParentSession
+from fedstrata.common.protocol.presence import ASK_FIRST_S, Identity
+from fedstrata.common.protocol.round_state import ChildState
+from fedstrata.common.runtime.discovery import Found, _play
+from fedstrata.common.runtime.roll import ASKERS_MOST, RollEntry
+from fedstrata.common.runtime.world import Host
+from fedstrata.common.text import JSON_MOST
 from tests.bench import hostile
 from tests.session_lab import FORM, LAB, MODEL_BYTES, PARENT, RUN, Lab, NoMeter, manifest_of, names_of, settled
 
 READY = Presence(NodeState.READY, "device", samples=10)
 MANY = Traffic(*[BYTES_MOST] * 16, TcpStats(*[BYTES_MOST] * 11))
+WORK = Work(10, 0.5, 1, 6, 1.0)
 THREE_TIERS = {
     "rounds": 3,
     "institution": {"rounds": 2},
@@ -86,9 +88,13 @@ THREE_TIERS = {
 }
 
 
-def result(**fields: Any) -> Result:
+def result(**changes: Any) -> Result:
+    """Return a result with other fields, of its own or of its work."""
     key, model = Key(0, 0, 0), manifest_of(b"1" * MODEL_BYTES)
-    return replace(Result(key, model, None, 10, 0.5, 1, 6, 6, 1.0, 0.0, 0.0, (), ""), **fields)
+    in_work = {field.name for field in fields(Work)}
+    work = replace(WORK, **{name: value for name, value in changes.items() if name in in_work})
+    own = {name: value for name, value in changes.items() if name not in in_work}
+    return replace(Result(key, model, None, work, 6, (), ""), **own)
 
 
 def lab_in_a_round(*, slow: str = "") -> Lab:
@@ -121,7 +127,7 @@ def publish_presence(lab: Lab, name: str, session: str, presence: Presence) -> N
 
 
 @pytest.mark.parametrize(
-    ("fields", "reason"),
+    ("changes", "reason"),
     [
         ({"samples": 301}, "301 samples, at most 300"),
         ({"epochs": 5}, "5 epochs, at most 4"),
@@ -130,20 +136,20 @@ def publish_presence(lab: Lab, name: str, session: str, presence: Presence) -> N
         ({"train_s": 2.1e9}, r"2100000000.0 s of training"),
         ({"loss": 1e300}, r"loss is 1e\+300"),
         ({"children": (ChildReport("nobody"),)}, "'nobody', which is not below it"),
-        ({"children": (ChildReport("d", samples=101),)}, "'d' reports 101 samples"),
-        ({"children": (ChildReport("d", samples=1, rounds=3),)}, "'d' reports 3 rounds"),
-        ({"children": (ChildReport("d", samples=1, loss=float("nan")),)}, "'d' has a loss of nan"),
+        ({"children": (ChildReport("d", Work(101)),)}, "'d' reports 101 samples"),
+        ({"children": (ChildReport("d", Work(1), 3),)}, "'d' reports 3 rounds"),
+        ({"children": (ChildReport("d", Work(1, float("nan"))),)}, "'d' has a loss of nan"),
         ({"plans": json.dumps({"d": []})}, "0 decisions of 'd'"),
         ({"plans": json.dumps({"i": [{}] * 3})}, "3 decisions of 'i'"),
     ],
 )
-def test_a_result_beyond_what_its_child_can_have_done_is_refused(fields: dict[str, Any], reason: str) -> None:
+def test_a_result_beyond_what_its_child_can_have_done_is_refused(changes: dict[str, Any], reason: str) -> None:
     limits = ChildLimits(samples=300, rounds=2, below={"d": 100}, aggregators={"i"})
     check_report(
-        result(children=(ChildReport("d", 100, 2),), plans=json.dumps({"i": [{}, {}]})), limits=limits, epochs=4
+        result(children=(ChildReport("d", Work(100), 2),), plans=json.dumps({"i": [{}, {}]})), limits=limits, epochs=4
     )
     with pytest.raises(RefusedModel, match=reason):
-        check_report(result(**fields), limits=limits, epochs=4)
+        check_report(result(**changes), limits=limits, epochs=4)
 
 
 def test_what_passes_at_an_institution_passes_at_the_cloud() -> None:
@@ -155,9 +161,10 @@ def test_what_passes_at_an_institution_passes_at_the_cloud() -> None:
         most = {"samples": limit.samples, "epochs": 4, "steps": limit.steps(4), "path_steps": limit.steps(4)}
         worst[name] = result(**most, loss=1e39, train_s=1e9)
         check_report(worst[name], limits=limit, epochs=4)
-    twice = tuple(replace(r.work_of(n), rounds=2, epochs=8, steps=2 * r.steps) for n, r in worst.items())
-    sums = {"samples": sum(r.samples for r in worst.values()), "steps": sum(each.steps for each in twice)}
-    most = max(each.steps for each in twice)
+    works = {name: replace(each.work, epochs=8, steps=2 * each.work.steps) for name, each in worst.items()}
+    twice = tuple(ChildReport(name, work, rounds=2) for name, work in works.items())
+    sums = {"samples": sum(r.samples for r in worst.values()), "steps": sum(each.steps for each in works.values())}
+    most = max(each.steps for each in works.values())
     whole = result(**sums, epochs=4, path_steps=most, train_s=2e9, loss=1e39, children=twice)
     check_report(whole, limits=above["institution-1"], epochs=4)
 

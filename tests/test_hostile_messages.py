@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from xxhash import xxh3_64_digest
 
-from common.errors import RunFailed, WireError
-from common.experiment.links import LinkSettings
-from common.model.layout import ModelLayout
-from common.protocol import serialization, topics
-from common.protocol.admission import Refusal
-from common.protocol.manifest import describe
-from common.protocol.messages import Ask, Preparing, Result, Task
+from fedstrata.common.errors import RunFailed, WireError
+from fedstrata.common.experiment.links import LinkSettings
+from fedstrata.common.model.layout import ModelLayout
+from fedstrata.common.protocol import serialization, topics
+from fedstrata.common.protocol.admission import Refusal
+from fedstrata.common.protocol.manifest import describe
+from fedstrata.common.protocol.messages import Ask, Preparing, Result, Task
 from tests.helpers.nodes import (
     FINE,
     LAB,
@@ -39,6 +39,7 @@ from tests.helpers.nodes import (
     serving,
     together,
 )
+from tests.helpers.records import with_work
 from tests.helpers.sites import SimulatedSite, until, virtual
 
 MANY = 2**63 - 1
@@ -179,12 +180,12 @@ def lies(layout: ModelLayout) -> dict[str, tuple[Change, str]]:
         "layout": (model(layout="0123456789abcdef"), "wrong layout '0123456789abcdef'"),
         "codec": (model(codec="zip"), "codec 'zip'"),
         "against": (model(reference="0123456789abcdef"), "reference model '0123456789abcdef'"),
-        "loss": (lambda result: replace(result, loss=float("nan")), "loss is nan"),
-        "samples": (lambda result: replace(result, samples=MANY), f"{MANY} samples"),
-        "steps": (lambda result: replace(result, steps=MANY), f"{MANY} steps"),
-        "seconds": (lambda result: replace(result, train_s=float("inf")), "inf s of training"),
-        "pause": (lambda result: replace(result, pause_s=float("nan")), "a pause of nan s"),
-        "empty": (lambda result: replace(result, samples=0), "no samples"),
+        "loss": (lambda result: with_work(result, loss=float("nan")), "loss is nan"),
+        "samples": (lambda result: with_work(result, samples=MANY), f"{MANY} samples"),
+        "steps": (lambda result: with_work(result, steps=MANY), f"{MANY} steps"),
+        "seconds": (lambda result: with_work(result, train_s=float("inf")), "inf s of training"),
+        "pause": (lambda result: with_work(result, pause_s=float("nan")), "a pause of nan s"),
+        "empty": (lambda result: with_work(result, samples=0), "no samples"),
     }
 
 

@@ -14,15 +14,17 @@ import typer
 from cryptography import x509
 from typer.core import TyperGroup
 
-from common.errors import InvalidExperiment
-from common.net.tls import Tls
-from deploy.cli.main import app
-from deploy.console.login import Login
-from deploy.kits.access import users
-from deploy.kits.lab import Lab, LabAccess, expand, load, reach
-from deploy.kits.provision import INSTALLER, find_wheel, provision
-from deploy.kits.units import digest, services, unit
+from docs.tools.locked import FOLDER
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.net.tls import Tls
+from fedstrata.deploy.cli.main import app
+from fedstrata.deploy.console.login import Login
+from fedstrata.deploy.kits.access import users
+from fedstrata.deploy.kits.lab import Lab, LabAccess, expand, load, reach
+from fedstrata.deploy.kits.provision import INSTALLER, find_wheel, provision
+from fedstrata.deploy.kits.units import digest, services, unit
 from tests.helpers.commands import invoke
+from tests.helpers.kits import wheel_in
 
 RACK = """
 name = "rack"
@@ -74,10 +76,7 @@ def lab(tmp_path: Path) -> Lab:
 
 @pytest.fixture
 def wheel(tmp_path: Path) -> Path:
-    path = tmp_path / "dist" / "fedstrata-0.1.0-py3-none-any.whl"
-    path.parent.mkdir()
-    path.write_bytes(b"wheel")
-    return path
+    return wheel_in(tmp_path / "dist")
 
 
 def test_a_node_meets_its_children_on_its_own_broker_or_its_parents(lab: Lab) -> None:
@@ -252,7 +251,11 @@ def test_a_kit_has_all_that_its_machine_needs(lab: Lab, tmp_path: Path, wheel: P
     assert [kit.name for kit in kits] == ["server", "pi-0", "gpu-0"]
     provision(lab, file, wheel=wheel, out=out)
     own = [f"fedstrata-{name}.service" for name in ("broker-site", "institution-0", "link")]
-    found = sorted(path.name for path in (out / "pi-0").rglob("*") if path.is_file() and path.parent.name != "tls")
+    others = ("tls", "locked")
+    found = sorted(path.name for path in (out / "pi-0").rglob("*") if path.is_file() and path.parent.name not in others)
+    assert {path.name: path.read_bytes() for path in (out / "pi-0" / "locked").iterdir()} == {
+        path.name: path.read_bytes() for path in FOLDER.iterdir()
+    }
     assert found == ["README.md", wheel.name, *own, "install.sh", "kit.env", "lab.toml"]
     own = [f"{name}.{kind}" for name in ("broker-site", "institution-0") for kind in ("crt", "key")]
     assert sorted(path.name for path in (out / "pi-0" / "tls").iterdir()) == sorted(
@@ -294,12 +297,14 @@ def test_certificates_are_kept_revoked_and_found_beside_the_file(lab: Lab, tmp_p
     done = invoke(*words, "--revoke", "institution-0", "--revoke", "device-1")
     assert done.exit_code == 0
     assert (
-        "revoked: institution-0, device-1. Install these kits again: server, pi-0, gpu-0. The old certificates are "
-        f"accepted until then by server, pi-0. Give {tmp_path / 'rack-authority' / 'ca.crl'} to broker cluster"
-    ) in done.output
-    assert "by server, pi-0, gpu-0" in invoke(*words, "--revoke", "broker-site").output, "nodes refuse it"
+        "revoked: institution-0, device-1. First, as the old certificates are accepted until then: give "
+        f"{tmp_path / 'rack-authority' / 'ca.crl'} to broker cluster, and install these kits: server, pi-0. "
+        "Then install these kits: gpu-0\n"
+    ) in done.output, "the brokers' machines, and a renewed one"
+    by_nodes = invoke(*words, "--revoke", "broker-site").output
+    assert "and install these kits: server, pi-0, gpu-0\n" in by_nodes, "nodes refuse it"
     before = (out / "cluster.crt").read_bytes()
-    assert "and its new certificate and key to cluster" in invoke(*words, "--revoke", "broker-cluster").output
+    assert ". Give its new certificate and key to cluster" in invoke(*words, "--revoke", "broker-cluster").output
     assert (out / "cluster.crt").read_bytes() != before
     assert (out / "pi-0" / "tls" / "institution-0.crt").read_bytes() != first
     assert invoke(*words, "--revoke", "institution-9").exit_code == 4
@@ -338,6 +343,16 @@ def test_provision_needs_a_wheel(tmp_path: Path, wheel: Path, monkeypatch: pytes
     assert invoke("provision", rack(tmp_path), "--wheel", rack(tmp_path)).exit_code == 4
 
 
+def test_a_wheel_has_the_exact_versions_of_its_packages(lab: Lab, tmp_path: Path) -> None:
+    out = tmp_path / "kits"
+    older, torn = wheel_in(tmp_path, version="0.0.9", locked=False), wheel_in(tmp_path)
+    torn.write_bytes(torn.read_bytes()[:-100])
+    for path, problem in ((older, "a release without exact versions"), (torn, "cannot be read")):
+        with pytest.raises(InvalidExperiment, match=problem):
+            provision(lab, rack(tmp_path), wheel=path, out=out)
+    assert not out.exists()
+
+
 class Host:
     """The folder of a machine into which kits are installed; its Python only notes what it is asked."""
 
@@ -367,7 +382,11 @@ def test_an_installer_puts_renews_and_removes_a_machines_part(lab: Lab, tmp_path
     keys = host.root / "etc" / "fedstrata" / "tls"
     assert {path.stat().st_mode & 0o777 for path in keys.iterdir()} == {0o640} and keys.stat().st_mode & 0o777 == 0o750
     assert os.readlink(host.root / "usr" / "local" / "bin" / "fedstrata") == "/opt/fedstrata/venv/bin/fedstrata"
-    assert f"install --quiet --disable-pip-version-check ./{wheel.name}[methods]\n" in host.asked.read_text()
+    sets = "".join(f" -r locked/{name}.txt" for name in ("base", "methods"))
+    assert host.asked.read_text().splitlines() == [
+        f"-m pip install --only-binary :all: --require-hashes{sets}",
+        f"-m pip install --force-reinstall --no-deps ./{wheel.name}",
+    ]
     smaller = rack(tmp_path, RACK.replace('{ machine = "pi-0", port = 1884 }', '{ addresses = ["pi-0:1884"] }'))
     provision(load(smaller), smaller, wheel=wheel, out=out)
     assert "removed fedstrata-broker-site.service" in host.install(out / "pi-0")

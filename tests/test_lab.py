@@ -14,13 +14,13 @@ import numpy.typing as npt
 import pytest
 from safetensors.numpy import load_file
 
-from common.experiment.reading import load
-from common.experiment.schema import Experiment
-from common.learning import models
-from common.learning.inputs import Inputs
-from common.model.codecs import codec_of
-from deploy.brokers import broker
-from deploy.simulation.hardware import NullWorkload
+from fedstrata.common.experiment.reading import load
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.learning import models
+from fedstrata.common.learning.inputs import Inputs
+from fedstrata.common.model.codecs import codec_of
+from fedstrata.deploy.brokers import broker
+from fedstrata.deploy.simulation.hardware import NullWorkload
 from tests.helpers import direct
 from tests.helpers.commands import DEMO, PATIENCE_S, command, null_model, run_lab, sets, table, tensors
 from tests.helpers.examples import slow

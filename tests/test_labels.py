@@ -13,20 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import InvalidExperiment
-from deploy.console.tabular import Spread
-from deploy.results.run import Run
-from deploy.results.series import (
-    by_seed,
-    condition_notes,
-    conditions,
-    differing,
-    flat,
-    labels,
-    nodes_of,
-    paired,
-    series_of,
-)
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.tables import flat
+from fedstrata.deploy.console.tabular import Spread
+from fedstrata.deploy.results.pairs import by_seed, paired
+from fedstrata.deploy.results.run import Run
+from fedstrata.deploy.results.series import condition_notes, conditions, differing, labels, nodes_of, series_of
 
 TEMPO = {"cloud": {"epoch_control": {"name": "tempo"}}}
 
@@ -68,7 +60,7 @@ def test_a_label_has_the_keys_that_differ_in_short() -> None:
         "t.rate 0.5, on true", "t.rate 0.25, on false"
     ]  # fmt: skip
     assert labels([{"links.wan.up_mbit": 5.0}, {"links.wan.delay_ms": 0.0}]) == [
-        "wan.up_mbit 5, wan.delay_ms none", "wan.up_mbit unlimited, wan.delay_ms 0"
+        "up_mbit 5, delay_ms none", "up_mbit unlimited, delay_ms 0"
     ]  # fmt: skip
 
 
@@ -103,11 +95,14 @@ LTE, ITS_RATES = ({"links": {"wan": wan}} for wan in ("lte", {"up_mbit": 5.0, "d
     [
         ([AVG, CROSS], ["fedavg", "fedcross"]),
         ([AVG, NINE], ["fedavg", "fedcross, alpha 0.9"]),
-        ([AVG, NINE, CROSS], ["fedavg", "fedcross, alpha 0.9", "fedcross, alpha 0.99"]),
+        ([AVG, NINE, CROSS], ["fedavg", "fedcross, alpha 0.9", "fedcross"]),
         ([{}, TEMPO], ["fixed", "tempo"]),
         ([{}, {"institution": CROSS["cloud"]}], ["institution fedavg", "institution fedcross"]),
         ([{"training": {"epochs": 2}}, {"training": {"epochs": 4}}], ["epochs 2", "epochs 4"]),
-        ([LTE, ITS_RATES], ["wan lte", "wan.up_mbit 5, wan.down_mbit 5, wan.delay_ms 0"]),
+        (
+            [LTE, ITS_RATES],
+            ["up_mbit 6, down_mbit 13, wan.delay_ms 35, profile lte", "up_mbit 5, down_mbit 5, wan.delay_ms 0"],
+        ),
         ([tiers("fedcross"), tiers("fedavg", 2)], ["fedcross, region.rounds 1", "fedavg, region.rounds 2"]),
     ],
 )
@@ -138,12 +133,26 @@ def test_a_sweep_names_its_series(tmp_path: Path, runs_of: MakeRuns) -> None:
 
     assert names("IID, A", "IID, A", "IID, B", "IID, B") == [("IID, A", "IID, A"), ("IID, B", "IID, B")]
     by_keys = [("fixed", "fixed"), ("tempo", "tempo")]
-    assert names("A", "A", "A", "A") == names("A", "A", "B") == names("A", "C", "B", "B") == names() == by_keys
+    assert names("A", "A", "A", "A") == names() == by_keys
+    assert names("A", "A", "B") == [("A", "A"), ("B", "B")], "a run that no cell names is one of its experiment's"
+    assert names("A", "C", "B", "B") == [("fixed", "fixed"), ("B", "B")]
     assert [each.label for each in series_of(runs, ["mine", "other"])] == ["mine", "other"]
     for text in ("{", "[]", '{"cells": 3}'):
         (tmp_path / "sweep.json").write_text(text)
         with pytest.raises(InvalidExperiment, match=r"sweep\.json"):
             series_of([Run(run.path) for run in runs])
+
+
+def test_a_cell_is_one_series_on_whichever_hosts(tmp_path: Path, runs_of: MakeRuns) -> None:
+    one, other, tempo = runs_of({"seed": 1}, {"seed": 2}, TEMPO)
+    apart = [change(one, instructions="AVX2"), change(other, instructions="AVX-512")]
+    apart.append(change(tempo, instructions="AVX2"))
+    assert [len(each.runs) for each in series_of(apart)] == [1, 1, 1]
+    cells = {run.manifest["experiment_digest"]: name for run, name in zip(apart, "AAB", strict=True)}
+    (tmp_path / "sweep.json").write_text(json.dumps({"cells": cells}))
+    found = series_of([Run(run.path) for run in apart])
+    assert [(each.label, each.whole, each.seeds) for each in found] == [("A", "A", ["1", "2"]), ("B", "B", ["1"])]
+    assert "A: other hardware than A: instructions: AVX2 and AVX-512" in condition_notes(found)
 
 
 def test_long_names_are_numbered(runs_of: MakeRuns) -> None:
@@ -235,7 +244,7 @@ VALUES = st.dictionaries(st.sampled_from("123456"), st.floats(1e-3, 1e3), max_si
 @given(first=VALUES, other=VALUES)
 def test_paired_differences_are_those_of_the_common_seeds(first: dict[str, float], other: dict[str, float]) -> None:
     common = [seed for seed in first if seed in other]
-    found = paired(first, other, lambda mine, theirs: theirs - mine)
+    found = paired(first, other, lambda mine, theirs: theirs - mine).spread
     if not common:
         assert found is None
         return
@@ -253,4 +262,4 @@ def test_values_by_seed_are_means_of_seeds_that_all_have_one(tmp_path: Path, mak
         Run(make_run(tmp_path, {"seed": seed}, accuracies=each)) for seed, each in zip(seeds, accuracies, strict=True)
     ]
     assert by_seed(found, lambda run: run.accuracy) == {"1": pytest.approx(0.6), "2": 0.9}
-    assert paired({"1": 1.0}, {"2": 1.0}, lambda a, b: a) is None and Spread.of([]) is None
+    assert paired({"1": 1.0}, {"2": 1.0}, lambda a, b: a).spread is None and Spread.of([]) is None

@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import aiomqtt
 import pytest
 
-from cloud.agent import CloudAgent
-from cloud.results import RunFolder
-from common.errors import WireError
-from common.experiment.reading import parse
-from common.experiment.schema import Experiment
-from common.metrics import Metrics
-from common.net.address import BrokerAddress
-from common.protocol import topics
-from common.protocol.messages import Announcement, NodeState, Presence
-from common.protocol.serialization import encode
-from common.runtime.world import Host
-from deploy.brokers import broker
-from deploy.simulation.hardware import SimulatedMember, SimulatedPool
-from deploy.watching.follower import Follower
-from deploy.watching.lab import WatchedLab
-from deploy.watching.runs import Runs
-from device.agent import DeviceAgent
-from device.jobs import Prepared
-from institution.agent import InstitutionAgent
+from fedstrata.cloud.agent import CloudAgent
+from fedstrata.cloud.results import RunFolder
+from fedstrata.common.errors import WireError
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.metrics import Metrics
+from fedstrata.common.net.address import BrokerAddress
+from fedstrata.common.protocol import topics
+from fedstrata.common.protocol.messages import Announcement, NodeState, Presence
+from fedstrata.common.protocol.serialization import encode
+from fedstrata.common.runtime.world import Host
+from fedstrata.deploy.brokers import broker
+from fedstrata.deploy.simulation.hardware import SimulatedMember, SimulatedPool
+from fedstrata.deploy.watching.follower import Follower
+from fedstrata.deploy.watching.lab import Event, WatchedLab
+from fedstrata.deploy.watching.runs import Runs
+from fedstrata.device.agent import DeviceAgent
+from fedstrata.device.jobs import Prepared
+from fedstrata.institution.agent import InstitutionAgent
 from tests.helpers.commands import invoke, null_model
 from tests.helpers.null_roles import evaluator, hardware
 from tests.helpers.sites import in_real_time
@@ -56,11 +56,9 @@ class Seen:
     def waiting(self, runs: Runs, brokers: str) -> None:
         pass
 
-    def event(self, lab: WatchedLab, event: str, facts: dict[str, object], now: float) -> None:
+    def show(self, lab: WatchedLab, events: Sequence[Event], now: float) -> None:
         self.runs.add(lab.run)
-        self.events.append(event)
-
-    def draw(self, lab: WatchedLab, now: float) -> None:
+        self.events += [event for event, _ in events]
         self.found.set()
 
 

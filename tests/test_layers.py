@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from common.experiment.reading import parse, to_toml
-from common.experiment.schema import Experiment
-from deploy.brokers import broker
+from fedstrata.common.experiment.reading import parse, to_toml
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.deploy.brokers import broker
 from tests.helpers.commands import PATIENCE_S, command, null_model, table, tensors
 from tests.helpers.direct import run_direct
 from tests.helpers.examples import slow

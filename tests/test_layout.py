@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import InvalidExperiment, RefusedModel, WireError
-from common.model.layout import Entry, FrozenForm, LinkLayouts, ModelLayout, Section
+from fedstrata.common.errors import InvalidExperiment, RefusedModel, WireError
+from fedstrata.common.model.layout import Entry, FrozenForm, LinkLayouts, ModelLayout, Section
 
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 

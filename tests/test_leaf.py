@@ -11,11 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from common.errors import InvalidExperiment
-from common.experiment.reading import parse
-from common.learning import datasets
-from common.learning.inputs import Inputs
-from common.learning.readers import builtin
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.evaluation import EvaluationSettings
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.learning import datasets, splits, stored
+from fedstrata.common.learning.inputs import Inputs
+from fedstrata.common.learning.readers import leaf
+from fedstrata.device.training.batches import LocalDataset, load_local_dataset
 
 Users = dict[str, tuple[list[Any], list[Any]]]
 
@@ -106,27 +109,28 @@ def test_every_grey_value_survives(tmp_path: Path) -> None:
 def test_shakespeare_is_rows_of_characters(tmp_path: Path) -> None:
     shakespeare(tmp_path)
     data = load("shakespeare", tmp_path)
-    assert data.inputs == Inputs((80,), 80, tokens=80) and data.train_images.dtype == torch.int64
-    assert "".join(builtin.ALPHABET[i] for i in data.train_images[1].tolist()) == SONNET[1:81]
-    assert [builtin.ALPHABET[i] for i in data.train_labels.tolist()] == list(SONNET[80:83])
-    assert torch.equal(data.normaliser()(data.train_images), data.train_images)
+    assert data.inputs == Inputs((80,), 80, tokens=80) and data.train_images.dtype == torch.uint8
+    assert "".join(leaf.ALPHABET[i] for i in data.train_images[1].tolist()) == SONNET[1:81]
+    assert [leaf.ALPHABET[i] for i in data.train_labels.tolist()] == list(SONNET[80:83])
+    texts = data.normaliser()(data.train_images)
+    assert texts.dtype == torch.int64 and torch.equal(texts, data.train_images)
     assert len(data.test_labels) == 1, "the file's num_samples lies: 79"
 
 
 def test_the_alphabet_has_its_order() -> None:
-    assert len(builtin.ALPHABET) == len(set(builtin.ALPHABET)) == 80
-    assert [builtin.ALPHABET.index(character) for character in '\n !.09:?AZ[]az}'] == [
+    assert len(leaf.ALPHABET) == len(set(leaf.ALPHABET)) == 80
+    assert [leaf.ALPHABET.index(character) for character in '\n !.09:?AZ[]az}'] == [
         0, 1, 2, 10, 11, 20, 21, 24, 25, 50, 51, 52, 53, 78, 79,
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("stranger", ["é", "|", "\t", "\U0001f600", "\ud800", "\0"])
+@pytest.mark.parametrize("stranger", ["é", "|", "\t", "\U0001f600", "\0"])
 def test_a_character_outside_the_alphabet_is_a_space(tmp_path: Path, stranger: str) -> None:
     shakespeare(tmp_path, SONNET[:80] + stranger + SONNET[81:])
     shakespeare(tmp_path / "plain", SONNET[:80] + " " + SONNET[81:])
     data, plain = load("shakespeare", tmp_path), load("shakespeare", tmp_path / "plain")
     assert torch.equal(data.train_images, plain.train_images) and torch.equal(data.train_labels, plain.train_labels)
-    assert data.train_labels[0] == builtin.ALPHABET.index(" ") == 1
+    assert data.train_labels[0] == leaf.ALPHABET.index(" ") == 1
 
 
 def test_sent140_is_rows_of_words(tmp_path: Path) -> None:
@@ -255,3 +259,77 @@ def test_owners_and_samples_agree(tmp_path: Path) -> None:
     data = load("femnist", tmp_path)
     assert data.owners is not None
     assert [f"u{value:02}" for value in data.train_images[:, 0, 0, 0].tolist()] == [data.users[i] for i in data.owners]
+
+
+# A device of one user
+
+
+@pytest.fixture
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Store each set, and return the folder of the stored ones."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(stored, "SMALL_BYTES", 1)
+    datasets._load.cache_clear()
+    return tmp_path / "cache" / "fedstrata" / "data"
+
+
+def by_user(root: Path, devices: int = 3, **more: Any) -> Experiment:
+    data = {"dataset": "femnist", "root": str(root), "partition": "natural"}
+    model, nodes = {"name": "cnn_femnist"}, {"institutions": 0, "devices": devices}
+    return parse({"topology": nodes, "data": data | more, "model": model, "evaluation": SCORED})
+
+
+SCORED = {"at": "devices", "data": "users"}
+CPU = torch.device("cpu")
+
+
+def samples_of(local: LocalDataset) -> list[Any]:
+    tests = local.tests
+    scored = [] if tests is None else [tests.images[tests.samples].tolist(), tests.labels[tests.samples].tolist()]
+    return [local.images[local.samples].tolist(), local.labels[local.samples].tolist(), local.partition, scored]
+
+
+@pytest.mark.parametrize("evaluation", [SCORED, {"at": "devices", "data": "held_out"}, {"at": "cloud"}])
+def test_a_device_of_one_user_reads_its_samples_alone(
+    tmp_path: Path, shared: Path, monkeypatch: pytest.MonkeyPatch, evaluation: dict[str, str]
+) -> None:
+    write(tmp_path, "femnist", "train", "0", {"f3": ([image(3)] * 2, [61, 4]), "f1": ([image(1), image(9)], [0, 35])})
+    write(tmp_path, "femnist", "train", "1", {"f2": ([image(i) for i in range(5)], [*range(5)]), "f0": ([], [])})
+    write(tmp_path, "femnist", "test", "0", {"f1": ([image(11)], [1]), "f9": ([image(13)] * 2, [3, 4])})
+    write(tmp_path, "femnist", "test", "1", {"f2": ([image(12), image(14)], [2, 9])})
+    lab = by_user(tmp_path).model_copy(update={"evaluation": EvaluationSettings.model_validate(evaluation)})
+    found = {}
+    with monkeypatch.context() as patch:
+        patch.setattr(datasets, "_load", pytest.fail)  # of all users
+        for node in ("device-0", "device-1", "device-2"):
+            local = load_local_dataset(lab, node, accelerator=CPU)
+            assert len(local.images) <= 5
+            found[node] = samples_of(local)
+    assert found["device-1"][1] and found["device-0"] != found["device-2"]
+    monkeypatch.setattr(datasets, "load_user", lambda *_, **__: None)
+    assert found == {node: samples_of(load_local_dataset(lab, node, accelerator=CPU)) for node in found}
+
+
+def test_a_new_user_reads_alone_and_what_needs_others_reads_all(tmp_path: Path, shared: Path) -> None:
+    femnist(tmp_path)
+    lab = by_user(tmp_path, devices=2)
+    assert load_local_dataset(lab, "device-2", accelerator=CPU).images[:, 0, 0, 0].tolist() == [3]
+    assert splits.own_user(lab, node="device-2") is not None
+    with pytest.raises(InvalidExperiment, match="no user 3"):
+        load_local_dataset(lab, "device-3", accelerator=CPU)
+    for other in (by_user(tmp_path, normalise="own"), by_user(tmp_path, noise=0.1), by_user(tmp_path, node_samples=1)):
+        assert splits.own_user(other, node="device-0") is None
+    with pytest.raises(InvalidExperiment, match="has 3 users"):
+        load_local_dataset(by_user(tmp_path, devices=4), "device-0", accelerator=CPU)
+
+
+def test_a_damaged_stored_set_is_created_again_by_a_device(tmp_path: Path, shared: Path) -> None:
+    femnist(tmp_path)
+    lab = by_user(tmp_path, devices=2)
+    whole = samples_of(load_local_dataset(lab, "device-0", accelerator=CPU))
+    (file,) = shared.glob("*.safetensors")
+    content = file.read_bytes()
+    file.write_bytes(content[: -784 * 4] + bytes(784 * 4))  # of the samples, the last tensors
+    assert splits.own_user(lab, node="device-0") is None
+    assert samples_of(load_local_dataset(lab, "device-0", accelerator=CPU)) == whole
+    assert file.read_bytes() == content and splits.own_user(lab, node="device-0") is not None

@@ -13,12 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.net import plain_client
-from common.net.address import BrokerAddress
-from deploy.brokers import broker
+from fedstrata.common.errors import ConnectionFailed
+from fedstrata.common.net import packet_limit, plain_client
+from fedstrata.common.net.address import BrokerAddress
+from fedstrata.common.net.packet_limit import LEAST_BYTES, UNKNOWN, UNLIMITED, PacketLimit
+from fedstrata.deploy.brokers import broker
 from tests.helpers.examples import examples
 
-NONE = plain_client.BrokerLimits()
 PACKET_MOST = 2**28 - 1  # of MQTT; a larger limit is none
 ASSIGNED_ID = b"\x12\x00\x03abc"
 TOPIC_ALIASES = b"\x22\x00\x0a"
@@ -51,7 +52,7 @@ def answering(data: bytes) -> Iterator[int]:
 
 def asked(data: bytes) -> int | None:
     with answering(data) as port:
-        return asyncio.run(plain_client.reported_limits(BrokerAddress("127.0.0.1", port))).packet_bytes
+        return asyncio.run(plain_client.reported_limit(BrokerAddress("127.0.0.1", port)))
 
 
 @settings(max_examples=20)
@@ -89,40 +90,68 @@ def test_a_limit_that_is_not_reported_is_found_by_trying(
     if broker.choose() != "mosquitto":
         pytest.skip("mosquitto is not installed")
     monkeypatch.setattr(broker, "_MOSQUITTO", {})
-    for limit, found in ((300_000, 250_256 if most > 300_000 else None), (40_000, None), (20_000, None)):
+    halves = PacketLimit(250_256, 500_512) if most > 300_000 else UNLIMITED
+    below = PacketLimit(LEAST_BYTES, 62_564) if most > 300_000 else PacketLimit(LEAST_BYTES, 50_000)
+    nothing = PacketLimit(LEAST_BYTES - 1, LEAST_BYTES)  # the caller names it
+    for limit, found in ((300_000, halves), (40_000, below), (20_000, nothing)):
         with broker.start(directory=tmp_path, kind="mosquitto", settings={"message_size_limit": limit}) as served:
             where = BrokerAddress(served.host, served.port)
-            got = asyncio.run(plain_client.packet_limit(where, topic="fs1/lab/t", most=most))
+            got = asyncio.run(packet_limit.packet_limit(where, topic="fs1/lab/t", most=most))
+        assert got == found
         if limit == 300_000:
-            assert got == found and bool(caplog.messages) is (got is not None)
-        elif limit == 40_000:
-            assert got is not None and plain_client.LEAST_BYTES <= got <= limit
-        else:
-            assert got == plain_client.LEAST_BYTES - 1, "the caller names it"
+            assert bool(caplog.messages) is (got is not UNLIMITED)
 
 
-def test_a_link_that_is_too_slow_for_large_packets_is_not_tried_with_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if broker.choose() != "mosquitto":
-        pytest.skip("mosquitto is not installed")
-    monkeypatch.setattr(broker, "_MOSQUITTO", {})
+def test_a_size_that_the_link_would_not_carry_in_time_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    passes = plain_client._passes
-    monkeypatch.setattr(plain_client, "_passes", lambda *given: sizes.append(given[2]) or passes(*given))
-    with broker.start(directory=tmp_path, kind="mosquitto", settings={"message_size_limit": 300_000}) as served:
-        where = BrokerAddress(served.host, served.port)
-        assert plain_client.largest_packet(where, "fs1/lab/t", 1 << 50) is None
-    assert sizes == [plain_client.LEAST_BYTES]
+
+    def carried(_: BrokerAddress, __: str, size: int, patience_s: float) -> packet_limit._Trial:
+        sizes.append(size)
+        return packet_limit._Trial(True, size / 100_000)  # 100 kB/s
+
+    monkeypatch.setattr(packet_limit, "_try", carried)
+    where = BrokerAddress("broker")
+    assert packet_limit.largest_packet(where, "t", 1_001_024) == PacketLimit(250_256)
+    assert packet_limit.largest_packet(where, "t", 1_001_024, patience=4.0) == UNLIMITED
+    assert sizes == [LEAST_BYTES, 250_256, LEAST_BYTES, 1_001_024]
 
 
-def test_a_broker_that_answers_nothing_or_is_away_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_answered_is_tried_again_and_then_unknown(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A machine under load answers late; that is not the answer of a broker without a limit."""
+    trials: list[float] = []
+    found = [UNKNOWN, ConnectionFailed("away"), PacketLimit(40_000, 80_000)]
+
+    def largest(*_: object, patience: float) -> PacketLimit:
+        trials.append(patience)
+        result = found[len(trials) - 1]
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    async def nothing(_: BrokerAddress) -> None:
+        return None
+
+    monkeypatch.setattr(packet_limit, "reported_limit", nothing)
+    monkeypatch.setattr(packet_limit, "largest_packet", largest)
+    where = BrokerAddress("slow-broker")
+    assert asyncio.run(packet_limit.packet_limit(where, topic="t", most=1_000_000)) == PacketLimit(40_000, 80_000)
+    assert trials == [1.0, 2.0, 4.0]
+    trials.clear()
+    found[2] = UNKNOWN
+    assert asyncio.run(packet_limit.packet_limit(where, topic="t", most=1_000_000)) == UNKNOWN
+    assert "3 trials of its largest packet stayed unanswered" in caplog.messages[-1]
+    assert UNKNOWN.passes == LEAST_BYTES and UNKNOWN.dropped > 1 << 60, "nothing is refused for its size"
+
+
+def test_a_broker_that_answers_nothing_or_is_away_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plain_client, "ASK_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         where = BrokerAddress("127.0.0.1", server.getsockname()[1])
-        assert asyncio.run(plain_client.reported_limits(where)) == NONE
-    assert asyncio.run(plain_client.reported_limits(where)) == NONE
-    assert asyncio.run(plain_client.packet_limit(where, topic="t", most=1_000_000)) is None
+        assert asyncio.run(plain_client.reported_limit(where)) is None
+    assert asyncio.run(plain_client.reported_limit(where)) is None
+    assert asyncio.run(packet_limit.packet_limit(where, topic="t", most=1_000_000)) == UNKNOWN
 
 
 class LossyClient:
@@ -151,10 +180,11 @@ def test_a_broker_that_loses_a_few_first_packets_has_no_smaller_limit(late: int,
     lost = {*range(late), *(() if other is None else (late + other,))}
     patience = iter(float(i) for i in range(1000))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plain_client, "connected", lambda address: nullcontext(LossyClient(most, lost)))
-        patch.setattr(plain_client, "pump", lambda clients, done, patience_s: done())
-        patch.setattr(plain_client.time, "monotonic", lambda: next(patience) / 1000)
-        found = plain_client.largest_packet(BrokerAddress("broker"), "fs1/lab/t", 1_001_024)
-    assert found is None or found in (1_001_024, 1_001_024 // 4, plain_client.LEAST_BYTES)
-    assert found is None or (found == plain_client.LEAST_BYTES) == (most == 40_000)
-    assert lost or found is not None
+        patch.setattr(packet_limit, "connected", lambda address: nullcontext(LossyClient(most, lost)))
+        patch.setattr(packet_limit, "pump", lambda clients, done, patience_s: done())
+        patch.setattr(packet_limit.time, "monotonic", lambda: next(patience) / 1000)
+        found = packet_limit.largest_packet(BrokerAddress("broker"), "fs1/lab/t", 1_001_024)
+    true = {10_000_000: UNLIMITED, 300_000: PacketLimit(250_256, 500_512), 40_000: PacketLimit(LEAST_BYTES, 62_564)}
+    sure = found.passes <= true[most].passes and found.dropped >= true[most].dropped
+    assert sure, "a lost packet may leave less known, never more"
+    assert lost or found == true[most]

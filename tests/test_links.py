@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from common.accounting.tcp import tcp_info
-from common.errors import InvalidExperiment
-from common.experiment.links import LinkSettings, Profile
-from deploy.links import interface
-from deploy.links.interface import Interface, apply, blocks, clear, filters, link_of, shapers
-from deploy.links.kernel import addresses_of, interface_to, query
-from deploy.local.namespaces import Namespace, VethPair, joined
+from fedstrata.common.accounting.tcp import tcp_info
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.links import LinkSettings, Profile
+from fedstrata.deploy.links import interface
+from fedstrata.deploy.links.interface import Interface, apply, blocks, clear, filters, link_of, shapers
+from fedstrata.deploy.links.kernel import addresses_of, interface_to, query
 from tests.helpers.commands import command, invoke
+from tests.helpers.namespaces import Namespace, VethPair, joined
 from tests.helpers.netns import in_namespaces, with_delays, without_delays
 
 ETH = Interface("eth0", 2, 1514, 65535)

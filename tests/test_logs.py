@@ -17,15 +17,15 @@ from typing import Final
 
 import pytest
 
-from common.errors import InvalidExperiment, RunFailed
-from common.experiment.reading import parse
-from common.host.offload import beside
-from common.host.processes import free_port
-from deploy.console import logs
-from deploy.console.options import run_agent
-from deploy.console.reporting import report
-from deploy.console.service import StatusHandler, notify, watchdog_s, watched
-from deploy.kits.authority import CERTIFICATE_DAYS, Authority
+from fedstrata.common.errors import InvalidExperiment, RunFailed
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.host.offload import beside
+from fedstrata.common.host.processes import free_port
+from fedstrata.deploy.console import logs
+from fedstrata.deploy.console.options import run_agent
+from fedstrata.deploy.console.reporting import report
+from fedstrata.deploy.console.service import StatusHandler, notify, watchdog_s, watched
+from fedstrata.deploy.kits.authority import CERTIFICATE_DAYS, Authority
 from tests.helpers.commands import DEMO, fedstrata
 from tests.simulation.lab import ScenarioLab
 
@@ -94,6 +94,11 @@ def test_the_last_error_of_a_log_has_its_frames_in_either_format(
     lines = [logs.JsonLines().format(record(message)) if json_lines else message for message in messages]
     (tmp_path / "a.log").write_text("".join(f"{line}\n" for line in lines) + "\n")
     assert logs.last_error(tmp_path / "a.log") == [messages[at] if isinstance(at, int) else at for at in found]
+
+
+def test_the_warnings_of_training_processes_are_found_in_either_format() -> None:
+    lines = ["2026-01-01 fedstrata.training WARNING note: one: two", "note: three", "another", '{"message": "note: 4"}']
+    assert logs.notes_in("\n".join(lines)) == ["note: one: two", "note: three", "note: 4"]
 
 
 def test_the_frames_of_own_code_stand_below_its_error_at_the_level_info(capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,7 +174,7 @@ def test_an_unexpected_error_of_work_beside_other_work_is_logged(
 
 def test_an_unforeseen_error_is_a_line_too() -> None:
     code = (
-        "from deploy.console import logs; logs.begin('info', json_lines=True); "
+        "from fedstrata.deploy.console import logs; logs.begin('info', json_lines=True); "
         "import warnings; warnings.warn('w'); 1 / 0"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
@@ -210,7 +215,7 @@ def test_agents_report_each_step_of_a_run_once(
 
 ACTIVITY: Final = """
 import logging
-from deploy.console import logs
+from fedstrata.deploy.console import logs
 for level in ("debug", "warning", "error"):
     for json_lines in (False, True):
         logging.getLogger().handlers.clear()

@@ -7,18 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from cloud.results import RunFolder
-from common.accounting.child_report import ChildReport
-from common.accounting.counters import Account
-from common.accounting.ledger import Ledger
-from common.errors import InvalidExperiment
-from common.experiment.reading import parse
-from common.experiment.topology import CLOUD
-from deploy.local import beforehand
-from deploy.local.beforehand import FILES_BESIDE, allow_connections
-from deploy.results import sections
-from deploy.results.maps import NODES_MOST, QUANTILES, partition, spaced
-from deploy.results.run import Run
+from fedstrata.cloud.results import RunFolder
+from fedstrata.common.accounting.child_report import ChildReport
+from fedstrata.common.accounting.counters import Account
+from fedstrata.common.accounting.ledger import Ledger
+from fedstrata.common.accounting.work import Work
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.deploy.local import beforehand
+from fedstrata.deploy.local.beforehand import FILES_BESIDE, allow_connections
+from fedstrata.deploy.results import sections
+from fedstrata.deploy.results.maps import NODES_MOST, QUANTILES, partition, spaced
+from fedstrata.deploy.results.run import Run
 
 
 def limits(monkeypatch: pytest.MonkeyPatch, soft: int, hard: int) -> list[tuple[int, int]]:
@@ -50,7 +51,7 @@ def test_a_report_of_many_devices_has_quantiles_and_no_row_for_each(tmp_path: Pa
     experiment = parse({"topology": {"institutions": 2, "devices": many}, "links": {"check": "off"}})
     folder = RunFolder.create(tmp_path, experiment)
     names = experiment.tree.devices
-    folder.add_devices(1, [ChildReport(n, samples=20, steps=i, train_s=float(i)) for i, n in enumerate(names)])
+    folder.add_devices(1, [ChildReport(n, Work(20, steps=i, train_s=float(i))) for i, n in enumerate(names)])
     below = experiment.tree.below_each(CLOUD)
     ledger = Ledger(below, Account(), below=below)
     for child, devices in below.items():

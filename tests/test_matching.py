@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from common.errors import InvalidExperiment
-from common.experiment.reading import parse
-from common.learning import models
-from common.learning.inputs import Inputs
-from common.learning.readers.builtin import read_digits
-from common.methods import aggregator, fedma
-from common.methods.rule import Rule, Uploads
-from common.model.layout import ModelLayout, Row, Section
-from common.model.permutations import groups_of, permute
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.learning import models
+from fedstrata.common.learning.inputs import Inputs
+from fedstrata.common.learning.readers.builtin import read_digits
+from fedstrata.common.methods import aggregator
+from fedstrata.common.methods.baselines import fedma
+from fedstrata.common.methods.baselines.permutations import groups_of, permute
+from fedstrata.common.methods.rule import Rule, Uploads
+from fedstrata.common.model.layout import ModelLayout, Row, Section
 from tests.helpers import rules
 from tests.helpers.commands import tensors
 from tests.helpers.direct import run_direct

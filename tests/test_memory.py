@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import RunFailed, StorageFailed
-from common.experiment.tiers import Tier
-from common.methods.rule import Rule
-from common.methods.selection import ClientSelection
-from common.storage.spool import Spool
-from common.storage.states import TaskStates
-from institution.rounds import Memory
+from fedstrata.common.errors import RunFailed, StateLost, StorageFailed
+from fedstrata.common.experiment.tiers import Tier
+from fedstrata.common.methods.rule import Rule
+from fedstrata.common.methods.selection import ClientSelection
+from fedstrata.common.storage.spool import Spool
+from fedstrata.common.storage.states import TaskStates
+from fedstrata.institution.rounds import Memory
 from tests.helpers.examples import examples
 
 
@@ -141,11 +141,13 @@ def test_half_a_state_is_none(tmp_path: Path) -> None:
         (folder / "played").write_text("[0]")
         raise OSError("no space")
 
-    states = TaskStates(Spool(tmp_path).states(), rounds_back=1)
+    states = TaskStates(Spool(tmp_path).states(), rounds_back=1, what="it", who="nodes")
     states.write(1, Counting().save, follows=0, global_round=0)
     with pytest.raises(StorageFailed, match=r"after-0+2.* no space"):
         states.write(2, broken, follows=1, global_round=1)
-    assert states.read(1, Counting().restore) and not states.read(2, Counting().restore)
+    states.read(1, Counting().restore)
+    with pytest.raises(StateLost, match=r"^it after its task 2 is lost\. Start nodes with the same --spool DIR"):
+        states.read(2, Counting().restore)
     states.write(3, Counting().save, follows=1, global_round=2)
     assert kept(tmp_path) == [1, 3]
 

@@ -20,11 +20,11 @@ from typing import Any, Final
 
 import pytest
 
-from common import metrics_server
-from common.host import machine
-from common.host.nvidia import Gpu, Gpus
-from common.metrics import FAMILIES, Metrics, NodeLabels
-from common.metrics_server import (
+from fedstrata.common import metrics_server
+from fedstrata.common.host import machine
+from fedstrata.common.host.nvidia import Gpu, Gpus
+from fedstrata.common.metrics import FAMILIES, Metrics, NodeLabels
+from fedstrata.common.metrics_server import (
     BEAT_S,
     CONNECTIONS_MOST,
     HANGS_S,
@@ -35,13 +35,13 @@ from common.metrics_server import (
     Heartbeat,
     Scrapes,
 )
-from common.net.address import BrokerAddress
-from common.net.tls import Tls
-from deploy.cli.serving import serve_metrics
-from deploy.console.login import Login
-from deploy.kits.authority import Authority
-from deploy.simulation.loop import VirtualLoop
-from tests.helpers.sites import in_real_time
+from fedstrata.common.net.address import BrokerAddress
+from fedstrata.common.net.tls import Tls
+from fedstrata.deploy.cli.serving import serve_metrics
+from fedstrata.deploy.console.login import Login
+from fedstrata.deploy.kits.authority import Authority
+from fedstrata.deploy.simulation.loop import VirtualLoop
+from tests.helpers.sites import PATIENCE_S, in_real_time
 
 NODE = NodeLabels("institution", "institution-0", parent="region-0")
 LABELS = 'node="institution-0",parent="region-0",role="institution"'
@@ -195,9 +195,9 @@ def test_a_role_serves_its_health() -> None:
 ALERT: Final = b"\x15"  # of TLS: what came was no handshake
 ROLE: Final = """
 import resource, sys
-from common.metrics import Metrics
-from common.net.tls import OPTIONAL, RenewedContext, Tls
-from common.metrics_server import MetricsGuard
+from fedstrata.common.metrics import Metrics
+from fedstrata.common.net.tls import OPTIONAL, RenewedContext, Tls
+from fedstrata.common.metrics_server import MetricsGuard
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
 files = sys.argv[1:]
 guard = MetricsGuard(RenewedContext(Tls(*files), clients=OPTIONAL), "me:secret") if files else None
@@ -340,7 +340,7 @@ async def test_a_look_that_began_before_the_end_is_not_the_last() -> None:
     await asyncio.sleep(0)
     assert not waiting.done()
     list(looks.serve(list))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         await waiting
 
 

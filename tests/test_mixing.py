@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from common.methods import mixing
-from common.methods.mixing import COLUMNS, MixedColumns, Mixture, whole
-from common.methods.statistics import Statistics, gram, tensor_distances
-from common.model.layout import ModelLayout, Section
+from fedstrata.common.methods import mixing
+from fedstrata.common.methods.mixing import COLUMNS, MixedColumns, Mixture, whole
+from fedstrata.common.methods.statistics import Gram, Statistics, tensor_distances
+from fedstrata.common.model.layout import ModelLayout, Section
 from tests.helpers.examples import examples
 from tests.helpers.rules import Report
 
@@ -212,7 +212,7 @@ def test_what_was_read_is_released_as_it_goes() -> None:
     rows_K = np.zeros((2, layout.row_bytes), np.uint8)
     plan = whole(layout, [Mixture.of([0.5, 0.5])])
     mixing.apply(plan, rows_K, layout=layout, out=[layout.empty()], release=lambda: calls.append("mix"))
-    gram(list(layout.floats(rows_K)), layout.floats(rows_K)[0], release=lambda: calls.append("gram"))
+    Gram.of(list(layout.floats(rows_K)), layout.floats(rows_K)[0], release=lambda: calls.append("gram"))
     assert calls.count("mix") >= 5 and calls.count("gram") >= 2 and calls[-1] == "gram"
 
 
@@ -226,7 +226,7 @@ def test_threads_change_no_bit(threads: int, monkeypatch: pytest.MonkeyPatch) ->
     def results() -> list[bytes]:
         out = np.zeros((3, layout.row_bytes), np.uint8)
         mixing.apply(whole(layout, mixtures), rows_K, layout=layout, out=list(out))
-        products = gram(list(layout.floats(rows_K)), layout.floats(rows_K)[1])
+        products = Gram.of(list(layout.floats(rows_K)), layout.floats(rows_K)[1])
         return [out.tobytes(), products.offsets_KK.tobytes(), products.along_K.tobytes()]
 
     monkeypatch.setattr(mixing, "_threads", lambda: 1)
@@ -278,7 +278,7 @@ def test_gram_is_brute_force(models_KD: Floats, seed: int) -> None:
     reference_D = np.random.default_rng(seed).normal(size=models_KD.shape[1]).astype(np.float32)
     offset_KD = models_KD.astype(np.float64) - reference_D
     expected = [[sum(a * b for a, b in zip(x, y, strict=True)) for y in offset_KD] for x in offset_KD]
-    products_KK = gram(list(models_KD), reference_D).offsets_KK
+    products_KK = Gram.of(list(models_KD), reference_D).offsets_KK
     assert products_KK.dtype == np.float64
     np.testing.assert_allclose(products_KK, expected, rtol=1e-12, atol=1e-12 * max(1.0, float(np.abs(expected).max())))
 
@@ -293,7 +293,7 @@ def brute_distances(models_KD: Floats, weights_K: npt.NDArray[np.float64]) -> li
 def test_distances_are_brute_force(models_KD: Floats, data: st.DataObject) -> None:
     weights_K = np.array(data.draw(convex(models_KD.shape[0])))
     expected = brute_distances(models_KD, weights_K)
-    products = gram(list(models_KD), models_KD[0])
+    products = Gram.of(list(models_KD), models_KD[0])
     largest = float(np.abs(products.offsets_KK).max())
     found = products.distances(weights_K)
     np.testing.assert_allclose(found**2, np.square(expected), rtol=1e-9, atol=1e-13 * max(largest, 1e-30))
@@ -307,16 +307,16 @@ def test_tiny_differences_of_huge_weights_keep_their_digits(size: float) -> None
     models_KD = base + (ulps * np.spacing(base)).astype(np.float32)
     weights_K = np.array([0.1, 0.2, 0.3, 0.4])
     for reference in (base, models_KD[0]):
-        found = gram(list(models_KD), reference).distances(weights_K)
+        found = Gram.of(list(models_KD), reference).distances(weights_K)
         np.testing.assert_allclose(found, brute_distances(models_KD, weights_K), rtol=1e-9)
 
 
 def test_equal_models_have_no_distance() -> None:
     models_KD = np.tile(np.random.default_rng(8).normal(size=1000).astype(np.float32) * 1e5, (3, 1))
     weights_K = np.array([0.2, 0.3, 0.5])
-    assert gram(list(models_KD), models_KD[0]).distances(weights_K).tolist() == [0, 0, 0]
+    assert Gram.of(list(models_KD), models_KD[0]).distances(weights_K).tolist() == [0, 0, 0]
     reference = np.zeros(1000, np.float32)  # rounding may not turn into the root of a negative number
-    assert np.isfinite(gram(list(models_KD), reference).distances(weights_K)).all()
+    assert np.isfinite(Gram.of(list(models_KD), reference).distances(weights_K)).all()
 
 
 @given(
@@ -331,7 +331,7 @@ def test_inner_products_come_back_whatever_the_reference(models_KD: Floats, seed
     references = [np.zeros(models_KD.shape[1], np.float32), models_KD[0]]
     references.append(np.random.default_rng(seed).normal(size=models_KD.shape[1]).astype(np.float32))
     for reference_D in references:
-        products = gram(list(models_KD), reference_D)
+        products = Gram.of(list(models_KD), reference_D)
         np.testing.assert_allclose(products.products_KK, exact @ exact.T, rtol=1e-12, atol=1e-10)
         np.testing.assert_allclose(products.norms_K, norms, rtol=1e-6, atol=1e-5)
         if norms.min() > 1e-2:
@@ -344,7 +344,7 @@ def test_inner_products_come_back_whatever_the_reference(models_KD: Floats, seed
 
 def test_a_row_of_zeros_is_like_nobody() -> None:
     models_KD = np.array([[0, 0], [1, 2]], np.float32)
-    products = gram(list(models_KD), np.zeros(2, np.float32))
+    products = Gram.of(list(models_KD), np.zeros(2, np.float32))
     np.testing.assert_allclose(products.cosines_KK(), [[0, 0], [0, 1]], rtol=0, atol=1e-15)
     assert products.cosines_KK()[0].tolist() == [0, 0]
     assert products.ratios_KK()[0].tolist() == [0, 0]
@@ -354,7 +354,7 @@ def test_products_with_another_vector() -> None:
     models_KD = np.random.default_rng(1).normal(size=(3, 2 * COLUMNS + 3)).astype(np.float32)
     other_D = np.random.default_rng(2).normal(size=2 * COLUMNS + 3)
     offset_KD = models_KD.astype(np.float64) - models_KD[0]
-    products = gram(list(models_KD), models_KD[0], along=lambda columns: other_D[columns])
+    products = Gram.of(list(models_KD), models_KD[0], along=lambda columns: other_D[columns])
     np.testing.assert_allclose(products.offsets_KK, offset_KD @ offset_KD.T, rtol=1e-12)
     np.testing.assert_allclose(products.along_K, offset_KD @ other_D, rtol=1e-9, atol=1e-9)
     assert products.square == pytest.approx(float(other_D @ other_D))
@@ -369,8 +369,8 @@ def test_spread_is_that_of_the_mixed_rows(count: int, seed: int) -> None:
     mean_D = mixed_KD.mean(axis=0)
     expected = ((mixed_KD - mean_D) ** 2).sum(axis=1).mean() / (mean_D**2).sum()
     for reference_D in (models_KD[0], np.zeros(30, np.float32)):
-        assert gram(list(models_KD), reference_D).spread(mixing_KK) == pytest.approx(expected, rel=1e-6, abs=1e-12)
-    assert gram([np.zeros(3, np.float32)], np.zeros(3, np.float32)).spread(np.eye(1)) == 0.0
+        assert Gram.of(list(models_KD), reference_D).spread(mixing_KK) == pytest.approx(expected, rel=1e-6, abs=1e-12)
+    assert Gram.of([np.zeros(3, np.float32)], np.zeros(3, np.float32)).spread(np.eye(1)) == 0.0
 
 
 def test_platos_distance_sums_the_tensors_norms() -> None:

@@ -11,11 +11,11 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-from common.errors import InvalidExperiment
-from common.experiment import data as settings
-from common.experiment.reading import parse
-from common.learning import datasets
-from common.learning.readers import builtin
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment import data as settings
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.learning import datasets
+from fedstrata.common.learning.readers import builtin
 from tests.helpers.commands import table
 from tests.helpers.direct import run_direct
 

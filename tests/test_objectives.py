@@ -17,23 +17,22 @@ from safetensors.numpy import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from common.errors import InvalidExperiment
-from common.experiment.reading import parse
-from common.experiment.schema import Experiment
-from common.experiment.training import OBJECTIVES, CrossEntropy, FedProx, TrainingSettings
-from common.learning import datasets, models
-from common.learning.inputs import Inputs
-from common.learning.models import classifier_of, head_places, with_features
-from common.methods.fedgen import head_of
-from common.model.layout import Row
-from deploy.planning import trainings
-from device.jobs import Order
-from device.training import trainer
-from device.training.objectives import table
-from device.training.objectives.objective import Minibatch, Objective
-from device.training.objectives.table import objective_of
-from device.training.sgd import features_of
-from device.training.trainer import Trainer
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.training import OBJECTIVES, CrossEntropy, FedProx, TrainingSettings
+from fedstrata.common.learning import datasets, models
+from fedstrata.common.learning.inputs import Inputs
+from fedstrata.common.learning.models import classifier_of, head_places, with_features
+from fedstrata.common.model.layout import Row
+from fedstrata.deploy.planning import trainings
+from fedstrata.device.jobs import Order
+from fedstrata.device.training import trainer
+from fedstrata.device.training.objectives import table
+from fedstrata.device.training.objectives.objective import Minibatch, Objective
+from fedstrata.device.training.objectives.table import objective_of
+from fedstrata.device.training.sgd import features_of
+from fedstrata.device.training.trainer import Trainer
 from tests.helpers.commands import DEMO, run_lab, tensors
 from tests.helpers.commands import table as device_rows
 from tests.helpers.direct import run_direct
@@ -233,7 +232,7 @@ def trained(lab: Experiment) -> tuple[bytes, float]:
     module = models.build(lab.model.name, lab.seed, inputs=datasets.load(lab.data).inputs)
     models.write_row(module, trainer.layout, row)
     result = trainer.train(Order(row, out, 2, 1))
-    return bytes(out), result.loss
+    return bytes(out), result.work.loss
 
 
 @pytest.mark.parametrize(
@@ -284,7 +283,7 @@ def test_calibration_measures_the_steps_of_the_objective(monkeypatch: pytest.Mon
         lab = lab_of(objective, "mlp_digits", epochs=1)  # so short that it ends before a first progress message
         module = models.build(lab.model.name, lab.seed, inputs=datasets.load(lab.data).inputs)
         first = models.layout_of(module).empty()
-        speed = trainings.train(lab.to_json(), lab.tree.devices[:1], 1, first=first, training_s=0.0)
+        speed = trainings.train(lab, first=first, training_s=0.0)
         assert speed.step_s > 0
         steps.append(passes)
     assert steps[1] == 2 * steps[0] > 0
@@ -400,7 +399,7 @@ def test_every_model_has_features_and_takes_a_head(name: str, inputs: Inputs) ->
         logits, features = with_features(each.eval(), batch)
         assert logits.shape == (2, inputs.classes) and features.shape == (2, wide)
         path, layout = classifier_of(each)[0], models.layout_of(each)
-        weight, bias = head_of(layout)  # FedGen's, by the layout alone
+        weight, bias = layout.head  # FedGen's, by the layout alone
         assert (weight.name, bias and bias.name) == (f"{path}.weight", f"{path}.bias")
         assert weight.shape == (inputs.classes, wide)
         names = [name for name, _ in each.named_parameters()]

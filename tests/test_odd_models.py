@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from common.accounting.child_report import TrainingPath
-from common.errors import InvalidExperiment
-from common.experiment import reading, schema
-from common.learning import datasets, models
-from common.learning.evaluation import ModelTester
-from common.model.layout import Row
-from device.jobs import VARIABLE, LocalResult
+from fedstrata.common.accounting.work import TrainingPath, Work
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment import reading, schema
+from fedstrata.common.learning import datasets, models
+from fedstrata.common.learning.evaluation import ModelTester
+from fedstrata.common.model.layout import Row
+from fedstrata.device.jobs import VARIABLE
 from tests.helpers import odd_models
 from tests.helpers.examples import slow
 from tests.helpers.plain import first_model, plain_training, trained_together
@@ -134,17 +134,17 @@ def plain(text: str, node: str) -> tuple[Row, int]:
     return plain_training(lab, node, first_model(lab), epochs=2, local_round=ROUND, joins=joins)
 
 
-def trained(lab: schema.Experiment) -> list[tuple[Row, LocalResult]]:
+def trained(lab: schema.Experiment) -> list[tuple[Row, Work]]:
     """Train two devices of one process, one after another or vmapped, from the first model."""
     return rounds_of(lab, 1)[0]
 
 
-def rounds_of(lab: schema.Experiment, count: int) -> list[list[tuple[Row, LocalResult]]]:
+def rounds_of(lab: schema.Experiment, count: int) -> list[list[tuple[Row, Work]]]:
     """Train two devices of one process as often from the first model."""
     return trained_together(lab, DEVICES, epochs=2, local_round=ROUND, times=count)
 
 
-def check(lab: schema.Experiment, found: list[tuple[Row, LocalResult]], *, within: float) -> None:
+def check(lab: schema.Experiment, found: list[tuple[Row, Work]], *, within: float) -> None:
     layout = models.layout_of(models.anew(lab, inputs=datasets.load(lab.data).inputs))
     for node, (out, result) in zip(DEVICES, found, strict=True):
         wanted, steps = plain(lab.to_json(), node)

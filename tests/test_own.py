@@ -1,4 +1,4 @@
-"""docs/own.md: its files and commands, run as they stand there; and what own data sets may return."""
+"""docs/own-*.md: their files and commands, run as they stand there; and what own data sets may return."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ import pytest
 import torch
 from PIL import Image
 
-from common.errors import InvalidExperiment
-from common.experiment.own import permit
-from common.experiment.reading import parse
-from common.host.processes import free_port, python
-from common.learning import datasets
-from common.learning.datasets import Dataset
-from common.learning.inputs import Inputs
-from deploy.results.run import Run, folders
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.own import permit
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.host.processes import free_port, python
+from fedstrata.common.learning import datasets
+from fedstrata.common.learning.datasets import Dataset
+from fedstrata.common.learning.inputs import Inputs
+from fedstrata.deploy.results.run import Run, folders
 from tests.helpers.commands import fedstrata, folder_in, invoke, table
-from tests.helpers.own_page import FILES, PAGE
+from tests.helpers.own_page import FILES, PAGES
 
 COMMANDS: Final = [
     re.split(r"\s+#", line)[0]
-    for block in re.findall(r"^```sh\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    for block in re.findall(r"^```sh\n(.*?)^```", PAGES, re.MULTILINE | re.DOTALL)
     for line in block.splitlines()
 ]
 LINES_MOST: Final = 40
@@ -79,7 +79,7 @@ def test_the_files_of_the_page_are_enough_for_a_run_in_one_process(flats: Path) 
 
 @pytest.mark.slow
 def test_the_other_loss_and_score_of_the_page_run(flats: Path) -> None:
-    blocks = re.findall(r"^```toml\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```toml\n(.*?)^```", PAGES, re.MULTILINE | re.DOTALL)
     other = next(tomllib.loads(block) for block in blocks if "pinball:pinball" in block)
     keys = {"training.loss": other["training"]["loss"], "score": '{ name = "pinball:covered", better = "higher" }'}
     sets = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
@@ -128,7 +128,7 @@ def test_the_lab_of_the_page_runs_in_terminals(flats: Path) -> None:
 def test_a_file_named_as_a_room_of_fedstratas_replaces_nothing(flats: Path) -> None:
     for name in ("device", "cloud", "common", "deploy"):
         (flats / f"{name}.py").write_text("raise SystemExit('mine')\n")
-    done = subprocess.run([*python("deploy.cli"), "--version"], capture_output=True, text=True, check=False)
+    done = subprocess.run([*python("fedstrata"), "--version"], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and done.stdout.strip(), done.stderr
 
 
@@ -136,7 +136,7 @@ LOADERS: Final = """
 import numpy as np
 import torch
 from torch.utils.data import TensorDataset
-from common.learning.readers.parts import Parts
+from fedstrata.common.learning.readers.parts import Parts
 
 X, Y = torch.arange(12.0).reshape(6, 2), torch.arange(6) % 2
 
@@ -189,7 +189,6 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Datas
     (tmp_path / "loaders.py").write_text(LOADERS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    sys.modules.pop("loaders", None)
 
     def read(name: str, node: str = "cloud", **more: Any) -> Dataset:
         data = {"dataset": f"loaders:{name}", "root": str(tmp_path), **more}
@@ -231,7 +230,7 @@ def test_own_data_are_parts_of_images_texts_or_arrays(load: Callable[..., Datase
     [
         ("absent", "cannot be imported"),
         ("empty", "returns NoneType.*Return two pairs of samples and targets"),
-        ("other", "does not accept the keywords root"),
+        ("other", "needs folder, which is none of root, node"),
         ("failing", "fails with FileNotFoundError"),
         ("flat", r"has samples of uint8 \[4, 4\]\. Convert them"),
         ("mixed", r"training and test samples of float32 \[4, 1, 2, 2\] and uint8 \[2, 1, 2, 2\]"),

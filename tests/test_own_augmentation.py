@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.errors import InvalidExperiment
-from common.experiment.own import permit
-from common.experiment.reading import parse
-from common.experiment.schema import Experiment
-from device.jobs import VARIABLE, VmappedMode, vmapped_mode
-from device.training import batches
-from device.training.trainer import Trainer
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.own import permit
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.device.jobs import VARIABLE, VmappedMode, vmapped_mode
+from fedstrata.device.training import batches
+from fedstrata.device.training.trainer import Trainer
 from tests.helpers.plain import first_model, trained, trainer_of
 from tests.helpers.steps import batches_of
 
@@ -143,7 +143,6 @@ def test_a_trainer_gives_the_same_model_twice() -> None:
         ("Unseeded", {}, "the same samples twice become others"),
         ("NotCallable", {}, "makes NotCallable, which is not callable"),
         ("Absent", {}, "cannot be imported"),
-        ("Noise", {"least": 1}, "does not accept the keywords least"),
     ],
 )
 def test_what_is_wrong_ends_the_run_before_it_begins(name: str, keywords: dict[str, int], problem: str) -> None:

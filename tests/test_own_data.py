@@ -13,13 +13,13 @@ import pytest
 import torch
 from PIL import Image
 
-from common.errors import InvalidExperiment
-from common.experiment.data import Data, found_in
-from common.experiment.reading import parse
-from common.experiment.topology import CLOUD
-from common.learning import datasets, models
-from common.learning.evaluation import evaluate
-from common.learning.inputs import Inputs
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.data import Data, found_in
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.learning import datasets, models
+from fedstrata.common.learning.evaluation import evaluate
+from fedstrata.common.learning.inputs import Inputs
 
 CLASSES = ["dog", "cat"]
 

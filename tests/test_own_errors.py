@@ -6,22 +6,21 @@ import logging
 import os
 import re
 import signal
-import sys
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import pytest
 
-from common.errors import InvalidExperiment, RunFailed, bounded, described
-from common.experiment import own
-from common.experiment.reading import parse, to_toml
-from common.experiment.tables import write
-from common.host.processes import interruptible
-from common.learning.refiner import NodeRefiner
-from common.learning.splits import split_of
-from common.model.refinement import RoundModels
-from deploy.console import logs
+from fedstrata.common.errors import InvalidExperiment, RunFailed, bounded, described
+from fedstrata.common.experiment import own
+from fedstrata.common.experiment.reading import parse, to_toml
+from fedstrata.common.experiment.tables import write
+from fedstrata.common.host.processes import interruptible
+from fedstrata.common.learning.refiner import NodeRefiner
+from fedstrata.common.learning.splits import split_of
+from fedstrata.common.model.refinement import RoundModels
+from fedstrata.deploy.console import logs
 from tests.helpers.commands import fedstrata, invoke
 from tests.helpers.direct import run_direct
 from tests.helpers.examples import slow
@@ -33,9 +32,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from common.methods.column_rule import ColumnRule
-from common.methods.selection import Selector
-from device.training.objectives.objective import Objective
+from fedstrata.common.methods.column_rule import ColumnRule
+from fedstrata.common.methods.selection import Selector
+from fedstrata.device.training.objectives.objective import Objective
 
 
 def fail():
@@ -179,7 +178,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "faulty.py").write_text(FAULTY)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "faulty", raising=False)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(Path(__file__).parents[1]), str(tmp_path))))
     return tmp_path
 

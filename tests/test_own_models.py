@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from common.errors import InvalidExperiment
-from common.experiment.reading import parse
-from common.learning import models
-from common.learning.inputs import Inputs
-from common.learning.nets import Dropout
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.learning import models
+from fedstrata.common.learning.inputs import Inputs
+from fedstrata.common.learning.nets import Dropout
 
 GREY = Inputs((1, 8, 8), 10)
 TEXT = Inputs((5,), 3, tokens=7)
@@ -44,6 +43,11 @@ def for_other_shapes(*, shape, classes):
 def keeps_the_batch(*, shape, classes):
     return nn.Flatten()
 
+def with_nan(*, shape, classes):
+    module = build(shape=shape, classes=classes)
+    nn.init.constant_(module[2].bias, float("nan"))
+    return module
+
 def in_double(*, shape, classes):
     return build(shape=shape, classes=classes).double()
 
@@ -58,8 +62,6 @@ def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mynets" / "broken.py").write_text("1 / 0\n")
     (tmp_path / "mynets" / "needs.py").write_text("import nopackage.part\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    for name in [name for name in sys.modules if name.split(".")[0] == "mynets"]:
-        monkeypatch.delitem(sys.modules, name)
 
 
 def test_it_is_built_from_the_seed_alone_and_leaves_the_global_generator() -> None:
@@ -86,13 +88,14 @@ def test_text_models_know_the_number_of_tokens() -> None:
         ("mynets.small:absent", "cannot be imported.*AttributeError.*It has: torch, nn, build"),
         ("mynets.small:buidl", r"cannot be imported.*AttributeError.*Did you mean 'build'\?"),
         ("mynets.small:net", "is neither a class nor a function but int"),
-        ("mynets.small:positional", "does not accept the keywords shape, classes"),
-        ("mynets.small:words", "does not accept the keywords shape, classes.*tokens"),
+        ("mynets.small:positional", "needs depth, which is none of shape, classes"),
+        ("mynets.small:words", "needs tokens, which is none of shape, classes"),
         ("os:system", "is in Python's standard library"),
         ("mynets.small:fails", "fails with RuntimeError: no luck"),
         ("mynets.small:returns_a_class", "returns type, not nn.Module"),
         ("mynets.small:for_other_shapes", r"fails with RuntimeError.*on images of \[1, 8, 8\]"),
         ("mynets.small:keeps_the_batch", r"returns \[2, 64\] for two samples, not logits of \[2, 10\]"),
+        ("mynets.small:with_nan", r"makes 2\.bias with nan or infinity, in with_nan \(.*small\.py:\d+\)"),
         ("mynets.small:in_double", "fails with RuntimeError"),
     ],
 )

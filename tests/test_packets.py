@@ -15,13 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from paho.mqtt.enums import CallbackAPIVersion
 
-from common.net import bulk
-from common.net.address import BrokerAddress
-from common.net.bulk import HEAD_BYTES, PUBLISH_QOS0, RETAINED, Body, BulkClient, NotMqtt, PacketReader
-from common.net.connection import BrokerConnection, Handlers
-from common.protocol.limits import skip_large
-from deploy.brokers import broker
+from fedstrata.common.net import bulk
+from fedstrata.common.net.address import BrokerAddress
+from fedstrata.common.net.bulk import HEAD_BYTES, PUBLISH_QOS0, RETAINED, Body, BulkClient, NotMqtt, PacketReader
+from fedstrata.common.net.connection import BrokerConnection, Handlers
+from fedstrata.common.protocol.limits import skip_large
+from fedstrata.deploy.brokers import broker
 from tests.helpers.nodes import nothing
+from tests.helpers.sites import PATIENCE_S
 
 
 @dataclass
@@ -314,9 +315,9 @@ def test_an_error_while_a_message_is_handled_is_raised(
             BrokerAddress(served.host, served.port), Handlers(received, connected), client_id="c", keepalive_s=30
         )
         with pytest.raises(ZeroDivisionError):
-            await asyncio.wait_for(connection.run(connect_timeout_s=5), 30)
+            await asyncio.wait_for(connection.run(connect_timeout_s=PATIENCE_S), 2 * PATIENCE_S)
 
     if stock:
-        monkeypatch.setattr("common.net.client.usable", lambda: False)
+        monkeypatch.setattr("fedstrata.common.net.client.usable", lambda: False)
     with broker.start(directory=tmp_path) as served:
         asyncio.run(run())

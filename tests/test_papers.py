@@ -11,18 +11,23 @@ from typing import Any, Final
 
 import pytest
 
-from common.experiment.lint import warnings
-from common.experiment.reading import load as load_experiment
-from common.experiment.reading import override
-from common.experiment.schema import Experiment
-from common.experiment.tiers import participants
-from deploy.console.shipped import shipped_sweeps
-from deploy.results.kept import brief
-from deploy.results.run import Run, State, folders
-from deploy.sweeps.grid import Grid, SweepCell, figures_of, load
 from docs.tools import reproduction
+from docs.tools.kept_dots import dots
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.lint import warnings
+from fedstrata.common.experiment.reading import load as load_experiment
+from fedstrata.common.experiment.reading import override
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.tiers import participants
+from fedstrata.deploy.console.shipped import shipped_sweeps
+from fedstrata.deploy.results.kept import brief
+from fedstrata.deploy.results.run import Run, State, folders
+from fedstrata.deploy.results.series import series_of
+from fedstrata.deploy.sweeps.grid import Grid, SweepCell, figures_of, load
+from fedstrata.deploy.sweeps.schema import FULL, Size
 from tests.helpers.commands import EXPERIMENTS, invoke, table
 from tests.helpers.direct import run_direct
+from tests.helpers.figures import drawn
 
 PAGE: Final = Path(__file__).parents[1] / "docs" / "reproduction.md"
 # By file: cells and seeds, those of the small form, and how many figures the paper prints.
@@ -44,7 +49,7 @@ SIZES: Final = {
     "fedmr-figure5": (4, 3, 4, 5, 0),
     "fedmr-table1": (189, 3, 28, 5, 2),
     "tempo-figure2": (4, 3, 4, 3, 1),
-    "tempo-table1": (36, 3, 12, 3, 27),
+    "tempo-table1": (63, 3, 12, 3, 27),
 }
 # The papers' words: devices, how many of them train in a round of their parent, epochs, batch, learning rate, momentum,
 # weight decay, global rounds; None: depends on the cell, or the paper does not state it.
@@ -121,8 +126,8 @@ SHORT: Final = {"warmup_rounds": 1, "first_stage_rounds": 1, "propeller_rounds":
 
 
 @lru_cache
-def grid_of(name: str, *, small: bool = False) -> Grid:
-    return load(EXPERIMENTS / "papers" / f"{name}.toml", small=small)
+def grid_of(name: str, *, size: Size = FULL) -> Grid:
+    return load(EXPERIMENTS / "papers" / f"{name}.toml", size=size)
 
 
 def training_of(experiment: Experiment) -> tuple[float, ...]:
@@ -152,7 +157,7 @@ def test_every_table_and_figure_has_its_file() -> None:
 
 @pytest.mark.parametrize("name", SIZES)
 def test_a_sweep_has_its_cells_and_the_papers_figures(name: str) -> None:
-    large, small = grid_of(name), grid_of(name, small=True)
+    large, small = grid_of(name), grid_of(name, size="small")
     figures = figures_of(large.file, [measure.label for measure in large.measures])
     cells = {tuple(cell.values.values()) for cell in large.rows}
     assert {values for values, _ in figures} <= cells, "each figure belongs to a cell that is not skipped"
@@ -184,15 +189,19 @@ def test_tempo_has_the_papers_epochs_samples_and_targets() -> None:
         ("FashionMNIST", "IID"): 0.859, ("FashionMNIST", "Dir 1"): 0.855, ("FashionMNIST", "Dir 0.1"): 0.85,
         ("CIFAR-10", "IID"): 0.791, ("CIFAR-10", "Dir 1"): 0.673, ("CIFAR-10", "Dir 0.1"): 0.552,
     }  # fmt: skip
-    epochs = {"FedAdp 4": 4, "FedAdp 6": 6, "FedAdp 8": 8, "Tempo": 6}
+    epochs = {"FedAdp 4": 4, "FedAdp 8": 8}
     for cell, experiment in experiments_of(grid_of("tempo-table1")):
         method, rules = cell.values["method"], [tier.aggregation.name for tier in experiment.tiers]
         assert cell.target == targets[cell.values["data"], cell.values["distribution"]]
-        assert experiment.training.epochs == epochs[method] and experiment.tiers[1].rounds == 4
+        assert experiment.stop.target == cell.target
+        assert experiment.training.epochs == epochs.get(method, 6) and experiment.tiers[1].rounds == 4
         assert experiment.data.partition_size == 600
         assert experiment.sizes()[-1] == [40] * 5
-        control = experiment.cloud.epoch_control.name
-        assert (control, rules) == (("tempo", ["fedavg"] * 2) if method == "Tempo" else ("fixed", ["fedadp"] * 2))
+        control = experiment.cloud.epoch_control
+        assert control.name == ("tempo" if method.startswith("Tempo") else "fixed")
+        assert rules == ["fedadp" if method.startswith("FedAdp") else "fedavg"] * 2
+        controls = {"Tempo, shuffled": "shuffled", "Tempo, fixed mean": "fixed_mean"}
+        assert controls.get(method, "none") == getattr(control, "control", "none")
 
 
 def test_the_dry_run_names_the_data_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +212,7 @@ def test_the_dry_run_names_the_data_that_are_not_there(tmp_path: Path, monkeypat
     assert total.startswith("29 cells, 29 runs, ")
     assert lacking.startswith("no data on this host for cifar100 femnist sent140 shakespeare;")
     assert all(row.endswith("missing" if "CIFAR-10 " in row else "no data") for row in rows)
-    assert "no data" not in invoke(*words, "--small").stdout
+    assert "no data" not in invoke(*words, "--size", "small").stdout
 
 
 def test_tempos_lab_is_a_cell_of_its_table() -> None:
@@ -255,7 +264,7 @@ RUNS: Final = [name if name in QUICK else pytest.param(name, marks=pytest.mark.s
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_last_cell_of_each_small_form_runs(name: str, tmp_path: Path) -> None:
-    grid = grid_of(name, small=True)
+    grid = grid_of(name, size="small")
     tree = changed(grid.cells[-1].experiments[grid.seeds[0]], "rounds=2", "training.epochs=1")
     rule = tree["tiers"][0]["aggregation"]
     rule.update({key: min(rule[key], most) for key, most in SHORT.items() if key in rule})
@@ -263,12 +272,39 @@ def test_the_last_cell_of_each_small_form_runs(name: str, tmp_path: Path) -> Non
     assert len(table(path / "rounds.csv")) == 2
 
 
+REDUCED: Final = {
+    "tempo-table1": (63, 3), "fedcross-table2": (24, 2), "fedcross-table3": (3, 2), "fedmr-table1": (28, 2),
+    "fedcda-table1": (4, 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_reduced_size_has_the_papers_data_and_skew(name: str) -> None:
+    full = grid_of(name)
+    if name not in REDUCED:
+        with pytest.raises(
+            InvalidExperiment, match=r"--size = 'reduced': the sweep has no such size\. Use small or full"
+        ):
+            grid_of(name, size="reduced")
+        return
+    grid = grid_of(name, size="reduced")
+    cells, seeds = REDUCED[name]
+    assert (len(grid.cells), len(grid.seeds)) == (cells, seeds)
+    assert f"\n| `{name}` | {cells} | {seeds} | " in PAGE.read_text()
+    assert f"(reduced: {full.file.reduced.note})" in grid.title
+    whole = {cell.label: cell.experiments[1] for cell in full.cells}
+    for cell in grid.cells:
+        own, theirs = cell.experiments[1], whole[cell.label]
+        assert own.data == theirs.data and own.rounds <= theirs.rounds
+        assert own.sizes() == theirs.sizes() and own.training == theirs.training
+
+
 @pytest.mark.slow
 def test_the_bytes_of_fedcross_table_1_are_those_of_its_text(tmp_path: Path) -> None:
     """ "FedCross needs a communication of 2K models, which is the same as FedAvg"; SCAFFOLD "2K models plus 2K global
     control variables"; FedGen "2K models plus K generators"; FedProx and CluSamp as FedAvg.
     """
-    grid, rounds, models = grid_of("fedcross-table1", small=True), 2, 2 * 6 * 2  # 10 % of 60 devices
+    grid, rounds, models = grid_of("fedcross-table1", size="small"), 2, 2 * 6 * 2  # 10 % of 60 devices
     found = {}
     for cell in grid.cells:
         path = run_direct(tmp_path, changed(cell.experiments[1], f"rounds={rounds}", "training.epochs=1"))
@@ -287,8 +323,38 @@ def test_each_kept_cell_is_read_by_this_release() -> None:
     assert kept
     stems = {name.rpartition("/")[2] for name in shipped_sweeps()}
     for run in map(Run, kept):
-        assert run.path.parent.name in stems and run.state is State.FINISHED, run.path
+        stem = run.path.parent.name.removesuffix("-reduced")  # the folder of a smaller size
+        assert stem in stems and run.state is State.FINISHED, run.path
         assert run.rounds[-1].global_round <= run.experiment.rounds and run.cell, run.path
-        assert brief(run.experiment) == tomllib.loads((run.path / "experiment.toml").read_text()), run.path
+        assert brief(run.experiment) == tomllib.loads(run.text), run.path
         assert re.fullmatch("[0-9a-f]{16}", run.manifest["model"]) and run.manifest["cpu_s"] > 0, run.path
         assert "-dirty" not in run.manifest["commit"], f"{run.path}: of a commit that nobody has"
+
+
+def test_the_paper_s_seconds_are_drawn_beside_ours_with_its_baseline_at_ours() -> None:
+    name = "tempo-table1-reduced"
+    runs = [run for run in map(Run, folders(PAGE.with_name("results") / name)) if run.seed == 1]
+    series = [each for each in series_of(runs) if each.runs[0].cell.startswith("MNIST, Dir 0.1, ")]
+    figure = dots(name, series)
+    assert figure is not None and figure.title.startswith("Simulated seconds to 92.5 %")
+    seconds = {each.runs[0].cell.removeprefix("MNIST, Dir 0.1, "): reached_s(each.runs[0], 0.925) for each in series}
+    best = min(seconds[f"FedAdp {epochs}"] for epochs in (4, 6, 8))
+    canvas = drawn(figure)
+    at = {
+        canvas.tooltips[key][0]: float(line.get_xdata()[0])
+        for line in canvas.sheet.axes[0].lines
+        if (key := line.get_gid())
+    }
+    tempo = best * 7.65 / 8.27  # of the paper's hours
+    ticks = {text: x for text, x in at.items() if text.startswith("the paper's: ")}
+    assert ticks == {f"the paper's: {x:.1f} s": pytest.approx(x) for x in (best, tempo)}
+    places = {text.partition(":")[0]: x for text, x in at.items() if text not in ticks}
+    assert places == {
+        **{name: pytest.approx(x) for name, x in seconds.items()},
+        "FedAdp, the best": pytest.approx(best),
+    }
+
+
+def reached_s(run: Run, target: float) -> float:
+    """Return the seconds after which a run had an accuracy."""
+    return next(row.elapsed_s for row in run.rounds if row.accuracy is not None and row.accuracy >= target)

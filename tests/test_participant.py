@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from session_lab import ALL, Lab, names_of, settled
 
-from common.accounting.traffic import Traffic
-from common.experiment.tiers import Closing
-from common.protocol.events import TaskReceived
-from common.protocol.messages import Acknowledgement, Key, Phase, Progress, Result
-from common.protocol.participant import PHASE_S, Acknowledged, Participant, ParticipantState
-from common.protocol.round_state import Standing, Timeline, Verdict, judge
+from fedstrata.common.accounting.traffic import Traffic
+from fedstrata.common.experiment.tiers import Closing
+from fedstrata.common.protocol.events import TaskReceived
+from fedstrata.common.protocol.messages import Acknowledgement, Key, Phase, Progress, Result
+from fedstrata.common.protocol.participant import PHASE_S, Acknowledged, Participant, ParticipantState
+from fedstrata.common.protocol.round_state import Standing, Timeline, Verdict, judge
 from tests.helpers.coordinators import COUNTED, OLD, OneChild, OneParent, children_of, progress_of, result_of, task_of
 
 # Closing

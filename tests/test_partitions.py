@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import InvalidExperiment
-from common.experiment import reading, schema
-from common.experiment.topology import CLOUD, Tree
-from common.learning import splits
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment import reading, schema
+from fedstrata.common.experiment.topology import CLOUD, Tree
+from fedstrata.common.learning import splits
 
 Indices = npt.NDArray[np.int64]
 

@@ -17,26 +17,26 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.nn import functional
 
-from cloud.checkpoint import save_model
-from common.accounting.child_report import TrainingPath
-from common.errors import InvalidExperiment
-from common.experiment.data import Model
-from common.experiment.reading import parse
-from common.experiment.schema import Experiment
-from common.learning import datasets, models
-from common.learning.evaluation import ModelTester
-from common.methods.rule import link_layouts
-from common.model.layout import Section
-from common.model.parts import ModelParts, Part, part_of_each
-from deploy.results.run import Run
-from device.jobs import VARIABLE, Ending, HostedDevice, LocalResult, Order
-from device.pool.trainers import Trainers
-from device.training import batches
-from device.training.trainer import Trainer
+from fedstrata.cloud.checkpoint import save_model
+from fedstrata.common.accounting.work import TrainingPath
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.data import Model
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.learning import datasets, models
+from fedstrata.common.learning.evaluation import ModelTester
+from fedstrata.common.methods.rule import link_layouts
+from fedstrata.common.model.layout import Section
+from fedstrata.common.model.parts import ModelParts, Part, part_of_each
+from fedstrata.deploy.results.run import Run
+from fedstrata.device.jobs import VARIABLE, Ending, HostedDevice, LocalResult, Order
+from fedstrata.device.pool.trainers import Trainers
+from fedstrata.device.training import batches
+from fedstrata.device.training.trainer import Trainer
 from tests.helpers.commands import DEMO, run_lab, table
 from tests.helpers.direct import resumed_run, run_direct
 from tests.helpers.examples import slow
-from tests.helpers.own_page import FILES, PAGE
+from tests.helpers.own_page import FILES, PAGES
 from tests.helpers.plain import train_plainly
 from tests.helpers.real_workload import RealWorkload
 from tests.helpers.scenarios import KilledLab
@@ -301,7 +301,7 @@ def trained(lab: Experiment) -> list[tuple[np.ndarray[Any, Any], TrainingPath]]:
         trainers.train(list(zip(devices, orders, strict=True)), "cpu", ended.__setitem__)
         results = [ended[number] for number in range(2)]
         assert all(isinstance(result, LocalResult) for result in results), results
-        paths = [result.path for result in results if isinstance(result, LocalResult)]
+        paths = [result.work.path for result in results if isinstance(result, LocalResult)]
     return list(zip(outs, paths, strict=True))
 
 
@@ -375,7 +375,7 @@ def test_of_lora_its_factors_alone_travel(tmp_path: Path, monkeypatch: pytest.Mo
     assert final.keys() - factors == first.parts.frozen.keys()
     assert all(torch.equal(final[name], torch.from_numpy(array)) for name, array in first.parts.frozen.items())
     assert sum(tensor.numel() for name, tensor in final.items() if name not in factors) == 19_240 // 4
-    assert f"{sent:,} bytes" in PAGE
+    assert f"{sent:,} bytes" in PAGES
 
 
 # What is refused

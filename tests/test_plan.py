@@ -8,9 +8,8 @@ import json
 import os
 import tracemalloc
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from copy import copy
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,25 +18,26 @@ import pytest
 from rich import progress as rich_progress
 from rich.console import Console
 
-from common.accounting.costs import DeviceCosts
-from common.experiment.methods import RULES, RuleSettings
-from common.experiment.reading import parse, to_toml
-from common.experiment.schema import Experiment
-from common.experiment.training import TrainingSettings
-from common.host.machine import LoadMeter, MachineLoad
-from common.methods import aggregator
-from common.methods.fedavg import FedAvg
-from common.methods.rule import Uploads, link_layouts
-from common.model.layout import ModelLayout, Section
-from deploy.console.stages import Stages
-from deploy.planning import calibration, footprint, predicting, trainings, workload
-from deploy.planning.calibration import MachineSpeeds
-from deploy.planning.predicting import Predictor
-from deploy.planning.simulated import Site, simulate
-from deploy.planning.trainings import MeasuredTraining, TrainingSpeed
-from deploy.sweeps import planning
-from deploy.sweeps.grid import expand
-from device.jobs import LocalResult, Order, Prepared
+from fedstrata.common.accounting.costs import DeviceCosts
+from fedstrata.common.accounting.work import Work
+from fedstrata.common.experiment.methods import RULES, RuleSettings
+from fedstrata.common.experiment.reading import parse, to_toml
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.training import TrainingSettings
+from fedstrata.common.host.machine import LoadMeter, MachineLoad
+from fedstrata.common.methods import aggregator
+from fedstrata.common.methods.fedavg import FedAvg
+from fedstrata.common.methods.rule import Uploads, link_layouts
+from fedstrata.common.model.layout import ModelLayout, Section
+from fedstrata.deploy.console.stages import Stages
+from fedstrata.deploy.planning import calibration, footprint, predicting, simulated_run, trainings, workload
+from fedstrata.deploy.planning.calibration import MachineSpeeds
+from fedstrata.deploy.planning.predicting import Predictor
+from fedstrata.deploy.planning.simulated import simulate
+from fedstrata.deploy.planning.trainings import TrainingSpeed
+from fedstrata.deploy.sweeps import planning
+from fedstrata.deploy.sweeps.grid import expand
+from fedstrata.device.jobs import LocalResult, Order, Prepared
 from tests.helpers.commands import invoke
 from tests.helpers.rules import LEAST, WITH_OBJECTIVE, Report, least_lab
 
@@ -50,8 +50,7 @@ STEPS = MachineSpeeds(step_s=1.5, cores=2)  # the steps of devices alone take ti
 @pytest.mark.parametrize("name", WITH_OBJECTIVE)
 def test_a_plan_trains_with_the_rule_that_the_objective_needs(name: str) -> None:
     work = workload.workload(parse({"model": {"name": "mlp_digits"}} | least_lab(name)))
-    text, names = work.calibrated.to_json(), work.calibrated.tree.devices
-    assert trainings.train(text, names, 1, first=work.first, training_s=0.01).step_s > 0
+    assert trainings.train(work.calibrated, first=work.first, training_s=0.01).step_s > 0
 
 
 def test_one_device_is_calibrated_if_the_data_of_each_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,8 +79,7 @@ def test_the_seconds_of_scoring_are_those_of_the_test_samples() -> None:
         evaluation = {"at": "devices", "data": "test", "personalised": models == 2}
         tree = {"rounds": 3, "topology": {"institutions": 0, "devices": 2}, "data": made, "evaluation": evaluation}
         work = workload.workload(parse({"training": {"batch_size": 10}, "model": {"name": "mlp_digits"}} | tree))
-        workload.rehearse(work, STEPS)
-        found = simulate(work, STEPS, site=Site.HOSTS, work_s=lambda begin: begin() or 0.0)
+        found = simulate(work, STEPS)
         forward_s = 1.5 * 20 / 3  # 200 test samples are 20 batches, a forward pass is a third of a step
         assert found.seconds()["train"] == pytest.approx(2 * 1.5 + models * forward_s, rel=0.01)
 
@@ -185,37 +183,20 @@ def test_what_is_not_here_is_made_up() -> None:
     assert work.calibrated.data.dataset == "synthetic" and work.layout.row_bytes == 4 * 61_706
 
 
-@pytest.mark.parametrize(
-    ("devices", "cores", "processes"), [(1, 2, [(1, 1)]), (12, 2, [(12, 2)]), (70, 2, [(35, 1), (35, 1)])]
-)
-def test_the_processes_of_a_lab_are_measured_together(
-    devices: int, cores: int, processes: Sequence[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[int, int]] = []
-
-    def train(text: str, names: Sequence[str], slots: int, **_: object) -> TrainingSpeed:
-        asked.append((len(names), slots))
-        return TrainingSpeed(2.0 * len(asked), 0.2)
-
-    monkeypatch.setattr(calibration, "train", train)
-    monkeypatch.setattr(calibration, "ProcessPoolExecutor", lambda jobs, mp_context: ThreadPoolExecutor(1))
-    topology = {"institutions": 0, "devices": devices}
+def test_a_machine_is_measured_by_devices_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "train", lambda *_, **__: TrainingSpeed(2.0, 0.2, 0.9))
+    topology = {"institutions": 0, "devices": 12}
     work = workload.workload(parse({"model": {"name": "mlp_digits"}, "topology": topology}))
-    found = calibration.measure(work, cores=cores, together=True)
-    assert asked == processes
-    assert (found.step_s, found.training_s) == pytest.approx((1.0 + len(processes), 0.2))
-    assert found.cores == 2 and min(found.message_s, found.byte_s, found.record_s) > 0
-    assert found.evaluation_s > 0
-    asked.clear()
-    calibration.measure(work, cores=cores, together=False)
-    assert asked == [(devices, 1)]
+    found = calibration.measure(work, cores=2)
+    assert (found.step_s, found.training_s, found.share, found.cores) == (2.0, 0.2, 0.9, 2)
+    assert min(found.evaluation_s, found.message_s, found.round_s, found.byte_s, found.mix_byte_s) > 0
 
 
 class FakePool:
     """A pool, and its members, whose trainings take 0.125 s a step, and 0.25 s from one to the next."""
 
-    def __init__(self, *, slots: int, **_: object) -> None:
-        self.slots, self.running, self.node = slots, set[str](), ""
+    def __init__(self, **_: object) -> None:
+        self.running, self.node = list[str](), ""
 
     async def __aenter__(self) -> FakePool:
         return self
@@ -232,42 +213,21 @@ class FakePool:
         return Prepared(ModelLayout.build([("w", (2,), Section.PARAMETER)]), 1, "")
 
     async def train(self, order: Order) -> LocalResult:
-        self.running.add(self.node)  # of all members
+        self.running.append(self.node)  # of all members
         await asyncio.sleep(0)
-        assert len(self.running) == (self.slots if order.epochs else 1)
-        await asyncio.sleep(0)
+        assert self.running == [self.node]
         self.running.remove(self.node)
         steps = order.epochs * (8 if self.node == "device-0" else 24)
-        return LocalResult(1, 0.5, steps, train_s=0.125 * steps, wait_s=0.25, costs=DeviceCosts(cpu_s=0.1 * steps))
+        return LocalResult(
+            Work(1, 0.5, steps=steps, train_s=0.125 * steps, wait_s=0.25, costs=DeviceCosts(cpu_s=0.1 * steps))
+        )
 
 
-def test_devices_train_in_turn_as_many_at_once_as_in_the_lab(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_train_in_turn_and_a_training_without_steps_has_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainings, "Pool", FakePool)
     experiment = parse({"topology": {"institutions": 0, "devices": 3}, "training": {"epochs": 2}})
-    first = np.zeros(8, np.uint8)
-    found = trainings.train(experiment.to_json(), experiment.tree.devices, 2, first=first, training_s=0.0)
+    found = trainings.train(experiment, first=np.zeros(8, np.uint8), training_s=0.0)
     assert (found.step_s, found.training_s, found.share) == pytest.approx((0.125, 0.25, 0.8))
-
-
-MEASURED = [MeasuredTraining(steps, 0.25 + 0.125 * steps) for steps in (8, 24, 7, 21)]
-
-
-def test_a_line_through_trainings_separates_their_steps_from_the_rest() -> None:
-    assert trainings.line(MEASURED, least_s=0.01) == pytest.approx((0.125, 0.25))
-    alike = [MeasuredTraining(8, seconds) for seconds in (1.0, 1.2)]
-    assert trainings.line(alike, least_s=0.3) == pytest.approx((0.1, 0.3))
-    noisy = [MeasuredTraining(8, 2.0), MeasuredTraining(16, 1.0)]
-    step_s, rest_s = trainings.line(noisy, least_s=0.0)
-    assert rest_s >= 0 and step_s > 0 and 24 * step_s + 2 * rest_s == pytest.approx(3.0)
-
-
-def test_what_a_cloud_writes_waits_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    waited, evaluated, sync = list[int](), list[int](), os.fsync
-    monkeypatch.setattr(os, "fsync", lambda file: (waited.append(file), sync(file)))
-    work = workload.workload(parse({"model": {"name": "mlp_digits"}, "topology": {"institutions": 2, "devices": 4}}))
-    beside = partial(evaluated.append, 1)
-    assert calibration.record_seconds(work.experiment, layout=work.layout, row=work.first, beside=beside) > 0
-    assert len(waited) >= 6 * calibration.RECORDS and len(evaluated) == calibration.RECORDS
 
 
 def test_the_command_reports_seconds_bytes_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,14 +237,14 @@ def test_the_command_reports_seconds_bytes_and_memory(tmp_path: Path, monkeypatc
     sizes = {"topology": {"institutions": 2, "devices": 4}, "model": {"name": "mlp_digits"}}
     file.write_text(to_toml(parse({**sizes, "cloud": {"epoch_control": {"name": "tempo"}}})))
     out = tmp_path / "new" / "prediction.json"
-    result = invoke("plan", file, "--one-host", "--format", "json", "--out", out)
+    result = invoke("plan", file, "--format", "json", "--out", out)
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
-    assert found == json.loads(out.read_text()) and found["one_host"] is True
+    assert found == json.loads(out.read_text())
     assert found["global_round_s"] == pytest.approx(sum(found["seconds"].values())) and found["speeds"]["step_s"] > 0
     assert set(found["epochs"]) == {"institution-0", "institution-1"} and "Tempo" in found["assumed"][0]
     assert found["load"]["cores"] == os.cpu_count() and 0 < found["speeds"]["share"] <= 1
-    assert [line.split()[0] for line in result.stderr.splitlines()] == ["reads", "measures", "finds", "simulates"]
+    assert [line.split()[0] for line in result.stderr.splitlines()] == ["reads", "measures", "simulates"]
     refused = invoke("plan", file, "--set", "topology.devices=1")
     assert refused.exit_code == 4 and "no device" in refused.output
 
@@ -296,23 +256,38 @@ def test_a_machine_is_measured_once_for_runs_that_train_alike(monkeypatch: pytes
         measured.append(work.experiment.model.name)
         return MachineSpeeds(step_s=0.01, cores=2)
 
-    monkeypatch.setattr(predicting, "measure", measure)
-    predictor = Predictor(site=Site.DIRECT, rounds=1)
+    monkeypatch.setattr(simulated_run, "measure", measure)
+    predictor = Predictor(rounds=1)
     lab = {"topology": {"institutions": 0, "devices": 3}}
     median = {"cloud": {"aggregation": {"name": "median"}}}
     trees = [lab, lab | median | {"data": {"partition": "dirichlet"}}, lab | {"model": {"name": "mlp_digits"}}]
     found = [predictor.predict(parse({"model": {"name": "cnn_digits"}} | tree)) for tree in trees]
     assert measured == ["cnn_digits", "mlp_digits"]
-    assert all(each["global_round_s"] > 3 * 0.01 and "worker" in each["memory"] for each in found)
+    assert all(each["global_round_s"] > 3 * 0.01 for each in found)
+
+
+def test_devices_of_one_user_each_have_their_own_samples_alone() -> None:
+    own = (1_000, 5_000, 3_000)
+
+    def held(devices: int, own_bytes: tuple[int, ...]) -> int:
+        sizes = {"data_bytes": MB, "devices": devices, "own_bytes": own_bytes}
+        return footprint.memory_of(parse({}), BIG, **sizes)["device"]
+
+    assert held(1, ()) - held(1, own) == MB - 5_000
+    assert held(2, ()) - held(2, own) == MB - 8_000
+    direct = [footprint.direct_bytes(parse({}), BIG, data_bytes=MB, own_bytes=each) for each in ((), own)]
+    assert direct[1] - direct[0] == 9_000
 
 
 def test_the_table_has_a_global_round_its_phases_and_the_memory() -> None:
     found = {"global_round_s": 1.75, "total_s": 17.5, "global_rounds": 10, "seconds": {"train": 1.5, "wait": 0.25}}
     found |= {"tiers": {"wan_up": 2_000_000}, "memory": {"cloud": 60_000_000}, "speeds": {"share": 0.99}}
+    found |= {"own_bytes": {"device-0": 3_000, "device-1": 9_000_000, "device-2": 1_200_000}}
     load = {"others_cores": 0.04, "cores": 2, "load_average": 0.3, "busy": False}
     table = predicting.text_of({**found, "assumed": ["each device has 10 samples"], "load": load})
     assert table.splitlines()[0].split() == ["a", "global", "round", "1.75", "s"]
     assert table.splitlines()[3] == "10 global rounds 17.50 s"
+    assert "\n  own samples    3.0 kB to 9.0 MB by user, 1.2 MB in the middle\n" in table
     assert "2.0 MB" in table and "60.0 MB" in table and "\nassumed: each device has 10 samples\n" in table
     measured = "measured while other processes used 0.0 of 2 cores (load average 0.3); training had 99% of a core"
     assert table.splitlines()[-1] == measured
@@ -337,8 +312,8 @@ def test_a_bar_shows_the_share_of_a_stage(capsys: pytest.CaptureFixture[str]) ->
 )
 def test_a_busy_machine_is_noticed(others: float | None, share: float, busy: bool) -> None:
     load = MachineLoad(others, 2, 1.5)
-    assert predicting.is_busy(load, share) is busy
-    line = predicting.load_line({"others_cores": others, "cores": 2, "load_average": 1.5, "busy": busy}, share)
+    assert calibration.is_busy(load, share) is busy
+    line = calibration.load_line({"others_cores": others, "cores": 2, "load_average": 1.5, "busy": busy}, share)
     assert line.count("\n") == 1 and ("Measure again when it is idle." in line) is busy
 
 
@@ -387,24 +362,22 @@ def test_runs_of_equal_cost_are_predicted_once_and_all_are_summed() -> None:
     planned = planning.plan_of(planning.groups_of(grid), predict, begun.append)
     assert begun == [f"predicts 6 runs like {model}, iid, seed 1" for model in ("mlp_digits", "cnn_digits")]
     assert [one.model.name for one in seen] == ["mlp_digits", "cnn_digits"]
-    found = planning.to_json(grid, planned, jobs=2)
+    found = planning.to_json(grid, planned)
     rounds = {"mlp_digits": 3 * 2 * 10, "cnn_digits": 3 * (10 + 5)}
-    assert found["run_s"] == pytest.approx(sum(SECONDS[name] * count for name, count in rounds.items()))
-    assert found["total_s"] == pytest.approx(found["run_s"] / 2)
-    assert found["bytes"] == {"wan_up": pytest.approx(100 * found["run_s"])}
+    assert found["total_s"] == pytest.approx(sum(SECONDS[name] * count for name, count in rounds.items()))
+    assert found["bytes"] == {"wan_up": pytest.approx(100 * found["total_s"])}
     assert found["memory"] == {"device": 400_000_000, "cloud": 1000} and found["assumed"] == ["as ever"]
     assert [(group["runs"], group["global_rounds"]) for group in found["groups"]] == [(6, 60), (6, 45)]
-    assert planning.to_json(grid, planned, jobs=100)["total_s"] == pytest.approx(40.0)  # the longest run
 
 
 def test_plan_takes_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Predictor, "predict", lambda self, experiment, **_: predicted(experiment))
-    found = invoke("plan", "study/two", "--one-host", "--only", "method=FedAvg", "--seeds", "2", "--format", "json")
+    found = invoke("plan", "study/two", "--only", "method=FedAvg", "--seeds", "2", "--format", "json")
     assert found.exit_code == 0, found.stderr
     assert found.stderr.startswith("predicts 8 runs like ") and found.stderr.count("\n") == 1
     plan = json.loads(found.stdout)
-    assert plan["runs"] == 2 * 2 * 2 and plan["total_s"] == pytest.approx(8 * 300 * 1.0) and plan["jobs"] == 1
-    text = invoke("plan", "study/two", "--one-host", "--only", "method=FedAvg", "--out", tmp_path / "plan.json")
+    assert plan["runs"] == 2 * 2 * 2 and plan["total_s"] == pytest.approx(8 * 300 * 1.0)
+    text = invoke("plan", "study/two", "--only", "method=FedAvg", "--out", tmp_path / "plan.json")
     assert "20 runs   1.67 h" in text.stdout and "  wan up         600.0 kB" in text.stdout
     assert json.loads((tmp_path / "plan.json").read_text())["runs"] == 20
 

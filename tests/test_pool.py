@@ -17,16 +17,16 @@ import numpy as np
 import psutil
 import pytest
 
-from common.accounting.child_report import TrainingPath
-from common.errors import AcceleratorLost, InvalidExperiment, RunFailed
-from common.experiment import reading, schema
-from common.host.accelerators import choose, may_have_gpu
-from common.learning import splits
-from common.model.layout import ModelLayout, Row, Section
-from device import jobs
-from device.jobs import Cancelled, HostedDevice, Job, LocalResult, Order, PoolRequest, Prepared
-from device.pool.executors import Executor, Thread, Worker
-from device.pool.pool import Member, Pool
+from fedstrata.common.accounting.work import TrainingPath, Work
+from fedstrata.common.errors import AcceleratorLost, InvalidExperiment, RunFailed
+from fedstrata.common.experiment import reading, schema
+from fedstrata.common.host.accelerators import choose, may_have_gpu
+from fedstrata.common.learning import splits
+from fedstrata.common.model.layout import ModelLayout, Row, Section
+from fedstrata.device import jobs
+from fedstrata.device.jobs import Cancelled, HostedDevice, Job, LocalResult, Order, PoolRequest, Prepared
+from fedstrata.device.pool.executors import Executor, Thread, Worker
+from fedstrata.device.pool.pool import Member, Pool
 from tests.helpers.loops import in_loop
 from tests.helpers.plain import first_model, trained, trainer_of
 
@@ -74,9 +74,7 @@ def experiment(model: str = "cnn_digits", devices: int = 4, **training: Any) -> 
     return reading.parse({"model": {"name": model}, "topology": {"devices": devices}, "training": training})
 
 
-def alone(
-    lab: schema.Experiment, node: str, row: Row, *, epochs: int = 1, local_round: int = 0
-) -> tuple[Row, LocalResult]:
+def alone(lab: schema.Experiment, node: str, row: Row, *, epochs: int = 1, local_round: int = 0) -> tuple[Row, Work]:
     return trained(trainer_of(lab, node), row, epochs=epochs, local_round=local_round)
 
 
@@ -129,7 +127,7 @@ class FakeLane:
                 job.fail(Cancelled())
             else:
                 job.order.progress(1, 1)
-                job.finish(LocalResult(7, 0.5, 1, 0.0, 0.0, TrainingPath.VMAPPED))
+                job.finish(LocalResult(Work(7, 0.5, steps=1, train_s=0.0, wait_s=0.0, path=TrainingPath.VMAPPED)))
 
     def forget(self, digest: str) -> None:
         self.forgotten.append(digest)
@@ -175,7 +173,9 @@ async def test_first_come_first_served_and_who_leaves_the_queue_is_skipped() -> 
         assert [nodes for _, nodes in notes.begun] == [["c"], ["a"], ["b"]]
         assert isinstance(results[2], asyncio.CancelledError)
         assert all(
-            isinstance(result, LocalResult) and result.wait_s >= 0 for result in results if result is not results[2]
+            isinstance(result, LocalResult) and result.work.wait_s >= 0
+            for result in results
+            if result is not results[2]
         )
         assert pool.moves == members[0].moves == 3
     assert all(lane.closed for lane in notes.lanes)
@@ -210,7 +210,7 @@ async def test_a_training_that_is_called_off_ends_before_its_rows_are_free() -> 
         await settle()
         assert [nodes for _, nodes in notes.begun] == [["a"], ["b"]]
         notes.gate.set()
-        assert (await second).samples == 7
+        assert (await second).work.samples == 7
 
 
 def test_a_training_alone_costs_no_look_at_those_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +229,7 @@ def test_a_training_alone_costs_no_look_at_those_that_wait(monkeypatch: pytest.M
     monkeypatch.setattr(Pool, "_share", counted_share)
 
     async def play(most: int) -> int:
-        monkeypatch.setattr("device.pool.pool.most_together", lambda *_: most)
+        monkeypatch.setattr("fedstrata.device.pool.pool.most_together", lambda *_: most)
         notes = Notes(["cpu"])
         notes.gate.set()
         async with fake_pool(notes, devices=50) as pool:
@@ -246,8 +246,8 @@ async def test_a_lane_that_takes_several_gets_trainings_of_one_model(monkeypatch
     async def at_once(*_: object) -> None:
         """Wait for nobody."""
 
-    monkeypatch.setattr("device.pool.pool.gather", at_once)
-    monkeypatch.setattr("device.pool.pool.most_together", lambda *_: 3)
+    monkeypatch.setattr("fedstrata.device.pool.pool.gather", at_once)
+    monkeypatch.setattr("fedstrata.device.pool.pool.most_together", lambda *_: 3)
 
     notes = Notes(["cpu"])
     other = experiment(learning_rate=0.5)
@@ -278,7 +278,7 @@ async def test_a_lane_that_takes_several_gets_trainings_of_one_model(monkeypatch
 async def test_devices_go_round_the_gpus(
     accelerator: str, slots: int | None, wanted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("device.pool.pool.may_have_gpu", lambda: True)
+    monkeypatch.setattr("fedstrata.device.pool.pool.may_have_gpu", lambda: True)
 
     notes = Notes(["cpu", "cuda:0", "cuda:1", "cuda:2"])
     names = [f"d{i}" for i in range(9)]
@@ -365,7 +365,9 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         pool = runner.run(open_pool())
         yield Lab(runner, pool, folder)
         runner.run(pool.__aexit__())
-    assert [child for child in psutil.Process().children() if "device.pool.worker_process" in child.cmdline()] == []
+    assert [
+        child for child in psutil.Process().children() if "fedstrata.device.pool.worker_process" in child.cmdline()
+    ] == []
 
 
 def test_workers_give_the_bits_of_a_trainer_alone(lab: Lab) -> None:
@@ -386,10 +388,16 @@ def test_workers_give_the_bits_of_a_trainer_alone(lab: Lab) -> None:
     for node, (prepared, result, out) in zip(nodes, lab.do(together()), strict=True):
         wanted, single = alone(what, node, row, epochs=2, local_round=3)
         assert np.array_equal(out, wanted)
-        assert (result.samples, result.loss, result.steps) == (single.samples, single.loss, single.steps)
-        assert prepared.samples == result.samples and prepared.layout.row_bytes == row.nbytes
+        did = result.work
+        assert (did.samples, did.loss, did.steps) == (single.samples, single.loss, single.steps)
+        assert prepared.samples == did.samples and prepared.layout.row_bytes == row.nbytes
         assert prepared.partition == splits.split_of(what, node=node).digest != ""
-        assert result.path == "workers" and single.path == "in-process" and result.train_s > 0 and result.wait_s >= 0
+        assert (
+            result.work.path == "workers"
+            and single.path == "in-process"
+            and result.work.train_s > 0
+            and result.work.wait_s >= 0
+        )
 
 
 def test_workers_train_devices_vmapped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,7 +408,7 @@ def test_workers_train_devices_vmapped(monkeypatch: pytest.MonkeyPatch) -> None:
     async def one(member: Member) -> tuple[LocalResult, Row]:
         out, reported = np.zeros_like(row), list[tuple[int, int]]()
         result = await member.train(Order(row, out, 1, 2, lambda *done: reported.append(done)))
-        assert reported[-1] == (result.steps, result.steps) and result.wall_s >= result.train_s > 0
+        assert reported[-1] == (result.work.steps, result.work.steps) and result.wall_s >= result.work.train_s > 0
         return result, out
 
     async def together() -> list[tuple[LocalResult, Row]]:
@@ -412,7 +420,11 @@ def test_workers_train_devices_vmapped(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for k, (result, out) in enumerate(asyncio.run(together())):
         wanted, single = alone(what, f"device-{k}", row, local_round=2)
-        assert (result.path, result.samples, result.steps) == (TrainingPath.VMAPPED, single.samples, single.steps)
+        assert (result.work.path, result.work.samples, result.work.steps) == (
+            TrainingPath.VMAPPED,
+            single.samples,
+            single.steps,
+        )
         assert np.abs(out.view(np.float32) - wanted.view(np.float32)).max() < 1e-4
 
 
@@ -431,7 +443,10 @@ def test_one_slot_is_a_thread_and_gives_the_same_bits() -> None:
             return result, out
 
     result, out = asyncio.run(play())
-    assert np.array_equal(out, alone(what, "device-1", row, epochs=1, local_round=2)[0]) and result.path == "in-process"
+    assert (
+        np.array_equal(out, alone(what, "device-1", row, epochs=1, local_round=2)[0])
+        and result.work.path == "in-process"
+    )
 
 
 def test_progress_is_reported_and_a_running_training_is_called_off(lab: Lab) -> None:
@@ -611,8 +626,8 @@ def test_workers_hear_no_interrupt_of_the_terminal(lab: Lab) -> None:
 
 AGENT = """
 import asyncio, os, sys
-from device.agent import DeviceAgent
-from device.pool.pool import Pool
+from fedstrata.device.agent import DeviceAgent
+from fedstrata.device.pool.pool import Pool
 
 async def main():
     async with Pool(accelerator="cpu", slots=2, devices=2) as pool:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.protocol.admission import (
+from fedstrata.common.protocol.admission import (
     ANSWER_S,
     ANSWERS_MOST,
     ASKS_KEPT,
@@ -17,8 +17,8 @@ from common.protocol.admission import (
     PendingAnswers,
     PendingAsks,
 )
-from common.protocol.messages import Alive, Ask, Failure, NodeState, Presence, WhoIsThere
-from common.protocol.presence import (
+from fedstrata.common.protocol.messages import Alive, Ask, Failure, NodeState, Presence, WhoIsThere
+from fedstrata.common.protocol.presence import (
     ASK_FIRST_S,
     ASK_MOST_S,
     ASK_S,

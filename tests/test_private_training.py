@@ -12,17 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from common.errors import InvalidExperiment
-from common.experiment.reading import parse
-from common.experiment.schema import Experiment
-from common.learning import models
-from common.learning.nets import Dropout
-from common.model.layout import Row
-from common.randomness import Noise, Purpose, SecretNoise, SeededNoise
-from device.jobs import LocalResult
-from device.training.batches import blocks
-from device.training.private import GradientNoise, PrivateSteps, add_clipped
-from device.training.trainer import Trainer
+from fedstrata.common.accounting.work import Work
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.learning import models
+from fedstrata.common.learning.nets import Dropout
+from fedstrata.common.model.layout import Row
+from fedstrata.common.randomness import Noise, Purpose, SecretNoise, SeededNoise
+from fedstrata.device.training.batches import blocks
+from fedstrata.device.training.private import GradientNoise, PrivateSteps, add_clipped
+from fedstrata.device.training.trainer import Trainer
 from tests.helpers import plain
 from tests.helpers.plain import first_model, trained_together, trainer_of
 
@@ -50,7 +50,7 @@ def prepared(made: Experiment) -> Trainer:
 
 def trained(
     trainer: Trainer, row: Row, *, epochs: int = 2, local_round: int = 3, noise: bytes = b""
-) -> tuple[Row, LocalResult]:
+) -> tuple[Row, Work]:
     return plain.trained(trainer, row, epochs=epochs, local_round=local_round, noise=noise)
 
 
@@ -154,12 +154,20 @@ def test_batches_of_less_than_one_sample_are_refused() -> None:
         prepared(experiment({"sampling_rate": 0.004}))
 
 
+def test_a_delta_that_permits_to_publish_a_sample_is_refused() -> None:
+    """A device of 180 samples: what publishes one of them, drawn by chance, has epsilon 0 at delta = 1 / 180."""
+    problem = r"cloud\.privacy\.delta = 0\.0057: not below 1 / \d+ samples of device-1, so that it allows"
+    with pytest.raises(InvalidExperiment, match=problem):
+        prepared(experiment({"delta": 0.0057}))
+    prepared(experiment({"delta": 0.0055}))
+
+
 def test_samples_beyond_the_memory_are_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     made = experiment()
     trainer = prepared(made)
     row = first_model(made)
     whole, _ = trained(trainer, row)
-    monkeypatch.setattr("device.training.private.NUMBERS_MOST", 5 * trainer.layout.parameters)
+    monkeypatch.setattr("fedstrata.device.training.private.NUMBERS_MOST", 5 * trainer.layout.parameters)
     parts, _ = trained(trainer, row)
     np.testing.assert_allclose(weights_in(trainer, parts), weights_in(trainer, whole), atol=1e-5)
 

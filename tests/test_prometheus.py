@@ -20,19 +20,20 @@ import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard as GrafanaDashboard
 
-from common.host.energy import rails_watts
-from common.host.processes import free_port
-from common.metrics import FAMILIES
-from common.metrics_server import SERVER_NAME
-from deploy.brokers import broker
-from deploy.kits.lab import KEPT_TLS, load
-from deploy.kits.lab import Lab as KitLab
-from deploy.kits.provision import LAB_FILE, provision
-from deploy.kits.units import STATE, TLS, environment, services
 from docs.tools.dashboards import DASHBOARDS, PrometheusAnnotation, dashboard
 from docs.tools.dashboards.panel import Panel
+from fedstrata.common.host.energy import rails_watts
+from fedstrata.common.host.processes import free_port
+from fedstrata.common.metrics import FAMILIES
+from fedstrata.common.metrics_server import SERVER_NAME
+from fedstrata.deploy.brokers import broker
+from fedstrata.deploy.kits.lab import KEPT_TLS, load
+from fedstrata.deploy.kits.lab import Lab as KitLab
+from fedstrata.deploy.kits.provision import LAB_FILE, provision
+from fedstrata.deploy.kits.units import STATE, TLS, environment, services
 from tests.helpers.commands import DEMO, PATIENCE_S, command, sets, table
 from tests.helpers.energy import RECORDED, vcgencmd
+from tests.helpers.kits import wheel_in
 from tests.helpers.monitoring import (
     ROOT,
     SHIPPED,
@@ -46,6 +47,7 @@ from tests.helpers.monitoring import (
     start_prometheus,
     until,
 )
+from tests.helpers.panels import assert_panels
 
 GRAFANA: Final = ROOT / "deploy" / "grafana"
 GLOBAL_ROUNDS, HELD_ROUND = 8, 6  # the lab holds there until a device that came back was found again
@@ -142,7 +144,7 @@ def play_story(home: Path) -> Story:
                 reported.data[where] = reported.data.get(where) or prometheus.query(filled(where, expr, run))
             return all(reported.data[w] for w, expr in shipped.items() if not any(name in expr for name in ABSENT))
 
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + PATIENCE_S
         while not everything() and time.monotonic() < deadline:
             time.sleep(0.2)  # rules are worked out at their own pace; what has no data fails the test
         lab.append(device("device-2"))
@@ -227,6 +229,8 @@ def test_the_demo_is_found_whole_and_agrees_with_its_files(tmp_path: Path) -> No
         last = prometheus.last()
         assert_same_seconds(folder, last["phase_seconds"])
         assert assert_same_bytes(folder, last) == 60
+        run = json.loads((folder / "manifest.json").read_text())["run"]
+        assert assert_panels(prometheus, folder, run=run) == 24
         until(lambda: "RunFinished" in prometheus.firing())
         until(lambda: not prometheus.get("/api/v1/targets", state="active")["activeTargets"])
         fired = {
@@ -237,8 +241,7 @@ def test_the_demo_is_found_whole_and_agrees_with_its_files(tmp_path: Path) -> No
 
 def kit_of(folder: Path) -> tuple[KitLab, Path]:
     """Return a lab of one machine, this one, and its kit."""
-    wheel, file = folder / "fedstrata-0-py3-none-any.whl", folder / "rack.toml"
-    wheel.touch()
+    wheel, file = wheel_in(folder), folder / "rack.toml"
     file.write_text(f"""
 name = "rack"
 broker = "main"

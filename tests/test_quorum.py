@@ -7,9 +7,9 @@ import logging
 
 import pytest
 
-from common.errors import RunFailed
-from common.experiment.schema import TransferSettings
-from common.experiment.tiers import Closing
+from fedstrata.common.errors import RunFailed
+from fedstrata.common.experiment.schema import TransferSettings
+from fedstrata.common.experiment.tiers import Closing
 from tests.helpers.nodes import (
     Facts,
     assert_models,

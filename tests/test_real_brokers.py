@@ -11,11 +11,12 @@ from typing import Any
 import aiomqtt
 import pytest
 
-from common.experiment.schema import TransferSettings
-from common.net.address import BrokerAddress
-from common.runtime.endpoint import PACKET_ROOM
-from deploy.brokers import broker
-from deploy.brokers.broker import BrokerProcess, Kind
+from fedstrata.common.experiment.schema import TransferSettings
+from fedstrata.common.net import packet_limit
+from fedstrata.common.net.address import BrokerAddress
+from fedstrata.common.runtime.endpoint import PACKET_ROOM
+from fedstrata.deploy.brokers import broker
+from fedstrata.deploy.brokers.broker import BrokerProcess, Kind
 from tests.helpers.broken import broker_killed_in_mid_transfer, connection_broken_in_mid_upload
 from tests.helpers.nodes import (
     FINE,
@@ -79,7 +80,7 @@ def test_a_real_broker_that_is_killed_in_mid_transfer_costs_no_chunk_that_had_ar
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ({"message_size_limit": 300_000}, "drops packets of 1001024 bytes and does not report it"),
+        ({"message_size_limit": 300_000}, "drops packets of 500512 bytes and does not report it"),
         ({"retain_available": "false"}, "it retains no messages: who comes late asks"),
     ],
 )
@@ -110,6 +111,27 @@ def test_a_broker_that_carries_less_is_named_and_serves(
     with broker.start(directory=tmp_path, kind="mosquitto", settings=settings) as served:
         real(run(RealSite(BrokerAddress(served.host, served.port))))
     assert [record.levelname for record in caplog.records if line in record.getMessage()] == ["WARNING"]
+
+
+def test_a_limit_that_stays_unknown_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under load the trials of packets stay unanswered: a model of 60 kB must not go inside its announcement."""
+    if broker.choose() != "mosquitto":
+        pytest.skip("mosquitto is not installed")
+    monkeypatch.setattr(broker, "_MOSQUITTO", {})  # it would report its limit of packets
+    monkeypatch.setattr(packet_limit, "_try", lambda *_: packet_limit._NO_ANSWER)
+
+    async def run(site: RealSite) -> None:
+        layout = layout_of(60_000)
+        parent, child = parent_of(site, ["device-0"], layout=layout), child_of(site, "device-0")
+        async with together(living(site, parent), serving(site, child, layout, 0)):
+            row = drawn(layout, 1)
+            for endpoint in (parent, child):  # rounds begin once the children have joined
+                await endpoint.introduced(timeout_s=PATIENCE_S)
+            assert_models(await play(parent, row), row, layout=layout, places={"device-0": 0})
+            assert parent.session.link.chunk_most == packet_limit.LEAST_BYTES - PACKET_ROOM
+
+    with broker.start(directory=tmp_path, kind="mosquitto", settings={"message_size_limit": 50_000}) as served:
+        real(run(RealSite(BrokerAddress(served.host, served.port))))
 
 
 def test_a_child_whose_socket_is_shut_in_mid_upload_goes_on_where_it_was(site: RealSite) -> None:

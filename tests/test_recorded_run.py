@@ -15,23 +15,32 @@ import msgpack
 import numpy as np
 import pytest
 
-from common.accounting.traffic import Traffic
-from common.experiment.links import LinkSettings
-from common.experiment.reading import parse
-from common.experiment.schema import Experiment
-from common.experiment.tiers import Closing
-from common.model.layout import ModelLayout
-from common.protocol import serialization, topics
-from common.protocol.child_session import ChildSession
-from common.protocol.events import ModelArrived, RunEnded, TaskReceived, UploadAnnounced, UploadArrived
-from common.protocol.limits import limits_below
-from common.protocol.manifest import missing
-from common.protocol.messages import Acknowledgement, Announcement, Goodbye, Manifest, Message, NodeState, Result, Task
-from common.protocol.outbox import Output, Publish, PublishChunk
-from common.protocol.parent_session import ParentSession
-from common.protocol.presence import Identity
-from common.protocol.round_state import Assignment, Closed
-from common.runtime.models import Models
+from fedstrata.common.accounting.traffic import Traffic
+from fedstrata.common.experiment.links import LinkSettings
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.tiers import Closing
+from fedstrata.common.model.layout import ModelLayout
+from fedstrata.common.protocol import serialization, topics
+from fedstrata.common.protocol.child_session import ChildSession
+from fedstrata.common.protocol.events import ModelArrived, RunEnded, TaskReceived, UploadAnnounced, UploadArrived
+from fedstrata.common.protocol.limits import limits_below
+from fedstrata.common.protocol.manifest import missing
+from fedstrata.common.protocol.messages import (
+    Acknowledgement,
+    Announcement,
+    Goodbye,
+    Manifest,
+    Message,
+    NodeState,
+    Result,
+    Task,
+)
+from fedstrata.common.protocol.outbox import Output, Publish, PublishChunk
+from fedstrata.common.protocol.parent_session import ParentSession
+from fedstrata.common.protocol.presence import Identity
+from fedstrata.common.protocol.round_state import Assignment, Closed
+from fedstrata.common.runtime.models import Models
 from tests.session_lab import NoMeter
 
 RECORDING = Path(__file__).parent / "recordings" / "run.msgpack"

@@ -13,16 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cloud.global_rounds import LINKS_S
-from cloud.records import DeviceRecord, GlobalRoundRecord, LinkRecord, Record, link_records, rows_of, to_csv
-from cloud.results import RunFolder
-from common.accounting.child_report import TrainingPath
-from common.accounting.ledger import Ledger
-from common.experiment.reading import parse
-from common.protocol.parent_session import ParentSession
-from common.protocol.round_state import GLOBAL_PHASES
-from deploy.results.run import Run
-from deploy.simulation.hardware import Durations
+from fedstrata.cloud.global_rounds import LINKS_S
+from fedstrata.cloud.records import DeviceRecord, GlobalRoundRecord, LinkRecord, Record, link_records, rows_of, to_csv
+from fedstrata.cloud.results import RunFolder
+from fedstrata.common.accounting.ledger import Ledger
+from fedstrata.common.accounting.work import TrainingPath
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.protocol.parent_session import ParentSession
+from fedstrata.common.protocol.round_state import GLOBAL_PHASES
+from fedstrata.deploy.results.run import Run
+from fedstrata.deploy.simulation.hardware import Durations
 from tests.helpers.records import BYTES, a_global_round
 from tests.simulation.lab import ScenarioLab
 from tests.simulation.monitor import endpoints

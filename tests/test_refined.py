@@ -17,17 +17,16 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 
-from common.experiment.reading import parse
-from common.learning import models
-from common.learning.distillation import distil, distil_ensemble, moments, sharpened
-from common.learning.learned_weights import learn_weights
-from common.learning.refiner import NodeRefiner, NodeSamples
-from common.learning.splits import split_of
-from common.methods.refined import FedBE, FedDF, FedLAW
-from common.methods.rule import Aggregated, Rule
-from common.model.layout import ModelLayout, Row, Section
-from common.model.refinement import RoundModels
-from common.randomness import Purpose
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.learning import models
+from fedstrata.common.learning.refiner import NodeRefiner, NodeSamples
+from fedstrata.common.learning.splits import split_of
+from fedstrata.common.methods.baselines.distillation import distil, distil_ensemble, moments, sharpened
+from fedstrata.common.methods.baselines.learned_weights import learn_weights
+from fedstrata.common.methods.baselines.refined import FedBE, FedDF, FedLAW
+from fedstrata.common.methods.rule import Aggregated, Rule
+from fedstrata.common.model.layout import ModelLayout, Row, Section
+from fedstrata.common.model.refinement import RoundModels
 from tests.helpers import rules
 from tests.helpers.commands import tensors
 from tests.helpers.direct import run_direct
@@ -255,7 +254,7 @@ def test_fedbe_is_torchs_sgd_on_the_sharpened_ensemble(kind: Any) -> None:
     node = toy()
     these, settings = round_of(node, 3), FedBE(teachers=kind, samples=4, epochs=5, batch_size=8, learning_rate=0.05)
     start, inputs, layout = these.mean.copy(), node.inputs, node.layout
-    draw, rows = node.draw(Purpose.TEACHERS, r=5), [start]
+    draw, rows = node.chance(5, "teachers"), [start]
     V = np.stack([layout.floats(row).astype(np.float64) for row in these.uploads])
     z = layout.floats(these.received).astype(np.float64)
     for _ in range(4):

@@ -17,17 +17,17 @@ import numpy as np
 import psutil
 import pytest
 
-from common.errors import InvalidExperiment, RunFailed
-from common.experiment.reading import parse
-from common.experiment.schema import Experiment
-from common.host.offload import offload
-from common.learning import models
-from common.learning.inputs import Inputs
-from common.learning.refiner import NodeRefiner
-from common.learning.splits import split_of
-from common.model.layout import ModelLayout
-from common.model.refinement import RoundModels
-from common.runtime.refining import MODULE, RefinerProcess, run_refining
+from fedstrata.common.errors import InvalidExperiment, RunFailed, installing
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.host.offload import offload
+from fedstrata.common.learning import models
+from fedstrata.common.learning.inputs import Inputs
+from fedstrata.common.learning.refiner import NodeRefiner
+from fedstrata.common.learning.splits import split_of
+from fedstrata.common.model.layout import ModelLayout
+from fedstrata.common.model.refinement import RoundModels
+from fedstrata.common.runtime.refining import MODULE, RefinerProcess, run_refining
 from tests.helpers.commands import DEMO, PATIENCE_S, command, run_lab, sets, table, tensors
 
 NODE: Final = "institution-0"
@@ -188,7 +188,7 @@ def test_a_node_without_torch_is_an_invalid_experiment() -> None:
         asyncio.run(play())
     assert str(refused.value) == (
         "institution.aggregation.name = 'fedlaw': torch is not installed where institution-0 runs. "
-        "Install fedstrata[learning] there."
+        f"There: {installing('learning')}."
     )
 
 
@@ -231,7 +231,7 @@ def test_a_lab_whose_evaluator_and_refiner_are_killed_or_stopped_ends_undisturbe
             found = {
                 module: process
                 for process in psutil.Process(run.pid).children(recursive=True)
-                for module in (MODULE, "cloud.evaluator_process")
+                for module in (MODULE, "fedstrata.cloud.evaluator_process")
                 if module in process.cmdline()
             }
             assert len(found) == 2

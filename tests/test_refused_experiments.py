@@ -8,8 +8,8 @@ import tomllib
 
 import pytest
 
-from common.errors import InvalidExperiment
-from common.experiment.reading import parse
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.reading import parse
 
 # Lines of a file, and after a bar, or the colon, the message; three dots stand for a part of it.
 REFUSED = """
@@ -19,6 +19,14 @@ training.solver = 'sgd' | training.solver = 'sgd' ... unknown key ... Known keys
 cloud.rounds = 2: unknown key. Did you mean rounds or institution.rounds?
 cloud.closing.qorum = 2: unknown key. Did you mean 'quorum'?
 links.wan.up_mbits = 2: unknown key. Did you mean 'up_mbit'?
+links.wan.delay_ms = 1e9 | links.wan.delay_ms = 1000000000.0: a message and its answer take 2e+06 s, so no node ever
+    joins. Use less, or more than that for transfer.idle_s, now 120.
+links.of.device-0.delay_ms = 60000 | links.of.device-0.delay_ms = 60000.0 ... take 120 s
+links.lan = {trace = {seconds = [0], up_mbit = [1], down_mbit = [1], delay_ms = [90000]}} |
+    links.lan.delay_ms = 90000.0 ... take 180 s
+links.wan.down_mbit = 1e-9 | links.wan.down_mbit = 1e-09: a message of 1 kB takes 8e+06 s, so no node ever joins. Use
+    more, or a longer transfer.idle_s, now 120.
+links.of.device-0.up_mbit = 5e-5 | links.of.device-0.up_mbit = 5e-05 ... takes 160 s
 links.van = {}: unknown key. Did you mean 'wan'?
 links.of.device-0.up = 2: unknown key. Did you mean 'up_mbit'?
 profiles.mine.delay = 2: unknown key. Did you mean 'delay_ms'?
@@ -33,6 +41,7 @@ institution.aggregation = {name = 'fedcda', first_stage_rounds = 5} |
     institution.aggregation.first_stage_rounds = 5 ... unknown key ...
     It belongs to fedcross and fedmr; this is fedcda.
 seed = 'one': not a whole number. Write for instance 5.
+cloud.min_available = 1.5: not a whole number. Write for instance 5, or write a number below 1.
 seed = 1.0: not a whole number. Write for instance 5.
 seed = true | seed = True: not a whole number. Write for instance 5.
 seed = -1: too small. Write 0 or more.
@@ -48,6 +57,7 @@ data.dataset = 'imagenet' | data.dataset = 'imagenet' ... There are: digits, mni
 data.concentration = inf: not a finite number. Write for instance 0.5.
 data.concentration = nan: not a finite number. Write for instance 0.5.
 cloud.closing.rule = 'most': not one of its values. There are: all, quorum.
+training.recorded = 'yes': not one of its values. There are: auto, true, false.
 cloud.aggregation = 3: not a table. Write a name, or a table.
 cloud.aggregation.weights = 'size' | cloud.aggregation.weights = 'size' ... There are: data, uniform.
 cloud.aggregation = {name = 'fedcross', alpha = 0.4} | cloud.aggregation.alpha = 0.4 ... Write 0.5 or more.
@@ -55,6 +65,18 @@ institution.aggregation = {name = 'fedcross', propeller_alpha = 0} |
     institution.aggregation.propeller_alpha = 0 ... Write a number above 0.
 institution.aggregation = {name = 'fedmr', granularity = 'layer'} |
     institution.aggregation.granularity = 'layer' ... not one of its values
+cloud.aggregation = {name = 'fedcda', warmup = {name = 'fedcross'}} |
+    cloud.aggregation.warmup.name = 'fedcross': no rule of a warm-up has this name. There are: fedavg, fedavgm
+cloud.aggregation = {name = 'fedcda', warmup = {name = 'fedadam'}} |
+    cloud.aggregation.warmup.learning_rate = 'not set'
+cloud.aggregation = {name = 'fedcda', warmup = {name = 'fedavgm', weights = 'uniform'}} |
+    cloud.aggregation.warmup.weights = 'uniform': the weights are those of fedcda. Remove it.
+cloud.aggregation = {name = 'fedcda', refine = {name = 'fedlaw'}} |
+    cloud.aggregation.refine.name = 'fedlaw': no distillation has this name. There are: feddf, fedbe.
+cloud.aggregation = {name = 'fedcda', refine = {name = 'feddf'}} |
+    cloud.aggregation.name = 'fedcda': needs samples at the node, and data.node_samples is 0.
+cloud.aggregation = {name = 'fedcda', refine = {name = 'feddf', step = {name = 'fedavgm'}}} |
+    cloud.aggregation.refine.step = 'fedavgm': no place for a step. Remove it.
 cloud.aggregation = {name = 'fedcda', depth = 0} | cloud.aggregation.depth = 0 ... Write 1 or more.
 cloud.epoch_control.control = 'mean' | cloud.epoch_control.control = 'mean' ... not one of its values
 transfer.window = 65: too large. Write 64 or less.
@@ -115,9 +137,9 @@ topology = {institutions = ['a'], devices = ['d'], members = {a = ['d'], b = ['d
 topology = {institutions = ['a'], devices = ['d'], members = {a = ['d', 'e']}} |
     topology.members = 'e' ... not a device of topology.devices ... Add it
 cloud.closing = {rule = 'quorum', deadline_s = 1.0} |
-    cloud.closing.quorum = None ... needs it ... Set cloud.closing.quorum
+    cloud.closing.quorum ... needs it ... Set cloud.closing.quorum
 institution.closing = {rule = 'quorum', quorum = 1} |
-    institution.closing.deadline_s = None ... needs it ... Set institution.closing.deadline_s
+    institution.closing.deadline_s ... needs it ... Set institution.closing.deadline_s
 institution.participation = 0.0 | institution.participation = 0.0 ... selects no clients ... above 0 and at most 1
 institution.participation = -0.5 | institution.participation = -0.5 ... selects no clients ... above 0 and at most 1
 """

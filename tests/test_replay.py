@@ -9,10 +9,10 @@ from typing import Any, Final
 
 import pytest
 
-from common.errors import InvalidExperiment
-from common.experiment.reading import parse
-from deploy.local.replay import largest_difference, replayed
-from deploy.results.run import Run
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.reading import parse
+from fedstrata.deploy.local.replay import largest_difference, replayed
+from fedstrata.deploy.results.run import Run
 from tests.helpers.commands import DEMO, fedstrata, invoke, run_lab, table, tensors
 from tests.helpers.direct import run_direct
 from tests.helpers.examples import slow

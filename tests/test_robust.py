@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import InvalidExperiment
-from common.experiment.methods import RULES, NormBound
-from common.experiment.reading import parse
-from common.experiment.tiers import share_of
-from common.methods.rule import Aggregated, Rule
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.methods import RULES, NormBound
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.experiment.tiers import share_of
+from fedstrata.common.methods.rule import Aggregated, Rule
 from tests.helpers.examples import examples, slow
 from tests.helpers.rules import LAYOUT, LEAST, Report, aggregate, rule_of
 from tests.simulation.lab import ScenarioLab

@@ -12,19 +12,19 @@ from pathlib import Path
 import pytest
 from paho.mqtt import client as mqtt
 
-from common.errors import InvalidExperiment
-from common.experiment.reading import parse, to_toml
-from common.experiment.schema import Experiment
-from common.experiment.tiers import Closing
-from common.metrics import Metrics
-from common.net.address import BrokerAddress
-from common.protocol.messages import Announcement
-from common.runtime.parent_endpoint import ParentEndpoint
-from common.runtime.world import Host
-from deploy.brokers import broker
-from deploy.brokers.broker import BrokerProcess
-from deploy.brokers.guard import Guard
-from institution.agent import InstitutionAgent
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.reading import parse, to_toml
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.tiers import Closing
+from fedstrata.common.metrics import Metrics
+from fedstrata.common.net.address import BrokerAddress
+from fedstrata.common.protocol.messages import Announcement
+from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
+from fedstrata.common.runtime.world import Host
+from fedstrata.deploy.brokers import broker
+from fedstrata.deploy.brokers.broker import BrokerProcess
+from fedstrata.deploy.brokers.guard import Guard
+from fedstrata.institution.agent import InstitutionAgent
 from tests.helpers import sites
 from tests.helpers.nodes import layout_of, living, parent_of
 from tests.helpers.roles import SMALL, Role, device, lab_of, until

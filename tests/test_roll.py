@@ -12,20 +12,20 @@ import msgpack
 import pytest
 from xxhash import xxh3_64_digest
 
-from common.errors import InvalidExperiment
-from common.experiment import reading
-from common.experiment.topology import CLOUD
-from common.host.examination import Finding
-from common.metrics import Metrics
-from common.protocol import serialization, topics
-from common.protocol.messages import Here, Message, RollCall
-from common.runtime.roll import SESSIONS_KEPT, Answer, Resources, RollEntry, call_rolls
-from common.runtime.world import Host, World
-from deploy.cli import roles
-from deploy.kits.answers import faults
-from deploy.kits.lab import parse
-from deploy.kits.units import digest
-from deploy.simulation.broker import Routed
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment import reading
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.host.examination import Finding
+from fedstrata.common.metrics import Metrics
+from fedstrata.common.protocol import serialization, topics
+from fedstrata.common.protocol.messages import Here, Message, RollCall
+from fedstrata.common.runtime.roll import SESSIONS_KEPT, Answer, Resources, RollEntry, call_rolls
+from fedstrata.common.runtime.world import Host, World
+from fedstrata.deploy.cli import roles
+from fedstrata.deploy.kits.answers import faults
+from fedstrata.deploy.kits.lab import parse
+from fedstrata.deploy.kits.units import digest
+from fedstrata.deploy.simulation.broker import Routed
 from tests.helpers.nodes import LAB, PARENT
 from tests.helpers.sites import SimulatedSite, forever, until, virtual
 
@@ -174,7 +174,7 @@ def test_nodes_of_another_release_are_left_out_of_the_lab_that_is_there(capsys: 
     others = {each.node: each.other_release for each in found if each.other_release}
     assert roles._topology(found, others) == {"institutions": 0, "devices": ["device-0"]}
     assert line in capsys.readouterr().err
-    with pytest.raises(InvalidExperiment, match=r"no device is there that could take part\. Fix the 1 nodes"):
+    with pytest.raises(InvalidExperiment, match=r"no device is there .*Fix what is left out as above: 1 node"):
         roles._topology(found[1:], others)
     assert line in capsys.readouterr().err
 

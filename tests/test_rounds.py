@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from session_lab import ALL, Lab, model_of, names_of
 from session_lab import manifest_of as blob_of
 
-from common.experiment.schema import TransferSettings
-from common.protocol.coordinator import Coordinator
-from common.protocol.messages import Acknowledgement, Failure, Key, NodeState, Phase, Presence
-from common.protocol.participant import TRANSITIONS as CHILD_TRANSITIONS
-from common.protocol.participant import ParticipantCause, ParticipantState
-from common.protocol.round_state import TRANSITIONS, ChildCause, ChildInRound, ChildState, Stalled
+from fedstrata.common.experiment.schema import TransferSettings
+from fedstrata.common.protocol.coordinator import Coordinator
+from fedstrata.common.protocol.messages import Acknowledgement, Failure, Key, NodeState, Phase, Presence
+from fedstrata.common.protocol.participant import TRANSITIONS as CHILD_TRANSITIONS
+from fedstrata.common.protocol.participant import ParticipantCause, ParticipantState
+from fedstrata.common.protocol.round_state import TRANSITIONS, ChildCause, ChildInRound, ChildState, Stalled
 from tests.helpers.coordinators import (
     OLD,
     OneChild,
@@ -63,7 +63,9 @@ def test_a_child_that_gave_up_before_the_round_is_not_waited_for() -> None:
     parent.presence("a", "s", Presence(NodeState.FAILED, "device", reason="no data"), now=0.0)
     parent.open(global_round=0, local_round=0, assignments=assignments(["a"]), closing=ALL, now=1.0)
     parent.tick(1.0)
-    assert parent.next_event() == Stalled("a gave up: no data", idle=False, failures=frozenset({Failure.NONE}))
+    assert parent.next_event() == Stalled(
+        "a gave up: no data", idle=False, failures=frozenset({Failure.NONE}), children=frozenset("a")
+    )
 
 
 # Whole rounds, of sessions
@@ -94,7 +96,7 @@ def test_rounds_follow_each_other_with_those_named_and_a_model_each() -> None:
             names, global_round=global_round, local_round=local_round, epochs=1 + global_round, models=models
         )
         assert closed.key == Key(0, global_round, local_round)
-        assert {name: result.epochs for name, result in closed.results.items()} == dict.fromkeys(
+        assert {name: result.work.epochs for name, result in closed.results.items()} == dict.fromkeys(
             names, 1 + global_round
         )
         assert {name: lab.children[name].trained[-1][1] for name in names} == {

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from cloud.results import RunFolder, held
-from common.errors import InvalidExperiment
-from common.experiment.reading import parse
-from common.protocol.round_state import GLOBAL_PHASES
-from deploy.console.tabular import age
-from deploy.results.run import Run, State, find, find_all, folders
+from fedstrata.cloud.results import RunFolder, held
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.protocol.round_state import GLOBAL_PHASES
+from fedstrata.deploy.console.tabular import age
+from fedstrata.deploy.results.run import Run, State, find, find_all, folders
 from tests.helpers.commands import invoke
 from tests.helpers.records import BYTES
 
@@ -171,7 +171,7 @@ def test_runs_are_listed(tmp_path: Path, make_run: MakeRun) -> None:
     )  # fmt: skip
     assert rows["first"]["reason"] == "" and rows["second"]["reason"] == Run(second).reason != ""
     lines = invoke("runs", "list", "--runs", tmp_path).stdout.splitlines()
-    assert lines[0].split()[:7] == ["run", "name", "aggregation", "model", "data", "age", "state"] and len(lines) == 3
+    assert lines[0].split()[:6] == ["run", "name", "state", "global", "rounds", "score"] and len(lines) == 3
     line = next(line for line in lines if "second" in line)
     assert {"failed", "1/9", "0.2500"} <= set(line.split()) and line.rstrip().endswith(rows["second"]["reason"])
 
@@ -189,7 +189,7 @@ def test_the_age_of_a_run(tmp_path: Path, make_run: MakeRun) -> None:
 def test_runs_are_deleted_after_a_question(tmp_path: Path, make_run: MakeRun) -> None:
     paths = [make_run(tmp_path, {"name": name}) for name in ("first", "second")]
     asked = invoke("runs", "delete", paths[0], answers="n\n")
-    assert asked.exit_code == 1 and "Delete 1 runs?" in asked.output and paths[0].exists()
+    assert asked.exit_code == 1 and "Delete 1 run?" in asked.output and paths[0].exists()
     assert invoke("runs", "delete", paths[0], answers="y\n").exit_code == 0
     assert not paths[0].exists() and paths[1].exists()
     assert invoke("runs", "delete", paths[0], "--yes").exit_code == 4, "no such run any more"

@@ -10,18 +10,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from common.accounting.child_report import TrainingPath
-from common.errors import InvalidExperiment
-from common.experiment.reading import parse
-from common.experiment.schema import Experiment
-from common.learning import datasets, models
-from common.learning.evaluation import ModelTester
-from common.learning.nets import draw_default
-from common.randomness import Purpose, torch_seed
-from deploy.local.replay import replayed
-from deploy.results.run import Run
-from device.jobs import VARIABLE
-from device.training import batches
+from fedstrata.common.accounting.work import TrainingPath
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.learning import datasets, models
+from fedstrata.common.learning.evaluation import ModelTester
+from fedstrata.common.learning.nets import draw_default
+from fedstrata.common.randomness import Purpose, torch_seed
+from fedstrata.deploy.local.replay import replayed
+from fedstrata.deploy.results.run import Run
+from fedstrata.device.jobs import VARIABLE
+from fedstrata.device.training import batches
 from tests.helpers.commands import tensors
 from tests.helpers.plain import trained_together
 from tests.helpers.real_workload import RealWorkload

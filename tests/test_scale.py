@@ -16,28 +16,40 @@ from hypothesis import given
 from hypothesis import strategies as st
 from paho.mqtt.client import topic_matches_sub
 
-from common.accounting.counters import Account
-from common.accounting.traffic import Traffic
-from common.experiment.links import LinkDirection, LinkSet
-from common.experiment.reading import announced, parse
-from common.experiment.tiers import Closing
-from common.model.layout import shared_row
-from common.protocol.attendance import REPORT_S, Attendance, Targets
-from common.protocol.coordinator import Coordinator, Lacking
-from common.protocol.events import TaskReceived, UploadAnnounced
-from common.protocol.manifest import describe
-from common.protocol.messages import Acknowledgement, Key, Manifest, NodeState, Phase, Presence, Progress, Result, Task
-from common.protocol.outbox import Outbox, Publish
-from common.protocol.parent_session import ParentSession
-from common.protocol.participant import Participant
-from common.protocol.presence import Identity
-from common.protocol.round_state import HEARTBEAT_S, Assignment, waiting_most_s
-from common.protocol.sender import Sender
-from common.protocol.serialization import decode
-from deploy.planning.calibration import MachineSpeeds
-from deploy.planning.simulated import Site, placement_of
-from deploy.simulation.broker import TopicTree
-from deploy.simulation.hardware import Durations
+from fedstrata.common.accounting.counters import Account
+from fedstrata.common.accounting.traffic import Traffic
+from fedstrata.common.accounting.work import Work
+from fedstrata.common.experiment.links import LinkDirection, LinkSet
+from fedstrata.common.experiment.reading import announced, parse
+from fedstrata.common.experiment.tiers import Closing
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.model.layout import shared_row
+from fedstrata.common.protocol.attendance import REPORT_S, Attendance, Targets
+from fedstrata.common.protocol.coordinator import Coordinator, Lacking
+from fedstrata.common.protocol.events import TaskReceived, UploadAnnounced
+from fedstrata.common.protocol.manifest import describe
+from fedstrata.common.protocol.messages import (
+    Acknowledgement,
+    Key,
+    Manifest,
+    NodeState,
+    Phase,
+    Presence,
+    Progress,
+    Result,
+    Task,
+)
+from fedstrata.common.protocol.outbox import Outbox, Publish
+from fedstrata.common.protocol.parent_session import ParentSession
+from fedstrata.common.protocol.participant import Participant
+from fedstrata.common.protocol.presence import Identity
+from fedstrata.common.protocol.round_state import HEARTBEAT_S, Assignment, waiting_most_s
+from fedstrata.common.protocol.sender import Sender
+from fedstrata.common.protocol.serialization import decode
+from fedstrata.deploy.simulation.broker import TopicTree
+from fedstrata.deploy.simulation.hardware import Durations
+from fedstrata.deploy.simulation.lab import BROKER
+from fedstrata.deploy.simulation.machines import MessageCosts, Placement
 from tests.helpers.nodes import child_of, drawn, layout_of, living, parent_of, play, serving, together
 from tests.helpers.sites import SimulatedSite, virtual
 from tests.simulation.interference import kind_of
@@ -118,7 +130,7 @@ def test_lacking_children_are_those_that_lack(changes: list[tuple[int, bool]]) -
 def test_a_child_is_ready_and_owes_a_farewell_by_its_presence() -> None:
     attendance = Attendance("a")
     ready, lost = Presence(NodeState.READY, "device"), Presence(NodeState.LOST, "device")
-    attendance.receive("a", "1", ready, published=False)
+    attendance.receive("a", "1", replace(ready, state=NodeState.INIT), published=False)
     assert not attendance.complete and attendance.owes_farewells  # its samples are unknown
     attendance.farewell("a")
     attendance.receive("a", "1", replace(ready, samples=10), published=False)
@@ -187,7 +199,7 @@ def test_messages_are_repeated_less_often_to_a_busy_peer() -> None:
         ((_, task),) = parent.to_send(begun)
         assert isinstance(task, Task) and parent.next_deadline() == begun + task_s
         child.receive(task, now=begun)
-        child.finish(Result(task.key, manifest, None, 1, 0.5, 1, 1, 1, 0.1, 0.0, 0.0, (), ""), now=begun)
+        child.finish(Result(task.key, manifest, None, Work(1, 0.5, 1, 1, 0.1, 0.0, 0.0), 1, (), ""), now=begun)
         (result,) = child.to_send(begun, Traffic(), ())
         child.receive(task, now=begun + 0.1)  # its repeat has crossed the result
         assert isinstance(result, Result) and child.next_deadline() == begun + result_s
@@ -198,7 +210,6 @@ def test_messages_are_repeated_less_often_to_a_busy_peer() -> None:
 
 
 def test_a_busy_host_gets_each_message_of_a_round_once() -> None:
-    slow = MachineSpeeds(message_s=0.3, cores=2)
     experiment = parse({"rounds": 3, "topology": {"institutions": 1, "devices": 10}, "links": {"check": "off"}})
     sent, lab_round = Counter[tuple[int, str]](), itertools.count(1)
     now = [0]
@@ -217,7 +228,14 @@ def test_a_busy_host_gets_each_message_of_a_round_once() -> None:
         scenario=count,
         observe=observe,
         durations=Durations(boot_s=0.1, train_s=0.0, evaluate_s=0.0),
-        placement=placement_of(experiment, slow, site=Site.ONE_HOST, work_s=immediately),
+        placement=Placement(
+            cores=2,
+            hosts=dict.fromkeys((CLOUD, *experiment.tree.nodes), "host"),
+            brokers={BROKER: "host"},
+            costs=MessageCosts(agent_s=0.03, broker_s=0.0075),
+            interface=None,
+            work_s=immediately,
+        ),
     )
     assert lab.run().ok
     assert sent[1, "Result"] + sent[2, "Result"] < 50  # 95 with repeats at a fixed rate
@@ -225,7 +243,7 @@ def test_a_busy_host_gets_each_message_of_a_round_once() -> None:
     assert [sent[3, kind] for kind in ("Task", "Result", "Acknowledgement")] == [nodes] * 3
 
 
-def immediately(begin: Callable[[], None]) -> float:
+def immediately(begin: Callable[[], None], host: str) -> float:
     begin()
     return 0.0
 
@@ -255,7 +273,7 @@ def test_the_state_of_a_round_has_no_models() -> None:
     assert isinstance(task, Task) and task.inline is model
     child.receive(task, now=0.0)
     assert child.next_event() == TaskReceived(task)
-    result = Result(key, manifest, model, 1, 0.5, 1, 1, 1, 0.1, 0.0, 0.0, (), "")
+    result = Result(key, manifest, model, Work(1, 0.5, 1, 1, 0.1, 0.0, 0.0), 1, (), "")
     parent.receive("a", result, now=1.0)
     assert parent.next_event() == UploadAnnounced("a", result)
     assert all(model not in gc.get_referents(each) for each in (child._task, parent.children["a"].result))

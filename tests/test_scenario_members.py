@@ -13,20 +13,20 @@ from typing import Any, Final
 import pytest
 import typer
 
-from common.accounting.child_report import ChildReport
-from common.accounting.counters import packet_bytes
-from common.experiment.reading import parse
-from common.experiment.topology import CLOUD
-from common.protocol import serialization, topics
-from common.protocol.messages import Ask, NodeState, Presence, Reports, Result, Task, WhoIsThere
-from common.protocol.presence import CHALLENGED_MOST
-from deploy.local.agents import run_agents
-from deploy.simulation.broker import Routed
-from deploy.simulation.hardware import Durations, NullWorkload, SimulatedHardware
-from deploy.simulation.lab import AgentFactory
-from deploy.simulation.machines import SimulatedProcess
-from deploy.simulation.world import SimulatedWorld
-from device.agent import DeviceAgent
+from fedstrata.common.accounting.child_report import ChildReport
+from fedstrata.common.accounting.counters import packet_bytes
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.protocol import serialization, topics
+from fedstrata.common.protocol.messages import Ask, NodeState, Presence, Reports, Result, Task, WhoIsThere
+from fedstrata.common.protocol.presence import CHALLENGED_MOST
+from fedstrata.deploy.local.agents import run_agents
+from fedstrata.deploy.simulation.broker import Routed
+from fedstrata.deploy.simulation.hardware import Durations, NullWorkload, SimulatedHardware
+from fedstrata.deploy.simulation.lab import AgentFactory
+from fedstrata.deploy.simulation.machines import SimulatedProcess
+from fedstrata.deploy.simulation.world import SimulatedWorld
+from fedstrata.device.agent import DeviceAgent
 from tests.helpers.scenarios import (
     IDLE_S,
     MODEL_BYTES,
@@ -126,7 +126,7 @@ def test_a_device_that_is_interrupted_before_the_first_round_is_waited_for() -> 
     warned(outcome, "institution-0 waits for its children: device-0 was lost, or left")
 
 
-def test_a_mistyped_institution_is_named_again_and_again() -> None:
+def test_an_institution_names_a_device_again_and_again_whose_parent_is_mistyped() -> None:
     async def mistyped(sim: ScenarioLab) -> None:
         sim.start("device-0", parent="instituion-0")
         await asyncio.sleep(400.0)
@@ -135,9 +135,9 @@ def test_a_mistyped_institution_is_named_again_and_again() -> None:
 
     outcome = lab(mistyped)
     assert outcome.ok, outcome
-    lines = [line for line in outcome.warnings if line.startswith("device-0 waits for instituion-0")]
-    assert len(lines) >= 5 and all("Other parents: cloud, institution-0, institution-1" in line for line in lines)
-    warned(outcome, "institution-0 waits for its children: device-0 has not joined yet")
+    assert not [line for line in outcome.warnings if line.startswith("device-0")]  # it waits, which is normal
+    line = "institution-0 waits for its children: device-0 has not joined yet"
+    assert sum(line in warning for warning in outcome.warnings) >= 5
     assert outcome.virtual_s < 400.0 + 15.0
 
 

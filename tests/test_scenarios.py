@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import re
 from collections.abc import Callable
@@ -13,13 +14,24 @@ from typing import Any, Final
 
 import pytest
 
-from common.accounting.traffic import Traffic
-from common.experiment.topology import CLOUD
-from common.protocol import serialization
-from common.protocol.messages import Acknowledgement, Key, Manifest, NodeState, Phase, Presence, Progress, Result, Task
-from common.protocol.receiver import PATIENCE_S
-from common.runtime.parent_endpoint import REPEAT_END_S
-from deploy.simulation.broker import Routed
+from fedstrata.common.accounting.traffic import Traffic
+from fedstrata.common.accounting.work import Work
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.protocol import serialization
+from fedstrata.common.protocol.messages import (
+    Acknowledgement,
+    Key,
+    Manifest,
+    NodeState,
+    Phase,
+    Presence,
+    Progress,
+    Result,
+    Task,
+)
+from fedstrata.common.protocol.receiver import PATIENCE_S
+from fedstrata.common.runtime.parent_endpoint import REPEAT_END_S
+from fedstrata.deploy.simulation.broker import Routed
 from tests.helpers.scenarios import (
     IDLE_S,
     OtherAgents,
@@ -148,7 +160,7 @@ KEY: Final = Key(0, 0, 0)
 BLOB: Final = "0123456789abcdef"
 PROGRESS: Final = Progress(KEY, Phase.TRAINING, 1, 2, Traffic(), ())
 RESULT: Final = Result(
-    KEY, Manifest(BLOB, 1024, 1024, bytes(8), "fp32", "layout"), None, 1, 0.0, 1, 1, 1, 0.0, 0.0, 0.0, (), ""
+    KEY, Manifest(BLOB, 1024, 1024, bytes(8), "fp32", "layout"), None, Work(1, 0.0, 1, 1, 0.0, 0.0, 0.0), 1, (), ""
 )
 
 
@@ -393,3 +405,30 @@ def test_an_institution_that_still_waits_when_the_run_ends_ends_with_it() -> Non
                   tree={"cloud": {"closing": quorum(1, deadline_s=2.0)}})  # fmt: skip
     assert outcome.ok, outcome
     assert outcome.virtual_s < undisturbed().virtual_s + 2.0 + 5.0
+
+
+def test_an_institution_that_restarts_knows_the_samples_of_a_device_that_is_lost() -> None:
+    """Under a quorum the run goes on without the device, whose samples weigh as before."""
+    found: list[dict[str, Any]] = []
+
+    async def lose(sim: ScenarioLab) -> None:
+        while sim.hardware.trainings < 4:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+        sim.kill("device-0")
+        await asyncio.sleep(7.0)
+        sim.kill("institution-0")
+        sim.broker().kill()
+        await asyncio.sleep(1.0)
+        sim.broker().start("empty")  # with it the last presence of the device is gone
+        sim.start("institution-0")
+
+    def read(sim: ScenarioLab) -> None:
+        (path,) = sim.agents.runs.glob("*/events.jsonl")
+        found.extend(map(json.loads, path.read_text(encoding="utf-8").splitlines()))
+
+    closing = {"rounds": 1, "closing": quorum(1, deadline_s=5.0)}
+    outcome = lab(lose, tree={"rounds": 8, "institution": closing}, at_end=read)
+    assert outcome.ok and any(what == "kill institution-0" for _, what in outcome.faults), outcome
+    plans = [event for event in found if event["event"] == "plan" and event["node"] == "institution-0"]
+    assert len(plans) == 8 and plans[-1]["without"] == ["device-0"]
+    assert not [plan for plan in plans if "unreported" in plan]

@@ -15,25 +15,25 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import AcceleratorLost, InvalidExperiment
-from common.experiment.data import NUMBERS
-from common.experiment.reading import parse
-from common.experiment.training import LOSSES, Score
-from common.learning import evaluation, models
-from common.learning.evaluation import ModelTester, accelerator_of, evaluate, score_of
-from common.learning.inputs import Inputs
-from common.learning.losses import loss_of, try_loss
-from common.model.layout import LinkLayouts
-from device.jobs import Order
-from device.training.batches import load_local_dataset
-from device.training.objectives.objective import Minibatch
-from device.training.objectives.table import objective_of
-from device.training.trainer import Trainer
-from device.training.vectors import TaskVectors
-from device.vmapped.calibration import problem_of
-from device.vmapped.loop import Turn, Visits
-from device.vmapped.models import Recipe
-from device.vmapped.schedule import Load
+from fedstrata.common.errors import AcceleratorLost, InvalidExperiment
+from fedstrata.common.experiment.data import NUMBERS
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.experiment.training import LOSSES, Score
+from fedstrata.common.learning import evaluation, models
+from fedstrata.common.learning.evaluation import ModelTester, accelerator_of, evaluate, score_of
+from fedstrata.common.learning.inputs import Inputs
+from fedstrata.common.learning.losses import loss_of, try_loss
+from fedstrata.common.model.layout import LinkLayouts
+from fedstrata.device.jobs import Order
+from fedstrata.device.training.batches import load_local_dataset
+from fedstrata.device.training.objectives.objective import Minibatch
+from fedstrata.device.training.objectives.table import objective_of
+from fedstrata.device.training.trainer import Trainer
+from fedstrata.device.training.vectors import TaskVectors
+from fedstrata.device.vmapped.calibration import problem_of
+from fedstrata.device.vmapped.loop import Turn, Visits
+from fedstrata.device.vmapped.models import Recipe
+from fedstrata.device.vmapped.schedule import Load
 from tests.helpers.commands import invoke
 from tests.helpers.examples import examples
 from tests.helpers.steps import batches_of
@@ -46,6 +46,7 @@ def averaged(outputs, targets): return ((outputs - targets) ** 2).mean()
 def constant(outputs, targets): return torch.zeros(len(outputs))
 def failing(outputs, targets): return outputs.nonsense()
 def worst(outputs, targets): return abs(outputs - targets).max()
+def empty(outputs, targets): return float("nan")
 """
 
 
@@ -153,10 +154,22 @@ def test_a_score_of_ones_own_gets_all_outputs_and_targets(mine: None) -> None:
         evaluate(module, samples, labels=targets, normalise=torch.clone, loss="huber", scores=["ownscores:failing"])
 
 
+def test_a_score_of_ones_own_that_is_nan_is_named_once(mine: None, caplog: pytest.LogCaptureFixture) -> None:
+    module, targets = torch.nn.Sequential(torch.nn.Linear(3, 1)), torch.randn(11, 1)
+    for samples in (torch.full((11, 3), torch.nan), torch.randn(11, 3), torch.randn(11, 3)):
+        found = evaluate(
+            module, samples, labels=targets, normalise=torch.clone, loss="huber", scores=["ownscores:empty"]
+        )
+        assert math.isnan(found.score)
+    (warning,) = (record.getMessage() for record in caplog.records)
+    assert warning.startswith("score.name = 'ownscores:empty': returns nan for finite outputs, in empty (")
+    assert warning.endswith("ownscores.py:9). It is left out: return a number.")
+
+
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("averaged", r"returns \[\] for 2 samples, not the loss of each, \[2\]. Return no mean"),
+        ("averaged", r"returns \[\] for 2 samples, not the loss of each, \[2\], in .*\. Return no mean"),
         ("constant", "does not depend on the outputs"),
         ("failing", "fails with AttributeError"),
         ("absent", "cannot be imported"),
@@ -194,7 +207,7 @@ def test_the_targets_decide_the_defaults(tree: dict[str, Any], loss: str, score:
         ({"data": DATA, "training": {"loss": "cross_entropy"}}, r"training\.loss .*: data\.targets are numbers"),
         ({"data": DATA, "training": {"loss": "hubr"}}, "Did you mean 'huber'"),
         ({"score": {"name": "r2"}}, r"score\.name = 'r2': data\.targets are classes"),
-        ({"score": {"name": "a:b"}}, r"score\.better = None"),
+        ({"score": {"name": "a:b"}}, r"score\.better: "),
         ({"data": DATA, "score": {"better": "lower"}}, "r2 is better when higher"),
         ({"score": {"target": 0.5}}, r"score\.target = 0\.5: unknown key"),
         ({"data": DATA, "training": {"objective": {"name": "cross_entropy"}}}, r"training\.objective\.name"),

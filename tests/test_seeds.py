@@ -80,6 +80,29 @@ def test_the_draw_has_labs_of_all_kinds() -> None:
     assert "leaves" in describe(labs[away]) and "leaves" not in describe(labs[traces.index(None)])
 
 
+def test_a_tenth_of_the_labs_has_a_trainer_its_state_absences_and_deaths_together() -> None:
+    labs = [draw_lab(seed) for seed in range(300)]
+    together = [drawn for drawn in labs if drawn.has_everything]
+    own = [drawn for drawn in labs if not drawn.experiment.training.trainer.learns_module]
+    assert len(labs) / 10 <= len(together) < len(own)
+    dying = {fault.node for drawn in together for fault in drawn.faults if fault.kind is FaultKind.WORKER}
+    assert any(drawn.spool for drawn in together) and all(node.startswith("device-") for node in dying)
+
+
+def test_a_worker_that_is_killed_costs_seconds_alone() -> None:
+    """In the midst of the first training of one device, and after the last one of the other."""
+    lab = kept("bug-retried-on-what-it-changed")
+    late = Fault(FaultKind.WORKER, 3.5, 0.0, "device-1", 1.0)
+    report = check_lab(replace(lab, faults=(*lab.faults, late)))
+    assert not report.failed and report.violations == ()
+
+
+def test_a_training_whose_workers_are_all_killed_ends_its_device() -> None:
+    lab = kept("bug-retried-on-what-it-changed")
+    report = check_lab(replace(lab, faults=tuple(replace(fault, amount=2.0) for fault in lab.faults)))
+    assert report.failed and report.violations == ()
+
+
 def test_a_lab_that_is_kept_is_read_as_it_was(tmp_path: Path) -> None:
     for seed in range(5):
         drawn = draw_lab(seed)

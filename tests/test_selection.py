@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from cloud import checkpoint
-from cloud.checkpoint import RunState
-from common.errors import InvalidExperiment
-from common.experiment.methods import SELECTORS
-from common.experiment.reading import load, parse
-from common.experiment.tiers import Tier
-from common.methods.selection import ClientSelection, Participation, ResultFacts, Situation
-from common.methods.selectors import Oort, scores
-from common.model.layout import ModelLayout, Section
-from common.randomness import Purpose, generator
+from fedstrata.cloud import checkpoint
+from fedstrata.cloud.checkpoint import RunState
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.methods import SELECTORS
+from fedstrata.common.experiment.reading import load, parse
+from fedstrata.common.experiment.tiers import Tier
+from fedstrata.common.methods.selection import ClientSelection, Participation, ResultFacts, Situation
+from fedstrata.common.methods.selectors import Oort, scores
+from fedstrata.common.model.layout import ModelLayout, Section
+from fedstrata.common.randomness import Purpose, generator
 from tests.helpers.commands import DEMO, run_lab, tensors
 from tests.helpers.direct import resumed_run, run_direct
 from tests.helpers.examples import examples, slow
@@ -234,7 +234,7 @@ def test_what_cannot_be_is_refused(table: Mapping[str, object], problem: str) ->
 
 
 OWN: Final = """
-from common.methods.selection import Selector
+from fedstrata.common.methods.selection import Selector
 
 class Latest(Selector):
     def __init__(self, *, start=0):

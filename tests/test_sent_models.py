@@ -11,22 +11,23 @@ from typing import Any, Final
 import numpy as np
 import pytest
 
-from common.errors import RunFailed
-from common.experiment.codecs import DOWN, Codecs
-from common.experiment.methods import RULES, NormBound
-from common.experiment.reading import parse
-from common.experiment.tiers import Closing
-from common.experiment.training import TrainingSettings
-from common.methods.aggregator import build
-from common.methods.rule import Aggregated, Rule, Uploads, link_layouts
-from common.model.codecs import codec_of
-from common.model.layout import LinkLayouts, ModelLayout, Row, Section
-from common.protocol.messages import Task
-from common.runtime.models import Arriving
-from common.runtime.round import Dispatch, Report, Work, WorkResult
-from common.storage.spool import Spool
-from deploy.local.calls import Calls, Clock
-from deploy.sweeps.grid import merged
+from fedstrata.common.accounting.work import Work
+from fedstrata.common.errors import RunFailed
+from fedstrata.common.experiment.codecs import DOWN, Codecs
+from fedstrata.common.experiment.methods import RULES, NormBound
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.experiment.tiers import Closing
+from fedstrata.common.experiment.training import TrainingSettings
+from fedstrata.common.methods.aggregator import build
+from fedstrata.common.methods.rule import Aggregated, Rule, Uploads, link_layouts
+from fedstrata.common.model.codecs import codec_of
+from fedstrata.common.model.layout import LinkLayouts, ModelLayout, Row, Section
+from fedstrata.common.protocol.messages import Task
+from fedstrata.common.runtime.models import Arriving
+from fedstrata.common.runtime.round import Dispatch, DoTask, Report, WorkResult
+from fedstrata.common.storage.spool import Spool
+from fedstrata.deploy.local.calls import Calls, Clock
+from fedstrata.deploy.sweeps.grid import merged
 from tests.helpers.codecs import codecs_of
 from tests.helpers.commands import tensors
 from tests.helpers.direct import resumed_run, run_direct
@@ -121,12 +122,12 @@ def saved(rule: Rule, folder: Path) -> dict[str, bytes]:
 # A parent's children in one process
 
 
-def adding(value: float, seen: list[bytes], up: str) -> Work:
+def adding(value: float, seen: list[bytes], up: str) -> DoTask:
     async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
         row = (await model.whole()).copy()
         seen.append(row.tobytes())
         LAYOUT.floats(row)[:] += np.float32(value)
-        return WorkResult(codec_of(up).encode(LAYOUT, row, reference=model.row), 5, 0.1, task.epochs, 1, 0.0, 0.0)
+        return WorkResult(codec_of(up).encode(LAYOUT, row, reference=model.row), Work(5, 0.1, task.epochs, 1, 0.0, 0.0))
 
     return work
 
@@ -136,7 +137,8 @@ def called(codecs: Codecs, row: Row) -> tuple[list[bytes], Mapping[str, Row]]:
     seen: list[bytes] = []
     children = {"a": adding(0.1, seen, codecs.up.name), "b": adding(0.2, seen, codecs.up.name)}
     calls = Calls(
-        children, samples=dict.fromkeys(children, 5), layouts=LinkLayouts.plain(LAYOUT), codecs=codecs,
+        children, tests={},
+        samples=dict.fromkeys(children, 5), layouts=LinkLayouts.plain(LAYOUT), codecs=codecs,
         spool=Spool(None), resident_mb=1.0, clock=Clock(),
     )  # fmt: skip
     dispatch = Dispatch(0, 0, models=[(row, ("a", "b"))], epochs={"a": 1, "b": 1}, closing=Closing())

@@ -15,15 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from session_lab import LAB, LAYOUT, PARENT, RUN, Lab, manifest_of, model_of, names_of, settled, sizes
 
-from common.accounting.traffic import Traffic
-from common.errors import WireError
-from common.experiment.links import LinkSettings
-from common.experiment.schema import TransferSettings
-from common.experiment.tiers import Closing
-from common.protocol import serialization, topics
-from common.protocol.admission import ANSWER_S, ANSWERS_MOST, ASKS_KEPT, SEEKERS_MOST, Refusal
-from common.protocol.events import BrokerAway, ParentGone, PeerChanged, ProbeReceived, TargetsChanged
-from common.protocol.messages import (
+from fedstrata.common.accounting.traffic import Traffic
+from fedstrata.common.accounting.work import Work
+from fedstrata.common.errors import WireError
+from fedstrata.common.experiment.links import LinkSettings
+from fedstrata.common.experiment.schema import TransferSettings
+from fedstrata.common.experiment.tiers import Closing
+from fedstrata.common.protocol import serialization, topics
+from fedstrata.common.protocol.admission import ANSWER_S, ANSWERS_MOST, ASKS_KEPT, SEEKERS_MOST, Refusal
+from fedstrata.common.protocol.events import BrokerAway, ParentGone, PeerChanged, ProbeReceived, TargetsChanged
+from fedstrata.common.protocol.messages import (
     DIGEST_BYTES,
     Alive,
     Announcement,
@@ -41,7 +42,7 @@ from common.protocol.messages import (
     Result,
     WhoIsThere,
 )
-from common.protocol.presence import ASK_MOST_S
+from fedstrata.common.protocol.presence import ASK_MOST_S
 from tests.helpers.examples import DRAWN, PROFILE
 from tests.helpers.session_messages import BLOB, IDLE_S, READY, inject, messages_of, silence_chunks
 
@@ -84,7 +85,7 @@ FLOODS: dict[str, Callable[[random.Random], Message]] = {
     "declined": lambda draw: Declined(Key(0, 0, 0), "no"),
     "goodbyes": lambda draw: Goodbye(),
     "late results": lambda draw: Result(
-        Key(0, 0, 0), BLOB, None, 1, 0.1, 1, 1, 1, 1.0, 0.0, 0.0, (), "", Traffic(), ()
+        Key(0, 0, 0), BLOB, None, Work(1, 0.1, 1, 1, 1.0, 0.0, 0.0), 1, (), "", Traffic(), ()
     ),
 }
 

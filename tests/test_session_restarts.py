@@ -22,14 +22,15 @@ from session_lab import (
     settled,
 )
 
-from common.accounting.child_report import ChildReport
-from common.experiment.links import LinkSettings
-from common.experiment.schema import TransferSettings
-from common.experiment.tiers import Closing
-from common.protocol import serialization, topics
-from common.protocol.admission import Refusal
-from common.protocol.child_session import FAREWELL_S
-from common.protocol.events import (
+from fedstrata.common.accounting.child_report import ChildReport
+from fedstrata.common.accounting.work import Work
+from fedstrata.common.experiment.links import LinkSettings
+from fedstrata.common.experiment.schema import TransferSettings
+from fedstrata.common.experiment.tiers import Closing
+from fedstrata.common.protocol import serialization, topics
+from fedstrata.common.protocol.admission import Refusal
+from fedstrata.common.protocol.child_session import FAREWELL_S
+from fedstrata.common.protocol.events import (
     GoodbyeReceived,
     NameTaken,
     ParentGone,
@@ -40,7 +41,7 @@ from common.protocol.events import (
     UploadAnnounced,
     UploadRefused,
 )
-from common.protocol.messages import (
+from fedstrata.common.protocol.messages import (
     Acknowledgement,
     Alive,
     Announcement,
@@ -53,9 +54,9 @@ from common.protocol.messages import (
     Result,
     Task,
 )
-from common.protocol.outbox import Publish, Subscribe
-from common.protocol.participant import ParticipantState
-from common.protocol.presence import Proof
+from fedstrata.common.protocol.outbox import Publish, Subscribe
+from fedstrata.common.protocol.participant import ParticipantState
+from fedstrata.common.protocol.presence import Proof
 from tests.helpers.session_messages import BLOB, IDLE_S, inject, leave_remains, silence_chunks
 
 # Restarts
@@ -333,7 +334,13 @@ def test_a_model_that_does_not_fit_in_a_packet_with_its_reports_is_fetched() -> 
     link.connected(lab.now, inboxes=(), packet_most=40_000)
     model = bytes(39_000)
     result = Result(
-        Key(0, 0, 0), manifest_of(model), model, 10, 0.5, 1, 6, 6, 1.0, 0.0, 0.0, (), '{"up": [' + "{}," * 700 + "{}]}"
+        Key(0, 0, 0),
+        manifest_of(model),
+        model,
+        Work(10, 0.5, 1, 6, 1.0, 0.0, 0.0),
+        6,
+        (),
+        '{"up": [' + "{}," * 700 + "{}]}",
     )
     sent = link.to_send(lab.now, [("device-0", result)])
     (body,) = (each.body for each in sent if isinstance(each, Publish) and each.topic.endswith("/device-0/inbox/cloud"))

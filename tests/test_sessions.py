@@ -10,20 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from session_lab import FORM, LAB, PARENT, RUN, Lab, lab_at, manifest_of, model_of, names_of, settled, snapshot
 
-from common.accounting.traffic import Traffic
-from common.experiment.tiers import Closing
-from common.protocol import serialization, topics
-from common.protocol.admission import MESSAGES_MOST, MessageRefused, Refusal
-from common.protocol.child_session import QUIET_S
-from common.protocol.events import ModelFailed, ParentGone, PeerChanged, RunEnded, TaskReceived
-from common.protocol.limits import ChildLimits
-from common.protocol.manifest import ModelForm
-from common.protocol.messages import Ask, Gone, Key, NodeState, Phase, Presence, Progress, Task, WhoIsThere
-from common.protocol.participant import ParticipantState
-from common.protocol.peer_link import SILENT_MOST_S
-from common.protocol.presence import ASK_MOST_S, ASK_S, Proof
+from fedstrata.common.accounting.traffic import Traffic
+from fedstrata.common.experiment.tiers import Closing
+from fedstrata.common.protocol import serialization, topics
+from fedstrata.common.protocol.admission import MESSAGES_MOST, MessageRefused, Refusal
+from fedstrata.common.protocol.child_session import QUIET_S
+from fedstrata.common.protocol.events import ModelFailed, ParentGone, PeerChanged, RunEnded, TaskReceived
+from fedstrata.common.protocol.limits import ChildLimits
+from fedstrata.common.protocol.manifest import ModelForm
+from fedstrata.common.protocol.messages import Ask, Gone, Key, NodeState, Phase, Presence, Progress, Task, WhoIsThere
+from fedstrata.common.protocol.participant import ParticipantState
+from fedstrata.common.protocol.peer_link import SILENT_MOST_S
+from fedstrata.common.protocol.presence import ASK_MOST_S, ASK_S, FINAL, Proof
 from tests.helpers.examples import DRAWN, PROFILE
-from tests.helpers.session_messages import BLOB, IDLE_S, inject, leave_remains, messages_of
+from tests.helpers.session_messages import BLOB, IDLE_S, inject, inject_state, leave_remains, messages_of
 
 
 def test_the_messages_of_this_test_are_all_there_are() -> None:
@@ -236,6 +236,34 @@ def test_a_run_that_ended_under_a_new_parent_while_a_child_was_away_ends_it() ->
     child.connect()
     lab.rest(IDLE_S)
     assert child.of(RunEnded) == [RunEnded(NodeState.FINISHED, "")] and not child.of(ParentGone)
+
+
+@pytest.mark.parametrize("state", [NodeState.FINISHED, NodeState.FAILED])
+def test_a_stranger_that_takes_the_name_of_a_parent_costs_no_child_its_end(state: NodeState) -> None:
+    """A presence of the stranger comes between the parent's last two, whose process stays for farewells."""
+    lab = settled(1)
+    inject_state(lab.child, PARENT, "stranger", NodeState.READY)
+    lab.parent.set_state(state, reason="it is over")
+    lab.rest(1.0)
+    assert lab.child.of(RunEnded) == [RunEnded(state, "it is over")]
+
+
+def test_a_stranger_that_takes_the_name_of_a_child_hides_no_end_from_its_parent() -> None:
+    lab = settled(1)
+    inject_state(lab.parent, "device-0", "stranger", NodeState.READY)
+    lab.child.set_state(NodeState.FAILED, reason="disk full")
+    lab.rest(1.0)
+    assert lab.parent.of(PeerChanged)[-1] == PeerChanged("device-0", "failed", "disk full")
+
+
+@pytest.mark.parametrize("state", FINAL)
+def test_a_stranger_that_ends_in_the_name_of_a_living_node_ends_nobody(state: NodeState) -> None:
+    lab = settled(1)
+    for node, name in ((lab.child, PARENT), (lab.parent, "device-0")):
+        inject_state(node, name, "stranger", state)
+    lab.rest(IDLE_S)
+    assert not lab.child.of(RunEnded) and not lab.child.of(ParentGone)
+    assert set(lab.round().results) == {"device-0"} and lab.kinds["WhoIsThere"] <= 4
 
 
 @pytest.mark.parametrize("store", ["before the restart", "of a run that was resumed"])

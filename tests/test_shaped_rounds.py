@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from common.experiment.links import LinkSettings
-from common.experiment.tiers import Closing
-from common.protocol.sender import Sender
+from fedstrata.common.experiment.links import LinkSettings
+from fedstrata.common.experiment.tiers import Closing
+from fedstrata.common.protocol.sender import Sender
 from tests.helpers.nodes import (
     FINE,
     assert_models,

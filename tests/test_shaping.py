@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from paho.mqtt import client as paho
 
-from common.accounting.counters import Account, packet_bytes
-from common.accounting.traffic import TcpStats, Traffic
-from common.experiment.links import LinkDirection, LinkSet
-from common.protocol import serialization, topics
-from common.protocol.manifest import describe
-from common.protocol.messages import Acknowledgement, Ask, Key, Manifest
-from common.protocol.outbox import (
+from fedstrata.common.accounting.counters import Account, packet_bytes
+from fedstrata.common.accounting.traffic import TcpStats, Traffic
+from fedstrata.common.experiment.links import LinkDirection, LinkSet
+from fedstrata.common.protocol import serialization, topics
+from fedstrata.common.protocol.manifest import describe
+from fedstrata.common.protocol.messages import Acknowledgement, Ask, Key, Manifest
+from fedstrata.common.protocol.outbox import (
     CHUNKS_IN_CLIENT,
     CREDIT_S,
     EARLY_S,
@@ -29,8 +29,8 @@ from common.protocol.outbox import (
     PublishChunk,
     Shaper,
 )
-from common.protocol.presence import Identity
-from common.protocol.sender import Sender
+from fedstrata.common.protocol.presence import Identity
+from fedstrata.common.protocol.sender import Sender
 
 
 def shaper_of(rate: float | None, *peers: str, delay_s: float = 0.0) -> Shaper:

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from common.errors import ConnectionFailed
-from deploy.brokers import broker as brokers
-from deploy.simulation.broker import RetainedMessage, SessionWill, SimulatedBroker
+from fedstrata.common.errors import ConnectionFailed
+from fedstrata.deploy.brokers import broker as brokers
+from fedstrata.deploy.simulation.broker import RetainedMessage, SessionWill, SimulatedBroker
 
 PATIENCE_S = 10.0
 PACKET_LIMIT = 5000

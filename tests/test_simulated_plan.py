@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -12,15 +11,17 @@ from typing import Any
 
 import pytest
 
-from common.errors import InvalidExperiment
-from common.experiment.reading import parse, to_toml
-from deploy.planning import calibration, sample, simulated, workload
-from deploy.planning.calibration import REFERENCE, FittedCosts, MachineSpeeds, read_costs, write_costs
-from deploy.planning.fitting import NullRound, fit, measure_costs
-from deploy.planning.simulated import Site
-from deploy.simulation import machines
-from deploy.simulation.loop import START_S, VirtualLoop
-from deploy.simulation.machines import ProcessThread, SimulatedHost
+from fedstrata.cloud.results import RunFolder
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.reading import parse, to_toml
+from fedstrata.deploy.planning import sample, simulated, workload
+from fedstrata.deploy.planning import simulated_run as runs
+from fedstrata.deploy.planning.calibration import REFERENCE, MachineSpeeds
+from fedstrata.deploy.planning.simulated_run import machine_speeds, simulated_run, speeds_in
+from fedstrata.deploy.results.run import Run
+from fedstrata.deploy.simulation import machines
+from fedstrata.deploy.simulation.loop import START_S, VirtualLoop
+from fedstrata.deploy.simulation.machines import Machines, ProcessThread, SimulatedHost
 from tests.helpers.commands import invoke
 
 FREE = MachineSpeeds(cores=2)
@@ -31,20 +32,13 @@ MANY: dict[str, Any] = {"model": {"name": "mlp_digits"}, "data": {}}
 MODEL_BYTES = 1_085_000  # about a resnet20, and its messages
 
 
-def free(begin: Callable[[], None]) -> float:
-    begin()
-    return 0.0
-
-
-def planned(tree: dict[str, Any], speeds: MachineSpeeds = SPEEDS) -> workload.PlannedWorkload:
+def planned(tree: dict[str, Any]) -> workload.PlannedWorkload:
     base = {"rounds": 3, "data": IMAGES, "model": {"name": "resnet20"}}
-    work = workload.workload(parse(base | tree))
-    workload.rehearse(work, speeds)
-    return work
+    return workload.workload(parse(base | tree))
 
 
 def run(work: workload.PlannedWorkload, speeds: MachineSpeeds = SPEEDS, **options: Any) -> simulated.SimulatedRun:
-    return simulated.simulate(work, speeds, **{"site": Site.HOSTS, "work_s": free} | options)
+    return simulated.simulate(work, speeds, **options)
 
 
 def simulated_s(found: simulated.SimulatedRun) -> float:
@@ -52,7 +46,7 @@ def simulated_s(found: simulated.SimulatedRun) -> float:
 
 
 def phases(tree: dict[str, Any], speeds: MachineSpeeds = FREE, **options: Any) -> dict[str, float]:
-    return run(planned(tree, speeds), speeds, rounds=2, **options).seconds()
+    return run(planned(tree), speeds, rounds=2, **options).seconds()
 
 
 def link(up_s: float, down_s: float) -> dict[str, float]:
@@ -82,16 +76,7 @@ def test_links_pass_a_model_on_as_it_comes() -> None:
 
 def test_links_of_the_kernel_carry_headers_too() -> None:
     tree = {**TWO_LAYERS, "links": {"wan": link(up_s=3.0, down_s=3.0), "enforce": "kernel"}}
-    assert sum(phases(tree).values()) == pytest.approx(6.0 / simulated.PAYLOAD, rel=0.02)
-
-
-def test_one_host_trains_as_many_at_once_as_it_has_cores_and_without_a_network_one() -> None:
-    slow, lab = replace(FREE, training_s=2.0), {**MANY, **THREE_LAYERS}
-    assert sum(phases(lab, slow).values()) == pytest.approx(2 * 2.0, rel=0.05)
-    assert sum(phases(lab, slow, site=Site.ONE_HOST).values()) == pytest.approx(2 * 6 * 2.0 / 2, rel=0.05)
-    direct = phases({**lab, "links": {"wan": SLOW}}, replace(slow, evaluation_s=1.0), site=Site.DIRECT)
-    each = 2.0 + simulated.DIRECT_S
-    assert sum(direct.values()) == pytest.approx(2 * 6 * each + 1.0, rel=0.01)
+    assert sum(phases(tree).values()) == pytest.approx(6.0 / runs.PAYLOAD, rel=0.02)
 
 
 def test_what_a_host_emulates_takes_its_seconds() -> None:
@@ -113,10 +98,10 @@ def test_rules_that_learn_at_a_node_are_predicted_without_it() -> None:
     assert feddf.tiers() == fedavg.tiers() and simulated_s(feddf) == pytest.approx(simulated_s(fedavg), rel=0.01)
 
 
-def test_progress_is_the_share_of_the_nodes_that_joined_and_of_the_trainings() -> None:
+def test_progress_is_the_share_of_the_global_rounds() -> None:
     reached: list[float] = []
     run(planned(THREE_LAYERS), reach=reached.append)
-    assert len(reached) == 6 + 3 * 2 * 6 and reached == sorted(reached) and reached[-1] == 1.0
+    assert reached == [pytest.approx(share) for share in (1 / 3, 2 / 3, 1.0)]
 
 
 # Samples
@@ -128,7 +113,6 @@ LAN = {"up_mbit": 20, "down_mbit": 40}
     ("tree", "options"),
     [
         ({**MANY, "topology": {"institutions": 0, "devices": 40}, "links": {"wan": SLOW}}, {"interface_mbit": 5.0}),
-        ({**MANY, "topology": {"institutions": 0, "devices": 40}}, {"site": Site.ONE_HOST}),
         pytest.param(
             {"topology": {"institutions": 0, "devices": 40}, "links": {"wan": SLOW}},
             {"interface_mbit": 50.0},
@@ -180,7 +164,7 @@ def test_ten_million_devices_are_a_sample() -> None:
         "links": {"wan": "wan-50mbit"},
         "institution": {"rounds": 2, "participation": 0.1},
     }
-    work = planned({**MANY, **tree}, FREE)
+    work = planned({**MANY, **tree})
     found = run(work, FREE, nodes=30, rounds=2, interface_mbit=10_000.0)
     assert found.sample.nodes == 30 and found.sample.multiples == [2000.0, 40_000.0]
     assert "equal" in work.assumed[0]
@@ -203,18 +187,33 @@ def test_a_lab_that_cannot_be_sampled_is_refused() -> None:
 # Rounds
 
 
-def test_results_are_written_after_each_global_round_with_a_checkpoint() -> None:
-    slow = replace(SPEEDS, record_s=3.0, evaluation_s=2.0)
-    for every, records in ((1, [0.0, 3.0, 3.0, 3.0]), (2, [0.0, 0.0, 3.0, 0.0])):
-        work = planned({**TWO_LAYERS, "rounds": 4, "cloud": {"checkpoint_every": every}}, slow)
-        found = run(work, slow, rounds=4)
-        assert [each.phases["record"] for each in found.rounds] == pytest.approx(records, abs=0.1)
-    assert phases(TWO_LAYERS, slow)["evaluate"] == 0.0  # meanwhile
+def test_a_plan_has_the_seconds_and_bytes_of_a_simulated_run(tmp_path: Path) -> None:
+    tree = {"rounds": 3, "links": {"check": "off", "wan": SLOW}, "hardware": {"default": {"step_s": 0.01}}}
+    tree |= {"model": {"name": "mlp_digits"}, "institution": {"rounds": 2}}
+    experiment = parse({"topology": {"institutions": 2, "devices": 4}} | tree)
+    facts = machine_speeds(experiment, of=None)
+    folder = RunFolder.create(tmp_path, experiment, simulated=facts)
+    simulated_run(folder, facts, workers=1).run()
+    plan = simulated.simulate(workload.workload(experiment), speeds_in(facts))
+    for planned_round, simulated_round in zip(plan.rounds, Run(folder.path).rounds, strict=True):
+        assert planned_round.phases == pytest.approx(simulated_round.phases, abs=1e-3)
+        assert planned_round.bytes_ == pytest.approx(simulated_round.bytes_, rel=0.01)
 
 
-def test_a_prediction_is_repeatable_and_leaves_the_collection_of_garbage_on() -> None:
+def test_devices_train_where_tempo_decides_by_it_and_it_takes_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"model": {"name": "mlp_digits"}, "data": {}, "topology": {"institutions": 2, "devices": 4}}
+    work = planned({**small, "rounds": 9, "cloud": {"epoch_control": {"name": "tempo"}}})
+    found = run(work)
+    assert found.trained and simulated.TRAINED_LEAST <= len(found.rounds) <= simulated.TRAINED_MOST
+    assert found.epochs().keys() == {"institution-0", "institution-1"}
+    monkeypatch.setattr(simulated, "TRAINED_S", 1e-3)
+    found = run(work)
+    assert not found.trained and set(found.epochs().values()) == {work.experiment.training.epochs}
+
+
+def test_a_prediction_is_repeatable() -> None:
     work = planned(THREE_LAYERS)
-    assert run(work, rounds=2).seconds() == run(work, rounds=2).seconds() and gc.isenabled()
+    assert run(work, rounds=2).seconds() == run(work, rounds=2).seconds()
 
 
 def test_a_quorum_does_not_wait_for_the_straggler() -> None:
@@ -233,7 +232,7 @@ def test_what_changes_late_in_a_run_is_predicted(rounds: int | None) -> None:
     outage = {"seconds": [0, 20, 50], "up_mbit": [4, 0, 4], "down_mbit": [6, 0, 6]}
     slow = replace(FREE, training_s=1.0)
     lab = {**TWO_LAYERS, "rounds": 8, "links": {"wan": {"trace": outage}}}
-    found = run(planned(lab, slow), slow, rounds=rounds)
+    found = run(planned(lab), slow, rounds=rounds)
     seconds = [each.seconds for each in found.rounds]
     if rounds is None:
         assert len(seconds) == 8 and max(seconds) > 30 and sum(each > 10 for each in seconds) == 1
@@ -260,26 +259,28 @@ def test_the_rest_of_the_rounds_take_the_mean() -> None:
 
 def test_a_round_has_these_packets(monkeypatch: pytest.MonkeyPatch) -> None:
     counted: Counter[object] = Counter()
-    handle, costs = machines._handle, simulated.costs_of(SPEEDS)
+    handle, costs = machines._handle, runs._costs(SPEEDS)
 
     def count(thread: ProcessThread, cost: tuple[float, float], *rest: Any) -> None:
         counted[cost[0] == costs.agent_s] += 1
         handle(thread, cost, *rest)
 
-    def work_s(begin: Callable[[], None]) -> float:
+    def beside(self: Machines, begin: Callable[[], None], end: Callable[[], None]) -> None:
         counted["calls"] += 1
-        return free(begin)
+        called(self, begin, end)
 
+    called = Machines._beside
     monkeypatch.setattr(machines, "_handle", count)
+    monkeypatch.setattr(Machines, "_beside", beside)
     found = []
     for rounds in (3, 13):
         counted.clear()
-        small = planned({"rounds": rounds, "model": {"name": "mlp_digits"}, "data": {}, **TWO_LAYERS})
-        run(small, rounds=rounds, site=Site.ONE_HOST, work_s=work_s)
+        small = planned({**MANY, **TWO_LAYERS, "rounds": rounds, "cloud": {"checkpoint_every": rounds}})
+        run(small, rounds=rounds)
         found.append((counted[True], counted[False], counted["calls"]))
     each = [(after - before) / 10 for before, after in zip(*found, strict=True)]
-    assert each[:2] == [4 * simulated.AGENT_PACKETS, 4 * simulated.BROKER_PACKETS]
-    assert each[2] == pytest.approx(simulated.WORK_CALLS, abs=0.2)  # links.csv is written every few seconds
+    assert each[:2] == [4 * runs.AGENT_PACKETS, 4 * runs.BROKER_PACKETS]
+    assert each[2] == pytest.approx(runs.WORK_CALLS, abs=0.2)  # links.csv is written every few seconds
 
 
 # Machines
@@ -314,71 +315,27 @@ def played(loop: VirtualLoop) -> None:
 
 def test_broker_hosts_share_their_interface() -> None:
     few, many = ({"topology": {"institutions": 0, "devices": count}, "rounds": 2} for count in (2, 8))
-    found = [simulated_s(run(planned(tree, FREE), FREE, interface_mbit=100.0)) for tree in (few, many)]
-    model_s = 2 * planned(few, FREE).layout.row_bytes / 12.5e6
+    found = [simulated_s(run(planned(tree), FREE, interface_mbit=100.0)) for tree in (few, many)]
+    model_s = 2 * planned(few).layout.row_bytes / 12.5e6
     assert found == [pytest.approx(count * model_s, rel=0.01) for count in (2, 8)]
 
 
-# Calibration
-
-
-def test_three_rounds_determine_the_costs() -> None:
-    message_s, round_s, byte_s, copy_s = 2e-3, 5e-3, 1e-9, 1e-10
-
-    def null_round(devices: int, model_bytes: int) -> NullRound:
-        mixing = devices * model_bytes * calibration.mixing_s(copy_s)
-        cpu_s = round_s + devices * (message_s + 2 * model_bytes * byte_s) + mixing
-        return NullRound(devices, model_bytes, cpu_s)
-
-    found = fit([null_round(1, 0), null_round(8, 0), null_round(4, 10_000_000)], copy_s=copy_s)
-    assert found == pytest.approx((message_s, round_s, byte_s))
-    noisy = fit([NullRound(1, 0, 0.2), NullRound(8, 0, 0.1), NullRound(4, 1000, 0.0)], copy_s=copy_s)
-    assert noisy == (0.0, 0.2, 0.0)
-
-
-COSTS = FittedCosts(0.25, 0.5, 1e-9, host="rack-1", measured="2026-01-01T00:00:00+00:00", load=0.5)
-
-
-def test_plans_use_the_costs_that_this_machine_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert read_costs(None) is None
-    assert write_costs(COSTS, None) == tmp_path / "fedstrata" / "calibration.json"
-    assert read_costs(None) == COSTS
-    monkeypatch.setattr(calibration, "TRAINING_S", 0.02)
-    found = calibration.measure(planned(MANY), cores=1, together=False, fitted=COSTS)
-    assert (found.message_s, found.round_s, found.byte_s) == (0.25, 0.5, 1e-9)
-
-
-@pytest.mark.parametrize("content", [None, "{", "[]", '{"message_s": 1}', json.dumps({"message_s": -1.0})])
-def test_a_calibration_that_cannot_be_read_is_named(tmp_path: Path, content: str | None) -> None:
-    file = tmp_path / "mine.json"
-    if content is not None:
-        file.write_text(content)
-    with pytest.raises(InvalidExperiment, match=r"--calibration = .*mine\.json.*Measure with"):
-        read_costs(file)
-
-
-@pytest.mark.slow
-def test_the_costs_of_this_machine_are_measured() -> None:
-    found = measure_costs(rounds=4)
-    assert 0 < found.message_s < 1 and 0 < found.byte_s < 1e-6 and found.host
+# The command
 
 
 def test_the_command_has_what_was_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "TRAINING_S", 0.02)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
-    file, costs = tmp_path / "lab.toml", tmp_path / "costs.json"
-    file.write_text(to_toml(parse({**TWO_LAYERS, "model": {"name": "mlp_digits"}})))
-    write_costs(COSTS, costs)
-    result = invoke("plan", file, "--rounds", "2", "--calibration", costs, "--format", "json")
+    file, speeds = tmp_path / "lab.toml", tmp_path / "speeds.json"
+    experiment = parse({**TWO_LAYERS, "model": {"name": "mlp_digits"}})
+    file.write_text(to_toml(experiment))
+    monkeypatch.setattr(runs, "measure", lambda work, **_: replace(SPEEDS, message_s=0.25))
+    runs.keep_speeds(speeds, [experiment], lambda stage: None)
+    monkeypatch.setattr(runs, "measure", None)
+    result = invoke("plan", file, "--rounds", "2", "--speeds", speeds, "--format", "json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
-    assert len(found["simulated_rounds"]) == 2 and found["calibration"]["host"] == "rack-1"
+    assert len(found["simulated_rounds"]) == 2 and found["speeds"]["message_s"] == 0.25
     assert found["global_round_s"] == pytest.approx(sum(found["seconds"].values()))
     assert found["global_round_s"] > 4 * 0.25 * 0.4  # the messages of four devices at the cloud
-    assert any("rack-1" in text and "load of 0.5" in text for text in found["assumed"])
     assert found["simulated_nodes"] == found["nodes"] == 4
-    some = invoke("plan", file, "--rounds", "2", "--nodes", "2", "--calibration", costs)
+    some = invoke("plan", file, "--rounds", "2", "--nodes", "2", "--speeds", speeds)
     assert "\nassumed: a sample of 2 of the 4 nodes is simulated, and multiplied\n" in some.stdout
-    refused = invoke("plan")
-    assert refused.exit_code == 2 and "--calibrate" in refused.output

@@ -15,20 +15,20 @@ from typing import Any, Final
 
 import pytest
 
-from cloud.agent import STATUS_S
-from common.errors import FedstrataError
-from common.experiment.reading import parse
-from common.experiment.schema import Experiment
-from common.experiment.topology import CLOUD
-from common.net.bulk import Body
-from common.net.connection import Handlers
-from common.runtime.world import Connection
-from deploy.simulation.hardware import Durations
-from deploy.simulation.lab import BROKER
-from deploy.simulation.link import LinkConditions
-from deploy.simulation.loop import START_S, Deadlock, Livelock, TimeLimit, VirtualLoop
-from deploy.simulation.machines import SimulatedProcess
-from deploy.simulation.world import SimulatedWorld
+from fedstrata.cloud.agent import STATUS_S
+from fedstrata.common.errors import FedstrataError
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.net.bulk import Body
+from fedstrata.common.net.connection import Handlers
+from fedstrata.common.runtime.world import Connection
+from fedstrata.deploy.simulation.hardware import Durations
+from fedstrata.deploy.simulation.lab import BROKER
+from fedstrata.deploy.simulation.link import LinkConditions
+from fedstrata.deploy.simulation.loop import START_S, Deadlock, Livelock, TimeLimit, VirtualLoop
+from fedstrata.deploy.simulation.machines import SimulatedProcess
+from fedstrata.deploy.simulation.world import SimulatedWorld
 from tests.helpers.scenarios import TREE, lab, survived, undisturbed
 from tests.helpers.sites import SimulatedSite, forever, virtual
 from tests.simulation.fault_injection import inject_faults
@@ -112,6 +112,7 @@ def test_a_seed_gives_the_same_in_every_process() -> None:
         Fault(FaultKind.TERMINATE, 2.5, 0.0, "device-0", -3600.0, keep=False),
         Fault(FaultKind.STOP, 2.5, 25.0, "device-0"),  # for longer than its keep-alive
         Fault(FaultKind.PARTITION, 2.5, 25.0, "institution-0"),
+        Fault(FaultKind.WORKER, 2.5, 0.0, "device-0", 1.0),
         *(
             Fault(FaultKind.BROKER, 1.5, 1.0, BROKER, detail=how, clean=how == "current")
             for how in ("empty", "current", "old")

@@ -14,19 +14,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from common.errors import MESSAGE_MOST, InvalidExperiment, bounded
-from common.experiment import links
-from common.experiment.links import LinkDirection, LinkSettings, Profile, shipped
-from common.experiment.methods import RULES
-from common.experiment.reading import load, parse, to_toml
-from common.experiment.schema import Experiment
-from common.experiment.short_form import ShortForm
-from common.experiment.tables import FORMS
-from common.experiment.tiers import participants
-from common.experiment.topology import RESERVED
-from common.methods.fedcross import FedCross
-from common.methods.single_model import OwnRule
-from deploy.console.login import Login
+from fedstrata.common.errors import MESSAGE_MOST, InvalidExperiment, bounded
+from fedstrata.common.experiment import links
+from fedstrata.common.experiment.links import LinkDirection, LinkSettings, Profile, shipped
+from fedstrata.common.experiment.methods import RULES
+from fedstrata.common.experiment.reading import load, parse, to_toml
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.short_form import ShortForm
+from fedstrata.common.experiment.tables import FORMS
+from fedstrata.common.experiment.tiers import participants
+from fedstrata.common.experiment.topology import RESERVED
+from fedstrata.common.methods.fedcross import FedCross
+from fedstrata.common.methods.own_rule import OwnRule
+from fedstrata.deploy.console.login import Login
 from tests.helpers.rules import LEAST, WITH_OBJECTIVE, least_lab
 
 
@@ -73,7 +73,7 @@ def experiments(draw: st.DrawFn) -> Experiment:
             "institution": {"participation": draw(st.floats(1e-6, 1)), "closing": closing},
             "profiles": {"mine": {"up_mbit": draw(rate), "delay_ms": draw(st.floats(0, 1e4))}},
             "links": {"wan": {"up_mbit": draw(rate)}, "lan": draw(link), "of": {devices[-1]: draw(link)}},
-            "transfer": {"idle_s": draw(st.floats(1e-3, 1e9))},
+            "transfer": {"idle_s": draw(st.floats(30, 1e9))},  # beyond twice the delay
         }
     )
 

@@ -7,28 +7,28 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import torch
 
-from cloud import evaluator_process
-from common.errors import InvalidExperiment
-from common.experiment.data import check_alike
-from common.experiment.reading import load, parse, to_toml
-from common.experiment.schema import Experiment
-from common.host.subprocess_channel import Record, error_in
-from common.learning import datasets, splits
-from common.learning.inputs import Inputs
-from common.learning.refiner import NodeSamples
-from deploy.planning import workload
-from deploy.results.maps import partition
-from deploy.simulation.hardware import NullWorkload
-from device.training.batches import load_local_dataset
-from device.training.trainer import Trainer
+from fedstrata.cloud import evaluator_process
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.data import check_alike
+from fedstrata.common.experiment.reading import load, parse, to_toml
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.host.subprocess_channel import Record, error_in
+from fedstrata.common.learning import datasets, splits
+from fedstrata.common.learning.inputs import Inputs
+from fedstrata.common.learning.refiner import NodeSamples
+from fedstrata.deploy.planning import workload
+from fedstrata.deploy.results.maps import partition
+from fedstrata.deploy.simulation.hardware import NullWorkload
+from fedstrata.device.training.batches import load_local_dataset
+from fedstrata.device.training.trainer import Trainer
 from tests.helpers.commands import fedstrata, invoke, table
 from tests.helpers.direct import run_direct
+from tests.helpers.figures import boxes_of, drawn, texts, tooltips
 from tests.helpers.mnist import write_mnist
 
 
@@ -143,7 +143,6 @@ partition = "institution_dirichlet"
 concentration = 0.3
 min_samples = 5
 """
-SVG = "{http://www.w3.org/2000/svg}"
 
 
 def test_a_split_is_written_as_the_devices_would_have_it(tmp_path: Path) -> None:
@@ -176,13 +175,14 @@ def test_a_split_is_written_as_the_devices_would_have_it(tmp_path: Path) -> None
 def test_the_picture_has_a_cell_for_each_class_that_a_device_has() -> None:
     devices = {"<x>": {"parent": "a", "by_class": [5, 0, 20]}, "y": {"parent": "b", "by_class": [0, 80, 0]}}
     facts = {"digest": "&", "seed": 1, "data": {"dataset": "d", "partition": "iid"}, "devices": devices}
-    picture = ElementTree.fromstring(partition(facts).svg())
-    cells = [cell for cell in picture.iter(f"{SVG}rect") if cell.find(f"{SVG}title") is not None]
-    titles = [cell.findtext(f"{SVG}title") for cell in cells]
-    assert titles == ["a / <x>, class 0: 5", "a / <x>, class 2: 20", "b / y, class 1: 80"]
-    sides = [float(cell.attrib["width"]) for cell in cells]
-    assert sides == pytest.approx([3, 6, 12])  # areas as 1 to 4 to 16
-    assert {"25", "80"} <= {text.text for text in picture.iter(f"{SVG}text")}
+    figure = partition(facts)
+    canvas = drawn(figure)
+    assert tooltips(canvas) == ["a / <x>, class 0: 5", "a / <x>, class 2: 20", "b / y, class 1: 80"]
+    boxes = boxes_of(canvas)
+    sides = [wide for *_, wide, _ in boxes]
+    assert sides == pytest.approx([box[3] for box in boxes]) and sides[0] * 4 == pytest.approx(sides[2])
+    assert sides[0] * 2 == pytest.approx(sides[1])  # areas as 1 to 4 to 16
+    assert {"25", "80", "a / <x>", "b / y"} <= set(texts(figure))
 
 
 def test_folders_are_not_split(tmp_path: Path) -> None:

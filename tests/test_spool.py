@@ -17,15 +17,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import StorageFailed
-from common.experiment.links import LinkSettings
-from common.experiment.schema import TransferSettings
-from common.experiment.tiers import Closing
-from common.protocol.manifest import describe, missing
-from common.runtime.child_endpoint import ChildEndpoint
-from common.runtime.parent_endpoint import ParentEndpoint
-from common.runtime.round import Dispatch
-from common.storage.spool import KEPT_S, Spool
+from fedstrata.common.errors import StorageFailed
+from fedstrata.common.experiment.links import LinkSettings
+from fedstrata.common.experiment.schema import TransferSettings
+from fedstrata.common.experiment.tiers import Closing
+from fedstrata.common.protocol.manifest import describe, missing
+from fedstrata.common.runtime.child_endpoint import ChildEndpoint
+from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
+from fedstrata.common.runtime.round import Dispatch
+from fedstrata.common.storage.spool import KEPT_S, Spool
 from tests.helpers.nodes import (
     FINE,
     PARENT,
@@ -133,7 +133,7 @@ def test_files_of_a_run_that_a_process_uses_are_kept(tmp_path: Path, monkeypatch
     script = f"""
 import os, sys
 from pathlib import Path
-from common.storage.spool import Spool
+from fedstrata.common.storage.spool import Spool
 spools = [Spool.open(Path({str(tmp_path)!r}), run=run, node="n") for run in ({killed!r}, {living!r})]
 print(flush=True)
 sys.stdin.read()

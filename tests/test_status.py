@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.accounting.counters import Account, packet_bytes
-from common.accounting.ledger import Ledger
-from common.experiment.links import LinkSettings
-from common.experiment.schema import TransferSettings
-from common.protocol import serialization, topics
-from common.protocol.admission import Refusal
-from common.protocol.limits import STATUS_BYTES
-from common.protocol.messages import (
+from fedstrata.common.accounting.counters import Account, packet_bytes
+from fedstrata.common.accounting.ledger import Ledger
+from fedstrata.common.experiment.links import LinkSettings
+from fedstrata.common.experiment.schema import TransferSettings
+from fedstrata.common.protocol import serialization, topics
+from fedstrata.common.protocol.admission import Refusal
+from fedstrata.common.protocol.limits import STATUS_BYTES
+from fedstrata.common.protocol.messages import (
     Key,
     NodeState,
     Phase,
@@ -30,11 +30,11 @@ from common.protocol.messages import (
     StatusRequest,
     Step,
 )
-from common.protocol.outbox import OTHERS, Publish, Subscribe
-from common.protocol.parent_session import ParentSession
-from common.protocol.presence import Identity
-from common.protocol.round_state import ChildInRound, ChildState
-from common.protocol.status import (
+from fedstrata.common.protocol.outbox import OTHERS, Publish, Subscribe
+from fedstrata.common.protocol.parent_session import ParentSession
+from fedstrata.common.protocol.presence import Identity
+from fedstrata.common.protocol.round_state import ChildInRound, ChildState
+from fedstrata.common.protocol.status import (
     NAMED_MOST,
     PUBLISH_S,
     ROUNDS_KEPT,

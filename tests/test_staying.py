@@ -22,18 +22,26 @@ from typing import Final
 import psutil
 import pytest
 
-from common.errors import DuplicateName, InvalidExperiment, LabInUse, LeftOut, NoProgress, OutOfReach, RunFailed
-from common.experiment.reading import parse
-from common.experiment.topology import CLOUD
-from common.metrics import Metrics
-from common.protocol import serialization, topics
-from common.protocol.messages import Alive, NodeState, Presence, WhoIsThere
-from common.runtime.discovery import Found, join
-from common.runtime.parent_endpoint import ParentEndpoint
-from common.runtime.roll import BEGINNING, SEEKING, claim
-from common.runtime.world import Host, World
-from deploy.brokers import broker
-from deploy.results.run import Run, folders
+from fedstrata.common.errors import (
+    DuplicateName,
+    InvalidExperiment,
+    LabInUse,
+    LeftOut,
+    NoProgress,
+    OutOfReach,
+    RunFailed,
+)
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.metrics import Metrics
+from fedstrata.common.protocol import serialization, topics
+from fedstrata.common.protocol.messages import Alive, NodeState, Presence, WhoIsThere
+from fedstrata.common.runtime.discovery import Found, join
+from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
+from fedstrata.common.runtime.roll import BEGINNING, SEEKING, claim
+from fedstrata.common.runtime.world import Host, World
+from fedstrata.deploy.brokers import broker
+from fedstrata.deploy.results.run import Run, folders
 from tests.helpers.commands import command, fedstrata, invoke, null_model
 from tests.helpers.nodes import LAB, PARENT, announcing, layout_of, living, parent_of
 from tests.helpers.sites import SimulatedSite, until, virtual

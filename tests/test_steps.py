@@ -16,23 +16,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from common.errors import InvalidExperiment, RefusedModel
-from common.experiment.reading import parse
-from common.experiment.topology import CLOUD
-from common.experiment.training import FedProx, TrainingSettings
-from common.learning import datasets, models, splits
-from common.learning.evaluation import ModelTester
-from common.learning.optimizers import optimizer_of
-from common.methods.fedadp import gompertz
-from common.methods.fednova import gradient_weights
-from common.methods.rule import Aggregated, Rule
-from common.model.layout import ModelLayout, Section
-from common.protocol.limits import check_report, limits_below
-from common.protocol.messages import Key, Manifest, Result
-from deploy.results.run import Run
-from device.training.objectives.objective import Minibatch
-from device.training.objectives.table import objective_of
-from device.training.sgd import step
+from fedstrata.common.accounting.work import Work
+from fedstrata.common.errors import InvalidExperiment, RefusedModel
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.experiment.training import FedProx, TrainingSettings
+from fedstrata.common.learning import datasets, models, splits
+from fedstrata.common.learning.evaluation import ModelTester
+from fedstrata.common.learning.optimizers import optimizer_of
+from fedstrata.common.methods.fedadp import gompertz
+from fedstrata.common.methods.fednova import gradient_weights
+from fedstrata.common.methods.rule import Aggregated, Rule
+from fedstrata.common.model.layout import ModelLayout, Section
+from fedstrata.common.protocol.limits import check_report, limits_below
+from fedstrata.common.protocol.messages import Key, Manifest, Result
+from fedstrata.deploy.results.run import Run
+from fedstrata.device.training.objectives.objective import Minibatch
+from fedstrata.device.training.objectives.table import objective_of
+from fedstrata.device.training.sgd import step
 from tests.helpers.direct import run_direct
 from tests.helpers.examples import examples
 from tests.helpers.rules import LAYOUT, Report, aggregate, rule_of
@@ -282,7 +283,7 @@ def test_the_rule_is_for_parents_of_devices() -> None:
 def test_a_result_without_the_loss_is_refused() -> None:
     limits = limits_below(parse(LAB), CLOUD)["device-0"]
     manifest = Manifest("0123456789abcdef", 1024, 1024, b"d" * 8, "fp32", "layout")
-    result = Result(Key(0, 0, 0), manifest, None, 100, 0.5, 1, 12, 12, 1.0, 0.0, 0.0, (), "", start_loss=2.3)
+    result = Result(Key(0, 0, 0), manifest, None, Work(100, 0.5, 1, 12, 1.0, 0.0, 0.0), 12, (), "", start_loss=2.3)
     check_report(result, limits=limits)
     for loss in (None, float("nan"), 1e40):
         with pytest.raises(RefusedModel, match="model that it received"):

@@ -17,10 +17,10 @@ import pytest
 import torch
 from PIL import Image
 
-from common.experiment.data import Data
-from common.experiment.reading import parse
-from common.learning import datasets, stored
-from common.learning.stored import Stored
+from fedstrata.common.experiment.data import Data
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.learning import datasets, stored
+from fedstrata.common.learning.stored import Stored
 from tests.helpers.mnist import write_mnist
 
 ROOT = Path(__file__).parents[1]
@@ -170,8 +170,8 @@ def cifar_sized(samples: int = 4000, **more: object) -> Data:
 
 LOAD = """
 import re, sys
-from common.learning import datasets
-from common.experiment.reading import parse
+from fedstrata.common.learning import datasets
+from fedstrata.common.experiment.reading import parse
 print("ready", flush=True)
 sys.stdin.readline()
 data = datasets.load(parse(sys.argv[1]).data)

@@ -24,7 +24,7 @@ import numpy as np
 import psutil
 import pytest
 
-from common.errors import (
+from fedstrata.common.errors import (
     AcceleratorLost,
     FedstrataError,
     InvalidExperiment,
@@ -33,9 +33,10 @@ from common.errors import (
     RunFailed,
     StorageFailed,
 )
-from common.experiment.devices import Move
-from common.host import subprocess_channel
-from common.host.subprocess_channel import (
+from fedstrata.common.experiment.devices import Move
+from fedstrata.common.host import subprocess_channel
+from fedstrata.common.host.subprocess_channel import (
+    Garbled,
     ProcessEnded,
     Record,
     ReplaceableProcess,
@@ -43,11 +44,12 @@ from common.host.subprocess_channel import (
     error_in,
     error_record,
 )
-from common.protocol.messages import Announcement
-from common.runtime.discovery import Found, Moved
-from common.runtime.lifecycle import Away, MovesAway
-from deploy.links.kernel import CommandRefused
-from deploy.sweeps.running import CellFailed
+from fedstrata.common.net.plain_client import ConnectRefused
+from fedstrata.common.protocol.messages import Announcement
+from fedstrata.common.runtime.discovery import Found, Moved
+from fedstrata.common.runtime.lifecycle import Away, MovesAway
+from fedstrata.deploy.links.kernel import CommandRefused
+from fedstrata.deploy.sweeps.execution import CellFailed
 
 ROOT = Path(__file__).parents[1]
 PATIENCE_S = 60.0
@@ -55,8 +57,8 @@ PATIENCE_S = 60.0
 # A process that does what the records ask for.
 PEER = """
 import os, pathlib, signal, socket, subprocess, sys, threading, time
-from common.errors import AcceleratorLost, InvalidExperiment, RunFailed
-from common.host.subprocess_channel import AgentChannel, error_record
+from fedstrata.common.errors import AcceleratorLost, InvalidExperiment, RunFailed
+from fedstrata.common.host.subprocess_channel import AgentChannel, error_record
 
 cancelled = threading.Event()
 
@@ -86,7 +88,7 @@ while True:
             os.kill(os.getpid(), signal.SIGKILL)
         case "flood":
             for _ in range(1000):
-                print("library" * 100)
+                print("library" * 100, flush=True)  # whole lines, however this process buffers them
                 os.write(1, b'{"not": "a record"}\\n')
             subprocess.run([sys.executable, "-c", "print('program')"], check=True)
             channel.send(read=sys.stdin.read())
@@ -419,7 +421,7 @@ async def test_a_program_of_the_process_does_not_keep_the_channel_open(channel: 
 
 AGENT = """
 import asyncio, sys
-from common.host.subprocess_channel import SubprocessChannel
+from fedstrata.common.host.subprocess_channel import SubprocessChannel
 
 async def main():
     channel = await SubprocessChannel.start("peer", "the peer")
@@ -457,6 +459,8 @@ MADE: Final[Mapping[str, Callable[[], BaseException]]] = {
     "LeftOut": lambda: LeftOut(*INVALID),
     "StorageFailed": lambda: StorageFailed("file", "/x", "a problem", "A remedy."),
     "ProcessEnded": lambda: ProcessEnded("the peer", -9),
+    "Garbled": lambda: Garbled("the peer"),
+    "ConnectRefused": lambda: ConnectRefused("a reason", 5),
     "CellFailed": lambda: CellFailed("a reason", 4, ["a frame"]),
     "CommandRefused": lambda: CommandRefused("a problem", "A remedy."),
     "Away": lambda: Away(1.5, for_s=2.0),
@@ -470,7 +474,7 @@ def _errors() -> list[type[BaseException]]:
     found: list[tuple[str, str, set[str]]] = []
     for package in ("cloud", "institution", "device", "common", "deploy"):
         for path in sorted((ROOT / package).rglob("*.py")):
-            module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            module = ".".join(("fedstrata", *path.relative_to(ROOT).with_suffix("").parts))
             for name, bases in CLASS.findall(path.read_text(encoding="utf-8")):
                 found.append((module, name, {base.strip() for base in bases.split(",")}))
     known = set(BUILT_IN)

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import InvalidExperiment
-from common.experiment.reading import parse
-from common.experiment.training import CrossEntropy
-from deploy.console.shipped import shipped_sweeps
-from deploy.sweeps.grid import Grid, PaperFigure, expand, load, merged
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.experiment.training import CrossEntropy
+from fedstrata.deploy.console.shipped import shipped_sweeps
+from fedstrata.deploy.sweeps.grid import Grid, PaperFigure, expand, load, merged
 
 Tree = dict[str, Any]
 FILE = Path("two-by-two.toml")
@@ -132,7 +132,7 @@ def test_the_small_form_lies_on_top_of_the_large_one() -> None:
         "measure": {"name": "bytes", "until": "end"},
     }
     where = [{"split": "IID", "experiment": {"rounds": 50}}]
-    small_grid, large = (grid({"where": where, "small": small}, small=each) for each in (True, False))
+    small_grid, large = (grid({"where": where, "small": small}, size=each) for each in ("small", "full"))
     assert [one.rounds for one in large.experiments.values()] == [4, 4, 50, 50] * 2
     assert {cell.target for cell in small_grid.cells} == {0.3} and {cell.target for cell in large.cells} == {None}
     one, other = small_grid.experiments.values()
@@ -143,7 +143,7 @@ def test_the_small_form_lies_on_top_of_the_large_one() -> None:
 
 def test_a_small_form_has_the_figures_of_the_large_one() -> None:
     changes = figures([["split", "FedAvg"], ["IID", 3]]) | {"small": {"only": {"split": ["IID"]}, "seeds": 1}}
-    small_grid, large = (grid(changes, small=each) for each in (True, False))
+    small_grid, large = (grid(changes, size=each) for each in ("small", "full"))
     assert small_grid.figures == large.figures != {}
 
 
@@ -155,8 +155,8 @@ def test_overrides_lie_on_top_of_all() -> None:
 def test_only_some_values_and_seeds() -> None:
     found = grid(only=["split=IID", "method=FedAvg"], seeds=3)
     assert [cell.label for cell in found.cells] == ["IID, FedAvg"] and found.seeds == [1, 2, 3]
-    with pytest.raises(InvalidExperiment, match="method=FedAvg': not in the small form"):
-        grid({"small": {"only": {"method": ["FedCross 0.9, dynamic"]}}}, small=True, only=["method=FedAvg"])
+    with pytest.raises(InvalidExperiment, match="method=FedAvg': not in the small size"):
+        grid({"small": {"only": {"method": ["FedCross 0.9, dynamic"]}}}, size="small", only=["method=FedAvg"])
 
 
 def test_a_curve_is_a_measure_every_so_many_rounds() -> None:
@@ -247,7 +247,7 @@ EQUAL_WORK = ("study/two", "study/methods", "study/three")
 
 @pytest.mark.parametrize("name", STUDY)
 def test_every_cell_is_an_experiment_of_its_own(name: str) -> None:
-    large, small = (load(shipped_sweeps()[name], small=small, seeds=1) for small in (False, True))
+    large, small = (load(shipped_sweeps()[name], size=size, seeds=1) for size in ("full", "small"))
     assert len({*large.experiments, *small.experiments}) == 2 * len(large.cells)
 
 
@@ -255,7 +255,8 @@ def test_the_study_has_the_parts_that_its_page_has() -> None:
     cells = {name: len(load(shipped_sweeps()[name], seeds=1).cells) for name in STUDY}
     assert cells == {
         "study/two": 40, "study/methods": 72, "study/three": 192, "study/tempo": 36, "study/table1": 4,
-        "study/codecs": 76, "study/images": 8, "study/motions": 5, "study/wan": 21,
+        "study/codecs": 76, "study/images": 8, "study/motions": 5, "study/phones": 8,
+        "study/wan": 21,
     }  # fmt: skip
     seen = load(shipped_sweeps()["study/two"]).figures
     assert {label for _, label in seen} == {"Δ 25", "round 300"} and len(seen) == 7

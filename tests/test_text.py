@@ -13,18 +13,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from common.errors import RunFailed
-from common.experiment.reading import parse
-from common.host.examination import Finding
-from common.protocol import serialization, topics
-from common.protocol.messages import Acknowledgement, Alive, Declined, Here, Key, NodeState, Preparing, Presence
-from common.text import by_cause, escaped, json_text
-from deploy.console import logs, reporting, tabular
-from deploy.watching import formatting
-from deploy.watching.lab import WatchedLab
-from deploy.watching.screens import Lines
-from deploy.watching.showing import CloudLog
-from deploy.watching.view import View
+from fedstrata.common.errors import RunFailed
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.host.examination import Finding
+from fedstrata.common.protocol import serialization, topics
+from fedstrata.common.protocol.messages import (
+    Acknowledgement,
+    Alive,
+    Declined,
+    Here,
+    Key,
+    NodeState,
+    Preparing,
+    Presence,
+)
+from fedstrata.common.text import by_cause, escaped, json_text
+from fedstrata.deploy.console import logs, reporting, tabular
+from fedstrata.deploy.watching import formatting
+from fedstrata.deploy.watching.lab import WatchedLab
+from fedstrata.deploy.watching.screens import Lines
+from fedstrata.deploy.watching.showing import CloudLog
+from fedstrata.deploy.watching.view import View
 from tests.helpers.status import child, record
 
 # A title of the window, a colour, a cleared screen, a line of a log's own, a C1 control, a text that runs backwards.
@@ -99,17 +108,16 @@ def test_a_session_is_escaped() -> None:
 def test_what_watch_shows_has_no_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
     experiment = parse({"topology": {"institutions": 1, "devices": 1}})
     lab = WatchedLab(RUN, experiment, brokers=["localhost"], now=0.0)
-    ready, failed = NodeState.READY, Presence(NodeState.FAILED, NAME, reason=HOSTILE)
-    present = {"cloud": Presence(ready, "cloud"), "institution-0": Presence(ready, "institution"), "device-0": failed}
-    for node, presence in present.items():
-        body = serialization.encode(presence, f"{node}\x1b[2J"[:32])
-        lab.receive(0, topics.StateTopic("lab", RUN, node), body, 0.0, retained=False)
+    presence = Presence(NodeState.FAILED, "cloud", reason=HOSTILE)
+    body = serialization.encode(presence, "cloud\x1b[2J")
+    lab.receive(topics.StateTopic("lab", RUN, "cloud"), body, 0.0, retained=False)
+    status = record(child("device-0", state=NodeState.FAILED, text=HOSTILE), at_s=1.0)
+    lab.receive(topics.StatusTopic("lab", RUN, "institution-0"), serialization.encode(status, "x\x1b[2J"), 0.0)
     status = record(child("institution-0", state=NodeState.INIT, text=HOSTILE), at_s=1.0)
-    lab.receive(0, topics.StatusTopic("lab", RUN, "cloud"), serialization.encode(status, "cloud\x1b[2J"), 0.0)
-    events = list(iter(lab.next_event, None))
+    lab.receive(topics.StatusTopic("lab", RUN, "cloud"), serialization.encode(status, "cloud\x1b[2J"), 0.0)
+    events = lab.new_events()
     for screen in (Lines(json_lines=False), Lines(json_lines=True)):
-        for event, facts in events:
-            screen.event(lab, event, facts, 0.0)
+        screen.show(lab, events, 0.0)
     console = Console(file=io.StringIO(), force_terminal=False, width=200)
     notes = [line for event, facts in events if (line := formatting.line(lab, event, facts))]
     console.print(*View(200, 40, devices=True).picture(lab, 0.0, notes), sep="\n")
@@ -146,12 +154,15 @@ def test_an_error_of_a_command_is_one_line(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_an_unforeseen_error_is_escaped() -> None:
-    code = f"from deploy.console import logs; logs.begin('info', json_lines=False); raise ValueError({HOSTILE!r})"
+    code = (
+        "from fedstrata.deploy.console.logs import begin; begin('info', json_lines=False)\n"
+        f"raise ValueError({HOSTILE!r})"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1 and "ValueError: " in done.stderr
     assert all(escaped(line) == line for line in done.stderr.split("\n"))
 
 
 def test_tables_and_pages_are_escaped() -> None:
-    for write in (tabular.clean, tabular.html, tabular.tex):
+    for write in (tabular.clean, tabular.tex):
         assert escaped(write(HOSTILE)) == write(HOSTILE)

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import InvalidExperiment
-from common.experiment import lint
-from common.experiment.reading import load, parse, to_toml
-from common.experiment.topology import Tree
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment import lint
+from fedstrata.common.experiment.reading import load, parse, to_toml
+from fedstrata.common.experiment.topology import Tree
 
 REGIONS: list[dict[str, Any]] = [
     {"name": "core", "children": "region", "fan_out": 2, "link": "wan-200mbit"},
@@ -199,7 +199,7 @@ def test_what_cannot_be_is_refused_with_its_remedy(tree: dict[str, Any], words: 
     with pytest.raises(InvalidExperiment) as caught:
         parse(tree)
     text = str(caught.value)
-    assert text.startswith(f"{words[0]} = ") and all(word in text for word in words[1:]), text
+    assert text.startswith((f"{words[0]} = ", f"{words[0]}: ")) and all(word in text for word in words[1:]), text
 
 
 def test_more_nodes_than_have_names_can_only_be_planned() -> None:

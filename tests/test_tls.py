@@ -20,20 +20,20 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 
-from common.errors import ConnectionFailed, InvalidExperiment
-from common.host.processes import free_port, spawn, stop
-from common.metrics_server import SERVER_NAME
-from common.net.address import BrokerAddress
-from common.net.bulk import Body
-from common.net.connection import BrokerConnection, Handlers
-from common.net.plain_client import reported_limits
-from common.net.tls import Tls, reason_of
-from deploy.brokers import broker, nats
-from deploy.brokers.broker import BrokerProcess, Kind
-from deploy.brokers.guard import Guard
-from deploy.cli.serving import serve_metrics
-from deploy.console.login import Login, warn_of_end
-from deploy.kits.authority import CERTIFICATE_DAYS, RENEWED_DAYS, Authority, Issued
+from fedstrata.common.errors import ConnectionFailed, InvalidExperiment
+from fedstrata.common.host.processes import free_port, spawn, stop
+from fedstrata.common.metrics_server import SERVER_NAME
+from fedstrata.common.net.address import BrokerAddress
+from fedstrata.common.net.bulk import Body
+from fedstrata.common.net.connection import BrokerConnection, Handlers
+from fedstrata.common.net.plain_client import reported_limit
+from fedstrata.common.net.tls import Tls, reason_of
+from fedstrata.deploy.brokers import broker, nats
+from fedstrata.deploy.brokers.broker import BrokerProcess, Kind
+from fedstrata.deploy.brokers.guard import Guard
+from fedstrata.deploy.cli.serving import serve_metrics
+from fedstrata.deploy.console.login import Login, report_certificates
+from fedstrata.deploy.kits.authority import CERTIFICATE_DAYS, RENEWED_DAYS, Authority, Issued
 from tests.helpers.commands import invoke
 
 NOW = datetime.now(UTC)
@@ -130,8 +130,8 @@ def test_a_certificate_of_the_authority_connects_and_large_bodies_arrive(
     tls = Tls(ca, *written(home, "device-0", authority.issue("device-0")))
     body = os.urandom(9_000_000)
     assert connect(served.port, tls, body=body) == body
-    limit = asyncio.run(reported_limits(BrokerAddress("127.0.0.1", served.port, tls=tls)))
-    assert (limit.packet_bytes is not None) == (served.kind == "mosquitto"), "asked by TLS, too"
+    limit = asyncio.run(reported_limit(BrokerAddress("127.0.0.1", served.port, tls=tls)))
+    assert (limit is not None) == (served.kind == "mosquitto"), "asked by TLS, too"
 
 
 def test_a_certificate_of_the_future_names_the_clock_that_is_to_be_set(
@@ -341,7 +341,8 @@ def test_a_running_broker_reads_the_list_again(when: str, revoking: Revoking, tm
     node, own, port, goes_on = revoking.of("device-0"), revoking.of("broker", hosts=HERE), free_port(), tmp_path / "go"
     os.mkfifo(goes_on)
     code = (
-        "from common.net.tls import Tls; from deploy.brokers import broker; from deploy.brokers.guard import Guard\n"
+        "from fedstrata.common.net.tls import Tls; from fedstrata.deploy.brokers import broker\n"
+        "from fedstrata.deploy.brokers.guard import Guard\n"
         f"broker.write_line = lambda line: print(line, flush=True) or open({str(goes_on)!r}).read()\n"
         f"broker._RENEW_S = 0.05; broker.run_foreground(port={port}, kind='mosquitto', guard=Guard(tls={own!r}))"
     )
@@ -459,11 +460,23 @@ def test_a_certificate_that_ends_soon_is_reported(
         issued = authority.issue("device-0", days=CERTIFICATE_DAYS, now=NOW - timedelta(days=CERTIFICATE_DAYS - days))
         tls = Tls(ca, *written(tmp_path, f"of-{days}", issued))
         ends[days] = tls.ends_at() or 0.0
-        warn_of_end(BrokerAddress("127.0.0.1", tls=tls))
+        report_certificates(BrokerAddress("127.0.0.1", tls=tls))
     assert ends[-1] == 0.0 and ends[10] == pytest.approx((NOW + timedelta(days=10)).timestamp(), abs=2)
-    ended, soon = capsys.readouterr().err.splitlines()
+    lines = capsys.readouterr().err.splitlines()
+    ended, soon = [line for line in lines if line.startswith("certificate ")]
     assert "of--1.crt has ended" in ended and "of-10.crt ends in 10 days. Renew it" in soon
     assert Tls(ca).ends_at() is None
+
+
+def test_a_role_without_a_list_of_revoked_certificates_reports_that(
+    ca: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report_certificates(BrokerAddress("127.0.0.1"))
+    report_certificates(BrokerAddress("127.0.0.1", tls=Tls(ca, revoked="ca.crl")))
+    assert capsys.readouterr().err == ""
+    report_certificates(BrokerAddress("127.0.0.1", 8883, tls=Tls(ca)))
+    line = "broker 127.0.0.1:8883: a revoked certificate is accepted, as no --tls-crl is given\n"
+    assert capsys.readouterr().err == line
 
 
 # Metrics

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import InvalidExperiment
-from common.experiment.links import LinkDirection, RateTrace
-from common.experiment.reading import load, parse, to_toml
-from common.protocol.outbox import Shaper
-from deploy.simulation.hardware import Durations
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.links import LinkDirection, RateTrace
+from fedstrata.common.experiment.reading import load, parse, to_toml
+from fedstrata.common.protocol.outbox import Shaper
+from fedstrata.deploy.simulation.hardware import Durations
 from tests.helpers.examples import slow
 from tests.simulation.lab import ScenarioLab
 from tests.simulation.outcome import LabOutcome
@@ -116,9 +116,10 @@ def test_a_trace_that_cannot_be_replayed_is_refused(
         load(file)
 
 
-def test_links_that_nothing_shapes_replay_no_traces() -> None:
-    with pytest.raises(InvalidExperiment, match="nothing replays a trace"):
-        parse({"links": {"enforce": "none", "wan": {"trace": OUTAGE}}})
+@pytest.mark.parametrize("enforce", ["none", "kernel"])
+def test_links_that_no_bucket_shapes_replay_no_traces(enforce: str) -> None:
+    with pytest.raises(InvalidExperiment, match="only token buckets replay a trace"):
+        parse({"links": {"enforce": enforce, "wan": {"trace": OUTAGE}}})
 
 
 OUTAGE = {"seconds": [0, 6, 26], "up_mbit": [2, 0, 2], "down_mbit": [2, 0, 2]}

@@ -21,21 +21,21 @@ from PIL import Image
 from torch import nn
 from torch.nn import functional
 
-from common.errors import InvalidExperiment, RunFailed
-from common.experiment import reading, schema
-from common.experiment.training import TrainingSettings
-from common.host import accelerators
-from common.host.accelerators import is_lost, out_of_memory
-from common.learning import computing, datasets, models, splits
-from common.learning.computing import resolve_accelerator
-from common.learning.evaluation import evaluate
-from common.learning.nets import Dropout
-from common.randomness import Purpose, generator
-from device.jobs import Cancelled
-from device.training import sgd
-from device.training import trainer as trainer_module
-from device.training.batches import LocalDataset, load_local_dataset
-from device.training.trainer import Trainer
+from fedstrata.common.errors import InvalidExperiment, RunFailed
+from fedstrata.common.experiment import reading, schema
+from fedstrata.common.experiment.training import TrainingSettings
+from fedstrata.common.host import accelerators
+from fedstrata.common.host.accelerators import is_lost, out_of_memory
+from fedstrata.common.learning import computing, datasets, models, splits
+from fedstrata.common.learning.computing import resolve_accelerator
+from fedstrata.common.learning.evaluation import evaluate
+from fedstrata.common.learning.nets import Dropout
+from fedstrata.common.randomness import Purpose, generator
+from fedstrata.device.jobs import Cancelled
+from fedstrata.device.training import sgd
+from fedstrata.device.training import trainer as trainer_module
+from fedstrata.device.training.batches import LocalDataset, load_local_dataset
+from fedstrata.device.training.trainer import Trainer
 from tests.helpers.plain import first_model, row_of, trained, trainer_of
 
 

@@ -1,9 +1,10 @@
-"""Trainers of a user's own: the example of docs/own.md, Flower's clients, what they may not return, without PyTorch."""
+"""Trainers of a user's own: docs/own-trainers.md, Flower's clients, what they may not return, without PyTorch."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -18,18 +19,19 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from common.errors import InvalidExperiment, RefusedModel
-from common.experiment.reading import parse, to_toml
-from common.experiment.schema import Experiment
-from common.experiment.topology import CLOUD
-from common.model import flower
-from common.model.trainer import seed_generators
-from common.protocol.limits import check_report, limits_below
-from common.protocol.messages import Key, Manifest, Result
-from deploy.brokers import broker
-from deploy.planning import workload
-from deploy.planning.footprint import memory_of
-from device.training.arrays import ArrayTraining
+from fedstrata.common.accounting.work import Work
+from fedstrata.common.errors import InvalidExperiment, RefusedModel
+from fedstrata.common.experiment.reading import parse, to_toml
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.model import flower, flower_state
+from fedstrata.common.model.trainer import LocalTask, TrainingSite, seed_generators
+from fedstrata.common.protocol.limits import check_report, limits_below
+from fedstrata.common.protocol.messages import Key, Manifest, Result
+from fedstrata.deploy.brokers import broker
+from fedstrata.deploy.planning import workload
+from fedstrata.deploy.planning.footprint import memory_of
+from fedstrata.device.training.arrays import ArrayTraining
 from tests.helpers.commands import PATIENCE_S, command, fedstrata, folder_in, invoke, run_lab, table, tensors
 from tests.helpers.direct import resumed_run, run_direct
 from tests.helpers.examples import slow
@@ -195,7 +197,7 @@ import sys
 
 import numpy as np
 
-from common.model.trainer import ArrayTrainer, Trained
+from fedstrata.common.model.trainer import ArrayTrainer, Trained
 
 
 class Counting(ArrayTrainer):
@@ -238,21 +240,20 @@ class Wrong(Counting):
 WRONG: Final = {  # what `train` returns, and a text of the error
     "Trained({**made, 'x': made['w']}, 0.5, 1)": r"train returns x, which `initial` does not",
     "Trained({'w': made['w'], 'mean': made['mean']}, 0.5, 1)": "train returns no count",
-    "Trained({**made, 'w': made['w'][1:]}, 0.5, 1)": r"train returns w as float32 \[4\], not float32 \[5\]",
-    "Trained({**made, 'w': made['w'].astype(float)}, 0.5, 1)": "train returns w as float64",
+    "Trained({**made, 'w': made['w'][1:]}, 0.5, 1)": r"train returns w as float32 \[4\], the model has \[5\]",
+    "Trained({**made, 'w': made['w'].astype(complex)}, 0.5, 1)": "train returns w as complex128",
+    "Trained({**made, 'w': made['w'].astype(float) * 1e99}, 0.5, 1)": "entry w holds NaN or Inf",
     "Trained({**made, 'w': made['w'] * np.nan}, 0.5, 1)": "entry w holds NaN or Inf",
-    "Trained({**made, 'count': made['w']}, 0.5, 1)": r"count as float32 \[5\], not int64 \[\]",
-    "Trained([made['w']], 0.5, 1)": "train returns arrays as list",
-    "Trained(made, float('nan'), 1)": "train returns loss = nan",
-    "Trained(made, '0.5', 1)": "train returns loss = '0.5'",
-    "Trained(made, 0.5, 1, samples=0)": "train returns samples = 0",
-    "Trained(made, 0.5, 1, samples=1000)": "train returns samples = 1000, and the device has",
+    "Trained({**made, 'count': made['w']}, 0.5, 1)": r"count as float32 \[5\], the model has \[\]",
+    "Trained({**made, 'count': made['mean']}, 0.5, 1)": "count as float32, the model has int64",
+    "Trained([made['w']], 0.5, 1)": "train returns arrays as a list of 1",
+    "Trained(made, 0.5, 1, samples=-1)": r"train returns samples = -1 \(device-\d\)",
+    "Trained(made, 0.5, 1, samples='many')": "train returns samples = the text 'many'",
     "Trained(made, 0.5, 1.5)": "train returns steps = 1.5",
     "Trained(made, 0.5, 10**6)": "train returns steps = 1000000, more than",
-    "Trained(made, 0.5, 1, numbers={'a': 'b'})": r"train returns numbers\['a'\] = 'b'",
-    "made": "train returns dict, not Trained",
-    "1 / 0": r"fails with ZeroDivisionError: .*, in Counting.train|fails with ZeroDivisionError",
-    "sys.exit(3)": "fails with SystemExit: 3",
+    "made": "train returns a dict of 3, not Trained",
+    "1 / 0": r"fails on device-\d with ZeroDivisionError: division by zero",
+    "sys.exit(3)": r"fails on device-\d with SystemExit: 3",
 }
 
 
@@ -430,7 +431,7 @@ def test_a_run_goes_by_the_scores_of_trainers_on_devices(home: Path) -> None:
 @pytest.mark.parametrize(
     ("trainer", "at", "problem"),
     [
-        ("others:Counting", "devices", "it has no evaluate. Write one"),
+        ("others:Counting", "devices", r"it has no evaluate \(device-0\). Write one"),
         ("others:Counting", "both", "the cloud cannot evaluate with it"),
         ({"name": "flower", "client_fn": "app:client_fn"}, "both", "the cloud cannot evaluate with it"),
         ({"name": "flower", "client_fn": "torched:client_fn", "initial": "torched:initial"}, "devices", "no evaluate"),
@@ -484,7 +485,8 @@ def test_the_state_of_a_flower_client_is_read_as_it_was_written() -> None:
         "empty": np.zeros((0, 2), np.int8),
         "scalars": {"one": np.float32(0.1), 2: np.float64(0.1), "int": np.int64(7)},
     }
-    found = flower._unpacked(msgpack.unpackb(msgpack.packb(flower._packed(state, "state")), strict_map_key=False))
+    packed = msgpack.packb(flower_state.packed(state, "state"))
+    found = flower_state.unpacked(msgpack.unpackb(packed, strict_map_key=False))
     assert repr(found) == repr(state) and found["array"].tobytes() == state["array"].tobytes()
     assert [type(each) for each in found["scalars"].values()] == [np.float32, np.float64, np.int64]
 
@@ -498,9 +500,57 @@ def test_flowers_records_persist(monkeypatch: pytest.MonkeyPatch) -> None:
         model=records.ArrayRecord(w=records.Array("float32", (2,), "numpy.ndarray", b"12345678")),
         counts=records.RecordDict(rounds=[1, 2], share=0.1),
     )
-    packed = msgpack.packb(flower._packed(dict(given), "context.state"))
-    found = records.RecordDict(flower._unpacked(msgpack.unpackb(packed)))
+    packed = msgpack.packb(flower_state.packed(dict(given), "context.state"))
+    found = records.RecordDict(flower_state.unpacked(msgpack.unpackb(packed)))
     assert found == given and type(found["model"]) is records.ArrayRecord and found["model"]["w"].shape == (2,)
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        ["os:system", [["touch called", None]]],
+        ["builtins:exec", {"source": "called = 1"}],
+        ["subprocess:Popen", {"args": ["touch", "called"]}],
+        ["collections:OrderedDict", [["a", 1]]],
+        ["flwr.common:Grid", []],  # a class that is no record
+        ["flwr.common:run_simulation", {"server_app": None}],  # a function
+        ["flwr.common:os", []],
+        ["flwr.common:absent", []],
+        ["flwr.common:dict", []],  # of another module
+        ["list"],
+        ["array", b"no file of numpy's"],
+        [1, 2],
+    ],
+)
+def test_the_file_of_a_flower_client_calls_nothing_but_flowers_records(
+    packed: Any, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library, records = ModuleType("flwr"), ModuleType("flwr.common")
+    monkeypatch.setitem(sys.modules, "flwr", library)
+    monkeypatch.setitem(sys.modules, "flwr.common", records)
+    called: list[object] = []
+    vars(records).update(run_simulation=called.append, os=os, Context=dict, called=called, dict=dict)
+    exec(RECORDS + "class Grid:\n    def __init__(self):\n        called.append(self)\n", records.__dict__)
+    file = home / "context.state"
+    file.write_bytes(msgpack.packb(["dict", [["a", packed]]]))
+    trainer = flower.ClientTrainer(parse(lab(FLOWER)))
+    trainer.prepare(site(home))
+    with pytest.raises(InvalidExperiment, match=r"^training.trainer.client_fn = .*context.state cannot be read"):
+        trainer.train({"0": np.zeros(4, np.float32), "1": np.array(0)}, task(home))
+    assert not called and not (home / "called").exists()
+
+
+def site(home: Path) -> TrainingSite:
+    training = parse(lab(FLOWER)).settings_in(0)
+    return TrainingSite(node="device-0", place=0, places=4, data=home, seed=1, epochs=2, settings=training)
+
+
+def task(home: Path) -> LocalTask:
+    settings = parse(lab(FLOWER)).settings_in(0)
+    return LocalTask(
+        node="device-0", data=home, seed=1, epochs=2, global_round=1, local_round=1, settings=settings,
+        deadline_s=None, state=home, progress=lambda done, of: None,
+    )  # fmt: skip
 
 
 def test_a_flower_client_is_made_anew_for_each_task(home: Path) -> None:
@@ -562,13 +612,16 @@ def test_a_flower_client_may_know_no_loss(home: Path) -> None:
 )
 def test_what_compares_losses_needs_them(tables: dict[str, Any], key: str, home: Path) -> None:
     trainer = {"name": "others:Wrong", "how": LOSSES["none"]}
-    with pytest.raises(InvalidExperiment, match=f"train returns no loss. Return one: {key} compares losses"):
+    with pytest.raises(
+        InvalidExperiment,
+        match=rf"train returns no loss \(device-\d\), in .*others.py:\d+\). Return one: {key} compares losses",
+    ):
         direct(home / "runs", parse(lab(trainer, **tables)))
 
 
 def test_a_result_without_a_loss_is_refused_where_losses_are_compared() -> None:
     manifest = Manifest("0123456789abcdef", 1024, 1024, b"d" * 8, "fp32", "layout")
-    result = Result(Key(0, 0, 0), manifest, None, 5, None, 1, 1, 1, 1.0, 0.0, 0.0, (), "")
+    result = Result(Key(0, 0, 0), manifest, None, Work(5, None, 1, 1, 1.0, 0.0, 0.0), 1, (), "")
     for selection in ("fraction", "oort"):
         limits = limits_below(parse(lab("m:T", institution={"selection": selection})), "institution-0")["device-0"]
         with pytest.raises(RefusedModel, match="no training loss") if selection == "oort" else nullcontext():
@@ -598,7 +651,9 @@ def test_what_a_trainer_must_not_return_is_named(how: str, home: Path) -> None:
 def test_a_lab_of_processes_ends_with_the_error_of_a_trainer(home: Path) -> None:
     path = written(home, {"name": "others:Wrong", "how": "sys.exit(3)"})
     done = fedstrata("run", path, "--runs", home / "runs")
-    assert done.returncode == 4 and "training.trainer.name = 'others:Wrong': fails with SystemExit: 3" in done.stderr
+    assert done.returncode == 4 and re.search(
+        r"training.trainer.name = 'others:Wrong': fails on device-\d with SystemExit: 3", done.stderr
+    )
 
 
 @pytest.mark.parametrize(
@@ -663,7 +718,7 @@ def test_check_examines_a_trainer(name: str, keywords: list[str], wrong: str | N
     done = invoke("check", name, *words, "--data", "data/device-0", "--format", "json")
     found = {one["item"]: one["right"] for one in map(json.loads, done.stdout.splitlines())}
     assert done.exit_code == (0 if wrong is None else 4 if wrong == "runs" else 1), done.output
-    assert (wrong is None and all(found.values()) and len(found) == 6 + ("the same score twice" in found)) or (
+    assert (wrong is None and all(found.values()) and len(found) == 7 + ("the same score twice" in found)) or (
         wrong is not None and not found[wrong]
     )
 
@@ -686,11 +741,12 @@ def test_labs_without_pytorch(home: Path) -> None:
     (home / "site" / "sitecustomize.py").write_text(SITE)
     written(home, SOFTMAX)
     found = []
-    for flags in ("--direct", "", "--simulate", "--plan"):
+    for flags in ("--direct", "", "--simulate"):
         done = bare(home, "run", "lab.toml", "--format", "json", *flags.split(), lacks=BOTH)
         assert done.returncode == 0, done.stderr
         found.append(tensors(folder_in(done.stdout)))
     assert len(set(found)) == 1
+    assert bare(home, "plan", "lab.toml", lacks=BOTH).returncode == 0
     other = bare(home, "run", "demo", lacks=BOTH)
     assert other.returncode == 4 and "package = 'torch'" in other.stderr
 
@@ -699,8 +755,8 @@ def test_a_pool_asks_no_library_before_an_experiment_needs_it(home: Path) -> Non
     program = """
 import asyncio, sys, tomllib
 from pathlib import Path
-from common.experiment.reading import parse
-from device.pool.pool import Pool
+from fedstrata.common.experiment.reading import parse
+from fedstrata.device.pool.pool import Pool
 async def main():
     async with Pool(accelerator="cpu", slots=1, devices=1) as pool:
         member = pool.member("device-0")

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import RefusedModel
-from common.experiment.links import LinkDirection
-from common.protocol.manifest import ModelForm, chunk_bytes_for, chunk_digest, describe, window_for
-from common.protocol.messages import Ask, Gone
-from common.protocol.receiver import (
+from fedstrata.common.errors import RefusedModel
+from fedstrata.common.experiment.links import LinkDirection
+from fedstrata.common.protocol.manifest import ModelForm, chunk_bytes_for, chunk_digest, describe, window_for
+from fedstrata.common.protocol.messages import Ask, Gone
+from fedstrata.common.protocol.receiver import (
     LOST_LEAST,
     PATIENCE_S,
     REPAIR_MOST_S,
@@ -26,8 +26,8 @@ from common.protocol.receiver import (
     FetchFailure,
     Receiver,
 )
-from common.protocol.sender import RESTART_S, Sender
-from common.protocol.topics import ALL
+from fedstrata.common.protocol.sender import RESTART_S, Sender
+from fedstrata.common.protocol.topics import ALL
 from tests.helpers.examples import examples
 from tests.helpers.transfer_line import CHUNK, OWNER, Line, blob_of, broadcast, check_complete, published
 from tests.session_lab import names_of

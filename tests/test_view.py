@@ -9,7 +9,7 @@ import json
 import os
 import queue
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -22,33 +22,35 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.live import Live
 
-from common.experiment.reading import parse
-from common.host.processes import free_port
-from common.net.address import BrokerAddress
-from common.protocol import serialization, topics
-from common.protocol.messages import (
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.host.processes import free_port
+from fedstrata.common.host.surroundings import OwnSurroundings
+from fedstrata.common.net.address import BrokerAddress
+from fedstrata.common.protocol import serialization, topics
+from fedstrata.common.protocol.messages import (
     ChildCount,
     ChildStatus,
     Key,
     NodeState,
     PhaseSeconds,
-    Presence,
     RoundScore,
     RunStatus,
     Status,
     StatusRequest,
     Step,
 )
-from common.protocol.serialization import from_facts
-from common.text import json_text
-from deploy.brokers import broker
-from deploy.console import logs
-from deploy.simulation.broker import Routed
-from deploy.watching import showing
-from deploy.watching.formatting import missing, sparkline, traffic
-from deploy.watching.lab import WatchedLab
-from deploy.watching.showing import CloudLog, EventLines, LiveView, show
-from deploy.watching.view import HiddenNodes, View, rows_of
+from fedstrata.common.protocol.serialization import from_facts
+from fedstrata.common.text import json_text
+from fedstrata.deploy.brokers import broker
+from fedstrata.deploy.console import logs
+from fedstrata.deploy.simulation.broker import Routed
+from fedstrata.deploy.watching import showing
+from fedstrata.deploy.watching.formatting import missing, sparkline, traffic
+from fedstrata.deploy.watching.lab import Event, WatchedLab
+from fedstrata.deploy.watching.rows import HiddenNodes, rows_of
+from fedstrata.deploy.watching.screens import Terminal
+from fedstrata.deploy.watching.showing import CloudLog, EventLines, LiveView, show
+from fedstrata.deploy.watching.view import View
 from tests.helpers.commands import PATIENCE_S
 from tests.helpers.status import child, record
 from tests.simulation.lab import ScenarioLab
@@ -76,8 +78,7 @@ class Fed:
     """The live view of a lab that is known from its cloud's events alone."""
 
     def __init__(self, lab: WatchedLab | None = None) -> None:
-        self.view = LiveView(terminal(), CloudLog((lab or lab_of()).experiment, "b:1883"), lab="lab", follow=None)
-        self.view._loop.close()  # nothing runs in it
+        self.view = LiveView(terminal(), CloudLog((lab or lab_of()).experiment, "b:1883"))
         self.at_s = 0.0
         self.take("run", RUN)
 
@@ -92,8 +93,9 @@ class Fed:
         self.at_s += 0.5
         self.take("status", asdict(record(*children, at_s=self.at_s, **facts)))
 
-    def lines(self, width: int | None = 80, height: int | None = 24) -> list[str]:
-        lines = View(width, height).picture(self.lab, self.view._loop.time(), [*self.view._notes])
+    def lines(self, width: int = 80, height: int = 24) -> list[str]:
+        self.view._screen.show(self.lab, self.lab.new_events(), self.view._now())
+        lines = View(width, height).picture(self.lab, self.view._now(), self.view._screen.notes)
         return [line.plain.rstrip() for line in lines]
 
 
@@ -108,7 +110,7 @@ def test_a_waiting_cloud_shows_the_run_its_folder_its_broker_and_the_missing_nod
     assert lines[1] == RUN["run"] and lines[2] == f"{RUN['folder']}  broker b:1883"
     assert lines[3] == "waiting for device-0 of institution-0; device-1 of institution-0; institution-1"
     fed.status(child("institution-0"), child("institution-1", state=None))
-    assert missing(fed.lab) == ["institution-1"]
+    assert missing(fed.lab) == [("institution-1", 1)]
     fed.status(child("institution-0"), child("institution-1"))
     assert missing(fed.lab) == [] and not [line for line in fed.lines() if "waiting" in line]
 
@@ -121,14 +123,17 @@ def test_the_missing_nodes_of_a_large_lab_are_counted() -> None:
     assert len(lines) < 24 and max(map(len, lines)) <= 60
 
 
-def test_in_a_watched_lab_the_missing_nodes_are_those_without_a_presence() -> None:
-    lab = lab_of()
-    for name in ("cloud", "institution-0", "device-0", "device-1"):
-        presence = serialization.encode(Presence(NodeState.INIT, "x"), name)
-        lab.receive(0, topics.StateTopic("lab", lab.run, name), presence, 0.0)
-    assert missing(lab) == ["institution-1"]
-    lab.receive(0, topics.StateTopic("lab", "run-1", "device-1"), b"", 0.0)
-    assert missing(lab) == ["device-1 of institution-0", "institution-1"]
+def test_in_a_watched_lab_the_missing_nodes_are_those_that_a_record_misses() -> None:
+    lab = lab_of(2, 200)
+    init, absent = NodeState.INIT, child("institution-1", state=None)
+    lab.take("cloud", record(child("institution-0", state=init, text="device-0 has not joined yet; more"), absent,
+                             at_s=1.0), 1.0)  # fmt: skip
+    assert missing(lab) == [("device-0 of institution-0", 1), ("institution-1", 1)]
+    counted = ChildCount(None, Step.IDLE, 50), ChildCount(init, Step.IDLE, 49)
+    lab.take("institution-0", record(child("device-0", state=None), others=counted, at_s=1.0), 1.0)
+    assert missing(lab) == [
+        ("device-0 of institution-0", 1), ("50 more of institution-0", 50), ("institution-1", 1)
+    ]  # fmt: skip
 
 
 # From the cloud's events alone
@@ -142,7 +147,7 @@ def test_the_clouds_status_shows_its_children() -> None:
     lines = {line.split()[0]: line for line in fed.lines() if line}
     assert "110/400" in lines["cloud"] and lines["cloud"].endswith("0/2 results")
     assert lines["institution-0"].endswith("██░░░░░░ fetching 25 %")
-    assert lines["institution-1"].endswith("assigned") and lines["2"] == "    2 devices: fedstrata watch shows them"
+    assert lines["institution-1"].endswith("assigned") and lines["2"] == "    2 devices: not reported"
     fed.status(child("institution-0", Step.TRAINING), child("institution-1", Step.DONE), key=Key(0, 109, 0))
     lines = {line.split()[0]: line for line in fed.lines() if line}
     assert lines["institution-0"].endswith("training") and lines["institution-1"].endswith("done")
@@ -156,9 +161,8 @@ def test_accuracy_loss_time_left_and_notes() -> None:
         row = {"wan_up_bytes": 1, "wan_down_bytes": 2, "elapsed_s": 10.0 * (done - 9), "train_loss": 0.1}
         fed.take("global_round", {"global_round": done, **row})
         fed.take("evaluated", {"global_round": done, "score": (done - 100) / 100, "loss": 3 - done / 100})
-    fed.status(child("institution-0"), child("institution-1", state=NodeState.LOST), run=fed.view._progress.status)
     fed.take("warning", {"reason": "models have collapsed"})
-    fed.take("child", {"node": "institution-1", "state": "lost"})
+    fed.status(child("institution-0"), child("institution-1", state=NodeState.LOST), run=fed.view._progress.status)
     first, scores, *_ = lines = fed.lines()
     assert first == "small  global round 113/400  about 47 min left"
     assert scores == "accuracy 0.1300 ▁▃▆█   loss 1.8700 ▃▂▂▁"
@@ -172,9 +176,8 @@ def test_off_a_terminal_long_names_and_reasons_are_whole() -> None:
     experiment = parse({"name": "n", "tiers": [{"name": "wan", "children": "device", "fan_out": 2}]})
     lab = WatchedLab("run-1", experiment, brokers=["b"], now=0.0)
     name, reason = next(iter(lab.cloud.children)), "the disk is full " * 20
-    body = serialization.encode(Presence(NodeState.FAILED, "device", reason=reason), "s")
-    lab.receive(0, topics.StateTopic("lab", "run-1", name), body, 0.0)
-    assert reason.strip() in "\n".join(line.plain for line in View(None, None).picture(lab, 0.0, []))
+    lab.take("cloud", record(child(name, state=NodeState.FAILED, text=reason), at_s=1.0), 1.0)
+    assert reason.strip() in "\n".join(line.plain for line in View().picture(lab, 0.0, []))
     assert max(len(line.plain) for line in View(80, 24).picture(lab, 0.0, [])) <= 80
 
 
@@ -211,9 +214,7 @@ def test_rows_fit_and_count_every_node(institutions: int, each: int, room: int, 
     lab = lab_of(institutions, institutions * each)
     gone = [lab.nodes[f"device-{place}"] for place in lost if place < institutions * each]
     for node in lab.nodes.values():
-        node.states[0] = "ready"
-    for node in gone:
-        node.states[0] = "lost"
+        node.state = "lost" if node in gone else "ready"
     rows = rows_of(lab.cloud, room=room, openable=lambda node: devices or node.role != "device")
     assert len(rows) <= room
     alone = [row for _, row in rows if not isinstance(row, HiddenNodes)]
@@ -229,9 +230,9 @@ def test_rows_fit_and_count_every_node(institutions: int, each: int, room: int, 
 
 def test_where_all_devices_are_lost_each_institution_has_rows_first() -> None:
     lab = lab_of(3, 36)
-    lab.run = "run-1"
-    for node in lab.nodes.values():
-        node.states[0] = "lost" if node.role == "device" else "ready"
+    for parent, children in lab.experiment.tree.children.items():
+        state = NodeState.READY if parent == "cloud" else NodeState.LOST
+        lab.take(parent, record(*(child(name, state=state) for name in children), at_s=1.0), 1.0)
     lines, few = ([line.plain for line in View(80, height).picture(lab, 0.0, [])] for height in (17, 8))
     names = [line.split()[0] for line in lines if line]
     assert [names.count(f"institution-{place}") for place in range(3)] == [1, 1, 1] and len(lines) < 17
@@ -258,7 +259,7 @@ def test_a_watched_run_is_the_same_run_and_its_records_are_counted_as_control(tm
             topic = topics.parse(message.topic)
             sent[type(topic).__name__] += len(message.body)
             for watched in watches:
-                watched.receive(0, topic, message.body, lab.now())
+                watched.receive(topic, message.body, lab.now())
 
         def read(sim: ScenarioLab) -> None:
             (path,) = sim.agents.runs.glob("*/links.csv")
@@ -289,7 +290,7 @@ def test_a_watched_run_is_the_same_run_and_its_records_are_counted_as_control(tm
         assert 0.95 * total <= counted[name] <= 1.05 * total + status_bytes, name
     assert [each.global_round for each in watched.progress.scores] == [1, 2, 3]
     assert watched.silent_s(watched.cloud, lab.now()) == 0.0
-    assert {name for name, node in watched.nodes.items() if node.status is not None} == {
+    assert {name for name, node in watched.nodes.items() if node.records} == {
         "cloud", "institution-0", "institution-1",
     }  # fmt: skip
 
@@ -315,7 +316,7 @@ def test_off_a_terminal_it_writes_whole_plain_lines(
     assert second == r"institution-0: lost (\u001b[2J)" and third.startswith("global round 110/400  accuracy 0.5000")
     assert not out
     monkeypatch.setattr(logs, "shows_activity", lambda: False)
-    monkeypatch.setattr("deploy.watching.showing.shows_activity", lambda: False)
+    monkeypatch.setattr("fedstrata.deploy.watching.showing.shows_activity", lambda: False)
     assert observed(capsys) == ("", "")
     out, err = observed(capsys, json_lines=True)
     assert [json.loads(line)["event"] for line in out.splitlines()] == ["run", "child", "evaluated"] and not err
@@ -342,7 +343,8 @@ def test_on_a_terminal_the_view_stays_unless_the_run_has_finished(
     monkeypatch.setattr(showing, "Console", lambda *, stderr: console)
     with show(lab_of().experiment, json_lines=False, broker="b:1883") as observe:
         observe("run", RUN)
-        observe("child", {"node": "institution-0", "state": "lost", "reason": "gone"})
+        lost = child("institution-0", state=NodeState.LOST, text="gone")
+        observe("status", asdict(record(lost, at_s=1.0)))
         if finished:
             observe("finished", FINISHED)
     assert isinstance(console.file, io.StringIO)
@@ -393,7 +395,17 @@ def test_a_reader_that_stops_does_not_stop_the_run(monkeypatch: pytest.MonkeyPat
             found.append(json.loads(reader.readline()))
     status = [each["i"] for each in found if each["event"] == "status"]
     assert [each["i"] for each in found if each["event"] == "global_round"] == list(range(20))
-    assert status[-1] == 19 and len(status) <= 3, "those that waited are replaced by the last one"
+    assert status[0] == 0 and len(status) <= 3, "those that would wait are left out"
+
+
+def test_events_stay_on_standard_output_while_own_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Whose prints go to standard error, in a thread of this process."""
+    lines = EventLines()
+    with OwnSurroundings().entered(), lines.writing():
+        print("own")
+        lines.write("run", {"folder": "here"})
+    found = capsys.readouterr()
+    assert json.loads(found.out) == {"event": "run", "folder": "here"} and found.err == "own\n"
 
 
 def test_the_run_ends_when_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,14 +415,16 @@ def test_the_run_ends_when_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None
             lines.write("run", {})
 
 
-class Drawn(LiveView):
-    """A view that keeps what it draws."""
+class Drawn(Terminal):
+    """A screen that keeps what it draws."""
 
-    pictures: queue.Queue[str]
+    def __init__(self, live: Live) -> None:
+        super().__init__(live)
+        self.pictures = queue.Queue[str]()
 
-    def _draw(self, live: Live) -> None:
-        super()._draw(live)
-        self.pictures.put("\n".join(str(line) for line in self.picture().renderables))
+    def show(self, lab: WatchedLab, events: Sequence[Event], now: float) -> None:
+        super().show(lab, events, now)
+        self.pictures.put("\n".join(map(str, View(80, 24).picture(lab, now, self.notes))))
 
     def shows(self, *texts: str) -> None:
         """Wait until a picture has these texts."""
@@ -418,10 +432,10 @@ class Drawn(LiveView):
             pass
 
 
-def drawn_view(follow: BrokerAddress) -> Drawn:
-    view = Drawn(terminal(), CloudLog(lab_of().experiment, "b:1883"), lab="lab", follow=follow)
-    view.pictures = queue.Queue()
-    return view
+def drawn_view(follow: BrokerAddress) -> tuple[LiveView, Drawn]:
+    view = LiveView(terminal(), CloudLog(lab_of().experiment, "b:1883"), follow=follow)
+    view._screen = screen = Drawn(view._live)
+    return view, screen
 
 
 def test_the_view_of_a_lab_on_this_machine_asks_the_institutions_on_its_broker(tmp_path: Path) -> None:
@@ -432,24 +446,23 @@ def test_the_view_of_a_lab_on_this_machine_asks_the_institutions_on_its_broker(t
                 view.observe("run", RUN)
                 view.observe("status", asdict(record(child("institution-1"), at_s=1.0, key=Key(0, 109, 0))))
                 await anext(client.messages)  # it asks
-                presence = serialization.encode(Presence(NodeState.LOST, "device", reason="gone"), "s")
-                await client.publish(topics.state("lab", str(RUN["run"]), "device-3"), presence, qos=1, retain=True)
                 training = child("device-2", Step.TRAINING, done=1, total=2)
-                status = serialization.encode(record(training, at_s=7.0, key=Key(0, 109, 0)), "s")
+                lost = child("device-3", state=NodeState.LOST, text="gone")
+                status = serialization.encode(record(training, lost, at_s=7.0, key=Key(0, 109, 0)), "s")
                 await client.publish(topics.status("lab", str(RUN["run"]), "institution-1"), status, qos=1)
-                await asyncio.to_thread(view.shows, "training 50 %", "device-3: lost (gone)", "110.1")
+                await asyncio.to_thread(screen.shows, "training 50 %", "device-3: lost (gone)", "110.1")
 
     with broker.start(directory=tmp_path) as served:
-        view = drawn_view(BrokerAddress(served.host, served.port))
+        view, screen = drawn_view(BrokerAddress(served.host, served.port))
         asyncio.run(publish())
 
 
 def test_a_view_whose_broker_is_not_there_has_the_clouds_events() -> None:
-    view = drawn_view(BrokerAddress("127.0.0.1", free_port()))
+    view, screen = drawn_view(BrokerAddress("127.0.0.1", free_port()))
     with view.shown():
         view.observe("run", RUN)
         view.observe("status", asdict(record(child("institution-0", Step.TRAINING), at_s=1.0, key=Key(0, 109, 0))))
-        view.shows("institution-0    ready")
+        screen.shows("institution-0    ready")
 
 
 def test_a_record_survives_its_way_as_an_event() -> None:

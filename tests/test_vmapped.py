@@ -13,16 +13,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from common.experiment.training import TrainingSettings
-from common.learning.computing import set_up
-from common.learning.inputs import Inputs
-from common.learning.nets import Dropout
-from device.jobs import Cancelled
-from device.vmapped import calibration, loop
-from device.vmapped.calibration import most_in_memory, problem_of
-from device.vmapped.loop import VmappedResult
-from device.vmapped.models import VmappedModels, keep_batch_norm_fp32
-from device.vmapped.schedule import Load
+from fedstrata.common.experiment.training import TrainingSettings
+from fedstrata.common.learning.computing import set_up
+from fedstrata.common.learning.inputs import Inputs
+from fedstrata.common.learning.nets import Dropout
+from fedstrata.device.jobs import Cancelled
+from fedstrata.device.vmapped import calibration, loop
+from fedstrata.device.vmapped.calibration import most_in_memory, problem_of
+from fedstrata.device.vmapped.loop import VmappedResult
+from fedstrata.device.vmapped.models import VmappedModels, keep_batch_norm_fp32
+from fedstrata.device.vmapped.schedule import Load
 from tests.helpers.examples import slow
 from tests.helpers.vmapped import CASES, CPU, Case, dropping, mlp, of, quick, resnet_in, rows_of
 

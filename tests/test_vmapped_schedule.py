@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.experiment import reading
-from common.learning import splits
-from device.vmapped.schedule import Load, VmappedSchedule, plan
+from fedstrata.common.experiment import reading
+from fedstrata.common.learning import splits
+from fedstrata.device.vmapped.schedule import Load, VmappedSchedule, plan
 
 Visit = tuple[int, int]
 

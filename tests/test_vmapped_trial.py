@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from common.experiment.training import TrainingSettings
-from common.learning.inputs import Inputs
-from common.learning.nets import Dropout
-from device.training.objectives.objective import Objective
-from device.training.sgd import LocalSteps
-from device.vmapped import calibration
-from device.vmapped import models as vmapped_models
-from device.vmapped.calibration import problem_of
-from device.vmapped.models import VmappedModels
+from fedstrata.common.experiment.training import TrainingSettings
+from fedstrata.common.learning.inputs import Inputs
+from fedstrata.common.learning.nets import Dropout
+from fedstrata.device.training.objectives.objective import Objective
+from fedstrata.device.training.sgd import LocalSteps
+from fedstrata.device.vmapped import calibration
+from fedstrata.device.vmapped import models as vmapped_models
+from fedstrata.device.vmapped.calibration import problem_of
+from fedstrata.device.vmapped.models import VmappedModels
 from tests.helpers.examples import slow
 from tests.helpers.vmapped import CASES, RAGGED, Case, mlp, quick, settings_of, text_case
 

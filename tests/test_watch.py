@@ -1,22 +1,32 @@
-"""Watching a run from its brokers: presences and status records, their picture, and a lab of processes."""
+"""Watching a run from its brokers: status records, and presences of what has no parent there."""
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import suppress
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.errors import NoProgress, RunFailed, WireError
-from common.protocol import serialization, topics
-from common.protocol.messages import Goodbye, Key, NodeState, PhaseSeconds, RoundScore, RunStatus, Step
-from common.text import json_text
-from deploy.watching import formatting
-from deploy.watching.lab import GOODBYE_S, SILENT_S, WARN_S
-from deploy.watching.view import View
+from fedstrata.common.errors import NoProgress, RunFailed, WireError
+from fedstrata.common.protocol import serialization, topics
+from fedstrata.common.protocol.messages import (
+    ChildCount,
+    Goodbye,
+    Key,
+    NodeState,
+    PhaseSeconds,
+    RoundScore,
+    RunStatus,
+    Step,
+)
+from fedstrata.common.text import json_text
+from fedstrata.deploy.watching import formatting
+from fedstrata.deploy.watching.lab import GOODBYE_S, SILENT_S, WARN_S
+from fedstrata.deploy.watching.view import View
 from tests.helpers.status import child
-from tests.helpers.watched import BODIES, LAB, NAMES, RUN, Watched, drawn
+from tests.helpers.watched import BODIES, LAB, NAMES, RUN, Watched, drawn, experiment_of
 
 
 def line_of(watched: Watched, name: str) -> str:
@@ -28,32 +38,50 @@ def line_of(watched: Watched, name: str) -> str:
 # Presence, and what parents report
 
 
-def test_an_institution_on_two_brokers_is_as_the_first_reports() -> None:
-    watched = Watched(brokers=2)
-    watched.state("institution-0", NodeState.READY, at=1)
-    assert watched["institution-0"].state == "ready"
-    watched.state("institution-0", NodeState.LOST, at=0)
-    assert watched["institution-0"].state == "lost"
-    assert [facts["state"] for _, facts in watched.events()] == ["ready", "lost"]
+def test_a_device_is_as_its_parents_record_has_it_whatever_its_presence() -> None:
+    watched = Watched()
+    watched.all_ready()
+    watched.state("device-0", NodeState.LOST)
+    assert watched["device-0"].state == "ready" and not watched.events()
+    watched.now = 2.0
+    lost = child("device-0", state=NodeState.LOST, text="connection lost")
+    watched.status("institution-0", lost, child("device-1"))
+    assert watched["device-0"].state == "lost"
+    watched.now = 14.0
+    assert "connection lost; last seen 14 s ago" in line_of(watched, "device-0")
+    facts = {"node": "device-0", "role": "device", "state": "lost", "reason": "connection lost"}
+    assert watched.events() == [("state", facts)]
+
+
+def test_children_that_a_record_only_counts_have_the_state_that_all_of_these_have() -> None:
+    watched = Watched(experiment_of(1, 100))
+    counted = ChildCount(NodeState.READY, Step.DONE, 98)
+    watched.status("institution-0", child("device-0"), child("device-1", state=None), others=(counted,))
+    assert Counter(node.state for node in watched.lab.nodes.values() if node.role == "device") == {
+        "ready": 99, "absent": 1
+    }  # fmt: skip
+    both = counted, ChildCount(NodeState.INIT, Step.IDLE, 1)
+    watched.now = 1.0
+    watched.status("institution-0", child("device-99"), others=both)
+    assert watched["device-1"].state == "absent"  # it is one of the two: not known which
 
 
 def test_a_child_that_prepares_is_shown_with_those_whom_it_waits_for() -> None:
     watched = Watched()
-    for name in ("cloud", "institution-0", "device-1"):
-        watched.state(name, NodeState.INIT)
-    watched.events()
+    watched.state("cloud", NodeState.INIT)
     text = "device-0 gave up: no data here"
     for _ in range(3):
         watched.now += 1.0
         watched.status("cloud", child("institution-0", state=NodeState.INIT, text=text))
+        gone, prepares = child("device-0", state=NodeState.FAILED), child("device-1", state=NodeState.INIT)
+        watched.status("institution-0", gone, prepares)
     waiting = {"node": "institution-0", "waits_for": text}
-    assert watched.events() == [("waiting", waiting)]
+    assert [event for event in watched.events() if event[0] != "state"] == [("waiting", waiting)]
     assert formatting.line(watched.lab, "waiting", waiting) == f"institution-0: waits for {text}"
     assert f"1/2 present, waits for {text}" in line_of(watched, "institution-0")
-    assert formatting.branch(watched.lab, watched["institution-0"], 0.0)["text"] == text
+    assert formatting.branch(watched["institution-0"], 0.0)["text"] == text
     assert "prepares" in line_of(watched, "device-1") and "waits" not in line_of(watched, "device-1")
-    for name in ("institution-0", "device-1"):
-        watched.state(name, NodeState.READY)
+    watched.state("cloud", NodeState.READY)
     watched.status("cloud", child("institution-0"), at_s=10.0)
     assert formatting.activity(watched["institution-0"]) == "ready"
     assert "waits" not in line_of(watched, "institution-0")
@@ -75,28 +103,29 @@ def test_what_is_refused_or_declined_is_reported_once_with_its_reason() -> None:
     ]  # fmt: skip
 
 
-def test_a_retained_presence_is_marked_until_its_session_shows_itself() -> None:
+def test_the_retained_presence_of_a_cloud_is_marked_until_it_is_seen() -> None:
     watched = Watched()
-    watched.state("device-0", NodeState.READY, retained=True)
-    watched.state("device-1", NodeState.READY)
-    assert "ready?" in line_of(watched, "device-0") and "ready?" not in line_of(watched, "device-1")
-    watched.status("institution-0", child("device-0", state=None))
-    assert not watched["device-0"].proven  # its parent does not see it either
-    watched.status("institution-0", child("device-0"), at_s=1.0)
-    assert watched["device-0"].proven and "ready?" not in line_of(watched, "device-0")
-    watched.state("device-0", NodeState.LOST, retained=True)
-    assert "lost?" not in line_of(watched, "device-0")
+    watched.state("cloud", NodeState.READY, retained=True)
+    assert "ready?" in line_of(watched, "cloud")
+    watched.status("cloud", child("institution-0"))
+    assert "ready" in line_of(watched, "cloud") and "ready?" not in line_of(watched, "cloud")
+    watched = Watched()
+    watched.state("cloud", NodeState.LOST, retained=True)
+    assert "lost?" not in line_of(watched, "cloud")
 
 
 def test_a_restart_is_reported_and_the_earlier_process_is_not_received() -> None:
     watched = Watched()
     watched.all_ready()
-    watched.state("device-0", NodeState.INIT, session="device-0-2")
-    watched.state("device-0", NodeState.LOST, session="device-0-1")  # a will may arrive a minute late
-    assert watched["device-0"].state == "init"
+    for name in ("cloud", "device-0"):
+        watched.state(name, NodeState.READY)
+        watched.state(name, NodeState.INIT, session=f"{name}-2")
+        watched.state(name, NodeState.LOST, session=f"{name}-1")  # a will may arrive a minute late
+    assert watched["cloud"].state == "init"
     assert watched.events() == [
+        ("restarted", {"node": "cloud"}),
+        ("state", {"node": "cloud", "role": "cloud", "state": "init"}),
         ("restarted", {"node": "device-0"}),
-        ("state", {"node": "device-0", "role": "device", "state": "init"}),
     ]
 
 
@@ -142,9 +171,9 @@ def test_bytes_and_rates_are_those_of_the_last_records() -> None:
         "wan_up": 7000, "wan_down": 50, "lan_up": 7, "lan_down": 8,
     }  # fmt: skip
     assert flows["wan_up"].rate == 1000.0 and flows["wan_down"].rate == 0.0
-    assert watched["cloud"].rates() == {"institution-0": (100.0, 0.0)}
+    assert watched["institution-0"].rates == (100.0, 0.0)
     watched.status("cloud", entry, at_s=3.0)  # a cloud on another machine, with a clock of its own
-    assert watched["cloud"].rates() == {} and watched.lab.flows()["wan_up"].total == 0
+    assert watched["institution-0"].rates is None and watched.lab.flows()["wan_up"].total == 0
     watched.status("cloud", child("institution-0", up=1), at_s=2.5)  # one that comes late
     assert watched["institution-0"].entry is not None and watched["institution-0"].entry.up == 700
 
@@ -162,8 +191,8 @@ def test_without_the_clouds_record_those_of_institutions_are_summed() -> None:
 
 def test_a_cloud_that_hangs_is_shown_with_the_age_of_its_last_record() -> None:
     watched = Watched()
-    watched.all_ready()
-    watched.status("cloud", child("institution-0", Step.TRAINING), key=Key(0, 0, 0))
+    watched.state("cloud", NodeState.READY)
+    watched.status("cloud", child("institution-0", Step.TRAINING), child("institution-1"), key=Key(0, 0, 0))
     watched.status("institution-0", child("device-0", Step.TRAINING), key=Key(0, 0, 0))
     for now, shown in ((SILENT_S - 1, False), (SILENT_S, True), (WARN_S, True), (3 * WARN_S, True)):
         watched.now = now
@@ -172,8 +201,8 @@ def test_a_cloud_that_hangs_is_shown_with_the_age_of_its_last_record() -> None:
         assert (f"no status from the cloud for {now:.0f} s" in lines) is shown
         assert ("no status for" in line_of(watched, "institution-0")) is shown
         assert "no status" not in line_of(watched, "institution-1")  # none was ever received
-    (warning,) = watched.events()
-    assert warning[0] == "warning" and "no status from the cloud for 15 s" in str(warning[1]["reason"])
+    (warning,) = (event for event in watched.events() if event[0] == "warning")
+    assert "no status from the cloud for 15 s" in str(warning[1]["reason"])
     watched.state("cloud", NodeState.LOST, reason="connection lost")  # it is killed
     assert "no status from the cloud for 45 s" in drawn(watched, 80)
     watched.status("cloud", at_s=99.0)
@@ -183,10 +212,10 @@ def test_a_cloud_that_hangs_is_shown_with_the_age_of_its_last_record() -> None:
 def test_without_its_broker_no_record_is_missed() -> None:
     watched = Watched()
     watched.all_ready()
-    watched.lab.disconnected(0, 0.0)
+    watched.lab.set_broker(0, up=False, now=0.0)
     watched.now = 60.0
     assert "no status" not in drawn(watched, 80) and "disconnected for 60 s" in drawn(watched, 80)
-    watched.lab.connected(0, watched.now)
+    watched.lab.set_broker(0, up=True, now=watched.now)
     watched.state("cloud", NodeState.READY)
     assert "no status" not in drawn(watched, 80)
     watched.now += SILENT_S
@@ -212,7 +241,7 @@ def test_it_ends_when_the_cloud_or_the_institution_of_a_site_alone_has_finished_
     assert not ended(watched)
     watched.state(root, None)
     assert ended(watched) and watched.lab.end is None
-    watched.state("device-0", None)
+    watched.status("institution-0", child("device-0", state=None))
     assert watched.events()[-1] == ("end", {"state": "finished"})
 
 
@@ -240,7 +269,7 @@ def test_it_gives_up_a_cloud_that_stays_away_when_its_nodes_do(how: str) -> None
     if how == "lost":
         watched.state("cloud", NodeState.LOST)
     elif how == "broker":
-        watched.lab.disconnected(0, watched.now)
+        watched.lab.set_broker(0, up=False, now=watched.now)
     idle_s = watched.lab.experiment.transfer.idle_s
     watched.now = idle_s - 1
     assert not ended(watched)
@@ -260,19 +289,30 @@ def test_a_cloud_that_comes_back_is_waited_for_again() -> None:
     assert not ended(watched)
 
 
-def test_a_broker_that_restarts_is_reported_of_and_forgets_what_it_kept() -> None:
+def test_a_broker_that_restarts_is_reported_and_may_have_lost_the_cloud() -> None:
     watched = Watched()
     watched.all_ready()
     watched.now = 5.0
-    watched.lab.disconnected(0, watched.now)
-    watched.lab.disconnected(0, 6.0)  # each failed attempt reports so
-    assert watched["device-0"].state == "ready"
-    watched.lab.connected(0, 7.0)
-    assert watched["device-0"].state == "absent"
-    watched.state("device-0", NodeState.READY)
-    assert watched["device-0"].state == "ready"
+    watched.lab.set_broker(0, up=False, now=watched.now)
+    watched.lab.set_broker(0, up=False, now=6.0)  # each failed attempt reports so
+    assert watched["cloud"].state == watched["device-0"].state == "ready"
+    watched.lab.set_broker(0, up=True, now=7.0)
+    assert watched["cloud"].state == "unknown" and watched["device-0"].state == "ready"
+    watched.state("cloud", NodeState.READY)
     states = [facts.get("state") for _, facts in watched.events()]
-    assert states == ["away", "connected"]  # and nothing of nodes that are as they were
+    assert states == ["away", "connected", "ready"]
+
+
+def test_another_broker_that_restarts_has_lost_no_cloud() -> None:
+    watched = Watched(brokers=2)
+    watched.all_ready()
+    watched.state("cloud", NodeState.FINISHED)
+    watched.lab.set_broker(1, up=False, now=1.0)
+    watched.lab.set_broker(1, up=True, now=2.0)
+    watched.now = GOODBYE_S
+    assert not ended(watched) and watched["cloud"].state == "finished"
+    watched.now = 2 * GOODBYE_S
+    assert ended(watched) and watched.lab.end is None
 
 
 TOPICS = st.one_of(
@@ -288,7 +328,7 @@ def test_no_message_is_fatal(said: list[tuple[topics.Topic, bytes, float]]) -> N
     for topic, body, later in said:
         watched.now += later
         with suppress(WireError):
-            watched.lab.receive(0, topic, body, watched.now, retained=later == 0.5)
+            watched.lab.receive(topic, body, watched.now, retained=later == 0.5)
         watched.lab.tick(watched.now)
     lab = watched.lab
     assert len(lab.nodes) == 7
@@ -298,7 +338,7 @@ def test_no_message_is_fatal(said: list[tuple[topics.Topic, bytes, float]]) -> N
     json_text(formatting.tree(lab, watched.now))
     for node in lab.nodes.values():
         assert 0.0 <= node.done <= 1.0
-        assert all(rate >= 0.0 for both in node.rates().values() for rate in both)
+        assert all(rate >= 0.0 for rate in node.rates or ())
     for width in (20, 60, 160):
         lines = View(width, 24).picture(lab, watched.now, [])
         assert all(line.cell_len <= width for line in lines)
@@ -313,7 +353,7 @@ def test_strangers_and_rubbish_change_nothing() -> None:
         (status, goodbye), (status, b"\xff"), (status, b""),
     ):  # fmt: skip
         with pytest.raises(WireError):
-            watched.lab.receive(0, topic, body, 0.0)
+            watched.lab.receive(topic, body, 0.0)
     for other in (topics.StateTopic(LAB, "other-1", "cloud"), topics.StateTopic("other", RUN, "cloud")):
-        watched.lab.receive(0, other, b"\xff", 0.0)
+        watched.lab.receive(other, b"\xff", 0.0)
     assert not watched.events()

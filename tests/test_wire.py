@@ -14,20 +14,21 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import msgpack
 import pytest
 import xxhash
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from common.accounting.child_report import ChildReport
-from common.accounting.traffic import TcpStats, Traffic
-from common.errors import TooLarge, WireError
-from common.experiment.tiers import TIERS_MOST
-from common.host.examination import Finding
-from common.model.codecs import CODECS, codec_of
-from common.protocol import messages, serialization, topics
-from common.protocol.limits import NOISE_CHUNKS_MOST, SMALL_BYTES, STRANGER, SenderBounds
-from common.protocol.messages import Key, Manifest, NodeState, Phase, Presence, Progress, Task
-from common.protocol.status import NAMED_MOST
-from common.text import JSON_MOST, escaped
+from fedstrata.common.accounting.child_report import ChildReport
+from fedstrata.common.accounting.traffic import TcpStats, Traffic
+from fedstrata.common.accounting.work import Work
+from fedstrata.common.errors import TooLarge, WireError
+from fedstrata.common.experiment.tiers import TIERS_MOST
+from fedstrata.common.host.examination import Finding
+from fedstrata.common.model.codecs import CODECS, codec_of
+from fedstrata.common.protocol import messages, serialization, topics
+from fedstrata.common.protocol.limits import NOISE_CHUNKS_MOST, SMALL_BYTES, STRANGER, SenderBounds
+from fedstrata.common.protocol.messages import Key, Manifest, NodeState, Phase, Presence, Progress, Task
+from fedstrata.common.protocol.status import NAMED_MOST
+from fedstrata.common.text import JSON_MOST, escaped
 from tests.helpers.examples import examples
 
 SESSION = "c0ffee"
@@ -227,6 +228,7 @@ def test_a_field_of_any_value_gives_a_record_or_a_wire_error(
 
 @given(message=ANY_MESSAGE, change=st.sampled_from(["less", "more"]))
 def test_a_wrong_number_of_fields_is_refused(message: messages.Message, change: str) -> None:
+    assume(not isinstance(message, Presence))  # whose last field may be absent
     tree = tree_of(message)
     assert survives(pack(tree[:-1] if change == "less" else [*tree, 0])) is None
 
@@ -241,7 +243,7 @@ def test_deep_nesting_is_a_wire_error(depth: int) -> None:
         assert survives(sealed(b"\x95" + b"".join(parts))) is None
 
 
-@pytest.mark.parametrize("version", [0, 2, -1, True, 1.0, "1", b"\x01", None, [1]], ids=repr)
+@pytest.mark.parametrize("version", [0, 1, -1, True, 1.0, "1", b"\x01", None, [1]], ids=repr)
 def test_another_version_is_refused_by_its_name(version: Any) -> None:
     text = refusal(pack([version, SESSION, 7, "0" * 16]))
     assert "protocol version" in text and f"uses {serialization.VERSION}" in text
@@ -262,7 +264,7 @@ def test_an_error_names_the_field() -> None:
         "Acknowledgement.key: Key.local_round: -1 is not a count"
     )
     assert refusal(
-        pack([serialization.VERSION, SESSION, 0, "dozing", "device", "", 0, "", "", "", False, [], 0.0, "", 0])
+        pack([serialization.VERSION, SESSION, 0, "dozing", "device", "", 0, "", "", "", False, [], 0.0, "", 0, 0])
     ) == ("Presence.state: 'dozing' is not a NodeState")
 
 
@@ -375,9 +377,9 @@ def test_each_part_of_a_message_has_its_room() -> None:
 
 def test_a_diverged_loss_is_received() -> None:
     manifest = Manifest("0" * 16, 1, 1024, b"d" * 8, "fp32", "l")
-    result = messages.Result(Key(0, 0, 0), manifest, None, 1, math.nan, 1, 1, 1, math.inf, 0.0, 0.0, (), "")
+    result = messages.Result(Key(0, 0, 0), manifest, None, Work(1, math.nan, 1, 1, math.inf, 0.0, 0.0), 1, (), "")
     decoded = survives(serialization.encode(result, SESSION))
-    assert isinstance(decoded, messages.Result) and math.isnan(decoded.loss) and decoded.train_s == math.inf
+    assert isinstance(decoded, messages.Result) and math.isnan(decoded.loss) and decoded.work.train_s == math.inf
 
 
 def test_traffic_adds_and_subtracts_field_by_field() -> None:
@@ -465,20 +467,20 @@ def test_the_chunks_of_a_manifest_tile_the_blob(manifest: Manifest) -> None:
 def test_a_presence_task_and_progress_by_hand() -> None:
     """The bytes that another release must still read."""
     assert serialization.encode(Presence(NodeState.READY, "device", samples=7), "s") == (
-        bytes.fromhex("090179d268e066aa")
-        + b"\x9f\x01\xa1s\x00\xa5ready\xa6device\xa0\x07\xa0\xa0\xa0\xa0\x90"
-        + b"\xcb\xbf\xf0\x00\x00\x00\x00\x00\x00\xa0\x00"
+        bytes.fromhex("1635497b51950954")
+        + b"\xdc\x00\x10\x02\xa1s\x00\xa5ready\xa6device\xa0\x07\xa0\xa0\xa0\xa0\x90"
+        + b"\xcb\xbf\xf0\x00\x00\x00\x00\x00\x00\xa0\x00\x00"
     )
     task = Task(Key(1, 2, 3), 4, replace(GOOD, size=1, digests=b"d" * 8), None, 5)
     assert serialization.encode(task, "s") == (
-        bytes.fromhex("87e4364a11d3c832")
-        + b"\x98\x01\xa1s\x02\x93\x01\x02\x03\x04\x98\xb00123456789abcdef\x01\xcd\x04\x00\xc4\x08ddddddddd"[:-1]
+        bytes.fromhex("81e81575b93438fd")
+        + b"\x98\x02\xa1s\x02\x93\x01\x02\x03\x04\x98\xb00123456789abcdef\x01\xcd\x04\x00\xc4\x08ddddddddd"[:-1]
         + b"\xa4fp32\xa6layout\xa0\x00\xc0\x05"
     )
     progress = Progress(Key(0, 0, 0), Phase.TRAINING, 1, 2, Traffic(), (Traffic(),))
     assert serialization.encode(progress, "s") == (
-        bytes.fromhex("cc6e91e5d2efa618")
-        + b"\x99\x01\xa1s\x03\x93\x00\x00\x00\xa8training\x01\x02"
+        bytes.fromhex("0039e97cc9db4750")
+        + b"\x99\x02\xa1s\x03\x93\x00\x00\x00\xa8training\x01\x02"
         + (b"\xdc\x00\x11" + bytes(16) + b"\x9b" + bytes(11))
         + (b"\x91\xdc\x00\x11" + bytes(16) + b"\x9b" + bytes(11))
     )

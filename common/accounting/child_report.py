@@ -3,48 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
-from common.accounting.costs import UNKNOWN_COSTS, DeviceCosts
-from common.accounting.traffic import NO_WIRE, Measured, TcpStats, Traffic
-from common.model.scores import ScoredModels, summed
-from common.text import NameText
-
-
-class TrainingPath(StrEnum):
-    """How a device trained: in its agent's process, in a worker process, or vmapped with other devices."""
-
-    NONE = ""
-    IN_PROCESS = "in-process"
-    WORKERS = "workers"
-    VMAPPED = "vmapped"
+from fedstrata.common.accounting.traffic import NO_WIRE, Measured, TcpStats, Traffic
+from fedstrata.common.accounting.work import NO_WORK, Work
+from fedstrata.common.text import NameText
 
 
 @dataclass(frozen=True, slots=True)
 class ChildReport:
     """Work of one node in a global round, its link's calibration before the run, and the link's bytes since then.
 
-    Both directions are counted on arrival: `up` at the parent, `down` at the child. The seconds are those of `Result`,
-    summed over the rounds. `broker`: the node's own connection to the broker of its children, if it has any. `tests`,
-    `costs`: those of `Result`. `parent`: of a device that the experiment does not name below that node, else empty.
+    Both directions are counted on arrival: `up` at the parent, `down` at the child.
     """
 
     name: NameText
-    samples: int = 0
-    rounds: int = 0
-    epochs: int = 0
-    steps: int = 0
-    loss: float | None = None
-    train_s: float = 0.0
-    wait_s: float = 0.0
-    pause_s: float = 0.0
-    path: TrainingPath = TrainingPath.NONE
+    work: Work = NO_WORK  # summed over the rounds
+    rounds: int = 0  # in which it trained
     measured: Measured = Measured()
     traffic: Traffic = Traffic()
-    broker: TcpStats = NO_WIRE
-    tests: ScoredModels | None = None
-    costs: DeviceCosts = UNKNOWN_COSTS
-    parent: NameText = ""
+    broker: TcpStats = NO_WIRE  # its own connection to the broker of its children, if it has any
+    parent: NameText = ""  # of a device that the experiment does not name below that node
 
     @property
     def link(self) -> str:
@@ -53,22 +31,7 @@ class ChildReport:
 
     def with_work_of(self, earlier: ChildReport) -> ChildReport:
         """Return this report with the work of an earlier one added."""
-        return replace(
-            self,
-            rounds=earlier.rounds + self.rounds,
-            epochs=earlier.epochs + self.epochs,
-            steps=earlier.steps + self.steps,
-            train_s=earlier.train_s + self.train_s,
-            wait_s=earlier.wait_s + self.wait_s,
-            pause_s=earlier.pause_s + self.pause_s,
-            tests=summed((earlier.tests, self.tests)),
-            costs=self._costs_after(earlier),
-        )
-
-    def _costs_after(self, earlier: ChildReport) -> DeviceCosts:
-        if not self.rounds:  # it only scored
-            return earlier.costs
-        return self.costs.after(earlier.costs) if earlier.rounds else self.costs
+        return replace(self, work=self.work.after(earlier.work), rounds=earlier.rounds + self.rounds)
 
     def with_bytes_of(self, earlier: ChildReport) -> ChildReport:
         """Return this report with the bytes of an earlier session added."""

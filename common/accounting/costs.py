@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
-from common.host.energy import EnergySource
+from fedstrata.common.host.energy import EnergySource
+
+JOULES_MOST: Final = 1e12  # of one local round
+CPU_SECONDS_MOST: Final = 1e9  # of one local round
+MEMORY_MOST: Final = 2**50
+CELSIUS_MOST: Final = 1000.0
+
+_T = TypeVar("_T", int, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +52,27 @@ class DeviceCosts:
             EnergySource.NONE if joules is None else self.energy_source,
         )
 
+    def plausible(self, *, rounds: int) -> DeviceCosts:
+        """Return these costs without those that no work of so many local rounds has."""
+        energy = [each for each in (self.joules, self.train_joules) if each is not None]
+        measured = len(energy) == 2 and self.energy_source is not EnergySource.NONE
+        known = measured and all(0 <= each <= JOULES_MOST * rounds for each in energy)
+        return DeviceCosts(
+            joules=self.joules if known else None,
+            train_joules=self.train_joules if known else None,
+            cpu_s=_within(self.cpu_s, 0.0, CPU_SECONDS_MOST * rounds),
+            memory_bytes=_within(self.memory_bytes, 0, MEMORY_MOST),
+            celsius=_within(self.celsius, -CELSIUS_MOST, CELSIUS_MOST),
+            energy_source=self.energy_source if known else EnergySource.NONE,
+        )
+
 
 UNKNOWN_COSTS: Final = DeviceCosts()
+
+
+def _within(value: _T | None, least: _T, most: _T) -> _T | None:
+    """Return a value within bounds, None for another one; NaN is in none."""
+    return value if value is not None and least <= value <= most else None
 
 
 def added(one: float | None, other: float | None) -> float | None:

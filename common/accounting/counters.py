@@ -11,7 +11,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Final, Literal, TypeAlias, cast
 
-from common.accounting.traffic import BYTE_FIELDS, NO_WIRE, TcpStats, Traffic
+from fedstrata.common.accounting.traffic import BYTE_FIELDS, NO_WIRE, TcpStats, Traffic
 
 Direction: TypeAlias = Literal["sent", "received"]
 Kind: TypeAlias = Literal["control", "model", "extras", "frozen", "probe"]
@@ -74,6 +74,18 @@ class Account:
                     tally.payload += payload
                     tally.message += payload + overhead
                 overhead = 0
+
+    def reassign(self, counted: str, peer: str, *, payload: int, message: int) -> None:
+        """Count control bytes for this peer that were sent, and counted for another one."""
+        for name, sign in ((counted, -1), (peer, 1)):
+            cell = self.cells[name, "sent", "control"]
+            cell.payload += sign * payload
+            cell.message += sign * message
+
+    def forget(self, peer: str) -> None:
+        """Forget the counts of a peer; they stay in the sums."""
+        for cell in [each for each in self.cells if each[0] == peer]:
+            del self.cells[cell]
 
     def probed(self, peer: str, direction: Direction) -> int:
         """Return the MQTT bytes of probes to or from one peer."""

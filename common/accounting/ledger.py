@@ -14,12 +14,13 @@ from itertools import repeat, zip_longest
 from operator import add, attrgetter, sub
 from typing import Any, Final
 
-from common.accounting.child_report import ChildReport, TrainingPath
-from common.accounting.counters import Account
-from common.accounting.traffic import BYTE_FIELDS, BYTES, NOTHING, WIRE_COUNTS, Measured, TcpStats, Traffic
-from common.errors import WireError
+from fedstrata.common.accounting.child_report import ChildReport
+from fedstrata.common.accounting.counters import Account
+from fedstrata.common.accounting.traffic import BYTE_FIELDS, BYTES, NOTHING, WIRE_COUNTS, Measured, TcpStats, Traffic
+from fedstrata.common.errors import WireError
 
 BYTES_MOST: Final = 2**50
+LEFT_MOST: Final = 1000  # nodes that had entered and left, of which counts are kept: one that returns goes on from them
 REPORTS_MOST: Final = 1_000_000  # of nodes below a child, over its sessions
 
 
@@ -35,7 +36,9 @@ class _Page:
     here_before: Traffic = NOTHING
     reports: dict[str, ChildReport] = field(default_factory=dict)
     reports_before: dict[str, ChildReport] = field(default_factory=dict)
+    latest: frozenset[str] = frozenset()  # the links in its last list of reports
     parent: str = ""  # of a child that entered
+    left: bool = False  # it gave back its place
 
     def turn(self, session: str) -> None:
         """Begin a new session of the child, which counts from zero."""
@@ -79,7 +82,19 @@ class Ledger:
 
     def add(self, child: str, *, parent: str) -> None:
         """Add a child that entered below this node, `parent`."""
-        self._pages.setdefault(child, _Page(parent=parent))
+        self._pages.setdefault(child, _Page(parent=parent)).left = False
+
+    def retire(self, child: str) -> None:
+        """Note that a child that had entered has given back its place. Beyond LEFT_MOST the first one is forgotten.
+
+        Its bytes stay in the sums.
+        """
+        page = self._pages[child] = self._pages.pop(child)  # the last one that left is the last one
+        page.left = True
+        left = [name for name, other in self._pages.items() if other.left]
+        if len(left) > LEFT_MOST:
+            del self._pages[left[0]]
+            self._account.forget(left[0])
 
     def enter(self, child: str, session: str, *, link: Traffic, below: tuple[Traffic, ...] = ()) -> None:
         """Record a child's counts, which grow within a session; `below`: of the tiers below it, the highest first.
@@ -107,8 +122,14 @@ class Ledger:
         for report in found.values():
             _check(child, report.traffic, report.traffic.wire, report.broker)
         page.turn(session)
-        if _size(*(each.traffic for each in found.values())) >= _size(*(r.traffic for r in page.reports.values())):
-            page.reports = found
+        page.latest = frozenset(found)
+        for link, report in found.items():
+            before = page.reports.get(link)
+            if before is None or _size(report.traffic) >= _size(before.traffic):  # an earlier list may come again
+                page.reports[link] = report
+        left = [link for link in page.reports if link not in page.latest and page.reports[link].parent]
+        for link in left[: max(0, len(left) - LEFT_MOST)]:
+            del page.reports[link]
 
     def links(self) -> dict[str, Traffic]:
         """Return each child's link: `received_*` as counted here (up), `sent_*` as counted at the child (down).
@@ -139,21 +160,25 @@ class Ledger:
         """Return the bytes of this node's own connection to the children's broker, all children together."""
         return self._wire_before + self._wire()
 
-    def reports(self) -> dict[str, ChildReport]:
+    def reports(self, *, present: bool = False) -> dict[str, ChildReport]:
         """Return the last report on each node below by its link, children first, with the bytes of the whole run.
 
-        The work of the children themselves is not in the ledger.
+        The work of the children themselves is not in the ledger. `present`: not on those that had entered and have
+        given back their places.
         """
         links = self.links()
         found: dict[str, ChildReport] = {}
         for name, page in self._pages.items():
+            if present and page.left:
+                continue
             broker = added(page.below_before, page.below)[:1]
             measured = self.measured.get(name, Measured())
             wire = broker[0].wire if broker else TcpStats()
             report = ChildReport(name, measured=measured, traffic=links[name], broker=wire, parent=page.parent)
             found[report.link] = report
         for page in self._pages.values():
-            found |= {report.link: page.whole(report) for report in page.reports.values()}
+            reports = (report for link, report in page.reports.items() if link in page.latest or not present)
+            found |= {report.link: page.whole(report) for report in reports}
         return {link: _bounded_report(report) for link, report in found.items()}
 
     def to_json(self) -> str:
@@ -266,8 +291,9 @@ def _traffic_row(traffic: Traffic) -> tuple[Any, ...]:
 
 
 def _report_row(report: ChildReport) -> tuple[Any, ...]:
-    measured, traffic, broker = report.measured, report.traffic, report.broker
-    return *_WORK(report), report.parent, _MEASURED(measured), _traffic_row(traffic), WIRE_COUNTS(broker)
+    """Return a report without its work, which is of one round."""
+    measured = _MEASURED(report.measured)
+    return report.name, report.parent, measured, _traffic_row(report.traffic), WIRE_COUNTS(report.broker)
 
 
 def _reports(rows: list[list[Any]]) -> dict[str, ChildReport]:
@@ -275,19 +301,13 @@ def _reports(rows: list[list[Any]]) -> dict[str, ChildReport]:
 
 
 def _report(row: list[Any]) -> ChildReport:
-    *work, path, parent, measured, traffic, broker = row
-    return replace(
-        ChildReport(*work),
-        path=TrainingPath(path),
-        parent=parent,
-        measured=Measured(*measured),
-        traffic=_traffic(traffic),
-        broker=TcpStats(*broker),
+    name, parent, measured, traffic, broker = row
+    return ChildReport(
+        name, measured=Measured(*measured), traffic=_traffic(traffic), broker=TcpStats(*broker), parent=parent
     )
 
 
 _MEASURED: Final = attrgetter(*(f.name for f in fields(Measured)))
-_WORK: Final = attrgetter(*(f.name for f in fields(ChildReport)[:-6]))
 # The place of each count of a link among those of the child, where `sent` is what it received, and those here.
 _OF_LINK: Final = tuple(
     BYTE_FIELDS.index(name.replace("sent", "received")) + (len(BYTE_FIELDS) if name.startswith("received") else 0)

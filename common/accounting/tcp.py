@@ -16,7 +16,7 @@ import struct
 import sys
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from common.accounting.traffic import TcpStats
+from fedstrata.common.accounting.traffic import TcpStats
 
 if TYPE_CHECKING:
     import paho.mqtt.client as mqtt

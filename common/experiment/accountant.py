@@ -5,8 +5,8 @@
     n releases                     n RDP(a)
     epsilon = min over a of n RDP(a) + ln(1 - 1/a) - ln(delta a) / (a - 1)     (Canonne, Kamath, Steinke 2020, Prop. 12)
 
-z is the noise's standard deviation over the sensitivity. Neighbours differ by one unit, whose contribution is replaced
-by nothing.
+z is the noise's standard deviation over the sensitivity. Neighbours differ by one unit, in whose place there is a zero
+update, or a zero gradient.
 """
 
 from __future__ import annotations

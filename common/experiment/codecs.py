@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from common.errors import InvalidExperiment
-from common.experiment.tables import NamedTables, Selected, SettingsTable
-from common.model import table
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.tables import NamedTables, Selected, SettingsTable
+from fedstrata.common.model import table
 
 if TYPE_CHECKING:
-    from common.model.delta_codecs import DeltaCodec
+    from fedstrata.common.model.delta_codecs import DeltaCodec
 
 # Two combinations are not codecs: `delta+fp32` without zstd is as large as fp32, and deltas are not used downward.
 FORMS: Final = ("fp32", "fp16", "bf16", "int8")
@@ -90,9 +90,9 @@ class FormSettings(CodecSettings):
 
 
 CODECS: Final = NamedTables[CodecSettings](
-    {**dict.fromkeys(UP, "common.experiment.codecs:FormSettings"), **table.CODECS}
+    {**dict.fromkeys(UP, "fedstrata.common.experiment.codecs:FormSettings"), **table.CODECS}
 )
-UpCodec = Annotated[CodecSettings, Selected(CODECS, table.OWN_CODEC)]
+UpCodec = Annotated[CodecSettings, Selected(CODECS, table.OWN_CODEC, "codecs")]
 
 
 class Codecs(SettingsTable):

@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self, TextIO
 
-from common.errors import InvalidExperiment
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.text import counted
 
 if TYPE_CHECKING:
     from _csv import Reader
@@ -71,7 +72,8 @@ class CsvTable:
         for row in self._rows():
             if len(row) != width:
                 remedy = "Correct that line; decimals have a point." if self._separator == "," else "Correct that line."
-                raise self.wrong(f"has {len(row)} cells in line {self.line}, and {width} columns", remedy)
+                found = counted(len(row), "cells")
+                raise self.wrong(f"has {found} in line {self.line}, and {counted(width, 'columns')}", remedy)
             yield row
 
     def _rows(self) -> Iterator[list[str]]:

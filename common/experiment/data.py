@@ -14,11 +14,11 @@ from typing import Annotated, Final, Literal, NamedTuple
 
 from pydantic import Field
 
-from common.errors import InvalidExperiment
-from common.experiment import own
-from common.experiment.own import is_own
-from common.experiment.tables import Count, EffectiveTable, Positive, form, proposal
-from common.host.examination import Finding
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment import own
+from fedstrata.common.experiment.own import is_own
+from fedstrata.common.experiment.tables import Count, EffectiveTable, Positive, form, proposal
+from fedstrata.common.host.examination import Finding
 
 DATASETS: Final = (
     "digits", "mnist", "fashionmnist", "cifar10", "cifar100", "femnist",
@@ -90,6 +90,7 @@ class Accepted(NamedTuple):
 _FROM_16, _FROM_32 = range(16, 4096), range(32, 4096)
 MODELS: Final = MappingProxyType(
     {
+        "linear_digits": Accepted((1,), (8,)),
         "mlp_digits": Accepted((1,), (8,)),
         "cnn_digits": Accepted((1,), (8,)),
         "lenet5": Accepted((1,), (28,)),
@@ -180,6 +181,18 @@ class Data(EffectiveTable):
     def unused(self) -> Set[str]:
         """The keys that have no effect with the data set and the partition."""
         return {key for key, use in _USES.items() if not use.counts(self)}
+
+    @property
+    def from_all_samples(self) -> Sequence[str]:
+        """The keys by which something is computed from all training samples before the training."""
+        found = []
+        if self.standardise and "standardise" not in self.unused:
+            found.append("data.standardise: mean and deviation of each feature")
+        if self.normalise == OWN:
+            found.append('data.normalise = "own": mean and deviation of the samples')
+        if _own(self) and self.targets == CLASSES and self.classes is None:
+            found.append("data.classes is not set: the classes that occur")
+        return found
 
     @property
     def private(self) -> bool:
@@ -400,7 +413,8 @@ def check_fits(data: Data, model: Model, *, devices: int) -> None:
     total, (least, key) = _samples(data) - data.node_samples, _least(data)
     if devices * least > total:
         problem = f"{data.dataset} has {total:,} training samples, and each device needs {least}"
-        remedy = f"Use at most {total // least:,} devices{f', or lower {key}' if least > 1 else ''}."
+        most = total // least
+        remedy = f"Use at most {most:,} devices{f', or lower {key}' if least > 1 else ''}." if most else f"Lower {key}."
         raise InvalidExperiment("topology.devices", devices, problem, remedy)
 
 

@@ -8,12 +8,12 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from common.errors import InvalidExperiment
-from common.experiment.data import CLASSES, Data
-from common.experiment.tables import AcceleratorName, Count, EffectiveTable, Fraction
-from common.experiment.trainers import KEY as TRAINER
-from common.experiment.trainers import OWN_SAMPLES
-from common.experiment.training import ACCURACY, Score, TrainingSettings
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.data import CLASSES, Data
+from fedstrata.common.experiment.tables import AcceleratorName, Count, EffectiveTable, Fraction
+from fedstrata.common.experiment.trainers import KEY as TRAINER
+from fedstrata.common.experiment.trainers import OWN_SAMPLES
+from fedstrata.common.experiment.training import ACCURACY, Score, TrainingSettings
 
 ON_DEVICES: Final = ("data", "held_out", "participation", "personalised", "per_class")  # keys of what devices do
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import tomllib
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from hashlib import blake2b
 from itertools import pairwise
@@ -21,10 +21,11 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
-from common.errors import InvalidExperiment
-from common.experiment.csv_table import CsvTable
-from common.experiment.tables import Name, Positive, SettingsTable, named, proposal
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.csv_table import CsvTable
+from fedstrata.common.experiment.tables import Name, Positive, SettingsTable, named, proposal
 
+SMALL_MESSAGE_BYTES: Final = 1000  # fewer than a node exchanges before it takes part
 COLUMNS: Final = ("seconds", "up_mbit", "down_mbit", "delay_ms")
 ROWS_MOST: Final = 5000
 
@@ -106,15 +107,31 @@ class LinkDirection:
 
 @dataclass(frozen=True, slots=True)
 class LinkSet:
-    """The links of one end: directions to its peers and from them; `shaped`: this end enforces rates and delays."""
+    """The links of one end: directions to its peers and from them; `shaped`: this end enforces rates and delays.
+
+    `onward`: the lowest rate, bytes per second, at which each peer forwards chunks as they arrive, if it is limited.
+    """
 
     to: dict[str, LinkDirection]
     from_: dict[str, LinkDirection]
     shaped: bool
+    onward: Mapping[str, float] = field(default_factory=dict)
+
+    def chunk_rate(self, peer: str) -> float | None:
+        """Return the rate for which chunks to a peer are cut, bytes per second; None: it is not limited.
+
+        That of the slowest link on their way: chunks are forwarded as they are.
+        """
+        rates = [rate for rate in (self.to[peer].rate, self.onward.get(peer)) if rate is not None]
+        return min(rates, default=None)
 
     def add(self, peer: str, link: Profile) -> None:
         """Add the link to another child."""
         self.to[peer], self.from_[peer] = link.down, link.up
+
+    def remove(self, peer: str) -> None:
+        """Forget the link to a child."""
+        del self.to[peer], self.from_[peer]
 
 
 class LinkTrace(SettingsTable):
@@ -148,7 +165,8 @@ class Profile(SettingsTable):
 
     up_mbit: Positive | None = None  # Mbit/s towards the cloud; omitted rates are unlimited
     down_mbit: Positive | None = None  # Mbit/s towards the devices
-    delay_ms: Annotated[float, Field(ge=0)] = 0.0  # milliseconds, one way
+    # Milliseconds, one way; there and back they are less than `transfer.idle_s`.
+    delay_ms: Annotated[float, Field(ge=0)] = 0.0
 
     @property
     def up(self) -> LinkDirection:
@@ -262,6 +280,21 @@ def _with_links(tree: Mapping[str, Any], change: Callable[[str, Any], Any]) -> d
 
 def _bytes_s(mbit: float | None) -> float | None:
     return None if mbit is None else mbit * 1e6 / 8
+
+
+def check_speed(key: str, link: LinkSettings, *, idle_s: float) -> None:
+    """Check that a message comes through, and its answer, before nodes give up. Raises InvalidExperiment."""
+    remedy = f"transfer.idle_s, now {idle_s:g}."
+    for name, way in (("up_mbit", link.up), ("down_mbit", link.down)):
+        if way.rate is not None and SMALL_MESSAGE_BYTES / way.rate >= idle_s:
+            problem = f"a message of 1 kB takes {SMALL_MESSAGE_BYTES / way.rate:.3g} s, so no node ever joins"
+            raise InvalidExperiment(f"{key}.{name}", way.rate * 8 / 1e6, problem, f"Use more, or a longer {remedy}")
+    answer_s = 2 * link.up.delay_s
+    if answer_s >= idle_s:
+        problem = f"a message and its answer take {answer_s:g} s, so no node ever joins"
+        raise InvalidExperiment(
+            f"{key}.delay_ms", link.up.delay_s * 1e3, problem, f"Use less, or more than that for {remedy}"
+        )
 
 
 def check_trace(key: str, trace: LinkTrace) -> None:

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from math import sqrt
 from typing import Final
 
-from common.experiment.codecs import FormSettings
-from common.experiment.data import Data
-from common.experiment.methods import RuleUse
-from common.experiment.schema import Experiment
-from common.experiment.tiers import Tier, participants
-from common.experiment.training import Schedule
+from fedstrata.common.experiment.codecs import FormSettings
+from fedstrata.common.experiment.data import Data
+from fedstrata.common.experiment.methods import RuleUse
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.tiers import Tier, participants
+from fedstrata.common.experiment.training import Schedule
 
 BATCH_NORM: Final = frozenset({"resnet18_cifar", "resnet20", "resnet20_b", "resnet20_preact", "vgg16_bn"})
 SKEWED_CONCENTRATION: Final = 1.0  # of the Dirichlet split, at or below which label skew shows
@@ -79,6 +79,13 @@ def _privacy(experiment: Experiment, tier: Tier, depth: int) -> Iterator[str]:
     )
     if tier.selection.compares_losses:
         yield f"{key}.unit = {privacy.unit!r}: the selector {tier.selection.name} reads losses without noise."
+    for computed in experiment.data.from_all_samples:
+        yield f"{key}.unit = {privacy.unit!r}: epsilon does not cover what is computed before the training. {computed}."
+    if (initial := experiment.model.initial) is not None:
+        yield (
+            f"model.initial = {initial!r}: epsilon counts this run alone. What that model has cost the same"
+            f" {privacy.unit}s is to be added."
+        )
 
 
 def _sensitivity(tier: Tier, uploads: int, batch: int) -> str:

@@ -9,12 +9,12 @@ from typing import Any, Final, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from common.errors import InvalidExperiment
-from common.experiment.codecs import CODECS
-from common.experiment.methods import RULES, SELECTORS, STEPS
-from common.experiment.tables import FORMS, proposal, stands_for
-from common.experiment.trainers import TRAINERS
-from common.experiment.training import AUGMENTATIONS, OBJECTIVES, OPTIMIZERS
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.codecs import CODECS
+from fedstrata.common.experiment.methods import REFINING, RULES, SELECTORS, STEPS, WARMUPS
+from fedstrata.common.experiment.tables import FORMS, proposal, stands_for
+from fedstrata.common.experiment.trainers import TRAINERS
+from fedstrata.common.experiment.training import AUGMENTATIONS, OBJECTIVES, OPTIMIZERS
 
 # Keys of tables that are selected by `name`: what the name is of, and the tables.
 SELECTED: Final = {
@@ -22,10 +22,12 @@ SELECTED: Final = {
     "augmentation": ("augmentation", AUGMENTATIONS),
     "objective": ("objective", OBJECTIVES),
     "optimizer": ("optimizer", OPTIMIZERS),
+    "refine": ("distillation", REFINING),
     "selection": ("selector", SELECTORS),
     "step": ("step of a server", STEPS),
     "trainer": ("trainer", TRAINERS),
     "up": ("codec", CODECS),
+    "warmup": ("rule of a warm-up", WARMUPS),
 }
 NOT_A_TABLE: Final = ("model_type", "model_attributes_type", "dict_type")
 # By pydantic's type of error. {gt} and the like are the bound; `string_pattern_mismatch` and `literal_error` are below.
@@ -49,6 +51,8 @@ _KINDS: Final[Mapping[str, tuple[str, str]]] = {
     "too_long": ("too long", "Give at most {max_length}."),
 }
 
+_OF_COUNTS: Final = frozenset({"int_type", "int_from_float", "greater_than_equal"})
+_OF_SHARES: Final = frozenset({"float_type", "greater_than", "less_than"})
 _FORMS: Final = frozenset({"int", "float", "constrained-int", "constrained-float", "[key]"})  # pydantic's, not keys
 _FORM_STARTS: Final = ("list[", "literal[")
 
@@ -59,6 +63,9 @@ def explain(error: ValidationError, root: type[BaseModel]) -> InvalidExperiment:
     top = errors[0][0]
     # If a key accepts two forms, the error that is nested deepest belongs to the form that was meant.
     path, first = max((e for e in errors if e[0][: len(top)] == top), key=lambda e: len(e[0]))
+    if first["type"] == "missing":  # if the table has an unknown key, that is the one, with another name
+        unknown = [e for e in errors if e[1]["type"] == "extra_forbidden" and e[0][:-1] == path[:-1]]
+        path, first = unknown[0] if unknown else (path, first)
     key = ".".join(path) or "experiment"
     if first["type"] == "extra_forbidden":
         return _unknown(key, first["loc"], first["input"], root)
@@ -68,6 +75,10 @@ def explain(error: ValidationError, root: type[BaseModel]) -> InvalidExperiment:
         return InvalidExperiment(f"{key}.name", name, problem, proposal(name, tables, what="There are"))
     value = None if first["type"] == "missing" else first["input"]  # else the table in which it is missing
     problem, remedy = problem_of(first)
+    shares = [details for place, details in errors if place == path and details["type"] in _OF_SHARES]
+    if first["type"] in _OF_COUNTS and shares:  # it may be either
+        _, other = problem_of(shares[0])
+        remedy = f"{remedy.removesuffix('.')}, or {other[:1].lower()}{other[1:]}"
     if first["type"] in NOT_A_TABLE and (keys := _known_keys(path, root)):
         name = {"name": "a name, or ", "profile": "the name of a profile, or "}.get(stands_for(path) or "", "")
         remedy = f"Write {name}a table of {', '.join(keys)}." if len(keys) > 1 else f"Write {name}a table."
@@ -159,5 +170,6 @@ def _below(table: Any, part: str) -> Any:
 
 
 def _expected(text: str) -> list[str]:
-    """Return the values of pydantic's list, `'a', 'b' or 'c'`."""
-    return [part.strip("'") for part in text.replace(" or ", ", ").split(", ")]
+    """Return the values of pydantic's list, `'a', 'b' or True`, as in a file."""
+    parts = text.replace(" or ", ", ").split(", ")
+    return [part.strip("'") if part.startswith("'") else part.lower() for part in parts]

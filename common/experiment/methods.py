@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field
 
-from common.errors import InvalidExperiment
-from common.experiment.data import Model
-from common.experiment.tables import NamedTables, Selected, SettingsTable
-from common.experiment.training import TrainingSettings
-from common.methods import table
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.tables import NamedTables, Selected, SettingsTable
+from fedstrata.common.methods import table
+from fedstrata.common.methods.baselines.table import BASELINES, REFINEMENTS
 
 if TYPE_CHECKING:
-    from common.methods.rule import Rule, RuleContext
-    from common.methods.selection import Selector
-    from common.model.layout import ModelLayout
+    from fedstrata.common.experiment.schema import Experiment
+    from fedstrata.common.methods.rule import Rule, RuleContext
+    from fedstrata.common.methods.selection import Selector
+    from fedstrata.common.model.layout import ModelLayout
 
 Weights = Literal["data", "uniform"]
 Rounds = Annotated[int, Field(ge=0)]
@@ -61,14 +61,12 @@ class RuleSettings(SettingsTable):
     """The settings of a rule, what they build, and the answers of a rule that has nothing special.
 
     `objective`: that of the devices below, which it needs. `reads_losses`: whether it needs the training loss of the
-    model that a device received, which devices then compute. `compares_losses`: whether it needs the training loss of
-    each result, which a trainer of the user's own may not return. `step_models`: models that its state and its step
+    model that a device received, which devices then compute. `step_models`: models that its state and its step
     take in memory.
     """
 
     objective: ClassVar[str | None] = None
     reads_losses: ClassVar[bool] = False
-    compares_losses: ClassVar[bool] = False
     step_models: ClassVar[float] = 0.0
 
     name: str  # the rule
@@ -81,6 +79,11 @@ class RuleSettings(SettingsTable):
     def keywords(self) -> Mapping[str, Any]:
         """The keys besides `name` and `weights`, as a rule gets them that is written as users write theirs."""
         return {key: getattr(self, key) for key in type(self).model_fields if key not in ("name", "weights")}
+
+    @property
+    def compares_losses(self) -> bool:
+        """Whether the rule needs the training loss of each result, which a trainer of the user's own may not return."""
+        return False
 
     @property
     def sends(self) -> Sequence[str]:
@@ -102,6 +105,16 @@ class RuleSettings(SettingsTable):
         return {}
 
     @property
+    def shaped(self) -> bool:
+        """Whether `shapes` has other shapes than those."""
+        return type(self).shapes is not RuleSettings.shapes
+
+    @property
+    def resolved(self) -> RuleSettings:
+        """These settings; of a user's own rule the object of its class, which is imported for that."""
+        return self
+
+    @property
     def remembers(self) -> bool:
         """Whether the rule at an institution has state that persists between global rounds."""
         return False
@@ -110,6 +123,11 @@ class RuleSettings(SettingsTable):
     def named_children(self) -> Mapping[str, Iterable[str]]:
         """The children that keys name, by key: they must be there."""
         return {}
+
+    @property
+    def acts_from(self) -> int:
+        """The first round of a node, from 1, whose model can differ from that of the plain mean with these weights."""
+        return 1
 
     @property
     def several(self) -> bool:
@@ -142,6 +160,11 @@ class RuleSettings(SettingsTable):
         return None
 
     @property
+    def refined_by(self) -> RuleSettings:
+        """The settings that this gets."""
+        return self
+
+    @property
     def refines(self) -> bool:
         """Whether the node computes in a process with torch."""
         return self.refiner is not None
@@ -169,8 +192,8 @@ class RuleSettings(SettingsTable):
         Raises InvalidExperiment.
         """
 
-    def check_training(self, key: str, model: Model, training: TrainingSettings) -> None:
-        """Check that the rule can aggregate what devices make of this model. Raises InvalidExperiment."""
+    def check_experiment(self, key: str, experiment: Experiment) -> None:
+        """Check that the rule can aggregate what devices make of the model. Raises InvalidExperiment."""
 
     def advice(self, use: RuleUse) -> Iterable[str]:
         """Return one line for each setting that works badly there, or has no effect: key, value, effect."""
@@ -210,6 +233,8 @@ RULES: Final = NamedTables[RuleSettings](table.RULES)
 SELECTORS: Final = NamedTables[SelectionSettings](table.SELECTORS)
 
 STEPS: Final = NamedTables[RuleSettings]({name: table.RULES[name] for name in table.STEPS})
+WARMUPS: Final = NamedTables[RuleSettings]({name: table.RULES[name] for name in ("fedavg", *table.STEPS)})
+REFINING: Final = NamedTables[RuleSettings]({name: BASELINES[name] for name in REFINEMENTS})
 
 
 class CombiningSettings(RuleSettings):
@@ -242,13 +267,60 @@ class CombiningSettings(RuleSettings):
         if self.step.name not in STEPS:
             remedy = f"Use one of {', '.join(STEPS)}."
             raise InvalidExperiment(f"{key}.step.name", self.step.name, "no step of a server", remedy)
-        if (weights := self.step.model_dump()["weights"]) != "data":
-            problem = f"the weights are those of {self.name}"
-            raise InvalidExperiment(f"{key}.step.weights", weights, problem, "Remove it.")
-        self.step.check(f"{key}.step", children, uploads)
+        self.check_inner(f"{key}.step", self.step, children, uploads)
+
+    def check_inner(self, key: str, inner: RuleSettings, children: int, uploads: int) -> None:
+        """Check another rule inside this one, whose weights hold. Raises InvalidExperiment."""
+        if (weights := inner.model_dump()["weights"]) != "data":
+            raise InvalidExperiment(f"{key}.weights", weights, f"the weights are those of {self.name}", "Remove it.")
+        if isinstance(inner, CombiningSettings) and inner.step is not None:
+            raise InvalidExperiment(f"{key}.step", inner.step.name, "no place for a step", "Remove it.")
+        inner.check(key, children, uploads)
 
 
-Aggregation = Annotated[RuleSettings, Selected(RULES, table.OWN_RULE)]
+class StagedSettings(CombiningSettings):
+    """The settings of a rule of one model that begins with another one, and behind which a distillation may stand."""
+
+    warmup_rounds: Rounds = 50  # first rounds, which are FedAvg
+    # Their rule in place of FedAvg: `fedavgm`, `fedadagrad`, `fedadam` or `fedyogi`, a table with its keys.
+    warmup: Annotated[RuleSettings, Selected(WARMUPS)] | None = None
+    # What learns from the ensemble of the selected uploads, beginning as their mean: `feddf` or `fedbe`, a table with
+    # its keys. The warm-up has none.
+    refine: Annotated[RuleSettings, Selected(REFINING)] | None = None
+    weights: Weights = "data"  # of the warm-up: shares of the samples, or 1/K
+
+    @property
+    def begins_with(self) -> RuleSettings:
+        """The rule of the warm-up."""
+        return (self.warmup or fedavg()).model_copy(update={"weights": self.weights})
+
+    @property
+    def refiner(self) -> str | None:
+        return None if self.refine is None else self.refine.refiner
+
+    @property
+    def refined_by(self) -> RuleSettings:
+        return self.refine or self
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the moments of a step or of the warm-up persist."""
+        return super().remembers or self.begins_with.remembers
+
+    def held_bytes(self, row_bytes: int, *, children: int, taking_part: int, resident_bytes: float) -> float:
+        """Return those of the warm-up and of the step."""
+        rest = super().held_bytes(row_bytes, children=children, taking_part=taking_part, resident_bytes=resident_bytes)
+        return rest + self.begins_with.step_models * row_bytes
+
+    def check(self, key: str, children: int, uploads: int) -> None:
+        """Check the warm-up and the distillation, too. Raises InvalidExperiment."""
+        super().check(key, children, uploads)
+        for inner, settings in (("warmup", self.warmup), ("refine", self.refine)):
+            if settings is not None:
+                self.check_inner(f"{key}.{inner}", settings, children, uploads)
+
+
+Aggregation = Annotated[RuleSettings, Selected(RULES, table.OWN_RULE, "rules")]
 Selection = Annotated[SelectionSettings, Selected(SELECTORS, table.OWN_SELECTOR)]
 
 

@@ -18,23 +18,26 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cached_property
 from pathlib import Path
 from traceback import walk_tb
-from typing import Annotated, Any, Final, NamedTuple, Never, Self, TypeVar
+from typing import Annotated, Any, Final, NamedTuple, Never, TypeVar, cast
 
 from pydantic import ConfigDict
 
-from common.errors import FedstrataError, InvalidExperiment, described
-from common.experiment.tables import SettingsTable, form, proposal
-from common.host.accelerators import is_lost, out_of_memory
+from fedstrata.common.errors import FedstrataError, InvalidExperiment, described
+from fedstrata.common.experiment.tables import PACKAGE, SettingsTable, form, proposal
+from fedstrata.common.host.accelerators import is_lost, out_of_memory
 
 FORM: Final = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
 Base = TypeVar("Base")
 LOOSE: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-PACKAGES: Final = ("cloud", "common", "deploy", "device", "institution")  # fedstrata's
+NOBODYS: Final = "a_keyword_of_nobody"
 _ABSENT: Final = object()
+_IMPORTS: Final = ContextVar("imports", default=True)
 OwnName = Annotated[str, form(FORM, "package.module:Name")]
 
 
@@ -50,17 +53,18 @@ class OwnSettings(SettingsTable):
         """The keywords for the class."""
         return self.model_extra or {}
 
+    def made(self, key: str) -> object:
+        """Return what they name, built. Raises InvalidExperiment."""
+        return build(key, self, object)
+
 
 class Kept:
     """Base of own code with state: `numbers`, of what JSON can hold, persists if the node is killed and resumed."""
 
-    numbers: dict[str, Any]
-
-    def __new__(cls, *_: Any, **__: Any) -> Self:
-        """Make an object without numbers, which its own constructor may add."""
-        made = super().__new__(cls)
-        made.numbers = {}
-        return made
+    @cached_property  # not in `__new__`: one that takes all keywords hides that a class without `__init__` takes none
+    def numbers(self) -> dict[str, Any]:
+        """None at first; the constructor may add some."""
+        return {}
 
 
 def is_own(name: str) -> bool:
@@ -83,15 +87,32 @@ def permit(names: Mapping[str, str], allowed: Collection[str]) -> None:
         raise InvalidExperiment(key, name, problem, remedy)
 
 
+@contextmanager
+def without_imports() -> Iterator[None]:
+    """Refuse to import own code in the `with` block: nobody has allowed what the experiment names."""
+    token = _IMPORTS.set(False)
+    try:
+        yield
+    finally:
+        _IMPORTS.reset(token)
+
+
+def look_in(folder: str) -> None:
+    """Find modules in a folder, too, after all others."""
+    if folder not in sys.path:
+        sys.path.append(folder)
+
+
 def load(key: str, name: str) -> Any:
     """Import what a key names, also from the current folder, after all others. Raises InvalidExperiment."""
+    if not _IMPORTS.get():
+        permit({key: name}, ())
     where, _, wanted = name.partition(":")
     if not re.fullmatch(FORM, name):
         refuse(key, name, "not of the form package.module:Name", "Write for instance mine:Rule.")
     if where.partition(".")[0] in sys.stdlib_module_names:  # some modules of Python have side effects when imported
         refuse(key, name, "is in Python's standard library", "Name one of your own modules.")
-    if (here := os.getcwd()) not in sys.path:
-        sys.path.append(here)
+    look_in(os.getcwd())
     with guarded({key: name}, problem="cannot be imported ({})"):
         try:
             module = importlib.import_module(where)
@@ -107,29 +128,119 @@ def load(key: str, name: str) -> Any:
         return found
 
 
-def accepted(found: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those keywords that a function or a class accepts; all if it needs others, which `call` refuses."""
-    try:
-        parameters = inspect.signature(found).parameters.values()
-    except (TypeError, ValueError):  # `call` refuses it
-        return dict(keywords)
-    kinds = {each.kind for each in parameters}
-    needed = {each.name for each in parameters if each.default is each.empty and each.kind not in LOOSE}
-    if inspect.Parameter.VAR_KEYWORD in kinds or needed - keywords.keys():
-        return dict(keywords)
-    names = {each.name for each in parameters if each.kind is not inspect.Parameter.POSITIONAL_ONLY}
-    return {name: value for name, value in keywords.items() if name in names}
-
-
-def call(key: str, name: str, found: Any, keywords: Mapping[str, Any]) -> Any:
-    """Call what was imported with keywords. Raises InvalidExperiment."""
+def code(key: str, name: str) -> Callable[..., Any]:
+    """Import the class or function that a key names. Raises InvalidExperiment."""
+    found = load(key, name)
     if not callable(found):
         refuse(key, name, f"is neither a class nor a function but {type(found).__name__}", "Name one of these.")
+    return cast(Callable[..., Any], found)
+
+
+def build(key: str, settings: OwnSettings, base: type[Base]) -> Base:
+    """Return an object of the class that settings name, made with their keywords.
+
+    Raises InvalidExperiment unless it is of the class `base` and takes each keyword: its signature names it, or passes
+    it on by a `**` that does not take any keyword.
+    """
+    name = settings.name
+    found = code(key, name)
+    if base is not object and not (isinstance(found, type) and issubclass(found, base)):
+        refuse(key, name, f"is not a class of {base.__name__}", f"Let it inherit from fedstrata.{base.__name__}.")
+    table = key.rpartition(".")[0]
+    parameters = _parameters(key, name, found)
+    hidden = sorted(parameters.named & type(settings).model_fields.keys() - {"name"})
+    if hidden:
+        problem = f"takes {hidden[0]}, which is a key of the table itself, so that the class does not get it"
+        refuse(key, name, problem, "Rename that keyword.")
+    unnamed = [each for each in settings.keywords if each not in parameters.named]
+    if unnamed and not (parameters.rest and _refuses_others(key, name, found, settings.keywords)):
+        keyword = unnamed[0]
+        problem, remedy = parameters.refusal(keyword)
+        refuse(f"{table}.{keyword}", settings.keywords[keyword], f"{name} {problem}", remedy)
+    if missing := [each for each in parameters.needed if each not in settings.keywords]:
+        remedy = f"Set {table}.{missing[0]}, or give it a default."
+        refuse(key, name, f"needs {missing[0]}, which has no default", remedy)
+    made = _called(key, name, found, settings.keywords)
+    if not isinstance(made, base):
+        refuse(key, name, f"makes {type(made).__name__}, not {base.__name__}", "Return the object itself.")
+    return made
+
+
+def call(key: str, name: str, offered: Mapping[str, Any]) -> Any:
+    """Call the function or class that a key names with those of the offered keywords that its signature names.
+
+    A signature with `**` gets all of them. Raises InvalidExperiment.
+    """
+    found = code(key, name)
+    parameters = _parameters(key, name, found)
+    if missing := [each for each in parameters.needed if each not in offered]:
+        known = ", ".join(offered)
+        refuse(key, name, f"needs {missing[0]}, which is none of {known}", "Give it a default.")
+    names = offered.keys() - parameters.by_place
+    if not parameters.rest:
+        names &= parameters.named
+    return _called(key, name, found, {each: value for each, value in offered.items() if each in names})
+
+
+class _Parameters(NamedTuple):
+    """What own code takes. `needed`: parameters without a default, in their order.
+
+    `named`: parameters that a keyword may name; `by_place`: those before a `/`; `rest`: the one with `**`, "" for none.
+    `has`: the names of its attributes.
+    """
+
+    named: set[str]
+    needed: Sequence[str]
+    by_place: set[str]
+    rest: str
+    has: Collection[str]
+
+    def refusal(self, keyword: str) -> tuple[str, str]:
+        """Return why no parameter takes a keyword, and the remedy."""
+        if keyword in self.by_place:
+            return f"takes {keyword} by its place alone", "Omit the / of its signature."
+        if self.rest:
+            return f"collects any keyword in **{self.rest}, used or not", f"Name {keyword} in its signature."
+        if not self.named:
+            if keyword in self.has:
+                return "takes no keywords; an attribute is none", f"Write an __init__ that takes {keyword}."
+            return "takes no keywords", f"Omit it, or write an __init__ that takes {keyword}."
+        return f"takes {', '.join(sorted(self.named))}, and not this keyword", "Correct its name, or omit it."
+
+
+def _parameters(key: str, name: str, found: Callable[..., Any]) -> _Parameters:
+    """Return what own code takes. Raises InvalidExperiment."""
     try:
-        inspect.signature(found).bind(**keywords)
+        parameters = inspect.signature(found).parameters.values()
     except (TypeError, ValueError) as error:
-        given = f"the keywords {', '.join(keywords)}" if keywords else "a call without keywords"
-        refuse(key, name, f"does not accept {given} ({error})", "Let it accept these, and no others without default.")
+        refuse(key, name, f"has no signature that can be read ({error})", "Name a class or function of Python's.")
+    named, by_place = set[str](), set[str]()
+    needed: list[str] = []
+    rest = ""
+    for each in parameters:
+        if each.kind is each.VAR_KEYWORD:
+            rest = each.name
+        elif each.kind is each.POSITIONAL_ONLY:
+            by_place.add(each.name)
+        elif each.kind is not each.VAR_POSITIONAL:
+            named.add(each.name)
+        if each.default is each.empty and each.kind not in LOOSE:
+            needed.append(each.name)
+    if unnamed := [each for each in needed if each in by_place]:
+        refuse(key, name, f"takes {unnamed[0]} by its place alone", "Omit the / of its signature.")
+    return _Parameters(named, needed, by_place, rest, dir(found))
+
+
+def _refuses_others(key: str, name: str, found: Callable[..., Any], keywords: Mapping[str, Any]) -> bool:
+    """Return whether a signature with `**` passes on what it collects, to one that refuses what nobody takes."""
+    try:
+        _called(key, name, found, {**keywords, NOBODYS: None})
+    except InvalidExperiment:
+        return True
+    return False
+
+
+def _called(key: str, name: str, found: Callable[..., Any], keywords: Mapping[str, Any]) -> Any:
     with guarded({key: name}, remedy="Correct it, or its values."):
         return found(**keywords)
 
@@ -153,7 +264,7 @@ def guarded(
         if not own or known or _is_interruption(error):
             raise
         theirs, whose = _frames(error, own)
-        if not theirs and not everything and whose in PACKAGES:
+        if not theirs and not everything and whose == PACKAGE:
             raise
         key = _key_of(theirs, own)
         text = problem.format(described(error)) + _place(error, theirs)
@@ -161,28 +272,33 @@ def guarded(
         raise InvalidExperiment(key, own[key], text, remedy, list(map(str, theirs))) from None
 
 
-def kept(key: str, name: str, found: Any, what: str) -> Any:
-    """Return what own code leaves to be kept or published. Raises InvalidExperiment unless it is a table for JSON."""
+def kept(key: str, name: str, found: Any, what: str, *, at: str = "") -> Any:
+    """Return what own code leaves to be kept or published. Raises InvalidExperiment unless it is a table for JSON.
+
+    `at`: where it was made, as `place` returns it.
+    """
     if not isinstance(found, Mapping):
-        refuse(key, name, f"{what} {type(found).__name__}, not a table", "Use a dict.")
+        refuse(key, name, f"{what} {type(found).__name__}, not a table{at}", "Use a dict.")
     try:
         json.dumps(found)
     except (TypeError, ValueError, RecursionError) as error:
         remedy = "Convert it, numpy's numbers by float()."
-        refuse(key, name, f"{what} what JSON cannot hold ({described(error)})", remedy)
+        refuse(key, name, f"{what} what JSON cannot hold ({described(error)}){at}", remedy)
     return found
 
 
-def build(key: str, settings: OwnSettings, base: type[Base]) -> Base:
-    """Return an object of the class that settings name. Raises InvalidExperiment unless it is of the class `base`."""
-    found = load(key, settings.name)
-    if not (isinstance(found, type) and issubclass(found, base)):
-        refuse(key, settings.name, f"is not a class of {base.__name__}", f"Let it inherit from {base.__module__}.")
-    made: Base = call(key, settings.name, found, settings.keywords)
-    return made
+def place(function: Any) -> str:
+    """Return where own code has a function, `, in Focal.losses (focal.py:9)`; "" for fedstrata's and for C's."""
+    plain = inspect.unwrap(function)
+    code = getattr(plain, "__code__", None)
+    module = str(getattr(plain, "__module__", ""))
+    if code is None or _package(module) == PACKAGE:
+        return ""
+    frame = _Frame(module, code.co_filename, code.co_firstlineno, code.co_qualname)
+    return f", in {frame.function} ({frame.where})"
 
 
-def refuse(key: str, name: str, problem: str, remedy: str) -> Never:
+def refuse(key: str, name: object, problem: str, remedy: str) -> Never:
     """Raise InvalidExperiment for own code."""
     raise InvalidExperiment(key, name, problem, remedy) from None
 

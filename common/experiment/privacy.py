@@ -1,8 +1,8 @@
 """The table `privacy` of a tier: what is protected, the clipping, the noise, and epsilon of what is released.
 
 A unit is a sample, or a child of the tier: a device, or an institution with all below it. Neighbouring runs differ by
-one unit, whose contribution to a release is replaced by nothing: its clipped gradient, or its clipped update. So the
-sensitivity is `clip_norm`. Each release of a unit has noise of `noise_multiplier` times that.
+one unit, in whose place there is a zero gradient, or a zero update. So the sensitivity is `clip_norm`, and that of the
+count of updates within a bound is 1. Each release of a unit has noise of `noise_multiplier` times that.
 
     unit         a release                                    releases of a unit
     sample       a step of a device                           one in each epoch: each sample is in one of its batches
@@ -21,11 +21,11 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from common.errors import InvalidExperiment
-from common.experiment import accountant
-from common.experiment.methods import RuleSettings
-from common.experiment.tables import Positive, SettingsTable
-from common.experiment.training import FedProx, TrainingSettings
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment import accountant
+from fedstrata.common.experiment.methods import RuleSettings
+from fedstrata.common.experiment.tables import Positive, SettingsTable
+from fedstrata.common.experiment.training import FedProx, TrainingSettings
 
 SAMPLE: Final = "sample"
 
@@ -39,7 +39,8 @@ class PrivacySettings(SettingsTable):
     clip_norm: Positive | None = None
     # Standard deviation of the noise, over `clip_norm`; 0 only clips.
     noise_multiplier: Annotated[float, Field(ge=0)] | None = None
-    delta: Annotated[float, Field(gt=0, lt=1)] | None = None  # of (epsilon, delta); below 1 / units
+    # Of (epsilon, delta); below 1 / units: of the tier's children, or of a device's samples.
+    delta: Annotated[float, Field(gt=0, lt=1)] | None = None
     max_epsilon: Positive | None = None  # the run ends before the global round that could exceed it
     # Who clips and adds the noise: the child, which then need not trust its parent, or the parent.
     noise_by: Literal["child", "parent"] = "child"
@@ -116,11 +117,12 @@ NO_PRIVACY: Final = PrivacySettings()
 
 
 def check_privacy(
-    key: str, privacy: PrivacySettings, *, children: str, devices: bool, rounds: int, epochs: int
+    key: str, privacy: PrivacySettings, *, children: str, count: int, devices: bool, rounds: int, epochs: int
 ) -> None:
     """Check a tier's keys against each other. Raises InvalidExperiment.
 
-    `children`: what they are; `devices`: whether that is devices. `rounds`: of the tier's parents in a global round.
+    `children`: what they are; `count`: all of them; `devices`: whether that is devices. `rounds`: of the tier's parents
+    in a global round.
     """
     if privacy.unit == "none":
         for name in PrivacySettings.model_fields:
@@ -144,11 +146,23 @@ def check_privacy(
     elif privacy.max_epsilon is not None:
         problem = "epsilon is infinite without noise"
         raise InvalidExperiment(f"{key}.max_epsilon", privacy.max_epsilon, problem, f"Set {key}.noise_multiplier.")
+    if privacy.unit != SAMPLE:
+        check_delta(key, privacy, count, f"{children}s")
     _check_beside_unit(key, privacy)
     if not privacy.affords(rounds * privacy.releases(epochs)):
         cost = privacy.epsilon(rounds * privacy.releases(epochs))
         problem = f"the first global round could cost {cost:.4g}"
         raise InvalidExperiment(f"{key}.max_epsilon", privacy.max_epsilon, problem, "Raise it or noise_multiplier.")
+
+
+def check_delta(key: str, privacy: PrivacySettings, units: int, what: str) -> None:
+    """Check that delta does not allow the release of a unit as it is. Raises InvalidExperiment.
+
+    What publishes one of n units, drawn by chance, has epsilon 0 at delta = 1 / n.
+    """
+    if privacy.delta is not None and privacy.delta * units >= 1:
+        problem = f"not below 1 / {units} {what}, so that it allows to publish one of them"
+        raise InvalidExperiment(f"{key}.delta", privacy.delta, problem, f"Write far less, such as {0.01 / units:.1g}.")
 
 
 def _check_beside_unit(key: str, privacy: PrivacySettings) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -12,13 +11,14 @@ from typing import Any, Final
 from pydantic import ValidationError
 from pydantic_core import from_json
 
-from common.errors import InvalidExperiment
-from common.experiment.devices import with_availability
-from common.experiment.links import with_traces
-from common.experiment.messages import explain
-from common.experiment.schema import Experiment
-from common.experiment.short_form import LAB, ShortForm, as_written, short_key
-from common.experiment.tables import proposal, read_toml, stands_for, write
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment import own
+from fedstrata.common.experiment.devices import with_availability
+from fedstrata.common.experiment.links import with_traces
+from fedstrata.common.experiment.messages import explain
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.short_form import LAB, ShortForm, as_written, short_key
+from fedstrata.common.experiment.tables import check_quotes, parsed, proposal, read_toml, stands_for, write
 
 PARENTS_MOST: Final = 20  # of a key, in keywords of own code
 ANNOUNCED_MOST: Final = 4096  # characters of a text in an announced experiment: a path may have as many
@@ -26,8 +26,11 @@ _JSON_TEXT: Final = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
 def load(path: Path, overrides: Iterable[str] = ()) -> Experiment:
-    """Return the experiment of a TOML file with `key=value` overrides. Raises InvalidExperiment."""
-    return parse(read(path, overrides))
+    """Return the experiment of a TOML file with `key=value` overrides. Raises InvalidExperiment.
+
+    What the classes of own rules declare is asked again: the file may be that of a run, with keys that were changed.
+    """
+    return parse(_undeclared(read(path, overrides)))
 
 
 def read(path: Path, overrides: Iterable[str] = ()) -> dict[str, Any]:
@@ -54,6 +57,12 @@ def parse(tree: Mapping[str, Any] | str | bytes) -> Experiment:
         raise _named(explain(error, Experiment if "tiers" in tree else ShortForm), tree) from None
 
 
+def recorded(tree: Mapping[str, Any] | str | bytes) -> Experiment:
+    """Return the experiment of a run's folder or of a message, as `parse` does, and import none of its own code."""
+    with own.without_imports():
+        return parse(tree)
+
+
 @lru_cache(maxsize=2)
 def announced(text: str) -> Experiment:
     """Return the experiment of an announcement, as `parse` does. The nodes of one process share it, and its tree.
@@ -64,9 +73,19 @@ def announced(text: str) -> Experiment:
     if len(longest) > ANNOUNCED_MOST:
         remedy = f"Use at most {ANNOUNCED_MOST}."
         raise InvalidExperiment("experiment", longest[:32], f"a text of {len(longest)} characters", remedy)
-    experiment = parse(text)
+    experiment = recorded(text)
     _ = experiment.tree  # before copies with another data root are made: they keep it
     return experiment
+
+
+def _undeclared(tree: Any) -> Any:
+    """Return a tree without the tables `declared` of own rules."""
+    if isinstance(tree, list):
+        return [_undeclared(each) for each in tree]
+    if not isinstance(tree, Mapping):
+        return tree
+    of_own = "declared" in tree and own.is_own(str(tree.get("name", "")))
+    return {key: _undeclared(value) for key, value in tree.items() if not (of_own and key == "declared")}
 
 
 def to_toml(experiment: Experiment) -> str:
@@ -78,13 +97,14 @@ def override(tree: dict[str, Any], text: str) -> None:
     """Set one `key=value` in a tree; `tiers.NAME.KEY` is a key of the tier of that name. Raises InvalidExperiment."""
     key, equals, value = text.partition("=")
     path = key.strip().split(".")
+    check_quotes(text)
     if not equals or not any(path):
         raise InvalidExperiment("--set", text, "not of the form key=value", "Write for instance seed=3.")
     if len(path) > PARENTS_MOST + 1:
         raise InvalidExperiment("--set", text, "no key is that deep", "Write for instance training.epochs=2.")
     try:
-        read = tomllib.loads(f"value = {value}")
-    except (ValueError, RecursionError):
+        read = parsed(f"value = {value}")
+    except (ValueError, RecursionError, OverflowError):
         read = {}
     begin = 0
     if path[0] == "tiers" and len(path) > 2:

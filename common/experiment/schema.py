@@ -18,12 +18,12 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
-from common.errors import InvalidExperiment
-from common.experiment import privacy
-from common.experiment.accountant import steps_in_epoch
-from common.experiment.codecs import check_codecs
-from common.experiment.data import NUMBERS, Data, Model, check_data
-from common.experiment.devices import (
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment import privacy
+from fedstrata.common.experiment.accountant import steps_in_epoch
+from fedstrata.common.experiment.codecs import check_codecs
+from fedstrata.common.experiment.data import NUMBERS, Data, Model, check_data
+from fedstrata.common.experiment.devices import (
     Availability,
     HardwareSettings,
     Machine,
@@ -32,16 +32,16 @@ from common.experiment.devices import (
     check_availability,
     with_machines,
 )
-from common.experiment.evaluation import EvaluationSettings, check_evaluation
-from common.experiment.links import Links, LinkSettings, Profile, check_trace, with_profiles
-from common.experiment.methods import RuleSettings
-from common.experiment.own import is_own
-from common.experiment.stopping import Stop, check_stop
-from common.experiment.tables import Count, Name, Positive, SettingsTable, proposal, with_tables
-from common.experiment.tiers import DEVICE, NODES_MOST, Tier, check_rounds, check_tiers, layers_of, sizes_of
-from common.experiment.topology import CLOUD, RESERVED, Tree
-from common.experiment.trainers import check_trainer, with_trainer
-from common.experiment.training import (
+from fedstrata.common.experiment.evaluation import EvaluationSettings, check_evaluation
+from fedstrata.common.experiment.links import Links, LinkSettings, Profile, check_speed, check_trace, with_profiles
+from fedstrata.common.experiment.methods import RuleSettings
+from fedstrata.common.experiment.own import is_own
+from fedstrata.common.experiment.stopping import Stop, check_stop
+from fedstrata.common.experiment.tables import Count, Name, Positive, SettingsTable, proposal, with_tables
+from fedstrata.common.experiment.tiers import DEVICE, NODES_MOST, Tier, check_rounds, check_tiers, layers_of, sizes_of
+from fedstrata.common.experiment.topology import CLOUD, RESERVED, Tree
+from fedstrata.common.experiment.trainers import check_trainer, with_trainer
+from fedstrata.common.experiment.training import (
     Score,
     TrainingSettings,
     check_score,
@@ -50,7 +50,7 @@ from common.experiment.training import (
     settings_in,
     with_loss_and_score,
 )
-from common.randomness import Purpose, generator
+from fedstrata.common.randomness import Purpose, generator
 
 
 class EpochControl(SettingsTable):
@@ -62,6 +62,11 @@ class EpochControl(SettingsTable):
     # chance, or their mean for everybody.
     control: Literal["none", "shuffled", "fixed_mean"] = "none"
     per_epoch: bool = False  # divide each distance by the epochs that led to it
+
+    @property
+    def acts_from(self) -> int:
+        """The first global round with epochs that were decided."""
+        return 1 if self.name == "fixed" else 2
 
 
 class CloudSettings(SettingsTable):
@@ -148,7 +153,7 @@ class Experiment(ExperimentSettings):
         for tier, sizes in zip(self.tiers, self.sizes(), strict=True):
             key = self.key(tier)
             check_rounds(key, tier, sizes)
-            tier.aggregation.check_training(f"{key}.aggregation", self.model, self.training)
+            tier.aggregation.check_experiment(f"{key}.aggregation", self)
             if tier.entering or tier.move_after_s is not None:
                 self._check_entering(key, tier)
             if tier.aggregation.refines:
@@ -174,7 +179,7 @@ class Experiment(ExperimentSettings):
             self._check_device("hardware.of", device)
         check_availability(self.availability, self._check_device)
         self._check_moves()
-        self._check_traces()
+        self._check_links()
         for tier in self.tiers:
             check_codecs(self.key(tier, "transfer"), tier.transfer)
         up, last = self.tiers[-1].transfer.up, self.key(self.tiers[-1], "transfer")
@@ -203,6 +208,25 @@ class Experiment(ExperimentSettings):
         if not self.enters(child):
             self._check_node("topology", child)
         return self.links.of.get(child) or self.tier_above(child).link
+
+    def onward_rates(self, parent: str) -> dict[str, float]:
+        """Return the lowest rate, bytes per second, at which each child of a node forwards models that go down.
+
+        It forwards them in their chunks where its tier has the codec of the one above. Children without such a limit
+        are left out.
+        """
+        found = {}
+        for child in self.tree.children[parent]:
+            if child not in self.tree.children:
+                continue
+            if self.tier_below(child).transfer.down != self.tier_above(child).transfer.down:
+                continue
+            below = self.tree.children[child]
+            rates = [rate for name in below if (rate := self.link(name).down.rate) is not None]
+            rates += self.onward_rates(child).values()
+            if rates:
+                found[child] = min(rates)
+        return found
 
     def machine(self, device: str) -> Machine:
         """Return the machine that a device emulates. Raises InvalidExperiment."""
@@ -359,6 +383,11 @@ class Experiment(ExperimentSettings):
         return devices.index(node) in drawn
 
     @property
+    def score_label(self) -> str:
+        """The name for people of the score of a run's models: with personal parts, devices score each with theirs."""
+        return f"{self.score.label} with personal parts" if self.model.personal else self.score.label
+
+    @property
     def several_models(self) -> bool:
         """Whether devices begin a global round with one of several models, and not with the global one."""
         first, *below = (tier.aggregation for tier in self.tiers)
@@ -386,7 +415,9 @@ class Experiment(ExperimentSettings):
             key = self.key(tier)
             names = {f"{key}.aggregation.name": tier.aggregation.name, f"{key}.selection.name": tier.selection.name}
             return names | codecs | (self._learned if tier.aggregation.reads_samples else {})
-        training = self.training
+        training, tier = self.training, self.tiers[-1]
+        if tier.aggregation.shaped and is_own(tier.aggregation.name):  # its class knows the shapes of the vectors
+            codecs[f"{self.key(tier)}.aggregation.name"] = tier.aggregation.name
         if not training.trainer.learns_module:
             return dict(training.trainer.code) | codecs
         names = codecs | {"training.loss": training.loss, "training.objective.name": training.objective.name}
@@ -510,7 +541,7 @@ class Experiment(ExperimentSettings):
         for place, tier in reversed(list(enumerate(self.tiers))):
             key, settings, rule = f"{self.key(tier)}.privacy", tier.privacy, tier.aggregation
             privacy.check_privacy(
-                key, settings, children=tier.children, devices=tier is last,
+                key, settings, children=tier.children, count=sum(self.sizes()[place]), devices=tier is last,
                 rounds=self.rounds_of(place), epochs=self.training.epochs,
             )  # fmt: skip
             if settings.on_samples:
@@ -538,15 +569,16 @@ class Experiment(ExperimentSettings):
                 problem = f"{self.key(tier)}.aggregation.name = {tier.aggregation.name!r} needs the whole model"
                 raise InvalidExperiment("model.personal", patterns, problem, "Use another rule.")
 
-    def _check_traces(self) -> None:
+    def _check_links(self) -> None:
         tiers = {self.key(tier, "link"): tier.link for tier in self.tiers}
         for key, link in (tiers | {f"links.of.{name}": link for name, link in self.links.of.items()}).items():
             if link.trace is not None:
                 check_trace(f"{key}.trace", link.trace)
-                if self.links.enforce == "none":
-                    problem = "nothing replays a trace"
+                if self.links.enforce != "bucket":
+                    problem = "only token buckets replay a trace"
                     remedy = f'Use links.enforce = "bucket", or remove {key}.trace.'
                     raise InvalidExperiment("links.enforce", self.links.enforce, problem, remedy)
+            check_speed(key, link, idle_s=self.transfer.idle_s)
 
     def _check_node(self, key: str, name: str) -> None:
         if name not in self.tree or name == CLOUD:

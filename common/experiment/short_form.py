@@ -16,13 +16,14 @@ from typing import Annotated, Any, Final
 
 from pydantic import Field
 
-from common.errors import DuplicateName, InvalidExperiment
-from common.experiment.codecs import Codecs
-from common.experiment.links import Links, LinkSettings
-from common.experiment.schema import SHORT, CloudSettings, Experiment, ExperimentSettings, TransferSettings
-from common.experiment.tables import LISTED_MOST, Count, Name, SettingsTable
-from common.experiment.tiers import DEVICE, RoundSettings, Tier, shares
-from common.experiment.topology import CLOUD, RESERVED
+from fedstrata.common.errors import DuplicateName, InvalidExperiment
+from fedstrata.common.experiment.codecs import Codecs
+from fedstrata.common.experiment.links import Links, LinkSettings
+from fedstrata.common.experiment.schema import SHORT, CloudSettings, Experiment, ExperimentSettings, TransferSettings
+from fedstrata.common.experiment.tables import LISTED_MOST, Count, Name, SettingsTable
+from fedstrata.common.experiment.tiers import DEVICE, RoundSettings, Tier, shares
+from fedstrata.common.experiment.topology import CLOUD, RESERVED
+from fedstrata.common.text import counted
 
 LAB: Final = "lab"
 INSTITUTION: Final = "institution"
@@ -234,7 +235,7 @@ def topology_of(nodes: Sequence[PresentNode], *, unfit: int = 0) -> tuple[dict[s
     if direct:
         return {"institutions": 0, "devices": direct}, left_out
     if not members:
-        remedy = f"Fix the {unfit} nodes that are left out, as above." if unfit else "Start devices first."
+        remedy = f"Fix what is left out as above: {counted(unfit, 'nodes')}." if unfit else "Start devices first."
         raise InvalidExperiment("topology", LAB, "no device is there that could take part", remedy)
     taking_part = [n.name for n in devices if n.parent in members]
     return {"institutions": list(members), "devices": taking_part, "members": members}, left_out

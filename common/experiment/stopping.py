@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
-from math import isnan
-from typing import Annotated, Literal
+from math import isfinite, isnan, nan
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from common.errors import InvalidExperiment
-from common.experiment.tables import Count, SettingsTable
-from common.experiment.training import Score
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.tables import Count, SettingsTable
+from fedstrata.common.experiment.training import Score
 
 
 class Stop(SettingsTable):
@@ -53,7 +54,7 @@ def check_evaluated(stop: Stop, *, evaluates: bool) -> None:
 
 
 class Course:
-    """The evaluations of a run so far. They count as rounds.csv has them, so that a resumed run decides alike.
+    """The evaluations of a run so far, each taken once. They count as rounds.csv has them.
 
     `best`: the global round of the last improvement, 0 before the first evaluation. `ended`: why the run ends, None
     while it goes on; what is evaluated after that does not change it.
@@ -66,10 +67,19 @@ class Course:
         self._score = score
         self._value = float("nan")  # of the last improvement
         self._since = 0  # evaluations since then
+        self._last = 0  # the global round of the last evaluation
 
     def take(self, global_round: int, *, score: float, loss: float) -> bool:
-        """Take note of a model's evaluation; return whether it is an improvement. NaN is none."""
-        score, value = as_written(score), as_written(score if self._stop.monitor == "score" else loss)
+        """Take note of a model's evaluation; return whether it is an improvement.
+
+        A number that is not finite is none, and reaches no target. The last evaluation may be repeated by a resumed
+        run, and changes nothing then.
+        """
+        if global_round == self._last:
+            return global_round == self.best
+        self._last = global_round
+        monitored = score if self._stop.monitor == "score" else loss
+        score, value = as_written(score), as_written(monitored)
         higher = self._stop.monitor == "score" and self._score.higher
         gain = value - self._value if higher else self._value - value
         if better := gain > self._stop.min_delta or (self.best == 0 and not isnan(value)):
@@ -81,7 +91,19 @@ class Course:
             self.ended = StopReason.PATIENCE
         return better
 
+    def save(self) -> dict[str, Any]:
+        """Return the state, in a form that JSON can hold."""
+        numbers = {"best": self.best, "value": self._value, "since": self._since, "last": self._last}
+        return {**numbers, "ended": self.ended}
+
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        """Restore what `save` returned; {}, before the first checkpoint, is no evaluation."""
+        if not facts:
+            return
+        self.best, self._value, self._since, self._last = (facts[key] for key in ("best", "value", "since", "last"))
+        self.ended = facts["ended"] and StopReason(facts["ended"])
+
 
 def as_written(value: float) -> float:
-    """Return a score or a loss as rounds.csv has it, with six digits."""
-    return float(f"{value:.6g}")
+    """Return a score or a loss as it is read from rounds.csv: with six digits, NaN if it is not finite."""
+    return float(f"{value:.6g}") if isfinite(value) else nan

@@ -9,6 +9,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar
 
@@ -25,11 +26,20 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticKnownError, core_schema
 
-from common.errors import InvalidExperiment
-from common.host.files import read_text
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.host.files import read_text
 
 LISTED_MOST: Final = 20
 DEPTH_MOST: Final = 100  # of tables in each other, in a file
+# More parts of one key, `a.b.c`, than that. tomllib keeps each beginning of a key: 20,000 parts take 1.2 GB.
+_PART: Final = r"""(?:[A-Za-z0-9_-]++|"[^"\n]*+"|'[^'\n]*+')"""
+_DEEP_KEY: Final = re.compile(rf"(?<![A-Za-z0-9_-]){_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{{DEPTH_MOST}}}")
+PARTS_MOST: Final = 50_000  # of all headers and keys with dots: tomllib takes 1 kB for each
+_PARTS: Final = re.compile(
+    rf"^[ \t]*+(?:\[{{1,2}}+[ \t]*+{_PART}(?:[ \t]*+\.[ \t]*+{_PART})*+[ \t]*+\]{{1,2}}+[ \t\r]*+(?:#|$)"
+    rf"|{_PART}(?:[ \t]*+\.[ \t]*+{_PART})++[ \t]*+=)",
+    re.MULTILINE,
+)
 NAMED_MOST: Final = 3  # names elsewhere
 SIMILAR: Final = 0.6  # of difflib, from which a name may be a mistyped one
 ALIKE: Final = 0.8  # from which it surely is
@@ -48,6 +58,7 @@ def form(pattern: str, instead: str) -> Any:
     return Field(pattern=pattern)
 
 
+PACKAGE: Final = "fedstrata"
 OWN: Final = "own"  # stands for the names of own code
 NAME_FORM: Final = "letters, digits, _ . and -, at most {}, a letter or digit first"
 Name = Annotated[str, form(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$", NAME_FORM.format(64))]
@@ -110,6 +121,16 @@ def named_in_module(place: str) -> Any:
     return getattr(import_module(module), name)
 
 
+def installed(group: str) -> dict[str, str]:
+    """Return what installed packages bring by entry points of a group: `package.module:Class`, by name."""
+    return {each.name: each.value for each in entry_points(group=f"{PACKAGE}.{group}")}
+
+
+def place_of(group: str, name: Any) -> Any:
+    """Return the `package.module:Class` for which a name of an installed package stands; another name as it is."""
+    return name if not isinstance(name, str) or ":" in name else installed(group).get(name, name)
+
+
 @dataclass(frozen=True)
 class Selected:
     """Makes a field one of several tables: that of its `name`, the first one without it, and `own` for `package:Name`.
@@ -118,7 +139,8 @@ class Selected:
     """
 
     tables: Mapping[str, type[SettingsTable]]
-    own: str = ""  # `module:Class`
+    own: str = ""  # `module:Class`, or a function that returns the table of a tree
+    group: str = ""  # of entry points by which installed packages bring names for their own code
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """Return pydantic's schema."""
@@ -135,13 +157,16 @@ class Selected:
         if not isinstance(tree, Mapping):
             raise PydanticKnownError("dict_type")
         name = tree.get("name", next(iter(self.tables)))
+        if self.group and name not in self.tables:
+            name = place_of(self.group, name)
+            tree = {**tree, "name": name}
         is_own = bool(self.own) and isinstance(name, str) and ":" in name
         if not is_own and name not in self.tables:
             context = {"discriminator": "name", "tag": str(name), "expected_tags": ", ".join(self.tables)}
             raise PydanticKnownError("union_tag_invalid", context)
-        table = named_in_module(self.own) if is_own else self.tables[name]
+        table: Any = named_in_module(self.own) if is_own else self.tables[name]
         try:
-            return table.model_validate({"name": name, **tree})
+            return getattr(table, "model_validate", table)({"name": name, **tree})
         except ValidationError as error:
             found = error.errors(include_url=False)
             details = [
@@ -151,6 +176,14 @@ class Selected:
                 for e in found
             ]
             raise ValidationError.from_exception_data(error.title, details) from None
+
+
+def flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Return the leaves of a tree by dotted keys."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        leaves |= flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
+    return leaves
 
 
 def with_tables(tree: Any, path: Sequence[str] = ()) -> Any:
@@ -221,23 +254,55 @@ def named(key: str, given: Any, profiles: Mapping[str, Any]) -> Any:
     return {**base, **{part: value for part, value in given.items() if value is not None}}
 
 
+CURLY: Final = tuple("\u201c\u201d\u201e\u2018\u2019\u201a\u00ab\u00bb")
+STRAIGHT: Final = "Write straight ones."
+_LINE: Final = re.compile(r"at line (\d+)")
+
+
 def read_toml(key: str, path: Path, *, remedy: str) -> dict[str, Any]:
     """Return the tree of a TOML file. `remedy`: if there is no such file. Raises InvalidExperiment."""
+    text = ""
     try:
-        tree = tomllib.loads(read_text(path))
-        if not _is_deep(tree):
-            return tree
-        problem = "nested too deeply"
+        text = read_text(path)
+        return parsed(text)
     except OSError as error:
         raise InvalidExperiment(key, str(path), error.strerror or str(error), remedy) from None
     except tomllib.TOMLDecodeError as error:
         problem = str(error)
+        if (at := _LINE.search(problem)) and any(quote in text.split("\n")[int(at[1]) - 1] for quote in CURLY):
+            raise InvalidExperiment(key, str(path), f"curly quotes in line {at[1]}", STRAIGHT) from None
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         problem = f"byte 0x{error.object[error.start]:02x} in line {line} is not {error.encoding}"
-    except (ValueError, RecursionError) as error:
-        problem = "nested too deeply" if isinstance(error, RecursionError) else "a number has too many digits"
+    except RecursionError:
+        problem = "nested too deeply"
+    except OverflowError as error:
+        raise InvalidExperiment(key, str(path), str(error), "Write fewer tables.") from None
+    except ValueError:
+        problem = "a number has too many digits"
     raise InvalidExperiment(key, str(path), f"not TOML: {problem}", "Fix that line.")
+
+
+def parsed(text: str) -> dict[str, Any]:
+    """Return the tree of a TOML text.
+
+    Raises ValueError, RecursionError if it is nested too deeply, and OverflowError if it has too many tables.
+    """
+    if _DEEP_KEY.search(text):
+        raise RecursionError
+    if sum(1 + found[0].count(".") for found in _PARTS.finditer(text)) > PARTS_MOST:
+        raise OverflowError(f"its headers and keys have more than {PARTS_MOST:,} parts")
+    tree = tomllib.loads(text)
+    if _is_deep(tree):
+        raise RecursionError
+    return tree
+
+
+def check_quotes(text: str) -> None:
+    """Raise InvalidExperiment if a part of a `key=value` has curly quotes around it, as of a text processor."""
+    for part in text.split("="):
+        if part.strip()[:1] in CURLY or part.strip()[-1:] in CURLY:
+            raise InvalidExperiment("--set", text, "curly quotes", STRAIGHT)
 
 
 def _is_deep(tree: dict[str, Any]) -> bool:

@@ -17,13 +17,13 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from common.errors import InvalidExperiment
-from common.experiment.codecs import Codecs
-from common.experiment.links import LinkSettings
-from common.experiment.methods import Aggregation, NormBound, Selection, fedavg, fraction
-from common.experiment.privacy import PrivacySettings
-from common.experiment.tables import NAME_FORM, Count, Name, Positive, SettingsTable, form, proposal
-from common.experiment.topology import CLOUD, RESERVED, Tree
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.codecs import Codecs
+from fedstrata.common.experiment.links import LinkSettings
+from fedstrata.common.experiment.methods import Aggregation, NormBound, Selection, fedavg, fraction
+from fedstrata.common.experiment.privacy import PrivacySettings
+from fedstrata.common.experiment.tables import NAME_FORM, Count, Name, Positive, SettingsTable, form, proposal
+from fedstrata.common.experiment.topology import CLOUD, RESERVED, Tree
 
 DEVICE: Final = "device"
 TIER_NAME: Final = r"[a-z][a-z0-9-]{0,15}"
@@ -72,8 +72,9 @@ class RoundSettings(SettingsTable):
     min_available: Count | Annotated[float, Field(gt=0, lt=1)] | None = None
     # Seconds for which the first round waits for other children once `min_available` are ready.
     start_wait_s: Annotated[float, Field(ge=0)] = 60.0
-    # Devices that each parent takes in while the run goes on, at most: nodes of the lab that the experiment does not
-    # name, and devices that move to it. They take part from the next round on. It needs `min_available`.
+    # Devices that each parent takes in at a time while the run goes on: nodes of the lab that the experiment does not
+    # name, and devices that move to it. They take part from the next round on, and give back their places when they
+    # have been away for `transfer.idle_s`. It needs `min_available`.
     entering: Annotated[int, Field(ge=0, le=10_000)] = 0
     # Seconds after which a device whose parent is gone moves to another one; omitted: it waits for its own.
     move_after_s: Positive | None = None

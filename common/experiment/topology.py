@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from common.errors import InvalidExperiment, LeftOut
+from fedstrata.common.errors import InvalidExperiment, LeftOut
 
 CLOUD: Final = "cloud"
 RESERVED: Final = frozenset({CLOUD, "all"})  # `all` is the broadcast stream

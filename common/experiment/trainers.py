@@ -1,4 +1,4 @@
-"""What trains a model on devices: fedstrata's SGD on a PyTorch module, a trainer of the user's own, a Flower client.
+"""What trains a model on devices: fedstrata's SGD on a PyTorch module, a trainer of the user's own, a Flower app.
 
 A trainer that is not fedstrata's brings its arrays and reads its samples, so the tables of the data and the model have
 its name, and it knows its test samples. Its code is in `common/model/trainer.py`.
@@ -7,23 +7,21 @@ its name, and it knows its test samples. Its code is in `common/model/trainer.py
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
-from common.errors import InvalidExperiment
-from common.experiment.data import CLASSES, PARTS, Data, Model
-from common.experiment.own import OwnName, OwnSettings, is_own
-from common.experiment.tables import Selected, SettingsTable, form
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.data import CLASSES, PARTS, Data, Model
+from fedstrata.common.experiment.flower_apps import OF_TRAINING, ROUNDS, check_place, with_app
+from fedstrata.common.experiment.own import OwnName, OwnSettings, is_own
+from fedstrata.common.experiment.tables import Selected, SettingsTable, form, place_of
 
 KEY: Final = "training.trainer"
 PARTITION: Final = "private"  # every device has samples of its own
 OWN_SAMPLES: Final = "own"  # of `evaluation.data`: the trainer knows its test samples
-OF_TRAINING: Final[Mapping[str, str]] = MappingProxyType(  # in Flower's `run_config`: keys of the table `training`
-    {"local-epochs": "epochs"}
-    | {name.replace("_", "-"): name for name in ("batch_size", "learning_rate", "momentum", "weight_decay")}
-)
 Rounds = dict[Annotated[str, form(r"^[1-9]\d{0,11}$", "the number of a global round, from 1")], float]
 NUMBER: Final = r"^[A-Za-z_]\w*$"  # with {0,63} its automaton takes 10 MB, and 40 ms of each start
 NumberName = Annotated[str, form(NUMBER, "a name of letters, digits and _, no digit first"), Field(max_length=64)]
@@ -48,6 +46,11 @@ class TrainerTable(SettingsTable):
         return {}
 
     @property
+    def folder(self) -> str:
+        """Where its code is, "" if it is where commands start or on the path of Python."""
+        return ""
+
+    @property
     def whose(self) -> str:
         """The name that stands for its model and its samples."""
         return next(iter(self.code.values()))
@@ -62,12 +65,22 @@ class SgdTrainer(TrainerTable):
 
 
 class FlowerTrainer(TrainerTable):
-    """A client of a Flower app, a `NumPyClient` or a `Client`; `flwr` is not needed unless its file imports it."""
+    """A Flower app: `app`, or the `client_fn` of a `NumPyClient` or a `Client`.
+
+    A `client_fn` needs `flwr` only if its file imports it.
+    """
 
     remembers = True  # `context.state`
 
     name: Literal["flower"] = "flower"  # the trainer
-    client_fn: OwnName  # the function that makes a client of a context, `package.module:client_fn`
+    # The folder of an app with `@app.train`, below the one in which commands start; its `pyproject.toml` gives the next
+    # two, `run_config`, and what the experiment does not set of `rounds` and `[training]`.
+    app: str | None = None
+    serverapp: OwnName | None = None  # the app's ServerApp, of whose strategy only the first message is used
+    clientapp: OwnName | None = None  # the app's ClientApp, which trains and evaluates
+    # The metric of the app's `@app.evaluate` that is the score; not set: `accuracy`, else one with `acc` or `score`.
+    score: str | None = None
+    client_fn: OwnName | None = None  # in place of `app`: the function that makes a client of a context
     # The function that returns the first arrays; not set: the client's `get_parameters`.
     initial: OwnName | None = None
     # The function by which the cloud evaluates, as in a strategy of Flower's; not set: it does not evaluate.
@@ -78,17 +91,38 @@ class FlowerTrainer(TrainerTable):
 
     @model_validator(mode="after")
     def _given_once(self) -> Self:
-        for name in OF_TRAINING:
+        for name, key in {**{name: f"training.{key}" for name, key in OF_TRAINING.items()}, ROUNDS: "rounds"}.items():
             if name in self.run_config:
-                problem, remedy = "clients have it from [training]", f"Omit it, and set training.{OF_TRAINING[name]}."
+                problem, remedy = f"clients have it from {key}", f"Omit it, and set {key}."
                 raise InvalidExperiment(f"{KEY}.run_config.{name}", self.run_config[name], problem, remedy)
+        return self
+
+    @model_validator(mode="after")
+    def _of_one_kind(self) -> Self:
+        if self.app is None:
+            if self.client_fn is None:
+                raise InvalidExperiment(f"{KEY}.client_fn", None, "neither it nor app is set", "Set one of them.")
+            others = ("serverapp", "clientapp", "score")
+        else:
+            check_place(self.app)
+            others = ("client_fn", "initial", "evaluate_fn")
+        for key in others:
+            if (value := getattr(self, key)) is not None:
+                whose = "client_fn" if self.app is None else "app"
+                raise InvalidExperiment(f"{KEY}.{key}", value, f"has no effect beside {whose}", "Omit one of them.")
         return self
 
     @property
     def code(self) -> Mapping[str, str]:
-        """The names of its functions."""
-        found = {key: getattr(self, key) for key in ("client_fn", "initial", "evaluate_fn")}
+        """The names of its functions, or of the parts of its app."""
+        keys = ("client_fn", "initial", "evaluate_fn") if self.app is None else ("clientapp", "serverapp")
+        found = {key: getattr(self, key) for key in keys}
         return {f"{KEY}.{key}": name for key, name in found.items() if name is not None}
+
+    @property
+    def folder(self) -> str:
+        """The folder of its app."""
+        return "" if self.app is None else str(Path(self.app).resolve())
 
 
 class OwnTrainer(TrainerTable, OwnSettings):
@@ -106,7 +140,9 @@ class OwnTrainer(TrainerTable, OwnSettings):
 
 TRAINERS: Final[Mapping[str, type[TrainerTable]]] = MappingProxyType({"sgd": SgdTrainer, "flower": FlowerTrainer})
 
-TrainerSettings = Annotated[TrainerTable, Selected(TRAINERS, "common.experiment.trainers:OwnTrainer")]
+TrainerSettings = Annotated[
+    TrainerTable, Selected(TRAINERS, "fedstrata.common.experiment.trainers:OwnTrainer", "trainers")
+]
 
 
 def with_trainer(tree: Any) -> Any:
@@ -116,7 +152,14 @@ def with_trainer(tree: Any) -> Any:
     data, model, table = tree.get("data", {}), tree.get("model", {}), training.get("trainer", {"name": "sgd"})
     if not all(isinstance(each, Mapping) for each in (data, model, table)) or table.get("name") == "sgd":
         return tree
-    name = table.get("client_fn") if table.get("name") == "flower" else table.get("name")
+    name = table.get("name")
+    if name == "flower":
+        if isinstance(table.get("app"), str) and not {"serverapp", "clientapp"} <= table.keys():
+            tree = with_app(tree, table)
+            table = tree["training"]["trainer"]
+        name = table.get("clientapp" if "app" in table else "client_fn")
+    elif name not in TRAINERS:
+        name = place_of("trainers", name)
     if not isinstance(name, str) or not is_own(name):  # an error of the table itself
         return tree
     own = {"data": {"dataset": name, "partition": PARTITION, **data}, "model": {"name": name, **model}}

@@ -14,13 +14,21 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field, model_validator
 
-from common.errors import InvalidExperiment
-from common.experiment import own
-from common.experiment.data import CLASSES, NUMBERS, OWN_FORM, TEXTS, Data, is_csv
-from common.experiment.own import OwnName, OwnSettings, is_own
-from common.experiment.tables import Count, EffectiveTable, Fraction, Positive, Selected, SettingsTable, proposal
-from common.experiment.trainers import KEY as TRAINER
-from common.experiment.trainers import ByRound, SgdTrainer, TrainerSettings
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment import own
+from fedstrata.common.experiment.data import CLASSES, NUMBERS, OWN_FORM, TEXTS, Data, is_csv
+from fedstrata.common.experiment.own import OwnName, OwnSettings, is_own
+from fedstrata.common.experiment.tables import (
+    Count,
+    EffectiveTable,
+    Fraction,
+    Positive,
+    Selected,
+    SettingsTable,
+    proposal,
+)
+from fedstrata.common.experiment.trainers import KEY as TRAINER
+from fedstrata.common.experiment.trainers import ByRound, SgdTrainer, TrainerSettings
 
 Share = Annotated[float, Field(ge=0, le=1)]
 ACCURACY: Final = "accuracy"
@@ -152,7 +160,9 @@ OBJECTIVES: Final[Mapping[str, type[ObjectiveTable]]] = MappingProxyType(
     }
 )
 
-ObjectiveSettings = Annotated[ObjectiveTable, Selected(OBJECTIVES, "common.experiment.training:OwnObjective")]
+ObjectiveSettings = Annotated[
+    ObjectiveTable, Selected(OBJECTIVES, "fedstrata.common.experiment.training:OwnObjective", "objectives")
+]
 
 
 class OptimizerTable(SettingsTable):
@@ -249,7 +259,7 @@ class OwnAugmentation(AugmentationTable, OwnSettings):
 AUGMENTATIONS: Final[Mapping[str, type[AugmentationTable]]] = MappingProxyType({"images": Augmentation})
 
 AugmentationSettings = Annotated[
-    AugmentationTable, Selected(AUGMENTATIONS, "common.experiment.training:OwnAugmentation")
+    AugmentationTable, Selected(AUGMENTATIONS, "fedstrata.common.experiment.training:OwnAugmentation")
 ]
 
 
@@ -283,16 +293,18 @@ class TrainingSettings(EffectiveTable):
     # fp32 in batches of 16 samples or fewer, where casts cost more than they save.
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
     # Whether a CPU runs the steps of small models as programs, recorded in trial steps, without Python; the bits are
-    # the same. False: code of your own runs in each step, for instance as it prints, or reads a file or a clock.
-    recorded: bool = True
+    # the same. `auto`: of nets that ship, and of your own that are PyTorch's layers in nn.Sequential, unless the loss
+    # or the objective is your own. True: of all nets; programs that run code of your own are compared as they run.
+    recorded: Literal["auto", True, False] = "auto"
     # On CUDA, use only operations that give the same bits again; a model with others is refused. A CPU always gives
     # the same bits.
     deterministic: bool = False
     # Whether the devices of a process train in common steps: `always`, `never`, or `auto`, where the model can be. Not
-    # set: `never` on a CPU, where they are slower than those of one device alone, `auto` on a GPU. The last bits of a
-    # result then depend on who trains together, so two runs may differ by rounding.
+    # set: `never` on a CPU, where they are slower than those of one device alone, `auto` on a GPU, and there `never` if
+    # the model, the loss or the objective is your own. The last bits of a result then depend on who trains together,
+    # so two runs may differ by rounding.
     vmapped: Literal["never", "auto", "always"] | None = None
-    trainer: TrainerSettings = SgdTrainer()  # what trains: `sgd`, a Flower client, or a class of your own
+    trainer: TrainerSettings = SgdTrainer()  # what trains: `sgd`, a Flower app, or a class of your own
     # Numbers for a trainer that is not `sgd`, by the global round from which they hold: `mu = { 1 = 0.0, 10 = 0.1 }`.
     by_round: ByRound = Field(default_factory=dict)
 

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from common.errors import InvalidExperiment
+from fedstrata.common.errors import InvalidExperiment
 
 OPTION: Final = "--accelerator"
 _NAMES: Final = re.compile(r"auto|cpu|cuda|cuda:\d+")

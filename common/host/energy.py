@@ -4,9 +4,9 @@ rapl  processors and their memory, by Linux's powercap (Intel, AMD). Its files a
 nvml  GPUs, by NVIDIA's driver, from Volta on
 pmic  the rails of a Raspberry Pi 5's power chip, read at each scrape and integrated between two
 plug  what a smart plug reports, which is the whole machine's
-csv   what a meter has written into a file
 
-All of it is the whole host's energy, not that of one process.
+All of it is the whole host's energy, not that of one process. What a meter cannot have measured is not counted, and the
+energy is not known at that reading: a counter that went back or jumped, by a suspend, a reset or a fault.
 """
 
 from __future__ import annotations
@@ -14,27 +14,37 @@ from __future__ import annotations
 import json
 import logging
 import math
+import platform
 import re
 import shutil
 import subprocess
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
 from threading import Lock
 from typing import Final, Protocol
 
-from common.host import nvidia
-from common.host.nvidia import Gpus
-from common.metrics import Reading
+from fedstrata.common.host import nvidia
+from fedstrata.common.host.nvidia import Gpus
+from fedstrata.common.metrics import Reading
 
 VCGENCMD: Final = "vcgencmd"
 PATIENCE_S: Final = 2.0
 GAP_MOST_S: Final = 120.0  # between two readings of the power; what happened in a longer gap is not counted
-WATTS_MOST: Final = 1e6  # of a meter; what reports more is none
+WATTS_MOST: Final = 1e5  # of a plug; what reports more is none
+PACKAGE_WATTS_MOST: Final = 1000.0  # of a processor's package, or a memory
+GPU_WATTS_MOST: Final = 3000.0
+RAILS_WATTS_MOST: Final = 100.0  # of a Raspberry Pi
+SLACK_S: Final = 1.0  # a counter is not read at the moment at which it counts
+# A plug's power may have been higher between two reports than at both, for a moment; and its counter is rounded.
+PLUG_PEAK: Final = 2.0
+PLUG_BASE_WATTS: Final = 60.0
+PLUG_ROUNDING_J: Final = 4.0
+UNKNOWN_S: Final = 30.0  # after a report that a plug cannot have measured; its readers read more often
 WATT_HOUR_J: Final = 3600.0
+WALL: Final = "wall"  # a plug's part of a host, which is all of it
 REPORT_BYTES_MOST: Final = 4096  # of a plug's report
 RAIL: Final = re.compile(r"^\s*(\w+)_([AV])\s+(?:current|volt)\(\d+\)=(\d+(?:\.\d+)?)[AV]\s*$", re.MULTILINE)
 
@@ -51,7 +61,6 @@ class EnergySource(StrEnum):
     PMIC = "pmic"
     NVML_PMIC = "nvml pmic"
     PLUG = "plug"
-    CSV = "csv"
 
 
 class JouleCounter(Protocol):
@@ -73,9 +82,18 @@ class EnergyMeter:
         """Return the meter of this host."""
         return cls(Path("/sys"), nvidia.find(), power=pmic())
 
-    def __init__(self, sys: Path, gpus: Gpus | None, *, power: Callable[[], float | None] | None = None) -> None:
-        self._zones = list(_zones(sys / "class" / "powercap"))
+    def __init__(
+        self,
+        sys: Path,
+        gpus: Gpus | None,
+        *,
+        power: Callable[[], float | None] | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._zones = list(_zones(sys / "class" / "powercap", now))
         self._gpus = gpus
+        self._now = now
+        self._gpu_steps: dict[str, PlausibleSteps] = {}
         self._rails = None if power is None else PowerIntegral(power)
         self._lock = Lock()  # each scrape has a thread of its own
         self.read()
@@ -87,9 +105,55 @@ class EnergyMeter:
             if self._rails is not None and (joules := self._rails.joules()) is not None:
                 found["pmic", "rails"] = joules
             for gpu in () if self._gpus is None else self._gpus.states():
-                if gpu.joules is not None:
-                    found["nvml", f"gpu-{gpu.index}"] = gpu.joules
+                joules = None if gpu.joules is None else self._of_gpu(f"gpu-{gpu.index}", gpu.joules)
+                if joules is not None:
+                    found["nvml", f"gpu-{gpu.index}"] = joules
             return found.items()
+
+    def _of_gpu(self, part: str, joules: float) -> float | None:
+        """Return a GPU's joules since its driver was loaded first."""
+        if part not in self._gpu_steps:
+            self._gpu_steps[part] = PlausibleSteps(part, GPU_WATTS_MOST, self._now, first=joules)
+        return self._gpu_steps[part].take(joules)
+
+
+class PlausibleSteps:
+    """The sum of a counter's steps, without those that it cannot have counted.
+
+    A step is what it has counted since the reading before: negative, or more than `watts_most` for the time, it is the
+    step of a counter that was reset. `first`: the sum at the first reading.
+    """
+
+    def __init__(self, part: str, watts_most: float, now: Callable[[], float], *, first: float = 0.0) -> None:
+        self._part, self._watts_most, self._now = part, watts_most, now
+        self._sum = first
+        self._last: tuple[float, float] | None = None
+        self._reported = False
+
+    def take(self, joules: float, *, range_j: float = 0.0) -> float | None:
+        """Take a reading of the counter, which wraps around at `range_j`, if given; return the sum.
+
+        None for a step that cannot be: it is not known what was used meanwhile.
+        """
+        now, last = self._now(), self._last
+        self._last = now, joules
+        if last is None:
+            return self._sum
+        step = joules - last[1]
+        if step < 0:
+            step += range_j
+        most = self._watts_most * (now - last[0] + SLACK_S)
+        if not 0 <= step <= most:
+            if not self._reported:
+                self._reported = True
+                log.warning(
+                    "%s of %s: its counter moved from %.0f to %.0f J in %.1f s, as by a reset or a suspend: the energy "
+                    "of that time is not known",
+                    self._part, platform.node(), last[1], joules, now - last[0],
+                )  # fmt: skip
+            return None
+        self._sum += step
+        return self._sum
 
 
 class HostCounter:
@@ -140,16 +204,19 @@ class PowerCurve:
 class PlugMeter:
     """A smart plug by Shelly, which publishes on a broker: the power in watts as text, or a switch's status as JSON.
 
-    A status has `apower`, watts, and perhaps `aenergy.total`, a counter of watt-hours, which then has the energy.
-    Reports of another form, and negative powers, are ignored.
+    A status has `apower`, watts, and perhaps `aenergy.total`, a counter of watt-hours, which then has the energy, if it
+    is no more than the power makes likely. Otherwise the energy is not known for UNKNOWN_S. Reports of another form,
+    and negative powers, are ignored.
     """
 
     source = EnergySource.PLUG
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
+    def __init__(self, now: Callable[[], float] = time.monotonic, *, topic: str = "") -> None:
+        self._now, self._topic = now, topic
         self._curve = PowerCurve()
-        self._counted: float | None = None
+        self._last: tuple[float, float, float | None] | None = None
+        self._unknown_until = -math.inf
+        self._reported = False
         self._lock = Lock()
 
     def report(self, body: bytes) -> None:
@@ -160,16 +227,36 @@ class PlugMeter:
             return
         watts, counted = found
         with self._lock:
+            now, last = self._now(), self._last
+            self._last = now, watts, counted
             used = None
-            if counted is not None and self._counted is not None and counted >= self._counted:
-                used = (counted - self._counted) * WATT_HOUR_J
-            self._counted = counted
-            self._curve.add(self._now(), watts, joules=used)
+            if last is not None and counted is not None and last[2] is not None and counted >= last[2]:
+                used = self._checked((counted - last[2]) * WATT_HOUR_J, now - last[0], max(watts, last[1]), now)
+            self._curve.add(now, watts, joules=used)
 
     def joules(self) -> float | None:
-        """Return the energy since the first report, None without a recent one."""
+        """Return the energy since the first report, None without a recent one, and after one that cannot be."""
         with self._lock:
-            return self._curve.joules(self._now())
+            now = self._now()
+            return None if now < self._unknown_until else self._curve.joules(now)
+
+    def read(self) -> Reading:
+        """Return the joules as those of a host's part; nothing if they are not known."""
+        joules = self.joules()
+        return [] if joules is None else [((self.source.value, WALL), joules)]
+
+    def _checked(self, joules: float, for_s: float, watts: float, now: float) -> float | None:
+        """Return what the counter has counted if the power makes it likely."""
+        if joules <= (PLUG_PEAK * watts + PLUG_BASE_WATTS) * for_s + PLUG_ROUNDING_J:
+            return joules
+        self._unknown_until = now + UNKNOWN_S
+        if not self._reported:
+            self._reported = True
+            log.warning(
+                "plug %s: its counter moved by %.4g J in %.1f s, at %.4g W: the energy of that time is not known",
+                self._topic, joules, for_s, watts,
+            )  # fmt: skip
+        return None
 
 
 def plug_report(body: bytes) -> tuple[float, float | None] | None:
@@ -190,77 +277,21 @@ def plug_report(body: bytes) -> tuple[float, float | None] | None:
     return watts, counted
 
 
-class CsvMeter:
-    """A file to which a meter of this host appends `time,watts`: Unix seconds or an ISO time, local without a zone.
-
-    Other lines, such as a header, are ignored; so is a line whose time is not later than the last one's.
-    """
-
-    source = EnergySource.CSV
-
-    def __init__(self, path: Path, wall: Callable[[], float] = time.time) -> None:
-        self._path, self._wall = path, wall
-        self._curve = PowerCurve()
-        self._read = 0  # bytes
-        self._last_s = -math.inf
-        self._lock = Lock()
-
-    def joules(self) -> float | None:
-        """Return the energy since the first line, None without a recent line, or if the file cannot be read."""
-        with self._lock:
-            try:
-                with self._path.open("rb") as file:
-                    if file.seek(0, 2) < self._read:  # another file of that name
-                        self._read = 0
-                    file.seek(self._read)
-                    for line in file:
-                        if line.endswith(b"\n"):  # the meter has written all of it
-                            self._read += len(line)
-                            self._take(line)
-            except OSError:
-                return None
-            return self._curve.joules(self._wall())
-
-    def _take(self, line: bytes) -> None:
-        at, _, rest = line.decode("utf-8", "replace").partition(",")
-        try:
-            at_s, watts = _seconds(at.strip()), float(rest.partition(",")[0])
-        except (ValueError, OverflowError, OSError):
-            return
-        if self._last_s < at_s < math.inf and 0 <= watts <= WATTS_MOST:
-            self._last_s = at_s
-            self._curve.add(at_s, watts)
-
-
-def _seconds(text: str) -> float:
-    """Return Unix seconds. Raises ValueError."""
-    try:
-        return float(text)
-    except ValueError:
-        return datetime.fromisoformat(text).timestamp()
-
-
 class PowercapZone:
     """A zone of RAPL. Its counter wraps around, within the hour on a busy server: it must be read more often."""
 
-    def __init__(self, folder: Path, name: str) -> None:
+    def __init__(self, folder: Path, name: str, now: Callable[[], float]) -> None:
         self.name = name
         self._folder = folder
-        self._last: int | None = None
-        self._joules = 0.0
+        self._steps = PlausibleSteps(name, PACKAGE_WATTS_MOST, now)
 
     def joules(self) -> float | None:
-        """Return the energy since the first reading, None if it cannot be read."""
+        """Return the energy since the first reading, None if it cannot be read, or has a step that cannot be."""
         microjoules = _number(self._folder / "energy_uj")
         if microjoules is None:
             return None
-        if self._last is not None:
-            used = microjoules - self._last
-            if used < 0:
-                used += _number(self._folder / "max_energy_range_uj") or -used
-            self._joules += max(used, 0) / 1e6
-        self._last = microjoules
-        return self._joules
+        range_uj = _number(self._folder / "max_energy_range_uj") or 0
+        return self._steps.take(microjoules / 1e6, range_j=range_uj / 1e6)
 
 
 class PowerIntegral:
@@ -305,10 +336,11 @@ def rails_watts(text: str) -> float | None:
     for rail, unit, value in RAIL.findall(text):
         rails[rail][unit] = float(value)
     powers = [rail["A"] * rail["V"] for rail in rails.values() if len(rail) == 2]
-    return sum(powers) if powers else None
+    watts = sum(powers)
+    return watts if powers and watts <= RAILS_WATTS_MOST else None
 
 
-def _zones(root: Path) -> Iterator[PowercapZone]:
+def _zones(root: Path, now: Callable[[], float]) -> Iterator[PowercapZone]:
     """Yield the packages, and the memories, which are beside them; cores and graphics are parts of packages.
 
     The platform's zone, which contains everything, is omitted, so that the zones of a host can be added.
@@ -316,9 +348,9 @@ def _zones(root: Path) -> Iterator[PowercapZone]:
     for folder in sorted(root.glob("intel-rapl:*")):
         name, package = text_of(folder / "name"), folder.name.split(":")[1]
         if name.startswith("package"):
-            yield PowercapZone(folder, name)
+            yield PowercapZone(folder, name, now)
         elif name == "dram":
-            yield PowercapZone(folder, f"dram-{package}")
+            yield PowercapZone(folder, f"dram-{package}", now)
 
 
 def _number(path: Path) -> int | None:

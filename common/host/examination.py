@@ -11,7 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
 
-from common.text import ShortText
+from fedstrata.common.errors import installing
+from fedstrata.common.text import ShortText
 
 MEMORY_LEAST: Final = 256_000_000
 DISK_LEAST: Final = 1_000_000_000
@@ -93,4 +94,4 @@ def _torch(*, needed: bool) -> Finding:
     try:
         return Finding(TORCH, needed, True, version("torch"))
     except PackageNotFoundError:
-        return Finding(TORCH, needed, False, "pip install 'fedstrata[learning]'" if needed else "not installed")
+        return Finding(TORCH, needed, False, installing("learning") if needed else "not installed")

@@ -6,15 +6,17 @@ import asyncio
 import codecs
 import errno
 import os
+import shutil
 import stat
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from common.errors import StorageFailed
+from fedstrata.common.errors import StorageFailed
 
 PARTIAL: Final = ".partial"
+TEXT_MB: Final = 1  # of a file of the user's that is read as a whole
 RETRY_S: Final = 1.0
 _MARKS: Final = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 _OTHERS_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
@@ -61,9 +63,13 @@ def write_private(path: Path, content: bytes) -> None:
 def read_text(path: Path) -> str:
     """Return the text of a file of the user's: UTF-8, or as its byte order mark has it, which editors on Windows write.
 
-    Raises OSError, UnicodeDecodeError.
+    Raises OSError, also if it is longer than any such file, which may have no end; UnicodeDecodeError.
     """
-    content = path.read_bytes()
+    most = TEXT_MB << 20
+    with path.open("rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"larger than {TEXT_MB} MB", str(path))
     return content.decode(next((codec for mark, codec in _MARKS.items() if content.startswith(mark)), "utf-8"))
 
 
@@ -124,6 +130,29 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
                 partial.unlink()
             raise
         sync(path.parent)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder, if there is one, whatever own code has made of the modes in it. Raises OSError."""
+    if not os.path.lexists(path):
+        return
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+        return
+    try:
+        shutil.rmtree(path)
+    except PermissionError:
+        make_usable(path)
+        shutil.rmtree(path)
+
+
+def make_usable(folder: Path) -> None:
+    """Let this user read and write all that is in a folder of own code. Raises OSError."""
+    folder.chmod(0o700)
+    for where, folders, files in os.walk(folder):
+        for path in (Path(where, name) for name in (*folders, *files)):
+            if not path.is_symlink():
+                path.chmod(path.stat().st_mode | (0o700 if path.is_dir() else 0o600))
 
 
 def sync(path: Path) -> None:

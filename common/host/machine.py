@@ -17,10 +17,10 @@ from pathlib import Path
 from threading import Lock
 from typing import Final
 
-from common.host import nvidia
-from common.host.energy import EnergyMeter, pmic, text_of
-from common.host.nvidia import Gpu, Gpus
-from common.metrics import Metrics, Reading
+from fedstrata.common.host import nvidia
+from fedstrata.common.host.energy import EnergyMeter, PlugMeter, pmic, text_of
+from fedstrata.common.host.nvidia import Gpu, Gpus
+from fedstrata.common.metrics import Metrics, Reading
 
 MODES: Final = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")  # of /proc/stat, in its order
 IDLE: Final = ("idle", "iowait")
@@ -56,6 +56,11 @@ def export_machine(
     if gpus is not None:
         for name, read in GPU.items():
             metrics.watch(name, (host,), partial(_of_gpus, gpus, read))
+
+
+def export_plug(metrics: Metrics, plug: PlugMeter) -> None:
+    """Export the energy of this host at the wall, beside that of its own counters."""
+    metrics.watch("energy_joules", (platform.node(),), plug.read)
 
 
 def available_bytes(proc: Path = Path("/proc")) -> float | None:

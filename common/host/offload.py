@@ -9,7 +9,7 @@ from concurrent.futures import Executor
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
-from common.errors import as_known
+from fedstrata.common.errors import as_known
 
 _T = TypeVar("_T")
 

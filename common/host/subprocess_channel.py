@@ -30,7 +30,7 @@ from typing import IO, Any, Final, Self, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from common.errors import (
+from fedstrata.common.errors import (
     AcceleratorLost,
     FedstrataError,
     InvalidExperiment,
@@ -39,8 +39,8 @@ from common.errors import (
     StorageFailed,
     as_known,
 )
-from common.host.offload import offload, repeated
-from common.host.processes import python
+from fedstrata.common.host.offload import offload, repeated
+from fedstrata.common.host.processes import python
 
 RECORD_BYTES: Final = 1 << 24  # limit of a reply: the longest, a layout, has some 60 for each tensor
 LAST_BREATH_S: Final = 5.0  # between the end of the socket and the end of the process
@@ -66,6 +66,15 @@ class ProcessEnded(RunFailed):
         ended = f"ended with code {code}; the output of its node may have the reason"
         self.how = f"was killed by {signal.Signals(-code).name}" if self.killed else ended
         super().__init__(f"{name} {self.how}")
+
+
+class Garbled(ProcessEnded):
+    """A process sent what is no record, and was ended: own code in it may write to any descriptor."""
+
+    def __init__(self, name: str) -> None:
+        self.killed = False
+        self.how = "sent what is no record: own code in it has written to its descriptors"
+        RunFailed.__init__(self, f"{name} {self.how}")
 
 
 class SharedMemory:
@@ -161,7 +170,12 @@ class SubprocessChannel:
         if not line.endswith(b"\n"):
             self.writer.close()
             raise ProcessEnded(self.name, await offload(partial(exit_code, self.process)))
-        record: Record = json.loads(line)
+        try:
+            record: Record = json.loads(line)
+        except ValueError:
+            raise Garbled(self.name) from None
+        if not isinstance(record, dict):
+            raise Garbled(self.name)
         return record
 
 

@@ -14,11 +14,11 @@ from typing import Concatenate, Final, ParamSpec, Protocol, TypeVar
 import numpy as np
 import torch
 
-from common.errors import AcceleratorLost, InvalidExperiment
-from common.experiment import own
-from common.experiment.schema import Experiment
-from common.experiment.training import TrainingSettings
-from common.host.accelerators import OPTION, choose, is_lost
+from fedstrata.common.errors import AcceleratorLost, InvalidExperiment
+from fedstrata.common.experiment import own
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.training import TrainingSettings
+from fedstrata.common.host.accelerators import OPTION, choose, is_lost
 
 CPU: Final = torch.device("cpu")
 

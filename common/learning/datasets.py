@@ -22,26 +22,25 @@ from typing import Final, TypeAlias
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
-from common.errors import InvalidExperiment
-from common.experiment.data import FOLDERS, NONE, NUMBERS, OWN, PUBLISHED, Data, is_csv, is_table
-from common.experiment.own import is_own
-from common.experiment.topology import CLOUD
-from common.learning import readers, stored
-from common.learning.inputs import Inputs
-from common.learning.readers import builtin, folder
-from common.learning.readers.parts import Labels, Parts, Samples, Targets, read_own, some
-from common.learning.readers.tables import read_csv, read_npz
-from common.randomness import Purpose, generator
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.data import FOLDERS, NONE, NUMBERS, OWN, PUBLISHED, WITH_USERS, Data, is_csv, is_table
+from fedstrata.common.experiment.own import is_own
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.learning import readers, stored, users
+from fedstrata.common.learning.inputs import Inputs
+from fedstrata.common.learning.readers import builtin, folder, leaf
+from fedstrata.common.learning.readers.parts import Labels, Parts, Samples, Targets, read_own, some
+from fedstrata.common.learning.readers.tables import read_csv, read_npz
+from fedstrata.common.randomness import Purpose, generator
 
 Constants: TypeAlias = tuple[tuple[float, ...], tuple[float, ...]]
 Normalise = Callable[[Tensor], Tensor]
 BLOCK_SAMPLES: Final = 1_000  # converted to float64 at once
 DIGITS: Final = 4  # significant ones, as published constants have: sums differ in the last bits between machines
 ROUNDING: Final = 2.0**-23  # the deviation, as a part of the mean, up to which it is float32's rounding alone
-
-OWNERS: Final = ("owners", "test_owners")  # names of stored tensors
 
 # Keys that determine the split, or how samples are normalised, not the samples.
 _NOT_OF_SAMPLES: Final = {
@@ -66,12 +65,12 @@ class Normaliser:
 class Dataset:
     """Samples and labels, int64 [N] or float32 [N, T], all on the CPU and shared: never write into them.
 
-    Samples are images, uint8 or, with noise, float32 [N, C, H, W]; or texts, int64 [N, L], with values below `tokens`
-    (0 = images); or of tables and own data float32 [N, ...]. `scale` maps a pixel into [0, 1]; `mean` and `std` are per
-    channel or feature, or one for all, after scaling (`data.normalise`). If the samples have users, `owners` int64 [N]
-    are the indices in `users` of the training samples' users, and if they have some `test_owners` of the test samples',
-    -1 for one without training samples. `notes`: what the user should know of the files, a line
-    each; one node of a run shows them.
+    Samples are images, uint8 or, with noise, float32 [N, C, H, W]; or texts, uint8, int32 or int64 [N, L], with
+    values below `tokens` (0 = images); or of tables and own data float32 [N, ...]. `scale` maps a pixel into [0,
+    1]; `mean` and `std` are per channel or feature, or one for all, after scaling (`data.normalise`). If the
+    samples have users, `owners` int64 [N] are the indices in `users` of the training samples' users, and if they
+    have some `test_owners` of the test samples', -1 for one without training samples. `notes`: what the user should
+    know of the files, a line each; one node of a run shows them.
     """
 
     train_images: Tensor
@@ -95,9 +94,12 @@ class Dataset:
         return Inputs(tuple(self.train_images.shape[1:]), self.classes, self.tokens, numbers)
 
     def normaliser(self, device: torch.device | str = "cpu") -> Normalise:
-        """Return (pixel * scale - mean) / std as a function for images on the device; text is unchanged."""
+        """Return (pixel * scale - mean) / std as a function for images on the device; texts become int64.
+
+        It returns new tensors always: a user's own model may write into what it is given.
+        """
         if self.tokens:
-            return lambda rows: rows
+            return partial(torch.Tensor.to, dtype=torch.int64, copy=True)
         if (self.scale, self.mean, self.std) == (_AS_IT_IS.scale, _AS_IT_IS.mean, _AS_IT_IS.std):
             return torch.clone
         mean, std = torch.tensor(self.mean, dtype=torch.float64), torch.tensor(self.std, dtype=torch.float64)
@@ -131,9 +133,39 @@ def _load(data_json: str, root: str, reader: str) -> Dataset:
     make = partial(_make_stored, data, place, reader)
     if _size(data, files) < stored.SMALL_BYTES:
         return _dataset(data, make())
+    return _dataset(data, stored.shared(_digest(data, files, reader), make))
+
+
+def load_user(data: Data, user: int, *, devices: int, node: str = CLOUD) -> tuple[Dataset, str] | None:
+    """Return the samples of one user alone, and the digest of the split of the first users, one for each of `devices`.
+
+    None for a small set, and where they need the samples of others, too: `load` has all. Raises InvalidExperiment.
+    """
+    if data.dataset not in WITH_USERS or data.partition != "natural" or data.node_samples:
+        return None
+    if data.normalise == OWN or data.noise:
+        return None
+    root = Path(data.root.replace("{node}", node))
+    files = list(_files(data, root, CLOUD))
+    if _size(data, files) < stored.SMALL_BYTES:
+        return None
+    path = stored.file_of(_digest(data, files, CLOUD), partial(_make_stored, data, root, CLOUD))
+    try:
+        if path is None or (found := users.read(path, user)) is None:
+            return None
+        digest = users.split_digest(path, devices)
+    except (OSError, SafetensorError, ValueError, KeyError, IndexError):
+        return None  # `load` creates a damaged file again
+    tensors, facts = found
+    alone = stored.Stored(tensors, {**facts, "users": [facts["users"][user]], "notes": []})
+    return None if digest is None else (_dataset(data, alone), digest)
+
+
+def _digest(data: Data, files: list[Path], reader: str) -> str:
+    """Return the digest of a stored set."""
     what = data.model_dump(mode="json", exclude=_NOT_OF_SAMPLES)
     code = Path(readers.__file__).parent.rglob("*.py")  # another release may read the files differently
-    return _dataset(data, stored.shared(stored.digest_of([what, reader, np.__version__], [*files, *code]), make))
+    return stored.digest_of([what, reader, np.__version__], [*files, *code])
 
 
 def _files(data: Data, root: Path, reader: str) -> Iterator[Path]:
@@ -170,11 +202,12 @@ def _make_stored(data: Data, root: Path, reader: str) -> stored.Stored:
         "test": _noisy(parts.test, data.noise / source.scale, f"{data.dataset}/test"),
         "test_labels": torch.from_numpy(parts.test_labels),
     }
-    for name, owners in zip(OWNERS, (parts.owners, parts.test_owners), strict=True):
+    for name, owners in zip(users.OWNERS, (parts.owners, parts.test_owners), strict=True):
         if owners is not None:
             tensors[name] = torch.from_numpy(owners)
     notes = [*parts.notes, *_unlearned(data, parts)]
     facts = {"classes": parts.classes, "tokens": parts.tokens, "users": parts.users, "notes": notes}
+    facts[users.SPANS] = users.spans_of(tensors, len(parts.users))
     return stored.Stored(tensors, facts)
 
 
@@ -182,7 +215,7 @@ def _dataset(data: Data, made: stored.Stored) -> Dataset:
     tensors = made.tensors
     as_it_is = (is_own(data.dataset) or is_table(data.dataset)) and tensors["train"].is_floating_point()
     source = _AS_IT_IS if as_it_is else _source(data)
-    owners, test_owners = (None if (each := tensors.get(name)) is None else each.numpy() for name in OWNERS)
+    owners, test_owners = (None if (each := tensors.get(name)) is None else each.numpy() for name in users.OWNERS)
     published = source.mean, source.std
     samples = tensors["train"] if len(tensors["train"]) else tensors["test"]
     mean, std = constants_of(data, samples, scale=source.scale, published=published)
@@ -339,9 +372,9 @@ _SOURCES = MappingProxyType(
             (0.2023, 0.1994, 0.2010),
         ),
         # (0.5 - x) / 0.5 as in FedCross's code: ink is 1, paper -1.
-        "femnist": _Source(lambda _, root, __: builtin.read_femnist(root), 1 / 255, (0.5,), (-0.5,)),
-        "shakespeare": _Source(lambda _, root, __: builtin.read_shakespeare(root)),
-        "sent140": _Source(lambda _, root, __: builtin.read_sent140(root)),
+        "femnist": _Source(lambda _, root, __: leaf.read_femnist(root), 1 / 255, (0.5,), (-0.5,)),
+        "shakespeare": _Source(lambda _, root, __: leaf.read_shakespeare(root)),
+        "sent140": _Source(lambda _, root, __: leaf.read_sent140(root)),
         "motions": _Source(
             lambda _, root, __: builtin.read_motions(root),
             1.0,

@@ -14,8 +14,10 @@ several:
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
@@ -25,17 +27,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from common.experiment import own
-from common.experiment.own import is_own
-from common.experiment.schema import Experiment
-from common.experiment.training import ACCURACY, CROSS_ENTROPY
-from common.host.accelerators import choose, out_of_memory
-from common.learning import datasets, models
-from common.learning.computing import CPU, accelerators, calls_own_code, seeded, set_up_evaluation
-from common.learning.losses import loss_of, try_loss
-from common.model.layout import Row
-from common.model.scores import R2, ScoreSums, packed, packed_sums
-from common.randomness import Purpose, torch_seed
+from fedstrata.common.experiment import own
+from fedstrata.common.experiment.own import is_own
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.training import ACCURACY, CROSS_ENTROPY
+from fedstrata.common.host.accelerators import choose, out_of_memory
+from fedstrata.common.learning import datasets, models
+from fedstrata.common.learning.computing import CPU, accelerators, calls_own_code, seeded, set_up_evaluation
+from fedstrata.common.learning.losses import loss_of, try_loss
+from fedstrata.common.model.layout import Row
+from fedstrata.common.model.scores import R2, ScoreSums, packed, packed_sums
+from fedstrata.common.randomness import Purpose, torch_seed
 
 Numbers: TypeAlias = npt.NDArray[np.float64]
 ScoreFunction: TypeAlias = Callable[[npt.NDArray[Any], npt.NDArray[Any]], float]
@@ -228,10 +230,19 @@ def score_of(name: str, key: str = KEY) -> ScoreFunction:
     found = own.load(key, name)
 
     def score(outputs: npt.NDArray[Any], targets: npt.NDArray[Any]) -> float:
-        with own.guarded({key: name}):
-            return float(found(outputs, targets))
+        with own.guarded({key: name}):  # of copies: it may write into them, and other scores read them
+            value = float(found(outputs.copy(), targets.copy()))
+        if math.isnan(value) and np.isfinite(outputs).all():
+            _warn_of_nan(key, name, own.place(found))
+        return value
 
     return score
+
+
+@cache  # once
+def _warn_of_nan(key: str, name: str, place: str) -> None:
+    """Warn of an own score of outputs that are finite: its function is the cause, or a device's few samples."""
+    log.warning("%s = %r: returns nan for finite outputs%s. It is left out: return a number.", key, name, place)
 
 
 def r2(outputs: Numbers, targets: Numbers) -> float:

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from common.experiment import own
-from common.experiment.own import is_own
-from common.learning.inputs import Inputs
+from fedstrata.common.experiment import own
+from fedstrata.common.experiment.own import is_own
+from fedstrata.common.learning.inputs import Inputs
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 KEY: Final = "training.loss"
@@ -51,7 +51,8 @@ _LOSSES: Final[Mapping[str, Loss]] = MappingProxyType(
 def loss_of(name: str) -> Loss:
     """Return the loss of this name, or the user's own function as one. Raises InvalidExperiment.
 
-    The user's function raises InvalidExperiment, and what it raises for lack of memory.
+    The user's function raises InvalidExperiment, and what it raises for lack of memory. It may write into its
+    arguments, which are copies: the outputs are scored, too, and the targets are those of the data set.
     """
     if not is_own(name):
         return _LOSSES[name]
@@ -59,10 +60,12 @@ def loss_of(name: str) -> Loss:
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
         with own.guarded({KEY: name}):
-            each = found(outputs, targets)
+            each = found(outputs.clone(), targets.clone())
         if not isinstance(each, Tensor) or each.shape != outputs.shape[:1]:
             shape = list(each.shape) if isinstance(each, Tensor) else type(each).__name__
-            problem = f"returns {shape} for {len(outputs)} samples, not the loss of each, [{len(outputs)}]"
+            problem = (
+                f"returns {shape} for {len(outputs)} samples, not the loss of each, [{len(outputs)}]{own.place(found)}"
+            )
             own.refuse(KEY, name, problem, "Return no mean (of torch's losses: reduction='none').")
         return each
 

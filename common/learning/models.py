@@ -28,19 +28,19 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from common.errors import InvalidExperiment
-from common.experiment import own
-from common.experiment.data import Model, check_accepted
-from common.experiment.own import is_own
-from common.experiment.schema import Experiment
-from common.learning.computing import seeded
-from common.learning.inputs import Inputs
-from common.learning.nets import ARCHITECTURES, DRAWS, draw_default, own_dropout
-from common.methods.fedgen import head_of
-from common.model import tensors
-from common.model.layout import ModelLayout, Row, Section
-from common.model.parts import INITIAL, NO_ARRAYS, ModelParts, Part, differences, part_of_each, read_initial
-from common.randomness import Purpose, torch_seed
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment import own
+from fedstrata.common.experiment.data import Model, check_accepted
+from fedstrata.common.experiment.own import is_own
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.learning.computing import seeded
+from fedstrata.common.learning.inputs import Inputs
+from fedstrata.common.learning.nets import ARCHITECTURES, DRAWS, draw_default, own_dropout
+from fedstrata.common.model import tensors
+from fedstrata.common.model.layout import ModelLayout, Row, Section
+from fedstrata.common.model.parts import INITIAL, NO_ARRAYS, ModelParts, Part, differences, part_of_each
+from fedstrata.common.model.warm_start import read_initial
+from fedstrata.common.randomness import Purpose, torch_seed
 
 KEY: Final = "model.name"
 NO_PARTS: Final = Model(name="")
@@ -119,12 +119,11 @@ def _built(name: str, own_seed: int, *, inputs: Inputs, projection: int) -> nn.M
 
 def build_own(name: str, seed: int, *, inputs: Inputs) -> nn.Module:
     """Return the module that the function creates. Raises InvalidExperiment."""
-    found = own.load(KEY, name)
     keywords: dict[str, Any] = {"shape": inputs.shape, "outputs" if inputs.numbers else "classes": inputs.classes}
     if inputs.tokens:
         keywords["tokens"] = inputs.tokens
     with seeded(seed):
-        module = own.call(KEY, name, found, own.accepted(found, keywords))
+        module = own.call(KEY, name, keywords)
         if not isinstance(module, nn.Module):
             own.refuse(KEY, name, f"returns {type(module).__name__}, not nn.Module", "Return the module itself.")
         module = module.to("cpu").train()
@@ -142,6 +141,10 @@ def try_own(name: str, seed: int, *, inputs: Inputs) -> None:
         own.refuse(KEY, name, problem, "Make a new one in each call.")
     with seeded(seed):
         logits = _logits(name, module, inputs)
+    for part, value in module.named_parameters():  # a buffer may have them: a mask
+        if not bool(torch.isfinite(value).all()):
+            problem = f"makes {part} with nan or infinity{own.place(own.code(KEY, name))}"
+            own.refuse(KEY, name, problem, "Initialise it with finite numbers.")
     if not isinstance(logits, torch.Tensor) or logits.shape != (2, inputs.classes):
         shape = list(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
         wanted = "predictions" if inputs.numbers else "logits"
@@ -329,7 +332,8 @@ def first_of(experiment: Experiment, module: nn.Module) -> tuple[ModelParts, Row
     if initial is None:
         return parts, row, "", []
     known = module.state_dict()  # a tied tensor has one place, and several names
-    found = read_initial(initial, parts.exchanged, row, model=experiment.model.name, known=known, frozen=parts.frozen)
+    read = read_initial(initial, parts.exchanged, row, model=experiment.model.name, known=known, frozen=parts.frozen)
+    found = read.arrays
     if frozen := {name: found[name] for name in parts.frozen if name in found}:
         read_frozen(module, frozen)
         parts = parts_of(module, experiment.model)
@@ -338,7 +342,7 @@ def first_of(experiment: Experiment, module: nn.Module) -> tuple[ModelParts, Row
         for name in parts.personal
         if name in found
     ]
-    return parts, row, tensors.content(found, {}), notes[:1]
+    return parts, row, read.content, [*read.notes, *notes[:1]]
 
 
 def _state(module: nn.Module) -> dict[str, Tensor]:
@@ -367,9 +371,10 @@ def head_places(module: nn.Module, layout: ModelLayout) -> tuple[int, ...]:
     found = [f"{name}.{own}" for own, _ in classifier.named_parameters()]
     names = list(weights_of(module, layout))
     if absent := [each for each in found if each not in names]:
-        problem, remedy = f"{absent[0]} of its last torch.nn.Linear is not trained", "Use another objective."
+        problem = f"{absent[0]} of its last torch.nn.Linear is not trained, or is another layer's, too"
+        remedy = "Use another objective."
         raise InvalidExperiment("model.name", type(module).__name__, problem, remedy)
-    if found != [entry.name for entry in head_of(layout) if entry is not None]:
+    if found != [entry.name for entry in layout.head if entry is not None]:
         problem = f"its last torch.nn.Linear is {name}, and a later parameter is a matrix, too"
         raise InvalidExperiment("model.name", type(module).__name__, problem, "Define the linear layer last.")
     return tuple(names.index(each) for each in found)

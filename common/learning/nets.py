@@ -15,8 +15,9 @@ from typing import Final, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules.module import _has_any_global_hook
 
-from common.learning.inputs import Inputs
+from fedstrata.common.learning.inputs import Inputs
 
 _WHOLE: Final[Mapping[type[nn.Module], bool]] = {
     nn.Dropout: False,
@@ -26,6 +27,11 @@ _WHOLE: Final[Mapping[type[nn.Module], bool]] = {
 }
 
 _STAGES = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))
+
+
+def linear_digits(inputs: Inputs) -> nn.Module:
+    """Return one linear layer: softmax regression, whose loss is convex."""
+    return sequence(flatten=nn.Flatten(), fc=nn.Linear(64, inputs.classes))
 
 
 def mlp_digits(inputs: Inputs) -> nn.Module:
@@ -347,6 +353,40 @@ def is_plain(layer: nn.Module) -> bool:
     return "forward" not in own and not any(value for name, value in own.items() if name.endswith("_hooks"))
 
 
+def layers_in(module: nn.Module) -> object:
+    """Return what the layers are of a module that is nothing but PyTorch's own in nn.Sequential, to be compared.
+
+    None for any other: one with a class, a hook, a parametrisation, a function or a type of tensor of its user's.
+    """
+    found: list[object] = []
+    for name, layer in module.named_modules(remove_duplicate=False):
+        kind, tensors = type(layer), (*layer._parameters.values(), *layer._buffers.values())
+        torchs = getattr(nn, kind.__name__, None) is kind and kind.forward.__module__.startswith("torch.nn.")
+        contains = kind is nn.Sequential
+        if not torchs or not is_plain(layer) or contains != bool(name == "" or layer._modules):
+            return None
+        if any(tensor is not None and _is_users(tensor) for tensor in tensors):
+            return None
+        facts = {key: value for key, value in vars(layer).items() if not isinstance(value, dict)}
+        if not all(map(_is_fact, facts.values())):
+            return None
+        found.append((name, kind, sorted(facts.items())))
+    return None if _has_any_global_hook() else found  # type: ignore[no-untyped-call]
+
+
+def _is_fact(value: object) -> bool:
+    """Return whether a layer's attribute is a number, a text, or some of these."""
+    if isinstance(value, (tuple, list, set)):
+        return all(map(_is_fact, value))
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _is_users(tensor: Tensor) -> bool:
+    """Return whether a tensor is of a class that is not PyTorch's, or has hooks."""
+    hooks = tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return type(tensor) not in (nn.Parameter, Tensor) or bool(hooks)
+
+
 def own_dropout(module: nn.Module) -> None:
     """Replace dropout layers of a module that are torch's as they are by Dropout, which vmapped training can batch."""
     for parent in module.modules():
@@ -422,7 +462,7 @@ Draw: TypeAlias = Callable[[nn.Module, torch.Generator], None]
 ARCHITECTURES: Final[Mapping[str, Construct]] = {
     each.__name__: each
     for each in (
-        *(mlp_digits, cnn_digits, lenet5, lenet_cifar, cnn_femnist, cnn_motions),
+        *(linear_digits, mlp_digits, cnn_digits, lenet5, lenet_cifar, cnn_femnist, cnn_motions),
         *(cnn_fedavg, cnn_fedavg_padded),
         *(resnet20, resnet20_b, resnet20_preact, resnet18_cifar, vgg16_bn, vgg16, vgg_femnist, char_lstm, sent_lstm),
     )

@@ -6,7 +6,7 @@ The module computes on the CPU, in one thread, in eval mode.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,16 +17,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from common.experiment.data import check_alike
-from common.experiment.own import is_own
-from common.experiment.schema import Experiment
-from common.experiment.tables import named_in_module
-from common.learning import datasets, models, splits
-from common.learning.computing import calls_own_code, seeded
-from common.model.layout import ModelLayout, Row
-from common.model.parts import given_arrays
-from common.model.refinement import RoundModels
-from common.randomness import Purpose, generator, torch_seed
+from fedstrata.common.experiment import own
+from fedstrata.common.experiment.data import check_alike
+from fedstrata.common.experiment.own import is_own
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.tables import named_in_module
+from fedstrata.common.experiment.training import Adam
+from fedstrata.common.learning import datasets, models, splits
+from fedstrata.common.learning.computing import calls_own_code, seeded
+from fedstrata.common.learning.optimizers import AdaptiveMoments, take
+from fedstrata.common.methods.rule import KEY
+from fedstrata.common.model.layout import ModelLayout, Row
+from fedstrata.common.model.parts import given_arrays
+from fedstrata.common.model.refinement import RoundModels
+from fedstrata.common.randomness import Purpose, generator, torch_seed
 
 BATCH: Final = 500  # samples of an evaluation at once
 Refine = Callable[[Any, Any, RoundModels], Mapping[str, Any]]
@@ -50,9 +54,10 @@ class NodeRefiner:
         watch: Callable[[], None] = lambda: None,
     ) -> None:
         self._experiment = experiment
-        self._settings = experiment.tier_below(node).aggregation
-        assert self._settings.refiner is not None
-        self._refine: Refine = named_in_module(self._settings.refiner)
+        self._settings = settings = experiment.tier_below(node).aggregation.resolved.refined_by
+        assert settings.refiner is not None
+        load = partial(own.load, KEY) if is_own(settings.name) else named_in_module
+        self._refine: Refine = load(settings.refiner)
         self._watch = watch
         self._seed, self._name = experiment.seed, node
         self._moves = 0
@@ -74,8 +79,11 @@ class NodeRefiner:
         """Refine the mean, or learn weights or a generator; return facts, with the seconds that it took."""
         started = time.monotonic()
         own_seed = torch_seed(self._seed, Purpose.OWN_CODE, self._name, models.r)
-        with one_thread(), seeded(own_seed):
+        name = self._settings.name
+        with one_thread(), seeded(own_seed), own.guarded({KEY: name}):
             facts = self._refine(self._node, self._settings, models)
+        if is_own(name):
+            own.kept(KEY, name, facts, "its refiner returns", at=own.place(self._refine))
         return {**facts, "seconds": round(time.monotonic() - started, 3)}
 
     def cancel(self) -> None:
@@ -97,9 +105,15 @@ class NodeDraws:
         self._node = node
         self._seed = experiment.seed
 
-    def draw(self, purpose: Purpose, *, r: int) -> np.random.Generator:
-        """Return the node's random generator of a round and a purpose."""
-        return generator(self._seed, purpose, self._node, r)
+    def chance(self, r: int, purpose: str = "rule") -> np.random.Generator:
+        """Return the node's random generator of a round and a purpose of `randomness.py`."""
+        return generator(self._seed, Purpose[purpose.upper()], self._node, r)
+
+    def adam(self, weights: Sequence[Tensor], *, weight_decay: float = 0.0) -> Callable[[float], None]:
+        """Return what takes a step of Adam at a learning rate, by the weights' gradients, which it removes."""
+        optimizer = AdaptiveMoments(Adam(weight_decay=weight_decay))
+        moments = optimizer.begin(weights)
+        return lambda rate: take(optimizer, weights, moments, rate=rate)
 
 
 class NodeSamples(NodeDraws):
@@ -161,7 +175,7 @@ class NodeSamples(NodeDraws):
 
         The orders depend on seed, node and round alone.
         """
-        order = self.draw(Purpose.DISTILLATION, r=r)
+        order = self.chance(r, "distillation")
         while True:
             yield list(torch.split(torch.from_numpy(order.permutation(len(self.labels))), size))
 

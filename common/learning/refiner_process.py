@@ -16,13 +16,13 @@ from pathlib import Path
 
 import numpy as np
 
-from common.errors import InvalidExperiment
-from common.experiment.reading import parse
-from common.experiment.schema import Experiment
-from common.host.memory import frozen_imports
-from common.host.subprocess_channel import AgentChannel, error_record
-from common.model.layout import ModelLayout
-from common.model.refinement import RoundModels
+from fedstrata.common.errors import InvalidExperiment, installing
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.host.memory import frozen_imports
+from fedstrata.common.host.subprocess_channel import AgentChannel, error_record
+from fedstrata.common.model.layout import ModelLayout
+from fedstrata.common.model.refinement import RoundModels
 
 
 def main() -> None:
@@ -34,7 +34,7 @@ def main() -> None:
         with channel.busy():
             try:
                 with frozen_imports():
-                    from common.learning.refiner import NodeRefiner  # imports torch: seconds
+                    from fedstrata.common.learning.refiner import NodeRefiner  # imports torch: seconds
             except ModuleNotFoundError as error:
                 raise _missing(experiment, node, str(error.name)) from None
             frozen = request["frozen"] and Path(request["frozen"])
@@ -53,7 +53,7 @@ def _missing(experiment: Experiment, node: str, package: str) -> InvalidExperime
     tier = experiment.tier_below(node)
     problem = f"{package} is not installed where {node} runs"
     key = f"{experiment.key(tier)}.aggregation.name"
-    return InvalidExperiment(key, tier.aggregation.name, problem, "Install fedstrata[learning] there.")
+    return InvalidExperiment(key, tier.aggregation.name, problem, f"There: {installing('learning')}.")
 
 
 if __name__ == "__main__":

@@ -19,16 +19,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from common import randomness
-from common.errors import InvalidExperiment
-from common.experiment import reading, schema
-from common.experiment.data import Data
-from common.experiment.evaluation import EvaluationSettings
-from common.experiment.topology import CLOUD, Tree, number_of
-from common.host.files import replacing, writing
-from common.learning import datasets, stored
-from common.randomness import Purpose, generator
-from common.text import json_text
+from fedstrata.common import randomness
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment import reading, schema
+from fedstrata.common.experiment.data import Data
+from fedstrata.common.experiment.evaluation import EvaluationSettings
+from fedstrata.common.experiment.topology import CLOUD, Tree, number_of
+from fedstrata.common.host.files import replacing, writing
+from fedstrata.common.learning import datasets, stored
+from fedstrata.common.randomness import Purpose, generator
+from fedstrata.common.text import json_text
 
 Indices: TypeAlias = npt.NDArray[np.int64]
 
@@ -80,7 +80,12 @@ def keep(experiment: schema.Experiment, folder: Path) -> str:
     facts = folder / FACTS
     if not facts.exists():
         write(experiment, split, folder)
-    elif (begun := json.loads(facts.read_text(encoding="utf-8"))["digest"]) != split.digest:
+        return split.digest
+    try:
+        begun = json.loads(facts.read_text(encoding="utf-8"))["digest"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise InvalidExperiment("--resume", str(facts), f"it is damaged: {error!r:.200}", "Remove it.") from None
+    if begun != split.digest:
         problem = f"it was started with other data or another split, digest {begun}; now it is {split.digest}"
         raise InvalidExperiment("--resume", str(folder), problem, "Restore the files of the data set.")
     return split.digest
@@ -172,6 +177,24 @@ def samples_of(experiment: schema.Experiment, split: Split, *, node: str) -> Ind
         problem = f"a new device needs a number from {len(devices)} on at the end of its name"
         remedy = f"Call it device-{len(devices)}, for instance."
     raise InvalidExperiment("--name", node, problem, remedy)
+
+
+def own_user(experiment: schema.Experiment, *, node: str) -> tuple[datasets.Dataset, str] | None:
+    """Return the samples of a device that is one user, read without those of the others, and the split's digest.
+
+    None if it needs others' samples too, or is no user: `split_of` and `samples_of` have all. Raises InvalidExperiment.
+    """
+    devices, evaluation = experiment.tree.devices, experiment.evaluation
+    if evaluation.on_devices and evaluation.data == "test":
+        return None
+    if node in devices:
+        user = devices.index(node)
+    else:
+        number = number_of(node)
+        if number is None or number < len(devices):
+            return None
+        user = number
+    return datasets.load_user(experiment.data, user, devices=len(devices), node=node)
 
 
 def label_distances(split: Split, tree: Tree) -> list[float]:

@@ -24,9 +24,9 @@ from typing import Any, Final
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from common.errors import in_words
-from common.host.files import PARTIAL, private, private_folder
-from common.model import tensors
+from fedstrata.common.errors import in_words
+from fedstrata.common.host.files import PARTIAL, private, private_folder
+from fedstrata.common.model import tensors
 
 MOST_BYTES: Final = 16 << 30
 SMALL_BYTES: Final = 8 << 20  # of source files; each process reads smaller ones itself
@@ -83,25 +83,55 @@ def shared(digest: str, make: Callable[[], Stored]) -> Stored:
     return found
 
 
-def _read(path: Path) -> Stored | None:
-    """Return a file's content, mapped; None if the file is missing or damaged."""
+def file_of(digest: str, make: Callable[[], Stored]) -> Path | None:
+    """Return this digest's file, which is created if it is missing, unchecked; None if the folder cannot be used.
+
+    Raises what `make` raises.
+    """
     try:
-        with safe_open(path, "pt") as file:
-            # Private pages: an accidental write would not reach other processes.
-            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
-            meta = file.metadata() or {}
-        stored = Stored(found, json.loads(meta["facts"]))
+        place = folder()
+        path = place / f"{digest}.safetensors"
+        for each in (place.parent, place):
+            private_folder(each)
+        with _locked(place / "lock"):
+            if not path.exists():
+                _write(path, make())
+                _remove_old(place, but=path)
+        os.utime(path)  # marks its use
+    except (OSError, RuntimeError):
+        return None
+    _give_back()
+    return path
+
+
+def _read(path: Path) -> Stored | None:
+    """Return a file's content, mapped; None if the file is missing or damaged.
+
+    It is checked in a mapping of its own, so that a process holds only the pages that it uses later.
+    """
+    try:
+        checked, meta = _mapped(path)
+        if tensors.content(_arrays(checked), meta) != meta.get(tensors.CONTENT):
+            raise ValueError("its digest is another")
+        del checked
+        stored, _ = _mapped(path)
     except FileNotFoundError:
         return None
     except (OSError, SafetensorError, ValueError, KeyError) as error:
         log.warning("%s is damaged (%s); it will be recreated", path, error)
         return None
-    if tensors.content(_arrays(stored), meta) != meta.get(tensors.CONTENT):
-        log.warning("%s is damaged; it will be recreated", path)
-        return None
     with suppress(OSError):
         os.utime(path)  # marks its use
     return stored
+
+
+def _mapped(path: Path) -> tuple[Stored, Mapping[str, str]]:
+    """Return a file's tensors, mapped, and its metadata."""
+    with safe_open(path, "pt") as file:
+        # Private pages: an accidental write would not reach other processes.
+        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+        meta = file.metadata() or {}
+    return Stored(found, json.loads(meta["facts"])), meta
 
 
 def _write(path: Path, stored: Stored) -> None:

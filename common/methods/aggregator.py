@@ -17,18 +17,19 @@ from math import inf
 from pathlib import Path
 from typing import Final
 
-from common.errors import InvalidExperiment
-from common.experiment.methods import CombiningSettings, NormBound, RuleSettings
-from common.experiment.privacy import NO_PRIVACY, PrivacySettings
-from common.experiment.training import TrainingSettings
-from common.lazy import np, npt
-from common.methods.mixing import Floats
-from common.methods.optimisers import stepped
-from common.methods.private import NoiseSource, PrivateRule, lengths, no_secret, shorten
-from common.methods.rule import NO_TRAINING, Aggregated, Rule, RuleContext, Uploads, WrappedRule, link_layouts
-from common.model.layout import LinkLayouts, ModelLayout
-from common.model.refinement import Refiner
-from common.randomness import Purpose
+from fedstrata.common.errors import InvalidExperiment, installing
+from fedstrata.common.experiment.methods import CombiningSettings, NormBound, RuleSettings
+from fedstrata.common.experiment.privacy import NO_PRIVACY, PrivacySettings
+from fedstrata.common.experiment.training import TrainingSettings
+from fedstrata.common.lazy import np, npt
+from fedstrata.common.methods.mixing import Floats
+from fedstrata.common.methods.optimisers import stepped
+from fedstrata.common.methods.own_rule import GuardedOwn, OwnTable
+from fedstrata.common.methods.private import NoiseSource, PrivateRule, lengths, no_secret, shorten
+from fedstrata.common.methods.rule import NO_TRAINING, Aggregated, Rule, RuleContext, Uploads, WrappedRule, link_layouts
+from fedstrata.common.model.layout import LinkLayouts, ModelLayout
+from fedstrata.common.model.refinement import Refiner
+from fedstrata.common.randomness import Purpose
 
 STEP = "step"
 NO_BOUND: Final = NormBound()
@@ -58,15 +59,18 @@ def build(
     `secret`: the node's own, for noise. `hides_uploads`: nothing reads the uploads but the rule, so that a mean may
     have noise alone. For the other arguments see `RuleContext`. Raises InvalidExperiment without a package of an extra.
     """
+    given, settings = settings, settings.resolved
     for package in settings.packages:
         if find_spec(package) is None:
-            problem, remedy = f"needs {package}, which is not installed", "pip install 'fedstrata[methods]'."
+            problem, remedy = f"needs {package}, which is not installed", f"{installing('methods')}."
             raise InvalidExperiment("aggregation.name", settings.name, problem, remedy)
     rate = learning_rate or (lambda _: training.learning_rate)
     context = RuleContext(layout, node, seed, measures, rows, folder, children, training, rate, rounds_below, refiner)
-    rule = settings.build(context)
+    rule = given.build(context)
     if isinstance(settings, CombiningSettings) and settings.step is not None:
         rule = stepped(rule, settings.step, context)
+    if isinstance(given, OwnTable):
+        rule = GuardedOwn(given.name, rule, layout)
     if privacy.by_parent:
         source = NoiseSource(privacy, seed=seed, node=node, secret=secret, purpose=Purpose.PRIVACY_OF_CHILDREN)
         mean = settings.of_mean if hides_uploads else None

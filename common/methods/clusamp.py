@@ -15,14 +15,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 
-from common.experiment.methods import RuleSettings, RuleUse
-from common.lazy import np
-from common.methods.column_rule import MeanRule
-from common.methods.mixing import COLUMNS, Floats, cut, over
-from common.methods.rule import Aggregated, Rule, RuleContext, Uploads, WrappedRule
-from common.methods.selection import Choose, Situation
-from common.methods.single_model import SingleModelRule
-from common.methods.statistics import Doubles
+from fedstrata.common.experiment.methods import RuleSettings, RuleUse
+from fedstrata.common.lazy import np
+from fedstrata.common.methods.column_rule import MeanRule
+from fedstrata.common.methods.mixing import COLUMNS, Floats, cut, over
+from fedstrata.common.methods.rule import Aggregated, Rule, RuleContext, Uploads, WrappedRule
+from fedstrata.common.methods.selection import Choose, Situation
+from fedstrata.common.methods.single_model import SingleModelRule
+from fedstrata.common.methods.statistics import Doubles
 
 STEPS_FILE: Final = "steps"
 PAIRS_FILE: Final = "pairs"

@@ -1,6 +1,6 @@
 """What the author of a rule of one model writes: a mean of the uploads, or a function of their columns.
 
-docs/own.md has examples. The rest is the work of `single_model.py`: distances for Tempo, checkpoints, resuming,
+docs/own-methods.md has examples. The rest is the work of `single_model.py`: distances for Tempo, checkpoints, resuming,
 buffers (batch statistics are the weighted mean), and memory, which is used block by block.
 """
 
@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from common.experiment import own
-from common.experiment.methods import Weights
-from common.experiment.training import TrainingSettings
-from common.lazy import np, npt
-from common.methods.mixing import Floats
-from common.methods.rule import RuleContext
-from common.methods.statistics import Doubles, Gram, Statistics
+from fedstrata.common.experiment import own
+from fedstrata.common.experiment.methods import Weights
+from fedstrata.common.experiment.training import TrainingSettings
+from fedstrata.common.lazy import np, npt
+from fedstrata.common.methods.mixing import Floats
+from fedstrata.common.methods.rule import RuleContext
+from fedstrata.common.methods.statistics import Doubles, Gram, Statistics
 
 
 @dataclass(frozen=True, slots=True)

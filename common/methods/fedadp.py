@@ -16,12 +16,12 @@ from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import Field
 
-from common.experiment.methods import CombiningSettings, RuleUse
-from common.lazy import np
-from common.methods.column_rule import MeanRule, RoundFacts
-from common.methods.rule import Rule, RuleContext
-from common.methods.single_model import single_model
-from common.methods.statistics import Doubles, Gram, shares
+from fedstrata.common.experiment.methods import CombiningSettings, RuleUse
+from fedstrata.common.lazy import np
+from fedstrata.common.methods.column_rule import MeanRule, RoundFacts
+from fedstrata.common.methods.rule import Rule, RuleContext
+from fedstrata.common.methods.single_model import single_model
+from fedstrata.common.methods.statistics import Doubles, Gram, shares
 
 STRONGLY_SKEWED_CONCENTRATION: Final = 0.1  # of the Dirichlet split
 

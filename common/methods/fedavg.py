@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from common.experiment.methods import RuleSettings, Weights
-from common.methods.column_rule import MeanRule
-from common.methods.rule import Rule, RuleContext
-from common.methods.single_model import single_model
+from fedstrata.common.experiment.methods import RuleSettings, Weights
+from fedstrata.common.methods.column_rule import MeanRule
+from fedstrata.common.methods.rule import Rule, RuleContext
+from fedstrata.common.methods.single_model import single_model
 
 
 class FedAvg(RuleSettings):

@@ -16,15 +16,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from common.errors import InvalidExperiment
-from common.experiment.methods import RuleSettings, Weights
-from common.experiment.tables import Count, Positive
-from common.lazy import np
-from common.methods.mixing import Mixture, cut, over
-from common.methods.rule import Aggregated, Dispatched, Rule, RuleContext, Uploads
-from common.methods.single_model import OneModel
-from common.methods.statistics import Doubles, shares
-from common.model.layout import Row
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.methods import RuleSettings, Weights
+from fedstrata.common.experiment.tables import Count, Positive
+from fedstrata.common.lazy import np
+from fedstrata.common.methods.mixing import by_block
+from fedstrata.common.methods.rule import Aggregated, Dispatched, Rule, RuleContext, Uploads
+from fedstrata.common.methods.single_model import OneModel
+from fedstrata.common.methods.statistics import Doubles, shares
+from fedstrata.common.model.layout import Row
 
 
 class FedBuff(RuleSettings):
@@ -61,9 +61,8 @@ class BufferedRule(OneModel):
     """A rule of one model in several versions."""
 
     def __init__(self, settings: FedBuff, context: RuleContext) -> None:
-        super().__init__(context.layout)
+        super().__init__(context)
         self._settings = settings
-        self._measures = context.measures
         self._versions: dict[int, Row] = {}
         self._received: dict[str, int] = {}  # the round in which a child in flight got its model
 
@@ -74,11 +73,11 @@ class BufferedRule(OneModel):
 
     def dispatch(self, r: int, children: Sequence[str]) -> Dispatched:
         """Return the present model for these children, in memory of its own."""
-        if self._current is self._mean:
-            self._current = self._mean.copy()
-        self._versions[r] = self._current
+        if self.current is self.mean:
+            self.current = self.mean.copy()
+        self._versions[r] = self.current
         self._received |= dict.fromkeys(children, r)
-        return [(self._current, children)]
+        return [(self.current, children)]
 
     def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
         """Take the step of the uploads. Facts: each one's weight p_k s(t_k), and its age t_k."""
@@ -87,9 +86,9 @@ class BufferedRule(OneModel):
         shares_K = statistics.weights_K(settings.weights)
         weights_K: Doubles = shares_K / (1.0 + ages_K) ** settings.staleness
         starts = [self._versions[self._received[child]] for child in children]
-        self._average(uploads, Mixture.of(shares(weights_K)))
+        self.average(uploads, shares(weights_K))
         self._step(uploads, weights_K, starts)
-        self._current = self._mean
+        self.current = self.mean
         for child in children:
             del self._received[child]
         self._versions = {version: self._versions[version] for version in sorted(set(self._received.values()))}
@@ -97,13 +96,13 @@ class BufferedRule(OneModel):
             "weights": dict(zip(children, weights_K.tolist(), strict=True)),
             "ages": dict(zip(children, ages_K.tolist(), strict=True)),
         }
-        distances = self.distances(uploads) if self._measures else {}
+        distances = self.distances(uploads) if self.context.measures else {}
         return Aggregated(statistics.mean_loss(shares_K), distances, None, facts)
 
     def _step(self, uploads: Uploads, weights_K: Doubles, starts: Sequence[Row]) -> None:
         """Write the trainable columns of the next model."""
         floats_K, rate = self._layout.floats(uploads.rows_K), self._settings.learning_rate
-        before_D, next_D = self._trainable(self._current), self._trainable(self._mean)
+        before_D, next_D = self._trainable(self.current), self._trainable(self.mean)
         versions = [self._trainable(row) for row in starts]
 
         def block(columns: slice) -> None:
@@ -112,4 +111,4 @@ class BufferedRule(OneModel):
                 total += rate * weight * (floats_K[k, columns].astype(np.float64) - version[columns])
             next_D[columns] = total
 
-        over(list(cut(0, self._layout.parameters)), block, release=uploads.release)
+        by_block(self._layout.parameters, block, release=uploads.release)

@@ -17,63 +17,69 @@ the fixed selections, v = e.t0, and Lambda = the sum of L over all n:
 
 from __future__ import annotations
 
-import mmap
-import os
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
 
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat
 
-from common.errors import InvalidExperiment
-from common.experiment.methods import CombiningSettings, Rounds, RuleUse, Weights
-from common.experiment.tables import Count, Name
-from common.host.files import PARTIAL, writing
-from common.lazy import np
-from common.methods.mixing import Mixture, cut, over
-from common.methods.rule import Aggregated, Rule, RuleContext, Uploads
-from common.methods.single_model import OneModel
-from common.methods.statistics import Doubles, Gram, gram
-from common.model.layout import Row
-from common.randomness import Purpose, generator
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.methods import RuleUse, StagedSettings
+from fedstrata.common.lazy import np, npt
+from fedstrata.common.methods.cached_uploads import CachedUpload, UploadCache
+from fedstrata.common.methods.column_rule import MeanRule
+from fedstrata.common.methods.mixing import by_block
+from fedstrata.common.methods.rule import Aggregated, Rule, RuleContext, Uploads
+from fedstrata.common.methods.single_model import SingleModelRule
+from fedstrata.common.methods.statistics import Gram
+from fedstrata.common.model.refinement import RoundModels
 
+Doubles: TypeAlias = "npt.NDArray[np.float64]"
+Row: TypeAlias = "npt.NDArray[np.uint8]"
+Count = Annotated[int, Field(ge=1)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 TIE: Final = 1e-12  # of the terms' scale
 
 
-class FedCDA(CombiningSettings):
+class FedCDA(StagedSettings):
     """One model: the mean of one cached upload of each child, chosen to lie close together at a low loss."""
 
-    compares_losses = True
+    compares_losses: ClassVar[bool] = True
 
     name: Literal["fedcda"] = "fedcda"  # the rule
     depth: Count = 3  # uploads kept of each child (H)
     groups: Count = 3  # groups in which the children that take part select (B)
-    warmup_rounds: Rounds = 50  # first rounds, which are FedAvg
-    smoothness: Annotated[float, Field(ge=0)] = 1.0  # weight of closeness beside the loss (L)
+    smoothness: NonNegativeFloat = 1.0  # weight of closeness beside the loss (L)
     # That of single children, by name, in place of `smoothness`.
-    smoothness_of: dict[Name, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
+    smoothness_of: dict[Name, NonNegativeFloat] = Field(default_factory=dict)
     # How an upload is chosen: `close`, by (5), or `random`, each cached one with the same chance, a control.
     choice: Literal["close", "random"] = "close"
     # Most combinations of a group; each takes 8 bytes for every candidate.
     combinations: Annotated[int, Field(ge=1, le=4_000_000)] = 1_000_000
     # What an institution does with its cached uploads when a global model comes.
     history: Literal["clear", "keep"] = "clear"
-    memory_mb: Annotated[float, Field(ge=0)] = 512.0  # megabytes of cached uploads in memory; those beyond it are files
-    weights: Weights = "data"  # of the warm-up: shares of the samples, or 1/K
+    memory_mb: NonNegativeFloat = 512.0  # megabytes of cached uploads in memory; those beyond it are files
 
     @property
     def remembers(self) -> bool:
-        """Whether the cached uploads persist, or the moments of a step."""
+        """Whether the cached uploads persist, or the moments of a step or of the warm-up."""
         return self.history == "keep" or super().remembers
+
+    @property
+    def acts_from(self) -> int:
+        """The round after the warm-up, at least the second: in the first one there is nothing to choose.
+
+        A warm-up with steps of the server differs from the first one on.
+        """
+        return 1 if self.begins_with.remembers else max(self.warmup_rounds, 1) + 1
 
     def held_bytes(self, row_bytes: int, *, children: int, taking_part: int, resident_bytes: float) -> float:
         """Return the bytes of the cached uploads, and of one or two sums in float64."""
         sums = 4 if self.smoothness_of else 2
-        step = super().held_bytes(row_bytes, children=children, taking_part=taking_part, resident_bytes=resident_bytes)
-        return min(self.depth * children * row_bytes, self.memory_mb * 1e6) + sums * row_bytes + step
+        rest = super().held_bytes(row_bytes, children=children, taking_part=taking_part, resident_bytes=resident_bytes)
+        return min(self.depth * children * row_bytes, self.memory_mb * 1e6) + sums * row_bytes + rest
 
     @property
     def named_children(self) -> Mapping[str, Iterable[str]]:
@@ -106,7 +112,7 @@ class FedCDA(CombiningSettings):
         if use.rounds <= self.warmup_rounds:
             yield (
                 f"{key}.warmup_rounds = {self.warmup_rounds}: all {use.rounds} rounds belong to the warm-up, which is"
-                " the same as fedavg. In short runs use about half of the rounds."
+                f" the same as {self.begins_with.name}. In short runs use about half of the rounds."
             )
         if use.depth and self.history == "keep" and not use.alone:
             yield f"{key}.history = 'keep': uploads of past global models ruin training (53 % on digits against 92 %)."
@@ -117,7 +123,7 @@ class FedCDA(CombiningSettings):
             )
 
 
-class CachedUploadRule(OneModel):
+class CachedUploadRule(SingleModelRule):
     """One model at one node, and each child's last uploads.
 
     A running float64 sum of all selected uploads is kept, so that a round reads only the participants' candidates.
@@ -126,12 +132,12 @@ class CachedUploadRule(OneModel):
 
     def __init__(self, settings: FedCDA, context: RuleContext) -> None:
         layout = context.layout
-        super().__init__(layout)
+        super().__init__(context, MeanRule(), weights=settings.weights)
+        self._warmup = settings.begins_with.build(context)
+        self.mean = self.current = self._warmup.model  # one array: either writes it
         self._settings = settings
-        self._node = context.node
-        self._seed = context.seed
-        self._measures = context.measures
-        self._cache = UploadCache(context.folder, row_bytes=layout.row_bytes, memory_bytes=settings.memory_mb * 1e6)
+        self._refiner = context.refiner_of(settings)
+        self._cache = UploadCache(context, memory_bytes=settings.memory_mb * 1e6)
         self._queues: dict[str, list[CachedUpload]] = {}  # oldest first
         self._selected: dict[str, CachedUpload] = {}
         self._sum_F: Doubles = np.zeros(layout.columns)
@@ -163,13 +169,13 @@ class CachedUploadRule(OneModel):
                 self._cache.drop(queue.pop(0))
             queue.append(self._cache.keep(child, r, uploads.rows_K[k], loss=report.loss))
         if r < self._settings.warmup_rounds:
-            outcome = self._warm_up(uploads, participants)
+            outcome = self._warm_up(r, uploads, participants)
         else:
             outcome = self._select(r, uploads, participants)
         for child in participants:
             for kept in self._queues[child]:
                 kept.close()
-        self._current = self._mean
+        self.current = self.mean
         return outcome
 
     def save(self, folder: Path) -> dict[str, object]:
@@ -179,12 +185,14 @@ class CachedUploadRule(OneModel):
         if self._weighted_D is not None:
             (folder / "weighted").write_bytes(self._weighted_D.data)
         return {
+            "warmup": self._warmup.save(folder),
             "queues": {child: [[kept.r, kept.loss] for kept in queue] for child, queue in self._queues.items()},
             "selected": {child: kept.r for child, kept in self._selected.items()},
         }
 
     def restore(self, folder: Path, facts: Mapping[str, Any]) -> None:
-        """Restore the histories."""
+        """Restore the histories, and the warm-up's state."""
+        self._warmup.restore(folder, facts["warmup"])
         self._queues = {
             child: [self._cache.restore(folder, child, r, loss=loss) for r, loss in queue]
             for child, queue in facts["queues"].items()
@@ -196,28 +204,22 @@ class CachedUploadRule(OneModel):
         if self._weighted_D is not None:
             self._weighted_D[:] = np.fromfile(folder / "weighted")
 
-    def _warm_up(self, uploads: Uploads, participants: list[str]) -> Aggregated:
-        """Select this round's uploads and return their mean."""
-        statistics = uploads.statistics
+    def _warm_up(self, r: int, uploads: Uploads, participants: list[str]) -> Aggregated:
+        """Select this round's uploads and aggregate them by the warm-up's rule."""
         newest = {child: self._queues[child][-1] for child in participants}
         self._selected |= newest
         self._add(list(newest.values()), 1)
-        weights_K = statistics.weights_K(self._settings.weights)
-        distances: dict[str, float] = {}
-        if self._measures:
-            found_K = self._products(uploads, self._current).distances(weights_K)
-            distances = dict(zip(participants, found_K.tolist(), strict=True))
-        self._average(uploads, Mixture.of(weights_K))
-        facts = {"stage": "warm-up", "seen": len(self._selected)}
-        return Aggregated(statistics.mean_loss(weights_K), distances, None, facts)
+        self._warmup.begin(self.current)
+        outcome = self._warmup.aggregate(r, uploads)
+        return replace(outcome, facts={**outcome.facts, "stage": "warm-up", "seen": len(self._selected)})
 
     def _select(self, r: int, uploads: Uploads, participants: list[str]) -> Aggregated:
         """Select one upload from each participant's history; take the mean of all selected ones."""
-        layout, settings, fixed = self._layout, self._settings, len(self._selected)
+        layout, settings, fixed = self.context.layout, self._settings, len(self._selected)
         kept = [kept for child in participants for kept in reversed(self._queues[child])]
         places = iter(range(len(kept)))
         of = [[next(places) for _ in self._queues[child]] for child in participants]
-        z = layout.floats(self._current)
+        z = layout.floats(self.current)
 
         def others(columns: slice) -> Doubles:
             offset: Doubles = self._sum_F[columns] - fixed * z[columns].astype(np.float64)
@@ -228,17 +230,17 @@ class CachedUploadRule(OneModel):
                 candidate.release()
 
         rows = [layout.floats(candidate.row)[: layout.parameters] for candidate in kept]
-        products = gram(rows, z[: layout.parameters], along=others, release=release)
+        products = Gram.of(rows, z[: layout.parameters], along=others, release=release)
         smooth_C = np.array([self._smoothness(candidate.child) for candidate in kept])
         fixed_L = sum(map(self._smoothness, self._selected))
         weighted_C = smooth_C * products.along_K
         if self._weighted_D is not None:
             weighted_D = self._weighted_D
-            products_L = gram(rows, z[: layout.parameters], along=lambda at: weighted_D[at] - fixed_L * z[at])
+            products_L = Gram.of(rows, z[: layout.parameters], along=lambda at: weighted_D[at] - fixed_L * z[at])
             weighted_C = products_L.along_K
         losses_C = np.array([candidate.loss for candidate in kept])
         candidates = Candidates(products, losses_C, of, fixed, smooth_C, weighted_C, fixed_L)
-        draw = generator(self._seed, Purpose.GROUPING, self._node, r)
+        draw = self.context.chance(r, "grouping")
         if settings.choice == "random":
             groups: list[list[int]] = []
             drawn = [own[int(draw.integers(len(own)))] for own in of]
@@ -250,9 +252,10 @@ class CachedUploadRule(OneModel):
         self._add(chosen, 1)
         self._selected |= dict(zip(participants, chosen, strict=True))
         n = len(self._selected)
-        np.divide(self._sum_F, n, out=layout.floats(self._mean), casting="same_kind")
+        received = self.current if self._refiner is None else self.current.copy()
+        np.divide(self._sum_F, n, out=layout.floats(self.mean), casting="same_kind")
         first = self._selected[min(self._selected)]  # equal weights: the counters are those of the first
-        layout.integers(self._mean)[:] = layout.integers(first.row)
+        layout.integers(self.mean)[:] = layout.integers(first.row)
         first.close()
         facts: dict[str, object] = {
             "stage": "selection",
@@ -260,9 +263,16 @@ class CachedUploadRule(OneModel):
             "groups": [[participants[p] for p in members] for members in groups],
             "selected": {child: candidate.r for child, candidate in zip(participants, chosen, strict=True)},
         }
-        distances = choice.distances([own[0] for own in of], n)
-        loss = float(np.mean([self._selected[child].loss for child in sorted(self._selected)]))
-        return Aggregated(loss, dict(zip(participants, distances, strict=True)), None, facts)
+        distances = dict(zip(participants, choice.distances([own[0] for own in of], n), strict=True))
+        selected = [self._selected[child] for child in sorted(self._selected)]
+        if self._refiner is not None:
+            teachers = [candidate.row for candidate in selected]
+            facts |= self._refiner.refine(RoundModels(r, layout, self.mean, received, teachers, np.full(n, 1 / n)))
+            distances = self.distances(uploads) if self.context.measures else {}
+            for candidate in selected:
+                candidate.close()
+        loss = float(np.mean([candidate.loss for candidate in selected]))
+        return Aggregated(loss, distances, None, facts)
 
     def _smoothness(self, child: str) -> float:
         return self._settings.smoothness_of.get(child, self._settings.smoothness)
@@ -273,7 +283,7 @@ class CachedUploadRule(OneModel):
             self._weighted_D.fill(0.0)
 
     def _add(self, uploads: Sequence[CachedUpload], sign: int) -> None:
-        rows = [self._layout.floats(kept.row) for kept in uploads]
+        rows = [self.context.layout.floats(kept.row) for kept in uploads]
 
         def add(columns: slice) -> None:
             total = self._sum_F[columns]
@@ -289,7 +299,7 @@ class CachedUploadRule(OneModel):
             for kept in uploads:
                 kept.release()
 
-        over(list(cut(0, len(self._sum_F))), add, release=release)
+        by_block(len(self._sum_F), add, release=release)
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,115 +388,3 @@ def search(candidates: Candidates, members: Sequence[Sequence[int]]) -> list[int
         best, place = divmod(best, len(own))
         chosen.append(own[place])
     return chosen[::-1]
-
-
-class CachedUpload:
-    """One upload of a child, the round of its arrival, and its loss. The row is read-only."""
-
-    def __init__(self, child: str, r: int, loss: float, *, row: Row | None, path: Path | None) -> None:
-        self.name = f"{child}@{r}"
-        self.child = child
-        self.r = r
-        self.loss = loss
-        self.path = path
-        self._memory = row
-        self._mapped: mmap.mmap | None = None
-
-    @property
-    def in_memory(self) -> bool:
-        """Whether the row is held in memory."""
-        return self._memory is not None
-
-    @property
-    def row(self) -> Row:
-        """The row, uint8 [row_bytes], mapped from its file if it is not in memory."""
-        if self._memory is not None:
-            return self._memory
-        if self._mapped is None:
-            assert self.path is not None
-            with self.path.open("rb") as file:
-                self._mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        return np.frombuffer(self._mapped, np.uint8)
-
-    def release(self) -> None:
-        """Release the pages that were read from a file."""
-        if self._mapped is not None:
-            self._mapped.madvise(mmap.MADV_DONTNEED)
-
-    def close(self) -> None:
-        """Unmap the file as soon as the row has no more references."""
-        self._mapped = None
-
-
-class UploadCache:
-    """Storage of uploads: up to `memory_bytes` in memory, the others in a folder.
-
-    Without a folder all uploads are kept in memory. Files of an earlier process are removed from the folder.
-    """
-
-    def __init__(self, folder: Path | None, *, row_bytes: int, memory_bytes: float) -> None:
-        self._folder = folder
-        self._row_bytes = row_bytes
-        self._memory_bytes = memory_bytes
-        self._held = 0
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-            with writing(folder):
-                folder.mkdir(parents=True)
-
-    def keep(self, child: str, r: int, row: Row, *, loss: float) -> CachedUpload:
-        """Copy an upload. Raises StorageFailed if the file cannot be written."""
-        if (folder := self._folder_beyond_memory()) is None:
-            self._held += self._row_bytes
-            return CachedUpload(child, r, loss, row=row.copy(), path=None)
-        path = folder / f"{child}@{r}"
-        _write(path, row)
-        return CachedUpload(child, r, loss, row=None, path=path)
-
-    def drop(self, kept: CachedUpload) -> None:
-        """Remove an upload."""
-        if kept.in_memory:
-            self._held -= self._row_bytes
-        if kept.path is not None:
-            kept.path.unlink(missing_ok=True)
-
-    def save(self, folder: Path, uploads: Iterable[CachedUpload]) -> None:
-        """Save uploads to another folder by hard links; a written file never changes."""
-        for kept in uploads:
-            if kept.path is None and self._folder is not None:
-                _write(self._folder / kept.name, kept.row)
-                kept.path = self._folder / kept.name
-            if kept.path is None:
-                _write(folder / kept.name, kept.row)
-            else:
-                _link(kept.path, folder / kept.name)
-
-    def restore(self, folder: Path, child: str, r: int, *, loss: float) -> CachedUpload:
-        """Restore a saved upload. Raises OSError, or ValueError if its size differs."""
-        path = folder / f"{child}@{r}"
-        if path.stat().st_size != self._row_bytes:
-            raise ValueError(f"{path} is not a model of {self._row_bytes} bytes")
-        if (own := self._folder_beyond_memory()) is None:
-            return self.keep(child, r, np.fromfile(path, np.uint8), loss=loss)
-        _link(path, own / path.name)
-        return CachedUpload(child, r, loss, row=None, path=own / path.name)
-
-    def _folder_beyond_memory(self) -> Path | None:
-        return None if self._held + self._row_bytes <= self._memory_bytes else self._folder
-
-
-def _write(path: Path, row: Row) -> None:
-    partial = path.with_name(path.name + PARTIAL)
-    with writing(path):
-        with partial.open("wb") as file:  # not synced: the files of an earlier process are removed
-            file.write(row.data)
-        os.replace(partial, path)
-
-
-def _link(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except FileExistsError:
-        pass  # of a restoration that failed; a written file never changes
-    except OSError:  # another file system, or one without hard links
-        shutil.copyfile(source, target)

@@ -7,20 +7,18 @@ The papers leave the propellers' weights and offsets and the schedule of dynamic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, TypeAlias
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt
 
-from common.experiment.methods import Rounds, RuleUse
-from common.experiment.tables import Count, Fraction
-from common.lazy import np, npt
-from common.methods.mixing import Mixture, Mixtures, whole
-from common.methods.multi_model import MultiModelRule, MultiModelSettings, first_stage_advice
-from common.methods.rule import MixingPlan, Planner, Rule, RuleContext, Uploads
-from common.methods.statistics import Gram, gram_by_entry, manhattan_KK
-from common.model.layout import ModelLayout
+from fedstrata.common.experiment.methods import RuleUse
+from fedstrata.common.lazy import np, npt
+from fedstrata.common.methods.multi_model import MixingRound, TwoStageRule
+from fedstrata.common.methods.statistics import Gram
+
+Doubles: TypeAlias = "npt.NDArray[np.float64]"
 
 LEAST_ALPHA: Final = 0.5
 UNMIXED_ALPHA: Final = 0.99  # from which the models hardly mix
@@ -28,7 +26,7 @@ PROPELLER_ALPHA_MOST: Final = 0.9  # from which propellers have no measurable ef
 RECENTRE_ALPHA_MOST: Final = 0.9  # above which recentred models diverge from each other
 
 
-class FedCross(MultiModelSettings):
+class FedCross(TwoStageRule):
     """K models, each mixed with a partner: w_j = alpha v_j + (1 - alpha) v_co(j).
 
     In the first stage all models become their mean. Propellers take rounds 0 .. propeller_rounds - 1, dynamic alpha the
@@ -41,15 +39,21 @@ class FedCross(MultiModelSettings):
     # Between whole models; `pairwise` by state entries. Of distances, the smaller is the more similar.
     similarity: Literal["cosine", "sum_norm", "pairwise", "euclidean", "manhattan"] = "cosine"
     normalise: bool = False  # of `pairwise`: the mean over the pairs in place of their sum; the ranking is the same
-    propeller_rounds: Rounds = 0  # first rounds, in which each model mixes with several partners in order
-    propellers: Count = 2  # partners in those rounds, at most K - 1
-    propeller_alpha: Fraction | None = None  # own weight in those rounds; not set: 1 / (propellers + 1)
-    dynamic_alpha_rounds: Rounds = 0  # the rounds after those, in which alpha rises from 0.5 to `alpha`
-    # First rounds, in which all models become their mean; it takes precedence.
-    first_stage_rounds: Rounds = 0
+    propeller_rounds: NonNegativeInt = 0  # first rounds, in which each model mixes with several partners in order
+    propellers: Annotated[int, Field(ge=1)] = 2  # partners in those rounds, at most K - 1
+    # Own weight in those rounds; not set: 1 / (propellers + 1).
+    propeller_alpha: Annotated[float, Field(gt=0, le=1)] | None = None
+    dynamic_alpha_rounds: NonNegativeInt = 0  # the rounds after those, in which alpha rises from 0.5 to `alpha`
 
-    def build(self, context: RuleContext) -> Rule:
-        return MultiModelRule(self, context, planner(self, context))
+    def plan(self, now: MixingRound) -> tuple[Doubles, dict[str, object]]:
+        """Return W: alpha for the own upload, the rest in equal parts for the partners of each model."""
+        found = stage(self, now.r, now.count)
+        if found.similar:
+            partners = [by_similarity(similarity(self, now), lowest=self.strategy == "lowest")]
+        else:
+            partners = [in_order(now.r, now.count, place) for place in range(found.partners)]
+        facts = {"stage": found.name, "alpha": found.alpha, "partners": partners}
+        return mixing_matrix(found, partners, now.count), facts
 
     @property
     def mixes(self) -> bool:
@@ -59,7 +63,6 @@ class FedCross(MultiModelSettings):
     def advice(self, use: RuleUse) -> Iterator[str]:
         """Yield what has no effect, too."""
         key = f"{use.key}.aggregation"
-        yield from first_stage_advice(use.key, self.first_stage_rounds, use.rounds)
         if self.alpha == 1.0:
             yield f"{key}.alpha = 1.0: the models are never mixed; the rule `independent` does the same."
         if self.propeller_rounds and (self.propeller_alpha or 0) >= PROPELLER_ALPHA_MOST:
@@ -93,27 +96,6 @@ class FedCrossStage:
     similar: bool
 
 
-def planner(settings: FedCross, context: RuleContext) -> Planner:
-    """Return what decides a node's rounds."""
-    layout = context.layout
-
-    def decide(r: int, uploads: Uploads, compare: Callable[[], Gram]) -> MixingPlan:
-        if r < settings.first_stage_rounds:
-            return (), {"stage": "first"}
-        count = len(uploads.children)
-        found = stage(settings, r, count)
-        if found.similar:
-            products = compare()  # the spread needs them anyway
-            similarity_KK = similarity(settings, uploads.rows_K, products, layout=layout, release=uploads.release)
-            partners = [by_similarity(similarity_KK, lowest=settings.strategy == "lowest")]
-        else:
-            partners = [in_order(r, count, place) for place in range(found.partners)]
-        facts: dict[str, object] = {"stage": found.name, "alpha": found.alpha, "partners": partners}
-        return whole(layout, plan(found, partners, count)), facts
-
-    return decide
-
-
 def stage(settings: FedCross, r: int, count: int) -> FedCrossStage:
     """Return the stage of `count` models in round r (0-based, never reset), after any first stage."""
     similar = settings.strategy != "in_order"
@@ -134,7 +116,7 @@ def in_order(r: int, count: int, place: int = 0) -> list[int]:
     return [(j + offset) % count for j in range(count)]
 
 
-def by_similarity(similarity_KK: npt.NDArray[np.float64], *, lowest: bool) -> list[int]:
+def by_similarity(similarity_KK: Doubles, *, lowest: bool) -> list[int]:
     """Return each model's least or most similar other model.
 
     Ties are resolved as in the authors' code: (j+1) mod K first, then the lowest index.
@@ -150,15 +132,9 @@ def by_similarity(similarity_KK: npt.NDArray[np.float64], *, lowest: bool) -> li
     return chosen
 
 
-def similarity(
-    settings: FedCross,
-    rows_K: npt.NDArray[np.uint8],
-    products: Gram,
-    *,
-    layout: ModelLayout,
-    release: Callable[[], None] = lambda: None,
-) -> npt.NDArray[np.float64]:
-    """Return sim(v_i, v_j) [K, K] of rows [K, row_bytes]; of distances the negative. `products`: of whole models."""
+def similarity(settings: FedCross, now: MixingRound) -> Doubles:
+    """Return sim(v_i, v_j), float64 [K, K], of whole models; of distances the negative."""
+    products = now.products  # the spread needs them anyway
     match settings.similarity:
         case "cosine":
             return products.cosines_KK()
@@ -167,11 +143,11 @@ def similarity(
         case "euclidean":
             return -products.apart_KK()
         case "manhattan":
-            return -manhattan_KK([row[: layout.parameters] for row in layout.floats(rows_K)], release=release)
-    return pairwise(gram_by_entry(rows_K, layout, release=release), normalise=settings.normalise)
+            return -now.manhattan_KK
+    return pairwise(now.products_by_entry, normalise=settings.normalise)
 
 
-def pairwise(entries: Sequence[Gram], *, normalise: bool) -> npt.NDArray[np.float64]:
+def pairwise(entries: Sequence[Gram], *, normalise: bool) -> Doubles:
     """Return the similarity of the authors' code: the sum of the cosines of pairs of the state's entries.
 
     The last term counts twice: it is the leftover entry of an odd number, else the last pair. `normalise` divides by
@@ -184,13 +160,9 @@ def pairwise(entries: Sequence[Gram], *, normalise: bool) -> npt.NDArray[np.floa
     return total_KK / (len(pairs) + 1) if normalise else total_KK
 
 
-def plan(found: FedCrossStage, partners: Sequence[Sequence[int]], count: int) -> Mixtures:
-    """Return W [K, K]: alpha for the own model, the rest in equal parts for the partners of each model."""
-    mixtures = []
-    for j in range(count):
-        weights_K = np.zeros(count)
-        weights_K[j] = found.alpha
-        for others in partners:
-            weights_K[others[j]] += (1 - found.alpha) / len(partners)
-        mixtures.append(Mixture.of(weights_K) if partners else Mixture.copy(j))
-    return tuple(mixtures)
+def mixing_matrix(found: FedCrossStage, partners: Sequence[Sequence[int]], count: int) -> Doubles:
+    """Return W, float64 [K, K], for the partners of each model, by their place."""
+    weights_KK = np.eye(count) * (found.alpha if partners else 1.0)
+    for others in partners:
+        weights_KK[np.arange(count), others] += (1 - found.alpha) / len(partners)
+    return weights_KK

@@ -14,15 +14,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from common.errors import InvalidExperiment
-from common.experiment.data import Model
-from common.experiment.methods import RuleSettings, Weights
-from common.experiment.training import TrainingSettings
-from common.lazy import np
-from common.methods.column_rule import ColumnRule, Columns, RoundFacts
-from common.methods.rule import Rule, RuleContext
-from common.methods.single_model import single_model
-from common.methods.statistics import Doubles
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.methods import RuleSettings, Weights
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.training import TrainingSettings
+from fedstrata.common.lazy import np
+from fedstrata.common.methods.column_rule import ColumnRule, Columns, RoundFacts
+from fedstrata.common.methods.rule import Rule, RuleContext
+from fedstrata.common.methods.single_model import single_model
+from fedstrata.common.methods.statistics import Doubles
 
 
 class FedNova(RuleSettings):
@@ -33,8 +33,9 @@ class FedNova(RuleSettings):
     name: Literal["fednova"] = "fednova"  # the rule
     weights: Weights = "data"  # of the mean: shares of the samples, or 1/K
 
-    def check_training(self, key: str, model: Model, training: TrainingSettings) -> None:
+    def check_experiment(self, key: str, experiment: Experiment) -> None:
         """Check that the gradients' weights are known. Raises InvalidExperiment."""
+        training = experiment.training
         if not training.by_sgd:
             problem = "fednova weighs the gradients of SGD"
             raise InvalidExperiment("training.optimizer.name", training.optimizer.name, problem, "Use sgd.")

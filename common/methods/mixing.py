@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Final, TypeAlias, TypeVar
 
-from common.lazy import np, npt
-from common.model.layout import Entry, ModelLayout, Row, Section
+from fedstrata.common.lazy import np, npt
+from fedstrata.common.model.layout import Entry, ModelLayout, Row, Section
 
 Floats: TypeAlias = "npt.NDArray[np.float32]"
 Result = TypeVar("Result")
@@ -156,7 +156,7 @@ def recentre(rows: Sequence[Row], received: Row, *, layout: ModelLayout) -> None
             offset += target[columns]
             model[columns] = offset
 
-    over(list(cut(0, parameters)), move)
+    by_block(parameters, move)
     for row, model in zip(rows, models, strict=True):
         model[parameters:] = target[parameters:]
         layout.integers(row)[:] = layout.integers(received)
@@ -165,6 +165,16 @@ def recentre(rows: Sequence[Row], received: Row, *, layout: ModelLayout) -> None
 def cut(start: int, stop: int, width: int = COLUMNS) -> Iterator[slice]:
     """Return the columns start .. stop as blocks of `width`, the last one shorter."""
     return (slice(at, min(at + width, stop)) for at in range(start, stop, width))
+
+
+def by_block(
+    columns: int, work: Callable[[slice], Result], *, release: Callable[[], None] = lambda: None
+) -> list[Result]:
+    """Return the results of `work` for each block of the columns 0 .. `columns`, in order; threads share the blocks.
+
+    `work` reads and writes its own columns alone. `release` is called every few blocks: see `Uploads.release`.
+    """
+    return over(list(cut(0, columns)), work, release=release)
 
 
 def over(

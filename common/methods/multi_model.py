@@ -7,26 +7,34 @@ trained. The model dispatched to a child that fails is used as its upload (fallb
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal, TypeAlias
 
-from common.experiment.methods import RuleSettings, RuleUse, Weights
-from common.lazy import np, npt
-from common.methods import mixing
-from common.methods.mixing import MixedColumns, Mixture, whole
-from common.methods.rule import Aggregated, Dispatched, MixingPlan, Planner, Rule, RuleContext, Uploads
-from common.methods.statistics import Doubles, Gram, gram, spread
-from common.model.layout import Row
-from common.randomness import Purpose, generator
+from fedstrata.common.experiment import own
+from fedstrata.common.experiment.methods import Rounds, RuleSettings, RuleUse, Weights
+from fedstrata.common.experiment.tables import Positive
+from fedstrata.common.lazy import np, npt
+from fedstrata.common.methods import mixing
+from fedstrata.common.methods.mixing import Floats, MixedColumns, Mixture, whole
+from fedstrata.common.methods.rule import KEY, SUM_TOLERANCE, Aggregated, Dispatched, Rule, RuleContext, Uploads
+from fedstrata.common.methods.statistics import Doubles, Gram, gram_by_entry, manhattan_KK, spread
+from fedstrata.common.model.layout import Entry, Row
 
 OnNewModel = Literal["reset", "recentre"]
+
+Mixed: TypeAlias = "npt.NDArray[np.float64] | npt.NDArray[np.int64]"
+Layers: TypeAlias = "Sequence[tuple[Sequence[Entry], Mixed]]"
+MixingPlan: TypeAlias = "Mixed | Layers | tuple[Mixed | Layers | None, Mapping[str, object]] | None"
 
 FAST_LEARNING_RATE: Final = 0.1
 
 
-class MultiModelSettings(RuleSettings):
-    """K models, one for each child that takes part."""
+class MixingRule(RuleSettings):
+    """Base of the rules of K models, one for each child that takes part: keys, and how the models are mixed."""
 
     several: ClassVar[bool] = True
 
@@ -34,6 +42,23 @@ class MultiModelSettings(RuleSettings):
     # How an institution's K models start its next global round: all from the model received, or each at its old offset
     # from their mean.
     on_new_model: OnNewModel = "reset"
+
+    def plan(self, now: MixingRound) -> MixingPlan:
+        """Return how a round's uploads become the next K models, and if you like facts for the published plan.
+
+        W, float64 [K, K], whose rows sum to 1: model j becomes sum_k W[j, k] v_k. Or an int array [K]: model j becomes
+        v_k of its number. Or a list of pairs: entries of the layout, and either of these for them alone; each entry is
+        in one pair. None: all models become the mean. Facts: what JSON can hold, in a tuple with the former.
+        """
+        raise NotImplementedError
+
+    def build(self, context: RuleContext) -> Rule:
+        return MultiModelRule(self, context)
+
+    @property
+    def acts_from(self) -> int:
+        """The second round: in the first one all models begin alike."""
+        return 2
 
     @property
     def mixes(self) -> bool:
@@ -69,49 +94,123 @@ class MultiModelSettings(RuleSettings):
         if use.depth and self.on_new_model == "recentre" and not use.alone:
             yield from self.recentred(key)
 
+    def first_stage_advice(self, use: RuleUse, first_stage_rounds: int) -> Iterator[str]:
+        """Yield a warning if all rounds belong to a first stage, in which all models become their mean."""
+        if 0 < use.rounds <= first_stage_rounds:
+            yield (
+                f"{use.key}.aggregation.first_stage_rounds = {first_stage_rounds}: all {use.rounds} rounds belong to"
+                " the first stage, which is the same as fedavg."
+            )
+
     def recentred(self, key: str) -> Iterator[str]:
         """Yield what recentred models do to the rule."""
         yield f"{key}.on_new_model = 'recentre': hurts {self.name} (fedmr on digits: 85 % against 93 %)."
 
 
-def first_stage_advice(key: str, first_stage_rounds: int, rounds: int) -> Iterator[str]:
-    """Yield a warning if all rounds belong to the first stage."""
-    if 0 < rounds <= first_stage_rounds:
-        yield (
-            f"{key}.aggregation.first_stage_rounds = {first_stage_rounds}: all {rounds} rounds belong to the first"
-            " stage, which is the same as fedavg."
-        )
+class TwoStageRule(MixingRule):
+    """K models that are mixed after a first stage, in which all become their mean.
+
+    It ends before round `first_stage_rounds`, or with the first round whose training loss is small enough.
+    """
+
+    first_stage_rounds: Rounds = 0  # first rounds, in which all models become their mean
+    # Training loss, the mean over the uploads, that ends these rounds early: those of a round with less are mixed.
+    first_stage_loss: Positive | None = None
+
+    @property
+    def compares_losses(self) -> bool:
+        """Whether a loss ends the first stage."""
+        return self.first_stage_loss is not None
+
+    @property
+    def remembers(self) -> bool:
+        """Whether it does, or the offsets of the models persist."""
+        return self.compares_losses or super().remembers
+
+    @property
+    def acts_from(self) -> int:
+        """The second round after the first stage, at least."""
+        return 2 if self.compares_losses else self.first_stage_rounds + 2
+
+    def advice(self, use: RuleUse) -> Iterator[str]:
+        """Yield a warning for a run that is a first stage, too, and for a loss that ends none."""
+        key = f"{use.key}.aggregation"
+        if self.first_stage_loss is not None and not self.first_stage_rounds:
+            problem = "there is no first stage to end. Set first_stage_rounds, its most rounds."
+            yield f"{key}.first_stage_loss = {self.first_stage_loss}: {problem}"
+        elif 0 < use.rounds <= self.first_stage_rounds and not self.compares_losses:
+            yield (
+                f"{key}.first_stage_rounds = {self.first_stage_rounds}: all {use.rounds} rounds belong to the first"
+                " stage, which is the same as fedavg."
+            )
+        yield from super().advice(use)
 
 
-class Independent(MultiModelSettings):
+@dataclass(frozen=True)
+class MixingRound:
+    """One round of K models at a node: their uploads, and what a plan may compare of them.
+
+    `r`: the node's round, from 0, never reset. `uploads`: row k is the upload of model k; where a child failed, it is
+    the model that was sent.
+    """
+
+    r: int
+    uploads: Uploads
+    context: RuleContext
+
+    @property
+    def count(self) -> int:
+        """K."""
+        return len(self.uploads.children)
+
+    @property
+    def floats_KF(self) -> Floats:
+        """The uploads' parameters and buffers, float32 [K, F]; the first `context.layout.parameters` are trained."""
+        return self.context.layout.floats(self.uploads.rows_K)
+
+    @cached_property
+    def products(self) -> Gram:
+        """The inner products of the uploads' trainable columns, computed when first used."""
+        rows = list(self.floats_KF[:, : self.context.layout.parameters])
+        return Gram.of(rows, rows[0], release=self.uploads.release)
+
+    @cached_property
+    def products_by_entry(self) -> list[Gram]:
+        """The inner products of each entry of the state, in the order of `layout.in_state_order`."""
+        return gram_by_entry(self.uploads.rows_K, self.context.layout, release=self.uploads.release)
+
+    @cached_property
+    def manhattan_KK(self) -> Doubles:
+        """The sums of the absolute differences of trainable columns, float64 [K, K]."""
+        rows = list(self.floats_KF[:, : self.context.layout.parameters])
+        return manhattan_KK(rows, release=self.uploads.release)
+
+
+class Independent(MixingRule):
     """K models that are never mixed: the baseline that separates mixing from averaging."""
 
     name: Literal["independent"] = "independent"  # the rule
 
-    def build(self, context: RuleContext) -> Rule:
-        def unmixed(r: int, uploads: Uploads, compare: Callable[[], Gram]) -> MixingPlan:
-            return whole(context.layout, [Mixture.copy(k) for k in range(len(uploads.children))]), {"stage": "unmixed"}
-
-        return MultiModelRule(self, context, unmixed)
+    def plan(self, now: MixingRound) -> MixingPlan:
+        """Keep each model."""
+        return np.arange(now.count), {"stage": "unmixed"}
 
 
 class MultiModelRule(Rule):
     """K models at one node; equal models are stored once."""
 
-    def __init__(self, settings: MultiModelSettings, context: RuleContext, planner: Planner) -> None:
+    def __init__(self, settings: MixingRule, context: RuleContext) -> None:
         layout = context.layout
         self._settings = settings
-        self._measures = context.measures
+        self._context = context
         self._layout = layout
-        self._node = context.node
-        self._seed = context.seed
         self._memory = context.rows
-        self._planner = planner
         self._mean = layout.empty()
         self._start: Row = self._mean  # the common value of all models while they are equal
         self._rows: npt.NDArray[np.uint8] | None = None
         self._distinct = False
         self._mixed: Mixture | None = None
+        self._in_first_stage = isinstance(settings, TwoStageRule)
 
     @property
     def reads_start(self) -> bool:
@@ -142,7 +241,7 @@ class MultiModelRule(Rule):
 
     def dispatch(self, r: int, children: Sequence[str]) -> Dispatched:
         """Return model j for the j-th of the children in a random order, or the one model while all are equal."""
-        order = generator(self._seed, Purpose.DISPATCH, self._node, r).permutation(len(children))
+        order = self._context.chance(r, "dispatch").permutation(len(children))
         dealt = [children[place] for place in order]
         if not self._distinct:
             return [(self._start, dealt)]
@@ -150,7 +249,7 @@ class MultiModelRule(Rule):
 
     def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
         """Mix the uploads into the next models and compute their mean."""
-        layout, count, answered = self._layout, len(uploads.children), uploads.answered
+        count, answered = len(uploads.children), uploads.answered
         for k, row in enumerate(self._models(count)):
             if k not in answered:
                 uploads.rows_K[k] = row
@@ -159,20 +258,14 @@ class MultiModelRule(Rule):
         if self._settings.weights == "data":  # a fallback model has none
             weights_K[:] = 0.0
             weights_K[list(answered)] = statistics.shares_K
-        products: Gram | None = None
-
-        def compare() -> Gram:
-            nonlocal products
-            if products is None:
-                trainable = list(layout.floats(uploads.rows_K)[:, : layout.parameters])
-                products = gram(trainable, trainable[0], release=uploads.release)
-            return products
-
-        # Without a plan all models become the mean.
-        plan, facts = self._planner(r, uploads, compare) if count > 1 else ((), {"stage": "one model"})
-        if self._measures or self._settings.weights == "data":
-            compare()
-        apart = self._mix(plan, weights_K, products, uploads)
+        now = MixingRound(r, uploads, self._context)
+        parts: list[_Part] = []  # without any all models become the mean
+        facts: Mapping[str, object] = {"stage": "one model" if count == 1 else "first"}
+        if not self._first_stage(r, loss) and count > 1:
+            parts, facts = self._planned(now)
+        compares = self._context.measures or self._settings.weights == "data" or "products" in vars(now)
+        products = now.products if compares else None
+        apart = self._mix(parts, weights_K, products, uploads)
         distances: dict[str, float] = {}
         if products is not None:
             distances_K = products.distances(weights_K)
@@ -180,39 +273,76 @@ class MultiModelRule(Rule):
         fallback = [child for k, child in enumerate(uploads.children) if k not in answered]
         return Aggregated(loss, distances, apart, {**facts, "fallback_models": fallback})
 
-    def _mix(self, plan: Sequence[MixedColumns], weights_K: Doubles, products: Gram | None, uploads: Uploads) -> float:
-        """Write the mean and the next models; return their spread. Without a plan all models become the mean."""
+    def _first_stage(self, r: int, loss: float | None) -> bool:
+        """Return whether a round belongs to the first stage; what has ended stays so."""
+        settings = self._settings
+        if self._in_first_stage and isinstance(settings, TwoStageRule):
+            reached = settings.first_stage_loss is not None and loss is not None and loss <= settings.first_stage_loss
+            self._in_first_stage = r < settings.first_stage_rounds and not reached
+        return self._in_first_stage
+
+    def _planned(self, now: MixingRound) -> tuple[list[_Part], Mapping[str, object]]:
+        """Return the settings' plan, none if all models become the mean, and its facts. Raises InvalidExperiment."""
+        plan, name = self._settings.plan, self._settings.name
+        with own.guarded({KEY: name}):
+            found: Any = plan(now)
+        mixing, facts = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
+        own.kept(KEY, name, facts, "the facts of `plan` are", at=own.place(plan))
+        entries = self._layout.entries
+        try:
+            if mixing is None:
+                return [], facts
+            if isinstance(mixing, np.ndarray):
+                return [_Part.of(entries, mixing, now.count)], facts
+            if not isinstance(mixing, Sequence) or not all(isinstance(each, tuple) for each in mixing):
+                raise ValueError(f"returns {type(mixing).__name__}, not an array")
+            parts = [_Part.of(chosen, each, now.count) for chosen, each in mixing]
+            names = Counter(entry.name for chosen, _ in mixing for entry in chosen)
+            for entry in entries:
+                if names[entry.name] != 1:
+                    raise ValueError(f"mixes {entry.name} {names[entry.name]} times")
+        except (AttributeError, TypeError, ValueError) as error:
+            remedy = (
+                f"Return an array [{now.count}, {now.count}] whose rows sum to 1, or one for each part of the layout."
+            )
+            own.refuse(KEY, name, f"plan {error}{own.place(plan)}", remedy)
+        return parts, facts
+
+    def _mix(self, parts: Sequence[_Part], weights_K: Doubles, products: Gram | None, uploads: Uploads) -> float:
+        """Write the mean and the next models; return their spread. Without parts all models become the mean."""
         mean, count = Mixture.of(weights_K), len(weights_K)
         rows: list[Row] = []
-        if plan:
+        if parts:
             if self._rows is None or len(self._rows) != count:
                 self._rows = self._memory("models", count)
             rows = list(self._rows)
-        self._start, self._distinct, self._mixed = self._mean, bool(plan), None
-        parts = [part.with_first(mean) for part in plan] or whole(self._layout, [mean])
+        self._start, self._distinct, self._mixed = self._mean, bool(parts), None
+        plan = [part.columns.with_first(mean) for part in parts] or whole(self._layout, [mean])
         out = [self._mean, *rows]
-        mixing.apply(parts, uploads.rows_K, layout=self._layout, out=out, release=uploads.release)
-        if not plan:
+        mixing.apply(plan, uploads.rows_K, layout=self._layout, out=out, release=uploads.release)
+        if not parts:
             return 0.0
-        if products is None:  # every upload has equal total weight in the next models, so their mean is the same
-            parameters, floats = self._layout.parameters, self._layout.floats
-            return spread([floats(row)[:parameters] for row in rows], floats(self._mean)[:parameters])
-        mixing_KK = np.array([mixture.dense(count) for mixture in plan[0].mixtures])
-        if not np.allclose(mixing_KK.mean(axis=0), weights_K, rtol=0, atol=1e-12):
+        if not all(np.allclose(part.mixing_KK.mean(axis=0), weights_K, rtol=0, atol=1e-12) for part in parts):
             self._mixed = Mixture.of([1 / count] * count)
-        return products.spread(mixing_KK)  # several parts are permutations, which do not change the spread
+        if products is not None and (len(parts) == 1 or all(part.permutes for part in parts)):
+            return products.spread(parts[0].mixing_KK)  # permutations do not change the spread
+        mixed, parameters, floats = self.mixed, self._layout.parameters, self._layout.floats
+        centre = self._mean if mixed is None else mixed
+        return spread([floats(row)[:parameters] for row in rows], floats(centre)[:parameters])
 
     def save(self, folder: Path) -> dict[str, object]:
         """Write the models, unless they are all equal to the model that is saved with this state."""
+        stage = {"first_stage": self._in_first_stage}
         if not self._distinct or self._rows is None:
-            return {"models": 0}
+            return {"models": 0, **stage}
         with (folder / "models.bin").open("wb") as file:
             for row in self._rows:
                 file.write(row.data)
-        return {"models": len(self._rows)}
+        return {"models": len(self._rows), **stage}
 
     def restore(self, folder: Path, facts: Mapping[str, Any]) -> None:
         """Read the models."""
+        self._in_first_stage = facts["first_stage"]
         count: int = facts["models"]
         self._distinct = count > 0
         if count:
@@ -228,3 +358,39 @@ class MultiModelRule(Rule):
         if len(self._rows) != count:
             raise ValueError(f"{count} children take part, but there are {len(self._rows)} models")
         return list(self._rows)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Some columns of the next models, and `found`, float64 [K, K] or int64 [K]: the uploads that they are made of."""
+
+    columns: MixedColumns
+    found: npt.NDArray[Any]
+
+    @classmethod
+    def of(cls, entries: Sequence[Entry], found: Any, count: int) -> _Part:
+        """Return the part of a plan. Raises ValueError, with what is wrong with its numbers."""
+        values = np.asarray(found)
+        if values.dtype.kind in "iu" and values.ndim == 1:
+            if values.shape != (count,) or not ((values >= 0) & (values < count)).all():
+                raise ValueError(f"returns {values.tolist()!r:.60} for {count} numbers of uploads")
+            return cls(MixedColumns.of(tuple(map(Mixture.copy, values.tolist())), entries), values)
+        if values.shape != (count, count):
+            raise ValueError(f"returns {list(values.shape)} for {[count, count]} weights")
+        weights_KK = values.astype(np.float64)
+        if not np.isfinite(weights_KK).all():
+            raise ValueError("computes weights that are not finite")
+        if (wrong := np.abs(weights_KK.sum(axis=1) - 1) > SUM_TOLERANCE).any():
+            row = int(wrong.argmax())
+            raise ValueError(f"returns weights of sum {weights_KK[row].sum():.6g} for model {row}")
+        return cls(MixedColumns.of(tuple(map(Mixture.of, weights_KK)), entries), weights_KK)
+
+    @property
+    def mixing_KK(self) -> Doubles:
+        """The weights, float64 [K, K]."""
+        return self.found if self.found.ndim == 2 else np.eye(len(self.found))[self.found]
+
+    @property
+    def permutes(self) -> bool:
+        """Whether each upload is used once, as it is."""
+        return self.found.ndim == 1 and len(set(self.found.tolist())) == len(self.found)

@@ -21,14 +21,14 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from common.errors import InvalidExperiment
-from common.experiment.methods import RuleSettings, Weights
-from common.experiment.tables import Positive
-from common.lazy import np
-from common.methods.column_rule import ColumnRule, Columns, RoundFacts
-from common.methods.rule import Rule, RuleContext
-from common.methods.single_model import OneModel, SteppedRule, single_model
-from common.methods.statistics import Doubles
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.methods import RuleSettings, Weights
+from fedstrata.common.experiment.tables import Positive
+from fedstrata.common.lazy import np
+from fedstrata.common.methods.column_rule import ColumnRule, Columns, RoundFacts
+from fedstrata.common.methods.rule import Rule, RuleContext
+from fedstrata.common.methods.single_model import OneModel, SteppedRule, single_model
+from fedstrata.common.methods.statistics import Doubles
 
 
 class StepSettings(RuleSettings):

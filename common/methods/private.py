@@ -9,8 +9,11 @@
 The noise of a mean is that of one upload, of the largest weight. C is fixed, or follows the quantile g of the lengths
 (Andrew et al. 2021, Algorithm 1), with m uploads and b_k = 1 where ||d_k|| <= C:
 
-    s = max(m / 20, z)    share = 1/2 + (sum of (b_k - 1/2) + N(0, s^2)) / m    C = C exp(-rate (share - g))
-    z of the updates = (z^-2 - (2 s)^-2)^(-1/2), so that updates and count together cost what z costs
+    s = max(m / 20, 2 z)    share = (sum of b_k + N(0, s^2)) / m    C = C exp(-rate (share - g))
+    z of the updates = (z^-2 - s^-2)^(-1/2), so that updates and count together cost what z costs
+
+A neighbour has a zero update in place of one child's. That is within every bound, so the count's sensitivity is 1. In
+the paper a neighbour lacks the child, and the sum of b_k - 1/2 has sensitivity 1/2: then the count costs a quarter.
 """
 
 from __future__ import annotations
@@ -22,18 +25,19 @@ from math import exp, sqrt
 from pathlib import Path
 from typing import Any, Final
 
-from common.errors import InvalidExperiment
-from common.experiment.methods import Weights
-from common.experiment.privacy import PrivacySettings
-from common.lazy import np
-from common.methods.mixing import Floats, cut, over
-from common.methods.rule import Aggregated, Rule, Uploads, WrappedRule
-from common.methods.statistics import Doubles
-from common.model.layout import ModelLayout, Row
-from common.randomness import Noise, Purpose, SecretNoise, SeededNoise, secret_key
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.methods import Weights
+from fedstrata.common.experiment.privacy import PrivacySettings
+from fedstrata.common.lazy import np
+from fedstrata.common.methods.mixing import Floats, by_block, cut
+from fedstrata.common.methods.rule import Aggregated, Rule, Uploads, WrappedRule
+from fedstrata.common.methods.statistics import Doubles
+from fedstrata.common.model.layout import ModelLayout, Row
+from fedstrata.common.randomness import Noise, Purpose, SecretNoise, SeededNoise, secret_key
 
 BOUND: Final = "privacy_clip_norm"  # among the facts of a rule's state
 COUNT_SHARE: Final = 20  # uploads for each unit of the count's noise
+COUNT_LEAST: Final = 2  # of the multiplier: the count then costs at most a quarter of it
 
 
 def no_secret() -> bytes:
@@ -143,14 +147,17 @@ class PrivateRule(WrappedRule):
         for vector, origin, length in zip(own, origins, found, strict=True):
             if length > bound:
                 shorten(vector, origin, bound / length, release=uploads.release)
-        counted = max(len(own) / COUNT_SHARE, z) if z and self._settings.quantile is not None else 0.0
-        std = bound * (z / sqrt(1 - (z / (2 * counted)) ** 2) if counted else z)
+        counted = 0.0
+        if z and self._settings.quantile is not None:
+            counted = max(len(own) / COUNT_SHARE, COUNT_LEAST * z)
+            z /= sqrt(1 - (z / counted) ** 2)
+        std = bound * z
         noisy = own if self._mean is None else [own[np.argmax(uploads.statistics.weights_K(self._mean))]]
         for vector in noisy:
             add_noise(vector, noise, std, release=uploads.release)
         if self._settings.quantile is not None:
-            above = sum((length <= bound) - 0.5 for length in found) + counted * float(noise.normals(1)[0])
-            share = 0.5 + above / len(found)
+            within = sum(length <= bound for length in found)
+            share = (within + counted * float(noise.normals(1)[0])) / len(found)
             self._bound = bound * exp(-self._settings.quantile_rate * (share - self._settings.quantile))
         done = self._rule.aggregate(r, uploads)
         facts = {**done.facts, "clip_norm": bound, "noise": std}
@@ -190,7 +197,7 @@ def lengths(
         return np.array(squares)
 
     size = len(vectors[0][0]) if vectors else 0
-    squares = over(list(cut(0, size)), block, release=release)
+    squares = by_block(size, block, release=release)
     found: list[float] = np.sqrt(np.sum(squares, axis=0)).tolist() if squares else [0.0] * len(vectors)
     return found
 
@@ -202,4 +209,4 @@ def shorten(own: Floats, origin: Floats | None, share: float, *, release: Callab
         start = np.float64(0) if origin is None else origin[columns].astype(np.float64)
         own[columns] = start + share * (own[columns] - start)
 
-    over(list(cut(0, len(own))), block, release=release)
+    by_block(len(own), block, release=release)

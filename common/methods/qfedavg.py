@@ -14,12 +14,12 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from common.experiment.methods import RuleSettings
-from common.lazy import np
-from common.methods.column_rule import ColumnRule, Columns, RoundFacts
-from common.methods.rule import Rule, RuleContext
-from common.methods.single_model import single_model
-from common.methods.statistics import Doubles
+from fedstrata.common.experiment.methods import RuleSettings
+from fedstrata.common.lazy import np
+from fedstrata.common.methods.column_rule import ColumnRule, Columns, RoundFacts
+from fedstrata.common.methods.rule import Rule, RuleContext
+from fedstrata.common.methods.single_model import single_model
+from fedstrata.common.methods.statistics import Doubles
 
 LOSS_LEAST: Final = 1e-10
 

@@ -13,16 +13,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from common.experiment.methods import RuleSettings
-from common.experiment.training import TrainingSettings
-from common.lazy import np, npt
-from common.methods.mixing import Floats, MixedColumns
-from common.methods.selection import Choose
-from common.methods.statistics import Gram, Statistics, TrainingReport
-from common.model.layout import LinkLayouts, ModelLayout, Row
-from common.model.refinement import Refiner
+from fedstrata.common.experiment.methods import RuleSettings
+from fedstrata.common.experiment.training import TrainingSettings
+from fedstrata.common.lazy import np, npt
+from fedstrata.common.methods.mixing import Floats
+from fedstrata.common.methods.selection import Choose
+from fedstrata.common.methods.statistics import Statistics, TrainingReport
+from fedstrata.common.model.layout import LinkLayouts, ModelLayout, Row
+from fedstrata.common.model.refinement import Refiner
+from fedstrata.common.randomness import Purpose, generator
 
 NO_TRAINING: Final = TrainingSettings()
+KEY: Final = "aggregation.name"
+SUM_TOLERANCE: Final = 1e-4  # of weights that may be float32
 
 Dispatched: TypeAlias = Sequence[tuple[Row, Sequence[str]]]
 """A round's models, uint8 [row_bytes], each with the children that receive it."""
@@ -60,14 +63,6 @@ class Uploads:
         return Statistics.of([report for report in self.reports if report is not None])
 
 
-MixingPlan: TypeAlias = tuple[Sequence[MixedColumns], Mapping[str, object]]
-"""How K models are mixed, all columns of them, and facts about the decision. No mixture: all models become their
-mean."""
-
-Planner: TypeAlias = Callable[[int, Uploads, Callable[[], Gram]], MixingPlan]
-"""Returns the plan of round r from its uploads, and from their products if it calls the function for these."""
-
-
 @dataclass(frozen=True, slots=True)
 class RuleContext:
     """What a rule is built for: the node, the form of its models, and memory.
@@ -90,6 +85,16 @@ class RuleContext:
     learning_rate: Callable[[int], float] = lambda local_round: NO_TRAINING.learning_rate
     rounds_below: int = 1
     refiner: Refiner | None = None
+
+    def refiner_of(self, settings: RuleSettings) -> Refiner | None:
+        """Return the refiner of a rule that needs one, None for the others."""
+        if settings.refines and self.refiner is None:
+            raise RuntimeError(f"the rule {settings.name} needs a refiner")
+        return self.refiner if settings.refines else None
+
+    def chance(self, r: int, purpose: str = "rule", *, place: str = "") -> np.random.Generator:
+        """Return the node's random generator of a round, of a purpose of `randomness.py`, for one of several places."""
+        return generator(self.seed, Purpose[purpose.upper()], self.node + (place and f"/{place}"), r)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
-from common.experiment.methods import RuleSettings
-from common.experiment.tables import Positive
-from common.lazy import np
-from common.methods.column_rule import ColumnRule, Columns, RoundFacts
-from common.methods.rule import Rule, RuleContext
-from common.methods.single_model import single_model
-from common.methods.statistics import Doubles
+from fedstrata.common.experiment.methods import RuleSettings
+from fedstrata.common.experiment.tables import Positive
+from fedstrata.common.lazy import np
+from fedstrata.common.methods.column_rule import ColumnRule, Columns, RoundFacts
+from fedstrata.common.methods.rule import Rule, RuleContext
+from fedstrata.common.methods.single_model import single_model
+from fedstrata.common.methods.statistics import Doubles
 
 
 class Scaffold(RuleSettings):
@@ -32,6 +32,11 @@ class Scaffold(RuleSettings):
 
     name: Literal["scaffold"] = "scaffold"  # the rule
     learning_rate: Positive = 1.0  # of the server (eta): 1 takes the mean of the uploads
+
+    @property
+    def acts_from(self) -> int:
+        """The first round with control variates, unless the server's step is another one than the mean."""
+        return 2 if self.learning_rate == 1.0 else 1
 
     def build(self, context: RuleContext) -> Rule:
         return single_model(self, context, ControlledMean(**self.keywords))

@@ -6,17 +6,18 @@ that inherits from `Selector`. Either is named by the tier's settings, which bui
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from common.experiment import own
-from common.experiment.methods import SelectionSettings
-from common.experiment.own import OwnName, OwnSettings
-from common.experiment.tiers import Tier, participants
-from common.lazy import np
-from common.randomness import Purpose, generator
+from fedstrata.common.experiment import own
+from fedstrata.common.experiment.methods import SelectionSettings
+from fedstrata.common.experiment.own import OwnName, OwnSettings
+from fedstrata.common.experiment.tiers import Tier, participants
+from fedstrata.common.lazy import np
+from fedstrata.common.randomness import Purpose, generator
 
 KEY: Final = "selection.name"
 TAKING_PART: Final = "taking_part"  # of a plan: the children selected
@@ -104,18 +105,23 @@ class GuardedSelector(Selector):
     def __init__(self, settings: OwnSelection) -> None:
         self._name = settings.name
         self._selector = own.build(KEY, settings, Selector)
-        self.numbers = self._selector.numbers
+        with own.guarded({KEY: self._name}):
+            self.numbers = deepcopy(self._selector.numbers)  # those of a class would be shared by all nodes
 
     def select(self, now: Situation) -> Sequence[str]:
         """Return its choice, checked, and keep its numbers. Raises InvalidExperiment."""
-        self._selector.numbers = self.numbers
         with own.guarded({KEY: self._name}):
-            chosen = list(self._selector.select(now))
+            self._selector.numbers = self.numbers
+            found: object = self._selector.select(now)
+            chosen = list(found) if isinstance(found, Iterable) else [found]
         self.numbers = own.kept(KEY, self._name, self._selector.numbers, "`numbers` are")
-        if len(chosen) != now.count or len(set(chosen)) != now.count or not set(chosen) <= set(now.children):
-            problem = f"selects {chosen!r:.200} of {len(now.children)} children"
-            own.refuse(KEY, self._name, problem, f"Return {now.count} different ones.")
-        return chosen
+        named = [each for each in chosen if isinstance(each, str)]
+        known = len(named) == len(chosen) and set(named) <= set(now.children)
+        if not known or len(set(named)) != now.count or len(named) != now.count:
+            shown = chosen if isinstance(found, Iterable) else found
+            problem = f"selects {shown!r:.200} of {len(now.children)} children{own.place(self._selector.select)}"
+            own.refuse(KEY, self._name, problem, f"Return {now.count} different ones of `now.children`.")
+        return named
 
 
 class ClientSelection:

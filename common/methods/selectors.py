@@ -32,12 +32,12 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from common.errors import InvalidExperiment
-from common.experiment.methods import SelectionSettings
-from common.experiment.tables import Count, Fraction, Positive
-from common.lazy import np, npt
-from common.methods.selection import ResultFacts, Selector, Situation
-from common.randomness import Purpose, generator
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.methods import SelectionSettings
+from fedstrata.common.experiment.tables import Count, Fraction, Positive
+from fedstrata.common.lazy import np, npt
+from fedstrata.common.methods.selection import ResultFacts, Selector, Situation
+from fedstrata.common.randomness import Purpose, generator
 
 CLIP_QUANTILE: Final = 0.95
 

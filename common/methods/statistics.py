@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Final, Protocol, TypeAlias
 
-from common.experiment.methods import Weights
-from common.lazy import np, npt
-from common.methods.mixing import cut, over
-from common.model.layout import Entry, ModelLayout, Row, Section
+from fedstrata.common.experiment.methods import Weights
+from fedstrata.common.lazy import np, npt
+from fedstrata.common.methods.mixing import by_block, cut, over
+from fedstrata.common.model.layout import Entry, ModelLayout, Row, Section
 
 Numbers: TypeAlias = "npt.NDArray[np.float32] | npt.NDArray[np.int64]"
 Doubles: TypeAlias = "npt.NDArray[np.float64]"
@@ -100,6 +100,39 @@ class Gram:
     along_K: Doubles
     square: float
 
+    @classmethod
+    def of(
+        cls,
+        rows: Sequence[Numbers],
+        reference_D: Numbers,
+        *,
+        along: Callable[[slice], Doubles] | None = None,
+        release: Callable[[], None] = lambda: None,
+    ) -> Gram:
+        """Return the inner products of rows, float32 or int64 [D] each, relative to a reference [D].
+
+        `along(columns)` returns columns of another vector, float64, that replaces z in a = E z and q.
+        """
+        count = len(rows)
+        width = min(PIECE_COLUMNS, -(-PIECE_NUMBERS // count))
+
+        def block(columns: slice) -> Gram:
+            held_KC = np.empty((count, min(width, columns.stop - columns.start)))
+            found = nothing
+            for piece in cut(columns.start, columns.stop, width):
+                offset_KC, z = held_KC[:, : piece.stop - piece.start], reference_D[piece].astype(np.float64)
+                for offset, row in zip(offset_KC, rows, strict=True):
+                    np.copyto(offset, row[piece])  # separate conversion: numpy's mixed subtraction is 2x slower
+                    np.subtract(offset, z, out=offset)
+                other = z if along is None else along(piece)
+                found += Gram(offset_KC @ offset_KC.T, offset_KC @ other, float(other @ other))
+            return found
+
+        nothing = total = Gram(np.zeros((count, count)), np.zeros(count), 0.0)
+        for found in over(list(cut(0, len(reference_D), COLUMNS)), block, release=release):
+            total += found
+        return total
+
     def __add__(self, other: Gram) -> Gram:
         """Return the products over both sets of columns."""
         return Gram(self.offsets_KK + other.offsets_KK, self.along_K + other.along_K, self.square + other.square)
@@ -144,38 +177,6 @@ class Gram:
         return apart / length if length > 0 else 0.0
 
 
-def gram(
-    rows: Sequence[Numbers],
-    reference_D: Numbers,
-    *,
-    along: Callable[[slice], Doubles] | None = None,
-    release: Callable[[], None] = lambda: None,
-) -> Gram:
-    """Return the inner products of rows, float32 or int64 [D] each, relative to a reference [D].
-
-    `along(columns)` returns columns of another vector, float64, that replaces z in a = E z and q.
-    """
-    count = len(rows)
-    width = min(PIECE_COLUMNS, -(-PIECE_NUMBERS // count))
-
-    def block(columns: slice) -> Gram:
-        held_KC = np.empty((count, min(width, columns.stop - columns.start)))
-        found = nothing
-        for piece in cut(columns.start, columns.stop, width):
-            offset_KC, z = held_KC[:, : piece.stop - piece.start], reference_D[piece].astype(np.float64)
-            for offset, row in zip(offset_KC, rows, strict=True):
-                np.copyto(offset, row[piece])  # separate conversion: numpy's mixed subtraction is 2x slower
-                np.subtract(offset, z, out=offset)
-            other = z if along is None else along(piece)
-            found += Gram(offset_KC @ offset_KC.T, offset_KC @ other, float(other @ other))
-        return found
-
-    nothing = total = Gram(np.zeros((count, count)), np.zeros(count), 0.0)
-    for found in over(list(cut(0, len(reference_D), COLUMNS)), block, release=release):
-        total += found
-    return total
-
-
 def manhattan_KK(rows: Sequence[npt.NDArray[np.float32]], *, release: Callable[[], None] = lambda: None) -> Doubles:
     """Return sum_d |x_i[d] - x_j[d]| of rows float32 [D] each, float64 [K, K]; differences are taken in float32."""
     count = len(rows)
@@ -208,7 +209,7 @@ def spread(rows: Sequence[npt.NDArray[np.float32]], mean_D: npt.NDArray[np.float
             apart += float(np.dot(offset_C, offset_C))
         return apart, float(np.dot(centre_C, centre_C))
 
-    found = over(list(cut(0, len(mean_D))), block)
+    found = by_block(len(mean_D), block)
     apart, length = (sum(column) for column in zip(*found, strict=True))
     return apart / len(rows) / length if length > 0 else 0.0
 
@@ -220,7 +221,7 @@ def gram_by_entry(
     found = []
     for entry in layout.in_state_order:
         tensors = [_tensor(row, entry, layout) for row in rows_K]
-        found.append(gram(tensors, tensors[0], release=release))
+        found.append(Gram.of(tensors, tensors[0], release=release))
     return found
 
 
@@ -231,7 +232,7 @@ def tensor_distances(rows: Sequence[Row], centre: Row, *, layout: ModelLayout) -
     """
     total_K = np.zeros(len(rows))
     for entry in layout.entries:
-        products = gram([_tensor(row, entry, layout) for row in rows], _tensor(centre, entry, layout))
+        products = Gram.of([_tensor(row, entry, layout) for row in rows], _tensor(centre, entry, layout))
         total_K += _root(np.diagonal(products.offsets_KK))
     return total_K
 

@@ -8,41 +8,38 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from fedstrata.common.methods.baselines.table import BASELINES
+
 RULES: Final[Mapping[str, str]] = {
-    "fedavg": "common.methods.fedavg:FedAvg",
-    "independent": "common.methods.multi_model:Independent",
-    "fedcross": "common.methods.fedcross:FedCross",
-    "fedmr": "common.methods.fedmr:FedMR",
-    "fedcda": "common.methods.fedcda:FedCDA",
-    "fedadp": "common.methods.fedadp:FedAdp",
-    "fedavgm": "common.methods.optimisers:FedAvgM",
-    "fedadagrad": "common.methods.optimisers:FedAdagrad",
-    "fedadam": "common.methods.optimisers:FedAdam",
-    "fedyogi": "common.methods.optimisers:FedAdam",
-    "fedexp": "common.methods.optimisers:FedExP",
-    "fednova": "common.methods.fednova:FedNova",
-    "qfedavg": "common.methods.qfedavg:QFedAvg",
-    "scaffold": "common.methods.scaffold:Scaffold",
-    "feddyn": "common.methods.feddyn:FedDyn",
-    "clusamp": "common.methods.clusamp:CluSamp",
-    "fedbuff": "common.methods.fedbuff:FedBuff",
-    "fedma": "common.methods.fedma:FedMA",
-    "gamf": "common.methods.gamf:GAMF",
-    "feddf": "common.methods.refined:FedDF",
-    "fedbe": "common.methods.refined:FedBE",
-    "fedlaw": "common.methods.refined:FedLAW",
-    "fedgen": "common.methods.fedgen:FedGen",
-    "median": "common.methods.robust:Median",
-    "trimmed_mean": "common.methods.robust:TrimmedMean",
-    "krum": "common.methods.robust:Krum",
+    "fedavg": "fedstrata.common.methods.fedavg:FedAvg",
+    "independent": "fedstrata.common.methods.multi_model:Independent",
+    "fedcross": "fedstrata.common.methods.fedcross:FedCross",
+    "fedmr": "fedstrata.common.methods.fedmr:FedMR",
+    "fedcda": "fedstrata.common.methods.fedcda:FedCDA",
+    "fedadp": "fedstrata.common.methods.fedadp:FedAdp",
+    "fedavgm": "fedstrata.common.methods.optimisers:FedAvgM",
+    "fedadagrad": "fedstrata.common.methods.optimisers:FedAdagrad",
+    "fedadam": "fedstrata.common.methods.optimisers:FedAdam",
+    "fedyogi": "fedstrata.common.methods.optimisers:FedAdam",
+    "fedexp": "fedstrata.common.methods.optimisers:FedExP",
+    "fednova": "fedstrata.common.methods.fednova:FedNova",
+    "qfedavg": "fedstrata.common.methods.qfedavg:QFedAvg",
+    "scaffold": "fedstrata.common.methods.scaffold:Scaffold",
+    "feddyn": "fedstrata.common.methods.feddyn:FedDyn",
+    "clusamp": "fedstrata.common.methods.clusamp:CluSamp",
+    "fedbuff": "fedstrata.common.methods.fedbuff:FedBuff",
+    **BASELINES,
+    "median": "fedstrata.common.methods.robust:Median",
+    "trimmed_mean": "fedstrata.common.methods.robust:TrimmedMean",
+    "krum": "fedstrata.common.methods.robust:Krum",
 }
 STEPS: Final = ("fedavgm", "fedadagrad", "fedadam", "fedyogi")  # whose step may follow another rule of one model
-OWN_RULE: Final = "common.methods.single_model:OwnRule"
+OWN_RULE: Final = "fedstrata.common.methods.own_rule:settings_of"
 SELECTORS: Final[Mapping[str, str]] = {
-    "fraction": "common.methods.selectors:FractionSelection",
-    "round_robin": "common.methods.selectors:RoundRobin",
-    "fedcluster": "common.methods.selectors:FedCluster",
-    "power_of_choice": "common.methods.selectors:PowerOfChoice",
-    "oort": "common.methods.selectors:Oort",
+    "fraction": "fedstrata.common.methods.selectors:FractionSelection",
+    "round_robin": "fedstrata.common.methods.selectors:RoundRobin",
+    "fedcluster": "fedstrata.common.methods.selectors:FedCluster",
+    "power_of_choice": "fedstrata.common.methods.selectors:PowerOfChoice",
+    "oort": "fedstrata.common.methods.selectors:Oort",
 }
-OWN_SELECTOR: Final = "common.methods.selection:OwnSelection"
+OWN_SELECTOR: Final = "fedstrata.common.methods.selection:OwnSelection"

@@ -28,10 +28,10 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from common.errors import RefusedModel, WireError
-from common.experiment.codecs import DELTA, UP, ZSTD, CodecSettings
-from common.model.delta_codecs import PIECE_COLUMNS, SCALE_COLUMNS, LossyDelta, blocks_of
-from common.model.layout import ModelLayout, Row, Section
+from fedstrata.common.errors import RefusedModel, WireError
+from fedstrata.common.experiment.codecs import DELTA, UP, ZSTD, CodecSettings
+from fedstrata.common.model.delta_codecs import PIECE_COLUMNS, SCALE_COLUMNS, LossyDelta, blocks_of
+from fedstrata.common.model.layout import ModelLayout, Row, Section
 
 PIECE_BYTES: Final = 4 * PIECE_COLUMNS  # packed, at most
 ZSTD_LEVEL: Final = 1  # level 3 takes twice the time for the same bytes: after the forms only entropy is left

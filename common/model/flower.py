@@ -8,30 +8,30 @@ the list, float32 or int64.
 from __future__ import annotations
 
 import inspect
-import io
 import sys
-from collections.abc import Mapping, MutableMapping, Sequence, Sized
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Mapping, MutableMapping, Sized
+from dataclasses import dataclass
 from importlib import import_module
-from math import isfinite
 from types import SimpleNamespace
 from typing import Any, Final, Never
 
-import msgpack
 import numpy as np
 
-from common.experiment import own
-from common.experiment.schema import Experiment
-from common.experiment.trainers import KEY, OF_TRAINING, FlowerTrainer
-from common.model.trainer import Array, Arrays, ArrayTrainer, LocalTask, Scored, Trained, TrainingSite
+from fedstrata.common.experiment import own
+from fedstrata.common.experiment.flower_apps import OF_TRAINING
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.trainers import KEY, FlowerTrainer
+from fedstrata.common.model.flower_state import LIBRARY, UNKEPT, UNREAD, from_file, read_state, to_file, write_state
+from fedstrata.common.model.returned import count, form
+from fedstrata.common.model.trainer import Array, Arrays, ArrayTrainer, LocalTask, Scored, Trained, TrainingSite
 
 CLIENT: Final = f"{KEY}.client_fn"
 LOSSES: Final = ("train_loss", "loss")  # in what `fit` returns
 SCORES: Final = ("accuracy", "score")  # in what `evaluate` and `evaluate_fn` return
 NUMPY: Final = "numpy.ndarray"  # the type of `Parameters` whose tensors are files of numpy's
-LIBRARY: Final = "flwr"
 STATES: Final = ("RecordDict", "RecordSet")  # the classes of `context.state`, in flwr.common; the latter before 1.17
-FILE: Final = "context.state"
+TRAINING: Final = "trainloader"  # attributes of a client
+TESTING: Final = ("testloader", "valloader")
 
 
 @dataclass
@@ -67,25 +67,46 @@ class ClientTrainer(ArrayTrainer):
         evaluate = "evaluate_fn" if self._site is None else "client_fn"
         self._function({"initial": self._first, "evaluate": evaluate}.get(method, "client_fn"))
 
+    def place(self, method: str) -> tuple[str, str, str]:
+        """Return the key of the function that does what a method does, its name, and how a message names it."""
+        of_method = {"initial": (self._first, "get_parameters"), "train": ("client_fn", "fit")}
+        of_method["prepare"] = of_method["train"]  # which counts the samples of a client without a trainloader
+        key, called = of_method.get(method, ("client_fn", method))
+        if method == "evaluate" and self._site is None:
+            key = "evaluate_fn"
+        return f"{KEY}.{key}", self._settings.code[f"{KEY}.{key}"], called if key == "client_fn" else "it"
+
+    def array_name(self, name: str) -> str:
+        """Return how a message names an array."""
+        return f"array {name}"
+
     def initial(self, seed: int) -> Arrays:
         """Return the arrays of `initial()`, or of the first client's `get_parameters`."""
         if self._first == "initial":
-            return _by_place(self._function("initial")())
-        found = self._made(self._context(self._first_config, place=0, places=1)).get_parameters()
-        if not found:
-            self._refuse("its client has no get_parameters", f"Name a function of the arrays in {KEY}.initial.")
-        return _by_place(found)
+            return self._by_place(self._call("initial"), "initial")
+        client = self._made(self._context(self._first_config, place=0, places=1))
+        found = client.get_parameters()
+        if found is None:
+            problem = f"{client.kind} has no get_parameters"
+            self._refuse("client_fn", problem, f"Name a function of the arrays in {KEY}.initial.")
+        return self._by_place(found, "initial")
 
     def prepare(self, site: TrainingSite) -> int:
-        """Return the length of the client's `trainloader.dataset`, else what a first `fit` reports."""
+        """Return the length of the client's `trainloader.dataset`, else what a first `fit` reports.
+
+        Its tests are those of its largest loader, if it has one of tests: it may score on any of them.
+        """
         self._site = site
         client = self._made(self._context(self._first_config, place=site.place, places=site.places))
         self._scores = client.evaluates
-        samples = getattr(getattr(client.inner, "trainloader", None), "dataset", None)
+        samples, *tests = (_size(getattr(client.inner, name, None)) for name in (TRAINING, *TESTING))
+        if any(tests):
+            self.tests = max(samples or 0, *(count or 0 for count in tests))
         if samples is not None:
-            return len(samples)
-        _, count, _ = self._fit(client, list(self.initial(site.seed).values()), dict(self._first_config))
-        return count
+            return samples
+        first = [np.asarray(array) for array in self.initial(site.seed).values()]
+        _, found, _ = self._fit(client, first, dict(self._first_config))
+        return found  # type: ignore[no-any-return]  # a number, which the caller checks
 
     def train(self, arrays: dict[str, Array], task: LocalTask) -> Trained:
         """Return what `fit` returns: its `train_loss` or `loss`, and `steps`, are among its metrics.
@@ -96,43 +117,55 @@ class ClientTrainer(ArrayTrainer):
         client, context = self._client(task, config)
         found, samples, metrics = self._fit(client, _in_order(arrays), config)
         self._keep(context, task)
-        numbers = {name: float(value) for name, value in metrics.items() if _finite(value)}
-        loss = next((metrics[name] for name in LOSSES if name in metrics), None)
-        steps = int(numbers.get("steps", task.epochs * client.batches))
-        return Trained(_by_place(found), loss, steps, samples, numbers)
+        logged: Mapping[str, Any] = metrics if isinstance(metrics, Mapping) else {}
+        loss = next((logged[name] for name in LOSSES if name in logged), None)
+        steps, most = count(logged.get("steps")), task.epochs * (count(samples) or 0)
+        if steps is None or not 0 < steps <= most:  # a log may call something else so
+            steps = min(task.epochs * client.batches, most) if most else 0
+        return Trained(self._by_place(found, "train"), loss, steps, samples, metrics)
 
-    def evaluate(self, arrays: dict[str, Array], task: LocalTask) -> Scored:
+    def evaluate(self, arrays: dict[str, Array], task: LocalTask) -> Scored | None:
         """Return the loss and the accuracy, or the score, of a device's client; at the cloud of the `evaluate_fn`."""
         if self._site is None:
-            found = self._function("evaluate_fn")(task.global_round, _in_order(arrays), {})
-            loss, metrics = self._checked(found, "evaluate_fn", "the loss and a dict of metrics", count=2)
-            return Scored(int(metrics.get("num_examples", 1)), loss, self._score(metrics, "evaluate_fn"))
+            found = self._call("evaluate_fn", task.global_round, _in_order(arrays), {})
+            if found is None:
+                return None
+            loss, metrics = self._checked(found, "evaluate", "the loss and a dict of metrics", count=2)
+            return Scored(count(metrics.get("num_examples")) or 1, loss, self._score(metrics))
         epochs = task.epochs or self._site.epochs  # of the client; none are trained here
         config = _config(task.settings, epochs=epochs, global_round=task.global_round)
         client, context = self._client(task, config)
         found = client.evaluate(_in_order(arrays), config)
+        self._keep(context, task)
+        if found is None:
+            return None
         loss, samples, metrics = self._checked(
             found, "evaluate", "the loss, the number of samples, and a dict", count=3
         )
-        self._keep(context, task)
-        return Scored(samples, loss, self._score(metrics, "evaluate"))
+        if count(samples) == 0:
+            return None
+        return Scored(samples, loss, self._score(metrics))
 
     def _client(self, task: LocalTask, config: Mapping[str, Any]) -> tuple[_Client, Context]:
         """Return a new client for a task, and its context, with the state that the last task left."""
-        site, file = self._site, task.state / FILE
+        site = self._site
         assert site is not None
         context = self._context(config, place=site.place, places=site.places)
-        if file.exists():
-            for name, value in _unpacked(msgpack.unpackb(file.read_bytes(), strict_map_key=False)).items():
-                context.state[name] = value
+        try:
+            read_state(context.state, task.state)
+        except ValueError as error:
+            self._refuse("client_fn", str(error), UNREAD)
         return self._made(context), context
 
     def _made(self, context: Context) -> _Client:
         """Return a new client, without the wrapper that a NumPyClient's `to_client` puts around it."""
-        client = self._function("client_fn")(context)
+        client = self._call("client_fn", context)
         client = getattr(client, "numpy_client", client)
-        if not hasattr(client, "fit"):
-            self._refuse(f"returns {type(client).__name__}, which has no fit", "Return a NumPyClient or a Client.")
+        if isinstance(client, type):
+            self._refuse("client_fn", f"it returns the class {client.__name__}", "Return an object of it.")
+        if not callable(getattr(client, "fit", None)):
+            problem = f"it returns {form(client)}, which has no fit"
+            self._refuse("client_fn", problem, "Return a NumPyClient or a Client.")
         return _Client(client)
 
     def _context(self, config: Mapping[str, Any], *, place: int, places: int) -> Context:
@@ -148,44 +181,89 @@ class ClientTrainer(ArrayTrainer):
     def _keep(self, context: Context, task: LocalTask) -> None:
         """Write the state of a client into the folder of the task."""
         try:
-            packed = msgpack.packb(_packed(dict(context.state), "context.state"))
+            write_state(context.state, task.state)
         except TypeError as error:
-            remedy = "Put numbers, texts, bytes, numpy arrays, lists and dicts of them, or Flower's records there."
-            self._refuse(str(error), remedy)
-        if context.state or (task.state / FILE).exists():
-            (task.state / FILE).write_bytes(packed)
+            self._refuse("client_fn", str(error), UNKEPT)
 
-    def _fit(
-        self, client: _Client, arrays: list[Array], config: dict[str, Any]
-    ) -> tuple[Sequence[Any], int, Mapping[str, Any]]:
+    def _fit(self, client: _Client, arrays: list[Array], config: dict[str, Any]) -> tuple[Any, Any, Any]:
         found = client.fit(arrays, config)
-        arrays, samples, metrics = self._checked(found, "fit", "the arrays, the number of samples, and a dict", count=3)
+        arrays, samples, metrics = self._checked(
+            found, "train", "the arrays, the number of samples, and a dict", count=3
+        )
         return arrays, samples, metrics
 
     def _checked(self, found: Any, method: str, wanted: str, *, count: int) -> Any:
-        """Return what a function of the app returned, if it is a tuple that ends with metrics."""
+        """Return what a function of the app returned, if it has as many parts as it should."""
+        key, _, called = self.place(method)
+        short = key.removeprefix(f"{KEY}.")
         if isinstance(found, str):
-            self._refuse(f"{method} fails: {found[:200]}", "Correct it.")
-        if not (isinstance(found, tuple) and len(found) == count and isinstance(found[-1], Mapping)):
-            self._refuse(f"{method} returns {found!r:.60}", f"Return {wanted}.")
+            self._refuse(short, f"{called} fails: {found[:200]}", "Correct it.")
+        if inspect.isawaitable(found):
+            self._refuse_async(found, short, called)
+        if not (isinstance(found, tuple | list) and len(found) == count):
+            self._refuse(short, f"{called} returns {form(found)}", f"Return {wanted}.")
+        *_, metrics = found
+        if method == "evaluate" and not isinstance(metrics, Mapping):
+            self._refuse(short, f"{called} returns {form(metrics)} as its metrics", f"Return {wanted}.")
         return found
 
-    def _score(self, metrics: Mapping[str, Any], method: str) -> Any:
+    def _score(self, metrics: Mapping[str, Any]) -> Any:
         scores = [metrics[name] for name in SCORES if name in metrics]
         if not scores:
-            self._refuse(f"{method} returns no {' or '.join(SCORES)} in its metrics", "Add one of them.")
+            key, _, called = self.place("evaluate")
+            problem = f"{called} returns no {' or '.join(SCORES)} in its metrics"
+            self._refuse(key.removeprefix(f"{KEY}."), problem, "Add one of them.")
         return scores[0]
+
+    def _by_place(self, arrays: Any, method: str) -> dict[str, Any]:
+        """Return the arrays of a list by their places."""
+        key, _, called = self.place(method)
+        short = key.removeprefix(f"{KEY}.")
+        if inspect.isawaitable(arrays):
+            self._refuse_async(arrays, short, called)
+        tensors = getattr(arrays, "tensors", None)
+        if isinstance(tensors, list):  # Flower's Parameters
+            arrays = _from_parameters(arrays)
+        if not isinstance(arrays, list | tuple) or not arrays:
+            self._refuse(short, f"{called} returns {form(arrays)} as its arrays", "Return a list of numpy arrays.")
+        return {str(place): array for place, array in enumerate(arrays)}
 
     @property
     def _first(self) -> str:
         """The key of the function that knows the first arrays."""
         return "client_fn" if self._settings.initial is None else "initial"
 
+    def _call(self, key: str, *arguments: Any) -> Any:
+        """Call the function that a key names."""
+        function = self._function(key)
+        kind = type(function).__name__
+        if kind.endswith("App"):  # Flower's ClientApp or ServerApp, which may be callable
+            self._refuse(key, f"it is a {kind}", f"Name the function that it was made of, such as {key}.")
+        if not callable(function):
+            self._refuse(key, f"it is {form(function)}, no function", "Name a function.")
+        found = function(*arguments)
+        if inspect.isawaitable(found):
+            self._refuse_async(found, key, "it")
+        return found
+
+    def _refuse_async(self, found: Any, key: str, called: str) -> Never:
+        if inspect.iscoroutine(found):
+            found.close()  # else Python warns that it was never awaited
+        remedy = "Write it with `def`; asyncio.run may be called in it."
+        self._refuse(key, f"{called} is `async`, and what it returns would have to be awaited", remedy)
+
     def _function(self, key: str) -> Any:
         return own.load(f"{KEY}.{key}", self._settings.code[f"{KEY}.{key}"])
 
-    def _refuse(self, problem: str, remedy: str) -> Never:
-        own.refuse(CLIENT, self._settings.client_fn, problem, remedy)
+    def _refuse(self, key: str, problem: str, remedy: str) -> Never:
+        where = "" if self._site is None else f" ({self._site.node})"
+        own.refuse(f"{KEY}.{key}", self._settings.code[f"{KEY}.{key}"], f"{problem}{where}", remedy)
+
+
+def _size(loader: object) -> int | None:
+    """Return the number of samples of a loader, None if it is not known."""
+    dataset = getattr(loader, "dataset", None)
+    return len(dataset) if isinstance(dataset, Sized) else None
 
 
 class _Client:
@@ -196,12 +274,17 @@ class _Client:
 
     def __init__(self, client: Any) -> None:
         self.inner = client
-        self._plain = len(inspect.signature(self.inner.fit).parameters) == 1
+        self._plain = _is_plain(client)
+
+    @property
+    def kind(self) -> str:
+        """The name of its class."""
+        return type(self.inner).__name__
 
     @property
     def batches(self) -> int:
         """The batches of its `trainloader`, 1 if it has none."""
-        loader = getattr(self.inner, "trainloader", None)
+        loader = getattr(self.inner, TRAINING, None)
         return len(loader) if isinstance(loader, Sized) else 1
 
     @property
@@ -210,13 +293,13 @@ class _Client:
         found = getattr(self.inner, "evaluate", None)
         return found is not None and not getattr(found, "__module__", "").startswith(f"{LIBRARY}.")
 
-    def get_parameters(self) -> list[Any]:
-        """Return its arrays, none if it has no such method."""
+    def get_parameters(self) -> Any:
+        """Return its arrays, None if it has no such method, or Flower's, which returns none."""
         if not hasattr(self.inner, "get_parameters"):
-            return []
+            return None
         if not self._plain:
-            return list(self.inner.get_parameters(config={}))
-        return _from_parameters(self.inner.get_parameters(SimpleNamespace(config={})).parameters)
+            return self.inner.get_parameters(config={}) or None
+        return self.inner.get_parameters(SimpleNamespace(config={})).parameters
 
     def fit(self, arrays: list[Array], config: dict[str, Any]) -> Any:
         """Return arrays, the number of samples, and metrics."""
@@ -233,6 +316,15 @@ class _Client:
         return _failure(found) or (found.loss, found.num_examples, found.metrics)
 
 
+def _is_plain(client: Any) -> bool:
+    """Return whether a client is a plain `Client`: by its class if it is of Flower's, else by what its `fit` takes."""
+    for kind in type(client).__mro__:
+        if kind.__module__.startswith(f"{LIBRARY}.") and kind.__name__ in ("NumPyClient", "Client"):
+            return kind.__name__ == "Client"
+    taken = inspect.signature(client.fit).parameters.values()
+    return [each.kind for each in taken] == [inspect.Parameter.POSITIONAL_OR_KEYWORD]
+
+
 def _failure(found: Any) -> str:
     """Return the message of a result that is an error, else ""."""
     status = getattr(found, "status", None)
@@ -242,67 +334,11 @@ def _failure(found: Any) -> str:
 
 def _parameters(arrays: list[Array]) -> Any:
     """Return arrays as Flower's `Parameters` has them."""
-    return SimpleNamespace(tensors=[_to_file(array) for array in arrays], tensor_type=NUMPY)
+    return SimpleNamespace(tensors=[to_file(array) for array in arrays], tensor_type=NUMPY)
 
 
 def _from_parameters(parameters: Any) -> list[Array]:
-    return [_from_file(tensor) for tensor in parameters.tensors]
-
-
-def _to_file(array: Any) -> bytes:
-    file = io.BytesIO()
-    np.save(file, array, allow_pickle=False)
-    return file.getvalue()
-
-
-def _from_file(data: bytes) -> Array:
-    found: Array = np.load(io.BytesIO(data), allow_pickle=False)
-    return found
-
-
-def _packed(value: Any, name: str) -> Any:
-    """Return a value as msgpack has it; `name`: its own, for the error. Raises TypeError.
-
-    A list is the list of a tag and its contents, so that each type is read as it was written.
-    """
-    if value is None or type(value) in (bool, int, float, str, bytes):
-        return value
-    if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
-        return ["array" if isinstance(value, np.ndarray) else "number", _to_file(value)]
-    if type(value) in (list, tuple):
-        return [type(value).__name__, [_packed(one, f"{name}[{place}]") for place, one in enumerate(value)]]
-    its = f"{type(value).__module__}:{type(value).__qualname__}"
-    flowers = its.startswith(f"{LIBRARY}.")
-    if isinstance(value, Mapping) and (flowers or type(value) is dict):
-        items = [[_packed(key, name), _packed(one, f"{name}[{key!r}]")] for key, one in value.items()]
-        return ["dict" if type(value) is dict else its, items]
-    if flowers and is_dataclass(value):
-        each = fields(value)
-        return [its, {one.name: _packed(getattr(value, one.name), f"{name}.{one.name}") for one in each if one.init}]
-    raise TypeError(f"{name} is {type(value).__name__}, which does not persist")
-
-
-def _unpacked(value: Any) -> Any:
-    """Return the value of `_packed`."""
-    if not isinstance(value, list):
-        return value
-    its, content = value
-    if its in ("array", "number"):
-        return _from_file(content) if its == "array" else _from_file(content)[()]
-    if its in ("list", "tuple"):
-        return [*map(_unpacked, content)] if its == "list" else tuple(map(_unpacked, content))
-    module, _, name = its.partition(":")
-    kind: Any = dict if its == "dict" else getattr(import_module(module), name)
-    if isinstance(content, dict):
-        return kind(**{key: _unpacked(one) for key, one in content.items()})
-    found = kind()
-    for key, one in content:
-        found[_unpacked(key)] = _unpacked(one)
-    return found
-
-
-def _finite(value: Any) -> bool:
-    return isinstance(value, float | int | np.number) and isfinite(value)
+    return [from_file(tensor) for tensor in parameters.tensors]
 
 
 def _config(settings: Mapping[str, float], *, epochs: int, global_round: int) -> dict[str, Any]:
@@ -313,7 +349,3 @@ def _config(settings: Mapping[str, float], *, epochs: int, global_round: int) ->
 
 def _in_order(arrays: Mapping[str, Array]) -> list[Array]:
     return [arrays[place] for place in sorted(arrays, key=int)]
-
-
-def _by_place(arrays: Sequence[Any]) -> dict[str, Array]:
-    return {str(place): np.asarray(array) for place, array in enumerate(arrays)}

@@ -23,8 +23,8 @@ from math import prod
 from typing import Final, NamedTuple, TypeAlias
 from weakref import WeakValueDictionary
 
-from common.errors import InvalidExperiment, RefusedModel, WireError
-from common.lazy import np, npt
+from fedstrata.common.errors import InvalidExperiment, RefusedModel, WireError
+from fedstrata.common.lazy import np, npt
 
 Row: TypeAlias = "npt.NDArray[np.uint8]"
 
@@ -83,10 +83,10 @@ class ModelLayout:
 
     @classmethod
     def build(
-        cls, tensors: Iterable[tuple[str, Sequence[int], Section]], frozen: FrozenForm | None = None
+        cls, tensors: Iterable[tuple[str, Sequence[int], Section | str]], frozen: FrozenForm | None = None
     ) -> ModelLayout:
         """Place the tensors, given in state_dict order, into the row."""
-        listed = list(tensors)
+        listed = [(name, shape, Section(kind)) for name, shape, kind in tensors]
         entries: list[Entry] = []
         used = Counter[Section]()
         for section in Section:
@@ -183,6 +183,16 @@ class ModelLayout:
         text = ";".join(f"{e.name}:{e.section}:{','.join(map(str, e.shape))}" for e in self.entries)
         text += f";frozen:{self.frozen.digest}" if self.frozen else ""
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+    @property
+    def head(self) -> tuple[Entry, Entry | None]:
+        """The weight [C, F] and the bias [C] of the model's last linear layer. Raises InvalidExperiment."""
+        named = {entry.name: entry for entry in self.entries if entry.section is Section.PARAMETER}
+        weights = [entry for entry in named.values() if entry.name.endswith("weight") and len(entry.shape) == 2]
+        if not weights:
+            problem, remedy = "it has no linear layer, whose inputs are the features", "Use another model."
+            raise InvalidExperiment("model.name", "", problem, remedy)
+        return weights[-1], named.get(f"{weights[-1].name.removesuffix('weight')}bias")
 
     def empty(self) -> Row:
         """Return an uninitialised row, uint8 [row_bytes]."""

@@ -22,12 +22,12 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError
 
-from common.errors import InvalidExperiment, RefusedModel
-from common.experiment.data import Model
-from common.experiment.tables import NAMED_MOST, proposal
-from common.model import tensors
-from common.model.layout import FrozenForm, ModelLayout, Row, Section
-from common.model.tensors import Tensors
+from fedstrata.common.errors import InvalidExperiment, RefusedModel
+from fedstrata.common.experiment.data import Model
+from fedstrata.common.experiment.tables import NAMED_MOST, proposal
+from fedstrata.common.model import tensors
+from fedstrata.common.model.layout import FrozenForm, ModelLayout, Row, Section
+from fedstrata.common.model.tensors import Tensors
 
 INITIAL: Final = "model.initial"
 NO_ARRAYS: Final[Tensors] = MappingProxyType({})
@@ -71,34 +71,6 @@ def read_frozen_file(path: Path, digest: str) -> dict[str, npt.NDArray[Any]]:
         raise RefusedModel(f"no file of arrays: {str(error)[:200]}") from None
     if tensors.content(found, {}) != digest:
         raise RefusedModel(f"these are not the frozen arrays with the digest {digest}")
-    return found
-
-
-def read_initial(
-    initial: str, layout: ModelLayout, row: Row, *, model: str, known: Container[str] = (), frozen: Tensors = NO_ARRAYS
-) -> Tensors:
-    """Read a safetensors file, or that of a run's folder, into a flat model, uint8 [row_bytes]; return its arrays.
-
-    They have the names, shapes and dtypes of the layout; the file may also have those that are `known`, and
-    `frozen` ones in their form. `model`: its name in errors. Raises InvalidExperiment.
-    """
-    path = tensors.file_of(initial)
-    try:
-        found, _ = tensors.read(path)
-    except (SafetensorError, OSError, ValueError, TypeError) as error:
-        problem = f"{path} cannot be read: {error}"
-        remedy = "Name a finished run's folder, or a file in safetensors' format."
-        raise InvalidExperiment(INITIAL, initial, problem, remedy) from None
-    views = layout.views(row)
-    optional = {name: array for name, array in frozen.items() if name in found}
-    others = {name for name in found if name in known and name not in views}
-    if wrong := differences(found, {**optional, **views}, known=others):
-        raise InvalidExperiment(INITIAL, initial, f"not a model of {model}: {wrong}", "Name a file of the same model.")
-    layout.flatten(found, row)
-    try:
-        layout.check_finite(row)
-    except RefusedModel as error:
-        raise InvalidExperiment(INITIAL, initial, str(error), "Name another file.") from None
     return found
 
 

@@ -1,12 +1,14 @@
 """QSGD (Alistarh et al. 2017): each column rounded up or down to one of few steps, by chance, so that its mean is kept.
 
-    C(d) = h round(d / h + u),  h = max |d| / s of each 1024 columns,  s = 2^(bits - 1) - 1
+    C(d) = h round(d / h + u),  h = max |d| / s of each 1024 columns of a tensor,  s = 2^(bits - 1) - 1
 
 with u uniform in (-1/2, 1/2): E[C(d)] = d, to 2^-16 of a step. The paper's bound is with the Euclidean norm in place of
 the maximum, whose steps are longer. Its gain is an entropy code of many zeros; here each column has `bits` bits, and
 the maximum, which the paper's experiments use too, gives the smaller variance: at most h^2 / 4 a column.
 
-Bytes: the steps h, float32, then for each 65,536 columns the planes of bits of round(...) + s, the lowest first.
+A block ends with its tensor, as those of int8: with the steps of its layer's weights a bias would be mostly chance.
+Bytes of each tensor: the steps h, float32, then for each 65,536 columns the planes of bits of round(...) + s, lowest
+first.
 """
 
 from __future__ import annotations
@@ -15,10 +17,10 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from common.errors import InvalidExperiment, WireError
-from common.experiment.codecs import CodecSettings
-from common.lazy import np, npt
-from common.model.delta_codecs import PIECE_COLUMNS, SCALE_COLUMNS, DeltaCodec, blocks_of
+from fedstrata.common.errors import InvalidExperiment, WireError
+from fedstrata.common.experiment.codecs import CodecSettings
+from fedstrata.common.lazy import np, npt
+from fedstrata.common.model.delta_codecs import PIECE_COLUMNS, SCALE_COLUMNS, DeltaCodec, blocks_of
 
 UNIFORM: Final = 32_768  # values of u: with them and s <= 127 all sums below are exact, or rounded to 2^-16
 
@@ -44,6 +46,7 @@ class Qsgd(DeltaCodec):
     """Stochastic rounding against the maximum of each block; one with NaN or infinity is refused."""
 
     unbiased = True
+    by_tensor = True
 
     def __init__(self, bits: int) -> None:
         self._bits = bits

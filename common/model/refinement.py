@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
-from common.lazy import np, npt
-from common.model.layout import ModelLayout, Row
+from fedstrata.common.lazy import np, npt
+from fedstrata.common.model.layout import ModelLayout, Row
 
 Doubles: TypeAlias = "npt.NDArray[np.float64]"
 
@@ -17,7 +17,7 @@ class RoundModels:
     """What a refiner gets in round `r`: rows of a layout, uint8 [row_bytes] each.
 
     `mean`: that of the uploads by `weights_K`, into which a refined model is written. `received`: what the children
-    received. FedGen's rows are no models: `common/methods/fedgen.py`.
+    received. A rule may define rows that are no models.
     """
 
     r: int

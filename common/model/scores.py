@@ -13,12 +13,13 @@ the targets and n the samples, those of a score are
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import reduce
 from itertools import zip_longest
-from math import ceil, isfinite, sqrt
+from math import ceil, inf, isfinite, sqrt
 from operator import add
+from types import MappingProxyType
 from typing import Any, Final, Self, TypeVar
 
 R2: Final = "r2"
@@ -30,6 +31,17 @@ COUNT_BYTES: Final = 4
 COUNT_MOST: Final = 2**32 - 1
 SUM_BYTES: Final = 8
 R2_SUMS: Final = 3  # of each target
+SUM_MOST: Final = 1e150  # its square is finite
+ROUNDING: Final = 1e-9  # of sums
+# The least and the most of a score; of one's own nothing is known.
+BOUNDS: Final[Mapping[str, tuple[float, float]]] = MappingProxyType(
+    {
+        "accuracy": (0.0, 1.0),
+        "binary_accuracy": (0.0, 1.0),
+        "mean_squared_error": (0.0, inf),
+        "mean_absolute_error": (0.0, inf),
+    }
+)
 
 _Sums = TypeVar("_Sums", "ScoreSums", "ScoredModels")
 
@@ -64,6 +76,28 @@ class ScoreSums:
         """The mean loss of a sample."""
         return self.loss / self.samples
 
+    def counts_classes(self) -> bool:
+        """Return whether the counts of classes, if there are any, can be those of its samples."""
+        if len(self.classes) % (2 * COUNT_BYTES):
+            return False
+        counts = unpacked(self.classes)
+        pairs = list(zip(counts[::2], counts[1::2], strict=True))
+        return sum(of for of, _ in pairs) <= self.samples and all(right <= of for of, right in pairs)
+
+    def impossible(self, names: Sequence[str]) -> str:
+        """Return why these cannot be the sums of scores of these names, "" if they can."""
+        if not sums_fit(names, self.scores):
+            return "its sums are not those of this run's scores"
+        sums = list(sums_in(self.scores))
+        targets = (len(sums) - len(names) + 1) // R2_SUMS
+        for name in names:
+            count = R2_SUMS * targets if name == R2 else 1
+            each, sums = sums[:count], sums[count:]
+            parts = [each[place :: count // R2_SUMS] for place in range(count // R2_SUMS)] if name == R2 else [each]
+            if any(_impossible(name, part, self.samples) for part in parts):
+                return f"its {name} is {self.by(names)[list(names).index(name)]}"
+        return ""
+
     def by(self, names: Sequence[str]) -> list[float]:
         """Return the scores of these names, those of the experiment in their order."""
         sums, found = list(sums_in(self.scores)), []
@@ -76,6 +110,17 @@ class ScoreSums:
             else:
                 found.append(sums.pop(0) / self.samples)
         return found
+
+
+def _impossible(name: str, sums: Sequence[float], samples: int) -> bool:
+    """Return whether these cannot be the sums of a score, of r2 those of one target; NaN cannot."""
+    if not all(abs(each) <= SUM_MOST for each in sums):
+        return True
+    if name == R2:
+        rest, total, squares = sums
+        return rest < 0 or squares < 0 or total * total > samples * squares * (1 + ROUNDING)
+    least, most = BOUNDS.get(name, (-inf, inf))
+    return not least <= sums[0] / samples <= most * (1 + ROUNDING)
 
 
 def _r2(rest: float, total: float, squares: float, *, samples: int) -> float:

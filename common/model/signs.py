@@ -1,8 +1,10 @@
-"""Scaled signs: a bit for each column, and for each 1024 columns the mean magnitude (Bernstein et al. 2018).
+"""Scaled signs: a bit for each column, and for each 1024 of a tensor the mean magnitude (Bernstein et al. 2018).
 
     C(d) = mean |d| sign(d) of each block;  ||d - C(d)||^2 = ||d||^2 - n (mean |d|)^2 <= (1 - 1 / n) ||d||^2
 
-for a block of n columns, as with Karimireddy et al. (2019). Bytes: the means, float32, then the bits, 1 for negative.
+for a block of n columns, as with Karimireddy et al. (2019). A block ends with its tensor, as those of int8: the mean
+magnitude of a layer's weights is not that of its biases. Bytes of each tensor: the means, float32, then the bits, 1
+for negative.
 All sums are of pairs, in one order, so that every machine computes the same bits.
 """
 
@@ -10,14 +12,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-from common.errors import WireError
-from common.experiment.codecs import CodecSettings
-from common.lazy import np, npt
-from common.model.delta_codecs import PIECE_COLUMNS, SCALE_COLUMNS, DeltaCodec, blocks_of
+from fedstrata.common.errors import WireError
+from fedstrata.common.experiment.codecs import CodecSettings
+from fedstrata.common.lazy import np, npt
+from fedstrata.common.model.delta_codecs import PIECE_COLUMNS, SCALE_COLUMNS, DeltaCodec, blocks_of
 
 
 class SignSettings(CodecSettings):
-    """The sign of each change, and for each 1024 columns their mean magnitude: 32 times smaller than fp32."""
+    """The sign of each change, and for each 1024 of a tensor their mean magnitude: 32 times smaller than fp32."""
 
     name: Literal["sign"] = "sign"  # the codec
 
@@ -32,6 +34,8 @@ class SignSettings(CodecSettings):
 
 class ScaledSigns(DeltaCodec):
     """Signs and mean magnitudes. A block with NaN or infinity has such a mean, and is refused."""
+
+    by_tensor = True
 
     def nbytes(self, columns: int) -> int:
         """Return the bytes of the means and of the bits."""

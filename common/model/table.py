@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Final
 
 CODECS: Final[Mapping[str, str]] = {
-    "topk": "common.model.topk:TopKSettings",
-    "sign": "common.model.signs:SignSettings",
-    "qsgd": "common.model.qsgd:QsgdSettings",
+    "topk": "fedstrata.common.model.topk:TopKSettings",
+    "sign": "fedstrata.common.model.signs:SignSettings",
+    "qsgd": "fedstrata.common.model.qsgd:QsgdSettings",
 }
-OWN_CODEC: Final = "common.model.delta_codecs:OwnCodec"
+OWN_CODEC: Final = "fedstrata.common.model.delta_codecs:OwnCodec"

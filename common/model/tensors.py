@@ -57,12 +57,19 @@ def content(tensors: Tensors, metadata: Mapping[str, str]) -> str:
 
 
 def read(path: Path) -> tuple[dict[str, npt.NDArray[Any]], dict[str, str]]:
-    """Return a file's tensors and its metadata. Raises SafetensorError, OSError, ValueError, TypeError."""
+    """Return a file's tensors and its metadata.
+
+    Raises SafetensorError, OSError, TypeError, and ValueError, also if it has a digest and another content.
+    """
     with safe_open(path, framework="numpy") as file:
         metadata = file.metadata() or {}
         if any(file.get_slice(name).get_dtype() == TYPES[BFLOAT16.name] for name in file.keys()):  # noqa: SIM118
-            return parse(path.read_bytes()), metadata
-        return {name: file.get_tensor(name) for name in file.keys()}, metadata  # noqa: SIM118 - no mapping
+            found = parse(path.read_bytes())
+        else:
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+    if CONTENT in metadata and metadata[CONTENT] != content(found, metadata):
+        raise ValueError("its content is damaged")
+    return found, metadata
 
 
 def parse(data: bytes) -> dict[str, npt.NDArray[Any]]:

@@ -12,11 +12,11 @@ from __future__ import annotations
 from math import ceil
 from typing import Any, Literal
 
-from common.errors import WireError
-from common.experiment.codecs import CodecSettings
-from common.experiment.tables import Fraction
-from common.lazy import np, npt
-from common.model.delta_codecs import DeltaCodec
+from fedstrata.common.errors import WireError
+from fedstrata.common.experiment.codecs import CodecSettings
+from fedstrata.common.experiment.tables import Fraction
+from fedstrata.common.lazy import np, npt
+from fedstrata.common.model.delta_codecs import DeltaCodec
 
 
 class TopKSettings(CodecSettings):

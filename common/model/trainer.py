@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
@@ -20,22 +21,25 @@ from typing import Any, ClassVar, Final, NamedTuple, Never, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from common.errors import RefusedModel
-from common.experiment import own
-from common.experiment.schema import Experiment
-from common.experiment.tables import named_in_module
-from common.experiment.topology import CLOUD
-from common.experiment.trainers import OwnTrainer, TrainerTable
-from common.model import tensors
-from common.model.layout import NAME_MOST, ModelLayout, Row, Section
-from common.model.parts import read_initial
-from common.randomness import Purpose, torch_seed
+from fedstrata.common.errors import RefusedModel
+from fedstrata.common.experiment import own
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.tables import named_in_module
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.experiment.trainers import KEY, OwnTrainer, TrainerTable
+from fedstrata.common.host.surroundings import OwnSurroundings
+from fedstrata.common.model.layout import NAME_MOST, ModelLayout, Row, Section
+from fedstrata.common.model.returned import count, exchanged, form, number, numbers
+from fedstrata.common.model.warm_start import read_initial
+from fedstrata.common.randomness import Purpose, torch_seed
 
 Array: TypeAlias = "npt.NDArray[Any]"
 Arrays: TypeAlias = Mapping[str, Array]
-BUILT: Final[Mapping[str, str]] = {"flower": "common.model.flower:ClientTrainer"}
-NUMBERS_MOST: Final = 32  # of a result
-NUMBER_NAME_MOST: Final = 64  # characters
+BUILT: Final[Mapping[str, str]] = {  # the class of a trainer of fedstrata's, by the key that names its code first
+    f"{KEY}.client_fn": "fedstrata.common.model.flower:ClientTrainer",
+    f"{KEY}.clientapp": "fedstrata.common.model.flower_app:AppTrainer",
+}
+NOTES_MOST: Final = 4  # of a result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +93,8 @@ class Trained:
     """The result of `train`: all arrays of the model, the mean loss of the last epoch, and the steps taken.
 
     `loss`: None if it is not known. `samples`: that were trained on, None: all of the device. `numbers`: of the
-    trainer's choice, for the run's events.
+    trainer's choice, for the run's events; what is no finite number is left out, with one warning. `notes` are
+    fedstrata's: what its user should know.
     """
 
     arrays: Arrays
@@ -97,6 +102,7 @@ class Trained:
     steps: int
     samples: int | None = None
     numbers: Mapping[str, float] = field(default_factory=dict)
+    notes: Sequence[str] = ()
 
 
 class Scored(NamedTuple):
@@ -116,6 +122,7 @@ class ArrayTrainer:
     """Base of a user's trainer; its constructor gets the keywords of `training.trainer`."""
 
     buffers: ClassVar[Collection[str]] = ()  # the names of the float32 arrays that are not trained
+    tests = 0  # set in `prepare`: of this device's test samples, at most; a score over more is left out. 0: not known
 
     def load(self, method: str) -> None:
         """Import what a method needs and the file does not import at its head, before the generators are seeded."""
@@ -125,19 +132,28 @@ class ArrayTrainer:
         raise NotImplementedError
 
     def prepare(self, site: TrainingSite) -> int:
-        """Load this device's samples, once before its tasks, and return their number, at least 1."""
+        """Load this device's samples, once before its tasks, and return their number; with 0 it gets no tasks."""
         raise NotImplementedError
 
     def train(self, arrays: dict[str, Array], task: LocalTask) -> Trained:
         """Train the arrays, which are this call's own, as the task requires."""
         raise NotImplementedError
 
-    def evaluate(self, arrays: dict[str, Array], task: LocalTask) -> Scored | tuple[int, float, float]:
-        """Return a number of test samples, their mean loss and the score. Without it nothing is evaluated.
+    def evaluate(self, arrays: dict[str, Array], task: LocalTask) -> Scored | tuple[int, float, float] | None:
+        """Return a number of test samples, their mean loss and the score; None: no score of this model.
 
-        Of a device the samples are its own, at the cloud those of the cloud; sums over devices weigh by them.
+        Without this method nothing is evaluated. Of a device the samples are its own, at the cloud those of the cloud;
+        sums over devices weigh by them.
         """
         raise NotImplementedError
+
+    def place(self, method: str) -> tuple[str, str, str]:
+        """Return the key of the own code that does what a method does, its name, and how a message names it."""
+        return "", "", method
+
+    def array_name(self, name: str) -> str:
+        """Return how a message names an array."""
+        return name
 
     @property
     def evaluates(self) -> bool:
@@ -146,17 +162,26 @@ class ArrayTrainer:
 
 
 class TrainerCode:
-    """An experiment's trainer, whose errors, of the user's code and of what it returns, are InvalidExperiment."""
+    """An experiment's trainer, whose errors, of the user's code and of what it returns, are InvalidExperiment.
+
+    Arrays are exchanged as float32 or int64; the trainer gets them in the types in which it returned the first ones.
+    """
 
     def __init__(self, experiment: Experiment) -> None:
         """Import and build it. Raises InvalidExperiment."""
         settings: TrainerTable = experiment.training.trainer
         self._names = dict(settings.code)
         self.key, self.name = next(iter(self._names.items()))
-        if isinstance(settings, OwnTrainer):
-            self._trainer = own.build(self.key, settings, ArrayTrainer)
-        else:
-            self._trainer = named_in_module(BUILT[settings.name])(experiment)
+        self._trainer: ArrayTrainer
+        self._types: dict[str, np.dtype[Any]] = {}
+        self._noted: dict[str, bool] = {}  # what its user should know, and whether it was returned
+        self._node = ""
+        self._surroundings = OwnSurroundings()
+        with self._surroundings.entered():
+            if isinstance(settings, OwnTrainer):
+                self._trainer = own.build(self.key, settings, ArrayTrainer)
+            else:
+                self._trainer = named_in_module(BUILT[self.key])(experiment)
 
     @property
     def evaluates(self) -> bool:
@@ -164,19 +189,25 @@ class TrainerCode:
         with self._guarded():
             return bool(self._trainer.evaluates)
 
+    def notes(self) -> list[str]:
+        """Return what the trainer's user should know, each once."""
+        new = [note for note, returned in self._noted.items() if not returned][:NOTES_MOST]
+        self._noted |= dict.fromkeys(new, True)
+        return new
+
     def first(self, seed: int) -> tuple[ModelLayout, Row]:
         """Return the layout of the arrays, and the first model, uint8 [row_bytes]. Raises InvalidExperiment."""
         with self._guarded():
             self._trainer.load("initial")
             seed_generators(torch_seed(seed, Purpose.INIT))
-            arrays = self._trainer.initial(seed)
-        found = self._named(arrays, "initial")
+            found = self._arrays_in(self._trainer.initial(seed), "initial")
+        self._types = {name: value.dtype for name, value in found.items()}
         buffers = set(self._trainer.buffers)
         if unknown := sorted(buffers - found.keys()):
-            self.refuse(f"initial returns no {', '.join(unknown)}, which its buffers name", "Return them.")
+            self.refuse_of("initial", f"returns no {', '.join(unknown)}, which its buffers name", "Return them.")
         sections = {name: _section(value, name in buffers) for name, value in found.items()}
         if Section.PARAMETER not in sections.values():
-            self.refuse("initial returns no float32 array that is trained", "Return the parameters.")
+            self.refuse_of("initial", "returns no array of floats that is trained", "Return the parameters.")
         layout = ModelLayout.build((name, found[name].shape, section) for name, section in sections.items())
         row = layout.empty()
         self._write(layout, found, row, "initial")
@@ -184,11 +215,17 @@ class TrainerCode:
 
     def prepare(self, site: TrainingSite) -> int:
         """Let the device load its samples; return their number. Raises InvalidExperiment."""
+        self._node = site.node
         with self._guarded():
             self._trainer.load("prepare")
             seed_generators(torch_seed(site.seed, Purpose.OWN_CODE, site.node))
             samples = self._trainer.prepare(site)
-        return self._count(samples, "prepare returns samples =", least=1)
+        return self._count(samples, "prepare", "returns samples =", least=0)
+
+    @property
+    def tests(self) -> int:
+        """The number of this device's test samples, once prepared; 0: not known. Raises InvalidExperiment."""
+        return self._count(self._trainer.tests, "prepare", "sets tests =", least=0)
 
     def train(self, layout: ModelLayout, row: Row, out: Row, task: LocalTask, *, samples: int) -> Trained:
         """Train the model in `row` and write it into `out`; both uint8 [row_bytes], or longer.
@@ -199,91 +236,125 @@ class TrainerCode:
         with self._guarded():
             self._trainer.load("train")
             seed_generators(task.seed)
-            found = self._trainer.train(_arrays(layout, row), task)
+            found = self._trainer.train(self._arrays(layout, row), task)
         if not isinstance(found, Trained):
-            self.refuse(f"train returns {type(found).__name__}, not Trained", "Return Trained(arrays, loss, steps).")
-        self._write(layout, self._named(found.arrays, "train"), out, "train")
-        used = samples if found.samples is None else self._count(found.samples, "train returns samples =", least=1)
-        if used > samples:
-            self.refuse(f"train returns samples = {used}, and the device has {samples}", "Return the device's own.")
-        steps = self._count(found.steps, "train returns steps =", least=1 if task.epochs else 0)
-        if task.epochs and steps > task.epochs * samples:
-            problem = f"train returns steps = {steps}, more than {task.epochs} epochs of {samples} samples can have"
-            self.refuse(problem, "Count a step for each batch.")
-        loss = None if found.loss is None else self._number(found.loss, "train returns loss =")
-        return Trained({}, loss, steps, used, self._numbers(found.numbers))
+            self.refuse_of("train", f"returns {form(found)}, not Trained", "Return Trained(arrays, loss, steps).")
+        with self._guarded():
+            arrays = self._arrays_in(found.arrays, "train")
+        self._write(layout, arrays, out, "train")
+        used = samples if found.samples is None else self._count(found.samples, "train", "returns samples =", least=0)
+        steps = self._count(found.steps, "train", "returns steps =", least=1 if task.epochs and used else 0)
+        if task.epochs and steps > (most := task.epochs * max(samples, used)):
+            problem = f"returns steps = {steps}, more than the {most} of {task.epochs} epochs of single samples"
+            self.refuse_of("train", problem, "Count a step for each batch.")
+        loss = number(found.loss)
+        if found.loss is not None and (loss is None or not isfinite(loss)):
+            self._note("train", f"returns loss = {form(found.loss)}: it counts as unknown")
+            loss = None
+        kept, left_out = numbers(found.numbers)
+        if left_out:
+            more = f", and {len(left_out) - 1} more" if len(left_out) > 1 else ""
+            self._note("train", f"returns numbers that are not kept: {left_out[0]}{more}")
+        return Trained({}, loss, steps, used, kept, self.notes())
 
-    def evaluate(self, layout: ModelLayout, row: Row, task: LocalTask) -> Scored:
-        """Return the samples, loss and score of a model, uint8 [row_bytes].
+    def evaluate(self, layout: ModelLayout, row: Row, task: LocalTask) -> Scored | None:
+        """Return the samples, loss and score of a model, uint8 [row_bytes]; None if it has none now.
 
         Raises InvalidExperiment, and what the progress callback raises.
         """
         with self._guarded():
             self._trainer.load("evaluate")
             seed_generators(task.seed)
-            found = self._trainer.evaluate(_arrays(layout, row), task)
+            found = self._trainer.evaluate(self._arrays(layout, row), task)
+        if found is None:
+            return None
         if not isinstance(found, tuple) or len(found) != len(Scored._fields):
-            self.refuse(f"evaluate returns {found!r:.60}", "Return samples, loss and score.")
-        samples, loss, score = found
-        count = self._count(samples, "evaluate returns samples =", least=1)
-        if not all(isinstance(each, float | int | np.number) for each in (loss, score)):
-            self.refuse(f"evaluate returns loss = {loss!r:.40}, score = {score!r:.40}", "Return two floats.")
-        return Scored(count, float(loss), float(score))  # a diverged model has a loss of NaN
+            self.refuse_of("evaluate", f"returns {form(found)}", "Return samples, loss and score.")
+        samples, *values = found
+        tested = self._count(samples, "evaluate", "returns samples =", least=0)
+        loss, score = map(number, values)
+        if loss is None or score is None:
+            problem = f"returns loss = {form(values[0])}, score = {form(values[1])}"
+            self.refuse_of("evaluate", problem, "Return two floats.")
+        return Scored(tested, loss, score) if tested else None  # a diverged model has a loss of NaN
 
     def refuse(self, problem: str, remedy: str) -> Never:
-        """Raise InvalidExperiment for what the trainer returned."""
-        own.refuse(self.key, self.name, problem, remedy)
+        """Raise InvalidExperiment for what the trainer did."""
+        own.refuse(self.key, self.name, self._where(problem), remedy)
 
-    def _guarded(self) -> Any:
-        return own.guarded(self._names, everything=True)
+    def refuse_of(self, method: str, problem: str, remedy: str) -> Never:
+        """Raise InvalidExperiment for what a method of the trainer returned."""
+        key, name, called = self._trainer.place(method)
+        at = "" if key else own.place(getattr(self._trainer, method))
+        own.refuse(key or self.key, name or self.name, self._where(f"{called} {problem}") + at, remedy)
 
-    def _named(self, arrays: object, method: str) -> dict[str, Array]:
+    def _note(self, method: str, text: str) -> None:
+        key, name, called = self._trainer.place(method)
+        self._noted.setdefault(f"{key or self.key} = {name or self.name!r}: {called} {text}", False)
+
+    def _where(self, problem: str) -> str:
+        return f"{problem} ({self._node})" if self._node else problem
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        where = f" on {self._node}" if self._node else ""
+        guarded = own.guarded(self._names, problem=f"fails{where} with {{}}", everything=True)
+        with guarded, self._surroundings.entered():
+            yield
+
+    def _arrays(self, layout: ModelLayout, row: Row) -> dict[str, Array]:
+        """Return copies of the arrays of a flat model, in the order of `initial` within each kind, and in its types."""
+        views = layout.views(row[: layout.row_bytes])
+        return {name: view.astype(self._types.get(name, view.dtype)) for name, view in views.items()}
+
+    def _arrays_in(self, arrays: object, method: str) -> dict[str, Array]:
+        """Return what own code returned as arrays by name."""
         if not isinstance(arrays, Mapping) or not all(isinstance(name, str) for name in arrays):
-            self.refuse(f"{method} returns arrays as {type(arrays).__name__}", "Return a dict of arrays by name.")
+            self.refuse_of(method, f"returns arrays as {form(arrays)}", "Return a dict of arrays by name.")
         found = {name: np.asarray(value) for name, value in arrays.items()}
         for name, value in found.items():
             if not 0 < len(name) <= NAME_MOST or not name.isprintable():
-                self.refuse(f"{method} returns an array with the name {name!r:.40}", "Use a short printable name.")
-            if value.dtype not in (np.float32, np.int64):
-                remedy = "Return float32, or int64 for counters: `array.astype(np.float32)`."
-                self.refuse(f"{method} returns {name} as {value.dtype}", remedy)
+                self.refuse_of(method, f"returns an array with the name {name!r:.40}", "Use a short printable name.")
+            shown, kind = self._trainer.array_name(name), exchanged(value)
+            if kind is None:
+                remedy = "Return floats, or whole numbers for counters: `array.astype(np.float32)`."
+                self.refuse_of(method, f"returns {shown} as {value.dtype}", remedy)
+            if value.dtype not in (kind, self._types.get(name, kind)):
+                text = f"returns {shown} as {value.dtype}: it is exchanged as {np.dtype(kind)}"
+                self._note(method, text)
         return found
 
     def _write(self, layout: ModelLayout, found: Mapping[str, Array], out: Row, method: str) -> None:
-        views = layout.views(out[: layout.row_bytes])
-        if absent := [name for name in views if name not in found]:
-            self.refuse(f"{method} returns no {', '.join(absent[:3])}", "Return each array that `initial` returns.")
-        if unknown := [name for name in found if name not in views]:
-            self.refuse(f"{method} returns {', '.join(unknown[:3])}, which `initial` does not", "Keep it in its state.")
+        views, shown = layout.views(out[: layout.row_bytes]), self._trainer.array_name
+        if absent := [shown(name) for name in views if name not in found]:
+            remedy = "Return each array that `initial` returns."
+            self.refuse_of(method, f"returns no {', '.join(absent[:3])}; the model has {len(views)} arrays", remedy)
+        if unknown := [shown(name) for name in found if name not in views]:
+            problem = f"returns {', '.join(unknown[:3])}, which `initial` does not"
+            self.refuse_of(method, problem, "Keep it in its state.")
+        cast: dict[str, Array] = {}
         for name, view in views.items():
             value = found[name]
-            if (value.shape, value.dtype) != (view.shape, view.dtype):
-                given = f"{method} returns {name} as {value.dtype} {[*value.shape]}"
-                self.refuse(f"{given}, not {view.dtype} {[*view.shape]}", "Return arrays as those of `initial`.")
-        layout.flatten(found, out[: layout.row_bytes])
+            if value.shape != view.shape:
+                problem = f"returns {shown(name)} as {value.dtype} {[*value.shape]}, the model has {[*view.shape]}"
+                self.refuse_of(method, problem, "Return arrays as those of `initial`.")
+            if exchanged(value) != view.dtype:
+                problem = f"returns {shown(name)} as {value.dtype}, the model has {view.dtype}"
+                self.refuse_of(method, problem, "Return arrays as those of `initial`.")
+            with np.errstate(over="ignore"):  # what float32 does not have is found below
+                cast[name] = value.astype(view.dtype, copy=False)
+        layout.flatten(cast, out[: layout.row_bytes])
         try:
             layout.check_finite(out[: layout.row_bytes])
         except RefusedModel as error:
-            self.refuse(f"{method} returns a model whose {error}", "Check the learning rate, and what it divides by.")
+            remedy = "Check the learning rate, and what it divides by."
+            self.refuse_of(method, f"returns a model whose {error}", remedy)
 
-    def _count(self, value: object, what: str, *, least: int) -> int:
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-            self.refuse(f"{what} {value!r:.40}", f"Return an int of {least} or more.")
-        return int(value)
-
-    def _number(self, value: object, what: str) -> float:
-        if not isinstance(value, float | int | np.number) or not isfinite(number := float(value)):
-            self.refuse(f"{what} {value!r:.40}", "Return a finite float.")
-        return number
-
-    def _numbers(self, found: object) -> dict[str, float]:
-        named = isinstance(found, Mapping) and all(
-            isinstance(name, str) and 0 < len(name) <= NUMBER_NAME_MOST and name.isprintable() for name in found
-        )
-        if not isinstance(found, Mapping) or not named or len(found) > NUMBERS_MOST:
-            remedy = f"Return a dict of at most {NUMBERS_MOST} floats, with names of {NUMBER_NAME_MOST} characters."
-            self.refuse(f"train returns numbers = {found!r:.60}", remedy)
-        return {name: self._number(value, f"train returns numbers[{name!r}] =") for name, value in found.items()}
+    def _count(self, value: object, method: str, what: str, *, least: int) -> int:
+        found = count(value)
+        if found is None or found < least:
+            self.refuse_of(method, f"{what} {form(value)}", f"Return a whole number of {least} or more.")
+        return found
 
 
 class TrainerTester:
@@ -293,7 +364,6 @@ class TrainerTester:
     Raises InvalidExperiment.
     """
 
-    notes = ()
     frozen: ClassVar[Arrays] = MappingProxyType({})
 
     def __init__(self, experiment: Experiment) -> None:
@@ -302,16 +372,24 @@ class TrainerTester:
         self._seed = torch_seed(experiment.seed, Purpose.OWN_CODE)
         self.layout, self.first = self._code.first(experiment.seed)
         self.initial = ""
+        self._notes = list[str]()
         if (initial := experiment.model.initial) is not None:
             found = read_initial(initial, self.layout, self.first, model=self._code.name)
-            self.initial = tensors.content(found, {})
+            self.initial = found.content
+            self._notes += found.notes
         self.evaluates = experiment.evaluation.on_cloud and self._code.evaluates
+        self._notes += self._code.notes()
         if experiment.evaluation.at == "both" and not self.evaluates:
             remedy = 'Write an evaluate, or set evaluation.at = "devices".'
             self._code.refuse("the cloud cannot evaluate with it", remedy)
 
-    def evaluate(self, row: Row, global_round: int = 0) -> Scored:
-        """Return the score and the loss of a flat model of a global round, uint8 [row_bytes].
+    @property
+    def notes(self) -> Sequence[str]:
+        """What the user should know of the first arrays."""
+        return self._notes
+
+    def evaluate(self, row: Row, global_round: int = 0) -> Scored | None:
+        """Return the score and the loss of a flat model of a global round, uint8 [row_bytes]; None if it has none now.
 
         Raises InvalidExperiment.
         """
@@ -344,12 +422,7 @@ def seed_generators(seed: int) -> None:
             torch.set_num_threads(1)
 
 
-def _arrays(layout: ModelLayout, row: Row) -> dict[str, Array]:
-    """Return copies of the arrays of a flat model, in the order of `initial` within each kind."""
-    return {name: view.copy() for name, view in layout.views(row[: layout.row_bytes]).items()}
-
-
 def _section(value: Array, buffer: bool) -> Section:
-    if value.dtype == np.int64:
+    if value.dtype.kind != "f":
         return Section.COUNTER
     return Section.BUFFER if buffer else Section.PARAMETER

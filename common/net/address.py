@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from ipaddress import IPv6Address, ip_address
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from common.net.tls import Tls
+from fedstrata.common.net.tls import Tls
 
 if TYPE_CHECKING:
     import paho.mqtt.client as mqtt

@@ -8,12 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from common.errors import ConnectionFailed
-from common.net.address import BrokerAddress
+from fedstrata.common.errors import ConnectionFailed
+from fedstrata.common.net.address import BrokerAddress
 
 BACKOFF_S: Final = 0.1
 BACKOFF_MOST_S: Final = 5.0
 HINT: Final = "Is it running there, and are the login and --broker right?"
+HINT_FINAL: Final = "Are the login and its files right?"
+THROWN_OUT: Final = (  # MQTT 3.1.1 ends a connection without a reason when another one has its client id
+    "Another client has its id, or the broker makes ids of logins, or refuses what was sent last. `fedstrata doctor` "
+    "examines it."
+)
+THROWN_LEAST: Final = 8  # in a row; a broker that is restarted, or a bad link, refuses or times out in between
 REPEAT_S: Final = 60.0
 KINDS_MOST: Final = 32  # a broker may have several addresses
 
@@ -31,7 +37,8 @@ class Attempts:
     """The attempts to connect to the addresses of one broker.
 
     An address is kept until it fails; then the next one is tried at once, after the last one the first. There is a
-    pause when as many attempts have failed as there are addresses. The pauses grow until a connection has worked.
+    pause when as many attempts have failed as there are addresses. The pauses grow until a connection has lasted: two
+    clients of one id are each accepted, and throw each other out.
     """
 
     def __init__(self, broker: BrokerAddress, *, draw: Callable[[float, float], float] = random.uniform) -> None:
@@ -39,10 +46,14 @@ class Attempts:
         self._draw = draw
         self._place = 0
         self._failed = 0  # since the last pause
-        self._pauses = 0  # since a connection has worked
-        self._give_up = math.inf
+        self._pauses = 0  # since a connection has lasted
+        self._timeout_s = math.inf
+        self._give_up = math.inf  # until a connection is accepted
+        self._thrown = 0  # connections in a row that the broker has accepted, and ended soon
+        self._thrown_since = math.inf
         self._reasons: dict[BrokerAddress, str] = {}
         self._final: dict[BrokerAddress, bool] = {}
+        self._explained: dict[BrokerAddress, bool] = {}
 
     @property
     def address(self) -> BrokerAddress:
@@ -54,35 +65,74 @@ class Attempts:
         """The place of `address` among the broker's addresses, from 0."""
         return self._place
 
-    def begin(self, *, give_up: float) -> None:
-        """Begin to connect; the attempts end at `give_up` if no connection has worked, but try each address once."""
-        self._give_up, self._failed, self._pauses = give_up, 0, 0
+    def begin(self, now: float, *, timeout_s: float) -> None:
+        """Begin to connect; the attempts end after `timeout_s` without success, but try each address once."""
+        self._timeout_s, self._give_up = timeout_s, now + timeout_s
+        self._failed = self._pauses = self._thrown = 0
 
-    def failed(self, reason: str, *, worked: bool, now: float, final: bool = False) -> float:
+    def failed(
+        self,
+        reason: str,
+        *,
+        now: float,
+        accepted: bool = False,
+        lasted: bool = False,
+        thrown_out: bool = False,
+        final: bool = False,
+        explained: bool = False,
+    ) -> float:
         """Note the end of a connection or attempt; return the pause before the next attempt, in seconds.
 
-        `final`: another attempt at this address would fail, too. Raises ConnectionFailed with all reasons, at once if
-        no connection has worked and all addresses fail for good.
+        `accepted`: the broker had acknowledged its subscriptions; `lasted`: it was no short one; `thrown_out`: the
+        broker ended it soon after its CONNACK; `final`: another attempt at this address would fail, too; `explained`:
+        the reason has its remedy.
+
+        Raises ConnectionFailed with all reasons: after the time limit if no connection was accepted or each is thrown
+        out, and at once if none was accepted and all addresses fail for good.
         """
-        if worked:
-            self._give_up, self._pauses = math.inf, 0
+        if accepted or lasted:
+            self._give_up = math.inf
             self._reasons.clear()
             self._final.clear()
-        self._reasons[self.address], self._final[self.address] = reason, final
+        if lasted:
+            self._pauses = self._thrown = 0
+        if thrown_out and not lasted:
+            if self._thrown == 0:
+                self._thrown_since = now
+            self._thrown += 1
+        else:
+            self._thrown = 0
+        self._reasons[self.address] = reason
+        self._final[self.address] = final
+        self._explained[self.address] = explained
         self._place = (self._place + 1) % len(self._each)
         self._failed += 1
         if self._failed < len(self._each):
             return 0.0
+        if self._thrown >= THROWN_LEAST and now >= self._thrown_since + self._timeout_s:
+            raise self._ended(THROWN_OUT)
         hopeless = self._give_up < math.inf and all(self._final.values())
-        if now >= self._give_up or hopeless:
-            hint = "Are the login and its files right?" if hopeless else HINT
-            raise ConnectionFailed(f"broker {self.reasons().rstrip('.')}. {hint}")
+        if hopeless:
+            raise self._ended(HINT_FINAL)
+        if now >= self._give_up:
+            hint = THROWN_OUT if self._thrown else HINT
+            raise self._ended(hint)
         pause = min(pause_s(self._pauses, self._draw), max(0.0, self._give_up - now))
         self._failed, self._pauses = 0, self._pauses + 1
         return pause
 
+    @property
+    def thrown_out(self) -> bool:
+        """Whether the broker has ended several connections in a row soon after it had accepted them."""
+        return self._thrown > 1
+
+    def _ended(self, hint: str) -> ConnectionFailed:
+        explained = all(self._explained[address] for address in self._reasons)
+        text = f"broker {self.reasons().rstrip('.')}."
+        return ConnectionFailed(text if explained else f"{text} {hint}")
+
     def reasons(self) -> str:
-        """Return why each address failed, since a connection has worked."""
+        """Return why each address failed, since a connection was accepted."""
         return "; ".join(f"{address}: {self._reasons[address]}" for address in self._each if address in self._reasons)
 
 

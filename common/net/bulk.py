@@ -26,8 +26,8 @@ from paho.mqtt import MQTTException
 from paho.mqtt import __version__ as PAHO_VERSION
 from paho.mqtt.enums import MQTTErrorCode
 
-from common.net.tls import is_final, reason_of
-from common.protocol.limits import SKIPPED
+from fedstrata.common.net.tls import is_final, reason_of
+from fedstrata.common.protocol.limits import SKIPPED
 
 HEAD_BYTES: Final = 4096
 _SCRATCH: Final = memoryview(bytearray(65_536))  # for bytes that nobody reads, of all connections of this process

@@ -8,6 +8,7 @@ The only module that imports aiomqtt. It changes these behaviours of aiomqtt:
 - it registers a socket for writing one turn of the event loop late, when the socket may already be closed;
 - it notices only after ten seconds that the broker closes the connection before it answers the connect;
 - after a failed connect or disconnect it leaves the socket open;
+- it forgets the end of a connection that comes together with the CONNACK, and waits for ever;
 - it wakes up once a second for each connection only to see whether a ping is due;
 - it closes its socket right after DISCONNECT. If the broker still sends something, the reply is a reset, which may
   reach the broker before it has read DISCONNECT. It then publishes the will of a node that has left regularly.
@@ -25,30 +26,30 @@ import socket
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
 
 import aiomqtt
 from aiomqtt import MqttError
 from aiomqtt.exceptions import MqttConnectError
 from paho.mqtt.client import MQTT_ERR_SUCCESS
-from paho.mqtt.reasoncodes import ReasonCode
 
-from common.net.bulk import CLOSED, BulkClient, FindPlace, Place, Received, usable
-from common.net.tls import is_final, reason_of
+from fedstrata.common.net.bulk import CLOSED, BulkClient, FindPlace, Place, Received, usable
+from fedstrata.common.net.refusals import FINAL, Lack, lack_of
+from fedstrata.common.net.tls import is_final, reason_of
 
 if TYPE_CHECKING:
     import ssl
 
     import paho.mqtt.client as mqtt
 
-    from common.net.address import BrokerAddress
+    from fedstrata.common.net.address import BrokerAddress
+    from fedstrata.common.net.plain_client import Will
 
 __all__ = ["MqttClient", "MqttError"]
 
 PENDING_CALLS_MOST: Final = 1000  # aiomqtt warns above; a parent sends to all its children at once
 LOOKS: Final = 6  # within a keep-alive, whether a ping is due; a broker waits for 1.5 keep-alives
 CLOSE_S: Final = 1.0  # for the broker to close the connection after DISCONNECT
-REFUSED_LOGIN: Final = frozenset({0x86, 0x87})  # bad user name or password, not authorized; of MQTT 3.1.1 too
 SOCKET_OPTIONS: Final = ((socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),)
 
 _log = logging.getLogger("fedstrata.mqtt")
@@ -59,8 +60,7 @@ _log.addFilter(lambda record: logging.getLogger("fedstrata.connection").isEnable
 class MqttClient(aiomqtt.Client):
     """An asynchronous context, connected inside it. It serves one connection; call `close` after that.
 
-    `find_place`, `landed` and `received` are PacketReader's, called as the socket is read; `will` is a topic and a
-    payload, `retains`: the broker retains it.
+    `find_place`, `landed` and `received` are PacketReader's, called as the socket is read.
     """
 
     def __init__(
@@ -69,20 +69,22 @@ class MqttClient(aiomqtt.Client):
         *,
         client_id: str,
         keepalive_s: int,
-        will: tuple[str, bytes] | None,
-        retains: bool,
+        will: tuple[Will, bytes] | None,
         find_place: FindPlace,
         landed: Callable[[str, Place], None],
         received: Received,
         tls: ssl.SSLContext | None,
     ) -> None:
+        last_will = None
+        if will is not None:
+            last_will = aiomqtt.Will(will[0].topic, will[1], qos=will[0].qos, retain=will[0].retain)
         super().__init__(
             address.host,
             address.port,
             username=address.username,
             password=address.password,
             identifier=client_id,
-            will=aiomqtt.Will(will[0], will[1], qos=1, retain=retains) if will else None,
+            will=last_will,
             clean_session=True,
             keepalive=keepalive_s,
             socket_options=SOCKET_OPTIONS,
@@ -113,6 +115,13 @@ class MqttClient(aiomqtt.Client):
             if future.done() and not future.cancelled():
                 future.exception()  # asyncio would log an exception that is never retrieved
 
+    async def __aenter__(self) -> Self:
+        """Connect. Raises MqttError."""
+        ended = self._disconnected
+        await super().__aenter__()
+        self._disconnected = ended  # aiomqtt replaces one that is done
+        return self
+
     async def __aexit__(self, *error: Any) -> None:
         """Disconnect: send DISCONNECT, then read until the broker has closed, for at most `CLOSE_S`."""
         ours, rest = self._client.socket(), None
@@ -134,7 +143,11 @@ class MqttClient(aiomqtt.Client):
             return f"{ended} before CONNACK" if ended == CLOSED else ended
         cause = _cause(error)
         if isinstance(cause, MqttConnectError):
-            text = f"the broker refuses the login: {cause.rc}"
+            lack = lack_of(cause.rc)
+            if lack is Lack.LOGIN:
+                text = f"the broker refuses the login: {cause.rc}"
+            else:
+                text = f"the broker refuses the connection: {cause.rc}" if lack is None else lack.value
         elif isinstance(cause, aiomqtt.MqttCodeError) and str(cause.rc) == "Unspecified error":  # paho's only hint
             text = "connection lost"
         else:
@@ -142,13 +155,17 @@ class MqttClient(aiomqtt.Client):
         return ended or text
 
     def is_final(self, error: MqttError) -> bool:
-        """Return whether another attempt would fail, too: the login, or a certificate, is refused."""
+        """Return whether another attempt would fail, too: the login, the version or a certificate is refused."""
         if isinstance(self._client, BulkClient) and self._client.final:
             return True
         cause = _cause(error)
         if isinstance(cause, MqttConnectError):
-            return isinstance(cause.rc, ReasonCode) and cause.rc.value in REFUSED_LOGIN
+            return lack_of(cause.rc) in FINAL
         return isinstance(cause, OSError) and is_final(cause)
+
+    def is_refused(self, error: MqttError) -> bool:
+        """Return whether the broker has refused the CONNECT by a CONNACK."""
+        return isinstance(_cause(error), MqttConnectError)
 
     def _on_message(self, client: object, userdata: object, message: mqtt.MQTTMessage) -> None:
         self._take(message.topic, bytes(message.payload), message.retain)

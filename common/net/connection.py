@@ -14,18 +14,20 @@ from weakref import WeakValueDictionary
 
 from paho.mqtt.reasoncodes import ReasonCode
 
-from common.accounting.tcp import WireMeter
-from common.errors import InvalidExperiment
-from common.net.address import BrokerAddress, HostPort
-from common.net.attempts import Attempts, FailureLog
-from common.net.bulk import CLOSED, Body, BulkClient, FindPlace, Place, Received
-from common.net.client import MqttClient, MqttError
-from common.net.plain_client import reported_limits
-from common.protocol.limits import skip_large
+from fedstrata.common.accounting.tcp import WireMeter
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.net.address import BrokerAddress, HostPort
+from fedstrata.common.net.attempts import BACKOFF_MOST_S, REPEAT_S, Attempts, FailureLog
+from fedstrata.common.net.bulk import CLOSED, Body, BulkClient, FindPlace, Place, Received
+from fedstrata.common.net.client import MqttClient, MqttError
+from fedstrata.common.net.plain_client import Will
+from fedstrata.common.net.refusals import DONE_WITHOUT, FINAL, ID_MOST, Asked, Lack, find_lack, short_id
+from fedstrata.common.protocol.limits import skip_large
 
 OPTIONAL_S: Final = 10.0  # timeout of an optional subscription
 ANSWER_S: Final = 2.0  # without any answer, before the first attempt is reported
-LIVED_S: Final = 5.0  # a connection that lasts this long has worked
+# A connection that is up for so long has lasted. Of two clients of one id, each is up while the other one pauses.
+LASTED_S: Final = 2 * BACKOFF_MOST_S
 REFUSED: Final = 0x80  # of a SUBACK
 
 _FAILURES: Final = WeakValueDictionary[tuple[HostPort, ...], FailureLog]()  # of the brokers of this process
@@ -71,11 +73,11 @@ class Handlers:
 class BrokerConnection:
     """A connection that is restored when it breaks. Its handlers run in the loop of `run`.
 
-    A connection *has worked* once the broker acknowledged its subscriptions, or it lasted for `LIVED_S`. Only that
-    resets the pauses between attempts, so a broker that drops a client immediately is not flooded. It is not lost when
-    `run` is cancelled. `attempts` has the broker's address that is connected or tried. Each address gets a client id of
-    its own: when a server of a RabbitMQ cluster dies, the others delete the queues of its clients by their ids, also of
-    one that has come to them meanwhile, without a word to it.
+    A connection is *accepted* once the broker acknowledged its subscriptions, and has *lasted* after `LASTED_S`. Only
+    that resets the pauses between attempts, so a broker that drops a client immediately is not flooded. It is not lost
+    when `run` is cancelled. `attempts` has the broker's address that is connected or tried. Each address gets a client
+    id of its own: when a server of a RabbitMQ cluster dies, the others delete the queues of its clients by their ids,
+    also of one that has come to them meanwhile, without a word to it.
     """
 
     def __init__(
@@ -93,7 +95,11 @@ class BrokerConnection:
         self._keepalive_s = keepalive_s
         self._handlers = handlers
         self._will = will
+        self._short_id = ""  # in place of the client id, where the broker takes short ones only
+        self._qos_most = 1
         self._retains = True
+        self._lacks: dict[str, Lack | None] = {}  # what was found out, by what had failed
+        self._examined: dict[str, float] = {}
         self._client: MqttClient | None = None
         self._tls: ssl.SSLContext | None = None
         self._calls: set[asyncio.Task[None]] = set()
@@ -103,7 +109,8 @@ class BrokerConnection:
         self._failures = _FAILURES.setdefault(address.hosts, FailureLog())
         self._last_sent: _Sent | None = None
         self._unacknowledged = 0
-        self._worked = False
+        self._reads = ""  # a topic of the last subscription, until all are acknowledged
+        self._accepted = self._lasted = False
         self.meter = WireMeter()
         self.reconnects = 0
 
@@ -115,36 +122,49 @@ class BrokerConnection:
     async def run(self, *, connect_timeout_s: float) -> None:
         """Keep the connection until cancelled.
 
-        Raises ConnectionFailed if no connection has worked within `connect_timeout_s`. After that it reconnects
-        forever; the caller's progress rule decides when to give up.
+        Raises ConnectionFailed if no connection was accepted within `connect_timeout_s`, or each one is ended soon for
+        so long. Otherwise it reconnects forever; the caller's progress rule decides when to give up.
         """
         loop, attempts = asyncio.get_running_loop(), self.attempts
-        attempts.begin(give_up=loop.time() + connect_timeout_s)
+        attempts.begin(loop.time(), timeout_s=connect_timeout_s)
         while True:
             client = self._new_client()
-            self._last_sent, self._unacknowledged, self._worked = None, 0, False
+            self._last_sent, self._unacknowledged, self._reads = None, 0, ""
+            self._accepted = self._lasted = False
             try:
                 async with self._connection(client):
                     self._client = client
                     self._sent("CONNECT")
-                    lived = loop.call_later(LIVED_S, self._has_lived)
+                    lasting = loop.call_later(LASTED_S, self._has_lasted)
                     try:
                         await self._handlers.connected()
                         await client.ended()
                     finally:
-                        lived.cancel()
+                        lasting.cancel()
                         self._drop()
             except MqttError as error:
                 now, sent = loop.time(), self._last_sent
                 if sent is not None:
                     self._handlers.lost()
                 reason = client.reason(error)
-                if sent is None and self._will is not None and self._retains and reason.startswith(CLOSED):
-                    await self._find_out_whether_it_retains()
-                text = f"{reason} {sent.describe(now)}" if sent is not None else reason
-                failed, final = attempts.address, sent is None and client.is_final(error)
-                pause_s = attempts.failed(text, worked=self._worked, now=now, final=final)
-                if line := self._failures.failed(f"{failed} {reason} {sent and sent.packet}", text, now):
+                thrown_out = sent is not None and reason.startswith(CLOSED)
+                lack = None
+                if thrown_out or (sent is None and (client.is_refused(error) or reason.startswith(CLOSED))):
+                    lack = await self._lack(sent)
+                text = reason if sent is None else f"{reason} {sent.describe(now)}"
+                if lack not in (None, Lack.LOGIN):
+                    text = lack.value if sent is None else f"{text}: {lack.value}"
+                failed = attempts.address
+                pause_s = attempts.failed(
+                    text,
+                    now=now,
+                    accepted=self._accepted,
+                    lasted=self._lasted,
+                    thrown_out=thrown_out,
+                    final=sent is None and lack not in DONE_WITHOUT and (lack in FINAL or client.is_final(error)),
+                    explained=lack not in (None, Lack.LOGIN),
+                )
+                if line := self._failures.failed(f"{failed} {lack or reason} {sent and sent.packet}", text, now):
                     following = attempts.address if attempts.address != failed else "again"
                     log.warning("broker %s: %s; trying %s", failed, line, following)
             self.meter.detach()
@@ -162,6 +182,7 @@ class BrokerConnection:
                 inner.publish(topic, body)
         elif self._client is not None:
             retain = retain and self._retains
+            qos = min(qos, self._qos_most)
             self._call(self._client.publish(topic, body, qos=qos, retain=retain, timeout=math.inf))
 
     def publish_body(self, topic: str, body: Body, *, done: Callable[[], None]) -> None:
@@ -200,6 +221,7 @@ class BrokerConnection:
         if self._client is not None and topics:
             self._sent("SUBSCRIBE", topics[0], len(topics))
             self._unacknowledged += not optional
+            self._reads = topics[0]
             call = self._subscribe(self._client, topics, qos, refused, acknowledged, optional=optional)
             self._call(call, optional=optional)
 
@@ -246,17 +268,40 @@ class BrokerConnection:
             finally:
                 client.close()
 
-    async def _find_out_whether_it_retains(self) -> None:
-        """Connect without a retained will from now on if the broker reports that it retains nothing.
+    async def _lack(self, sent: _Sent | None) -> Lack | None:
+        """Return what the broker lacks, as far as it can be found out, and work without it from now on.
 
-        Such a broker closes the connection of a client that wants it to, without a reason.
+        A connection that ends after its CONNACK is examined when it is not the first one; both kinds once a minute.
         """
-        address = self.attempts.address
-        self._retains = (await reported_limits(address)).retains
-        text = "it retains no messages: who comes late asks, which takes up to 2 s"
         now = asyncio.get_running_loop().time()
-        if not self._retains and (line := self._failures.failed(f"{address} {text}", text, now)):
-            log.warning("broker %s: %s", address, line)
+        kind = "later"
+        if sent is None:
+            kind = "CONNECT"
+        elif not self.attempts.thrown_out:
+            return None
+        if now < self._examined.get(kind, -math.inf) + REPEAT_S:
+            return self._lacks[kind]
+        asked = Asked(self._id(), self._keepalive_s, self._own_will(), self._reads)
+        lack = await asyncio.to_thread(find_lack, self.attempts.address, asked)
+        match lack:
+            case Lack.ID:
+                self._short_id = short_id(self._client_id)
+            case Lack.WILL:
+                self._will = None
+            case Lack.QOS1:
+                self._qos_most = 0
+            case Lack.RETAINED:
+                self._retains = False
+            case _:
+                self._lacks[kind], self._examined[kind] = lack, now
+        return lack
+
+    def _id(self) -> str:
+        place = self.attempts.place
+        return f"{self._short_id[: ID_MOST - 2]}{place:02d}" if self._short_id else f"{self._client_id}-{place}"
+
+    def _own_will(self) -> Will | None:
+        return None if self._will is None else Will(self._will[0], qos=self._qos_most, retain=self._retains)
 
     def _no_answer_yet(self) -> None:
         if self.reconnects == 0:
@@ -270,12 +315,14 @@ class BrokerConnection:
             except InvalidExperiment:
                 if self._tls is None:
                     raise  # later the files are about to be renewed: the old ones go on
+        own_will, will = self._own_will(), None
+        if own_will is not None and self._will is not None:
+            will = own_will, self._will[1]
         client = MqttClient(
             address,
-            client_id=f"{self._client_id}-{self.attempts.place}",
+            client_id=self._id(),
             keepalive_s=self._keepalive_s,
-            will=self._will,
-            retains=self._retains,
+            will=will,
             find_place=self._handlers.find_place,
             landed=self._handlers.landed,
             received=self._receive,
@@ -325,7 +372,8 @@ class BrokerConnection:
             return  # that connection has ended meanwhile
         if not optional:
             self._unacknowledged -= 1
-            self._worked = self._worked or self._unacknowledged == 0
+            if self._unacknowledged == 0:
+                self._accepted, self._reads = True, ""
         for topic, code in zip(topics, codes, strict=False):
             if (code if isinstance(code, int) else code.value) >= REFUSED:
                 refused(topic)
@@ -339,8 +387,9 @@ class BrokerConnection:
         if self._client is not None:
             self._last_sent = _Sent(packet, topic, size, asyncio.get_running_loop().time())
 
-    def _has_lived(self) -> None:
-        self._worked = True
+    def _has_lasted(self) -> None:
+        self._lasted = True
+        self._examined.clear()
         if line := self._failures.recovered(asyncio.get_running_loop().time()):
             log.info("broker %s: connected, after %s", self.attempts.address, line)
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final
 
-from common.errors import InvalidExperiment, in_words
+from fedstrata.common.errors import InvalidExperiment, in_words
 
 PORT: Final = 8883
 REQUIRED, OPTIONAL = ssl.CERT_REQUIRED, ssl.CERT_OPTIONAL  # of a server: whether clients need a certificate

@@ -16,10 +16,10 @@ from itertools import count
 from math import inf
 from typing import Final, TypeAlias
 
-from common.errors import Flooded, Misfit, TooLarge, WireError
-from common.protocol import serialization, topics
-from common.protocol.limits import ANYBODY, STRANGER, SenderBounds, bytes_on
-from common.protocol.messages import DIGEST_BYTES, Alive, Ask, Message, Presence, Reports, Result, WhoIsThere
+from fedstrata.common.errors import Flooded, Misfit, TooLarge, WireError
+from fedstrata.common.protocol import serialization, topics
+from fedstrata.common.protocol.limits import ANYBODY, STRANGER, SenderBounds, bytes_on
+from fedstrata.common.protocol.messages import DIGEST_BYTES, Alive, Ask, Message, Presence, Reports, Result, WhoIsThere
 
 ASK: Final = bytes([serialization.KINDS.index(Ask)])  # as it follows the session
 HEAD_BYTES: Final = 48  # of a message, which contain its sender's session
@@ -49,6 +49,12 @@ class Admission:
         self._messages = Budget(MESSAGES_MOST, MESSAGE_S)
         self._asks = Budget(ASKS_MOST, ASK_S)
         self._presences = Budget(PRESENCES_MOST, PRESENCE_S)
+
+    def forget(self, peer: str) -> None:
+        """Forget what a node has caused."""
+        for budget in (self._messages, self._asks, self._presences):
+            budget.forget(peer)
+            budget.forget(_of_another(peer))
 
     def check_size(self, topic: topics.Topic, size: int) -> None:
         """Check the bytes of a message before they arrive. Raises TooLarge."""
@@ -99,7 +105,11 @@ def _items(message: Message) -> int:
 
 def _source(name: str, session: str, body: bytes) -> str:
     """Return what a message is counted for: others that use a node's name must not spend what its session may send."""
-    return name if session.encode() in body[:HEAD_BYTES] else f"{name} of another session"
+    return name if session.encode() in body[:HEAD_BYTES] else _of_another(name)
+
+
+def _of_another(name: str) -> str:
+    return f"{name} of another session"
 
 
 class Budget:
@@ -116,6 +126,10 @@ class Budget:
             return False
         self._full_at[peer] = full_at
         return True
+
+    def forget(self, peer: str) -> None:
+        """Forget what a peer has caused."""
+        self._full_at.pop(peer, None)
 
     def owe(self, peer: str, units: int) -> None:
         """Count what a peer has caused beyond the last one that it might."""

@@ -10,10 +10,10 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
-from common.protocol.messages import LIVING, Failure, NodeState, Presence, Target
-from common.protocol.topics import is_node
+from fedstrata.common.protocol.messages import LIVING, Failure, NodeState, Presence, Target
+from fedstrata.common.protocol.topics import is_node
 
 STAYING: Final = (NodeState.INIT, NodeState.READY, NodeState.FINISHED)
 AWAITED: Final = (NodeState.LOST, NodeState.DISCONNECTED)
@@ -32,7 +32,8 @@ class Readiness:
     """Which children can take part: the `ready` ones; the `missing` ones, each with the reason.
 
     The missing ones include the `failed` ones, which gave up or are of another release: somebody has to act; and the
-    `hanging` ones, which have prepared for `idle_s` without progress, or failed for lack of progress below them.
+    `hanging` ones, which have prepared for `idle_s` without progress, or failed for lack of progress below them. Those
+    that the experiment names come first.
     """
 
     ready: frozenset[str]
@@ -42,22 +43,27 @@ class Readiness:
 
     @property
     def text(self) -> str:
-        """The missing ones with their reasons, empty if there are none."""
-        return "; ".join(f"{name} {reason}" for name, reason in sorted(self.missing.items()))
+        """The missing ones with their reasons, empty if there are none; first those for which somebody has to act."""
+        act = self.failed | self.hanging
+        found = sorted(self.missing.items(), key=lambda each: each[0] not in act)
+        return "; ".join(f"{name} {reason}" for name, reason in found)
 
 
 class Attendance:
     """The last presences of a parent's children. `varying`: those whose samples may change, as they have children.
 
-    `samples`: of the children that have reported them; `farewells`: the children that have sent theirs; `after`: of
-    those that have come from another parent, the task that this one used last.
+    `samples`, `tests`: of the children that have reported them; `farewells`: the children that have sent theirs;
+    `after`: of those that have come from another parent, the task that this one used last.
     """
 
     def __init__(self, children: Iterable[str], *, varying: Collection[str] = ()) -> None:
         self._children = tuple(children)
+        self._entered: set[str] = set()  # of these, those that the experiment does not name here
+        self._gone: set[str] = set()  # of these, those that are not present: nobody waits for them
         self._varying = frozenset(varying)
         self.last: dict[str, Presence | None] = {}
         self.samples: dict[str, int] = {}
+        self.tests: dict[str, int] = {}
         self.farewells: set[str] = set()
         self.after: dict[str, int] = {}
         self._ready: set[str] = set()
@@ -68,27 +74,46 @@ class Attendance:
         self._prepared_at: dict[str, float] = {}
 
     def add(self, child: str) -> None:
-        """Add a child that came later."""
+        """Add a child that the experiment does not name here."""
         self._children = (*self._children, child)
+        self._entered.add(child)
+        self._gone.add(child)
+
+    def has_entered(self, child: str) -> bool:
+        """Return whether the experiment does not name this child here."""
+        return child in self._entered
+
+    def remove(self, child: str) -> None:
+        """Forget a child that the experiment does not name here."""
+        self._children = tuple(name for name in self._children if name != child)
+        for names in (self._entered, self._gone, self._ready, self._owing, self.farewells):
+            names.discard(child)
+        found: dict[str, Any]
+        for found in (self.last, self.samples, self.tests, self.after, self._met, self._counted, self.waits_for):
+            found.pop(child, None)
+        self._prepared_at.pop(child, None)
 
     def receive(self, child: str, session: str, presence: Presence | None, *, published: bool) -> bool:
-        """Note a child's presence; return whether it must be asked for its samples.
+        """Note a child's presence; return whether it must be asked for its samples. One that is ready may have none.
 
         What is published is possibly a stranger's: new samples of a session that was not met before are taken from an
         answer only.
         """
         met, self._met[child] = session == self._met.get(child), session
         samples, doubtful = 0 if presence is None else presence.samples, False
-        if samples and (child in self._varying or session != self._counted.get(child)):
-            doubtful = published and self.samples.get(child, samples if met else 0) != samples
+        reported = samples or (presence is not None and presence.state is NodeState.READY)  # of none
+        if reported and (child in self._varying or session != self._counted.get(child)):
+            doubtful = published and self.samples.get(child, samples if met else -1) != samples
             if not doubtful:
                 self.samples[child], self._counted[child] = samples, session
+                self.tests[child] = 0 if presence is None else presence.tests
         self.last[child] = presence
         if presence is not None and presence.after:
             self.after[child] = presence.after
         ready = presence is not None and presence.state is NodeState.READY and child in self.samples
         owing = presence is not None and presence.state in STAYING and child not in self.farewells
-        for children, is_one in ((self._ready, ready), (self._owing, owing)):
+        gone = child in self._entered and not (presence is not None and presence.state in LIVING)
+        for children, is_one in ((self._ready, ready), (self._owing, owing), (self._gone, gone)):
             if is_one:
                 children.add(child)
             else:
@@ -106,8 +131,8 @@ class Attendance:
 
     @property
     def complete(self) -> bool:
-        """Whether all children can take part now."""
-        return len(self._ready) == len(self._children)
+        """Whether all children can take part now, but those that had entered and are gone."""
+        return len(self._ready) + len(self._gone) == len(self._children)
 
     @property
     def owes_farewells(self) -> bool:
@@ -126,13 +151,15 @@ class Attendance:
         return quiet
 
     def readiness(self, *, hanging: set[str], other_releases: Mapping[str, str], idle_s: float) -> Readiness:
-        """Return which children can take part.
+        """Return which children can take part. Those that had entered and are gone are not missing.
 
         `hanging`: those that prepare without progress; `other_releases`: both versions of the protocol, for children of
         another release.
         """
         ready, failed, missing = set(), set(), {}
         for name in self._children:
+            if name in self._gone:
+                continue
             seen = self.last.get(name)
             if name in self._ready:
                 ready.add(name)
@@ -149,6 +176,8 @@ class Attendance:
             elif name not in self.last and name in other_releases:
                 failed.add(name)
                 missing[name] = f"is of another release: {other_releases[name]}"
+            elif seen is not None and seen.failure is Failure.MOVED:
+                missing[name] = seen.reason
             else:
                 missing[name] = "has not joined yet" if name not in self.last else "was lost, or left"
         return Readiness(frozenset(ready), missing, frozenset(hanging), frozenset(failed))
@@ -208,6 +237,12 @@ class Targets:
             self._own[child], self._reports[child] = own, report
             self._changed_at = min(self._changed_at, now)
             self.due = min(self._changed_at + REPORT_MOST_S, now + REPORT_S)
+
+    def remove(self, child: str, *, now: float) -> None:
+        """Forget a child."""
+        self.receive(child, None, now=now)
+        self._own.pop(child, None)
+        self._reports.pop(child, None)
 
     def changed(self, now: float) -> tuple[Target, ...] | None:
         """Return all addresses if they have changed and a report is due."""

@@ -14,15 +14,16 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from common.accounting.child_report import ChildReport
-from common.accounting.ledger import Ledger, Mark
-from common.accounting.traffic import Traffic
-from common.errors import Misfit, RefusedModel, WireError
-from common.experiment.links import LinkSet, LinkSettings
-from common.experiment.schema import TransferSettings
-from common.model.layout import ROW_BYTES_MOST, FrozenForm
-from common.protocol import topics
-from common.protocol.events import (
+from fedstrata.common.accounting.child_report import ChildReport
+from fedstrata.common.accounting.ledger import Ledger, Mark
+from fedstrata.common.accounting.traffic import Traffic
+from fedstrata.common.errors import Misfit, RefusedModel, WireError
+from fedstrata.common.experiment.links import LinkSet, LinkSettings
+from fedstrata.common.experiment.schema import TransferSettings
+from fedstrata.common.model.layout import ROW_BYTES_MOST, FrozenForm
+from fedstrata.common.protocol import topics
+from fedstrata.common.protocol.arrivals import Arrival, Elsewhere, Living, Proven, Received, Unproven
+from fedstrata.common.protocol.events import (
     FrozenFound,
     ModelArrived,
     ModelFailed,
@@ -34,9 +35,9 @@ from common.protocol.events import (
     RunEnded,
     TaskReceived,
 )
-from common.protocol.limits import SenderBounds, TaskLimits
-from common.protocol.manifest import FROZEN_CODEC, ModelForm
-from common.protocol.messages import (
+from fedstrata.common.protocol.limits import SenderBounds, TaskLimits
+from fedstrata.common.protocol.manifest import FROZEN_CODEC, ModelForm
+from fedstrata.common.protocol.messages import (
     LIVING,
     Acknowledgement,
     Alive,
@@ -59,13 +60,13 @@ from common.protocol.messages import (
     Result,
     Task,
 )
-from common.protocol.outbox import Output
-from common.protocol.participant import PHASE_S, Participant
-from common.protocol.peer_link import Arrival, ByteMeter, Elsewhere, Living, PeerLink, Proven, Received, Unproven
-from common.protocol.presence import Identity, Proof, TimeZero
-from common.protocol.receiver import Fetched, FetchFailed, ReceiverEvent
-from common.protocol.round_state import HEARTBEAT_S
-from common.text import short
+from fedstrata.common.protocol.outbox import Output
+from fedstrata.common.protocol.participant import PHASE_S, Participant
+from fedstrata.common.protocol.peer_link import ByteMeter, PeerLink
+from fedstrata.common.protocol.presence import Identity, Proof, TimeZero
+from fedstrata.common.protocol.receiver import Fetched, FetchFailed, ReceiverEvent
+from fedstrata.common.protocol.round_state import HEARTBEAT_S
+from fedstrata.common.text import short
 
 FAREWELL_S: Final = 1.0  # between two farewells
 QUIET_S: Final = 30.0  # without a message from the parent, before it is asked for proof of life
@@ -234,10 +235,10 @@ class ChildSession:
         return self._farewell is None
 
     def set_state(
-        self, state: NodeState, *, reason: str = "", samples: int = 0, failure: Failure = Failure.NONE
+        self, state: NodeState, *, reason: str = "", samples: int = 0, tests: int = 0, failure: Failure = Failure.NONE
     ) -> None:
         """Publish this node's state, retained."""
-        self.link.own.set_state(state, reason=reason, samples=samples, failure=failure)
+        self.link.own.set_state(state, reason=reason, samples=samples, tests=tests, failure=failure)
 
     # Between the link and the endpoint
 
@@ -351,8 +352,6 @@ class ChildSession:
             if (begun := self._zero.note(presence.elapsed_s, session, now, published=published)) is not None:
                 self.link.begin(begun)
                 self.link.events.append(RunBegan(begun))
-        elif presence is not None and self._parent_session not in ("", session):
-            return  # the last message of a replaced process: a will may arrive a minute late
         else:
             if self._gone_since is None:
                 self._gone_since = now

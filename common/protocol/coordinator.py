@@ -14,11 +14,10 @@ from dataclasses import replace
 from math import inf
 from typing import Final, Generic, TypeVar
 
-from common.experiment.devices import Online, OnlineTimes
-from common.experiment.tiers import Closing
-from common.protocol.events import UploadAnnounced
-from common.protocol.messages import (
-    LIVING,
+from fedstrata.common.experiment.devices import Online, OnlineTimes
+from fedstrata.common.experiment.tiers import Closing
+from fedstrata.common.protocol.events import UploadAnnounced
+from fedstrata.common.protocol.messages import (
     Acknowledgement,
     Failure,
     Key,
@@ -29,7 +28,7 @@ from common.protocol.messages import (
     Result,
     Task,
 )
-from common.protocol.round_state import (
+from fedstrata.common.protocol.round_state import (
     ACKNOWLEDGE_S,
     REPEAT_MOST_S,
     REPEAT_S,
@@ -82,7 +81,11 @@ class Coordinator:
 
     def add(self, name: str, *, online: OnlineTimes | None = None) -> None:
         """Add a child that came later; it takes part from the next round on."""
-        self.children[name] = ChildInRound(online=online)
+        self.children[name] = ChildInRound(online=online, entered=True)
+
+    def remove(self, name: str) -> None:
+        """Forget a child, between two rounds."""
+        del self.children[name]
 
     def begin(self, begun: float) -> None:
         """Note when the run, and so the children's traces, began."""
@@ -152,7 +155,8 @@ class Coordinator:
             self._received_model(child, now)
             child.result, child.moved = replace(message, inline=None), now  # the event has the model
             child.seconds = now - child.assigned
-            child.loss, child.worked_s = message.loss, message.train_s + message.wait_s + message.pause_s
+            work = message.work
+            child.loss, child.worked_s = work.loss, work.train_s + work.wait_s + work.pause_s
             first = self.timeline.first_result
             self.timeline.first_result = now if first is None else first
             if not self._without_result.any(lambda c: c.result is None):
@@ -210,25 +214,23 @@ class Coordinator:
         preparing = ((n, c) for n, c in self.children.items() if c.presence is NodeState.INIT)
         return [name for name, child in preparing if now >= child.moved + self._idle_s]
 
-    def presence(self, name: str, session: str, presence: Presence | None, *, now: float) -> bool:
-        """Handle a child's proven presence; None = it left.
-
-        Return False for the last message of a replaced process: a will may arrive a minute late.
-        """
+    def presence(self, name: str, session: str, presence: Presence | None, *, now: float) -> None:
+        """Handle a child's proven presence; None = it left."""
         self._received_at = now
         child = self.children[name]
         if presence is None:
             child.presence = None
-            return True
+            if child.entered:
+                child.absent, self._judged, self._quiet_until = True, -inf, -inf
+            return
         moved = presence.failure is Failure.MOVED
-        if presence.state not in LIVING and child.session not in ("", session) and not moved:
-            return False
         returns = not child.present
         child.presence, child.reason, child.failure = presence.state, presence.reason, presence.failure
         self._judged = self._quiet_until = -inf
         if presence.state is NodeState.FAILED:
             child.moved = now - self._idle_s  # it has reported that it will not return
-        child.absent = child.absent or moved  # it may return, and is not waited for if there are enough others
+        gone = moved or (child.entered and not child.present)
+        child.absent = child.absent or gone  # it may return, and is not waited for if there are enough others
         if child.present:
             child.absent = child.absent and presence.state is not NodeState.READY
             if returns:
@@ -236,7 +238,6 @@ class Coordinator:
             self._meet(name, child, session, now)
             if presence.state is NodeState.READY and child.state is ChildState.ASSIGNED:
                 child.repeat_at = min(child.repeat_at, self._again_at(child, now))
-        return True
 
     def moved(self, name: str, *, now: float) -> None:
         """Note that chunks of a model were transferred between this node and a child: that is progress."""
@@ -313,8 +314,12 @@ class Coordinator:
         return self._events.popleft() if self._events else None
 
     def states(self) -> dict[str, str]:
-        """Return each child's presence, for the metrics; `absent` where none was seen."""
-        return {name: str(child.presence or "absent") for name, child in self.children.items()}
+        """Return each child's state, for the metrics."""
+        return {name: child.stands for name, child in self.children.items()}
+
+    def expected(self) -> dict[str, str]:
+        """Return the states of the children but those that had entered and are gone."""
+        return {name: child.stands for name, child in self.children.items() if child.present or not child.entered}
 
     def idle(self, now: float) -> dict[str, float]:
         """Return the seconds without progress of each child; 0 for children that the round does not wait for."""
@@ -424,7 +429,8 @@ class Coordinator:
         elif verdict is Verdict.IMPOSSIBLE:
             silent = any(self.children[name].presence is not NodeState.FAILED for name in idle)
             failures = frozenset(self.children[name].failure for name in idle)
-            self._events.append(Stalled(blame(self.children, idle, idle_s=self._idle_s), silent, failures))
+            reason = blame(self.children, idle, idle_s=self._idle_s)
+            self._events.append(Stalled(reason, silent, failures, frozenset(idle)))
             self.end()
 
     def _close(self, key: Key, now: float) -> None:

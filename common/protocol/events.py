@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from common.model.layout import Row
-from common.protocol.messages import Announcement, Manifest, NodeState, Probe, Probed, Result, Target, Task
-from common.protocol.receiver import ReceiverEvent
+from fedstrata.common.model.layout import Row
+from fedstrata.common.protocol.messages import Announcement, Manifest, NodeState, Probe, Probed, Result, Target, Task
+from fedstrata.common.protocol.receiver import ReceiverEvent
 
 # Of the link
+
+
+@dataclass(frozen=True, slots=True)
+class CostsUnknown:
+    """A node reports costs that cannot be, which are therefore not known; reported once for each node."""
+
+    node: str
 
 
 @dataclass(frozen=True, slots=True)

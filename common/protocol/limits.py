@@ -16,21 +16,20 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
-from common.accounting.child_report import ChildReport
-from common.accounting.costs import DeviceCosts
-from common.errors import RefusedModel, WireError
-from common.experiment.data import samples_most
-from common.experiment.devices import OnlineTimes
-from common.experiment.links import LinkSettings
-from common.experiment.schema import Experiment
-from common.experiment.tiers import TIERS_MOST
-from common.experiment.training import SCORES_MOST
-from common.host.energy import EnergySource
-from common.model.layout import ROW_BYTES_MOST
-from common.model.scores import CLASSES_MOST, COUNT_BYTES, R2, bytes_most, sums_fit
-from common.protocol import messages, topics
-from common.protocol.messages import DIGEST_BYTES, MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, Message, Result, Task
-from common.text import JSON_MOST
+from fedstrata.common.accounting.child_report import ChildReport
+from fedstrata.common.accounting.work import Work
+from fedstrata.common.errors import RefusedModel, WireError
+from fedstrata.common.experiment.data import samples_most
+from fedstrata.common.experiment.devices import OnlineTimes
+from fedstrata.common.experiment.links import LinkSettings
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.tiers import TIERS_MOST
+from fedstrata.common.experiment.training import SCORES_MOST
+from fedstrata.common.model.layout import ROW_BYTES_MOST
+from fedstrata.common.model.scores import CLASSES_MOST, COUNT_BYTES, R2, ScoredModels, ScoreSums, bytes_most
+from fedstrata.common.protocol import messages, topics
+from fedstrata.common.protocol.messages import DIGEST_BYTES, MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, Message, Result, Task
+from fedstrata.common.text import JSON_MOST
 
 SMALL_BYTES: Final = 8192  # of a message without lists, digests, models and JSON: a few short texts, counts
 TARGET_BYTES: Final = 400
@@ -47,9 +46,6 @@ COUNT_MOST: Final = 10**12
 EPOCHS_GROW: Final = 2  # times `training.epochs`, of Tempo
 PLATO_GROW: Final = 2  # times the number of children, of Tempo's public code
 SECONDS_MOST: Final = 1e9  # of one local round
-JOULES_MOST: Final = 1e12  # of one local round
-MEMORY_MOST: Final = 2**50
-CELSIUS_MOST: Final = 1000.0
 FLOAT_MOST: Final = 1e300  # JSON has integers that no float holds
 LOSS_MOST: Final = 1e39  # a float32's is below
 CLASS_BYTES: Final = 2 * COUNT_BYTES  # of a class in a report
@@ -262,10 +258,12 @@ def limits_below(experiment: Experiment, parent: str) -> dict[str, ChildLimits]:
 class Entering:
     """Who may become a parent's child besides those that the experiment names there.
 
-    `most`: children in all. By name, `admits`: whether a node may enter; `link`: to it; `limits`: what it may report.
+    `most`: children in all. `parents`: those to which devices may move. By name, `admits`: whether a node may enter;
+    `link`: to it; `limits`: what it may report.
     """
 
     most: int
+    parents: Collection[str]
     admits: Callable[[str], bool]
     link: Callable[[str], LinkSettings]
     limits: Callable[[str], ChildLimits]
@@ -282,7 +280,7 @@ def entering_below(experiment: Experiment, parent: str) -> Entering | None:
         return replace(usual, online=experiment.online(name), aggregators={name} if numbers else ())
 
     admits = partial(experiment.takes, parent=parent)
-    return Entering(len(children) + tier.entering, admits, experiment.link, limits)
+    return Entering(len(children) + tier.entering, experiment.tree.parents, admits, experiment.link, limits)
 
 
 def guests_below(experiment: Experiment, node: str) -> int:
@@ -310,16 +308,17 @@ def task_limits(experiment: Experiment, node: str, parent: str) -> TaskLimits:
 
 def check_report(result: Result, *, limits: ChildLimits = ANY, epochs: int = COUNT_MOST) -> None:
     """Check a result against the limits of its child and the epochs of its task. Raises RefusedModel."""
-    if result.samples < 1:
+    work = result.work
+    if work.samples < 1:
         raise RefusedModel("it reports no samples")
-    _check_work("it", result, samples=limits.samples, epochs=epochs, rounds=1, limits=limits)
+    _check_work("it", result.work_of(""), samples=limits.samples, epochs=epochs, rounds=1, limits=limits)
     if result.path_steps > limits.steps(epochs):
         raise RefusedModel(f"it reports {result.path_steps} steps of SGD in a row")
-    if limits.loss and result.epochs and result.loss is None:
+    if limits.loss and work.epochs and work.loss is None:
         raise RefusedModel("it has no training loss")
-    if limits.start_loss and result.epochs and not abs(result.start_loss or 0.0) <= LOSS_MOST:
+    if limits.start_loss and work.epochs and not abs(result.start_loss or 0.0) <= LOSS_MOST:
         raise RefusedModel(f"its loss of the model that it received is {result.start_loss}")
-    if limits.start_loss and result.epochs and result.start_loss is None:
+    if limits.start_loss and work.epochs and result.start_loss is None:
         raise RefusedModel("it has no loss of the model that it received")
     if len(result.children) > len(limits.below) + limits.guests:
         raise RefusedModel(f"it reports on {len(result.children)} nodes, more than can be below it")
@@ -334,13 +333,11 @@ def check_report(result: Result, *, limits: ChildLimits = ANY, epochs: int = COU
             raise RefusedModel(f"it reports {len(found)} decisions of {name[:64]!r}")
 
 
-def _check_work(
-    who: str, work: Result | ChildReport, *, samples: int, epochs: int, rounds: int, limits: ChildLimits
-) -> None:
-    rounds_done = work.rounds if isinstance(work, ChildReport) else 1
+def _check_work(who: str, report: ChildReport, *, samples: int, epochs: int, rounds: int, limits: ChildLimits) -> None:
+    work = report.work
     for what, count, most in (
         ("samples", work.samples, samples),
-        ("rounds", rounds_done, rounds),
+        ("rounds", report.rounds, rounds),
         ("epochs", work.epochs, epochs),
         ("steps of SGD", work.steps, min(COUNT_MOST, epochs * limits.rounds * samples)),
     ):
@@ -349,32 +346,107 @@ def _check_work(
     seconds = (work.train_s, work.wait_s, work.pause_s)
     if not all(0 <= value <= SECONDS_MOST * limits.rounds for value in seconds):
         raise RefusedModel("{} reports {} s of training, {} s of waiting and a pause of {} s".format(who, *seconds))
-    if not _possible(work.costs, rounds=limits.rounds):
-        raise RefusedModel(f"{who} reports impossible costs: {work.costs}")
-    for tests in work.tests.each if work.tests is not None else ():
-        if not (
-            1 <= tests.samples <= COUNT_MOST
-            and 0 <= tests.seconds <= SECONDS_MOST
-            and limits.scores
-            and sums_fit(limits.scores, tests.scores)
-            and len(tests.classes) <= limits.class_bytes
-            and len(tests.classes) % CLASS_BYTES == 0
-        ):
-            raise RefusedModel(f"{who} reports a score of {tests.samples} samples, in {tests.seconds} s")
     if not abs(work.loss or 0.0) <= LOSS_MOST:
         raise RefusedModel(f"its training loss is {work.loss}" if who == "it" else f"{who} has a loss of {work.loss}")
 
 
-def _possible(costs: DeviceCosts, *, rounds: int) -> bool:
-    """Return whether costs can be those of some local rounds; NaN cannot."""
-    joules, most = [each for each in (costs.joules, costs.train_joules) if each is not None], JOULES_MOST * rounds
-    return (
-        all(0 <= each <= most for each in joules)
-        and len(joules) == (0 if costs.energy_source is EnergySource.NONE else 2)
-        and 0 <= (costs.cpu_s or 0.0) <= SECONDS_MOST * rounds
-        and (costs.memory_bytes or 0) <= MEMORY_MOST
-        and abs(costs.celsius or 0.0) <= CELSIUS_MOST
-    )
+def possible_scores(
+    results: Mapping[str, Result], limits: Mapping[str, ChildLimits], *, tests: Mapping[str, int]
+) -> tuple[dict[str, Result], dict[str, str]]:
+    """Return results without the scores that cannot be, and the nodes that reported these, each with the reason.
+
+    `tests`: the test samples of each child, by its presence, 0 if they are not known; those of the devices below a
+    child, all together, are no more. A score is a number beside a model, and costs no model.
+    """
+    found: dict[str, Result] = {}
+    wrong: dict[str, str] = {}
+    for child, result in results.items():
+        found[child] = result
+        if result.work.tests is None and all(report.work.tests is None for report in result.children):
+            continue
+        most = tests.get(child, 0) or COUNT_MOST
+        own, why = _possible_scores(result.work.tests, limits[child], most=most)
+        if why:
+            wrong[child] = why
+        below = list(result.children)
+        for place, report in enumerate(below):
+            kept, why = _possible_scores(report.work.tests, limits[child], most=most)
+            if why:
+                wrong[report.name] = why
+                below[place] = _with_tests(report, kept)
+        named = [report for report in below if not report.parent]
+        count = sum(_most_samples(report.work.tests) for report in named)
+        if count > most:
+            wrong[child] = f"the nodes below it report {count} test samples, it has {most}"
+            below = [report if report.parent else _with_tests(report, None) for report in below]
+        found[child] = replace(result, work=replace(result.work, tests=own), children=tuple(below))
+    return found, wrong
+
+
+def _with_tests(report: ChildReport, tests: ScoredModels | None) -> ChildReport:
+    return replace(report, work=replace(report.work, tests=tests))
+
+
+def tests_below(experiment: Experiment, tests: Mapping[str, int]) -> int:
+    """Return the test samples of all children, by those of each; 0 if one of them does not know its own."""
+    unknown = not experiment.training.trainer.learns_module and not all(tests.values())
+    return 0 if unknown else sum(tests.values())
+
+
+def _most_samples(tests: ScoredModels | None) -> int:
+    """Return the number of a device's test samples."""
+    return max((sums.samples for sums in tests.each), default=0) if tests is not None else 0
+
+
+def _possible_scores(tests: ScoredModels | None, limits: ChildLimits, *, most: int) -> tuple[ScoredModels | None, str]:
+    """Return the scores of a node that can be, and why one cannot, "" if all can."""
+    if tests is None:
+        return None, ""
+    received, trained = (_impossible(sums, limits, most=most) for sums in (tests.received, tests.trained))
+    kept = ScoredModels(None if received else tests.received, None if trained else tests.trained)
+    return kept if kept.each else None, received or trained
+
+
+def _impossible(sums: ScoreSums | None, limits: ChildLimits, *, most: int) -> str:
+    """Return why sums cannot be those of a device with at most this many test samples, "" if they can."""
+    if sums is None:
+        return ""
+    reason = ""
+    if not limits.scores:
+        reason = "no device scores models in this run"
+    elif not 1 <= sums.samples <= most:
+        reason = f"it reports {sums.samples} test samples, it has {most}"
+    elif not 0 <= sums.seconds <= SECONDS_MOST:
+        reason = f"its scoring took {sums.seconds} s"
+    elif len(sums.classes) > limits.class_bytes or not sums.counts_classes():
+        reason = "its counts of classes are not possible"
+    elif not abs(sums.loss) <= LOSS_MOST * sums.samples:
+        reason = f"its loss is {sums.mean_loss}"
+    return reason or sums.impossible(limits.scores)
+
+
+def with_plausible_costs(result: Result, *, child: str, limits: ChildLimits) -> tuple[Result, tuple[str, ...]]:
+    """Return a result without costs that cannot be, and the names of the nodes that reported such.
+
+    What a device's work cost is a side number: it is then not known, and the model counts.
+    """
+    work, liars, reports = _plausible(result.work, limits), [], []
+    if work is not result.work:
+        liars.append(child)
+    for report in result.children:
+        below = _plausible(report.work, limits)
+        if below is not report.work:
+            liars.append(report.name)
+        reports.append(replace(report, work=below))
+    if not liars:
+        return result, ()
+    return replace(result, work=work, children=tuple(reports)), tuple(liars)
+
+
+def _plausible(work: Work, limits: ChildLimits) -> Work:
+    """Return the work itself if its costs can be, else without those that cannot."""
+    costs = work.costs.plausible(rounds=limits.rounds)
+    return work if costs == work.costs else replace(work, costs=costs)
 
 
 def plans_of(result: Result) -> dict[str, list[dict[str, Any]]]:

@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from common.errors import RefusedModel
-from common.experiment.links import LinkDirection
-from common.protocol.messages import Manifest
+from fedstrata.common.errors import RefusedModel
+from fedstrata.common.experiment.links import LinkDirection
+from fedstrata.common.protocol.messages import Manifest
 
 MIN_RATED_CHUNK: Final = 32_768
 WINDOW_MOST: Final = 64

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, NamedTuple, TypeAlias
 
-from common.accounting.child_report import ChildReport, TrainingPath
-from common.accounting.costs import UNKNOWN_COSTS, DeviceCosts
-from common.accounting.traffic import Traffic
-from common.errors import WireError
-from common.host.examination import Finding
-from common.model.scores import ScoredModels
-from common.text import JsonText, NameText, ShortText
+from fedstrata.common.accounting.child_report import ChildReport
+from fedstrata.common.accounting.traffic import Traffic
+from fedstrata.common.accounting.work import Work
+from fedstrata.common.errors import WireError
+from fedstrata.common.host.examination import Finding
+from fedstrata.common.text import JsonText, NameText, ShortText
 
 DIGEST_BYTES: Final = 8
 MIN_CHUNK_BYTES: Final = 1024
@@ -121,7 +120,8 @@ class Presence:
     the nodes below; `ledger`: the id of the byte ledger that its children count for. `failure`: why it failed.
     `elapsed_s`: seconds since the run's first global round began, over all its sessions; negative before that.
     `parent`: whose child it is, of a device, which may move. `after`: the task that another parent used last; 0 for
-    none.
+    none. `tests`: the test samples of a device that scores models, or of all devices below a node; 0 if it scores none,
+    or their number is not known.
     """
 
     state: NodeState
@@ -136,6 +136,7 @@ class Presence:
     elapsed_s: float = -1.0
     parent: NameText = ""
     after: int = 0
+    tests: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,45 +214,39 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A child's result announcement, repeated until it is acknowledged. Seconds are durations on the child's clock.
+    """A child's result announcement, repeated until it is acknowledged.
 
-    `loss`: the mean training loss of the last epoch, None if it is not known: the node's trainer returned none, or it
-    did not train. `path_steps`: the SGD steps on the critical path: in each local round those of the slowest device.
-    `plans`: the decisions of the child's own aggregation, and of those below it, in each of their rounds: a JSON object
-    of lists of objects, by node. `children`: reports on all nodes below it. `train_s`: training; `wait_s`: waiting for
-    a slot before it; `pause_s`: after it, if the child emulates slower hardware (`common/experiment/devices.py`). For
-    an institution these are sums over its rounds of its children's maximum. `traffic` and `below` as in Progress, at
-    the time of the announcement. `path`: a device's training path. `tests`: a device's sums over its test samples of
-    the model that came with the task, and of the trained one; None where it scored none. `start_loss`: a device's
-    training loss of the model that came, where the parent's rule reads it. `costs`: a device's.
+    `work`: of its task. `path_steps`: the SGD steps on the critical path: in each local round those of the slowest
+    device. `children`: reports on all nodes below it. `plans`: the decisions of the child's own aggregation, and of
+    those below it, in each of their rounds: a JSON object of lists of objects, by node. `traffic` and `below` as in
+    Progress, at the time of the announcement. `start_loss`: a device's training loss of the model that came with the
+    task, where the parent's rule reads it.
     """
 
     key: Key
     model: Manifest
     inline: bytes | None
-    samples: int
-    loss: float | None
-    epochs: int
-    steps: int
+    work: Work
     path_steps: int
-    train_s: float
-    wait_s: float
-    pause_s: float
     children: tuple[ChildReport, ...]
     plans: JsonText
     traffic: Traffic = Traffic()
     below: tuple[Traffic, ...] = ()
-    path: TrainingPath = TrainingPath.NONE
-    tests: ScoredModels | None = None
     start_loss: float | None = None
-    costs: DeviceCosts = UNKNOWN_COSTS
+
+    @property
+    def samples(self) -> int:
+        """The samples of its work, which a rule weighs by."""
+        return self.work.samples
+
+    @property
+    def loss(self) -> float | None:
+        """The training loss of its work, which a rule may read."""
+        return self.work.loss
 
     def work_of(self, child: str) -> ChildReport:
         """Return the report on the child's own work."""
-        return ChildReport(
-            child, self.samples, min(1, self.epochs), self.epochs, self.steps, self.loss, self.train_s, self.wait_s,
-            self.pause_s, self.path, tests=self.tests, costs=self.costs,
-        )  # fmt: skip
+        return ChildReport(child, self.work, rounds=min(1, self.work.epochs))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Final, TypeAlias
 
-from common.accounting.counters import Account, packet_bytes
-from common.experiment.links import LinkDirection, LinkSet
-from common.protocol import serialization, topics
-from common.protocol.messages import Goodbye, Message, Result, Task
-from common.protocol.presence import Identity
-from common.protocol.sender import Publication, Sender
+from fedstrata.common.accounting.counters import Account, packet_bytes
+from fedstrata.common.experiment.links import LinkDirection, LinkSet
+from fedstrata.common.protocol import serialization, topics
+from fedstrata.common.protocol.messages import Goodbye, Message, Result, Task
+from fedstrata.common.protocol.presence import Identity
+from fedstrata.common.protocol.sender import Publication, Sender
 
 CHUNKS_IN_CLIENT: Final = 4
 NOISE_KEPT: Final = 4096  # blobs: two for each of 2,000 links
@@ -82,6 +82,7 @@ class Outbox:
         self._in_client = 0
         self._last_task: tuple[Task, bytes] | None = None
         self.packet_most = inf  # bytes of a message that the broker accepts
+        self._early: dict[str, tuple[int, int]] = {}  # sent to nodes that may join: payload and message bytes
         self.noise: dict[tuple[str, str], None] = {}
         self.frozen: set[tuple[str, str]] = set()
 
@@ -98,6 +99,20 @@ class Outbox:
         if len(self.noise) > NOISE_KEPT:
             del self.noise[next(iter(self.noise))]
 
+    def expect(self, name: str) -> None:
+        """Note what is sent to a node that may become a peer."""
+        self._early.setdefault(name, (0, 0))
+
+    def join(self, name: str) -> None:
+        """Count for a new peer what was sent to it before it was one."""
+        payload, message = self._early.pop(name)
+        self._counters.reassign(OTHERS, name, payload=payload, message=message)
+
+    def forget(self, peer: str) -> None:
+        """Forget when a peer's link is free, and what was sent to a node that has not become one."""
+        self._early.pop(peer, None)
+        self._shaper.forget(peer)
+
     @property
     def empty(self) -> bool:
         """Whether nothing waits for its link."""
@@ -113,6 +128,8 @@ class Outbox:
         size = packet_bytes(topic, len(body), qos=0)
         due = self._shaper.reserve((peer,), size, now)
         counted = peer if peer in self._peers else OTHERS
+        if (before := self._early.get(peer)) is not None:
+            self._early[peer] = before[0] + len(body), before[1] + size
         self._put(due, _Departure(Publish(topic, body), counted, size, _parts_of(message, body)))
         return due
 
@@ -235,6 +252,13 @@ class Shaper:
     def begin(self, begun: float) -> None:
         """Replay the links' traces from this time on; the run's first global round began then."""
         self._begun = begun
+
+    def forget(self, peer: str) -> None:
+        """Forget a peer's link."""
+        self._free_at.pop(peer, None)
+        self._last.pop(peer, None)
+        self._waited.discard(peer)
+        self._waiting.discard(peer)
 
     def passed(self) -> None:
         """Note that all bulk messages that may leave were considered: a waiting one has waited at the next call."""

@@ -6,26 +6,29 @@ For each upload the endpoint answers `UploadAnnounced` with a buffer (`fetch`), 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import inf
+from types import MappingProxyType
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from common.accounting.child_report import ChildReport
-from common.accounting.ledger import Ledger
-from common.accounting.traffic import Traffic
-from common.errors import Misfit, RefusedModel, WireError
-from common.experiment.links import LinkSet, LinkSettings
-from common.experiment.schema import TransferSettings
-from common.experiment.tiers import Closing
-from common.model.layout import FrozenForm
-from common.protocol import topics
-from common.protocol.attendance import Attendance, AwayWatch, Readiness, Targets
-from common.protocol.coordinator import Coordinator
-from common.protocol.events import (
+from fedstrata.common.accounting.child_report import ChildReport
+from fedstrata.common.accounting.ledger import Ledger
+from fedstrata.common.accounting.traffic import Traffic
+from fedstrata.common.errors import Misfit, RefusedModel, WireError
+from fedstrata.common.experiment.links import LinkSet, LinkSettings
+from fedstrata.common.experiment.schema import TransferSettings
+from fedstrata.common.experiment.tiers import Closing
+from fedstrata.common.model.layout import FrozenForm
+from fedstrata.common.protocol import topics
+from fedstrata.common.protocol.arrivals import Arrival, Elsewhere, Joined, Living, Proven, Received, Sought
+from fedstrata.common.protocol.attendance import Attendance, AwayWatch, Readiness, Targets
+from fedstrata.common.protocol.coordinator import Coordinator
+from fedstrata.common.protocol.events import (
+    CostsUnknown,
     DevicesAway,
     Entered,
     FrozenAsked,
@@ -37,9 +40,17 @@ from common.protocol.events import (
     UploadArrived,
     UploadRefused,
 )
-from common.protocol.limits import ANY, ChildLimits, Entering, SenderBounds, check_report
-from common.protocol.manifest import ModelForm
-from common.protocol.messages import (
+from fedstrata.common.protocol.limits import (
+    ANY,
+    NODES_MOST,
+    ChildLimits,
+    Entering,
+    SenderBounds,
+    check_report,
+    with_plausible_costs,
+)
+from fedstrata.common.protocol.manifest import ModelForm
+from fedstrata.common.protocol.messages import (
     LIVING,
     Declined,
     Failure,
@@ -57,14 +68,15 @@ from common.protocol.messages import (
     Result,
     Status,
 )
-from common.protocol.outbox import Output
-from common.protocol.peer_link import Arrival, ByteMeter, Elsewhere, Living, PeerLink, Proven, Received, Sought
-from common.protocol.presence import Identity
-from common.protocol.receiver import Fetched, FetchFailed, FetchFailure, ReceiverEvent
-from common.protocol.round_state import Assignment, Restarted
-from common.protocol.status import RunProgress, status_of
-from common.text import short
+from fedstrata.common.protocol.outbox import Output
+from fedstrata.common.protocol.peer_link import ByteMeter, PeerLink
+from fedstrata.common.protocol.presence import Identity
+from fedstrata.common.protocol.receiver import Fetched, FetchFailed, FetchFailure, ReceiverEvent
+from fedstrata.common.protocol.round_state import MOVED, Assignment, Restarted
+from fedstrata.common.protocol.status import RunProgress, status_of
+from fedstrata.common.text import short
 
+UNLIMITED: Final[Mapping[str, float]] = MappingProxyType({})
 RATED_CHUNKS: Final = 8  # smaller models do not show the rate of their link
 
 
@@ -72,7 +84,8 @@ class ParentSession:
     """One parent's session with its children on one broker.
 
     `links`: the children's names in order, each with its link; `shaped`: this end enforces their rates and delays.
-    `limits`: what each child may report, and the nodes below it. `entering`: who else may become a child.
+    `limits`: what each child may report, and the nodes below it. `entering`: who else may become a child. `onward`: see
+    `LinkSet`.
     """
 
     def __init__(
@@ -86,11 +99,13 @@ class ParentSession:
         first_number: int,
         limits: Mapping[str, ChildLimits] | None = None,
         entering: Entering | None = None,
+        onward: Mapping[str, float] = UNLIMITED,
     ) -> None:
         ways = LinkSet(
             to={name: link.down for name, link in links.items()},
             from_={name: link.up for name, link in links.items()},
             shaped=shaped,
+            onward=onward,
         )
         self.link = PeerLink(
             identity,
@@ -105,6 +120,7 @@ class ParentSession:
         )
         self._limits = dict.fromkeys(links, ANY) | dict(limits or {})
         self._entering = entering
+        self._left: dict[str, float] = {}  # since when each child that had entered is away
         self._form_bytes = 0
         online = {name: limit.online for name, limit in self._limits.items()}
         self.coordinator = Coordinator(links, idle_s=transfer.idle_s, online=online)
@@ -120,6 +136,7 @@ class ParentSession:
         self.frozen: FrozenForm | None = None  # the run's frozen arrays
         self._form: ModelForm | None = None
         self._pending: dict[tuple[str, str], Result] = {}
+        self._without_costs: set[str] = set()
         self._assignments: Mapping[str, Assignment] = {}
         self._now = 0.0
         self.run: RunProgress | None = None  # at the cloud
@@ -208,13 +225,18 @@ class ParentSession:
         return sorted(retired)
 
     def set_state(
-        self, state: NodeState, *, reason: str = "", samples: int = 0, failure: Failure = Failure.NONE
+        self, state: NodeState, *, reason: str = "", samples: int = 0, tests: int = 0, failure: Failure = Failure.NONE
     ) -> None:
         """Publish this node's state, retained. One that ends the run ends all tasks."""
         if state not in LIVING:
             self.coordinator.end()
             self.link.publishing.hasten()
-        self.link.own.set_state(state, reason=reason, samples=samples, failure=failure)
+        self.link.own.set_state(state, reason=reason, samples=samples, tests=tests, failure=failure)
+
+    @property
+    def limits(self) -> Mapping[str, ChildLimits]:
+        """What each child may report."""
+        return self._limits
 
     # Presence of the children
 
@@ -246,13 +268,38 @@ class ParentSession:
         for name in self.attendance.quiet(now):
             self.link.proofs.doubt(name, now)
 
-    def _enter(self, name: str) -> None:
-        """Take in a node that looks for a run here, if it may enter. Raises Misfit if there is no room."""
-        entering = self._entering
-        if entering is None or not entering.admits(name):
-            return
+    def give_back_places(self, now: float) -> list[str]:
+        """Forget the children that had entered and have been away for `idle_s`, between two tasks; return them."""
+        left = [name for name, since in self._left.items() if now >= since + self.link.transfer.idle_s]
+        own = self.link.identity
+        for name in left:
+            del self._left[name], self._limits[name]
+            self.rates.pop(name, None)
+            self.coordinator.remove(name)
+            self.attendance.remove(name)
+            self.targets.remove(name, now=now)
+            self.ledger.retire(name)
+            self._bound()
+            self.link.remove_peer(name, inbox=topics.inbox(own.lab, own.run, own.name, name), now=now)
+        return left
+
+    def _check_place(self, entering: Entering) -> None:
+        """Check that a place is free. Raises Misfit."""
         if len(self.link.peers) >= entering.most:
             raise Misfit(f"it wants to enter, and all places are taken: {entering.most} children")
+
+    def _sought(self, name: str, now: float) -> None:
+        """Expect a node that looks for a run here, if it may enter. Raises Misfit if there is no room, or Flooded."""
+        if self._entering is not None and self._entering.admits(name):
+            self._check_place(self._entering)
+            self.link.expect(name, now)
+
+    def _enter(self, name: str, now: float) -> None:
+        """Take in an expected node that has joined. Raises Misfit if there is no room."""
+        entering = self._entering
+        assert entering is not None
+        self._check_place(entering)
+        self._left[name] = now
         self._limits[name] = limits = entering.limits(name)
         self.link.ways.add(name, entering.link(name))
         self.coordinator.add(name, online=limits.online)
@@ -347,7 +394,9 @@ class ParentSession:
         elif isinstance(arrival, Proven):
             self._presence(arrival, now)
         elif isinstance(arrival, Sought):
-            self._enter(arrival.name)
+            self._sought(arrival.name, now)
+        elif isinstance(arrival, Joined):
+            self._enter(arrival.name, now)
         elif isinstance(arrival, Elsewhere):
             raise WireError("of another run")
         # a child with a retained state that nobody proved is absent until it joins
@@ -397,11 +446,14 @@ class ParentSession:
                 raise Misfit(f"it reports {presence.samples} samples, at most {most} are possible")
             presence = replace(presence, reason=short(presence.reason))
             if presence.parent not in ("", self.link.identity.name):
+                if self._entering is None or presence.parent not in self._entering.parents:
+                    raise Misfit(f"it names {presence.parent!r} as its parent, which takes in no devices of others")
                 elsewhere = f"moved to {presence.parent}"
                 presence = replace(presence, state=NodeState.DISCONNECTED, reason=elsewhere, failure=Failure.MOVED)
-        if not self.coordinator.presence(peer, session, presence, now=now):
-            return
+        self.coordinator.presence(peer, session, presence, now=now)
         self.targets.receive(peer, presence, now=now)
+        if self.attendance.has_entered(peer):
+            self._note_stay(peer, presence is not None and presence.state in LIVING, now)
         before = self.attendance.last.get(peer)
         if presence is None and before is not None and before.state in LIVING:
             self.link.proofs.want(peer, now)  # a node finishes before it leaves: a stranger may have cleared it
@@ -414,7 +466,15 @@ class ParentSession:
             self.link.proofs.want(peer, now)
         if presence is None or before is None or (before.state, before.reason) != (presence.state, presence.reason):
             state, reason = ("left", "") if presence is None else (str(presence.state), presence.reason)
+            state = MOVED if presence is not None and presence.failure is Failure.MOVED else state
             self.link.events.append(PeerChanged(peer, state, reason))
+
+    def _note_stay(self, child: str, present: bool, now: float) -> None:
+        """Note whether a child that has entered is present."""
+        if present:
+            self._left.pop(child, None)
+        else:
+            self._left.setdefault(child, now)
 
     def _moved(self, child: str, now: float) -> None:
         self.coordinator.moved(child, now=now)
@@ -467,6 +527,7 @@ class ParentSession:
             assignment = self._assignments[child]
             if assignment.epochs:
                 self._form.check(result.model, reference=assignment.model.blob)
+            result, liars = with_plausible_costs(result, child=child, limits=self._limits[child])
             check_report(result, limits=self._limits[child], epochs=assignment.epochs)
         except RefusedModel as error:
             self.refuse(child, result.key, str(error), now)
@@ -474,7 +535,14 @@ class ParentSession:
             if not assignment.epochs:  # the model was scored alone, and none comes back
                 self.coordinator.accept(child, result.key, now=now)
                 return
-            self.link.events.append(announced)
+            self.link.events.append(replace(announced, result=result))
+            self._costs_unknown(liars)
+
+    def _costs_unknown(self, nodes: Iterable[str]) -> None:
+        for node in nodes:
+            if node not in self._without_costs and len(self._without_costs) < NODES_MOST:
+                self._without_costs.add(node)
+                self.link.events.append(CostsUnknown(node))
 
     def _count(self, child: str, session: str, traffic: Traffic, below: tuple[Traffic, ...]) -> None:
         self.ledger.enter(child, session, link=traffic, below=below)

@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Final, TypeAlias
 
-from common.accounting.traffic import Traffic
-from common.model.layout import shared_row
-from common.protocol.events import TaskReceived
-from common.protocol.messages import Acknowledgement, Key, Phase, Progress, Result, Task
-from common.protocol.round_state import HEARTBEAT_S, first_repeat_s, waiting_most_s
+from fedstrata.common.accounting.traffic import Traffic
+from fedstrata.common.model.layout import shared_row
+from fedstrata.common.protocol.events import TaskReceived
+from fedstrata.common.protocol.messages import Acknowledgement, Key, Phase, Progress, Result, Task
+from fedstrata.common.protocol.round_state import HEARTBEAT_S, first_repeat_s, waiting_most_s
 
 PROGRESS_S: Final = 0.5
 PHASE_S: Final = 0.02  # before a device reports a new phase: what a result follows at once needs no report

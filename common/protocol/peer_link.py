@@ -14,97 +14,53 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from math import inf
-from typing import Final, Protocol, TypeAlias
+from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from common.accounting.counters import Account
-from common.accounting.traffic import TcpStats
-from common.errors import Flooded, Misfit, OtherRelease, WireError
-from common.experiment.links import LinkSet
-from common.experiment.schema import TransferSettings
-from common.protocol import serialization, topics
-from common.protocol.admission import Admission, Budget, PendingAnswers, PendingAsks, Refusal, Refusals, refusal_of
-from common.protocol.events import BrokerAway, BrokerDrops, FrozenFetched, NameTaken, NoiseFetched
-from common.protocol.limits import SKIPPED, SMALL_BYTES, STRANGER, Skipped
-from common.protocol.manifest import chunk_bytes_for, renamed
-from common.protocol.messages import (
+from fedstrata.common.accounting.counters import Account
+from fedstrata.common.accounting.traffic import TcpStats
+from fedstrata.common.errors import Flooded, Misfit, OtherRelease, WireError
+from fedstrata.common.experiment.links import LinkSet
+from fedstrata.common.experiment.schema import TransferSettings
+from fedstrata.common.protocol import serialization, topics
+from fedstrata.common.protocol.admission import (
+    Admission,
+    Budget,
+    PendingAnswers,
+    PendingAsks,
+    Refusal,
+    Refusals,
+    refusal_of,
+)
+from fedstrata.common.protocol.arrivals import Arrival, Elsewhere, Joined, Living, Proven, Received, Sought, Unproven
+from fedstrata.common.protocol.events import BrokerAway, BrokerDrops, FrozenFetched, NameTaken, NoiseFetched
+from fedstrata.common.protocol.limits import SKIPPED, SMALL_BYTES, STRANGER, Skipped
+from fedstrata.common.protocol.manifest import chunk_bytes_for, renamed
+from fedstrata.common.protocol.messages import (
+    LIVING,
     Alive,
     Announcement,
     Ask,
     Gone,
     Manifest,
     Message,
-    Presence,
     StatusRequest,
     WhoIsThere,
 )
-from common.protocol.outbox import OTHERS, Outbox, Output, Publish, Subscribe, Unsubscribe
-from common.protocol.presence import Identity, OwnPresence, PeerProofs
-from common.protocol.receiver import Landing, Receiver, ReceiverEvent
-from common.protocol.sender import Publication, Sender
-from common.protocol.status import Publishing
+from fedstrata.common.protocol.outbox import OTHERS, Outbox, Output, Publish, Subscribe, Unsubscribe
+from fedstrata.common.protocol.presence import Identity, OwnPresence, PeerProofs
+from fedstrata.common.protocol.receiver import Landing, Receiver, ReceiverEvent
+from fedstrata.common.protocol.sender import Publication, Sender
+from fedstrata.common.protocol.status import Publishing
 
 SILENT_MOST_S: Final = 30.0
+SEEKERS_READ_MOST: Final = 64  # nodes that may join, whose states are read
+SEEKER_READ_S: Final = 10.0  # after its last question one is forgotten if others ask
+READ_AGAIN_S: Final = 1.0  # between two subscriptions to one's state, each of which brings what the broker retains
 LIVED_S: Final = 5.0  # a connection that lasts this long is none that the broker drops at once
-
-
-@dataclass(frozen=True, slots=True)
-class Living:
-    """A sign of life of a peer's present session."""
-
-    peer: str
-    session: str
-
-
-@dataclass(frozen=True, slots=True)
-class Received:
-    """A message of a peer's present session, for its session here to handle."""
-
-    peer: str
-    session: str
-    message: Message
-
-
-@dataclass(frozen=True, slots=True)
-class Proven:
-    """A peer's proven presence, None: it left. `published`: on its topic, else a reply to this node."""
-
-    peer: str
-    session: str
-    presence: Presence | None
-    published: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Unproven:
-    """A retained final state of a session that never proved itself here."""
-
-    peer: str
-    presence: Presence
-
-
-@dataclass(frozen=True, slots=True)
-class Elsewhere:
-    """A peer's message of another run."""
-
-    run: str
-    peer: str
-    session: str
-    message: Message
-
-
-@dataclass(frozen=True, slots=True)
-class Sought:
-    """A node that is no peer looks for a run here."""
-
-    name: str
-
-
-Arrival: TypeAlias = Living | Received | Proven | Unproven | Elsewhere | Sought
 
 
 class ByteMeter(Protocol):
@@ -171,7 +127,8 @@ class PeerLink:
         self._connected_at = -inf
         self._lossy = False
         self._first: list[Output] = []  # first outputs on a new connection
-        self._new: list[Output] = []  # subscriptions to peers that came later
+        self._new: list[Output] = []  # subscriptions to peers that came later, and their ends
+        self._expected: dict[str, float] = {}  # nodes that may join, and when each asked last; in this order
         self._streams: frozenset[tuple[str, str]] = frozenset()  # of chunks, subscribed to
         self._announcement: Announcement | None = None
         self._announce = False
@@ -179,12 +136,49 @@ class PeerLink:
         self._questions = PendingAnswers(self._known, namesake=identity.name)
 
     def add_peer(self, name: str, *, inbox: str) -> None:
-        """Add a peer that came later, whose link is known; read its state, and its messages on `inbox`."""
+        """Add an expected node as a peer, whose link is known; read its messages on `inbox`, too."""
+        del self._expected[name]
+        self.outbox.join(name)
         self.peers = (*self.peers, name)
         self._known.add(name)
         self.proofs.add(name)
         self.receiver.exclusive = False
-        self._new.append(Subscribe((topics.state(self.identity.lab, self.identity.run, name), inbox)))
+        self._new.append(Subscribe((inbox,)))
+
+    def remove_peer(self, name: str, *, inbox: str, now: float) -> None:
+        """Forget a peer that has been away for long; it is expected again once it asks."""
+        self.peers = tuple(peer for peer in self.peers if peer != name)
+        self._known.discard(name)
+        self.proofs.remove(name)
+        self.other_releases.pop(name, None)
+        self.receiver.drop(name, now=now)
+        self.sender.forget(name)
+        self.outbox.forget(name)
+        self.ways.remove(name)
+        self.admission.forget(name)
+        self.answers.forget(name)
+        self._new.append(Unsubscribe((self._state_of(name), inbox)))
+
+    def expect(self, name: str, now: float) -> None:
+        """Read the state of a node that may join, for as long as few others ask. Raises Flooded.
+
+        It becomes a peer when it has joined: a question costs nobody a place.
+        """
+        asked = self._expected.pop(name, -inf)
+        if asked == -inf and len(self._expected) >= SEEKERS_READ_MOST:
+            first = next(iter(self._expected))
+            if now < self._expected[first] + SEEKER_READ_S:
+                raise Flooded("too many nodes want to enter at once")
+            del self._expected[first]
+            self.outbox.forget(first)
+            self._new.append(Unsubscribe((self._state_of(first),)))
+        self._expected[name] = now
+        self.outbox.expect(name)
+        if now >= asked + READ_AGAIN_S:
+            self._new.append(Subscribe((self._state_of(name),)))
+
+    def _state_of(self, name: str) -> str:
+        return topics.state(self.identity.lab, self.identity.run, name)
 
     # From the broker
 
@@ -193,13 +187,13 @@ class PeerLink:
 
         `inboxes`: the topics of messages to this node.
         """
-        lab, run, name = self.identity.lab, self.identity.run, self.identity.name
+        lab, name = self.identity.lab, self.identity.name
         self.up, self._connected_at = True, now
         self.chunk_most = int(min(self.transfer.chunk_bytes, packet_most))
         self._inline_most = int(min(self.transfer.inline_bytes, packet_most))
         self.outbox.packet_most = packet_most
         self._streams = frozenset()
-        states = [topics.state(lab, "+", name), *(topics.state(lab, run, peer) for peer in self.peers)]
+        states = [topics.state(lab, "+", name), *map(self._state_of, (*self.peers, *self._expected))]
         self._first, self._new = [Subscribe((*states, *inboxes), first=True)], []
         self.own.connected()
         self._announce = self._announcement is not None
@@ -349,9 +343,12 @@ class PeerLink:
         return max(self.transfer.inline_bytes, *chunks)
 
     def cut(self, receivers: Sequence[str]) -> tuple[int, str]:
-        """Return the chunk size and the salt of a blob for receivers with equal links."""
-        way = self.ways.to[receivers[0]]
-        return chunk_bytes_for(way.rate, self.chunk_most), str(way)
+        """Return the chunk size and the salt of a blob for receivers with equal links and chunks."""
+        return self.chunk_bytes(receivers[0]), str(self.ways.to[receivers[0]])
+
+    def chunk_bytes(self, peer: str) -> int:
+        """Return the chunk size for the slowest link on the way to a peer, and to those to which it forwards."""
+        return chunk_bytes_for(self.ways.chunk_rate(peer), self.chunk_most)
 
     def offer(self, manifest: Manifest, blob: memoryview, receivers: Sequence[str]) -> bytes | None:
         """Offer a model to receivers with equal links. It must not change until it is retired.
@@ -364,8 +361,7 @@ class PeerLink:
 
     def forwards(self, manifest: Manifest, receivers: Sequence[str]) -> bool:
         """Return whether to forward a model before it is complete: it is large, and its chunks suit the links."""
-        fine = manifest.chunk_bytes <= chunk_bytes_for(self.ways.to[receivers[0]].rate, self.chunk_most)
-        return fine and manifest.size > self._inline_most
+        return manifest.chunk_bytes <= self.chunk_bytes(receivers[0]) and manifest.size > self._inline_most
 
     def forward(
         self, manifest: Manifest, buffer: memoryview, receivers: Sequence[str], *, lacking: npt.NDArray[np.bool_]
@@ -480,8 +476,10 @@ class PeerLink:
             self._take(Received(sender, session, message), now)
 
     def _state(self, topic: topics.StateTopic, body: bytes, now: float, *, retained: bool) -> None:
-        own = topic.node == self.identity.name
-        if not own and (topic.node not in self._known or topic.run != self.identity.run):
+        own, here = topic.node == self.identity.name, topic.run == self.identity.run
+        if here and topic.node in self._expected and not self._joins(topic.node, body, now, retained=retained):
+            return
+        if not own and (topic.node not in self._known or not here):
             self._refuse(Refusal.STRANGER, topic.node, "a presence")
             return
         mine = self.identity.session if own else self.proofs.session(topic.node)
@@ -496,6 +494,14 @@ class PeerLink:
             self._take(Proven(topic.node, session, message), now)
         elif retained:
             self._take(Unproven(topic.node, message), now)
+
+    def _joins(self, name: str, body: bytes, now: float, *, retained: bool) -> bool:
+        """Take in an expected node that takes part as a child of this node, by its presence."""
+        _, presence = self.admission.read_presence(name, "", body, now, retained=retained)
+        if presence is None or presence.state not in LIVING or presence.parent != self.identity.name:
+            return False
+        self._take(Joined(name), now)
+        return True
 
     def _sought(self, topic: topics.SeekTopic, body: bytes, now: float) -> None:
         known = topic.child if topic.child in self._known else ""

@@ -20,9 +20,9 @@ from enum import Enum
 from math import inf
 from typing import Final
 
-from common.protocol.messages import LIVING, Alive, Failure, NodeState, Presence, Target, WhoIsThere
-from common.protocol.topics import DEFAULT_LAB
-from common.text import short
+from fedstrata.common.protocol.messages import LIVING, Alive, Failure, NodeState, Presence, Target, WhoIsThere
+from fedstrata.common.protocol.topics import DEFAULT_LAB
+from fedstrata.common.text import short
 
 CHALLENGED_MOST: Final = 16  # sessions; a peer with access to the state topic can send any number
 ASK_S: Final = 0.5
@@ -79,9 +79,11 @@ class OwnPresence:
         self.leaving = False
         self.taken = ""
 
-    def set_state(self, state: NodeState, *, reason: str, samples: int, failure: Failure) -> None:
+    def set_state(self, state: NodeState, *, reason: str, samples: int, failure: Failure, tests: int = 0) -> None:
         """Publish this node's state."""
-        self.presence = replace(self.presence, state=state, reason=short(reason), samples=samples, failure=failure)
+        self.presence = replace(
+            self.presence, state=state, reason=short(reason), samples=samples, tests=tests, failure=failure
+        )
         self._due.append(self.presence)
 
     def below(self, parent: str, *, after: int) -> None:
@@ -231,6 +233,10 @@ class PeerProofs:
         """Add a peer that came later."""
         self._of[peer] = _Peer()
 
+    def remove(self, peer: str) -> None:
+        """Forget a peer."""
+        del self._of[peer]
+
     @property
     def nonce(self) -> str:
         """The nonce of this process's questions, which a reply must contain."""
@@ -258,13 +264,20 @@ class PeerProofs:
         return False
 
     def receive(self, peer: str, session: str, presence: Presence, *, retained: bool, now: float) -> bool:
-        """Handle a presence; return whether it counts, because it was published during this connection."""
+        """Handle a presence; return whether it counts, because it was published during this connection.
+
+        The last message of another session may be the late will of a replaced process, or the end of a process whose
+        name a stranger has taken: who answers the question that follows represents the peer.
+        """
         known = self._of[peer]
         if not retained:
             if presence.state in LIVING:
                 known.session, known.unclear = session, False
                 self._live(known)
-            return presence.state in LIVING or known.session in ("", session)
+            elif known.session not in ("", session):
+                self._ask(known, now + known.ask_s)
+                return False
+            return True
         if presence.state in LIVING:
             known.go(ProofCause.RETAINED)
             known.ask_s = ASK_S

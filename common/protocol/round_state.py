@@ -16,11 +16,11 @@ from enum import Enum
 from math import inf
 from typing import Final, TypeAlias
 
-from common.experiment.devices import OnlineTimes
-from common.experiment.tiers import Closing
-from common.protocol.events import UploadAnnounced
-from common.protocol.messages import LIVING, Failure, Key, Manifest, NodeState, Phase, Progress, Result
-from common.text import by_cause
+from fedstrata.common.experiment.devices import OnlineTimes
+from fedstrata.common.experiment.tiers import Closing
+from fedstrata.common.protocol.events import UploadAnnounced
+from fedstrata.common.protocol.messages import LIVING, Failure, Key, Manifest, NodeState, Phase, Progress, Result
+from fedstrata.common.text import by_cause
 
 REPEAT_S: Final = 1.0  # before a task is repeated; twice the time until its child's last answer, if that is longer
 REPEAT_MOST_S: Final = 5.0
@@ -30,6 +30,7 @@ ACKNOWLEDGE_S: Final = 0.2  # between two acknowledgements of one child's result
 CHUNKS_CARRIED: Final = 2
 CARRIED_BYTES: Final = 16_384  # of a partial chunk; acknowledgements and pings need an hour for as many bytes
 TAKEN_BACK: Final = "its task ended before a round used it"  # the result, which had been accepted
+MOVED: Final = "moved"  # the state of a child that takes part below another parent
 PHASES: Final = ("dispatch", "train", "wait", "collect")
 GLOBAL_PHASES: Final = ("record", *PHASES, "aggregate", "evaluate")  # in order; they add up to a global round
 
@@ -113,14 +114,15 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class Stalled:
-    """The round can never close; `reason` names the causes, `idle`: some child made no progress, without having failed.
+    """The round can never close, as `children` made no progress; `idle`: one of them without having failed.
 
-    `failures`: those of the children that gave up.
+    `reason` names the causes. `failures`: those of the children that gave up.
     """
 
     reason: str
     idle: bool
     failures: frozenset[Failure] = frozenset()
+    children: frozenset[str] = frozenset()
 
 
 CoordinatorEvent: TypeAlias = UploadAnnounced | Restarted | Closed | Stalled
@@ -152,7 +154,8 @@ class ChildInRound:
     repeat_s: float = REPEAT_S
     sent: bool = False
     sent_at: float = -inf  # time of the last task
-    absent: bool = False  # not ready since before the round opened, or moved to another parent
+    absent: bool = False  # not ready since before the round opened, moved to another parent, or had entered and is lost
+    entered: bool = False  # the experiment does not name it here
     mark: tuple[Phase, int] | None = None
     total: int = 0  # at which its phase is done, 0 if unknown
     carried_from: int | None = None  # bytes carried when the present attempt at a transfer began; None = at its report
@@ -167,6 +170,16 @@ class ChildInRound:
     def present(self) -> bool:
         """Whether the child is present."""
         return self.presence in LIVING
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether it takes part below another parent: it is neither lost nor waited for."""
+        return self.failure is Failure.MOVED
+
+    @property
+    def stands(self) -> str:
+        """Its state, for people: its presence, `absent` if none was seen, or `moved`."""
+        return MOVED if self.has_moved else str(self.presence or "absent")
 
     @property
     def needs_task(self) -> bool:

@@ -18,9 +18,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from common.protocol.manifest import WINDOW_MOST
-from common.protocol.messages import Ask, Gone, Manifest
-from common.protocol.topics import ALL
+from fedstrata.common.protocol.manifest import WINDOW_MOST
+from fedstrata.common.protocol.messages import Ask, Gone, Manifest
+from fedstrata.common.protocol.topics import ALL
 
 GATHER_S: Final = 0.1
 RESTART_S: Final = 1.0  # between two restarts of one receiver; limits the cost of a flood of restarts

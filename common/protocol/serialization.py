@@ -20,12 +20,12 @@ from typing import Annotated, Any, Final, TypeVar, get_args, get_origin, get_typ
 import msgpack
 from xxhash import xxh3_64_digest
 
-from common.errors import OtherRelease, TooLarge, WireError
-from common.protocol.limits import ANYBODY, SenderBounds
-from common.protocol.messages import DIGEST_BYTES, Here, Message, RollCall
-from common.text import TextLimit, escaped, escaped_within
+from fedstrata.common.errors import OtherRelease, TooLarge, WireError
+from fedstrata.common.protocol.limits import ANYBODY, SenderBounds
+from fedstrata.common.protocol.messages import DIGEST_BYTES, Here, Message, RollCall
+from fedstrata.common.text import TextLimit, escaped, escaped_within
 
-VERSION: Final = 1
+VERSION: Final = 2
 MAX_INT: Final = 2**63 - 1
 ITEMS: Final = 64  # of a list that does not grow with the nodes: fields, tiers, findings
 HEAD: Final = 3  # items before the fields: the version, the session, the kind

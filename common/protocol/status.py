@@ -13,8 +13,8 @@ from heapq import nsmallest
 from math import inf, isfinite
 from typing import Any, Final
 
-from common.accounting.ledger import Ledger
-from common.protocol.messages import (
+from fedstrata.common.accounting.ledger import Ledger
+from fedstrata.common.protocol.messages import (
     LIVING,
     ChildCount,
     ChildStatus,
@@ -27,7 +27,7 @@ from common.protocol.messages import (
     Status,
     Step,
 )
-from common.protocol.round_state import GLOBAL_PHASES, ChildInRound, ChildState
+from fedstrata.common.protocol.round_state import GLOBAL_PHASES, ChildInRound, ChildState
 
 PUBLISH_S: Final = 1.0  # between two records, or the seconds that BYTES_S takes for one
 BYTES_S: Final = 4000
@@ -86,11 +86,12 @@ def status_of(
     uploads: Mapping[str, tuple[int, int]],
     run: RunStatus | None,
 ) -> Status:
-    """Return a parent's status at `now`, monotonic seconds.
+    """Return a parent's status at `now`, monotonic seconds; a child that has moved is in the record of another one.
 
     `waits_for`: of children that prepare, the nodes that they lack. `uploads`: of each arriving result
     the chunks that have arrived, and all.
     """
+    children = {name: child for name, child in children.items() if not child.has_moved}
     ranks = {name: _rank(child, uploads.get(name)) for name, child in children.items()}
     named = nsmallest(NAMED_MOST, children, key=ranks.__getitem__) if len(children) > NAMED_MOST else list(children)
     rest = children.keys() - set(named)

@@ -21,8 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from common.errors import WireError
-from common.experiment.topology import RESERVED
+from fedstrata.common.errors import WireError
+from fedstrata.common.experiment.topology import RESERVED
 
 ROOT: Final = "fs1"
 ALL: Final = "all"

@@ -20,15 +20,15 @@ import logging
 from collections.abc import Iterable
 from typing import Any, Final
 
-from common.accounting.traffic import Measured
-from common.errors import InvalidExperiment, RefusedModel
-from common.experiment.links import Links, LinkSet
-from common.protocol.limits import NOISE_MOST
-from common.protocol.manifest import describe
-from common.protocol.messages import Manifest, Probe, Probed
-from common.protocol.receiver import Fetched, ReceiverEvent
-from common.runtime.endpoint import Endpoint
-from common.runtime.world import World
+from fedstrata.common.accounting.traffic import Measured
+from fedstrata.common.errors import InvalidExperiment, RefusedModel
+from fedstrata.common.experiment.links import Links, LinkSet
+from fedstrata.common.protocol.limits import NOISE_MOST
+from fedstrata.common.protocol.manifest import describe
+from fedstrata.common.protocol.messages import Manifest, Probe, Probed
+from fedstrata.common.protocol.receiver import Fetched, ReceiverEvent
+from fedstrata.common.runtime.endpoint import Endpoint
+from fedstrata.common.runtime.world import World
 
 PROBE_S: Final = 0.25  # duration of a probe on a link of a declared rate, or eight chunks if that is more
 CHUNK_LEAST: Final = 8192

@@ -12,18 +12,18 @@ from typing import Any, Final, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from common.accounting.child_report import ChildReport
-from common.accounting.ledger import Ledger
-from common.errors import OutOfReach, ParentGaveUp, RefusedModel, RunFailed
-from common.experiment.codecs import PLAIN, Codecs
-from common.experiment.links import LinkSettings
-from common.experiment.schema import TransferSettings
-from common.host.offload import offload
-from common.model.layout import FrozenForm, LinkLayouts, ModelLayout, Row
-from common.net.address import BrokerAddress
-from common.net.bulk import Place
-from common.protocol.child_session import ChildSession
-from common.protocol.events import (
+from fedstrata.common.accounting.child_report import ChildReport
+from fedstrata.common.accounting.ledger import Ledger
+from fedstrata.common.errors import OutOfReach, ParentGaveUp, RefusedModel, RunFailed
+from fedstrata.common.experiment.codecs import PLAIN, Codecs
+from fedstrata.common.experiment.links import LinkSettings
+from fedstrata.common.experiment.schema import TransferSettings
+from fedstrata.common.host.offload import offload
+from fedstrata.common.model.layout import FrozenForm, LinkLayouts, ModelLayout, Row
+from fedstrata.common.net.address import BrokerAddress
+from fedstrata.common.net.bulk import Place
+from fedstrata.common.protocol.child_session import ChildSession
+from fedstrata.common.protocol.events import (
     FrozenFetched,
     FrozenFound,
     ModelArrived,
@@ -37,19 +37,19 @@ from common.protocol.events import (
     RunEnded,
     TaskReceived,
 )
-from common.protocol.limits import TaskLimits
-from common.protocol.manifest import missing, shared
-from common.protocol.messages import Manifest, NodeState, Phase, Task
-from common.protocol.presence import Identity
-from common.protocol.receiver import Landing
-from common.runtime.calibration import Probes
-from common.runtime.discovery import Found, Moved
-from common.runtime.endpoint import Endpoint
-from common.runtime.frozen import FrozenFetch
-from common.runtime.models import Arriving, Models, ModelUnavailable
-from common.runtime.round import Work
-from common.runtime.world import REAL, World, within
-from common.storage.spool import FrozenFiles, Spool
+from fedstrata.common.protocol.limits import TaskLimits
+from fedstrata.common.protocol.manifest import missing, shared
+from fedstrata.common.protocol.messages import Manifest, NodeState, Phase, Task
+from fedstrata.common.protocol.presence import Identity
+from fedstrata.common.protocol.receiver import Landing
+from fedstrata.common.runtime.calibration import Probes
+from fedstrata.common.runtime.discovery import Found, Moved
+from fedstrata.common.runtime.endpoint import Endpoint
+from fedstrata.common.runtime.frozen import FrozenFetch
+from fedstrata.common.runtime.models import Arriving, Models, ModelUnavailable
+from fedstrata.common.runtime.round import DoTask
+from fedstrata.common.runtime.world import REAL, World, within
+from fedstrata.common.storage.spool import FrozenFiles, Spool
 
 REFUSALS_KEPT: Final = 16
 
@@ -164,7 +164,7 @@ class ChildEndpoint(Endpoint):
         finally:
             await _stop(task)
 
-    async def serve(self, layouts: LinkLayouts, work: Work) -> None:
+    async def serve(self, layouts: LinkLayouts, work: DoTask) -> None:
         """Do the parent's tasks until it has finished; `layouts`: of the models and extras that go down and up.
 
         Raises ParentGaveUp.
@@ -257,7 +257,7 @@ class ChildEndpoint(Endpoint):
 
     # Work
 
-    async def _do(self, task: Task, inside: Row | None, *, layouts: LinkLayouts, work: Work) -> None:
+    async def _do(self, task: Task, inside: Row | None, *, layouts: LinkLayouts, work: DoTask) -> None:
         session = self.session
         if self._result_model is not None:
             self.retire(self._result_model[0].blob)  # it will be overwritten

@@ -16,7 +16,7 @@ from itertools import cycle
 from math import inf
 from typing import Final
 
-from common.errors import (
+from fedstrata.common.errors import (
     ConnectionFailed,
     DuplicateName,
     FedstrataError,
@@ -26,18 +26,17 @@ from common.errors import (
     OutOfReach,
     as_known,
 )
-from common.net.address import BrokerAddress
-from common.protocol import serialization, topics
-from common.protocol.messages import Alive, Announcement, Message, NodeState, Presence, WhoIsThere
-from common.runtime.lab_client import RETRY_S, LabClient
-from common.runtime.roll import Resources, RollEntry
-from common.runtime.world import REAL, Host, World, within
+from fedstrata.common.net.address import BrokerAddress
+from fedstrata.common.protocol import serialization, topics
+from fedstrata.common.protocol.messages import Alive, Announcement, Message, NodeState, Presence, WhoIsThere
+from fedstrata.common.runtime.lab_client import RETRY_S, LabClient
+from fedstrata.common.runtime.roll import Resources, RollEntry
+from fedstrata.common.runtime.world import REAL, Host, World, within
 
 ASK_S: Final = 0.25
 ASK_MOST_S: Final = 2.0
 IDLE_ASK_MOST_S: Final = 15.0  # between two runs: the presence of a parent that joins shortens it
-COMPLAIN_S: Final = 10.0
-COMPLAIN_MOST_S: Final = 600.0
+NAME_OTHERS_S: Final = 10.0  # without an answer of the parent
 SETTLED_S: Final = 2.0  # without an answer of another process of its name, a node has the name
 SETTLE_S: Final = 0.05  # a presence and the experiment arrive together
 OTHERS_KEPT: Final = 100
@@ -71,10 +70,10 @@ class Moved(FedstrataError):
 async def discover(host: Host, name: str, parent: str, *, left: Found | None = None) -> Found:
     """Wait for a run whose parent is alive, and return it.
 
-    If the parent does not reply soon, a warning names the other nodes, because the parent's name may be mistyped. The
-    warning is repeated at increasing intervals. `left`: the run that this node has left, in which it does not take part
-    again with that session of its parent; after a run nobody is warned. Raises ConnectionFailed, and DuplicateName if
-    another process of this name looks for a run on this broker.
+    If the parent does not reply soon, a line names the other parents, because this one's name may be mistyped. To wait
+    is the normal state of a node: the line comes once, and is no warning. `left`: the run that this node has left, in
+    which it does not take part again with that session of its parent; after a run the line does not come. Raises
+    ConnectionFailed, and DuplicateName if another process of this name looks for a run on this broker.
     """
     return await _Seeker(host, name, parent, left=left).seek(connect_timeout_s=host.connect_timeout_s)
 
@@ -163,7 +162,7 @@ async def another_parent(
 ) -> tuple[str, str] | None:
     """Return the first of these parents that is alive in a run, and its session; None if none answers in `for_s` s.
 
-    One is asked at a time, in turn: a parent that is asked keeps a place.
+    One is asked at a time, in turn.
     """
     answered = asyncio.Event()
     found: list[tuple[str, str]] = []
@@ -224,7 +223,7 @@ class _Seeker:
     async def _search(self) -> Found:
         tasks = [asyncio.create_task(self._ask(), name="ask")]
         if self._left is None:
-            tasks.append(asyncio.create_task(self._complain(), name="complain"))
+            tasks.append(asyncio.create_task(self._name_others(), name="name others"))
         try:
             return await self._found
         finally:
@@ -296,19 +295,14 @@ class _Seeker:
             else:
                 pause_s = min(2 * pause_s, most_s)
 
-    async def _complain(self) -> None:
-        pause_s = COMPLAIN_S
-        while True:
-            await asyncio.sleep(pause_s / 2)
-            self._client.subscribe(topics.spec(self._lab, "+", "+"))
-            await asyncio.sleep(pause_s / 2)
-            names = ", ".join(sorted(self._others))
-            there = f"Other parents: {names}." if names else "No other parent was seen either."
-            address = self._client.address
-            log.warning(
-                "%s waits for %s of lab %s on broker %s. %s", self._name, self._parent, self._lab, address, there
-            )
-            pause_s = min(2 * pause_s, COMPLAIN_MOST_S)
+    async def _name_others(self) -> None:
+        await asyncio.sleep(NAME_OTHERS_S / 2)
+        self._client.subscribe(topics.spec(self._lab, "+", "+"))
+        await asyncio.sleep(NAME_OTHERS_S / 2)
+        names = ", ".join(sorted(self._others))
+        there = f"Other parents: {names}." if names else "No other parent was seen either."
+        address = self._client.address
+        activity.info("%s waits for %s of lab %s on broker %s. %s", self._name, self._parent, self._lab, address, there)
 
 
 async def check_carried(

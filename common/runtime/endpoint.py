@@ -14,26 +14,28 @@ from functools import partial
 from math import inf
 from typing import Final
 
-from common.accounting.counters import packet_bytes
-from common.errors import ConnectionFailed, DuplicateName, OutOfReach
-from common.experiment.schema import TransferSettings
-from common.net.address import BrokerAddress
-from common.net.bulk import Body, Place
-from common.net.connection import Handlers
-from common.protocol import serialization, topics
-from common.protocol.admission import MessageRefused
-from common.protocol.child_session import ChildSession
-from common.protocol.events import BrokerAway, BrokerDrops, NameTaken
-from common.protocol.limits import Skipped
-from common.protocol.manifest import MIN_RATED_CHUNK
-from common.protocol.messages import Failure, NodeState, Presence
-from common.protocol.outbox import Output, Publish, PublishChunk, Subscribe
-from common.protocol.parent_session import ParentSession
-from common.protocol.peer_link import PeerLink
-from common.protocol.presence import Identity
-from common.protocol.receiver import Landing
-from common.protocol.sender import Publication
-from common.runtime.world import World, nothing, within
+from fedstrata.common.accounting.counters import packet_bytes
+from fedstrata.common.errors import ConnectionFailed, DuplicateName, OutOfReach
+from fedstrata.common.experiment.schema import TransferSettings
+from fedstrata.common.net.address import BrokerAddress
+from fedstrata.common.net.bulk import Body, Place
+from fedstrata.common.net.connection import Handlers
+from fedstrata.common.net.packet_limit import PacketLimit
+from fedstrata.common.protocol import serialization, topics
+from fedstrata.common.protocol.admission import MessageRefused
+from fedstrata.common.protocol.child_session import ChildSession
+from fedstrata.common.protocol.events import BrokerAway, BrokerDrops, CostsUnknown, NameTaken
+from fedstrata.common.protocol.limits import Skipped
+from fedstrata.common.protocol.manifest import MIN_RATED_CHUNK
+from fedstrata.common.protocol.messages import Failure, NodeState, Presence
+from fedstrata.common.protocol.outbox import Output, Publish, PublishChunk, Subscribe
+from fedstrata.common.protocol.parent_session import ParentSession
+from fedstrata.common.protocol.peer_link import PeerLink
+from fedstrata.common.protocol.presence import Identity
+from fedstrata.common.protocol.receiver import Landing
+from fedstrata.common.protocol.sender import Publication
+from fedstrata.common.runtime.lab_client import RefusedTopics
+from fedstrata.common.runtime.world import World, nothing, within
 
 LATER_S: Final = 0.01  # until the pump runs after a chunk from which only later deadlines follow
 HEAP: Final = "$SYS/broker/heap/current"  # mosquitto's topics
@@ -65,7 +67,8 @@ class Endpoint(ABC):
         self._world = world
         self._statistics = statistics
         self._idle_s = transfer.idle_s
-        self._packet_most: dict[BrokerAddress, float] = {}  # by single address
+        self._limits: dict[BrokerAddress, PacketLimit] = {}  # by single address
+        self._unreadable = RefusedTopics(identity.name, address)
         self._bodies: dict[Body, str] = {}
         self._wake = asyncio.Event()
         self._later: asyncio.TimerHandle | None = None
@@ -95,10 +98,10 @@ class Endpoint(ABC):
         self._wake.set()
 
     def set_state(
-        self, state: NodeState, *, reason: str = "", samples: int = 0, failure: Failure = Failure.NONE
+        self, state: NodeState, *, reason: str = "", samples: int = 0, tests: int = 0, failure: Failure = Failure.NONE
     ) -> None:
         """Publish this node's state, retained."""
-        self.session.set_state(state, reason=reason, samples=samples, failure=failure)
+        self.session.set_state(state, reason=reason, samples=samples, tests=tests, failure=failure)
         self.wake()
 
     async def run(self, *, connect_timeout_s: float) -> None:
@@ -187,20 +190,24 @@ class Endpoint(ABC):
         self.wake()
 
     async def _connected(self) -> None:
-        address = self.connection.attempts.address
-        if address not in self._packet_most:
-            own, largest = self.identity, self.link.largest() + PACKET_ROOM
-            topic = topics.chunk(own.lab, own.run, own.name, own.name, own.session, 0, 0)
-            limit = await self._world.packet_limit(address, topic=topic, most=largest)
-            most = self._packet_most[address] = inf if limit is None else limit - PACKET_ROOM
-            if most < MIN_RATED_CHUNK:
-                raise ConnectionFailed(
-                    f"broker {address} takes packets of at most {limit} bytes, models need "
-                    f"{MIN_RATED_CHUNK + PACKET_ROOM}. Raise its max_packet_size."
-                )
-        self.session.connected(self.now(), packet_most=min(self._packet_most.values()))
+        attempts = self.connection.attempts
+        if attempts.address not in self._limits or attempts.thrown_out:  # a limit may have been lowered
+            await self._find_limit(attempts.address)
+        passes = min(limit.passes for limit in self._limits.values())
+        self.session.connected(self.now(), packet_most=passes - PACKET_ROOM)
         self._connected_once.set()
         self.wake()
+
+    async def _find_limit(self, address: BrokerAddress) -> None:
+        own, largest = self.identity, self.link.largest() + PACKET_ROOM
+        topic = topics.chunk(own.lab, own.run, own.name, own.name, own.session, 0, 0)
+        limit = await self._world.packet_limit(address, topic=topic, most=largest)
+        if limit.passes < MIN_RATED_CHUNK + PACKET_ROOM:
+            raise ConnectionFailed(
+                f"broker {address} takes packets of at most {limit.passes} bytes, models need "
+                f"{MIN_RATED_CHUNK + PACKET_ROOM}. Raise its max_packet_size."
+            )
+        self._limits[address] = limit
 
     def _lost(self) -> None:
         if self._statistics is not None:
@@ -252,6 +259,11 @@ class Endpoint(ABC):
                 "for a client's queue (docs/brokers.md).",
                 self.identity.name, self.connection.address, event.lost, event.lost + event.arrived,
             )  # fmt: skip
+        elif isinstance(event, CostsUnknown):
+            log.warning(
+                "%s: %s reports costs that cannot be: they are not known, its models count",
+                self.identity.name, event.node,
+            )  # fmt: skip
         elif isinstance(event, MessageRefused):
             log.warning(
                 "%s: refused a message (%s) from %s: %.300s [%d so far]",
@@ -269,7 +281,7 @@ class Endpoint(ABC):
         connection = self.connection
         if isinstance(output, Publish):
             size = packet_bytes(output.topic, len(output.body), qos=int(output.retain))
-            if size > min(self._packet_most.values(), default=inf) + PACKET_ROOM:
+            if size >= min((limit.dropped for limit in self._limits.values()), default=inf):
                 raise ConnectionFailed(
                     f"broker {connection.address} does not take {len(output.body)} bytes on {output.topic}, which "
                     "cannot be cut. Raise its limit of packets."
@@ -281,7 +293,7 @@ class Endpoint(ABC):
             connection.publish_body(output.topic, body, done=partial(self._left, body, output.chunk))
         elif isinstance(output, Subscribe):
             first = self._subscribe_statistics if output.first else nothing
-            connection.subscribe(list(output.topics), qos=0, acknowledged=first)
+            connection.subscribe(list(output.topics), qos=0, acknowledged=first, refused=self._unreadable.add)
         else:
             connection.unsubscribe(list(output.topics))
 

@@ -6,26 +6,24 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Final
 
-from common.errors import InvalidExperiment
-from common.experiment.schema import TransferSettings
-from common.host.energy import (
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.schema import TransferSettings
+from fedstrata.common.host.energy import (
     REPORT_BYTES_MOST,
-    CsvMeter,
     EnergyMeter,
     EnergySource,
     HostCounter,
     JouleCounter,
     PlugMeter,
 )
-from common.host.offload import beside
-from common.net.address import BrokerAddress
-from common.net.connection import Handlers
-from common.protocol.limits import SKIPPED
-from common.runtime.lab_client import keep
-from common.runtime.world import REAL, World, new_session
+from fedstrata.common.host.offload import beside
+from fedstrata.common.net.address import BrokerAddress
+from fedstrata.common.net.connection import Handlers
+from fedstrata.common.protocol.limits import SKIPPED
+from fedstrata.common.runtime.lab_client import keep
+from fedstrata.common.runtime.world import REAL, World, new_session
 
 OPTION: Final = "--energy"
 AUTO: Final = "auto"  # the host's own counters, if it has any
@@ -44,13 +42,11 @@ def check_energy(source: str) -> None:
     """Check the name of a source, but not whether this host has it. Raises InvalidExperiment."""
     kind, colon, where = source.partition(":")
     names = (AUTO, UNKNOWN, *COUNTERS)
-    if source not in names and not (kind in (EnergySource.PLUG, EnergySource.CSV) and colon and where):
-        remedy = f"Use {', '.join(names)}, plug:TOPIC or csv:PATH."
+    if source not in names and not (kind == EnergySource.PLUG and colon and where):
+        remedy = f"Use {', '.join(names)} or plug:TOPIC."
         raise InvalidExperiment(OPTION, source, "no such source of energy", remedy)
     if kind == EnergySource.PLUG and (len(where) > 1000 or any(each in where for each in WILDCARDS)):
         raise InvalidExperiment(OPTION, source, "not the topic of one plug", "Name a topic without + and #.")
-    if kind == EnergySource.CSV and not Path(where).is_file():
-        raise InvalidExperiment(OPTION, source, "no such file", "Start the meter, or name its file.")
 
 
 @asynccontextmanager
@@ -66,7 +62,6 @@ async def energy_counter(
     auto, none    the host's own counters, if it has any; or nothing
     rapl, nvml, pmic    one of them
     plug:TOPIC    a smart plug that publishes on the broker, over a connection of its own
-    csv:PATH      a file that a meter writes
 
     Raises InvalidExperiment.
     """
@@ -75,8 +70,6 @@ async def energy_counter(
     if kind == EnergySource.PLUG:
         async with _plug(where, broker, world) as plug:
             yield plug
-    elif kind == EnergySource.CSV:
-        yield CsvMeter(Path(where))
     elif source == UNKNOWN:
         yield None
     else:
@@ -90,7 +83,7 @@ async def energy_counter(
 @asynccontextmanager
 async def _plug(topic: str, broker: BrokerAddress, world: World) -> AsyncIterator[PlugMeter]:
     """Yield the meter of a plug, which reports on a topic. Retained reports are ignored: their time is not known."""
-    plug = PlugMeter(asyncio.get_running_loop().time)
+    plug = PlugMeter(asyncio.get_running_loop().time, topic=topic)
 
     def received(_: str, body: bytes, retained: bool) -> None:
         if not retained:

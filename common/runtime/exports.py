@@ -9,21 +9,21 @@ from functools import partial
 from itertools import product
 from typing import Final, TypedDict
 
-from common.accounting.counters import DIRECTIONS, LINK_KINDS
-from common.accounting.traffic import Measured
-from common.experiment.topology import CLOUD, Tree
-from common.metrics import NODE, STATES, Metrics, NodeLabels, Reading
-from common.net.address import BrokerAddress, HostPort, is_loopback
-from common.protocol.admission import Refusal
-from common.protocol.attendance import HTTPS
-from common.protocol.messages import Target
-from common.runtime.child_endpoint import ChildEndpoint
-from common.runtime.endpoint import DROPPED, HEAP, Endpoint
-from common.runtime.parent_endpoint import ParentEndpoint
+from fedstrata.common.accounting.counters import DIRECTIONS, LINK_KINDS
+from fedstrata.common.accounting.traffic import Measured
+from fedstrata.common.experiment.topology import CLOUD, Tree
+from fedstrata.common.metrics import NODE, STATES, Metrics, NodeLabels, Reading
+from fedstrata.common.net.address import BrokerAddress, HostPort, is_loopback
+from fedstrata.common.protocol.admission import Refusal
+from fedstrata.common.protocol.attendance import HTTPS
+from fedstrata.common.protocol.messages import Target
+from fedstrata.common.runtime.child_endpoint import ChildEndpoint
+from fedstrata.common.runtime.endpoint import DROPPED, HEAP, Endpoint
+from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
 
 BROKER: Final = "broker"
 KINDS: Final = (*LINK_KINDS, "probe")
-# Children that never joined, or left at the end, are omitted.
+# Children that never joined, have moved, or left at the end, are omitted.
 UP: Final = {"init": 1, "ready": 1, "finished": 1, "failed": 0, "disconnected": 0, "lost": 0}
 EVERYWHERE: Final = ("", "0.0.0.0", "::")
 OUTSIDE, OUTSIDE_6 = "198.51.100.1", "2001:db8::1"  # of networks for documentation, which are no machine's
@@ -65,7 +65,7 @@ def export_parent(metrics: Metrics, parent: ParentEndpoint, node: NodeLabels, *,
                     yield (name, direction, source), rate
 
     def up() -> Reading:
-        return [((name,), UP[state]) for name, state in coordinator.states().items() if state in UP]
+        return [((name,), UP[state]) for name, state in coordinator.expected().items() if state in UP]
 
     def idle() -> Reading:
         return [((name,), idle_s) for name, idle_s in coordinator.idle(parent.now()).items()]

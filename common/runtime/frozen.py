@@ -15,18 +15,18 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from common.errors import RefusedModel, RunFailed
-from common.host.offload import offload
-from common.model import tensors
-from common.model.layout import FrozenForm, Row
-from common.model.parts import read_frozen_file
-from common.protocol.events import FrozenAsked, FrozenFetched, FrozenFound
-from common.protocol.manifest import FROZEN_CODEC, describe, missing
-from common.protocol.messages import FrozenOffered, Manifest
-from common.protocol.receiver import Fetched
-from common.runtime.endpoint import Endpoint
-from common.runtime.models import Arriving, ModelUnavailable
-from common.storage.spool import FrozenFiles
+from fedstrata.common.errors import RefusedModel, RunFailed
+from fedstrata.common.host.offload import offload
+from fedstrata.common.model import tensors
+from fedstrata.common.model.layout import FrozenForm, Row
+from fedstrata.common.model.parts import read_frozen_file
+from fedstrata.common.protocol.events import FrozenAsked, FrozenFetched, FrozenFound
+from fedstrata.common.protocol.manifest import FROZEN_CODEC, describe, missing
+from fedstrata.common.protocol.messages import FrozenOffered, Manifest
+from fedstrata.common.protocol.receiver import Fetched
+from fedstrata.common.runtime.endpoint import Endpoint
+from fedstrata.common.runtime.models import Arriving, ModelUnavailable
+from fedstrata.common.storage.spool import FrozenFiles
 
 WHOLE_CHUNKS: Final = 1_000_000  # bytes; of arrays that are complete, and cut anew for each link
 

@@ -10,21 +10,25 @@ A message may be lost: questions are repeated, and answered each time.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from math import inf
 from typing import Any, Final, TypeVar
 
-from common.errors import ConnectionFailed, WireError
-from common.experiment.schema import TransferSettings
-from common.host.offload import beside
-from common.net.address import BrokerAddress
-from common.net.connection import Handlers
-from common.protocol import serialization, topics
-from common.protocol.messages import Message
-from common.runtime.world import REAL, Connection, World, new_session, nothing, within
+from fedstrata.common.errors import ConnectionFailed, WireError
+from fedstrata.common.experiment.schema import TransferSettings
+from fedstrata.common.host.offload import beside
+from fedstrata.common.net.address import BrokerAddress
+from fedstrata.common.net.connection import Handlers
+from fedstrata.common.protocol import serialization, topics
+from fedstrata.common.protocol.messages import Message
+from fedstrata.common.runtime.world import REAL, Connection, World, new_session, nothing, within
 
 RETRY_S: Final = 5.0
+REPORTED_MOST: Final = 100  # refused subscriptions of a client
+
+log = logging.getLogger("fedstrata.connection")
 
 _T = TypeVar("_T")
 
@@ -40,12 +44,30 @@ async def keep(connection: Connection, *, timeout_s: float = inf) -> None:
             await asyncio.sleep(RETRY_S)
 
 
+class RefusedTopics:
+    """The subscriptions that a broker refuses a client; each is reported once, though it is made at each connection."""
+
+    def __init__(self, name: str, broker: BrokerAddress) -> None:
+        self._name, self._broker = name, broker
+        self._reported: set[str] = set()
+
+    def add(self, topic: str) -> None:
+        """Report a topic."""
+        if topic in self._reported or len(self._reported) == REPORTED_MOST:
+            return
+        self._reported.add(topic)
+        log.warning(
+            "%s: broker %s refuses the subscription to %s: nothing from there arrives. Let this login read it.",
+            self._name, self._broker, topic,
+        )  # fmt: skip
+
+
 class LabClient:
     """A client of one broker, where its id begins with `name`; the task that keeps its connection has that name, too.
 
     `reads`: the topics that it subscribes to. `received` gets each message: its topic, its bytes, and whether it was
     retained. Messages for which it raises WireError are ignored. `subscribed` is called after each connect, `lost` when
-    the connection is lost, and `refused` with each topic that the broker does not let it read.
+    the connection is lost, and `refused` with each topic that the broker does not let it read, by default to warn.
     """
 
     def __init__(
@@ -57,7 +79,7 @@ class LabClient:
         received: Callable[[topics.Topic, bytes, bool], None],
         subscribed: Callable[[], None] = nothing,
         lost: Callable[[], None] = nothing,
-        refused: Callable[[str], None] = lambda topic: None,
+        refused: Callable[[str], None] | None = None,
         world: World = REAL,
     ) -> None:
         self.address = address
@@ -66,7 +88,7 @@ class LabClient:
         self._reads = reads
         self._take = received
         self._subscribed = subscribed
-        self._refused = refused
+        self._refused = refused or RefusedTopics(name, address).add
         self.once_connected = asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
         self._connection = world.connection(

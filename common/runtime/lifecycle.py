@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from math import inf
 from typing import Any, Final, TypeVar
 
-from common.errors import (
+from fedstrata.common.errors import (
     DuplicateName,
     FedstrataError,
     InvalidBelow,
@@ -22,16 +22,16 @@ from common.errors import (
     as_known,
     first_error,
 )
-from common.experiment.devices import Move, Moves, OnlineTimes
-from common.protocol import serialization, topics
-from common.protocol.messages import LIVING, Failure, NodeState, Presence
-from common.protocol.presence import TimeZero
-from common.runtime.child_endpoint import ChildEndpoint
-from common.runtime.discovery import Moved, activity
-from common.runtime.endpoint import Endpoint
-from common.runtime.lab_client import LabClient
-from common.runtime.world import Host, within
-from common.text import short
+from fedstrata.common.experiment.devices import Move, Moves, OnlineTimes
+from fedstrata.common.protocol import serialization, topics
+from fedstrata.common.protocol.messages import LIVING, Failure, NodeState, Presence
+from fedstrata.common.protocol.presence import TimeZero
+from fedstrata.common.runtime.child_endpoint import ChildEndpoint
+from fedstrata.common.runtime.discovery import Moved, activity
+from fedstrata.common.runtime.endpoint import Endpoint
+from fedstrata.common.runtime.lab_client import LabClient
+from fedstrata.common.runtime.world import Host, within
+from fedstrata.common.text import short
 
 LAST_STATE_S: Final = 2.0
 STAYS: Final = Moves(())

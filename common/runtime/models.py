@@ -11,13 +11,13 @@ from typing import Final, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from common.errors import RefusedModel, WireError
-from common.experiment.codecs import CodecSettings
-from common.host.offload import offload
-from common.model.codecs import Codec, codec_of
-from common.model.layout import ModelLayout, Row
-from common.protocol.manifest import ModelForm, describe
-from common.protocol.messages import Manifest
+from fedstrata.common.errors import RefusedModel, WireError
+from fedstrata.common.experiment.codecs import CodecSettings
+from fedstrata.common.host.offload import offload
+from fedstrata.common.model.codecs import Codec, codec_of
+from fedstrata.common.model.layout import ModelLayout, Row
+from fedstrata.common.protocol.manifest import ModelForm, describe
+from fedstrata.common.protocol.messages import Manifest
 
 SMALL_BYTES: Final = 500_000  # some 0.1 ms of digests, or of sums
 

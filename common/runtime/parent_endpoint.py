@@ -9,18 +9,18 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
 
-from common.accounting.ledger import Ledger
-from common.errors import FedstrataError, InvalidBelow, NoProgress, RefusedModel, RunFailed
-from common.experiment.codecs import PLAIN, Codecs
-from common.experiment.links import LinkDirection, Links, LinkSettings
-from common.experiment.schema import TransferSettings
-from common.experiment.tiers import Closing, Minimum
-from common.host.offload import offload
-from common.methods.rule import Uploads
-from common.model.layout import LinkLayouts, Row
-from common.net.address import BrokerAddress
-from common.protocol.attendance import Readiness
-from common.protocol.events import (
+from fedstrata.common.accounting.ledger import Ledger
+from fedstrata.common.errors import FedstrataError, InvalidBelow, NoProgress, RefusedModel, RunFailed
+from fedstrata.common.experiment.codecs import PLAIN, Codecs
+from fedstrata.common.experiment.links import LinkDirection, Links, LinkSettings
+from fedstrata.common.experiment.schema import TransferSettings
+from fedstrata.common.experiment.tiers import Closing, Minimum
+from fedstrata.common.host.offload import offload
+from fedstrata.common.methods.rule import Uploads
+from fedstrata.common.model.layout import LinkLayouts, Row
+from fedstrata.common.net.address import BrokerAddress
+from fedstrata.common.protocol.attendance import Readiness
+from fedstrata.common.protocol.events import (
     DevicesAway,
     Entered,
     FrozenAsked,
@@ -33,20 +33,20 @@ from common.protocol.events import (
     UploadArrived,
     UploadRefused,
 )
-from common.protocol.limits import ChildLimits, Entering
-from common.protocol.manifest import missing
-from common.protocol.messages import Announcement, Failure, Target
-from common.protocol.parent_session import ParentSession
-from common.protocol.presence import Identity
-from common.protocol.round_state import Assignment, Closed, Stalled
-from common.runtime.calibration import Probes, measure_all
-from common.runtime.endpoint import BrokerStatistics, Endpoint
-from common.runtime.frozen import FrozenOffers
-from common.runtime.models import Arriving, Models
-from common.runtime.round import ClosedRound, Dispatch, Observe
-from common.runtime.world import REAL, World, nothing, within
-from common.storage.spool import Spool
-from common.text import by_cause
+from fedstrata.common.protocol.limits import ChildLimits, Entering, possible_scores
+from fedstrata.common.protocol.manifest import missing
+from fedstrata.common.protocol.messages import Announcement, Failure, Target
+from fedstrata.common.protocol.parent_session import UNLIMITED, ParentSession
+from fedstrata.common.protocol.presence import Identity
+from fedstrata.common.protocol.round_state import Assignment, Closed, Stalled
+from fedstrata.common.runtime.calibration import Probes, measure_all
+from fedstrata.common.runtime.endpoint import BrokerStatistics, Endpoint
+from fedstrata.common.runtime.frozen import FrozenOffers
+from fedstrata.common.runtime.models import Arriving, Models
+from fedstrata.common.runtime.round import ClosedRound, Dispatch, Observe
+from fedstrata.common.runtime.world import REAL, World, nothing, within
+from fedstrata.common.storage.spool import Spool
+from fedstrata.common.text import by_cause
 
 log = logging.getLogger("fedstrata.parent")
 
@@ -58,12 +58,18 @@ WRITTEN_S: Final = 1e-4  # for each character of an event that children can chan
 REPEAT_END_S: Final = 2.0  # before the end of the run is sent again to children that have not sent their farewell
 
 
+def _no_minimum(children: int) -> Minimum | None:
+    """Return None: rounds wait for each child."""
+    return None
+
+
 class ParentEndpoint(Endpoint):
     """A parent's children on one broker; `run` keeps the connection, `round` runs a round.
 
     `links`: the children's names in order, each with its link; `shaped`: the sender enforces rates and delays.
-    `limits`: what each child may report. `minimum`: of the children that rounds need, None: they wait for each child.
-    `entering`: who else may become a child. `spool`: where uploads are assembled, None: in memory.
+    `limits`: what each child may report. `minimum_of`: what rounds need of so many children, None: they wait for each.
+    `entering`: who else may become a child. `onward`: see `LinkSet`. `spool`: where uploads are assembled, None: in
+    memory.
     """
 
     session: ParentSession
@@ -77,8 +83,9 @@ class ParentEndpoint(Endpoint):
         transfer: TransferSettings,
         shaped: bool = True,
         limits: Mapping[str, ChildLimits] | None = None,
-        minimum: Minimum | None = None,
+        minimum_of: Callable[[int], Minimum | None] = _no_minimum,
         entering: Entering | None = None,
+        onward: Mapping[str, float] = UNLIMITED,
         spool: Spool | None = None,
         codecs: Codecs = PLAIN,
         observe: Observe = lambda event, facts: None,
@@ -95,9 +102,10 @@ class ParentEndpoint(Endpoint):
             first_number=int(1e3 * world.wall()),
             limits=limits,
             entering=entering,
+            onward=onward,
         )
         self.transfer = transfer
-        self._minimum, self._named = minimum, tuple(links)
+        self._minimum_of, self.named = minimum_of, tuple(links)
         self.models = Models(sent=codecs.down, received=codecs.up)
         self.probes = Probes(self, world)
         self.frozen = FrozenOffers(self)
@@ -128,9 +136,19 @@ class ParentEndpoint(Endpoint):
         return self.session.samples
 
     @property
+    def tests(self) -> Mapping[str, int]:
+        """The test samples of each child that has reported its training samples; 0 if they are not known."""
+        return self.session.attendance.tests
+
+    @property
     def ready(self) -> Collection[str]:
         """The children that can take part now."""
         return self.session.readiness(self.now()).ready
+
+    def remember(self, samples: Mapping[str, int]) -> None:
+        """Take the samples that children have reported to an earlier process of this node: one may be lost by now."""
+        named = self.named
+        self.session.attendance.samples.update({name: count for name, count in samples.items() if name in named})
 
     @property
     def after(self) -> Mapping[str, int]:
@@ -217,8 +235,9 @@ class ParentEndpoint(Endpoint):
         uploads = Uploads(children, self._uploads.array, tuple(map(results.get, children)), self._uploads.release)
         nbytes = {name: sent[name] + result.model.size for name, result in results.items()}
         timeline, buffered = self.session.coordinator.timeline, dispatch.carried is not None
+        results, unscored = possible_scores(results, self.session.limits, tests=self.tests)
         return ClosedRound(
-            results, uploads, closed.missing, closed.refused, timeline, nbytes, buffered, dispatch.absent
+            results, uploads, closed.missing, closed.refused, timeline, nbytes, buffered, dispatch.absent, unscored
         )
 
     async def gather(self, closing: Closing, *, waiting: Callable[[str], None] = lambda text: None) -> None:
@@ -229,36 +248,49 @@ class ParentEndpoint(Endpoint):
         from the start, or a quorum's `deadline_s`. Raises NoProgress if a required child makes no progress in
         preparing.
         """
-        need = len(self.peers) if closing.rule == "all" else closing.quorum or 1
-        least = self._minimum or Minimum(need, closing.deadline_s or 0.0)
+        need = len(self.named) if closing.rule == "all" else closing.quorum or 1
         begun = self.now()
 
         def enough(found: Readiness, now: float) -> bool:
-            if len(self.peers) - len(found.hanging) < least.children:
-                hanging = by_cause((f"{name}:", found.missing[name]) for name in sorted(found.hanging))
+            least = self._minimum(found.ready) or Minimum(need, closing.deadline_s or 0.0)
+            if len(found.ready.union(self.named)) - len(found.hanging) < least.children:
+                hanging = by_cause((f"{name}:", found.missing[name]) for name in found.hanging)
                 raise NoProgress(f"the run cannot begin: {hanging}")
             return len(found.ready) >= least.children and now >= begun + least.wait_s
 
         if (found := await self._ready(enough, waiting=waiting)) is not None:
             log.warning("%s begins without: %.2000s", self.identity.name, found.text)
 
+    def give_back_places(self) -> None:
+        """Forget the children that had entered and have been away for `idle_s`; between two tasks of this node."""
+        for name in self.session.give_back_places(self.now()):
+            log.info("%s: %s was away for %g s: its place is free", self.identity.name, name, self.transfer.idle_s)
+            self.wake()
+
     async def absent(self, global_round: int, local_round: int) -> Collection[str]:
         """Return the children that are not ready, once as many are as a round needs; none if it waits for each.
 
         Raises NoProgress if these are not ready within `idle_s`.
         """
-        if self._minimum is None:
+        if self._minimum(()) is None:
             return ()
-        least, begun = self._minimum.children, self.now()
+        begun = self.now()
 
         def enough(found: Readiness, now: float) -> bool:
+            minimum = self._minimum(found.ready)
+            least = 0 if minimum is None else minimum.children
             if len(found.ready) < least and now >= begun + self.transfer.idle_s:
                 problem = f"{len(found.ready)} of at least {least} children were ready for {self.transfer.idle_s:g} s"
                 raise NoProgress(f"{problem}: {found.text}")
             return len(found.ready) >= least
 
         found = await self._ready(enough)
-        return () if found is None else [name for name in self.peers if name not in found.ready]
+        ready = self.ready if found is None else found.ready
+        return [name for name in self.peers if name not in ready]
+
+    def _minimum(self, ready: Collection[str]) -> Minimum | None:
+        """Return what rounds need of the children that the experiment names, and those that entered and are `ready`."""
+        return self._minimum_of(len({*self.named, *ready}))
 
     async def _ready(
         self, enough: Callable[[Readiness, float], bool], *, waiting: Callable[[str], None] = lambda text: None
@@ -291,7 +323,8 @@ class ParentEndpoint(Endpoint):
 
     async def measure(self, links: Links) -> None:
         """Calibrate the links to the ready children. Raises InvalidExperiment if one differs from its declaration."""
-        ready = [name for name in self.peers if name in self.samples]
+        present = self.ready
+        ready = [name for name in self.peers if name in present]
         self.session.measuring = True
         try:
             self.ledger.measured = await measure_all(self.probes, self.link.ways, links, ready)
@@ -369,7 +402,7 @@ class ParentEndpoint(Endpoint):
 
     def someone_is_away(self) -> bool:
         """Return whether a child has not sent its farewell."""
-        here = set(self._named) | self.session.attendance.last.keys()
+        here = set(self.named) | self.session.attendance.last.keys()
         return not self.session.farewells >= here
 
     # Models
@@ -377,12 +410,12 @@ class ParentEndpoint(Endpoint):
     async def _offer(self, dispatch: Dispatch) -> dict[str, Assignment]:
         """Offer each model once per group of equal links: in a common stream the slowest link would set the pace."""
         layout, link = self._require_layouts().down, self.link
-        groups: dict[tuple[int, LinkDirection], list[str]] = {}
+        groups: dict[tuple[int, LinkDirection, int], list[str]] = {}
         for i, (_, children) in enumerate(dispatch.models):
             for name in children:
-                groups.setdefault((i, link.ways.to[name]), []).append(name)
+                groups.setdefault((i, link.ways.to[name], link.chunk_bytes(name)), []).append(name)
         assignments: dict[str, Assignment] = {}
-        for (i, _), receivers in groups.items():
+        for (i, *_), receivers in groups.items():
             model, inline = dispatch.models[i][0], None
             if isinstance(model, Arriving) and self._forwards(model, receivers):
                 manifest = link.forward(model.manifest, model.buffer, receivers, lacking=model.lacking)
@@ -480,7 +513,9 @@ def _failure(stalled: Stalled) -> RunFailed:
     if Failure.INVALID in stalled.failures:
         return InvalidBelow(stalled.reason)
     idle = stalled.idle or Failure.STALLED in stalled.failures
-    return NoProgress(stalled.reason) if idle else RunFailed(stalled.reason)
+    error = NoProgress(stalled.reason) if idle else RunFailed(stalled.reason)
+    error.without = stalled.children
+    return error
 
 
 def _break_off(closing: asyncio.Future[Closed], error: BaseException) -> None:

@@ -11,14 +11,14 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from common.errors import InvalidExperiment, RunFailed
-from common.experiment.schema import Experiment
-from common.host.offload import beside, offload
-from common.host.subprocess_channel import Record, ReplaceableProcess, SubprocessChannel, nothing
-from common.model.layout import ModelLayout, Row
-from common.model.refinement import Refiner, RoundModels
+from fedstrata.common.errors import InvalidExperiment, RunFailed
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.host.offload import beside, offload
+from fedstrata.common.host.subprocess_channel import Record, ReplaceableProcess, SubprocessChannel, nothing
+from fedstrata.common.model.layout import ModelLayout, Row
+from fedstrata.common.model.refinement import Refiner, RoundModels
 
-MODULE: Final = "common.learning.refiner_process"
+MODULE: Final = "fedstrata.common.learning.refiner_process"
 REPORT_S: Final = 1.0
 
 _T = TypeVar("_T")

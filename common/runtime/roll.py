@@ -20,17 +20,17 @@ from functools import partial
 from importlib.metadata import version
 from typing import Final
 
-from common.errors import ConnectionFailed, LabInUse
-from common.experiment.topology import CLOUD
-from common.host.examination import Finding
-from common.host.offload import beside
-from common.net.address import BrokerAddress
-from common.protocol import serialization, topics
-from common.protocol.limits import STRANGER
-from common.protocol.messages import Alive, Here, NodeState, RollCall, WhoIsThere
-from common.runtime.lab_client import LabClient
-from common.runtime.world import REAL, Host, World
-from common.text import short
+from fedstrata.common.errors import ConnectionFailed, LabInUse
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.host.examination import Finding
+from fedstrata.common.host.offload import beside
+from fedstrata.common.net.address import BrokerAddress
+from fedstrata.common.protocol import serialization, topics
+from fedstrata.common.protocol.limits import STRANGER
+from fedstrata.common.protocol.messages import Alive, Here, NodeState, RollCall, WhoIsThere
+from fedstrata.common.runtime.lab_client import LabClient
+from fedstrata.common.runtime.world import REAL, Host, World
+from fedstrata.common.text import short
 
 ASK_S: Final = 0.5
 REST_S: Final = 0.4  # between two answers to one that asks

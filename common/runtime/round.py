@@ -8,24 +8,25 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol, TypeAlias
 
-from common.accounting.child_report import ChildReport, TrainingPath
-from common.accounting.costs import UNKNOWN_COSTS, DeviceCosts
-from common.accounting.ledger import Ledger
-from common.errors import InvalidBelow, RunFailed
-from common.experiment.tiers import Closing, Tier
-from common.methods.rule import Rule, Uploads
-from common.methods.selection import NOTHING, ClientSelection, ResultFacts
-from common.model.layout import Row
-from common.model.scores import ScoredModels
-from common.protocol.messages import Manifest, Phase, Result, Task
-from common.protocol.round_state import Timeline
-from common.runtime.models import Arriving
-from common.runtime.world import nothing
-from common.text import JSON_MOST
+from fedstrata.common.accounting.child_report import ChildReport
+from fedstrata.common.accounting.ledger import Ledger
+from fedstrata.common.accounting.work import Work
+from fedstrata.common.errors import InvalidBelow, RunFailed
+from fedstrata.common.experiment.tiers import Closing, Tier
+from fedstrata.common.methods.rule import Rule, Uploads
+from fedstrata.common.methods.selection import NOTHING, ClientSelection, ResultFacts
+from fedstrata.common.model.layout import Row
+from fedstrata.common.protocol.messages import Manifest, Phase, Result, Task
+from fedstrata.common.protocol.round_state import Timeline
+from fedstrata.common.runtime.models import Arriving
+from fedstrata.common.runtime.world import nothing
+from fedstrata.common.text import JSON_MOST, named
 
 Observe: TypeAlias = Callable[[str, dict[str, object]], None]  # takes an event: its name, and facts that JSON can hold
 
 NUMBERS: Final = "numbers"  # of a device's trainer, in place of decisions
+NOTES: Final = "notes"  # beside them: what the trainer's user should know
+UNSCORED: Final = "unscored"  # in a plan: nodes whose scores are left out
 
 log = logging.getLogger("fedstrata.round")
 
@@ -37,10 +38,10 @@ class Dispatch:
     `models`: each flat model, uint8 [row_bytes], with the children that receive it. A lossy codec overwrites it with
     what they decode, so that the node goes on from the model that its children had. One that is still arriving stays
     as it is, and is forwarded chunk by chunk; its codec is that of the children, or theirs is exact. `epochs`: at least
-    those of the children that take part, `selected` in the node's order; `absent`: those that could not be. `follows`:
-    what their tasks follow, as in the message Task; 0 for others. `carried`: the children whose tasks of earlier rounds
-    go on, None if tasks end with their round (see `Coordinator.open`); the models that were sent to them must not have
-    changed. `last`: no round follows, so no task goes on.
+    those of the children that take part, `selected` in the node's order from the `able` ones; `absent`: those that
+    could not be. `follows`: what their tasks follow, as in the message Task; 0 for others. `carried`: the children
+    whose tasks of earlier rounds go on, None if tasks end with their round (see `Coordinator.open`); the models that
+    were sent to them must not have changed. `last`: no round follows, so no task goes on.
     """
 
     global_round: int
@@ -53,6 +54,7 @@ class Dispatch:
     follows: Mapping[str, int] = field(default_factory=dict)
     carried: Collection[str] | None = None
     last: bool = False
+    able: Collection[str] = ()
 
     @property
     def children(self) -> tuple[str, ...]:
@@ -66,7 +68,8 @@ class ClosedRound:
 
     `results`: those of the children that answered, in that order; `absent`: see `Dispatch`. `uploads`: their models, in
     rows that are valid until the next round opens. `model_bytes`: of each child that answered, the encoded models that
-    it received and returned. `buffered`: tasks go on.
+    it received and returned. `buffered`: tasks go on. `unscored`: nodes whose scores are left out, each with the reason
+    (`common.protocol.limits.possible_scores`); their models count.
     """
 
     results: Mapping[str, Result]
@@ -77,6 +80,7 @@ class ClosedRound:
     model_bytes: Mapping[str, int]
     buffered: bool = False
     absent: Collection[str] = ()
+    unscored: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def facts(self) -> dict[str, ResultFacts]:
@@ -91,13 +95,15 @@ class ClosedRound:
         """Return what a plan records of the node's round r so that it can be replayed.
 
         `without`: the children that took part, but whose result was not used; `used`: in its place where tasks go on;
-        `unreported`: those whose samples are not known yet; `absent`: those that could not take part. Each is left out
-        if there are none.
+        `unreported`: those whose samples are not known yet; `absent`: those that could not take part; `unscored`: see
+        the class. Each is left out if there are none.
         """
         used = [*self.results, *self.refused] if self.buffered else []
         without = [] if self.buffered else [child for child in self.uploads.children if child not in self.results]
         found = {"without": without, "used": used, "unreported": list(unreported), "absent": list(self.absent)}
-        return {"node_round": r} | {name: children for name, children in found.items() if children}
+        made: dict[str, object] = {"node_round": r}
+        made |= {name: children for name, children in found.items() if children}
+        return made | ({UNSCORED: dict(self.unscored)} if self.unscored else {})
 
     @property
     def models(self) -> dict[str, Row]:
@@ -108,27 +114,18 @@ class ClosedRound:
 
 @dataclass(frozen=True, slots=True)
 class WorkResult:
-    """The result of a task: the blob of its model, as the tier's codec has it, and its costs.
+    """The result of a task: the blob of its model, as the tier's codec has it, and its work.
 
-    `blob` is valid until the next task's work; empty if the model was scored alone. Seconds are by this node's clock.
-    For `path_steps` (None: as `steps`), `plans`, `path`, `tests`, `start_loss` and `costs` see the message Result.
+    `blob` is valid until the next task's work; empty if the model was scored alone. For `path_steps` (None: as the
+    work's steps), `children`, `plans` and `start_loss` see the message Result.
     """
 
     blob: memoryview
-    samples: int
-    loss: float | None
-    epochs: int
-    steps: int
-    train_s: float
-    wait_s: float
-    pause_s: float = 0.0
+    work: Work
     path_steps: int | None = None
     children: tuple[ChildReport, ...] = ()
     plans: Mapping[str, Sequence[Mapping[str, object]]] = field(default_factory=dict)
-    path: TrainingPath = TrainingPath.NONE
-    tests: ScoredModels | None = None
     start_loss: float | None = None
-    costs: DeviceCosts = UNKNOWN_COSTS
 
     def announcement(self, task: Task, model: Manifest, inline: bytes | None = None) -> Result:
         """Return the result announcement; `model` is the manifest of the blob."""
@@ -139,16 +136,12 @@ class WorkResult:
         if len(plans) > JSON_MOST:
             log.warning("the decisions of %d rules are not reported: %d characters", len(self.plans), len(plans))
             plans = ""
-        return Result(
-            task.key, model, inline, self.samples, None if self.loss is None else float(self.loss), self.epochs,
-            self.steps, self.steps if self.path_steps is None else self.path_steps, float(self.train_s),
-            float(self.wait_s), float(self.pause_s), self.children, plans, path=self.path, tests=self.tests,
-            start_loss=self.start_loss, costs=self.costs,
-        )  # fmt: skip
+        path_steps = self.work.steps if self.path_steps is None else self.path_steps
+        return Result(task.key, model, inline, self.work, path_steps, self.children, plans, start_loss=self.start_loss)
 
 
 Report: TypeAlias = Callable[[Phase, int, int], None]
-Work: TypeAlias = Callable[[Task, Arriving, Report], Awaitable[WorkResult]]
+DoTask: TypeAlias = Callable[[Task, Arriving, Report], Awaitable[WorkResult]]
 
 
 class Children(Protocol):
@@ -157,6 +150,10 @@ class Children(Protocol):
     @property
     def samples(self) -> dict[str, int]:
         """The training samples of each child that has reported them."""
+
+    @property
+    def tests(self) -> Mapping[str, int]:
+        """The test samples of each child that has reported its training samples; 0 if they are not known."""
 
     @property
     def ledger(self) -> Ledger:
@@ -175,11 +172,18 @@ class Children(Protocol):
         """Their names in order."""
 
     @property
+    def named(self) -> Collection[str]:
+        """Those that the experiment names here; the others have entered, or moved."""
+
+    @property
     def ready(self) -> Collection[str]:
         """The children that can take part now."""
 
     def now(self) -> float:
         """Return the time of the clock that measures rounds, in seconds."""
+
+    def give_back_places(self) -> None:
+        """Forget the children that had entered and have been away for `idle_s`; between two tasks of this node."""
 
     async def absent(self, global_round: int, local_round: int) -> Collection[str]:
         """Return the children that cannot take part in a round, once those that the tier needs can.
@@ -212,23 +216,34 @@ async def run_round(
     ready take their places, where the tier has `min_available`. Raises what `Children.absent` and `Children.round`
     raise.
     """
-    tried: set[str] = set()
+    tried, lost = set[str](), set[str]()
     while True:
-        absent = await down.absent(*key)
-        peers = down.peers  # children may enter until they are selected
-        selected = selection.select(peers, r, samples=down.samples, absent=absent)
-        closing, given = tier.closing_of(len(selected), among=len(peers)), dict.fromkeys(selected, epochs)
+        absent = lost.union(await down.absent(*key))
+        # Children may enter until they are selected. Those that have left again count for nothing.
+        counted = [name for name in down.peers if name in down.named or name not in absent]
+        empty = [name for name in counted if down.samples.get(name) == 0]
+        if empty and len(empty) == len(counted):
+            raise RunFailed(f"no child has samples to train on, of {named(empty)}")
+        selected = selection.select(counted, r, samples=down.samples, absent={*absent, *empty})
+        # What entered may leave within the round: it must close without them.
+        closing = tier.closing_of(len(selected), among=len(down.named))
+        given = dict.fromkeys(selected, epochs)
         given |= {name: epochs_of[name] for name in selected if name in epochs_of}
         models, follows = rule.dispatch(r, selected), selection.follows(selected, r)
-        follows |= {name: max(follows[name], min(down.after[name], r)) for name in selected if name in down.after}
-        dispatch = Dispatch(*key, models, given, closing, selected, absent, follows, selection.in_flight, last)
+        if tier.entering:  # else none can have come from another parent
+            came = [name for name in selected if name in down.after]
+            follows |= {name: max(follows[name], min(down.after[name], r)) for name in came}
+        able, lacking = [name for name in counted if name not in absent], [name for name in counted if name in absent]
+        dispatch = Dispatch(*key, models, given, closing, selected, lacking, follows, selection.in_flight, last, able)
         if arriving is not None and not arriving.complete:
             dispatch = replace(dispatch, models=[(arriving, dispatch.children)])
         try:
             return dispatch, await down.round(dispatch, on_progress=on_progress)
         except RunFailed as error:
             tried.update(selected)
-            minimum, ready = tier.minimum_of(len(peers)), set(down.ready)
+            lost.update(error.without)  # one whose connection comes and goes is ready, again and again
+            ready = set(down.ready) - lost
+            minimum = tier.minimum_of(len(ready.union(down.named)))
             enough = minimum is not None and len(ready) >= minimum.children
             if isinstance(error, InvalidBelow) or not enough or ready <= tried:
                 raise

@@ -15,13 +15,13 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from common.errors import RefusedModel
-from common.experiment.codecs import CodecSettings
-from common.experiment.schema import Experiment
-from common.model.codecs import Codec, codec_of
-from common.model.layout import ModelLayout, Row
-from common.randomness import Purpose, generator
-from common.runtime.models import decode_row
+from fedstrata.common.errors import RefusedModel
+from fedstrata.common.experiment.codecs import CodecSettings
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.model.codecs import Codec, codec_of
+from fedstrata.common.model.layout import ModelLayout, Row
+from fedstrata.common.randomness import Purpose, generator
+from fedstrata.common.runtime.models import decode_row
 
 
 @dataclass(frozen=True)

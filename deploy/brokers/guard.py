@@ -11,12 +11,12 @@ from hashlib import pbkdf2_hmac
 from pathlib import Path
 from typing import Final
 
-from common.errors import InvalidExperiment
-from common.host.files import write_private
-from common.net.address import is_loopback
-from common.net.tls import Tls
-from common.protocol.limits import MESSAGE_MOST
-from deploy.console.logs import write_line
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.host.files import write_private
+from fedstrata.common.net.address import is_loopback
+from fedstrata.common.net.tls import Tls
+from fedstrata.common.protocol.limits import MESSAGE_MOST
+from fedstrata.deploy.console.logs import write_line
 
 # The most bytes of a packet: of the largest message of any lab, and of its topic. A broker holds one for each
 # subscriber, so that larger ones would take its memory.

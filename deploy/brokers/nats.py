@@ -10,8 +10,8 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Final
 
-from common.errors import ConnectionFailed, InvalidExperiment
-from deploy.brokers.guard import PACKET_MOST, Guard
+from fedstrata.common.errors import ConnectionFailed, InvalidExperiment
+from fedstrata.deploy.brokers.guard import PACKET_MOST, Guard
 
 ANYBODY: Final = "anybody"
 _BCRYPT: Final = re.compile(r"\$2[abxy]\$\d\d\$[./A-Za-z0-9]{53}", re.ASCII)

@@ -7,38 +7,58 @@ from typing import Annotated
 
 import typer
 
-from common.text import json_text
-from deploy.console.options import Output
-from deploy.console.reporting import reporting
-from deploy.console.tabular import Column, Table
+from fedstrata.common.text import json_text
+from fedstrata.deploy.console.options import Output
+from fedstrata.deploy.console.reporting import reporting
+from fedstrata.deploy.console.tabular import Column, Table
 
 
 def check(
     name: Annotated[
-        str, typer.Argument(help="A rule, selector, trainer, codec or objective of your own: package.module:Class.")
-    ],
+        str | None,
+        typer.Argument(
+            help="A rule, selector, trainer, codec, objective or model of your own: package.module:Class.",
+            show_default=False,
+        ),
+    ] = None,
     keywords: Annotated[
         list[str] | None,
-        typer.Option("--set", help="A keyword of the class, key=value. Repeatable.", show_default=False),
+        typer.Option(
+            "--set",
+            help="A keyword of the class, key=value; of a model a key of the experiment. Repeatable.",
+            show_default=False,
+        ),
     ] = None,
     data: Annotated[Path, typer.Option(help="Of a trainer: a device's folder of samples.")] = Path("data"),
+    names: Annotated[
+        bool,
+        typer.Option(
+            "--list", help="List the names of rules, objectives, codecs and trainers, also of installed packages."
+        ),
+    ] = False,
     output: Output = "table",
 ) -> None:
-    """Check a rule, a selector, a trainer, a codec or an objective of your own: does a lab get what you mean?
+    """Check a rule, selector, trainer, codec, objective or model of your own: does a lab get what you mean?
 
     A rule: three rounds, the same twice, whichever blocks of columns, killed and resumed, with one upload. A selector:
     some rounds, the same twice, killed and resumed. A trainer: three rounds, the same twice, killed and resumed, its
     samples and steps. A codec: sizes, the same twice, unbiased or a contraction, whatever bytes arrive. An objective:
-    gradients, weights, loss, the same twice, and vmapped as in-process. Exit codes: 0 right, 1 something is wrong, 4 it
-    fails, or cannot be imported or built.
+    gradients, weights, loss, the same twice, and vmapped as in-process. A model: a step of training, the same twice,
+    and whether its steps can be recorded. All: nothing is kept in the file's globals and classes. Exit codes: 0 right,
+    1 something is wrong, 4 it fails, or cannot be imported or built.
     """
-    from common.errors import InvalidExperiment
-    from common.experiment.reading import override
-    from common.host.examination import Finding
-    from deploy.local.own_checks import checks
+    from fedstrata.common.errors import InvalidExperiment
+    from fedstrata.common.experiment.reading import override
+    from fedstrata.common.host.examination import Finding
+    from fedstrata.deploy.local.own_checks import checks
 
+    if name is None and not names:
+        raise typer.BadParameter("missing. Name a class, package.module:Class, or give --list.", param_hint="NAME")
     failed: InvalidExperiment | None = None
     with reporting():
+        if names or name is None:
+            _list(output)
+            return
         given: dict[str, object] = {}
         for text in keywords or ():
             override(given, text)
@@ -55,8 +75,28 @@ def check(
         else:
             cells = [[one.item, "right" if one.there else "wrong", one.note] for one in found]
             columns = [Column(title, text=True) for title in (kind, "is", "note")]
-            typer.echo(Table("check", name, columns, cells).aligned(), nl=False)
+            typer.echo(Table("check", name, columns, cells).on_terminal(), nl=False)
         if failed is not None:
             raise failed
     if not all(one.there for one in found):
         raise typer.Exit(1)
+
+
+def _list(output: str) -> None:
+    """Print the names of rules, objectives, codecs and trainers: fedstrata's, and those of installed packages."""
+    from fedstrata.common.experiment.codecs import CODECS
+    from fedstrata.common.experiment.methods import RULES
+    from fedstrata.common.experiment.tables import PACKAGE, installed
+    from fedstrata.common.experiment.trainers import TRAINERS
+    from fedstrata.common.experiment.training import OBJECTIVES
+
+    cells = []
+    for group, ours in (("rules", RULES), ("objectives", OBJECTIVES), ("codecs", CODECS), ("trainers", TRAINERS)):
+        found = {**installed(group), **dict.fromkeys(ours, PACKAGE)}
+        cells += [[group.removesuffix("s"), name, found[name]] for name in sorted(found)]
+    if output == "json":
+        for kind, name, place in cells:
+            typer.echo(json_text({"kind": kind, "name": name, "class": place}))
+        return
+    columns = [Column(title, text=True) for title in ("kind", "name", "class")]
+    typer.echo(Table("names", "installed", columns, cells).on_terminal(), nl=False)

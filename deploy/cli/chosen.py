@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shlex
+from asyncio import CancelledError
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,13 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from common.text import json_text
-from deploy.console import logs
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.text import counted, json_text
+from fedstrata.deploy.console import logs
 
 if TYPE_CHECKING:
-    from cloud.results import RunFolder
-    from common.experiment.schema import Experiment
-    from deploy.results.run import Run
+    from fedstrata.cloud.results import RunFolder
+    from fedstrata.common.experiment.schema import Experiment
+    from fedstrata.deploy.results.run import Run
 
 Names = Annotated[
     list[str], typer.Argument(metavar="RUN...", help="Folders of runs, or of a sweep, or prefixes of runs' ids.")
@@ -27,7 +29,7 @@ Resume = Annotated[Path | None, typer.Option(help="Resume the run of this folder
 
 def named_runs(names: list[str], root: Path) -> list[Run]:
     """Return the runs that `names` name, and report what is skipped. Raises InvalidExperiment."""
-    from deploy.results.run import Run, find_all
+    from fedstrata.deploy.results.run import Run, find_all
 
     found, others = find_all(names, root)
     if others:
@@ -40,9 +42,8 @@ def tree_of(path: Path | None, overrides: list[str] | None, resume: Path | None)
 
     Raises InvalidExperiment.
     """
-    from common.errors import InvalidExperiment
-    from common.experiment.reading import read
-    from deploy.sweeps.grid import is_sweep
+    from fedstrata.common.experiment.reading import read
+    from fedstrata.deploy.sweeps.grid import is_sweep
 
     if resume is not None:
         if path is not None or overrides:
@@ -60,8 +61,8 @@ def tree_of(path: Path | None, overrides: list[str] | None, resume: Path | None)
 
 def warn_of_direct(experiments: Iterable[Experiment]) -> None:
     """Report what experiments state and runs without a network do not have."""
-    from common.experiment.devices import HardwareSettings
-    from common.experiment.links import Links
+    from fedstrata.common.experiment.devices import HardwareSettings
+    from fedstrata.common.experiment.links import Links
 
     some = list(experiments)
     if any(each.links != Links() for each in some):
@@ -76,14 +77,17 @@ def kept_once_begun(folder: RunFolder, command: Sequence[str]) -> Iterator[None]
 
     `command`: that resumes it, without its folder; empty if the process that has started this one reports it.
     """
+    from fedstrata.deploy.results.run import may_resume
+
     try:
         with folder.removed_unless_begun():
             yield
-    except BaseException:
+    except BaseException as error:
+        after_signal = "\n" if isinstance(error, KeyboardInterrupt | CancelledError) else ""  # the terminal shows ^C
         if not folder.path.exists():
             logs.write_line(f"no global round had begun: {folder.path} is removed")
-        elif command:
-            logs.write_line(f"\nresume with: {shlex.join([*command, '--resume', str(folder.path)])}")
+        elif command and may_resume(folder.path, by_experiment=isinstance(error, InvalidExperiment)):
+            logs.write_line(f"{after_signal}resume with: {shlex.join([*command, '--resume', str(folder.path)])}")
         raise
 
 
@@ -101,9 +105,8 @@ def already_finished(
     Raises InvalidExperiment for what cannot be resumed: no run's folder, one that another process writes to, or one of
     another kind of lab.
     """
-    from cloud.results import RunFolder
-    from common.errors import InvalidExperiment
-    from deploy.results.run import Run, State
+    from fedstrata.cloud.results import RunFolder
+    from fedstrata.deploy.results.run import Run, State
 
     if resume is None or path is not None or overrides:  # which `tree_of` refuses
         return False
@@ -117,5 +120,6 @@ def already_finished(
     facts = {"run": run.id, "folder": str(resume), "global_round": len(run.rounds), "accuracy": run.accuracy}
     if output == "json":
         typer.echo(json_text({"event": "finished", **facts, "model": str(resume / "model.safetensors")}))
-    logs.write_line(f"--resume = {str(resume)!r}: this run is finished, after {len(run.rounds)} global rounds")
+    done = counted(len(run.rounds), "global rounds")
+    logs.write_line(f"--resume = {str(resume)!r}: this run is finished, after {done}")
     return True

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from common.errors import InvalidExperiment
-from common.experiment.data import FOLDERS, found_in
-from common.experiment.topology import CLOUD
-from common.text import json_text
-from deploy.console.logs import write_line
-from deploy.console.options import Output, Overrides
-from deploy.console.reporting import reporting, require
-from deploy.console.shipped import ExperimentFile
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.data import FOLDERS, found_in
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.text import json_text
+from fedstrata.deploy.console.logs import write_line
+from fedstrata.deploy.console.options import Output, Overrides
+from fedstrata.deploy.console.reporting import reporting, require
+from fedstrata.deploy.console.shipped import ExperimentFile
 
 if TYPE_CHECKING:
-    from common.experiment.schema import Experiment
-    from common.learning.datasets import Dataset
+    from fedstrata.common.experiment.schema import Experiment
+    from fedstrata.common.learning.datasets import Dataset
 
-COLUMNS = ("dataset", "train", "test", "shape", "classes", "numbers", "tokens", "users", "digest")
+COLUMNS = ("dataset", "train", "test", "shape", "classes", "numbers", "tokens", "users", "digest", "original")
 
 app = typer.Typer(help="Check data sets, and show how they are split.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -39,11 +39,14 @@ def check(
 ) -> None:
     """Read whole data sets, as a run does, and describe them. Exit code 4 if one is missing or damaged.
 
+    `original`: whether MNIST, Fashion-MNIST and CIFAR have the samples and the split of their authors, by known digests
+    and means.
+
     An experiment's file stands for its data set, which may also be a folder, a table or a function of your own. A sweep
     stands for all data sets of its cells that have files.
     """
-    from common.experiment.reading import load, parse
-    from common.experiment.tables import proposal
+    from fedstrata.common.experiment.reading import load, parse
+    from fedstrata.common.experiment.tables import proposal
 
     with reporting():
         wanted = list(dict.fromkeys(one for name in names for one in _needed(name))) if names else found_in(root)
@@ -54,7 +57,7 @@ def check(
             remedy = proposal(unknown, [*FOLDERS, "FILE.toml"], what="There are")
             raise InvalidExperiment("data.dataset", unknown, "not read from a root", remedy)
         require("torch")
-        from common.learning import datasets
+        from fedstrata.common.learning import datasets
 
         if output == "table":
             typer.echo("\t".join(COLUMNS))
@@ -81,9 +84,9 @@ def check(
 
 def _needed(name: str) -> list[str]:
     """Return the data sets that a sweep needs from a folder, of a name or a file; else the name as it is."""
-    from common.experiment.reading import read
-    from deploy.console.shipped import shipped_sweeps
-    from deploy.sweeps.grid import is_sweep, load
+    from fedstrata.common.experiment.reading import read
+    from fedstrata.deploy.console.shipped import shipped_sweeps
+    from fedstrata.deploy.sweeps.grid import is_sweep, load
 
     file = shipped_sweeps().get(name, Path(name))
     if name in FOLDERS or not file.is_file() or not is_sweep(read(file)):
@@ -101,9 +104,9 @@ def partition(
     """Split the data as in a run, and write each device's samples.
 
     partition.npz contains each device's indices (int64), and those of held-out samples; partition.json their digest and
-    the samples by class, or by bin of numbers, and partition.svg a picture of the latter.
+    the samples by class, or by bin of numbers, and partition.svg a picture of the latter if matplotlib is installed.
     """
-    from common.experiment.reading import load
+    from fedstrata.common.experiment.reading import load
 
     with reporting():
         facts = write_partition(load(experiment, overrides or ()), out)
@@ -122,20 +125,23 @@ def partition(
 
 def write_partition(experiment: Experiment, out: Path) -> dict[str, Any]:
     """Write the three files into a folder and return the content of partition.json. Raises InvalidExperiment."""
-    from common.learning import splits
-    from deploy.results.maps import partition
+    from fedstrata.common.learning import splits
+    from fedstrata.deploy.results.maps import partition
 
     split = splits.split_of(experiment)
     try:
         out.mkdir(parents=True, exist_ok=True)
         facts = splits.write(experiment, split, out)
-        (out / "partition.svg").write_text(partition(facts).svg(), encoding="utf-8")
+        if find_spec("matplotlib") is not None:
+            (out / "partition.svg").write_bytes(partition(facts).files(["svg"])["svg"])
     except OSError as error:
         raise InvalidExperiment("--out", str(out), error.strerror or str(error), "Name a writable folder.") from None
     return facts
 
 
 def _describe(name: str, dataset: Dataset) -> dict[str, Any]:
+    from fedstrata.common.learning.originals import digest_of, original
+
     return {
         "dataset": name,
         "train": len(dataset.train_labels),
@@ -145,19 +151,6 @@ def _describe(name: str, dataset: Dataset) -> dict[str, Any]:
         "numbers": dataset.classes if dataset.inputs.numbers else 0,
         "tokens": dataset.tokens,
         "users": len(dataset.users),
-        "digest": _digest(
-            tensor.numpy()
-            for tensor in (dataset.train_images, dataset.train_labels, dataset.test_images, dataset.test_labels)
-        ),
+        "digest": digest_of(dataset),
+        "original": original(name, dataset),
     }
-
-
-def _digest(arrays: Iterable[Any]) -> str:
-    """Return a digest of the data, 16 hexadecimal digits, to compare the files of two machines."""
-    from xxhash import xxh3_64
-
-    total = xxh3_64()
-    for array in arrays:
-        if array.size:  # of private data a node has only one part
-            total.update(memoryview(array).cast("B"))
-    return total.hexdigest()

@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from common.errors import ConnectionFailed, InvalidExperiment
-from common.experiment.topology import CLOUD
-from common.protocol.topics import DEFAULT_LAB
-from common.text import json_text
-from deploy.cli.roles import ROLL_S, LabBrokerOption, SpoolFolder, call_the_roll, spool_folder
-from deploy.console.login import OPERATOR, Login, with_login
-from deploy.console.options import LabOrFile, Output
-from deploy.console.reporting import reporting
-from deploy.console.stages import stages
-from deploy.console.tabular import Column, Table
+from fedstrata.common.errors import ConnectionFailed, InvalidExperiment
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.protocol.topics import DEFAULT_LAB
+from fedstrata.common.text import json_text
+from fedstrata.deploy.cli.roles import ROLL_S, LabBrokerOption, SpoolFolder, call_the_roll, spool_folder
+from fedstrata.deploy.console.login import OPERATOR, Login
+from fedstrata.deploy.console.options import LabOrFile, Output, checked_nodes, with_records
+from fedstrata.deploy.console.reporting import reporting
+from fedstrata.deploy.console.stages import stages
+from fedstrata.deploy.console.tabular import Column, Table
 
 if TYPE_CHECKING:
-    from common.host.examination import Finding
-    from common.net.address import BrokerAddress
-    from deploy.kits.lab import LabAccess
+    from fedstrata.common.host.examination import Finding
+    from fedstrata.common.net.address import BrokerAddress
+    from fedstrata.deploy.kits.lab import LabAccess
 
 AUTO = "auto"
 HOST = "this host"
@@ -35,11 +35,18 @@ NODES_SHOWN = 50  # more of them: only those with a fault
 CONNECT_S = 10.0
 
 
-@with_login
+def _known_name(name: str) -> str:
+    """Check the name of a node, or of one of the lab's own logins."""
+    return name if name in (OPERATOR, CLOUD) else str(checked_nodes(name))
+
+
+@with_records
 def doctor(
     broker: LabBrokerOption = None,
     lab: LabOrFile = DEFAULT_LAB,
-    name: Annotated[str, typer.Option(help="The node whose login and topics are used.")] = OPERATOR,
+    name: Annotated[
+        str, typer.Option(help="The node whose login and topics are used.", callback=_known_name)
+    ] = OPERATOR,
     accelerator: Annotated[str, typer.Option(help="cpu, cuda, cuda:N or auto, as for `device`.")] = "auto",
     data: Annotated[
         Path | None,
@@ -55,17 +62,18 @@ def doctor(
     """Examine this host, the brokers and the nodes of a lab: what is missing, and what follows?
 
     This host: clock, memory, disks, PyTorch, accelerator, data sets. Each broker: name, TCP, TLS, login, the own
-    topics, speed, access rules, and what fedstrata uses of MQTT. With the lab's file also its nodes, if this login may
-    call the roll: who is away, has an old kit, another release or clock, and what the node's own host lacks.
+    topics, access rules, and packets. With the lab's file also its nodes, if this login may call the roll: who is away,
+    has an old kit, another release or clock, and what the node's own host lacks.
 
-    It takes half a minute and 32 MB of a broker's memory, and disturbs no run. Exit codes: 0 everything needed is
-    there, 1 something needed is missing, 3 a broker cannot be reached.
+    It takes some seconds, and disturbs no run. Exit codes: 0 everything needed is there, 1 something needed is missing,
+    3 a broker cannot be reached.
     """
-    from deploy.brokers.contract import STEPS
-    from deploy.kits.lab import reach
+    from fedstrata.deploy.brokers.contract import STEPS
+    from fedstrata.deploy.kits.lab import reach
 
     with reporting():
         reached = reach(lab, None if broker is None else [broker], login)
+        reached.check_node("--name", name)
         brokers = {f"broker {address}": address for address in _brokers(reached, name, broker)}
         sections = {HOST: _host(name, accelerator, data, spool, reached)}
         sections |= {section: _broker(address, reached.name, name) for section, address in brokers.items()}
@@ -91,8 +99,8 @@ def doctor(
 
 def _host(name: str, accelerator: str, data: Path | None, spool: str, reached: LabAccess) -> Iterator[Finding]:
     """Yield the findings of this host, of which the lab's file may know what the node's service is given."""
-    from common.experiment.data import Data, examine_data
-    from common.host.examination import examine_host
+    from fedstrata.common.experiment.data import Data, examine_data
+    from fedstrata.common.host.examination import examine_host
 
     learns = name == CLOUD
     if reached.lab is not None and name in reached.lab.machine_of:
@@ -110,14 +118,14 @@ def _host(name: str, accelerator: str, data: Path | None, spool: str, reached: L
 
 def _accelerator(asked: str) -> Finding:
     """Return whether PyTorch sees the accelerator asked for, or any GPU whose driver is here."""
-    from common.host.accelerators import choose, may_have_gpu
-    from common.host.examination import Finding
+    from fedstrata.common.host.accelerators import choose, may_have_gpu
+    from fedstrata.common.host.examination import Finding
 
     driver = may_have_gpu()
     if asked == "cpu" or (asked == AUTO and not driver):
         return Finding("accelerator", True, True, "cpu")
     try:
-        from common.learning.computing import accelerators
+        from fedstrata.common.learning.computing import accelerators
 
         chosen = choose(asked, accelerators())
     except (ModuleNotFoundError, InvalidExperiment) as error:
@@ -135,8 +143,8 @@ def _brokers(reached: LabAccess, name: str, given: str | None) -> list[BrokerAdd
 
 
 def _broker(address: BrokerAddress, lab: str, name: str) -> Iterator[Finding]:
-    from common.host.examination import Finding
-    from deploy.brokers.contract import STEPS, examine, steps
+    from fedstrata.common.host.examination import Finding
+    from fedstrata.deploy.brokers.contract import STEPS, examine, steps
 
     there = True
     for step in steps(address):
@@ -151,8 +159,8 @@ def _broker(address: BrokerAddress, lab: str, name: str) -> Iterator[Finding]:
 
 def _nodes(reached: LabAccess, name: str) -> Iterator[Finding]:
     """Yield each node that answers or should; nothing if no broker can be reached, which its section has."""
-    from common.host.examination import Finding
-    from deploy.kits.answers import faults
+    from fedstrata.common.host.examination import Finding
+    from fedstrata.deploy.kits.answers import faults
 
     asked = call_the_roll(reached, name, connect_timeout_s=CONNECT_S, wait_s=ROLL_S)
     with suppress(ConnectionFailed):
@@ -172,4 +180,4 @@ def _write(section: str, found: Sequence[Finding], output: str) -> None:
     ]
     columns = [Column(name, text=True) for name in ("item", "", "found", "note")]
     if cells:
-        typer.echo(f"{section}\n{Table('doctor', section, columns, cells).aligned()}")
+        typer.echo(f"{section}\n{Table('doctor', section, columns, cells).on_terminal()}")

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from common.errors import InvalidExperiment
-from common.text import json_text
-from deploy.cli.chosen import Names, named_runs
-from deploy.console.options import Output, Runs
-from deploy.console.reporting import reporting
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.text import counted, json_text
+from fedstrata.deploy.cli.chosen import Names, named_runs
+from fedstrata.deploy.console.options import Output, Runs
+from fedstrata.deploy.console.reporting import reporting
 
 if TYPE_CHECKING:
-    from deploy.results.run import Run
+    from fedstrata.deploy.results.run import Run
 
 POLL_S = 1.0
 
@@ -59,8 +59,8 @@ def export(
 
 def _export(run: Run, chosen: Mapping[str, str], *, follow: bool, output: str) -> None:
     """Write a run to the chosen trackers, by kind and place, and report where it is."""
-    from deploy.results.run import Run, State
-    from deploy.results.trackers import TRACKERS, complete, series, time_of
+    from fedstrata.deploy.results.run import Run, State
+    from fedstrata.deploy.results.trackers import TRACKERS, complete, series, time_of
 
     trackers = [TRACKERS[kind](run, place) for kind, place in chosen.items()]
     written = [tracker.begin() for tracker in trackers]
@@ -83,4 +83,4 @@ def _export(run: Run, chosen: Mapping[str, str], *, follow: bool, output: str) -
         typer.echo(json_text({"event": "exported", **facts}))
         return
     for place in places:
-        typer.echo(f"{len(rows)} global rounds of a {state} run: {place}")
+        typer.echo(f"{counted(len(rows), 'global rounds')} of a {state} run: {place}")

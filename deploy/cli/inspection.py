@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
-from common.errors import InvalidExperiment
-from common.text import json_text
-from deploy.cli.chosen import Names, named_runs
-from deploy.console.logs import write_line
-from deploy.console.options import Output, Runs
-from deploy.console.reporting import reporting, require
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.text import counted, json_text
+from fedstrata.deploy.cli.chosen import Names, named_runs
+from fedstrata.deploy.console.logs import write_line
+from fedstrata.deploy.console.options import Output, Runs
+from fedstrata.deploy.console.reporting import reporting, require
 
 if TYPE_CHECKING:
-    from deploy.results.page import Page
-    from deploy.results.run import Run
+    from fedstrata.deploy.results.page import Page
+    from fedstrata.deploy.results.run import Run
 
 DISTANCES: Final = (0.1, 0.2, 0.5)  # of `sharpness`
 REASON_MOST: Final = 60  # characters of a reason in the list
@@ -60,19 +60,21 @@ def report(
 
     Runs that differ only in the seed are one line with a band. Figures of several runs are those that compare them.
     """
-    from deploy.console.stages import stages
-    from deploy.results.page import compose, default_file
+    from fedstrata.deploy.console.stages import stages
+    from fedstrata.deploy.results.page import compose, default_file
 
     with reporting():
         kinds = _listed(formats, ("pdf", "png", "svg"), "--figure-formats")
-        if figures is not None:
-            require("matplotlib")
+        for package in ("matplotlib", "jinja2"):
+            require(package)
         found = named_runs(names, runs)
         file = out or default_file(found)
+        if figures is not None:
+            _write("--figures", figures, {})  # before they are drawn
         with stages(2) if figures or len(found) > 1 else nullcontext(lambda stage: None) as begin:
             begin(f"reading {len(found)} run{'s' * (len(found) > 1)}")
-            page, title = compose(found, label or ())
-            written = _write("--out", file, {file: page.html(title)})
+            page = compose(found, label or ())
+            written = _write("--out", file, {file: page.html()})
             if figures is not None:
                 begin(f"drawing {len(page.figures)} figures, {', '.join(kinds)}")
                 written += _write("--figures", figures, {figures / name: each for name, each in _files(page, kinds)})
@@ -92,7 +94,8 @@ def compare(
     target: Annotated[
         float | None,
         typer.Option(
-            help="Score to reach, an accuracy is 0 to 1.  [default: the experiments' own]", show_default=False
+            help="Score to reach, an accuracy is 0 to 1.  [default: the experiments' own; without one, none]",
+            show_default=False,
         ),
     ] = None,
     label: Labels = None,
@@ -105,42 +108,38 @@ def compare(
 ) -> None:
     """Compare the costs of reaching a score, as accuracy: global rounds, seconds, bytes and SGD steps, over seeds.
 
-    Runs that differ only in the seed form a group. Speed-ups are relative to the first group. Runs that did not reach
-    the score are in no mean. Exit code 4 if data, partition, nodes, model or score differ, or one had no network:
-    these are other tasks. Other links, hardware or versions are
-    named, and simulated seconds beside measured ones.
+    Without a score, whole runs are compared: final and best score, loss, seconds, bytes, epsilon and energy.
+    Runs that differ only in the seed form a group. Speed-ups are relative to the sweep's baseline, else to FedAvg, else
+    to the first group. Runs that did not reach the score are in no mean. Exit code 4 if data, partition, nodes, model
+    or score differ, or one had no network: these are other tasks. Other links, hardware or versions are named, and
+    simulated seconds beside measured ones.
     """
-    from deploy.results import compare as comparing
-    from deploy.results.series import series_of
+    from fedstrata.deploy.results.compare import compared
 
     with reporting():
         found = named_runs(names, runs)
-        goal = comparing.target_of(found, target)
-        series = series_of(found, label or ())
-        comparing.check(series, by_task=by_task)
-        groups = comparing.groups_of(series, goal)
-        for note in comparing.notes(groups, goal):
+        notes, table, tree = compared(found, target=target, label=label or (), by_task=by_task)
+        for note in notes:
             write_line(note)
         if output == "json":
-            typer.echo(json_text(comparing.to_json(groups, goal)))
+            typer.echo(json_text(tree()))
             return
-        table = comparing.table(groups, goal)
-        typer.echo({"table": table.aligned, "csv": table.csv, "latex": table.latex}[output](), nl=False)
+        typer.echo({"table": table.on_terminal, "csv": table.csv, "latex": table.latex}[output](), nl=False)
 
 
 def experiments(output: Output = "table") -> None:
     """List the experiments and sweeps that fedstrata brings along, for `fedstrata run demo` and `fedstrata sweep`."""
-    from common.experiment.reading import load
-    from deploy.console.shipped import shipped, shipped_sweeps
-    from deploy.console.tabular import Column, Table
-    from deploy.sweeps import grid
+    from fedstrata.common.experiment.reading import load
+    from fedstrata.deploy.console.shipped import shipped, shipped_sweeps
+    from fedstrata.deploy.console.tabular import Column, Table
+    from fedstrata.deploy.sweeps import grid
 
     with reporting():
         rows = []
         for name, path in shipped().items():
             one = load(path, ())
             rules = " + ".join(tier.aggregation.name for tier in one.tiers)
-            nodes = ", ".join(f"{count} {kind}" for kind, count in one.count_by_kind().items())
+            nodes = ", ".join(counted(count, kind) for kind, count in one.count_by_kind().items())
             rows.append((name, rules, one.model.name, one.data.dataset, nodes, one.rounds))
             if output == "json":
                 keys = ("name", "aggregation", "model", "dataset", "nodes", "rounds")
@@ -155,15 +154,15 @@ def experiments(output: Output = "table") -> None:
                 facts = dict(zip(("name", "title", "cells", "runs"), sweeps[-1], strict=True))
                 typer.echo(json_text(facts | {"file": str(path)}))
         if output == "table":
-            typer.echo(Table("experiments", "Experiments", columns, rows).aligned())
+            typer.echo(Table("experiments", "Experiments", columns, rows).on_terminal())
             columns = [Column("sweep", text=True), Column("title", text=True), Column("cells"), Column("runs")]
-            typer.echo(Table("sweeps", "Sweeps", columns, sweeps).aligned(), nl=False)
+            typer.echo(Table("sweeps", "Sweeps", columns, sweeps).on_terminal(), nl=False)
 
 
 @app.command("list")
 def list_runs(runs: Runs = Path("runs"), output: Output = "table") -> None:
     """List the runs of a folder, with their states, their costs so far, and why they failed."""
-    from deploy.console.tabular import Column, Table, age, size
+    from fedstrata.deploy.console.tabular import Column, Table, age, size
 
     with reporting():
         rows = []
@@ -173,16 +172,19 @@ def list_runs(runs: Runs = Path("runs"), output: Output = "table") -> None:
             old = run.age_s(time.time())
             done = f"{facts['global_rounds_done']}/{facts['global_rounds']}"
             carried = size(sum(facts["bytes"].values()))
-            rows.append((facts["run"], facts["name"], facts["aggregation"], facts["model"], facts["dataset"],
-                         "-" if old is None else age(old), facts["state"], done, facts["score"],
-                         facts["score_name"], facts["seconds"], "simulated" if facts["simulated"] else "",
-                         carried, shorten(facts["reason"], REASON_MOST)))  # fmt: skip
-        texts = ("run", "name", "aggregation", "model", "data", "age", "state")
-        columns = [*(Column(name, text=True) for name in texts), Column("global rounds"), Column("score", digits=4),
-                   Column("what it is", text=True), Column("time", "s"), Column("", text=True), Column("bytes"),
-                   Column("reason", text=True)]  # fmt: skip
+            kind = "simulated" if facts["simulated"] else "measured"
+            rows.append((
+                facts["run"], facts["name"], facts["state"], done, facts["score"], facts["seconds"], carried,
+                "-" if old is None else age(old), facts["score_name"], kind,
+                facts["aggregation"], facts["model"], facts["dataset"], shorten(facts["reason"], REASON_MOST),
+            ))  # fmt: skip
+        columns = [
+            *(Column(name, text=True) for name in ("run", "name", "state")), Column("global rounds"),
+            Column("score", digits=4), Column("time", "s"), Column("bytes"), Column("age"),
+            *(Column(name, text=True) for name in ("score is", "time is", "aggregation", "model", "data", "reason")),
+        ]  # fmt: skip
         if output == "table":
-            typer.echo(Table("runs", "Runs", columns, rows).aligned(), nl=False)
+            typer.echo(Table("runs", "Runs", columns, rows).on_terminal(), nl=False)
 
 
 @app.command()
@@ -211,9 +213,9 @@ def _delete(chosen: list[Run], *, yes: bool) -> None:
     if not chosen:
         write_line("no run is to be deleted")
     for run in chosen:
-        write_line(f"{run.path}: {run.state}, {len(run.rounds)} global rounds")
+        write_line(f"{run.path}: {run.state}, {counted(len(run.rounds), 'global rounds')}")
     if chosen and not yes:
-        typer.confirm(f"Delete {len(chosen)} runs?", abort=True, err=True)
+        typer.confirm(f"Delete {counted(len(chosen), 'runs')}?", abort=True, err=True)
     for run in chosen:
         run.delete()
         typer.echo(run.path)
@@ -221,7 +223,7 @@ def _delete(chosen: list[Run], *, yes: bool) -> None:
 
 def _all(root: Path) -> Iterator[tuple[Run, dict[str, Any]]]:
     """Yield the runs of a folder, each with its summary; report those whose files are damaged."""
-    from deploy.results.run import Run, folders
+    from fedstrata.deploy.results.run import Run, folders
 
     for path in folders(root):
         try:
@@ -240,9 +242,9 @@ def show_run(
     output: Output = "table",
 ) -> None:
     """Show the facts of a run, and the files in its folder."""
-    from deploy.console.tabular import Column, Table
-    from deploy.results.run import Run, find
-    from deploy.results.sections import facts
+    from fedstrata.deploy.console.tabular import Column, Table
+    from fedstrata.deploy.results.run import Run, find
+    from fedstrata.deploy.results.sections import facts
 
     with reporting():
         run = Run(find(name, runs))
@@ -255,9 +257,9 @@ def show_run(
             typer.echo(json_text({**_summary(run), "manifest": run.manifest, "experiment": run.tree, "files": files}))
             return
         columns = (Column("fact", text=True), Column("value", text=True))
-        typer.echo(Table("facts", "Facts", columns, facts(run)).aligned())
+        typer.echo(Table("facts", "Facts", columns, facts(run)).on_terminal())
         columns = (Column("file", text=True), Column("bytes"))
-        typer.echo(Table("files", "Files", columns, list(files.items())).aligned(), nl=False)
+        typer.echo(Table("files", "Files", columns, list(files.items())).on_terminal(), nl=False)
 
 
 def replay(
@@ -273,16 +275,14 @@ def replay(
     1 another model.
     """
     with reporting():
-        from cloud.results import HELD
-        from common.experiment.reading import load
-        from deploy.local.replay import largest_difference, replayed
-        from deploy.results.run import Run, find
-        from deploy.watching.showing import show
+        from fedstrata.deploy.local.replay import largest_difference, replayed
+        from fedstrata.deploy.results.run import Run, find
+        from fedstrata.deploy.watching.showing import show
 
         recorded = Run(find(name, runs))
         if recorded.experiment.training.trainer.learns_module:
             require("torch")
-        with show(load(recorded.path / HELD), json_lines=output == "json") as observe:
+        with show(recorded.experiment, json_lines=output == "json") as observe:
             path = replayed(recorded, runs, accelerator=accelerator, observe=observe)
         difference = largest_difference(recorded.path, path)
     if output == "json":
@@ -308,6 +308,9 @@ def sharpness(
             min=0, help="Shares of each filter's length; repeat it.  [default: 0.1, 0.2, 0.5]", show_default=False
         ),
     ] = None,
+    eigenvalue: Annotated[
+        bool, typer.Option("--eigenvalue", help="Also the Hessian's largest eigenvalue: as slow as 200 gradients.")
+    ] = False,
     output: Output = "table",
 ) -> None:
     """Show how the training loss rises around final models: along random directions, and along the steepest way up.
@@ -315,32 +318,69 @@ def sharpness(
     Directions have the length of the parameters filter by filter (Li et al., NeurIPS 2018). Runs that differ only in
     the seed are one row, with mean and deviation; the random directions of a run are averaged before.
     """
-    from deploy.console.tabular import Cell, Column, Spread, Table
-    from deploy.results.series import series_of
+    from fedstrata.deploy.console.tabular import Cell, Column, Spread, Table
+    from fedstrata.deploy.results.series import series_of
 
     with reporting():
         require("torch")
-        from common.learning.sharpness import Around, Surroundings
+        from fedstrata.common.learning.landscape import Around, Surroundings
 
         series, rows = series_of(named_runs(names, runs), label or ()), list[list[Cell]]()
         for each in series:
-            several: list[list[Around]] = []
+            several, tops = list[list[Around]](), list[float]()
             for run in each.runs:
-                experiment = run.experiment
-                model = experiment.model.model_copy(update={"initial": str(run.path)})
-                around = Surroundings(experiment.model_copy(update={"model": model}), samples=samples)
+                around = Surroundings.of(run.experiment, run.path, samples=samples)
                 several.append([around.at(r, directions=directions) for r in (0.0, *(distance or DISTANCES))])
+                top = {"eigenvalue": around.eigenvalue()} if eigenvalue else {}
+                tops += top.values()
                 if output == "json":
-                    points = [asdict(point) for point in several[-1]]
-                    typer.echo(json_text({"run": run.id, "label": each.label, "seed": run.seed, "points": points}))
+                    facts = {"run": run.id, "label": each.label, "seed": run.seed, **top}
+                    typer.echo(json_text({**facts, "points": [asdict(point) for point in several[-1]]}))
             for places in zip(*several, strict=True):
                 values = [[place.loss, place.worst_loss, place.score, place.worst_score] for place in places]
                 rows.append([each.label, places[0].distance, *map(Spread.of, zip(*values, strict=True))])
-        score = series[0].runs[0].experiment.score.label
+                if eigenvalue:  # it is that of the model itself
+                    rows[-1].append(None if places[0].distance else Spread.of(tops))
+        score = series[0].runs[0].experiment.score_label
         columns = [Column("", text=True), Column("distance", digits=3)]
         columns += [Column(head, digits=4) for head in ("loss", "loss, worst", score, f"{score}, worst")]
+        columns += [Column("eigenvalue", digits=3)] if eigenvalue else []
         if output == "table":
-            typer.echo(Table("sharpness", "Sharpness", columns, rows).aligned(), nl=False)
+            typer.echo(Table("sharpness", "Sharpness", columns, rows).on_terminal(), nl=False)
+
+
+@app.command()
+def divergence(names: Names, runs: Runs = Path("runs"), label: Labels = None, output: Output = "table") -> None:
+    """Show how far final models are from those of centralised runs (Tempo, eq. 8).
+
+    The runs with one device are the centralised ones: each other run is compared with the one of its seed, which began
+    as the same model. Runs that differ only in the seed are one row, with mean and deviation.
+    """
+    from fedstrata.deploy.console.tabular import Cell, Column, Spread, Table
+    from fedstrata.deploy.results.series import series_of
+
+    with reporting():
+        require("torch")
+        from fedstrata.common.learning.landscape import Surroundings
+
+        given, rows = named_runs(names, runs), list[list[Cell]]()
+        central = {run.seed: run for run in given if len(run.experiment.tree.devices) == 1}
+        for each in series_of([run for run in given if central.get(run.seed) is not run], label or ()):
+            found = []
+            for run in each.runs:
+                if (other := central.get(run.seed)) is None:
+                    remedy = "Name one: topology = { institutions = 0, devices = 1 }, as many epochs in all."
+                    raise InvalidExperiment("seed", run.seed, f"{run.id} has no centralised run of its seed", remedy)
+                model, target = (Surroundings.of(each.experiment, each.path, samples=1) for each in (run, other))
+                found.append(model.divergence(target))
+                if output == "json":
+                    facts = {"run": run.id, "label": each.label, "seed": run.seed, "central": other.id}
+                    typer.echo(json_text({**facts, **asdict(found[-1])}))
+            lengths, shares = ([getattr(one, key) for one in found] for key in ("length", "relative"))
+            rows.append([each.label, Spread.of(lengths), Spread.of(shares)])
+        columns = [Column("", text=True), Column("divergence", digits=4), Column("relative", digits=4)]
+        if output == "table":
+            typer.echo(Table("divergence", "Divergence", columns, rows).on_terminal(), nl=False)
 
 
 def _listed(given: str, known: Sequence[str], option: str) -> list[str]:
@@ -376,10 +416,8 @@ def _summary(run: Run) -> dict[str, Any]:
 
 def _files(page: Page, kinds: Sequence[str]) -> Iterator[tuple[str, str | bytes]]:
     """Yield the names and contents of a page's figures and tables as separate files."""
-    from deploy.results.paper import render
-
     for figure in page.figures:
-        yield from ((f"{figure.name}.{kind}", content) for kind, content in render(figure, kinds).items())
+        yield from ((f"{figure.name}.{kind}", content) for kind, content in figure.files(kinds).items())
         if figure.table is not None:
             yield f"{figure.name}.csv", figure.table.csv()
     for table in page.tables:
@@ -389,6 +427,8 @@ def _files(page: Page, kinds: Sequence[str]) -> Iterator[tuple[str, str | bytes]
 def _write(option: str, place: Path, files: Mapping[Path, str | bytes]) -> list[Path]:
     """Write files, make their folders, and return their paths. Raises InvalidExperiment that names the option."""
     try:
+        if not files:
+            place.mkdir(parents=True, exist_ok=True)
         for path, content in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content if isinstance(content, bytes) else content.encode())

@@ -9,15 +9,15 @@ from typing import Annotated, Any
 
 import typer
 
-from common.errors import NoProgress
-from common.protocol.topics import DEFAULT_LAB
-from common.text import json_text
-from deploy.cli.roles import ROLL_S, LabBrokerOption, call_the_roll
-from deploy.console import logs
-from deploy.console.login import OPERATOR, Login, with_login
-from deploy.console.options import ConnectTimeout, LabOrFile, Output, run_connected
-from deploy.console.reporting import reporting, require
-from deploy.console.tabular import Column, Table
+from fedstrata.common.errors import NoProgress
+from fedstrata.common.protocol.topics import DEFAULT_LAB
+from fedstrata.common.text import json_text
+from fedstrata.deploy.cli.roles import ROLL_S, LabBrokerOption, call_the_roll
+from fedstrata.deploy.console import logs
+from fedstrata.deploy.console.login import OPERATOR, Login
+from fedstrata.deploy.console.options import ConnectTimeout, LabOrFile, Output, run_connected, with_records
+from fedstrata.deploy.console.reporting import reporting, require
+from fedstrata.deploy.console.tabular import Column, Table
 
 app = typer.Typer(help="The nodes of a lab.", no_args_is_help=True)
 
@@ -28,7 +28,7 @@ def _lab() -> None:
 
 
 @app.command()
-@with_login
+@with_records
 def status(
     broker: LabBrokerOption = None,
     lab: LabOrFile = DEFAULT_LAB,
@@ -45,9 +45,9 @@ def status(
     all brokers are asked, and nodes that are away are listed, too. Exit code 5: nobody answered, or a node of the lab's
     file is away.
     """
-    from deploy.kits.lab import reach
-    from deploy.watching.follower import Follower
-    from deploy.watching.formatting import progress
+    from fedstrata.deploy.kits.lab import reach
+    from fedstrata.deploy.watching.follower import Follower
+    from fedstrata.deploy.watching.formatting import progress
 
     async def ask() -> None:
         reached = reach(lab, None if broker is None else [broker], login)
@@ -66,7 +66,7 @@ def status(
             for row in rows:
                 typer.echo(json_text(row))
         elif rows:
-            typer.echo(_table(reached.name, rows).aligned(), nl=False)
+            typer.echo(_table(reached.name, rows).on_terminal(), nl=False)
         for each in found:
             if each.other_release:
                 logs.write_line(f"{each.node}: {each.other_release}")
@@ -111,8 +111,8 @@ def provision(
     Certificates are kept by the lab's authority, and renewed 60 days before their end: provision and install again.
     The authority's folder has its key: keep it on this machine.
     """
-    from deploy.kits.lab import load
-    from deploy.kits.provision import PLAYBOOK, find_wheel, provision, revoke_certificates
+    from fedstrata.deploy.kits.lab import load
+    from fedstrata.deploy.kits.provision import PLAYBOOK, find_wheel, provision, revoke_certificates
 
     with reporting():
         found = load(lab)

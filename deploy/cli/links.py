@@ -6,12 +6,12 @@ from typing import Annotated, Final
 
 import typer
 
-from common.errors import InvalidExperiment
-from common.text import json_text
-from deploy.console import logs
-from deploy.console.options import Output
-from deploy.console.reporting import reporting
-from deploy.console.tabular import Column, Table
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.text import json_text
+from fedstrata.deploy.console import logs
+from fedstrata.deploy.console.options import Output, refuse
+from fedstrata.deploy.console.reporting import reporting
+from fedstrata.deploy.console.tabular import Column, Table
 
 app = typer.Typer(help="Links between hosts: shape this host's.", no_args_is_help=True)
 
@@ -57,11 +57,10 @@ def apply(
     Name the broker by --to. What an earlier call has set is replaced. It lasts until `fedstrata links clear`, or until
     the host starts again.
     """
-    from deploy.links import interface
-    from deploy.links.kernel import addresses_of, interface_to
+    from fedstrata.deploy.links import interface
+    from fedstrata.deploy.links.kernel import addresses_of, interface_to
 
-    if not to and device is None:
-        raise typer.BadParameter("name the broker by --to, or an interface by --device", param_hint="--to")
+    refuse(not to and device is None, "--to", "name the broker by --to, or an interface by --device")
     with reporting():
         link = interface.link_of(profile, up_mbit=up, down_mbit=down, delay_ms=delay)
         peers = {host: addresses_of(host) for host in to or ()}
@@ -74,7 +73,7 @@ def apply(
         interface.apply(chosen, link, list(dict.fromkeys(one for addresses in peers.values() for one in addresses)))
         cells = [chosen, link.up_mbit, link.down_mbit, link.delay_ms, ", ".join(peers) or "all"]
         if output == "table":
-            typer.echo(Table("applied", chosen, APPLIED, [cells]).aligned(), nl=False)
+            typer.echo(Table("applied", chosen, APPLIED, [cells]).on_terminal(), nl=False)
         else:
             typer.echo(json_text(dict(zip(("device", "up_mbit", "down_mbit", "delay_ms", "to"), cells, strict=True))))
 
@@ -86,7 +85,7 @@ def clear(
     ] = None,
 ) -> None:
     """Undo `fedstrata links apply`: the interface is as it was before. Needs root."""
-    from deploy.links import interface
+    from fedstrata.deploy.links import interface
 
     with reporting():
         cleared = list(interface.clear(device))

@@ -11,35 +11,37 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 # One BLAS thread per role: equal sums on every machine, and no idle threads on small ones.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import typer
 
-from common.errors import InvalidExperiment
-from common.protocol.topics import DEFAULT_LAB
-from deploy.cli import data, inspection, lab, links, roles
-from deploy.cli.check import check
-from deploy.cli.chosen import Resume, already_finished, kept_once_begun, tree_of, warn_of_direct
-from deploy.cli.doctor import doctor
-from deploy.cli.export import export
-from deploy.cli.plan import plan
-from deploy.cli.serving import METRICS, Insecure, MetricsAddress, check_metrics
-from deploy.cli.sweep import sweep
-from deploy.cli.watch import watch
-from deploy.console import logs
-from deploy.console.options import LabOption, Output, Overrides, Runs
-from deploy.console.reporting import Commands, StandardOutput, reporting
-from deploy.console.shipped import OptionalExperimentFile
-from deploy.console.stages import stages
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.protocol.topics import DEFAULT_LAB
+from fedstrata.deploy.cli import data, inspection, lab, links, roles
+from fedstrata.deploy.cli.check import check
+from fedstrata.deploy.cli.chosen import Resume, already_finished, kept_once_begun, tree_of, warn_of_direct
+from fedstrata.deploy.cli.doctor import doctor
+from fedstrata.deploy.cli.export import export
+from fedstrata.deploy.cli.new import new
+from fedstrata.deploy.cli.plan import plan
+from fedstrata.deploy.cli.serving import METRICS, Insecure, MetricsAddress, check_metrics
+from fedstrata.deploy.cli.sweep import sweep
+from fedstrata.deploy.cli.watch import watch
+from fedstrata.deploy.console import logs
+from fedstrata.deploy.console.options import Accelerator, LabOption, Output, Overrides, Runs, refuse, with_records
+from fedstrata.deploy.console.reporting import Commands, StandardOutput, reporting
+from fedstrata.deploy.console.shipped import OptionalExperimentFile
+from fedstrata.deploy.console.stages import stages
 
 if TYPE_CHECKING:
-    from common.experiment.schema import Experiment
+    from fedstrata.common.experiment.schema import Experiment
 
 app = typer.Typer(
     name="fedstrata",
@@ -50,25 +52,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-app.add_typer(data.app, name="data")
-app.add_typer(inspection.app, name="runs")
-app.add_typer(lab.app, name="lab")
-app.add_typer(links.app, name="links")
-app.command()(roles.cloud)
-app.command()(roles.institution)
-app.command()(roles.device)
-app.command()(inspection.report)
-app.command()(inspection.compare)
-app.command()(export)
-app.command()(inspection.replay)
-app.command()(inspection.experiments)
-app.command()(lab.provision)
-app.command()(check)
-app.command()(doctor)
-app.command()(plan)
-app.command()(sweep)
-app.command()(watch)
 
 
 def _version(wanted: bool) -> None:
@@ -94,119 +77,91 @@ def _root(
         raise typer.BadParameter(str(error), param_hint="--log-level") from None
 
 
-@app.command()
-def run(
-    experiment: OptionalExperimentFile = None,
-    overrides: Overrides = None,
-    dry_run: Annotated[bool, typer.Option(help="Print the effective experiment and exit.")] = False,
-    runs: Runs = Path("runs"),
-    resume: Resume = None,
-    output: Output = "table",
-    direct: Annotated[
-        bool, typer.Option("--direct", help="Without a network: all roles in this process, devices in turn or vmapped.")
-    ] = False,
-    accelerator: Annotated[
-        str | None,
-        typer.Option(
-            help="With --direct or --simulate: cpu, cuda, cuda:N or auto.  [default: cpu]", show_default=False
-        ),
-    ] = None,
-    simulate: Annotated[
-        bool, typer.Option("--simulate", help="In virtual time: real training, simulated machines and links.")
-    ] = False,
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """Options of a run, in whichever mode."""
+
+    runs: Runs = Path("runs")
+    resume: Resume = None
+    output: Output = "table"
+    accelerator: Accelerator = None
     workers: Annotated[
         int | None,
         typer.Option(min=1, help="With --simulate: trainings at once.  [default: as cores]", show_default=False),
-    ] = None,
+    ] = None
     speeds: Annotated[
         Path | None,
         typer.Option(
             metavar="RUN",
-            help="With --simulate: a new run has machines as fast as in this run's folder.  [default: measured]",
+            help="With --simulate: a new run has machines as fast as in this run.  [default: measured]",
             show_default=False,
         ),
-    ] = None,
-    netns: Annotated[
-        bool, typer.Option("--netns", help="In network namespaces, with links emulated by the kernel.")
+    ] = None
+
+    @property
+    def json_lines(self) -> bool:
+        """Whether standard output has the run's events."""
+        return self.output == "json"
+
+    def again(self, mode: str) -> list[str]:
+        """Return the command that resumes a run of this process, without its folder."""
+        on = ["--accelerator", self.accelerator] if self.accelerator not in (None, "cpu") else []
+        return ["fedstrata", "run", mode, *on]
+
+
+@with_records
+def run(
+    experiment: OptionalExperimentFile = None,
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option(help="Print the effective experiment and exit.")] = False,
+    direct: Annotated[
+        bool, typer.Option("--direct", help="Without a network: all roles in this process, devices in turn or vmapped.")
     ] = False,
-    one_broker: Annotated[
-        bool, typer.Option("--one-broker", help="With --netns: a single broker at the cloud, none at institutions.")
-    ] = False,
-    no_delay: Annotated[
-        bool, typer.Option("--no-delay", help="With --netns: omit the links' delays, which need netem.")
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="In virtual time: real training, simulated machines and links.")
     ] = False,
     lab: LabOption = DEFAULT_LAB,
     metrics: MetricsAddress = METRICS,
     insecure: Insecure = False,
-    plan_first: Annotated[
-        bool, typer.Option("--plan", help="Predict the run first (`plan --one-host`) and save the prediction with it.")
-    ] = False,
+    *,
+    own: RunOptions,
 ) -> None:
     """Run a whole lab on this machine: broker, cloud, institutions and devices, as processes or all in this one."""
-    from common.experiment.reading import parse, to_toml
-    from deploy.local.beforehand import check_lab
-    from deploy.local.lab import LocalLab
-    from deploy.local.netns import by_kernel, namespaces
-    from deploy.local.network import one_host
+    from fedstrata.common.experiment.reading import parse, to_toml
+    from fedstrata.deploy.local.beforehand import check_lab
+    from fedstrata.deploy.local.lab import LocalLab
 
-    here, new = direct or simulate, resume is None
-    for given, option, fits, needed in (
-        (one_broker, "--one-broker", netns, "with --netns"),
-        (no_delay, "--no-delay", netns, "with --netns"),
-        (accelerator is not None, "--accelerator", here, "with --direct or --simulate"),
-        (workers is not None, "--workers", simulate, "with --simulate"),
-        (speeds is not None, "--speeds", simulate, "with --simulate"),
-        (plan_first, "--plan", new and not here, "for a new lab of processes"),
-        (metrics != METRICS, "--metrics", not (here or netns), "without --direct, --simulate and --netns"),
-        (direct, "--direct", not (simulate or netns), "without --simulate and --netns"),
-        (simulate, "--simulate", not netns, "without --netns"),
-    ):
-        if given and not fits:
-            raise typer.BadParameter(f"valid only {needed}", param_hint=option)
-    network = partial(namespaces, one_broker=one_broker) if netns else one_host
+    here, new, resume = direct or simulate, own.resume is None, own.resume
+    refuse(own.accelerator is not None and not here, "--accelerator", "valid only with --direct or --simulate")
+    refuse(own.workers is not None and not simulate, "--workers", "valid only with --simulate")
+    refuse(own.speeds is not None and not simulate, "--speeds", "valid only with --simulate")
+    refuse(metrics != METRICS and here, "--metrics", "valid only without --direct and --simulate")
+    refuse(direct and simulate, "--direct", "valid only without --simulate")
     with reporting():
         if not dry_run and already_finished(
-            experiment, overrides, resume, direct=direct, simulated=simulate, output=output
+            experiment, overrides, resume, direct=direct, simulated=simulate, output=own.output
         ):
             return
         chosen = parse(tree_of(experiment, overrides, resume))
-        if netns and resume is None:  # a resumed run keeps its experiment
-            chosen = by_kernel(chosen, delays=not no_delay)
         if dry_run:
-            typer.echo(f"{chosen.to_json()}\n" if output == "json" else to_toml(chosen), nl=False)
+            typer.echo(f"{chosen.to_json()}\n" if own.json_lines else to_toml(chosen), nl=False)
             return
-        check_lab(chosen, runs if resume is None else None, direct=direct or simulate)
+        check_lab(chosen, own.runs if new else None, direct=here)
         check_metrics(metrics)
-        if simulate:
-            _run_simulated(
-                chosen, runs=runs, resume=resume, json_lines=output == "json", accelerator=accelerator or "cpu",
-                workers=workers, speeds=speeds,
-            )  # fmt: skip
+        if here:
+            (_run_simulated if simulate else _run_direct)(chosen, own)
             return
-        if direct:
-            _run_direct(chosen, runs=runs, resume=resume, json_lines=output == "json", accelerator=accelerator or "cpu")
-            return
-        found = None
-        if plan_first:
-            from deploy.planning.predicting import STAGES, Predictor
-            from deploy.planning.simulated import Site
-
-            with stages(STAGES) as begin:
-                found = Predictor(site=Site.ONE_HOST).predict(chosen, begin=begin, reach=begin.reach)
         code = LocalLab(
             chosen,
-            runs=runs,
+            runs=own.runs,
             resume=resume,
-            json_lines=output == "json",
-            network=network,
+            json_lines=own.json_lines,
             lab=lab,
             metrics=(metrics, *(("--insecure",) if insecure else ())),
-            prediction=found,
         ).run()
     raise typer.Exit(code)
 
 
-@app.command()
 def broker(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[
@@ -236,9 +191,9 @@ def broker(
 
     On other addresses than this machine's own it needs logins or clients' certificates, and TLS, or --insecure.
     """
-    from common.net import address, tls
-    from deploy.brokers.broker import run_foreground
-    from deploy.brokers.guard import Guard, check_readable
+    from fedstrata.common.net import address, tls
+    from fedstrata.deploy.brokers.broker import run_foreground
+    from fedstrata.deploy.brokers.guard import Guard, check_readable
 
     with reporting():
         for option, value, needed, given in (
@@ -260,6 +215,81 @@ def broker(
         run_foreground(host=host, port=number, kind=kind, guard=guard)
 
 
+def _run_direct(chosen: Experiment, own: RunOptions) -> None:
+    from fedstrata.cloud.results import RunFolder
+    from fedstrata.common.host.memory import keep_large_buffers
+    from fedstrata.deploy.local.direct import run_in_process
+    from fedstrata.deploy.results.kept import cost_noted
+    from fedstrata.deploy.watching.showing import show
+    from fedstrata.device.pool.pool import is_cpu
+
+    accelerator, resume = own.accelerator or "cpu", own.resume
+    if not is_cpu(accelerator):
+        from fedstrata.common.learning.computing import resolve_accelerator
+
+        resolve_accelerator(accelerator)
+    keep_large_buffers()
+    if resume is None:
+        warn_of_direct([chosen])
+    folder = RunFolder.reopen(resume, direct=True) if resume else RunFolder.create(own.runs, chosen, direct=True)
+    with (
+        kept_once_begun(folder, own.again("--direct")),
+        cost_noted(folder),
+        show(chosen, json_lines=own.json_lines) as observe,
+    ):
+        run_in_process(folder, resume=resume is not None, accelerator=accelerator, observe=observe)
+
+
+def _run_simulated(chosen: Experiment, own: RunOptions) -> None:
+    """Run, or resume, an experiment in virtual time. Raises FedstrataError, KeyboardInterrupt."""
+    from fedstrata.cloud.results import SIMULATED, RunFolder
+    from fedstrata.common.host.memory import keep_large_buffers
+    from fedstrata.deploy.planning.calibration import load_line
+    from fedstrata.deploy.planning.simulated_run import STAGES, machine_speeds, simulated_run
+    from fedstrata.deploy.results.kept import cost_noted
+    from fedstrata.deploy.results.run import Run
+    from fedstrata.deploy.simulation.run import check_simulated
+    from fedstrata.deploy.watching.showing import show
+
+    check_simulated(chosen)
+    keep_large_buffers()
+    logging.getLogger(logs.ACTIVITY).setLevel(logging.WARNING)  # the cloud's events are shown, not each node's
+    if own.resume is None:
+        with stages(STAGES) as begin:
+            facts = machine_speeds(chosen, of=own.speeds, runs=own.runs, begin=begin)
+        if facts.get("load", {}).get("busy"):
+            logs.write_line(load_line(facts["load"], facts["speeds"]["share"]).strip(), level=logging.WARNING)
+        folder = RunFolder.create(own.runs, chosen, simulated=facts)
+    else:
+        facts = Run(own.resume).manifest[SIMULATED]
+        folder = RunFolder.reopen(own.resume, simulated=True)
+    run = simulated_run(folder, facts, accelerator=own.accelerator or "cpu", workers=own.workers)
+    with (
+        kept_once_begun(folder, own.again("--simulate")),
+        cost_noted(folder),
+        show(chosen, json_lines=own.json_lines, clock=run.now) as observe,
+    ):
+        run.run(observe)
+
+
+# Commands and groups of commands, as `--help` has them.
+GROUPS: Final[Mapping[str, Sequence[Callable[..., None] | tuple[str, typer.Typer]]]] = {
+    "Run": (run, sweep, plan, inspection.replay, inspection.experiments),
+    "Look": (watch, inspection.report, inspection.compare, export, ("runs", inspection.app)),
+    "Lab": (
+        *(roles.cloud, roles.institution, roles.device, broker, lab.provision, doctor),
+        *(("lab", lab.app), ("links", links.app)),
+    ),
+    "Own code": (new, check, ("data", data.app)),
+}
+for title, members in GROUPS.items():
+    for member in members:
+        if isinstance(member, tuple):
+            app.add_typer(member[1], name=member[0], rich_help_panel=title)
+        else:
+            app.command(rich_help_panel=title)(member)
+
+
 def main() -> None:
     """Run the command line."""
     if (out := sys.stdout) is not None:  # it may be closed
@@ -267,66 +297,3 @@ def main() -> None:
             out.buffer, encoding=out.encoding, errors=out.errors, line_buffering=bool(out.line_buffering)
         )
     app()
-
-
-def _run_direct(chosen: Experiment, *, runs: Path, resume: Path | None, json_lines: bool, accelerator: str) -> None:
-    from cloud.results import RunFolder
-    from common.host.memory import keep_large_buffers
-    from deploy.local.direct import run_in_process
-    from deploy.results.kept import cost_noted
-    from deploy.watching.showing import show
-    from device.pool.pool import is_cpu
-
-    if not is_cpu(accelerator):
-        from common.learning.computing import resolve_accelerator
-
-        resolve_accelerator(accelerator)
-    keep_large_buffers()
-    if resume is None:
-        warn_of_direct([chosen])
-    folder = RunFolder.reopen(resume, direct=True) if resume else RunFolder.create(runs, chosen, direct=True)
-    command = ["fedstrata", "run", "--direct", *(["--accelerator", accelerator] if accelerator != "cpu" else [])]
-    with kept_once_begun(folder, command), cost_noted(folder), show(chosen, json_lines=json_lines) as observe:
-        run_in_process(folder, resume=resume is not None, accelerator=accelerator, observe=observe)
-
-
-def _run_simulated(
-    chosen: Experiment,
-    *,
-    runs: Path,
-    resume: Path | None,
-    json_lines: bool,
-    accelerator: str,
-    workers: int | None,
-    speeds: Path | None,
-) -> None:
-    """Run, or resume, an experiment in virtual time. Raises FedstrataError, KeyboardInterrupt."""
-    from cloud.results import SIMULATED, RunFolder
-    from common.host.memory import keep_large_buffers
-    from deploy.planning.predicting import load_line
-    from deploy.planning.simulated_run import STAGES, machine_speeds, simulated_run
-    from deploy.results.kept import cost_noted
-    from deploy.results.run import Run
-    from deploy.simulation.run import check_simulated
-    from deploy.watching.showing import show
-
-    check_simulated(chosen)
-    keep_large_buffers()
-    logging.getLogger(logs.ACTIVITY).setLevel(logging.WARNING)  # the cloud's events are shown, not each node's
-    if resume is None:
-        with stages(STAGES) as begin:
-            facts = machine_speeds(chosen, of=speeds, begin=begin)
-        if facts.get("load", {}).get("busy"):
-            logs.write_line(load_line(facts["load"], facts["speeds"]["share"]).strip(), level=logging.WARNING)
-        folder = RunFolder.create(runs, chosen, simulated=facts)
-    else:
-        facts = Run(resume).manifest[SIMULATED]
-        folder = RunFolder.reopen(resume, simulated=True)
-    run = simulated_run(folder, facts, accelerator=accelerator, workers=workers)
-    command = ["fedstrata", "run", "--simulate", *(["--accelerator", accelerator] if accelerator != "cpu" else [])]
-    with (
-        kept_once_begun(folder, command),
-        cost_noted(folder),
-        show(chosen, json_lines=json_lines, clock=run.now) as observe,
-    ):
-        run.run(observe)

@@ -6,22 +6,22 @@ import logging
 import os
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from common.errors import InvalidExperiment
-from common.experiment.topology import CLOUD
-from common.protocol.topics import DEFAULT_LAB
-from common.text import named
-from deploy.cli.chosen import Resume, already_finished, kept_once_begun, tree_of
-from deploy.cli.serving import METRICS, Insecure, MetricsAddress, serve_metrics
-from deploy.console import logs
-from deploy.console.login import Login, warn_of_end, with_login
-from deploy.console.options import (
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.protocol.topics import DEFAULT_LAB
+from fedstrata.common.text import named
+from fedstrata.deploy.cli.chosen import Resume, already_finished, kept_once_begun, tree_of
+from fedstrata.deploy.cli.serving import METRICS, Insecure, MetricsAddress, serve_metrics
+from fedstrata.deploy.console import logs
+from fedstrata.deploy.console.login import Login, report_certificates
+from fedstrata.deploy.console.options import (
     ConnectTimeout,
     DataFolder,
     DataRoot,
@@ -32,18 +32,21 @@ from deploy.console.options import (
     Runs,
     check_parents,
     checked_nodes,
+    refuse,
     run_agent,
     run_connected,
+    with_records,
 )
-from deploy.console.reporting import reporting
-from deploy.console.service import KIT, StatusHandler
-from deploy.console.shipped import OptionalExperimentFile
+from fedstrata.deploy.console.reporting import reporting
+from fedstrata.deploy.console.service import KIT, StatusHandler
+from fedstrata.deploy.console.shipped import OptionalExperimentFile
 
 if TYPE_CHECKING:
-    from common.experiment.schema import Experiment
-    from common.net.address import BrokerAddress
-    from common.runtime.roll import Answer
-    from deploy.kits.lab import LabAccess
+    from fedstrata.common.experiment.schema import Experiment
+    from fedstrata.common.net.address import BrokerAddress
+    from fedstrata.common.runtime.roll import Answer
+    from fedstrata.common.runtime.world import Host
+    from fedstrata.deploy.kits.lab import LabAccess
 
 # Kept when the machine restarts, unlike /tmp, and on its own disk: home folders may be on a network, with a quota.
 SPOOL = "/var/tmp/fedstrata-{uid}"
@@ -70,18 +73,63 @@ SpoolFolder = Annotated[
     ),
 ]
 ROLL_S = 2.0  # as long as the nodes of a lab usually have to answer
-Allow = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="A package whose code an experiment may name here, package:Name: models, data, objectives, rules.",
-        envvar="FEDSTRATA_ALLOW",
-        show_default=False,
-    ),
-]
-Once = Annotated[bool, typer.Option("--once", help="End with the first run, with its exit code.")]
 
 
-@with_login
+@dataclass(frozen=True, slots=True)
+class NodeOptions:
+    """Options of a process of nodes that wait for runs."""
+
+    lab: LabOption = DEFAULT_LAB
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A package whose code an experiment may name here, package:Name: models, data, objectives, rules.",
+            envvar="FEDSTRATA_ALLOW",
+            show_default=False,
+        ),
+    ] = None
+    data: DataFolder = None
+    data_root: DataRoot = Path()
+    connect_timeout: ConnectTimeout = 30.0
+    metrics: MetricsAddress = METRICS
+    insecure: Insecure = False
+    once: Annotated[bool, typer.Option("--once", help="End with the first run, with its exit code.")] = False
+
+    def hosts(
+        self, places: Mapping[str, BrokerAddress], login: Login, *, spool: Path | None, kept: Path | None
+    ) -> dict[str, Host]:
+        """Serve the metrics of the process, and return the host of each node, from its broker.
+
+        `spool`: the folder of partly transferred models; `kept`: that whose disk usage is served.
+        """
+        from fedstrata.common.runtime.exports import published
+        from fedstrata.common.runtime.world import Host
+
+        first = next(iter(places.values()))
+        report_certificates(first)
+        registry, address = serve_metrics(
+            self.metrics, broker=first, login=login, insecure=self.insecure, folders={"spool": kept}
+        )
+        stay = _stays(self.once)
+        return {
+            node: Host(
+                place,
+                self.connect_timeout,
+                registry,
+                metrics_address=published(address, place),
+                lab=self.lab,
+                spool=spool,
+                allow=self.allow or (),
+                data=self.data,
+                data_root=self.data_root,
+                stay=stay,
+                kit=os.environ.get(KIT, ""),
+            )
+            for node, place in places.items()
+        }
+
+
+@with_records
 def cloud(
     experiment: OptionalExperimentFile = None,
     overrides: Overrides = None,
@@ -103,17 +151,17 @@ def cloud(
 
     An experiment with `topology = "lab"` takes all nodes that `fedstrata lab status` lists.
     """
-    from cloud.agent import CloudAgent
-    from cloud.results import RunFolder
-    from common.experiment.reading import parse
-    from common.experiment.short_form import LAB
-    from common.host.energy import EnergyMeter
-    from common.runtime.discovery import check_carried
-    from common.runtime.roll import claim
-    from common.runtime.world import Host
-    from deploy.kits.lab import reach
-    from deploy.local.beforehand import check_cloud, check_replayed
-    from deploy.watching.showing import show
+    from fedstrata.cloud.agent import CloudAgent
+    from fedstrata.cloud.results import RunFolder
+    from fedstrata.common.experiment.reading import parse
+    from fedstrata.common.experiment.short_form import LAB
+    from fedstrata.common.host.energy import EnergyMeter
+    from fedstrata.common.runtime.discovery import check_carried
+    from fedstrata.common.runtime.roll import claim
+    from fedstrata.common.runtime.world import Host
+    from fedstrata.deploy.kits.lab import reach
+    from fedstrata.deploy.local.beforehand import check_cloud
+    from fedstrata.deploy.watching.showing import show
 
     with reporting():
         if not sole and already_finished(experiment, overrides, resume, output=output):
@@ -127,8 +175,6 @@ def cloud(
     def checked() -> Experiment:
         found = parse(tree)
         check_cloud(found, None if resume else runs)
-        if not sole:
-            check_replayed(found)
         return found
 
     async def run_cloud() -> None:
@@ -137,7 +183,7 @@ def cloud(
 
         reached = reach(lab, None if broker is None else [broker], login)
         where, *_ = reached.addresses(CLOUD)
-        warn_of_end(where)
+        report_certificates(where)
         chosen = None if tree.get("topology") == LAB else checked()
         await check_carried(where, CLOUD, lab=reached.name, connect_timeout_s=connect_timeout)
         alone = partial(claim, where, lab=reached.name, connect_timeout_s=connect_timeout, queue=queue, waiting=waiting)
@@ -167,25 +213,18 @@ def cloud(
     _run_role(run_cloud, "cloud")
 
 
-@with_login
+@with_records
 def institution(
     name: Annotated[str, typer.Option(help="This institution's name in the experiment.", callback=checked_nodes)],
     parent: Annotated[str, typer.Option(help="Its parent, the cloud or another institution.")] = CLOUD,
     broker: BrokerOption = "localhost",
-    lab: LabOption = DEFAULT_LAB,
     child_broker: Annotated[
         str | None,
         typer.Option(help="The broker of its children, like --broker.  [default: its parent's]", show_default=False),
     ] = None,
-    allow: Allow = None,
-    data: DataFolder = None,
-    data_root: DataRoot = Path(),
-    connect_timeout: ConnectTimeout = 30.0,
-    metrics: MetricsAddress = METRICS,
-    insecure: Insecure = False,
     spool: SpoolFolder = "auto",
-    once: Once = False,
     *,
+    own: NodeOptions,
     login: Login,
 ) -> None:
     """Start an institution: it takes part in each run of its parent, and waits for the next.
@@ -193,37 +232,20 @@ def institution(
     In a run it receives the experiment and runs its local rounds with its children. It reads data for rules that need
     samples at the node, and then needs fedstrata[learning] as devices do.
     """
-    from common.runtime.exports import published
-    from common.runtime.world import Host
-    from institution.agent import InstitutionAgent
+    from fedstrata.institution.agent import InstitutionAgent
 
     check_parents([parent], [name])
 
     async def take_part() -> None:
-        upward = login.address(broker, node=name)
-        warn_of_end(upward)
-        folders = {"spool": spool_folder(spool)}
-        registry, address = serve_metrics(metrics, broker=upward, login=login, insecure=insecure, folders=folders)
-        host = Host(
-            upward,
-            connect_timeout,
-            registry,
-            metrics_address=published(address, upward),
-            lab=lab,
-            spool=folders["spool"],
-            allow=allow or (),
-            data=data,
-            data_root=data_root,
-            stay=_stays(once),
-            kit=os.environ.get(KIT, ""),
-        )
+        folder = spool_folder(spool)
+        host = own.hosts({name: login.address(broker, node=name)}, login, spool=folder, kept=folder)[name]
         below = login.address(child_broker or broker, node=name, option="--child-broker")
         await run_agent(name, InstitutionAgent(name, host, parent=parent, child_broker=below).run())
 
     _run_role(take_part, name)
 
 
-@with_login
+@with_records
 def device(
     name: Annotated[
         list[str],
@@ -243,52 +265,42 @@ def device(
             envvar="FEDSTRATA_BROKER",
         ),
     ] = None,
-    lab: LabOption = DEFAULT_LAB,
     accelerator: Annotated[str, typer.Option(help="cpu, cuda, cuda:N or auto.")] = "auto",
     slots: Annotated[
         str, typer.Option(help="Concurrent trainings: a number, or auto = one per GPU, else one per core.")
     ] = "auto",
-    allow: Allow = None,
-    data: DataFolder = None,
-    data_root: DataRoot = Path(),
-    connect_timeout: ConnectTimeout = 30.0,
     energy: Annotated[
         str,
         typer.Option(
             help=(
-                "What measures this host's energy: auto = its own counters, none, rapl, nvml, pmic, plug:TOPIC of a "
-                "smart plug on the first device's broker, or csv:PATH of a meter's file."
+                "What measures this host's energy: auto = its own counters, none, rapl, nvml, pmic, or plug:TOPIC of a "
+                "smart plug on the first device's broker."
             ),
             envvar="FEDSTRATA_ENERGY",
         ),
     ] = "auto",
-    metrics: MetricsAddress = METRICS,
-    insecure: Insecure = False,
     spool: SpoolFolder = "none",
-    once: Once = False,
     together: Annotated[
         bool, typer.Option("--together", help="With --once: end all devices if one fails before any has trained.")
     ] = False,
     *,
+    own: NodeOptions,
     login: Login,
 ) -> None:
     """Start one or more devices: they take part in each run of their parent, and wait for the next.
 
     In a run they train each model that their parent assigns.
     """
-    if together and not once:
-        raise typer.BadParameter("valid only with --once", param_hint="--together")
+    refuse(together and not own.once, "--together", "valid only with --once")
     brokers, parents = broker or ["localhost"], parent or [CLOUD]
     for given, option in ((parents, "--parent"), (brokers, "--broker")):
-        if len(given) not in (1, len(name)):
-            raise typer.BadParameter(f"{len(given)} values given for {len(name)} names", param_hint=option)
-    if slots != "auto" and not (slots.isdecimal() and int(slots) > 0):
-        raise typer.BadParameter(f"{slots!r}: use auto, or a number from 1", param_hint="--slots")
-    if len(set(name)) < len(name):
-        raise typer.BadParameter("duplicate name", param_hint="--name")
+        refuse(len(given) not in (1, len(name)), option, f"{len(given)} values given for {len(name)} names")
+    count = None if slots == "auto" else int(slots) if slots.isdecimal() else 0
+    refuse(count == 0, "--slots", f"{slots!r}: use auto, or a number from 1")
+    refuse(len(set(name)) < len(name), "--name", "duplicate name")
     check_parents(parents, name)
-    from common.host.accelerators import check_name
-    from common.runtime.energy import check_energy
+    from fedstrata.common.host.accelerators import check_name
+    from fedstrata.common.runtime.energy import check_energy
 
     with reporting():
         check_name(accelerator)
@@ -297,40 +309,21 @@ def device(
     addresses = brokers * len(name) if len(brokers) == 1 else brokers
 
     async def take_part() -> None:
-        from common.host import nvidia
-        from common.host.machine import hottest_celsius
-        from common.runtime.energy import energy_counter
-        from common.runtime.exports import published
-        from common.runtime.world import Host
-        from deploy.local.agents import run_agents
-        from device.agent import DeviceAgent
-        from device.pool.energy import EnergyShares
-        from device.pool.pool import Pool
+        from fedstrata.common.host import nvidia
+        from fedstrata.common.host.energy import PlugMeter
+        from fedstrata.common.host.machine import export_plug, hottest_celsius
+        from fedstrata.common.runtime.energy import energy_counter
+        from fedstrata.deploy.local.agents import run_agents
+        from fedstrata.device.agent import DeviceAgent
+        from fedstrata.device.pool.energy import EnergyShares
+        from fedstrata.device.pool.pool import Pool
 
         places = {each: login.address(where, node=each) for each, where in zip(name, addresses, strict=True)}
-        first = places[name[0]]
-        warn_of_end(first)
-        folders = {"spool": spool_folder("auto" if spool == "none" else spool)}  # with what a method keeps
-        registry, address = serve_metrics(metrics, broker=first, login=login, insecure=insecure, folders=folders)
-        host = Host(
-            first,
-            connect_timeout,
-            registry,
-            lab=lab,
-            spool=spool_folder(spool),
-            allow=allow or (),
-            data=data,
-            data_root=data_root,
-            stay=_stays(once),
-            kit=os.environ.get(KIT, ""),
-        )
-        hosts = {
-            each: replace(host, broker=place, metrics_address=published(address, place))
-            for each, place in places.items()
-        }
-        count = None if slots == "auto" else int(slots)
+        states = spool_folder("auto" if spool == "none" else spool)  # what a method keeps
+        hosts = own.hosts(places, login, spool=spool_folder(spool), kept=states)
+        first = hosts[name[0]]
         async with (
-            energy_counter(energy, first) as counter,
+            energy_counter(energy, first.broker) as counter,
             Pool(
                 accelerator=accelerator,
                 slots=count,
@@ -338,8 +331,10 @@ def device(
                 energy=EnergyShares(counter, partial(hottest_celsius, nvidia.find())),
             ) as pool,
         ):
+            if isinstance(counter, PlugMeter):
+                export_plug(first.metrics, counter)
             agents = {
-                each: DeviceAgent(each, hosts[each], parent=home, pool=pool, states=folders["spool"]).run
+                each: DeviceAgent(each, hosts[each], parent=home, pool=pool, states=states).run
                 for each, home in zip(name, homes, strict=True)
             }
             await run_agents(agents, shared_failure=lambda: pool.failure, together=lambda: together and pool.moves == 0)
@@ -349,7 +344,7 @@ def device(
 
 async def call_the_roll(reached: LabAccess, name: str, *, connect_timeout_s: float, wait_s: float) -> list[Answer]:
     """Return the nodes on all brokers of a lab, which a node asks, see `call_rolls`. Raises ConnectionFailed."""
-    from common.runtime.roll import call_rolls
+    from fedstrata.common.runtime.roll import call_rolls
 
     expected = reached.lab.parents if reached.lab is not None else ()
     return await call_rolls(
@@ -360,7 +355,7 @@ async def call_the_roll(reached: LabAccess, name: str, *, connect_timeout_s: flo
 
 async def _nodes_there(reached: LabAccess, connect_timeout_s: float) -> tuple[list[Answer], Mapping[str, str]]:
     """Return the nodes that are there, and why some cannot take part: of another release, or with another lab's kit."""
-    from deploy.kits.answers import stale
+    from fedstrata.deploy.kits.answers import stale
 
     found = await call_the_roll(reached, CLOUD, connect_timeout_s=connect_timeout_s, wait_s=ROLL_S)
     others = {each.node: each.other_release for each in found if each.other_release}
@@ -369,7 +364,7 @@ async def _nodes_there(reached: LabAccess, connect_timeout_s: float) -> tuple[li
 
 def _topology(found: Sequence[Answer], old: Mapping[str, str]) -> dict[str, Any]:
     """Return the `topology` table of the nodes that are there, and report who is left out."""
-    from common.experiment.short_form import PresentNode, topology_of
+    from fedstrata.common.experiment.short_form import PresentNode, topology_of
 
     there = [
         PresentNode(each.node, each.here.role, each.here.parent, each.here.host)
@@ -408,7 +403,7 @@ def spool_folder(text: str) -> Path | None:
 
 
 def _run_role(role: Callable[[], Coroutine[Any, Any, None]], node: str = "") -> None:
-    from common.host.memory import keep_large_buffers
+    from fedstrata.common.host.memory import keep_large_buffers
 
     keep_large_buffers()
     before = logs.NODE.set(node)

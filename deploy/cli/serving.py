@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Final, TypeAlias
 
 import typer
 
-from common.errors import InvalidExperiment
-from common.host.files import read_text
-from deploy.console import logs
-from deploy.console.login import METRICS_NAME, Login
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.host.files import read_text
+from fedstrata.deploy.console import logs
+from fedstrata.deploy.console.login import METRICS_NAME, Login
 
 if TYPE_CHECKING:
-    from common.metrics import Metrics
-    from common.metrics_server import MetricsGuard
-    from common.net.address import BrokerAddress
+    from fedstrata.common.metrics import Metrics
+    from fedstrata.common.metrics_server import MetricsGuard
+    from fedstrata.common.net.address import BrokerAddress
 
 METRICS: Final = "127.0.0.1:0"
 PORT_MOST: Final = 65_535
@@ -60,11 +60,11 @@ def serve_metrics(
     For a wildcard host the published address is the local one that reaches the broker. `folders`: those whose disk
     usage is served, by what they hold; None: there is none. Raises InvalidExperiment.
     """
-    from common.host.machine import export_machine
-    from common.metrics import Metrics
-    from common.net.address import is_loopback
-    from common.protocol.attendance import HTTPS
-    from common.runtime.exports import reachable
+    from fedstrata.common.host.machine import export_machine
+    from fedstrata.common.metrics import Metrics
+    from fedstrata.common.net.address import is_loopback
+    from fedstrata.common.protocol.attendance import HTTPS
+    from fedstrata.common.runtime.exports import reachable
 
     host, port = check_metrics(address)
     registry = Metrics()
@@ -83,8 +83,8 @@ def serve_metrics(
 
 def _guard(address: str, own: Login, *, insecure: bool) -> MetricsGuard | None:
     """Return the guard of an address that others reach; None if everybody may read, as --insecure allows."""
-    from common.metrics_server import MetricsGuard
-    from common.net.tls import OPTIONAL, RenewedContext
+    from fedstrata.common.metrics_server import MetricsGuard
+    from fedstrata.common.net.tls import OPTIONAL, RenewedContext
 
     tls = own.tls_of(METRICS_NAME) if own.tls_cert else None
     context = RenewedContext(tls, clients=OPTIONAL) if tls is not None else None

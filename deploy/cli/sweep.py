@@ -2,40 +2,35 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
-import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 
-from common.errors import InvalidExperiment
-from common.experiment.topology import CLOUD
-from common.host.files import check_writable, writing
-from common.host.processes import ending_signals
-from common.protocol.topics import DEFAULT_LAB
-from common.text import json_text
-from deploy.cli.chosen import warn_of_direct
-from deploy.console import logs
-from deploy.console.login import Login, with_login
-from deploy.console.options import ConnectTimeout, Overrides, Runs
-from deploy.console.reporting import reporting
-from deploy.console.shipped import SweepArgument
-from deploy.console.stages import stages
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.host.files import writing
+from fedstrata.common.protocol.topics import DEFAULT_LAB
+from fedstrata.common.text import counted, json_text
+from fedstrata.deploy.cli.chosen import warn_of_direct
+from fedstrata.deploy.console import logs
+from fedstrata.deploy.console.login import Login
+from fedstrata.deploy.console.options import Accelerator, ConnectTimeout, Overrides, Runs, refuse, with_records
+from fedstrata.deploy.console.reporting import reporting, require
+from fedstrata.deploy.console.shipped import SweepArgument
+from fedstrata.deploy.console.stages import stages
 
 if TYPE_CHECKING:
-    from common.experiment.schema import Experiment
-    from deploy.results.run import Run
-    from deploy.sweeps.folder import MissingRun, SweepFolder
-    from deploy.sweeps.grid import Grid
-    from deploy.sweeps.running import Slot, SweepProgress
+    from fedstrata.common.experiment.schema import Experiment
+    from fedstrata.deploy.results.run import Run
+    from fedstrata.deploy.sweeps.folder import MissingRun, SweepFolder
+    from fedstrata.deploy.sweeps.grid import Grid
 
 CONNECT_S: Final = 30.0
-SPEEDS: Final = "speeds.json"  # in a sweep's folder: those of the machines of its simulated runs
 Only = Annotated[
     list[str] | None,
     typer.Option("--only", metavar="AXIS=VALUE", help="Only cells with this value. Repeat it.", show_default=False),
@@ -43,16 +38,19 @@ Only = Annotated[
 Seeds = Annotated[
     int | None, typer.Option("--seeds", min=1, help="Seeds 1 to this, in place of the file's.", show_default=False)
 ]
-SmallForm = Annotated[bool, typer.Option("--small", help="The small form.")]
+SizeOption = Annotated[
+    Literal["small", "reduced", "full"],
+    typer.Option("--size", help="Minutes on digits, the paper's data with fewer rounds, or all of it."),
+]
 
 
-@with_login
+@with_records
 def sweep(
     file: SweepArgument,
     overrides: Overrides = None,
     seeds: Seeds = None,
     only: Only = None,
-    small: SmallForm = False,
+    size: SizeOption = "full",
     dry_run: Annotated[bool, typer.Option(help="List the runs with their digests, and exit.")] = False,
     table: Annotated[bool, typer.Option("--table", help="Print the table of what is finished; run nothing.")] = False,
     runs: Runs = Path("runs"),
@@ -70,12 +68,15 @@ def sweep(
     simulate: Annotated[
         bool, typer.Option("--simulate", help="In virtual time, as `run --simulate`: machines of one calibration.")
     ] = False,
-    accelerator: Annotated[
+    cluster: Annotated[
         str | None,
         typer.Option(
-            help="With --direct or --simulate: cpu, cuda, cuda:N or auto.  [default: cpu]", show_default=False
+            metavar="ADDRESS",
+            help="With --direct or --simulate: on the workers of the Dask cluster whose scheduler is tcp://HOST:8786.",
+            show_default=False,
         ),
     ] = None,
+    accelerator: Accelerator = None,
     broker: Annotated[
         str | None,
         typer.Option(
@@ -94,11 +95,10 @@ def sweep(
         Path | None,
         typer.Option(
             metavar="FOLDER",
-            help="Keep finished runs there as small tables; those kept there count as finished.",
+            help="Keep finished runs there in a table; those kept there count as finished.",
             show_default=False,
         ),
     ] = None,
-    html: Annotated[Path | None, typer.Option(help="Also write a page of HTML.", show_default=False)] = None,
     output: Annotated[
         Literal["table", "csv", "latex", "markdown", "json"],
         typer.Option("--format", help="Format of standard output."),
@@ -112,48 +112,43 @@ def sweep(
     the folder NAME below --runs. Repeated, the command goes on: finished runs are skipped, an interrupted one is
     resumed, a failed one is tried again. Exit code 1: a run failed.
     """
-    from deploy.kits.lab import reach
-    from deploy.local.beforehand import require_torch
-    from deploy.sweeps.folder import SweepFolder
-    from deploy.sweeps.grid import load
+    from fedstrata.deploy.kits.lab import reach
+    from fedstrata.deploy.local.beforehand import require_torch
+    from fedstrata.deploy.sweeps.folder import SweepFolder
+    from fedstrata.deploy.sweeps.grid import load
 
-    staying = broker is not None or lab is not None
-    for wrong, option, problem in (
-        (direct and staying, "--direct", "--direct uses no network: use it or a lab"),
-        (simulate and (direct or staying), "--simulate", "use one of --simulate, --direct and a lab"),
-        (
-            accelerator is not None and not (direct or simulate),
-            "--accelerator",
-            "valid only with --direct or --simulate",
-        ),
-        (staying and jobs not in (None, 1), "--jobs", "a lab has one run at a time"),
-    ):
-        if wrong:
-            raise typer.BadParameter(problem, param_hint=option)
+    staying, here = broker is not None or lab is not None, direct or simulate
+    refuse(direct and staying, "--direct", "--direct uses no network: use it or a lab")
+    refuse(simulate and (direct or staying), "--simulate", "use one of --simulate, --direct and a lab")
+    refuse(accelerator is not None and not here, "--accelerator", "valid only with --direct or --simulate")
+    refuse(staying and jobs not in (None, 1), "--jobs", "a lab has one run at a time")
+    refuse(cluster is not None and not here, "--cluster", "valid only with --direct or --simulate")
+    refuse(cluster is not None and jobs is not None, "--jobs", "a cluster has as many runs at once as its workers")
     with reporting():
-        grid = load(file, small=small, overrides=overrides or (), only=only or (), seeds=seeds)
-        name = f"{grid.stem}-small" if small else grid.stem
-        folder = SweepFolder(runs / name, kept=None if kept is None else kept / name)
+        grid = load(file, size=size, overrides=overrides or (), only=only or (), seeds=seeds)
+        folder = SweepFolder(runs / grid.folder, kept=None if kept is None else kept / grid.folder)
+        folder.check()
         if dry_run:
             _list(grid, folder.finished(grid), as_json=output == "json")
             return
         if table:
-            _print(grid, folder.finished(grid), output, html)
+            _print(grid, folder.finished(grid), output)
             return
-        for one in grid.experiments.values():
+        for one in grid.experiments.values() if cluster is None else ():
             require_torch(one)
-        if html is not None:
-            check_writable(html)
+        folder.check_kept()
         if staying:
             reach(lab or DEFAULT_LAB, None if broker is None else [broker], login).addresses(CLOUD)
-        command = _cloud(broker, lab, connect_timeout, login) if staying else ["run", "--metrics", "127.0.0.1:0"]
+        if cluster is not None:
+            require("distributed")
+        command = _cloud(broker, lab, connect_timeout, login) if staying else ["run"]
+        command += ["--direct"] * direct + ["--simulate", "--workers", "1"] * simulate
+        command += [] if staying or here else ["--metrics", "127.0.0.1:0"]
         with folder.held():
             folder.name_cells(grid)
             folder.keep(grid)
-            failed = _run(
-                grid, folder, command=None if direct else command, simulate=simulate, jobs=jobs, accelerator=accelerator
-            )
-        _print(grid, folder.finished(grid), output, html)
+            failed = _run(grid, folder, command, jobs=jobs, accelerator=accelerator, cluster=cluster)
+        _print(grid, folder.finished(grid), output)
     alike: dict[str, list[str]] = {}
     for label, reason in failed.items():
         alike.setdefault(reason, []).append(label)
@@ -167,57 +162,85 @@ def sweep(
 def _run(
     grid: Grid,
     folder: SweepFolder,
+    command: Sequence[str],
     *,
-    command: Sequence[str] | None,
-    simulate: bool,
     jobs: int | None,
     accelerator: str | None,
+    cluster: str | None,
 ) -> Mapping[str, str]:
-    """Run what a sweep lacks, without a network or by a command; return the reasons of failures by label."""
-    from deploy.sweeps.running import JOBS_STAGE, CommandSlot, DirectSlot, SweepProgress, accelerators_of, default_jobs
+    """Run what a sweep lacks, on this host or a cluster; return the reasons of failures by label."""
+    from fedstrata.deploy.sweeps.execution import RunCommand, RunOrder, WorkerProcess, unpack
+    from fedstrata.deploy.sweeps.running import HostExecutor, RunExecutor, SweepProgress, run_jobs
 
+    direct, simulate = "--direct" in command, "--simulate" in command
     finished = folder.finished(grid)
-    missing = folder.missing(grid, finished, direct=command is None, simulated=simulate)
+    missing = folder.missing(grid, finished, direct=direct, simulated=simulate)
     logs.write_line(f"{len(finished)} of {len(grid.experiments)} runs are finished, in {folder.path}")
     if not missing:
         return {}
-    missing, lacking = _with_data(missing)
-    if simulate:
-        jobs = jobs or len(os.sched_getaffinity(0))
-        command = _simulated(folder, missing, accelerator)
-    with tempfile.TemporaryDirectory(prefix="fedstrata-sweep-") as home:
-        slots: list[Slot]
-        if command is None:
-            warn_of_direct(grid.experiments.values())
-            there = accelerators_of(accelerator or "cpu")
-            if jobs is None:
-                with stages(1) as begin:
-                    begin(JOBS_STAGE)
-                    jobs = default_jobs([job.experiment for job in missing], there)
-            count = min(jobs, len(missing))
-            slots = [DirectSlot(folder.path, there[i % len(there)]) for i in range(count)]
-        else:
-            count = min(jobs or 1, len(missing))
-            slots = [CommandSlot(command, folder.path, Path(home), i) for i in range(count)]
-        progress = SweepProgress(len(grid.experiments), finished, jobs=count)
-        try:
-            with progress.shown(missing):
-                asyncio.run(_run_slots(missing, slots, progress, keep=partial(folder.keep, grid)))
-        except asyncio.CancelledError:
-            logs.write_line("\nrepeat the command to go on")
-            raise
+    lacking: dict[str, str] = {}
+    if cluster is None:
+        missing, lacking = _with_data(missing)
+    if direct:
+        warn_of_direct(grid.experiments.values())
+    speeds = _speeds(folder, missing) if simulate else ""
+    words = [*logs.options(), *command]
+
+    def order(job: MissingRun, on: str) -> RunOrder:
+        return RunOrder(job.experiment.to_json(), words, folder.path.resolve(), on, speeds)
+
+    executor: RunExecutor
+    if cluster is None:
+        there = _accelerators(missing, direct=direct, simulate=simulate, jobs=jobs, accelerator=accelerator)
+        executor, at_once = HostExecutor(order, there, WorkerProcess if direct else RunCommand), len(there)
+    else:
+        from fedstrata.deploy.sweeps.cluster import ClusterExecutor
+
+        executor = ClusterExecutor(cluster, partial(order, on=accelerator or ""), folder.mark)
+        at_once = max(1, executor.at_once)
+    progress = SweepProgress(len(grid.experiments), finished, jobs=at_once)
+
+    def take(packed: bytes) -> None:
+        if packed:
+            with writing(folder.path):
+                unpack(packed, folder.path)
+        folder.keep(grid)
+
+    try:
+        with progress.shown(missing):
+            run_jobs(missing, executor, progress, take=take)
+    except KeyboardInterrupt:
+        logs.write_line("\nrepeat the command to go on")
+        raise
     return progress.failed | lacking
 
 
-def _simulated(folder: SweepFolder, missing: Sequence[MissingRun], accelerator: str | None) -> list[str]:
-    """Measure the machines once for all runs, now and later; return the command of a run in virtual time."""
-    from deploy.planning.simulated_run import STAGES, keep_speeds
+def _accelerators(
+    missing: Sequence[MissingRun], *, direct: bool, simulate: bool, jobs: int | None, accelerator: str | None
+) -> list[str]:
+    """Return the accelerator of each run at once on this host, "" where its command is to choose."""
+    from fedstrata.deploy.sweeps.running import JOBS_STAGE, accelerators_of, default_jobs
+
+    if not direct:
+        count = jobs or (len(os.sched_getaffinity(0)) if simulate else 1)
+        return [accelerator or ""] * min(count, len(missing))
+    there = accelerators_of(accelerator or "cpu")
+    if jobs is None:
+        with stages(1) as begin:
+            begin(JOBS_STAGE)
+            jobs = default_jobs([job.experiment for job in missing], there)
+    return [there[i % len(there)] for i in range(min(jobs, len(missing)))]
+
+
+def _speeds(folder: SweepFolder, missing: Sequence[MissingRun]) -> str:
+    """Measure this machine once for all simulated runs, now and later; return the text of the speeds."""
+    from fedstrata.deploy.planning.simulated_run import STAGES, keep_speeds
+    from fedstrata.deploy.sweeps.execution import SPEEDS
 
     speeds = folder.path / SPEEDS
     with stages(STAGES) as begin:
         keep_speeds(speeds, [job.experiment for job in missing], begin)
-    on = ["--accelerator", accelerator] if accelerator else []
-    return ["run", "--simulate", "--workers", "1", "--speeds", str(speeds), *on]
+    return speeds.read_text(encoding="utf-8")
 
 
 def _with_data(missing: Sequence[MissingRun]) -> tuple[list[MissingRun], dict[str, str]]:
@@ -225,7 +248,7 @@ def _with_data(missing: Sequence[MissingRun]) -> tuple[list[MissingRun], dict[st
 
     Raises InvalidExperiment if none remains.
     """
-    from common.learning.readers.builtin import check_files
+    from fedstrata.common.learning.readers.builtin import check_files
 
     there: list[MissingRun] = []
     lacking: dict[str, list[MissingRun]] = {}
@@ -238,25 +261,12 @@ def _with_data(missing: Sequence[MissingRun]) -> tuple[list[MissingRun], dict[st
             if len(lacking) == 1 and len(lacking[str(error)]) == len(missing):
                 raise
     for reason, jobs in lacking.items():
-        logs.write_line(f"left out: {len(jobs)} runs: {reason}", level=logging.WARNING)
+        logs.write_line(f"left out: {counted(len(jobs), 'runs')}: {reason}", level=logging.WARNING)
     if not there:
         names = " ".join(sorted({job.experiment.data.dataset for job in missing}))
         remedy = f"`fedstrata data check {names}` lists the files."
         raise InvalidExperiment("data.dataset", names, "none of them is on this host", remedy)
     return there, {job.label: reason for reason, jobs in lacking.items() for job in jobs}
-
-
-async def _run_slots(
-    missing: Sequence[MissingRun], slots: Sequence[Slot], progress: SweepProgress, *, keep: Callable[[], None]
-) -> None:
-    """Run the jobs. The ending signals end them."""
-    from deploy.sweeps.running import run_jobs
-
-    task, loop = asyncio.current_task(), asyncio.get_running_loop()
-    assert task is not None
-    for number in ending_signals():
-        loop.add_signal_handler(number, task.cancel)
-    await run_jobs(missing, slots, progress, keep=keep)
 
 
 def _cloud(broker: str | None, lab: str | None, connect_timeout_s: float, login: Login) -> list[str]:
@@ -268,8 +278,8 @@ def _cloud(broker: str | None, lab: str | None, connect_timeout_s: float, login:
 
 def _list(grid: Grid, finished: Mapping[str, Run], *, as_json: bool) -> None:
     """Print the runs of a sweep."""
-    from common.experiment.data import is_there
-    from deploy.console.tabular import Cell, Column, Table
+    from fedstrata.common.experiment.data import is_there
+    from fedstrata.deploy.console.tabular import Cell, Column, Table
 
     lacking = {one.data.dataset for one in grid.experiments.values() if not is_there(one.data)}
     rows = [
@@ -287,10 +297,12 @@ def _list(grid: Grid, finished: Mapping[str, Run], *, as_json: bool) -> None:
     cells: list[list[Cell]] = [
         [*cell.values.values(), seed, one.rounds, one.digest, state] for cell, seed, one, state in rows
     ]
-    typer.echo(Table("runs", grid.title, columns, cells).aligned(), nl=False)
+    typer.echo(Table("runs", grid.title, columns, cells).on_terminal(), nl=False)
     rounds = sum(one.rounds for one in grid.experiments.values())
     left = len(grid.experiments) - len(finished)
-    typer.echo(f"{len(grid.cells)} cells, {len(grid.experiments)} runs, {rounds} global rounds; {left} runs missing")
+    counts = {"cells": len(grid.cells), "runs": len(grid.experiments), "global rounds": rounds}
+    known = ", ".join(counted(count, what) for what, count in counts.items())
+    typer.echo(f"{known}; {counted(left, 'runs')} missing")
     if lacking:
         names = " ".join(sorted(lacking))
         typer.echo(f"no data on this host for {names}; `fedstrata data check {names}` lists the files")
@@ -302,13 +314,8 @@ def _state(experiment: Experiment, finished: Mapping[str, Run], lacking: Collect
     return "no data" if experiment.data.dataset in lacking else "missing"
 
 
-def _print(grid: Grid, finished: Mapping[str, Run], output: str, html: Path | None) -> None:
-    from deploy.sweeps.output import page_of, written
-    from deploy.sweeps.results import SweepResults
+def _print(grid: Grid, finished: Mapping[str, Run], output: str) -> None:
+    from fedstrata.deploy.sweeps.output import written
+    from fedstrata.deploy.sweeps.results import SweepResults
 
-    results = SweepResults(grid, finished)
-    if html is not None:
-        with writing(html):
-            html.parent.mkdir(parents=True, exist_ok=True)
-            html.write_text(page_of(results).html(grid.title), encoding="utf-8")
-    typer.echo(written(results, output), nl=False)
+    typer.echo(written(SweepResults(grid, finished), output), nl=False)

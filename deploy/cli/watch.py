@@ -8,13 +8,13 @@ from typing import Annotated, Literal
 
 import typer
 
-from common.protocol.topics import DEFAULT_LAB
-from deploy.console import logs
-from deploy.console.login import OPERATOR, Login, with_login
-from deploy.console.options import ConnectTimeout, LabOrFile, run_connected
+from fedstrata.common.protocol.topics import DEFAULT_LAB
+from fedstrata.deploy.console import logs
+from fedstrata.deploy.console.login import OPERATOR, Login
+from fedstrata.deploy.console.options import ConnectTimeout, LabOrFile, run_connected, with_records
 
 
-@with_login
+@with_records
 def watch(
     broker: Annotated[
         list[str] | None,
@@ -35,7 +35,7 @@ def watch(
         bool | None,
         typer.Option(
             help=(
-                "Show devices one by one (with --once all of them), or only counts.  "
+                "Show devices one by one (with --once all that records name), or only counts.  "
                 "[default: as many as the terminal has room for, lost and slow ones first]"
             ),
             show_default=False,
@@ -53,17 +53,17 @@ def watch(
 ) -> None:
     """Watch a run: presence, rounds, accuracy, transfers, training progress and bytes.
 
-    `watch` subscribes to the nodes' presence, and asks the parents for their status. While somebody asks, each of them
-    publishes one record a second; nothing else is sent, and no model is received.
+    `watch` asks the parents for their status, and shows each node as its parent reports it. While somebody asks, each
+    parent publishes one record a second; nothing else is sent, and no model is received.
 
-    A preparing node is shown with the nodes that it waits for. A `?` after a state means that the broker retained it
-    and the node has sent nothing since `watch` started. A cloud that hangs is shown with the age of its last record.
+    A preparing node is shown with the nodes that it waits for. A cloud that hangs is shown with the age of its last
+    record. A `?` after its state means that the broker retained it and the cloud has sent nothing since.
 
     It ends with the run. Exit codes: 0 finished, 1 failed, 5 the cloud was absent for transfer.idle_s.
     """
-    from deploy.kits.lab import reach
-    from deploy.watching.follower import Follower
-    from deploy.watching.screens import look, screen_for
+    from fedstrata.deploy.kits.lab import reach
+    from fedstrata.deploy.watching.follower import Follower
+    from fedstrata.deploy.watching.screens import look, screen_for
 
     async def follow() -> None:
         reached = reach(lab, broker, login)

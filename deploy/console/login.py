@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
-from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from common.errors import InvalidExperiment
-from common.host.files import private, private_folder, read_text
-from deploy.console import logs
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.host.files import private, private_folder, read_text
+from fedstrata.deploy.console import logs
 
 if TYPE_CHECKING:
-    from common.net.address import BrokerAddress
-    from common.net.tls import Tls
+    from fedstrata.common.net.address import BrokerAddress
+    from fedstrata.common.net.tls import Tls
 
 OPERATOR: Final = "operator"  # the name of commands that are no node: watch, lab status, doctor
 METRICS_NAME: Final = "metrics"  # the name of the certificate with which all roles of a machine serve /metrics
@@ -78,7 +76,7 @@ class Login:
 
         Raises InvalidExperiment.
         """
-        from common.net import address, tls
+        from fedstrata.common.net import address, tls
 
         secure = self.tls_of(node)
         try:
@@ -96,7 +94,7 @@ class Login:
         """Return the TLS files of a node, after reading them once; None without TLS. Raises InvalidExperiment."""
         if not (self.tls or self.tls_ca or self.tls_cert or self.tls_key or self.tls_crl):
             return None
-        from common.net.tls import Tls
+        from fedstrata.common.net.tls import Tls
 
         own, key = (path and path.replace(NODE, node) for path in (self.tls_cert, self.tls_key))
         if key and not own:
@@ -154,7 +152,7 @@ def kept_login(port: int, login: tuple[str, str]) -> Iterator[None]:
 
 def local_login(host: str, port: int) -> tuple[str, str] | None:
     """Return the login of a broker of this machine that a run of this user started, None if there is none."""
-    from common.net.address import is_loopback
+    from fedstrata.common.net.address import is_loopback
 
     if not is_loopback(host) or not _login_file(port).exists():
         return None
@@ -171,9 +169,9 @@ def _login_file(port: int) -> Path:
     return Path(LOGINS.format(uid=os.geteuid())) / str(port)
 
 
-def warn_of_end(broker: BrokerAddress) -> None:
-    """Report a certificate of ours that ends soon, on standard error."""
-    from common.net.tls import SOON_S
+def report_certificates(broker: BrokerAddress) -> None:
+    """Report a certificate of ours that ends soon, and that no list of revoked ones is checked, on standard error."""
+    from fedstrata.common.net.tls import SOON_S
 
     ends_at = broker.tls.ends_at() if broker.tls is not None else None
     if broker.tls is not None and ends_at is not None and ends_at < time.time() + SOON_S:
@@ -182,24 +180,5 @@ def warn_of_end(broker: BrokerAddress) -> None:
             left = f"ends in {(ends_at - time.time()) / 86_400:.0f} days"
         remedy = "Renew it: `fedstrata provision`, then install the kits again"
         logs.write_line(f"certificate {broker.tls.certificate} {left}. {remedy}", level=logging.WARNING)
-
-
-def with_login(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of `Login` in place of its parameter `login`."""
-    signature = inspect.signature(command, eval_str=True)
-    kinds = get_type_hints(Login, include_extras=True)
-    options = [
-        inspect.Parameter(each.name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=kinds[each.name])
-        for each in fields(Login)
-    ]
-    own = [each for name, each in signature.parameters.items() if name != "login"]
-    every = [*(each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own), *options]
-
-    @wraps(command)
-    def with_options(**given: Any) -> None:
-        login = Login(**{each.name: given.pop(each.name) for each in options})
-        command(**given, login=login)
-
-    with_options.__signature__ = signature.replace(parameters=every)  # type: ignore[attr-defined]
-    with_options.__annotations__ = {each.name: each.annotation for each in every}
-    return with_options
+    if broker.tls is not None and broker.tls.revoked is None:
+        logs.write_line(f"broker {broker}: a revoked certificate is accepted, as no --tls-crl is given")

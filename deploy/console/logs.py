@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, TextIO, TypeAlias
 
-from common.text import escaped
+from fedstrata.common.text import NOTE, escaped
 
 PLAIN: Final = "%(asctime)s %(name)s %(levelname)s %(message)s"
 ACTIVITY: Final = "fedstrata.node"  # the logger of what a node does: shown at the default level, without its name
@@ -139,6 +139,12 @@ def last_error(log: Path) -> list[str]:
     if not errors:
         return messages[-1:]
     return [messages[errors[-1]], *takewhile(lambda message: message.startswith(FRAME), messages[errors[-1] + 1 :])]
+
+
+def notes_in(lines: str) -> list[str]:
+    """Return the warnings of training processes in the lines of another process's log, in either format."""
+    messages = [_message_of(line) for line in lines.splitlines() if NOTE in line]
+    return [message[message.index(NOTE) :] for message in messages]
 
 
 def _message_of(line: str) -> str:

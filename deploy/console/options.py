@@ -1,26 +1,33 @@
-"""Options that several commands have, and the event loop of those that keep a connection open."""
+"""Options that several commands have, records of them, and the event loop of commands that keep a connection open."""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 
-from common.errors import as_known
-from common.experiment.topology import CLOUD
-from common.host.processes import ending_signals
-from common.protocol.topics import check_lab, check_node
-from deploy.console import logs
-from deploy.console.reporting import reporting
-from deploy.console.service import watched
+from fedstrata.common.errors import as_known
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.host.processes import ending_signals
+from fedstrata.common.protocol.topics import check_lab, check_node
+from fedstrata.deploy.console import logs
+from fedstrata.deploy.console.reporting import reporting
+from fedstrata.deploy.console.service import watched
 
 Output = Annotated[Literal["table", "json"], typer.Option("--format", help="Standard output: table or JSON lines.")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", help="Override a key: --set training.epochs=2.")]
 Runs = Annotated[Path, typer.Option(help="The folder that contains the runs' folders.", envvar="FEDSTRATA_RUNS")]
+Accelerator = Annotated[
+    str | None,
+    typer.Option(help="With --direct or --simulate: cpu, cuda, cuda:N or auto.  [default: cpu]", show_default=False),
+]
 DataFolder = Annotated[
     str | None,
     typer.Option(
@@ -41,6 +48,38 @@ DataRoot = Annotated[
 ]
 
 
+def with_records(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command, in place of each parameter whose type is a dataclass, the options that are its fields."""
+    signature = inspect.signature(command, eval_str=True)
+    records: dict[str, Any] = {}
+    own = []
+    for name, each in signature.parameters.items():
+        if is_dataclass(each.annotation):
+            records[name] = each.annotation
+        else:
+            own.append(each.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+    for kind in records.values():
+        hints = get_type_hints(kind, include_extras=True)
+        for one in fields(kind):
+            option = inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default)
+            own.append(option.replace(annotation=hints[one.name]))
+
+    @wraps(command)
+    def with_options(**given: Any) -> None:
+        made = {name: kind(**{one.name: given.pop(one.name) for one in fields(kind)}) for name, kind in records.items()}
+        command(**given, **made)
+
+    with_options.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
+    with_options.__annotations__ = {each.name: each.annotation for each in own}
+    return with_options
+
+
+def refuse(wrong: object, option: str, problem: str) -> None:
+    """Refuse an option, or a combination of options, that is wrong. Raises BadParameter."""
+    if wrong:
+        raise typer.BadParameter(problem, param_hint=option)
+
+
 @contextmanager
 def _usage(option: str | None = None) -> Iterator[None]:
     """Turn a ValueError into one of wrong usage."""
@@ -51,6 +90,8 @@ def _usage(option: str | None = None) -> Iterator[None]:
 
 
 def _checked_lab(name: str) -> str:
+    if name.endswith(".toml"):  # as a name it would be a lab that nobody else is in
+        raise typer.BadParameter(f"{name!r} is a lab's file: give the lab's name, which the file has")
     with _usage():
         return check_lab(name)
 
@@ -66,8 +107,7 @@ def checked_nodes(given: str | list[str] | None) -> str | list[str] | None:
 def check_parents(parents: Sequence[str], names: Sequence[str]) -> None:
     """Check the names of parents. Raises BadParameter."""
     for parent in parents:
-        if parent in names:
-            raise typer.BadParameter(f"{parent!r} is its own name", param_hint="--parent")
+        refuse(parent in names, "--parent", f"{parent!r} is its own name")
         if parent != CLOUD:
             with _usage("--parent"):
                 check_node(parent)

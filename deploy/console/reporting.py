@@ -21,10 +21,10 @@ from typing import Any, Final
 import typer
 from typer.core import TyperGroup
 
-from common.errors import MESSAGE_MOST, FedstrataError, InvalidExperiment, bounded
-from common.host.files import failure, is_of_disk
-from common.host.processes import interruptible
-from deploy.console.logs import ERROR, frame_lines, write_line
+from fedstrata.common.errors import MESSAGE_MOST, FedstrataError, InvalidExperiment, bounded, installing
+from fedstrata.common.host.files import failure, is_of_disk
+from fedstrata.common.host.processes import interruptible
+from fedstrata.deploy.console.logs import ERROR, frame_lines, write_line
 
 INTERRUPTED = 130
 # Packages that fedstrata's own extras install.
@@ -33,18 +33,20 @@ EXTRAS: Final[Mapping[str, str]] = {
     "torchvision": "learning",
     "PIL": "learning",
     "matplotlib": "report",
+    "jinja2": "report",
     "cryptography": "provision",
     "scipy": "methods",
     "tensorboardX": "tensorboard",
     "mlflow": "mlflow",
     "wandb": "wandb",
     "pandas": "notebook",
+    "distributed": "cluster",
 }
 
 
 def missing(package: str) -> InvalidExperiment:
     """Return the error of a package of an extra that is not installed."""
-    return InvalidExperiment("package", package, "not installed here", f"pip install 'fedstrata[{EXTRAS[package]}]'.")
+    return InvalidExperiment("package", package, "not installed here", f"{installing(EXTRAS[package])}.")
 
 
 def require(package: str) -> None:
@@ -119,6 +121,7 @@ USAGE: Final = 2
 OF_ALL: Final = ("--log-level", "--log-format")  # options of all commands
 _USAGE_ERROR: Final[type[Exception]] = typer.BadParameter.__mro__[1]  # typer bundles its own click
 _NO_COMMAND: Final = re.compile(r"No such command '(.*?)'")
+_EXTRA: Final = re.compile(r"unexpected extra argument.*? \((\S+?)[ )]")
 _CHOICES: Final = re.compile(r"'([^']*)' is not one of (.*?)\.?$")
 _REMEDIES: Final[Mapping[str, str]] = {"--target": "Write a fraction: 0.9 for 90 %."}
 
@@ -129,12 +132,35 @@ class Commands(TyperGroup):
     def make_context(self, info_name: str | None, args: list[str], *arguments: Any, **keywords: Any) -> Any:
         """Parse the options of all commands, which may also be behind the command."""
         with _explained(), reporting():
+            _check_empty(args)
             return super().make_context(info_name, _those_of_all_first(args), *arguments, **keywords)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands by group."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        longest = max(map(len, self.commands))
+        for name, command in self.commands.items():
+            row = name.ljust(longest), command.get_short_help_str(formatter.width - 6 - longest)
+            groups.setdefault(getattr(command, "rich_help_panel", ""), []).append(row)
+        for title, rows in groups.items():
+            with formatter.section(title):
+                formatter.write_dl(rows)
 
     def invoke(self, ctx: Any) -> Any:
         """Parse the command and its options, and run it."""
         with _explained(), reporting():
             return super().invoke(ctx)
+
+
+def _check_empty(arguments: list[str]) -> None:
+    """Refuse an empty value, as of a variable of the shell that is not set: a path would be the current folder."""
+    before = ""
+    for word in arguments:
+        name, equals, value = word.partition("=")
+        if not word or (name.startswith("--") and equals and not value):
+            named = name or (before if before.startswith("-") else "")
+            raise typer.BadParameter("an empty value. Write one, or omit it", param_hint=named or "''")
+        before = word
 
 
 def _those_of_all_first(arguments: list[str]) -> list[str]:
@@ -179,12 +205,14 @@ def explain(error: Any) -> str:
         return _sentence(f"{name}: missing. {getattr(error.param, 'help', None) or f'See {path} --help'}")
     if name:
         return _sentence(name + _problem(error, name))
-    return f"{error.message.rstrip('.')}. See {path} --help."
+    extra = _EXTRA.search(error.message)
+    problem = f"{extra[1]!r}: one argument too many" if extra else error.message.rstrip(".")
+    return f"{problem}. See {path} --help."
 
 
 def _unknown(given: str, known: Any, problem: str, *, what: str) -> str:
-    from common.experiment.tables import proposal
-    from deploy.console.shipped import shipped
+    from fedstrata.common.experiment.tables import proposal
+    from fedstrata.deploy.console.shipped import shipped
 
     remedy = proposal(given, list(known), what=what)
     if "run" in known and (given in shipped() or given.endswith(".toml")):
@@ -196,9 +224,9 @@ def _unknown(given: str, known: Any, problem: str, *, what: str) -> str:
 
 def _no_option(given: str, options: list[str], problem: str) -> str:
     """Return the line for an unknown option, which may be the name of a key of the experiment."""
-    from common.experiment.messages import places
-    from common.experiment.schema import Experiment
-    from common.experiment.tables import proposal
+    from fedstrata.common.experiment.messages import places
+    from fedstrata.common.experiment.schema import Experiment
+    from fedstrata.common.experiment.tables import proposal
 
     key = given.strip("-").replace("-", "_")
     keys = places(key, Experiment) if "--set" in options else []
@@ -227,8 +255,8 @@ def _sentence(text: str) -> str:
 
 def _problem(error: Any, name: str) -> str:
     """Return a value, if it is known, and what is wrong with it."""
-    from common.experiment.messages import problem_of
-    from common.experiment.tables import proposal
+    from fedstrata.common.experiment.messages import problem_of
+    from fedstrata.common.experiment.tables import proposal
 
     if choices := _CHOICES.search(error.message):
         known = re.findall(r"'([^']*)'", choices[2])

@@ -12,7 +12,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
-from common.text import escaped
+from fedstrata.common.text import escaped
 
 KIT = "FEDSTRATA_KIT"  # of a service's environment: the digest of its machine's part of the lab's file
 

@@ -8,33 +8,39 @@ from typing import Annotated, Final
 
 import typer
 
-from common.experiment.tables import proposal
+from fedstrata.common.experiment.tables import proposal
 
 HELP: Final = "The experiment: a TOML file, or a name that `fedstrata experiments` lists."
 SWEEP_HELP: Final = "The sweep: a TOML file, or the name of one that fedstrata brings along, such as study/two."
 
 
+def _folder() -> Path:
+    return Path(str(files("fedstrata.deploy") / "experiments")).resolve()
+
+
 def shipped() -> dict[str, Path]:
     """Return the files of the experiments, by name."""
-    folder = Path(str(files("deploy") / "experiments"))
-    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+    return {path.stem: path for path in sorted(_folder().glob("*.toml"))}
 
 
 def shipped_sweeps() -> dict[str, Path]:
     """Return the files of the sweeps, by folder and name: `study/two`."""
-    folder = Path(str(files("deploy") / "experiments"))
-    return {f"{path.parent.name}/{path.stem}": path for path in sorted(folder.glob("*/*.toml"))}
+    return {f"{path.parent.name}/{path.stem}": path for path in sorted(_folder().glob("*/*.toml"))}
+
+
+def file_of(given: Path) -> Path:
+    """Return the file of an experiment's or a sweep's name; a file that is there comes first. Another name stays."""
+    if given.exists() or given.suffix:
+        return given
+    return (shipped() | shipped_sweeps()).get(str(given), given)
 
 
 def _found(given: Path | None) -> Path | None:
-    """Return the file of an experiment's or a sweep's name; a file that is there comes first."""
-    if given is None or given.exists() or given.suffix:
-        return given
-    known = shipped() | shipped_sweeps()
-    if str(given) not in known:
-        remedy = proposal(str(given), known, what="There are")
+    found = None if given is None else file_of(given)
+    if found is not None and not (found.exists() or found.suffix):
+        remedy = proposal(str(given), shipped() | shipped_sweeps(), what="There are")
         raise typer.BadParameter(f"no file and no experiment has the name {str(given)!r}. {remedy}")
-    return known[str(given)]
+    return found
 
 
 ExperimentFile = Annotated[Path, typer.Argument(help=HELP, callback=_found)]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from deploy.console.logs import as_json, write_line
+from fedstrata.deploy.console.logs import as_json, write_line
 
 if TYPE_CHECKING:
     from rich.progress import Progress

@@ -1,4 +1,4 @@
-"""Tables, written as aligned text, CSV, LaTeX (booktabs), Markdown or HTML.
+"""Tables, written as aligned text, CSV, LaTeX (booktabs) or Markdown.
 
 All but CSV round numbers; CSV has them in full.
 """
@@ -7,21 +7,28 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from html import escape
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
 from statistics import mean, stdev
 from typing import Final, TypeAlias
 
-from common.text import escaped
+from fedstrata.common.text import escaped
+from fedstrata.deploy.console.layout import Layout, TableSection, Width, joined, layout_of, wrapped
 
-DENSE, WIDE = 8, 13  # columns of a table beyond which it is printed in small letters, or across a page
-NAME_MOST: Final = 32  # letters of a text without blanks that is not broken into lines
 THIN: Final = "\u202f"  # narrow no-break space between thousands
+COLUMN_PT: Final = 245.0  # of LaTeX: a column of IEEE's and ACM's styles, and some room
+MARKDOWN: Final = Width(100, gap=3, breaks=False)
 _BLANKS: Final = str.maketrans("\t\r\n", "   ")
+_POINTS: Final = dict.fromkeys("ijlt.,:;'()|f[] ", 3.1) | dict.fromkeys("mMWw%±", 8.2) | {THIN: 1.5}
+_UPPER_PT: Final = 6.4
+_LOWER_PT: Final = 4.5
 _LATEX: Final = {
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "#": r"\#", "%": r"\%", "_": r"\_",
     "^": r"\textasciicircum{}", "~": r"\textasciitilde{}", "<": r"\textless{}", ">": r"\textgreater{}",
+    "±": r"$\pm$", "°": r"\textdegree{}", THIN: r"\,", "\N{NO-BREAK SPACE}": "~",
 }  # fmt: skip
 
 
@@ -60,25 +67,52 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of cells under columns. `name` is used for files, `title` for display."""
+    """Rows of cells under columns. `name` is used for files, `title` for display.
+
+    `keys`: the number of the first columns, which name a row: where a table has several sections, each has them.
+    """
 
     name: str
     title: str
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
+    keys: int = 1
 
-    def aligned(self) -> str:
-        """Return lines of text: text columns left-aligned, numbers right-aligned."""
-        lines = [[column.head for column in self.columns], *self._shown(" ± ", "-")]
-        widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-        return "".join(
-            "  ".join(
-                cell.ljust(width) if column.text else cell.rjust(width)
-                for cell, width, column in zip(line, widths, self.columns, strict=True)
-            ).rstrip()
-            + "\n"
-            for line in lines
-        )
+    def aligned(self, most: float = inf) -> str:
+        """Return lines of text of at most this many letters: text columns left-aligned, numbers right-aligned."""
+        layout = self.layout(Width(most))
+        above = [part for line in joined(layout.above, "; ", most) for part in wrapped(line, most)]
+        parts = ["".join(f"{line}\n" for line in above)] if above else []
+        return "\n".join([*parts, *(self._aligned(section) for section in layout.sections)])
+
+    def on_terminal(self) -> str:
+        """Return the same for standard output: as wide as the terminal, of any width elsewhere."""
+        return self.aligned(terminal_width())
+
+    def fits(self, width: Width) -> bool:
+        """Return whether one section suffices."""
+        return len(self.layout(width).sections) == 1
+
+    def layout(self, width: Width) -> Layout:
+        """Return what fits a width."""
+        heads = [column.head for column in self.columns]
+        texts = [column.text for column in self.columns]
+        return layout_of(heads, list(self.shown()), texts, keys=self.keys, width=width)
+
+    def _aligned(self, section: TableSection) -> str:
+        widths = [max(len(line) for cell in column for line in cell) for column in _columns(section)]
+        sides = [self.columns[place].text for place in section.places]
+        lines: list[str] = []
+        for cells, below in ((section.heads, True), *((row, False) for row in section.rows)):
+            tall = max(map(len, cells))
+            for number in range(tall):
+                line = ""
+                for cell, width, text in zip(cells, widths, sides, strict=True):
+                    at = number - (tall - len(cell)) * below
+                    part = cell[at] if 0 <= at < len(cell) else ""
+                    line += (part.ljust(width) if text else part.rjust(width)) + "  "
+                lines.append(line.rstrip() + "\n")
+        return "".join(lines)
 
     def csv(self) -> str:
         """Return CSV with unrounded numbers; a deviation has its own column after the mean."""
@@ -100,55 +134,58 @@ class Table:
         return text.getvalue()
 
     def latex(self) -> str:
-        """Return a `tabular` environment with booktabs rules."""
-        heads = " & ".join(tex(column.head) for column in self.columns)
-        rows = (" & ".join(cells) + r" \\" for cells in self._shown(r" \pm ", "--", _tex_cell))
-        frame = [rf"\begin{{tabular}}{{{''.join('l' if c.text else 'r' for c in self.columns)}}}", r"\toprule"]
-        return "\n".join([*frame, heads + r" \\", r"\midrule", *rows, r"\bottomrule", r"\end{tabular}"]) + "\n"
+        """Return `tabular` environments with booktabs rules, none of them wider than a column of two."""
+        layout = self.layout(LATEX)
+        above = [tex("; ".join(layout.above)) + r"\par"] if layout.above else []
+        parts = [*above, "\\par\\medskip\n".join(self._tabular(section) for section in layout.sections)]
+        return "\n".join([r"{\footnotesize\setlength{\tabcolsep}{3pt}\noindent", *parts, "}"]) + "\n"
+
+    def _tabular(self, section: TableSection) -> str:
+        columns = [self.columns[place] for place in section.places]
+        sides = ["l" if column.text else "r" for column in columns]
+        heads = [_tex_lines([tex(line) for line in head], side, "b")
+                 for head, side in zip(section.heads, sides, strict=True)]  # fmt: skip
+        frame = [rf"\noindent\begin{{tabular}}{{@{{}}{''.join(sides)}@{{}}}}", r"\toprule"]
+        rows = []
+        for line, cells in zip(self.rows, section.rows, strict=True):
+            shown = []
+            for place, cell, side in zip(section.places, cells, sides, strict=True):
+                texts = [_tex_cell(part, line[place]) for part in cell]
+                shown.append(_tex_lines(texts, side, "t"))
+            rows.append(" & ".join(shown) + r" \\")
+        return "\n".join([*frame, " & ".join(heads) + r" \\", r"\midrule", *rows, r"\bottomrule", r"\end{tabular}"])
 
     def markdown(self) -> str:
-        """Return a table of Markdown."""
-        lines = [[column.head for column in self.columns], *self._shown(" ± ", "-")]
-        cells = [[clean(cell).replace("|", "\\|") for cell in line] for line in lines]
-        rule = ["---" if column.text else "---:" for column in self.columns]
-        return "".join(f"| {' | '.join(line)} |\n" for line in [cells[0], rule, *cells[1:]])
+        """Return tables of Markdown."""
+        layout = self.layout(MARKDOWN)
+        above = ["; ".join(map(_markdown, layout.above)) + "\n"] if layout.above else []
+        tables = []
+        for section in layout.sections:
+            rule = ["---" if self.columns[place].text else "---:" for place in section.places]
+            lines = [[_markdown(" ".join(cell)) for cell in line] for line in (section.heads, *section.rows)]
+            tables.append("".join(f"| {' | '.join(line)} |\n" for line in [lines[0], rule, *lines[1:]]))
+        return "\n".join([*above, *tables])
 
-    def html(self, short: Mapping[str, str] | None = None) -> str:
-        """Return a `table` element; the first cell of each row is its header.
-
-        `short`: shorter texts for names of columns and for first cells.
-        """
-        names = short or {}
-        columns = [replace(column, name=names.get(column.name, column.name)) for column in self.columns]
-        heads = "".join(f'<th scope="col"{_side(column)}>{html(column.head)}</th>' for column in columns)
-        lines = []
-        for head, *others in self._shown(" ± ", "-"):
-            cells = [names.get(head, head), *others]
-            first, *rest = zip(cells, self.columns, strict=True)
-            row = f'<th scope="row"{_side(first[1], first[0])}>{html(first[0])}</th>'
-            row += "".join(f"<td{_side(column, cell)}>{html(cell)}</td>" for cell, column in rest)
-            lines.append(f"<tr>{row}</tr>")
-        body = "\n".join(lines)
-        count = len(self.columns)
-        kind = "scroll wide" if count > WIDE else "scroll dense" if count > DENSE else "scroll"
-        return (
-            f'<div class="{kind}" tabindex="0" role="region" aria-label="{html(self.title)}"><table>'
-            f"<caption>{html(self.title)}</caption>\n<thead><tr>{heads}</tr></thead>\n"
-            f"<tbody>\n{body}\n</tbody></table></div>"
-        )
-
-    def _shown(
-        self, between: str, nothing: str, write: Callable[[str, Cell], str] = lambda shown, cell: shown
-    ) -> Iterator[list[str]]:
+    def shown(self) -> Iterator[list[str]]:
+        """Yield the cells of each row as they are displayed."""
         for row in self.rows:
-            cells = zip(row, self.columns, strict=True)
-            yield [write(show(cell, column.digits, between, nothing), cell) for cell, column in cells]
+            yield [show(cell, column.digits) for cell, column in zip(row, self.columns, strict=True)]
 
 
-def show(cell: Cell, digits: int = 1, between: str = " ± ", nothing: str = "-") -> str:
+def terminal_width() -> float:
+    """Return the columns of the terminal that is standard output, infinite if it is none."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else inf
+
+
+def _columns(section: TableSection) -> list[Sequence[Sequence[str]]]:
+    """Return the head and the cells of each column."""
+    return list(zip(section.heads, *section.rows, strict=True))
+
+
+def show(cell: Cell, digits: int = 1) -> str:
     """Return a cell as display text, with `digits` decimals for floats."""
     if cell is None:
-        return nothing
+        return "-"
     if isinstance(cell, str):
         return clean(cell)
     if isinstance(cell, int):
@@ -156,7 +193,7 @@ def show(cell: Cell, digits: int = 1, between: str = " ± ", nothing: str = "-")
     if isinstance(cell, float):
         return f"{cell:,.{digits}f}".replace(",", THIN)
     shown = show(float(cell.mean), digits)
-    return shown if cell.deviation is None else f"{shown}{between}{show(float(cell.deviation), digits)}"
+    return shown if cell.deviation is None else f"{shown} ± {show(float(cell.deviation), digits)}"
 
 
 def age(seconds: float) -> str:
@@ -176,11 +213,6 @@ def size(count: float) -> str:
     return f"{count:.1f} TB"
 
 
-def html(text: str) -> str:
-    """Return text that is safe in HTML, SVG and UTF-8: without markup, control characters or surrogates."""
-    return escape(clean(text))
-
-
 def clean(text: str) -> str:
     """Return text in one line, with control characters, surrogates and bidirectional marks escaped."""
     return escaped(text.translate(_BLANKS))
@@ -191,18 +223,35 @@ def tex(text: str) -> str:
     return "".join(_LATEX.get(letter, letter) for letter in clean(text))
 
 
+def points(text: str) -> float:
+    """Return about the width of a text in LaTeX's \\footnotesize, 8 pt of Computer Modern, in points."""
+    return sum(_POINTS.get(letter, _UPPER_PT if letter.isupper() else _LOWER_PT) for letter in text)
+
+
+LATEX: Final = Width(COLUMN_PT, gap=6.0, measure=points)
+
+
+def _tex_lines(lines: Sequence[str], side: str, place: str) -> str:
+    """Return a cell of one or several lines."""
+    if len(lines) == 1:
+        return lines[0]
+    inside = r" \\ ".join(lines)
+    return rf"\begin{{tabular}}[{place}]{{@{{}}{side}@{{}}}}{inside}\end{{tabular}}"
+
+
 def _tex_cell(shown: str, cell: Cell) -> str:
     if isinstance(cell, str):
         return tex(shown)
-    return shown if cell is None else f"${shown.replace(THIN, chr(92) + ',')}$"
+    if cell is None:
+        return "--"
+    number = shown.replace(THIN, r"\,").replace("±", r"\pm").replace("inf", r"\infty")
+    return f"${number}$"
+
+
+def _markdown(text: str) -> str:
+    return clean(text).replace("|", "\\|")
 
 
 def _plain(column: Column) -> str:
     unit = {"%": "percent"}.get(column.unit, column.unit)
     return "_".join(f"{column.name} {unit}".lower().replace("/", " per ").split())
-
-
-def _side(column: Column, cell: str = "") -> str:
-    if not column.text:
-        return ""
-    return ' class="text name"' if cell and " " not in cell and len(cell) <= NAME_MOST else ' class="text"'

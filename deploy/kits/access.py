@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from common.experiment.topology import CLOUD
-from common.host.energy import EnergySource
-from common.protocol import topics
-from common.protocol.topics import ALL, ROOT
-from deploy.console.login import NODE, OPERATOR
-from deploy.kits.lab import Lab
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.host.energy import EnergySource
+from fedstrata.common.protocol import topics
+from fedstrata.common.protocol.topics import ALL, ROOT
+from fedstrata.deploy.console.login import NODE, OPERATOR
+from fedstrata.deploy.kits.lab import Lab
 
 STATISTICS: Final = "$SYS/broker/#"
 

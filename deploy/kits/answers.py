@@ -8,10 +8,10 @@ from functools import cache
 from importlib.metadata import version
 from typing import Final
 
-from common.host.examination import TORCH
-from common.runtime.roll import Answer
-from deploy.kits.lab import Lab
-from deploy.kits.units import digest
+from fedstrata.common.host.examination import TORCH
+from fedstrata.common.runtime.roll import Answer
+from fedstrata.deploy.kits.lab import Lab
+from fedstrata.deploy.kits.units import digest
 
 CLOCKS_APART_S: Final = 5.0
 

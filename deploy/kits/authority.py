@@ -20,9 +20,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from common.errors import InvalidExperiment
-from common.host.files import write_private
-from deploy.kits.lab import AUTHORITY, REVOKED
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.host.files import write_private
+from fedstrata.deploy.kits.lab import AUTHORITY, REVOKED
 
 AUTHORITY_DAYS: Final = 3650
 CERTIFICATE_DAYS: Final = 397

@@ -2,8 +2,10 @@
 # Install this machine's part of the lab, or renew it.
 #   --remove     stop and remove it
 #   --root DIR   write all files below DIR, and start nothing
+# TORCH=cpu|cuda|own chooses the build of PyTorch (locked/install.sh).
 set -eu
 cd "$(dirname "$0")"
+# shellcheck disable=SC1091 # it is part of the kit
 . ./kit.env
 
 root="" remove=""
@@ -65,19 +67,11 @@ fi
 [ -n "$python" ] || { echo "Python 3.11 or newer with its venv module is needed" >&2; exit 1; }
 
 venv=$root$INSTALL/venv
-pip="$venv/bin/python -m pip install --quiet --disable-pip-version-check"
+export PIP_QUIET=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-if [ -z "${EXTRAS##*learning*}" ] && [ -n "$EXTRAS" ] && ! "$venv/bin/python" -c 'import torch, torchvision' 2>/dev/null; then
-    # PyPI's builds bring CUDA; without an NVIDIA driver the CPU builds of PyTorch's own index are enough.
-    index=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
-    if [ ! -e /proc/driver/nvidia/version ] || [ -n "${TORCH_INDEX:-}" ]; then
-        env -u PIP_FIND_LINKS -u PIP_EXTRA_INDEX_URL PIP_CONFIG_FILE=/dev/null \
-            $pip --retries 0 --timeout 20 --index-url "$index" torch torchvision ||
-            echo "$index cannot be reached: PyTorch as pip finds it elsewhere" >&2
-    fi
-fi
-$pip "./$WHEEL${EXTRAS:+[$EXTRAS]}"
-$pip --force-reinstall --no-deps "./$WHEEL" # a wheel of the same version may be a newer one
+# shellcheck disable=SC2086 # several sets
+sh locked/install.sh "$venv/bin/python" base $EXTRAS
+"$venv/bin/python" -m pip install --force-reinstall --no-deps "./$WHEEL" # of the same version it may be a newer one
 
 install -D -m 644 lab.toml "$root/etc/fedstrata/lab.toml"
 rm -rf "$root/etc/fedstrata/tls"

@@ -12,10 +12,10 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, ValidationError
 
-from common.errors import InvalidExperiment
-from common.experiment.links import LinkSettings, shipped
-from common.experiment.messages import explain
-from common.experiment.tables import (
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.links import LinkSettings, shipped
+from fedstrata.common.experiment.messages import explain
+from fedstrata.common.experiment.tables import (
     AcceleratorName,
     Count,
     Name,
@@ -26,10 +26,10 @@ from common.experiment.tables import (
     proposal,
     read_toml,
 )
-from common.experiment.topology import CLOUD, RESERVED
-from common.net import address, tls
-from common.net.address import BrokerAddress, host_port, parse_hosts
-from deploy.console.login import METRICS_NAME, NODE, OPERATOR, Login
+from fedstrata.common.experiment.topology import CLOUD, RESERVED
+from fedstrata.common.net import address, tls
+from fedstrata.common.net.address import BrokerAddress, host_port, parse_hosts
+from fedstrata.deploy.console.login import METRICS_NAME, NODE, OPERATOR, Login
 
 RANGE: Final = re.compile(r"(.*?)(\d+)\.\.(\d+)")  # device-0..9
 NODES_MOST: Final = 100_000
@@ -43,7 +43,7 @@ User = Annotated[str, form(r"^[a-z_][a-z0-9_-]*$", "a login, for instance pi")]
 Energy = Annotated[
     str,
     form(
-        r"^(auto|none|rapl|nvml|pmic|plug:[A-Za-z0-9][A-Za-z0-9_./:-]*|csv:(/[^/\s\"'\\%$]+)+)$",
+        r"^(auto|none|rapl|nvml|pmic|plug:[A-Za-z0-9][A-Za-z0-9_./:-]*)$",
         "a source of energy, for instance rapl or plug:TOPIC",
     ),
 ]
@@ -220,6 +220,12 @@ class LabAccess:
     login: Login
     lab: Lab | None = None
 
+    def check_node(self, key: str, node: str) -> None:
+        """Raise InvalidExperiment if the lab's file has no node of this name."""
+        if self.lab is not None and node not in (known := [*self.lab.parents, CLOUD, OPERATOR]):
+            problem, remedy = f"no node of the lab {self.name}", proposal(node, known, what="There are")
+            raise InvalidExperiment(key, node, problem, remedy)
+
     def addresses(self, node: str) -> list[BrokerAddress]:
         """Return the brokers with a node's login. Raises InvalidExperiment."""
         return [self.login.address(text, node=node) for text in self.brokers]
@@ -255,9 +261,16 @@ def _kept_login(folder: Path, lab: Lab) -> Login:
     raise InvalidExperiment("--lab", str(folder), "there are no certificates beside the lab's file", remedy)
 
 
+REMEDY: Final = "Name a lab's TOML file."
+
+
 def load(path: Path) -> Lab:
     """Return the lab of a TOML file. Raises InvalidExperiment."""
-    return parse(read_toml("lab", path, remedy="Name a lab's TOML file."))
+    tree = read_toml("lab", path, remedy=REMEDY)
+    if "machines" not in tree and not tree.keys() <= Lab.model_fields.keys():
+        what = "a sweep" if "axes" in tree else "an experiment"
+        raise InvalidExperiment("lab", str(path), f"{what}: it has no [machines]", REMEDY)
+    return parse(tree)
 
 
 def parse(tree: dict[str, Any]) -> Lab:

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+from zipfile import BadZipFile, ZipFile
 
-from common.errors import InvalidExperiment
-from common.host.files import write_private
-from common.metrics_server import SERVER_NAME
-from common.net.address import parse_hosts
-from deploy.console.login import METRICS_NAME
-from deploy.kits import access, units
-from deploy.kits.lab import AUTHORITY, HERE, KEPT_TLS, REVOKED, Lab, authority_of
+from fedstrata.common.errors import InvalidExperiment, installing
+from fedstrata.common.host.files import write_private
+from fedstrata.common.metrics_server import SERVER_NAME
+from fedstrata.common.net.address import parse_hosts
+from fedstrata.deploy.console.login import METRICS_NAME
+from fedstrata.deploy.kits import access, units
+from fedstrata.deploy.kits.lab import AUTHORITY, HERE, KEPT_TLS, REVOKED, Lab, authority_of
 
 if TYPE_CHECKING:
-    from deploy.kits.authority import Authority
+    from fedstrata.deploy.kits.authority import Authority
 
 LAB_FILE: Final = "lab.toml"
 PLAYBOOK: Final = "install.yml"
 INVENTORY: Final = "hosts.ini"
 INSTALLER: Final = "install.sh"
+LOCKED: Final = "locked"  # the folder of exact versions, in a wheel and in a kit
 
 
 def find_wheel(given: Path | None, folder: Path = Path("dist")) -> Path:
@@ -54,12 +56,13 @@ def provision(lab: Lab, source: Path, *, wheel: Path, out: Path, authority: Path
     for kit in kits:
         if kit.exists() and not (kit / INSTALLER).is_file():
             raise InvalidExperiment("--out", str(kit), "exists and is no kit", "Name another folder.")
+    locked = _locked_of(wheel)
     signer = _authority(lab, authority or authority_of(lab, source)) if lab.tls else None
     try:
         for machine, kit in zip(lab.machines, kits, strict=True):
             shutil.rmtree(kit, ignore_errors=True)
             kit.mkdir(parents=True, mode=0o700)
-            _write_kit(lab, machine, source, wheel, kit)
+            _write_kit(lab, machine, source, wheel, locked, kit)
             if signer is not None:
                 _write_certificates(lab, machine, signer, kit / KEPT_TLS)
         for name, broker in lab.brokers.items():
@@ -70,7 +73,7 @@ def provision(lab: Lab, source: Path, *, wheel: Path, out: Path, authority: Path
                 write_private(out / f"{name}.crt", own.certificate)
                 write_private(out / f"{name}.key", own.key)
         (out / INVENTORY).write_text(_inventory(lab), encoding="utf-8")
-        shutil.copyfile(str(files("deploy.kits") / PLAYBOOK), out / PLAYBOOK)
+        shutil.copyfile(str(files("fedstrata.deploy.kits") / PLAYBOOK), out / PLAYBOOK)
     except OSError as error:
         raise InvalidExperiment("--out", str(out), error.strerror or str(error), "Name a writable folder.") from None
     return kits
@@ -82,20 +85,39 @@ def revoke_certificates(lab: Lab, source: Path, names: Sequence[str], *, authori
         raise InvalidExperiment("--revoke", names[0], "this lab has no certificates: tls = false", "Omit it.")
     folder = authority or authority_of(lab, source)
     _authority(lab, folder).revoke(names)
-    brokers = {f"broker-{name}" for name in lab.brokers}
-    refusing = [
-        name
-        for name, machine in lab.machines.items()
-        if lab.brokers_of(name) or machine.metrics or machine.cloud or (brokers & set(names) and lab.nodes_of(name))
-    ]
     renewed = [name for name in lab.machines if not set(names).isdisjoint(_issued_to(lab, name))]
-    text = f"revoked: {', '.join(names)}. Install these kits again: {', '.join(dict.fromkeys([*refusing, *renewed]))}. "
-    text += f"The old certificates are accepted until then by {', '.join(refusing)}"
-    if there := [name for name, each in lab.brokers.items() if each.addresses is not None]:
-        text += f". Give {folder / REVOKED} to broker {', '.join(there)}"
-        if new := [name for name in there if f"broker-{name}" in names]:
-            text += f", and its new certificate and key to {', '.join(new)}"
+    urgent = _refusing(lab, names)
+    later = [name for name, own in lab.machines.items() if own.metrics or own.cloud]
+    later = [name for name in dict.fromkeys([*later, *renewed]) if name not in urgent]
+    steps = []
+    given = [name for name, each in lab.brokers.items() if each.addresses is not None]
+    if given:
+        steps.append(f"give {folder / REVOKED} to broker {', '.join(given)}")
+    if urgent:
+        steps.append(f"install these kits: {', '.join(urgent)}")
+    text = (
+        f"revoked: {', '.join(names)}. First, as the old certificates are accepted until then: {', and '.join(steps)}"
+    )
+    if later:
+        text += f". Then install these kits: {', '.join(later)}"
+    if new := [name for name in given if f"broker-{name}" in names]:
+        text += f". Give its new certificate and key to {', '.join(new)}"
     return text
+
+
+def _refusing(lab: Lab, names: Sequence[str]) -> list[str]:
+    """Return the machines on which somebody is to refuse revoked certificates.
+
+    A node's are refused by brokers, a broker's by nodes.
+    """
+    brokers = {f"broker-{name}" for name in lab.brokers}
+    found = []
+    for name in lab.machines:
+        refuses_nodes = not brokers.issuperset(names) and lab.brokers_of(name)
+        refuses_brokers = not brokers.isdisjoint(names) and lab.nodes_of(name)
+        if refuses_nodes or refuses_brokers:
+            found.append(name)
+    return found
 
 
 def login(lab: Lab, machine: str) -> str:
@@ -104,7 +126,7 @@ def login(lab: Lab, machine: str) -> str:
     return f"{own.user}@{own.address}" if own.user else own.address
 
 
-def _write_kit(lab: Lab, machine: str, source: Path, wheel: Path, kit: Path) -> None:
+def _write_kit(lab: Lab, machine: str, source: Path, wheel: Path, locked: Mapping[str, bytes], kit: Path) -> None:
     own, found = lab.machines[machine], units.services(lab, machine)
     files_of = {f"fedstrata-{each.name}.service": units.unit(lab, machine, each) for each in found}
     (kit / "units").mkdir()
@@ -115,24 +137,44 @@ def _write_kit(lab: Lab, machine: str, source: Path, wheel: Path, kit: Path) -> 
         "MACHINE": machine,
         "INSTALL": lab.install,
         "WHEEL": wheel.name,
-        "EXTRAS": ",".join(sorted(extras)),
+        "EXTRAS": " ".join(sorted(extras)),
         "UNITS": " ".join(files_of),
         "MOSQUITTO": "yes" if lab.brokers_of(machine) else "no",
     }
     lines = [f"{name}={shlex.quote(value)}\n" for name, value in facts.items()]
     (kit / "kit.env").write_text("".join(lines), encoding="utf-8")
     (kit / "README.md").write_text(_readme(lab, machine, found), encoding="utf-8")
+    (kit / LOCKED).mkdir()
+    for name, content in locked.items():
+        (kit / LOCKED / name).write_bytes(content)
     shutil.copyfile(source, kit / LAB_FILE)
     shutil.copyfile(wheel, kit / wheel.name)
-    shutil.copyfile(str(files("deploy.kits") / INSTALLER), kit / INSTALLER)
+    shutil.copyfile(str(files("fedstrata.deploy.kits") / INSTALLER), kit / INSTALLER)
     (kit / INSTALLER).chmod(0o755)
+
+
+def _locked_of(wheel: Path) -> dict[str, bytes]:
+    """Return the files of exact versions of the packages that a wheel was tested with. Raises InvalidExperiment."""
+    found = {}
+    try:
+        with ZipFile(wheel) as archive:
+            for name in archive.namelist():
+                if name.startswith(f"deploy/{LOCKED}/"):
+                    found[name.rpartition("/")[2]] = archive.read(name)
+    except (OSError, BadZipFile) as error:
+        remedy = "Build one with `make wheel`."
+        raise InvalidExperiment("--wheel", str(wheel), f"cannot be read: {error}", remedy) from None
+    if INSTALLER not in found:
+        problem = "a release without exact versions of its packages"
+        raise InvalidExperiment("--wheel", str(wheel), problem, "Give a later release, or build one with `make wheel`.")
+    return found
 
 
 def _authority(lab: Lab, folder: Path) -> Authority:
     try:
-        from deploy.kits.authority import Authority
+        from fedstrata.deploy.kits.authority import Authority
     except ModuleNotFoundError:
-        remedy = "pip install 'fedstrata[provision]', or set tls = false."
+        remedy = f"{installing('provision')}, or set tls = false."
         raise InvalidExperiment("tls", True, "certificates need the package cryptography", remedy) from None
     return Authority.open(folder, name=lab.name)
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Final
 
-from deploy.console.login import NODE
-from deploy.console.service import KIT
-from deploy.kits.lab import Lab
+from fedstrata.deploy.console.login import NODE
+from fedstrata.deploy.console.service import KIT
+from fedstrata.deploy.kits.lab import Lab
 
 STATE: Final = "/var/lib/fedstrata"
 LOGIN: Final = "/etc/fedstrata/login.env"

@@ -18,11 +18,11 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from common.errors import InvalidExperiment
-from common.experiment.links import LinkSettings, Profile, shipped
-from common.experiment.messages import explain
-from common.experiment.tables import named
-from deploy.links.kernel import (
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.links import LinkSettings, Profile, shipped
+from fedstrata.common.experiment.messages import explain
+from fedstrata.common.experiment.tables import named
+from fedstrata.deploy.links.kernel import (
     FRAME_BYTES,
     LOOPBACK,
     CommandRefused,

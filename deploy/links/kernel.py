@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Any, Final, TypeAlias
 
-from common.errors import InvalidExperiment
+from fedstrata.common.errors import InvalidExperiment
 
 
 class CommandRefused(Exception):

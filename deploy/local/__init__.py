@@ -1,1 +1,1 @@
-"""A whole lab on this machine: as processes, in network namespaces, or without a network in one process."""
+"""A whole lab on this machine: as processes, or without a network in one process."""

@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 
 import typer
 
-from common.errors import FedstrataError, as_known
-from deploy.console import logs
-from deploy.console.reporting import report
+from fedstrata.common.errors import FedstrataError, as_known
+from fedstrata.deploy.console import logs
+from fedstrata.deploy.console.reporting import report
 
 Agent: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
 

@@ -10,17 +10,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from cloud.evaluator import needs_process
-from common.errors import InvalidExperiment, StorageFailed
-from common.experiment import own
-from common.experiment.data import check_fits
-from common.experiment.methods import RuleSettings
-from common.experiment.own import OwnSettings, is_own
-from common.experiment.schema import Experiment
-from common.experiment.tables import SettingsTable
-from common.experiment.tiers import Tier
-from common.experiment.topology import CLOUD
-from deploy.console.reporting import EXTRAS, require
+from fedstrata.cloud.evaluator import needs_process
+from fedstrata.common.errors import InvalidExperiment, StorageFailed, installing
+from fedstrata.common.experiment import own
+from fedstrata.common.experiment.data import check_fits
+from fedstrata.common.experiment.methods import RuleSettings
+from fedstrata.common.experiment.own import OwnSettings, is_own
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.tables import SettingsTable
+from fedstrata.common.experiment.tiers import Tier
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.deploy.console.reporting import EXTRAS, require
 
 FILES_BESIDE: Final = 100  # of a process, beside its connections
 DATA: Final = "FEDSTRATA_DATA"  # the folder of data sets of a host's institutions and devices
@@ -43,15 +43,6 @@ def check_lab(experiment: Experiment, runs: Path | None, *, direct: bool) -> Non
         require("PIL")
     here = experiment if direct else experiment.with_data_root(os.environ.get(DATA) or experiment.data.root)
     _check_data(here, tree.devices if "{node}" in here.data.root else tree.devices[:1])
-
-
-def check_replayed(experiment: Experiment) -> None:
-    """Check that links on real hosts have no traces that the kernel would have to replay. Raises InvalidExperiment."""
-    traced = [node for node in experiment.tree.nodes if experiment.link(node).trace is not None]
-    if traced and experiment.links.enforce == "kernel":
-        problem = f"{traced[0]}'s link has a trace, and `fedstrata links apply` sets fixed rates"
-        remedy = 'Use links.enforce = "bucket", and `fedstrata links clear` on the hosts, or `fedstrata run --netns`.'
-        raise InvalidExperiment("links.enforce", "kernel", problem, remedy)
 
 
 def allow_connections(nodes: int) -> None:
@@ -90,10 +81,14 @@ def check_code(experiment: Experiment) -> None:
     _check_learned(experiment)
     for tier in experiment.tiers:
         _check_tier(experiment, tier)
-    for key, name in experiment.training.trainer.code.items():
-        _check_name(key, name, experiment.training.trainer)
-    _check_name("training.loss", experiment.training.loss)
-    _check_name("training.objective.name", experiment.training.objective.name, experiment.training.objective)
+    training = experiment.training
+    if training.trainer.folder:
+        own.look_in(training.trainer.folder)
+    for key, name in training.trainer.code.items():
+        _check_name(key, name, training.trainer)
+    _check_name("training.loss", training.loss)
+    _check_name("training.objective.name", training.objective.name, training.objective)
+    _check_name("training.augmentation.name", training.augmentation.name, training.augmentation)
 
 
 def _check_learned(experiment: Experiment) -> None:
@@ -128,7 +123,7 @@ def check_folder(runs: Path) -> None:
 def _check_packages(key: str, rule: RuleSettings) -> None:
     for package in rule.packages:
         if find_spec(package) is None:
-            problem, remedy = f"needs {package}, not installed here", f"pip install 'fedstrata[{EXTRAS[package]}]'."
+            problem, remedy = f"needs {package}, not installed here", f"{installing(EXTRAS[package])}."
             raise InvalidExperiment(f"{key}.aggregation.name", rule.name, problem, remedy)
 
 
@@ -136,15 +131,16 @@ def _check_name(key: str, name: str, settings: SettingsTable | None = None) -> N
     """Import own code that a key names, and build what takes its keywords from its settings alone."""
     if not is_own(name):
         return
-    found = own.load(key, name)
-    if isinstance(settings, OwnSettings) or not callable(found):
-        own.call(key, name, found, settings.keywords if isinstance(settings, OwnSettings) else {})
+    if isinstance(settings, OwnSettings):
+        settings.made(key)
+    else:
+        own.code(key, name)
 
 
 def _check_data(experiment: Experiment, nodes: Iterable[str]) -> None:
     if is_own(experiment.data.dataset):
         return
-    from common.learning.readers.builtin import check_files
+    from fedstrata.common.learning.readers.builtin import check_files
 
     for node in nodes:
         check_files(experiment.data, node=node)

@@ -17,23 +17,23 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from common.accounting.counters import Account
-from common.accounting.ledger import Ledger
-from common.accounting.traffic import Traffic
-from common.errors import RefusedModel, RunFailed
-from common.experiment.codecs import Codecs
-from common.methods.rule import Uploads
-from common.model.codecs import codec_of
-from common.model.layout import LinkLayouts, Row
-from common.protocol.limits import ANY, ChildLimits, check_report
-from common.protocol.manifest import describe
-from common.protocol.messages import Key, Phase, Result, Task
-from common.protocol.round_state import Standing, Timeline, Verdict, judge
-from common.runtime.models import Arriving, decode_row
-from common.runtime.round import ClosedRound, Dispatch, Observe, Work, WorkResult
-from common.runtime.world import new_session, nothing
-from common.storage.spool import Spool
-from common.text import by_cause
+from fedstrata.common.accounting.counters import Account
+from fedstrata.common.accounting.ledger import Ledger
+from fedstrata.common.accounting.traffic import Traffic
+from fedstrata.common.errors import RefusedModel, RunFailed
+from fedstrata.common.experiment.codecs import Codecs
+from fedstrata.common.methods.rule import Uploads
+from fedstrata.common.model.codecs import codec_of
+from fedstrata.common.model.layout import LinkLayouts, Row
+from fedstrata.common.protocol.limits import ANY, ChildLimits, check_report, possible_scores, with_plausible_costs
+from fedstrata.common.protocol.manifest import describe
+from fedstrata.common.protocol.messages import Key, Phase, Result, Task
+from fedstrata.common.protocol.round_state import Standing, Timeline, Verdict, judge
+from fedstrata.common.runtime.models import Arriving, decode_row
+from fedstrata.common.runtime.round import ClosedRound, Dispatch, DoTask, Observe, WorkResult
+from fedstrata.common.runtime.world import new_session, nothing
+from fedstrata.common.storage.spool import Spool
+from fedstrata.common.text import by_cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +99,10 @@ class Calls:
 
     def __init__(
         self,
-        children: Mapping[str, Work],
+        children: Mapping[str, DoTask],
         *,
         samples: Mapping[str, int],
+        tests: Mapping[str, int],
         layouts: LinkLayouts,
         codecs: Codecs,
         spool: Spool,
@@ -115,8 +116,9 @@ class Calls:
     ) -> None:
         self.peers = tuple(children)
         self.samples = dict(samples)
+        self.tests = tests
         self.after: Mapping[str, int] = {}
-        self.ready = self.peers
+        self.named = self.ready = self.peers
         self.moves = 0
         self._account = Account()
         self._limits = dict.fromkeys(self.peers, ANY) | dict(limits or {})
@@ -142,6 +144,9 @@ class Calls:
         self._manifest = describe(
             blank.data, chunk_bytes=1_000_000, codec=self._down.name, layout=layouts.down.digest, reference="", salt=""
         )
+
+    def give_back_places(self) -> None:
+        """Do nothing: no child enters."""
 
     async def absent(self, global_round: int, local_round: int) -> Collection[str]:
         """Return the children that were absent in a recorded round."""
@@ -177,6 +182,7 @@ class Calls:
             done = await work
             try:
                 result = done.announcement(task, self._manifest)
+                result, _ = with_plausible_costs(result, child=name, limits=self._limits[name])
                 check_report(result, limits=self._limits[name])
                 nbytes = 0
                 if task.epochs:  # else its model was scored alone, and none comes back
@@ -199,8 +205,18 @@ class Calls:
         reports = tuple(results.get(name) for name in children)
         uploads = Uploads(children, self._uploads, reports, lambda: None)
         self.samples = {name: count for name, count in self._samples.items() if name not in recorded.unreported}
-        missing = tuple(name for name in children if name in recorded.without)
-        return ClosedRound(results, uploads, missing, refused, timeline, model_bytes, buffered, dispatch.absent)
+        scored, unscored = possible_scores(results, self._limits, tests=self.tests)
+        return ClosedRound(
+            scored,
+            uploads,
+            tuple(name for name in children if name in recorded.without),
+            refused,
+            timeline,
+            model_bytes,
+            buffered,
+            dispatch.absent,
+            unscored,
+        )
 
     async def _assign(self, dispatch: Dispatch) -> None:
         """Note the tasks of a round; those that it carries go before them."""

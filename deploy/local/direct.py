@@ -16,37 +16,37 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from cloud.evaluator import Beginning, EvaluationResult
-from cloud.global_rounds import GlobalRounds
-from cloud.results import RunFolder
-from common.errors import FedstrataError, StorageFailed
-from common.experiment.data import check_alike
-from common.experiment.schema import Experiment
-from common.experiment.topology import CLOUD
-from common.host.files import replacing, writing
-from common.host.processes import interruptible
-from common.methods.rule import link_layouts
-from common.methods.selection import Choose
-from common.metrics import Metrics
-from common.model import tensors
-from common.model.layout import Row
-from common.model.refinement import Refiner
-from common.model.trainer import TrainerTester
-from common.protocol.limits import limits_below
-from common.protocol.messages import Phase, Task
-from common.runtime.models import Arriving
-from common.runtime.round import Observe, Report, Work, WorkResult
-from common.runtime.world import REAL
-from common.storage.spool import Spool
-from deploy.local.calls import Calls, Clock
-from device.jobs import Ending, HostedDevice, LocalResult, Order, Prepared, most_together
-from device.pool.pool import is_cpu
-from device.pool.trainers import Trainers
-from device.training.work import LocalWork
-from institution.rounds import LocalRounds
+from fedstrata.cloud.evaluator import Beginning, EvaluationResult
+from fedstrata.cloud.global_rounds import GlobalRounds
+from fedstrata.cloud.results import RunFolder
+from fedstrata.common.errors import FedstrataError, StorageFailed
+from fedstrata.common.experiment.data import check_alike
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.host.files import replacing, writing
+from fedstrata.common.host.processes import interruptible
+from fedstrata.common.methods.rule import link_layouts
+from fedstrata.common.methods.selection import Choose
+from fedstrata.common.metrics import Metrics
+from fedstrata.common.model import tensors
+from fedstrata.common.model.layout import Row
+from fedstrata.common.model.refinement import Refiner
+from fedstrata.common.model.trainer import TrainerTester
+from fedstrata.common.protocol.limits import limits_below, tests_below
+from fedstrata.common.protocol.messages import Phase, Task
+from fedstrata.common.runtime.models import Arriving
+from fedstrata.common.runtime.round import DoTask, Observe, Report, WorkResult
+from fedstrata.common.runtime.world import REAL
+from fedstrata.common.storage.spool import Spool
+from fedstrata.deploy.local.calls import Calls, Clock
+from fedstrata.device.jobs import Ending, HostedDevice, LocalResult, Order, Prepared, most_together
+from fedstrata.device.pool.pool import is_cpu
+from fedstrata.device.pool.trainers import Trainers
+from fedstrata.device.training.work import LocalWork
+from fedstrata.institution.rounds import LocalRounds
 
 if TYPE_CHECKING:
-    from deploy.local.replay import Decisions
+    from fedstrata.deploy.local.replay import Decisions
 
 
 def run_in_process(
@@ -76,9 +76,11 @@ async def _run(
     cloud = _evaluating(folder, where)
     folder.note(evaluated_on=cloud.beginning.accelerator)
 
-    async def evaluate(global_round: int, row: Row) -> EvaluationResult:
+    async def evaluate(global_round: int, row: Row) -> EvaluationResult | None:
         with clock.stopped():
             found = cloud.evaluate(global_round, row)
+        if found is None:
+            return None
         return EvaluationResult(global_round, found.score, found.loss, found.more)
 
     layout, partition = cloud.beginning.layout, cloud.beginning.partition
@@ -89,16 +91,18 @@ async def _run(
     prepared = {name: training.prepare(device) for name, device in devices.items()}
     for name, facts in prepared.items():
         check_alike(experiment.data, name, partition=facts.partition, clouds=partition)
-    work: dict[str, Work] = {}
-    for name, facts in prepared.items():
-        work[name] = training.work(devices[name], _local(folder, name, facts))
+    work: dict[str, DoTask] = {
+        name: training.work(devices[name], _local(folder, name, facts)) for name, facts in prepared.items()
+    }
     samples = {name: facts.samples for name, facts in prepared.items()}
+    tests = {name: facts.tests for name, facts in prepared.items()}
 
     def calls(parent: str, spool: Spool, record: Observe = lambda event, facts: None) -> Calls:
         tier, children = experiment.tier_below(parent), tree.children[parent]
         return Calls(
             {child: work[child] for child in children},
             samples={child: samples[child] for child in children},
+            tests={child: tests[child] for child in children},
             layouts=link_layouts(tier.aggregation, layout),
             codecs=tier.transfer,
             spool=spool,
@@ -118,6 +122,7 @@ async def _run(
         spool = _spool(folder, name)
         below[name] = calls(name, spool)
         samples[name] = sum(below[name].samples.values())
+        tests[name] = tests_below(experiment, below[name].tests)
         rounds = LocalRounds(
             name,
             experiment,
@@ -192,13 +197,13 @@ def _given(folder: RunFolder, beginning: Beginning) -> Path | None:
 def _refiner(experiment: Experiment, node: str, *, partition: str, frozen: Path | None) -> Refiner | None:
     if not experiment.tier_below(node).aggregation.refines:
         return None
-    from common.learning.refiner import NodeRefiner
+    from fedstrata.common.learning.refiner import NodeRefiner
 
     return NodeRefiner(experiment, node, partition=partition, frozen=frozen)
 
 
 def _resolved(accelerator: str) -> str:
-    from common.learning.computing import resolve_accelerator
+    from fedstrata.common.learning.computing import resolve_accelerator
 
     return str(resolve_accelerator(accelerator))
 
@@ -217,18 +222,20 @@ class _Evaluating:
     """What the cloud begins with, and its evaluation of a global round's flat model."""
 
     beginning: Beginning
-    evaluate: Callable[[int, Row], _Evaluated]
+    evaluate: Callable[[int, Row], _Evaluated | None]
 
 
 def _evaluating(folder: RunFolder, accelerator: str) -> _Evaluating:
     experiment = folder.experiment
     if not experiment.training.trainer.learns_module:
         trainer = TrainerTester(experiment)
-        beginning = Beginning(trainer.layout, trainer.first, "", evaluates=trainer.evaluates, initial=trainer.initial)
+        beginning = Beginning(
+            trainer.layout, trainer.first, "", evaluates=trainer.evaluates, initial=trainer.initial, notes=trainer.notes
+        )
         return _Evaluating(beginning, lambda global_round, row: trainer.evaluate(row, global_round))
-    from common.learning import splits
-    from common.learning.computing import resolve_accelerator
-    from common.learning.evaluation import ModelTester, accelerator_of
+    from fedstrata.common.learning import splits
+    from fedstrata.common.learning.computing import resolve_accelerator
+    from fedstrata.common.learning.evaluation import ModelTester, accelerator_of
 
     partition = splits.keep(experiment, folder.path)
     evaluates_on = accelerator_of(experiment, beside=resolve_accelerator(accelerator))
@@ -269,7 +276,7 @@ class _Training:
         """Return a device's facts. Raises InvalidExperiment."""
         return self._trainers.prepare(device, self._accelerator)
 
-    def work(self, device: HostedDevice, local: LocalWork) -> Work:
+    def work(self, device: HostedDevice, local: LocalWork) -> DoTask:
         """Return a device's work, as its parent calls it."""
 
         def call(task: Task, model: Arriving, report: Report) -> _Called:
@@ -280,7 +287,7 @@ class _Training:
             return _Called(partial(end, task, model.row))
 
         def end(task: Task, received: Row) -> WorkResult:
-            result = local.result(task, self._trained(device.node))
+            result = local.result(self._trained(device.node))
             if task.epochs:
                 result = local.encoded(task, result, received)
                 local.keep(task)

@@ -13,29 +13,29 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from common.errors import UNEXPECTED, RunFailed
-from common.experiment.own import is_own
-from common.experiment.reading import to_toml
-from common.experiment.schema import Experiment
-from common.experiment.topology import CLOUD
-from common.host.files import failure, writing
-from common.host.processes import interruptible, python, spawn, stop_all
-from common.protocol.topics import DEFAULT_LAB
-from common.runtime.round import Observe
-from common.text import escaped, json_text
-from deploy.console.logs import last_error, options, write_line
-from deploy.local.network import LabNetwork, Open, one_host, shares
-from deploy.results.run import PREDICTION
-from deploy.watching.showing import show
-from device.pool.pool import cores
+from fedstrata.common.errors import UNEXPECTED, InvalidExperiment, RunFailed
+from fedstrata.common.experiment.own import is_own
+from fedstrata.common.experiment.reading import to_toml
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.host.files import failure
+from fedstrata.common.host.processes import interruptible, python, spawn, stop_all
+from fedstrata.common.protocol.topics import DEFAULT_LAB
+from fedstrata.common.runtime.round import Observe
+from fedstrata.common.text import escaped
+from fedstrata.deploy.console.logs import last_error, notes_in, options, write_line
+from fedstrata.deploy.local.network import LabNetwork, one_host, shares
+from fedstrata.deploy.results.run import may_resume
+from fedstrata.deploy.watching.showing import show
+from fedstrata.device.pool.pool import cores
 
-ROLE: Final = tuple(python("deploy.cli"))  # the command of a role's process
+ROLE: Final = tuple(python("fedstrata"))  # the command of a role's process
 FAREWELL_S: Final = 20.0
 REASON_S: Final = 5.0  # time in which the cloud may end too; its error is reported first, as it names the cause
 POLL_S: Final = 0.2
@@ -45,7 +45,7 @@ SPOOL: Final = ".spool"  # beside the runs' folders: files that institutions nee
 
 
 class LocalLab:
-    """One run of an experiment with every role on this machine. The prediction, if given, is saved in its folder.
+    """One run of an experiment with every role on this machine.
 
     `metrics`: the cloud's address of /metrics, and options that go with it.
     """
@@ -57,30 +57,27 @@ class LocalLab:
         runs: Path,
         resume: Path | None,
         json_lines: bool,
-        network: Open = one_host,
         lab: str = DEFAULT_LAB,
         metrics: Sequence[str],
-        prediction: Mapping[str, Any] | None = None,
     ) -> None:
         self._experiment = experiment
-        self._network = network
         self._lab = lab
         self._metrics = metrics
         self._runs = runs
         self._resume = resume
         self._json_lines = json_lines
-        self._prediction = prediction
         self._roles: dict[str, subprocess.Popen[bytes]] = {}
         self._again: dict[str, Callable[[], None]] = {}  # starts a role again
         self._killed: Counter[str] = Counter()
         self._reported: set[str] = set()
-        self._began = False
+        self._notes: set[str] = set()  # that were shown
+        self._shown: dict[str, int] = {}  # bytes of the logs of processes that train, in which these were
         self._events: queue.Queue[tuple[str, dict[str, object]] | None] = queue.Queue()
         self._folder: Path | None = None
         self._run = ""
 
     def run(self) -> int:
-        """Run to the end; return the exit code of the cloud, or of a role that failed before the first round.
+        """Run to the end; return the exit code of the cloud, or of a role that failed while the cloud went on.
 
         Raises FedstrataError, KeyboardInterrupt.
         """
@@ -88,11 +85,11 @@ class LocalLab:
             home = Path(name)
             os.chmod(home, 0o755)  # mosquitto reads its configuration there, possibly as another user
             try:
-                with self._network(self._experiment, home) as network:
+                with one_host(self._experiment, home) as network:
                     try:
                         return self._run_roles(home, network)
-                    except BaseException:
-                        self._print_resume_command(network)
+                    except BaseException as error:
+                        self._print_resume_command(error)
                         raise
             finally:
                 self._keep_logs(home)
@@ -104,18 +101,19 @@ class LocalLab:
             shown = show(
                 self._experiment,
                 json_lines=self._json_lines,
-                broker=network.upward[CLOUD],
+                broker=network.address,
                 lab=self._lab,
-                follow=network.watched,
+                follow=network.broker,
             )
             with shown as observe:
                 role = self._follow(observe, home, network)
+            self._show_notes(home)
             self._show_unexpected(home)
             code = self._roles[role].wait()
             if code < 0:
                 raise RunFailed(f"the cloud was killed by signal {-code}")
             if code:
-                self._print_resume_command(network)
+                self._print_resume_command(failed=code == InvalidExperiment.exit_code)
                 self._print_error(home, role)
             else:
                 self._wait_for_roles()
@@ -123,17 +121,20 @@ class LocalLab:
         finally:
             stop_all(self._roles.values(), grace_s=STOP_S)
 
-    def _print_resume_command(self, network: LabNetwork) -> None:
+    def _print_resume_command(self, error: BaseException | None = None, *, failed: bool = False) -> None:
+        """Write how the run goes on; `failed`: by its experiment."""
+        failed |= isinstance(error, InvalidExperiment)
+        after_signal = "\n" if isinstance(error, KeyboardInterrupt) else ""  # the terminal shows ^C
         if self._folder is not None and not self._folder.is_dir():
-            write_line(f"\nno global round had begun: {self._folder} is removed")
-        elif self._folder is not None:
-            write_line(f"\nresume with: fedstrata run --resume {self._folder}{network.flags}")
+            write_line(f"{after_signal}no global round had begun: {self._folder} is removed")
+        elif self._folder is not None and may_resume(self._folder, by_experiment=failed):
+            write_line(f"{after_signal}resume with: fedstrata run --resume {self._folder}")
 
     def _start(self, home: Path, network: LabNetwork) -> None:
         file = home / "experiment.toml"
         file.write_text(to_toml(self._experiment), encoding="utf-8")
         memory = ["--spool", "none"]  # the lab is killed as a whole, so no device has to announce a result again
-        runs = ["--broker", network.upward[CLOUD], "--runs", str(self._runs), "--format", "json"]
+        runs = ["--broker", network.address, "--runs", str(self._runs), "--format", "json"]
         cloud = ["cloud", "--sole", *runs, *memory, "--metrics", *self._metrics]
         what = ["--resume", str(self._resume)] if self._resume else [str(file)]
         self._again[CLOUD] = lambda: self._spawn(home, network, CLOUD, [*cloud, "--resume", str(self._folder)])
@@ -145,15 +146,15 @@ class LocalLab:
         # The user who starts the lab chose the data, and the code.
         data = [] if "FEDSTRATA_DATA" in os.environ else ["--data", self._experiment.data.root]
         for name in tree.aggregators:
-            brokers = ["--broker", network.upward[name], "--child-broker", network.downward[name]]
-            own = ["--once", "--name", name, "--parent", tree.parent(name)]
-            self._spawn(home, network, name, ["institution", *own, *brokers, *states, *data, *self._allowed(name)])
+            own = ["--once", "--name", name, "--parent", tree.parent(name), "--broker", network.address]
+            self._spawn(home, network, name, ["institution", *own, *states, *data, *self._allowed(name)])
+        self._shown = dict.fromkeys(network.groups, 0)
         slots = shares(cores(), len(network.groups))
         for (process, devices), count in zip(network.groups.items(), slots, strict=True):
             names = [
                 option
                 for device in devices
-                for option in ("--name", device, "--parent", tree.parent(device), "--broker", network.upward[device])
+                for option in ("--name", device, "--parent", tree.parent(device), "--broker", network.address)
             ]
             # A single process detects its cores or GPUs itself; several processes share the cores.
             several = ["--slots", str(count)] if len(slots) > 1 else []
@@ -168,10 +169,9 @@ class LocalLab:
     def _spawn(self, home: Path, network: LabNetwork, process: str, arguments: list[str]) -> None:
         self._again.setdefault(process, partial(self._spawn, home, network, process, arguments))
         command = [*ROLE, *options(), *arguments, "--lab", self._lab]
-        with network.inside(process):
-            self._roles[process] = spawn(
-                command, log=home / f"{process}.log", read_output=process == CLOUD, env=network.environment
-            )
+        self._roles[process] = spawn(
+            command, log=home / f"{process}.log", read_output=process == CLOUD, env=network.environment
+        )
         if process == CLOUD:
             threading.Thread(target=self._read_events, args=(self._roles[CLOUD].stdout,), daemon=True).start()
 
@@ -198,22 +198,13 @@ class LocalLab:
                     continue
                 return CLOUD
             event, facts = item
-            self._began = self._began or event == "begun"
-            if event == "begun":
-                network.begun(float(str(facts["elapsed_s"])))
             if event == "run":
                 self._folder, self._run = Path(str(facts["folder"])), str(facts["run"])
-                if self._prediction is not None:
-                    path = self._folder / PREDICTION
-                    with writing(path), suppress(FileNotFoundError):  # a run that could not begin has no folder
-                        path.write_text(json_text(self._prediction, indent=2) + "\n")
+            self._show_notes(home)
             observe(event, facts)
 
     def _failed_role(self, home: Path) -> str | None:
-        """Return a role that failed before the first round, while the cloud waits for it, or None.
-
-        A role that was killed is started again. Raises RunFailed if a role failed later.
-        """
+        """Return a role that failed while the cloud goes on, or None. A role that was killed is started again."""
         for role, process in self._roles.items():
             code = process.poll()
             if code is None or code == 0 or role == CLOUD or role in self._reported:
@@ -227,11 +218,7 @@ class LocalLab:
             deadline = time.monotonic() + REASON_S
             while self._roles[CLOUD].poll() is None:
                 if time.monotonic() >= deadline:
-                    if not self._began:
-                        return role
-                    self._show_unexpected(home)
-                    last, *_ = *last_error(home / f"{role}.log"), "no output"
-                    raise RunFailed(f"{role} ended with code {code}: {last}")
+                    return role
                 time.sleep(POLL_S)
         return None
 
@@ -247,9 +234,21 @@ class LocalLab:
     def _print_error(self, home: Path, role: str) -> None:
         """Print the error of a role that ended, and the frames of own code that its log has, or another one's."""
         found = [last_error(home / f"{each}.log") for each in (role, *self._roles)]
-        write_line(found[0][0] if found[0] else "no output", level=logging.ERROR)
+        write_line(found[0][0] if found[0] else f"{role} ended without a word", level=logging.ERROR)
         for frame in next((lines[1:] for lines in found if len(lines) > 1), []):
             write_line(frame)
+
+    def _show_notes(self, home: Path) -> None:
+        """Print the new warnings of processes that train, each once."""
+        for role in self._shown:
+            with (home / f"{role}.log").open("rb") as log:
+                log.seek(self._shown[role])
+                lines = log.read().rpartition(b"\n")[0]
+                self._shown[role] += len(lines)
+            for note in notes_in(lines.decode(errors="replace")):
+                if note not in self._notes:
+                    self._notes.add(note)
+                    write_line(note, level=logging.WARNING)
 
     def _show_unexpected(self, home: Path) -> None:
         """Print the unexpected errors that roles logged, with their tracebacks."""

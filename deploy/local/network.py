@@ -1,22 +1,21 @@
-"""Network of a lab on this machine: its brokers, and the processes of its nodes."""
+"""Network of a lab on this machine: its broker, and the processes of its nodes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final
 
-from common.errors import InvalidExperiment
-from common.experiment.schema import Experiment
-from common.experiment.topology import CLOUD
-from common.net.address import BrokerAddress
-from deploy.brokers import broker
-from deploy.brokers.guard import Guard, one_login
-from deploy.console.login import kept_login
-from deploy.console.logs import write_line
-from device.pool.pool import cores
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.net.address import BrokerAddress
+from fedstrata.deploy.brokers import broker
+from fedstrata.deploy.brokers.guard import Guard, one_login
+from fedstrata.deploy.console.login import kept_login
+from fedstrata.deploy.console.logs import write_line
+from fedstrata.device.pool.pool import cores
 
 OWN_LOGIN: Final = {
     f"FEDSTRATA_{name}": ""
@@ -26,29 +25,23 @@ OWN_LOGIN: Final = {
 
 @dataclass(frozen=True, slots=True)
 class LabNetwork:
-    """A lab's running brokers, and its processes.
+    """A lab's running broker, and its processes.
 
-    upward: the broker (host:port) between each node and its parent; for the cloud, the one of its children
-    downward: each institution's broker for its children    groups: the devices of each device process
-    environment: of each role's process, with the login at the brokers
-    watched: the broker, with the login, if there is one that this process reaches
-    begun(elapsed_s): is called when the global rounds begin or go on, as far into the run
-    inside(process): context in which that process is started    flags: options of `fedstrata run` for such a network
+    groups: the devices of each device process
+    environment: of each role's process, with the login at the broker
     """
 
-    upward: Mapping[str, str]
-    downward: Mapping[str, str]
+    broker: BrokerAddress
     groups: Mapping[str, Sequence[str]]
-    inside: Callable[[str], AbstractContextManager[None]] = lambda process: nullcontext()
-    flags: str = ""
-    environment: Mapping[str, str] = field(default_factory=OWN_LOGIN.copy, repr=False)
-    watched: BrokerAddress | None = None
-    begun: Callable[[float], None] = lambda elapsed_s: None
+    environment: Mapping[str, str] = field(repr=False)
+
+    @property
+    def address(self) -> str:
+        """The broker as options take it."""
+        return f"{self.broker.host}:{self.broker.port}"
 
 
 DEVICES_MOST: Final = 64  # in one process, if there are cores for more processes: a 250 kB round takes 0.12 s of CPU
-
-Open: TypeAlias = Callable[[Experiment, Path], AbstractContextManager[LabNetwork]]
 
 
 def shares(cores: int, processes: int) -> list[int]:
@@ -80,17 +73,14 @@ def one_host(experiment: Experiment, home: Path) -> Iterator[LabNetwork]:
     """
     if experiment.links.enforce == "kernel":
         raise InvalidExperiment(
-            "links.enforce", "kernel", "without --netns there are no links that the kernel could shape", "Use --netns."
+            "links.enforce", "kernel", "a lab on one machine has no links that the kernel could shape", "Use bucket."
         )
-    tree = experiment.tree
     guard = one_login()
     with broker.start(directory=home, guard=guard) as served, kept_login(served.port, guard.login or ("", "")):
-        address = f"{served.host}:{served.port}"
-        write_line(f"broker: {served.kind} on {address}")
-        yield LabNetwork(
-            upward=dict.fromkeys((CLOUD, *tree.nodes), address),
-            downward=dict.fromkeys(tree.aggregators, address),
+        network = LabNetwork(
+            BrokerAddress(served.host, served.port, *(guard.login or ())),
+            groups=device_groups(experiment.tree.layers[-1], cores()),
             environment=environment_of(guard),
-            watched=BrokerAddress(served.host, served.port, *(guard.login or ())),
-            groups=device_groups(tree.layers[-1], cores()),
         )
+        write_line(f"broker: {served.kind} on {network.address}")
+        yield network

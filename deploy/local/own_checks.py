@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,33 +13,40 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from common.errors import InvalidExperiment, RefusedModel, WireError
-from common.experiment import own
-from common.experiment.codecs import CodecSettings
-from common.experiment.reading import parse
-from common.experiment.schema import Experiment
-from common.experiment.tiers import Tier
-from common.experiment.topology import CLOUD
-from common.host.examination import Finding
-from common.methods import aggregator
-from common.methods.column_rule import ColumnRule, Columns, RoundFacts
-from common.methods.mixing import COLUMNS, cut
-from common.methods.rule import RuleContext, Uploads, link_layouts
-from common.methods.selection import ClientSelection, ResultFacts, Selector
-from common.methods.single_model import KEY, GuardedRule, OwnRule
-from common.methods.statistics import Statistics, gram
-from common.model.delta_codecs import DeltaCodec
-from common.model.layout import ModelLayout, Row, Section
-from common.model.scores import ScoreSums
-from common.model.trainer import ArrayTrainer
-from device.jobs import LocalResult, Order
-from device.training.arrays import ArrayTraining
+from fedstrata.common.errors import InvalidExperiment, RefusedModel, WireError
+from fedstrata.common.experiment import own
+from fedstrata.common.experiment.codecs import CodecSettings
+from fedstrata.common.experiment.methods import RuleSettings
+from fedstrata.common.experiment.own_values import changed, kept_in_files
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.tiers import Tier
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.host.examination import Finding
+from fedstrata.common.host.files import remove_folder
+from fedstrata.common.methods import aggregator
+from fedstrata.common.methods.column_rule import ColumnRule, Columns, RoundFacts
+from fedstrata.common.methods.mixing import COLUMNS, cut
+from fedstrata.common.methods.own_rule import GuardedRule, OwnRule
+from fedstrata.common.methods.rule import KEY, RuleContext, Uploads, link_layouts
+from fedstrata.common.methods.selection import ClientSelection, ResultFacts, Selector
+from fedstrata.common.methods.statistics import Gram, Statistics
+from fedstrata.common.model.delta_codecs import DeltaCodec
+from fedstrata.common.model.layout import ModelLayout, Row, Section
+from fedstrata.common.model.refinement import RoundModels
+from fedstrata.common.model.scores import ScoreSums
+from fedstrata.common.model.trainer import ArrayTrainer
+from fedstrata.common.text import named
+from fedstrata.deploy.local import model_checks
+from fedstrata.device.jobs import LocalResult, Order, TrainerFolder
+from fedstrata.device.training.arrays import ArrayTraining
 
 CHILDREN: Final = 5
 ROUNDS: Final = 3
 PARAMETERS: Final = 2 * COLUMNS + 11  # three blocks, the last one short
 WIDTHS: Final = (1, 2, 63, 1025, 5000)
 MEANS: Final = 400  # encodings of a change, of which the mean is taken
+NODE_SAMPLES: Final = 100
 FEW: Final = 63  # columns of it
 SIGMAS: Final = 6.0
 GARBAGE: Final = 200
@@ -58,48 +64,56 @@ class Report(NamedTuple):
 def checks(name: str, keywords: Mapping[str, Any], *, data: Path) -> tuple[str, Iterator[Finding]]:
     """Return what a name of own code is, and its checks, which run one by one. `data`: the samples of a trainer.
 
+    The keywords are those of the class; of a model they are keys of its experiment.
     Both raise InvalidExperiment, the latter for own code that fails.
     """
     found = own.load("name", name)
-    if isinstance(found, type) and issubclass(found, ColumnRule):
-        below = {"aggregation": {**keywords, "name": name}}
-        return "rule", _each(_rule(parse({"institution": below}).tiers[-1].aggregation))
+    if isinstance(found, type) and issubclass(found, (ColumnRule, RuleSettings)):
+        tree = {"institution": {"aggregation": {**keywords, "name": name}}, "data": {"node_samples": NODE_SAMPLES}}
+        return "rule", _each(name, _rule(parse(tree).tiers[-1].aggregation))
     if isinstance(found, type) and issubclass(found, Selector):
         tree = {"cloud": {"selection": {**keywords, "name": name}, "participation": 0.4}}
-        return "selector", _each(_selector(parse(tree).tiers[0]))
+        return "selector", _each(name, _selector(parse(tree).tiers[0]))
     if isinstance(found, type) and issubclass(found, ArrayTrainer):
         tree = {"training": {"trainer": {**keywords, "name": name}}, "data": {"root": str(data)}}
-        return "trainer", _each(_trainer(parse(tree)))
+        return "trainer", _each(name, _trainer(parse(tree)))
     if isinstance(found, type) and issubclass(found, DeltaCodec):
         tree = {"transfer": {"wan": {"up": {**keywords, "name": name}}}}
-        return "codec", _each(_codec(parse(tree).tiers[0].transfer.up))
+        return "codec", _each(name, _codec(parse(tree).tiers[0].transfer.up))
     if isinstance(found, type):
-        from device.training.objectives.objective import Objective
+        from fedstrata.device.training.objectives.objective import Objective
 
         if issubclass(found, Objective):
-            from device.vmapped import objective_checks
+            from fedstrata.device.vmapped import objective_checks
 
             settings = parse({"training": {"objective": {**keywords, "name": name}}}).training
-            return "objective", _each(objective_checks.of(settings))
-    kinds = "selector (Selector), trainer (ArrayTrainer), codec (DeltaCodec) or objective (Objective)"
-    problem = f"is no rule (ColumnRule), {kinds}"
-    remedy = "docs/own.md has an example of each. A run names what is wrong with models and data sets."
+            return "objective", _each(name, objective_checks.of(settings))
+    kinds = "selector (Selector), trainer (ArrayTrainer), codec (DeltaCodec), objective (Objective) or model"
+    if model_checks.is_model(found):
+        return "model", model_checks.of(name, keywords)
+    problem = f"is no rule (ColumnRule, MixingRule, RuleSettings), {kinds}"
+    remedy = "The pages docs/own-*.md have an example of each. A run names what is wrong with data sets."
     raise InvalidExperiment("name", name, problem, remedy)
 
 
-def _each(steps: Iterator[tuple[str, str]]) -> Iterator[Finding]:
-    """Yield a finding for each pair of an item and its problem, "" for none."""
+def _each(name: str, steps: Iterator[tuple[str, str]]) -> Iterator[Finding]:
+    """Yield a finding for each pair of an item and its problem, "" for none, and one for what the file keeps."""
+    before: Mapping[str, bytes] | None = None
     for item, problem in steps:
+        before = before or kept_in_files([name])  # the first item may fill caches
         yield Finding(item, True, not problem, problem)
+    shared = changed(before or {}, kept_in_files([name]))
+    problem = f"it changes {named(shared)}, which all objects of a process share" if shared else ""
+    yield Finding("keeps nothing in its file", True, not problem, problem)
 
 
-def _rule(settings: Any) -> Iterator[tuple[str, str]]:
-    assert isinstance(settings, OwnRule)
+def _rule(settings: RuleSettings) -> Iterator[tuple[str, str]]:
     first, again = _Lab(settings), _Lab(settings)
     models = [first.round(r) for r in range(ROUNDS)]
     yield "three rounds", ""
     yield "the same twice", _differs(models, [again.round(r) for r in range(ROUNDS)])
-    yield "any cut of the columns", _cuts(settings)
+    if isinstance(settings, OwnRule):
+        yield "any cut of the columns", _cuts(settings)
     with TemporaryDirectory() as folder:
         killed, resumed = _Lab(settings), _Lab(settings)
         for r in range(ROUNDS - 1):
@@ -141,10 +155,17 @@ def _select(one: ClientSelection, rounds: Iterable[int]) -> list[list[str]]:
 class _Lab:
     """A node with a rule, and children whose uploads are random, the same for each lab."""
 
-    def __init__(self, settings: OwnRule) -> None:
+    def __init__(self, settings: RuleSettings) -> None:
         self._layout, self._links = _layout(), link_layouts(settings, _layout())
         self.rule = aggregator.build(
-            settings, layout=self._layout, node=CLOUD, seed=1, measures=True, rows=_memory, children=CHILDREN
+            settings,
+            layout=self._layout,
+            node=CLOUD,
+            seed=1,
+            measures=True,
+            rows=_memory,
+            children=CHILDREN,
+            refiner=_Refiner(),
         )
         start = self._layout.empty()
         self._layout.floats(start)[:] = _random(0, (PARAMETERS + 3,))
@@ -152,16 +173,32 @@ class _Lab:
 
     def round(self, r: int, *, missing: int = 0) -> npt.NDArray[np.float32]:
         """Play a round, and return its model."""
-        children = tuple(f"device-{k}" for k in range(CHILDREN))
-        ((sent, _),) = self.rule.dispatch(r, children)
+        given = self.rule.dispatch(r, [f"device-{k}" for k in range(CHILDREN)])
+        children = tuple(child for _, those in given for child in those)
+        sent_K = np.stack([row for row, those in given for _ in those])
         rows_K = np.zeros((CHILDREN, self._links.up.row_bytes), np.uint8)
         extras_K = self._links.up.extra_columns(rows_K)
         extras_K[:] = _random(r + 100, extras_K.shape)
         floats_K = self._layout.floats(rows_K)
-        floats_K[:] = self._layout.floats(sent) + _random(r + 1, (CHILDREN, PARAMETERS + 3))
+        floats_K[:] = self._layout.floats(sent_K) + _random(r + 1, (CHILDREN, PARAMETERS + 3))
         reports = (*[None] * missing, *_reports()[missing:])
         self.rule.aggregate(r, Uploads(children, rows_K, reports, lambda: None))
         return self._layout.floats(self.rule.model).copy()
+
+
+class _Refiner:
+    """A refiner that leaves the mean as it is."""
+
+    moves = 0
+
+    def refine(self, models: RoundModels) -> Mapping[str, Any]:
+        return {}
+
+    def cancel(self) -> None:
+        pass
+
+    def allow(self) -> None:
+        pass
 
 
 def _reports() -> list[Report]:
@@ -194,7 +231,7 @@ def _cuts(settings: OwnRule) -> str:
     found = []
     for width in (PARAMETERS, COLUMNS, 1000):
         rule = GuardedRule(settings)
-        products = gram(list(uploads_KD), model_D) if rule.compares else None
+        products = Gram.of(list(uploads_KD), model_D) if rule.compares else None
         facts = RoundFacts.of(context, 0, children, statistics, weights=settings.weights, products=products)
         rule.begin(facts)
         weights_K = rule.weights(facts)
@@ -238,7 +275,7 @@ def _trainer(experiment: Experiment) -> Iterator[tuple[str, str]]:
         resumed = _Trained(experiment, folders[2], model=killed.model)
         same = _differ(models[-1:], [resumed.round(ROUNDS - 1)])
         yield "killed and resumed", same and f"{same}; what it needs to keep belongs into task.state"
-        once, more = resumed.result, resumed.again(ROUNDS, epochs=2)
+        once, more = resumed.result.work, resumed.again(ROUNDS, epochs=2).work
         wrong = "" if more.samples == once.samples else f"it reports {more.samples} samples after {once.samples}"
         yield "the same samples with more epochs", wrong
         few = f"it takes {more.steps} steps in two epochs, and {once.steps} in one"
@@ -254,19 +291,18 @@ class _Trained:
         self.start = self._training.first.copy()
         self.model = self.start if model is None else model
         self._folder = folder
-        folder.mkdir(exist_ok=True)
+        self._next = folder.with_name(f"{folder.name}-next")
 
     def round(self, r: int) -> Row:
         """Train for a round, and return the model."""
-        self.result = self._train(r, epochs=1, folder=self._folder)
+        self.result, self.model = self._order(r, epochs=1)
+        remove_folder(self._folder)
+        self._next.rename(self._folder)
         return self.model
 
     def again(self, r: int, *, epochs: int) -> LocalResult:
-        """Train for some epochs, from a copy of the state."""
-        with TemporaryDirectory(prefix="fedstrata-") as home:
-            copy = Path(home) / "state"
-            shutil.copytree(self._folder, copy)
-            return self._train(r, epochs=epochs, folder=copy)
+        """Train for some epochs, and change neither the model nor the state."""
+        return self._order(r, epochs=epochs)[0]
 
     @property
     def evaluates(self) -> bool:
@@ -275,18 +311,16 @@ class _Trained:
 
     def score(self) -> ScoreSums:
         """Return the sums of the model over its test samples, without the seconds."""
-        tests = self._order(ROUNDS, epochs=0, folder=self._folder, scores=True)[0].tests
+        tests = self._order(ROUNDS, epochs=0, scores=True)[0].work.tests
         assert tests is not None and tests.received is not None
         return replace(tests.received, seconds=0.0)
 
-    def _train(self, r: int, *, epochs: int, folder: Path) -> LocalResult:
-        result, self.model = self._order(r, epochs=epochs, folder=folder)
-        return result
-
-    def _order(self, r: int, *, epochs: int, folder: Path, scores: bool = False) -> tuple[LocalResult, Row]:
+    def _order(self, r: int, *, epochs: int, scores: bool = False) -> tuple[LocalResult, Row]:
         out = self._layout.empty()
         given = self.model.copy()
         given.flags.writeable = False
+        kept = self._folder if self._folder.exists() else None
+        folder = TrainerFolder(kept, self._next)
         order = Order(given, out, epochs, r, lambda done, of: None, Event(), scores, folder=folder)
         return self._training.train(order), out
 

@@ -13,15 +13,15 @@ from typing import Final
 import numpy as np
 from safetensors.numpy import load_file
 
-from cloud.results import HELD, RunFolder
-from common.errors import InvalidExperiment
-from common.experiment.reading import load
-from common.experiment.schema import Experiment
-from common.methods.selection import TAKING_PART, Choose, Situation
-from common.runtime.round import Observe
-from deploy.local.calls import RoundDecisions
-from deploy.local.direct import run_in_process
-from deploy.results.run import Run, State
+from fedstrata.cloud.results import HELD, RunFolder
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.reading import read, recorded
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.methods.selection import TAKING_PART, Choose, Situation
+from fedstrata.common.runtime.round import Observe
+from fedstrata.deploy.local.calls import RoundDecisions
+from fedstrata.deploy.local.direct import run_in_process
+from fedstrata.deploy.results.run import Run, State
 
 MODEL: Final = "model.safetensors"
 
@@ -70,7 +70,10 @@ def replayed(run: Run, runs: Path, *, accelerator: str, observe: Observe) -> Pat
     """Replay a finished run as a new one below `runs`; return its folder. Raises FedstrataError, KeyboardInterrupt."""
     if run.state is not State.FINISHED:
         raise InvalidExperiment("RUN", str(run.path), f"it is {run.state}, not finished", "Resume it first.")
-    experiment = load(run.path / HELD)
+    if not run.path.is_dir():
+        problem = "a kept run has no record of its decisions"
+        raise InvalidExperiment("RUN", str(run.path), problem, "Name a run's folder.")
+    experiment = recorded(read(run.path / HELD))
     for tier in experiment.tiers:
         if tier.privacy.secret:
             key, problem = f"{experiment.key(tier)}.privacy.noise", "the noise of this run is not recorded"

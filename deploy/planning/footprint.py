@@ -6,13 +6,14 @@ from the models' sizes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
-from common.experiment.codecs import CodecSettings, FormSettings
-from common.experiment.schema import Experiment, TransferSettings
-from common.experiment.tiers import participants
-from common.methods.rule import link_layouts
-from common.model.layout import LinkLayouts, ModelLayout
+from fedstrata.common.experiment.codecs import CodecSettings, FormSettings
+from fedstrata.common.experiment.schema import Experiment, TransferSettings
+from fedstrata.common.experiment.tiers import participants
+from fedstrata.common.methods.rule import link_layouts
+from fedstrata.common.model.layout import LinkLayouts, ModelLayout
 
 AGENT_BYTES: Final = 60_000_000
 TORCH_BYTES: Final = 560_000_000
@@ -22,12 +23,19 @@ FEEDBACK_ROWS: Final = 4  # what was left out, and before; the model that is sen
 
 
 def memory_of(
-    experiment: Experiment, layout: ModelLayout, *, data_bytes: int, devices: int, kept_bytes: int = 0
+    experiment: Experiment,
+    layout: ModelLayout,
+    *,
+    data_bytes: int,
+    devices: int,
+    kept_bytes: int = 0,
+    own_bytes: Sequence[int] = (),
 ) -> dict[str, int]:
     """Return the peak memory of each process by role, bytes.
 
     `data_bytes`: size of the data set, which devices, the evaluator and some refiners load. `devices`: devices in the
-    largest process. `kept_bytes`: of a device's personal arrays.
+    largest process. `kept_bytes`: of a device's personal arrays. `own_bytes`: of each device's samples, if it reads no
+    others.
     """
     row, transfer, tiers = layout.row_bytes, experiment.transfer, experiment.tiers
     children = [max(sizes) for sizes in experiment.sizes()]
@@ -46,6 +54,8 @@ def memory_of(
             data = data_bytes if tier.aggregation.reads_samples else 0
             name = "institution_refiner" if place else "cloud_refiner"
             uploads = max(below) if place else own
+            if tier.aggregation.refined_by is not tier.aggregation:
+                uploads = children[place]  # all selected ones
             found[name] = TORCH_BYTES + data + (2 + uploads) * row + 4 * links[place].down.extras
     # A device has five models: received, result, weights, gradients, momentum. And its objective's vectors: in both
     # rows, and as tensors.
@@ -55,7 +65,8 @@ def memory_of(
     if kept_bytes:  # in these models, and a copy; a training has two rows of the whole model
         each, whole = each + (_models(experiment) + 1) * kept_bytes, 2 * (row + kept_bytes)
     each += _encoding(tiers[-1].transfer.up, row)
-    device = learner + data_bytes + devices * each + whole
+    held = sum(sorted(own_bytes)[-devices:]) if own_bytes else data_bytes
+    device = learner + held + devices * each + whole
     found |= {"device": device, "cloud_broker": _broker(own, row, transfer)}
     if below:
         found["device_broker"] = _broker(max(below), row, transfer)
@@ -66,16 +77,19 @@ def _models(experiment: Experiment) -> int:
     """Return how many models a device has in memory."""
     if not experiment.training.trainer.learns_module:
         return 4  # received, result, and those of the trainer
-    from device.training.objectives.table import objective_of
+    from fedstrata.device.training.objectives.table import objective_of
 
     objective = objective_of(experiment.training)
     return 5 + objective.uses_received + 3 * len(objective.keeps)
 
 
-def direct_bytes(experiment: Experiment, layout: ModelLayout, *, data_bytes: int, kept_bytes: int = 0) -> int:
-    """Return the bytes of a process that has all roles of an experiment."""
+def direct_bytes(
+    experiment: Experiment, layout: ModelLayout, *, data_bytes: int, kept_bytes: int = 0, own_bytes: Sequence[int] = ()
+) -> int:
+    """Return the bytes of a process that has all roles of an experiment; it evaluates on all test samples."""
     sizes = experiment.sizes()
-    memory = memory_of(experiment, layout, data_bytes=data_bytes, devices=sum(sizes[-1]), kept_bytes=kept_bytes)
+    held = data_bytes + sum(own_bytes)
+    memory = memory_of(experiment, layout, data_bytes=held, devices=sum(sizes[-1]), kept_bytes=kept_bytes)
     return memory["device"] + memory["cloud"] + sum(map(len, sizes[1:])) * memory.get("institution", 0)
 
 

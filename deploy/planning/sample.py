@@ -13,13 +13,13 @@ from itertools import accumulate
 from math import ceil, prod
 from typing import Any, Final, NamedTuple
 
-from common.errors import InvalidExperiment
-from common.experiment.schema import Experiment
-from common.experiment.tiers import Tier, participants
-from common.experiment.topology import CLOUD
-from common.methods.selection import ClientSelection
-from deploy.planning.calibration import MachineSpeeds
-from deploy.planning.workload import PlannedWorkload, with_tiers
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.tiers import Tier, participants
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.methods.selection import ClientSelection
+from fedstrata.deploy.planning.calibration import MachineSpeeds
+from fedstrata.deploy.planning.workload import PlannedWorkload, with_tiers
 
 NODES: Final = 300  # of a lab that is simulated as a whole, and of a sample: some 30 ms of one core each
 MODELS_HELD: Final = 3  # by a device that has taken part
@@ -140,7 +140,7 @@ def _effort(work: PlannedWorkload, speeds: MachineSpeeds, name: str) -> float:
     below = experiment.tree.children.get(name)
     if below is not None:
         return link_s + max(_effort(work, speeds, child) for child in below)
-    steps = work.steps(work.samples_of(name), experiment.training.epochs)
+    steps = experiment.training.epochs * experiment.steps_in_epoch(work.samples_of(name))
     train_s = speeds.training_s + speeds.step_s * steps
     return link_s + experiment.machine(name).emulated_s(train_s, steps=steps)
 

@@ -1,7 +1,8 @@
-"""The speeds of the machines of a simulated run, and the run with them.
+"""The machines of a simulated run and their speeds, and the run with them.
 
-They are known before the run and stay in its manifest: those of an earlier simulated run, those that the experiment
-states (`step_s` of every device), or those of one calibration, made alone on this machine.
+The speeds are known before the run and stay in its manifest: those of an earlier simulated run, those that the
+experiment states (`step_s` of every device), or those of one calibration, made alone on this machine. Each node has a
+machine of its own.
 """
 
 from __future__ import annotations
@@ -9,74 +10,146 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
-from cloud.results import SIMULATED, RunFolder
-from common.errors import InvalidExperiment
-from common.experiment.schema import Experiment
-from common.host.files import replacing
-from common.host.machine import LoadMeter
-from common.text import json_text
-from deploy.planning import workload
-from deploy.planning.calibration import REFERENCE, MachineSpeeds, measure, read_costs
-from deploy.planning.predicting import is_busy
-from deploy.planning.simulated import NETWORK_DELAY_S, WORK_CALLS, Site, conditions_of, placement_of
-from deploy.results.run import Run
-from deploy.simulation.computing import MachineSeconds
-from deploy.simulation.link import LinkConditions
-from deploy.simulation.loop import OWNER
-from deploy.simulation.run import VirtualRun
+from fedstrata.cloud.results import SIMULATED, RunFolder
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.host.files import replacing
+from fedstrata.common.host.machine import LoadMeter
+from fedstrata.common.protocol.receiver import SLOT_BYTES_S
+from fedstrata.common.text import json_text
+from fedstrata.deploy.planning import workload
+from fedstrata.deploy.planning.calibration import REFERENCE, MachineSpeeds, is_busy, measure
+from fedstrata.deploy.results.run import Run, find
+from fedstrata.deploy.simulation.computing import MachineSeconds
+from fedstrata.deploy.simulation.lab import BROKER
+from fedstrata.deploy.simulation.link import LinkConditions
+from fedstrata.deploy.simulation.machines import MessageCosts, Placement
+from fedstrata.deploy.simulation.run import VirtualRun
 
 STAGES: Final = 2  # of a calibration
+INTERFACE_MBIT: Final = 1000.0
+NETWORK_DELAY_S: Final = 1e-4  # one way, of a link that has no delay
+# Of a round with one child whose models are inside the messages.
+AGENT_PACKETS: Final = 8  # sent and received by both agents
+BROKER_PACKETS: Final = 8
+WORK_CALLS: Final = 3  # of a round without a checkpoint, to functions that run beside the parent's event loop
+AT_BROKER: Final = 0.2  # share of a round's messaging work; the rest is that of parent and child
+PAYLOAD: Final = 1448 / 1514  # of an Ethernet frame, which is what the kernel's links count
 MEANING: Final = (
     "virtual: each node has a machine of its own, with these speeds, and the links of the experiment; nothing was timed"
 )
 
 
 def machine_speeds(
-    experiment: Experiment, *, of: Path | None, begin: Callable[[str], object] = lambda stage: None
+    experiment: Experiment,
+    *,
+    of: Path | None,
+    runs: Path = Path("runs"),
+    begin: Callable[[str], object] = lambda stage: None,
+    work: workload.PlannedWorkload | None = None,
 ) -> dict[str, Any]:
     """Return what the manifest has of the machines: the meaning of the seconds, `speeds`, and their `source`.
 
-    `of`: the folder of a simulated run, or a sweep's file, whose speeds are used. Else they are measured if a device
-    states no `step_s`: then `load` is that of other processes meanwhile, and `begin` is called with each of STAGES.
-    Raises InvalidExperiment.
+    `of`: a simulated run, by its folder or a prefix of its id below `runs`, or a sweep's file, whose speeds are used.
+    Else they are measured if a device states no `step_s`, by `work` if it is known: then `load` is that of other
+    processes meanwhile, and `begin` is called with each of STAGES. Raises InvalidExperiment.
     """
     if of is not None:
-        return _speeds_of(of, experiment)
+        return _speeds_of(of if of.exists() else find(str(of), runs), experiment)
     if _states_steps(experiment):
         return _facts(REFERENCE, "training: step_s of each device; else a reference machine of two cores")
-    begin(f"reads and splits {experiment.data.dataset}")
-    work = workload.workload(experiment)
+    if work is None:
+        begin(f"reads and splits {experiment.data.dataset}")
+        work = workload.workload(experiment)
     begin(f"measures training and evaluation of {experiment.model.name}, alone")
-    cores, meter = len(os.sched_getaffinity(0)), LoadMeter()
-    speeds = measure(work, cores=cores, together=False, fitted=read_costs(None))
+    meter = LoadMeter()
+    speeds = measure(work, cores=len(os.sched_getaffinity(0)))
     load = meter.read()
     return {**_facts(speeds, "measured on this host before the run"),
             "load": asdict(load) | {"busy": is_busy(load, speeds.share)}}  # fmt: skip
 
 
-def simulated_run(folder: RunFolder, facts: Mapping[str, Any], **options: Any) -> VirtualRun:
-    """Return the run of a folder on machines of these facts; `options`: of VirtualRun."""
-    experiment, speeds = folder.experiment, MachineSpeeds(**facts["speeds"])
-    tree = experiment.tree
+def speeds_in(facts: Mapping[str, Any]) -> MachineSpeeds:
+    """Return the speeds of a manifest, which may have more of them."""
+    return MachineSpeeds(**{each.name: facts["speeds"][each.name] for each in fields(MachineSpeeds)})
 
-    def work_s(begin: Callable[[], None]) -> float:
+
+def simulated_run(
+    folder: RunFolder,
+    facts: Mapping[str, Any],
+    *,
+    interface_mbit: float = INTERFACE_MBIT,
+    loads: Mapping[str, float] = MappingProxyType({}),
+    **options: Any,
+) -> VirtualRun:
+    """Return the run of a folder on machines of these facts; `options`: of VirtualRun.
+
+    `loads`: by parent, how many children each of its simulated children stands for; by default 1
+    """
+    experiment, speeds = folder.experiment, speeds_in(facts)
+    tree = experiment.tree
+    slots_s = experiment.transfer.upload_slots * SLOT_BYTES_S  # what they pass on of slower links
+
+    def interface(host: str, *, up: bool) -> float:
+        rate = interface_mbit * 1e6 / 8
+        if host not in loads:
+            return rate
+        return (min(rate, slots_s) if up else rate) / loads[host]
+
+    def work_s(begin: Callable[[], None], host: str) -> float:
         """Do a work beside a node's event loop; return its share of the mixing of a round, which is never timed."""
         begin()
-        uploads = len(tree.children.get(owner.name, ())) if (owner := OWNER.get()) is not None else 0
-        return uploads * run.row_bytes * speeds.mix_byte_s / WORK_CALLS if uploads else 0.0
+        uploads = len(tree.children.get(host, ()))
+        mixing_s = loads.get(host, 1.0) * uploads * run.row_bytes * speeds.mix_byte_s if uploads else 0.0
+        return (mixing_s + speeds.round_s) / WORK_CALLS
 
-    run = VirtualRun(
-        folder,
-        MachineSeconds(experiment, speeds.training_s, speeds.step_s, speeds.evaluation_s),
-        placement_of(experiment, speeds, site=Site.HOSTS, work_s=work_s),
-        {node: LinkConditions(**conditions_of(experiment, node, delay_s=NETWORK_DELAY_S)) for node in tree.nodes},  # type: ignore[arg-type]
-        **options,
+    placement = Placement(
+        cores=speeds.cores,
+        hosts={node: node for node in (CLOUD, *tree.nodes)},
+        brokers={BROKER: CLOUD, **{name: name for name in tree.aggregators}},
+        costs=_costs(speeds),
+        interface=interface,
+        work_s=work_s,
+        loads=loads,
     )
+    conditions = {node: _conditions(experiment, node) for node in tree.nodes}
+    run = VirtualRun(folder, seconds_of(experiment, speeds), placement, conditions, **options)
     return run
+
+
+def seconds_of(experiment: Experiment, speeds: MachineSpeeds) -> MachineSeconds:
+    """Return the seconds of trainings and evaluations of an experiment on machines of these speeds."""
+    return MachineSeconds(experiment, speeds.training_s, speeds.step_s, speeds.evaluation_s)
+
+
+def _costs(speeds: MachineSpeeds) -> MessageCosts:
+    """Return the costs of packets whose sum over a round with one child is the cost of such a round."""
+    agents, broker = 1 - AT_BROKER, AT_BROKER
+    return MessageCosts(
+        agent_s=agents * speeds.message_s / AGENT_PACKETS,
+        agent_byte_s=agents * speeds.byte_s / 2,
+        broker_s=broker * speeds.message_s / BROKER_PACKETS,
+        broker_byte_s=broker * speeds.byte_s / 2,
+    )
+
+
+def _conditions(experiment: Experiment, node: str) -> LinkConditions:
+    """Return the conditions of a node's link to its broker, beside what the agents' buckets shape.
+
+    The interface of the broker's host is as fast as the node's, so that one limits both.
+    """
+    if experiment.links.enforce == "bucket":
+        return LinkConditions(delay_s=NETWORK_DELAY_S)
+    payload = PAYLOAD if experiment.links.enforce == "kernel" else 1.0
+    link = experiment.link(node)
+    up_rate, down_rate = (None if way.rate is None else way.rate * payload for way in (link.up, link.down))
+    return LinkConditions(up_rate=up_rate, down_rate=down_rate, delay_s=max(NETWORK_DELAY_S, link.up.delay_s))
 
 
 def _facts(speeds: MachineSpeeds, source: str) -> dict[str, Any]:

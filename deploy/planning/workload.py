@@ -5,33 +5,26 @@ If the data set is missing, synthetic images of its shape replace it. Above MOST
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import fmean
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from common.errors import InvalidExperiment
-from common.experiment.data import SHAPES
-from common.experiment.reading import parse
-from common.experiment.schema import Experiment
-from common.experiment.topology import CLOUD
-from common.model.layout import ModelLayout, Row
-from common.model.trainer import TrainerTester
-from deploy.results.run import Run
-from device.jobs import HostedDevice
-from device.pool.trainers import Trainers
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.data import SHAPES
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.model.layout import ModelLayout, Row
+from fedstrata.common.model.trainer import TrainerTester
+from fedstrata.device.jobs import HostedDevice
+from fedstrata.device.pool.trainers import Trainers
 
 if TYPE_CHECKING:
-    from deploy.planning.calibration import MachineSpeeds
+    from fedstrata.common.learning.datasets import Dataset
 
 MOST_LISTED: Final = 20_000  # devices; above, all are assumed equal
 PREPARED_MOST: Final = 32  # devices whose samples a trainer of the user counts
-REHEARSED_LEAST: Final = 3  # global rounds after which Tempo's epochs have settled
-REHEARSED_MOST: Final = 5  # Tempo draws them anew in each round
-REHEARSAL_S: Final = 20.0
 OF_THE_SPLIT: Final = (  # keys of data that change neither what a training costs nor what crosses the links
     "partition", "concentration", "shards", "within", "within_concentration", "min_samples", "noise",
 )  # fmt: skip
@@ -55,8 +48,8 @@ class PlannedWorkload:
     calibrated: for calibration: the same experiment, or with one device if the data of each device are not known
     layout, first: of its models, and the first one
     samples, tests: by device, or one number for all devices; tests are those on which it scores models
-    kept_bytes: of the personal arrays of a device
-    here: whether the data set is available    epochs: by child of the cloud    assumed: the assumptions, as text
+    kept_bytes: of the personal arrays of a device    own_bytes: of each device's samples, if it reads no others
+    here: whether the data set is available    assumed: the assumptions, as text
     """
 
     experiment: Experiment
@@ -68,7 +61,7 @@ class PlannedWorkload:
     data_bytes: int
     here: bool
     kept_bytes: int = 0
-    epochs: Mapping[str, float] = field(default_factory=dict)
+    own_bytes: Mapping[str, int] = field(default_factory=dict)
     assumed: list[str] = field(default_factory=list)
 
     @property
@@ -84,17 +77,13 @@ class PlannedWorkload:
         """Return the test samples of a device."""
         return self.tests[device] if isinstance(self.tests, Mapping) else self.tests
 
-    def steps(self, samples: int, epochs: float) -> float:
-        """Return the SGD steps of one training, of a mean one if the epochs are a mean."""
-        return epochs * self.experiment.steps_in_epoch(samples)
-
 
 def workload(experiment: Experiment) -> PlannedWorkload:
     """Load the data set, or synthetic images in its place, and split it. Raises InvalidExperiment."""
     if not experiment.training.trainer.learns_module:
         return _of_trainer(experiment)
-    from common.learning import datasets, splits
-    from common.learning.evaluation import ModelTester
+    from fedstrata.common.learning import datasets, splits
+    from fedstrata.common.learning.evaluation import ModelTester
 
     assumed: list[str] = []
     try:
@@ -134,8 +123,24 @@ def workload(experiment: Experiment) -> PlannedWorkload:
         nbytes,
         here=here is experiment,
         kept_bytes=tester.parts.kept_bytes,
+        own_bytes=_own_bytes(experiment, dataset, samples, tests) if here is experiment else {},
         assumed=assumed,
     )
+
+
+def _own_bytes(
+    experiment: Experiment, dataset: Dataset, samples: int | Mapping[str, int], tests: int | Mapping[str, int]
+) -> dict[str, int]:
+    """Return the bytes of each device's samples and labels, if devices are users that read their own alone."""
+    from fedstrata.common.learning.splits import own_user
+
+    if not isinstance(samples, Mapping) or not isinstance(tests, Mapping):
+        return {}  # so many devices that a run could not have them
+    devices = experiment.tree.devices
+    if own_user(experiment, node=devices[0]) is None:
+        return {}
+    each = dataset.train_images[0].nbytes + dataset.train_labels[0].nbytes
+    return {node: each * (samples[node] + tests[node]) for node in devices}
 
 
 def _of_trainer(experiment: Experiment) -> PlannedWorkload:
@@ -156,24 +161,6 @@ def _of_trainer(experiment: Experiment) -> PlannedWorkload:
     return PlannedWorkload(
         experiment, calibrated, tester.layout, tester.first, samples, tests, data_bytes=0, here=True, assumed=assumed
     )
-
-
-def rehearse(work: PlannedWorkload, speeds: MachineSpeeds) -> None:
-    """Set the epochs: `training.epochs`, or with Tempo those of a few global rounds run on this machine."""
-    experiment = work.experiment
-    names = experiment.tree.children[CLOUD] if work.listed else []
-    work.epochs = dict.fromkeys(names, experiment.training.epochs)
-    if experiment.cloud.epoch_control.name == "fixed":
-        return
-    if isinstance(work.samples, Mapping) and work.here:
-        steps = sum(work.steps(samples, experiment.training.epochs) for samples in work.samples.values())
-        cost_s = experiment.device_rounds * steps * speeds.step_s * 1.5 + speeds.evaluation_s
-        rounds = int(min(REHEARSED_MOST, REHEARSAL_S / cost_s))
-        if rounds >= REHEARSED_LEAST:
-            work.epochs = _rehearsed_epochs(experiment, rounds)
-            work.assumed.append(f"the mean epochs that Tempo sets in {rounds} global rounds, which were run here")
-            return
-    work.assumed.append(f"{experiment.training.epochs} epochs everywhere: Tempo's decisions are not predicted")
 
 
 def _synthetic(experiment: Experiment, missing: InvalidExperiment) -> Experiment:
@@ -208,21 +195,3 @@ def _alone(experiment: Experiment, samples: int) -> Experiment:
 def with_tiers(experiment: Experiment, tiers: Sequence[Mapping[str, Any]], **tables: Any) -> Experiment:
     """Return an experiment with other tiers, and with other tables. Raises InvalidExperiment."""
     return parse(experiment.model_dump(mode="json") | tables | {"tiers": list(tiers)})
-
-
-def _rehearsed_epochs(experiment: Experiment, rounds: int) -> dict[str, float]:
-    """Return the institutions' mean epochs in some global rounds without a network, the first one left out."""
-    from cloud.results import RunFolder
-    from deploy.local import direct
-
-    with tempfile.TemporaryDirectory(prefix="fedstrata-") as home:
-        tree = experiment.model_dump(mode="json") | {"rounds": rounds, "stop": {}}
-        short = parse(tree)
-        folder = RunFolder.create(Path(home), short, direct=True)
-        direct.run_in_process(folder, resume=False, accelerator="cpu", observe=lambda event, facts: None)
-        decided = [each.epochs for each in Run(folder.path).rounds[1:]]
-    found = {}
-    for name in experiment.tree.children[CLOUD]:
-        own = [epochs for each in decided if (epochs := each.get(name))]
-        found[name] = fmean(own) if own else float(experiment.training.epochs)
-    return found

@@ -3,21 +3,41 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import compress
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from deploy.console.tabular import Cell, Column, Spread, Table, show
-from deploy.results.figures import LETTER, Dot, Drawing, Figure, Line, Mark, Point, Rect, Text, inks, legend, wrapped
+import numpy as np
 
-DOTS_MOST = 60  # points of a curve up to which each has a dot on a page
-MARKERS = 10  # dots of a curve on a paper, about
-WIDTHS = (404.0, 376.0)  # pixels of a chart on a page, and on a paper: a column
-RIGHT = 18.0  # pixels right of the axes, at least
-COLUMN = 150.0  # pixels: height of a chart of columns
-SEEN_LEAST = 3.0  # pixels of a part of a bar whose colour can be seen
-SAME = " = "  # between the labels of equal curves
-COLUMNS_MOST = 60  # bars up to which each is drawn on a page; more are averaged
+from fedstrata.deploy.console.tabular import Cell, Column, Spread, Table, clean, show
+from fedstrata.deploy.results.figures import (
+    COLOURS,
+    COLUMN,
+    LETTER,
+    LINE,
+    MARKERS,
+    SERIES,
+    Box,
+    Canvas,
+    Figure,
+    Point,
+    legend_height,
+    line_style,
+    wrapped,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+
+MARKERS_MOST: Final = (30, 10)  # markers of a curve on a page, and on a paper, about
+HEIGHT: Final = 130.0  # points, of the axes of a chart
+BELOW: Final = 32.0  # of the numbers and the head of an x axis
+THICK: Final = 12.0  # of a horizontal bar
+GAP: Final = 0.2  # between vertical bars, a part of one
+SAME: Final = " = "  # between the labels of equal curves
+SEEN_LEAST: Final = 0.002  # of the longest bar: what is shorter is not drawn
+COLUMNS_MOST: Final = 30  # bars up to which each is drawn; more are averaged
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,56 +74,6 @@ class Curve:
         spans = zip(self.points, self.deviations, strict=False)
         return [(x, max(y - deviation, low), min(y + deviation, high)) for (x, y), deviation in spans]
 
-    def every_point(self, axis: Axis) -> list[Point]:
-        """Return the points of all lines, and the corners of the band."""
-        corners = [(x, y) for x, *ends in self.band(axis) for y in ends]
-        return [*self.points, *corners, *(point for line in self.rest for point in line)]
-
-
-@dataclass(frozen=True, slots=True)
-class Plot:
-    """The area between axes, in pixels, and the numbers at them.
-
-    The x axis goes from its first number to its end, the y axis from its first to its last number.
-    """
-
-    left: float
-    top: float
-    width: float
-    height: float
-    x_ticks: Sequence[float]
-    x_end: float
-    y_ticks: Sequence[float] = ()
-
-    def x(self, value: float) -> float:
-        """Return the pixel of a value."""
-        return self.left + self.width * (value - self.x_ticks[0]) / (self.x_end - self.x_ticks[0])
-
-    def y(self, value: float) -> float:
-        """Return the pixel of a value."""
-        low, high = self.y_ticks[0], self.y_ticks[-1]
-        return self.top + self.height * (1 - (value - low) / (high - low))
-
-    def across(self, y: float, kind: str) -> Line:
-        """Draw a line from side to side."""
-        return Line([(self.left, y), (self.left + self.width, y)], kind)
-
-    def levels(self) -> list[Mark]:
-        """Draw the lines and the numbers of the y axis."""
-        numbers = [Text(self.left - 6, self.y(tick) + 4, number(tick), "end") for tick in self.y_ticks]
-        return [*(self.across(self.y(tick), "grid") for tick in self.y_ticks), *numbers]
-
-    def base(self) -> list[Mark]:
-        """Draw the x axis, without its numbers."""
-        end = self.top + self.height
-        small = (Line([(at, end), (at, end + 4)], "line") for at in map(self.x, self.x_ticks))
-        return [*small, self.across(end, "line")]
-
-    def numbers(self, y: float, head: str) -> list[Mark]:
-        """Draw the numbers of the x axis, and below them its head."""
-        numbers = (Text(self.x(tick), y, number(tick), "middle") for tick in self.x_ticks)
-        return [*numbers, Text(self.left + self.width / 2, y + 18, head, "middle", "soft")]
-
 
 def curves(
     name: str,
@@ -119,59 +89,45 @@ def curves(
 
     `short`: names for the legend of a page, by label.
     """
-    points = [point for line in lines.values() for point in line.every_point(y)]
-    most = x.factor * max((at for at, _ in points), default=1.0)
-    goals = [] if target is None else [y.factor * target]
-    levels = [*(y.factor * level for _, level in points), *goals]
-    y_ticks, shown = ticks(min(levels, default=0.0), max(levels, default=1.0)), distinct(lines)
+    shown = distinct(lines)
 
-    def draw(paper: bool) -> Drawing:
-        plot = _plot(34.0, 200.0, *_across(most, paper, whole=x.whole), y_ticks, paper)
-
-        def place(points: Sequence[Point]) -> list[Point]:
-            return [(plot.x(x.factor * at), plot.y(y.factor * level)) for at, level in points]
-
-        end = plot.top + plot.height
-        marks = [*[Text(2, 16, y.head)] * paper, *plot.levels(), *plot.base(), *plot.numbers(end + 18, x.head)]
-        for at in map(plot.y, goals):
-            marks += [plot.across(at, "target"), Text(plot.left + 4, at - 4, "target", kind="soft")]
-        for (stroke, fill), _, line in shown:
-            band = line.band(y)
-            around = [(at, high) for at, _, high in band] + [(at, low) for at, low, _ in reversed(band)]
-            if len(band) > 1:
-                marks.append(Line(place(around), f"band {fill}"))
-            marks += [Line(place(rest), f"{stroke} thin") for rest in line.rest]
-        for (stroke, fill), names, line in shown:
-            count = len(line.points)
-            if count > 1:
-                marks.append(Line(place(line.points), stroke))
-            dotted = line.points[:: max(1, count // MARKERS)] if paper else line.points[: count * (count <= DOTS_MOST)]
-            for (at, level), pixel in zip(dotted, place(dotted), strict=True):
-                where = f"{number(x.factor * at)} {x.unit or x.name}, {y.factor * level:.4g} {y.unit}"
-                marks.append(Dot(*pixel, fill, f"{SAME.join(names)}: {where}"))
-        end += 56
-        if len(lines) > 1:
-            of = {} if paper else short or {}
-            entries = [(kinds[0], SAME.join(of.get(name, name) for name in names)) for kinds, names, _ in shown]
-            dots = [fill for (_, fill), *_ in shown] * paper
-            left = 2.0 if paper else plot.left
-            found, tall = legend(left, end, entries, width=plot.left + plot.width - left, dots=dots)
-            marks, end = marks + found, end + tall
-        return Drawing((WIDTHS[paper], end - 8), marks, headed=paper)
+    def draw(paper: bool) -> Canvas:
+        of = {} if paper else short or {}
+        labels = [SAME.join(of.get(label, label) for label in names) for names, _ in shown] if len(lines) > 1 else []
+        canvas, axes = chart(y.head, labels)
+        handles: list[Artist] = []
+        for names, line in shown:
+            look = line_style(*(line.style or (0, 0)))
+            if len(line.deviations) > 1:
+                band = [(x.factor * at, y.factor * least, y.factor * most) for at, least, most in line.band(y)]
+                across, low, high = zip(*band, strict=True)
+                axes.fill_between(across, low, high, color=look["color"], alpha=0.16, linewidth=0)
+            for rest in line.rest:
+                axes.plot(*scaled(rest, x, y), linewidth=0.7, alpha=0.7, **look)
+            handles.append(_curve(canvas, axes, names, line, x, y, MARKERS_MOST[paper], look))
+        if target is not None:
+            axes.axhline(y.factor * target, color=COLOURS["soft"], linewidth=0.8, linestyle=(0, (1.3, 2)))
+            axes.annotate("target", (0, y.factor * target), (3, 2), textcoords="offset points", color=COLOURS["soft"])
+        most = axes.dataLim.xmax  # infinite without a known value
+        axes.set_xlim(0, most if 0 < most < math.inf else 1)
+        axes.locator_params(axis="y", integer=y.whole)
+        levels(axes)
+        return finished(canvas, axes, x, dict(zip(labels, handles, strict=False)))
 
     return Figure(name, title, _last_points(lines, x, y), draw, _numbers(name, title, lines, x, y))
 
 
-def distinct(lines: Mapping[str, Curve]) -> list[tuple[tuple[str, str], list[str], Curve]]:
-    """Return the different ones of some curves: the classes of lines and areas, the labels, and the curve."""
-    found: list[tuple[tuple[str, str], list[str], Curve]] = []
+def distinct(lines: Mapping[str, Curve]) -> list[tuple[list[str], Curve]]:
+    """Return the different ones of some curves, each with its labels and a style."""
+    found: list[tuple[list[str], Curve]] = []
     for i, (label, line) in enumerate(lines.items()):
-        whole = (line.points, line.deviations, line.rest)
-        same = (names for _, names, one in found if line.points and whole == (one.points, one.deviations, one.rest))
-        if (names := next(same, None)) is not None:
-            names.append(label)
+        drawn = (line.points, line.deviations, line.rest)
+        for names, other in found:
+            if line.points and drawn == (other.points, other.deviations, other.rest):
+                names.append(label)
+                break
         else:
-            found.append((inks(*(line.style or (i, i))), [label], line))
+            found.append(([label], Curve(*drawn, line.style or (i, i))))
     return found
 
 
@@ -184,99 +140,140 @@ def bars(
     axis: Axis,
     short: Mapping[str, str] | None = None,
 ) -> Figure:
-    """Draw a horizontal stacked bar for each label, of parts (class, label); its label and its sum are above it.
+    """Draw a horizontal stacked bar for each label, of parts (colour, label); its label and its sum are above it.
 
     `short`: names for the bars of a page, by label.
     """
+    own = [[axis.factor * value for value in values] for values in rows.values()]
+    sums = [math.fsum(values) for values in own]
+    pieces = _stacked(parts, own, list(rows), axis.unit)
 
     def heads(of: Mapping[str, str]) -> list[str]:
-        sums = {label: show(axis.factor * math.fsum(values), 2) for label, values in rows.items()}
-        return [f"{of.get(label, label)}: {total} {axis.unit}" for label, total in sums.items()]
+        return [
+            f"{of.get(label, label)}: {show(total, 2)} {axis.unit}" for label, total in zip(rows, sums, strict=True)
+        ]
 
-    def draw(paper: bool) -> Drawing:
-        left, top = 8.0, 36.0
-        x_ticks, end = _across(axis.factor * max(map(math.fsum, rows.values()), default=0.0), paper)
-        width = WIDTHS[paper] - left - max(RIGHT if paper else 56.0, LETTER / 2 * len(number(x_ticks[-1])))
-        above = [wrapped(head, width) for head in heads({} if paper else short or {})]
-        height = sum(28 + 16 * len(lines) for lines in above)
-        marks, tall = _parts_legend(parts, [*rows.values()], width, top + 4, width=left + width)
-        top += tall
-        plot = Plot(left, top, width, height, x_ticks, end)
-        marks += [Line([(at, top), (at, top + height)], "grid") for at in map(plot.x, plot.x_ticks)]
-        marks += plot.numbers(top + height + 16, axis.head)
-        y = top
-        for (label, values), lines in zip(rows.items(), above, strict=True):
-            marks += [Text(left + 2, y + 15 + 16 * i, line) for i, line in enumerate(lines)]
-            y, at = y + 4 + 16 * len(lines), left
-            for (kind, part), value in zip(parts, values, strict=True):
-                wide = plot.x(axis.factor * value) - left
-                if wide > 0:
-                    description = f"{label}, {part}: {show(axis.factor * value, 3)} {axis.unit}"
-                    marks.append(Rect(at, y, max(wide - 1, 0.4), 18, kind, description))
-                at += wide
-            y += 24
-        return Drawing((WIDTHS[paper], top + height + 44), marks)
+    def draw(paper: bool) -> Canvas:
+        tops, height = list[float](), 0.0
+        above = [wrapped(head, COLUMN - 12) for head in heads({} if paper else short or {})]
+        for lines in above:
+            tops.append(height + LINE * len(lines) + 3)
+            height = tops[-1] + THICK + 5
+        canvas, axes = chart("", {piece.part for piece in pieces}, height=height)
+        axes.set(xlim=(0, max(sums, default=0.0) or 1), ylim=(height, 0), yticks=[])
+        for lines, top in zip(above, tops, strict=True):
+            axes.annotate("\n".join(lines), (0, top), (1, 3), textcoords="offset points")
+        canvas.boxes(axes, [Box(p.start, tops[p.bar], p.size, THICK, p.colour, p.tooltip) for p in pieces])
+        return finished(canvas, axes, axis, swatches(pieces))
 
     columns = (Column("bar", text=True), *(Column(part, axis.unit, 3) for _, part in parts))
-    table = Table(name, title, columns, [(label, *(axis.factor * v for v in values)) for label, values in rows.items()])
+    table = Table(name, title, columns, [(label, *values) for label, values in zip(rows, own, strict=True)])
     return Figure(name, title, "; ".join(heads(short or {})), draw, table)
 
 
 def columns(
     name: str, title: str, parts: Sequence[tuple[str, str]], values: Sequence[Sequence[float]], *, x: Axis, axis: Axis
 ) -> Figure:
-    """Draw a vertical stacked bar for each of `values` [bars][parts].
+    """Draw a vertical stacked bar for each of `values` [bars][parts]. Above COLUMNS_MOST, neighbours are averaged."""
+    own = np.asarray(values, dtype=float).reshape(-1, len(parts)) * axis.factor
+    joined = max(1, math.ceil(len(own) / COLUMNS_MOST))
+    starts = range(0, len(own), joined)
+    means = [own[start : start + joined].mean(axis=0).tolist() for start in starts]
+    ends = [min(start + joined, len(own)) for start in starts]
+    labels = [
+        f"{x.name} {i + 1}" if joined == 1 else f"{x.name} {i + 1} to {j}" for i, j in zip(starts, ends, strict=True)
+    ]
+    pieces = _stacked(parts, means, labels, axis.unit)
 
-    Above COLUMNS_MOST, neighbours are averaged on a page.
-    """
-    count = len(values)
-    many = max(1, math.ceil(count / COLUMNS_MOST))
-
-    def draw(paper: bool) -> Drawing:
-        joined = 1 if paper else many
-        groups = [values[start : start + joined] for start in range(0, count, joined)]
-        means = [[math.fsum(part) / len(group) for part in zip(*group, strict=True)] for group in groups]
-        plot = _plot(40.0, COLUMN, (), 0.0, ticks(0.0, axis.factor * max(map(math.fsum, means), default=0.0)), paper)
-        marks, tall = _parts_legend(parts, means, COLUMN, plot.top, width=plot.left + plot.width)
-        plot = replace(plot, top=plot.top + tall)
-        bottom, wide = plot.top + plot.height, plot.width / max(len(means), 1)
-        marks += [*[Text(2, 16, axis.head)] * paper, *plot.levels()]
-        gap = min(wide * 0.25, 4.0) if wide > 4 else 0.0
-        thick = min(wide - gap, 40) if gap else wide + 0.4  # without gaps they overlap, so that none can be seen
-        for i, bar in enumerate(means):
-            first, at = 1 + i * joined, bottom
-            label = f"{first}" if joined == 1 else f"{first} to {min(first + joined - 1, count)}"
-            for (kind, part), value in zip(parts, bar, strict=True):
-                tall = bottom - plot.y(axis.factor * value)
-                at -= tall
-                if tall > 0:
-                    description = f"{x.name} {label}, {part}: {show(axis.factor * value, 3)} {axis.unit}"
-                    marks.append(Rect(plot.left + wide * i + gap / 2, at, thick, tall, kind, description))
-        for tick in ticks(0.0, count, wanted=8, whole=True):
-            if 1 <= tick <= count:
-                middle = plot.left + wide * ((int(tick) - 1) // joined) + (gap + thick) / 2
-                marks.append(Text(middle, bottom + 16, number(tick), "middle"))
-        marks.append(Text(plot.left + plot.width / 2, bottom + 34, x.head, "middle", "soft"))
-        return Drawing((WIDTHS[paper], bottom + 44), marks, headed=paper)
+    def draw(paper: bool) -> Canvas:
+        canvas, axes = chart(axis.head, {piece.part for piece in pieces})
+        wide = joined * (1 - GAP)
+        canvas.boxes(
+            axes,
+            [Box(starts[p.bar] + (1 + joined - wide) / 2, p.start, wide, p.size, p.colour, p.tooltip) for p in pieces],
+        )
+        axes.update_datalim([(1, 0), (1, max(map(math.fsum, means), default=0.0))])
+        axes.set_xlim(0.5, max(len(own), 1) + 0.5)
+        levels(axes)
+        return finished(canvas, axes, x, swatches(pieces))
 
     heads = (Column(x.name), *(Column(part, axis.unit, 3) for _, part in parts))
-    table = Table(name, title, heads, [(i, *(axis.factor * v for v in bar)) for i, bar in enumerate(values, 1)])
-    return Figure(
-        name, title, f"{count} bars" if many == 1 else f"Each bar is the mean of {many} global rounds", draw, table
-    )
+    table = Table(name, title, heads, [(i, *bar) for i, bar in enumerate(own.tolist(), 1)])
+    text = f"{len(own)} bars" if joined == 1 else f"Each bar is the mean of {joined} global rounds"
+    return Figure(name, title, text, draw, table)
 
 
-def ticks(low: float, high: float, *, wanted: int = 5, whole: bool = False) -> list[float]:
-    """Return evenly spaced round numbers, integers if `whole`, from at most `low` to at least `high`."""
-    span = high - low
-    if not span > 1e-9 * max(abs(low), abs(high), 1e-9):  # all values are equal
-        span = abs(low) if abs(low) > 1e-9 else 1.0
-        high = low + span
-    rough = max(span / wanted, float(whole))
-    size = 10.0 ** math.floor(math.log10(rough))
-    step = size * next(factor for factor in (1, 2, 5, 10) if factor * size >= rough * 0.999)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [float(f"{step * i:.12g}") for i in range(first, last + 1)]
+class BarPiece(NamedTuple):
+    """A part of a stacked bar, which has this number."""
+
+    colour: str
+    part: str
+    bar: int
+    start: float
+    size: float
+    tooltip: str
+
+
+def _stacked(
+    parts: Sequence[tuple[str, str]], bars: Sequence[Sequence[float]], labels: Sequence[str], unit: str
+) -> list[BarPiece]:
+    """Return the pieces of stacked bars, part by part, without those that are too short to be seen."""
+    least = SEEN_LEAST * max(map(math.fsum, bars), default=0.0)
+    starts = [0.0] * len(bars)
+    found = []
+    for place, (colour, part) in enumerate(parts):
+        for i, values in enumerate(bars):
+            size = values[place]
+            if size > least:
+                tooltip = f"{labels[i]}, {part}: {show(size, 3)} {unit}"
+                found.append(BarPiece(colour, part, i, starts[i], size, tooltip))
+            starts[i] += size
+    return found
+
+
+def swatches(pieces: Sequence[BarPiece]) -> dict[str, Artist]:
+    """Return what a legend of the parts has."""
+    from matplotlib.patches import Patch
+
+    return {piece.part: Patch(color=COLOURS[piece.colour]) for piece in pieces}
+
+
+def chart(head: str, labels: Collection[str], *, height: float = HEIGHT) -> tuple[Canvas, Axes]:
+    """Return a canvas with axes of a height, and room for what stands above and below them."""
+    top = 2 * LINE if head else LINE / 2
+    canvas = Canvas(COLUMN, top + height + BELOW + legend_height(labels, COLUMN))
+    axes = canvas.axes()
+    canvas.place(axes, left=8, top=top, right=12, bottom=canvas.size[1] - top - height)
+    canvas.sheet.text(0.005, 1 - 2 / canvas.size[1], clean(head), va="top", color=COLOURS["soft"])
+    axes.locator_params(nbins=6, steps=[1, 2, 5, 10])
+    return canvas, axes
+
+
+def levels(axes: Axes) -> None:
+    """Number the y axis from a round number below all data to one above, and draw a line for each."""
+    low, high = axes.dataLim.intervaly
+    if not math.isfinite(high - low):  # without data, or of unknown values alone
+        low, high = 0.0, 1.0
+    if not high - low > 1e-9 * max(abs(low), abs(high)):
+        high = low + (abs(low) or 1.0)
+    found = axes.yaxis.get_major_locator().tick_values(low, high)
+    axes.set_yticks(found, [number(tick) for tick in found])
+    axes.set_ylim(found[0], found[-1])
+    axes.grid(visible=True, axis="y")
+
+
+def finished(canvas: Canvas, axes: Axes, x: Axis, handles: Mapping[str, Artist]) -> Canvas:
+    """Add the numbers and the head of the x axis, room for the numbers of the y axis, and a legend by label."""
+    axes.set_xlabel(clean(x.head))
+    axes.locator_params(axis="x", integer=x.whole)
+    axes.xaxis.set_major_formatter(lambda value, _: number(value))
+    place = axes.get_position()
+    left = 8 + LETTER * max((len(label.get_text()) for label in axes.get_yticklabels()), default=0)
+    right = max(12.0, LETTER / 2 * len(number(axes.get_xlim()[1])) + 2)
+    axes.set_position((left / COLUMN, place.y0, 1 - (left + right) / COLUMN, place.height))
+    if handles:
+        canvas.legend(handles)
+    return canvas
 
 
 def number(value: float) -> str:
@@ -284,37 +281,26 @@ def number(value: float) -> str:
     return f"{value:.4g}" if abs(value) < 1e4 else show(round(value))
 
 
-def _across(most: float, paper: bool, *, whole: bool = False) -> tuple[list[float], float]:
-    """Return the numbers of an x axis from 0 on, and its end: a number, on papers what is shown."""
-    found = ticks(0.0, most, whole=whole)
-    return ([tick for tick in found if tick <= most], most) if paper and most > 0 else (found, found[-1])
+def _curve(
+    canvas: Canvas, axes: Axes, names: Sequence[str], line: Curve, x: Axis, y: Axis, markers: int, look: dict[str, Any]
+) -> Artist:
+    """Draw the line of a curve with its markers."""
+    every = max(1, -(-len(line.points) // markers))
+    marker = MARKERS[(line.style or (0, 0))[0] % SERIES]
+    (drawn,) = axes.plot(
+        *scaled(line.points, x, y), marker=marker, markeredgewidth=0, markevery=every, clip_on=False, **look
+    )
+    texts = []
+    for at, level in line.points[::every]:
+        where = f"{number(x.factor * at)} {x.unit or x.name}, {y.factor * level:.4g} {y.unit}"
+        texts.append(f"{SAME.join(names)}: {where}")
+    canvas.describe(drawn, texts)
+    return drawn
 
 
-def _plot(
-    top: float, height: float, x_ticks: Sequence[float], x_end: float, y_ticks: Sequence[float], paper: bool
-) -> Plot:
-    """Return the plot of a chart, with room for its numbers."""
-    left = max(46.0, 8 + LETTER * max(len(number(tick)) for tick in y_ticks))
-    right = max([RIGHT, *(LETTER / 2 * len(number(tick)) for tick in x_ticks[-1:])])
-    return Plot(left, top, WIDTHS[paper] - left - right, height, x_ticks, x_end, y_ticks)
-
-
-def _parts_legend(
-    parts: Sequence[tuple[str, str]], bars: Sequence[Sequence[float]], length: float, top: float, *, width: float
-) -> tuple[list[Mark], float]:
-    """Return a legend of the parts that can be seen, with the names of shorter ones below it, and its height.
-
-    Those with SEEN_LEAST pixels in a bar can be seen. `length`: pixels of the longest bar.
-    """
-    least = max(map(math.fsum, bars), default=0.0) * SEEN_LEAST / length
-    highest = [max(values) for values in zip(*bars, strict=True)]
-    visible = [high >= least > 0 for high in highest]
-    marks, tall = legend(2, top, list(compress(parts, visible)), width=width)
-    short = [label for (_, label), high in zip(parts, highest, strict=False) if 0 < high < least]
-    for line in wrapped(f"too short to be seen: {', '.join(short)}", width) if short else ():
-        marks.append(Text(2, top + tall, line, kind="soft"))
-        tall += 18
-    return marks, tall
+def scaled(points: Sequence[Point], x: Axis, y: Axis) -> tuple[list[float], list[float]]:
+    """Return the numbers of points on two axes."""
+    return [x.factor * at for at, _ in points], [y.factor * level for _, level in points]
 
 
 def _last_points(lines: Mapping[str, Curve], x: Axis, y: Axis) -> str:

@@ -1,23 +1,26 @@
 """Comparison of the costs of reaching a target score, accuracy by default, over the seeds of each experiment.
 
 A group is a series of runs (`deploy.results.series`). Means include only runs that reached the target; the table shows
-how many did. The speed-up is paired: the seconds of the first group of the same task over this group's, seed by seed.
+how many did. The speed-up is paired: the seconds of the task's baseline over this group's, seed by seed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from common.errors import InvalidExperiment
-from common.experiment.training import ACCURACY
-from deploy.console.tabular import Column, Spread, Table
-from deploy.results.device_costs import COSTS, costs_until, sources_of
-from deploy.results.device_scores import OverDevices, statistics_of
-from deploy.results.run import Run, State, columns_of, seconds_of, tiers_of
-from deploy.results.sections import byte_columns
-from deploy.results.series import Series, by_seed, condition_notes, firsts, paired, unlike
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.training import ACCURACY
+from fedstrata.deploy.console.tabular import Column, Spread, Table
+from fedstrata.deploy.results import whole
+from fedstrata.deploy.results.acting import LatePart, late_parts, unacted
+from fedstrata.deploy.results.device_costs import COSTS, costs_until, sources_of
+from fedstrata.deploy.results.device_scores import OverDevices, statistics_of
+from fedstrata.deploy.results.pairs import INTERVAL, Pairs, by_seed, paired
+from fedstrata.deploy.results.run import Run, State, columns_of, seconds_of, tiers_of
+from fedstrata.deploy.results.series import Series, baseline_notes, baselines, condition_notes, series_of, unlike
+from fedstrata.deploy.results.whole import best_score, byte_columns
 
 BY_TASK: Final = "--by-task"
 VOWELS: Final = "aeiou"
@@ -27,18 +30,30 @@ VOWELS: Final = "aeiou"
 class Group:
     """A series of runs, and of each the costs up to the first global round that reached the target, None if none did.
 
-    `first`: the first series of the same task; `unlike`: the conditions in which it differs from that, as texts.
+    `baseline`: the series of the same task that it is compared with; `unlike`: the conditions in which it differs from
+    that, as texts. `late`: what it has beside another series of the task, and does not act in the first global round.
     """
 
     series: Series
-    first: Series
+    baseline: Series
     unlike: Mapping[str, str]
+    late: Sequence[LatePart]
     costs: Sequence[Mapping[str, float] | None]
 
     @property
     def reached(self) -> int:
         """The number of runs that reached the target."""
         return sum(cost is not None for cost in self.costs)
+
+    @property
+    def rounds(self) -> list[float]:
+        """The global rounds to the target of the runs that reached it."""
+        return [cost["rounds"] for cost in self.costs if cost is not None]
+
+    @property
+    def acted(self) -> Spread | None:
+        """In how many of them all late parts acted; None without one."""
+        return Spread.of([min(part.acted(count) for part in self.late) for count in self.rounds if self.late])
 
     def of_devices(self, statistic: OverDevices) -> Spread | None:
         """Return the mean and the deviation of a statistic over the runs, of each the last one."""
@@ -62,8 +77,8 @@ def costs_to(run: Run, target: float) -> Mapping[str, float] | None:
     return None
 
 
-def target_of(runs: Sequence[Run], given: float | None) -> float:
-    """Return the target of the score: `given`, else that of the experiments. Raises InvalidExperiment."""
+def target_of(runs: Sequence[Run], given: float | None) -> float | None:
+    """Return the target of the score: `given`, else that of the experiments, None without. Raises InvalidExperiment."""
     scores = {(run.experiment.score.name, run.experiment.score.higher) for run in runs}
     if len(scores) > 1:
         names = sorted({run.experiment.score.name for run in runs})
@@ -77,10 +92,7 @@ def target_of(runs: Sequence[Run], given: float | None) -> float:
     if len(own) > 1:
         problem = "the experiments have different ones"
         raise InvalidExperiment("--target", sorted(map(str, own)), problem, "Give --target.")
-    target = own.pop()
-    if not isinstance(target, (int, float)):
-        raise InvalidExperiment("--target", target, "the experiments have none", "Give --target, such as 0.9.")
-    return target
+    return own.pop()
 
 
 def check(series: Sequence[Series], *, by_task: bool) -> None:
@@ -92,28 +104,69 @@ def check(series: Sequence[Series], *, by_task: bool) -> None:
         raise InvalidExperiment("RUN", [run.id for run in tasks.values()], problem, remedy)
 
 
+Comparison = tuple[list[str], Table, Callable[[], dict[str, Any]]]  # the notes, the table, and what makes the JSON
+
+
+def compared(
+    runs: Sequence[Run], *, target: float | None, label: Sequence[str] = (), by_task: bool = False
+) -> Comparison:
+    """Return the comparison of runs by a score to reach, by default the experiments' own; of whole runs without one.
+
+    `label`: as `series_of` takes them. Raises InvalidExperiment if the runs cannot be compared.
+    """
+    goal = target_of(runs, target)
+    series = series_of(runs, label)
+    check(series, by_task=by_task)
+    return of_whole_runs(series) if goal is None else to_target(series, goal)
+
+
+def to_target(series: Sequence[Series], target: float) -> Comparison:
+    """Return the comparison of the costs of reaching a target."""
+    groups = groups_of(series, target)
+    return notes(groups, target), table(groups, target), lambda: to_json(groups, target)
+
+
+def of_whole_runs(series: Sequence[Series]) -> Comparison:
+    """Return the comparison of whole runs."""
+    found = ["no target: whole runs are compared. --target gives the costs of reaching a score"]
+    found += [*baseline_notes(series), *condition_notes(series), *source_notes(series), *whole.notes(series)]
+    for task in baselines(series):
+        members = [each for each in series if each.task == task]
+        experiments = [each.runs[0].experiment for each in members]
+        for each, experiment in zip(members, experiments, strict=True):
+            parts = late_parts(experiment, experiments)
+            found += [f"{each.whole}: {text}" for text in unacted(parts, [len(run.rounds) for run in each.finished])]
+    return found, whole.table(series), lambda: whole.to_json(series)
+
+
 def groups_of(series: Sequence[Series], target: float) -> list[Group]:
     """Return the groups, those of a task together."""
-    base, other = firsts(series), unlike(series)
-    return [
-        Group(each, first, other[each.whole], [costs_to(run, target) for run in each.runs])
-        for task, first in base.items()
-        for each in series
-        if each.task == task
-    ]
+    other = unlike(series)
+    found = []
+    for task, baseline in baselines(series).items():
+        members = [each for each in series if each.task == task]
+        experiments = [each.runs[0].experiment for each in members]
+        for each, experiment in zip(members, experiments, strict=True):
+            costs = [costs_to(run, target) for run in each.runs]
+            found.append(Group(each, baseline, other[each.whole], late_parts(experiment, experiments), costs))
+    return found
 
 
-def speed_up(group: Group, target: float) -> tuple[Spread | None, int, int]:
-    """Return the first group's seconds over the group's, the number of paired seeds, and that of common seeds."""
-    theirs, own = (_seconds(series, target) for series in (group.first, group.series))
-    seeds = [{str(run.seed) for run in series.runs} for series in (group.first, group.series)]
-    ratio = paired(theirs, {seed: s for seed, s in own.items() if s}, lambda first, other: first / other)
-    return ratio, len([seed for seed in theirs if own.get(seed)]), len(seeds[0] & seeds[1])
+def speed_up(group: Group, target: float) -> tuple[Pairs, int]:
+    """Return the baseline's seconds over the group's, and the number of common seeds, paired or not."""
+    theirs, own = (_seconds(series, target) for series in (group.baseline, group.series))
+    seeds = [{str(run.seed) for run in series.runs} for series in (group.baseline, group.series)]
+    ratio = paired(theirs, {seed: s for seed, s in own.items() if s}, lambda base, other: base / other)
+    return ratio, len(seeds[0] & seeds[1])
 
 
 def table(groups: Sequence[Group], target: float) -> Table:
     """Return a table of the groups: means and deviations over the runs that reached the target."""
-    tasks, unlike = any(each.series.task for each in groups), any(each.unlike for each in groups)
+    tasks = any(each.series.task for each in groups)
+    unlike = any(each.unlike for each in groups)
+    late = any(each.late for each in groups)
+    ratios = [speed_up(each, target) for each in groups]
+    several = any(ratio.interval for ratio, _ in ratios)
     figures, runs = _figures(groups), [run for each in groups for run in each.series.runs]
     by_devices = statistics_of(runs)
     ratio_head = "speed-up within the task" if tasks else "speed-up"
@@ -123,24 +176,26 @@ def table(groups: Sequence[Group], target: float) -> Table:
         *(Column("global rounds"), Column("time", seconds_of(runs)), *byte_columns(tiers_of(runs))),
         *(Column(name, digits=0) for name in ("SGD steps", "critical path")),
         *(COSTS[name] for name in figures if name in COSTS),
-        *(Column(ratio_head, digits=2), Column("seeds paired", text=True)),
+        *[Column("rounds it acted in")] * late,
+        Column(ratio_head, digits=2),
+        *[Column(f"speed-up, {INTERVAL}", text=True)] * several,
+        Column("seeds paired", text=True),
         *(Column(statistic.title, digits=4) for statistic in by_devices),
         *[Column("also differs in", text=True)] * unlike,
     ]
     rows = []
-    for each in groups:
-        ratio, pairs, common = speed_up(each, target)
+    for each, (ratio, common) in zip(groups, ratios, strict=True):
         costs = [each.spread(figure) for figure in figures]
         costs = [_mega(cost) if name.endswith("_bytes") else cost for name, cost in zip(figures, costs, strict=True)]
         rows.append([
-            *[each.series.task] * tasks, each.series.label, f"{each.reached}/{len(each.costs)}", *costs, ratio,
-            f"{pairs}/{common}", *map(each.of_devices, by_devices),
-            *[", ".join(each.unlike)] * unlike,
+            *[each.series.task] * tasks, each.series.label, f"{each.reached}/{len(each.costs)}", *costs,
+            *[each.acted] * late, ratio.spread, *[ratio.text(2)] * several, f"{len(ratio.values)}/{common}",
+            *map(each.of_devices, by_devices), *[", ".join(each.unlike)] * unlike,
         ])  # fmt: skip
     within = ", speed-ups within each task" if tasks else ""
-    label = groups[0].first.runs[0].experiment.score.label
+    label = groups[0].baseline.runs[0].experiment.score_label
     article = "an" if label[0] in VOWELS else "a"
-    return Table("compare", f"Costs of reaching {article} {label} of {target:g}{within}", columns, rows)
+    return Table("compare", f"Costs of reaching {article} {label} of {target:g}{within}", columns, rows, keys=1 + tasks)
 
 
 def to_json(groups: Sequence[Group], target: float) -> dict[str, Any]:
@@ -156,9 +211,11 @@ def to_json(groups: Sequence[Group], target: float) -> dict[str, Any]:
                 "of": len(each.costs),
                 **{figure: _plain(each.spread(figure)) for figure in _figures(groups)},
                 **{found.key: _plain(each.of_devices(found)) for found in statistics_of(each.series.runs)},
-                "speed_up": _plain(ratio),
-                "relative_to": each.first.label,
-                "seeds_paired": pairs,
+                "acts_from": {part.key: part.begins for part in each.late},
+                "rounds_acted": _plain(each.acted),
+                "speed_up": ratio.plain(),
+                "relative_to": each.baseline.label,
+                "seeds_paired": len(ratio.values),
                 "common_seeds": common,
                 "also_differs_in": dict(each.unlike),
                 "runs": [
@@ -167,26 +224,27 @@ def to_json(groups: Sequence[Group], target: float) -> dict[str, Any]:
                 ],
             }
             for each in groups
-            for ratio, pairs, common in [speed_up(each, target)]
+            for ratio, common in [speed_up(each, target)]
         ],
     }
 
 
 def notes(groups: Sequence[Group], target: float) -> list[str]:
     """Return notes on the table: other conditions, runs that did not reach the target, and repeated seeds."""
-    found = [*condition_notes([each.series for each in groups]), *source_notes([each.series for each in groups])]
+    series = [each.series for each in groups]
+    found = [*baseline_notes(series), *condition_notes(series), *source_notes(series)]
     for each in groups:
         label, runs = each.series.whole, each.series.runs
         for left in (run for run, cost in zip(runs, each.costs, strict=True) if cost is None):
             score = left.experiment.score
-            choose = max if score.higher else min
-            best = choose((row.score for row in left.rounds if row.score is not None), default=None)
-            seen = f"no {score.label}" if best is None else f"at best {best:.4f}"
+            best = best_score(left)
+            seen = f"no {left.experiment.score_label}" if best is None else f"at best {best:.4f}"
             done = f"{len(left.rounds)} of {left.experiment.rounds} global rounds, {left.state}"
             own = left.experiment.stop.target
             if left.state is State.FINISHED and own is not None and not score.reached(own, target):
                 done += f" at its own target of {own:g}"
             found.append(f"{label}: {left.id} (seed {left.seed}) did not reach the target: {seen} in {done}")
+        found += [f"{label}: {text} before the target" for text in unacted(each.late, each.rounds)]
         if len({str(run.seed) for run in runs}) < len(runs):
             found.append(f"{label}: several runs have the same seed; the deviation is over runs")
     return found

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from math import fsum
 from typing import Final
 
-from cloud.records import DeviceRecord
-from deploy.console.tabular import Column, Table
-from deploy.results.run import Run
+from fedstrata.cloud.records import DeviceRecord
+from fedstrata.deploy.console.tabular import Column, Table
+from fedstrata.deploy.results.run import Run
 
 SUMS: Final = ("joules", "cpu_s")
 # Of `costs_until`, with the columns of a table.

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
-from cloud.records import DEVICES, PERSONALISED
-from common.experiment.training import Score
-from deploy.console.tabular import Column, Table
-from deploy.results import charts
-from deploy.results.charts import Axis, Curve
-from deploy.results.figures import Figure
-from deploy.results.run import Run
+from fedstrata.cloud.records import DEVICES, PERSONALISED
+from fedstrata.common.experiment.training import Score
+from fedstrata.deploy.console.tabular import Column, Table
+from fedstrata.deploy.results import charts
+from fedstrata.deploy.results.charts import Axis, Curve
+from fedstrata.deploy.results.figures import Figure
+from fedstrata.deploy.results.run import Run
 
 GLOBAL_ROUND: Final = Axis("global round", whole=True)
 OVER_DEVICES: Final = {"mean": "mean over devices", "worst": "worst tenth", "spread": "spread over devices"}
@@ -50,9 +50,9 @@ def statistics_of(runs: Iterable[Run]) -> list[OverDevices]:
     ]
 
 
-def score_axis(score: Score) -> Axis:
-    """Return the axis of a score."""
-    label = f"test {score.label}"
+def score_axis(score: Score, label: str = "") -> Axis:
+    """Return the axis of a score. `label`: its name for people, if it is another one."""
+    label = f"test {label or score.label}"
     return Axis(label, "%", 100.0, (0.0, 1.0)) if score.share else Axis(label)
 
 
@@ -61,7 +61,8 @@ def figures(run: Run) -> list[Figure]:
     models = list(dict.fromkeys(each.personalised for each in statistics_of([run])))
     if not models:
         return []
-    score, axis = run.experiment.score, score_axis(run.experiment.score)
+    label = run.experiment.score_label
+    axis = score_axis(run.experiment.score, label)
 
     def line(statistic: str, deviation: str = "", *, own: bool) -> Curve:
         rows = [row for row in run.rounds if row.of_devices("mean", personalised=own) is not None]
@@ -84,7 +85,7 @@ def figures(run: Run) -> list[Figure]:
         for r in dict.fromkeys(rounds[-1:] if own else (rounds[place] for place in (0, len(rounds) // 2, -1))):
             if (found := distribution(r, own=own)).points:
                 each[f"{kind}after global round {r}"] = found
-    title, rank = f"{score.label[:1].upper()}{score.label[1:]}", Axis("devices up to this score", whole=True)
+    title, rank = f"{label[:1].upper()}{label[1:]}", Axis("devices up to this score", whole=True)
     name = run.file_name("device-scores")
     over = charts.curves(name, f"{title} of devices over global rounds", course, x=GLOBAL_ROUND, y=axis)
     name = run.file_name("device-distribution")

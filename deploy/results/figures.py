@@ -1,215 +1,260 @@
-"""Figures: charts and drawings as marks at their pixels, and the marks as SVG.
+"""Figures, drawn by matplotlib: SVG in the colours of a page, light or dark, and files for papers.
 
-A mark has classes of CLASSES. A page includes them as CSS, so that its figures follow its light or dark colours;
-`deploy.results.paper` draws the same marks, by the same classes, as files for papers.
+All are drawn in the light colours. In the SVG of a page each is replaced by its CSS variable; the variables are the
+first rule of `page.css`. This module draws in one style: nothing else changes a setting of matplotlib.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import io
+import re
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from textwrap import wrap
-from typing import Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from xml.etree import ElementTree
 
-from deploy.console.tabular import Table, clean, html
+from fedstrata.deploy.console.tabular import Table, clean
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
 
 Point: TypeAlias = tuple[float, float]
-FONT: Final = "ui-sans-serif, system-ui, sans-serif"
-LETTER: Final = 7.2  # pixels: width of a letter at font size 12, in a wide font
+TEMPLATES: Final = Path(__file__).resolve().parents[1] / "templates" / "report"
+STYLE: Final = (TEMPLATES / "page.css").read_text(encoding="utf-8").partition("\n\n")[0]  # of a page, and of a file
+# The light colours by name. The first series has the colour of docs/. Any two series can be distinguished, also by
+# readers who see two primary colours only, and have a contrast of 3 or more to the ground (`tests/test_figures.py`).
+COLOURS: Final[Mapping[str, str]] = dict(re.findall(r"--(\w+): (#\w+)", STYLE.partition("@media")[0]))
 SERIES: Final = 7
-HEAD: Final = 24.0  # pixels above a picture, for its title
-# (light, dark). The first series has the colour of docs/. Any two series can be distinguished, also by readers who see
-# two primary colours only, and have a contrast of 3 or more to the ground (`tests/test_report.py`).
-COLOURS: Final[Mapping[str, tuple[str, str]]] = {
-    "ink": ("#1f2328", "#e6edf3"),
-    "soft": ("#59636e", "#9198a1"),
-    "ground": ("#ffffff", "#0d1117"),
-    "line": ("#8c959f", "#6e7681"),
-    "grid": ("#d8dee4", "#2a313c"),
-    "s0": ("#0969da", "#4493f8"),
-    "s1": ("#b04400", "#f0883e"),
-    "s2": ("#00402b", "#b4f0b8"),
-    "s3": ("#8a1a8a", "#b03aa8"),
-    "s4": ("#a98a50", "#8a7a30"),
-    "s5": ("#399fc8", "#79d5f5"),
-    "s6": ("#70707c", "#9198a1"),
-}
 PHASES: Final[Mapping[str, str]] = {
-    "record": "fill-s6", "dispatch": "fill-s2", "train": "fill-s0", "wait": "fill-s5", "collect": "fill-s4",
-    "aggregate": "fill-s3", "evaluate": "fill-s1",
+    "record": "s6", "dispatch": "s2", "train": "s0", "wait": "s5", "collect": "s4", "aggregate": "s3", "evaluate": "s1",
 }  # fmt: skip
-DASHES: Final = ("", "6 3", "2 3", "8 3 2 3")  # a series has the next colour and the next dash pattern
-# The CSS properties of each class: names of COLOURS, lengths in pixels. Of two classes the later one goes.
-CLASSES: Final[Mapping[str, Mapping[str, str]]] = {
-    "ground": {"fill": "ground"},
-    "grid": {"stroke": "grid", "fill": "none"},
-    "line": {"stroke": "line", "fill": "none"},
-    "weight": {"fill": "s0"},
-    "node": {"stroke": "line", "fill": "ground"},
-    "target": {"stroke": "soft", "fill": "none", "stroke-dasharray": "2 3"},
-    **{f"fill-{name}": {"fill": name} for name in COLOURS},
-    **{f"stroke-s{i}": {"stroke": f"s{i}", "fill": "none", "stroke-width": "2"} for i in range(SERIES)},
-    **{f"dash-{i}": {"stroke-dasharray": dash} for i, dash in enumerate(DASHES) if dash},
-    "band": {"fill-opacity": "0.16"},
-    "thin": {"stroke-width": "1", "stroke-opacity": "0.7"},
+# A series has the next colour with its marker, and the next dash pattern, in points.
+DASHES: Final = ((), (4.0, 2.0), (1.3, 2.0), (5.3, 2.0, 1.3, 2.0))
+MARKERS: Final = "os^Dvp*"
+
+INCH: Final = 72.0  # points, as all lengths
+COLUMN: Final = 3.5 * INCH  # the width of a column in the styles of IEEE and ACM
+FONT: Final = 8.0
+LETTER: Final = 4.9  # the width of a letter, in matplotlib's font
+LINE: Final = 12.0
+DPI: Final = 300
+PIXELS_MOST: Final = 60_000  # of a PNG's side; matplotlib has a limit of 65,535
+PAGE_SCALE: Final = 1.5  # CSS pixels of a point
+LEAST: Final = 0.7  # to which a figure shrinks on a small page, which scrolls beyond
+SETTINGS: Final[Mapping[Any, Any]] = {
+    "font.size": FONT,
+    "font.family": ["DejaVu Sans"],  # matplotlib brings it along
+    "text.parse_math": False,  # names may have dollar signs
+    "text.color": COLOURS["ink"],
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "axes.edgecolor": COLOURS["line"],
+    "axes.labelcolor": COLOURS["soft"],
+    "axes.labelsize": FONT,
+    "axes.titlesize": FONT,
+    "axes.titlelocation": "left",
+    "axes.axisbelow": True,
+    "axes.xmargin": 0.0,
+    "axes.ymargin": 0.0,
+    **{f"axes.spines.{side}": False for side in ("left", "right", "top")},
+    "grid.color": COLOURS["grid"],
+    **{f"{axis}tick.color": COLOURS["line"] for axis in "xy"},
+    **{f"{axis}tick.labelcolor": COLOURS["ink"] for axis in "xy"},
+    **{f"{axis}tick.labelsize": FONT for axis in "xy"},
+    "ytick.major.size": 0.0,
+    "legend.frameon": False,
+    "legend.fontsize": FONT,
+    "lines.linewidth": 1.3,
+    "lines.markersize": 3.0,
+    "lines.scale_dashes": False,
+    "pdf.fonttype": 42,  # TrueType; many journals refuse Type 3
+    "svg.hashsalt": "fedstrata",
 }
+_NO_DATE: Final = {"pdf": {"CreationDate": None}, "svg": dict.fromkeys(("Date", "Creator", "Format", "Type"))}
+_SVG: Final = "{http://www.w3.org/2000/svg}"
+for _prefix, _name in (("", "2000/svg"), ("xlink", "1999/xlink")):
+    ElementTree.register_namespace(_prefix, f"http://www.w3.org/{_name}")
+_NAMESPACES: Final = re.compile(r' xmlns(?::\w+)?="[^"]*"|(?<= )xlink:(?=href)')
 
 
-def _css(looks: Mapping[str, str]) -> str:
-    return "; ".join(f"{key}: {f'var(--{value})' if value in COLOURS else value}" for key, value in looks.items())
-
-
-_VARIABLES: Final = tuple("".join(f"--{name}: {pair[i]}; " for name, pair in COLOURS.items()) for i in (0, 1))
-_CLASSES: Final = " ".join(f".{name} {{ {_css(looks)} }}" for name, looks in CLASSES.items())
-STYLE: Final = f""":root {{ color-scheme: light dark; {_VARIABLES[0]}}}
-@media screen and (prefers-color-scheme: dark) {{ :root {{ {_VARIABLES[1]}}} }}
-@media print {{ :root {{ color-scheme: light }} }}
-svg text {{ font: 12px {FONT}; fill: var(--ink) }} svg text.soft {{ fill: var(--soft) }}
-{_CLASSES}"""
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """A text; x, y is a point of its base line, at its start, middle or end. `kind`: ink or soft."""
-
-    x: float
-    y: float
-    content: str
-    anchor: str = "start"
-    kind: str = "ink"
-
-
-@dataclass(frozen=True, slots=True)
-class Rect:
-    """A rectangle of a class; its title is shown as a tooltip."""
+class Box(NamedTuple):
+    """A rectangle in the units of its axes, in a colour of COLOURS."""
 
     x: float
     y: float
     width: float
     height: float
-    kind: str
-    title: str = ""
+    colour: str
+    tooltip: str = ""
     opacity: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A line through points, or the area within them, by its classes."""
+class Canvas:
+    """A figure of matplotlib, of a size in points."""
 
-    points: Sequence[Point]
-    kind: str
+    def __init__(self, width: float, height: float) -> None:
+        from matplotlib.figure import Figure as Sheet
 
+        self.sheet = Sheet(figsize=(width / INCH, height / INCH))
+        self.size = (width, height)
+        self.tooltips: dict[str, list[str]] = {}  # of an artist's marks, by its id
 
-@dataclass(frozen=True, slots=True)
-class Dot:
-    """A disc of a class fill-sN, or that series' marker; its title is shown as a tooltip."""
+    def axes(self) -> Axes:
+        """Add axes, which `place` gives their place."""
+        return self.sheet.add_axes((0, 0, 1, 1))
 
-    x: float
-    y: float
-    kind: str
-    title: str = ""
+    def place(self, axes: Axes, *, left: float, top: float, right: float, bottom: float) -> None:
+        """Place axes by their margins."""
+        width, height = self.size
+        across, up = (width - left - right) / width, (height - top - bottom) / height
+        axes.set_position((left / width, bottom / height, across, up))
 
+    def ground(self, *, left: float = 0.0, top: float = 0.0, right: float = 0.0) -> Axes:
+        """Add axes without lines and numbers, whose units are points from their upper left corner on."""
+        axes = self.axes()
+        self.place(axes, left=left, top=top, right=right, bottom=0.0)
+        axes.set(xlim=(0, self.size[0] - left - right), ylim=(self.size[1] - top, 0))
+        axes.set_axis_off()
+        return axes
 
-Mark: TypeAlias = Text | Rect | Line | Dot
+    def describe(self, artist: Artist, tooltips: Sequence[str]) -> None:
+        """Give each mark of an artist its tooltip."""
+        key = f"marks{len(self.tooltips)}"
+        artist.set_gid(key)
+        self.tooltips[key] = [clean(text) for text in tooltips]
 
+    def boxes(self, axes: Axes, boxes: Sequence[Box]) -> None:
+        """Draw rectangles."""
+        from matplotlib.collections import PolyCollection
+        from matplotlib.colors import to_rgba
 
-@dataclass(frozen=True, slots=True)
-class Drawing:
-    """Marks, within a size in pixels. If it has no head, its first HEAD pixels are empty."""
+        corners = []
+        for x, y, wide, high, *_ in boxes:
+            corners.append([(x, y), (x + wide, y), (x + wide, y + high), (x, y + high)])
+        faces = [to_rgba(COLOURS[box.colour], box.opacity) for box in boxes]
+        drawn = PolyCollection(corners, facecolors=faces, linewidths=0)
+        axes.add_collection(drawn, autolim=False)
+        self.describe(drawn, [box.tooltip for box in boxes])
 
-    size: Point
-    marks: Sequence[Mark]
-    headed: bool = False
+    def legend(self, handles: Mapping[str, Artist]) -> None:
+        """Draw a legend by label at the lower edge, which has the height `legend_height`."""
+        columns, lines = legend_layout(handles, self.size[0])
+        self.sheet.legend(
+            handles.values(), ["\n".join(each) for each in lines], loc="lower left", bbox_to_anchor=(0, 0),
+            ncols=columns, borderpad=0.2, borderaxespad=0.2, labelspacing=0.4, columnspacing=1.2, handlelength=2.4,
+            handletextpad=0.6,
+        )  # fmt: skip
+
+    def saved(self, kind: str) -> bytes:
+        """Return the file of a kind: pdf, png or svg."""
+        file = io.BytesIO()
+        dpi = min(DPI, PIXELS_MOST * INCH / max(self.size))
+        self.sheet.savefig(file, format=kind, dpi=dpi, metadata=_NO_DATE.get(kind))
+        return file.getvalue()
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
     """A picture. `name` is the file name's stem, `text` the alternative text, `table` has the numbers.
 
-    `draw(paper)` draws it for a page, or as wide as a paper's column, with the head of its y axis and whole labels.
+    `draw(paper)` draws it for a page, or for a paper, with whole labels and fewer markers.
     """
 
     name: str
     title: str
     text: str
-    draw: Callable[[bool], Drawing]
+    draw: Callable[[bool], Canvas]
     table: Table | None = None
 
-    def page(self) -> Drawing:
-        """Draw it for a page, with its title as head."""
-        drawing = self.draw(False)
-        size = (max(drawing.size[0], LETTER * len(self.title)), drawing.size[1])
-        return Drawing(size, [Text(2, 16, self.title), *drawing.marks], headed=True)
+    def svg(self, key: str) -> str:
+        """Return an element of a page that has STYLE. The key makes its ids unique on the page."""
+        with style({"svg.fonttype": "none"}):
+            return _themed(self.draw(False), self, key)
 
-    def svg(self, key: str = "") -> str:
-        """Return an SVG file; with a key, an element of a page that includes STYLE."""
-        return svg(self.page(), self.title, self.text, key)
+    def files(self, formats: Iterable[str]) -> dict[str, bytes]:
+        """Return the files for a paper by format: pdf, png or svg."""
+        with style({"savefig.facecolor": "white"}):
+            canvas = self.draw(True)
+            return {kind: canvas.saved(kind) for kind in formats}
 
 
-def svg(drawing: Drawing, title: str, text: str, key: str = "") -> str:
-    """Return an SVG file with its own style and ground.
+def styled(ranks: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the colour and the dash pattern of each line of a chart, given by its rank and that of its condition.
 
-    With a key, return an element of a page that includes STYLE; the key makes its ids unique on the page.
+    Equal ranks have one colour, in every chart; conditions differ in the pattern. If there is but one condition, each
+    rank has a pattern, too. Where these are the same for two lines, the later one has the next pattern that is free,
+    and beyond the patterns the next colour.
     """
-    width, height = (f"{side:g}" for side in drawing.size)
-    size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
-    head = f'<title id="{key}t">{html(title)}</title><desc id="{key}d">{html(text)}</desc>'
-    lines = [f'role="img" aria-labelledby="{key}t {key}d" {size}>', head, *map(element, drawing.marks), "</svg>"]
-    if key:
-        return "<svg " + "\n".join(lines)
-    lines[2:2] = [f"<style>{STYLE}</style>", element(Rect(0, 0, *drawing.size, "ground"))]
-    return '<svg xmlns="http://www.w3.org/2000/svg" ' + "\n".join(lines) + "\n"
+    conditions = list(dict.fromkeys(condition for _, condition in ranks))
+    found: list[tuple[int, int]] = []
+    for rank, condition in ranks:
+        pattern = conditions.index(condition) if len(conditions) > 1 else rank
+        every = ((rank + more, pattern + next_) for more in range(SERIES) for next_ in range(len(DASHES)))
+        styles = [(colour % SERIES, dash % len(DASHES)) for colour, dash in every]
+        found.append(next((style for style in styles if style not in found), styles[0]))
+    return found
 
 
-def element(mark: Mark) -> str:
-    """Return the SVG element of a mark."""
-    match mark:
-        case Text(x, y, content, anchor, kind):
-            soft = ' class="soft"' if kind == "soft" else ""
-            return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{soft}>{html(content)}</text>'
-        case Line(points, kind):
-            return f'<path class="{kind}" d="M{" L".join(f"{x:.1f} {y:.1f}" for x, y in points)}"/>'
-        case Rect(x, y, width, height, kind, _, opacity):
-            faint = f' fill-opacity="{opacity:.2f}"' if opacity < 1 else ""
-            tag, attributes = "rect", f'x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}"{faint}'
-        case Dot(x, y, kind):
-            tag, attributes = "circle", f'cx="{x:.1f}" cy="{y:.1f}" r="2.5"'
-    tooltip = f"><title>{html(mark.title)}</title></{tag}>" if mark.title else "/>"
-    return f'<{tag} class="{kind}" {attributes}{tooltip}'
-
-
-def inks(colour: int, dash: int) -> tuple[str, str]:
-    """Return the classes of a series' lines, and of its areas and dots."""
-    return f"stroke-s{colour % SERIES} dash-{dash % len(DASHES)}", f"fill-s{colour % SERIES}"
-
-
-def legend(
-    x: float, y: float, entries: Sequence[tuple[str, str]], *, width: float, dots: Sequence[str] = ()
-) -> tuple[list[Mark], float]:
-    """Return a legend of (class, label) entries, wrapped at `width` as its labels are, and its height.
-
-    `dots`: the classes of dots on its lines.
-    """
-    marks, at, line = list[Mark](), x, 0
-    for i, (kind, label) in enumerate(entries):
-        swatch = 24 if kind.startswith("stroke") else 11
-        words = wrapped(label, width - swatch - 7)
-        needed = swatch + 7 + LETTER * max(map(len, words)) + 14
-        if at > x and at + needed > x + width + 14:
-            at, line = x, line + 1
-        top = y + 18 * line
-        if kind.startswith("stroke"):
-            marks.append(Line([(at, top - 4), (at + swatch, top - 4)], kind))
-            marks += [Dot(at + swatch / 2, top - 4, dot) for dot in dots[i : i + 1]]
-        else:
-            marks.append(Rect(at, top - 10, swatch, 11, kind))
-        marks += [Text(at + swatch + 7, top + 16 * j, part) for j, part in enumerate(words)]
-        at += needed
-        if len(words) > 1:
-            at, line = x, line + len(words)
-    return marks, 18.0 * (line + (at > x)) if entries else 0.0
+def line_style(colour: int, dash: int) -> dict[str, Any]:
+    """Return how a series' lines are drawn."""
+    return {"color": COLOURS[f"s{colour % SERIES}"], "linestyle": (0, DASHES[dash % len(DASHES)])}
 
 
 def wrapped(label: str, width: float) -> list[str]:
-    """Return the lines of a text that fit into a width in pixels, at least one."""
+    """Return the lines of a text that fit into a width, at least one."""
     return wrap(clean(label), max(8, int(width / LETTER))) or [""]
+
+
+def legend_layout(labels: Iterable[str], width: float) -> tuple[int, list[list[str]]]:
+    """Return the columns of a legend that fit into a width, and the lines of each label."""
+    swatch = 3.6 * FONT
+    lines = [wrapped(label, width - swatch - 6) for label in labels]
+    longest = max((len(line) for each in lines for line in each), default=0)
+    return max(1, int(width / (swatch + LETTER * longest + 6))), lines
+
+
+def legend_height(labels: Collection[str], width: float) -> float:
+    """Return the height of a legend."""
+    columns, lines = legend_layout(labels, width)
+    rows = -(-len(labels) // columns)
+    return sum(sorted((LINE * len(each) + 1.5 for each in lines), reverse=True)[:rows]) + 4 if labels else 0.0
+
+
+@contextmanager
+def style(more: Mapping[Any, Any] | None = None) -> Iterator[None]:
+    """Draw in our style, whatever the settings of this process are. `more`: further settings of matplotlib."""
+    import matplotlib
+
+    with matplotlib.rc_context(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # a letter that the font has not
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update({**SETTINGS, **(more or {})})
+        yield
+
+
+def _themed(canvas: Canvas, figure: Figure, key: str) -> str:
+    """Return the SVG of a canvas in CSS variables, with its title, its text, and its tooltips."""
+    root = ElementTree.fromstring(canvas.saved("svg"))
+    for group in root.iter(f"{_SVG}g"):
+        marks = list(group.iter(f"{_SVG}use")) or group.findall(f"{_SVG}path")
+        for mark, text in zip(marks, canvas.tooltips.get(group.get("id", ""), ()), strict=False):
+            ElementTree.SubElement(mark, f"{_SVG}title").text = text
+    root[:] = [each for each in root if each.find(f"{_SVG}style") is None]  # of all elements, which have their own
+    for tag, text in (("desc", figure.text), ("title", figure.title)):
+        element = ElementTree.Element(f"{_SVG}{tag}", id=tag)
+        element.text = clean(text)
+        root.insert(0, element)
+    width, height = canvas.size
+    root.attrib |= {"width": f"{PAGE_SCALE * width:.0f}", "height": f"{PAGE_SCALE * height:.0f}", "role": "img"}
+    root.set("style", f"min-width: {PAGE_SCALE * LEAST * width:.0f}px")
+    root.set("aria-labelledby", f"{key}title {key}desc")
+    drawn = _NAMESPACES.sub("", ElementTree.tostring(root, encoding="unicode"))
+    drawn = re.sub(r'( id="|url\(#| href="#)', rf"\g<1>{key}", drawn).replace("'DejaVu Sans'", "var(--font)")
+    for name, colour in COLOURS.items():
+        drawn = drawn.replace(colour, f"var(--{name})")
+    return drawn

@@ -1,41 +1,37 @@
-"""A finished run as a few small text files, for a repository, and what it cost.
+"""A finished run as rows of its sweep's table, for a repository, and what it cost.
 
-A kept run is a run's folder with less in it: `experiment.toml` has only the keys that differ from the defaults,
-`rounds.csv` the global rounds, `events.jsonl` the run's begin and end, `manifest.json` what was run where, with the
-digest of the model. So `sweep`, `report` and `compare` read it as any other run. It outlives the format of run folders:
-the digest of its experiment is computed anew when it is read, and whoever renames a key or a column, or changes a
-default, does so in the kept files, too.
+A kept run has less than a run's folder: of the experiment only the keys that differ from the defaults, the global
+rounds, how it ended, and what was run where, with the digest of the model. `sweep`, `report` and `compare` read it as
+any other run. It outlives the format of run folders: the digest of its experiment is computed anew when it is read, and
+whoever renames a key or a column, or changes a default, does so in the tables, too.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from cloud.records import to_csv
-from cloud.results import DIRECT, HELD, SIMULATED, RunFolder
-from common.experiment.reading import parse
-from common.experiment.schema import Experiment
-from common.experiment.short_form import as_written
-from common.experiment.tables import write
-from common.host.files import replacing, writing
-from common.model.tensors import content
-from common.text import json_text
-from deploy.results.run import CELL, Run, State
+from fedstrata.cloud.results import DIRECT, SIMULATED, RunFolder
+from fedstrata.common.experiment.reading import recorded
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.short_form import as_written
+from fedstrata.common.model.tensors import content
+from fedstrata.deploy.results.cells import CellOrder
+from fedstrata.deploy.results.kept_table import CELL, EXPERIMENT, FINISHED, RUN, KeptRun, add
+from fedstrata.deploy.results.run import COMMIT, Run, State
 
 CPU_S: Final = "cpu_s"  # in manifest.json
-COMMIT: Final = "commit"  # in manifest.json
-SOURCE: Final = Path(__file__).parents[2]
+SOURCE: Final = Path(__file__).resolve().parents[2]
 MODEL: Final = "model.safetensors"
+STOPPED: Final = "stopped"  # of the last event: why the run ended
 # Of the manifest: nothing of single nodes, which the experiment has, and no name of a host.
 KEPT: Final = (
-    "run", "started", "experiment_digest", "cpus", "python", "packages", "evaluated_on",
+    "run", "started", "experiment_digest", "cpus", "instructions", "python", "packages", "evaluated_on",
     "model_bytes", "partition", CPU_S, COMMIT, DIRECT, SIMULATED,
 )  # fmt: skip
 
@@ -67,41 +63,31 @@ def source_commit(source: Path = SOURCE) -> str | None:
     return found.stdout.strip() or None
 
 
-def keep(run: Run, root: Path, *, cell: str) -> Path:
-    """Write a finished run to a folder of its own below `root`, and return that. Raises StorageFailed.
+def keep(runs: Iterable[tuple[Run, str]], folder: Path, order: CellOrder) -> None:
+    """Add finished runs, each with the name of its cell, to the table in a folder. Raises StorageFailed."""
+    add([_kept(run, cell) for run, cell in runs], folder, order.written())
 
-    `cell`: its name in the sweep, such as `IID, FedAvg`.
-    """
-    experiment = run.experiment
-    words = re.sub(r"[^a-z0-9.]+", "-", f"{cell} seed {experiment.seed}".lower()).strip("-")
-    path = root / f"{words}-{experiment.digest[:6]}"
-    manifest = {key: run.manifest[key] for key in KEPT if key in run.manifest} | {
-        CELL: cell,
-        "links": {"enforce": experiment.links.enforce},
-        "model": _model_digest(run.path / MODEL),
-    }
+
+def _kept(run: Run, cell: str) -> KeptRun:
     last = next(event for event in reversed(run.events) if event.name == State.FINISHED)
-    facts = {key: value for key, value in last.facts.items() if key != "model"}  # its path
-    texts = {
-        HELD: write(brief(experiment)),
-        "rounds.csv": to_csv(run.rounds, header=True),
-        "events.jsonl": json_text({"time": last.time, "event": last.name, **facts}) + "\n",
-        "manifest.json": json_text(manifest, indent=2) + "\n",  # at last: it makes the folder a run's
+    facts = {key: run.manifest[key] for key in KEPT if key in run.manifest} | {
+        CELL: cell,
+        "links": {"enforce": run.experiment.links.enforce},
+        "model": _model_digest(run.path / MODEL),
+        FINISHED: {"time": last.time, "event": last.name, STOPPED: last.facts.get(STOPPED)},
+        EXPERIMENT: brief(run.experiment),
     }
-    with writing(path):
-        path.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            with replacing(path / name) as file:
-                file.write(text.encode())
-    return path
+    named = {RUN: run.id, CELL: cell, "seed": str(run.seed)}
+    rows = [named | dict(zip(row.columns(), map(str, row.cells()), strict=True)) for row in run.rounds]
+    return KeptRun(facts, rows)
 
 
 def brief(experiment: Experiment) -> dict[str, Any]:
     """Return an experiment's tree without the keys that have their defaults; its nodes and tiers are whole."""
     tree = as_written(experiment)
     nodes: dict[str, Any] = {key: tree[key] for key in ("topology", "tiers") if key in tree}
-    found = nodes | _changed(tree, as_written(parse(nodes)))
-    return found if parse(found).digest == experiment.digest else tree
+    found = nodes | _changed(tree, as_written(recorded(nodes)))
+    return found if recorded(found).digest == experiment.digest else tree
 
 
 def _changed(tree: Mapping[str, Any], plain: Mapping[str, Any]) -> dict[str, Any]:

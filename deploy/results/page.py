@@ -6,133 +6,99 @@ model, data, the algorithm of each tier, nodes, links, seeds, time, versions and
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from hashlib import blake2b
+from itertools import count
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from deploy.console.tabular import Cell, Column, Table, html, show, size
-from deploy.results import device_costs, device_scores, maps, sections
-from deploy.results.figures import STYLE, Figure, Line, element, inks
-from deploy.results.run import SWEEP, Run, State, folders, seconds_of
-from deploy.results.series import (
+from fedstrata.deploy.console.tabular import Table, clean, show, size
+from fedstrata.deploy.results import device_costs, device_scores, maps, sections, whole
+from fedstrata.deploy.results.figures import DASHES, TEMPLATES, Figure
+from fedstrata.deploy.results.kept_table import SWEEP
+from fedstrata.deploy.results.run import Run, State, folders, seconds_of
+from fedstrata.deploy.results.series import (
     NAMES,
     Series,
+    baseline_notes,
+    baselines,
     chosen_keys,
     condition_notes,
-    firsts,
     leaves_of,
     nodes_of,
     series_of,
     shown,
 )
 
+if TYPE_CHECKING:
+    from jinja2 import Template
+
 STEPS: Final = ("epochs", "batch_size", "learning_rate")  # keys of training that are named even at their defaults
 _LINK: Final = ("down_mbit", "up_mbit", "delay_ms")
 Fact = tuple[str, list[tuple[str, str]]]  # name, and of each line the series it is of ("" = all) and its text
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 NAMED_MOST = 5  # runs whose ids are in the name of a report
 TITLE_MOST = 60  # letters of the series' names in a title
 UNFINISHED_MOST = 3  # runs whose states are among the notes
 FOLD = 12  # rows beyond which a table of runs or events is folded
-PAGE = Path(__file__).with_name("report.css")
+
+
+class ShownTable(NamedTuple):
+    """A table of a page; a folded one is collapsed at first. `short`: for names of columns and for first cells."""
+
+    table: Table
+    folded: bool
+    short: Mapping[str, str]
 
 
 @dataclass
 class Page:
-    """A report under construction: its HTML, and its figures and tables, of several runs without those of each run."""
+    """A report: what `page.html.jinja` has, and its figures and tables, of several runs without those of each run."""
 
+    title: str = ""
     figures: list[Figure] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
-    parts: list[str] = field(default_factory=list)
-    _drawn: int = 0
+    blocks: list[tuple[str, Any]] = field(default_factory=list)
     _in_run: bool = False
 
-    def add_heading(self, level: int, content: str) -> None:
-        """Add a heading."""
-        self.parts.append(f"<h{level}>{html(content)}</h{level}>")
-
-    def add_paragraph(self, content: str, kind: str = "") -> None:
-        """Add a paragraph."""
-        attribute = f' class="{kind}"' if kind else ""
-        self.parts.append(f"<p{attribute}>{html(content)}</p>")
-
-    def add_figures(self, figures: Sequence[Figure], *, kind: str = "") -> None:
-        """Add figures; those of kind `curves` are placed side by side if there is room."""
-        drawn = []
-        for figure in figures:
-            self._drawn += 1
-            drawn.append(f'<figure tabindex="0">{figure.svg(f"f{self._drawn}-")}</figure>')
-        self.figures += [] if self._in_run else figures
-        self.parts.append(f'<div class="{kind}">{"".join(drawn)}</div>' if kind else "".join(drawn))
-
-    def add_notes(self, notes: Sequence[str]) -> None:
-        """Add what a reader must know first, in one box."""
-        if notes:
-            self.parts.append(f'<ul class="notes">{"".join(f"<li>{html(note)}</li>" for note in notes)}</ul>')
-
-    def add_key(self, series: Sequence[Series]) -> None:
-        """Add the whole names of numbered series, with their lines in the charts of their task."""
-        lines = []
-        places: Counter[str] = Counter()
-        for each in series:
-            line = element(Line([(0, 6), (28, 6)], inks(places[each.task], places[each.task])[0]))
-            picture = f'<svg width="28" height="12" aria-hidden="true">{line}</svg>'
-            lines.append(f"<li>{picture} {html(f'{each.number} {each.whole}')}</li>")
-            places[each.task] += 1
-        if any(each.number for each in series):
-            self.parts.append(f'<ul class="key">{"".join(lines)}</ul>')
+    def add(self, kind: str, content: Any) -> None:
+        """Add a block unless it is empty. `run` begins the sections of one of several runs, `end` ends them."""
+        if kind in ("run", "end"):
+            self._in_run = kind == "run"
+        elif kind in ("curves", "figures") and not self._in_run:
+            self.figures += content
+        if content or kind == "end":
+            self.blocks.append((kind, content))
 
     def add_table(self, table: Table, *, folded: bool = False, short: Mapping[str, str] | None = None) -> None:
-        """Add a table if it has rows; a folded one is collapsed at first. `short`: as of `Table.html`."""
-        if not table.rows:
-            return
-        self.tables += [] if self._in_run else [table]
-        body = table.html(short)
-        if folded:
-            body = f"<details><summary>{html(table.title)} ({len(table.rows)} rows)</summary>{body}</details>"
-        self.parts.append(body)
+        """Add a table if it has rows."""
+        if table.rows:
+            self.tables += [] if self._in_run else [table]
+            self.blocks.append(("table", ShownTable(table, folded, short or {})))
 
-    def add_facts(self, rows: Sequence[Fact]) -> None:
-        """Add a table of names and values, each of one or several lines, with what a line is of."""
-        lines = "".join(
-            f'<tr><th scope="row" class="text">{html(name)}</th><td>{"".join(map(_line, values))}</td></tr>'
-            for name, values in rows
-        )
-        self.parts.append(f'<table class="facts"><tbody>{lines}</tbody></table>')
-
-    def open_run(self, name: str) -> None:
-        """Begin the sections of one of several runs, collapsed at first."""
-        self._in_run = True
-        self.parts.append(f'<details class="run"><summary><h2>{html(name)}</h2></summary>')
-
-    def close_run(self) -> None:
-        """End the sections of one of several runs."""
-        self._in_run = False
-        self.parts.append("</details>")
-
-    def add_numbers(self, pairs: Sequence[tuple[str, str]]) -> None:
-        """Add the headline numbers."""
-        cells = "".join(f"<div><dt>{html(name)}</dt><dd>{html(value)}</dd></div>" for name, value in pairs)
-        self.parts.append(f"<dl>{cells}</dl>")
-
-    def add_folded(self, summary: str, content: str) -> None:
-        """Add a preformatted text, collapsed at first."""
-        lines = "\n".join(html(line) for line in content.splitlines())
-        self.parts.append(f"<details><summary>{html(summary)}</summary><pre>{lines}</pre></details>")
-
-    def html(self, title: str) -> str:
+    def html(self) -> str:
         """Return the whole page."""
-        return (
-            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-            f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
-            '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-            f"<title>{html(title)}</title>\n<style>\n{STYLE}\n{PAGE.read_text(encoding='utf-8')}</style>\n</head>\n"
-            "<body>\n<main>\n" + "\n".join(self.parts) + "\n</main>\n</body>\n</html>\n"
-        )
+        from markupsafe import Markup
+
+        keys = count(1)
+        return _template().render(
+            page=self, css=(TEMPLATES / "page.css").read_text(encoding="utf-8"), dashes=DASHES,
+            drawn=lambda figure: Markup(figure.svg(f"f{next(keys)}-")),
+        )  # fmt: skip
+
+
+@cache
+def _template() -> Template:
+    """Return the page's template, in which all texts are escaped, and without control characters."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        finalize=lambda value: clean(value) if type(value) is str else value,
+    )  # fmt: skip
+    return environment.get_template("page.html.jinja")
 
 
 def default_file(runs: Sequence[Run]) -> Path:
@@ -140,7 +106,7 @@ def default_file(runs: Sequence[Run]) -> Path:
 
     That of all runs of a sweep has no ids in its name.
     """
-    if len(runs) == 1:
+    if len(runs) == 1 and runs[0].path.is_dir():  # a kept run has no folder
         return runs[0].path / "report.html"
     home = runs[0].path.resolve().parent
     if (home / SWEEP).exists() and {run.path.resolve() for run in runs} == set(folders(home)):
@@ -152,15 +118,15 @@ def default_file(runs: Sequence[Run]) -> Path:
     return home / f"report-{'-'.join(ends)}.html"
 
 
-def compose(runs: Sequence[Run], labels: Sequence[str] = ()) -> tuple[Page, str]:
-    """Return the page of the runs, and its title. `labels` name the series. Raises InvalidExperiment."""
+def compose(runs: Sequence[Run], labels: Sequence[str] = ()) -> Page:
+    """Return the page of the runs. `labels` name the series. Raises InvalidExperiment."""
     series = series_of(runs, labels)
-    page = Page()
-    several, tasks = len(runs) > 1, list(firsts(series))
+    several, tasks = len(runs) > 1, list(baselines(series))
     what = f"{len(tasks)} tasks" if len(tasks) > 1 else "; ".join(each.label for each in series)
     what = what if len(what) <= TITLE_MOST else f"{len(series)} series"
     title = f"{len(runs)} runs: {what}" if several else f"{runs[0].experiment.name} {runs[0].id}"
-    page.parts.append(f"<header><h1>{html(title)}</h1></header>")
+    page = Page(title)
+    page.add("title", title)
     notes = [_unfinished(run) for run in runs if run.state is not State.FINISHED]
     if len(notes) > UNFINISHED_MOST:
         notes = [f"{len(notes)} of {len(runs)} runs are not finished; the table of the runs has their states."]
@@ -168,14 +134,15 @@ def compose(runs: Sequence[Run], labels: Sequence[str] = ()) -> tuple[Page, str]
         notes.append(f"{len(tasks)} tasks, between which nothing is comparable: {'; '.join(tasks)}.")
     if all(run.simulated for run in runs):
         notes.append(sections.SIMULATED)
-    page.add_notes([*notes, *condition_notes(series, attrgetter("short"))])
+    short_name = attrgetter("short")
+    page.add("notes", [*notes, *baseline_notes(series, short_name), *condition_notes(series, short_name)])
     short = {each.whole: each.short for each in series}
-    page.add_key(series)
+    page.add("key", [each for each in series if each.number])
     if several:
-        page.add_table(sections.means(series), short=short if len(tasks) == 1 else None)
+        page.add_table(whole.table(series), short=short if len(tasks) == 1 else None)
     else:
-        page.add_numbers(list(_first_numbers(runs[0])))
-    page.add_facts(what_was_run(series))
+        page.add("numbers", list(_first_numbers(runs[0])))
+    page.add("facts", what_was_run(series))
     if several:
         page.add_table(sections.overview(series), folded=len(runs) > FOLD, short=short)
     for number, task in enumerate(tasks):
@@ -184,13 +151,13 @@ def compose(runs: Sequence[Run], labels: Sequence[str] = ()) -> tuple[Page, str]
     for each in series:
         for run, name in zip(each.runs, each.names, strict=True):
             if several:
-                page.open_run(f"{name} ({run.id})")
+                page.add("run", f"{name} ({run.id})")
                 if each.number:
-                    page.add_paragraph(each.whole, "soft")
+                    page.add("soft", each.whole)
             _add_run(page, run, 3 if several else 2)
             if several:
-                page.close_run()
-    return page, title
+                page.add("end", None)
+    return page
 
 
 def _add_task(page: Page, series: Sequence[Series], task: str, key: str) -> None:
@@ -198,80 +165,74 @@ def _add_task(page: Page, series: Sequence[Series], task: str, key: str) -> None
     if not any(run.rounds for each in series for run in each.runs):
         return
     of = f": {task}" if task else ""
-    label = series[0].runs[0].experiment.score.label
-    page.add_heading(2, f"{label[:1].upper()}{label[1:]} and loss{of}")
-    page.add_paragraph(sections.SCORES)
+    label = series[0].runs[0].experiment.score_label
+    page.add("heading", (2, f"{label[:1].upper()}{label[1:]} and loss{of}"))
+    page.add("paragraph", sections.SCORES)
     if any(len(each.runs) > 1 for each in series):
-        page.add_paragraph(sections.BANDS)
-    page.add_figures(sections.curves(series, key), kind="curves")
-    page.add_heading(2, f"Time by phase{of}")
-    page.add_paragraph(sections.SECONDS)
+        page.add("paragraph", sections.BANDS)
+    page.add("curves", sections.curves(series, key))
+    page.add("heading", (2, f"Time by phase{of}"))
+    page.add("paragraph", sections.SECONDS)
     figures, table = [sections.budget(series, key)], sections.mean_phases(series, key)
     if [len(each.runs) for each in series] == [1]:
         (run,) = series[0].runs
         figures, table = [*figures, sections.budgets(run)], sections.phases(run)
-    page.add_figures(figures, kind="curves")
+    page.add("curves", figures)
     page.add_table(table, short={each.label: each.mark for each in series})
 
 
 def _add_run(page: Page, run: Run, level: int) -> None:
     """Add the sections of a single run; at level 3 it is one of several."""
     if run.rounds and level > 2:
-        page.add_heading(level, "Time by phase")
-        page.add_figures([sections.budgets(run)], kind="curves")
+        page.add("heading", (level, "Time by phase"))
+        page.add("curves", [sections.budgets(run)])
         page.add_table(sections.phases(run))
     if scores := device_scores.figures(run):
-        page.add_heading(level, "Devices")
-        page.add_paragraph(device_scores.DEVICE_SCORES)
-        page.add_figures(scores, kind="curves")
+        page.add("heading", (level, "Devices"))
+        page.add("paragraph", device_scores.DEVICE_SCORES)
+        page.add("curves", scores)
         page.add_table(device_scores.table(run), folded=True)
     if changed := maps.changes(run):
-        page.add_heading(level, "Changes over time")
-        page.add_paragraph(maps.CHANGES)
-        page.add_figures([changed])
+        page.add("heading", (level, "Changes over time"))
+        page.add("paragraph", maps.CHANGES)
+        page.add("curves", [changed])
     if run.links:
-        page.add_heading(level, "Bytes")
-        page.add_paragraph(sections.DIRECT if run.direct else sections.SIMULATED if run.simulated else sections.BYTES)
-        page.add_figures([sections.traffic(run)], kind="curves")
+        page.add("heading", (level, "Bytes"))
+        text = sections.DIRECT if run.direct else sections.SIMULATED if run.simulated else sections.BYTES
+        page.add("paragraph", text)
+        page.add("curves", [sections.traffic(run)])
         page.add_table(sections.tiers(run))
         page.add_table(sections.links(run), folded=len(run.links) > sections.LINKS_FOLD)
-    page.add_heading(level, "Topology")
-    page.add_paragraph(sections.TOPOLOGY)
-    page.add_figures([sections.topology(run)])
-    page.add_table(machines(run))
+    if sections.declared_links(run):
+        page.add("heading", (level, "Topology"))
+        page.add("paragraph", sections.TOPOLOGY)
+        page.add("figures", [sections.topology(run)])
     if run.rounds:
-        page.add_heading(level, "Epochs and work")
-        page.add_paragraph(sections.EPOCHS)
-        page.add_figures([sections.epochs(run)])
+        page.add("heading", (level, "Epochs and work"))
+        page.add("paragraph", sections.EPOCHS)
+        page.add("curves", [sections.epochs(run)] if any(row.epochs for row in run.rounds) else [])
         page.add_table(sections.work(run), folded=len(run.experiment.tree.aggregators) > 1)
         if (costs := device_costs.table(run, each_most=maps.NODES_MOST)) is not None:
             page.add_table(costs, folded=len(costs.rows) > 2)
-            page.add_paragraph(device_costs.NOTE, "soft")
+            page.add("soft", device_costs.NOTE)
     if run.partition is not None:
-        page.add_heading(level, "Data")
-        page.add_paragraph(sections.DATA)
-        page.add_figures([maps.partition(run.partition, name=run.file_name("partition"))])
-    page.add_heading(level, "Events")
+        page.add("heading", (level, "Data"))
+        page.add("paragraph", sections.DATA)
+        page.add("figures", [maps.partition(run.partition, name=run.file_name("partition"))])
+    page.add("heading", (level, "Events"))
     events, omitted = sections.events(run)
     page.add_table(events, folded=len(events.rows) > FOLD)
     if omitted:
-        page.add_paragraph(f"{omitted} earlier events are in events.jsonl.", "soft")
-    page.add_table(sections.plans(run), folded=True)
+        page.add("soft", f"{omitted} earlier events are in events.jsonl.")
     page.add_table(sections.global_rounds(run), folded=True)
-    page.add_heading(level, "The run")
-    page.add_facts([(name, [("", value)]) for name, value in sections.facts(run)])
-    page.add_folded("experiment.toml", run.text)
-
-
-def _line(line: tuple[str, str]) -> str:
-    label, text = line
-    of = f'<span class="soft">{html(label)}:</span> ' if label else ""
-    return f"<div>{of}{html(text)}</div>"
+    page.add("heading", (level, "The run"))
+    page.add("facts", [(name, [("", value)]) for name, value in sections.facts(run)])
+    page.add("folded", ("experiment.toml", run.text))
 
 
 def _first_numbers(run: Run) -> Iterator[tuple[str, str]]:
     totals = run.totals
-    yield sections.score_column([run]), "-" if run.score is None else f"{run.score:.4f}"
+    yield whole.score_column([run]), "-" if run.score is None else f"{run.score:.4f}"
     yield "global rounds", f"{len(run.rounds)} of {run.experiment.rounds}"
     yield "time", f"{show(run.seconds)} {seconds_of([run])}"
     for tier in run.tiers:
@@ -306,20 +267,6 @@ def what_was_run(series: Sequence[Series]) -> list[Fact]:
     return [*rows, ("started", [("", " to ".join(dict.fromkeys(when)))])]
 
 
-def machines(run: Run) -> Table:
-    """Return a table of the machines that devices emulate; without rows where all are the same."""
-    of = {name: machine for name, machine in _machines(run).items() if isinstance(machine, Mapping)}
-    columns = [Column("device", text=True), Column("slowdown", digits=3), Column("step", "s", 4),
-               Column("overhead", "s", 3), Column("profile", text=True)]  # fmt: skip
-    rows: list[Sequence[Cell]] = []
-    if len({_machine(machine) for machine in of.values()}) > 1:
-        rows = [
-            (name, *(machine.get(key) for key in ("slowdown", "step_s", "overhead_s", "profile")))
-            for name, machine in of.items()
-        ]
-    return Table(run.file_name("hardware"), "Machines that devices emulate", columns, rows)
-
-
 def _facts(run: Run) -> Iterator[tuple[str, str]]:
     leaves, chosen = leaves_of(run), chosen_keys(run)
     model_bytes = run.manifest.get("model_bytes")
@@ -345,8 +292,13 @@ def privacy_of(run: Run) -> Iterator[str]:
             epsilon = last.get(tier.name)
             cost = "infinite" if epsilon is None else f"{epsilon:.4g}"
             claimed = "Poisson sampling" if privacy.sampling_rate else "no amplification by sampling"
-            seeded = "; noise from the seed, which protects nobody" if privacy.noise == "seeded" else ""
-            yield f"{tier.name}: each {privacy.unit}, epsilon {cost} at delta {privacy.delta:g}, {claimed}{seeded}"
+            notes = [claimed]
+            if privacy.noise == "seeded":
+                notes.append("noise from the seed, which protects nobody")
+            if run.experiment.model.initial is not None:
+                notes.append("without what model.initial has cost")
+            said = f"{tier.name}: each {privacy.unit}, epsilon {cost} at delta {privacy.delta:g}"
+            yield f"{said}, {'; '.join(notes)}"
 
 
 def _named(leaves: Mapping[str, Any], chosen: Collection[str], table: str) -> str:
@@ -385,6 +337,7 @@ def _hardware(run: Run) -> str:
     manifest = run.manifest
     known = [str(manifest[key]) for key in ("host", "platform") if manifest.get(key)]
     known += [f"{manifest['cpus']} cores"] if manifest.get("cpus") else []
+    known += [str(manifest["instructions"])] if manifest.get("instructions") else []
     every = {_machine(machine) for machine in _machines(run).values() if isinstance(machine, Mapping)}
     if every <= {_machine({"slowdown": 1.0})}:
         emulated = "no emulated hardware"

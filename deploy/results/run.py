@@ -1,5 +1,7 @@
 """Reader of a run's folder: the only module that knows the format of its files.
 
+Those of a kept run are in its sweep's table (`kept_table.py`).
+
 A run may still be running, or may have been killed: a truncated last line is skipped, and a missing file has no rows.
 The state follows from the last event in events.jsonl and from whether a process still locks the folder.
 """
@@ -7,10 +9,12 @@ The state follows from the last event in events.jsonl and from whether a process
 from __future__ import annotations
 
 import csv
+import errno
 import json
+import os
 import shutil
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -18,13 +22,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
-from cloud.records import DeviceRecord, GlobalRoundRecord, LinkRecord, Record, finite, rows_of
-from cloud.results import DIRECT, HELD, SIMULATED, check_format, held
-from common.errors import InvalidExperiment
-from common.experiment.reading import parse
-from common.experiment.schema import Experiment
-from common.experiment.short_form import as_written
-from common.host.files import writing
+from fedstrata.cloud.records import DeviceRecord, GlobalRoundRecord, LinkRecord, Record, finite, rows_of
+from fedstrata.cloud.results import DIRECT, HELD, SIMULATED, check_format, held
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.reading import recorded
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.short_form import as_written
+from fedstrata.common.host.files import writing
+from fedstrata.common.lazy import npt
+from fedstrata.deploy.results.cells import CellOrder, CellPlace
+from fedstrata.deploy.results.kept_table import CELL, SWEEP, kept_in, texts_of
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -32,8 +39,7 @@ if TYPE_CHECKING:
 STARTED: Final = "%Y%m%dT%H%M%SZ"
 STATE_EVENTS: Final = ("run", "finished", "failed")  # the events that change a run's state
 PREDICTION: Final = "prediction.json"  # in a run's folder, if a prediction was made
-SWEEP: Final = "sweep.json"  # in a sweep's folder, beside its runs: the names of its cells
-CELL: Final = "cell"  # in the manifest of a kept run: the name of its cell
+COMMIT: Final = "commit"  # in a manifest: of the source that ran
 
 _R = TypeVar("_R", bound=Record)
 
@@ -81,15 +87,16 @@ class Prediction:
 
 
 class Run:
-    """A run's folder. Each file is read on first access.
+    """A run's folder, or a kept run. Each file is read on first access.
 
     Raises InvalidExperiment if a file cannot be read, or the folder has another format.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._kept = texts_of(path)
         self.manifest: Mapping[str, Any] = self._json("manifest.json")
-        if CELL not in self.manifest:  # kept runs are brought along by whoever changes the format
+        if self._kept is None:  # kept runs are brought along by whoever changes the format
             check_format(self.manifest, path, key="RUN")
         self.id = str(self.manifest.get("run", path.name))
         self.started = str(self.manifest.get("started", ""))
@@ -100,7 +107,7 @@ class Run:
     def experiment(self) -> Experiment:
         """The experiment."""
         try:
-            return parse(tomllib.loads((self.path / HELD).read_text(encoding="utf-8")))
+            return recorded(tomllib.loads(self._content(HELD).decode()))
         except InvalidExperiment as error:
             raise self._damaged(HELD, str(error).removesuffix(".")) from None
         except (OSError, ValueError) as error:
@@ -178,8 +185,8 @@ class Run:
                 {str(key): finite(value) for key, value in content.get(name, {}).items()}
                 for name in ("seconds", "bytes")
             )
-        except (ValueError, TypeError, AttributeError) as error:
-            raise self._damaged(PREDICTION, str(error)) from None
+        except (ValueError, TypeError, AttributeError):
+            raise self._damaged(PREDICTION, "`seconds` and `bytes` are no tables of numbers") from None
         return Prediction(seconds, bytes_)
 
     @cached_property
@@ -205,13 +212,26 @@ class Run:
     @property
     def cell(self) -> str:
         """The sweep's name of the run's cell, such as `IID, FedAvg`; empty outside of a sweep's folder."""
-        if CELL in self.manifest:
+        if self._kept is not None:
             return str(self.manifest[CELL])
-        file = f"../{SWEEP}"
-        names = self._json(file).get("cells") if (self.path / file).exists() else {}
+        names = self._sweep.get("cells", {})
         if not isinstance(names, Mapping):
-            raise self._damaged(file, "no table of cells")
+            raise self._damaged(f"../{SWEEP}", "no table of cells")
         return str(names.get(self.manifest.get("experiment_digest"), ""))
+
+    @cached_property
+    def place(self) -> CellPlace | None:
+        """The place of its cell in its sweep, None outside of a sweep's folder."""
+        try:
+            order = CellOrder.read(self._sweep)
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._damaged(f"../{SWEEP}", f"order: {error!r}") from None
+        return None if order is None else order.place(self.cell)
+
+    @cached_property
+    def _sweep(self) -> Mapping[str, Any]:
+        file = self.path.resolve().parent / SWEEP
+        return self._parsed(f"../{SWEEP}", file.read_bytes) if file.exists() else {}
 
     @property
     def aggregation(self) -> str:
@@ -223,6 +243,18 @@ class Run:
         from pandas import DataFrame
 
         return DataFrame([record.values() for record in getattr(self, table)])
+
+    def model(self, *, best: bool = False) -> dict[str, npt.NDArray[Any]]:
+        """Return the arrays of the final model by name, or of the best one, which `stop.best` keeps.
+
+        Raises InvalidExperiment if the run has none.
+        """
+        from safetensors.numpy import load_file
+
+        path = self.path / ("best.safetensors" if best else "model.safetensors")
+        if not path.exists():
+            raise InvalidExperiment("RUN", str(path), "no such file", "A run has it when it has finished.")
+        return load_file(path)
 
     @property
     def began(self) -> datetime | None:
@@ -237,7 +269,9 @@ class Run:
         return None if (began := self.began) is None else now - began.timestamp()
 
     def delete(self) -> None:
-        """Remove the folder. Raises InvalidExperiment while a process writes to it, StorageFailed."""
+        """Remove the folder. Raises InvalidExperiment for a kept run, and while a process writes, StorageFailed."""
+        if self._kept is not None:
+            raise InvalidExperiment("RUN", str(self.path), "a row of kept runs, no folder", "Edit the table.")
         if held(self.path):
             raise InvalidExperiment("RUN", str(self.path), "still running", "Stop it first.")
         with writing(self.path):
@@ -279,8 +313,11 @@ class Run:
         return {name: sum(row.bytes_.get(name, 0) for row in self.rounds) for name in columns_of(self.tiers)}
 
     def _json(self, name: str) -> Mapping[str, Any]:
+        return self._parsed(name, lambda: self._content(name))
+
+    def _parsed(self, name: str, read: Callable[[], bytes]) -> Mapping[str, Any]:
         try:
-            found = json.loads((self.path / name).read_text(encoding="utf-8"))
+            found = json.loads(read().decode())
         except (OSError, ValueError, RecursionError) as error:
             raise self._damaged(name, getattr(error, "strerror", None) or f"not JSON: {error}") from None
         if not isinstance(found, dict):
@@ -323,11 +360,19 @@ class Run:
 
     def _text(self, name: str) -> str:
         try:
-            return (self.path / name).read_bytes().decode(errors="replace")
+            return self._content(name).decode(errors="replace")
         except FileNotFoundError:
             return ""
         except OSError as error:
             raise self._damaged(name, error.strerror or str(error)) from None
+
+    def _content(self, name: str) -> bytes:
+        """Return a file's content. Raises OSError."""
+        if self._kept is None:
+            return (self.path / name).read_bytes()
+        if name not in self._kept:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+        return self._kept[name].encode()
 
     def _damaged(self, name: str, problem: str) -> InvalidExperiment:
         return InvalidExperiment("RUN", str(self.path / name), problem, "Name a run's folder, or repair the file.")
@@ -370,6 +415,7 @@ def find_all(texts: Sequence[str], root: Path) -> tuple[list[Path], list[str]]:
             continue
         inside = folders(folder) if folder is not None else [find(text, root)]
         others += [] if inside else [text]
+        inside = sorted(inside, key=_begun) if folder is not None else inside
         found |= {path.resolve(): path for path in inside if path.resolve() not in found}
     if not found:
         raise InvalidExperiment("RUN", " ".join(texts), "no run in it", "List the runs: fedstrata runs list.")
@@ -379,15 +425,34 @@ def find_all(texts: Sequence[str], root: Path) -> tuple[list[Path], list[str]]:
 def folders(root: Path) -> list[Path]:
     """Return the folders of runs in `root` and in its folders, as those of sweeps, oldest first by the second.
 
+    A kept run's is its place in the table, which is no folder.
+
     Raises InvalidExperiment.
     """
     try:
         inside = list(root.iterdir())
-        below = [file.parent for path in inside if not _is_run(path) for file in path.glob("*/manifest.json")]
-        return sorted([*filter(_is_run, inside), *below], key=lambda path: path.name)
+        others = [path for path in inside if not _has_manifest(path)]
+        below = [file.parent for path in others for file in path.glob("*/manifest.json")]
+        kept = [run for path in (root, *others) for run in kept_in(path)]
+        return sorted([*filter(_has_manifest, inside), *below, *kept], key=lambda path: path.name)
     except OSError as error:
         raise InvalidExperiment("--runs", str(root), error.strerror or str(error), "Name another folder.") from None
 
 
+def may_resume(path: Path, *, by_experiment: bool) -> bool:
+    """Return whether a failed run may go on: not if its experiment failed before the first global round."""
+    return not by_experiment or (path / "rounds.csv").exists()
+
+
+def _begun(path: Path) -> tuple[str, str]:
+    """Return when a run began, to the second, and its experiment's digest: the end of its id is random."""
+    run = Run(path)
+    return run.started, str(run.manifest.get("experiment_digest", ""))
+
+
 def _is_run(path: Path) -> bool:
+    return _has_manifest(path) or texts_of(path) is not None
+
+
+def _has_manifest(path: Path) -> bool:
     return (path / "manifest.json").is_file()

@@ -7,23 +7,25 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from operator import add
 from statistics import fmean, stdev
 from typing import Any, Final
 
-from cloud.records import BROKER, RARE, LinkRecord
-from common.accounting.counters import LINK_KINDS
-from common.experiment.topology import CLOUD
-from common.protocol.round_state import GLOBAL_PHASES
-from deploy.console.tabular import Cell, Column, Spread, Table
-from deploy.results import charts, maps
-from deploy.results.charts import Axis, Curve
-from deploy.results.device_scores import GLOBAL_ROUND, score_axis, statistics_of, times
-from deploy.results.figures import PHASES, Figure, Point
-from deploy.results.maps import NODES_MOST, Rates, quantiles
-from deploy.results.run import Event, Run, columns_of, seconds_of, tiers_of
-from deploy.results.series import Series, by_seed, firsts, paired
+from fedstrata.cloud.records import BROKER, RARE, LinkRecord
+from fedstrata.common.accounting.counters import LINK_KINDS
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.protocol.round_state import GLOBAL_PHASES
+from fedstrata.deploy.console.tabular import Cell, Column, Spread, Table
+from fedstrata.deploy.results import charts, maps
+from fedstrata.deploy.results.charts import Axis, Curve
+from fedstrata.deploy.results.device_scores import GLOBAL_ROUND, score_axis
+from fedstrata.deploy.results.figures import PHASES, Figure, Point
+from fedstrata.deploy.results.maps import NODES_MOST, Rates, quantiles, spaced
+from fedstrata.deploy.results.run import Event, Run, columns_of, seconds_of, tiers_of
+from fedstrata.deploy.results.series import Series
+from fedstrata.deploy.results.whole import byte_columns, score_column, scores_of
 
 LOSS: Final = Axis("test loss", bounds=(0.0, float("inf")))
 TRAINING_LOSS: Final = Axis("training loss", bounds=(0.0, float("inf")))
@@ -56,29 +58,27 @@ def curves(series: Sequence[Series], key: str = "") -> list[Figure]:
     overs = [("score", "rounds"), ("loss", "rounds"), ("score", "seconds"), ("loss", "seconds"),
              *(("score", tier) for tier in tiers), ("train_loss", "rounds")]  # fmt: skip
     scored_by = runs[0].experiment.score
-    shown = {"score": score_axis(scored_by), "loss": LOSS, "train_loss": TRAINING_LOSS}
-    names = {"score": scored_by.label, "loss": "test loss", "train_loss": "training loss"}
+    label = scores_of(runs)
+    shown = {"score": score_axis(scored_by, label), "loss": LOSS, "train_loss": TRAINING_LOSS}
+    names = {"score": label, "loss": "test loss", "train_loss": "training loss"}
     targets = {run.experiment.stop.target for run in runs}
     target = targets.pop() if len(targets) == 1 else None
+    short = {each.label: each.mark for each in series}
     figures: list[Figure] = []
     for field, over in overs:
         lines = {each.label: _curve(each, field, over) for each in series}
-        y, name = shown[field], names[field]
-        if field != "score" and not any(line.points or line.rest for line in lines.values()):
+        every = [point for line in lines.values() for part in (line.points, *line.rest) for point in part]
+        if field != "score" and not every:
             continue
-        x = {"rounds": GLOBAL_ROUND, "seconds": Axis("time", seconds_of(runs))}.get(over) or bytes_axis(
-            f"{over.upper()} bytes", {label: line.every_point(y) for label, line in lines.items()}
-        )
-        short = {each.label: each.mark for each in series}
-        place = {"rounds": "global rounds", "seconds": "time"}.get(over, f"{over.upper()} bytes")
+        of_bytes = bytes_axis(f"{over.upper()} bytes", max((x for x, _ in every), default=0.0))
+        x = {"rounds": GLOBAL_ROUND, "seconds": Axis("time", seconds_of(runs))}.get(over, of_bytes)
+        y, name = shown[field], names[field]
+        place = {"rounds": "global rounds"}.get(over, x.name)
         unit = f", {y.unit}" if y.unit else ""
-        figures.append(
-            charts.curves(
-                f"{re.sub('[ _]', '-', scored_by.label if field == 'score' else field)}-{over}{key}",
-                f"{name[:1].upper()}{name[1:]} over {place}{unit}", lines, x=x, y=y,
-                target=target if field == "score" else None, short=short,
-            )
-        )  # fmt: skip
+        file = f"{re.sub('[ _]', '-', scored_by.label if field == 'score' else field)}-{over}{key}"
+        title = f"{name[:1].upper()}{name[1:]} over {place}{unit}"
+        goal = target if field == "score" else None
+        figures.append(charts.curves(file, title, lines, x=x, y=y, target=goal, short=short))
     return figures
 
 
@@ -86,7 +86,8 @@ def _curve(series: Series, field: str, over: str) -> Curve:
     """Return the mean over a series' finished runs, the others as thin lines; over all of them if none has finished."""
     mean = mean_curve([_points(run, field, over) for run in series.counted])
     others = [_points(run, field, over) for run in series.runs if run not in series.counted]
-    return Curve(mean.points, mean.deviations, [*mean.rest, *([*run.values()] for run in others if run)])
+    rest = [*mean.rest, *([*run.values()] for run in others if run)]
+    return Curve(mean.points, mean.deviations, rest, series.style)
 
 
 def _points(run: Run, field: str, over: str) -> dict[int, Point]:
@@ -120,18 +121,17 @@ SIMULATED: Final = (
 TOPOLOGY: Final = "Rates as declared in the experiment, and as measured before the run if link calibration was on."
 
 _BYTE_PARTS: Final = (
-    ("fill-s0", "models"),
-    ("fill-s3", "extras"),
-    ("fill-s5", "frozen arrays"),
-    ("fill-s2", "control"),
-    ("fill-s4", "MQTT's own"),
-    ("fill-s1", "rest of TCP"),
+    ("s0", "models"),
+    ("s3", "extras"),
+    ("s5", "frozen arrays"),
+    ("s2", "control"),
+    ("s4", "MQTT's own"),
+    ("s1", "rest of TCP"),
 )
 
 
-def bytes_axis(name: str, lines: Mapping[str, Sequence[Point]]) -> Axis:
-    """Return an axis in the byte unit that suits the largest x."""
-    most = max((x for line in lines.values() for x, _ in line), default=0.0)
+def bytes_axis(name: str, most: float) -> Axis:
+    """Return an axis in the byte unit that suits the largest number."""
     unit, factor = next(((u, f) for u, f in (("GB", 1e-9), ("MB", 1e-6), ("kB", 1e-3)) if most * f >= 1), ("B", 1.0))
     return Axis(name, unit, factor)
 
@@ -146,7 +146,7 @@ def traffic(run: Run) -> Figure:
         wire = _carried(whole)
         rest = 0 if wire is None else max(0, wire - message)
         rows[f"{tier.upper()} {direction}"] = [*payloads, message - sum(payloads), rest]
-    axis = bytes_axis("bytes", {"": [(sum(values), 0.0) for values in rows.values()]})
+    axis = bytes_axis("bytes", max(map(sum, rows.values()), default=0.0))
     rare = [LINK_KINDS.index(kind) for kind in RARE]
     shown = [i for i in range(len(_BYTE_PARTS)) if i not in rare or any(row[i] for row in rows.values())]
     parts = [_BYTE_PARTS[i] for i in shown]
@@ -180,7 +180,7 @@ def links(run: Run) -> Table:
                Column("over payload", "%", 2), Column("sent again"), Column("round trip", "ms", 2),
                Column("least", "ms", 3), Column("declared", "Mbit/s"), Column("measured", "Mbit/s", 2)]  # fmt: skip
     rows: list[list[Cell]] = []
-    of, title, devices = _declared_links(run), "Bytes of each link", frozenset[str]()
+    of, title, devices = declared_links(run), "Bytes of each link", frozenset[str]()
     if len(run.experiment.tree.devices) > NODES_MOST:
         devices = frozenset(run.experiment.tree.devices)
         title += f" but those of the {len(devices)} devices (links.csv has them)"
@@ -198,7 +198,7 @@ def topology(run: Run) -> Figure:
     """Return a drawing of the lab's nodes and links."""
     measured = {link.goes: link.measured_mbit for link in run.links if link.kind == "all"}
     rates = {}
-    for name, link in _declared_links(run).items():
+    for name, link in declared_links(run).items():
         parent = run.experiment.tree.parent(name) if name in run.experiment.tree else CLOUD
         declared = (_rate(link.get("down_mbit")), _rate(link.get("up_mbit")))
         seen = (measured.get(f"{parent} {name}"), measured.get(f"{name} {parent}"))
@@ -225,7 +225,8 @@ def _carried(whole: Sequence[LinkRecord]) -> int | None:
     return sum(wires) if whole and len(wires) == len(whole) else None
 
 
-def _declared_links(run: Run) -> dict[str, Mapping[str, Any]]:
+def declared_links(run: Run) -> dict[str, Mapping[str, Any]]:
+    """Return the links that the manifest has by node; a kept run's has none."""
     links = run.manifest.get("links")
     of = links.get("of") if isinstance(links, Mapping) else None
     known = of if isinstance(of, Mapping) else {}
@@ -242,6 +243,7 @@ def _rate(value: object) -> float | None:
 
 
 EVENTS_MOST: Final = 200
+CHILDREN_MOST: Final = 12  # of the cloud that have a curve
 
 SCORES: Final = (
     "Measured on the cloud's test set, with the model that the experiment evaluates (the mean of the uploads). Seconds "
@@ -284,49 +286,6 @@ def overview(series: Sequence[Series]) -> Table:
         for run in each.runs
     ]  # fmt: skip
     return Table("overview", "The runs, bytes as MQTT packets", columns, rows)
-
-
-def means(series: Sequence[Series]) -> Table:
-    """Return a table with a row for each series: means and deviations over its finished runs.
-
-    The difference is that to the first series of the same task, paired by seeds.
-    """
-    runs = [run for each in series for run in each.runs]
-    tiers = tiers_of(runs)
-    column, score = _scored(runs)
-    tasks = any(each.task for each in series)
-    by_devices = statistics_of(runs)
-    factor = 100.0 if column.unit else 1.0
-    columns = [
-        *[Column("task", text=True)] * tasks,
-        *(Column(name, text=True) for name in ("series", "finished", "seeds")),
-        *(Column("global rounds"), column),
-        Column("difference, paired", "points" if column.unit else "", column.digits),
-        *(Column("test loss", digits=4), Column("time", seconds_of(runs)), *byte_columns(tiers)),
-        *(Column(statistic.title, column.unit, column.digits) for statistic in by_devices),
-    ]
-    rows: list[Sequence[Cell]] = []
-    for each in series:
-        first = firsts(series)[each.task]
-        done = each.finished
-        theirs, own = (by_seed(one.finished, score) for one in (first, each))
-        bytes_ = [[_megabytes(run, [tier]) for run in done] for tier in tiers]
-        rows.append((
-            *[each.task] * tasks, each.label, f"{len(done)}/{len(each.runs)}", ", ".join(each.seeds),
-            Spread.of([len(run.rounds) for run in done]), _spread(score(run) for run in done),
-            None if each is first else paired(theirs, own, lambda before, after: after - before),
-            _spread(run.loss for run in done), Spread.of([run.seconds for run in done]),
-            *(_spread(cells[i] for cells in cells_of) for cells_of in bytes_ for i in (0, 1)),
-            *(_spread(times(factor, statistic.of(run)) for run in done) for statistic in by_devices),
-        ))  # fmt: skip
-    title = "The series: mean ± standard deviation (n - 1) over the finished runs"
-    return Table("series", title, columns, rows)
-
-
-def score_column(runs: Sequence[Run]) -> str:
-    """Return the title of a column of the runs' scores."""
-    labels = sorted({run.experiment.score.label for run in runs})
-    return f"test {' or '.join(labels)}"
 
 
 def _scored(runs: Sequence[Run]) -> tuple[Column, Callable[[Run], float | None]]:
@@ -394,9 +353,17 @@ def mean_phases(series: Sequence[Series], key: str = "") -> Table:
 
 
 def epochs(run: Run) -> Figure:
-    """Return a figure of the epochs (tau_c) of each child of the cloud in each global round."""
-    names = run.experiment.tree.children[CLOUD]
-    return maps.epochs(run.file_name("epochs"), {name: [row.epochs.get(name) for row in run.rounds] for name in names})
+    """Return a figure of the epochs (tau_c) of the cloud's children, of evenly spaced ones of many, by global round."""
+    rows = {name: [row.epochs.get(name) for row in run.rounds] for name in run.experiment.tree.children[CLOUD]}
+    lines = {}
+    for name in spaced(list(rows), CHILDREN_MOST):
+        points = [(float(r), float(count)) for r, count in enumerate(rows[name], 1) if count is not None]
+        lines[name] = Curve(points)
+    file, title = run.file_name("epochs"), "Epochs of each child of the cloud"
+    figure = charts.curves(file, title, lines, x=GLOBAL_ROUND, y=Axis("epochs", whole=True))
+    columns = (Column("global round"), *(Column(name) for name in rows))
+    cells = [(r, *counts) for r, counts in enumerate(zip(*rows.values(), strict=True), 1)]
+    return replace(figure, table=Table(file, title, columns, cells))
 
 
 def work(run: Run) -> Table:
@@ -427,19 +394,6 @@ def events(run: Run) -> tuple[Table, int]:
     rows = [(event.time[:19].replace("T", " "), event.name, _event_text(event)) for event in shown[-EVENTS_MOST:]]
     columns = [Column("time (UTC)", text=True), Column("event", text=True), Column("what", text=True)]
     return Table(run.file_name("events"), "Events", columns, rows), max(0, len(shown) - EVENTS_MOST)
-
-
-def plans(run: Run) -> Table:
-    """Return a table of the first and the last decision of each node's aggregation rule, by fact."""
-    found: dict[tuple[str, str], list[object]] = {}
-    for event in (event for event in run.events if event.name == "plan"):
-        for key, fact in event.facts.items():
-            if key not in ("global_round", "node", "local_round"):
-                found.setdefault((str(event.facts.get("node", "")), key), []).append(fact)
-    columns = [Column("node", text=True), Column("fact", text=True), Column("plans"), Column("first", text=True),
-               Column("last", text=True)]  # fmt: skip
-    rows = [(*names, len(facts), _brief(facts[0]), _brief(facts[-1])) for names, facts in found.items()]
-    return Table(run.file_name("plans"), "Decisions of the aggregation rules", columns, rows)
 
 
 def global_rounds(run: Run) -> Table:
@@ -484,18 +438,9 @@ def _a_round(run: Run) -> dict[str, float]:
     return found | {_SUM: sum(found.values())}
 
 
-def _spread(values: Iterable[float | None]) -> Spread | None:
-    return Spread.of([value for value in values if value is not None])
-
-
 def _megabytes(run: Run, tiers: Sequence[str]) -> list[float | None]:
     """Return a run's bytes up and down of each tier in MB, None for a tier that it has not."""
     return [None if column not in run.totals else run.totals[column] / 1e6 for column in columns_of(tiers)]
-
-
-def byte_columns(tiers: Sequence[str], unit: str = "MB") -> list[Column]:
-    """Return a column for the bytes up and down of each tier."""
-    return [Column(f"{tier.upper()} {way}", unit, 3) for tier in tiers for way in ("up", "down")]
 
 
 def _is_shown(event: Event) -> bool:

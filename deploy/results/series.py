@@ -4,39 +4,36 @@ A ratio or a difference of two series means something only within a task: the sa
 the same model, and with or without a network, where seconds and bytes are other quantities. Other differences are what
 is compared (rules, training) or conditions (CONDITIONS), which are named.
 
-A label has the keys in which experiments differ, such as `fedcross, alpha 0.9`. An experiment is a mapping of its
-leaves by dotted keys (`flat`). A key that follows from another difference is not in a label: with `fedcross` beside
-`fedavg`, the other keys of that table are those of the rule. They are named where they are not the defaults, or where
-two experiments of that rule differ in them.
+The label of a series is the name of its cell in a sweep, or that of `--label`, or the keys in which its experiment
+differs from the others, such as `fedcross, alpha 0.9`. An experiment is a mapping of its leaves by dotted keys
+(`flat`).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, Final
 
-from cloud.results import SIMULATED
-from common.errors import InvalidExperiment
-from common.experiment.short_form import by_table
-from common.experiment.topology import CLOUD
-from deploy.console.tabular import Spread
-from deploy.results.run import Run, State
+from fedstrata.cloud.results import SIMULATED
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.methods import fedavg, fraction
+from fedstrata.common.experiment.short_form import by_table
+from fedstrata.common.experiment.tables import flat
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.experiment.training import CROSS_ENTROPY
+from fedstrata.common.text import counted
+from fedstrata.deploy.results.figures import styled
+from fedstrata.deploy.results.kept_table import CELL
+from fedstrata.deploy.results.run import COMMIT, Run, State
 
-NAMES: Final = ("name", "profile", "dataset", "partition")  # keys whose value is clear without the key
+NAMES: Final = ("name", "dataset", "partition")  # keys whose value is clear without the key
 WHOLE: Final = ("nodes", "network", "seconds")  # leaves that are no keys: their values are texts of their own
 PARTS_MOST: Final = 4  # of a label, and more where these do not distinguish; the others are counted
-_PROFILE: Final = ".profile"
 _CLEAR: Final = ("cloud", "model", "training", "data")  # tables whose names need no qualifier
-
-
-def flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Return the leaves of a tree by dotted keys."""
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        leaves |= flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
-    return leaves
 
 
 def differing(every: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -48,21 +45,34 @@ def differing(every: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def labels(every: Sequence[Mapping[str, Any]], chosen: Sequence[Collection[str]] = ()) -> list[str]:
-    """Return a label for each experiment; they differ if the experiments do.
+    """Return a label for each experiment: the keys in which they differ; labels differ if the experiments do.
 
-    `chosen`: of each experiment, the keys that are not at their defaults. The experiment's `name` is in a label only
-    where nothing else distinguishes two.
+    `chosen`: of each experiment, the keys that are not at their defaults. Of keys that mean something else elsewhere,
+    such as those of a rule, these alone are in a label. The experiment's `name` is in one only where nothing else
+    distinguishes two.
     """
-    keys = differing(every)
-    own = chosen or [()] * len(every)
-    apart = len({repr([leaves.get(key) for key in keys]) for leaves in every})
-    for considered in ([key for key in keys if key != "name"], keys):
-        parts = [_parts(considered, leaves, every, kept) for leaves, kept in zip(every, own, strict=True)]
-        for most in range(PARTS_MOST, max(map(len, parts), default=0) + PARTS_MOST):
-            found = [_joined(each, most) for each in parts]
-            if considered and len(set(found)) == apart:
-                return found
-    return [str(leaves.get("name", "")) for leaves in every]
+    apart = differing(every)
+    if not apart:
+        return [str(leaves.get("name", "")) for leaves in every]
+    every_key = {key for leaves in every for key in leaves}
+    keys = [key for key in apart if key != "name"]
+    common = {key for key in keys if key.rpartition(".")[2] in NAMES or _is_common(key, keys, every)}
+    some = []
+    for leaves, own in zip(every, chosen or [()] * len(every), strict=True):
+        there = [key for key in keys if key in leaves and (key in common or key in own)]
+        some.append([_part(key, leaves[key], every_key) for key in there])
+    whole = [[_part(key, leaves.get(key), every_key) for key in apart] for leaves in every]
+    count = len({repr([leaves.get(key) for key in apart]) for leaves in every})
+    for parts, most in ((some, PARTS_MOST), (some, len(keys)), (whole, len(apart))):
+        found = [_joined(each, most) for each in parts]
+        if len(set(found)) == count:
+            break
+    return found
+
+
+def _is_common(key: str, keys: Collection[str], every: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether a key means the same in all experiments: they have it, and its table has one name."""
+    return all(key in leaves for leaves in every) and f"{key.rpartition('.')[0]}.name" not in keys
 
 
 def shown(value: object) -> str:
@@ -74,61 +84,21 @@ def shown(value: object) -> str:
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
-def _parts(
-    keys: Sequence[str], leaves: Mapping[str, Any], every: Sequence[Mapping[str, Any]], chosen: Collection[str]
-) -> list[str]:
-    every_key = {key for each in every for key in each}
-    parts = []
-    for key in keys:
-        reason = _reason(key, keys, every)
-        if key.endswith(_PROFILE) and key not in leaves:
-            continue  # its own numbers are named
-        if reason and not (reason.endswith(_PROFILE) and reason not in leaves):
-            peers = [each for each in every if each.get(reason) == leaves.get(reason)]
-            alike = all(each.get(key) == leaves.get(key) for each in peers)
-            if alike and not (key in chosen and key in leaves and _is_choice(reason)):
-                continue
-        parts.append(_part(key, leaves.get(key), every_key))
-    return parts
-
-
-def _reason(key: str, keys: Sequence[str], every: Sequence[Mapping[str, Any]]) -> str:
-    """Return another key of `keys` whose difference explains this one's, or ""."""
-    *tables, last = key.split(".")
-    for depth in range(len(tables), 0, -1) if last not in NAMES else ():
-        for name in NAMES:
-            if (other := ".".join([*tables[:depth], name])) in keys:
-                return other
-    return "nodes" if "nodes" in keys and key != "nodes" and any(key not in leaves for leaves in every) else ""
-
-
-def _is_choice(reason: str) -> bool:
-    """Return whether further keys say more than this one: a profile gives them, and nodes have none."""
-    return reason.rpartition(".")[2] in NAMES and not reason.endswith(_PROFILE)
-
-
 def _part(key: str, value: object, every_key: Collection[str]) -> str:
     table, _, last = key.rpartition(".")
     if key in WHOLE:
         return shown(value)
     if table and last in NAMES:
-        return f"{_qualifier(table)} {shown(value)}".strip()
+        first = table.partition(".")[0]
+        return shown(value) if first in _CLEAR else f"{first} {shown(value)}"
     unlimited = value is None and last.endswith("_mbit")
     return f"{_short(key, every_key)} {'unlimited' if unlimited else shown(value)}"
 
 
-def _qualifier(table: str) -> str:
-    first, *below = table.split(".")
-    if first in _CLEAR:
-        return ""
-    return below[-1] if first == "links" and below else first
-
-
 def _short(key: str, every_key: Collection[str]) -> str:
-    """Return the shortest end of a key that is no other key's end; a link's has its tier or node."""
+    """Return the shortest end of a key that is no other key's end."""
     words = key.split(".")
-    least = 2 if words[0] in ("links", "transfer") and len(words) > 2 else 1
-    ends = (".".join(words[start:]) for start in range(len(words) - least, 0, -1))
+    ends = (".".join(words[start:]) for start in range(len(words) - 1, 0, -1))
     return next((end for end in ends if not any(o != key and f".{o}".endswith(f".{end}") for o in every_key)), key)
 
 
@@ -142,9 +112,7 @@ BUSY: Final = 0.5  # load of a core before a run above which its seconds are in 
 NAME_MOST: Final = 24  # letters of a series' name up to which reports repeat it; longer ones are numbered
 _IGNORED: Final = ("seed", "data.root", "links.check", "links.tolerance")  # they change no result
 _PROFILES: Final = "profiles."  # their effect is in other leaves
-_FIRST: Final = ("cloud", "institution", "training", "nodes", "data", "model", "network")  # in labels; then the others
-_LAST: Final = ("links", "hardware", "transfer")
-_HOST: Final = ("host", "cpus")
+_HOST: Final = ("host", "cpus", "instructions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,13 +120,14 @@ class Series:
     """Runs that differ in nothing but the seed. `task`: what distinguishes its task, empty if there is one only.
 
     `label`: what distinguishes it from the others of the task; `whole`: from all others. `number`: `#2` if names are
-    too long to be repeated, else empty.
+    too long to be repeated, else empty. `style`: the numbers of its colour and of its dash pattern in all charts.
     """
 
     label: str
     whole: str
     task: str
     number: str
+    style: tuple[int, int]
     runs: tuple[Run, ...]
 
     @property
@@ -198,10 +167,74 @@ class Series:
 
 
 def series_of(runs: Sequence[Run], names: Sequence[str] = ()) -> list[Series]:
-    """Return the series in the order of their first runs, named by `names`, by their sweep, or by what differs.
+    """Return the series, those of a sweep in the order of its axes, the others in that of their first runs.
+
+    They are named by `names`, by their sweep, or by what differs.
 
     Raises InvalidExperiment if the number of names differs from the number of series, and if two runs of one task and
     seed have different splits.
+    """
+    found = _in_order(_groups(runs))
+    every = [leaves for leaves, _ in found]
+    chosen = [chosen_keys(members[0]) for _, members in found]
+    tasks = _tasks(every, chosen)
+    by_keys = _labels_within(tasks, every, chosen)
+    if names and len(names) != len(found):
+        remedy = f"Give one for each of: {'; '.join(by_keys)}."
+        raise InvalidExperiment("--label", list(names), f"{len(names)} for {len(found)} series", remedy)
+    _check_splits([(task, run) for task, (_, members) in zip(tasks, found, strict=True) for run in members])
+    apart, whole = list(names) or by_keys, list[str]()
+    for label, task in zip(apart, tasks, strict=True):
+        alone = not names and tasks.count(task) == 1
+        whole.append(task if task and alone else f"{label} ({task})" if task else label)
+    cells = [] if names else _cells(found)
+    named = [cell or label for cell, label in zip(cells, whole, strict=False)]
+    if named and len(set(named)) == len(named):
+        apart = [cell or label for cell, label in zip(cells, apart, strict=True)]
+        whole = named
+    numbered = len(found) > 1 and max(map(len, whole)) > NAME_MOST
+    numbers = [f"#{i}" if numbered else "" for i in range(1, len(found) + 1)]
+    styles = _styles(apart, tasks, [members[0] for _, members in found])
+    texts = zip(apart, whole, tasks, numbers, styles, strict=True)
+    return [Series(*each, tuple(members)) for each, (_, members) in zip(texts, found, strict=True)]
+
+
+def _in_order(found: Sequence[tuple[dict[str, Any], list[Run]]]) -> list[tuple[dict[str, Any], list[Run]]]:
+    """Return the series with those of a sweep's folder in the order of its axes, where the first of them is."""
+    begun: dict[Path, int] = {}
+    keys: list[tuple[int, int]] = []
+    for position, (_, members) in enumerate(found):
+        place = members[0].place
+        if place is None:
+            keys.append((position, 0))
+        else:
+            first = begun.setdefault(members[0].path.resolve().parent, position)
+            keys.append((first, place.number))
+    return [found[position] for position in sorted(range(len(found)), key=keys.__getitem__)]
+
+
+def _styles(apart: Sequence[str], tasks: Sequence[str], runs: Sequence[Run]) -> list[tuple[int, int]]:
+    """Return the style of each series: by its place in the sweep, else by its label; a task is a chart."""
+    known = list(dict.fromkeys(apart))
+    placed = all(run.place is not None for run in runs)
+    ranks: list[tuple[int, int]] = []
+    for label, run in zip(apart, runs, strict=True):
+        if placed and run.place is not None:
+            ranks.append((run.place.rank, run.place.rest))
+        else:
+            ranks.append((known.index(label), 0))
+    found = [(0, 0)] * len(ranks)
+    for task in dict.fromkeys(tasks):
+        places = [place for place, other in enumerate(tasks) if other == task]
+        for place, style in zip(places, styled([ranks[place] for place in places]), strict=True):
+            found[place] = style
+    return found
+
+
+def _groups(runs: Sequence[Run]) -> list[tuple[dict[str, Any], list[Run]]]:
+    """Return the runs of each series with its leaves.
+
+    Runs of a cell are one series on whichever hosts; elsewhere those of another host are another one.
     """
     found: list[tuple[dict[str, Any], list[Run]]] = []
     for run in runs:
@@ -212,31 +245,25 @@ def series_of(runs: Sequence[Run], names: Sequence[str] = ()) -> list[Series]:
                 break
         else:
             found.append((leaves, [run]))
-    every = [leaves for leaves, _ in found]
-    chosen = [chosen_keys(members[0]) for _, members in found]
-    tasks = _tasks(every, chosen)
-    cells = [] if names else _cells([members for _, members in found])
-    apart = list(names) or cells or _labels_within(tasks, every, chosen)
-    if len(apart) != len(found):
-        remedy = f"Give one for each of: {'; '.join(_labels_within(tasks, every, chosen))}."
-        raise InvalidExperiment("--label", apart, f"{len(apart)} for {len(found)} series", remedy)
-    _check_splits([(task, run) for task, (_, members) in zip(tasks, found, strict=True) for run in members])
-    alone = [not names and tasks.count(task) == 1 for task in tasks]
-    whole = cells or [
-        task if task and only else f"{label} ({task})" if task else label
-        for label, task, only in zip(apart, tasks, alone, strict=True)
-    ]
-    numbered = len(found) > 1 and max(map(len, whole)) > NAME_MOST
-    numbers = [f"#{i}" if numbered else "" for i in range(1, len(found) + 1)]
-    texts = zip(apart, whole, tasks, numbers, strict=True)
-    return [Series(*each, tuple(members)) for each, (_, members) in zip(texts, found, strict=True)]
+    groups = []
+    for leaves, members in found:
+        if any(run.cell for run in members):
+            groups.append((leaves, members))
+            continue
+        hosts: dict[str, list[Run]] = {}
+        for run in members:
+            hosts.setdefault(str(_host_of(run)), []).append(run)
+        groups += [({**leaves, **_host_of(each[0])}, each) for each in hosts.values()]
+    return groups
 
 
-def _cells(groups: Sequence[Sequence[Run]]) -> list[str]:
-    """Return the sweep's name of each group of runs, none if one has no name, or not a name of its own."""
-    found = [{run.cell for run in members} for members in groups]
-    names = [name for each in found for name in each if name]
-    return names if len(set(names)) == len(names) == len(groups) == sum(map(len, found)) else []
+def _cells(found: Sequence[tuple[dict[str, Any], list[Run]]]) -> list[str]:
+    """Return the name of each series' cell, "" if its runs have none or several, or another series has it, too."""
+    names = []
+    for _, members in found:
+        own = {run.cell for run in members if run.cell}
+        names.append(own.pop() if len(own) == 1 else "")
+    return [name if names.count(name) == 1 else "" for name in names]
 
 
 def _tasks(every: Sequence[Mapping[str, Any]], chosen: Sequence[frozenset[str]]) -> list[str]:
@@ -262,7 +289,7 @@ def _labels_within(
 
 
 def leaves_of(run: Run) -> dict[str, Any]:
-    """Return what distinguishes a run's results: its experiment's leaves but the seed, its nodes, network and host.
+    """Return what distinguishes a run's results: its experiment's leaves but the seed, its nodes and network.
 
     Tiers have the keys of the short form, so that labs of different layers can be compared.
     """
@@ -270,8 +297,12 @@ def leaves_of(run: Run) -> dict[str, Any]:
     leaves = {key: value for key, value in found.items() if key not in _IGNORED and not key.startswith(_PROFILES)}
     leaves |= {"nodes": nodes_of(run), "network": "no network" if run.direct else "network"}
     leaves |= {"seconds": "simulated seconds" if run.simulated else "measured seconds"}
-    leaves |= {key: run.manifest.get(key) for key in _HOST}
-    return dict(sorted(leaves.items(), key=lambda leaf: _rank(leaf[0])))
+    return leaves
+
+
+def _host_of(run: Run) -> dict[str, Any]:
+    """Return the facts of a run's host."""
+    return {key: run.manifest.get(key) for key in _HOST}
 
 
 def chosen_keys(run: Run) -> frozenset[str]:
@@ -283,21 +314,13 @@ def chosen_keys(run: Run) -> frozenset[str]:
     return frozenset(flat(by_table(tree)))
 
 
-def _rank(key: str) -> int:
-    """Return the place of a leaf's table in labels; the order within tables remains."""
-    table, dot, _ = key.partition(".")
-    if table in _FIRST:
-        return _FIRST.index(table)
-    return len(_FIRST) if not dot or table in _LAST else 1  # tables of tiers below the cloud: behind the cloud's
-
-
 def nodes_of(run: Run) -> str:
     """Return the numbers of a run's nodes, such as `3 institutions, 12 devices`, and their shares where they differ."""
     texts, above = [], [CLOUD]
     for kind, layer in zip(run.experiment.count_by_kind(), run.experiment.tree.layers[1:], strict=True):
         sizes = [len(run.experiment.tree.children.get(parent, ())) for parent in above]
         shares = f" ({' + '.join(map(str, sizes))})" if max(sizes) - min(sizes) > 1 else ""
-        texts.append(f"{len(layer)} {kind if len(layer) != 1 else kind.removesuffix('s')}{shares}")
+        texts.append(f"{counted(len(layer), kind)}{shares}")
         above = layer
     return ", ".join(texts)
 
@@ -314,28 +337,57 @@ def conditions(one: Run, other: Run) -> dict[str, str]:
     return found
 
 
-def firsts(series: Sequence[Series]) -> dict[str, Series]:
-    """Return the first series of each task: the others of it are compared with it."""
-    found: dict[str, Series] = {}
+def baselines(series: Sequence[Series]) -> dict[str, Series]:
+    """Return the series of each task with which its others are compared: the sweep's, else FedAvg, else the first."""
+    tasks: dict[str, list[Series]] = {}
     for each in series:
-        found.setdefault(each.task, each)
-    return found
+        tasks.setdefault(each.task, []).append(each)
+    return {task: min(members, key=_as_baseline) for task, members in tasks.items()}
+
+
+def baseline_notes(series: Sequence[Series], name: Callable[[Series], str] = attrgetter("whole")) -> list[str]:
+    """Return a line with the baselines and why they are, none without a series that is compared."""
+    found = baselines(series)
+    if len(found) == len(series):
+        return []
+    why = {_SWEEPS: "the sweep's baseline", _FEDAVG: "FedAvg", _FIRST_OF_ALL: "the first"}
+    texts = [f"{name(base)} ({why[_as_baseline(base)]})" for base in found.values()]
+    return [f"compared with {'; '.join(texts)}"]
+
+
+_SWEEPS, _FEDAVG, _FIRST_OF_ALL = range(3)
+
+
+def _as_baseline(series: Series) -> int:
+    """Return how well a series serves as a baseline, the least is the best."""
+    if any(run.place is not None and run.place.baseline for run in series.runs):
+        return _SWEEPS
+    return _FEDAVG if _is_fedavg(series.runs[0]) else _FIRST_OF_ALL
+
+
+def _is_fedavg(run: Run) -> bool:
+    """Return whether a run is FedAvg with nothing else: neither a rule, a selector, an objective nor epoch control."""
+    experiment = run.experiment
+    plain = all(tier.aggregation == fedavg() and tier.selection == fraction() for tier in experiment.tiers)
+    control = experiment.cloud.epoch_control.name
+    return plain and control == "fixed" and experiment.training.objective.name == CROSS_ENTROPY
 
 
 def unlike(series: Sequence[Series]) -> dict[str, Mapping[str, str]]:
-    """Return the conditions in which a series differs from the first of its task, by whole label and kind, as texts."""
+    """Return the conditions in which a series differs from its task's baseline, by whole label and kind, as texts."""
     found: dict[str, Mapping[str, str]] = {}
+    base = baselines(series)
     for each in series:
         texts: dict[str, str] = {}
         for run in each.runs:
-            texts = conditions(firsts(series)[each.task].runs[0], run) | texts
+            texts = conditions(base[each.task].runs[0], run) | texts
         found[each.whole] = {kind: texts[kind] for kind in CONDITIONS if kind in texts}
     return found
 
 
 def condition_notes(series: Sequence[Series], name: Callable[[Series], str] = attrgetter("whole")) -> list[str]:
-    """Return a line for each condition in which series differ from the first of their task, and on busy machines."""
-    base, found = firsts(series), unlike(series)
+    """Return a line for each condition in which series differ from their task's baseline, and on busy machines."""
+    base, found = baselines(series), unlike(series)
     names: dict[str, list[str]] = {}
     for each in series:
         for kind, text in found[each.whole].items():
@@ -349,26 +401,16 @@ def condition_notes(series: Sequence[Series], name: Callable[[Series], str] = at
         who = "" if 1 < len(busy) == len(series) else f"{'; '.join(map(name, busy))}: "
         count = f"{len(every)} of {runs} runs" if runs > 1 else "the run"
         notes.append(f"{who}{count} began on a busy machine: load up to {max(every):.1f} a core")
-    return notes
+    return [*notes, *kept_notes([run for each in series for run in each.runs])]
 
 
-def paired(
-    first: Mapping[str, float], other: Mapping[str, float], combine: Callable[[float, float], float]
-) -> Spread | None:
-    """Return mean and deviation of `combine(first, other)` over the common seeds, None without one.
-
-    Runs of one seed share split, selection and batches, so this is sharper than the difference of the means.
-    """
-    return Spread.of([combine(value, other[seed]) for seed, value in first.items() if seed in other])
-
-
-def by_seed(runs: Sequence[Run], value: Callable[[Run], float | None]) -> dict[str, float]:
-    """Return the mean value of the runs of each seed, of seeds all of whose runs have one."""
-    found: dict[str, list[float | None]] = {}
-    for run in runs:
-        found.setdefault(str(run.seed), []).append(value(run))
-    whole = {seed: [v for v in values if v is not None] for seed, values in found.items() if None not in values}
-    return {seed: sum(values) / len(values) for seed, values in whole.items()}
+def kept_notes(runs: Sequence[Run]) -> list[str]:
+    """Return a line with the commits whose seconds kept runs have, none without kept runs."""
+    counts = Counter(str(run.manifest.get(COMMIT) or "unknown") for run in runs if CELL in run.manifest)
+    if not counts:
+        return []
+    texts = [f"{commit} ({counted(count, 'runs')})" if len(counts) > 1 else commit for commit, count in counts.items()]
+    return [f"the seconds of kept runs are those of commit {', '.join(texts)}"]
 
 
 def load_of(run: Run) -> float:
@@ -387,19 +429,23 @@ def _hardware(run: Run) -> dict[str, Any]:
     """Return the cloud's host and the declared hardware that devices emulate; its random spread depends on the seed."""
     emulated = flat({"hardware": run.tree.get("hardware", {})})
     kept = {key: value for key, value in emulated.items() if "profile" not in key}
-    return {key: run.manifest.get(key) for key in _HOST} | kept
+    return _host_of(run) | kept
 
 
 def _seconds(run: Run) -> dict[str, Any]:
     """Return whether the seconds are simulated, and of which machines."""
     facts = run.manifest.get(SIMULATED)
     speeds = facts.get("speeds", {}) if isinstance(facts, Mapping) else {}
-    return {"seconds": "simulated" if run.simulated else "measured", **flat({"speeds": speeds})}
+    return {
+        "seconds": "simulated" if run.simulated else "measured",
+        **flat({"speeds": {name: value for name, value in speeds.items() if value}}),
+    }
 
 
 def _versions(run: Run) -> dict[str, Any]:
     packages = run.manifest.get("packages", {})
-    return {"python": run.manifest.get("python"), **(packages if isinstance(packages, Mapping) else {})}
+    known = packages if isinstance(packages, Mapping) else {}
+    return {"python": run.manifest.get("python"), **known, COMMIT: run.manifest.get(COMMIT)}
 
 
 CONDITIONS: Final[Mapping[str, Callable[[Run], dict[str, Any]]]] = {

@@ -14,11 +14,11 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any, Final, Protocol
 
-from cloud.records import GlobalRoundRecord
-from common.errors import ConnectionFailed, InvalidExperiment
-from common.host.files import writing
-from deploy.results.run import Run, State
-from deploy.results.series import flat
+from fedstrata.cloud.records import GlobalRoundRecord
+from fedstrata.common.errors import ConnectionFailed, InvalidExperiment
+from fedstrata.common.experiment.tables import flat
+from fedstrata.common.host.files import writing
+from fedstrata.deploy.results.run import Run, State
 
 
 def series(row: GlobalRoundRecord, *, time: str = "seconds") -> dict[str, float]:
@@ -129,7 +129,8 @@ class MLflowTracker:
         from mlflow.entities import Metric, Param
 
         self._run = run
-        self._client = MlflowClient(tracking_uri=where)
+        with _reached("--mlflow", where):
+            self._client = MlflowClient(tracking_uri=where)
         self._metric, self._param = Metric, Param
         self._began = began_s(run)
         self._id = ""

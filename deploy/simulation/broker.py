@@ -13,7 +13,7 @@ from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from paho.mqtt.client import topic_matches_sub
 
-from common.accounting.counters import packet_bytes
+from fedstrata.common.accounting.counters import packet_bytes
 
 _V = TypeVar("_V")
 

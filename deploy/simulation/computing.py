@@ -18,15 +18,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Generic, Self, TypeVar
 
-from cloud.evaluator import Beginning, EvaluationResult, Evaluator
-from common.accounting.child_report import TrainingPath
-from common.accounting.costs import UNKNOWN_COSTS
-from common.experiment.schema import Experiment
-from common.experiment.topology import CLOUD
-from common.model.layout import Row
-from deploy.simulation.hardware import FORWARD, SimulatedHardware, SimulatedMember
-from device.jobs import LocalResult, Order, PoolMember, Prepared
-from device.pool.pool import Pool
+from fedstrata.cloud.evaluator import Beginning, EvaluationResult, Evaluator
+from fedstrata.common.accounting.costs import UNKNOWN_COSTS
+from fedstrata.common.accounting.work import TrainingPath
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.model.layout import Row
+from fedstrata.deploy.simulation.hardware import FORWARD, SimulatedHardware, SimulatedMember
+from fedstrata.device.jobs import LocalResult, Order, PoolMember, Prepared
+from fedstrata.device.pool.pool import Pool
 
 BOOT_S: Final = 0.01  # virtual seconds of a start: no result depends on them
 
@@ -241,7 +241,7 @@ class RealMember:
         models = order.scores + order.scores_trained
         if models:
             own = not self.seconds.experiment.training.trainer.learns_module  # only its evaluation knows how many
-            tests = max(1, prepared.samples // 10) if own else prepared.tests
+            tests = prepared.tests or (max(1, prepared.samples // 10) if own else 0)
             scored_s = models * self.seconds.scoring(self.node, samples=tests)
         training = self.call(self.real.train(replace(order, progress=lambda done, of: None)))
         try:
@@ -250,11 +250,13 @@ class RealMember:
             training.abandon()
             raise
         result: LocalResult = training.result()
-        if result.tests is not None:
-            result = replace(result, tests=result.tests.lasting(scored_s))
-        path = result.path if result.path is TrainingPath.VMAPPED else TrainingPath.IN_PROCESS  # with any workers
-        costs = UNKNOWN_COSTS  # those of this host are not the device's
-        return replace(result, train_s=train_s, wait_s=wait_s, wall_s=0.0, path=path, costs=costs)
+        work = replace(result.work, train_s=train_s, wait_s=wait_s)
+        work = replace(work, costs=UNKNOWN_COSTS)  # those of this host are not the device's
+        if work.path is TrainingPath.WORKERS:  # of the same host, as well
+            work = replace(work, path=TrainingPath.IN_PROCESS)
+        if work.tests is not None:
+            work = replace(work, tests=work.tests.lasting(scored_s))
+        return replace(result, work=work, wall_s=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,15 +273,15 @@ class RealEvaluator:
         await asyncio.sleep(BOOT_S)
         return beginning
 
-    async def evaluate(self, global_round: int, row: Row) -> EvaluationResult:
-        """Return a model's test score and loss. Raises RunFailed, InvalidExperiment."""
+    async def evaluate(self, global_round: int, row: Row) -> EvaluationResult | None:
+        """Return a model's test score and loss, None if it has none. Raises RunFailed, InvalidExperiment."""
         evaluating = self.begin(self.real.evaluate(global_round, row))
         try:
             await self.compute()
         except BaseException:
             evaluating.abandon()
             raise
-        result: EvaluationResult = evaluating.result()
+        result: EvaluationResult | None = evaluating.result()
         return result
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ import math
 import random
 import zlib
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,18 +18,21 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from cloud.agent import ModelEvaluator
-from cloud.evaluator import Beginning, EvaluationResult
-from common.errors import RunFailed
-from common.experiment.data import samples_most
-from common.experiment.schema import Experiment
-from common.experiment.topology import CLOUD
-from common.host.subprocess_channel import REPLACEMENTS
-from common.model.layout import ModelLayout, Row, Section
-from common.model.scores import R2, R2_SUMS, ScoredModels, ScoreSums, packed_sums
-from common.model.tensors import Tensors
-from deploy.simulation.machines import Machines
-from device.jobs import LocalResult, Order, Prepared, Progress, TrainingPool
+from fedstrata.cloud.agent import ModelEvaluator
+from fedstrata.cloud.evaluator import Beginning, EvaluationResult
+from fedstrata.common.accounting.work import TrainingPath, Work
+from fedstrata.common.errors import RunFailed
+from fedstrata.common.experiment.data import samples_most
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.host.subprocess_channel import REPLACEMENTS
+from fedstrata.common.model.layout import ModelLayout, Row, Section
+from fedstrata.common.model.scores import R2, R2_SUMS, ScoredModels, ScoreSums, packed_sums
+from fedstrata.common.model.tensors import Tensors
+from fedstrata.common.runtime.world import nothing
+from fedstrata.deploy.simulation.machines import Machines
+from fedstrata.device.jobs import LocalResult, Order, Prepared, Progress, TrainingPool
+from fedstrata.device.pool.executors import RETRIES
 
 STEPS_MOST: Final = 8
 FORWARD: Final = 1 / 3  # of the seconds of a step: the backward pass takes twice as long
@@ -143,6 +146,7 @@ class SimulatedHardware:
     """The machines of a lab: the workload, its durations, and counts of trainings.
 
     Devices in `hanging` never become ready. The evaluator's next requests fail with its process: `evaluator_ends`.
+    `worker_ends`: the worker processes of a device that are killed while they train, this training or the next one.
     """
 
     workload: Workload
@@ -153,13 +157,14 @@ class SimulatedHardware:
     trained: Counter[tuple[str, int]] = field(default_factory=Counter)  # by device and round
     hanging: set[str] = field(default_factory=set)
     evaluator_ends: int = 0
+    worker_ends: Counter[str] = field(default_factory=Counter)
     _pools: dict[str, SimulatedPool] = field(default_factory=dict)
 
     def pool(self, node: str) -> SimulatedPool:
         """Return the pool of a device's process; a device without machines has a new one."""
         if self.machines is None:
             return SimulatedPool(self)
-        return self._pools.setdefault(self.machines.process(node), SimulatedPool(self))
+        return self._pools.setdefault(node, SimulatedPool(self))
 
     def evaluator(self, experiment: Experiment, folder: Path) -> SimulatedEvaluator:
         """Return the evaluator of a cloud."""
@@ -230,7 +235,7 @@ class SimulatedMember:
         self._reads_losses = experiment.tier_above(self._node).aggregation.reads_losses
         kept_bytes = workload.kept_bytes(experiment)
         layout = workload.layout_at(self._node, frozen)
-        return Prepared(layout, self._samples, workload.partition, kept_bytes)
+        return Prepared(layout, self._samples, workload.partition, kept_bytes, self._tests)
 
     async def train(self, order: Order) -> LocalResult:
         """Train after random seconds, with progress in between."""
@@ -246,7 +251,7 @@ class SimulatedMember:
         received = self._tested(order.row) if models and order.scores else None
         if not order.epochs:
             found = None if received is None else ScoredModels(received).lasting(scored_s)
-            return LocalResult(self._samples, None, 0, 0.0, wait_s, tests=found)
+            return LocalResult(Work(self._samples, wait_s=wait_s, tests=found))
         hardware.trained[self._node, order.local_round] += 1
         loss, steps = hardware.workload.train(
             self._node, order.row, order.out, epochs=order.epochs, local_round=order.local_round
@@ -254,15 +259,10 @@ class SimulatedMember:
         steps = min(steps, order.epochs * self._samples)
         trained = self._tested(order.out) if models and order.scores_trained else None
         tests = ScoredModels(received, trained).lasting(scored_s) if models else None
-        return LocalResult(
-            self._samples,
-            loss,
-            steps,
-            train_s=train_s,
-            wait_s=wait_s,
-            tests=tests,
-            start_loss=loss if self._reads_losses else None,
+        work = Work(
+            self._samples, loss, order.epochs, steps, train_s, wait_s, path=TrainingPath.IN_PROCESS, tests=tests
         )
+        return LocalResult(work, start_loss=loss if self._reads_losses else None)
 
     def _tested(self, row: Row) -> ScoreSums:
         """Return sums over the test samples, of which R2 has one target."""
@@ -270,19 +270,34 @@ class SimulatedMember:
         sums = [each for name in self._scores for each in [self._tests * score] * (R2_SUMS if name == R2 else 1)]
         return ScoreSums(self._tests, self._tests * loss, packed_sums(sums))
 
-    async def occupy(self, work: tuple[float, float], progress: Progress) -> tuple[tuple[float, float], float]:
+    async def occupy(
+        self, work: tuple[float, float], progress: Progress, *, again: Callable[[], None] = nothing
+    ) -> tuple[tuple[float, float], float]:
         """Occupy a slot of the device's process, and a core of its host, with a training and a scoring.
 
         `work`: the seconds of both. Return those that they took, which are more if others use the cores, and the
-        seconds of the wait for the slot.
+        seconds of the wait for the slot, and for a worker that was killed. `again` is called then, once another one
+        has started. Raises RunFailed if that is killed, too.
         """
         hardware, loop, seconds = self._hardware, asyncio.get_running_loop(), sum(work)
         parts = max(1, min(STEPS_MOST, int(seconds / PROGRESS_S)), math.ceil(seconds / PROGRESS_MOST_S))
-        async with hardware.slot(self._node) as wait_s:
-            begun = loop.time()
-            for part in range(1, parts + 1):
+        part = killed = 0
+        async with hardware.slot(self._node) as queued_s:
+            wait_s, begun = queued_s, loop.time()
+            while part < parts:
                 await hardware.compute(self._node, seconds / parts)
                 self._pool.moves += 1
+                if hardware.worker_ends[self._node]:
+                    hardware.worker_ends[self._node] -= 1
+                    killed += 1
+                    if killed > RETRIES:
+                        raise RunFailed(f"the process that trained {self._node} was killed, and so was its replacement")
+                    await asyncio.sleep(hardware.durations.boot_s)
+                    again()
+                    wait_s += loop.time() - begun
+                    part, begun = 0, loop.time()
+                    continue
+                part += 1
                 progress(part, parts)
             hardware.trainings += bool(work[0] or not work[1])
             took_s = loop.time() - begun if hardware.machines is not None else seconds

@@ -16,23 +16,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from cloud.agent import CloudAgent
-from cloud.results import RunFolder
-from common.experiment.own import is_own
-from common.experiment.schema import Experiment
-from common.experiment.topology import CLOUD
-from common.metrics import Metrics
-from common.net.address import BrokerAddress
-from common.runtime.round import Observe
-from common.runtime.world import Host
-from deploy.simulation.hardware import Computing, Durations, NullWorkload, SimulatedHardware, Workload
-from deploy.simulation.link import LinkConditions
-from deploy.simulation.loop import START_S, SimulationError, VirtualLoop
-from deploy.simulation.machines import Machines, Placement, SimulatedProcess
-from deploy.simulation.network import SimulatedLink, SimulatedNetwork
-from deploy.simulation.world import SimulatedWorld
-from device.agent import DeviceAgent
-from institution.agent import InstitutionAgent
+from fedstrata.cloud.agent import CloudAgent
+from fedstrata.cloud.results import RunFolder
+from fedstrata.common.experiment.own import is_own
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.metrics import Metrics
+from fedstrata.common.net.address import BrokerAddress
+from fedstrata.common.runtime.round import Observe
+from fedstrata.common.runtime.world import Host
+from fedstrata.deploy.simulation.hardware import Computing, Durations, NullWorkload, SimulatedHardware, Workload
+from fedstrata.deploy.simulation.link import LinkConditions
+from fedstrata.deploy.simulation.loop import START_S, SimulationError, VirtualLoop
+from fedstrata.deploy.simulation.machines import Machines, Placement, SimulatedProcess
+from fedstrata.deploy.simulation.network import SimulatedLink, SimulatedNetwork
+from fedstrata.deploy.simulation.world import SimulatedWorld
+from fedstrata.device.agent import DeviceAgent
+from fedstrata.institution.agent import InstitutionAgent
 
 BROKER: Final = "broker"
 OK: Final = "ok"

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from common.accounting.counters import packet_bytes
-from common.accounting.traffic import TcpStats
-from deploy.simulation.loop import VirtualLoop
+from fedstrata.common.accounting.counters import packet_bytes
+from fedstrata.common.accounting.traffic import TcpStats
+from fedstrata.common.net.bulk import CLOSED
+from fedstrata.deploy.simulation.loop import VirtualLoop
 
 if TYPE_CHECKING:
-    from deploy.simulation.world import SimulatedConnection
+    from fedstrata.deploy.simulation.world import SimulatedConnection
 
 
 class PacketKind(Enum):
@@ -380,7 +381,7 @@ class ClientStream:
         if not self._open:
             return
         if packet.kind is PacketKind.CLOSED:
-            self._break("Disconnected by the broker")
+            self._break(CLOSED)
             return
         try:
             self._connection.arrived(packet)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import heapq
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import Context
@@ -18,9 +17,9 @@ from functools import partial
 from itertools import count
 from typing import Any, Final, Protocol
 
-from common.runtime.discovery import SEEKER
-from deploy.simulation.link import ClientStream, Packet, RateQueue
-from deploy.simulation.loop import OWNER, OwnedHandle, VirtualLoop
+from fedstrata.common.runtime.discovery import SEEKER
+from fedstrata.deploy.simulation.link import ClientStream, Packet, RateQueue
+from fedstrata.deploy.simulation.loop import OWNER, OwnedHandle, VirtualLoop
 
 
 class SimulatedProcess:
@@ -141,7 +140,6 @@ class Placement:
     """What runs where.
 
     hosts: the host of each node, by name    brokers: the host of each broker
-    processes: the process of each device, with its number of concurrent trainings; others have one of their own
     interface: rate of a host's network interface in one direction, bytes per second; None = unlimited
     work_s: calls a function that runs beside the event loop of a process on a host, and returns its seconds of one core
     loads: by host, how many clients each client of its broker stands for; by default 1
@@ -150,7 +148,6 @@ class Placement:
     cores: int
     hosts: Mapping[str, str]
     brokers: Mapping[str, str]
-    processes: Mapping[str, tuple[str, int]]
     costs: MessageCosts
     interface: InterfaceRate | None
     work_s: Callable[[Callable[[], None], str], float]
@@ -278,13 +275,9 @@ class Machines:
         """Return a node's host."""
         return self._hosts[self._placement.hosts[node]]
 
-    def process(self, node: str) -> str:
-        """Return the name of a node's process."""
-        return self._placement.processes.get(node, (node, 1))[0]
-
     def thread(self, node: str) -> ProcessThread:
         """Return the thread of a node's process."""
-        return self._thread(self.process(node), self.host(node))
+        return self._thread(node, self.host(node))
 
     def broker_thread(self, broker: str) -> ProcessThread:
         """Return a broker's thread."""
@@ -297,10 +290,10 @@ class Machines:
         return load, load if self._placement.hosts[node] == host else 1.0
 
     def slots(self, node: str) -> asyncio.Semaphore:
-        """Return the concurrent trainings of a device's process; those of a killed process end with it."""
-        process, count_ = self._placement.processes.get(node) or (OWNER.get() or node, 1)
+        """Return the one concurrent training of a device's process; that of a killed process ends with it."""
+        process = OWNER.get() or node
         if process not in self._slots:
-            self._slots[process] = asyncio.Semaphore(count_)
+            self._slots[process] = asyncio.Semaphore(1)
         return self._slots[process]
 
     def interface(self, node: str, broker: str, *, up: bool) -> RateQueue | None:
@@ -333,13 +326,6 @@ class Machines:
 def _end(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
-
-
-def cpu_seconds(begin: Callable[[], None]) -> float:
-    """Call a function and return the CPU seconds of this thread that it took."""
-    started = time.thread_time()
-    begin()
-    return time.thread_time() - started
 
 
 def _handle(thread: ProcessThread, costs: tuple[float, float], packet: Packet, then: Callable[[], object]) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from deploy.simulation.broker import Routed, SimulatedBroker
-from deploy.simulation.link import ClientStream, LinkConditions, Packet, PacketKind, RateQueue
-from deploy.simulation.loop import VirtualLoop
-from deploy.simulation.machines import ClientPath, Machines
+from fedstrata.deploy.simulation.broker import Routed, SimulatedBroker
+from fedstrata.deploy.simulation.link import ClientStream, LinkConditions, Packet, PacketKind, RateQueue
+from fedstrata.deploy.simulation.loop import VirtualLoop
+from fedstrata.deploy.simulation.machines import ClientPath, Machines
 
 
 class SimulatedLink:

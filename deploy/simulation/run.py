@@ -11,23 +11,24 @@ import asyncio
 import shutil
 import zlib
 from collections.abc import Callable, Mapping
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from cloud.results import SIMULATED, RunFolder
-from common.errors import InvalidExperiment, RunFailed, as_known
-from common.experiment.schema import Experiment
-from common.experiment.topology import CLOUD
-from common.host.processes import interruptible
-from common.runtime.round import Observe
-from deploy.simulation.broker import Routed
-from deploy.simulation.computing import MachineSeconds, RealComputing
-from deploy.simulation.lab import SimulatedLab, ignore
-from deploy.simulation.link import LinkConditions
-from deploy.simulation.loop import SimulationError
-from deploy.simulation.machines import Placement
+from fedstrata.cloud.results import SIMULATED, RunFolder
+from fedstrata.common.errors import InvalidExperiment, RunFailed, as_known
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.host.processes import interruptible
+from fedstrata.common.runtime.round import Observe
+from fedstrata.deploy.simulation.broker import Routed
+from fedstrata.deploy.simulation.computing import MachineSeconds, RealComputing
+from fedstrata.deploy.simulation.hardware import Durations, Workload
+from fedstrata.deploy.simulation.lab import SimulatedLab, ignore
+from fedstrata.deploy.simulation.link import LinkConditions
+from fedstrata.deploy.simulation.loop import SimulationError
+from fedstrata.deploy.simulation.machines import Placement
 
 LIMIT_S: Final = 1e9  # virtual seconds
 LOOPBACK_S: Final = 2e-5  # one way, of a node's link to the broker on its own host
@@ -36,21 +37,18 @@ FAREWELL_S: Final = 30.0  # virtual time in which an interrupted cloud writes it
 
 
 def check_simulated(experiment: Experiment) -> None:
-    """Raise InvalidExperiment for what is not simulated: training at a node, and traces that the kernel replays."""
+    """Raise InvalidExperiment for what is not simulated: training at a node."""
     for tier in experiment.tiers:
         if tier.aggregation.refines:
             problem, remedy = "its training at a node is not simulated", "Use --direct, or a lab of processes."
             raise InvalidExperiment("aggregation.name", tier.aggregation.name, problem, remedy)
-    traced = any(experiment.link(node).trace is not None for node in experiment.tree.nodes)
-    if traced and experiment.links.enforce != "bucket":
-        problem, remedy = "links have traces, which only token buckets replay here", 'Use links.enforce = "bucket".'
-        raise InvalidExperiment("links.enforce", experiment.links.enforce, problem, remedy)
 
 
 class VirtualRun:
     """The run of a simulated folder.
 
     conditions: of each node's link to its broker, beside what the agents' buckets shape
+    null: a workload in place of real training and evaluation, and its durations
     routed: called with each message that a broker forwards
     """
 
@@ -63,6 +61,7 @@ class VirtualRun:
         *,
         accelerator: str = "cpu",
         workers: int | None = None,
+        null: tuple[Workload, Durations] | None = None,
         routed: Callable[[Routed], None] = lambda message: None,
     ) -> None:
         self._folder = folder
@@ -70,6 +69,7 @@ class VirtualRun:
         self._placement = placement
         self._conditions = conditions
         self._options: dict[str, Any] = {"accelerator": accelerator, "workers": workers}
+        self._null = null
         self._routed = routed
         self._lab: SimulatedLab | None = None
         self._computing: RealComputing | None = None
@@ -77,6 +77,8 @@ class VirtualRun:
     @property
     def row_bytes(self) -> int:
         """The bytes of a model in memory, once the run has begun."""
+        if self._null is not None:
+            return self._null[0].layout.row_bytes
         return 0 if self._computing is None else self._computing.row_bytes
 
     def now(self) -> float:
@@ -95,6 +97,8 @@ class VirtualRun:
             seed=self._seed(),
             run=self._folder,
             scenario=self._watch,
+            workload=self._null and self._null[0],
+            durations=self._null and self._null[1],
             conditions=LinkConditions(delay_s=LOOPBACK_S),
             placement=self._placement,
             broker_each=True,
@@ -102,9 +106,10 @@ class VirtualRun:
             observe=observe_run,
         )
         lab.network.hooks.append(self._routed)
-        self._computing = computing = RealComputing(experiment, lab.hardware, self._seconds, **self._options)
-        lab.agents = replace(lab.agents, hardware=computing)
-        with interruptible(), closing(lab), computing:
+        with interruptible(), closing(lab), ExitStack() as opened:
+            if self._null is None:
+                self._computing = RealComputing(experiment, lab.hardware, self._seconds, **self._options)
+                lab.agents = replace(lab.agents, hardware=opened.enter_context(self._computing))
             result = self._play(lab)
         if lab.ended.get(CLOUD) != "":
             raise as_known(lab.errors[CLOUD], CLOUD) or lab.errors[CLOUD] if CLOUD in lab.errors else RunFailed(result)
@@ -115,7 +120,8 @@ class VirtualRun:
         """Return the seed of the sessions' ids, which no two processes of a run may share: the byte ledger has them."""
         if not self._folder.begun:
             return self._folder.experiment.seed
-        events = (self._folder.path / "events.jsonl").stat().st_size
+        file = self._folder.path / "events.jsonl"
+        events = file.stat().st_size if file.exists() else 0
         return zlib.crc32(f"{self._folder.experiment.seed} {events}".encode())
 
     async def _watch(self, lab: SimulatedLab) -> None:

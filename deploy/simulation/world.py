@@ -9,17 +9,18 @@ import random
 from collections.abc import Callable
 from typing import Any, Final
 
-from common.accounting.counters import packet_bytes
-from common.accounting.traffic import TcpStats
-from common.net.address import BrokerAddress
-from common.net.attempts import Attempts
-from common.net.bulk import Body, Place
-from common.net.connection import LIVED_S, Handlers
-from common.runtime.world import Connection, nothing
-from deploy.simulation.broker import REFUSED, SessionWill, SimulatedBroker
-from deploy.simulation.link import BrokenConnection, ClientStream, Packet, PacketKind
-from deploy.simulation.machines import SimulatedProcess
-from deploy.simulation.network import SimulatedLink, SimulatedNetwork
+from fedstrata.common.accounting.counters import packet_bytes
+from fedstrata.common.accounting.traffic import TcpStats
+from fedstrata.common.net.address import BrokerAddress
+from fedstrata.common.net.attempts import Attempts
+from fedstrata.common.net.bulk import CLOSED, Body, Place
+from fedstrata.common.net.connection import LASTED_S, Handlers
+from fedstrata.common.net.packet_limit import UNLIMITED, PacketLimit
+from fedstrata.common.runtime.world import Connection, nothing
+from fedstrata.deploy.simulation.broker import REFUSED, SessionWill, SimulatedBroker
+from fedstrata.deploy.simulation.link import BrokenConnection, ClientStream, Packet, PacketKind
+from fedstrata.deploy.simulation.machines import SimulatedProcess
+from fedstrata.deploy.simulation.network import SimulatedLink, SimulatedNetwork
 
 CONNECT_TIMEOUT_S: Final = 10.0  # aiomqtt's
 ROUND_TRIPS: Final = 2  # TCP's and MQTT's
@@ -53,7 +54,7 @@ class SimulatedConnection:
         self._handlers = handlers
         self._ready = False
         self._subscribing = 0
-        self._worked = False
+        self._accepted = False
         self._early: list[Packet] = []
         self._unacknowledged: dict[object, Callable[[list[int]], None]] = {}
         self._leaving: dict[Packet, Callable[[], None]] = {}
@@ -72,10 +73,10 @@ class SimulatedConnection:
     async def run(self, *, connect_timeout_s: float) -> None:
         """Keep the connection open until cancelled. Raises ConnectionFailed, and errors of the callbacks."""
         loop = asyncio.get_running_loop()
-        self.attempts.begin(give_up=loop.time() + connect_timeout_s)
+        self.attempts.begin(loop.time(), timeout_s=connect_timeout_s)
         while True:
             begun = math.inf
-            self._subscribing, self._worked = 0, False
+            self._subscribing, self._accepted = 0, False
             try:
                 stream = await self._open()
                 self.stream, begun = stream, loop.time()
@@ -88,8 +89,14 @@ class SimulatedConnection:
                 finally:
                     self._drop(stream)
             except BrokenConnection as error:
-                worked = self._worked or loop.time() >= begun + LIVED_S
-                pause_s = self.attempts.failed(str(error), worked=worked, now=loop.time())
+                now, reason = loop.time(), str(error)
+                pause_s = self.attempts.failed(
+                    reason,
+                    now=now,
+                    accepted=self._accepted,
+                    lasted=now >= begun + LASTED_S,
+                    thrown_out=begun < math.inf and reason == CLOSED,
+                )
             self.reconnects += 1
             await asyncio.sleep(pause_s)
 
@@ -123,7 +130,7 @@ class SimulatedConnection:
 
         def answered(codes: list[int]) -> None:
             self._subscribing -= not optional
-            self._worked = self._worked or self._subscribing == 0
+            self._accepted = self._accepted or self._subscribing == 0
             for topic, code in zip(topics, codes, strict=False):
                 if code >= REFUSED:
                     refused(topic)
@@ -293,9 +300,10 @@ class SimulatedWorld:
     def _reach(self, address: BrokerAddress) -> tuple[SimulatedBroker, SimulatedLink]:
         return self._network.brokers[address.host], self._network.link(self._name, address.host)
 
-    async def packet_limit(self, address: BrokerAddress, *, topic: str, most: int) -> int | None:
-        """Return the broker's packet limit in bytes, or None."""
-        return self._network.brokers[address.host].packet_limit
+    async def packet_limit(self, address: BrokerAddress, *, topic: str, most: int) -> PacketLimit:
+        """Return the broker's packet limit, as if it reported it."""
+        most_bytes = self._network.brokers[address.host].packet_limit
+        return UNLIMITED if most_bytes is None else PacketLimit(most_bytes, most_bytes + 1)
 
     def token(self, nbytes: int) -> str:
         """Return random bytes as hexadecimal digits."""

@@ -5,22 +5,26 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import secrets
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
-from cloud.results import DIRECT, KINDS, SIMULATED
-from common.errors import InvalidExperiment
-from common.experiment.schema import Experiment
-from common.host.files import replacing, writing
-from deploy.results.kept import keep
-from deploy.results.run import SWEEP, Run, State, folders
-from deploy.sweeps.grid import Grid
+from fedstrata.cloud.results import DIRECT, KINDS, SIMULATED
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.host.files import check_writable, replacing, writing
+from fedstrata.common.text import json_text
+from fedstrata.deploy.results.cells import ALIKE
+from fedstrata.deploy.results.kept import keep
+from fedstrata.deploy.results.kept_table import SWEEP
+from fedstrata.deploy.results.run import Run, State, folders
+from fedstrata.deploy.sweeps.grid import Grid
 
-LOCK: Final = "sweep.lock"
+LOCK: Final = "sweep.lock"  # it has a text by which another host knows that it sees the same folder
 SETTLE_S: Final = 10.0  # time in which the runs of a killed sweep end
 POLL_S: Final = 0.1
 
@@ -35,11 +39,19 @@ class MissingRun:
 
 
 class SweepFolder:
-    """A sweep's folder. `kept`: the folder of the runs that are kept of this sweep, which count as finished, too."""
+    """A sweep's folder. `kept`: the folder with the table of its kept runs, which count as finished, too."""
 
     def __init__(self, path: Path, *, kept: Path | None = None) -> None:
         self.path = path
         self.kept = kept
+        self.mark = secrets.token_hex(8)  # in the lock, while the folder is held
+
+    def check(self) -> None:
+        """Check that what has the name of a folder is one. Raises InvalidExperiment."""
+        for key, path in (("--runs", self.path), ("--kept", self.kept)):
+            for place in (path, path.parent) if path is not None else ():
+                if place.exists() and not place.is_dir():
+                    raise InvalidExperiment(key, str(place), "not a folder", "Name another place.")
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -55,27 +67,30 @@ class SweepFolder:
                 raise InvalidExperiment("--runs", str(self.path), "another sweep uses this folder", remedy) from None
             except OSError:
                 pass  # a file system without locks
+            with writing(self.path):
+                os.truncate(file, 0)
+                os.pwrite(file, self.mark.encode(), 0)
             yield
         finally:
             os.close(file)
 
+    def check_kept(self) -> None:
+        """Check that runs can be kept, before the first one. Raises StorageFailed."""
+        if self.kept is not None:
+            check_writable(self.kept / SWEEP)
+
     def name_cells(self, grid: Grid) -> None:
-        """Write which cells the runs are of, for reports; cells of other choices keep their names.
+        """Write the axes, and which cells the runs are of, for reports; cells of other choices keep their names.
 
         Raises StorageFailed, and InvalidExperiment for a damaged file.
         """
         file = self.path / SWEEP
-        names: dict[str, list[str]] = {}
-        for cell in grid.cells:
-            for experiment in cell.experiments.values():
-                names.setdefault(experiment.digest, []).append(cell.label)
         try:
             known = json.loads(file.read_text(encoding="utf-8"))["cells"] if file.exists() else {}
-            cells = known | {digest: " = ".join(labels) for digest, labels in names.items()}
+            cells = known | _names(grid)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InvalidExperiment("--runs", str(file), repr(error), "Repair or remove the file.") from None
-        with replacing(file) as written:
-            written.write(json.dumps({"cells": cells}, indent=1).encode())
+        _write(file, {**grid.file.order.written(), "cells": cells})
 
     def finished(self, grid: Grid) -> dict[str, Run]:
         """Return the finished runs of a sweep by the digests of their experiments: of several the oldest."""
@@ -90,11 +105,14 @@ class SweepFolder:
         """Keep the finished runs that are not kept yet. Raises StorageFailed."""
         if self.kept is None:
             return
-        cells = {one.digest: cell.label for cell in grid.cells for one in cell.experiments.values()}
+        cells = _names(grid)
+        fresh = []
         for digest, runs in self._runs(grid).items():
             done = [run for run in runs if run.state is State.FINISHED]
             if done and not any(run.path.is_relative_to(self.kept) for run in done):
-                keep(done[0], self.kept, cell=cells[digest])
+                fresh.append((done[0], cells[digest]))
+        if fresh:
+            keep(fresh, self.kept, grid.file.order)
 
     def missing(
         self, grid: Grid, finished: Mapping[str, Run], *, direct: bool, simulated: bool = False
@@ -117,7 +135,10 @@ class SweepFolder:
         for digest, experiment in grid.experiments.items():
             if digest not in finished:
                 begun = [run for run in runs.get(digest, ()) if (run.direct, run.simulated) == (direct, simulated)]
-                found.append(MissingRun(labels[digest], experiment, self._settled(begun[-1]) if begun else None))
+                if begun and not settled(begun[-1].path):
+                    problem = f"another process runs run {begun[-1].id}"
+                    raise InvalidExperiment("--runs", str(self.path), problem, "Wait for its end, or stop it.")
+                found.append(MissingRun(labels[digest], experiment, begun[-1].path if begun else None))
         return found
 
     def _runs(self, grid: Grid) -> dict[str, list[Run]]:
@@ -134,15 +155,41 @@ class SweepFolder:
                 found.setdefault(digest, []).append(run)
         return found
 
-    def _settled(self, run: Run) -> Path:
-        """Return the folder of a run that is not finished once no process writes it. Raises InvalidExperiment."""
-        deadline = time.monotonic() + SETTLE_S
-        while Run(run.path).state is State.RUNNING:
-            if time.monotonic() >= deadline:
-                problem = f"another process runs run {run.id}"
-                raise InvalidExperiment("--runs", str(self.path), problem, "Wait for its end, or stop it.")
-            time.sleep(POLL_S)
-        return run.path
+
+def begun_in(folder: Path, digest: str, kind: tuple[bool, bool]) -> Path | None:
+    """Return the folder of the last run of an experiment in a sweep's; None without one.
+
+    `kind`: whether it has no network, and whether a simulated one.
+    """
+    for path in reversed(folders(folder)):
+        run = Run(path)
+        if run.manifest.get("experiment_digest") == digest and (run.direct, run.simulated) == kind:
+            return path
+    return None
+
+
+def settled(path: Path) -> bool:
+    """Wait until no process writes a run's folder, for at most SETTLE_S; return whether none does."""
+    deadline = time.monotonic() + SETTLE_S
+    while Run(path).state is State.RUNNING:
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+def _names(grid: Grid) -> dict[str, str]:
+    """Return the name of the cell of each experiment by digest; equal experiments have the names of all their cells."""
+    names: dict[str, list[str]] = {}
+    for cell in grid.cells:
+        for experiment in cell.experiments.values():
+            names.setdefault(experiment.digest, []).append(cell.label)
+    return {digest: ALIKE.join(labels) for digest, labels in names.items()}
+
+
+def _write(file: Path, tree: Mapping[str, Any]) -> None:
+    with replacing(file) as written:
+        written.write(json_text(tree, indent=1).encode() + b"\n")
 
 
 def _runs_in(folder: Path | None) -> list[Run]:

@@ -12,14 +12,15 @@ from typing import Any, Final, TypeAlias
 
 from pydantic import ValidationError
 
-from common.errors import InvalidExperiment
-from common.experiment.messages import explain
-from common.experiment.reading import override, parse, read
-from common.experiment.schema import Experiment
-from common.experiment.tables import proposal, with_tables
-from common.experiment.training import ACCURACY
-from deploy.console.shipped import shipped
-from deploy.sweeps.schema import MEASURE, Measure, SweepFile
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.messages import explain
+from fedstrata.common.experiment.reading import override, parse, read
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.tables import proposal, with_tables
+from fedstrata.common.experiment.training import ACCURACY
+from fedstrata.deploy.console.shipped import shipped
+from fedstrata.deploy.results.cells import BETWEEN
+from fedstrata.deploy.sweeps.schema import FULL, MEASURE, Measure, Size, SweepFile
 
 OWN_KEYS: Final = ("axes", "title")  # keys of a sweep that no experiment has
 FIGURES: Final = "paper.figures"
@@ -77,7 +78,7 @@ class Grid:
 
     file: SweepFile
     stem: str
-    small: bool
+    size: Size
     axes: Mapping[str, Sequence[str]]
     cells: Sequence[SweepCell]
     measures: Sequence[Measure]
@@ -87,13 +88,20 @@ class Grid:
     @property
     def title(self) -> str:
         """The file's title, with what makes the cells others than the file's."""
-        others = [*(["small form"] if self.small else []), *(["changed by --set"] if self.changes else [])]
+        note = self.file.smaller(self.size).note
+        others = [f"{self.size}: {note}" if note else self.size] if self.size != FULL else []
+        others += ["changed by --set"] if self.changes else []
         return f"{self.file.title} ({', '.join(others)})" if others else self.file.title
 
     @property
     def is_whole(self) -> bool:
-        """Whether the cells are those of the file: neither its small form, nor changed by the command."""
-        return not self.small and not self.changes
+        """Whether the cells are those of the file: neither of a smaller size, nor changed by the command."""
+        return self.size == FULL and not self.changes
+
+    @property
+    def folder(self) -> str:
+        """The name of the folder of its runs."""
+        return self.stem if self.size == FULL else f"{self.stem}-{self.size}"
 
     @property
     def seeds(self) -> list[int]:
@@ -143,7 +151,7 @@ def merged(base: Mapping[str, Any], *changes: Mapping[str, Any]) -> dict[str, An
 
 def label_of(values: Iterable[str]) -> str:
     """Return values as one text, with commas."""
-    return ", ".join(values)
+    return BETWEEN.join(values)
 
 
 def is_sweep(tree: Mapping[str, Any]) -> bool:
@@ -164,15 +172,15 @@ def expand(
     tree: Mapping[str, Any],
     path: Path,
     *,
-    small: bool = False,
+    size: Size = FULL,
     overrides: Sequence[str] = (),
     only: Sequence[str] = (),
     seeds: int | None = None,
 ) -> Grid:
     """Return the grid of a sweep's tree; `path`: its file, for names and relative paths. Raises InvalidExperiment.
 
-    `small`: its small form. `overrides`: `key=value` of the experiment, on top of all. `only`: `axis=value`, what
-    remains of an axis. `seeds`: 1 to this number, in place of the file's.
+    `overrides`: `key=value` of the experiment, on top of all. `only`: `axis=value`, what remains of an axis. `seeds`: 1
+    to this number, in place of the file's.
     """
     try:
         file = SweepFile.model_validate(tree)
@@ -181,10 +189,10 @@ def expand(
     for text in overrides:
         if text.partition("=")[0].strip() == "seed":
             raise InvalidExperiment("--set", text, "the sweep has seeds", "Use --seeds.")
-    if small:  # what it has in place of the large form's
-        changed = {key: getattr(file.small, key) for key in ("seeds", "measure", "target")}
-        file = file.model_copy(update={key: value for key, value in changed.items() if value is not None})
-    axes = _remaining(file, only, small=small)
+    smaller = file.smaller(size)
+    replaced = {key: getattr(smaller, key) for key in ("seeds", "measure", "target")}
+    file = file.model_copy(update={key: value for key, value in replaced.items() if value is not None})
+    axes = _remaining(file, only, size=size)
     base = _base(file.base, path)
     chosen = list(range(1, seeds + 1)) if seeds else _seeds(file)
     cells = []
@@ -193,11 +201,10 @@ def expand(
         wheres = [where for where in file.where if where.holds(values)]
         trees = [file.experiment, *(file.axes[axis][value] for axis, value in values.items())]
         trees += [where.experiment for where in wheres]
-        if small:
-            on_top = [where for where in file.small.where if where.holds(values)]
-            trees += [file.small.experiment, *(file.small.axes.get(axis, {}).get(v, {}) for axis, v in values.items())]
-            trees += [where.experiment for where in on_top]
-            wheres += on_top
+        on_top = [where for where in smaller.where if where.holds(values)]
+        trees += [smaller.experiment, *(smaller.axes.get(axis, {}).get(v, {}) for axis, v in values.items())]
+        trees += [where.experiment for where in on_top]
+        wheres += on_top
         if any(where.skip for where in wheres):
             continue
         keys = merged({"name": _name(path.stem)}, base, *map(with_tables, trees))
@@ -209,11 +216,11 @@ def expand(
         raise InvalidExperiment("where", "skip", "no cell remains", "Skip fewer.")
     measures = list(_measures(file, cells))
     labels = [measure.label for measure in measures]
-    figures = expand(tree, path, seeds=1).figures if small else figures_of(file, labels)
-    return Grid(file, path.stem, small, axes, cells, measures, figures, tuple(overrides))
+    figures = figures_of(file, labels) if size == FULL else expand(tree, path, seeds=1).figures
+    return Grid(file, path.stem, size, axes, cells, measures, figures, tuple(overrides))
 
 
-def _remaining(file: SweepFile, only: Sequence[str], *, small: bool) -> dict[str, list[str]]:
+def _remaining(file: SweepFile, only: Sequence[str], *, size: Size) -> dict[str, list[str]]:
     """Return the values of each axis that remain, in the file's order."""
     wanted: dict[str, list[str]] = {}
     for text in only:
@@ -222,13 +229,13 @@ def _remaining(file: SweepFile, only: Sequence[str], *, small: bool) -> dict[str
             raise InvalidExperiment("--only", text, "not of the form axis=value", "Write for instance method=FedAvg.")
         file.check_value("--only", axis, value)
         wanted.setdefault(axis, []).append(value)
-    kept = file.small.only if small else {}
+    kept = file.smaller(size).only
     found = {}
     for axis, values in file.axes.items():
         found[axis] = [v for v in values if v in kept.get(axis, values) and v in wanted.get(axis, values)]
         if not found[axis]:
             remedy = proposal("", kept[axis], what="There are")
-            raise InvalidExperiment("--only", f"{axis}={wanted[axis][0]}", "not in the small form", remedy)
+            raise InvalidExperiment("--only", f"{axis}={wanted[axis][0]}", f"not in the {size} size", remedy)
     return found
 
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-from common.experiment.schema import Experiment
-from common.text import json_text
-from deploy.console.tabular import Cell, Column, Table, size
-from deploy.planning.workload import OF_THE_SPLIT
-from deploy.sweeps.grid import Grid
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.text import json_text
+from fedstrata.deploy.console.tabular import Cell, Column, Table, size
+from fedstrata.deploy.planning.workload import OF_THE_SPLIT
+from fedstrata.deploy.sweeps.grid import Grid
 
 WITHOUT_COST: Final = ("seed", "name", "rounds", "stop")
 ROUNDS: Final = 2  # global rounds to simulate, if not given: the first one waits for no writes and no evaluation
@@ -36,11 +36,6 @@ class PlannedRuns:
     def seconds(self) -> float:
         """The seconds of all runs, one after another."""
         return sum(self.rounds) * self.global_round_s
-
-    @property
-    def longest_s(self) -> float:
-        """The seconds of the longest run."""
-        return max(self.rounds) * self.global_round_s
 
 
 def groups_of(grid: Grid) -> list[list[tuple[str, Experiment]]]:
@@ -72,9 +67,8 @@ def plan_of(
     return planned
 
 
-def to_json(grid: Grid, planned: Sequence[PlannedRuns], *, jobs: int) -> dict[str, Any]:
+def to_json(grid: Grid, planned: Sequence[PlannedRuns]) -> dict[str, Any]:
     """Return the plan: sums over all runs, the memory of the largest run by process, and the groups."""
-    total_s = sum(group.seconds for group in planned)
     bytes_: dict[str, float] = {}
     memory: dict[str, int] = {}
     for group in planned:
@@ -85,9 +79,7 @@ def to_json(grid: Grid, planned: Sequence[PlannedRuns], *, jobs: int) -> dict[st
     return {
         "title": grid.file.title,
         "runs": len(grid.experiments),
-        "jobs": jobs,
-        "total_s": max(total_s / jobs, *(group.longest_s for group in planned)),
-        "run_s": total_s,
+        "total_s": sum(group.seconds for group in planned),
         "bytes": bytes_,
         "memory": memory,
         "groups": [
@@ -114,13 +106,12 @@ def written(plan: Mapping[str, Any], form: str) -> str:
         [each["first"], each["runs"], each["global_rounds"], each["global_round_s"], each["seconds"] / 3600]
         for each in plan["groups"]
     ]
-    jobs = f", {plan['jobs']} at once" if plan["jobs"] > 1 else ""
-    lines = [f"{plan['runs']} runs{jobs}   {plan['total_s'] / 3600:.2f} h", "bytes of all runs"]
+    lines = [f"{plan['runs']} runs   {plan['total_s'] / 3600:.2f} h", "bytes of all runs"]
     lines += [f"  {tier.replace('_', ' '):<14} {size(count)}" for tier, count in plan["bytes"].items()]
     lines.append("memory of a process, the largest run")
     lines += [f"  {role.replace('_', ' '):<14} {size(count)}" for role, count in plan["memory"].items()]
     lines += [f"assumed: {text}" for text in plan["assumed"]]
-    return Table("plan", plan["title"], columns, rows).aligned() + "\n".join(lines) + "\n"
+    return Table("plan", plan["title"], columns, rows).on_terminal() + "\n".join(lines) + "\n"
 
 
 def _cost(experiment: Experiment) -> str:

@@ -1,26 +1,24 @@
-"""What a sweep measures in its finished runs, beside the paper's figures, and the verdicts on both as records.
+"""What a sweep measures in its finished runs, beside the paper's figures.
 
 A measure is a function of the rows of a run's rounds.csv. `deploy.sweeps.output` has the texts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from math import inf
 from statistics import mean
 from typing import Final, TypeAlias
 
-from cloud.records import GlobalRoundRecord
-from deploy.console.tabular import Spread
-from deploy.results.run import Run
-from deploy.sweeps.grid import Grid, PaperFigure, SweepCell, axis_of, label_of
-from deploy.sweeps.schema import SCALES, UNITS, Measure
+from fedstrata.cloud.records import GlobalRoundRecord
+from fedstrata.deploy.console.tabular import Spread
+from fedstrata.deploy.results.run import Run
+from fedstrata.deploy.sweeps.grid import Grid, PaperFigure, SweepCell, axis_of
+from fedstrata.deploy.sweeps.schema import SCALES, UNITS, Measure
 
 PERCENT: Final = 100.0
 OF_DEVICES: Final = {"devices": "mean", "samples": "score"}
-DEVIATIONS: Final = 2.0  # over the seeds, within which a figure agrees
 
 Rows: TypeAlias = Sequence[GlobalRoundRecord]
 
@@ -104,10 +102,10 @@ def unit_of(measure: Measure) -> str:
 
 
 def sign_of(measure: Measure) -> float:
-    """Return 1 if a larger value of a measure is the better one, -1 if a smaller one is."""
+    """Return 1 if a larger value of a measure is the better one, -1 if a smaller one is, before any comparison."""
     if measure.of == "spread":
         return -1.0
-    return 1.0 if measure.name in ("accuracy", "reached") or measure.relation == "speed_up" else -1.0
+    return 1.0 if measure.name in ("accuracy", "reached") else -1.0
 
 
 def _accuracy(rows: Rows, measure: Measure, rounds: int) -> float | None:
@@ -128,77 +126,11 @@ def _of(row: GlobalRoundRecord, measure: Measure) -> float | None:
     return row.of_devices(OF_DEVICES.get(measure.of, measure.of), personalised=measure.personalised)
 
 
-# Verdicts
-
-
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """Our value of a cell beside the paper's figure. `near`: within the deviations; None: one seed has none."""
-
-    cell: SweepCell
-    measure: Measure
-    ours: Spread
-    figure: PaperFigure
-    near: bool | None
-
-
-@dataclass(frozen=True, slots=True)
-class Ranking:
-    """The cells that differ in the ranked axis alone, those of which both we and the paper have a value of a measure.
-
-    By value of the axis. `where`: the values of the other axes.
-    """
-
-    where: str
-    measure: Measure
-    ours: dict[str, Spread]
-    papers: dict[str, PaperFigure]
-
-    @property
-    def best(self) -> tuple[str, str]:
-        """The best value of the axis, ours and the paper's."""
-        sign = sign_of(self.measure)
-        return max(self.ours, key=lambda value: sign * self.ours[value].mean), max(
-            self.papers, key=lambda value: sign * self.papers[value].mean
-        )
-
-    def contradictions(self, baseline: str) -> Iterator[Contradiction]:
-        """Yield what contradicts the paper's order: another best, and each value on the other side of the baseline."""
-        sign = sign_of(self.measure)
-        mine, theirs = self.best
-        if sign * (self.ours[mine].mean - self.ours[theirs].mean) > 0:
-            yield Contradiction(self, mine, theirs)
-        for value in self.ours if baseline in self.ours else ():
-            ours, papers = (sign * (each[value].mean - each[baseline].mean) for each in (self.ours, self.papers))
-            if ours * papers < 0:
-                yield Contradiction(self, value, baseline, above=papers > 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Contradiction:
-    """In a ranking `value` is better than the paper's best, `other`; or on the other side of the baseline, `other`.
-
-    `above`: the paper has it above the baseline; None: `value` is the best.
-    """
-
-    ranking: Ranking
-    value: str
-    other: str
-    above: bool | None = None
-
-    @property
-    def inside(self) -> bool:
-        """Whether the two differ by no more than the larger one of their deviations."""
-        one, other = (self.ranking.ours[value] for value in (self.value, self.other))
-        deviations = [spread.deviation for spread in (one, other) if spread.deviation is not None]
-        return bool(deviations) and abs(one.mean - other.mean) <= max(deviations)
-
-
 # Results
 
 
 class SweepResults:
-    """The finished runs of a sweep by the digests of their experiments, their values, and the verdicts on these."""
+    """The finished runs of a sweep by the digests of their experiments, their values, beside the paper's."""
 
     def __init__(self, grid: Grid, runs: Mapping[str, Run]) -> None:
         self.grid = grid
@@ -252,34 +184,6 @@ class SweepResults:
     def lacking(self) -> list[SweepCell]:
         """The cells whose runs are not all finished."""
         return [cell for cell in self.grid.cells if len(self.runs_of(cell)) < len(cell.experiments)]
-
-    def agreements(self) -> Iterator[Agreement]:
-        """Yield our values beside the paper's figures."""
-        for measure in self.compared:
-            for cell in self.grid.rows:
-                ours, figure = self.spread(cell, measure), self.figure(cell, measure)
-                if ours is not None and figure is not None:
-                    apart, deviation = abs(figure.apart(ours.mean)), ours.deviation
-                    near = None if deviation is None else apart <= DEVIATIONS * deviation
-                    yield Agreement(cell, measure, ours, figure, near)
-
-    @cached_property
-    def rankings(self) -> list[Ranking]:
-        """All rankings with two values or more."""
-        axis, found = self.grid.file.ranked, dict[tuple[str, str], Ranking]()
-        for measure in self.ranked:
-            for cell in self.grid.rows:
-                ours, figure = self.spread(cell, measure), self.figure(cell, measure)
-                if ours is not None and figure is not None:
-                    rest = label_of(value for key, value in cell.values.items() if key != axis)
-                    ranking = found.setdefault((rest, measure.label), Ranking(rest, measure, {}, {}))
-                    ranking.ours[cell.values[axis]], ranking.papers[cell.values[axis]] = ours, figure
-        return [ranking for ranking in found.values() if len(ranking.ours) > 1]
-
-    @cached_property
-    def contradictions(self) -> list[Contradiction]:
-        """What contradicts the paper's order."""
-        return [found for ranking in self.rankings for found in ranking.contradictions(self.grid.file.baseline)]
 
     def _values(self, cell: SweepCell, measure: Measure) -> dict[int, float]:
         """Return the same before the difference."""

@@ -1,47 +1,46 @@
-"""Running what a sweep lacks: how many at once, one after another in each slot, and what is shown meanwhile."""
+"""Running what a sweep lacks: how many at once, by which executor, and what is shown meanwhile."""
 
 from __future__ import annotations
 
-import asyncio
-import json
-import subprocess
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
-from pathlib import Path
+from queue import SimpleQueue
 from statistics import mean
+from threading import Event
 from typing import Any, Final, Protocol, TypeAlias
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from common.errors import ConnectionFailed, FedstrataError, InvalidExperiment, RunFailed, StorageFailed
-from common.experiment.reading import parse, to_toml
-from common.experiment.schema import Experiment
-from common.host import nvidia
-from common.host.accelerators import choose
-from common.host.files import writing
-from common.host.machine import available_bytes
-from common.host.offload import offload
-from common.host.processes import spawn, stop
-from common.host.subprocess_channel import ProcessEnded, SubprocessChannel
-from deploy.console.logs import ERROR, FRAME, as_json, frame_lines, last_error, options, write_line
-from deploy.console.tabular import age
-from deploy.local.lab import ROLE
-from deploy.results.run import Run
-from deploy.sweeps.folder import MissingRun
-from device.pool.pool import cores
+from fedstrata.common.errors import (
+    MESSAGE_MOST,
+    ConnectionFailed,
+    FedstrataError,
+    RunFailed,
+    StorageFailed,
+    bounded,
+    described,
+)
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.host import nvidia
+from fedstrata.common.host.accelerators import choose
+from fedstrata.common.host.machine import available_bytes
+from fedstrata.deploy.console.logs import as_json, frame_lines, write_line
+from fedstrata.deploy.console.tabular import age
+from fedstrata.deploy.results.run import Run
+from fedstrata.deploy.sweeps.execution import STARTED, RunOrder, Slot
+from fedstrata.deploy.sweeps.folder import MissingRun
+from fedstrata.device.pool.pool import cores
 
 JOBS_STAGE: Final = "finds how many runs at once fit into the memory of this machine"  # what `default_jobs` does
 MEMORY_SHARE: Final = 0.9  # of the memory that is available
-WORKER: Final = "deploy.sweeps.worker"
-STOP_S: Final = 20.0  # in which a lab ends its roles
-Watch: TypeAlias = Callable[[str, Mapping[str, Any]], None]
 RUNNING_MOST: Final = 4  # runs that the live line names
 REMIND_S: Final = 20.0  # between looks at what labs wait for
 
@@ -81,116 +80,68 @@ def _in_process(experiment: Experiment) -> int:
 
 def _bytes_of(experiment_json: str) -> int:
     """Return the bytes of a process that has all roles of an experiment, given as JSON."""
-    from deploy.planning import footprint, workload
+    from fedstrata.deploy.planning import footprint, workload
 
     work = workload.workload(parse(experiment_json))
     return footprint.direct_bytes(work.experiment, work.layout, data_bytes=work.data_bytes, kept_bytes=work.kept_bytes)
 
 
-# Slots
+# Executors
 
 
-class CellFailed(RunFailed):
-    """A run of a sweep failed; `exit_code` is that of its own command, `frames` are those of own code that failed."""
-
-    def __init__(self, reason: str, code: int, frames: Sequence[str] = ()) -> None:
-        super().__init__(reason)
-        self.exit_code = code
-        self.frames = tuple(frames)
+Watch: TypeAlias = Callable[[MissingRun, Mapping[str, Any]], None]
 
 
-class Slot(Protocol):
-    """Runs one experiment at a time."""
+class RunExecutor(Protocol):
+    """Does runs, as many at once as it can."""
 
-    async def run(self, job: MissingRun, watch: Watch) -> None:
-        """Run a job to its end; `watch` gets the run's events. Raises CellFailed."""
+    def submit(self, job: MissingRun, watch: Watch) -> Future[bytes]:
+        """Do a run in its turn, and return its packed folder if that is not in the sweep's.
+
+        `watch` gets the run's events, from other threads.
+        """
 
     def close(self) -> None:
-        """End what runs."""
+        """End the runs under way, which can be resumed, and forget the others."""
 
 
-class DirectSlot:
-    """A worker process, which runs experiments without a network. It is started again if it ended."""
+class HostExecutor:
+    """Processes of this host, in threads that wait for them.
 
-    def __init__(self, runs: Path, accelerator: str) -> None:
-        self._runs = runs
-        self._accelerator = accelerator
-        self._worker: SubprocessChannel | None = None
-
-    async def run(self, job: MissingRun, watch: Watch) -> None:
-        """Run a job to its end."""
-        if self._worker is None:
-            self._worker = await SubprocessChannel.start(WORKER, "the worker process")
-        self._worker.send(**self._request(job))
-        try:
-            while "event" in (record := await self._worker.receive()):
-                watch(str(record["event"]), record)
-        except ProcessEnded as error:
-            self.close()
-            raise CellFailed(str(error), error.exit_code) from None
-        except FedstrataError as error:
-            frames = error.frames if isinstance(error, InvalidExperiment) else ()
-            raise CellFailed(str(error), error.exit_code, frames) from None
-
-    def _request(self, job: MissingRun) -> dict[str, str]:
-        what = {"resume": str(job.resume)} if job.resume else {"experiment": job.experiment.to_json()}
-        return {"runs": str(self._runs), "accelerator": self._accelerator, **what}
-
-    def close(self) -> None:
-        """Kill the worker; its run can be resumed."""
-        if self._worker is not None:
-            self._worker.close()
-            self._worker = None
-
-
-class CommandSlot:
-    """A command for each run: `fedstrata run`, or `fedstrata cloud`, with its options.
-
-    `home`: folder of the experiment's file and of the command's messages.
+    `order` makes the order of a run on an accelerator. `accelerators`: one for each run at once.
     """
 
-    def __init__(self, command: Sequence[str], runs: Path, home: Path, number: int) -> None:
-        self._command = command
-        self._runs = runs
-        self._file = home / f"experiment-{number}.toml"
-        self._log = home / f"messages-{number}.log"
-        self._process: subprocess.Popen[bytes] | None = None
+    def __init__(
+        self, order: Callable[[MissingRun, str], RunOrder], accelerators: Sequence[str], slot: type[Slot]
+    ) -> None:
+        self._order = order
+        self._threads = ThreadPoolExecutor(len(accelerators))
+        self._slots = [(slot(), each) for each in accelerators]
+        self._free = SimpleQueue[tuple[Slot, str]]()
+        self._stopping = Event()
+        for each in self._slots:
+            self._free.put(each)
 
-    async def run(self, job: MissingRun, watch: Watch) -> None:
-        """Run a job to its end."""
-        with writing(self._file):
-            self._file.write_text(to_toml(job.experiment), encoding="utf-8")
-            self._log.write_bytes(b"")
-        what = ["--resume", str(job.resume)] if job.resume else [str(self._file)]
-        words = [*ROLE, *options(), *self._command, *what, "--runs", str(self._runs), "--format", "json"]
-        self._process = process = spawn(words, log=self._log, read_output=True)
-        assert process.stdout is not None
-        while line := await offload(process.stdout.readline, cancel=process.terminate):
-            if (event := _event(line)) is not None:
-                watch(str(event["event"]), event)
-        code = await offload(process.wait, cancel=process.terminate)
-        if code:
-            raise self._failure(code)
+    def submit(self, job: MissingRun, watch: Watch) -> Future[bytes]:
+        """Do a run, in its turn."""
+        return self._threads.submit(self._do, job, watch)
 
     def close(self) -> None:
-        """Stop the command; its run can be resumed."""
-        if self._process is not None:
-            stop(self._process, grace_s=STOP_S)
+        """End the runs under way."""
+        self._stopping.set()
+        self._threads.shutdown(cancel_futures=True)
+        for slot, _ in self._slots:
+            slot.close()
 
-    def _failure(self, code: int) -> CellFailed:
-        if code < 0:
-            return CellFailed(f"{self._command[0]} was killed by signal {-code}", code)
-        last, *frames = last_error(self._log) or [f"{self._command[0]} ended with {code}"]
-        return CellFailed(last.removeprefix(ERROR), code, [frame.removeprefix(FRAME) for frame in frames])
-
-
-def _event(line: bytes) -> dict[str, Any] | None:
-    """Return the event of a line, None if it is truncated: the command was killed."""
-    try:
-        event: dict[str, Any] = json.loads(line)
-    except ValueError:
-        return None
-    return event if "event" in event else None
+    def _do(self, job: MissingRun, watch: Watch) -> bytes:
+        slot, accelerator = self._free.get()
+        order, report = self._order(job, accelerator), partial(watch, job)
+        report({"event": STARTED})
+        try:
+            slot.run(order, order.folder, job.resume, report=report, stopped=self._stopping.is_set)
+        finally:
+            self._free.put((slot, accelerator))
+        return b""
 
 
 # Progress
@@ -204,6 +155,7 @@ class _Running:
     rounds: int = 0
     waits_for: str = ""
     reminded: str = ""  # the last reason that was written
+    begun: bool = False  # whether another process had it before
 
 
 class SweepProgress:
@@ -234,23 +186,31 @@ class SweepProgress:
             yield
         self._live = None
 
-    def begin(self, job: MissingRun) -> None:
-        """Take the start of a run."""
-        self._running[job.label] = _Running(time.monotonic())
-
-    def take(self, job: MissingRun, event: str, facts: Mapping[str, Any]) -> None:
-        """Take an event of a run."""
-        running = self._running[job.label]
+    def take(self, job: MissingRun, facts: Mapping[str, Any]) -> None:
+        """Take an event of a run, from whichever thread; an event that arrives behind the run's end is ignored."""
+        event = facts["event"]
+        if job.label not in self._pending:
+            return
+        if event == STARTED:
+            known = self._running.get(job.label)
+            self._running[job.label] = known or _Running(time.monotonic())
+            self._running[job.label].begun = known is not None
+        if (running := self._running.get(job.label)) is None:
+            return
         if event == "waiting":
             running.waits_for = str(facts["for"])
         elif event == "run":
-            running.rounds = int(facts.get("global_round", facts.get("done", 0)))
+            done = int(facts["done"])
+            if running.begun:
+                how = f"resumed behind global round {done}" if done else "run again from its start"
+                self._write(f"{job.label}: its process was lost; {how}")
+            running.rounds, running.begun = done, True
         elif event == "global_round":
             running.rounds, running.waits_for = int(facts["global_round"]), ""
 
     def remind(self) -> None:
         """Write what labs wait for, once for each reason."""
-        for label, running in self._running.items():
+        for label, running in list(self._running.items()):
             if running.waits_for not in ("", running.reminded):
                 running.reminded = running.waits_for
                 self._write(f"{label} waits for {running.waits_for}")
@@ -263,12 +223,12 @@ class SweepProgress:
         self._done += 1
         self._write(f"{self.count}: {job.label}, {age(seconds)}{self._left()}")
 
-    def fail(self, job: MissingRun, error: RunFailed | StorageFailed) -> None:
+    def fail(self, job: MissingRun, error: FedstrataError) -> None:
         """Take the failure of a run."""
         self._end(job)
         self.failed[job.label] = str(error)
         self._write(f"{self.count}: {job.label} failed: {error}")
-        for line in frame_lines(error.frames if isinstance(error, CellFailed) else ()):
+        for line in frame_lines(getattr(error, "frames", ())):
             self._write(line)
 
     @property
@@ -283,7 +243,7 @@ class SweepProgress:
             return None
         now = time.monotonic()
         total = longest = 0.0
-        for label, job in self._pending.items():
+        for label, job in list(self._pending.items()):
             whole = mean(self._seconds.get(_kind(job.experiment), known))
             rest = whole
             if (running := self._running.get(label)) is not None:
@@ -294,9 +254,8 @@ class SweepProgress:
 
     def picture(self) -> Text:
         """Return the live line."""
-        running = [
-            f"{label} {each.rounds}/{self._pending[label].experiment.rounds}" for label, each in self._running.items()
-        ]
+        under_way = [(label, each.rounds) for label, each in list(self._running.items()) if label in self._pending]
+        running = [f"{label} {done}/{self._pending[label].experiment.rounds}" for label, done in under_way]
         more = [f"and {len(running) - RUNNING_MOST} more"] if len(running) > RUNNING_MOST else []
         failed = f", {len(self.failed)} failed" if self.failed else ""
         shown = "; ".join([*running[:RUNNING_MOST], *more])
@@ -307,8 +266,10 @@ class SweepProgress:
         return "" if left_s is None else f", about {age(left_s)} left"
 
     def _end(self, job: MissingRun) -> float:
+        """Return the seconds since a run began."""
         del self._pending[job.label]
-        return time.monotonic() - self._running.pop(job.label).since
+        running = self._running.pop(job.label, None)
+        return 0.0 if running is None else time.monotonic() - running.since
 
     def _write(self, line: str) -> None:
         """Write a line above the live one."""
@@ -326,49 +287,54 @@ def _kind(experiment: Experiment) -> str:
 # Running
 
 
-async def run_jobs(
+def run_jobs(
     jobs: Sequence[MissingRun],
-    slots: Sequence[Slot],
+    executor: RunExecutor,
     progress: SweepProgress,
     *,
-    keep: Callable[[], None] = lambda: None,
+    take: Callable[[bytes], None] = lambda packed: None,
 ) -> None:
-    """Run all jobs. One that fails is reported, and the others go on. `keep` is called after each that finished.
+    """Run all jobs. One that fails is reported, and the others go on.
 
-    Raises CellFailed or StorageFailed for an error that each other run would have, too: of the disk, or of the broker.
-    Cancelled, it ends the runs, which can be resumed.
+    `take` gets the packed folder of each that finished, empty if it is in the sweep's.
+    Raises the error that each other run would have, too: of the disk, or of the broker.
+    Interrupted, it ends the runs, which can be resumed.
     """
-    left = deque(jobs)
     common: list[FedstrataError] = []
-
-    async def fill(slot: Slot) -> None:
-        while left:
-            job = left.popleft()
-            progress.begin(job)
-            try:
-                await slot.run(job, lambda event, facts, job=job: progress.take(job, event, facts))  # type: ignore[misc]
-                keep()
-            except (CellFailed, StorageFailed) as error:
-                progress.fail(job, error)
-                if error.exit_code in (ConnectionFailed.exit_code, StorageFailed.exit_code):
-                    left.clear()
-                    common.append(error)
-            else:
-                progress.finish(job)
-
-    async def remind() -> None:
-        while True:
-            await asyncio.sleep(REMIND_S)
-            progress.remind()
-
-    reminder = asyncio.create_task(remind())
     try:
-        async with asyncio.TaskGroup() as group:
-            for slot in slots:
-                group.create_task(fill(slot))
+        futures = {executor.submit(job, progress.take): job for job in jobs}
+        left, remind_at = set(futures), time.monotonic() + REMIND_S
+        while left:
+            done, left = wait(left, timeout=REMIND_S, return_when=FIRST_COMPLETED)
+            if time.monotonic() >= remind_at:
+                progress.remind()
+                remind_at = time.monotonic() + REMIND_S
+            for future in done:
+                if future.cancelled() and common:
+                    continue
+                try:
+                    take(_packed(future))
+                except FedstrataError as error:
+                    progress.fail(futures[future], error)
+                    if error.exit_code in (ConnectionFailed.exit_code, StorageFailed.exit_code):
+                        common.append(error)
+                        for other in left:
+                            other.cancel()
+                else:
+                    progress.finish(futures[future])
     finally:
-        reminder.cancel()
-        for slot in slots:
-            slot.close()
+        executor.close()
     if common:
         raise common[0]
+
+
+def _packed(future: Future[bytes]) -> bytes:
+    """Return a run's packed folder. Raises FedstrataError."""
+    try:
+        return future.result()
+    except CancelledError:
+        raise ConnectionFailed("the cluster was lost. Repeat the command to go on.") from None
+    except FedstrataError:
+        raise
+    except Exception as error:  # noqa: BLE001 - what a cluster raises of a worker, too
+        raise RunFailed(bounded(described(error), MESSAGE_MOST)) from None

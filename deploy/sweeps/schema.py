@@ -11,13 +11,16 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, model_validator
 
-from common.errors import InvalidExperiment
-from common.experiment.tables import Count, Fraction, SettingsTable, proposal
-from common.protocol.round_state import GLOBAL_PHASES
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.tables import Count, Fraction, SettingsTable, proposal
+from fedstrata.common.protocol.round_state import GLOBAL_PHASES
+from fedstrata.deploy.results.cells import CellOrder
 
 EACH_CELL: Final = ("experiment", "skip", "target")  # keys of [[where]] that are no axes
 MEASURE: Final = "measure"  # the column of a paper's figures that has the measures' labels
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Size = Literal["small", "reduced", "full"]
+FULL: Final = "full"  # the size that the file's other tables have
 Keys = dict[str, Any]  # keys of an experiment, a part of its tree
 SCALES: Final[Mapping[str, float]] = {"s": 1.0, "min": 60.0, "h": 3600.0, "kB": 1e3, "MB": 1e6, "GB": 1e9}
 UNITS: Final[Mapping[str, tuple[str, ...]]] = {"seconds": ("s", "min", "h"), "bytes": ("MB", "kB", "GB")}
@@ -78,7 +81,7 @@ class Measure(SettingsTable):
     relation: Literal["difference", "speed_up"] = "difference"
     unit: Literal["", "s", "min", "h", "kB", "MB", "GB"] = ""  # of seconds and bytes
     digits: Annotated[int, Field(ge=0, le=6)] | None = None  # decimals
-    shown: bool = True  # false: not in the table, but compared with the paper's figures
+    shown: bool = True  # false: not in the table, but in CSV and JSON
 
     @model_validator(mode="after")
     def _fitting(self) -> Self:
@@ -153,9 +156,10 @@ class Paper(SettingsTable):
 Axis = dict[str, Keys]
 
 
-class Small(SettingsTable):
-    """The small form of a sweep: keys on top of the large one's, in the same order."""
+class Smaller(SettingsTable):
+    """A smaller size of a sweep: keys on top of the full one's, in the same order."""
 
+    note: str = ""  # how it is smaller; it stands in the title
     experiment: Keys = Field(default_factory=dict)
     axes: dict[str, Axis] = Field(default_factory=dict)
     where: list[Where] = Field(default_factory=list)
@@ -190,7 +194,8 @@ class SweepFile(SettingsTable):
     rows: list[str] = Field(default_factory=list)
     columns: list[str] = Field(default_factory=list)
     paper: Paper = Paper()
-    small: Small = Small()
+    small: Smaller = Smaller()  # minutes, on the digits that come with fedstrata
+    reduced: Smaller = Smaller()  # the same data, model and skew, with fewer global rounds or values of axes
 
     @model_validator(mode="before")
     @classmethod
@@ -206,11 +211,9 @@ class SweepFile(SettingsTable):
                 problem = "a key of the file's own" if values else "it has no values"
                 raise InvalidExperiment("axes", axis, problem, "Give the axis another name." if values else "Add some.")
         self._check_places()
-        for key, wheres in (("where", self.where), ("small.where", self.small.where)):
-            for where in wheres:
-                self._check_values(key, where.at)
-        self._check_values("small.axes", self.small.axes)
-        self._check_values("small.only", self.small.only)
+        for where in self.where:
+            self._check_values("where", where.at)
+        self._check_sizes()
         if self.paper.order:
             self.check_axis("paper.order", self.paper.order)
         for name, members in self.paper.best.items():
@@ -222,10 +225,20 @@ class SweepFile(SettingsTable):
                 raise InvalidExperiment("paper.best", name, problem, remedy)
         if self.paper.baseline and self.paper.baseline not in self.paper.best:
             self.check_value("paper.baseline", self.ranked, self.paper.baseline)
-        for key, tree in (("experiment", self.experiment), ("small.experiment", self.small.experiment)):
+        return self
+
+    def _check_sizes(self) -> None:
+        """Check the values that smaller sizes name, and that no experiment has a seed."""
+        trees = {"experiment": self.experiment}
+        for name, smaller in self.sizes.items():
+            for where in smaller.where:
+                self._check_values(f"{name}.where", where.at)
+            self._check_values(f"{name}.axes", smaller.axes)
+            self._check_values(f"{name}.only", smaller.only)
+            trees[f"{name}.experiment"] = smaller.experiment
+        for key, tree in trees.items():
             if "seed" in tree:
                 raise InvalidExperiment(f"{key}.seed", tree["seed"], "the sweep has seeds", "Set seeds instead.")
-        return self
 
     def _check_places(self) -> None:
         """Check that each axis has one place in the table."""
@@ -238,6 +251,21 @@ class SweepFile(SettingsTable):
                 raise InvalidExperiment("rows", axis, "this axis has two places", "Name it once.")
 
     @property
+    def sizes(self) -> Mapping[str, Smaller]:
+        """The smaller sizes that the file has, by name."""
+        known = {"small": self.small, "reduced": self.reduced}
+        return {name: smaller for name, smaller in known.items() if name in self.model_fields_set}
+
+    def smaller(self, size: Size) -> Smaller:
+        """Return what a size changes; the full one nothing. Raises InvalidExperiment if the file has no such size."""
+        if size == FULL:
+            return Smaller()
+        if size not in self.sizes:
+            remedy = f"Use {' or '.join([*self.sizes, FULL])}, or add [{size}] to the file."
+            raise InvalidExperiment("--size", size, "the sweep has no such size", remedy)
+        return self.sizes[size]
+
+    @property
     def ranked(self) -> str:
         """The axis whose values are ranked."""
         return self.paper.order or ("method" if "method" in self.axes else list(self.axes)[-1])
@@ -246,6 +274,12 @@ class SweepFile(SettingsTable):
     def baseline(self) -> str:
         """The value of that axis with which the others are compared; empty if there is none."""
         return self.paper.baseline or ("FedAvg" if "FedAvg" in self.axes[self.ranked] else "")
+
+    @property
+    def order(self) -> CellOrder:
+        """The order of the cells; of a baseline that is the best of several values, the first of these."""
+        baseline = self.paper.best.get(self.baseline, [self.baseline])[0]
+        return CellOrder({axis: list(values) for axis, values in self.axes.items()}, self.ranked, baseline)
 
     def _check_values(self, key: str, at: Mapping[str, Any]) -> None:
         for axis, values in at.items():
@@ -263,4 +297,6 @@ class SweepFile(SettingsTable):
         self.check_axis(key, axis)
         if value not in self.axes[axis]:
             remedy = proposal(value, self.axes[axis], what="There are")
+            if key.startswith("--"):
+                raise InvalidExperiment(key, f"{axis}={value}", "the axis has no such value", remedy)
             raise InvalidExperiment(f"{key}.{axis}", value, "the axis has no such value", remedy)

@@ -1,7 +1,7 @@
 """The worker process of a sweep: runs experiments without a network, one after another.
 
     {"experiment": TEXT, "runs": FOLDER, "accelerator"}, or {"resume": FOLDER, "accelerator"}
-        -> {"event", "global_round", "folder"} ..., then {"ended": true}, or an error
+        -> {"event", "folder", "done" or "global_round"} ..., then {"ended": true}, or an error
 
 It computes in one thread, so that several share the cores without waiting for each other.
 """
@@ -18,18 +18,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from common.host.memory import frozen_imports, keep_large_buffers
-from common.host.subprocess_channel import AgentChannel, Record, error_record
+from fedstrata.common.host.memory import frozen_imports, keep_large_buffers
+from fedstrata.common.host.subprocess_channel import AgentChannel, Record, error_record
 
-SHOWN: Final = ("run", "global_round", "finished", "failed")  # events that are passed on
+SHOWN: Final = ("run", "global_round")  # events that are passed on
+SENT: Final = ("done", "global_round")  # facts of them
 
 
 def run(request: Record, send: Callable[..., None]) -> None:
     """Run or resume the experiment of a request; `send` gets the events that are shown."""
-    from cloud.results import RunFolder
-    from common.experiment.reading import parse
-    from deploy.local.direct import run_in_process
-    from deploy.results.kept import cost_noted
+    from fedstrata.cloud.results import RunFolder
+    from fedstrata.common.experiment.reading import parse
+    from fedstrata.deploy.local.direct import run_in_process
+    from fedstrata.deploy.results.kept import cost_noted
 
     if "resume" in request:
         folder = RunFolder.reopen(Path(request["resume"]), direct=True)
@@ -38,7 +39,8 @@ def run(request: Record, send: Callable[..., None]) -> None:
 
     def observe(event: str, facts: dict[str, object]) -> None:
         if event in SHOWN:
-            send(event=event, global_round=facts.get("global_round", 0), folder=str(folder.path))
+            known = {key: facts[key] for key in SENT if key in facts}
+            send(event=event, folder=str(folder.path), **known)
 
     try:
         with cost_noted(folder):
@@ -52,7 +54,7 @@ def main() -> None:
     channel = AgentChannel()
     keep_large_buffers()
     with frozen_imports():
-        import deploy.local.direct  # noqa: F401 - imports torch: seconds
+        import fedstrata.deploy.local.direct  # noqa: F401 - imports torch: seconds
     while True:
         request = channel.receive()
         try:

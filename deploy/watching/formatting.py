@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from common.protocol.messages import NodeState, Step
-from common.protocol.status import STEPS
-from deploy.console.tabular import size
-from deploy.watching.lab import AT_WORK, Node, WatchedLab, is_gone
+from fedstrata.common.protocol.messages import LIVING, NodeState, Step
+from fedstrata.common.protocol.status import STEPS
+from fedstrata.common.text import counted
+from fedstrata.deploy.console.tabular import size
+from fedstrata.deploy.watching.lab import LEFT, WatchedLab
+from fedstrata.deploy.watching.nodes import AT_WORK, Node, is_gone
 
 BARS: Final = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 FULL_LEAST: Final = 0.05  # of the greatest value: the least full height of a sparkline
@@ -21,29 +23,30 @@ ORDER: Final = (NodeState.LOST, NodeState.FAILED, NodeState.DISCONNECTED, "absen
 def line(lab: WatchedLab, event: str, facts: Mapping[str, Any]) -> str | None:
     """Return the log line for an event, or None if the event is not logged."""
     reason = f" ({facts['reason']})" if "reason" in facts else ""
-    text: str | None = None
     match event:
         case "run":
-            nodes = ", ".join(f"{count} {kind}" for kind, count in facts["nodes"].items())
-            text = f"run {facts['run']}: {facts['experiment']}, {nodes}, {facts['global_rounds']} global rounds"
+            nodes = ", ".join(counted(count, kind) for kind, count in facts["nodes"].items())
+            rounds = counted(facts["global_rounds"], "global rounds")
+            text = f"run {facts['run']}: {facts['experiment']}, {nodes}, {rounds}"
         case "global_round":
             loss = "" if facts["loss"] is None else f"  training loss {facts['loss']:.4f}"
             text = f"global round {facts['global_round']}/{lab.experiment.rounds}{loss}  {traffic(lab)}"
         case "evaluated":
             loss = "" if facts["loss"] is None else f"  loss {facts['loss']:.4f}"
-            text = f"global round {facts['global_round']}: {lab.experiment.score.label} {facts['score']:.4f}{loss}"
-        case "state" if facts["state"] not in (NodeState.INIT, "left"):
-            text = f"{facts['node']}: {facts['state']}{reason}"
+            text = f"global round {facts['global_round']}: {lab.experiment.score_label} {facts['score']:.4f}{loss}"
+        case "state":
+            shown = facts["state"] not in (NodeState.INIT, LEFT)
+            return f"{facts['node']}: {facts['state']}{reason}" if shown else None
         case "warning":
             text = f"warning: {facts['reason']}"
         case "waiting":
             text = f"{facts['node']}: waits for {facts['waits_for']}"
-        case "restarted" | "refused" | "declined":
-            text = f"{facts['node']}: {event}{reason}"
         case "broker":
             text = f"broker {facts['broker']}: {facts['state']}"
         case "end":
             text = f"the run has {facts['state']}{reason}"
+        case _:
+            text = f"{facts['node']}: {event}{reason}"
     return text
 
 
@@ -57,7 +60,7 @@ def progress(lab: WatchedLab) -> str:
     """Return the progress of a run in one line."""
     if lab.cloud.status is None:
         return f"run {lab.run}: no status from the cloud"
-    score = "" if lab.score is None else f"  {lab.experiment.score.label} {lab.score:.4f}"
+    score = "" if lab.score is None else f"  {lab.experiment.score_label} {lab.score:.4f}"
     return f"run {lab.run}: global round {lab.global_round}/{lab.experiment.rounds}{score}  {traffic(lab)}"
 
 
@@ -82,29 +85,36 @@ def sums(lab: WatchedLab) -> dict[str, object]:
 
 def tree(lab: WatchedLab, now: float) -> dict[str, object]:
     """Return the whole state of a run as a JSON object."""
-    facts = {"run": lab.run, "experiment": lab.experiment.name, "global_rounds": lab.experiment.rounds}
-    facts |= {"global_round": lab.global_round, **sums(lab)}
-    facts |= {"phases": {each.name: each.seconds for each in lab.progress.phases}}
-    brokers = {broker.address: "connected" if broker.up else "away" for broker in lab.brokers}
-    return {**facts, "brokers": brokers, "nodes": {lab.cloud.name: branch(lab, lab.cloud, now)}}
+    return {
+        "run": lab.run,
+        "experiment": lab.experiment.name,
+        "global_rounds": lab.experiment.rounds,
+        "global_round": lab.global_round,
+        **sums(lab),
+        "phases": {each.name: each.seconds for each in lab.progress.phases},
+        "brokers": {broker.address: "connected" if broker.up else "away" for broker in lab.brokers},
+        "nodes": {lab.cloud.name: branch(lab.cloud, now)},
+    }
 
 
-def branch(lab: WatchedLab, node: Node, now: float) -> dict[str, object]:
-    """Return the state of a node and of the nodes below it."""
+def branch(node: Node, now: float) -> dict[str, object]:
+    """Return the state of a node and of the nodes below it; `seen_s`, `status_s`: since when it was last seen."""
     facts: dict[str, object] = {"role": node.role, "state": node.state}
     if node.alive:
         facts["proven"] = node.proven
+    if node.proven:
+        facts["seen_s"] = round(now - node.seen_at, 1)
     if node.text:
         facts["text"] = node.text
     if (entry := node.entry) is not None:
         facts |= {"step": entry.step, "done": round(node.done, 4), "epochs": entry.epochs}
         facts |= {"up_bytes": entry.up, "down_bytes": entry.down}
     if node.status is not None:
-        facts["status_s"] = round(now - node.received_at, 1)  # its age
-        if node.key is not None:
-            facts |= {"global_round": node.key.global_round + 1, "local_round": node.key.local_round + 1}
+        facts["status_s"] = round(now - node.received_at, 1)
+    if node.key is not None:
+        facts |= {"global_round": node.key.global_round + 1, "local_round": node.key.local_round + 1}
     if node.children:
-        facts["children"] = {name: branch(lab, child, now) for name, child in node.children.items()}
+        facts["children"] = {name: branch(child, now) for name, child in node.children.items()}
     return facts
 
 
@@ -115,33 +125,26 @@ def activity(node: Node) -> str:
     above = None if node.parent is None else node.parent.status
     if above is not None and above.measuring and node.alive:
         return "measuring"
-    return node.state if is_gone(node.state) or node.step in (None, Step.IDLE) else str(node.step)
+    return _doing(node.state, node.step)
 
 
-def counts(node: Node, children: Sequence[Node] | None = None) -> str:
-    """Return the number of children by activity, lost ones first, and the slowest of the working ones.
+def _doing(state: str | None, step: Step | None) -> str:
+    idle = is_gone(state) or state is None or step in (None, Step.IDLE)
+    return str(state or "absent") if idle else str(step)
 
-    `children`: some of the node's, by default all.
+
+def counts(node: Node, children: Iterable[Node]) -> str:
+    """Return the numbers of a node's children by activity, lost ones first, and the slowest one.
+
+    `children`: those to be counted of the ones that its last record names; those that it only counts are added.
     """
-    children = list(node.children.values()) if children is None else children
-    unnamed = {child.name for child in node.children.values() if child.entry is None}
-    found: Counter[str] = Counter()
-    if node.status is not None and node.status.others and unnamed <= {child.name for child in children}:
-        for group in node.status.others:
-            state = "absent" if group.state is None else group.state
-            idle = group.step is Step.IDLE or is_gone(state) or state == "absent"
-            found[str(state if idle else group.step)] += group.count
-        children = [child for child in children if child.entry is not None]
-    found.update(map(activity, children))
+    named = [child for child in children if child.entry is not None]
+    found = Counter(map(activity, named))
+    for group in [] if node.status is None else node.status.others:
+        found[_doing(group.state, group.step)] += group.count
     text = ", ".join(f"{found[name]} {name}" for name in sorted(found, key=_place))
-    working = [child for child in children if child.works and not is_gone(child.state)]
-    if working:
-        first, *others = sorted(working, key=_progress)
-        alone = not others or _progress(others[0]) > _progress(first)
-        return f"{text}; slowest {first.name}, {step(first)}" if alone else text
-    worked = [(child.entry.seconds, child.name) for child in children if child.entry is not None]
-    seconds, name = max(worked, default=(0.0, ""))
-    return f"{text}; slowest {name}, {seconds:.1f} s in its last round" if seconds > 0 else text
+    slowest = min((child for child in named if child.works), key=_progress, default=None)
+    return f"{text}; slowest {slowest.name}, {step(slowest)}" if slowest is not None and advances(slowest) else text
 
 
 def _place(name: str) -> tuple[int, str]:
@@ -162,21 +165,30 @@ def advances(node: Node) -> bool:
     return node.entry is not None and node.entry.total > 0 and node.step in AT_WORK and activity(node) == node.step
 
 
-def missing(lab: WatchedLab) -> list[str]:
-    """Return the nodes that the lab waits for before its first round, such as `device-3 of institution-0`."""
-    return [] if lab.begun or not lab.cloud.alive else list(_missing(lab.cloud, lab))
+def missing(lab: WatchedLab) -> list[tuple[str, int]]:
+    """Return the nodes that the lab waits for before its first round, such as `device-3 of institution-0`.
+
+    Each with their number, which is 1 but for those that a record only counts.
+    """
+    begun = lab.cloud.key is not None or lab.progress.scores
+    return [] if begun or not lab.cloud.alive else list(_missing(lab.cloud))
 
 
-def _missing(node: Node, lab: WatchedLab) -> Iterator[str]:
-    """Yield the absent nodes below a node that waits for them; those that it reports, where they are not seen."""
+def _missing(node: Node) -> Iterator[tuple[str, int]]:
+    """Yield the absent nodes below a node that waits for them; by its text, where it has published no record."""
+    of = "" if node.parent is None else f" of {node.name}"
+    if node.status is None:
+        names = [reason.split(" ")[0] for reason in node.text.split("; ")]
+        yield from ((name + of, 1) for name in names if name in node.children)
+        return
     for child in node.children.values():
-        if not child.alive:
-            yield child.name if node is lab.cloud else f"{child.name} of {node.name}"
-        elif child.state == NodeState.INIT and any(below.state != "absent" for below in child.children.values()):
-            yield from _missing(child, lab)
+        if child.entry is not None and not child.alive:
+            yield child.name + of, 1
         elif child.state == NodeState.INIT:
-            named = [reason.split(" ")[0] for reason in child.text.split("; ")]
-            yield from (f"{name} of {child.name}" for name in named if name in child.children)
+            yield from _missing(child)
+    count = sum(group.count for group in node.status.others if group.state not in LIVING)
+    if count:
+        yield f"{count} more{of}", count
 
 
 def sparkline(values: Sequence[float], *, most: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -11,13 +11,13 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from common.text import json_text
-from deploy.console import logs
-from deploy.watching import formatting
-from deploy.watching.follower import NOTHING_ANNOUNCED, Screen
-from deploy.watching.lab import WatchedLab
-from deploy.watching.runs import Runs
-from deploy.watching.view import View
+from fedstrata.common.text import json_text
+from fedstrata.deploy.console import logs
+from fedstrata.deploy.watching import formatting
+from fedstrata.deploy.watching.follower import NOTHING_ANNOUNCED, Screen
+from fedstrata.deploy.watching.lab import Event, WatchedLab
+from fedstrata.deploy.watching.runs import Runs
+from fedstrata.deploy.watching.view import NOTES, UNLIMITED, View
 
 
 @contextmanager
@@ -38,12 +38,9 @@ def look(lab: WatchedLab, now: float, *, json_lines: bool, devices: bool | None)
         return
     console = Console()
     view = view_of(console, devices)
-    if console.is_terminal:
-        lines = replace(view, height=None if devices else view.height).picture(lab, now, [])
-        console.print(*lines, sep="\n")
-    else:  # where a rich console would crop and wrap lines
-        lines = replace(view, width=None, height=None).picture(lab, now, [])
-        print("\n".join(line.plain.rstrip() for line in lines), flush=True)
+    for line in replace(view, height=UNLIMITED if devices else view.height).picture(lab, now, []):
+        line.rstrip()
+        console.print(line, soft_wrap=True)
 
 
 class Lines:
@@ -59,24 +56,22 @@ class Lines:
             logs.write_line(f"waiting for a run of lab {runs.lab} on broker {brokers}")
             self._waits = True
 
-    def event(self, lab: WatchedLab, event: str, facts: dict[str, object], now: float) -> None:
-        """Print an event."""
-        if self._json_lines:
-            print(json_text(formatting.facts_of(lab, event, facts, now)), flush=True)
-        elif (line := formatting.line(lab, event, facts)) is not None:
-            print(line, flush=True)
-
-    def draw(self, lab: WatchedLab, now: float) -> None:
-        """Do nothing: the events contain the state."""
+    def show(self, lab: WatchedLab, events: Sequence[Event], now: float) -> None:
+        """Print the events."""
+        for event, facts in events:
+            if self._json_lines:
+                print(json_text(formatting.facts_of(lab, event, facts, now)), flush=True)
+            elif (line := formatting.line(lab, event, facts)) is not None:
+                print(line, flush=True)
 
 
 class Terminal:
-    """Live view, redrawn twice a second."""
+    """Live view: the picture of the lab, with the last notes below."""
 
-    def __init__(self, live: Live, *, devices: bool | None) -> None:
+    def __init__(self, live: Live, *, devices: bool | None = None) -> None:
         self._live = live
         self._devices = devices
-        self._notes: deque[str] = deque(maxlen=3)
+        self.notes: deque[str] = deque(maxlen=NOTES)
 
     def waiting(self, runs: Runs, brokers: str) -> None:
         """Show that there is no active run yet, and list runs that have ended."""
@@ -84,18 +79,15 @@ class Terminal:
         hint = f"no active nodes: {ended}" if ended else NOTHING_ANNOUNCED
         self._live.update(Text(f"waiting for a run of lab {runs.lab} on broker {brokers}; {hint}"), refresh=True)
 
-    def event(self, lab: WatchedLab, event: str, facts: dict[str, object], now: float) -> None:
-        """Add a note for failures and restarts."""
-        if (note := formatting.note(lab, event, facts)) is not None:
-            self._notes.append(note)
-
-    def draw(self, lab: WatchedLab, now: float) -> None:
-        """Draw the current state."""
-        lines = view_of(self._live.console, self._devices).picture(lab, now, [*self._notes])
+    def show(self, lab: WatchedLab, events: Sequence[Event], now: float) -> None:
+        """Draw the current state, with notes of failures and restarts."""
+        self.notes.extend(filter(None, (formatting.note(lab, *event) for event in events)))
+        lines = view_of(self._live.console, self._devices).picture(lab, now, self.notes)
         self._live.update(Group(*lines), refresh=True)
 
 
 def view_of(console: Console, devices: bool | None = None) -> View:
-    """Return the view for a terminal as it is now."""
+    """Return the view for a terminal as it is now; of what is no terminal nothing is cropped or left out."""
     plain = not (console.encoding or "").lower().startswith("utf")
-    return View(console.width, console.height, devices=devices, plain=plain)
+    width, height = console.size if console.is_terminal else (UNLIMITED, UNLIMITED)
+    return View(width, height, devices=devices, plain=plain)

@@ -5,39 +5,37 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import queue
 import shlex
+import sys
 import threading
-from collections import deque
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.live import Live
 
-from common.errors import FedstrataError
-from common.experiment.schema import Experiment
-from common.net.address import BrokerAddress
-from common.protocol.messages import Status
-from common.protocol.round_state import HEARTBEAT_S
-from common.protocol.serialization import from_facts
-from common.protocol.status import RunProgress
-from common.protocol.topics import DEFAULT_LAB
-from common.text import json_text
-from deploy.console.logs import as_json, shows_activity, write_line
-from deploy.console.tabular import size
-from deploy.watching import formatting
-from deploy.watching.follower import Follower
-from deploy.watching.lab import WatchedLab
-from deploy.watching.screens import view_of
-from deploy.watching.view import NOTES
+from fedstrata.common.errors import FedstrataError
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.net.address import BrokerAddress
+from fedstrata.common.protocol.messages import Status
+from fedstrata.common.protocol.round_state import HEARTBEAT_S
+from fedstrata.common.protocol.serialization import from_facts
+from fedstrata.common.protocol.status import RunProgress
+from fedstrata.common.protocol.topics import DEFAULT_LAB
+from fedstrata.common.text import counted, json_text
+from fedstrata.deploy.console.logs import as_json, shows_activity, write_line
+from fedstrata.deploy.console.tabular import size
+from fedstrata.deploy.watching.follower import DRAW_S, Follower
+from fedstrata.deploy.watching.lab import WatchedLab
+from fedstrata.deploy.watching.screens import Terminal
 
 if TYPE_CHECKING:
-    from common.runtime.round import Observe
+    from fedstrata.common.runtime.round import Observe
 
-DRAWS_PER_S: Final = 2.0
-NODES_PER_S: Final = 1000  # drawn, at most, so that a large lab's view takes some 1 % of a core
 CONNECT_S: Final = 5 * HEARTBEAT_S
 EPSILON: Final = "epsilon_"  # of facts about privacy, before the name of a tier
 STATUS: Final = "status"  # the event that has a record of all below, not a change
@@ -51,7 +49,7 @@ def show(
     broker: str = "",
     lab: str = DEFAULT_LAB,
     follow: BrokerAddress | None = None,
-    clock: Callable[[], float] | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Observe]:
     """Yield a callback for the cloud's events. It shows them on standard error, or prints them as JSON lines.
 
@@ -77,7 +75,7 @@ def show(
             yield view.observe
     if (finished := log.last.get("finished")) is not None:
         run = log.last["run"]
-        print(summary({**run, **finished}, label=experiment.score.label), flush=True)
+        print(summary({**run, **finished}, label=experiment.score_label), flush=True)
         if shows_activity():
             write_line(f"report it with: fedstrata report {_name(Path(str(run['folder'])))}")
 
@@ -85,24 +83,19 @@ def show(
 class EventLines:
     """Events as lines of JSON on standard output, written by a thread: a reader that stops does not stop the run.
 
-    Of several status records that wait for the reader the last one is written.
+    A status record is left out while other lines wait for the reader: the next one follows soon.
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[str, str]] = deque()
-        self._changed = threading.Condition()
-        self._over = False
+        self._out = sys.stdout  # while own code runs in this process, the present one is standard error
+        self._waiting = queue.SimpleQueue[str | None]()  # None: the end
         self._error: Exception | None = None
 
     def write(self, event: str, facts: Mapping[str, object]) -> None:
         """Let an event be written. Raises what an earlier one has met: nobody reads any more, or the disk is full."""
-        line = event, json_text({"event": event, **facts})
-        with self._changed:
-            self._check()
-            if event == STATUS:
-                self._waiting = deque(each for each in self._waiting if each[0] != STATUS)
-            self._waiting.append(line)
-            self._changed.notify()
+        self._check()
+        if event != STATUS or self._waiting.empty():
+            self._waiting.put(json_text({"event": event, **facts}))
 
     @contextmanager
     def writing(self) -> Iterator[EventLines]:
@@ -112,21 +105,14 @@ class EventLines:
         try:
             yield self
         finally:
-            with self._changed:
-                self._over = True
-                self._changed.notify()
+            self._waiting.put(None)
             writer.join()
         self._check()
 
     def _write(self) -> None:
         try:
-            while True:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._waiting or self._over)
-                    if not self._waiting:
-                        return
-                    _, line = self._waiting.popleft()
-                print(line, flush=True)
+            while (line := self._waiting.get()) is not None:
+                print(line, file=self._out, flush=True)
         except (FedstrataError, OSError) as error:
             self._error = error
 
@@ -151,7 +137,7 @@ class CloudLog:
         """Return the log line for an event, or None if the event is not logged."""
         match event:
             case "run":
-                lab = ", ".join(f"{count} {kind}" for kind, count in facts["nodes"].items())
+                lab = ", ".join(counted(count, kind) for kind, count in facts["nodes"].items())
                 model = f"{facts['model']} ({size(facts['model_bytes'])})"
                 where = f"in {facts['folder']}" + (f", broker {self.broker}" if self.broker else "")
                 return f"run {facts['run']}: {facts['experiment']}, {lab}, {model}, {where}"
@@ -162,7 +148,7 @@ class CloudLog:
                 traffic = ", ".join(f"{tier} {size(count)}" for tier, count in both.items())
                 return (
                     f"global round {facts['global_round']}/{run.get('global_rounds', '?')}  "
-                    f"{self.experiment.score.label} {number(facts['score']):.4f}  "
+                    f"{self.experiment.score_label} {number(facts['score']):.4f}  "
                     f"loss {number(facts['loss']):.4f}  "
                     f"{row.get('elapsed_s', 0):.1f} {seconds}  {traffic}"
                 )
@@ -170,7 +156,7 @@ class CloudLog:
                 return f"refused {facts['node']}'s model: {facts['reason']}"
             case "warning":
                 return f"warning: {facts['reason']}"
-            case "child" if facts["state"] in ("ready", "lost", "failed", "disconnected"):
+            case "child" if facts["state"] in ("ready", "lost", "failed", "disconnected", "moved"):
                 reason = f" ({facts['reason']})" if facts.get("reason") else ""
                 return f"{facts['node']}: {facts['state']}{reason}"
         return None
@@ -187,91 +173,70 @@ class LiveView:
         console: Console,
         log: CloudLog,
         *,
-        lab: str,
-        follow: BrokerAddress | None,
-        clock: Callable[[], float] | None = None,
+        lab: str = DEFAULT_LAB,
+        follow: BrokerAddress | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._console = console
         self._log = log
-        self._lab_name = lab
         self._follow = follow
+        self._now = clock
         self._progress = RunProgress()
-        self._notes: deque[str] = deque(maxlen=NOTES)
-        self._loop = asyncio.new_event_loop()
-        self._now = clock or self._loop.time
-        self._closed = asyncio.Event()
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+        self._screen = Terminal(self._live)
+        self._events = queue.SimpleQueue[tuple[str, Mapping[str, Any]]]()
+        self._closed = threading.Event()
         self._following: asyncio.Task[None] | None = None
-        brokers = [log.broker] if log.broker else []
-        self.lab = WatchedLab("", log.experiment, brokers=brokers, now=self._now(), lab=lab, follows=follow is not None)
+        self.lab = WatchedLab("", log.experiment, brokers=[log.broker] if log.broker else [], now=self._now(), lab=lab)
 
     @contextmanager
     def shown(self) -> Iterator[LiveView]:
         """Show the view; it stays on the screen unless the run finishes."""
-        thread = threading.Thread(target=self._run, name="live view", daemon=True)
+        thread = threading.Thread(target=lambda: asyncio.run(self._show()), name="live view", daemon=True)
         thread.start()
         try:
             yield self
         finally:
-            with suppress(RuntimeError):  # its thread has ended by itself
-                self._loop.call_soon_threadsafe(self._closed.set)
+            self._closed.set()
             thread.join()
 
-    def observe(self, event: str, facts: dict[str, object]) -> None:
+    def observe(self, event: str, facts: Mapping[str, Any]) -> None:
         """Take an event of the cloud, in any thread."""
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._take, event, facts)
-
-    def picture(self) -> Group:
-        """Return the lines of the current state."""
-        return Group(*view_of(self._console).picture(self.lab, self._now(), [*self._notes]))
-
-    def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._show())
+        self._events.put((event, facts))
 
     async def _show(self) -> None:
-        pause_s = max(1 / DRAWS_PER_S, len(self.lab.nodes) / NODES_PER_S)
-        with Live(console=self._console, auto_refresh=False, transient=True) as live:
-            while not self._closed.is_set():
-                self._draw(live)
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(pause_s):
-                        await self._closed.wait()
-            self._draw(live)
-            live.transient = "finished" in self._log.last
+        with self._live:
+            closed = False
+            while not closed:
+                await asyncio.sleep(DRAW_S)
+                closed = self._closed.is_set()
+                while not self._events.empty():
+                    self._take(*self._events.get())
+                self._screen.show(self.lab, self.lab.new_events(), self._now())
+            self._live.transient = "finished" in self._log.last
         if self._following is not None:
             self._following.cancel()
             await asyncio.wait((self._following,))
-
-    def _draw(self, live: Live) -> None:
-        while (event := self.lab.next_event()) is not None:
-            if self.lab.follows and (note := formatting.note(self.lab, *event)) is not None:
-                self._notes.append(note)
-        live.update(self.picture(), refresh=True)
 
     def _take(self, event: str, facts: Mapping[str, Any]) -> None:
         lab, now = self.lab, self._now()
         self._log.take(event, facts)
         self._progress.take(event, facts)
         lab.report(self._progress.status, now)
-        if event == "status":
+        if event == STATUS:
             lab.take(lab.cloud.name, from_facts(Status, facts), now)
+        elif event == "warning":
+            self._screen.notes.append(f"warning: {facts['reason']}")
         elif event == "run":
             lab.run, lab.folder = str(facts["run"]), str(facts["folder"])
             if facts.get("simulated"):
-                self._notes.append("times and rates are simulated")
+                self._screen.notes.append("times and rates are simulated")
             if self._follow is not None and self._following is None:
-                self._following = self._loop.create_task(self._keep_following(self._follow), name="follow")
-        elif event == "warning" or (event in ("refused", "child") and not lab.follows):
-            lost = event != "child" or facts["state"] in ("lost", "failed")
-            if lost and (line := self._log.line(event, facts)) is not None:
-                self._notes.append(line)
+                self._following = asyncio.create_task(self._keep_following(self._follow), name="follow")
 
     async def _keep_following(self, broker: BrokerAddress) -> None:
-        follower = Follower([broker], lab=self._lab_name, run=self.lab.run, connect_timeout_s=CONNECT_S)
+        follower = Follower([broker], lab=self.lab.name, run=self.lab.run, connect_timeout_s=CONNECT_S)
         with suppress(FedstrataError):  # the view has the cloud's events still
             await follower.feed(self.lab)
-        self.lab.follows = False
 
 
 def _name(folder: Path) -> str:

@@ -11,11 +11,12 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Final
 
-from common.accounting.costs import DeviceCosts, added
-from common.host.energy import JouleCounter
-from common.host.offload import offload
+from fedstrata.common.accounting.costs import DeviceCosts, added
+from fedstrata.common.host.energy import JouleCounter
+from fedstrata.common.host.offload import offload
 
 READ_S: Final = 10.0  # counters wrap around, and a power is integrated between two readings
 
@@ -93,7 +94,11 @@ class EnergyShares:
     async def _divide(self, counter: JouleCounter) -> None:
         """Divide what was counted since the last reading."""
         joules = await offload(counter.joules)
-        used = None if joules is None or self._last is None else joules - self._last
+        used = None
+        if joules is not None and self._last is not None:
+            used = joules - self._last
+        if used is not None and not 0 <= used < inf:
+            used = None  # no counter of ours, but a share that is no number would cost a model
         self._last = joules
         among = self._training.total() or len(self._shares)
         for device, share in self._shares.items():

@@ -14,15 +14,13 @@ from typing import Final, Protocol, TypeVar
 
 import numpy as np
 
-from common.accounting.child_report import TrainingPath
-from common.accounting.costs import DeviceCosts
-from common.errors import AcceleratorLost
-from common.host.offload import offload
-from common.host.subprocess_channel import ReplaceableProcess, SubprocessChannel, error_in
-from common.model.layout import ModelLayout
-from common.model.scores import ScoredModels
-from device.jobs import Cancelled, Ending, HostedDevice, Job, LocalResult, Order, Prepared
-from device.pool.trainers import Trainers
+from fedstrata.common.accounting.work import TrainingPath, Work
+from fedstrata.common.errors import AcceleratorLost
+from fedstrata.common.host.offload import offload
+from fedstrata.common.host.subprocess_channel import Record, ReplaceableProcess, SubprocessChannel, error_in
+from fedstrata.common.model.layout import ModelLayout
+from fedstrata.device.jobs import Cancelled, Ending, HostedDevice, Job, LocalResult, Order, Prepared
+from fedstrata.device.pool.trainers import Trainers
 
 
 class Executor(Protocol):
@@ -102,8 +100,15 @@ def _from_thread(order: Order) -> Order:
     return replace(order, progress=report)
 
 
-MODULE: Final = "device.pool.worker_process"
+def _whose(devices: Sequence[HostedDevice]) -> str:
+    """Return the names of devices, and of the user's own code that trains them."""
+    names, trainer = ", ".join(device.node for device in devices), devices[0].experiment.training.trainer
+    return names if trainer.learns_module else f"{names} by {trainer.whose}"
+
+
+MODULE: Final = "fedstrata.device.pool.worker_process"
 ADVICE: Final = "If memory was short: use fewer --slots."
+RETRIES: Final = 1  # of a job whose worker is killed
 
 _T = TypeVar("_T")
 
@@ -114,7 +119,7 @@ class Worker:
     def __init__(self) -> None:
         self.accelerator = "cpu"
         self._process = ReplaceableProcess(
-            MODULE, "the worker process", replacements=1, advice=ADVICE, begin=self._begin
+            MODULE, "the worker process", replacements=RETRIES, advice=ADVICE, begin=self._begin
         )
         self._known: set[str] = set()  # digests of the experiments that were sent to the process
         self._jobs = 0
@@ -136,13 +141,13 @@ class Worker:
 
     async def prepare(self, device: HostedDevice) -> Prepared:
         """Return a device's facts. Raises InvalidExperiment, RunFailed."""
-        reply = await self._do(lambda channel: channel.request(prepare=self._name(device, channel)), device.node)
+        reply = await self._do(lambda channel: channel.request(prepare=self._name(device, channel)), _whose([device]))
         layout = ModelLayout.from_json(reply["layout"])
         return Prepared(**{**reply, "layout": layout})
 
     async def train(self, jobs: Sequence[Job]) -> None:
         """Train the jobs in the process. Raises RunFailed if it was killed, or lost its accelerator, twice."""
-        await self._do(partial(self._train, jobs), ", ".join(job.device.node for job in jobs))
+        await self._do(partial(self._train, jobs), _whose([job.device for job in jobs]))
 
     def forget(self, digest: str) -> None:
         """Let the process drop the experiment."""
@@ -180,7 +185,7 @@ class Worker:
             device, order = self._name(job.device, channel), job.order
             facts = {"epochs": order.epochs, "round": order.local_round}
             facts |= {"scores": order.scores, "scores_trained": order.scores_trained}
-            folder = None if order.folder is None else str(order.folder)
+            folder = order.folder and [order.folder.before and str(order.folder.before), str(order.folder.after)]
             wanted.append({"job": number, "device": device, **facts, "folder": folder, "noise": order.noise.hex()})
         channel.send(train=wanted, row_bytes=row_bytes, out_bytes=out_bytes)
         for number, job in begun.items():
@@ -195,11 +200,7 @@ class Worker:
                 continue
             if "result" in reply:
                 await offload(partial(np.copyto, job.order.out, outs[reply["job"]]))
-                *facts, tests, start_loss, costs = reply["result"]
-                tests = None if tests is None else ScoredModels.from_json(tests)
-                result = replace(LocalResult(*facts), tests=tests, start_loss=start_loss, costs=DeviceCosts(**costs))
-                vmapped = result.path == TrainingPath.VMAPPED
-                job.finish(replace(result, path=TrainingPath.VMAPPED if vmapped else TrainingPath.WORKERS))
+                job.finish(_result_in(reply))
             else:
                 error = error_in(reply["failure"]) or Cancelled()
                 if isinstance(error, AcceleratorLost):
@@ -214,3 +215,11 @@ class Worker:
             self._known.add(device.digest)
         frozen = None if device.frozen is None else str(device.frozen)
         return [device.digest, device.node, self.accelerator, frozen]
+
+
+def _result_in(reply: Record) -> LocalResult:
+    """Return the result of a training in a worker process."""
+    work = Work.from_json(reply["result"])
+    if work.path is not TrainingPath.VMAPPED:
+        work = replace(work, path=TrainingPath.WORKERS)
+    return LocalResult(work, **reply["more"])

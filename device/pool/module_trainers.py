@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from common.learning.computing import resolve_accelerator
-from common.learning.inputs import Inputs
-from device.jobs import (
+from fedstrata.common.accounting.work import Work
+from fedstrata.common.learning.computing import resolve_accelerator
+from fedstrata.common.learning.inputs import Inputs
+from fedstrata.device.jobs import (
+    DeviceOrder,
     Done,
     Ending,
     Examined,
@@ -14,13 +16,12 @@ from device.jobs import (
     LocalResult,
     Prepared,
     VmappedMode,
-    Work,
     failure_to,
     vmapped_mode,
 )
-from device.training.network import NetworkSource
-from device.training.trainer import Trainer
-from device.vmapped.trainer import VmappedTrainer
+from fedstrata.device.training.network import NetworkSource
+from fedstrata.device.training.trainer import Trainer
+from fedstrata.device.vmapped.trainer import VmappedTrainer
 
 
 class ModuleTrainers:
@@ -39,7 +40,7 @@ class ModuleTrainers:
             self._vmapped_trainer(accelerator).prepare(device, sure=mode is VmappedMode.ALWAYS)
         return trainer.facts
 
-    def train(self, work: Sequence[Work], accelerator: str, done: Done) -> None:
+    def train(self, work: Sequence[DeviceOrder], accelerator: str, done: Done) -> None:
         """Train the models of devices of one experiment; `done` gets each one's number and outcome.
 
         Raises what `Trainer.prepare` raises.
@@ -52,7 +53,7 @@ class ModuleTrainers:
         left = set(received)
         if not work[0][1].epochs:  # the models are not trained
             for number in left:
-                done(number, received[number].of(LocalResult(trainers[number].samples, None, 0, 0.0, 0.0)))
+                done(number, received[number].of(LocalResult(Work(trainers[number].samples))))
             return
         work = [(device, trainer.start(order)) for (device, order), trainer in zip(work, trainers, strict=True)]
 

@@ -17,12 +17,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, Self
 
-from common.errors import AcceleratorLost
-from common.experiment.schema import Experiment
-from common.host.accelerators import choose, may_have_gpu
-from device.jobs import HostedDevice, Job, LocalResult, Order, PoolRequest, Prepared, gather, most_together
-from device.pool.energy import EnergyShares
-from device.pool.executors import Executor, Thread, Worker
+from fedstrata.common.errors import AcceleratorLost
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.host.accelerators import choose, may_have_gpu
+from fedstrata.device.jobs import HostedDevice, Job, LocalResult, Order, PoolRequest, Prepared, gather, most_together
+from fedstrata.device.pool.energy import EnergyShares
+from fedstrata.device.pool.executors import Executor, Thread, Worker
 
 EVERYWHERE: Final = ("cpu", "auto")  # accelerators that every machine has
 
@@ -295,9 +295,10 @@ class Member:
         job = Job(device=self._device, place=self._place, order=replace(order, progress=report))
         try:
             result: LocalResult = await self._pool.submit(job)
-            wait_s = max(0.0, time.monotonic() - asked - result.train_s - result.scored_s)
-            if not order.epochs:
-                return replace(result, wait_s=wait_s)
-            return replace(result, wait_s=wait_s, costs=await self._pool.energy.end(self._node, result.costs))
+            wait_s = max(0.0, time.monotonic() - asked - result.work.train_s - result.scored_s)
+            work = replace(result.work, wait_s=wait_s)
+            if order.epochs:
+                work = replace(work, costs=await self._pool.energy.end(self._node, work.costs))
+            return replace(result, work=work)
         finally:
             self._pool.energy.stop(self._node)

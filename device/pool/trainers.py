@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from common.errors import InvalidExperiment
-from common.experiment.schema import Experiment
-from common.experiment.tables import named_in_module
-from common.experiment.trainers import KEY
-from common.host.memory import peak_bytes
-from device.jobs import DeviceTrainers, Done, Ending, HostedDevice, LocalResult, Prepared, Work
+from fedstrata.common.errors import InvalidExperiment, installing
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.tables import named_in_module
+from fedstrata.common.experiment.trainers import KEY
+from fedstrata.common.host.memory import peak_bytes
+from fedstrata.device.jobs import DeviceOrder, DeviceTrainers, Done, Ending, HostedDevice, LocalResult, Prepared
 
-MODULES: Final = "device.pool.module_trainers:ModuleTrainers"
-ARRAYS: Final = "device.training.arrays:ArrayTrainers"
+MODULES: Final = "fedstrata.device.pool.module_trainers:ModuleTrainers"
+ARRAYS: Final = "fedstrata.device.training.arrays:ArrayTrainers"
 
 
 class Trainers:
@@ -26,7 +26,7 @@ class Trainers:
     @staticmethod
     def accelerators() -> list[str]:
         """Import PyTorch: seconds, and 250 MB. Return the accelerators of this machine."""
-        from common.learning.computing import accelerators
+        from fedstrata.common.learning.computing import accelerators
 
         return accelerators()
 
@@ -34,12 +34,13 @@ class Trainers:
         """Return a device's facts. Raises InvalidExperiment."""
         return self._of(device.experiment).prepare(device, accelerator)
 
-    def train(self, work: Sequence[Work], accelerator: str, done: Done) -> None:
+    def train(self, work: Sequence[DeviceOrder], accelerator: str, done: Done) -> None:
         """Train for devices of one experiment, as `DeviceTrainers` does. Raises InvalidExperiment."""
 
         def measured(number: int, how: Ending) -> None:
             if isinstance(how, LocalResult):
-                how = replace(how, costs=replace(how.costs, memory_bytes=peak_bytes()))
+                costs = replace(how.work.costs, memory_bytes=peak_bytes())
+                how = replace(how, work=replace(how.work, costs=costs))
             done(number, how)
 
         self._of(work[0][0].experiment).train(work, accelerator, measured)
@@ -57,6 +58,6 @@ class Trainers:
             except ModuleNotFoundError as error:
                 if error.name != "torch":
                     raise
-                problem, remedy = "needs PyTorch, not installed here", "pip install 'fedstrata[learning]'."
+                problem, remedy = "needs PyTorch, not installed here", f"{installing('learning')}."
                 raise InvalidExperiment(f"{KEY}.name", experiment.training.trainer.name, problem, remedy) from None
         return self._made[place]

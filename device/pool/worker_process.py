@@ -18,18 +18,20 @@ jobs; after one by which the accelerator is lost the agent replaces this process
 
 from __future__ import annotations
 
+import os
 import threading
-from dataclasses import astuple, fields
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.experiment.reading import parse
-from common.experiment.schema import Experiment
-from common.host.memory import frozen_imports, keep_large_buffers
-from common.host.subprocess_channel import AgentChannel, Record, error_record
-from device.jobs import Cancelled, Ending, HostedDevice, LocalResult, Order
-from device.pool.trainers import Trainers
+from fedstrata.common.errors import FedstrataError
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.host.memory import frozen_imports, keep_large_buffers
+from fedstrata.common.host.subprocess_channel import AgentChannel, Record, error_record
+from fedstrata.device.jobs import Cancelled, Ending, HostedDevice, LocalResult, Order, TrainerFolder
+from fedstrata.device.pool.trainers import Trainers
 
 
 class WorkerServer:
@@ -73,18 +75,17 @@ class WorkerServer:
             row.flags.writeable = False
             device, accelerator = self._device(wanted["device"])
             report, cancelled = partial(self._report, wanted["job"]), self._cancelled[wanted["job"]]
-            folder, facts = wanted["folder"] and Path(wanted["folder"]), (wanted["epochs"], wanted["round"])
+            folder, facts = _folder(wanted["folder"]), (wanted["epochs"], wanted["round"])
             scores = wanted["scores"], wanted["scores_trained"]
             noise = bytes.fromhex(wanted["noise"])
-            work.append((device, Order(row, out, *facts, report, cancelled, *scores, folder, noise)))
+            expired = partial(self._expired, wanted["job"])
+            work.append((device, Order(row, out, *facts, report, cancelled, *scores, folder, noise, expired)))
 
         def done(place: int, how: Ending) -> None:
             number = orders[place]["job"]
             if isinstance(how, LocalResult):
-                *facts, _, start_loss, _ = astuple(how)
-                costs = {"cpu_s": how.costs.cpu_s, "memory_bytes": how.costs.memory_bytes}
-                tests = None if how.tests is None else how.tests.to_json()
-                self._channel.send(job=number, result=[*facts, tests, start_loss, costs])
+                more = {name: getattr(how, name) for name in ("wall_s", "numbers", "notes", "start_loss")}
+                self._channel.send(job=number, result=how.work.to_json(), more=more)
             else:
                 self._channel.send(job=number, failure={} if isinstance(how, Cancelled) else error_record(how))
 
@@ -97,6 +98,11 @@ class WorkerServer:
     def _report(self, job: int, steps: int, of: int) -> None:
         self._channel.send(job=job, steps=steps, of=of)
 
+    def _expired(self, job: int, error: FedstrataError) -> None:
+        """End this process, in which own code waits; the job gets the error."""
+        self._channel.send(job=job, failure=error_record(error))
+        os._exit(1)
+
     def _cancel(self, request: Record) -> bool:
         """Cancel a job while this process trains; return whether the request is a cancellation."""
         if "train" in request:  # all earlier jobs have ended
@@ -104,6 +110,13 @@ class WorkerServer:
         if "cancel" in request and (event := self._cancelled.get(request["cancel"])) is not None:
             event.set()
         return "cancel" in request
+
+
+def _folder(sent: list[str | None] | None) -> TrainerFolder | None:
+    if sent is None:
+        return None
+    before, after = sent
+    return TrainerFolder(None if before is None else Path(before), Path(after or ""))
 
 
 if __name__ == "__main__":

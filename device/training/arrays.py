@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -11,19 +14,37 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
 
-from common.accounting.costs import DeviceCosts
-from common.errors import InvalidExperiment
-from common.experiment.schema import Experiment
-from common.experiment.topology import number_of
-from common.host.offload import repeated
-from common.model.layout import Row
-from common.model.scores import ScoreSums, packed_sums
-from common.model.trainer import LocalTask, TrainerCode, TrainingSite
-from common.randomness import Purpose, torch_seed
-from device.jobs import Cancelled, Done, Examined, HostedDevice, LocalResult, Order, Prepared, Work, failure_to
+from fedstrata.common.accounting.costs import DeviceCosts
+from fedstrata.common.accounting.work import TrainingPath, Work
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.topology import number_of
+from fedstrata.common.host.files import PARTIAL, make_usable, remove_folder, writing
+from fedstrata.common.host.offload import repeated
+from fedstrata.common.model.layout import Row
+from fedstrata.common.model.scores import ScoreSums, packed_sums
+from fedstrata.common.model.trainer import LocalTask, TrainerCode, TrainingSite
+from fedstrata.common.randomness import Purpose, torch_seed
+from fedstrata.device.jobs import (
+    Cancelled,
+    DeviceOrder,
+    Done,
+    Examined,
+    HostedDevice,
+    LocalResult,
+    Order,
+    Prepared,
+    TrainerFolder,
+    failure_to,
+)
 
 LOOK_S: Final = 1.0
-BUSY_SHARE: Final = 0.05  # of a core; a training that waits for ever uses less
+BUSY_SHARE: Final = 0.05  # of a core; a training that waits uses less
+WAITS_S: Final = (
+    3600.0  # for a queue or a download, as long as it counts as training; `transfer.idle_s` if that is more
+)
+
+log = logging.getLogger("fedstrata.training")
 
 
 class ArrayTraining:
@@ -59,14 +80,44 @@ class ArrayTraining:
         self._samples = self._code.prepare(self._site)
         if self._experiment.evaluation.on_devices and not self._code.evaluates:
             self._code.refuse("it has no evaluate", 'Write one, or set evaluation.at = "cloud".')
-        return Prepared(self._layout, self._samples, "", folder=self._experiment.training.trainer.remembers)
+        keeps = self._experiment.training.trainer.remembers
+        return Prepared(self._layout, self._samples, "", tests=self._code.tests, folder=keeps)
 
     def train(self, order: Order) -> LocalResult:
         """Score and train as ordered; without a folder in a temporary one. Raises Cancelled, InvalidExperiment."""
         if order.folder is not None:
-            return self._train(order, order.folder)
-        with TemporaryDirectory(prefix="fedstrata-") as folder:
-            return self._train(order, Path(folder))
+            with self._attempt(order.folder) as folder:
+                return self._train(order, folder)
+        with TemporaryDirectory(prefix="fedstrata-") as temporary:
+            return self._train(order, Path(temporary))
+
+    @contextmanager
+    def _attempt(self, kept: TrainerFolder) -> Iterator[Path]:
+        """Yield a copy of the trainer's folder, which is renamed if the `with` block succeeds: it may be repeated."""
+        copy = kept.after.with_name(kept.after.name + PARTIAL)
+        with writing(copy):
+            for old in (kept.after, copy):
+                remove_folder(old)
+            if kept.before is None:
+                copy.mkdir(parents=True)
+            else:
+                shutil.copytree(kept.before, copy, symlinks=True)
+        yield copy
+        with writing(copy):
+            self._check_kept(copy)
+            os.replace(copy, kept.after)
+
+    def _check_kept(self, folder: Path) -> None:
+        """Check that what a trainer has left in its folder can be copied; a folder that it removed is empty."""
+        if folder.is_symlink() or folder.is_file():
+            problem = "it leaves a file in place of the folder task.state"
+            self._code.refuse(problem, "Leave the folder, or nothing.")
+        folder.mkdir(exist_ok=True)
+        make_usable(folder)
+        for path in folder.rglob("*"):
+            if not (path.is_symlink() or path.is_dir() or path.is_file()):
+                problem = f"it leaves {path.relative_to(folder)} in task.state, which is no file"
+                self._code.refuse(problem, "Remove it before train returns.")
 
     def _train(self, order: Order, state: Path) -> LocalResult:
         experiment, site, rounds = self._experiment, self._site, self._experiment.device_rounds
@@ -91,30 +142,42 @@ class ArrayTraining:
             progress=progress,
         )
         try:
-            with _use_reported(order):
-                before = replace(task, global_round=task.global_round - 1)
-                received = Examined(self._score(order.row, before) if order.scores else None)
-                if not order.epochs:
-                    return received.of(LocalResult(self._samples, None, 0, 0.0, 0.0))
-                start, cpu_start = time.monotonic(), time.thread_time()
-                found = self._code.train(self._layout, order.row, order.out, task, samples=self._samples)
-                train_s, cpu_s = time.monotonic() - start, time.thread_time() - cpu_start
-                trained = self._score(order.out, task) if order.scores_trained else None
+            before = replace(task, global_round=task.global_round - 1)
+            received = Examined(self._score(order.row, before) if order.scores else None)
+            if not order.epochs:
+                return received.of(LocalResult(Work(self._samples)))
+            if not self._samples:  # as one of several models a task may come all the same: its result is refused
+                order.out[:] = order.row
+                return received.of(LocalResult(Work(epochs=order.epochs)))
+            start, cpu_start = time.monotonic(), time.thread_time()
+            found = self._code.train(self._layout, order.row, order.out, task, samples=self._samples)
+            train_s, cpu_s = time.monotonic() - start, time.thread_time() - cpu_start
+            trained = self._score(order.out, task) if order.scores_trained else None
         except InvalidExperiment:
             if order.cancelled.is_set():
                 raise Cancelled from None
             raise
         if found.loss is None and (rule := experiment.compares_losses):
-            self._code.refuse("train returns no loss", f"Return one: {rule} compares losses.")
+            self._code.refuse_of("train", "returns no loss", f"Return one: {rule} compares losses.")
         order.progress(found.steps, found.steps)
-        samples, costs = found.samples or self._samples, DeviceCosts(cpu_s=cpu_s)
-        result = LocalResult(samples, found.loss, found.steps, train_s, 0.0, numbers=found.numbers, costs=costs)
-        return received.of(result, trained)
+        samples = self._samples if found.samples is None else found.samples
+        work = Work(
+            samples,
+            found.loss,
+            order.epochs,
+            found.steps,
+            train_s,
+            path=TrainingPath.IN_PROCESS,
+            costs=DeviceCosts(cpu_s=cpu_s),
+        )
+        return received.of(LocalResult(work, numbers=found.numbers, notes=found.notes), trained)
 
-    def _score(self, row: Row, task: LocalTask) -> ScoreSums:
-        """Return the sums of a model over the device's test samples."""
+    def _score(self, row: Row, task: LocalTask) -> ScoreSums | None:
+        """Return the sums of a model over the device's test samples, None if it has none now."""
         start = time.monotonic()
         found = self._code.evaluate(self._layout, row, task)
+        if found is None:
+            return None
         n = found.samples
         return ScoreSums(n, n * found.loss, packed_sums([n * found.score]), seconds=time.monotonic() - start)
 
@@ -129,12 +192,12 @@ class ArrayTrainers:
         """Load a device's samples, and return its facts. Raises InvalidExperiment."""
         return self._of(device, accelerator)[1]
 
-    def train(self, work: Sequence[Work], accelerator: str, done: Done) -> None:
+    def train(self, work: Sequence[DeviceOrder], accelerator: str, done: Done) -> None:
         """Train for devices of one experiment, one after another. Raises InvalidExperiment."""
         for number, (device, order) in enumerate(work):
-            training, _ = self._of(device, accelerator)
-            with failure_to(done, number):
-                done(number, training.train(order))
+            with failure_to(done, number), use_reported(device, order) as reporting:
+                training, _ = self._of(device, accelerator)
+                done(number, training.train(reporting))
 
     def forget(self, digest: str) -> None:
         """Drop an experiment's trainings."""
@@ -149,20 +212,43 @@ class ArrayTrainers:
 
 
 @contextmanager
-def _use_reported(order: Order) -> Iterator[None]:
-    """Report the use of a core by this thread as progress: not every trainer reports its steps."""
-    thread, looks = threading.get_ident(), 0
-    seen = _cpu_s(thread)
+def use_reported(device: HostedDevice, order: Order) -> Iterator[Order]:
+    """Report the `with` block as training while this process lives; yield the order for it.
+
+    Not every trainer reports its steps. One that neither uses a core nor reports a step waits, for a queue or a
+    download, and has expired after a limit.
+    """
+    experiment, thread = device.experiment, threading.get_ident()
+    limit_s = max(WAITS_S, experiment.transfer.idle_s)
+    seen, looks, active, stepped, expired = _cpu_s(thread), 0, time.monotonic(), False, False
+
+    def progress(done: int, of: int) -> None:
+        nonlocal stepped
+        stepped = True
+        order.progress(done, of)
 
     def look() -> None:
-        nonlocal seen, looks
-        if (used := _cpu_s(thread)) - seen >= BUSY_SHARE * LOOK_S:
-            looks += 1
+        nonlocal seen, looks, active, stepped, expired
+        used, now = _cpu_s(thread), time.monotonic()
+        if stepped or used - seen >= BUSY_SHARE * LOOK_S:
+            active = now
+        seen, stepped, looks = used, False, looks + 1
+        if now < active + limit_s:
             order.progress(looks, 0)
-        seen = used
+        elif not expired:
+            expired = True
+            error = _waits(experiment, device.node, limit_s)
+            log.warning("%s", error)
+            order.expired(error)
 
     with repeated(look, every_s=LOOK_S):
-        yield
+        yield replace(order, progress=progress)
+
+
+def _waits(experiment: Experiment, node: str, seconds: float) -> InvalidExperiment:
+    key, name = next(iter(experiment.training.trainer.code.items()))
+    problem = f"it waits for {seconds:g} s on {node} without using a core or reporting a step"
+    return InvalidExperiment(key, name, problem, "Report task.progress while it waits, or raise transfer.idle_s.")
 
 
 def _cpu_s(thread: int) -> float:

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from common.errors import InvalidExperiment
-from common.experiment import own, schema
-from common.experiment.training import Augmentation, OwnAugmentation
-from common.learning import datasets, splits
-from common.learning.computing import seeded
-from common.learning.inputs import Inputs
-from common.methods.mixing import Floats
-from common.randomness import Purpose, generator, torch_seed
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment import own, schema
+from fedstrata.common.experiment.training import Augmentation, OwnAugmentation
+from fedstrata.common.learning import datasets, splits
+from fedstrata.common.learning.computing import seeded
+from fedstrata.common.learning.inputs import Inputs
+from fedstrata.common.methods.mixing import Floats
+from fedstrata.common.randomness import Purpose, generator, torch_seed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,9 +75,10 @@ class OwnSamples:
 
     def __init__(self, settings: OwnAugmentation) -> None:
         self._name = settings.name
-        self._augment = own.call(KEY, settings.name, own.load(KEY, settings.name), settings.keywords)
-        if not callable(self._augment):
-            own.refuse(KEY, self._name, f"makes {type(self._augment).__name__}, which is not callable", "Let it be.")
+        made = own.build(KEY, settings, object)
+        if not callable(made):
+            own.refuse(KEY, self._name, f"makes {type(made).__name__}, which is not callable", "Let it be.")
+        self._augment = made
 
     def __call__(self, samples: Tensor, *, seed: int) -> Tensor:
         """Return the samples [n, ...] as the object changes each, with the generators seeded. Raises InvalidExperiment.
@@ -94,7 +95,7 @@ class OwnSamples:
         return torch.stack(found).to(samples.device)
 
 
-def _try_augmentation(settings: OwnAugmentation, local: LocalDataset) -> None:
+def try_augmentation(settings: OwnAugmentation, local: LocalDataset) -> None:
     """Check that an augmentation changes samples, the same ones twice in the same way. Raises InvalidExperiment."""
     some = local.images.index_select(0, local.samples[:TRIED_SAMPLES])
     once, again = (OwnSamples(settings)(some.clone(), seed=1) for _ in range(2))
@@ -154,7 +155,8 @@ class LocalDataset:
 
 def load_local_dataset(experiment: schema.Experiment, node: str, *, accelerator: torch.device) -> LocalDataset:
     """Load the data and select the device's samples. Takes seconds. Raises InvalidExperiment."""
-    dataset = datasets.load(experiment.data, node=node)
+    alone = splits.own_user(experiment, node=node)
+    dataset = datasets.load(experiment.data, node=node) if alone is None else alone[0]
     for note in dataset.notes if experiment.data.private else ():  # else the cloud shows them, for all
         log.warning("%s: %s", node, note)
     asked = experiment.training.image_changes
@@ -162,27 +164,30 @@ def load_local_dataset(experiment: schema.Experiment, node: str, *, accelerator:
         key, value = ("flip", True) if asked.flip else ("crop", asked.crop)
         problem = f"the data set has {dataset.inputs}"
         raise InvalidExperiment(f"training.augmentation.{key}", value, problem, "Omit it.")
-    if experiment.data.private:
-        samples, partition = torch.arange(len(dataset.train_labels)), ""
+    if experiment.data.private or alone is not None:
+        samples, partition = torch.arange(len(dataset.train_labels)), "" if alone is None else alone[1]
     else:
         split = splits.split_of(experiment, node=node)
         samples, partition = torch.from_numpy(splits.samples_of(experiment, split, node=node)), split.digest
     images, labels = dataset.train_images, dataset.train_labels
-    samples, tests = _without_tests(samples, dataset, experiment, node)
+    samples, tests = _without_tests(samples, dataset, experiment, node, alone=alone is not None)
     if accelerator.type != "cpu":
         images, labels = images[samples].to(accelerator), labels[samples].to(accelerator)
         samples = torch.arange(len(samples), device=accelerator)
     normalise = dataset.normaliser(accelerator)
     local = LocalDataset(dataset.inputs, images, labels, samples, normalise, partition, tests=tests)
     if experiment.training.own_augmentation is not None:
-        _try_augmentation(experiment.training.own_augmentation, local)
+        try_augmentation(experiment.training.own_augmentation, local)
     return local
 
 
 def _without_tests(
-    samples: Tensor, dataset: datasets.Dataset, experiment: schema.Experiment, node: str
+    samples: Tensor, dataset: datasets.Dataset, experiment: schema.Experiment, node: str, *, alone: bool
 ) -> tuple[Tensor, ScoredSamples | None]:
-    """Return those of a device's samples on which it trains, and its test samples, None if it has none."""
+    """Return those of a device's samples on which it trains, and its test samples, None if it has none.
+
+    `alone`: whether the data set has no samples of others.
+    """
     evaluation, devices = experiment.evaluation, experiment.tree.devices
     if evaluation.takes_samples:
         taken = splits.taken_of(samples.numpy(), evaluation=evaluation, seed=experiment.seed, node=node)
@@ -194,7 +199,9 @@ def _without_tests(
     if node not in devices:
         return samples, None  # the test samples are divided among the others
     place, count = devices.index(node), len(dataset.test_labels)
-    if evaluation.data == "users":
+    if evaluation.data == "users" and alone:
+        part = np.arange(count)
+    elif evaluation.data == "users":
         part = np.flatnonzero(splits.users_of_tests(dataset, experiment.data.dataset) == place)
     else:
         part = splits.tests_of(count, devices=len(devices), place=place, seed=experiment.seed)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import pickle
 import random
+from collections.abc import Iterable
 from io import BytesIO
-from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from fedstrata.common.experiment.own_values import ValueWriter, kept_in_files
 
 
 def obstacle_in(module: nn.Module) -> str:
@@ -28,39 +29,41 @@ def obstacle_in(module: nn.Module) -> str:
     return ""
 
 
-def hidden_state(module: nn.Module, objective: object) -> bytes:
-    """Return the values of all that a module and an objective keep beside the module's state, and of all generators.
+class NotComparable(RuntimeError):
+    """The user's own code keeps an object without a form that can be compared."""
 
-    Raises RuntimeError if some of it has no form that can be compared.
+
+def hidden_state(module: nn.Module, objective: object, names: Iterable[str]) -> bytes:
+    """Return what a module and an objective keep beside the module's state, and the states of all generators.
+
+    With them the places of the state's tensors in memory, as code may give them others, and what the files of own code
+    keep, by the `names` of that code. Raises NotComparable.
     """
     file = BytesIO()
     writer = _Writer(file, module)
     layers = [{key: value for key, value in vars(layer).items() if key != "_parameters"} for layer in module.modules()]
+    hooks = [(each._backward_hooks, getattr(each, "_post_accumulate_grad_hooks", None)) for each in module.parameters()]
     generators = torch.get_rng_state(), np.random.get_state(), random.getstate()
     on_gpu = torch.cuda.get_rng_state() if next(module.parameters()).is_cuda else None
     try:
-        writer.dump((layers, vars(objective), generators, on_gpu))
+        writer.dump((layers, hooks, vars(objective), generators, on_gpu, kept_in_files(names)))
     except Exception as error:  # noqa: BLE001 - any object may refuse to be pickled, with any error
-        raise RuntimeError(f"the model or the objective keeps what cannot be compared: {error}") from None
+        raise NotComparable(f"the model or the objective keeps what cannot be compared: {error}") from None
     return file.getvalue()
 
 
-class _Writer(pickle.Pickler):
-    """A pickler that writes tensors by value, but those of the state, and code and layers by identity."""
+class _Writer(ValueWriter):
+    """A pickler that writes the tensors of a module's state, and its layers, by identity, and all others by value."""
 
     def __init__(self, file: BytesIO, module: nn.Module) -> None:
         super().__init__(file)
         self._state = {id(tensor): name for name, tensor in module.state_dict(keep_vars=True).items()}
+        self._layers = set(map(id, module.modules()))
 
     def persistent_id(self, value: Any) -> object:
         """Return what stands for a value, None for itself."""
-        if isinstance(value, Tensor):
-            content = self._state.get(id(value)) or value.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()
-            return value.requires_grad, str(value.dtype), tuple(value.shape), content
-        if isinstance(value, torch.Generator):
-            return value.get_state().numpy().tobytes()
-        if isinstance(value, FunctionType):
-            return id(value), [cell.cell_contents for cell in value.__closure__ or ()], value.__defaults__
-        if isinstance(value, (nn.Module, BuiltinFunctionType, ModuleType, type)):
+        if id(value) in self._layers:
             return id(value)
-        return None
+        if id(value) in self._state and isinstance(value, Tensor):
+            return value.requires_grad, self._state[id(value)], id(value), value.data_ptr()
+        return super().persistent_id(value)

@@ -7,37 +7,41 @@ samples, C channels of the inputs, O of the outputs, kernels of H x W, K = C H W
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from types import MethodType
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from common.experiment.own import is_own
-from common.experiment.schema import Experiment
-from common.host.accelerators import is_lost
-from common.learning import models
-from common.learning.computing import first_line, seeded
-from common.learning.inputs import Inputs
-from common.learning.losses import try_loss
-from common.learning.models import Arrays, classifier_of, head_places, random_samples, random_targets
-from common.learning.nets import Dropout
-from common.methods.mixing import Floats
-from common.model.parts import NO_ARRAYS, ModelParts
-from common.randomness import Purpose, torch_seed
-from device.training.hidden import hidden_state, obstacle_in
-from device.training.objectives.table import objective_of
-from device.training.recording import NotRecordable, Program, program_of
-from device.training.sgd import FeaturesAt, Forward, LocalSteps, features_of, forward_of, keep_linear_fp32
-from device.training.vectors import TaskVectors
+from fedstrata.common.experiment.own import is_own
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.host.accelerators import is_lost
+from fedstrata.common.learning import models
+from fedstrata.common.learning.computing import first_line, own_code, seeded
+from fedstrata.common.learning.inputs import Inputs
+from fedstrata.common.learning.losses import try_loss
+from fedstrata.common.learning.models import Arrays, classifier_of, head_places, random_samples, random_targets
+from fedstrata.common.learning.nets import Dropout, layers_in
+from fedstrata.common.methods.mixing import Floats
+from fedstrata.common.model.parts import NO_ARRAYS, ModelParts
+from fedstrata.common.randomness import Purpose, torch_seed
+from fedstrata.common.text import noted
+from fedstrata.device.training.hidden import hidden_state
+from fedstrata.device.training.objectives.table import objective_of
+from fedstrata.device.training.recording import CONTRASTS, NoTorchScript, NotRecordable, Program, program_of
+from fedstrata.device.training.sgd import FeaturesAt, Forward, LocalSteps, features_of, forward_of, keep_linear_fp32
+from fedstrata.device.training.vectors import TaskVectors
 
 RECORDED_PARAMETERS: Final = 2_000_000  # of the largest model whose steps are recorded: in larger ones kernels take all
 TRIAL_NOISE: Final = 0.1  # of the vectors behind a model: as large as gradients
+SLOWER: Final = "Steps of small models take 1.1 to 4 times as long (docs/devices.md). Install another release of it."
+
+_Outputs = TypeVar("_Outputs")
 
 log = logging.getLogger("fedstrata.training")
 
@@ -107,13 +111,32 @@ class Network:
         )
 
 
+@dataclass(slots=True, eq=False)
+class RecordedSteps:
+    """The recorded steps of a source, by the size of a batch, None where they are taken one by one.
+
+    `form`: of the net (`form_of`); None if its programs are compared as they run. `reason`: why they are not used any
+    more, "" while they are. `named`: it was reported that steps are not recorded.
+    """
+
+    programs: dict[int, Program | None] = field(default_factory=dict)
+    form: object = None
+    reason: str = ""
+    named: bool = False
+
+    def drop(self, reason: str) -> None:
+        """Take all steps one by one from now on."""
+        self.reason = reason
+        self.programs = dict.fromkeys(self.programs)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class NetworkSource:
     """Networks of an experiment for one kind of inputs on one accelerator.
 
     fedstrata's own models have one network, `shared` by all trainings. A user's own may keep anything beside its
     state, so each training has a new one, in this memory format. `joins`: it cannot train on one sample. `tried`: sizes
-    of batches. `programs`: the recorded steps by the size of a batch, None where they are taken one by one.
+    of batches. `recorded`: the recorded steps. `notes`: the warnings about own code, a line each.
     """
 
     experiment: Experiment
@@ -124,7 +147,13 @@ class NetworkSource:
     memory_format: torch.memory_format = torch.contiguous_format
     joins: bool = False
     tried: set[int] = field(default_factory=set)
-    programs: dict[int, Program | None] = field(default_factory=dict)
+    recorded: RecordedSteps = field(default_factory=RecordedSteps)
+    notes: list[str] = field(default_factory=list)
+
+    def note(self, text: str) -> None:
+        """Warn of what the user should know of the experiment's own code."""
+        self.notes.append(text)
+        log.warning("%s", noted(text))
 
     def network(self) -> Network:
         """Return the network of the next training. Raises InvalidExperiment."""
@@ -155,31 +184,49 @@ def source_of(
     return NetworkSource(experiment, inputs, accelerator, parts, shared)
 
 
-def record(source: NetworkSource, vectors: TaskVectors, *, own: bool, draws: int, sizes: Iterable[int]) -> None:
+def record(source: NetworkSource, vectors: TaskVectors, *, draws: int, sizes: Iterable[int]) -> None:
     """Record the steps of batches of these sizes, where that is not tried yet and they can be. CPUs only.
 
-    `vectors` are those of training, `own`: some of the code is the user's, `draws`: random numbers of each sample.
+    `vectors` are those of training, `draws`: random numbers of each sample. A net that the experiment wants recorded
+    and that cannot be is named, with the reason.
     """
-    name = source.experiment.model.name
-    for size in set(sizes) - source.programs.keys():
+    experiment, found = source.experiment, source.recorded
+    name, wanted = experiment.model.name, experiment.training.recorded is True
+    for size in sorted(set(sizes) - found.programs.keys()):
+        found.programs[size] = None
+        if found.reason:
+            continue
         try:
-            source.programs[size] = _recorded(source, vectors, own=own, draws=draws, size=size)
+            found.programs[size] = _recorded(source, vectors, draws=draws, size=size)
+        except NoTorchScript:
+            _warn_without_torchscript()
         except Exception as error:
             if is_lost(error):
                 raise
-            source.programs[size] = None
             log.info("%s: steps of %d samples are taken one by one: %s", name, size, first_line(error))
+            if wanted and not found.named:
+                found.named = True
+                problem = first_line(error).rstrip(".")
+                source.note(f"training.recorded = true: {name} is not recorded, as {problem}.")
 
 
-def _recorded(source: NetworkSource, vectors: TaskVectors, *, own: bool, draws: int, size: int) -> Program:
-    """Return the program of a step. Raises NotRecordable, and what own code raises."""
-    experiment, inputs = source.experiment, source.inputs
+@cache
+def _warn_without_torchscript() -> None:
+    """Warn once in a process."""
+    log.warning("%s", noted(f"PyTorch {torch.__version__} has no TorchScript, so no steps are recorded. {SLOWER}"))
+
+
+def _recorded(source: NetworkSource, vectors: TaskVectors, *, draws: int, size: int) -> Program | None:
+    """Return the program of a step, None if none is wanted. Raises NotRecordable, and what own code raises."""
+    experiment, inputs, found = source.experiment, source.inputs, source.recorded
     with seeded(torch_seed(experiment.seed, Purpose.OWN_CODE)):
+        if experiment.tiers[-1].privacy.on_samples:
+            raise NotRecordable("each sample has a gradient of its own by DP-SGD")
         network = source.network()
+        if (form := form_of(experiment, network.module)) is None and experiment.training.recorded is not True:
+            return None
         if sum(weight.numel() for weight in network.module.parameters()) > RECORDED_PARAMETERS:
-            raise NotRecordable(f"more than {RECORDED_PARAMETERS:,} parameters")
-        if own and (obstacle := obstacle_in(network.module)):
-            raise NotRecordable(obstacle)
+            raise NotRecordable(f"it has more than {RECORDED_PARAMETERS:,} parameters")
         draw = torch.Generator().manual_seed(size)
         noise = {
             each: np.float32(TRIAL_NOISE) * torch.randn(shape, generator=draw).numpy()
@@ -194,8 +241,32 @@ def _recorded(source: NetworkSource, vectors: TaskVectors, *, own: bool, draws: 
             *([torch.rand(2 * size, draws, generator=draw)] if draws else []),
         ]
         batches = [[tensor[:size] for tensor in tensors], [tensor[size:] for tensor in tensors]]
-        hidden = partial(hidden_state, network.module, steps.objective) if own else bytes
-        return program_of(steps.take, steps.state, batches, rate=steps.learning_rate, hidden=hidden)
+        found.form = form
+        if form is not None:
+            return program_of(steps.take, steps.state, batches, rate=steps.learning_rate)
+        hidden = hidden_in(experiment, network.module, steps.objective)
+        return program_of(steps.take, steps.state, batches, rate=steps.learning_rate, hidden=hidden, factors=CONTRASTS)
+
+
+def hidden_in(experiment: Experiment, module: nn.Module, objective: object) -> Callable[[], bytes]:
+    """Return a function for what the code of a training keeps beside the model's state."""
+    return partial(hidden_state, module, objective, own_names(experiment))
+
+
+def own_names(experiment: Experiment) -> list[str]:
+    """Return the names of the own code that computes with tensors in training."""
+    return [name for name in own_code(experiment).values() if is_own(name)]
+
+
+def form_of(experiment: Experiment, module: nn.Module) -> object:
+    """Return what a net is, if a step of it runs the code of PyTorch and of fedstrata alone, else None.
+
+    These are the nets that ship, and own ones of PyTorch's layers in nn.Sequential, as long as loss and objective ship.
+    """
+    training, name = experiment.training, experiment.model.name
+    if is_own(training.loss) or is_own(training.objective.name):
+        return None
+    return layers_in(module) if is_own(name) else name
 
 
 def vector_tensors(vectors: TaskVectors, module: nn.Module, name: str, vector: Floats) -> list[Tensor]:
@@ -225,8 +296,20 @@ def _network(experiment: Experiment, module: nn.Module, parts: ModelParts, accel
     if objective.uses_features:
         classifier_of(module)
         features = features_of(module, training, device=accelerator)
+    if is_own(experiment.model.name):  # it may write into its inputs, which other passes of a step read
+        forward = _of_copies(forward)
+        features = None if features is None else _of_copies(features)
     head = head_places(module, parts.whole) if objective.uses_head else ()
     return Network(module, forward, features, head, drops=any(isinstance(layer, Dropout) for layer in module.modules()))
+
+
+def _of_copies(run: Callable[..., _Outputs]) -> Callable[..., _Outputs]:
+    """Return the same pass of a copy of its inputs."""
+
+    def of_copy(inputs: Tensor, *at: Sequence[Tensor] | None) -> _Outputs:
+        return run(inputs.clone(), *at)
+
+    return of_copy
 
 
 OUTPUTS_LEAST: Final = 16  # of a first layer's product: with fewer columns oneDNN is faster

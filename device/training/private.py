@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 from torch.nn.modules.batchnorm import _NormBase
 
-from common.errors import InvalidExperiment
-from common.experiment.accountant import steps_in_epoch
-from common.experiment.schema import Experiment
-from common.learning.optimizers import optimizer_of, take
-from common.randomness import Noise, Purpose, generator
-from device.training.batches import LocalDataset, change_images, draw_changes
-from device.training.objectives.table import objective_of
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.accountant import steps_in_epoch
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.learning.optimizers import optimizer_of, take
+from fedstrata.common.randomness import Noise, Purpose, generator
+from fedstrata.device.training.batches import LocalDataset, change_images, draw_changes
+from fedstrata.device.training.objectives.objective import norms
+from fedstrata.device.training.objectives.table import objective_of
 
 NUMBERS_MOST: Final = 1 << 26  # of samples' gradients at once
 
@@ -106,8 +107,7 @@ class PrivateSteps:
 
 def add_clipped(gradients: Mapping[str, Tensor], sums: Mapping[str, Tensor], *, clip_norm: float) -> None:
     """Add samples' gradients, [b, ...] by weight, each clipped over all weights, to the sums."""
-    norms = torch.stack([each.flatten(1).norm(dim=1) for each in gradients.values()]).norm(dim=0)
-    factors = (clip_norm / norms).clamp(max=1.0)  # a gradient of zeros stays: the factor is 1
+    factors = (clip_norm / norms(list(gradients.values()))).clamp(max=1.0)  # a gradient of zeros stays: the factor is 1
     for name, each in gradients.items():
         sums[name].add_(torch.einsum("b,b...->...", factors, each))
 

@@ -5,10 +5,14 @@ that torch dispatches below autograd in one whole step (gradients, clipping, opt
 loop over many batches in TorchScript, which needs no compiler. The same kernels run in the same order, so the models
 are those of autograd, bit for bit. A program is used only if that was seen (`program_of`): what it makes of two random
 batches equals what the plain steps make of them, and both were recorded as the same operations.
+
+Code of the user's own may do in a later step what it did not do in these. So its programs are compared as they run
+(`Comparison`).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -19,7 +23,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Step = Callable[[Sequence[Tensor]], Tensor]
@@ -29,17 +32,27 @@ _DETACH: Final = torch.ops.aten.detach.default
 _NEW: Final = torch.ops.aten.new_empty_strided.default
 _COPY: Final = torch.ops.aten.copy_.default
 _POOL_BACKWARD: Final = torch.ops.aten.max_pool2d_with_indices_backward.default
-_UNKNOWN: Final = (  # operations whose results are not a function of shapes, or which Python code may have looked at
-    torch.Tag.nondeterministic_seeded,
-    torch.Tag.data_dependent_output,
-    torch.Tag.dynamic_output_shape,
-)
-_LOOKS: Final = frozenset({"numpy", "tolist", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage"})
+_UNKNOWN: Final = {  # of operations whose results are not a function of shapes, or which code may have looked at
+    torch.Tag.nondeterministic_seeded: "may draw random numbers",
+    torch.Tag.data_dependent_output: "gives Python a value",
+    torch.Tag.dynamic_output_shape: "has a shape that depends on values",
+}
 RATE: Final = "lr"  # the name of the learning rate in every optimiser's kernel; it is an argument of a program
+AS_IT_IS: Final = (1.0,)
+CONTRASTS: Final = (1.0, 0.0, 1e3)  # of the numbers of a trial: code that reads them takes other branches
+COMPARED: Final = 64  # of the steps of a program of own code one is compared
 
 
 class NotRecordable(Exception):
     """The operations of a step are not a function of the batch and the state alone."""
+
+
+class NoTorchScript(NotRecordable):
+    """This release of PyTorch has no TorchScript, which runs the programs."""
+
+
+class ProgramDiffers(Exception):
+    """A program has not made what its step makes by autograd."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,19 +87,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         self.operations.append(Operation(func, args, kwargs or {}, result))
         return result
-
-
-class _Looks(TorchFunctionMode):
-    """Notices code that reads a tensor's values beside torch's operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch."""
-        self.seen |= getattr(func, "__name__", "") in _LOOKS
-        return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,38 +139,125 @@ def program_of(
     batches: Sequence[Sequence[Tensor]],
     *,
     rate: float,
-    hidden: Callable[[], bytes],
+    hidden: Callable[[], bytes] = bytes,
+    factors: Sequence[float] = AS_IT_IS,
 ) -> Program:
     """Return the program of a step, tried on two random batches, whose tensors are [W, ...]. Raises NotRecordable.
 
     `step(batch)` takes a step of SGD with this learning rate, in place, and returns its loss, detached. The state is
     the same before and after. `hidden` returns what the user's own code keeps beside it: a step that changes that is
-    not recorded.
+    not recorded. The trial is repeated with the state and the batches times each of `factors`, the first one being 1.
     """
     before, kept = _copies(state), hidden()
-    recordings, expected = [], _no_losses(state)
+    program: Program | None = None
     try:
-        for batch in batches:
-            with _Looks() as looks, Recorder() as recorder:
-                loss = step(batch)
-            if looks.seen:
-                raise NotRecordable("code reads values of tensors")
-            expected.add_(loss, alpha=len(batch[0]))
-            recordings.append(_recording(recorder.operations, state, batch, loss))
-        if hidden() != kept:
-            raise NotRecordable("code keeps something beside the state, or draws random numbers")
-        first, second = recordings
-        if not first.equals(second):
-            raise NotRecordable("the operations differ from batch to batch")
-        program = Program(_compiled(first.text), first, _forms(batches[0]))
-        after, losses = _copies(state), _no_losses(state)
-        _restore(state, before)
-        program.run(state, [torch.stack(each) for each in zip(*batches, strict=True)], rate=rate, losses=losses)
-        if not all(map(torch.equal, (*state, losses), (*after, expected))):
-            raise NotRecordable("the program makes other bits")
+        for factor in factors:
+            start = [_times(tensor, factor, counts=True) for tensor in before]
+            some = [[_times(tensor, factor) for tensor in batch] for batch in batches]
+            _restore(state, start)
+            recordings = []
+            expected = _no_losses(state)
+            for batch in some:
+                with Recorder() as recorder:
+                    loss = step(batch)
+                expected.add_(loss, alpha=len(batch[0]))
+                recordings.append(_recording(recorder.operations, state, batch, loss))
+            if hidden() != kept:
+                raise NotRecordable("code keeps something beside the state, or draws random numbers")
+            first, second = recordings
+            program = program or Program(_compiled(first.text), first, _forms(batches[0]))
+            if not (program.recording.equals(first) and first.equals(second)):
+                raise NotRecordable("the operations differ from batch to batch")
+            after, losses = _copies(state), _no_losses(state)
+            _restore(state, start)
+            stacked = [torch.stack(each) for each in zip(*some, strict=True)]
+            try:
+                program.run(state, stacked, rate=rate, losses=losses)
+            except RuntimeError as error:
+                raise NotRecordable(f"its operation {_failed(error)} cannot run in a program") from None
+            if not _same((*state, losses), (*after, expected)):
+                raise NotRecordable("the program makes other bits")
+        assert program is not None
         return program
     finally:
         _restore(state, before)
+
+
+@dataclass(slots=True, eq=False)
+class Comparison:
+    """The programs of own code, compared with steps by autograd in a training of `steps` steps.
+
+    These are its first step, its last one, and one of `COMPARED`. `hidden`: as in `program_of`.
+    """
+
+    steps: int
+    hidden: Callable[[], bytes]
+    left: int = 0  # steps of a program until the next comparison
+
+    def now(self, done: int) -> bool:
+        """Return whether to compare the next step, `done` being taken."""
+        return self.left == 0 or done == self.steps - 1
+
+    def some(self, most: int, done: int) -> int:
+        """Return how many steps a program takes before the next comparison, at most so many."""
+        count = min(most, self.left, self.steps - 1 - done)
+        self.left -= count
+        return count
+
+    def take(
+        self,
+        program: Program,
+        step: Step,
+        state: Sequence[Tensor],
+        batch: Sequence[Tensor],
+        *,
+        rate: float,
+        losses: Tensor,
+    ) -> None:
+        """Take a step by autograd, and the same by a program, as `Program.run` does. Raises ProgramDiffers."""
+        before, kept = _copies(state), self._hidden()
+        by_program = _no_losses(state)
+        program.run(state, [tensor[None] for tensor in batch], rate=rate, losses=by_program)
+        made = _copies(state)
+        _restore(state, before)
+        by_autograd = _no_losses(state)
+        by_autograd.add_(step(batch), alpha=len(batch[0]))
+        if not _same((*state, by_autograd), (*made, by_program)):
+            raise ProgramDiffers("a recorded step makes other bits")
+        if self._hidden() != kept:
+            raise ProgramDiffers("code keeps something beside the state, or draws random numbers")
+        losses.add_(by_autograd)
+        self.left = COMPARED - 1
+
+    def _hidden(self) -> bytes:
+        try:
+            return self.hidden()
+        except RuntimeError as error:
+            raise ProgramDiffers(str(error)) from None
+
+
+def _failed(error: RuntimeError) -> str:
+    """Return the operation at which TorchScript failed: its error has the line, and marks it in the next one."""
+    line = str(error).partition("<--- HERE")[0].rpartition("\n")[0]
+    found = re.findall(r"torch\.ops\.([\w.]+)", line)
+    return found[-1] if found else "of some kind"
+
+
+def _times(tensor: Tensor, factor: float, *, counts: bool = False) -> Tensor:
+    """Return numbers times a factor. Other tensors are as they are, but those that count are larger by the factor."""
+    if factor == 1:
+        return tensor
+    if tensor.is_floating_point():
+        return tensor * factor
+    return tensor + int(factor) if counts and tensor.dtype == torch.int64 else tensor
+
+
+def _same(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
+    """Return whether tensors have the same values; NaN equals NaN."""
+    return all(
+        torch.equal(one, other) or bool(torch.isclose(one, other, rtol=0.0, atol=0.0, equal_nan=True).all())
+        for one, other in zip(found, wanted, strict=True)
+    )
 
 
 def _forms(batch: Sequence[Tensor]) -> list[object]:
@@ -202,8 +289,9 @@ def _recording(
     last_read = {id(tensor): place for place, operation in enumerate(operations) for tensor in operation.read}
     following = iter(enumerate(operations))
     for place, operation in following:
-        if unknown := [str(tag) for tag in _UNKNOWN if tag in operation.call.tags]:
-            raise NotRecordable(f"{operation.call} is {unknown[0]}")
+        for tag, problem in _UNKNOWN.items():
+            if tag in operation.call.tags:
+                raise NotRecordable(f"its operation {operation.call.overloadpacket} {problem}")
         if operation.call is _DETACH:
             writer.names[id(operation.result)] = writer.text(operation.args[0])
         elif _is_copy(operations[place : place + 2]) and last_read[id(operations[place + 1].args[1])] == place + 1:
@@ -211,7 +299,10 @@ def _recording(
             writer.names[id(operation.result)] = writer.text(operations[place + 1].args[1])
             next(following)
         else:
-            writer.write(operation)
+            try:
+                writer.write(operation)
+            except NotRecordable as error:
+                raise NotRecordable(f"its operation {operation.call.overloadpacket} {error}") from None
     return writer.recording(len(state), len(batch), samples=len(batch[0]), loss=loss)
 
 
@@ -280,7 +371,7 @@ class _Writer:
             case float() if isfinite(value):
                 found = repr(value)
             case _:
-                raise NotRecordable(f"an argument {value!r}")
+                raise NotRecordable(f"has the argument {value!r}, which a program cannot have")
         return found
 
     def recording(self, state: int, batch: int, *, samples: int, loss: Tensor) -> Recording:
@@ -324,8 +415,11 @@ class _Writer:
 
 @cache
 def _compiled(text: str) -> Loop:
-    """Return the function of a text. It alone needs TorchScript; without it, no step is recorded."""
-    from torch.jit import CompilationUnit  # type: ignore[attr-defined, unused-ignore]
+    """Return the function of a text, by TorchScript. Raises NoTorchScript."""
+    try:
+        from torch.jit import CompilationUnit  # type: ignore[attr-defined, unused-ignore]
+    except ImportError as error:
+        raise NoTorchScript(str(error)) from None
 
     loop: Loop = CompilationUnit(text).loop
     return loop

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from common.experiment.training import TrainingSettings
-from common.learning.models import with_features
-from common.learning.optimizers import Moments, Optimizer, optimizer_of, take
-from device.training.objectives.objective import Minibatch, Objective, norms, scale
-from device.training.objectives.table import objective_of
-from device.training.recording import Program
+from fedstrata.common.experiment.training import TrainingSettings
+from fedstrata.common.learning.models import with_features
+from fedstrata.common.learning.optimizers import Moments, Optimizer, optimizer_of, take
+from fedstrata.device.training.objectives.objective import Minibatch, Objective, norms, scale
+from fedstrata.device.training.objectives.table import objective_of
+from fedstrata.device.training.recording import Comparison, Program
 
 Forward = Callable[[Tensor], Tensor]
 FeaturesAt = Callable[[Tensor, Sequence[Tensor] | None], tuple[Tensor, Tensor]]
@@ -162,12 +162,15 @@ def run_sgd(
     watch: Callable[[int], None],
     uniform: Callable[[int], Tensor] | None = None,
     programs: Mapping[int, Program | None] = NO_PROGRAMS,
+    comparison: Comparison | None = None,
 ) -> tuple[Tensor, int]:
     """Take one step for each batch of blocks (epoch, inputs [n, b, ...], labels [n, b, ...]) of n batches.
 
     `watch(steps_done)` is called before each step, or each run of a program; an exception that it raises ends the loop.
-    `uniform(samples)` are the objective's random numbers, `programs` the recorded steps by the size b of a batch.
-    Return the sum of the last epoch's losses over its samples, float64 [], and the number of steps.
+    `uniform(samples)` are the objective's random numbers, `programs` the recorded steps by the size b of a batch,
+    which are compared as they run if there is a `comparison`.
+    Return the sum of the last epoch's losses over its samples, float64 [], and the number of steps. Raises
+    ProgramDiffers.
     """
     done, most = 0, FIRST_STEPS
     losses = scratch = None
@@ -186,8 +189,16 @@ def run_sgd(
             if program is None:
                 counted.add_(steps.take([each[taken] for each in tensors]), alpha=size)
                 now = 1
+            elif comparison is not None and comparison.now(done):
+                batch = [each[taken] for each in tensors]
+                rate = steps.learning_rate
+                comparison.take(program, steps.take, steps.state, batch, rate=rate, losses=counted)
+                now = 1
             else:
-                now, begun = min(most, count - taken), time.monotonic()
+                begun = time.monotonic()
+                now = min(most, count - taken)
+                if comparison is not None:
+                    now = comparison.some(now, done)
                 some = [each[taken : taken + now] for each in tensors]
                 program.run(steps.state, some, rate=steps.learning_rate, losses=counted)
                 most = max(1, int(RUN_S * now / max(1e-6, time.monotonic() - begun)))

@@ -6,9 +6,8 @@ process-global generator. Several trainers may live in one process and train at 
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -20,31 +19,58 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.accounting.costs import DeviceCosts
-from common.errors import InvalidExperiment, RunFailed
-from common.experiment import own, schema
-from common.experiment.accountant import steps_in_epoch
-from common.experiment.own import is_own
-from common.experiment.privacy import PrivacySettings
-from common.host.accelerators import out_of_memory
-from common.learning import models
-from common.learning.computing import calls_own_code, own_code, resolve_accelerator, seeded, set_up, set_up_evaluation
-from common.learning.evaluation import BATCH, CPU_BATCH, evaluate
-from common.learning.inputs import Inputs
-from common.learning.models import KEY, random_samples, random_targets
-from common.learning.nets import reseed
-from common.methods.private import noise_of
-from common.model.layout import ModelLayout, Row
-from common.model.parts import given_arrays
-from common.model.scores import CLASSES_MOST, R2, TARGETS_MOST, ScoreSums
-from common.randomness import Purpose, torch_seed
-from device.jobs import Cancelled, Examined, LocalResult, Order, Prepared
-from device.training.batches import LocalDataset, blocks, dropout_seed, load_local_dataset, uniform_numbers
-from device.training.network import Network, NetworkSource, record, source_of, vector_tensors
-from device.training.objectives.table import objective_of
-from device.training.private import GradientNoise, PrivateSteps, check_module, poisson_batches
-from device.training.sgd import NO_PROGRAMS, Steps, run_sgd
-from device.training.vectors import TaskVectors, finish, vectors_of
+from fedstrata.common.accounting.costs import DeviceCosts
+from fedstrata.common.accounting.work import TrainingPath, Work
+from fedstrata.common.errors import InvalidExperiment, RunFailed
+from fedstrata.common.experiment import own, schema
+from fedstrata.common.experiment.accountant import steps_in_epoch
+from fedstrata.common.experiment.own import is_own
+from fedstrata.common.experiment.own_values import changed, kept_in_files
+from fedstrata.common.experiment.privacy import PrivacySettings, check_delta
+from fedstrata.common.host.accelerators import out_of_memory
+from fedstrata.common.learning import models
+from fedstrata.common.learning.computing import (
+    calls_own_code,
+    own_code,
+    resolve_accelerator,
+    seeded,
+    set_up,
+    set_up_evaluation,
+)
+from fedstrata.common.learning.evaluation import BATCH, CPU_BATCH, evaluate
+from fedstrata.common.learning.inputs import Inputs
+from fedstrata.common.learning.models import KEY, random_samples, random_targets
+from fedstrata.common.learning.nets import reseed
+from fedstrata.common.methods.private import noise_of
+from fedstrata.common.model.layout import ModelLayout, Row
+from fedstrata.common.model.parts import given_arrays
+from fedstrata.common.model.scores import CLASSES_MOST, R2, TARGETS_MOST, ScoreSums
+from fedstrata.common.randomness import Purpose, torch_seed
+from fedstrata.common.text import named
+from fedstrata.device.jobs import Cancelled, Examined, LocalResult, Order, Prepared
+from fedstrata.device.training.batches import (
+    LocalDataset,
+    blocks,
+    dropout_seed,
+    load_local_dataset,
+    try_augmentation,
+    uniform_numbers,
+)
+from fedstrata.device.training.network import (
+    Network,
+    NetworkSource,
+    form_of,
+    hidden_in,
+    own_names,
+    record,
+    source_of,
+    vector_tensors,
+)
+from fedstrata.device.training.objectives.table import objective_of
+from fedstrata.device.training.private import GradientNoise, PrivateSteps, check_module, poisson_batches
+from fedstrata.device.training.recording import Comparison, Program, ProgramDiffers
+from fedstrata.device.training.sgd import NO_PROGRAMS, LocalSteps, Steps, run_sgd
+from fedstrata.device.training.vectors import TaskVectors, finish, vectors_of
 
 PROGRESS_S = 0.5
 TRIED_SAMPLES: Final = 8
@@ -52,8 +78,6 @@ EXAMINED_SAMPLES: Final = 10_000  # gathered at once
 ROUNDING_MOST: Final = 0.1  # of a step; 0.02 was seen (batch norm)
 
 Batches = Iterable[tuple[int, Tensor, Tensor]]
-
-log = logging.getLogger("fedstrata.training")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,6 +138,8 @@ class Trainer:
             self._check_private(source, samples=len(local.samples))
         if known is None and source.shared is None:
             source = self._formed(made)
+        elif known is None and own_names(experiment):
+            self._repeated(made, min(TRIED_SAMPLES, experiment.training.batch_size))
         self._check_scored(local.inputs)
         self._sources[local.inputs] = source
         self._made = made = replace(made, source=source, local=replace(local, joins=source.joins))
@@ -124,8 +150,8 @@ class Trainer:
         for size in sizes - source.tried if self._own or self._privacy.on_samples else ():
             self._tried(made, size)
             source.tried.add(size)
-        if accelerator.type == "cpu" and experiment.training.recorded and not self._privacy.on_samples:
-            record(source, vectors.inner, own=bool(self._own), draws=made.draws, sizes=sizes)
+        if accelerator.type == "cpu" and experiment.training.recorded:
+            record(source, vectors.inner, draws=made.draws, sizes=sizes)
 
     @property
     def layout(self) -> ModelLayout:
@@ -141,6 +167,16 @@ class Trainer:
     def samples(self) -> int:
         """The number of this device's training samples, once prepared."""
         return len(self._prepared.local.samples)
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """The warnings about the experiment's own code, a line each, once prepared."""
+        return self._prepared.source.notes
+
+    @property
+    def recorded(self) -> bool:
+        """Whether some of the steps are recorded, once prepared."""
+        return any(self._prepared.source.recorded.programs.values())
 
     @property
     def facts(self) -> Prepared:
@@ -190,9 +226,15 @@ class Trainer:
                 raise Cancelled
 
         private = self._gradient_noise(made.local, order.noise, local_round)
-        some = self._batches(made.local, private, epochs=epochs, local_round=local_round)
         try:
-            losses, steps = self._trained(made, network, some, order, watch=watch, private=private)
+            try:
+                found = self._trained(made, network, order, watch=watch, private=private, programs=True)
+            except ProgramDiffers as error:
+                self._drop_programs(made.source, error)
+                self._release(network)
+                network = made.source.network()
+                found = self._trained(made, network, order, watch=watch, private=private)
+            losses, steps = found
             order.progress(steps, total)
         except RuntimeError as error:
             if not out_of_memory(error):
@@ -203,8 +245,9 @@ class Trainer:
         train_s, cpu_s = time.monotonic() - start, time.thread_time() - cpu_start
         if exhausted:
             raise self._exhausted()
-        costs = DeviceCosts(cpu_s=cpu_s)
-        return LocalResult(self.samples, losses / self.samples, steps, train_s, wait_s=0.0, costs=costs)
+        path, costs = TrainingPath.IN_PROCESS, DeviceCosts(cpu_s=cpu_s)
+        loss = losses / self.samples
+        return LocalResult(Work(self.samples, loss, order.epochs, steps, train_s, path=path, costs=costs))
 
     @calls_own_code
     def examine(self, order: Order) -> Examined:
@@ -293,15 +336,21 @@ class Trainer:
         self,
         made: _Prepared,
         network: Network,
-        some: Batches,
         order: Order,
         *,
         watch: Callable[[int], None],
         private: GradientNoise | None,
+        some: Batches | None = None,
+        programs: bool = False,
     ) -> tuple[float, int]:
-        """Train on some batches as ordered; return the sum of the last epoch's losses, and the steps."""
+        """Train as ordered; return the sum of the last epoch's losses, and the steps.
+
+        `some`: on these batches instead. `programs`: with the recorded steps. Raises ProgramDiffers.
+        """
         experiment, module, parts, vectors = self._experiment, network.module, made.source.parts, made.vectors
         local_round, out, inner = order.local_round, order.out, vectors.begin(order.row)
+        if some is None:
+            some = self._batches(made.local, private, epochs=order.epochs, local_round=local_round)
         own_seed = torch_seed(experiment.seed, Purpose.OWN_CODE, self._node, local_round) if self._own else 0
         with seeded(own_seed, self._accelerator) if self._own else nullcontext(), self._deterministic():
             network.tensors(parts).row.read(inner)
@@ -315,8 +364,11 @@ class Trainer:
             }
             rate = experiment.learning_rate_in(local_round)
             steps: Steps
+            recorded, comparison = NO_PROGRAMS, None
             if private is None:
                 steps = network.steps(experiment, parts, rate=rate, vectors=given)
+                if programs:
+                    recorded, comparison = self._recorded(made, network, steps, epochs=order.epochs)
             else:
                 weights = models.weights_of(module, parts.whole)
                 steps = PrivateSteps(module, weights, experiment, learning_rate=rate, private=private)
@@ -328,7 +380,8 @@ class Trainer:
                 uniform=uniform_numbers(
                     experiment, made.draws, node=self._node, local_round=local_round, device=self._accelerator
                 ),
-                programs=made.source.programs if private is None else NO_PROGRAMS,
+                programs=recorded,
+                comparison=comparison,
             )
             self._move(network, "cpu")
             models.check_constant(module, parts)
@@ -338,6 +391,24 @@ class Trainer:
                 vectors.end(trained, out)
             finish(experiment, vectors, made.local, order, node=self._node, steps=taken)
         return float(losses), taken
+
+    def _recorded(
+        self, made: _Prepared, network: Network, steps: LocalSteps, *, epochs: int
+    ) -> tuple[Mapping[int, Program | None], Comparison | None]:
+        """Return the recorded steps of a training, and what compares them if they run own code."""
+        found = made.source.recorded
+        if not any(found.programs.values()):
+            return NO_PROGRAMS, None
+        if found.form is not None:  # the module of another call may be another one
+            same = form_of(self._experiment, network.module) == found.form
+            return found.programs if same else NO_PROGRAMS, None
+        count = epochs * self._steps_in_epoch(made.local)
+        return found.programs, Comparison(count, hidden_in(self._experiment, network.module, steps.objective))
+
+    def _drop_programs(self, source: NetworkSource, error: ProgramDiffers) -> None:
+        source.recorded.drop(str(error))
+        problem = f"{self._experiment.model.name} is not recorded any more: {error}"
+        source.note(f"training.recorded = true: {problem}. Its training is repeated step by step.")
 
     @property
     def _privacy(self) -> PrivacySettings:
@@ -369,10 +440,11 @@ class Trainer:
 
     def _check_private(self, source: NetworkSource, *, samples: int) -> None:
         """Check that a batch may expect a sample, and that no layer mixes samples. Raises InvalidExperiment."""
+        table = f"{self._experiment.key(self._experiment.tiers[-1])}.privacy"
+        check_delta(table, self._privacy, samples, f"samples of {self._node}")
         if (rate := self._privacy.sampling_rate) is not None and rate * samples < 1:
-            key = f"{self._experiment.key(self._experiment.tiers[-1])}.privacy.sampling_rate"
             problem = f"{self._node} has {samples} samples, so a batch would have less than one"
-            raise InvalidExperiment(key, rate, problem, f"Use at least {1 / samples:.2g}.")
+            raise InvalidExperiment(f"{table}.sampling_rate", rate, problem, f"Use at least {1 / samples:.2g}.")
         check_module(source.network().module, self._experiment)
 
     def _formed(self, made: _Prepared) -> NetworkSource:
@@ -388,18 +460,41 @@ class Trainer:
             if few == 1:
                 raise
             source = replace(source, joins=True)
-        once, again = (self._tried(made, few) for _ in range(2))
-        exact = self._accelerator.type == "cpu" or self._experiment.training.deterministic
-        if not (np.array_equal(once, again) if exact else self._near(made, once, again)):
-            problem = "the same training twice gives other models"
-            remedy = "Draw random numbers from torch's, numpy's or Python's own generator; keep nothing in its module."
-            own.refuse(KEY, self._experiment.model.name, problem, remedy)
+        once = self._repeated(replace(made, source=source), few)
         if self._accelerator.type == "cpu" and not self._privacy.on_samples:
             fast = replace(source, memory_format=torch.channels_last)
             with suppress(InvalidExperiment):  # for instance of a view that needs another order
-                if self._near(made, once, self._tried(replace(made, source=fast), few)):
+                if self._near(made, self._first(made), once, self._tried(replace(made, source=fast), few)):
                     source = fast
         return source
+
+    def _repeated(self, made: _Prepared, samples: int) -> Row:
+        """Train the first model twice on the same random samples; return what that gives.
+
+        Raises InvalidExperiment if both results differ. What the user's files keep of the second training, they keep of
+        each, and pass it on from one device to the next: that is reported by its name.
+        """
+        names = [name for name in self._experiment.code_at(self._node).values() if is_own(name)]
+        first = self._first(made)
+        once = self._tried(made, samples, first)
+        before = kept_in_files(names)
+        again = self._tried(made, samples, first)
+        if (augmentation := self._experiment.training.own_augmentation) is not None:
+            try_augmentation(augmentation, made.local)
+        shared = changed(before, kept_in_files(names))
+        exact = self._accelerator.type == "cpu" or self._experiment.training.deterministic
+        key, name = next((key, name) for key, name in own_code(self._experiment).items() if is_own(name))
+        if not (np.array_equal(once, again) if exact else self._near(made, first, once, again)):
+            problem = "the same training twice gives other models"
+            if shared:
+                problem += f", and changes {named(shared)}"
+            remedy = "Draw random numbers from torch's, numpy's or Python's own generator; keep nothing in its module."
+            own.refuse(key, name, problem, remedy)
+        if shared:
+            problem = f"each training changes {named(shared)}, which the devices of a process share"
+            remedy = "Keep it in the model: each training makes a new one."
+            made.source.note(f"{key} = {name!r}: {problem}. {remedy}")
+        return once
 
     def _check_scored(self, inputs: Inputs) -> None:
         """Check that this device's sums are few enough to be sent. Raises InvalidExperiment."""
@@ -412,13 +507,13 @@ class Trainer:
             problem = f"the data set has {inputs.classes} classes, and devices count {CLASSES_MOST} at most"
             raise InvalidExperiment("evaluation.per_class", True, problem, "Omit it.")
 
-    def _near(self, made: _Prepared, once: Row, other: Row) -> bool:
-        """Return whether two steps from the first model differ by no more than rounding."""
-        start_D, once_D, other_D = map(made.source.parts.exchanged.floats, (self._first(made), once, other))
+    def _near(self, made: _Prepared, start: Row, once: Row, other: Row) -> bool:
+        """Return whether two steps from one model differ by no more than rounding."""
+        start_D, once_D, other_D = map(made.source.parts.exchanged.floats, (start, once, other))
         return bool(np.linalg.norm(other_D - once_D) <= ROUNDING_MOST * np.linalg.norm(once_D - start_D))
 
-    def _tried(self, made: _Prepared, samples: int) -> Row:
-        """Return the first model after a step of training on so many random samples. Raises InvalidExperiment.
+    def _tried(self, made: _Prepared, samples: int, first: Row | None = None) -> Row:
+        """Return a model, the first one, after a step of training on so many random samples. Raises InvalidExperiment.
 
         So own code fails before the run, and no round's seconds include the start of PyTorch's compiler or of vmap.
         """
@@ -426,7 +521,8 @@ class Trainer:
         given, labels = (
             each.to(self._accelerator) for each in (random_samples(inputs, samples), random_targets(inputs, samples))
         )
-        row, network = self._first(made), made.source.network()
+        row = self._first(made) if first is None else first
+        network = made.source.network()
         out = np.zeros(made.vectors.links.up.row_bytes + made.vectors.kept_bytes, np.uint8)
         local = LocalDataset(inputs, given, labels, torch.arange(samples), lambda images: images, "")
         by = " by DP-SGD" if self._privacy.on_samples else ""
@@ -436,9 +532,8 @@ class Trainer:
                 try:
                     once = [(0, given[None], labels[None])]
                     private, order = self._gradient_noise(local, b"", 0), Order(row, out, 1, 0)
-                    self._trained(
-                        replace(made, local=local), network, once, order, watch=lambda _: None, private=private
-                    )
+                    tried = replace(made, local=local)
+                    self._trained(tried, network, order, watch=lambda _: None, private=private, some=once)
                 except RuntimeError as error:
                     self._explain(error, network)
                     raise

@@ -21,19 +21,19 @@ from typing import Final
 
 import numpy as np
 
-from common.errors import InvalidExperiment, RefusedModel
-from common.experiment import own
-from common.experiment.schema import Experiment
-from common.methods.fednova import gradient_weights
-from common.methods.mixing import Floats
-from common.methods.rule import link_layouts
-from common.model.layout import LinkLayouts, ModelLayout, Row, Section
-from common.model.parts import ModelParts
-from common.runtime.uploads import UploadEncoder
-from device.jobs import Order
-from device.training.batches import LocalDataset
-from device.training.objectives.objective import LocalUpdate
-from device.training.objectives.table import objective_of
+from fedstrata.common.errors import InvalidExperiment, RefusedModel
+from fedstrata.common.experiment import own
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.methods.fednova import gradient_weights
+from fedstrata.common.methods.mixing import Floats
+from fedstrata.common.methods.rule import link_layouts
+from fedstrata.common.model.layout import LinkLayouts, ModelLayout, Row, Section
+from fedstrata.common.model.parts import ModelParts
+from fedstrata.common.runtime.uploads import UploadEncoder
+from fedstrata.device.jobs import Order
+from fedstrata.device.training.batches import LocalDataset
+from fedstrata.device.training.objectives.objective import LocalUpdate
+from fedstrata.device.training.objectives.table import objective_of
 
 
 @dataclass(frozen=True)

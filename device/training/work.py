@@ -15,21 +15,21 @@ from typing import Any, Final
 
 import numpy as np
 
-from common.errors import StateLost
-from common.experiment.schema import Experiment
-from common.host.files import writing
-from common.methods.private import NoiseSource, PrivateUpdates, no_secret
-from common.methods.rule import link_layouts
-from common.model.layout import LinkLayouts, Row
-from common.protocol.messages import Task
-from common.runtime.round import NUMBERS, WorkResult
-from common.runtime.uploads import UploadEncoder
-from common.storage.spool import Spool
-from common.storage.states import TaskStates
-from device.jobs import LocalResult, Order, Prepared, Progress
+from fedstrata.common.accounting.work import Work
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.methods.private import NoiseSource, PrivateUpdates, no_secret
+from fedstrata.common.methods.rule import link_layouts
+from fedstrata.common.model.layout import LinkLayouts, Row
+from fedstrata.common.protocol.messages import Task
+from fedstrata.common.runtime.round import NOTES, NUMBERS, WorkResult
+from fedstrata.common.runtime.uploads import UploadEncoder
+from fedstrata.common.storage.spool import Spool
+from fedstrata.common.storage.states import TaskStates
+from fedstrata.device.jobs import LocalResult, Order, Prepared, Progress, TrainerFolder
 
 FILE: Final = "vectors"
 OWN: Final = "own"  # the trainer's folder, within a state
+STATE: Final = "what this device kept"
 
 
 class LocalWork:
@@ -82,7 +82,7 @@ class LocalWork:
         place = {"global_round": key.global_round, "local_round": key.local_round}
         scores = experiment.scores(self._node, **place, last=not trains)
         if not trains and not scores:
-            return WorkResult(memoryview(b""), self.prepared.samples, None, 0, 0, 0.0, 0.0)
+            return WorkResult(memoryview(b""), Work(self.prepared.samples))
         number = memory.number(task)
         noise = b"" if self._steps is None or not trains else self._steps.key(number, [row])
         return Order(
@@ -97,21 +97,13 @@ class LocalWork:
             noise=noise,
         )
 
-    def result(self, task: Task, result: LocalResult) -> WorkResult:
-        """Return the result of a task's order: the costs, and no blob yet."""
-        did = (task.epochs, result.steps, result.train_s, result.wait_s)
-        plans = {self._node: [{NUMBERS: result.numbers}]} if result.numbers else {}
-        return WorkResult(
-            memoryview(b""),
-            result.samples,
-            result.loss,
-            *did,
-            plans=plans,
-            path=result.path,
-            tests=result.tests,
-            start_loss=result.start_loss,
-            costs=result.costs,
-        )
+    def result(self, result: LocalResult) -> WorkResult:
+        """Return the result of a task's order: the work, and no blob yet."""
+        plans: dict[str, list[dict[str, object]]] = {}
+        if result.numbers or result.notes:
+            noted = {NOTES: list(result.notes)} if result.notes else {}
+            plans[self._node] = [{NUMBERS: result.numbers, **noted}]
+        return WorkResult(memoryview(b""), result.work, plans=plans, start_loss=result.start_loss)
 
     def encoded(self, task: Task, result: WorkResult, received: Row) -> WorkResult:
         """Return a task's result with the blob of the trained model and its extras; `received`: the task's model.
@@ -138,6 +130,8 @@ class DeviceMemory:
     rounds in each global round; `rounds_back`: global rounds that the cloud may return.
     """
 
+    folder: TrainerFolder | None = None  # of the task that has begun, with `keeps_folder`
+
     def __init__(
         self,
         layouts: LinkLayouts,
@@ -158,8 +152,10 @@ class DeviceMemory:
         self._kept_bytes = kept_bytes
         self._row: Row = np.zeros(layouts.down.row_bytes + kept_bytes if kept_bytes else 0, np.uint8)
         keeps = self._kept.size > 0 or keeps_folder
-        self._states = TaskStates(spool.states(), rounds_back=rounds_back) if keeps else None
-        self.folder = spool.states() / OWN if keeps_folder else None
+        self._states: TaskStates | None = None
+        if keeps:
+            self._states = TaskStates(spool.states(), rounds_back=rounds_back, what=STATE, who="devices")
+        self._own = spool.states() / OWN if keeps_folder else None
         self._rounds = rounds
         self._last = 0, self._kept.copy()
 
@@ -171,11 +167,9 @@ class DeviceMemory:
         """Return the row of a task: what was received, and the vectors kept. Raises StateLost if the state is lost."""
         if self._states is None:
             return received
-        if self.folder is not None:
-            self._restore(self._states, task.follows, self.folder)
+        kept = self._after(self._states, task.follows)
         if not self._kept.size:
             return received
-        kept = self._after(self._states, task.follows)
         self.left_out[:] = kept[self._kept_bytes :].view(np.float32)
         if not self._kept_bytes:
             return received
@@ -195,40 +189,26 @@ class DeviceMemory:
         if self._kept.size:
             (folder / FILE).write_bytes(self._kept.data)
         if self.folder is not None:
-            shutil.copytree(self.folder, folder / OWN)
+            shutil.copytree(self.folder.after, folder / OWN, symlinks=True)
         return {}
 
-    def _restore(self, states: TaskStates, task: int, folder: Path) -> None:
-        """Let the trainer's folder be as it was after a task, counted from 1; empty before the first one."""
-        with writing(folder):
-            shutil.rmtree(folder, ignore_errors=True)
-            if task == 0:
-                folder.mkdir(parents=True)
-                return
-
-            def read(state: Path, _: Mapping[str, Any]) -> None:
-                shutil.copytree(state / OWN, folder)
-
-            if not states.read(task, read):
-                raise _lost(task)
-
     def _after(self, states: TaskStates, task: int) -> Row:
-        """Return the vectors, and what was left out, after a task, counted from 1; zeros before the first one."""
+        """Return the vectors, and what was left out, after a task, counted from 1; zeros before the first one.
+
+        The trainer's folder begins as it was then.
+        """
         last, row = self._last
-        if task == last:
-            return row
-        row = np.zeros_like(self._kept)
+        before: Path | None = None
+        if task != last:
+            row = np.zeros_like(self._kept)
 
         def read(folder: Path, _: Mapping[str, Any]) -> None:
-            row[:] = np.fromfile(folder / FILE, np.uint8)
+            nonlocal before
+            before = folder / OWN
+            if task != last and self._kept.size:
+                row[:] = np.fromfile(folder / FILE, np.uint8)
 
-        if task and not states.read(task, read):
-            raise _lost(task)
+        if task and (task != last or self._own is not None):
+            states.read(task, read)
+        self.folder = None if self._own is None else TrainerFolder(before, self._own)
         return row
-
-
-def _lost(task: int) -> StateLost:
-    return StateLost(
-        f"what this device kept after its task {task} is lost. Start devices with the same --spool DIR "
-        "after a restart, or start a new run."
-    )

@@ -17,21 +17,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.host.accelerators import is_lost
-from common.learning import models
-from common.learning.computing import first_line
-from common.learning.datasets import Normalise
-from common.learning.models import head_places
-from common.learning.nets import reseed
-from common.model.layout import ModelLayout, Row
-from device.jobs import Cancelled
-from device.training.hidden import obstacle_in
-from device.training.network import TRIAL_NOISE
-from device.training.objectives.table import objective_of
-from device.training.sgd import LocalSteps, features_of, forward_of
-from device.vmapped.loop import Batches, Turn, Visits, VmappedResult, train
-from device.vmapped.models import Recipe, VmappedModels
-from device.vmapped.schedule import Load, plan
+from fedstrata.common.host.accelerators import is_lost
+from fedstrata.common.learning import models
+from fedstrata.common.learning.computing import first_line
+from fedstrata.common.learning.datasets import Normalise
+from fedstrata.common.learning.models import head_places
+from fedstrata.common.learning.nets import reseed
+from fedstrata.common.model.layout import ModelLayout, Row
+from fedstrata.device.jobs import Cancelled
+from fedstrata.device.training.hidden import obstacle_in
+from fedstrata.device.training.network import TRIAL_NOISE
+from fedstrata.device.training.objectives.table import objective_of
+from fedstrata.device.training.sgd import LocalSteps, features_of, forward_of
+from fedstrata.device.vmapped.loop import Batches, Turn, Visits, VmappedResult, train
+from fedstrata.device.vmapped.models import Recipe, VmappedModels
+from fedstrata.device.vmapped.schedule import Load, plan
 
 PEAK_STEPS: Final = 3  # after which a group's memory is known
 UNLIMITED_DEVICES = 1 << 20  # where memory is the host's

@@ -13,12 +13,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from common.host.accelerators import out_of_memory
-from common.model.layout import Row
-from device.jobs import Cancelled, Progress
-from device.training.batches import Changes
-from device.vmapped.models import Batch, Recipe, VmappedModels
-from device.vmapped.schedule import Integers, Load, VmappedSchedule, plan
+from fedstrata.common.host.accelerators import out_of_memory
+from fedstrata.common.model.layout import Row
+from fedstrata.device.jobs import Cancelled, Progress
+from fedstrata.device.training.batches import Changes
+from fedstrata.device.vmapped.models import Batch, Recipe, VmappedModels
+from fedstrata.device.vmapped.schedule import Integers, Load, VmappedSchedule, plan
 
 LOOK_S = 0.5
 

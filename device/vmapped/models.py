@@ -26,20 +26,20 @@ from torch.func import functional_call, vmap
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _NormBase
 
-from common.experiment.training import TrainingSettings
-from common.learning.datasets import Normalise
-from common.learning.models import head_places, with_features
-from common.learning.nets import Dropout, is_plain
-from common.learning.optimizers import optimizer_of
-from common.methods.mixing import Floats
-from common.model.layout import ModelLayout, Row, Section
-from device.training import sgd
-from device.training.batches import Changes, change_images
-from device.training.hidden import hidden_state
-from device.training.objectives.objective import Minibatch
-from device.training.objectives.table import objective_of
-from device.training.vectors import TaskVectors
-from device.vmapped.schedule import VmappedStep
+from fedstrata.common.experiment.training import TrainingSettings
+from fedstrata.common.learning.datasets import Normalise
+from fedstrata.common.learning.models import head_places, with_features
+from fedstrata.common.learning.nets import Dropout, is_plain
+from fedstrata.common.learning.optimizers import optimizer_of
+from fedstrata.common.methods.mixing import Floats
+from fedstrata.common.model.layout import ModelLayout, Row, Section
+from fedstrata.device.training import sgd
+from fedstrata.device.training.batches import Changes, change_images
+from fedstrata.device.training.hidden import hidden_state
+from fedstrata.device.training.objectives.objective import Minibatch
+from fedstrata.device.training.objectives.table import objective_of
+from fedstrata.device.training.vectors import TaskVectors
+from fedstrata.device.vmapped.schedule import VmappedStep
 
 Tensors = dict[str, Tensor]
 
@@ -50,7 +50,8 @@ class Recipe:
 
     `anew` makes the module of one training of a device alone, if any code of the experiment is the user's own, which
     may keep anything beside its state.
-    `vectors` are those of training, `personal` the names of the weights that no device has received.
+    `vectors` are those of training, `personal` the names of the weights that no device has received, `own` those of the
+    user's own code.
     """
 
     module: nn.Module
@@ -62,6 +63,7 @@ class Recipe:
     learning_rate: float
     anew: Callable[[], nn.Module] | None = None
     personal: frozenset[str] = frozenset()
+    own: Sequence[str] = ()
 
     @property
     def layout(self) -> ModelLayout:
@@ -251,7 +253,7 @@ class VmappedModels:
 
     def _hidden_now(self) -> bytes:
         recipe = self._recipe
-        return b"" if recipe.anew is None else hidden_state(recipe.module, self._objective)
+        return b"" if recipe.anew is None else hidden_state(recipe.module, self._objective, recipe.own)
 
     def _outputs(
         self, run: Callable[..., tuple[Sequence[Tensor], Tensors]], weights: Tensors, buffers: Tensors, batch: Batch

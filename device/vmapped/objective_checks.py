@@ -11,20 +11,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.experiment import own
-from common.experiment.training import CrossEntropy, TrainingSettings
-from common.learning import models
-from common.learning.inputs import Inputs
-from common.learning.models import head_places
-from common.model.layout import LinkLayouts
-from device.training.objectives.objective import LocalUpdate, Minibatch
-from device.training.objectives.table import objective_of
-from device.training.sgd import LocalSteps, features_of
-from device.training.vectors import TaskVectors
-from device.vmapped import calibration
-from device.vmapped.loop import Turn, Visits
-from device.vmapped.models import Recipe
-from device.vmapped.schedule import Load
+from fedstrata.common.experiment import own
+from fedstrata.common.experiment.training import CrossEntropy, TrainingSettings
+from fedstrata.common.learning import models
+from fedstrata.common.learning.inputs import Inputs
+from fedstrata.common.learning.models import head_places
+from fedstrata.common.model.layout import LinkLayouts
+from fedstrata.device.training.objectives.objective import LocalUpdate, Minibatch
+from fedstrata.device.training.objectives.table import objective_of
+from fedstrata.device.training.sgd import LocalSteps, features_of
+from fedstrata.device.training.vectors import TaskVectors
+from fedstrata.device.vmapped import calibration
+from fedstrata.device.vmapped.loop import Turn, Visits
+from fedstrata.device.vmapped.models import Recipe
+from fedstrata.device.vmapped.schedule import Load
 
 KEY: Final = "training.objective.name"
 SAMPLES, BATCH, STEPS = 40, 10, 3

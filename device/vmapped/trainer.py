@@ -13,24 +13,32 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from common.accounting.child_report import TrainingPath
-from common.accounting.costs import DeviceCosts
-from common.errors import AcceleratorLost, InvalidExperiment
-from common.experiment.own import is_own
-from common.host.accelerators import is_lost, out_of_memory
-from common.learning import datasets, models
-from common.learning.computing import calls_own_code, first_line, set_up
-from common.learning.inputs import Inputs
-from common.model.parts import given_arrays
-from device.jobs import Cancelled, Done, Ending, HostedDevice, LocalResult, Order, VmappedMode, Work
-from device.training.batches import Changes, LocalDataset, dropout_seed, load_local_dataset, orders, uniform_numbers
-from device.training.objectives.table import objective_of
-from device.training.sgd import keep_linear_fp32
-from device.training.vectors import finish, vectors_of
-from device.vmapped.calibration import most_in_memory, problem_of
-from device.vmapped.loop import Turn, Visits, VmappedResult, train
-from device.vmapped.models import Recipe, keep_batch_norm_fp32
-from device.vmapped.schedule import Load
+from fedstrata.common.accounting.costs import DeviceCosts
+from fedstrata.common.accounting.work import TrainingPath, Work
+from fedstrata.common.errors import AcceleratorLost, InvalidExperiment
+from fedstrata.common.experiment.own import is_own
+from fedstrata.common.host.accelerators import is_lost, out_of_memory
+from fedstrata.common.learning import datasets, models
+from fedstrata.common.learning.computing import calls_own_code, first_line, set_up
+from fedstrata.common.learning.inputs import Inputs
+from fedstrata.common.model.parts import given_arrays
+from fedstrata.device.jobs import Cancelled, DeviceOrder, Done, Ending, HostedDevice, LocalResult, Order, VmappedMode
+from fedstrata.device.training.batches import (
+    Changes,
+    LocalDataset,
+    dropout_seed,
+    load_local_dataset,
+    orders,
+    uniform_numbers,
+)
+from fedstrata.device.training.network import own_names
+from fedstrata.device.training.objectives.table import objective_of
+from fedstrata.device.training.sgd import keep_linear_fp32
+from fedstrata.device.training.vectors import finish, vectors_of
+from fedstrata.device.vmapped.calibration import most_in_memory, problem_of
+from fedstrata.device.vmapped.loop import Turn, Visits, VmappedResult, train
+from fedstrata.device.vmapped.models import Recipe, keep_batch_norm_fp32
+from fedstrata.device.vmapped.schedule import Load
 
 CPU: Final = torch.device("cpu")
 KEY: Final = "training.vmapped"
@@ -61,7 +69,7 @@ class VmappedTrainer:
                 raise
             self._shared = None  # in training, devices without memory for a common step train one after another
 
-    def train(self, work: Sequence[Work], done: Done) -> list[int]:
+    def train(self, work: Sequence[DeviceOrder], done: Done) -> list[int]:
         """Train devices together; `done` gets each one's number and outcome. Return the others' numbers.
 
         If a step fails, the devices that are not done are returned, and later rounds of the experiment are not vmapped.
@@ -96,7 +104,7 @@ class VmappedTrainer:
             self._built, self._shared = device.built, _Shared(device, self._accelerator)
         return self._shared
 
-    def _train(self, work: Sequence[Work], done: Done) -> None:
+    def _train(self, work: Sequence[DeviceOrder], done: Done) -> None:
         shared = self._shared_of(work[0][0])
         by_rate: defaultdict[float, list[int]] = defaultdict(list)  # the rate may differ between global rounds
         for number, (_, order) in enumerate(work):
@@ -190,8 +198,8 @@ class _Shared:
     def recipe(self, rate: float) -> Recipe:
         """Return what the devices share at this learning rate."""
         shared = (self._module, self._vectors.inner, self._images, self._labels, self._normalise)
-        personal = self._vectors.personal
-        return Recipe(*shared, self._experiment.training, rate, self._anew, personal)
+        personal, own = self._vectors.personal, own_names(self._experiment)
+        return Recipe(*shared, self._experiment.training, rate, self._anew, personal, own)
 
     def turn(self, device: HostedDevice, order: Order, done: Callable[[Ending], None]) -> Turn:
         """Return a device's order as a turn of vmapped training."""
@@ -214,8 +222,17 @@ class _Shared:
                 return
             self._vectors.end(how.row, order.out)
             finish(experiment, self._vectors, local, order, node=node, steps=how.steps)
-            did = (how.loss, how.steps, how.train_s, how.wall_s - how.train_s, TrainingPath.VMAPPED, how.wall_s)
-            done(LocalResult(load.samples, *did, costs=DeviceCosts(cpu_s=how.cpu_s)))
+            work = Work(
+                load.samples,
+                how.loss,
+                order.epochs,
+                how.steps,
+                how.train_s,
+                wait_s=how.wall_s - how.train_s,
+                path=TrainingPath.VMAPPED,
+                costs=DeviceCosts(cpu_s=how.cpu_s),
+            )
+            done(LocalResult(work, wall_s=how.wall_s))
 
         seed = dropout_seed(experiment, node=node, local_round=local_round)
         return Turn(self._vectors.begin(order.row), load, visits, order.progress, order.cancelled, end, seed)

@@ -7,7 +7,7 @@ rules' decisions, so the buffers of the next models are the rule's mixing matrix
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import cos, exp, pi, radians, sin
 from pathlib import Path
@@ -16,28 +16,28 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from cloud import tempo
-from common.experiment.methods import RuleSettings
-from common.methods.aggregator import build
-from common.methods.fedadp import FedAdp, gompertz
-from common.methods.fedavg import FedAvg
-from common.methods.fedcda import FedCDA
-from common.methods.fedcross import FedCross
-from common.methods.fedmr import FedMR
-from common.methods.multi_model import Independent
-from common.methods.rule import Uploads
-from common.methods.statistics import Doubles
-from common.model.layout import ModelLayout, Section
-from deploy.results.charts import Axis, Curve, curves
-from deploy.results.figures import Drawing, Mark, Rect, Text, svg
+from docs.tools.pictures import picture
+from fedstrata.cloud import tempo
+from fedstrata.common.experiment.methods import RuleSettings
+from fedstrata.common.methods.aggregator import build
+from fedstrata.common.methods.fedadp import FedAdp, gompertz
+from fedstrata.common.methods.fedavg import FedAvg
+from fedstrata.common.methods.fedcda import FedCDA
+from fedstrata.common.methods.fedcross import FedCross
+from fedstrata.common.methods.fedmr import FedMR
+from fedstrata.common.methods.multi_model import Independent
+from fedstrata.common.methods.rule import Uploads
+from fedstrata.common.methods.statistics import Doubles
+from fedstrata.common.model.layout import ModelLayout, Section
+from fedstrata.deploy.results.charts import Axis, Curve, curves
+from fedstrata.deploy.results.figures import COLOURS, LETTER, Box, Canvas, Figure
 
 SEED: Final = 5  # with this seed FedMR's permutations differ in all layers
 ANGLES: Final = (0, 20, 60, 130)  # degrees, chosen so that all pairs of models differ in similarity
 
-CELL: Final = (54, 24)  # pixels
-GAP: Final = 28
-HEAD: Final = 40  # above the cells
-LETTER: Final = 7  # pixels: approximate width of a letter
+CELL: Final = (38.0, 15.0)  # points
+GAP: Final = 18.0  # between matrices
+TOP: Final = 30.0  # above the cells
 
 Point = tuple[float, float]
 
@@ -108,48 +108,60 @@ class SvgPanel:
     columns: Sequence[str]
 
     @property
-    def width(self) -> int:
-        """The width in pixels."""
-        return max(self._margin + CELL[0] * len(self.columns), LETTER * len(self.title))
+    def left(self) -> float:
+        """The points left of the cells, for the labels of the rows."""
+        return 6 + LETTER * max(map(len, self.rows))
 
     @property
-    def height(self) -> int:
-        """The height in pixels."""
-        return HEAD + CELL[1] * len(self.rows)
+    def width(self) -> float:
+        """The width in points."""
+        return max(self.left + CELL[0] * len(self.columns), LETTER * len(self.title)) + GAP
 
     @property
-    def _margin(self) -> int:
-        return 8 + LETTER * max(map(len, self.rows))
+    def height(self) -> float:
+        """The height in points."""
+        return TOP + CELL[1] * len(self.rows) + GAP
 
-    def draw(self, x: int, y: int) -> Iterator[Mark]:
-        """Yield the marks, with the upper left corner at x, y."""
-        left, top, (width, height) = x + self._margin, y + HEAD, CELL
-        yield Text(x, y + 12, self.title)
-        for j, label in enumerate(self.columns):
-            yield Text(left + j * width + width // 2, top - 8, label, "middle")
-        for i, label in enumerate(self.rows):
-            yield Text(left - 6, top + i * height + 16, label, "end")
-        for (i, j), weight in np.ndenumerate(self.weights):
-            if np.isnan(weight):
-                continue
-            at_x, at_y = left + j * width, top + i * height
+    def draw(self, canvas: Canvas, left: float, top: float) -> None:
+        """Draw it with the upper left corner there."""
+        wide, high = CELL[0] * len(self.columns), CELL[1] * len(self.rows)
+        axes = canvas.axes()
+        x, y = left + self.left, top + TOP
+        canvas.place(axes, left=x, top=y, right=canvas.size[0] - x - wide, bottom=canvas.size[1] - y - high)
+        canvas.sheet.text(left / canvas.size[0], 1 - (top + 9) / canvas.size[1], self.title)
+        axes.set(xlim=(0, len(self.columns)), ylim=(len(self.rows), 0))
+        axes.set_xticks(np.arange(len(self.columns)) + 0.5, self.columns)
+        axes.set_yticks(np.arange(len(self.rows)) + 0.5, self.rows)
+        axes.tick_params(top=False, bottom=False, labeltop=True, labelbottom=False)
+        axes.spines["bottom"].set_visible(False)
+        cells = [(i, j, float(weight)) for (i, j), weight in np.ndenumerate(self.weights) if not np.isnan(weight)]
+        canvas.boxes(axes, [Box(j, i, 1, 1, "s0", opacity=0.1 + 0.6 * weight) for i, j, weight in cells if weight])
+        for i, j, weight in cells:
+            frame = [j, j + 1, j + 1, j, j], [i, i, i + 1, i + 1, i]
+            axes.plot(*frame, color=COLOURS["line"], linewidth=0.8, clip_on=False)
             if weight:
-                yield Rect(at_x, at_y, width, height, "weight", opacity=0.1 + 0.6 * float(weight))
-                yield Text(at_x + width // 2, at_y + 16, f"{weight:.3f}".rstrip("0").rstrip("."), "middle")
-            yield Rect(at_x, at_y, width, height, "line")
+                axes.text(j + 0.5, i + 0.5, f"{weight:.3f}".rstrip("0").rstrip("."), ha="center", va="center")
 
 
 def matrices(title: str, rows: Sequence[Sequence[SvgPanel]]) -> str:
     """Draw rows of matrices."""
-    heights = [GAP + max(panel.height for panel in row) for row in rows]
-    marks: list[Mark] = []
-    for i, row in enumerate(rows):
-        x, y = GAP // 2, GAP // 2 + sum(heights[:i])
-        for panel in row:
-            marks += panel.draw(x, y)
-            x += panel.width + GAP
-    width = max(sum(GAP + panel.width for panel in row) for row in rows)
-    return svg(Drawing((width, sum(heights)), marks), title, "W: rows are the next models.")
+
+    def draw(paper: bool) -> Canvas:
+        canvas = Canvas(
+            max(sum(panel.width for panel in row) for row in rows),
+            sum(max(panel.height for panel in row) for row in rows),
+        )
+        top = 0.0
+        for row in rows:
+            left = 4.0
+            for panel in row:
+                panel.draw(canvas, left, top)
+                left += panel.width
+            top += max(panel.height for panel in row)
+        return canvas
+
+    text = "W: rows are the next models."
+    return picture([[Figure("mixing", "", text, draw)]], title, text)
 
 
 def mix(
@@ -252,7 +264,7 @@ def fedadp_gain() -> str:
     """Draw a child's weight over its angle under FedAdp."""
     points = [(s, exp(gompertz(s, 5.0) - 5.0)) for s in np.linspace(0, pi, 201).tolist()]
     title = "exp(f) over the smoothed angle s at a = 5, as a part of exp(a)"
-    return curves("fedadp-gain", title, {"exp(f)": Curve(points)}, x=Axis("s", "rad"), y=Axis("exp(f)")).svg()
+    return curve("fedadp-gain", title, "exp(f)", points, x=Axis("s", "rad"), y=Axis("exp(f)"))
 
 
 def epochs() -> str:
@@ -263,7 +275,13 @@ def epochs() -> str:
         points += [(exponent, points[-1][1] if points else tau), (exponent, tau)]
     title = "tau_c of institution m in the next global round, c = 6"
     across = Axis("log10 of omega of m; 0 is the nearest, 2 the farthest")
-    return curves("tempo", title, {"m": Curve(points)}, x=across, y=Axis("tau_c")).svg()
+    return curve("tempo", title, "m", points, x=across, y=Axis("tau_c"))
+
+
+def curve(name: str, title: str, label: str, points: Sequence[Point], *, x: Axis, y: Axis) -> str:
+    """Draw one curve."""
+    figure = curves(name, title, {label: Curve(points)}, x=x, y=y)
+    return picture([[figure]], figure.title, figure.text)
 
 
 PICTURES: Final[Mapping[str, Callable[[], str]]] = {

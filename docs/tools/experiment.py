@@ -16,12 +16,12 @@ from typing import Any, Final, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from common.experiment.codecs import CODECS, CodecSettings, FormSettings
-from common.experiment.methods import RULES, SELECTORS, RuleSettings, SelectionSettings
-from common.experiment.short_form import ShortForm
-from common.experiment.tiers import Tier
-from common.experiment.trainers import TRAINERS, OwnTrainer, TrainerTable
-from common.experiment.training import (
+from fedstrata.common.experiment.codecs import CODECS, CodecSettings, FormSettings
+from fedstrata.common.experiment.methods import RULES, SELECTORS, RuleSettings, SelectionSettings
+from fedstrata.common.experiment.short_form import ShortForm
+from fedstrata.common.experiment.tiers import Tier
+from fedstrata.common.experiment.trainers import TRAINERS, OwnTrainer, TrainerTable
+from fedstrata.common.experiment.training import (
     AUGMENTATIONS,
     OBJECTIVES,
     OPTIMIZERS,
@@ -31,10 +31,10 @@ from common.experiment.training import (
     OwnAugmentation,
     OwnObjective,
 )
-from common.methods.selection import OwnSelection
-from common.methods.single_model import OwnRule
-from common.model.delta_codecs import OwnCodec
-from common.model.table import CODECS as OF_CHANGES
+from fedstrata.common.methods.own_rule import OwnRule
+from fedstrata.common.methods.selection import OwnSelection
+from fedstrata.common.model.delta_codecs import OwnCodec
+from fedstrata.common.model.table import CODECS as OF_CHANGES
 
 INTRO: Final = """\
 # The experiment
@@ -56,28 +56,29 @@ fedstrata run my.toml --dry-run                                                 
 - A lab of one or two tiers has the short form: `topology`, `cloud`, `institution`, `links.wan`, `links.lan`,
   `transfer.wan`, `transfer.lan`. Any lab has a table `[[tiers]]` for each tier in place of these. `--set
   tiers.NAME.KEY=...` sets a key of a tier in both forms; the tiers of the short form are `wan` and `lan`.
-- In `deploy/experiments/` are the demo (`demo.toml`), a lab of four layers (`regions.toml`), and Tempo's lab
-  (`tempo-fashionmnist.toml`). The papers' tables and figures are [sweeps](reproduction.md).
+- In `deploy/experiments/` are the demo (`demo.toml`), a lab of four layers (`regions.toml`), Tempo's lab
+  (`tempo-fashionmnist.toml`), and FedCross on a convex loss (`convex.toml`). The papers' tables and figures are
+  [sweeps](reproduction.md).
 """
 MATTER: Final[Mapping[str, str]] = {  # keys of the short form; the other keys are for those who know why
     "seed": "everything random comes from it",
     "rounds": "global rounds",
     "topology.institutions": "how many, or a list of names; 0: the devices are below the cloud",
     "topology.devices": "all devices of the lab: how many, or a list of names",
-    "data.dataset": "a [data set](data.md), `NAME.csv`, `NAME.npz`, `folder`, or [your function](own.md#a-data-set)",
+    "data.dataset": "a [data set](data.md), `NAME.csv`, `NAME.npz`, `folder`, or [a function](own-data.md#a-data-set)",
     "data.root": "the folder of data sets; `{node}` in it is the name of the node that reads",
     "data.partition": "[who gets which samples](data.md#partitions); `private`: each device has its own files",
     "data.concentration": "of Dirichlet partitions: smaller is more skewed",
-    "model.name": "a [model](data.md#models), or [your class or function](own.md#a-model)",
+    "model.name": "a [model](data.md#models), or [your class or function](own-models.md#a-model)",
     "model.initial": "a run or a file in safetensors' format whose model the run starts from",
     "training.epochs": "of a device in each local round",
     "training.batch_size": "samples",
     "training.learning_rate": "of SGD on devices",
     "training.momentum": "of SGD on devices",
     "training.objective": "what devices [minimise](algorithms/README.md#objectives)",
-    "training.trainer": "what trains: PyTorch, a Flower client, or [your class](own.md#a-trainer)",
+    "training.trainer": "what trains: PyTorch, a [Flower app](flower.md), or [your class](own-trainers.md)",
     "cloud.participation": "share of the cloud's children that take part in a global round",
-    "cloud.aggregation": "the cloud's [rule](algorithms/README.md), or [yours](own.md#a-rule)",
+    "cloud.aggregation": "the cloud's [rule](algorithms/README.md), or [yours](own-methods.md#a-rule)",
     "cloud.epoch_control": "`tempo`: the cloud decides each institution's epochs",
     "cloud.closing.rule": "`quorum`: a round does not wait for all its children",
     "cloud.privacy.unit": "what [noise](privacy.md) protects at this tier",
@@ -100,11 +101,11 @@ SEE: Final[Mapping[str, str]] = {  # pages that explain a table
     "cloud.selection": "One of the selectors below, selected by `name`. [Client selection](algorithms/selection.md)"
     " has the formulas.",
     "evaluation": "[Evaluation](evaluation.md) explains what devices score, and what comes back.",
-    "score": "[Your own code](own.md#loss-and-score) has the scores, and explains how to add one.",
+    "score": "[Loss and score](own-models.md#loss-and-score) has the scores, and explains how to add one.",
     "training.objective": "One of the objectives below, selected by `name`."
     " [Algorithms](algorithms/README.md#objectives) has their pages.",
-    "training.augmentation": "Flips and crops of images, or [your own](own.md#an-augmentation).",
-    "training.trainer": "One of the trainers below, selected by `name`. [Your own code](own.md#a-trainer) explains"
+    "training.augmentation": "Flips and crops of images, or [your own](own-data.md#an-augmentation).",
+    "training.trainer": "One of the trainers below, selected by `name`. [Your own trainers](own-trainers.md) explains"
     " how to write one.",
     "cloud.privacy": "[Privacy](privacy.md) explains units, noise and the accountant.",
     "cloud.closing": "The [protocol](protocol.md#closing-a-round) has the details.",

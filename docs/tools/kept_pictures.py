@@ -1,8 +1,8 @@
-"""Draw the curves of kept runs, the score over time and over the cloud's bytes: NAME.svg for each folder of a sweep.
+"""Draw what kept runs show, a dot for each method: NAME.svg for each folder of a sweep.
 
     python -m docs.tools.kept_pictures docs/results
 
-Runs of one task are laid over each other: the data, the split and the model are the same. Each task has a row.
+Each task has a chart: the data, the split and the model are the same. A report of a folder has the curves.
 """
 
 from __future__ import annotations
@@ -12,30 +12,27 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from deploy.results.figures import Drawing, Text, svg
-from deploy.results.run import Run, folders, tiers_of
-from deploy.results.sections import curves
-from deploy.results.series import Series, firsts, series_of
-from docs.tools.runs_picture import arranged
+from docs.tools.kept_dots import dots
+from docs.tools.pictures import picture
+from fedstrata.deploy.results.figures import Figure
+from fedstrata.deploy.results.run import Run, folders
+from fedstrata.deploy.results.series import Series, baselines, series_of
 
 
 def pictures(root: Path) -> dict[str, str]:
     """Return the SVG of each folder with kept runs, by its file's name."""
-    return {f"{folder.name}.svg": picture(folder) for folder in sorted(root.iterdir()) if folder.is_dir()}
+    return {f"{folder.name}.svg": drawn(folder) for folder in sorted(root.iterdir()) if folder.is_dir()}
 
 
-def picture(folder: Path) -> str:
+def drawn(folder: Path) -> str:
     """Draw the kept runs of a sweep."""
     runs = [Run(path) for path in folders(folder)]
-    series, rows, texts = series_of(runs), list[list[Drawing]](), list[str]()
-    for task in firsts(series):
-        title, lines = _named([each for each in series if each.task == task])
-        found = {figure.name: figure for figure in curves(lines)}
-        score = lines[0].runs[0].experiment.score.label.replace(" ", "-")
-        shown = [found[f"{score}-{over}"] for over in ("seconds", tiers_of(lines[0].runs)[0])]
-        rows += [[Drawing((0, 22), [Text(2, 16, title)])]] * bool(title) + [[figure.page() for figure in shown]]
-        texts += [title, *(figure.text for figure in shown)]
-    return svg(arranged(rows), f"Kept runs of {folder.name}", " ".join(filter(None, texts)))
+    series, rows = series_of(runs), list[list[Figure]]()
+    for task in baselines(series):
+        title, members = _named([each for each in series if each.task == task])
+        if (chart := dots(folder.name, members)) is not None:
+            rows.append([replace(chart, title=f"{title}: {chart.title}" if title else chart.title)])
+    return picture(rows, f"Kept runs of {folder.name}", " ".join(figure.text for row in rows for figure in row))
 
 
 def _named(series: Sequence[Series]) -> tuple[str, list[Series]]:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import typer
 
-from deploy.cli.main import app
+from fedstrata.deploy.cli.main import app
 
 INTRO: Final = """\
 # Commands
@@ -42,16 +42,18 @@ EXAMPLES: Final[Mapping[str, str]] = {
     "device": "fedstrata device --name device-0 --parent institution-0 --broker 10.0.0.1",
     "broker": "fedstrata broker --host 0.0.0.0 --insecure",
     "watch": "fedstrata watch --broker 10.0.0.1 --devices",
-    "plan": "fedstrata plan demo --one-host",
+    "plan": "fedstrata plan demo",
     "sweep": "fedstrata sweep study/two --direct --only images=clean",
     "report": "fedstrata report runs/20261120T130301Z-demo-89f8b0",
     "experiments": "fedstrata experiments",
+    "new": "fedstrata new mine --rule",
     "export": "fedstrata export 89f8b0 --tensorboard boards --follow",
     "replay": "fedstrata replay 89f8b0",
     "compare": "fedstrata compare runs/*tempo* runs/*fixed* --target 0.9 --format latex",
     "runs list": "fedstrata runs list --runs runs",
     "runs show": "fedstrata runs show 89f8b0",
     "runs sharpness": "fedstrata runs sharpness runs/fedavg runs/fedcross",
+    "runs divergence": "fedstrata runs divergence runs/central runs/tempo runs/fedavg",
     "runs delete": "fedstrata runs delete 89f8b0",
     "runs prune": "fedstrata runs prune --days 7",
     "data check": "fedstrata data check --root data",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.metrics import FAMILIES
+from fedstrata.common.metrics import FAMILIES
 
 
 def table() -> str:

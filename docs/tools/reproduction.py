@@ -2,7 +2,7 @@
 
     python -m docs.tools.reproduction
 
-Bytes and SGD steps are those of `fedstrata plan FILE --direct`. The seconds of a step are this process's CPU seconds,
+Bytes and SGD steps are those of `fedstrata plan FILE`. The seconds of a step are this process's CPU seconds,
 in one thread, with random samples, so other load on the machine hardly matters. Data sets that are missing are assumed,
 as in `plan`; text has no assumption, so its cells have neither bytes nor hours.
 """
@@ -10,23 +10,24 @@ as in `plan`; text has no assumption, so its cells have neither bytes nor hours.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
+from statistics import mean
 from typing import Any, Final
 
 import torch
 from torch.nn.functional import cross_entropy
 
-from common.errors import InvalidExperiment
-from common.experiment.schema import Experiment
-from common.learning import datasets, models
-from common.learning.inputs import Inputs
-from deploy.console.shipped import shipped_sweeps
-from deploy.planning.calibration import MachineSpeeds
-from deploy.planning.simulated import Site, simulate
-from deploy.planning.workload import workload
-from deploy.sweeps.grid import Grid, load
-from deploy.sweeps.planning import ROUNDS, groups_of, plan_of
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.learning import datasets, models
+from fedstrata.common.learning.inputs import Inputs
+from fedstrata.deploy.console.shipped import shipped_sweeps
+from fedstrata.deploy.planning.calibration import MachineSpeeds
+from fedstrata.deploy.planning.simulated import simulate
+from fedstrata.deploy.planning.workload import workload
+from fedstrata.deploy.sweeps.grid import Grid, load
+from fedstrata.deploy.sweeps.planning import ROUNDS, groups_of, plan_of
 
 STEPS: Final = 2  # the first warms up
 HEAD: Final = ("| sweep | devices | global rounds | cells | seeds | GB | core hours |", "|---|---|---|---|---|---|---|")
@@ -61,21 +62,16 @@ def lines() -> Iterator[str]:
 
 
 def _predict(experiment: Experiment) -> dict[str, Any]:
-    """Return what `plan` predicts, from the seconds of SGD steps alone."""
+    """Return what `plan` predicts, but for the seconds: those of one core for the SGD steps of all devices."""
     try:
         work = workload(experiment)
     except InvalidExperiment:  # text that is missing
         return {"global_round_s": 0.0, "tiers": {}, "memory": {}, "assumed": []}
     inputs = datasets.load(work.calibrated.data).inputs
     step_s = _step_s(experiment.model.name, inputs, experiment.training.batch_size)
-    speeds = MachineSpeeds(step_s=step_s, cores=1)
-    run = simulate(work, speeds, site=Site.DIRECT, rounds=ROUNDS, work_s=_free)
-    return {"global_round_s": sum(run.seconds().values()), "tiers": run.tiers(), "memory": {}, "assumed": work.assumed}
-
-
-def _free(begin: Callable[[], None]) -> float:
-    begin()
-    return 0.0
+    run = simulate(work, MachineSpeeds(cores=1), rounds=ROUNDS)
+    steps = run.sample.multiples[-1] * mean(each.sgd_steps for each in run.settled)
+    return {"global_round_s": steps * step_s, "tiers": run.tiers(), "memory": {}, "assumed": work.assumed}
 
 
 @lru_cache

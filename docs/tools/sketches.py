@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/concepts.md: the three layers, and the messages and phases of a global round.
+"""Draw the pictures of docs/concepts.md: the three layers, a global round, a model in transfer.
 
 python -m docs.tools.sketches docs
 """
@@ -8,96 +8,192 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from deploy.results.figures import PHASES, Drawing, Line, Mark, Rect, Text, svg
+from docs.tools.pictures import picture
+from fedstrata.deploy.results.figures import COLOURS, PHASES, Box, Canvas, Figure
 
-BOX: Final = (104.0, 34.0)
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+BOX: Final = (70.0, 22.0)  # points
+BROKER: Final = (40.0, 14.0)
+BAR: Final = 11.0
+SLANT: Final = 5.0  # of an arrow between a node and a broker
+
+Point = tuple[float, float]
 
 
 def layers() -> str:
-    """Draw a cloud, two institutions and their devices, and the exchanges between the layers."""
-    places = {"cloud": (280.0, 16.0), "institution 0": (120.0, 116.0), "institution 1": (440.0, 116.0)}
-    devices = [(40.0 + 80.0 * i + (80.0 if i > 2 else 0.0), 216.0) for i in range(6)]
-    marks: list[Mark] = []
-    for institution in ("institution 0", "institution 1"):
-        marks.append(Line([_under(places["cloud"]), places[institution]], "line"))
-    for i, place in enumerate(devices):
-        home = places["institution 0" if i < 3 else "institution 1"]
-        marks.append(Line([_under(home), place], "line"))
-    for name, place in places.items():
-        marks += _box(place, name, width=BOX[0])
-    for i, place in enumerate(devices):
-        marks += _box(place, f"device {i}", width=68.0)
-    notes = (
-        (576.0, 28.0, "global rounds: a rule over the institutions;"),
-        (576.0, 44.0, "Tempo: number of epochs in the next one"),
-        (576.0, 76.0, "WAN: a model down, a model up, once"),
-        (576.0, 128.0, "tau_i local rounds: a rule over the devices"),
-        (576.0, 176.0, "LAN: a model down, a model up, tau_i times"),
-        (576.0, 228.0, "tau_c epochs of SGD on the device's own data"),
+    """Draw a cloud, two institutions and their devices, their brokers, and the rates of the links."""
+    cloud, homes = (190.0, 14.0), ((84.0, 128.0), (296.0, 128.0))
+    devices = [(28.0 + 56.0 * i + (44.0 if i > 2 else 0.0), 226.0) for i in range(6)]
+    upper, lower = (190.0, 72.0), ((84.0, 180.0), (296.0, 180.0))  # of the brokers
+    notes = {
+        14.0: "global rounds: a rule over the institutions;\nTempo: the epochs of the next one",
+        72.0: "WAN, 20 Mbit/s: a model down, a model up, once",
+        128.0: "local rounds: a rule over the devices",
+        180.0: "LAN, 100 Mbit/s: the same in each local round",
+        226.0: "epochs of SGD on the device's own samples",
+    }
+
+    def draw(paper: bool) -> Canvas:
+        canvas = Canvas(620, 246)
+        axes = canvas.ground()
+        ends = [(cloud, upper), *((upper, home) for home in homes), *zip(homes, lower, strict=True)]
+        ends += [(lower[i // 3], place) for i, place in enumerate(devices)]
+        for (x0, y0), (x1, y1) in ends:
+            axes.plot([x0, x1], [y0, y1], color=COLOURS["line"], linewidth=0.8, zorder=0)
+        _box(axes, cloud, "cloud", BOX)
+        for i, home in enumerate(homes):
+            _box(axes, home, f"institution {i}", BOX)
+        for i, place in enumerate(devices):
+            _box(axes, place, f"device {i}", (48.0, BOX[1]))
+        for place in (upper, *lower):
+            _box(axes, place, "broker", BROKER, fill="grid")
+        for y, note in notes.items():
+            axes.text(390, y, note, va="center", color=COLOURS["soft"])
+        return canvas
+
+    description = (
+        "A cloud and two institutions meet at one MQTT broker over a WAN, each institution and its three devices at"
+        " another over a LAN."
     )
-    marks += [Text(x, y, note, kind="soft") for x, y, note in notes]
-    description = "A cloud, two institutions with three devices each, and the exchanges between the layers."
-    return svg(Drawing((880, 260), marks), "The three layers", description)
+    return picture([[Figure("layers", "", description, draw)]], "The three layers", description)
 
 
 def global_round() -> str:
     """Draw the time lines of one global round with one local round, and its phases as measured at the cloud."""
-    left, right = 130.0, 850.0
-    rows = {"cloud": 60.0, "institution 0": 110.0, "device 0": 160.0, "institution 1": 230.0, "device 3": 280.0}
-    marks: list[Mark] = []
-    for name, y in rows.items():
-        marks += [Text(4, y + 4, name), Line([(left, y), (right, y)], "grid")]
-    ends = {"dispatch": 260.0, "train": 470.0, "wait": 610.0, "collect": 740.0, "aggregate": 800.0}
-    start = left + 20
-    for phase, end in ends.items():
-        marks.append(Rect(start, 330, end - start - 1, 16, PHASES[phase]))
-        marks.append(Text((start + end) / 2, 364, phase, "middle", "soft"))
-        marks.append(Line([(end, 40), (end, 330)], "target"))
-        start = end
-    for home, device, arrives, trained, announced, there in (
-        ("institution 0", "device 0", 230.0, 400.0, 470.0, 600.0),
-        ("institution 1", "device 3", 260.0, 540.0, 610.0, 740.0),
-    ):
-        marks.append(Rect(arrives + 25, rows[device] - 8, trained - arrives - 25, 16, PHASES["train"]))
-        marks.append(Text((arrives + trained + 25) / 2, rows[device] - 12, "SGD", "middle", "soft"))
-        marks.append(Rect(announced - 14, rows[home] - 8, 14, 16, PHASES["aggregate"]))
-        marks += _arrow((left + 20, rows["cloud"]), (arrives, rows[home]), "task, model" if arrives < 240 else "")
-        marks += _arrow((arrives - 60, rows[home]), (arrives + 25, rows[device]), "")
-        marks += _arrow((trained, rows[device]), (announced - 14, rows[home]), "")
-        marks += _arrow((announced, rows[home]), (there, rows["cloud"]), "result, model")
-    marks.append(Rect(740, rows["cloud"] - 8, 60, 16, PHASES["aggregate"]))
-    marks.append(Text(4, 342, "phases"))
+    rows = {"cloud": 22.0, "institution 0": 56.0, "device 0": 90.0, "institution 1": 138.0, "device 3": 172.0}
+    ends = {"dispatch": 174.0, "train": 314.0, "wait": 406.0, "collect": 494.0, "aggregate": 534.0}
+    start, phases = 100.0, 206.0
+
+    def draw(paper: bool) -> Canvas:
+        canvas = Canvas(580, 234)
+        axes = canvas.ground()
+        boxes = [Box(ends["collect"], rows["cloud"] - BAR / 2, 40, BAR, PHASES["aggregate"])]
+        for name, y in rows.items():
+            axes.text(2, y, name, va="center")
+            axes.plot([86, 570], [y, y], color=COLOURS["grid"], linewidth=0.8, zorder=0)
+        axes.text(2, phases + BAR / 2, "phases", va="center")
+        begin = start
+        for phase, end in ends.items():
+            boxes.append(Box(begin, phases, end - begin - 0.7, BAR, PHASES[phase]))
+            axes.text((begin + end) / 2, phases + 22, phase, ha="center", color=COLOURS["soft"])
+            axes.plot([end, end], [10, phases], color=COLOURS["soft"], linewidth=0.7, linestyle=(0, (1.3, 2)))
+            begin = end
+        for home, device, arrives, trained, announced, there in (
+            ("institution 0", "device 0", 153.0, 267.0, 314.0, 400.0),
+            ("institution 1", "device 3", 174.0, 360.0, 406.0, 494.0),
+        ):
+            boxes.append(Box(arrives + 17, rows[device] - BAR / 2, trained - arrives - 17, BAR, PHASES["train"]))
+            boxes.append(Box(announced - 10, rows[home] - BAR / 2, 10, BAR, PHASES["aggregate"]))
+            axes.text((arrives + trained + 17) / 2, rows[device] + 15, "SGD", ha="center", color=COLOURS["soft"])
+            _arrow(axes, (start, rows["cloud"]), (arrives, rows[home]))
+            _arrow(axes, (arrives - 40, rows[home]), (arrives + 17, rows[device]))
+            _arrow(axes, (trained, rows[device]), (announced - 10, rows[home]))
+            _arrow(axes, (announced, rows[home]), (there, rows["cloud"]))
+            axes.text(there - 30, rows["cloud"] - 10, "result, model", ha="center", color=COLOURS["soft"])
+        axes.text(start + 4, rows["cloud"] - 10, "task, model", color=COLOURS["soft"])
+        canvas.boxes(axes, boxes)
+        return canvas
+
     description = (
         "The cloud sends its model to the institutions, which forward the chunks to their devices as they arrive. The"
         " devices train. Each institution mixes their models and announces its result, and the cloud fetches it."
     )
-    return svg(Drawing((right + 10, 376), marks), "A global round", description)
+    return picture([[Figure("round", "", description, draw)]], "A global round", description)
 
 
-def _box(place: tuple[float, float], name: str, *, width: float) -> list[Mark]:
-    x, y = place
-    return [Rect(x - width / 2, y, width, BOX[1], "node"), Text(x, y + 21, name, "middle")]
+def transfers() -> str:
+    """Draw how a model goes up from a device to the cloud, with a lost chunk, and how the next one comes down."""
+    lanes = {
+        "device": 44.0,
+        "broker of the LAN": 174.0,
+        "institution": 304.0,
+        "broker of the WAN": 434.0,
+        "cloud": 564.0,
+    }
+    device, lan, institution, wan, cloud = lanes.values()
+    lost = 117.0  # the height of the message that ends at the broker
+    up, down = (device, lan, institution), (institution, lan, device)
+    up_wan, down_wan = (institution, wan, cloud), (cloud, wan, institution)
+    messages = [
+        (54.0, up, "Result: the manifest"), (75.0, down, "Ask: all chunks"), (96.0, up, "chunks 0, 1"),
+        (lost, up, "chunk 2"), (138.0, up, "chunks 3, 4, 5"), (159.0, down, "Ask: chunk 2"), (180.0, up, "chunk 2"),
+        (242.0, up_wan, "Result: the manifest"), (259.0, down_wan, "Ask: all chunks"), (276.0, up_wan, "chunks 0 to 5"),
+        (310.0, down_wan, "Task: the manifest"), (326.0, down, "Task: the manifest"),
+    ]  # fmt: skip
+    for i in range(3):
+        name, y = f"chunks {2 * i}, {2 * i + 1}", 350.0 + 19 * i
+        messages += [(y, down_wan, name), (y + 16, down, name)]
+    notes = {
+        58.0: "its size, and a digest of each chunk",
+        79.0: "what is lacking, how many may be in flight",
+        121.0: "lost: a kill, a restart of the broker",
+        142.0: "each is checked by its digest",
+        163.0: "the repair: 2 was passed, so it is lost",
+        195.0: "complete: Ask of nothing, Acknowledgement",
+    }
+    parts = {28.0: "Up: a device's result", 206.0: "Up: the institution's result", 293.0: "Down: cut-through"}
+
+    def draw(paper: bool) -> Canvas:
+        canvas = Canvas(620, 436)
+        axes = canvas.ground()
+        for name, x in lanes.items():
+            axes.text(x, 10, name, ha="center", va="center")
+            axes.plot([x, x], [18, 420], color=COLOURS["grid"], linewidth=0.8, zorder=0)
+        for y, title in parts.items():
+            axes.plot([0, 620], [y, y], color=COLOURS["soft"], linewidth=0.7, linestyle=(0, (1.3, 2)))
+            axes.text(2, y + 9, title, va="center")
+        for y, ends, label in messages:
+            _hop(axes, ends, y, label, is_lost=y == lost)
+        for y, note in notes.items():
+            axes.text(institution + 12, y, note, va="center", color=COLOURS["soft"])
+        canvas.boxes(axes, [Box(institution - 5.5, 217, 11, 20, PHASES["aggregate"])])
+        made = "the rule makes one model of all results"
+        axes.text(institution - 12, 228, made, ha="right", va="center", color=COLOURS["soft"])
+        limit = "Each chunk goes on as it arrives: two tiers take the time of the slower link."
+        axes.text(2, 429, limit, va="center", color=COLOURS["soft"])
+        return canvas
+
+    description = (
+        "A device announces its result with a manifest. The institution asks for chunks, checks each by its digest, and"
+        " asks again for one that was lost. It mixes all results and announces its own to the cloud, which fetches it"
+        " the same way. Downwards the institution forwards each chunk to its devices as it arrives. All messages pass"
+        " the broker of their tier."
+    )
+    return picture([[Figure("transfers", "", description, draw)]], "A model in transfer", description)
 
 
-def _under(place: tuple[float, float]) -> tuple[float, float]:
-    return place[0], place[1] + BOX[1]
+def _hop(axes: Axes, ends: tuple[float, float, float], y: float, label: str, *, is_lost: bool) -> None:
+    """Draw a message from a node over a broker to a node; a lost one ends at the broker."""
+    start, broker, end = ends
+    _arrow(axes, (start, y), (broker, y + SLANT))
+    axes.text((start + broker) / 2, y - 1, label, ha="center", va="bottom", color=COLOURS["soft"])
+    if is_lost:
+        axes.plot([broker + 10], [y + SLANT], marker="x", markersize=6, color=COLOURS["line"])
+    else:
+        _arrow(axes, (broker, y + SLANT), (end, y + 2 * SLANT))
 
 
-def _arrow(start: tuple[float, float], end: tuple[float, float], label: str) -> list[Mark]:
-    """Draw an arrow with a label at its middle."""
-    (x0, y0), (x1, y1) = start, end
-    length = ((x1 - x0) ** 2 + (y1 - y0) ** 2) ** 0.5
-    dx, dy = (x1 - x0) / length, (y1 - y0) / length
-    head = [(x1 - 8 * dx - 4 * dy, y1 - 8 * dy + 4 * dx), (x1, y1), (x1 - 8 * dx + 4 * dy, y1 - 8 * dy - 4 * dx)]
-    drawn: list[Mark] = [Line([start, end], "line"), Line(head, "line")]
-    if label:
-        drawn.append(Text((x0 + x1) / 2 + 6, (y0 + y1) / 2 - 2, label, kind="soft"))
-    return drawn
+def _box(axes: Axes, place: Point, name: str, size: Point, *, fill: str = "ground") -> None:
+    """Draw a box with a name around a point."""
+    (x, y), (wide, high) = place, size
+    corners = [x - wide / 2, x + wide / 2, x + wide / 2, x - wide / 2], [y - high / 2] * 2 + [y + high / 2] * 2
+    axes.fill(*corners, facecolor=COLOURS[fill], edgecolor=COLOURS["line"], linewidth=0.8)
+    axes.text(x, y, name, ha="center", va="center")
 
 
-PICTURES: Final[Mapping[str, Callable[[], str]]] = {"concepts-layers.svg": layers, "concepts-round.svg": global_round}
+def _arrow(axes: Axes, start: Point, end: Point) -> None:
+    axes.annotate("", end, start, arrowprops={"arrowstyle": "->", "color": COLOURS["line"], "shrinkA": 0, "shrinkB": 0})
+
+
+PICTURES: Final[Mapping[str, Callable[[], str]]] = {
+    "concepts-layers.svg": layers,
+    "concepts-round.svg": global_round,
+    "concepts-transfers.svg": transfers,
+}
 
 if __name__ == "__main__":
     for name, draw in PICTURES.items():

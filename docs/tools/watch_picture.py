@@ -10,16 +10,17 @@ import asyncio
 import io
 import re
 import sys
+from collections.abc import Sequence
 from typing import Final
 
 from rich.console import Console
 
-from common.protocol.messages import Step
-from deploy.console.login import OPERATOR, Login
-from deploy.watching.follower import Follower
-from deploy.watching.lab import WatchedLab
-from deploy.watching.runs import Runs
-from deploy.watching.view import View
+from fedstrata.common.protocol.messages import Step
+from fedstrata.deploy.console.login import OPERATOR, Login
+from fedstrata.deploy.watching.follower import Follower
+from fedstrata.deploy.watching.lab import Event, WatchedLab
+from fedstrata.deploy.watching.runs import Runs
+from fedstrata.deploy.watching.view import View
 
 WIDTH: Final = 96
 HEIGHT: Final = 30
@@ -35,10 +36,7 @@ class Camera:
     def waiting(self, runs: Runs, brokers: str) -> None:
         """Wait for the run."""
 
-    def event(self, lab: WatchedLab, event: str, facts: dict[str, object], now: float) -> None:
-        """Leave events out of the picture."""
-
-    def draw(self, lab: WatchedLab, now: float) -> None:
+    def show(self, lab: WatchedLab, events: Sequence[Event], now: float) -> None:
         """Print the picture when its moment has come, and raise SystemExit."""
         lines = View(WIDTH, HEIGHT).picture(lab, now, [])
         if lab.global_round < self._global_round or not any(Step.TRAINING in line.plain for line in lines):

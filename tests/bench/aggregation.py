@@ -1,4 +1,4 @@
-"""What aggregation costs on one core: ResNet-18's rows (11.2 M columns) mixed, measured and selected, as tables.
+"""`make bench NAME=aggregation`: what aggregation costs on one core, ResNet-18's rows mixed, measured and selected.
 
 The kernel is measured beside the memory traffic that it must have, at the speed of memcpy (bytes read and written,
 row by row, in the same run), and beside a loop over the state's keys in torch as public code has it. The Gram matrix
@@ -26,19 +26,19 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from common.experiment.methods import RULES, RuleSettings
-from common.learning import models
-from common.learning.inputs import Inputs
-from common.methods import fedcross, fedmr, mixing
-from common.methods.aggregator import build
-from common.methods.fedcda import FedCDA
-from common.methods.fedcross import FedCrossStage
-from common.methods.fedmr import FedMR
-from common.methods.mixing import Mixture, whole
-from common.methods.rule import Rule, Uploads
-from common.methods.statistics import gram
-from common.model.layout import ModelLayout
-from tests.helpers.rules import LEAST
+from fedstrata.common.experiment.methods import RULES, RuleSettings
+from fedstrata.common.learning import models
+from fedstrata.common.learning.inputs import Inputs
+from fedstrata.common.methods import fedcross, mixing
+from fedstrata.common.methods.aggregator import build
+from fedstrata.common.methods.fedcda import FedCDA
+from fedstrata.common.methods.fedcross import FedCrossStage
+from fedstrata.common.methods.fedmr import FedMR
+from fedstrata.common.methods.mixing import Mixture, whole
+from fedstrata.common.methods.rule import Rule, Uploads
+from fedstrata.common.methods.statistics import Gram
+from fedstrata.common.model.layout import ModelLayout
+from tests.helpers.rules import LEAST, mixing_round, planned
 
 REPEATS = 5
 MODELS = (10, 40)
@@ -127,11 +127,11 @@ def kernel(layout: ModelLayout, count: int, table: Table) -> None:
     alone, order = FedCrossStage("plain", 0.99, 1, similar=False), [fedcross.in_order(0, count)]
     plans: dict[str, tuple[Any, list[Any], int, Callable[[], object]]] = {
         "FedMR, module": (
-            fedmr.plan(fedmr.layers(FedMR(), layout), count, seed=1, node="cloud", r=0)[0],
+            planned(FedMR(), mixing_round(rows_K, layout))[0],
             list(out), 2 * count, lambda: torch_fedmr(states),
         ),
         "FedCross, in order": (
-            whole(layout, fedcross.plan(alone, order, count)),
+            whole(layout, list(map(Mixture.of, fedcross.mixing_matrix(alone, order, count)))),
             list(out), 2 * count, lambda: torch_fedcross(states, 0.99),
         ),
         "FedAvg": (
@@ -150,7 +150,7 @@ def kernel(layout: ModelLayout, count: int, table: Table) -> None:
         line(table, name, count, ours_s, memcpy_s * moved / (2 * count), *least_s(rival, repeats=1))
     trainable = list(layout.floats(rows_K)[:, : layout.parameters])
     ours_s, *blas_s = least_s(
-        lambda: gram(trainable, trainable[0]),
+        lambda: Gram.of(trainable, trainable[0]),
         *(lambda width=width: blas(layout, rows_K, width) for width in (2048, 4096, 16_384)),
     )
     line(table, "Gram matrix", count, ours_s, min(blas_s), *least_s(lambda: torch_cosines(states), repeats=1))

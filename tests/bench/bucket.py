@@ -1,4 +1,4 @@
-"""How exactly the token bucket keeps its rate on the real event loop: `python tests/bench/bucket.py`.
+"""`make bench NAME=bucket`: how exactly the token bucket keeps its rate on the real event loop.
 
 Each rate sends chunks of the size that its link would have for `--seconds`, paced as an endpoint does it: the next one
 is reserved when the link is ready, and leaves when its time has come. What leaves goes nowhere: the broker is not
@@ -18,10 +18,10 @@ from collections import deque
 from rich.console import Console
 from rich.table import Table
 
-from common.experiment.links import LinkDirection
-from common.experiment.schema import TransferSettings
-from common.protocol.manifest import chunk_bytes_for
-from common.protocol.outbox import EARLY_S, Shaper
+from fedstrata.common.experiment.links import LinkDirection
+from fedstrata.common.experiment.schema import TransferSettings
+from fedstrata.common.protocol.manifest import chunk_bytes_for
+from fedstrata.common.protocol.outbox import EARLY_S, Shaper
 
 RATES_MBIT = (0.25, 1, 10, 100, 1000)
 PEER = "peer"

@@ -1,4 +1,4 @@
-"""What each codec costs and saves: a ResNet-18's row (11.2 M columns) encoded and decoded on one core, as a table.
+"""`make bench NAME=codecs`: what each codec costs and saves, a ResNet-18's row encoded and decoded on one core.
 
 Encoding counts the manifest with its chunk digests; decoding the check of each chunk, which the kernel has written to
 its place (common/net/bulk.py), and the views of all tensors. So `fp32`, which changes nothing, shows what every model
@@ -22,14 +22,14 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from common.experiment.codecs import CODECS as UP
-from common.experiment.schema import TransferSettings
-from common.learning import models
-from common.learning.inputs import Inputs
-from common.model.codecs import CODECS, Codec, codec_of
-from common.model.layout import ModelLayout, Row
-from common.protocol.manifest import chunk_digest, describe
-from common.protocol.messages import Manifest
+from fedstrata.common.experiment.codecs import CODECS as UP
+from fedstrata.common.experiment.schema import TransferSettings
+from fedstrata.common.learning import models
+from fedstrata.common.learning.inputs import Inputs
+from fedstrata.common.model.codecs import CODECS, Codec, codec_of
+from fedstrata.common.model.layout import ModelLayout, Row
+from fedstrata.common.protocol.manifest import chunk_digest, describe
+from fedstrata.common.protocol.messages import Manifest
 
 REPEATS = 9
 MOVED = 0.024

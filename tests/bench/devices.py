@@ -1,4 +1,4 @@
-"""Forty devices on one host: samples per second through the pool, and memory of the whole process tree.
+"""`make bench NAME=devices`: forty devices on one host: samples per second, memory of the process tree.
 
     python tests/bench/devices.py [--workers N]
 
@@ -25,10 +25,10 @@ from typing import Any
 
 import psutil
 
-from common.experiment import reading, schema
-from common.host.memory import keep_large_buffers
-from device.jobs import Order
-from device.pool.pool import Member, Pool, cores
+from fedstrata.common.experiment import reading, schema
+from fedstrata.common.host.memory import keep_large_buffers
+from fedstrata.device.jobs import Order
+from fedstrata.device.pool.pool import Member, Pool, cores
 
 DEVICES = 40
 EPOCHS = 2
@@ -57,7 +57,7 @@ async def round_of(members: list[Member], rows: list[Any], *, epochs: int) -> in
     trained = await asyncio.gather(
         *(member.train(Order(row, out, epochs, 0, lambda *_: None)) for member, out in zip(members, outs, strict=True))
     )
-    return sum(result.samples * epochs for result in trained)
+    return sum(result.work.samples * epochs for result in trained)
 
 
 async def held_up(most: list[float]) -> None:
@@ -71,7 +71,7 @@ async def held_up(most: list[float]) -> None:
 async def speed(workers: int) -> None:
     import numpy as np
 
-    from device.training.trainer import Trainer
+    from fedstrata.device.training.trainer import Trainer
 
     lab = experiment("lenet5", 600 * DEVICES, [1, 28, 28])
     lone = Trainer(lab, node="device-0", accelerator="cpu")

@@ -1,4 +1,4 @@
-"""`make bench-fedbuff`: synchronous rounds, a quorum and FedBuff with one slow device, in labs of processes.
+"""`make bench NAME=fedbuff`: synchronous rounds, a quorum and FedBuff with one slow device, five seeds.
 
 A cloud and six devices, digits by `dirichlet` 0.5, the perceptron. Five devices take 0.2 s longer for a task than this
 host, one 2 s. Each lab runs for some 50 seconds. Each seed is a split and a start; means and standard deviations over

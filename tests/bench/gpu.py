@@ -1,4 +1,4 @@
-"""`make bench-gpu`: what a GPU gives, in parts that go on where they were ended, and a table of all.
+"""`make bench NAME=gpu`: what a GPU gives, in parts that go on where they were ended, and a table of all.
 
     python tests/bench/gpu.py [--part NAME]... [--results FILE] [--again] [--table]
 

@@ -1,4 +1,4 @@
-"""The measurements of `make bench-gpu`, by part: each yields its rows by name, with a function that measures the row.
+"""The measurements of `make bench NAME=gpu`, by part: each yields its rows by name, with a function that measures it.
 
 They run in a process of their own for each part (`tests/bench/gpu.py`), on one accelerator, "cpu" or "cuda:N".
 """
@@ -23,20 +23,20 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import torch
 
-from common.experiment import reading
-from common.experiment.data import MODELS
-from common.learning.computing import set_up
-from common.learning.evaluation import ModelTester
-from common.learning.inputs import Inputs
-from common.learning.nets import reseed
-from deploy.results.run import Run, folders
-from device.jobs import VARIABLE
-from device.training.network import source_of
-from device.training.sgd import run_sgd
-from device.vmapped.loop import Batches
-from device.vmapped.models import VmappedModels
-from device.vmapped.schedule import plan
-from device.vmapped.trainer import _Shared
+from fedstrata.common.experiment import reading
+from fedstrata.common.experiment.data import MODELS
+from fedstrata.common.learning.computing import set_up
+from fedstrata.common.learning.evaluation import ModelTester
+from fedstrata.common.learning.inputs import Inputs
+from fedstrata.common.learning.nets import reseed
+from fedstrata.deploy.results.run import Run, folders
+from fedstrata.device.jobs import VARIABLE
+from fedstrata.device.training.network import source_of
+from fedstrata.device.training.sgd import run_sgd
+from fedstrata.device.vmapped.loop import Batches
+from fedstrata.device.vmapped.models import VmappedModels
+from fedstrata.device.vmapped.schedule import plan
+from fedstrata.device.vmapped.trainer import _Shared
 from tests.bench import vmapped
 from tests.helpers.commands import command
 

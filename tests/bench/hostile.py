@@ -1,4 +1,4 @@
-"""`make bench-hostile`: members of a lab, and an outsider, attack it for a whole run; what does it cost the others?
+"""`make bench NAME=hostile`: members of a lab and an outsider attack it with a million messages.
 
 A lab of real processes on a real mosquitto, whose roles compute nothing. Meanwhile attackers publish what an access
 control list allows them: below their own names, and under these in others' inboxes and seeks. `device-0` attacks its
@@ -32,14 +32,15 @@ import paho.mqtt.client as mqtt
 from paho.mqtt.enums import CallbackAPIVersion
 from xxhash import xxh3_64_digest
 
-from common.accounting.child_report import ChildReport
-from common.accounting.traffic import TcpStats, Traffic
-from common.errors import WireError
-from common.experiment.reading import parse, to_toml
-from common.experiment.schema import Experiment
-from common.host.processes import free_port
-from common.protocol import serialization, topics
-from common.protocol.messages import (
+from fedstrata.common.accounting.child_report import ChildReport
+from fedstrata.common.accounting.traffic import TcpStats, Traffic
+from fedstrata.common.accounting.work import Work
+from fedstrata.common.errors import WireError
+from fedstrata.common.experiment.reading import parse, to_toml
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.host.processes import free_port
+from fedstrata.common.protocol import serialization, topics
+from fedstrata.common.protocol.messages import (
     DIGEST_BYTES,
     Acknowledgement,
     Alive,
@@ -63,8 +64,8 @@ from common.protocol.messages import (
     Task,
     WhoIsThere,
 )
-from deploy.brokers import broker
-from deploy.simulation.hardware import Durations
+from fedstrata.deploy.brokers import broker
+from fedstrata.deploy.simulation.hardware import Durations
 from tests.helpers.commands import command
 from tests.helpers.null_lab import MODEL_BYTES
 from tests.simulation.lab import ScenarioLab
@@ -246,7 +247,7 @@ class Attack:
 
     @staticmethod
     def _result(key: Key, model: Manifest) -> Result:
-        return Result(key, model, None, 10**12, 1e300, EVER, EVER, EVER, 1e300, 0.0, 0.0, (), "{", MUCH, (MUCH,))
+        return Result(key, model, None, Work(10**12, 1e300, EVER, EVER, 1e300, 0.0, 0.0), EVER, (), "{", MUCH, (MUCH,))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

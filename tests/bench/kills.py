@@ -1,4 +1,4 @@
-"""`make bench-kills`: kill the broker, the sender or the receiver at a random moment of a transfer; what does it cost?
+"""`make bench NAME=kills`: kill broker, sender or receiver in mid-transfer, ten times each.
 
     sender (ParentEndpoint, link of so many Mbit/s) --model--> mosquitto --model--> receiver (ChildEndpoint)
 
@@ -32,24 +32,25 @@ from rich.console import Console
 from rich.table import Table
 from rounds import layout_of
 
-from common.experiment.links import LinkSettings
-from common.experiment.schema import TransferSettings
-from common.experiment.tiers import Closing
-from common.host.memory import keep_large_buffers
-from common.model.layout import LinkLayouts, Row
-from common.net.address import BrokerAddress
-from common.net.bulk import Body
-from common.protocol.messages import NodeState, Task
-from common.protocol.presence import Identity
-from common.runtime.child_endpoint import ChildEndpoint
-from common.runtime.endpoint import Endpoint
-from common.runtime.lifecycle import live
-from common.runtime.models import Arriving
-from common.runtime.parent_endpoint import ParentEndpoint
-from common.runtime.round import Dispatch, Report, WorkResult
-from common.runtime.world import new_session
-from common.storage.spool import Spool
-from deploy.brokers import broker
+from fedstrata.common.accounting.work import Work
+from fedstrata.common.experiment.links import LinkSettings
+from fedstrata.common.experiment.schema import TransferSettings
+from fedstrata.common.experiment.tiers import Closing
+from fedstrata.common.host.memory import keep_large_buffers
+from fedstrata.common.model.layout import LinkLayouts, Row
+from fedstrata.common.net.address import BrokerAddress
+from fedstrata.common.net.bulk import Body
+from fedstrata.common.protocol.messages import NodeState, Task
+from fedstrata.common.protocol.presence import Identity
+from fedstrata.common.runtime.child_endpoint import ChildEndpoint
+from fedstrata.common.runtime.endpoint import Endpoint
+from fedstrata.common.runtime.lifecycle import live
+from fedstrata.common.runtime.models import Arriving
+from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
+from fedstrata.common.runtime.round import Dispatch, Report, WorkResult
+from fedstrata.common.runtime.world import new_session
+from fedstrata.common.storage.spool import Spool
+from fedstrata.deploy.brokers import broker
 
 RUN: Final = "kills-1"
 SENDER, RECEIVER, BROKER = "sender", "receiver", "broker"
@@ -295,7 +296,7 @@ def _receiver(port: int, model_bytes: int, spool: Path | None, meter: Any, repor
             moment = time.monotonic()
             np.copyto(out, row)
             reported.send((moment, _digest(row)))
-            return WorkResult(out.data, 1, 0.0, 1, 1, 0.0, 0.0)
+            return WorkResult(out.data, Work(1, 0.0, 1, 1, 0.0, 0.0))
 
         async def serve() -> None:
             await _introduced(endpoint, meter)

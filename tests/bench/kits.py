@@ -1,4 +1,4 @@
-"""`make bench-kits`: a lab of ten machines as network namespaces, installed by its kits, over runs in a row.
+"""`make bench NAME=kits`: a lab of ten machines as network namespaces, installed by its kits, as root.
 
     server: cloud, broker == router ==20 Mbit/s== site-0..2: institution, broker ==50 Mbit/s== box-0..5: a device each
 
@@ -23,9 +23,9 @@ from pathlib import Path
 
 from rich.table import Table
 
-from deploy.kits.provision import find_wheel
-from deploy.local.namespaces import VethPair
+from fedstrata.deploy.kits.provision import find_wheel
 from tests.bench.machines import DEMO, ROUTER, Checks, KitLab, console, home_of
+from tests.helpers.namespaces import VethPair
 from tests.simulation.outcome import model_digest
 
 SITES = tuple(f"site-{i}" for i in range(3))

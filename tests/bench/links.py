@@ -1,4 +1,4 @@
-"""`make bench-links`: models over links that the kernel keeps, against bytes / rate.
+"""`make bench NAME=links`: models over links that the kernel keeps, against bytes / rate, as root.
 
     parent, broker ==== shaped wire ====> child        each in a network namespace of its own
 
@@ -29,27 +29,28 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from rounds import layout_of
 
-from common.accounting.counters import Account, Direction
-from common.accounting.traffic import TcpStats
-from common.errors import ConnectionFailed, InvalidExperiment, RunFailed
-from common.experiment.links import LinkSettings
-from common.experiment.schema import TransferSettings
-from common.experiment.tiers import Closing
-from common.model.layout import LinkLayouts
-from common.net.address import BrokerAddress
-from common.protocol.messages import NodeState, Task
-from common.protocol.presence import Identity
-from common.runtime.child_endpoint import ChildEndpoint
-from common.runtime.endpoint import Endpoint
-from common.runtime.lifecycle import live
-from common.runtime.models import Arriving
-from common.runtime.parent_endpoint import ParentEndpoint
-from common.runtime.round import Dispatch, Report, WorkResult
-from common.runtime.world import new_session
-from deploy.brokers import broker
-from deploy.links.kernel import FRAME_BYTES
-from deploy.local import namespaces
-from deploy.local.namespaces import Namespace, joined
+from fedstrata.common.accounting.counters import Account, Direction
+from fedstrata.common.accounting.traffic import TcpStats
+from fedstrata.common.accounting.work import Work
+from fedstrata.common.errors import ConnectionFailed, InvalidExperiment, RunFailed
+from fedstrata.common.experiment.links import LinkSettings
+from fedstrata.common.experiment.schema import TransferSettings
+from fedstrata.common.experiment.tiers import Closing
+from fedstrata.common.model.layout import LinkLayouts
+from fedstrata.common.net.address import BrokerAddress
+from fedstrata.common.protocol.messages import NodeState, Task
+from fedstrata.common.protocol.presence import Identity
+from fedstrata.common.runtime.child_endpoint import ChildEndpoint
+from fedstrata.common.runtime.endpoint import Endpoint
+from fedstrata.common.runtime.lifecycle import live
+from fedstrata.common.runtime.models import Arriving
+from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
+from fedstrata.common.runtime.round import Dispatch, Report, WorkResult
+from fedstrata.common.runtime.world import new_session
+from fedstrata.deploy.brokers import broker
+from fedstrata.deploy.links.kernel import FRAME_BYTES
+from tests.helpers import namespaces
+from tests.helpers.namespaces import Namespace, joined
 
 RUN, PARENT, CHILD = "bench-1", "parent", "child"
 SESSION = "5e55104e"  # the parent's; a node learns it when it finds the run
@@ -221,7 +222,7 @@ def run_child(host: str, setting: Setting, reported: Connection) -> None:
         async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
             row = await model.whole()
             np.negative(layout.floats(row), out=layout.floats(out))  # plus one would be the next model: it has it
-            return WorkResult(out.data, 1, 0.0, 1, 1, 0.0, 0.0)
+            return WorkResult(out.data, Work(1, 0.0, 1, 1, 0.0, 0.0))
 
         async def goodbye() -> None:
             await endpoint.farewell((), timeout_s=20)

@@ -25,9 +25,9 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from deploy.kits.lab import load
-from deploy.kits.provision import INSTALLER, provision
-from deploy.local.namespaces import Namespace, VethPair, joined
+from fedstrata.deploy.kits.lab import load
+from fedstrata.deploy.kits.provision import INSTALLER, provision
+from tests.helpers.namespaces import Namespace, VethPair, joined
 
 DEMO: Final = Path(__file__).parents[2] / "deploy" / "experiments" / "demo.toml"
 PATIENCE_S: Final = 240

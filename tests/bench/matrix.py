@@ -1,4 +1,4 @@
-"""`make bench-matrix`: stop each role and the broker at each state of the protocol; is the model still the same?
+"""`make bench NAME=matrix`: stop each role and the broker at each state of the protocol; is the model the same?
 
     {device, institution, cloud, broker} x {dispatch, train, upload, collect, acknowledgement}
                                          x {SIGKILL, SIGSTOP for longer than the keep-alive, SIGTERM}
@@ -32,12 +32,12 @@ import paho.mqtt.client as mqtt
 from rich.console import Console
 from rich.table import Table
 
-from common.errors import WireError
-from common.experiment.reading import parse, to_toml
-from common.host.processes import free_port
-from common.protocol import serialization, topics
-from common.protocol.messages import Acknowledgement, Ask, Message, Phase, Progress, Result, Task
-from deploy.brokers import broker
+from fedstrata.common.errors import WireError
+from fedstrata.common.experiment.reading import parse, to_toml
+from fedstrata.common.host.processes import free_port
+from fedstrata.common.protocol import serialization, topics
+from fedstrata.common.protocol.messages import Acknowledgement, Ask, Message, Phase, Progress, Result, Task
+from fedstrata.deploy.brokers import broker
 
 PATIENCE_S: Final = 120.0
 KEEPALIVE_S: Final = 5
@@ -145,7 +145,7 @@ class Lab:
             return
         common = ["--spool", str(self.home / "spool"), "--broker", f"127.0.0.1:{self.port}"]
         with (self.home / f"{name}.log").open("ab") as log:
-            words = [sys.executable, "-m", "deploy.cli", *self.words(name, again=again), *common]
+            words = [sys.executable, "-m", "fedstrata", *self.words(name, again=again), *common]
             self.processes[name] = subprocess.Popen(words, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
 
     def words(self, name: str, *, again: bool) -> list[str]:

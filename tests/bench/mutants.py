@@ -1,4 +1,4 @@
-"""Small changes of the product, drawn by a seed: which do the tests notice? A table by room, and those that live on.
+"""`make bench NAME=mutants`: small changes of the product, drawn by a seed: which do the tests notice?
 
 A change is an operator, a number, a condition that is turned round, or a statement that is left out. Each is made in a
 copy of the sources, where the quick tests run that import its module; if they pass, some run that import a module that

@@ -26,21 +26,22 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import tcp
 
-from common.experiment.links import LinkSettings
-from common.experiment.schema import TransferSettings
-from common.experiment.tiers import Closing
-from common.host.memory import keep_large_buffers
-from common.model.layout import LinkLayouts, ModelLayout, Section
-from common.net.address import BrokerAddress
-from common.protocol.messages import NodeState, Task
-from common.protocol.presence import Identity
-from common.runtime.child_endpoint import ChildEndpoint
-from common.runtime.lifecycle import live
-from common.runtime.models import Arriving
-from common.runtime.parent_endpoint import ParentEndpoint
-from common.runtime.round import Dispatch, Report, WorkResult
-from common.runtime.world import new_session
-from deploy.brokers import broker
+from fedstrata.common.accounting.work import Work
+from fedstrata.common.experiment.links import LinkSettings
+from fedstrata.common.experiment.schema import TransferSettings
+from fedstrata.common.experiment.tiers import Closing
+from fedstrata.common.host.memory import keep_large_buffers
+from fedstrata.common.model.layout import LinkLayouts, ModelLayout, Section
+from fedstrata.common.net.address import BrokerAddress
+from fedstrata.common.protocol.messages import NodeState, Task
+from fedstrata.common.protocol.presence import Identity
+from fedstrata.common.runtime.child_endpoint import ChildEndpoint
+from fedstrata.common.runtime.lifecycle import live
+from fedstrata.common.runtime.models import Arriving
+from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
+from fedstrata.common.runtime.round import Dispatch, Report, WorkResult
+from fedstrata.common.runtime.world import new_session
+from fedstrata.deploy.brokers import broker
 
 RUN, PARENT, CHILD = "oneway-1", "parent", "child"
 SESSION = "5e55104e"  # the parent's; a node learns it when it finds the run
@@ -163,7 +164,7 @@ def _child(port: int, model_bytes: int, arrivals: SimpleQueue[float]) -> None:
         async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
             tensors = layout.views(await model.whole())
             arrivals.put(time.monotonic() if len(tensors) == TENSORS else 0.0)
-            return WorkResult(out.data, 1, 0.0, 1, 1, 0.0, 0.0)
+            return WorkResult(out.data, Work(1, 0.0, 1, 1, 0.0, 0.0))
 
         async def goodbye() -> None:
             await endpoint.farewell((), timeout_s=2)

@@ -1,4 +1,4 @@
-"""`make bench-operations`: the keeper's side of a lab of six machines, installed by its kits, with mutual TLS.
+"""`make bench NAME=operations`: watch, unplug, upgrade and revoke machines of a TLS lab from its kits, as root.
 
     server: cloud, broker, Prometheus == router == site-0: institution-0, broker == box-0: device-0, device-1
                                              router == site-1: institution-1 == box-1: device-2
@@ -31,12 +31,12 @@ from typing import Any, Final
 
 from rich.table import Table
 
-from common.metrics_server import SERVER_NAME
-from deploy.kits.lab import KEPT_TLS, REVOKED, load
-from deploy.kits.provision import LAB_FILE, revoke_certificates
-from deploy.local.namespaces import Namespace, VethPair
+from fedstrata.common.metrics_server import SERVER_NAME
+from fedstrata.deploy.kits.lab import KEPT_TLS, REVOKED, load
+from fedstrata.deploy.kits.provision import LAB_FILE, revoke_certificates
 from tests.bench.machines import DEMO, PATIENCE_S, ROUTER, SETTINGS, Checks, KitLab, Machine, console, home_of
 from tests.helpers.monitoring import ROOT, SHIPPED, Prometheus, expressions, replaced
+from tests.helpers.namespaces import Namespace, VethPair
 from tests.simulation.outcome import model_digest
 
 ABOVE: Final = {
@@ -119,8 +119,8 @@ def wheel_of(version: str, wire: int | None, home: Path) -> Path:
         text, count = re.subn(old, new, (source / name).read_text())
         assert count == 1, name
         (source / name).write_text(text)
-    line = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", out, source]
-    subprocess.run(line, check=True)
+    built = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*built, "--wheel-dir", out, source], check=True)
     return next(out.iterdir())
 
 
@@ -199,7 +199,8 @@ class Run:
         with (self.folder / "devices.csv").open() as file:
             counts: dict[str, int] = defaultdict(int)
             for row in csv.DictReader(file):
-                counts[row["node"].rpartition("/")[2]] += 1
+                if row["local_rounds"] != "0":  # a device that has moved has a row at its own parent, too
+                    counts[row["node"].rpartition("/")[2]] += 1
             return counts
 
     def interrupt(self) -> int:
@@ -210,9 +211,10 @@ class Run:
 class Operated(KitLab):
     """The lab, and what its keeper does."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, description: Callable[[Mapping[str, str]], str] = described) -> None:
+        """`description`: as of KitLab, of a lab of these six machines."""
         wires = [VethPair(i, name, above, name) for i, (name, above) in enumerate(ABOVE.items())]
-        super().__init__(home, described, wires)
+        super().__init__(home, description, wires)
         self.demo = home / "demo.toml"
         shutil.copyfile(DEMO, self.demo)
 

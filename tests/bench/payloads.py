@@ -1,4 +1,4 @@
-"""`make bench-payloads`: bytes of each method on the links of its devices, in labs of processes on this machine.
+"""`make bench NAME=payloads`: bytes of each method on the links of its devices, in labs of processes.
 
 Each lab has one institution and four devices, which do three local rounds in each of two global rounds. Bytes are of
 one local round and child. The model has D parameters and no buffers, so a model is 4 D bytes.
@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.numpy import load_file
 
-from common.experiment.methods import RULES
-from common.experiment.training import OBJECTIVES
+from fedstrata.common.experiment.methods import RULES
+from fedstrata.common.experiment.training import OBJECTIVES
 from tests.helpers.commands import DEMO, run_lab, table
 from tests.helpers.rules import LEAST
 

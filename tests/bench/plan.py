@@ -1,18 +1,17 @@
-"""What `fedstrata plan` predicts beside what is measured, and how long it takes: `make bench-plan`.
+"""`make bench NAME=plan`: what `fedstrata plan` predicts beside what is measured, and how long it takes.
 
     python tests/bench/plan.py [LAB...] [--repetitions N]
 
-Each lab is calibrated, predicted and then run on this machine, again and again: medians of the ratios, and their
-smallest and largest. LAB is the beginning of a lab's name: each lab takes below three minutes. The first global round,
-in which caches fill and Tempo has not yet decided, is left out of the measured mean. `took`: the seconds of the command
-`plan`. `others`: cores that other processes used meanwhile.
+Each lab is predicted and then run on this machine, again and again: medians of the ratios, and their smallest and
+largest. Devices emulate machines that are slower than their share of this one, so that it stands for one machine each.
+LAB is the beginning of a lab's name: each takes below three minutes. The first global round, in which caches fill, is
+left out of the measured mean. `took`: the seconds of the command `plan`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -25,12 +24,19 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
-from deploy.results.run import Run, folders
+from fedstrata.deploy.results.run import Run, folders
 
 ROOT: Final = Path(__file__).parents[2]
 IMAGES: Final = '[data]\ndataset = "synthetic"\nclasses = 10\nimage_shape = [3, 32, 32]\ntest_samples = 50\n'
+
+
+def slow(step_s: float) -> str:
+    """Return the table of devices that take so many seconds for a step."""
+    return f"[hardware.default]\nstep_s = {step_s}\n"
+
+
 LABS: Final = {
-    "the demo": (ROOT / "deploy" / "experiments" / "demo.toml").read_text(encoding="utf-8"),
+    "the demo": (ROOT / "deploy" / "experiments" / "demo.toml").read_text(encoding="utf-8") + slow(0.05),
     "10 x 45 MB, 50 Mbit/s": f"""
 rounds = 3
 {IMAGES}samples = 200
@@ -41,6 +47,7 @@ name = "resnet18_cifar"
 [links]
 lan = "wan-50mbit"
 check = "off"
+{slow(30.0)}
 """,
     "3 x 8 devices, mixed links": f"""
 rounds = 4
@@ -60,6 +67,7 @@ check = "off"
 institution-1 = {{ up_mbit = 5, down_mbit = 50, delay_ms = 20 }}
 device-3 = {{ up_mbit = 2, down_mbit = 8, delay_ms = 30 }}
 device-17 = {{ up_mbit = 10, down_mbit = 10, delay_ms = 5 }}
+{slow(3.0)}
 """,
     "a quorum with a straggler": f"""
 rounds = 5
@@ -74,8 +82,9 @@ closing = {{ rule = "quorum", quorum = 3, deadline_s = 4.0 }}
 [links]
 wan = {{ up_mbit = 20, down_mbit = 20, delay_ms = 10 }}
 check = "off"
+{slow(1.0)}
 [hardware.of]
-device-3 = {{ overhead_s = 30.0 }}
+device-3 = {{ step_s = 1.0, overhead_s = 30.0 }}
 """,
     "an outage of 15 s": f"""
 rounds = 4
@@ -88,8 +97,9 @@ name = "resnet20"
 [links]
 check = "off"
 wan = {{ trace = {{ seconds = [0, 8, 23], up_mbit = [10, 0, 10], down_mbit = [10, 0, 10] }} }}
+{slow(1.0)}
 """,
-    "1,000 devices": """
+    "1,000 devices": f"""
 rounds = 3
 [topology]
 institutions = 10
@@ -106,6 +116,7 @@ name = "lenet5"
 batch_size = 10
 [links]
 check = "off"
+{slow(30.0)}
 """,
 }
 WHOLE: Final = ("an outage of 15 s",)  # labs compared with their first round: it may be the one with the outage
@@ -118,7 +129,6 @@ class Comparison:
     took: list[float] = field(default_factory=list)
     plan: list[float] = field(default_factory=list)
     measured: list[float] = field(default_factory=list)
-    others: list[float] = field(default_factory=list)
     phases: list[tuple[dict[str, float], dict[str, float]]] = field(default_factory=list)
 
 
@@ -128,7 +138,7 @@ def main() -> None:
     parser.add_argument("labs", nargs="*", metavar="LAB")
     parser.add_argument("--repetitions", type=int, default=3)
     options = parser.parse_args()
-    columns = ("lab", "took", "plan", "measured", "plan / measured", "others")
+    columns = ("lab", "took", "plan", "measured", "plan / measured")
     table, details = Table(*columns), Table("lab", "phases: plan / measured")
     for name, text in LABS.items():
         if options.labs and not name.startswith(tuple(options.labs)):
@@ -137,8 +147,7 @@ def main() -> None:
         for _ in range(options.repetitions):
             compare(name, text, found)
         seconds = (f"{median(each):.2f} s" for each in (found.took, found.plan, found.measured))
-        others = f"{median(found.others):.1f} of {os.cpu_count()}"
-        table.add_row(name, *seconds, ratios(found), others)
+        table.add_row(name, *seconds, ratios(found))
         details.add_row(name, phases(found))
     console = Console(width=150)
     console.print(table)
@@ -146,13 +155,12 @@ def main() -> None:
 
 
 def compare(name: str, text: str, found: Comparison) -> None:
-    """Calibrate, predict and run a lab once."""
+    """Predict and run a lab once."""
     with tempfile.TemporaryDirectory() as home:
-        file, costs = Path(home) / "lab.toml", f"{home}/calibration.json"
+        file = Path(home) / "lab.toml"
         file.write_text(text, encoding="utf-8")
-        command("plan", "--calibrate", "--calibration", costs)
         begun = time.monotonic()
-        plan = json.loads(command("plan", str(file), "--one-host", "--calibration", costs, "--format", "json"))
+        plan = json.loads(command("plan", str(file), "--format", "json"))
         found.took.append(time.monotonic() - begun)
         command("run", str(file), "--runs", f"{home}/runs")
         (folder,) = folders(Path(home) / "runs")
@@ -161,14 +169,13 @@ def compare(name: str, text: str, found: Comparison) -> None:
         rounds = run.rounds if whole else run.rounds[1:]
     found.plan.append(mean(plan["simulated_rounds"]) if whole else plan["global_round_s"])
     found.measured.append(mean(each.seconds for each in rounds))
-    found.others.append(plan["load"]["others_cores"] or 0.0)
     measured = {phase: mean(each.phases[phase] for each in rounds) for phase in plan["seconds"]}
     found.phases.append((plan["seconds"], measured))
 
 
 def command(*words: str) -> str:
     """Run a command of fedstrata and return its standard output."""
-    words = (sys.executable, "-m", "deploy.cli", *words)
+    words = (sys.executable, "-m", "fedstrata", *words)
     return subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 

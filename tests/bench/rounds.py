@@ -22,26 +22,27 @@ from typing import Literal, Self
 import numpy as np
 import psutil
 
-from common.experiment.links import LinkSettings
-from common.experiment.schema import TransferSettings
-from common.experiment.tiers import Closing
-from common.host.memory import keep_large_buffers
-from common.methods import aggregator
-from common.methods.fedavg import FedAvg
-from common.model.layout import LinkLayouts, ModelLayout, Section
-from common.net.address import BrokerAddress
-from common.net.tls import Tls
-from common.protocol.messages import NodeState, Task
-from common.protocol.presence import Identity
-from common.runtime.child_endpoint import ChildEndpoint
-from common.runtime.lifecycle import live
-from common.runtime.models import Arriving
-from common.runtime.parent_endpoint import ParentEndpoint
-from common.runtime.round import Dispatch, Report, WorkResult
-from common.runtime.world import new_session
-from common.storage.spool import Spool
-from deploy.brokers import broker
-from deploy.brokers.guard import OPEN, Guard
+from fedstrata.common.accounting.work import Work
+from fedstrata.common.experiment.links import LinkSettings
+from fedstrata.common.experiment.schema import TransferSettings
+from fedstrata.common.experiment.tiers import Closing
+from fedstrata.common.host.memory import keep_large_buffers
+from fedstrata.common.methods import aggregator
+from fedstrata.common.methods.fedavg import FedAvg
+from fedstrata.common.model.layout import LinkLayouts, ModelLayout, Section
+from fedstrata.common.net.address import BrokerAddress
+from fedstrata.common.net.tls import Tls
+from fedstrata.common.protocol.messages import NodeState, Task
+from fedstrata.common.protocol.presence import Identity
+from fedstrata.common.runtime.child_endpoint import ChildEndpoint
+from fedstrata.common.runtime.lifecycle import live
+from fedstrata.common.runtime.models import Arriving
+from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
+from fedstrata.common.runtime.round import Dispatch, Report, WorkResult
+from fedstrata.common.runtime.world import new_session
+from fedstrata.common.storage.spool import Spool
+from fedstrata.deploy.brokers import broker
+from fedstrata.deploy.brokers.guard import OPEN, Guard
 
 RUN = "bench-1"
 PARENT = "parent"
@@ -186,7 +187,7 @@ async def _device(address: BrokerAddress, name: str, model_bytes: int) -> None:
     async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
         row = await model.whole()
         await asyncio.to_thread(np.add, layout.floats(row), np.float32(noise), out=layout.floats(out))
-        return WorkResult(out.data, 1, 0.0, 1, 1, 0.0, 0.0)
+        return WorkResult(out.data, Work(1, 0.0, 1, 1, 0.0, 0.0))
 
     async def goodbye() -> None:
         await endpoint.farewell((), timeout_s=2)

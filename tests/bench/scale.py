@@ -1,4 +1,4 @@
-"""Many devices on this machine: seconds, CPU seconds and memory of a global round. `make bench-scale`.
+"""`make bench NAME=scale`: 100 to 3,000 devices on this machine: seconds, CPU seconds, memory of a round.
 
     python tests/bench/scale.py [DEVICES ...] [--null] [--processes N] [--rounds N] [--json FILE]
 

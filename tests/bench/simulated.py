@@ -1,4 +1,4 @@
-"""Measure `run --simulate` beside labs of processes and runs without a network: seconds, CPU seconds, the same model?
+"""`make bench NAME=simulated`: runs in virtual time beside labs of processes: seconds, CPU seconds, models.
 
 The labs have three layers and 12 devices that emulate slower machines, and a WAN of 20 Mbit/s; one has a quorum and a
 straggler, one a trace of the WAN with an outage. Usage: simulated.py [LAB...]
@@ -14,10 +14,10 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from common.experiment.reading import parse, to_toml
-from common.host.processes import python
-from deploy.results.run import Run
-from deploy.sweeps.grid import merged
+from fedstrata.common.experiment.reading import parse, to_toml
+from fedstrata.common.host.processes import python
+from fedstrata.deploy.results.run import Run
+from fedstrata.deploy.sweeps.grid import merged
 from tests.simulation.outcome import model_digest
 
 BASE: Final[dict[str, Any]] = {
@@ -46,7 +46,7 @@ def measure(name: str, kind: str, home: Path) -> None:
     """Run a lab in one of the ways and print its figures."""
     file, runs = home / f"{name}.toml", home / name / kind
     file.write_text(to_toml(parse(merged(BASE, LABS[name]))))
-    command = [*python("deploy.cli"), "run", str(file), "--runs", str(runs), *KINDS[kind]]
+    command = [*python("fedstrata"), "run", str(file), "--runs", str(runs), *KINDS[kind]]
     begun, before = time.monotonic(), os.times()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     wall_s, after = time.monotonic() - begun, os.times()

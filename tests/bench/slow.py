@@ -1,4 +1,4 @@
-"""`make bench-slow`: what slow receivers cost the fast ones beside them, the sender, and the broker.
+"""`make bench NAME=slow`: what slow receivers cost the fast ones beside them, the sender, and the broker.
 
     sender (ParentEndpoint) --model--> mosquitto --model--> fast receivers (one process), slow ones (a process each)
 
@@ -28,21 +28,22 @@ from rich.console import Console
 from rich.table import Table
 from rounds import end, layout_of, peak_bytes
 
-from common.experiment.links import LinkSettings
-from common.experiment.schema import TransferSettings
-from common.experiment.tiers import Closing
-from common.host.memory import keep_large_buffers
-from common.model.layout import LinkLayouts
-from common.net.address import BrokerAddress
-from common.protocol.messages import NodeState, Task
-from common.protocol.presence import Identity
-from common.runtime.child_endpoint import ChildEndpoint
-from common.runtime.lifecycle import live
-from common.runtime.models import Arriving
-from common.runtime.parent_endpoint import ParentEndpoint
-from common.runtime.round import Dispatch, Report, WorkResult
-from common.runtime.world import new_session
-from deploy.brokers import broker
+from fedstrata.common.accounting.work import Work
+from fedstrata.common.experiment.links import LinkSettings
+from fedstrata.common.experiment.schema import TransferSettings
+from fedstrata.common.experiment.tiers import Closing
+from fedstrata.common.host.memory import keep_large_buffers
+from fedstrata.common.model.layout import LinkLayouts
+from fedstrata.common.net.address import BrokerAddress
+from fedstrata.common.protocol.messages import NodeState, Task
+from fedstrata.common.protocol.presence import Identity
+from fedstrata.common.runtime.child_endpoint import ChildEndpoint
+from fedstrata.common.runtime.lifecycle import live
+from fedstrata.common.runtime.models import Arriving
+from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
+from fedstrata.common.runtime.round import Dispatch, Report, WorkResult
+from fedstrata.common.runtime.world import new_session
+from fedstrata.deploy.brokers import broker
 
 RUN: Final = "slow-1"
 SESSION: Final = "5e55104e"  # the sender's; a node learns it when it finds the run
@@ -172,7 +173,7 @@ async def _receiver(
         row = await model.whole()
         arrivals.put((name, time.monotonic()))
         await asyncio.to_thread(np.copyto, out, row)
-        return WorkResult(out.data, 1, 0.0, 1, 1, 0.0, 0.0)
+        return WorkResult(out.data, Work(1, 0.0, 1, 1, 0.0, 0.0))
 
     async def goodbye() -> None:
         await endpoint.farewell((), timeout_s=2)

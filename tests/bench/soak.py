@@ -1,4 +1,4 @@
-"""`make bench-soak`: minutes of random kills of all roles and the broker, in a lab whose nodes stay from run to run.
+"""`make bench NAME=soak`: ten minutes of random kills of all roles and the broker: same model, memory, files?
 
 A device, its institution, the cloud, its evaluator and the broker are killed, ended or stopped at random moments, and
 started again at once, the cloud with `--resume`. The other institution and its devices live through all of it. Each run
@@ -25,7 +25,7 @@ from matrix import BROKER, CLOUD, DEVICE, EXPERIMENT, INSTITUTION, PATIENCE_S, V
 from rich.console import Console
 from rich.table import Table
 
-from common.experiment.reading import parse, to_toml
+from fedstrata.common.experiment.reading import parse, to_toml
 
 EVALUATOR: Final = "evaluator"
 WITNESSES: Final = ("institution-1", "others")
@@ -78,7 +78,7 @@ class StayingLab(Lab):
         process: psutil.Process | subprocess.Popen[bytes] | None = self.processes.get(victim)
         if victim == EVALUATOR:
             below = psutil.Process(self.processes[CLOUD].pid).children(recursive=True)
-            process = next((each for each in below if "cloud.evaluator_process" in each.cmdline()), None)
+            process = next((each for each in below if "fedstrata.cloud.evaluator_process" in each.cmdline()), None)
         if process is None:
             return  # between two evaluators
         if number is signal.SIGSTOP:

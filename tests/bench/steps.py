@@ -1,4 +1,4 @@
-"""CPU milliseconds of a step of SGD at batch 10 on one core, by each path, by turns: medians, and factors over plain.
+"""`make bench NAME=steps`: CPU milliseconds of a step of SGD at batch 10 on one core, by each path.
 
     plain      a loop of PyTorch's own: torch.optim.SGD, images in NCHW
     one by one a device's steps by autograd, `training.recorded = false`
@@ -17,13 +17,13 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-from common.experiment import reading
-from common.experiment.schema import Experiment
-from common.host.memory import keep_large_buffers
-from common.learning import datasets, models
-from device.jobs import HostedDevice, LocalResult, Order
-from device.training.trainer import Trainer
-from device.vmapped.trainer import VmappedTrainer
+from fedstrata.common.experiment import reading
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.host.memory import keep_large_buffers
+from fedstrata.common.learning import datasets, models
+from fedstrata.device.jobs import HostedDevice, LocalResult, Order
+from fedstrata.device.training.trainer import Trainer
+from fedstrata.device.vmapped.trainer import VmappedTrainer
 
 TURNS = 15
 CASES = (  # model, shape of an image, samples
@@ -73,7 +73,7 @@ def alone(lab: Experiment) -> Callable[[], float]:
 
     def train() -> float:
         begun = time.process_time()
-        steps = trainer.train(Order(row, out, 1, 0)).steps
+        steps = trainer.train(Order(row, out, 1, 0)).work.steps
         return (time.process_time() - begun) / steps * 1e3
 
     return train
@@ -93,7 +93,7 @@ def together(lab: Experiment) -> Callable[[], float]:
         begun = time.process_time()
         left = trainer.train(list(zip(work, orders, strict=True)), lambda _, how: results.append(how))  # type: ignore[arg-type]
         assert not left, "not vmapped"
-        return (time.process_time() - begun) / sum(how.steps for how in results) * 1e3
+        return (time.process_time() - begun) / sum(how.work.steps for how in results) * 1e3
 
     return train
 

@@ -1,4 +1,4 @@
-"""`make bench-sweeps`: runs per hour of a sweep without a network, one at a time and one per core, and CPU seconds.
+"""`make bench NAME=sweeps`: runs per hour of a sweep without a network, one at a time and one per core.
 
 A part of the study: two layers, FedAvg, as many seeds as give each core `RUNS` runs. The tables must be equal.
 """
@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from device.pool.pool import cores
+from fedstrata.device.pool.pool import cores
 from tests.helpers.commands import command
 
 RUNS: Final = 4

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
-from common.host.processes import spawn, stop
+from fedstrata.common.host.processes import spawn, stop
 
 _RELAY_BYTES = 1_000_000
 _PATIENCE_S = 30.0

@@ -1,7 +1,8 @@
-"""Dispatch over two tiers: cloud -> institution -> devices, passed on as it comes against stored and forwarded.
+"""`make bench NAME=tiers`: dispatch over two tiers, passed on as it comes against stored and forwarded.
 
     cloud --WAN--> institution --LAN--> 10 devices        links kept by the token bucket
 
+Once with the upper link the slower one, once with the lower: the cloud cuts chunks for the slowest link on their way.
 Timed from the cloud's task until the last device has the whole model; all processes share one machine's clock.
 """
 
@@ -19,26 +20,28 @@ from pathlib import Path
 import numpy as np
 from rounds import layout_of
 
-from common.experiment.links import LinkSettings
-from common.experiment.schema import TransferSettings
-from common.experiment.tiers import Closing
-from common.experiment.topology import CLOUD
-from common.host.memory import keep_large_buffers
-from common.model.layout import LinkLayouts
-from common.net.address import BrokerAddress
-from common.protocol.messages import NodeState, Task
-from common.protocol.presence import Identity
-from common.runtime.child_endpoint import ChildEndpoint
-from common.runtime.lifecycle import live
-from common.runtime.models import Arriving
-from common.runtime.parent_endpoint import ParentEndpoint
-from common.runtime.round import Dispatch, Report, WorkResult
-from common.runtime.world import new_session
-from deploy.brokers import broker
+from fedstrata.common.accounting.work import Work
+from fedstrata.common.experiment.links import LinkSettings
+from fedstrata.common.experiment.schema import TransferSettings
+from fedstrata.common.experiment.tiers import Closing
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.host.memory import keep_large_buffers
+from fedstrata.common.model.layout import LinkLayouts
+from fedstrata.common.net.address import BrokerAddress
+from fedstrata.common.protocol.messages import NodeState, Task
+from fedstrata.common.protocol.presence import Identity
+from fedstrata.common.runtime.child_endpoint import ChildEndpoint
+from fedstrata.common.runtime.lifecycle import live
+from fedstrata.common.runtime.models import Arriving
+from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
+from fedstrata.common.runtime.round import Dispatch, Report, WorkResult
+from fedstrata.common.runtime.world import new_session
+from fedstrata.deploy.brokers import broker
 
 RUN = "tiers-1"
 SESSION = "5e55104e"  # each parent's; a node learns it when it finds the run
 INSTITUTION = "institution"
+RATES = ((200.0, 400.0), (400.0, 150.0))  # Mbit/s of WAN and LAN
 TRANSFER = TransferSettings(idle_s=60.0)
 
 
@@ -56,7 +59,8 @@ def play(model_bytes: int, devices: int, *, wan_mbit: float, lan_mbit: float, re
         for worker in workers:
             worker.start()
         try:
-            seconds = asyncio.run(_cloud(served.port, devices, model_bytes, wan_mbit, repeats, arrivals))
+            mbit = wan_mbit, lan_mbit
+            seconds = asyncio.run(_cloud(served.port, devices, model_bytes, mbit, repeats, arrivals))
         finally:
             for worker in workers:
                 worker.join(10)
@@ -69,14 +73,16 @@ def play(model_bytes: int, devices: int, *, wan_mbit: float, lan_mbit: float, re
 
 
 async def _cloud(
-    port: int, devices: int, model_bytes: int, wan_mbit: float, repeats: int, arrivals: SimpleQueue[float]
+    port: int, devices: int, model_bytes: int, mbit: tuple[float, float], repeats: int, arrivals: SimpleQueue[float]
 ) -> list[float]:
+    wan_mbit, lan_mbit = mbit
     layout = layout_of(model_bytes)
     endpoint = ParentEndpoint(
         BrokerAddress("127.0.0.1", port),
         Identity(RUN, CLOUD, "cloud", SESSION),
         links={INSTITUTION: LinkSettings(down_mbit=wan_mbit)},
         transfer=TRANSFER,
+        onward={INSTITUTION: lan_mbit * 1e6 / 8},
     )
     endpoint.set_layouts(LinkLayouts.plain(layout))
     row = layout.empty()
@@ -120,7 +126,7 @@ def _institution(port: int, names: list[str], model_bytes: int, wan_mbit: float,
             played = await down.round(
                 Dispatch(task.key.global_round, 0, models=models, epochs=epochs, closing=Closing())
             )
-            return WorkResult(played.uploads.rows_K[0].data, 1, 0.0, 1, 1, 0.0, 0.0)
+            return WorkResult(played.uploads.rows_K[0].data, Work(1, 0.0, 1, 1, 0.0, 0.0))
 
         async def goodbye() -> None:
             await down.farewells(timeout_s=5)
@@ -160,7 +166,7 @@ async def _device(port: int, name: str, model_bytes: int, arrivals: SimpleQueue[
         row = await model.whole()
         arrivals.put(time.monotonic())
         await asyncio.to_thread(np.copyto, out, row)
-        return WorkResult(out.data, 1, 0.0, 1, 1, 0.0, 0.0)
+        return WorkResult(out.data, Work(1, 0.0, 1, 1, 0.0, 0.0))
 
     async def goodbye() -> None:
         await endpoint.farewell((), timeout_s=2)
@@ -173,10 +179,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--bytes", type=int, default=45_000_000)
     parser.add_argument("--devices", type=int, default=10)
-    parser.add_argument("--wan", type=float, default=200.0, help="Mbit/s")
-    parser.add_argument("--lan", type=float, default=400.0, help="Mbit/s")
+    parser.add_argument("--rates", type=float, nargs=2, action="append", metavar=("WAN", "LAN"), help="Mbit/s")
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
-    found = play(options.bytes, options.devices, wan_mbit=options.wan, lan_mbit=options.lan, repeats=options.repeats)
-    for way, seconds in found.items():
-        print(f"{way:22} {seconds:.3f} s  {seconds / found['the slower link']:.3f} of the slower link's time")
+    for wan, lan in options.rates or RATES:
+        print(f"WAN {wan:g} Mbit/s, LAN {lan:g} Mbit/s")
+        found = play(options.bytes, options.devices, wan_mbit=wan, lan_mbit=lan, repeats=options.repeats)
+        for way, seconds in found.items():
+            print(f"  {way:22} {seconds:.3f} s  {seconds / found['the slower link']:.3f} of the slower link's time")

@@ -1,4 +1,4 @@
-"""`make bench-tls`: rounds with mutual TLS beside rounds without, in one run: time, and CPU time of each process."""
+"""`make bench NAME=tls`: rounds with mutual TLS beside rounds without: time, CPU time of each process."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.table import Table
 from rounds import Rounds
 
-from common.net.tls import Tls
-from deploy.brokers.guard import Guard
-from deploy.kits.authority import Authority
+from fedstrata.common.net.tls import Tls
+from fedstrata.deploy.brokers.guard import Guard
+from fedstrata.deploy.kits.authority import Authority
 
 SETTINGS = ((45_000_000, 10), (250_000, 40))
 REPEATS = 7

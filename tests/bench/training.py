@@ -1,4 +1,4 @@
-"""One device's training against the loop of a textbook: samples per second on one core, as a table.
+"""`make bench NAME=training`: one device's training against a plain PyTorch loop, samples per second on one core.
 
 The plain loop has float images in a TensorDataset, a DataLoader without workers and torch.optim.SGD with its defaults,
 and reads the loss after each step. Both take the same batches from the same start, each in a process of its own on one
@@ -28,12 +28,12 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
-from common.experiment import reading, schema
-from common.host.memory import keep_large_buffers
-from common.learning import datasets, models
-from common.randomness import Purpose, generator
-from device.jobs import Order
-from device.training.trainer import Trainer
+from fedstrata.common.experiment import reading, schema
+from fedstrata.common.host.memory import keep_large_buffers
+from fedstrata.common.learning import datasets, models
+from fedstrata.common.randomness import Purpose, generator
+from fedstrata.device.jobs import Order
+from fedstrata.device.training.trainer import Trainer
 
 DEVICE = "device-0"
 
@@ -119,7 +119,7 @@ def ours(lab: schema.Experiment) -> Callable[[], float]:
     trainer.prepare()
     row, out = trainer.layout.empty(), trainer.layout.empty()
     models.write_row(models.build(lab.model.name, lab.seed, inputs=datasets.load(lab.data).inputs), trainer.layout, row)
-    return lambda: trainer.train(Order(row, out, 1, 0)).loss
+    return lambda: trainer.train(Order(row, out, 1, 0)).work.loss
 
 
 def take_turns(connection: Connection, case: Case, *, textbook: bool) -> None:

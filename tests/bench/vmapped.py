@@ -1,4 +1,4 @@
-"""Vmapped training of co-located devices on a CPU against one after another, as a table; on a GPU: `make bench-gpu`.
+"""`make bench NAME=vmapped`: vmapped training of co-located devices on a CPU against one after another.
 
 Each device has as many samples, one epoch, batches of 10; both ways are the ways of a run, from rows to rows. Of one
 after another at most ten devices are trained and the time is scaled up. A GPU's busy share is the time of its kernels,
@@ -24,12 +24,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from common.experiment import reading
-from common.learning import models
-from common.learning.inputs import Inputs
-from common.model.layout import Row
-from device.jobs import VARIABLE, Ending, HostedDevice, LocalResult, Order, Work
-from device.pool.trainers import Trainers
+from fedstrata.common.experiment import reading
+from fedstrata.common.learning import models
+from fedstrata.common.learning.inputs import Inputs
+from fedstrata.common.model.layout import Row
+from fedstrata.device.jobs import VARIABLE, DeviceOrder, Ending, HostedDevice, LocalResult, Order
+from fedstrata.device.pool.trainers import Trainers
 
 ALONE = 10
 
@@ -55,7 +55,7 @@ def mlp(*, shape: tuple[int, int, int], classes: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(int(np.prod(shape)), 200), nn.ReLU(), nn.Linear(200, classes))
 
 
-def work_of(case: Case, count: int, *, samples: int, precision: str) -> list[Work]:
+def work_of(case: Case, count: int, *, samples: int, precision: str) -> list[DeviceOrder]:
     """Return the orders of so many devices, each with a row of its own."""
     data = {
         "dataset": "synthetic", "partition": "iid", "classes": 10, "image_shape": list(case.shape),
@@ -76,13 +76,13 @@ def work_of(case: Case, count: int, *, samples: int, precision: str) -> list[Wor
     return [(HostedDevice(lab, lab.digest, f"device-{k}"), order) for k, order in enumerate(orders)]
 
 
-def seconds(trainers: Trainers, work: Sequence[Work], *, accelerator: str, vmapped: bool) -> float:
+def seconds(trainers: Trainers, work: Sequence[DeviceOrder], *, accelerator: str, vmapped: bool) -> float:
     """Train all, vmapped or not, and return the seconds."""
     os.environ[VARIABLE] = "always" if vmapped else "never"
     wrong: list[Ending] = []
 
     def done(_: int, how: Ending) -> None:
-        if not isinstance(how, LocalResult) or (how.path == "vmapped") != (vmapped and len(work) > 1):
+        if not isinstance(how, LocalResult) or (how.work.path == "vmapped") != (vmapped and len(work) > 1):
             wrong.append(how)
 
     started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Bytes of the status records of simulated labs, and the CPU of a watcher: `make bench-watch`."""
+"""`make bench NAME=watch`: bytes of the status records of simulated labs, and a watcher's CPU."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import time
 from collections import defaultdict
 from statistics import mean
 
-from common.accounting.counters import packet_bytes
-from common.experiment.reading import parse
-from common.protocol import serialization, topics
-from common.protocol.messages import StatusRequest
-from deploy.simulation.broker import Routed
-from deploy.watching.follower import ASK_S, DRAW_S
-from deploy.watching.lab import WatchedLab
-from deploy.watching.view import View
+from fedstrata.common.accounting.counters import packet_bytes
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.protocol import serialization, topics
+from fedstrata.common.protocol.messages import StatusRequest
+from fedstrata.deploy.simulation.broker import Routed
+from fedstrata.deploy.watching.follower import ASK_S, DRAW_S
+from fedstrata.deploy.watching.lab import WatchedLab
+from fedstrata.deploy.watching.view import View
 from tests.simulation.lab import ScenarioLab
 
 LABS = ((3, 12), (10, 1000))  # institutions, devices
@@ -55,7 +55,7 @@ def watched(institutions: int, devices: int) -> str:
     watch, view = WatchedLab(runs[0], experiment, brokers=["b"], now=0.0), View(100, 50)
     begun = time.process_time()
     for now, topic, body in records:
-        watch.receive(0, topic, body, now)
+        watch.receive(topic, body, now)
     receive_s, begun = time.process_time() - begun, time.process_time()
     for _ in range(DRAWS):
         view.picture(watch, records[-1][0], [])

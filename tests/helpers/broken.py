@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Final
 
-from common.experiment.links import LinkSettings
-from common.runtime.child_endpoint import ChildEndpoint
+from fedstrata.common.experiment.links import LinkSettings
+from fedstrata.common.runtime.child_endpoint import ChildEndpoint
 from tests.helpers.nodes import (
     FINE,
     Watched,

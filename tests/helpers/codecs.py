@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from common.experiment.codecs import Codecs
+from fedstrata.common.experiment.codecs import Codecs
 
 
 def codecs_of(up: str | Mapping[str, Any] = "fp32", down: str = "fp32") -> Codecs:

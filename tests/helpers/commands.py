@@ -16,9 +16,9 @@ from unittest.mock import patch
 import typer
 from typer.testing import CliRunner, Result
 
-from common.experiment.schema import Experiment
-from common.host.processes import bound
-from deploy.cli.main import app
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.host.processes import bound
+from fedstrata.deploy.cli.main import app
 from tests.helpers.null_lab import MODEL_BYTES
 from tests.simulation.lab import ScenarioLab
 
@@ -49,7 +49,7 @@ def command(*arguments: str | Path, null: bool = False, stay: bool = False) -> l
     role = next((str(argument) for argument in arguments if argument in flags), "")
     once = flags[role] if role and not stay else []
     words = [*map(str, arguments), *once]
-    return [sys.executable, str(NULL_LAB), *words] if null else bound([sys.executable, "-m", "deploy.cli", *words])
+    return [sys.executable, str(NULL_LAB), *words] if null else bound([sys.executable, "-m", "fedstrata", *words])
 
 
 def fedstrata(

@@ -6,13 +6,24 @@ from collections.abc import Sequence
 
 from session_lab import ALL, ChildNode, Lab, names_of
 
-from common.accounting.traffic import TcpStats, Traffic
-from common.experiment.tiers import Closing
-from common.protocol.coordinator import Coordinator
-from common.protocol.events import TaskReceived
-from common.protocol.messages import Acknowledgement, Key, Manifest, NodeState, Phase, Presence, Progress, Result, Task
-from common.protocol.participant import Participant
-from common.protocol.round_state import Assignment, Closed, Stalled
+from fedstrata.common.accounting.traffic import TcpStats, Traffic
+from fedstrata.common.accounting.work import Work
+from fedstrata.common.experiment.tiers import Closing
+from fedstrata.common.protocol.coordinator import Coordinator
+from fedstrata.common.protocol.events import TaskReceived
+from fedstrata.common.protocol.messages import (
+    Acknowledgement,
+    Key,
+    Manifest,
+    NodeState,
+    Phase,
+    Presence,
+    Progress,
+    Result,
+    Task,
+)
+from fedstrata.common.protocol.participant import Participant
+from fedstrata.common.protocol.round_state import Assignment, Closed, Stalled
 
 OLD = Key(0, 0, 0)
 
@@ -22,7 +33,7 @@ def manifest_of(number: int) -> Manifest:
 
 
 def result_of(key: Key, number: int = 77) -> Result:
-    return Result(key, manifest_of(number), None, 10, 0.5, 1, 10, 10, 1.0, 0.0, 0.0, (), "")
+    return Result(key, manifest_of(number), None, Work(10, 0.5, 1, 10, 1.0, 0.0, 0.0), 10, (), "")
 
 
 def progress_of(key: Key, phase: Phase = Phase.TRAINING, done: int = 0, *, traffic: Traffic | None = None) -> Progress:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cloud.results import RunFolder
-from common.errors import FedstrataError
-from common.experiment.reading import parse
-from common.experiment.schema import Experiment
-from common.runtime.round import Observe
-from deploy.local.direct import run_in_process
-from deploy.sweeps import worker
-from deploy.sweeps.folder import MissingRun
-from deploy.sweeps.running import CellFailed, DirectSlot, Watch
+from fedstrata.cloud.results import RunFolder
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.runtime.round import Observe
+from fedstrata.deploy.local.direct import run_in_process
+from fedstrata.deploy.sweeps import worker
+from fedstrata.deploy.sweeps.execution import Report, RunOrder, WorkerProcess
 
 
 def direct_run(
@@ -50,14 +47,13 @@ def resumed_run(path: Path, **options: Any) -> Path:
     return direct_run(RunFolder.reopen(path, direct=True), resume=True, **options).path
 
 
-class HereSlot(DirectSlot):
-    """A slot of a sweep whose worker is the test's process, which has loaded torch already."""
+class HereProcess(WorkerProcess):
+    """The test's process as the worker process of a sweep: it has loaded torch already."""
 
-    async def run(self, job: MissingRun, watch: Watch) -> None:
-        """Run a job to its end."""
-        try:
-            await asyncio.to_thread(
-                worker.run, self._request(job), lambda **record: watch(str(record["event"]), record)
-            )
-        except FedstrataError as error:
-            raise CellFailed(str(error), error.exit_code) from None
+    def run(
+        self, order: RunOrder, runs: Path, resume: Path | None, *, report: Report, stopped: Callable[[], bool]
+    ) -> None:
+        """Do a run."""
+        what = {"experiment": order.experiment} if resume is None else {"resume": str(resume)}
+        request = {"runs": str(runs), "accelerator": order.accelerator or "cpu", **what}
+        worker.run(request, lambda **record: report(record))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cloud.evaluator import Beginning, EvaluationResult
-from common.experiment.schema import Experiment
-from common.learning import splits
-from common.learning.evaluation import ModelTester
-from common.model.layout import Row
+from fedstrata.cloud.evaluator import Beginning, EvaluationResult
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.learning import splits
+from fedstrata.common.learning.evaluation import ModelTester
+from fedstrata.common.model.layout import Row
 
 
 class HereEvaluator:

@@ -17,8 +17,8 @@ from typing import Any, Final
 import pytest
 import yaml
 
-from deploy.kits.units import TLS
 from docs.tools.dashboards import DASHBOARDS, dashboard
+from fedstrata.deploy.kits.units import TLS
 from tests.helpers.commands import PATIENCE_S
 
 ROOT: Final = Path(__file__).parents[2]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from common.errors import InvalidExperiment
-from deploy.links.kernel import CommandRefused, check_delays
-from deploy.local.namespaces import Namespace
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.deploy.links.kernel import CommandRefused, check_delays
+from tests.helpers.namespaces import Namespace
 
 
 def unable() -> str:

@@ -19,21 +19,22 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from common.experiment.codecs import PLAIN, Codecs
-from common.experiment.links import LinkSettings
-from common.experiment.schema import TransferSettings
-from common.experiment.tiers import Closing
-from common.model.layout import FrozenForm, LinkLayouts, ModelLayout, Row, Section
-from common.protocol.messages import Announcement, Ask, Message, NodeState, Phase, Result, Task
-from common.protocol.presence import Identity, Proof
-from common.runtime.child_endpoint import ChildEndpoint
-from common.runtime.endpoint import Endpoint
-from common.runtime.lifecycle import live
-from common.runtime.models import Arriving
-from common.runtime.parent_endpoint import ParentEndpoint
-from common.runtime.round import ClosedRound, Dispatch, Report, WorkResult
-from common.runtime.world import World, new_session
-from common.storage.spool import Spool
+from fedstrata.common.accounting.work import Work
+from fedstrata.common.experiment.codecs import PLAIN, Codecs
+from fedstrata.common.experiment.links import LinkSettings
+from fedstrata.common.experiment.schema import TransferSettings
+from fedstrata.common.experiment.tiers import Closing
+from fedstrata.common.model.layout import FrozenForm, LinkLayouts, ModelLayout, Row, Section
+from fedstrata.common.protocol.messages import Announcement, Ask, Message, NodeState, Phase, Result, Task
+from fedstrata.common.protocol.presence import Identity, Proof
+from fedstrata.common.runtime.child_endpoint import ChildEndpoint
+from fedstrata.common.runtime.endpoint import Endpoint
+from fedstrata.common.runtime.lifecycle import live
+from fedstrata.common.runtime.models import Arriving
+from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
+from fedstrata.common.runtime.round import ClosedRound, Dispatch, Report, WorkResult
+from fedstrata.common.runtime.world import World, new_session
+from fedstrata.common.storage.spool import Spool
 from tests.helpers.sites import PATIENCE_S, Site, forever, until
 
 LAB: Final = "lab"
@@ -183,7 +184,7 @@ def serving(
         await before()
         layout.floats(out)[:] = changed(layout, row, place)
         blob = child.models.sent.encode(layout, out, reference=row)
-        return WorkResult(blob, 1 + place, 0.5, task.epochs, 1, 0.0, 0.0)
+        return WorkResult(blob, Work(1 + place, 0.5, task.epochs, 1, 0.0, 0.0))
 
     return living(site, child, work=child.serve(LinkLayouts.plain(layout), work))
 
@@ -205,7 +206,7 @@ def ending_with(site: Site, child: ChildEndpoint, layout: ModelLayout, value: fl
         out[:] = await model.whole()
         layout.floats(out)[-1] = value
         blob = child.models.sent.encode(layout, out, reference=model.row)
-        return WorkResult(blob, 1, 0.5, task.epochs, 1, 0.0, 0.0)
+        return WorkResult(blob, Work(1, 0.5, task.epochs, 1, 0.0, 0.0))
 
     return living(site, child, work=child.serve(LinkLayouts.plain(layout), work))
 
@@ -245,7 +246,7 @@ class Middle:
         played = await play(self.down, model)
         row = np.array(played.uploads.rows_K[0])
         blob = self.up.models.sent.encode(self._layout, row, reference=model.row)
-        return WorkResult(blob, 1, 0.5, 1, 1, 0.0, 0.0)
+        return WorkResult(blob, Work(1, 0.5, 1, 1, 0.0, 0.0))
 
 
 def play(

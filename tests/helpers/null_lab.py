@@ -24,7 +24,7 @@ from pathlib import Path
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from common.host.memory import frozen_imports
+from fedstrata.common.host.memory import frozen_imports
 
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # when the process ends that has started this one
@@ -36,23 +36,21 @@ MODEL_BYTES = int(os.environ.get("NULL_LAB_BYTES", "40000"))
 def simulate(command: str) -> None:
     """Replace in this process what the command would compute, or the command of the roles that it starts."""
     if command == "cloud":
-        import cloud.agent
-
         if os.environ.get("NULL_LAB_EVALUATOR") == "real":
             return
+        from fedstrata.cloud import agent
         from tests.helpers.null_roles import evaluator
 
-        setattr(cloud.agent, "CloudAgent", partial(cloud.agent.CloudAgent, evaluator=evaluator))  # noqa: B010
+        setattr(agent, "CloudAgent", partial(agent.CloudAgent, evaluator=evaluator))  # noqa: B010
     elif command == "institution":
-        import institution.agent  # noqa: F401 - as the command would, but with the other imports
+        pass
     elif command == "device":
-        import device.agent
-        import device.pool.pool
+        from fedstrata.device.pool import pool
         from tests.helpers.null_roles import NullPool
 
-        setattr(device.pool.pool, "Pool", NullPool)  # noqa: B010
+        setattr(pool, "Pool", NullPool)  # noqa: B010
     elif command in ("run", "sweep"):
-        from deploy.local import lab, network
+        from fedstrata.deploy.local import lab, network
 
         setattr(lab, "ROLE", COMMAND)  # noqa: B010
         if processes := int(os.environ.get("NULL_LAB_PROCESSES", "0")):
@@ -62,7 +60,7 @@ def simulate(command: str) -> None:
 
 def be_of_release(given: str) -> None:
     """Let this process be of a release, VERSION:PROTOCOL, before anything else is imported that asks for either."""
-    from common.protocol import serialization
+    from fedstrata.common.protocol import serialization
 
     release, _, protocol = given.partition(":")
     known = importlib.metadata.version
@@ -74,7 +72,7 @@ if __name__ == "__main__":
     with frozen_imports():
         if "NULL_LAB_RELEASE" in os.environ:
             be_of_release(os.environ["NULL_LAB_RELEASE"])
-        from deploy.cli.main import main
+        from fedstrata.deploy.cli.main import main
 
         simulate(
             next((word for word in sys.argv[1:] if word in ("run", "sweep", "cloud", "institution", "device")), "")

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from common.experiment.schema import Experiment
-from deploy.simulation.hardware import (
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.deploy.simulation.hardware import (
     Durations,
     NullWorkload,
     SimulatedEvaluator,
@@ -18,7 +18,7 @@ from deploy.simulation.hardware import (
     SimulatedMember,
     SimulatedPool,
 )
-from device.jobs import LocalResult, Order, Prepared
+from fedstrata.device.jobs import LocalResult, Order, Prepared
 from tests.helpers.null_lab import MODEL_BYTES
 
 DURATIONS: Final = Durations(boot_s=0.05, train_s=0.01, evaluate_s=0.01)

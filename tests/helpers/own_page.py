@@ -1,4 +1,4 @@
-"""docs/own.md, and the files that it shows."""
+"""The pages on your own code, and the files that they show."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 from typing import Final
 
-PAGE: Final = (Path(__file__).parents[2] / "docs" / "own.md").read_text(encoding="utf-8")
+DOCS: Final = Path(__file__).parents[2] / "docs"
+PAGES: Final = "\n".join(path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("own-*.md")))
 FILES: Final[dict[str, str]] = dict(
-    re.findall(r"^```(?:python|toml)\n# (\w+\.(?:py|toml))\b.*?\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    re.findall(r"^```(?:python|toml)\n# (\w+\.(?:py|toml))\b.*?\n(.*?)^```", PAGES, re.MULTILINE | re.DOTALL)
 )  # by name, without the line that names them

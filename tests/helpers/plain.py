@@ -11,16 +11,17 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from common.experiment import schema
-from common.experiment.own import is_own
-from common.learning import datasets, models
-from common.learning.computing import seeded
-from common.model.layout import Row
-from common.randomness import Purpose, torch_seed
-from device.jobs import Ending, HostedDevice, LocalResult, Order
-from device.pool.trainers import Trainers
-from device.training import batches
-from device.training.trainer import Trainer
+from fedstrata.common.accounting.work import Work
+from fedstrata.common.experiment import schema
+from fedstrata.common.experiment.own import is_own
+from fedstrata.common.learning import datasets, models
+from fedstrata.common.learning.computing import seeded
+from fedstrata.common.model.layout import Row
+from fedstrata.common.randomness import Purpose, torch_seed
+from fedstrata.device.jobs import Ending, HostedDevice, LocalResult, Order
+from fedstrata.device.pool.trainers import Trainers
+from fedstrata.device.training import batches
+from fedstrata.device.training.trainer import Trainer
 from tests.helpers.steps import batches_of
 
 
@@ -45,12 +46,10 @@ def trainer_of(lab: schema.Experiment, node: str = "device-0", *, accelerator: s
     return trainer
 
 
-def trained(
-    trainer: Trainer, row: Row, *, epochs: int = 1, local_round: int = 0, **more: Any
-) -> tuple[Row, LocalResult]:
-    """Return what a trainer makes of a model, and its result; `more`: of its order."""
+def trained(trainer: Trainer, row: Row, *, epochs: int = 1, local_round: int = 0, **more: Any) -> tuple[Row, Work]:
+    """Return what a trainer makes of a model, and its work; `more`: of its order."""
     out = np.zeros(trainer.vectors.links.up.row_bytes + trainer.vectors.kept_bytes, np.uint8)
-    return out, trainer.train(Order(row, out, epochs, local_round, **more))
+    return out, trainer.train(Order(row, out, epochs, local_round, **more)).work
 
 
 def trained_together(
@@ -61,8 +60,8 @@ def trained_together(
     epochs: int = 1,
     local_round: int = 0,
     times: int = 1,
-) -> list[list[tuple[Row, LocalResult]]]:
-    """Return what devices of one process make of a model, in each of some trainings, and their results.
+) -> list[list[tuple[Row, Work]]]:
+    """Return what devices of one process make of a model, in each of some trainings, and their work.
 
     None: of the first model.
     """
@@ -73,8 +72,9 @@ def trained_together(
         orders, ended = [Order(row, layout.empty(), epochs, local_round) for layout in layouts], dict[int, Ending]()
         trainers.train(list(zip(devices, orders, strict=True)), "cpu", ended.__setitem__)
         results = [ended[number] for number in range(len(nodes))]
-        assert all(isinstance(result, LocalResult) for result in results), results
-        found.append([(order.out, result) for order, result in zip(orders, results, strict=True)])
+        works = [result.work for result in results if isinstance(result, LocalResult)]
+        assert len(works) == len(nodes), results
+        found.append([(order.out, work) for order, work in zip(orders, works, strict=True)])
     return found
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common.experiment.schema import Experiment
-from common.learning import splits
-from common.learning.evaluation import ModelTester
-from common.model.layout import ModelLayout, Row
-from device.jobs import Order
-from device.training.trainer import Trainer
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.learning import splits
+from fedstrata.common.learning.evaluation import ModelTester
+from fedstrata.common.model.layout import ModelLayout, Row
+from fedstrata.device.jobs import Order
+from fedstrata.device.training.trainer import Trainer
 
 
 class RealWorkload:
@@ -41,7 +41,7 @@ class RealWorkload:
     def train(self, node: str, row: Row, out: Row, *, epochs: int, local_round: int) -> tuple[float, int]:
         """Train for `epochs`."""
         done = self._trainer(node).train(Order(row, out, epochs, local_round))
-        return done.loss, done.steps
+        return done.work.loss, done.work.steps
 
     def evaluate(self, row: Row) -> tuple[float, float]:
         """Return accuracy and loss on the test set."""

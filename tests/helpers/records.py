@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from dataclasses import replace
+from typing import Any, Final, TypeVar
 
-from cloud.records import GlobalRoundRecord
+from fedstrata.cloud.records import GlobalRoundRecord
+from fedstrata.common.accounting.child_report import ChildReport
+from fedstrata.common.protocol.messages import Result
+from fedstrata.common.runtime.round import WorkResult
+
+_Reported = TypeVar("_Reported", WorkResult, Result, ChildReport)
 
 PHASES_S: Final = {"record": 0.01, "dispatch": 0.2, "train": 1.0, "wait": 0.3, "collect": 0.05, "aggregate": 0.02,
                    "evaluate": 0.0}  # fmt: skip
@@ -31,3 +37,8 @@ def a_global_round(number: int, accuracy: float | None, *, names: Sequence[str] 
         omega=dict.fromkeys(names),
         spread={},
     )
+
+
+def with_work(reported: _Reported, **changes: Any) -> _Reported:
+    """Return a result or a report whose work has other values."""
+    return replace(reported, work=replace(reported.work, **changes))

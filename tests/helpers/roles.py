@@ -9,13 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common.metrics import Metrics
-from common.net.address import BrokerAddress
-from common.protocol import topics
-from common.protocol.messages import Message, Task
-from common.runtime.world import Host
-from device.agent import DeviceAgent
-from device.pool.pool import Pool
+from fedstrata.common.metrics import Metrics
+from fedstrata.common.net.address import BrokerAddress
+from fedstrata.common.protocol import topics
+from fedstrata.common.protocol.messages import Message, Task
+from fedstrata.common.runtime.world import Host
+from fedstrata.device.agent import DeviceAgent
+from fedstrata.device.pool.pool import Pool
 from tests.helpers.commands import PATIENCE_S, command
 
 SMALL: dict[str, Any] = {

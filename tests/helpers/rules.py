@@ -9,11 +9,13 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from common.experiment.methods import RULES
-from common.methods import aggregator
-from common.methods.rule import Aggregated, Rule, Uploads
-from common.model.layout import ModelLayout, Section
-from common.model.refinement import RoundModels
+from fedstrata.common.experiment.methods import RULES
+from fedstrata.common.methods import aggregator
+from fedstrata.common.methods.mixing import MixedColumns
+from fedstrata.common.methods.multi_model import MixingRound, MixingRule, MultiModelRule
+from fedstrata.common.methods.rule import Aggregated, Rule, RuleContext, Uploads
+from fedstrata.common.model.layout import ModelLayout, Section
+from fedstrata.common.model.refinement import RoundModels
 
 _NEEDED: Final[Mapping[str, Mapping[str, Any]]] = {
     **{name: {"learning_rate": 0.1} for name in ("fedadagrad", "fedadam", "fedyogi")},
@@ -73,6 +75,22 @@ def aggregate(
 ) -> Aggregated:
     """Aggregate uploads by a rule."""
     return rule.aggregate(r, Uploads(tuple(children), rows_K, tuple(reports), lambda: None))
+
+
+def mixing_round(
+    rows_K: npt.NDArray[np.uint8], layout: ModelLayout, *, r: int = 0, seed: int = 1, node: str = "cloud"
+) -> MixingRound:
+    """Return round r of K models with these uploads."""
+    context = RuleContext(layout, node, seed, measures=False, rows=lambda name, count: np.zeros_like(rows_K))
+    return MixingRound(
+        r, Uploads(tuple(map(str, range(len(rows_K)))), rows_K, (None,) * len(rows_K), lambda: None), context
+    )
+
+
+def planned(settings: MixingRule, now: MixingRound) -> tuple[list[MixedColumns], Mapping[str, object]]:
+    """Return how the kernel mixes a round's uploads, and the facts of the plan."""
+    parts, facts = MultiModelRule(settings, now.context)._planned(now)
+    return [part.columns for part in parts], facts
 
 
 class AddingRefiner:

@@ -9,14 +9,14 @@ from functools import cache, cached_property
 from math import inf
 from typing import Any, Final
 
-from common.experiment.reading import parse
-from common.experiment.schema import Experiment
-from common.protocol import serialization, topics
-from common.protocol.messages import Message
-from deploy.simulation.broker import Routed
-from deploy.simulation.hardware import Workload
-from deploy.simulation.lab import AgentFactory
-from deploy.simulation.world import SimulatedWorld
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.protocol import serialization, topics
+from fedstrata.common.protocol.messages import Message
+from fedstrata.deploy.simulation.broker import Routed
+from fedstrata.deploy.simulation.hardware import Workload
+from fedstrata.deploy.simulation.lab import AgentFactory
+from fedstrata.deploy.simulation.world import SimulatedWorld
 from tests.simulation.lab import Scenario, ScenarioLab
 from tests.simulation.outcome import LabOutcome
 

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 from session_lab import CHUNKED, LAB, LAYOUT, RUN, Lab, Node, manifest_of
 
-from common.accounting.child_report import ChildReport
-from common.accounting.traffic import Traffic
-from common.host.examination import Finding
-from common.protocol import serialization, topics
-from common.protocol.messages import (
+from fedstrata.common.accounting.child_report import ChildReport
+from fedstrata.common.accounting.traffic import Traffic
+from fedstrata.common.accounting.work import Work
+from fedstrata.common.host.examination import Finding
+from fedstrata.common.protocol import serialization, topics
+from fedstrata.common.protocol.messages import (
     Acknowledgement,
     Alive,
     Announcement,
@@ -53,9 +54,15 @@ def inject(node: Node, sender: str, session: str, message: Message, *, run: str 
     node.wake()
 
 
+def inject_state(node: Node, name: str, session: str, state: NodeState) -> None:
+    """Hand a node a presence under a name, whoever wrote it."""
+    node.receive(topics.state(LAB, RUN, name), serialization.encode(Presence(state, "stranger"), session))
+    node.wake()
+
+
 def messages_of(key: Key, blob: str) -> list[Message]:
     """Return one message of each kind, about this round and blob."""
-    result = Result(key, replace(BLOB, blob=blob), None, 10, 0.5, 1, 6, 6, 1.0, 0.0, 0.0, (), "")
+    result = Result(key, replace(BLOB, blob=blob), None, Work(10, 0.5, 1, 6, 1.0, 0.0, 0.0), 6, (), "")
     return [
         READY,
         Announcement("{}", LAYOUT),

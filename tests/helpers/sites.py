@@ -10,16 +10,16 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
-from common.net.address import BrokerAddress
-from common.runtime.endpoint import Endpoint
-from common.runtime.world import REAL, World
-from deploy.brokers import broker as brokers
-from deploy.brokers.broker import Kind
-from deploy.simulation.broker import Routed
-from deploy.simulation.loop import OWNER, START_S, SimulationError, VirtualLoop
-from deploy.simulation.machines import SimulatedProcess
-from deploy.simulation.network import SimulatedLink, SimulatedNetwork
-from deploy.simulation.world import SimulatedWorld
+from fedstrata.common.net.address import BrokerAddress
+from fedstrata.common.runtime.endpoint import Endpoint
+from fedstrata.common.runtime.world import REAL, World
+from fedstrata.deploy.brokers import broker as brokers
+from fedstrata.deploy.brokers.broker import Kind
+from fedstrata.deploy.simulation.broker import Routed
+from fedstrata.deploy.simulation.loop import OWNER, START_S, SimulationError, VirtualLoop
+from fedstrata.deploy.simulation.machines import SimulatedProcess
+from fedstrata.deploy.simulation.network import SimulatedLink, SimulatedNetwork
+from fedstrata.deploy.simulation.world import SimulatedWorld
 
 BROKER: Final = "broker"
 PATIENCE_S: Final = 30.0

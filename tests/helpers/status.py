@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from common.protocol.messages import ChildStatus, LinkBytes, NodeState, Status, Step
+from fedstrata.common.protocol.messages import ChildStatus, LinkBytes, NodeState, Status, Step
 
 
 def child(name: str, step: Step = Step.IDLE, *, state: NodeState | None = NodeState.READY, **facts: Any) -> ChildStatus:

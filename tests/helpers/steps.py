@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from common.experiment.schema import Experiment
-from common.experiment.training import TrainingSettings
-from device.training.batches import LocalDataset, blocks
-from device.training.recording import Program
-from device.training.sgd import NO_PROGRAMS, Forward, LocalSteps, run_sgd
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.training import TrainingSettings
+from fedstrata.device.training.batches import LocalDataset, blocks
+from fedstrata.device.training.recording import Program
+from fedstrata.device.training.sgd import NO_PROGRAMS, Forward, LocalSteps, run_sgd
 
 
 def run_steps(

@@ -69,7 +69,9 @@ def _is_test(file: str) -> bool:
 
 
 def _module_of(file: str) -> str:
-    return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    return ("" if file.startswith("tests/") else "fedstrata.") + file.removesuffix(".py").removesuffix(
+        "/__init__"
+    ).replace("/", ".")
 
 
 def touched(paths: list[str]) -> list[str]:

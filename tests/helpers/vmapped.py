@@ -13,19 +13,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from common.experiment.training import TrainingSettings
-from common.learning import models
-from common.learning.computing import set_up
-from common.learning.inputs import Inputs
-from common.learning.nets import Dropout, reseed
-from common.model.layout import LinkLayouts, ModelLayout, Row
-from device.training.batches import Changes, change_images, draw_changes
-from device.training.sgd import forward_of
-from device.training.vectors import TaskVectors
-from device.vmapped import loop
-from device.vmapped.loop import Turn, Visits, VmappedResult
-from device.vmapped.models import Recipe, VmappedModels
-from device.vmapped.schedule import Load
+from fedstrata.common.experiment.training import TrainingSettings
+from fedstrata.common.learning import models
+from fedstrata.common.learning.computing import set_up
+from fedstrata.common.learning.inputs import Inputs
+from fedstrata.common.learning.nets import Dropout, reseed
+from fedstrata.common.model.layout import LinkLayouts, ModelLayout, Row
+from fedstrata.device.training.batches import Changes, change_images, draw_changes
+from fedstrata.device.training.sgd import forward_of
+from fedstrata.device.training.vectors import TaskVectors
+from fedstrata.device.vmapped import loop
+from fedstrata.device.vmapped.loop import Turn, Visits, VmappedResult
+from fedstrata.device.vmapped.models import Recipe, VmappedModels
+from fedstrata.device.vmapped.schedule import Load
 from tests.helpers.steps import run_steps
 
 CPU = torch.device("cpu")

@@ -9,10 +9,10 @@ from typing import Any
 from hypothesis import strategies as st
 from rich.console import Console
 
-from common.experiment.reading import parse
-from common.experiment.schema import Experiment
-from common.protocol import serialization, topics
-from common.protocol.messages import (
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.protocol import serialization, topics
+from fedstrata.common.protocol.messages import (
     Announcement,
     ChildCount,
     ChildStatus,
@@ -27,9 +27,10 @@ from common.protocol.messages import (
     Status,
     Step,
 )
-from deploy.watching.lab import Event, Node, WatchedLab
-from deploy.watching.view import View
-from tests.helpers.status import record
+from fedstrata.deploy.watching.lab import Event, WatchedLab
+from fedstrata.deploy.watching.nodes import Node
+from fedstrata.deploy.watching.view import View
+from tests.helpers.status import child, record
 
 LAB = "lab"
 RUN = "20260101T000000Z-abcdef"
@@ -46,7 +47,7 @@ class Watched:
 
     def __init__(self, experiment: Experiment | None = None, *, brokers: int = 1) -> None:
         self.now = 0.0
-        names = [f"b{i}:1883" for i in range(brokers)]
+        names = [f"b{place}:1883" for place in range(brokers)]
         self.lab = WatchedLab(RUN, experiment or experiment_of(), brokers=names, now=0.0)
         self.sessions: dict[str, str] = {}
         self.events()
@@ -58,25 +59,27 @@ class Watched:
         return self.sessions.setdefault(name, f"{name}-1")
 
     def state(
-        self, name: str, state: NodeState | None, *, session: str = "", reason: str = "", at: int = 0, **how: bool
+        self, name: str, state: NodeState | None, *, session: str = "", reason: str = "", retained: bool = False
     ) -> None:
-        """Receive a presence from the broker `at`; None clears it. `how`: `retained`."""
+        """Receive a presence; None clears it."""
         presence = None if state is None else Presence(state, "device", reason=reason)
         body = b"" if presence is None else serialization.encode(presence, session or self.session(name))
-        self.lab.receive(at, topics.StateTopic(LAB, RUN, name), body, self.now, **how)
+        self.lab.receive(topics.StateTopic(LAB, RUN, name), body, self.now, retained=retained)
 
     def status(self, name: str, *children: ChildStatus, at_s: float | None = None, **facts: Any) -> None:
         """Receive a parent's record."""
         message = record(*children, at_s=self.now if at_s is None else at_s, **facts)
         body = serialization.encode(message, self.session(name))
-        self.lab.receive(0, topics.StatusTopic(LAB, RUN, name), body, self.now)
+        self.lab.receive(topics.StatusTopic(LAB, RUN, name), body, self.now)
 
     def events(self) -> list[Event]:
-        return [event for event in iter(self.lab.next_event, None) if event is not None]
+        return self.lab.new_events()
 
     def all_ready(self) -> None:
-        for name in self.lab.nodes:
-            self.state(name, NodeState.READY)
+        """Receive the cloud's presence, and the records of parents all of whose children are ready."""
+        self.state("cloud", NodeState.READY)
+        for parent, children in self.lab.experiment.tree.children.items():
+            self.status(parent, *map(child, children), at_s=self.now - 0.5)
         self.events()
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import msgpack
 import paho.mqtt.client as mqtt
 
-from common.experiment.reading import parse, to_toml
-from deploy.brokers import broker
+from fedstrata.common.experiment.reading import parse, to_toml
+from fedstrata.deploy.brokers import broker
 
 RECORDING = Path(__file__).with_name("run.msgpack")
 EXPERIMENT = {
@@ -52,7 +52,7 @@ def main() -> None:
              "--parent", "institution-0", "--slots", "1"],
             ["cloud", str(file), "--runs", str(home / "runs")],
         )  # fmt: skip
-        command = [sys.executable, "-m", "deploy.cli"]
+        command = [sys.executable, "-m", "fedstrata"]
         processes = [subprocess.Popen([*command, *role, "--broker", where]) for role in roles]
         codes = [process.wait(300) for process in processes]
         client.disconnect()

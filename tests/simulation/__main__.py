@@ -17,7 +17,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from common.experiment.reading import load
+from fedstrata.common.experiment.reading import load
 from tests.simulation.kills import kill_each
 from tests.simulation.lab import ScenarioLab
 from tests.simulation.labs import LABS, write_lab

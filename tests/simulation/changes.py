@@ -5,15 +5,18 @@ from __future__ import annotations
 import random
 from typing import Any, Final
 
-from common.errors import InvalidExperiment
-from common.experiment.reading import parse
-from common.experiment.schema import Experiment
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.experiment.schema import Experiment
 from tests.simulation.faults import Fault, FaultKind
 
 MINIMA: Final = 0.3  # share of the labs that begin and go on without some of their nodes,
 MINIMUM: Final = 0.7  # and of their tiers
 CHANGING: Final = 0.6  # share of the labs whose devices may be absent into which devices enter, or in which they move
 NEW: Final = 900  # number of the first device that enters
+VISITED: Final = 0.4  # share of these labs into which more devices enter, and leave, than have places at a time
+VISITOR: Final = 950  # number of the first of these
+STAY_S: Final = (0.3, 2.0, 8.0)
 
 
 def with_minima(rng: random.Random, experiment: Experiment) -> Experiment:
@@ -43,12 +46,19 @@ def with_changes(rng: random.Random, experiment: Experiment, expected_s: float) 
         changed = parse(tree)
     except InvalidExperiment:  # of a rule, or with privacy
         return experiment, []
-    return changed, [_entry(rng, NEW + number, parents, expected_s) for number in range(rng.choice([0, 1, 1, 2, 3]))]
+    entries = [_entry(rng, NEW + number, parents, expected_s) for number in range(rng.choice([0, 1, 1, 2, 3]))]
+    visitors = rng.choice([4, 10]) if rng.random() < VISITED else 0
+    return changed, entries + [_visit(rng, VISITOR + number, parents, expected_s) for number in range(visitors)]
 
 
 def _entry(rng: random.Random, number: int, parents: list[str], expected_s: float) -> Fault:
     at_s, for_s = round(rng.uniform(0, expected_s), 3), rng.choice([0.5, 3.0, 30.0])
     return Fault(FaultKind.ENTRY, at_s, for_s, f"device-{number}", detail=rng.choice(parents))
+
+
+def _visit(rng: random.Random, number: int, parents: list[str], expected_s: float) -> Fault:
+    at_s, for_s, clean = round(rng.uniform(0, expected_s), 3), rng.choice(STAY_S), rng.random() < 0.5
+    return Fault(FaultKind.VISIT, at_s, for_s, f"device-{number}", detail=rng.choice(parents), clean=clean)
 
 
 def _moves(rng: random.Random, parents: list[str], expected_s: float) -> list[dict[str, Any]]:

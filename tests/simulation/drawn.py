@@ -12,20 +12,19 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Final
 
-from common.errors import InvalidExperiment
-from common.experiment.codecs import DOWN, UP
-from common.experiment.devices import Availability
-from common.experiment.reading import parse
-from common.experiment.schema import Experiment
-from common.experiment.tiers import participants
-from common.experiment.topology import CLOUD
-from common.experiment.training import OF_MODULES
-from deploy.simulation.hardware import Durations
-from deploy.simulation.link import LinkConditions
-from tests.simulation import trainer
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.codecs import DOWN, UP
+from fedstrata.common.experiment.devices import Availability
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.tiers import participants
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.deploy.simulation.hardware import Durations
+from fedstrata.deploy.simulation.link import LinkConditions
 from tests.simulation.changes import with_changes, with_minima
 from tests.simulation.fault_draws import draw_faults, draw_permanent_fault
 from tests.simulation.faults import Fault, FaultKind
+from tests.simulation.together import deaths, in_order, trained_by_own
 
 TRAININGS_MOST: Final = 72  # per lab; more would only take longer
 MBIT: Final = (1.0, 2.0, 8.0, 20.0, 100.0)
@@ -40,8 +39,10 @@ STATES: Final = 0.15  # shares of the labs whose devices keep vectors,
 CLUSTERS: Final = 0.1  # whose tiers select by clusters,
 BUFFERS: Final = 0.2  # and whose tiers aggregate buffers
 FROZEN_BYTES: Final = (0,) * 6 + (2_000, 40_000, 400_000)  # of frozen arrays that some devices do not have
-TRAINERS: Final = 0.1  # share of the labs with a trainer of a user's own, if they can have one,
-SILENT: Final = 0.5  # some of whose devices know no loss
+NODES_DIE: Final = (FaultKind.KILL, FaultKind.TERMINATE)
+NEWCOMERS: Final = (FaultKind.ENTRY, FaultKind.VISIT)  # they have no machine
+EVERYTHING: Final = 0.15  # share of the labs with a trainer of a user's own, its state, absences and deaths together
+TRAINERS: Final = 0.1  # share of the others with a trainer of a user's own, if they can have one
 SCORES: Final = 0.3  # share of the labs whose devices score models
 PERSONAL: Final = 0.4  # of the labs in which devices alone score
 PERSONALISED: Final = 0.4  # of the labs in which devices score
@@ -127,6 +128,13 @@ class DrawnLab:
         trace = self.experiment.availability.trace
         return 0.0 if trace is None else max(changes[-1] for changes in trace.changes.values())
 
+    @property
+    def has_everything(self) -> bool:
+        """Whether it has a trainer of a user's own, which keeps a state, absences, and deaths of nodes and workers."""
+        ends = {fault.kind for fault in self.faults}
+        absences, own = self.experiment.availability.trace is not None, self.experiment.training.trainer.remembers
+        return absences and own and bool(ends & {*NODES_DIE}) and FaultKind.WORKER in ends
+
     def departures(self, device: str) -> int:
         """Return how often a device leaves."""
         online = self.experiment.online(device)
@@ -152,7 +160,11 @@ def draw_lab(seed: int) -> DrawnLab:
             experiment = with_minima(random.Random(f"{seed} minima"), experiment)
         except InvalidExperiment:
             continue
-        drawn = _with_trainer(random.Random(f"{seed} trainer"), _around(seed, rng, experiment, durations))
+        drawn = _around(seed, rng, experiment, durations)
+        together = random.Random(f"{seed} together")
+        if together.random() < EVERYTHING:
+            return _with_everything(together, drawn)
+        drawn = _with_trainer(random.Random(f"{seed} trainer"), drawn)
         drawn = _with_changes(random.Random(f"{seed} changes"), drawn)
         with_institutions = len(experiment.tiers) == 2
         lost = with_institutions and rng.random() < PERMANENT and not drawn.experiment.tiers[-1].entering
@@ -214,20 +226,19 @@ def _with_changes(rng: random.Random, drawn: DrawnLab) -> DrawnLab:
 
 
 def _with_trainer(rng: random.Random, drawn: DrawnLab) -> DrawnLab:
-    """Return a lab with a trainer of a user's own, if it can have one and chance will: its model has a buffer."""
-    if rng.random() >= TRAINERS or any(tier.privacy.acts for tier in drawn.experiment.tiers):
+    """Return a lab with a trainer of a user's own, if it can have one and chance will."""
+    if rng.random() >= TRAINERS:
         return drawn
-    tree = drawn.experiment.model_dump(mode="json")
-    silent = rng.random() < SILENT and not drawn.experiment.compares_losses
-    training = {key: value for key, value in tree["training"].items() if key not in OF_MODULES}
-    training |= {"trainer": trainer.settings(drawn.model_bytes // 4, silent=silent)}
-    kept = ("at", "every", "participation", "personalised")
-    evaluation = {key: value for key, value in tree["evaluation"].items() if key in kept}
-    tree |= {"data": {}, "model": {}, "training": training, "evaluation": evaluation}
-    try:
-        return replace(drawn, experiment=parse(tree))
-    except InvalidExperiment:  # of a rule that needs fedstrata's training
+    return replace(drawn, experiment=trained_by_own(rng, drawn.experiment, model_bytes=drawn.model_bytes))
+
+
+def _with_everything(rng: random.Random, drawn: DrawnLab) -> DrawnLab:
+    """Return a lab with a trainer of a user's own, absences and deaths; as it is, if it cannot have the trainer."""
+    experiment = trained_by_own(rng, drawn.experiment, model_bytes=drawn.model_bytes, plainly=True)
+    if experiment.training.trainer.learns_module:
         return drawn
+    faults = in_order([*drawn.faults, *deaths(rng, experiment, drawn.expected_s)])
+    return _with_absences(rng, replace(drawn, experiment=experiment, faults=faults))
 
 
 def _around(seed: int, rng: random.Random, experiment: Experiment, durations: Durations) -> DrawnLab:
@@ -535,7 +546,7 @@ def _changes(rng: random.Random, tier: Mapping[str, Any]) -> Iterator[tuple[str,
 
 def _with_more(rng: random.Random, drawn: DrawnLab) -> DrawnLab:
     """Return a drawn lab with several runs, or whose nodes are busy with each byte, or as it is."""
-    if rng.random() < BUSY and not any(fault.kind is FaultKind.ENTRY for fault in drawn.faults):  # they have a machine
+    if rng.random() < BUSY and not any(fault.kind in NEWCOMERS for fault in drawn.faults):
         return replace(drawn, byte_s=rng.choice([1e-7, 1e-6]))
     if rng.random() >= SEVERAL or drawn.experiment.rounds * drawn.experiment.device_rounds > ROUNDS_MOST:
         return drawn

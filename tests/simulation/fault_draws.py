@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from math import inf
 from typing import Any, Final
 
-from common.experiment.reading import parse
-from common.experiment.schema import Experiment
-from common.experiment.tiers import participants
-from common.experiment.topology import CLOUD
-from common.host.subprocess_channel import REPLACEMENTS
-from deploy.simulation.lab import BROKER
-from tests.simulation.faults import Fault, FaultKind
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.tiers import participants
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.host.subprocess_channel import REPLACEMENTS
+from fedstrata.deploy.simulation.lab import BROKER
+from fedstrata.device.pool.executors import RETRIES
+from tests.simulation.faults import SIDE, Fault, FaultKind
 from tests.simulation.interference import CHUNK
 
 CONTROL: Final = (
@@ -28,7 +29,7 @@ KINDS: Final = (
     FaultKind.SLOW, FaultKind.BLACK_HOLE, *(FaultKind.STRANGER,) * 3, FaultKind.FLIP, FaultKind.FLOOD,
     FaultKind.SEEKERS, FaultKind.HANG, FaultKind.WRONG, FaultKind.REMAINS, FaultKind.SECOND, FaultKind.RATES,
     *(FaultKind.ONE_WAY,) * 2, *(FaultKind.LIES,) * 3, FaultKind.UNREAD, FaultKind.PACKETS, FaultKind.CLOCK,
-    *(FaultKind.SLEEP,) * 2, FaultKind.DISK, FaultKind.EVALUATOR,
+    *(FaultKind.SLEEP,) * 2, FaultKind.DISK, FaultKind.EVALUATOR, *(FaultKind.WORKER,) * 2,
 )  # fmt: skip
 
 AT_START: Final = (FaultKind.WRONG, FaultKind.REMAINS, FaultKind.PACKETS)
@@ -46,6 +47,7 @@ AMOUNTS: Final[Mapping[FaultKind, Sequence[float]]] = {
     FaultKind.PACKETS: (34_000, 70_000),
     FaultKind.CLOCK: (-3600.0, -5.0, 3600.0),
     FaultKind.EVALUATOR: (1, 2, REPLACEMENTS + 1),
+    FaultKind.WORKER: (1, 1, 1, RETRIES + 1),
 }
 DETAILS: Final[Mapping[FaultKind, Sequence[str]]] = {
     FaultKind.MUTE: CONTROL,
@@ -53,6 +55,7 @@ DETAILS: Final[Mapping[FaultKind, Sequence[str]]] = {
     FaultKind.ONE_WAY: ("up", "down"),
 }
 LASTING: Final = (FaultKind.HANG, FaultKind.KILL, FaultKind.MUTE, FaultKind.BLACK_HOLE)  # the permanent faults
+LYING: Final = 0.3  # share of the labs with scores that have a member which lies in its side numbers throughout
 HANGS_S: Final = (0.05, 0.3)  # a device hangs before its institution can have gathered its devices
 HOLE_BYTES: Final = 1500  # of a packet: all messages but chunks are smaller
 ROUNDS_LEAST: Final = 3  # rounds that are not the one which pays for the loss
@@ -73,6 +76,9 @@ def draw_faults(
         kind = rng.choice(KINDS)
         node = rng.choice([rng.choice(devices), rng.choice(parents or [CLOUD]), rng.choice([*devices, CLOUD, CLOUD])])
         faults.append(_fault(rng, kind, node, experiment, expected_s, devices, brokers))
+    if experiment.evaluation.on_devices and rng.random() < LYING:
+        amount = rng.choice(AMOUNTS[FaultKind.LIES])
+        faults.append(Fault(FaultKind.LIES, 0.0, round(expected_s, 3), rng.choice(devices), amount, SIDE))
     return tuple(sorted(faults, key=lambda fault: (fault.at_s, fault.kind)))
 
 
@@ -91,7 +97,7 @@ def _fault(
     keep, clean = rng.random() < 0.7, rng.random() < 0.5
     if kind in (FaultKind.KILL, FaultKind.TERMINATE) and rng.random() < OF_CLOUD:
         node = CLOUD
-    if kind in (FaultKind.WRONG, FaultKind.HANG, FaultKind.SECOND) and node not in devices:
+    if kind in (FaultKind.WRONG, FaultKind.HANG, FaultKind.SECOND, FaultKind.WORKER) and node not in devices:
         node = rng.choice(devices) if kind is not FaultKind.SECOND or node == CLOUD else node
     if kind in (*CHAOS, FaultKind.MUTE):
         node = rng.choice([node, ""])

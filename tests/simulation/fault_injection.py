@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, Final
 from unittest.mock import patch
 
-from common.experiment.topology import CLOUD
-from deploy.simulation.broker import Routed
-from deploy.simulation.link import LinkConditions
-from deploy.simulation.network import SimulatedLink
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.deploy.simulation.broker import Routed
+from fedstrata.deploy.simulation.link import LinkConditions
+from fedstrata.deploy.simulation.network import SimulatedLink
 from tests.simulation import interference
 from tests.simulation.faults import Fault, FaultKind
 from tests.simulation.lab import ScenarioLab
@@ -98,6 +98,18 @@ async def _enter(lab: ScenarioLab, fault: Fault) -> None:
     await asyncio.sleep(LOOK_S)
     if not lab.over:
         lab.start(fault.node, parent=fault.detail, keep_files=fault.keep)
+
+
+async def _visit(lab: ScenarioLab, fault: Fault) -> None:
+    """Start a device that the experiment does not name; it leaves for good."""
+    lab.start(fault.node, parent=fault.detail)
+    await asyncio.sleep(fault.for_s)
+    if lab.over or not lab.alive(fault.node):
+        return
+    if fault.clean:
+        lab.terminate(fault.node)
+    else:
+        lab.kill(fault.node)
 
 
 def _start(lab: ScenarioLab, fault: Fault) -> None:
@@ -198,6 +210,10 @@ async def _evaluator(lab: ScenarioLab, fault: Fault) -> None:
     lab.hardware.evaluator_ends += int(fault.amount)
 
 
+async def _worker(lab: ScenarioLab, fault: Fault) -> None:
+    lab.hardware.worker_ends[fault.node] += int(fault.amount)
+
+
 async def _hang(lab: ScenarioLab, fault: Fault) -> None:
     if not lab.alive(fault.node):
         return
@@ -277,6 +293,7 @@ _HANDLERS: Final[Mapping[FaultKind, Callable[[ScenarioLab, Fault], Awaitable[Non
     FaultKind.REMAINS: _remains,
     FaultKind.SECOND: _second,
     FaultKind.ENTRY: _enter,
+    FaultKind.VISIT: _visit,
     FaultKind.ONE_WAY: _link,
     FaultKind.RATES: _rates,
     FaultKind.PACKETS: _packets,
@@ -284,6 +301,7 @@ _HANDLERS: Final[Mapping[FaultKind, Callable[[ScenarioLab, Fault], Awaitable[Non
     FaultKind.CLOCK: _clock,
     FaultKind.DISK: _disk,
     FaultKind.EVALUATOR: _evaluator,
+    FaultKind.WORKER: _worker,
 }
 _FILTERS: Final[Mapping[FaultKind, Callable[[ScenarioLab, Fault], Callable[[Routed], bool]]]] = {
     FaultKind.MUTE: interference.MuteFilter,

@@ -39,7 +39,9 @@ class FaultKind(StrEnum):
     SLEEP = "host sleeps"
     DISK = "full disk"
     EVALUATOR = "dead evaluator"
+    WORKER = "dead worker"
     ENTRY = "new device"
+    VISIT = "visit"
 
 
 RESTARTS: Final = (FaultKind.KILL, FaultKind.TERMINATE, FaultKind.HANG, FaultKind.WRONG, FaultKind.SECOND)
@@ -49,6 +51,9 @@ CUTS: Final = (
 )  # fmt: skip
 
 
+SIDE: Final = "side numbers"  # the detail of a member that lies in nothing else: no model needs them
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     """One fault. `node`: a node's or a broker's name, or "" for all nodes.
@@ -56,7 +61,7 @@ class Fault:
     at_s: since the start; with a permanent fault other than a hang, since a device of its institution has trained
     for_s: infinite if it is permanent
     amount: a share, bytes, bytes per second, messages that were seen before, a clock offset in seconds, or the
-        evaluators that die one after another, by kind
+        evaluators, or the workers of a training, that die one after another, by kind
     detail: the kind of message that is lost, the store of a restarted broker, the direction of a cut, or a new
         device's parent
     keep: whether a restarted node keeps its files    clean: SIGTERM instead of SIGKILL
@@ -101,7 +106,8 @@ def longest_s(faults: tuple[Fault, ...], *, keepalive_s: float) -> float:
     Permanent faults aside, which `tests.simulation.losses` judges.
     """
     longest = end = begin = 0.0
-    for fault in sorted((fault for fault in faults if not fault.permanent), key=lambda fault: fault.at_s):
+    lasting = (fault for fault in faults if not fault.permanent and fault.detail != SIDE)
+    for fault in sorted(lasting, key=lambda fault: fault.at_s):
         over = fault.end_s + recovery_s(fault, keepalive_s=keepalive_s)
         if fault.at_s > end:
             begin, end = fault.at_s, over

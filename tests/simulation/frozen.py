@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from common.model import tensors
-from common.model.layout import FrozenForm, ModelLayout
-from common.model.parts import read_frozen_file
-from deploy.simulation.hardware import NullWorkload
+from fedstrata.common.model import tensors
+from fedstrata.common.model.layout import FrozenForm, ModelLayout
+from fedstrata.common.model.parts import read_frozen_file
+from fedstrata.deploy.simulation.hardware import NullWorkload
 
 
 class FrozenWorkload(NullWorkload):

@@ -5,20 +5,23 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import replace
-from math import nan
-from typing import Any, Final
+from dataclasses import fields, replace
+from math import inf, nan
+from typing import Any, Final, cast
 
 import msgpack
 import numpy as np
 
-from common.accounting.child_report import ChildReport
-from common.accounting.traffic import Traffic
-from common.errors import WireError
-from common.experiment.topology import CLOUD
-from common.protocol import serialization, topics
-from common.protocol.manifest import describe
-from common.protocol.messages import (
+from fedstrata.common.accounting.child_report import ChildReport
+from fedstrata.common.accounting.costs import DeviceCosts
+from fedstrata.common.accounting.traffic import Traffic
+from fedstrata.common.errors import WireError
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.host.energy import EnergySource
+from fedstrata.common.model.scores import ScoredModels, ScoreSums
+from fedstrata.common.protocol import serialization, topics
+from fedstrata.common.protocol.manifest import describe
+from fedstrata.common.protocol.messages import (
     DIGEST_BYTES,
     LIVING,
     Acknowledgement,
@@ -41,12 +44,12 @@ from common.protocol.messages import (
     Task,
     WhoIsThere,
 )
-from common.protocol.presence import FINAL
-from common.protocol.serialization import KINDS
-from common.runtime.endpoint import Endpoint
-from deploy.simulation.broker import Routed
-from deploy.simulation.lab import BROKER
-from tests.simulation.faults import Fault, FaultKind
+from fedstrata.common.protocol.presence import FINAL
+from fedstrata.common.protocol.serialization import KINDS
+from fedstrata.common.runtime.endpoint import Endpoint
+from fedstrata.deploy.simulation.broker import Routed
+from fedstrata.deploy.simulation.lab import BROKER
+from tests.simulation.faults import SIDE, Fault, FaultKind
 from tests.simulation.lab import ScenarioLab
 
 CHUNK: Final = "chunk"
@@ -55,11 +58,14 @@ LIES: Final[Mapping[type, Sequence[Mapping[str, Any]]]] = {
     Result: (
         *({name: HUGE} for name in ("samples", "epochs", "steps", "path_steps")), {"samples": 0}, {"loss": nan},
         {"train_s": -1.0}, {"plans": "[1]"}, {"children": (ChildReport("stranger"),)},
+        {"costs": DeviceCosts(1e306, 1e306, energy_source=EnergySource.PLUG)}, {"costs": DeviceCosts(cpu_s=nan)},
+        {"tests": ScoredModels(ScoreSums(10**11, 1.0, b""), None)},
     ),
     Task: ({"follows": HUGE}, {"epochs": HUGE}, {"epochs": 0}),
     Presence: (
         {"samples": HUGE}, {"targets": (Target("stranger", "stranger:1"),) * 99}, {"state": NodeState.INIT},
-        {"elapsed_s": 1e9}, {"role": "stranger"}, {"answers": "f" * 16},
+        {"elapsed_s": 1e9}, {"role": "stranger"}, {"answers": "f" * 16}, {"parent": "stranger"}, {"after": HUGE},
+        {"tests": 1},
     ),
     Alive: ({"presence": Presence(NodeState.INIT, "stranger")}, {"nonce": "f" * 16}),
     Announcement: ({"experiment": "{}"}, {"layout": "{}"}),
@@ -68,6 +74,12 @@ LIES: Final[Mapping[type, Sequence[Mapping[str, Any]]]] = {
     Ask: ({"lacking": b"\xff" * 64}, {"window": HUGE}, {"seen_all": HUGE}),
     Reports: ({"children": (ChildReport("stranger"),)},),
 }  # fmt: skip
+# What lies are about, by the field that has them; those of side numbers cost no model.
+SUBJECTS: Final[Mapping[str, str]] = {
+    "tests": "scores", "costs": "costs", "parent": "places", "after": "places", "targets": "places",
+    "children": "places",
+}  # fmt: skip
+SIDE_NUMBERS: Final[Mapping[type, Sequence[str]]] = {Result: ("tests", "costs"), Presence: ("tests", "targets")}
 SEEN: Final = 50  # messages of each node that a stranger remembers
 REPLAYED: Final = 0.4  # share of a stranger's messages that are sent as they were
 CLEARED: Final = 0.2  # share of the forged presences that are empty, as when a node leaves
@@ -143,26 +155,37 @@ class Liar:
     def __init__(self, lab: ScenarioLab, fault: Fault) -> None:
         self._lab, self._fault = lab, fault
         self._rng = random.Random(f"{lab.seed} lies {fault}")
+        self._lying = False
 
     def __call__(self, message: Routed) -> bool:
         """Return whether a message is forwarded as it was sent."""
         lab, rng, fault = self._lab, self._rng, self._fault
-        if lab.injecting or kind_of(message) in ("", CHUNK) or sender_of(message.topic) != fault.node:
+        if lab.injecting or self._lying or kind_of(message) in ("", CHUNK) or sender_of(message.topic) != fault.node:
             return True
         try:
             session, content = serialization.decode(message.body)
         except WireError:
             return True  # damaged on its way
         lies = _lies(content, rng)
+        if fault.detail == SIDE:
+            side = SIDE_NUMBERS.get(type(content), ())
+            lies = [lie for lie in lies if all(field in side for field in lie)]
         if not lies or rng.random() >= fault.amount:
             return True
-        body = serialization.encode(rng.choice(lies), session)
-        lab.inject(message.topic, body, qos=message.qos, retain=message.retain, broker=message.broker)
+        lie = rng.choice(lies)
+        lab.lies.update(SUBJECTS[field] for field in lie if field in SUBJECTS)
+        body = serialization.encode(_altered(content, lie), session)
+        if fault.detail == SIDE:  # all else is what the member has sent
+            self._lying = True
+            lab.broker(message.broker).route(message.topic, body, qos=message.qos, retain=message.retain)
+            self._lying = False
+        else:
+            lab.inject(message.topic, body, qos=message.qos, retain=message.retain, broker=message.broker)
         return False
 
 
-def _lies(content: Message, rng: random.Random) -> list[Message]:
-    """Return what a member may send in place of a message, none if nothing in it can be wrong."""
+def _lies(content: Message, rng: random.Random) -> list[Mapping[str, Any]]:
+    """Return what a member may change in a message, none if nothing in it can be wrong."""
     kind: Any = type(content)
     changes = list(LIES.get(kind, ()))
     if isinstance(content, Task | Result | Acknowledgement):
@@ -179,8 +202,21 @@ def _lies(content: Message, rng: random.Random) -> list[Message]:
             replace(model, blob=rng.randbytes(8).hex()),
         ]
         changes += [{"model": each, "inline": None} for each in models]
-    altered: Any = content
-    return [replace(altered, **change) for change in changes]
+    tests = content.work.tests if isinstance(content, Result) else None
+    if tests is not None and tests.received is not None:
+        received = tests.received
+        false = [replace(received, samples=10**11), replace(received, loss=-inf), replace(received, loss=nan)]
+        changes += [{"tests": replace(tests, received=each)} for each in false]
+    return changes
+
+
+def _altered(content: Any, lie: Mapping[str, Any]) -> Message:
+    """Return a message with the fields of a lie, of which a result has some in its work."""
+    if not isinstance(content, Result):
+        return cast(Message, replace(content, **lie))
+    own = {field.name for field in fields(content)}
+    work = replace(content.work, **{name: value for name, value in lie.items() if name not in own})
+    return replace(content, work=work, **{name: value for name, value in lie.items() if name in own})
 
 
 class InboxOf(Container[str]):

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from typing import Final
 
-from common.accounting.counters import LINK_KINDS
-from common.experiment.tiers import participants
-from common.experiment.topology import CLOUD
-from common.host.subprocess_channel import REPLACEMENTS
-from common.protocol.messages import Presence
-from common.protocol.topics import ALL
+from fedstrata.common.accounting.counters import LINK_KINDS
+from fedstrata.common.experiment.tiers import participants
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.host.subprocess_channel import REPLACEMENTS
+from fedstrata.common.protocol.messages import Presence
+from fedstrata.common.protocol.topics import ALL
+from fedstrata.device.pool.executors import RETRIES
 from tests.simulation.drawn import DrawnLab
-from tests.simulation.faults import RESTARTS, Fault, FaultKind, longest_s, recovery_s
+from tests.simulation.faults import RESTARTS, SIDE, Fault, FaultKind, longest_s, recovery_s
 from tests.simulation.frozen import FrozenWorkload, lacks
 from tests.simulation.losses import copes_with_a_loss, returned_s, spends_few_deadlines
 from tests.simulation.monitor import Evidence, LabRun, LinkCount
@@ -150,6 +152,16 @@ def settles_all_results(drawn: DrawnLab, faulty: LabRun, twin: LabRun | None = N
     return "; ".join([f"accepted and lost at {found}" for found in evidence.unsettled] + evidence.misled)
 
 
+def weighs_by_what_is_prepared(drawn: DrawnLab, faulty: LabRun, twin: LabRun | None = None) -> str:
+    """Check that an institution weighs what its devices had prepared that could take part, whoever restarted.
+
+    Not where devices may be below several institutions: nothing that is sent has the ones below each.
+    """
+    if drawn.experiment.tiers[-1].entering or _lied(drawn):
+        return ""
+    return "; ".join(faulty.evidence.weighed[:5])
+
+
 def accounts_for_trainings(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str:
     """Check that restarts explain repeated trainings, and that no training is missing or superfluous."""
     evidence = faulty.evidence
@@ -204,7 +216,7 @@ def brings_frozen_arrays_once(drawn: DrawnLab, faulty: LabRun, twin: LabRun | No
     for (parent, child), link in evidence.down.items():
         if child == ALL:
             continue
-        entered = any(fault.kind is FaultKind.ENTRY for fault in drawn.faults)
+        entered = any(fault.kind in (FaultKind.ENTRY, FaultKind.VISIT) for fault in drawn.faults)
         needed = entered or any(lacks(name) for name in (child, *tree.below(child)) if name not in tree.children)
         came, times = link.received["frozen payload"], 1 if drawn.spool else drawn.runs
         undisturbed = not (drawn.faults or drawn.slow)
@@ -230,6 +242,7 @@ def is_exact(drawn: DrawnLab, twin: LabRun) -> str:
         exact_accounts(drawn, evidence),
         brings_frozen_arrays_once(drawn, twin),
         settles_all_results(drawn, twin),
+        weighs_by_what_is_prepared(drawn, twin),
         _trainings(drawn, twin),
     )
     return "; ".join(filter(None, wrongs))
@@ -255,7 +268,7 @@ def may_fail(drawn: DrawnLab) -> bool:
     if drawn.experiment.availability.moves or (drawn.experiment.tiers[-1].move_after_s is not None and drawn.faults):
         return True
     transfer = drawn.experiment.transfer
-    if _lied(drawn) or any(_is_fatal(fault) for fault in drawn.faults):
+    if _lied(drawn) or _loses_a_training(drawn) or any(_is_fatal(fault) for fault in drawn.faults):
         return True
     if drawn.experiment.availability.trace is not None:  # an absence does not count: the time before and after it does
         lasting = (fault for fault in drawn.faults if not fault.permanent)
@@ -264,7 +277,8 @@ def may_fail(drawn: DrawnLab) -> bool:
 
 
 def _lied(drawn: DrawnLab) -> bool:
-    return any(fault.kind is FaultKind.LIES for fault in drawn.faults)
+    """Return whether a member lied in what a model needs."""
+    return any(fault.kind is FaultKind.LIES and fault.detail != SIDE for fault in drawn.faults)
 
 
 def _reports_a_lie(drawn: DrawnLab, faulty: LabRun) -> bool:
@@ -277,12 +291,23 @@ def _is_fatal(fault: Fault) -> bool:
     return fault.kind is FaultKind.DISK or (fault.kind is FaultKind.EVALUATOR and fault.amount > REPLACEMENTS)
 
 
+def _loses_a_training(drawn: DrawnLab) -> bool:
+    """Return whether more workers of a device may die during one training than are replaced."""
+    deaths = Counter[str]()
+    for fault in drawn.faults:
+        deaths[fault.node] += int(fault.amount) if fault.kind is FaultKind.WORKER else 0
+    return max(deaths.values(), default=0) > RETRIES
+
+
 def forgets(drawn: DrawnLab) -> bool:
-    """Return whether a restart may lose the state of an institution or of a device."""
+    """Return whether a restart may lose the state of an institution or of a device, or a second one has none."""
     experiment = drawn.experiment
     if not any(experiment.remembers(node) for node in experiment.tree.nodes):
         return False
-    return any(fault.restarts and fault.node != CLOUD and (not fault.keep or not drawn.spool) for fault in drawn.faults)
+    others = [fault for fault in drawn.faults if fault.node != CLOUD]
+    if any(fault.kind is FaultKind.SECOND for fault in others):
+        return True  # it has files of its own, and takes the place of one that is absent
+    return any(fault.restarts and (not fault.keep or not drawn.spool) for fault in others)
 
 
 def _is_orphan(drawn: DrawnLab, outcome: LabOutcome, node: str) -> bool:
@@ -344,7 +369,10 @@ def plausible_accounts(drawn: DrawnLab, evidence: Evidence) -> str:
         for kind in COUNTED:
             if link.received[kind] > link.sent[kind]:
                 wrong.append(f"{child} sent {link.sent[kind]} {kind} bytes, {parent} received {link.received[kind]}")
+    met = {name.rpartition("/")[2] for links in evidence.ledgers.values() for name in links}
     for (parent, child), link in evidence.down.items():
+        if child not in met and drawn.experiment.enters(child):
+            continue  # it was answered and has never joined: that counts for no link
         for kind in COUNTED if child != ALL else ():
             sent = link.sent[kind] if kind == "control" else _sent(evidence, parent, kind)
             if link.received[kind] > sent:
@@ -370,7 +398,6 @@ _UNDISTURBED: Final = [
     re.compile(pattern)
     for pattern in (
         r"waits for its children",
-        r"waits for \S+ (of lab \S+ )?on broker",
         r"no (device|institution) is present",
         r" begins without: ",
         r", declared ",
@@ -391,6 +418,8 @@ _EXPLAINED: Final = [
     (re.compile(r"\(malformed\)"), {FaultKind.FLIP, FaultKind.STRANGER, FaultKind.LIES}),
     (re.compile(r"\(too large\)"), {FaultKind.STRANGER, FaultKind.LIES}),
     (REFUSED, {FaultKind.LIES}),
+    (re.compile(r"costs that cannot be"), {FaultKind.LIES}),
+    (re.compile(r"refuses the subscription to"), {FaultKind.UNREAD}),
     (re.compile(r"The run waits for it|no room for|not on the disk"), {FaultKind.DISK}),
     (re.compile(r"drops messages"), {FaultKind.LOSS, FaultKind.MUTE, FaultKind.REORDERING}),  # no broker reorders
     (re.compile(r"\(too many\)"), {FaultKind.FLOOD, FaultKind.SEEKERS, FaultKind.STRANGER}),
@@ -411,6 +440,7 @@ DISTURBED: Final[Mapping[str, Callable[[DrawnLab, LabRun, LabRun], str]]] = {
         leaves_clean_brokers,
         has_agreeing_ledgers,
         settles_all_results,
+        weighs_by_what_is_prepared,
         accounts_for_trainings,
         warns_of_no_bug,
         brings_frozen_arrays_once,

@@ -10,9 +10,9 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Final
 
-from common.experiment.reading import parse
-from common.experiment.topology import CLOUD
-from deploy.simulation.broker import Routed
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.deploy.simulation.broker import Routed
 from tests.simulation.drawn import DrawnLab, draw_lab
 from tests.simulation.faults import Fault, FaultKind
 from tests.simulation.invariants import DISTURBED

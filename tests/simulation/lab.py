@@ -15,12 +15,12 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from common.experiment.schema import Experiment
-from common.experiment.topology import CLOUD
-from deploy.simulation.broker import SimulatedBroker
-from deploy.simulation.lab import BROKER, SimulatedLab, collected_warnings
-from deploy.simulation.link import LinkConditions
-from deploy.simulation.machines import SimulatedProcess
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.deploy.simulation.broker import SimulatedBroker
+from fedstrata.deploy.simulation.lab import BROKER, SimulatedLab, collected_warnings
+from fedstrata.deploy.simulation.link import LinkConditions
+from fedstrata.deploy.simulation.machines import SimulatedProcess
 from tests.simulation.outcome import LabOutcome, TraceDigest, model_digest, round_rows
 
 Scenario = Callable[["ScenarioLab"], Awaitable[None]]
@@ -35,6 +35,7 @@ class ScenarioLab(SimulatedLab):
         super().__init__(experiment, **options)
         self.faults: list[tuple[float, str]] = []
         self.injecting = False  # a message that no node has sent is being routed
+        self.lies: set[str] = set()  # what members have lied about
         self.usual: dict[str, LinkConditions] = {}  # of nodes whose links differ from `conditions`
         self._at_end = at_end
         self._entered: dict[str, str] = {}  # devices that the experiment does not name, and their parents
@@ -60,6 +61,7 @@ class ScenarioLab(SimulatedLab):
                 warnings=tuple(warnings),
                 faults=tuple(self.faults),
                 rounds=round_rows(self.agents.runs),
+                lies=frozenset(self.lies),
             )
 
     # For scenarios

@@ -13,12 +13,12 @@ from math import inf
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from common.errors import InvalidExperiment
-from common.experiment.reading import parse
-from common.experiment.schema import Experiment
-from common.experiment.tables import write
-from deploy.simulation.hardware import Durations
-from deploy.simulation.link import LinkConditions
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.reading import parse
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.tables import write
+from fedstrata.deploy.simulation.hardware import Durations
+from fedstrata.deploy.simulation.link import LinkConditions
 from tests.simulation.drawn import DrawnLab
 from tests.simulation.faults import Fault, FaultKind
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Final
 
-from common.experiment.tiers import Tier, participants
-from common.experiment.topology import CLOUD
+from fedstrata.common.experiment.tiers import Tier, participants
+from fedstrata.common.experiment.topology import CLOUD
 from tests.simulation.drawn import DrawnLab
 from tests.simulation.faults import FaultKind
 from tests.simulation.monitor import LabRun

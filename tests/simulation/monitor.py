@@ -8,17 +8,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
-from common.accounting.counters import packet_bytes
-from common.accounting.traffic import Traffic
-from common.errors import WireError
-from common.experiment.topology import CLOUD
-from common.protocol import serialization, topics
-from common.protocol.child_session import ChildSession
-from common.protocol.messages import Acknowledgement, Key, Result, Task
-from common.protocol.parent_session import ParentSession
-from common.runtime.endpoint import Endpoint
-from deploy.simulation.broker import Routed
-from deploy.simulation.world import SimulatedConnection
+from fedstrata.common.accounting.counters import packet_bytes
+from fedstrata.common.accounting.traffic import Traffic
+from fedstrata.common.errors import WireError
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.protocol import serialization, topics
+from fedstrata.common.protocol.child_session import ChildSession
+from fedstrata.common.protocol.limits import plans_of
+from fedstrata.common.protocol.messages import Acknowledgement, Key, Presence, Result, Task
+from fedstrata.common.protocol.parent_session import ParentSession
+from fedstrata.common.runtime.endpoint import Endpoint
+from fedstrata.deploy.simulation.broker import Routed
+from fedstrata.deploy.simulation.world import SimulatedConnection
 from tests.simulation.interference import kind_of
 from tests.simulation.lab import ScenarioLab
 from tests.simulation.outcome import LabOutcome
@@ -27,7 +28,7 @@ SAMPLE_S: Final = 3.3
 SAMPLE_GROWTH: Final = 1.9
 ANNOUNCEMENT_LEAST: Final = 1000  # bytes; a message with an experiment is larger
 CONTAINERS: Final = (dict, list, set, deque, frozenset)
-PACKAGES: Final = ("common.protocol", "common.runtime")
+PACKAGES: Final = ("fedstrata.common.protocol", "fedstrata.common.runtime")
 
 
 @dataclass(slots=True)
@@ -54,6 +55,7 @@ class Evidence:
     left_s: when each node last cleared its retained messages: it has left the run
     misled: tasks that follow one whose result was refused, or taken back; results accepted before they arrived, and
     results of rounds that were not trained
+    weighed: results of parents of devices whose samples are not those that their children had prepared
     """
 
     sizes: Counter[str] = field(default_factory=Counter)
@@ -71,6 +73,7 @@ class Evidence:
     late: int = 0
     unsettled: list[str] = field(default_factory=list)
     misled: list[str] = field(default_factory=list)
+    weighed: list[str] = field(default_factory=list)
     left_s: dict[str, float] = field(default_factory=dict)
 
 
@@ -90,6 +93,7 @@ class Monitor:
         self._joined: set[tuple[str, str]] = set()  # runs, and their nodes
         self._answers: dict[tuple[str, str, int, int], str] = {}  # by a parent's session, the child and its round
         self._answered: dict[tuple[str, str], Key] = {}  # the last key that was answered, by the same
+        self._prepared: dict[str, int] = {}  # each device's samples, as it has published them
         self.lab: ScenarioLab
 
     def observe(self, event: str, facts: dict[str, object]) -> None:
@@ -115,25 +119,25 @@ class Monitor:
     def answered(self, message: Routed) -> None:
         """Compare what each task follows with the last answer of its parent's session to that task's result.
 
-        And each result of a device with the rounds that it has trained.
+        And each result of a device with the rounds that it has trained, each of its parent with the devices' samples.
         """
         if self.lab.injecting:
             return
         if not message.body:
             self._note_leaving(topics.parse(message.topic))
-        if kind_of(message) not in ("Task", "Acknowledgement", "Result"):
+        if kind_of(message) not in ("Task", "Acknowledgement", "Result", "Presence"):
             return
         try:
             topic, (session, content) = topics.parse(message.topic), serialization.decode(message.body)
         except WireError:
             return  # damaged on its way
+        if isinstance(content, Presence) and isinstance(topic, topics.StateTopic) and content.samples:
+            self._prepared[topic.node] = content.samples
         if not isinstance(topic, topics.InboxTopic):
             return
         experiment = self.lab.agents.experiment
-        if isinstance(content, Result) and content.epochs and topic.sender in self.lab.homes:
-            number = content.key.global_round * experiment.device_rounds + content.key.local_round
-            if not self.lab.hardware.trained[topic.sender, number]:
-                self.evidence.misled.append(f"{topic.sender} announces round {number}, which it has not trained")
+        if isinstance(content, Result):
+            self._announced(topic.sender, content)
         elif isinstance(content, Acknowledgement):
             if content.key < self._answered.get((session, topic.node), content.key):
                 return  # the child has a later task, and ignores it
@@ -145,8 +149,26 @@ class Monitor:
         elif isinstance(content, Task) and content.follows:
             rounds = experiment.rounds_of(experiment.tree.depth(topic.sender))
             place = session, topic.node, *divmod(content.follows - 1, rounds)
-            if reason := self._answers.get(place):
+            claimed = "places" in self.lab.lies and experiment.tiers[-1].entering  # by the child, to its own harm
+            if (reason := self._answers.get(place)) and not claimed:
                 self.evidence.misled.append(f"{topic.node} follows its task {content.follows}: {reason}")
+
+    def _announced(self, node: str, result: Result) -> None:
+        """Compare a device's result with what it has trained, its parent's with the samples of its last round."""
+        experiment, key = self.lab.agents.experiment, result.key
+        if result.work.epochs and node in self.lab.homes:
+            number = key.global_round * experiment.device_rounds + key.local_round
+            if not self.lab.hardware.trained[node, number]:
+                self.evidence.misled.append(f"{node} announces round {number}, which it has not trained")
+        elif node in experiment.tree.layers[-2]:
+            last = plans_of(result)[node][-1]
+            absent = {*last.get("absent", ()), *last.get("unreported", ())}
+            expected = sum(
+                self._prepared.get(child, 0) for child in experiment.tree.children[node] if child not in absent
+            )
+            if result.samples != expected:
+                wrong = f"{node} weighs {result.samples} in round {tuple(key)}, its devices have {expected}"
+                self.evidence.weighed.append(wrong)
 
     def _note_leaving(self, topic: topics.Topic) -> None:
         if isinstance(topic, topics.StateTopic | topics.SpecTopic):

@@ -3,21 +3,23 @@
     python -m tests.simulation --mutation session_check_dropped --seeds 500
 
 runs labs until one violates an invariant. A mutation replaces a method of a class, which is looked for by its name in
-`common.protocol`: it fails loudly if the class or the method is no longer there.
+`common.protocol`, or is ArrayTraining: it fails loudly if the class or the method is no longer there.
 """
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final
 from unittest.mock import patch
 
-import common.protocol
-from common.protocol.messages import LIVING, Acknowledgement, Key, Presence, Result, Task
+from fedstrata.common import protocol
+from fedstrata.common.protocol.messages import Acknowledgement, Key, Presence, Result, Task
+from fedstrata.device.training.arrays import ArrayTraining
 
 Method = Callable[..., Any]
 Change = Callable[[Method], Method]
@@ -50,17 +52,8 @@ def _announced(original: Method) -> Method:
     return receive
 
 
-def _cleared_child(original: Method) -> Method:
-    """Ignore that a child has cleared its presence: only the end is late, by the time for its farewell."""
-
-    def presence(self: Any, name: str, session: str, presence: Presence | None, *, now: float) -> Any:
-        return False if presence is None else original(self, name, session, presence, now=now)
-
-    return presence
-
-
-def _cleared_parent(original: Method) -> Method:
-    """Ignore that a parent has cleared its presence."""
+def _cleared(original: Method) -> Method:
+    """Ignore that a peer has cleared its presence: of a child only the end is late, by the time for its farewell."""
 
     def _presence(self: Any, *proof: Any, **settings: Any) -> None:
         if _presence_of(*proof) is not None:
@@ -112,27 +105,18 @@ def _late_will(original: Method) -> Method:
     return receive
 
 
-def _late_will_of_child(original: Method) -> Method:
-    """Take the last message of any session of a child for that of its present one."""
+def _in_place(original: Method) -> Method:
+    """Train on the folder that a trainer keeps, not on a copy of what it kept before."""
 
-    def presence(self: Any, name: str, session: str, presence: Presence | None, *, now: float) -> Any:
-        last = presence is not None and presence.state not in LIVING
-        return original(self, name, self.children[name].session if last else session, presence, now=now)
+    @contextmanager
+    def _attempt(self: Any, kept: Any) -> Iterator[Any]:
+        if kept.before is None:
+            kept.after.mkdir(parents=True, exist_ok=True)
+        elif not kept.after.exists():
+            shutil.copytree(kept.before, kept.after)
+        yield kept.after
 
-    return presence
-
-
-def _late_will_of_parent(original: Method) -> Method:
-    """Take the last message of any session of the parent for that of its present one."""
-
-    def _presence(self: Any, *proof: Any, **settings: Any) -> None:
-        presence, session = _presence_of(*proof), self._parent_session
-        if presence is not None and presence.state not in LIVING:
-            self._parent_session = ""  # as if none were known
-        original(self, *proof, **settings)
-        self._parent_session = self._parent_session or session
-
-    return _presence
+    return _attempt
 
 
 def _presence_of(first: Any, *others: Any) -> Presence | None:
@@ -144,18 +128,12 @@ def _presence_of(first: Any, *others: Any) -> Presence | None:
 MUTATIONS: Final[Mapping[str, Mapping[tuple[str, str], Change]]] = {
     "session_check_dropped": {("PeerProofs", "speaks"): _speaks},
     "acknowledged_when_announced": {("Coordinator", "receive"): _announced},
-    "cleared_presence_ignored": {
-        ("Coordinator", "presence"): _cleared_child,
-        ("ChildSession", "_presence"): _cleared_parent,
-    },
+    "cleared_presence_ignored": {("ParentSession", "_presence"): _cleared, ("ChildSession", "_presence"): _cleared},
     "attempt_never_grows": {("Coordinator", "open"): _same_attempt},
     "new_session_keeps_order": {("Participant", "parent_restarted"): _same_order},
     "task_is_its_blob": {("Participant", "_take"): _same_blob},
-    "late_will_believed": {
-        ("PeerProofs", "receive"): _late_will,
-        ("Coordinator", "presence"): _late_will_of_child,
-        ("ChildSession", "_presence"): _late_will_of_parent,
-    },
+    "late_will_believed": {("PeerProofs", "receive"): _late_will},
+    "retried_on_what_it_changed": {("ArrayTraining", "_attempt"): _in_place},
 }
 
 
@@ -176,9 +154,11 @@ def mutated(name: str) -> Iterator[None]:
 
 
 def _class(name: str) -> Any:
-    """Return the class of this name in `common.protocol`, in whichever file it is."""
-    for module in pkgutil.iter_modules(common.protocol.__path__, "common.protocol."):
+    """Return the class of this name: ArrayTraining, or one in `common.protocol`, in whichever file it is."""
+    if name == ArrayTraining.__name__:
+        return ArrayTraining
+    for module in pkgutil.iter_modules(protocol.__path__, "fedstrata.common.protocol."):
         found = getattr(importlib.import_module(module.name), name, None)
         if isinstance(found, type):
             return found
-    raise LookupError(f"common.protocol has no class {name}")
+    raise LookupError(f"fedstrata.common.protocol has no class {name}")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deploy.simulation.broker import Routed
+from fedstrata.deploy.simulation.broker import Routed
 
 OK = "ok"
 
@@ -22,7 +22,7 @@ class LabOutcome:
     virtual_s: seconds of virtual time    messages: number of messages routed by the brokers
     trace: digest of all routed messages and their times    trainings: number of completed trainings
     errors: unhandled errors    warnings: the agents' logged warnings
-    faults: the scenario's faults, with their times
+    faults: the scenario's faults, with their times    lies: what members have lied about
     """
 
     result: str
@@ -36,6 +36,7 @@ class LabOutcome:
     warnings: tuple[str, ...]
     faults: tuple[tuple[float, str], ...]
     rounds: tuple[Mapping[str, str], ...]
+    lies: frozenset[str] = frozenset()
 
     @property
     def ok(self) -> bool:

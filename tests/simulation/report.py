@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from common.errors import WireError
-from common.experiment.schema import Experiment
-from common.experiment.tiers import Closing, Tier
-from common.protocol import serialization, topics
-from common.protocol.messages import Ask, Message, Preparing, Presence, Progress, Result, Task, WhoIsThere
-from deploy.simulation.broker import Routed
+from fedstrata.common.errors import WireError
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.tiers import Closing, Tier
+from fedstrata.common.protocol import serialization, topics
+from fedstrata.common.protocol.messages import Ask, Message, Preparing, Presence, Progress, Result, Task, WhoIsThere
+from fedstrata.deploy.simulation.broker import Routed
 from tests.simulation.drawn import DrawnLab
 from tests.simulation.fault_draws import LASTING
 from tests.simulation.faults import FaultKind
@@ -77,16 +77,34 @@ def summary(reports: Sequence[LabReport], *, real_s: float) -> str:
     labs, virtual_s = sum(report.labs for report in reports), sum(report.virtual_s for report in reports)
     busy_s = sum(report.real_s for report in reports)
     drawn = Counter((fault.kind, fault.permanent) for report in reports for fault in report.drawn.faults)
+    kinds = Counter(kind for report in reports for kind in _members(report))
     violated = [report.drawn.title for report in reports if report.violations]
     lines = [
         f"{len(reports)} drawn, {labs} labs in {real_s:.0f} s: {labs / max(real_s, 1e-9):.1f} labs a second, "
         f"{labs / max(busy_s, 1e-9):.1f} a second and process; {virtual_s / 3600:.1f} virtual hours",
         f"{sum(report.failed for report in reports)} labs ended with a documented error, {len(violated)} violate "
         f"an invariant{': ' + ', '.join(violated) if violated else ''}",
+        f"{sum(report.drawn.has_everything for report in reports)} have a trainer, its state, absences, and deaths of "
+        "nodes and workers together",
         *(f"  {drawn[kind, False]:6d}  {kind.value}" for kind in FaultKind),
         *(f"  {drawn[kind, True]:6d}  {kind.value}, permanent" for kind in LASTING),
+        *(f"  {count:6d}  labs with {kind}" for kind, count in sorted(kinds.items())),
     ]
     return "\n".join(lines)
+
+
+def _members(report: LabReport) -> set[str]:
+    """Return what members, guests and clients have done in a lab."""
+    drawn, faults = report.drawn, report.drawn.faults
+    found = {f"lies about {subject}" for subject in report.lies}
+    places = drawn.experiment.tiers[-1].entering or 0
+    if sum(fault.kind is FaultKind.VISIT for fault in faults) > places:
+        found.add("more guests than places")
+    own = not drawn.experiment.training.trainer.learns_module
+    killed = {fault.node for fault in faults if fault.kind is FaultKind.KILL}
+    if killed & set(drawn.experiment.tree.devices):
+        found.add("clients of an own trainer that die" if own else "devices that die")
+    return found
 
 
 def print_trace(lab: ScenarioLab) -> None:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from common.experiment.topology import CLOUD
-from deploy.simulation.lab import BROKER
-from deploy.simulation.machines import MessageCosts, Placement
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.deploy.simulation.lab import BROKER
+from fedstrata.deploy.simulation.machines import MessageCosts, Placement
 from tests.simulation.drawn import DrawnLab, draw_lab
 from tests.simulation.fault_injection import inject_faults, set_links, supervise
 from tests.simulation.frozen import FrozenWorkload
@@ -35,7 +35,10 @@ Source = int | Path  # of a lab: the seed of its draw, or its file
 
 @dataclass(frozen=True, slots=True)
 class LabReport:
-    """What came of a drawn lab. `violations`: (invariant, problem); `gap_s`: from the last fault to a closing."""
+    """What came of a drawn lab. `violations`: (invariant, problem); `gap_s`: from the last fault to a closing.
+
+    `lies`: what its members have lied about.
+    """
 
     drawn: DrawnLab
     violations: tuple[tuple[str, str], ...]
@@ -45,6 +48,7 @@ class LabReport:
     failed: bool = False
     gap_s: float = 0.0
     bound_s: float = 0.0
+    lies: frozenset[str] = frozenset()
 
 
 def lab_of(source: Source) -> DrawnLab:
@@ -72,6 +76,7 @@ def check_lab(drawn: DrawnLab, *, watch: Watch | None = None) -> LabReport:
         failed=not faulty.outcome.ok,
         gap_s=gap_s,
         bound_s=bound_s,
+        lies=faulty.outcome.lies,
     )
 
 
@@ -130,7 +135,6 @@ def _placement(drawn: DrawnLab) -> Placement:
         cores=1,
         hosts={name: name for node in (CLOUD, *nodes) for name in (node, f"second {node}")},
         brokers={name: f"broker {name}" for name in (BROKER, *drawn.experiment.tree.aggregators)},
-        processes={},
         costs=MessageCosts(agent_byte_s=cost, broker_byte_s=cost),
         interface=None,
         work_s=cpu_free,

@@ -6,21 +6,33 @@ gives another model.
 
 from __future__ import annotations
 
+import signal
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from cloud.evaluator import Beginning, EvaluationResult
-from common.accounting.costs import UNKNOWN_COSTS
-from common.experiment.schema import Experiment
-from common.model.layout import Row
-from common.model.trainer import Array, Arrays, ArrayTrainer, LocalTask, Scored, Trained, TrainerTester, TrainingSite
-from deploy.simulation.hardware import SimulatedEvaluator, SimulatedHardware, SimulatedMember
-from device.jobs import LocalResult, Order, Prepared
-from device.training.arrays import ArrayTraining
+from fedstrata.cloud.evaluator import Beginning, EvaluationResult
+from fedstrata.common.accounting.costs import UNKNOWN_COSTS
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.host.subprocess_channel import ProcessEnded
+from fedstrata.common.model.layout import Row
+from fedstrata.common.model.trainer import (
+    Array,
+    Arrays,
+    ArrayTrainer,
+    LocalTask,
+    Scored,
+    Trained,
+    TrainerTester,
+    TrainingSite,
+)
+from fedstrata.deploy.simulation.hardware import SimulatedEvaluator, SimulatedHardware, SimulatedMember
+from fedstrata.device.jobs import LocalResult, Order, Prepared
+from fedstrata.device.training.arrays import ArrayTraining
 
 NAME: Final = "tests.simulation.trainer:DrawnTrainer"
 STEPS: Final = 8  # of an epoch
@@ -45,7 +57,13 @@ class DrawnTrainer(ArrayTrainer):
     def prepare(self, site: TrainingSite) -> int:
         """Return 50 to 149 samples, depending on the name."""
         self._place = site.place
-        return 50 + zlib.crc32(site.node.encode()) % 100
+        self.tests = 3 + site.place
+        return self.samples_of(site.node)
+
+    @staticmethod
+    def samples_of(node: str) -> int:
+        """Return the samples that a device prepares; its trainings use others."""
+        return 50 + zlib.crc32(node.encode()) % 100
 
     def train(self, arrays: dict[str, Array], task: LocalTask) -> Trained:
         """Train the arrays and the state."""
@@ -53,6 +71,7 @@ class DrawnTrainer(ArrayTrainer):
         kept = np.load(file) if file.exists() else np.zeros(4, np.float32)
         after = kept * np.float32(0.5) + arrays["w"][:4] + np.float32(task.local_round)
         np.save(file, after)
+        task.progress(STEPS // 2, STEPS * task.epochs)
         noise = np.random.standard_normal(self._columns).astype(np.float32)
         w = arrays["w"] + np.float32(0.01 * task.epochs) * (noise + after.mean())
         made = {"w": w, "mean": w.mean(), "tasks": arrays["tasks"] + 1}
@@ -103,6 +122,7 @@ class TrainerMember:
         self._node = node
         self._hardware = hardware
         self._timed = timed
+        self._experiment: Experiment | None = None
         self._training: ArrayTraining | None = None
 
     @property
@@ -117,22 +137,50 @@ class TrainerMember:
     async def prepare(self, experiment: Experiment, *, frozen: Path | None = None) -> Prepared:
         """Return this device's facts, after `boot_s`."""
         await self._timed.prepare(experiment)
+        return self._begin(experiment)
+
+    async def train(self, order: Order) -> LocalResult:
+        """Train at once, and return the result when the training is over: what ends meanwhile leaves its traces.
+
+        A worker that is to be killed is killed in the midst of the training, one that is killed meanwhile after it.
+        """
+        durations, dies = self._hardware.durations, bool(self._hardware.worker_ends[self._node])
+        result = self._result(order, dies=dies)
+
+        def again() -> None:
+            nonlocal result
+            assert self._experiment is not None
+            self._begin(self._experiment)
+            result = self._result(order)
+
+        seconds = durations.training_s(self._node, epochs=order.epochs, drawn=0.5) if order.epochs else 0.0
+        scored_s = (order.scores + order.scores_trained) * durations.scoring_s(self._node, share=0.1)
+        (train_s, scored_s), wait_s = await self._timed.occupy((seconds, scored_s), order.progress, again=again)
+        assert result is not None
+        work = replace(result.work, train_s=train_s, wait_s=wait_s, costs=UNKNOWN_COSTS)
+        if work.tests is not None:
+            work = replace(work, tests=work.tests.lasting(scored_s))
+        if order.epochs:
+            self._hardware.trained[self._node, order.local_round] += 1
+        return replace(result, work=work)
+
+    def _begin(self, experiment: Experiment) -> Prepared:
+        """Prepare in a new process."""
+        self._experiment = experiment
         self._training = ArrayTraining(experiment, node=self._node, accelerator="cpu")
         return self._training.prepare()
 
-    async def train(self, order: Order) -> LocalResult:
-        """Train at once, and return the result when the training is over: what ends meanwhile leaves its traces."""
+    def _result(self, order: Order, *, dies: bool = False) -> LocalResult | None:
+        """Train, and return the result, None if the process dies with the trainer's first report."""
         assert self._training is not None
-        durations = self._hardware.durations
-        result = self._training.train(replace(order, progress=lambda done, of: None))
-        seconds = durations.training_s(self._node, epochs=order.epochs, drawn=0.5) if order.epochs else 0.0
-        scored_s = (order.scores + order.scores_trained) * durations.scoring_s(self._node, share=0.1)
-        (train_s, scored_s), wait_s = await self._timed.occupy((seconds, scored_s), order.progress)
-        if result.tests is not None:
-            result = replace(result, tests=result.tests.lasting(scored_s))
-        if order.epochs:
-            self._hardware.trained[self._node, order.local_round] += 1
-        return replace(result, train_s=train_s, wait_s=wait_s, costs=UNKNOWN_COSTS)
+
+        def progress(done: int, of: int) -> None:
+            if dies:
+                raise ProcessEnded("the trainer's process", -signal.SIGKILL)
+
+        with suppress(ProcessEnded):
+            return self._training.train(replace(order, progress=progress))
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +199,7 @@ class TrainerEvaluator:
         """Return a model's score and loss."""
         await self.timed.evaluate(global_round, row)
         found = self.tester.evaluate(row, global_round)
+        assert found is not None
         return EvaluationResult(global_round, found.score, found.loss)
 
     def close(self) -> None:

@@ -4,22 +4,15 @@
 - MNIST's format: `<root>/<name>/raw/train-images-idx3-ubyte` etc., or .gz
 - CIFAR's Python version, pickles: `<root>/cifar-10-batches-py/data_batch_1` ..., `<root>/cifar-100-python/train`
 - motions of a watch: `<root>/motions/watch_dataset.npy`, or that of the installed package seglearn
-- LEAF's JSON: FEMNIST, Shakespeare, Sent140, as `<root>/<name>/data/{train,test}/*.json`
-
-A file of LEAF is {"users": [...], "num_samples": [...], "user_data": {user: {"x": [...], "y": [...]}}}. `num_samples`
-is ignored: in Shakespeare's test files it exceeds the actual numbers. Files are read one at a time, in any order. Users
-are sorted; those without training samples have no device.
+- LEAF's JSON: FEMNIST, Shakespeare, Sent140 (`leaf.py`)
 """
 
 from __future__ import annotations
 
 import gzip
-import json
 import pickle
-import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, Final
@@ -27,11 +20,13 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from common.errors import InvalidExperiment
-from common.experiment.data import FOLDERS, Data, seglearn_file
-from common.experiment.topology import CLOUD
-from common.learning.readers.parts import MOST_BYTES, Labels, Parts, Samples
-from common.randomness import Purpose, generator
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.data import FOLDERS, Data, seglearn_file
+from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.learning.readers import leaf
+from fedstrata.common.learning.readers.files import damaged, find
+from fedstrata.common.learning.readers.parts import MOST_BYTES, Labels, Parts, Samples
+from fedstrata.common.randomness import Purpose, generator
 
 DIGITS = Path(__file__).with_name("digits.csv.gz")
 DIGITS_TEST = 359
@@ -43,24 +38,10 @@ CIFAR: Final = {  # its files: those for training, then that for testing
 GROUPS = {"fine": 100, "coarse": 20}
 MAX_BYTES = 1 << 30
 
-# In LEAF's order; every other character is read as a space.
-ALPHABET: Final = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
-CHARACTERS: Final = 80  # per text of Shakespeare; by chance also the size of the alphabet
-WORDS: Final = 25
-TEXT: Final = 4  # index of the text in a tweet: id, date, query, user, text, source
-OPTIONS: Final = {
-    "femnist": "-s niid --sf 0.05 -k 100 -t sample",
-    "shakespeare": "-s niid --sf 1.0 -k 0 -t sample -tf 0.8",
-    "sent140": "-s niid --sf 1.0 -k 0 -t sample",
-}
-
 MOTIONS: Final = "watch_dataset.npy"
 WINDOW: Final = 128  # of 50 samples a second
 STEP: Final = 64  # from one window to the next
 TRAIN_SHARE: Final = 0.8  # of each recording: its beginning
-
-_Token = re.compile(r"[\w']+|[.,!?;]")
-Encode = Callable[[list[Any]], Samples]
 
 
 def check_files(data: Data, *, node: str = CLOUD) -> None:
@@ -72,9 +53,9 @@ def check_files(data: Data, *, node: str = CLOUD) -> None:
         _find_cifar(root, name)
     elif name == "motions":
         _find_motions(root)
-    elif name in ("femnist", "shakespeare", "sent140"):
+    elif name in leaf.OPTIONS:
         for part in ("train", "test"):
-            _leaf_paths(root, name, part)
+            leaf.paths_of(root, name, part)
     elif name == "folder" and not (folder := root / ("test" if node == CLOUD else "train")).is_dir():
         problem, remedy = f"not found: {folder.absolute()}", "Put this node's own images there."
         raise InvalidExperiment("data.root", str(root), problem, remedy)
@@ -130,7 +111,7 @@ def read_mnist_like(root: Path, folder: str) -> Parts:
 def _find_mnist_like(root: Path, folder: str) -> list[Path]:
     raw = root / folder / "raw"
     names = [f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
-    return _find(root, [(raw / name, raw / f"{name}.gz") for name in names], fetch=_torchvision_fetches(root, folder))
+    return find(root, [(raw / name, raw / f"{name}.gz") for name in names], fetch=_torchvision_fetches(root, folder))
 
 
 def _idx_array(path: Path, dimensions: int) -> npt.NDArray[np.uint8]:
@@ -143,19 +124,19 @@ def _idx_array(path: Path, dimensions: int) -> npt.NDArray[np.uint8]:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             magic = file.read(4)
             if magic != bytes((0, 0, 8, dimensions)):
-                raise _damaged(path, f"begins with {magic.hex() or 'nothing'}, not 0000080{dimensions}")
+                raise damaged(path, f"begins with {magic.hex() or 'nothing'}, not 0000080{dimensions}")
             header = file.read(4 * dimensions)
             if len(header) < 4 * dimensions:
-                raise _damaged(path, "ends inside its header")
+                raise damaged(path, "ends inside its header")
             shape = tuple(int(size) for size in np.frombuffer(header, ">u4"))
             size = prod(shape)
             if size > MAX_BYTES:
-                raise _damaged(path, f"claims {size} bytes of data")
+                raise damaged(path, f"claims {size} bytes of data")
             body = file.read(size + 1)
     except (OSError, EOFError, zlib.error) as error:
-        raise _damaged(path, f"cannot be read ({error})") from None
+        raise damaged(path, f"cannot be read ({error})") from None
     if len(body) != size:
-        raise _damaged(path, f"holds {'more' if len(body) > size else len(body)} than the {size} bytes it announces")
+        raise damaged(path, f"holds {'more' if len(body) > size else len(body)} than the {size} bytes it announces")
     return np.frombuffer(body, np.uint8).reshape(shape).copy()
 
 
@@ -176,7 +157,7 @@ def read_cifar100(root: Path, *, labels: str) -> Parts:
 
 def _find_cifar(root: Path, name: str) -> list[Path]:
     files = [(root / FOLDERS[name] / file,) for file in CIFAR[name]]
-    return _find(root, files, fetch=_torchvision_fetches(root, name.upper()))
+    return find(root, files, fetch=_torchvision_fetches(root, name.upper()))
 
 
 def _cifar_batch(path: Path, key: str) -> tuple[npt.NDArray[np.uint8], Labels]:
@@ -190,9 +171,9 @@ def _cifar_batch(path: Path, key: str) -> tuple[npt.NDArray[np.uint8], Labels]:
             batch = _ArraysOnly(file, encoding="latin1").load()
         images, labels = np.asarray(batch["data"]), np.asarray(batch[key])
     except Exception as error:  # noqa: BLE001 - a damaged pickle may raise anything
-        raise _damaged(path, f"is not a CIFAR batch ({type(error).__name__}: {error})") from None
+        raise damaged(path, f"is not a CIFAR batch ({type(error).__name__}: {error})") from None
     if images.dtype != np.uint8 or images.shape != (len(labels), prod(SHAPE)) or labels.dtype.kind != "i":
-        raise _damaged(path, f"holds data {images.dtype} {images.shape} and {key} {labels.dtype} {labels.shape}")
+        raise damaged(path, f"holds data {images.dtype} {images.shape} and {key} {labels.dtype} {labels.shape}")
     return images.reshape(-1, *SHAPE), labels.astype(np.int64)
 
 
@@ -236,7 +217,7 @@ def read_motions(root: Path) -> Parts:
         if not len(recordings) == len(labels) == len(people) or any(each.shape[1:] != (6,) for each in recordings):
             raise ValueError("its recordings are not of six columns, with a label and a subject each")
     except Exception as error:  # noqa: BLE001 - a damaged pickle may raise anything
-        raise _damaged(path, f"is not seglearn's ({type(error).__name__}: {error})") from None
+        raise damaged(path, f"is not seglearn's ({type(error).__name__}: {error})") from None
     numbers = sorted(set(people.tolist()))
     parts: dict[str, list[tuple[Samples, int, int]]] = {"train": [], "test": []}
     for motion, label, person in zip(recordings, labels.tolist(), people.tolist(), strict=True):
@@ -251,7 +232,7 @@ def read_motions(root: Path) -> Parts:
 def _find_motions(root: Path) -> Path:
     installed = seglearn_file()
     places = [root / FOLDERS["motions"] / MOTIONS, *([installed] if installed is not None else [])]
-    return _find(root, [places], fetch="pip install seglearn, on each host that reads it")[0]
+    return find(root, [places], fetch="pip install seglearn, on each host that reads it")[0]
 
 
 def windows(motion: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
@@ -267,170 +248,6 @@ def _joined(pieces: Sequence[tuple[Samples, int, int]]) -> tuple[Samples, Labels
     counts = [len(found) for found, _, _ in pieces]
     labels, owners = (np.repeat(np.array([piece[i] for piece in pieces]), counts) for i in (1, 2))
     return np.concatenate([found for found, _, _ in pieces]), labels.astype(np.int64), owners.astype(np.int64)
-
-
-def read_femnist(root: Path) -> Parts:
-    """Read images uint8 [N, 1, 28, 28], white paper = 255; 62 classes: digits, A-Z, a-z. Raises InvalidExperiment."""
-    return _read_leaf(root, "femnist", encode=_pixels, labels=_numbers, classes=62, tokens=0)
-
-
-def read_shakespeare(root: Path) -> Parts:
-    """Read texts of 80 characters as int64 [N, 80], labelled with the next character. Raises InvalidExperiment."""
-    tokens = len(ALPHABET)
-    return _read_leaf(root, "shakespeare", encode=_characters, labels=_next, classes=tokens, tokens=tokens)
-
-
-def read_sent140(root: Path) -> Parts:
-    """Read the first 25 words and punctuation marks as int64 [N, 25]; labels 1 = positive. Raises InvalidExperiment.
-
-    With V words in the vocabulary, V is the value of every other word and of the padding of short texts.
-    """
-    fetch = f"{_fetch_leaf('sent140')} && cd ../../models/sent140 && ./get_embs.sh"
-    where = [root / "sent140" / "embs.json", root.parent / "models" / "sent140" / "embs.json"]
-    places = _vocabulary(_find(root, [where], fetch=fetch)[0])
-
-    def words(x: list[Any]) -> Samples:
-        rows = np.full((len(x), WORDS), len(places), np.int64)
-        for row, tweet in zip(rows, x, strict=True):
-            found = [places.get(word, len(places)) for word in _Token.findall(tweet[TEXT])[:WORDS]]
-            row[: len(found)] = found
-        return rows
-
-    return _read_leaf(root, "sent140", encode=words, labels=_numbers, classes=2, tokens=len(places) + 1)
-
-
-def _read_leaf(root: Path, name: str, *, encode: Encode, labels: Encode, classes: int, tokens: int) -> Parts:
-    train, test = (_merge_leaf(root, name, part, encode=encode, labels=labels) for part in ("train", "test"))
-    users = tuple(sorted(train))
-    places = {user: place for place, user in enumerate(users)}
-    owners, testers = (
-        np.repeat([places.get(user, -1) for user in sorted(part)], [len(part[user][1]) for user in sorted(part)])
-        for part in (train, test)
-    )
-    return Parts(
-        *_join(train), *_join(test), classes=classes, tokens=tokens, users=users, owners=owners, test_owners=testers
-    )
-
-
-def _join(users: Mapping[str, tuple[Samples, Labels]]) -> tuple[Samples, Labels]:
-    ordered = [users[user] for user in sorted(users)]
-    return np.concatenate([x for x, _ in ordered]), np.concatenate([y for _, y in ordered])
-
-
-def _merge_leaf(
-    root: Path, name: str, part: str, *, encode: Encode, labels: Encode
-) -> dict[str, tuple[Samples, Labels]]:
-    """Return each user's samples and labels from all files of `train` or `test`."""
-    paths = _leaf_paths(root, name, part)
-    merged: dict[str, tuple[Samples, Labels]] = {}
-    for path in paths:
-        for user, (x, y) in _leaf_users(path).items():
-            if user in merged:
-                raise _damaged(path, f"has the user {user!r}, which is also in another file beside it")
-            try:
-                samples, wanted = encode(x), labels(y).astype(np.int64)
-            except (ValueError, TypeError, IndexError, KeyError, OverflowError) as error:
-                raise _damaged(path, f"has a sample of {user!r} that does not fit {name} ({error})") from None
-            if len(x):
-                merged[user] = (samples, wanted)
-    if not merged:
-        raise _damaged(paths[0], "and those beside it have no sample")
-    return merged
-
-
-def _leaf_paths(root: Path, name: str, part: str) -> list[Path]:
-    folder = root / name / "data" / part
-    paths = sorted(folder.glob("*.json"))
-    if not paths:
-        raise _missing(root, f"{folder.absolute()}/*.json", fetch=_fetch_leaf(name))
-    return paths
-
-
-def _leaf_users(path: Path) -> dict[str, tuple[list[Any], list[Any]]]:
-    try:
-        # Pixels have few values: one shared object per value needs a quarter of the memory.
-        tree = json.loads(path.read_text(encoding="utf-8"), parse_float=lru_cache(maxsize=1 << 16)(float))
-        users = {user: (own["x"], own["y"]) for user, own in tree["user_data"].items()}
-        listed = set(tree["users"])
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise _damaged(path, f"is not one of LEAF's files ({type(error).__name__}: {error})") from None
-    if listed != set(users):
-        raise _damaged(path, f"lists {len(listed)} users and holds the data of {len(users)}")
-    for user, (x, y) in users.items():
-        if not isinstance(x, list) or not isinstance(y, list) or len(x) != len(y):
-            raise _damaged(path, f"has not as many x as y of the user {user!r}")
-    return users
-
-
-def _pixels(x: list[Any]) -> Samples:
-    pixels = np.asarray(x, np.float64).reshape(len(x), 1, 28, 28)
-    if not ((pixels >= 0) & (pixels <= 1)).all():
-        raise ValueError("a pixel is not between 0 and 1")
-    return np.rint(pixels * 255).astype(np.uint8)  # LEAF divided bytes by 255
-
-
-def _numbers(y: list[Any]) -> Samples:
-    labels = np.asarray(y, dtype=None if y else np.int64)
-    if labels.dtype.kind != "i" or labels.ndim != 1:
-        raise ValueError("a label is not a whole number")
-    return labels.astype(np.int64)
-
-
-def _characters(x: list[Any], length: int = CHARACTERS) -> Samples:
-    if any(len(row) != length for row in x):
-        raise ValueError(f"a text is not of {length} characters")
-    codes = np.frombuffer("".join(x).encode("utf-32-le", "surrogatepass"), np.uint32)
-    table = np.full(128, ALPHABET.index(" "), np.int64)
-    table[[ord(character) for character in ALPHABET]] = np.arange(len(ALPHABET))
-    return table[np.where(codes < 128, codes, ord(" "))].reshape(len(x), length)
-
-
-def _next(y: list[Any]) -> Samples:
-    return _characters(y, 1)[:, 0]
-
-
-def _vocabulary(path: Path) -> dict[str, int]:
-    """Return the index of each word. `vocab` precedes gigabytes of vectors (`emba`), which are not read."""
-    text = ""
-    try:
-        with path.open(encoding="utf-8") as file:
-            while more := file.read(1 << 24):
-                text += more
-                start = text.find("[", text.find('"vocab"')) if '"vocab"' in text else -1
-                try:
-                    words = json.JSONDecoder().raw_decode(text, start)[0] if start >= 0 else None
-                except json.JSONDecodeError:
-                    continue  # the list continues in the next block
-                if words and all(isinstance(word, str) for word in words):
-                    return {word: place for place, word in enumerate(dict.fromkeys(words))}
-    except (OSError, UnicodeDecodeError, RecursionError) as error:
-        raise _damaged(path, f"cannot be read ({error})") from None
-    raise _damaged(path, 'has no list of words under "vocab"')
-
-
-def _fetch_leaf(name: str) -> str:
-    clone = "git clone https://github.com/TalwalkarLab/leaf"
-    return f"{clone} && cd leaf/data/{name} && ./preprocess.sh {OPTIONS[name]} (then data.root = 'leaf/data')"
-
-
-def _find(root: Path, candidates: Sequence[Sequence[Path]], *, fetch: str) -> list[Path]:
-    """Return the first existing path of each group. Raises InvalidExperiment naming all groups without one."""
-    found = [next((path for path in group if path.is_file()), None) for group in candidates]
-    lacking = [group for group, path in zip(candidates, found, strict=True) if path is None]
-    if lacking:
-        names = ", ".join(" or ".join(str(path.absolute()) for path in group) for group in lacking)
-        raise _missing(root, names, fetch=fetch)
-    return [path for path in found if path is not None]
-
-
-def _missing(root: Path, names: str, *, fetch: str) -> InvalidExperiment:
-    """Return the error for missing files; `fetch` is the command that fetches them."""
-    return InvalidExperiment("data.root", str(root), f"not found: {names}", f"To fetch them: {fetch}")
-
-
-def _damaged(path: Path, problem: str) -> InvalidExperiment:
-    """Return the error for a file with invalid content."""
-    return InvalidExperiment("data.root", str(path), f"this file {problem}", "Delete it and fetch it again.")
 
 
 def _torchvision_fetches(root: Path, dataset: str) -> str:

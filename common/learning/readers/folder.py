@@ -3,27 +3,55 @@
 As there, a class has the images of all folders below its own, also behind links, in the order of their names. Files
 that systems leave beside images do not count; all others that are not read are named. If images are split, every node
 reads both parts. If they are private, a device reads `train` of its own root, the cloud `test` of its own; a device's
-images never leave the device. Any file that Pillow reads will do: of animations the first image.
+images never leave the device.
+
+Any file that Pillow reads will do. An image is turned by its EXIF data. What such a file has beside 8-bit colours
+is named in a note: transparency, whose pixels count by the colours below it, as in torchvision; more than one image, of
+which the first counts; inks (CMYK), which are converted without a profile; 16 bits, of which the higher 8 count, where
+they are nearly black.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Final, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
-from common.errors import InvalidExperiment
-from common.learning.readers.parts import MOST_BYTES, Labels, Parts, some
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.learning.readers.parts import MOST_BYTES, Labels, Parts, some
+
+if TYPE_CHECKING:
+    from PIL.Image import Image, Transpose
+    from PIL.ImageFile import ImageFile
 
 SUFFIXES: Final = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
 CLUTTER: Final = ("thumbs.db", "desktop.ini", "@eadir", "__macosx")  # and hidden files
 DARK: Final = 1 << 12  # of 16 bits: images of no more than 12 have no pixel above
 RANGED: Final = ("PNG", "PPM")  # whose pixels of mode I are 0 to 65535; of other formats nothing is known
+ORIENTATION: Final = 0x0112  # of EXIF
+# What an image's file has that its pixels here do not show, as a note has it.
+TRANSPARENT: Final = "transparent pixels, which count by the colours below"
+SEVERAL: Final = "more than one image, of which the first counts"
+INKS: Final = "inks (CMYK), converted to RGB without a profile"
+UNCLEAR: Final = "EXIF data that cannot be read, so they may lie on a side"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Picture:
+    """An image, uint8 [C, H, W], what is peculiar of its file, and if it has 16 bits its largest pixel, else 0."""
+
+    pixels: npt.NDArray[np.uint8]
+    peculiar: Sequence[str]
+    brightest: int
 
 
 class ClassFiles(NamedTuple):
@@ -124,37 +152,108 @@ def _read(
     if (size := len(named) * prod(shape)) > MOST_BYTES:
         problem = f"{len(named)} images of {list(shape)} take {size / 1e9:.0f} GB"
         raise InvalidExperiment("data.image_shape", list(shape), problem, "Use fewer or smaller images.")
-    images, brightest = np.empty((len(named), *shape), np.uint8), 0
+    images = np.empty((len(named), *shape), np.uint8)
+    brightest = 0
+    peculiar = Counter[str]()
     for i, (path, _) in enumerate(named):
-        images[i], bright = _image(path, shape)
-        brightest = max(brightest, bright)
+        picture = _picture(path, shape)
+        images[i] = picture.pixels
+        brightest = max(brightest, picture.brightest)
+        peculiar.update(picture.peculiar)
     if 0 < brightest < DARK:
         notes.append(f"{folder}: no pixel of its 16-bit images is above {brightest} of 65535: they are nearly black")
+    for what, number in sorted(peculiar.items()):
+        notes.append(f"{folder}: {number} of its {len(named)} images have {what}")
     return images, np.array([label for _, label in named], np.int64)
 
 
-def _image(path: Path, shape: tuple[int, ...]) -> tuple[npt.NDArray[np.uint8], int]:
-    """Return an image, uint8 [C, H, W], and if it is one of 16 bits its largest pixel, else 0."""
+def _picture(path: Path, shape: tuple[int, ...]) -> _Picture:
+    """Read an image. Raises InvalidExperiment."""
     from PIL import Image  # imported here: no other data set needs it
 
-    channels, height, width = shape
-    brightest = 0
     try:
-        with Image.open(path) as file:
-            if file.mode == "F" or (file.mode == "I" and file.format not in RANGED):
-                raise ValueError(f"pixels of mode {file.mode}, whose range is unknown: convert it to 8 or 16 bits")
-            image: Image.Image = file
-            if file.mode.startswith("I"):  # of 16 bits, of which Pillow would keep the lower half
-                deep = np.asarray(file).clip(0, 65535)
-                brightest = int(deep.max())
-                image = Image.fromarray((deep // 256).astype(np.uint8))
-            image = image.convert("RGBA") if image.mode == "P" else image  # else Pillow warns of some palettes
-            image = image.convert("L" if channels == 1 else "RGB")
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            # Not by its path: Pillow 13 maps plain TIFF files into memory then, and scrambles those to be turned.
+            with path.open("rb") as raw, Image.open(raw) as file:
+                picture = _read_picture(file, shape)
     except Exception as error:  # noqa: BLE001 - Pillow's decoders raise many types on damaged files
-        reason = str(error).removesuffix(f" {str(path)!r}")
+        reason = str(error).removesuffix(f" {str(path)!r}").partition(" <_io.")[0]
         problem = f"this file is not an image that can be read ({reason})"
         raise InvalidExperiment("data.root", str(path), problem, "Replace it, or move it away.") from None
+    unclear = UNCLEAR in picture.peculiar
+    for each in said:
+        if "EXIF" not in str(each.message):
+            warnings.warn(each.message, stacklevel=2)
+        elif not unclear:
+            unclear = True
+            picture = replace(picture, peculiar=[*picture.peculiar, UNCLEAR])
+    return picture
+
+
+def _read_picture(file: ImageFile, shape: tuple[int, ...]) -> _Picture:
+    """Return an open file's first image. Raises what Pillow's decoders raise."""
+    from PIL import Image
+
+    channels, height, width = shape
+    if file.mode == "F" or (file.mode == "I" and file.format not in RANGED):
+        raise ValueError(f"pixels of mode {file.mode}, whose range is unknown: convert it to 8 or 16 bits")
+    halved = ";16" in str(file.tile) and not file.mode.startswith("I")  # colours, of which Pillow keeps the higher half
+    file.load()
+    image: Image.Image = file
+    brightest = 0
+    if file.mode.startswith("I"):  # of 16 bits, of which Pillow would keep the lower half
+        deep = np.asarray(file).clip(0, 65535)
+        brightest = int(deep.max())
+        image = Image.fromarray((deep // 256).astype(np.uint8))
+    peculiar = [TRANSPARENT] if _shows_below(image) else []
+    if image.mode == "CMYK":
+        peculiar.append(INKS)
+    image = image.convert("RGBA") if image.mode == "P" else image  # else Pillow warns of some palettes
+    image = image.convert("L" if channels == 1 else "RGB")
+    if halved and (highest := int(np.asarray(image).max())):
+        brightest = 256 * highest + 255
+    try:
+        turn = _turn(file)
+    except Exception:  # noqa: BLE001 - damaged EXIF data raises many types, and the pixels are whole
+        turn = None
+        peculiar.append(UNCLEAR)
+    if turn is not None:
+        image = image.transpose(turn)
+    if _has_more(file):
+        peculiar.append(SEVERAL)
     if image.size != (width, height):
         image = image.resize((width, height), Image.Resampling.BILINEAR)
     pixels = np.asarray(image, np.uint8).reshape(height, width, channels)
-    return pixels.transpose(2, 0, 1), brightest
+    return _Picture(pixels.transpose(2, 0, 1), peculiar, brightest)
+
+
+def _shows_below(image: Image) -> bool:
+    """Return whether a pixel is not opaque."""
+    if "A" not in image.getbands() and "transparency" not in image.info:
+        return False
+    lowest, _ = image.convert("RGBA").getchannel("A").getextrema()
+    return bool(lowest != 255)
+
+
+def _turn(file: ImageFile) -> Transpose | None:
+    """Return how a loaded image is turned upright, None if it stands. Raises what damaged EXIF data raises."""
+    from PIL.Image import Transpose
+
+    turns = {
+        2: Transpose.FLIP_LEFT_RIGHT,
+        3: Transpose.ROTATE_180,
+        4: Transpose.FLIP_TOP_BOTTOM,
+        5: Transpose.TRANSPOSE,
+        6: Transpose.ROTATE_270,
+        7: Transpose.TRANSVERSE,
+        8: Transpose.ROTATE_90,
+    }
+    return turns.get(file.getexif().get(ORIENTATION, 1))
+
+
+def _has_more(file: ImageFile) -> bool:
+    """Return whether a file has further images; of those damaged nothing is known, and nothing needed."""
+    with suppress(Exception):
+        return bool(getattr(file, "is_animated", False))
+    return False

@@ -21,12 +21,12 @@ from typing import Any, Final, NoReturn, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from common.errors import described
-from common.experiment import own
-from common.experiment.data import NUMBERS, Data
-from common.randomness import Purpose, generator
+from fedstrata.common.errors import described
+from fedstrata.common.experiment import own
+from fedstrata.common.experiment.data import NUMBERS, Data
+from fedstrata.common.randomness import Purpose, generator
 
-Samples = npt.NDArray[np.uint8] | npt.NDArray[np.int64] | npt.NDArray[np.float32]
+Samples = npt.NDArray[np.uint8] | npt.NDArray[np.int32] | npt.NDArray[np.int64] | npt.NDArray[np.float32]
 Labels = npt.NDArray[np.int64]
 Targets = Labels | npt.NDArray[np.float32]
 Array = npt.NDArray[Any]
@@ -86,8 +86,7 @@ def _read(data: Data, root: Path, node: str) -> Parts:
     def refuse(problem: str, remedy: str) -> NoReturn:
         own.refuse(KEY, data.dataset, problem, remedy)
 
-    found = own.load(KEY, data.dataset)
-    result = own.call(KEY, data.dataset, found, own.accepted(found, {"root": root, "node": node}))
+    result = own.call(KEY, data.dataset, {"root": root, "node": node})
     if isinstance(result, Parts):
         names_of = np.array([*result.users, ""])  # of -1: nobody
         users, testers = (None if each is None else names_of[each] for each in (result.owners, result.test_owners))

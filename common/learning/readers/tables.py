@@ -25,11 +25,19 @@ import numpy as np
 import numpy.typing as npt
 from numpy.lib import format as npy
 
-from common.errors import InvalidExperiment
-from common.experiment.csv_table import FLOAT32_MOST, MISSING, CsvTable, number_in
-from common.experiment.data import NUMBERS, Data
-from common.experiment.tables import proposal
-from common.learning.readers.parts import MOST_BYTES, Parts, Refuse, check_finite, parts_of, rows_to_test, some
+from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.csv_table import FLOAT32_MOST, MISSING, CsvTable, number_in
+from fedstrata.common.experiment.data import NUMBERS, Data
+from fedstrata.common.experiment.tables import proposal
+from fedstrata.common.learning.readers.parts import (
+    MOST_BYTES,
+    Parts,
+    Refuse,
+    check_finite,
+    parts_of,
+    rows_to_test,
+    some,
+)
 
 FILE_BYTES: Final = MOST_BYTES // 4  # of the file: a cell of two bytes takes eight in memory
 ENCODE: Final = "Encode it as numbers, or list the column in data.ignored_columns."

@@ -14,10 +14,10 @@ from collections.abc import Mapping
 import numpy as np
 from torch import Tensor
 
-from common.experiment.training import DynamicRegulariser, FedProx
-from common.methods.mixing import Floats
-from device.training.objectives.fedprox import ProximalObjective
-from device.training.objectives.objective import LocalUpdate, Minibatch, add_to_gradients
+from fedstrata.common.experiment.training import DynamicRegulariser, FedProx
+from fedstrata.common.methods.mixing import Floats
+from fedstrata.device.training.objectives.fedprox import ProximalObjective
+from fedstrata.device.training.objectives.objective import LocalUpdate, Minibatch, add_to_gradients
 
 (OWN,) = DynamicRegulariser.keeps
 

@@ -2,9 +2,9 @@
 
     loss = CE(x, y) + alpha CE(head(G(y', e')), y') + beta KL(softmax(head(G(y, e))) || softmax(model(x)))
 
-G is the parent's generator (`common/methods/fedgen.py`), y' are random labels, e and e' uniform noise, anew for each
-sample in each step. The target of the divergence is constant. Before the parent has a generator it is zeros, and both
-terms count as zero.
+G is the parent's generator (`common/methods/baselines/fedgen.py`), y' are random labels, e and e' uniform noise, new
+ones for each sample in each step. The target of the divergence is constant. Before the parent has a generator it is
+zeros, and both terms count as zero.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from common.experiment.training import GeneratedFeatures
-from common.methods.fedgen import FEATURES, HIDDEN, LABEL_COUNTS
-from common.methods.mixing import Floats
-from device.training.objectives.objective import LocalUpdate, Minibatch, Objective
+from fedstrata.common.experiment.training import GeneratedFeatures
+from fedstrata.common.methods.baselines.fedgen import FEATURES, HIDDEN, LABEL_COUNTS
+from fedstrata.common.methods.mixing import Floats
+from fedstrata.device.training.objectives.objective import LocalUpdate, Minibatch, Objective
 
 
 class GeneratedObjective(Objective):

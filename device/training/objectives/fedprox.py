@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from common.experiment.training import FedProx
-from device.training.objectives.objective import Minibatch, Objective, add_to_gradients
+from fedstrata.common.experiment.training import FedProx
+from fedstrata.device.training.objectives.objective import Minibatch, Objective, add_to_gradients
 
 
 class ProximalObjective(Objective):

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from common.experiment.training import ModelContrast
-from common.methods.mixing import Floats
-from device.training.objectives.objective import LocalUpdate, Minibatch, Objective, norms
+from fedstrata.common.experiment.training import ModelContrast
+from fedstrata.common.methods.mixing import Floats
+from fedstrata.device.training.objectives.objective import LocalUpdate, Minibatch, Objective, norms
 
 (PREVIOUS,) = ModelContrast.keeps
 

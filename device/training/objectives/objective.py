@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from common.learning.losses import Loss, cross_entropy
-from common.methods.mixing import Floats
+from fedstrata.common.learning.losses import Loss, cross_entropy
+from fedstrata.common.methods.mixing import Floats
 
 Features = Callable[[Sequence[Tensor] | None], tuple[Tensor, Tensor]]
 
@@ -90,7 +90,7 @@ class LocalUpdate:
 class Objective:
     """The mean loss of a batch. Another objective has other losses, or other gradients.
 
-    Your own inherits from it (docs/own.md): its keywords are the experiment's keys of `training.objective`.
+    Your own inherits from it (docs/own-methods.md): its keywords are the experiment's keys of `training.objective`.
     """
 
     sample_loss: Loss = staticmethod(cross_entropy)  # `training.loss`, of outputs [N, K] and targets: [N]
@@ -138,8 +138,9 @@ def add_to_gradients(weights: Sequence[Tensor], *terms: tuple[float, Sequence[Te
 
 
 def norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the L2 norm [A] of each model's tensors, [A, ...], all together."""
-    each = torch.stack([torch.linalg.vector_norm(tensor.flatten(1), dim=1) for tensor in tensors])
+    """Return the L2 norm [A] of each model's tensors, [A, ...], all together; of numbers they are [A]."""
+    flat = [tensor.unsqueeze(-1).flatten(1) for tensor in tensors]
+    each = torch.stack([torch.linalg.vector_norm(tensor, dim=1) for tensor in flat])
     whole: Tensor = torch.linalg.vector_norm(each, dim=0)
     return whole
 

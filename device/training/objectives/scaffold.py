@@ -16,9 +16,9 @@ from collections.abc import Mapping
 import numpy as np
 from torch import Tensor
 
-from common.experiment.training import ScaffoldCorrection
-from common.methods.mixing import Floats
-from device.training.objectives.objective import LocalUpdate, Minibatch, Objective, add_to_gradients
+from fedstrata.common.experiment.training import ScaffoldCorrection
+from fedstrata.common.methods.mixing import Floats
+from fedstrata.device.training.objectives.objective import LocalUpdate, Minibatch, Objective, add_to_gradients
 
 CONTROL, CHANGE, (OWN,) = "control", "control_change", ScaffoldCorrection.keeps
 

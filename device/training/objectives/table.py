@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Callable, Mapping
+from typing import Final, Never
 
-from common.experiment.own import build
-from common.experiment.tables import named_in_module
-from common.experiment.training import OwnObjective, TrainingSettings
-from common.learning.losses import loss_of
-from device.training.objectives.objective import Objective
+from torch import Tensor
 
+from fedstrata.common.experiment import own
+from fedstrata.common.experiment.tables import named_in_module
+from fedstrata.common.experiment.training import OwnObjective, TrainingSettings
+from fedstrata.common.learning.losses import loss_of
+from fedstrata.device.training.objectives.objective import Minibatch, Objective
+
+KEY: Final = "training.objective.name"
 BUILT: Final[Mapping[str, str]] = {
-    "fedprox": "device.training.objectives.fedprox:ProximalObjective",
-    "fedsam": "device.training.objectives.fedsam:SharpnessAwareObjective",
-    "scaffold": "device.training.objectives.scaffold:ControlledObjective",
-    "feddyn": "device.training.objectives.feddyn:DynamicObjective",
-    "moon": "device.training.objectives.moon:ContrastiveObjective",
-    "fedgen": "device.training.objectives.fedgen:GeneratedObjective",
+    "fedprox": "fedstrata.device.training.objectives.fedprox:ProximalObjective",
+    "fedsam": "fedstrata.device.training.objectives.fedsam:SharpnessAwareObjective",
+    "scaffold": "fedstrata.device.training.objectives.scaffold:ControlledObjective",
+    "feddyn": "fedstrata.device.training.objectives.feddyn:DynamicObjective",
+    "moon": "fedstrata.device.training.objectives.moon:ContrastiveObjective",
+    "fedgen": "fedstrata.device.training.objectives.fedgen:GeneratedObjective",
 }
 
 
@@ -26,8 +29,42 @@ def objective_of(training: TrainingSettings) -> Objective:
     settings = training.objective
     made = Objective()
     if isinstance(settings, OwnObjective):
-        made = build("training.objective.name", settings, Objective)
+        made = own.build(KEY, settings, Objective)
     elif not training.plain:
         made = named_in_module(BUILT[settings.name])(settings)
-    made.sample_loss = loss_of(training.loss)
+    with own.guarded({KEY: settings.name}):
+        made.sample_loss = loss_of(training.loss)
+        if isinstance(settings, OwnObjective):
+            _check_results(settings.name, made)
     return made
+
+
+def _check_results(name: str, objective: Objective) -> None:
+    """Let a user's objective raise InvalidExperiment for a loss that is none."""
+    losses_of, backward_of = objective.losses, objective.backward
+
+    def losses(batch: Minibatch, logits: Tensor) -> Tensor:
+        found = losses_of(batch, logits)
+        if not isinstance(found, Tensor):
+            _refuse_type(name, losses_of, found)
+        if found.dim() and logits.dim() == 2:  # of several models the trial of vmapping compares them
+            problem = f"losses returns a tensor of {list(found.shape)}, not of []{own.place(losses_of)}"
+            own.refuse(KEY, name, problem, "Return the mean over the samples: `batch.mean(each)`.")
+        if logits.requires_grad and not found.requires_grad:
+            problem = f"losses returns a loss that does not depend on the model{own.place(losses_of)}"
+            own.refuse(KEY, name, problem, "Compute it with torch, from the logits.")
+        return found
+
+    def backward(batch: Minibatch) -> Tensor:
+        found = backward_of(batch)
+        if not isinstance(found, Tensor):
+            _refuse_type(name, backward_of, found)
+        return found
+
+    objective.losses = losses  # type: ignore[method-assign]
+    objective.backward = backward  # type: ignore[method-assign]
+
+
+def _refuse_type(name: str, method: Callable[..., object], found: object) -> Never:
+    problem = f"{method.__name__} returns {type(found).__name__}, not a tensor{own.place(method)}"
+    own.refuse(KEY, name, problem, "Return the mean loss as torch computes it.")

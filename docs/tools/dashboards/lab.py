@@ -170,15 +170,20 @@ LAB: Final = [
     Panel(
         "Power of hosts",
         [(f"sum by (host, source) ({PARTS} (rate(fedstrata_energy_joules_total{RATE})))", "{{host}} {{source}}")],
-        "Power of each host's processors (rapl), GPUs (nvml) or rails (pmic), by all its processes.",
+        "Power of each host's processors (rapl), GPUs (nvml), rails (pmic), or of all of it (plug), by all processes.",
         "Empty: the host has no such counter, or fedstrata may not read it (the page of metrics has the remedy).",
         WATTS, width=8,
     ),
     Panel(
         "Energy in this time range",
-        [(f"sum by (host) ({PARTS} (increase(fedstrata_energy_joules_total[$__range])))", "{{host}}")],
-        "Energy of each host in this time range: by all its processes, not by fedstrata alone. Choose the run's time "
-        "as the range.",
+        [
+            (
+                f"sum by (host, source) ({PARTS} (increase(fedstrata_energy_joules_total[$__range])))",
+                "{{host}} {{source}}",
+            )
+        ],
+        "Energy of each host in this time range, by source: of all its processes, not fedstrata alone. A plug has all "
+        "that the others have. Choose the run's time as the range.",
         "Compare only hosts with the same sources, and subtract what the host takes when it is idle.",
         JOULES, "bargauge", width=8,
     ),

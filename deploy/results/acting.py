@@ -1,0 +1,64 @@
+"""What experiments have beside each other, and from which global round on it can act.
+
+A method may be the plain mean at first: Tempo's first decision is about the second global round, FedCDA selects after
+its warm-up, FedMR recombines after its first stage. A cost until a target that was reached before shows nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.tables import SettingsTable
+from fedstrata.common.text import counted
+
+
+@dataclass(frozen=True, slots=True)
+class LatePart:
+    """A rule or control that acts from a global round on, later than the first. `key`: its table."""
+
+    key: str
+    name: str
+    begins: int
+
+    def acted(self, rounds: float) -> float:
+        """Return in how many of the first global rounds it acted."""
+        return max(0.0, rounds - self.begins + 1)
+
+    @property
+    def text(self) -> str:
+        """Its key and value, and when it begins."""
+        return f"{self.key} = {self.name} acts from global round {self.begins} on"
+
+
+def unacted(parts: Sequence[LatePart], rounds: Sequence[float]) -> list[str]:
+    """Return a text for each part that did not act in some runs, of which `rounds` is the number of global rounds."""
+    found = []
+    for part in parts:
+        idle = sum(part.acted(count) == 0 for count in rounds)
+        if idle:
+            found.append(f"{part.text}; it did not act in {idle} of {counted(len(rounds), 'runs')}")
+    return found
+
+
+def late_parts(experiment: Experiment, others: Sequence[Experiment]) -> list[LatePart]:
+    """Return the late parts of an experiment that at least one of the others has not."""
+    theirs = [{key: settings for key, (settings, _) in _tables(other)} for other in others]
+    found = []
+    for key, (settings, part) in _tables(experiment):
+        if part.begins > 1 and any(other.get(key) != settings for other in theirs):
+            found.append(part)
+    return found
+
+
+def _tables(experiment: Experiment) -> Iterator[tuple[str, tuple[SettingsTable, LatePart]]]:
+    """Yield what may act late, by key: its settings, and from which global round on."""
+    control = experiment.cloud.epoch_control
+    key = "cloud.epoch_control"
+    yield key, (control, LatePart(key, control.name, control.acts_from))
+    for depth, tier in enumerate(experiment.tiers):
+        rule = tier.aggregation
+        key = f"{experiment.key(tier)}.aggregation"
+        yield key, (rule, LatePart(key, rule.name, ceil(rule.acts_from / experiment.rounds_of(depth))))

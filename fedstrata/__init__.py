@@ -1,0 +1,81 @@
+"""Hierarchical federated learning on real networks: the public names, which docs/api.md explains.
+
+In a checkout `common`, `cloud`, `institution`, `device` and `deploy` are links to the folders of these names.
+"""
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+if not (Path(__file__).parent / "common").is_dir():
+    raise ImportError(
+        "fedstrata/common of this checkout is no link to the folder common: install it (pip install .), or clone it "
+        "by Git where links are permitted (git config core.symlinks true)"
+    )
+
+# Each name with its module, which is imported when the name is first used. __init__.pyi has the types.
+_MODULES = {
+    "Aggregated": "common.methods.rule",
+    "ArrayTrainer": "common.model.trainer",
+    "CachedUpload": "common.methods.cached_uploads",
+    "ColumnRule": "common.methods.column_rule",
+    "Columns": "common.methods.column_rule",
+    "CombiningSettings": "common.experiment.methods",
+    "DeltaCodec": "common.model.delta_codecs",
+    "Entry": "common.model.layout",
+    "Experiment": "common.experiment.schema",
+    "ExtrasRule": "common.methods.single_model",
+    "FedstrataError": "common.errors",
+    "Gram": "common.methods.statistics",
+    "InvalidExperiment": "common.errors",
+    "LocalTask": "common.model.trainer",
+    "LocalUpdate": "device.training.objectives.objective",
+    "MeanRule": "common.methods.column_rule",
+    "Minibatch": "device.training.objectives.objective",
+    "MixingRound": "common.methods.multi_model",
+    "MixingRule": "common.methods.multi_model",
+    "ModelLayout": "common.model.layout",
+    "NodeDraws": "common.learning.refiner",
+    "NodeSamples": "common.learning.refiner",
+    "Objective": "device.training.objectives.objective",
+    "RoundFacts": "common.methods.column_rule",
+    "RoundModels": "common.model.refinement",
+    "Rule": "common.methods.rule",
+    "RuleContext": "common.methods.rule",
+    "RuleSettings": "common.experiment.methods",
+    "RuleUse": "common.experiment.methods",
+    "Run": "deploy.results.run",
+    "RunFailed": "common.errors",
+    "RunningLab": "deploy.scripts",
+    "Scored": "common.model.trainer",
+    "Selector": "common.methods.selection",
+    "SingleModelRule": "common.methods.single_model",
+    "Situation": "common.methods.selection",
+    "StagedSettings": "common.experiment.methods",
+    "Trained": "common.model.trainer",
+    "TrainingSite": "common.model.trainer",
+    "TwoStageRule": "common.methods.multi_model",
+    "UploadCache": "common.methods.cached_uploads",
+    "Uploads": "common.methods.rule",
+    "by_block": "common.methods.mixing",
+    "compare": "deploy.scripts",
+    "load": "deploy.scripts",
+    "run": "deploy.scripts",
+    "start": "deploy.scripts",
+    "sweep": "deploy.scripts",
+}
+__all__ = tuple(_MODULES)
+
+
+def __getattr__(name: str) -> Any:
+    """Return a public name, from now on as an attribute of the package."""
+    if name not in _MODULES:
+        raise AttributeError(f"fedstrata has no public name {name!r}: it has {', '.join(_MODULES)}")
+    found = getattr(import_module(f"fedstrata.{_MODULES[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return sorted(_MODULES)

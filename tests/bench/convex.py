@@ -1,0 +1,109 @@
+"""`make bench NAME=convex`: FedCross's O(1/t) on a convex loss, by global rounds of `convex`.
+
+    python -m tests.bench.convex [--seeds 3]
+
+The loss is that of all devices, the mean cross-entropy over the training samples plus mu / 2 ||w||^2. The least one is
+found by L-BFGS in float64 on all samples. The theorem of FedCross's paper bounds the gap by a constant / (t + lambda):
+with r rounds and lambda = 50 of them, gap * (r + 50) is bounded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from fedstrata.cloud.results import RunFolder
+from fedstrata.common.experiment.reading import parse, read
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.learning import datasets
+from tests.helpers.direct import direct_run
+
+ROUNDS: Final = (50, 100, 200, 400, 800)
+LAMBDA: Final = 50
+EXPERIMENT: Final = Path(__file__).parents[2] / "deploy/experiments/convex.toml"
+
+
+def convex(**keys: object) -> Experiment:
+    """Return the experiment with other values of some keys."""
+    return parse({**read(EXPERIMENT, ()), **keys})
+
+
+def loss_on(experiment: Experiment) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the loss of weights [10, 64] and biases [10] in float64."""
+    data = datasets.load(experiment.data)
+    inputs = data.normaliser()(data.train_images).flatten(1).double()
+
+    def loss(weights: Tensor, biases: Tensor) -> Tensor:
+        squares = weights.square().sum() + biases.square().sum()
+        decay = experiment.training.weight_decay / 2 * squares
+        return cross_entropy(inputs @ weights.T + biases, data.train_labels) + decay
+
+    return loss
+
+
+def least(loss: Callable[[Tensor, Tensor], Tensor]) -> float:
+    """Return the least loss."""
+    found = [torch.zeros(shape, dtype=torch.float64, requires_grad=True) for shape in ((10, 64), (10,))]
+    optimiser = torch.optim.LBFGS(
+        found, max_iter=2000, tolerance_grad=1e-10, tolerance_change=1e-15, line_search_fn="strong_wolfe"
+    )
+
+    def closure() -> Tensor:
+        optimiser.zero_grad()
+        value = loss(*found)
+        value.backward()  # type: ignore[no-untyped-call]
+        return value
+
+    optimiser.step(closure)  # type: ignore[no-untyped-call]
+    return float(loss(*found).detach())
+
+
+def gaps(root: Path, *, seed: int, constant: bool = False) -> list[float]:
+    """Return the gap of the global model, the mean of the uploads, after `ROUNDS`, which are checkpoints.
+
+    `constant`: with a constant rate, a control.
+    """
+    training = convex().training.model_dump() | ({"schedule": {"name": "constant"}} if constant else {})
+    experiment, found = convex(seed=seed, training=training), dict[int, float]()
+    loss = loss_on(experiment)
+    lowest = least(loss)
+    folder = RunFolder.create(root, experiment, direct=True)
+
+    def look(*_: object) -> None:
+        for path in folder.checkpoints.glob("round-*.safetensors"):
+            if (done := int(path.stem.partition("-")[2])) in ROUNDS and done not in found:
+                state = load_file(path)
+                with torch.no_grad():
+                    value = loss(state["fc.weight"].double(), state["fc.bias"].double())
+                found[done] = float(value) - lowest
+
+    look(direct_run(folder, observe=look))
+    return [found[each] for each in ROUNDS]
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    seeds = range(1, parser.parse_args().seeds + 1)
+    with tempfile.TemporaryDirectory() as folder:
+        kinds = [[gaps(Path(folder), seed=seed, constant=kind) for seed in seeds] for kind in (False, True)]
+    falling, constant = (np.array(each) for each in kinds)
+    print("| global rounds r | gap | gap * (r + 50) | with a constant rate |\n|---|---|---|---|")
+    for place, count in enumerate(ROUNDS):
+        scaled = [each[:, place] * (count + LAMBDA) for each in (falling, constant)]
+        cells = [f"{each.mean():.2f} \u00b1 {each.std(ddof=1):.2f}" for each in scaled]
+        print(f"| {count} | {falling[:, place].mean():.1e} | {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    main()

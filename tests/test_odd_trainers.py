@@ -1,0 +1,580 @@
+"""Trainers and Flower's clients as they are in the wild: the same model in each mode, or one line that names them.
+
+Each is a client of an app or an own trainer, changed by one line. It runs in this process, by worker processes, and in
+virtual time; a few in labs of processes. The clients are of Flower's classes where `flwr` is installed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+
+from fedstrata.common.errors import FedstrataError
+from fedstrata.common.experiment.reading import load, parse, to_toml
+from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.model.trainer import Array, Arrays, ArrayTrainer, LocalTask, Trained, TrainingSite
+from fedstrata.device.jobs import HostedDevice, LocalResult, Order
+from fedstrata.device.pool.pool import Pool
+from fedstrata.device.training import arrays
+from fedstrata.device.training.arrays import ArrayTrainers
+from tests.helpers.commands import fedstrata, folder_in, table, tensors
+from tests.helpers.examples import slow
+from tests.test_damage import trained
+
+# A client of a Flower app, with a place for each oddity: `HOW` of the environment, in Python.
+APP: Final = """
+import asyncio, os, random, shutil, signal, socket, sys, threading, time
+import numpy as np
+try:
+    from flwr.client import NumPyClient, ClientApp
+except ImportError:
+    class NumPyClient:
+        def to_client(self):
+            return self
+    class ClientApp:
+        def __init__(self, client_fn):
+            self.client_fn = client_fn
+        def __call__(self, message, context):
+            return None
+
+import how
+
+
+class FlowerClient(NumPyClient):
+    def __init__(self, place, state):
+        self.place, self.state = place, state
+        how.made(self)
+    def fit(self, parameters, config):
+        rounds = config["server_round"]
+        made = [np.float32(0.5) * each + np.float32(self.place + rounds) for each in parameters[:1]]
+        made.append(parameters[1] + 1)
+        return how.fit(self, parameters, config, (made, 10 + self.place, {"train_loss": 0.5 + self.place}))
+    def evaluate(self, parameters, config):
+        return how.evaluate(self, (float(np.abs(parameters[0]).mean()), 4, {"accuracy": 0.25}))
+
+
+def client(context):
+    return FlowerClient(context.node_config["partition-id"], context.state).to_client()
+
+
+def client_fn(context):
+    return how.client_fn(context, client)
+
+
+def initial():
+    return how.initial([np.zeros((3, 4), np.float32), np.array(0)])
+
+
+def evaluate_fn(server_round, parameters, config):
+    return how.evaluate_fn(server_round, (1.0 / (1 + server_round), {"accuracy": 0.5}))
+
+
+app = ClientApp(client_fn=client_fn)
+"""
+# What the app does in each place, when nothing is odd.
+HOW: Final = """
+import asyncio, os, random, shutil, signal, socket, sys, threading, time, warnings
+import numpy as np
+
+{head}
+
+def made(client):
+    {made}
+
+def fit(client, parameters, config, found):
+    arrays, samples, metrics = found
+    {fit}
+    return {returns}
+
+def evaluate(client, found):
+    loss, samples, metrics = found
+    return {evaluate}
+
+def client_fn(context, client):
+    return {client_fn}
+
+def initial(arrays):
+    return {initial}
+
+def evaluate_fn(server_round, found):
+    return {evaluate_fn}
+"""
+PLAIN: Final = {
+    "head": "", "made": "pass", "fit": "pass", "returns": "arrays, samples, metrics",
+    "evaluate": "loss, samples, metrics", "client_fn": "client(context)", "initial": "arrays", "evaluate_fn": "found",
+}  # fmt: skip
+LAB: Final[dict[str, Any]] = {
+    "rounds": 3,
+    "topology": {"institutions": 2, "devices": 4},
+    "training": {"epochs": 2},
+    "evaluation": {"at": "both"},
+}
+TRAINER: Final = {
+    "name": "flower",
+    "client_fn": "app:client_fn",
+    "initial": "app:initial",
+    "evaluate_fn": "app:evaluate_fn",
+}
+CLIENT: Final = "training.trainer.client_fn = 'app:client_fn': "
+ASYNC: Final = "async def later(found):\n    await asyncio.sleep(0)\n    return found"
+
+# What is odd, and a part of the warning, "" for none: the model is that of the plain app.
+SAME: Final[dict[str, tuple[dict[str, str], str]]] = {
+    "33 metrics": (
+        {"returns": "arrays, samples, {**{f'm{i}': i for i in range(33)}, **metrics}"},
+        "fit returns numbers that are not kept: m32 is beyond the first 32, and 1 more",
+    ),
+    "a log of anything": (
+        {"returns": "arrays, samples, {**metrics, 'l': [1], 's': 'x', 'n': None, 'a': np.zeros(3), 3: 4}"},
+        "l is a list of 1, no number, and 4 more",
+    ),
+    "no log": ({"returns": "arrays, samples, None"}, ""),
+    "a list as a log": ({"returns": "arrays, samples, [1, 2]"}, "it is a list of 2, not a dict"),
+    "a loss of no dimension": ({"returns": "arrays, samples, {'train_loss': np.array(0.5)}"}, ""),
+    "a loss that is a list": ({"returns": "arrays, samples, {'loss': [1.0]}"}, "returns loss = a list of 1"),
+    "a loss that is NaN": ({"returns": "arrays, samples, {'loss': float('nan')}"}, "returns loss = nan"),
+    "a step that is none": ({"returns": "arrays, samples, {**metrics, 'steps': 10**9}"}, ""),
+    "float64 up": (
+        {"returns": "[arrays[0].astype(float), arrays[1]], samples, metrics"},
+        "fit returns array 0 as float64: it is exchanged as float32",
+    ),
+    "float64 both ways": (
+        {
+            "initial": "[arrays[0].astype(float), arrays[1]]",
+            "fit": "assert parameters[0].dtype == float",
+            "returns": "[each.astype(parameters[i].dtype) for i, each in enumerate(arrays)], samples, metrics",
+        },
+        "it returns array 0 as float64: it is exchanged as float32",
+    ),
+    "int32 counters": ({"returns": "[arrays[0], np.int32(arrays[1])], samples, metrics"}, "array 1 as int32"),
+    "a count that is a float": ({"returns": "arrays, float(samples), metrics"}, ""),
+    "a count of numpy's": ({"returns": "arrays, np.int32(samples), metrics"}, ""),
+    "a list in place of a tuple": ({"returns": "[arrays, samples, metrics]"}, ""),
+    "arrays in a tuple": ({"returns": "tuple(arrays), samples, metrics"}, ""),
+    "no score in some rounds": ({"evaluate_fn": "None if server_round == 2 else found"}, ""),
+    "no tests on some devices": ({"evaluate": "(loss, 0, {}) if client.place == 1 else (loss, samples, metrics)"}, ""),
+    "no evaluation on some devices": ({"evaluate": "None if client.place == 1 else (loss, samples, metrics)"}, ""),
+    "a decorated fit": (
+        {"head": "def any_of(f):\n    return lambda *args: f(*args)", "made": "client.fit = any_of(client.fit)"},
+        "",
+    ),
+    "asyncio.run in fit": ({"head": ASYNC, "fit": "arrays = asyncio.run(later(arrays))"}, ""),
+    "asyncio.run in client_fn": ({"head": ASYNC, "client_fn": "asyncio.run(later(client(context)))"}, ""),
+    "asyncio.run in evaluate_fn": ({"head": ASYNC, "evaluate_fn": "asyncio.run(later(found))"}, ""),
+    "an event loop of its own": ({"head": ASYNC, "fit": "asyncio.new_event_loop().close()"}, ""),
+    "another folder": ({"fit": "os.chdir('/')"}, ""),
+    "a folder that is gone": (
+        {"fit": "os.makedirs(d := f'/tmp/gone-{os.getpid()}', exist_ok=True); os.chdir(d); shutil.rmtree(d)"},
+        "",
+    ),
+    "no standard output": ({"fit": "os.close(1)"}, ""),
+    "no standard streams": ({"fit": "sys.stdout = sys.stderr = None"}, ""),
+    "much output": ({"fit": "print('x' * 100_000)"}, ""),
+    "no rights for its files": ({"fit": "os.umask(0o777)"}, ""),
+    "a shallow stack": ({"fit": "sys.setrecursionlimit(150)"}, ""),
+    "a fork": ({"fit": "os.fork()"}, ""),
+    "a fork that fails": ({"fit": "if os.fork() == 0: raise ValueError('child')"}, ""),
+    "a thread that goes on": ({"fit": "threading.Thread(target=time.sleep, args=(0.2,)).start()"}, ""),
+    "another seed": ({"fit": "random.seed(1); np.random.seed(1)"}, ""),
+    "no environment": ({"fit": "os.environ.clear()"}, ""),
+    "a signal that is called off": (
+        {"fit": "threading.main_thread() is threading.current_thread() and signal.alarm(0)"},
+        "",
+    ),
+    "sockets without patience": ({"fit": "socket.setdefaulttimeout(1e-9)"}, ""),
+    "numpy that raises": ({"fit": "np.seterr(all='raise')"}, ""),
+    "no module of its own": ({"fit": "sys.modules.pop('app', None)"}, ""),
+}
+# What is odd, and the one line.
+ENDS: Final[dict[str, tuple[dict[str, str], str]]] = {
+    "another shape": (
+        {"returns": "[arrays[0].T, arrays[1]], samples, metrics"},
+        CLIENT + r"fit returns array 0 as float32 \[4, 3\], the model has \[3, 4\] \(device-\d\). Return arrays as",
+    ),
+    "an array less": (
+        {"returns": "arrays[:1], samples, metrics"},
+        CLIENT + r"fit returns no array 1; the model has 2 arrays",
+    ),
+    "an array more": (
+        {"returns": "[*arrays, arrays[0]], samples, metrics"},
+        CLIENT + r"fit returns array 2, which `initial`",
+    ),
+    "text as an array": ({"returns": "['x', arrays[1]], samples, metrics"}, CLIENT + r"fit returns array 0 as <U1"),
+    "complex numbers": (
+        {"returns": "[arrays[0] * 1j, arrays[1]], samples, metrics"},
+        CLIENT + "fit returns array 0 as complex",
+    ),
+    "ragged arrays": (
+        {"returns": "[[[1], [1, 2]], arrays[1]], samples, metrics"},
+        CLIENT + r"fails on device-\d with ValueError",
+    ),
+    "a dict of arrays": (
+        {"returns": "dict(enumerate(arrays)), samples, metrics"},
+        CLIENT + "fit returns a dict of 2 as its arrays",
+    ),
+    "one array": (
+        {"returns": "arrays[0], samples, metrics"},
+        CLIENT + r"fit returns ndarray float32 \[3, 4\] as its arrays",
+    ),
+    "arrays alone": (
+        {"returns": "arrays"},
+        CLIENT + r"fit returns a list of 2 \(device-\d\). Return the arrays, the number of",
+    ),
+    "nothing": (
+        {"returns": "None"},
+        CLIENT + r"fit returns None \(device-\d\). Return the arrays, the number of samples",
+    ),
+    "infinite arrays": (
+        {"returns": "[arrays[0] / np.float32(0), arrays[1]], samples, metrics"},
+        CLIENT + "fit returns a model whose",
+    ),
+    "half a sample": (
+        {"returns": "arrays, 10.5, metrics"},
+        CLIENT + r"fit returns samples = 10.5 \(device-\d\). Return a whole number",
+    ),
+    "samples below none": ({"returns": "arrays, -1, metrics"}, CLIENT + r"fit returns samples = -1"),
+    "an async fit": (
+        {"made": "client.fit = later", "head": "async def later(*_):\n    return None"},
+        CLIENT + "fit is `async`",
+    ),
+    "client_fn of nothing": (
+        {"client_fn": "None"},
+        CLIENT + r"it returns None, which has no fit \(device-\d\)\. Return a NumPyClient",
+    ),
+    "client_fn of a class": ({"client_fn": "type(client(context))"}, CLIENT + "it returns the class FlowerClient"),
+    "an async client_fn": ({"head": ASYNC, "client_fn": "later(client(context))"}, CLIENT + "it is `async`"),
+    "an app in place of client_fn": (
+        {"client_fn": "app"},
+        r"training.trainer.client_fn = 'app:app': it is a ClientApp( \(device-\d\))?\. Name the function",
+    ),
+    "an app in place of evaluate_fn": (
+        {"evaluate_fn": "app"},
+        r"training.trainer.evaluate_fn = 'app:app': it is a ClientApp( \(device-\d\))?\. Name the function",
+    ),
+    "initial of nothing": (
+        {"initial": "None"},
+        r"training.trainer.initial = 'app:initial': it returns None as its arrays",
+    ),
+    "initial that fails": (
+        {"initial": "1 / 0"},
+        r"training.trainer.initial = 'app:initial': fails with ZeroDivisionError: division by zero",
+    ),
+    "evaluate_fn that fails": (
+        {"evaluate_fn": "1 / 0"},
+        r"training.trainer.evaluate_fn = 'app:evaluate_fn': fails with ZeroDivisionError",
+    ),
+    "evaluate_fn without a score": (
+        {"evaluate_fn": "(1.0, {})"},
+        r"training.trainer.evaluate_fn = 'app:evaluate_fn': it returns no accuracy or score",
+    ),
+    "evaluate_fn of one number": (
+        {"evaluate_fn": "1.0"},
+        r"training.trainer.evaluate_fn = 'app:evaluate_fn': it returns 1.0. Return the loss and",
+    ),
+    "evaluate without a score": ({"evaluate": "loss, samples, {}"}, CLIENT + "evaluate returns no accuracy or score"),
+    "an exit": ({"fit": "sys.exit(3)"}, CLIENT + r"fails on device-\d with SystemExit: 3, in FlowerClient.fit"),
+    "an exit at once": (
+        {"fit": "os._exit(0)"},
+        CLIENT + r"fails on device-\d with ProcessExit: os._exit\(0\), in FlowerClient.fit",
+    ),
+    "an interruption": ({"fit": "raise GeneratorExit"}, CLIENT + r"fails on device-\d with GeneratorExit"),
+    "an endless recursion": (
+        {"fit": "fit(client, parameters, config, found)"},
+        CLIENT + r"fails on device-\d with RecursionError",
+    ),
+    "no memory": ({"fit": "bytearray(1 << 60)"}, CLIENT + r"fails on device-\d with .*MemoryError"),
+    "an error without a text": (
+        {"head": "class E(Exception):\n    def __str__(self):\n        raise ValueError", "fit": "raise E"},
+        CLIENT + r"fails on device-\d with E",
+    ),
+}
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with an app, as the current one."""
+    (tmp_path / "app.py").write_text(APP)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH", "")])))
+    return tmp_path
+
+
+def written(home: Path, odd: Mapping[str, str], *, name: str = "lab", **tables: Any) -> Path:
+    """Write an app that is odd, and its experiment."""
+    apps = {key: "app:app" for key in ("client_fn", "evaluate_fn") if odd.get(key) == "app"}
+    text = {**PLAIN, **{key: value for key, value in odd.items() if value != "app"}}
+    (home / "how.py").write_text(HOW.format(**text))
+    tree = {**LAB, **tables, "training": {**LAB["training"], "trainer": {**TRAINER, **apps}}}
+    path = home / f"{name}.toml"
+    path.write_text(to_toml(parse(tree)))
+    return path
+
+
+MODES: Final[dict[str, list[str]]] = {
+    "direct": ["--direct"],
+    "workers": ["--simulate", "--workers", "2"],
+    "thread": ["--simulate", "--workers", "1"],
+    "lab": [],
+}
+
+
+def run(home: Path, path: Path, mode: str) -> tuple[int, str, Path | None]:
+    """Run a lab by its command; return the exit code, the errors and warnings, and the run's folder."""
+    done = fedstrata("run", path, "--runs", home / f"runs-{mode}", "--format", "json", *MODES[mode])
+    folder = folder_in(done.stdout) if '"event": "run"' in done.stdout else None
+    return done.returncode, done.stderr, folder
+
+
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The model of the plain app."""
+    home = tmp_path_factory.mktemp("plain")
+    (home / "app.py").write_text(APP)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        code, errors, folder = run(home, written(home, {}), "direct")
+    assert code == 0 and folder is not None, errors
+    return tensors(folder)
+
+
+QUICK: Final = ["a log of anything", "float64 both ways", "asyncio.run in fit", "a folder that is gone", "a fork"]
+
+
+def check_same(kind: str, mode: str, home: Path, wanted: bytes) -> None:
+    odd, warning = SAME[kind]
+    code, errors, folder = run(home, written(home, odd), mode)
+    assert code == 0 and folder is not None, errors
+    assert tensors(folder) == wanted
+    assert "Traceback" not in errors
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    reasons = [event["reason"] for event in events if event["event"] == "warning"]
+    assert sum(warning in reason for reason in reasons) == 1 if warning else not reasons, reasons
+
+
+def cases(kinds: Mapping[str, Any], *, few: list[str]) -> list[Any]:
+    """Return all kinds in one process and by workers, and a few in each mode; the few in one process are quick."""
+    every = [(kind, mode) for mode in MODES for kind in kinds if mode in ("direct", "workers") or kind in few]
+    return slow(every, but=[(kind, "direct") for kind in few])
+
+
+@pytest.mark.parametrize(("kind", "mode"), cases(SAME, few=QUICK))
+def test_an_odd_client_gives_the_same_model(kind: str, mode: str, home: Path, wanted: bytes) -> None:
+    check_same(kind, mode, home, wanted)
+
+
+@pytest.mark.parametrize(("kind", "mode"), cases(ENDS, few=["another shape", "an exit at once", "an async client_fn"]))
+def test_a_client_that_cannot_be_used_is_one_line(kind: str, mode: str, home: Path) -> None:
+    odd, problem = ENDS[kind]
+    code, errors, _ = run(home, written(home, odd), mode)
+    last = errors.strip().splitlines()[-1]
+    assert code == 4 and re.search(problem, last), errors
+    assert "Traceback" not in errors and "unexpected" not in errors, errors
+
+
+# Processes
+
+KILLED: Final = r"the process that trained device-\d by app:client_fn "
+PROCESS: Final[dict[str, tuple[str, str]]] = {  # what `fit` does to its process, and the one line
+    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL, and so was its replacement"),
+    "aborted": ("os.abort()", "was killed by SIGABRT, and so was its replacement"),
+    "an alarm": ("signal.raise_signal(signal.SIGALRM)", "was killed by SIGALRM, and so was its replacement"),
+    "no descriptors": ("os.closerange(3, 256); time.sleep(1)", "ended with code 0"),
+    "an exit of a thread": (
+        "t = threading.Thread(target=os._exit, args=(3,)); t.start(); t.join(); time.sleep(1)",
+        "ended with code 3; the output of its node may have the reason",
+    ),
+    "noise on its descriptors": (
+        "[os.write(n, b'noise' * 9 + bytes([10])) for n in range(3, 40) if sock(n)]",
+        "sent what is no record: own code in it has written to its descriptors",
+    ),
+}
+SOCKET: Final = """
+def sock(number):
+    import stat
+    try:
+        return stat.S_ISSOCK(os.fstat(number).st_mode)
+    except OSError:
+        return False
+"""
+
+
+async def by_worker(experiment: Experiment, *, tasks: int = 1) -> tuple[bytes, LocalResult]:
+    """Train a device by a worker process, and return its model."""
+    async with Pool(accelerator="cpu", slots=2, devices=2) as pool:
+        member = pool.member("device-0")
+        prepared = await member.prepare(experiment)
+        row, out = np.zeros(prepared.layout.row_bytes, np.uint8), prepared.layout.empty()
+        for number in range(tasks):
+            result = await member.train(Order(row, out, 1, number))
+            row = out.copy()
+        return row.tobytes(), result
+
+
+@pytest.mark.parametrize("kind", PROCESS)
+def test_what_a_client_does_to_its_process_is_one_line_with_its_name(kind: str, home: Path) -> None:
+    does, problem = PROCESS[kind]
+    path = written(home, {"head": SOCKET, "fit": does})
+    with pytest.raises(FedstrataError, match=f"^{KILLED}{problem}") as caught:
+        asyncio.run(by_worker(load(path)))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_client_that_kills_its_process_once_gives_the_same_model(home: Path) -> None:
+    plain = asyncio.run(by_worker(load(written(home, {})), tasks=2))[0]
+    once = "os.path.exists('dead') or (open('dead', 'w').close(), os.kill(os.getpid(), signal.SIGKILL))"
+    assert asyncio.run(by_worker(load(written(home, {"fit": once})), tasks=2))[0] == plain
+    assert (home / "dead").exists()
+
+
+# Trainings that wait
+
+
+class Waiting(ArrayTrainer):
+    """A trainer that waits `seconds`, as for a queue."""
+
+    def __init__(self, *, seconds: float) -> None:
+        self._seconds = seconds
+
+    def initial(self, seed: int) -> Arrays:
+        """Return one array."""
+        return {"w": np.zeros(2, np.float32)}
+
+    def prepare(self, site: TrainingSite) -> int:
+        """Return a number of samples."""
+        return 10
+
+    def train(self, arrays: dict[str, Array], task: LocalTask) -> Trained:
+        """Wait."""
+        time.sleep(self._seconds)
+        return Trained(arrays, 0.5, 1)
+
+
+def waiting(seconds: float, *, idle_s: float, expired: Callable[[FedstrataError], None]) -> list[int]:
+    """Train once by a trainer that waits; return what it reported."""
+    trainer = {"name": f"{__name__}:Waiting", "seconds": seconds}
+    tree = {"topology": {"devices": 1}, "transfer": {"idle_s": idle_s}, "training": {"trainer": trainer}}
+    experiment, trainers, reported = parse(tree), ArrayTrainers(), list[int]()
+    device = HostedDevice(experiment, experiment.digest, "device-0")
+    rows = np.zeros((2, trainers.prepare(device, "cpu").layout.row_bytes), np.uint8)
+    order = Order(*rows, 1, 0, lambda done, of: reported.append(done), expired=expired)
+    trainers.train([(device, order)], "cpu", lambda number, how: None)
+    return reported
+
+
+def test_a_training_that_waits_is_reported_as_training_up_to_a_limit(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(arrays, "LOOK_S", 0.02)
+    ended: list[FedstrataError] = []
+    assert len(waiting(0.6, idle_s=0.2, expired=ended.append)) > 5 and not ended
+    monkeypatch.setattr(arrays, "WAITS_S", 0.0)
+    reported = waiting(0.6, idle_s=0.2, expired=ended.append)
+    assert 2 < len(reported) < 20
+    (error,) = ended
+    assert str(error) == (
+        f"training.trainer.name = '{__name__}:Waiting': it waits for 0.2 s on device-0 without using a core or "
+        "reporting a step. Report task.progress while it waits, or raise transfer.idle_s."
+    )
+    assert caplog.messages == [str(error)]
+
+
+def test_a_training_that_waits_too_long_ends_its_worker_with_one_line(home: Path) -> None:
+    (home / "sitecustomize.py").write_text("import fedstrata.device.training.arrays as arrays\narrays.WAITS_S = 0.0\n")
+    path = written(home, {"fit": "time.sleep(30)"}, transfer={"idle_s": 1.5})
+    with pytest.raises(
+        FedstrataError, match=r"client_fn = 'app:client_fn': it waits for 1.5 s on device-0 .*transfer.idle_s"
+    ):
+        asyncio.run(by_worker(load(path)))
+
+
+@pytest.mark.slow
+def test_a_client_that_waits_longer_than_idle_s_lives(home: Path, wanted: bytes) -> None:
+    waits = "time.sleep(20 * (client.place == 0 and config['server_round'] == 2))"  # 1: it counts its samples, too
+    path = written(home, {"fit": waits}, transfer={"idle_s": 10.0})
+    code, errors, folder = run(home, path, "lab")
+    assert code == 0 and folder is not None, errors
+    assert tensors(folder) == wanted
+
+
+# Samples
+
+
+@pytest.mark.parametrize("mode", slow(["direct", "workers"], but=["direct"]))
+def test_a_result_of_no_samples_is_refused_by_name_and_the_others_are_used(mode: str, home: Path) -> None:
+    some = "arrays, samples * (client.place != 1 or config['server_round'] != 2), metrics"
+    code, errors, folder = run(home, written(home, {"returns": some}), mode)
+    assert code == 0 and folder is not None, errors
+    rows = table(folder / "devices.csv")
+    found = {(row["global_round"], row["node"].rpartition("/")[2]): row["samples"] for row in rows}
+    assert found["3", "device-1"] == "11" and len(table(folder / "rounds.csv")) == LAB["rounds"]
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    without = [(event["node"], event["global_round"], event["without"]) for event in events if "without" in event]
+    assert without == [("institution-0", 2, ["device-1"])]
+
+
+@pytest.mark.parametrize("mode", slow(["direct", "workers", "lab"], but=["direct"]))
+def test_a_device_without_samples_takes_no_part(mode: str, home: Path) -> None:
+    some = "arrays, samples * (client.place != 1), metrics"
+    code, errors, folder = run(home, written(home, {"returns": some}), mode)
+    assert code == 0 and folder is not None, errors
+    names = {row["node"].rpartition("/")[2] for row in table(folder / "devices.csv") if row["local_rounds"] != "0"}
+    assert names == {"device-0", "device-2", "device-3"} and len(table(folder / "rounds.csv")) == LAB["rounds"]
+
+
+@pytest.mark.parametrize("institutions", [0, 2])
+@pytest.mark.parametrize("mode", slow(["direct", "workers"], but=["direct"]))
+def test_devices_none_of_which_has_samples_end_the_run_by_name(mode: str, institutions: int, home: Path) -> None:
+    path = written(home, {"returns": "arrays, 0, metrics"}, topology={"institutions": institutions, "devices": 4})
+    code, errors, _ = run(home, path, mode)
+    last, children = errors.splitlines()[-1], "institution-" if institutions else "device-"
+    assert code == 1 and "no child has samples to train on, of " in last and children in last, errors
+
+
+@pytest.mark.parametrize("mode", slow(["direct", "workers"], but=["direct"]))
+def test_results_that_have_no_samples_all_of_them_end_the_run_by_name(mode: str, home: Path) -> None:
+    none = "arrays, samples * (config['server_round'] != 2), metrics"
+    code, errors, _ = run(home, written(home, {"returns": none}), mode)
+    assert code == 1 and "it reports no samples" in errors.splitlines()[-1] and "Traceback" not in errors, errors
+    assert "device-" in errors.splitlines()[-1]
+
+
+@pytest.mark.parametrize("mode", slow(["direct", "workers"], but=["direct"]))
+def test_the_number_of_examples_may_differ_from_round_to_round(mode: str, home: Path) -> None:
+    more = "arrays, samples * config['server_round'], metrics"
+    code, errors, folder = run(home, written(home, {"returns": more}), mode)
+    assert code == 0 and folder is not None, errors
+    counts = {int(row["samples"]) for row in table(folder / "devices.csv") if row["node"].endswith("device-1")}
+    assert counts == {11, 22, 33}
+
+
+# Killed after Flower's state was written: half of what a task leaves.
+DYING: Final = """from fedstrata.common.model import flower as module, flower_state
+def dying(state, folder):
+    flower_state.write_state(state, folder)
+    if os.path.exists('armed'):
+        os.unlink('armed')
+        os.kill(os.getpid(), signal.SIGKILL)
+module.write_state = dying
+"""
+COUNTING: Final = (
+    "client.state['n'] = client.state.get('n', 0) + 1; arrays = [arrays[0] + client.state['n'], arrays[1]]"
+)
+
+
+def test_a_killed_flower_training_is_repeated_on_the_state_of_the_last_task(home: Path) -> None:
+    lab, found = load(written(home, {"head": DYING, "fit": COUNTING})), []
+    for dies in (False, True):
+        if dies:
+            (home / "armed").touch()
+        found.append(asyncio.run(trained(lab, home / f"dies-{dies}", tasks=3)))
+    assert not (home / "armed").exists() and found[0] == found[1]
