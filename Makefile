@@ -1,11 +1,12 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-flower test-lowest bench check clean broker lock simulate table1 test-all test-fast test-newest test-slow wheel
+.PHONY: help demo docs test test-flower test-lowest bench check clean broker links lock simulate table1 test-all test-fast test-newest test-slow wheel
 .DELETE_ON_ERROR:
 
 BUILDING := .venv/.installed-build
 DEMO := .venv/.installed-demo
 DOCS := .venv/.installed-docs
 INSTALLED := .venv/.installed
+FOLDERS := cloud common deploy device institution
 
 help: ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1: /p' Makefile | while IFS=: read -r target text; do printf '  make %-19s%s\n' "$$target" "$$text"; done
@@ -77,7 +78,11 @@ bench: $(if $(NAME),$(INSTALLED) broker $(if $(filter kits,$(NAME)),wheel) $(if 
 table1: $(INSTALLED) broker ## measure Tempo's Table 1 in miniature: time to an accuracy against fixed epochs
 	.venv/bin/fedstrata sweep study/table1
 
-check: $(INSTALLED) ## lint, format, types, import rules, and what `docs` checks
+# mypy, import-linter and editors find the folders below fedstrata/; Python itself needs no links, and Git has none.
+links: ## link the five folders below fedstrata/, for tools that read it without running it
+	@ln -sfn $(FOLDERS:%=../%) fedstrata/
+
+check: $(INSTALLED) links ## lint, format, types, import rules, and what `docs` checks
 	.venv/bin/ruff check
 	.venv/bin/ruff format --check
 	.venv/bin/mypy
@@ -86,7 +91,7 @@ check: $(INSTALLED) ## lint, format, types, import rules, and what `docs` checks
 
 # The site's sources are links, so that a link on a page leads to the same file as in the repository.
 # Not --quiet: strict counts the warnings that are shown.
-PAGES := CHANGELOG.md CONTRIBUTING.md LICENSE README.md SECURITY.md cloud common deploy device docs institution
+PAGES := CHANGELOG.md CONTRIBUTING.md LICENSE README.md SECURITY.md docs $(FOLDERS)
 docs: $(DOCS) ## build the pages as a site in site/: links and headings that do not exist are errors
 	@mkdir -p .site && ln -sfn $(PAGES:%=../%) .site/
 	.venv/bin/mkdocs build
@@ -100,7 +105,7 @@ simulate: $(INSTALLED) ## play SEEDS=N labs with faults in virtual time, FROM=K 
 	.venv/bin/python -m tests.simulation --seeds $(SEEDS) --from $(FROM)
 
 clean: ## remove what the other targets made, except runs/ and data/
-	rm -rf .site site .venv .venv-flower .venv-lowest .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(FOLDERS:%=fedstrata/%) .site site .venv .venv-flower .venv-lowest .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 broker:

@@ -1,17 +1,16 @@
 """Hierarchical federated learning on real networks: the public names, which docs/api.md explains.
 
-In a checkout `common`, `cloud`, `institution`, `device` and `deploy` are links to the folders of these names.
+A build puts `common`, `cloud`, `institution`, `device` and `deploy` into this package; in a checkout they are the
+folders beside it.
 """
 
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-if not (Path(__file__).parent / "common").is_dir():
-    raise ImportError(
-        "fedstrata/common of this checkout is no link to the folder common: install it (pip install .), or clone it "
-        "by Git where links are permitted (git config core.symlinks true)"
-    )
+_HERE = Path(__file__).parent
+if not (_HERE / "common").is_dir() or (_HERE / "common").is_symlink():  # `make links` made these, for tools
+    __path__.insert(0, str(_HERE.parent))
 
 # Each name with its module, which is imported when the name is first used. __init__.pyi has the types.
 _MODULES = {

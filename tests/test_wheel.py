@@ -79,12 +79,18 @@ def test_an_installed_fedstrata_imports_none_of_the_users_packages(installed: Pa
     assert (run / "model.safetensors").exists() and str(installed) not in (run / "manifest.json").read_text()
 
 
-def test_a_checkout_without_links_names_the_remedy(tmp_path: Path) -> None:
+@pytest.mark.parametrize("made", ["nothing", "a link", "a text"])
+def test_a_checkout_imports_its_own_files_whatever_its_links_are(tmp_path: Path, made: str) -> None:
     (tmp_path / "fedstrata").mkdir()
-    (tmp_path / "fedstrata" / "common").write_text("../common")  # as an archive or a file system without links has it
     (tmp_path / "fedstrata" / "__init__.py").write_bytes((ROOT / "fedstrata" / "__init__.py").read_bytes())
-    words = [sys.executable, "-P", "-c", "import fedstrata"]
+    (tmp_path / "common").mkdir()
+    (tmp_path / "common" / "__init__.py").write_text("print(__name__, __file__)")
+    if made == "a link":  # of `make links`
+        (tmp_path / "fedstrata" / "common").symlink_to("../common")
+    if made == "a text":  # as Git writes a link where there are none
+        (tmp_path / "fedstrata" / "common").write_text("../common")
+    words = [sys.executable, "-P", "-c", "import fedstrata.common"]
     done = subprocess.run(
         words, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 1 and "ImportError: fedstrata/common of this checkout is no link" in done.stderr
+    assert done.stdout == f"fedstrata.common {tmp_path / 'common' / '__init__.py'}\n", done.stderr
