@@ -369,17 +369,19 @@ def plausible_accounts(drawn: DrawnLab, evidence: Evidence) -> str:
         for kind in COUNTED:
             if link.received[kind] > link.sent[kind]:
                 wrong.append(f"{child} sent {link.sent[kind]} {kind} bytes, {parent} received {link.received[kind]}")
-    met = {name.rpartition("/")[2] for links in evidence.ledgers.values() for name in links}
+    joined = {_ends(drawn, name) for links in evidence.ledgers.values() for name in links}
     for (parent, child), link in evidence.down.items():
-        if child not in met and drawn.experiment.enters(child):
-            continue  # it was answered and has never joined: that counts for no link
-        for kind in COUNTED if child != ALL else ():
+        if child == ALL:
+            continue
+        below_others = drawn.experiment.enters(child) or parent != tree.parent(child)
+        if below_others and (parent, child) not in joined:
+            continue  # it was answered and has never joined here: that counts for no link
+        for kind in COUNTED:
             sent = link.sent[kind] if kind == "control" else _sent(evidence, parent, kind)
             if link.received[kind] > sent:
                 wrong.append(f"{parent} sent {sent} {kind} bytes, {child} received {link.received[kind]}")
     for owner, name, traffic in ((node, *link) for node, links in evidence.ledgers.items() for link in links.items()):
-        *entered_below, child = name.split("/")
-        parent = entered_below[0] if entered_below else tree.parent(child)
+        parent, child = _ends(drawn, name)
         up = evidence.up.get((parent, child), LinkCount()).received
         down = evidence.down.get((parent, child), LinkCount()).received
         if traffic.received > sum(up[kind] for kind in LINK_KINDS):
@@ -387,6 +389,12 @@ def plausible_accounts(drawn: DrawnLab, evidence: Evidence) -> str:
         if traffic.sent > sum(down[kind] for kind in LINK_KINDS):
             wrong.append(f"{owner}'s ledger has {traffic.sent} bytes to {child}, it received {dict(down)}")
     return "; ".join(wrong[:6])
+
+
+def _ends(drawn: DrawnLab, name: str) -> tuple[str, str]:
+    """Return parent and child of a ledger's name: CHILD, or PARENT/CHILD of one that entered there."""
+    *entered_below, child = name.split("/")
+    return (entered_below[0] if entered_below else drawn.experiment.tree.parent(child)), child
 
 
 def _sent(evidence: Evidence, parent: str, kind: str) -> int:
