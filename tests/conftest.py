@@ -7,6 +7,7 @@ import faulthandler
 import gc
 import os
 import random
+import signal
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,11 @@ from fedstrata.common.protocol.messages import Manifest
 from tests.helpers.examples import DRAWN, PROFILE
 from tests.helpers.records import a_global_round
 from tests.helpers.timeouts import ended_by_timeout
+
+# A job that a shell starts in the background, or by nohup, ignores these, and so do its children.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 sys.dont_write_bytecode = False  # each process of tests imports all of them: compiling is half of that
 
