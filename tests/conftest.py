@@ -39,6 +39,8 @@ signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 sys.dont_write_bytecode = False  # each process of tests imports all of them: compiling is half of that
 
+SLOW_S: Final = 900.0
+
 SAME: Final = settings(
     derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
 )  # on every run
@@ -54,7 +56,14 @@ LONG: Final = (  # most seconds first, of cores and of waits, the slow tests' to
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that take longest: at the end, other processes would wait for them."""
+    """Begin with the files that take longest: at the end, other processes would wait for them.
+
+    A slow test is given more time until it counts as a hang.
+    """
+    for item in items:
+        slow = item.get_closest_marker("slow") or item.get_closest_marker("flower")
+        if slow and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SLOW_S))
     items.sort(
         key=lambda item: LONG.index(name) if (name := item.path.stem.removeprefix("test_")) in LONG else len(LONG)
     )
