@@ -373,8 +373,8 @@ def plausible_accounts(drawn: DrawnLab, evidence: Evidence) -> str:
     for (parent, child), link in evidence.down.items():
         if child == ALL:
             continue
-        below_others = drawn.experiment.enters(child) or parent != tree.parent(child)
-        if below_others and (parent, child) not in joined:
+        may_enter = drawn.experiment.enters(child) or (child in tree and parent != tree.parent(child))
+        if may_enter and (parent, child) not in joined:
             continue  # it was answered and has never joined here: that counts for no link
         for kind in COUNTED:
             sent = link.sent[kind] if kind == "control" else _sent(evidence, parent, kind)
