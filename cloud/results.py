@@ -131,23 +131,18 @@ class RunFolder:
         Raises InvalidExperiment as `check` does, or if another process writes to it, and StorageFailed if it is
         read-only.
         """
-        run = cls.check(path, direct=direct, simulated=simulated)
-        held = str(path / HELD)
-        try:
-            folder = cls(path, run, recorded(read(path / HELD)), world=world)
-        except InvalidExperiment as error:
-            raise InvalidExperiment("--resume", held, str(error).removesuffix("."), "Restore the file.") from None
-        if folder._manifest()["experiment_digest"] != folder.experiment.digest:
-            raise InvalidExperiment("--resume", held, "its experiment was changed", "Restore the file.")
+        run, experiment = cls.check(path, direct=direct, simulated=simulated)
+        folder = cls(path, run, experiment, world=world)
         folder._hold()
         folder.begun = True
         return folder
 
     @staticmethod
-    def check(path: Path, *, direct: bool = False, simulated: bool = False) -> str:
-        """Return the id of a run whose folder can be reopened.
+    def check(path: Path, *, direct: bool = False, simulated: bool = False) -> tuple[str, Experiment]:
+        """Return the id and the experiment of a run whose folder can be reopened.
 
-        Raises InvalidExperiment if it is none, or if `direct` or `simulated` differs from the run's.
+        Raises InvalidExperiment if it is none, if `direct` or `simulated` differs from the run's, or if the manifest or
+        the experiment is damaged.
         """
         file = path / MANIFEST
         try:
@@ -168,7 +163,14 @@ class RunFolder:
             remedy += [f"Omit {KINDS[kind][1]}." for kind in KINDS if asked[kind] and kind not in manifest]
             problem = had[0] if had else "the run was started with a network"
             raise InvalidExperiment("--resume", str(path), problem, " ".join(remedy))
-        return run
+        held = str(path / HELD)
+        try:
+            experiment = recorded(read(path / HELD))
+        except InvalidExperiment as error:
+            raise InvalidExperiment("--resume", held, str(error).removesuffix("."), "Restore the file.") from None
+        if manifest["experiment_digest"] != experiment.digest:
+            raise InvalidExperiment("--resume", held, "its experiment was changed", "Restore the file.")
+        return run, experiment
 
     @contextmanager
     def removed_unless_begun(self) -> Iterator[None]:

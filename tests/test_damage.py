@@ -6,25 +6,36 @@ import asyncio
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
+from fedstrata.cloud.evaluator import Beginning, EvaluationResult
+from fedstrata.cloud.results import RunFolder
 from fedstrata.common.errors import FedstrataError, InvalidExperiment, StateLost
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.host.files import remove_folder
+from fedstrata.common.model.layout import Row
+from fedstrata.common.model.trainer import TrainerTester
 from fedstrata.common.protocol.messages import Key, Manifest, Task
 from fedstrata.common.storage.spool import Spool
 from fedstrata.common.storage.states import TaskStates, read_state, write_state
+from fedstrata.deploy.planning.simulated_run import machine_speeds, simulated_run
+from fedstrata.deploy.results.run import Run
+from fedstrata.deploy.simulation import computing
 from fedstrata.device.jobs import Order
+from fedstrata.device.pool.executors import Thread
 from fedstrata.device.pool.pool import Pool
 from fedstrata.device.training.work import LocalWork
-from tests.helpers.commands import tensors
+from tests.helpers.commands import invoke, tensors
 from tests.helpers.direct import resumed_run, run_direct
 from tests.simulation.trainer import settings
 
@@ -37,6 +48,7 @@ LAB: Final[dict[str, Any]] = {
     "transfer": {"wan": {"up": FEEDBACK}, "lan": {"up": FEEDBACK}},
     "stop": {"best": True, "patience": 100},
     "training": {"trainer": settings(40, silent=False)},
+    "hardware": {"default": {"step_s": 0.01}},
 }
 KILLED: Final = 4  # the global round in which the run was killed
 FILES: Final = {  # all that it left, and whether its damage may end the run
@@ -52,13 +64,71 @@ FILES: Final = {  # all that it left, and whether its damage may end the run
     "spool/institution-*/states/*": True,
     "spool/device-*/states/*": True,
 }
+SIMULATED: Final = {**FILES, "spool/*/samples": False, "spool/*/uploads": False}
+LEFT: Final = {"direct": FILES, "simulated": SIMULATED}
+CASES: Final = [  # form, kind of file, whether it is damaged in two ways alone
+    *(("direct", pattern, True) for pattern in FILES),
+    *(pytest.param(form, pattern, False, marks=pytest.mark.slow) for form, files in LEFT.items() for pattern in files),
+]
 
 
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A run, and the folder of the same one that was killed."""
-    home = tmp_path_factory.mktemp("runs")
-    return run_direct(home / "whole", LAB), run_direct(home / "killed", LAB, until=KILLED)
+class HereTester:
+    """The evaluator of a cloud, in this process: a process of its own takes seconds to start."""
+
+    def __init__(self, experiment: Experiment, folder: Path) -> None:
+        self._tester = TrainerTester(experiment)
+
+    async def start(self) -> Beginning:
+        return Beginning(self._tester.layout, self._tester.first.copy(), "", evaluates=self._tester.evaluates)
+
+    async def evaluate(self, global_round: int, row: Row) -> EvaluationResult:
+        found = self._tester.evaluate(row, global_round)
+        assert found is not None
+        return EvaluationResult(global_round, found.score, found.loss)
+
+    def close(self) -> None:
+        pass
+
+
+def simulated(folder: RunFolder, facts: Mapping[str, Any], *, until: int = 0) -> Path:
+    """Run a lab in virtual time to its end, or to the end of global round `until`, as if it was killed there."""
+
+    def look(event: str, facts: Mapping[str, object]) -> None:
+        if event == "global_round" and facts["global_round"] == until:
+            raise KeyboardInterrupt
+
+    with (
+        patch.object(computing, "Evaluator", HereTester),
+        patch.object(computing, "Pool", partial(Pool, worker=Thread)),
+        pytest.raises(KeyboardInterrupt) if until else nullcontext(),
+    ):
+        try:
+            simulated_run(folder, facts, workers=1).run(look)
+        finally:
+            folder.release()
+    return folder.path
+
+
+def run_simulated(root: Path, tree: Mapping[str, Any], *, until: int = 0) -> Path:
+    experiment = parse(tree)
+    facts = machine_speeds(experiment, of=None)
+    return simulated(RunFolder.create(root, experiment, simulated=facts), facts, until=until)
+
+
+def resumed_simulated_run(path: Path) -> Path:
+    folder = RunFolder.reopen(path, simulated=True)
+    return simulated(folder, Run(path).manifest["simulated"])
+
+
+RUN: Final[Mapping[str, Callable[..., Path]]] = {"direct": run_direct, "simulated": run_simulated}
+RESUMED: Final[Mapping[str, Callable[[Path], Path]]] = {"direct": resumed_run, "simulated": resumed_simulated_run}
+
+
+@pytest.fixture(scope="module", params=RUN)
+def killed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Path]:
+    """A form of run, a run, and the folder of the same one that was killed."""
+    form, home = request.param, tmp_path_factory.mktemp("runs")
+    return form, RUN[form](home / "whole", LAB), RUN[form](home / "killed", LAB, until=KILLED)
 
 
 def files_of(run: Path) -> list[str]:
@@ -68,59 +138,90 @@ def files_of(run: Path) -> list[str]:
 def damages(content: bytes, *, few: bool) -> Mapping[str, bytes]:
     """Return the content cut at each tenth, and with one flipped bit at several places."""
     size = len(content)
-    cuts = [6] if few else range(10)
-    found = {f"cut at {tenth} tenths": content[: size * tenth // 10] for tenth in cuts if size}
-    for place in np.random.default_rng(size).integers(0, 8 * size, 1 if few else 12) if size else ():
+    found = {f"cut at {tenth} tenths": content[: size * tenth // 10] for tenth in ([6] if few else range(10))}
+    for number, place in enumerate(np.random.default_rng(size).integers(0, 8 * max(size, 1), 1 if few else 12)):
         changed = bytearray(content)
-        changed[place // 8] ^= 1 << int(place % 8)
-        found[f"bit {place}"] = bytes(changed)
+        if size:
+            changed[place // 8] ^= 1 << int(place % 8)
+        found[f"bit {number}"] = bytes(changed)
     return found
 
 
-def resumed(run: Path) -> bytes | str:
+def damaged_together(names: list[str], *, each: bool) -> list[list[str]]:
+    """Return groups of files: `each` alone, else the last one of each kind, and with a state those before it.
+
+    A resumed run may go back to any of them.
+    """
+    if each:
+        return [[name] for name in names]
+    groups = []
+    for last in {Path(name).name: name for name in names}.values():
+        node, states, _ = last.partition("/states/")
+        before = [name for name in names if states and name.startswith(node) and Path(name).name == Path(last).name]
+        groups.append(before or [last])
+    return groups
+
+
+def resumed(run: Path, form: str) -> bytes | str:
     """Resume a run and return its model and its best one, or the one line with which it ends."""
     try:
-        resumed_run(run)
+        RESUMED[form](run)
     except FedstrataError as error:
         return str(error)
     best = run / "best.safetensors"
     return tensors(run) + (best.read_bytes()[-80:] if best.exists() else b"")
 
 
-def test_each_file_of_a_run_is_damaged_below(killed: tuple[Path, Path]) -> None:
-    _, left = killed
+def test_each_file_of_a_run_is_damaged_below(killed: tuple[str, Path, Path]) -> None:
+    form, _, left = killed
     for name in files_of(left):
-        assert any(fnmatchcase(name, pattern) for pattern in FILES), name
-    for pattern in FILES:
+        assert any(fnmatchcase(name, pattern) for pattern in LEFT[form]), name
+    for pattern in LEFT[form]:
         assert any(fnmatchcase(name, pattern) for name in files_of(left)), pattern
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("pattern", FILES)
+@pytest.mark.parametrize(("killed", "pattern", "few"), CASES, indirect=["killed"])
 def test_a_damaged_file_gives_the_same_model_or_one_line(
-    pattern: str, few: bool, killed: tuple[Path, Path], tmp_path: Path
+    pattern: str, few: bool, killed: tuple[str, Path, Path], tmp_path: Path
 ) -> None:
-    whole, left = killed
+    form, whole, left = killed
     best = (whole / "best.safetensors").read_bytes()[-80:]
     named = [name for name in files_of(left) if fnmatchcase(name, pattern)]
     ends = 0
-    if few:  # the last one of each kind: what the resumed run needs
-        named = [*{Path(name).name: name for name in named}.values()]
-    for name in named:
-        for damage, content in damages((left / name).read_bytes(), few=few).items():
+    for group in damaged_together(named, each=not few and form == "direct"):
+        contents = {name: damages((left / name).read_bytes(), few=few) for name in group}
+        name = group[-1]
+        for damage in contents[name]:
             run = tmp_path / "run"
             remove_folder(run)
             shutil.copytree(left, run)
-            (run / name).write_bytes(content)
-            found = resumed(run)
+            for each, content in contents.items():
+                (run / each).write_bytes(content[damage])
+            found = resumed(run, form)
             if isinstance(found, str):
                 ends += 1
                 assert "\n" not in found and Path(name).name in found, (name, damage, found)
                 assert "unexpected" not in found and "Traceback" not in found, (name, damage, found)
             else:
                 assert found in (tensors(whole), tensors(whole) + best), (name, damage)
-    assert few or (ends > 0) is FILES[pattern], ends
+    assert few or (ends > 0) is LEFT[form][pattern], ends
+
+
+@pytest.mark.parametrize("killed", ["direct"], indirect=True)
+@pytest.mark.parametrize(("text", "other"), [("rounds = 5", "roundz = 5"), ("patience = 100", "patience = 101")])
+def test_a_command_names_the_damaged_experiment(
+    text: str, other: str, killed: tuple[str, Path, Path], tmp_path: Path
+) -> None:
+    *_, left = killed
+    shutil.copytree(left, tmp_path / "run")
+    file = tmp_path / "run" / "experiment.toml"
+    content = file.read_text()
+    assert content.count(text) == 1
+    file.write_text(content.replace(text, other))
+    done = invoke("run", "--direct", "--resume", file.parent)
+    assert done.exit_code == 4 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"fedstrata: --resume = '{file}': "), done.stderr
 
 
 # States

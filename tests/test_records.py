@@ -173,4 +173,4 @@ def test_a_run_killed_before_its_first_round_is_of_its_kind(tmp_path: Path, dire
     folder = RunFolder.create(tmp_path, parse({}), direct=direct)
     assert Run(folder.path).direct is direct
     folder.release()
-    assert RunFolder.check(folder.path, direct=direct) == folder.run
+    assert RunFolder.check(folder.path, direct=direct) == (folder.run, folder.experiment)

@@ -8,7 +8,7 @@ With NULL_LAB_HOLD=ROUND:FILE devices train from this local round on only when n
 NULL_LAB_SPLIT=DEVICE:DIGEST a device has this split of the data. With NULL_LAB_EVALUATOR=real the cloud has its own
 evaluator, and so needs the data, and torch. NULL_LAB_BYTES is the size of a model.
 With NULL_LAB_PROCESSES=N the devices of a lab are in N processes. With NULL_LAB_RELEASE=VERSION:PROTOCOL the process is
-of another release, with that version of the protocol.
+of another release, with that version of the protocol. With NULL_LAB_SPOOL=FOLDER its default spool is there.
 """
 
 from __future__ import annotations
@@ -72,6 +72,10 @@ if __name__ == "__main__":
     with frozen_imports():
         if "NULL_LAB_RELEASE" in os.environ:
             be_of_release(os.environ["NULL_LAB_RELEASE"])
+        if "NULL_LAB_SPOOL" in os.environ:
+            from fedstrata.deploy.cli import roles
+
+            setattr(roles, "SPOOL", os.environ["NULL_LAB_SPOOL"])  # noqa: B010
         from fedstrata.deploy.cli.main import main
 
         simulate(
