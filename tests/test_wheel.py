@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.commands import invoke
+
 ROOT = Path(__file__).parents[1]
 ROOMS = ("cloud", "common", "deploy", "device", "institution")
 BUILD = "import sys; from hatchling import build as b; print(getattr(b, f'build_{sys.argv[1]}')(sys.argv[2]))"
@@ -54,6 +56,18 @@ def test_a_wheel_has_nothing_beside_fedstrata(installed: Path) -> None:
 def test_a_checkouts_wheel_is_that_of_its_source_distribution(installed: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(built("wheel", ROOT, tmp_path)) as wheel:
         assert {info.filename for info in wheel.infolist() if not info.is_dir()} == names_in(installed)
+
+
+def test_a_kit_is_made_of_a_built_wheel(tmp_path: Path) -> None:
+    (tmp_path / "lab.toml").write_text(
+        'name = "rack"\nbroker = "main"\ntls = false\nbrokers = { main = { machine = "server" } }\n'
+        'machines = { server = { address = "127.0.0.1", cloud = true } }\n'
+    )
+    kits = tmp_path / "kits"
+    done = invoke("provision", tmp_path / "lab.toml", "--wheel", built("wheel", ROOT, tmp_path), "--out", kits)
+    assert done.exit_code == 0, done.stderr
+    kept = {path.name for path in (kits / "server" / "locked").iterdir()}
+    assert {"install.sh", "base.txt", "learning.txt"} <= kept and "dev.txt" not in kept
 
 
 def test_an_installed_fedstrata_imports_none_of_the_users_packages(installed: Path, tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ def _locked_of(wheel: Path) -> dict[str, bytes]:
     try:
         with ZipFile(wheel) as archive:
             for name in archive.namelist():
-                if name.startswith(f"deploy/{LOCKED}/"):
+                if name.startswith(f"fedstrata/deploy/{LOCKED}/"):
                     found[name.rpartition("/")[2]] = archive.read(name)
     except (OSError, BadZipFile) as error:
         remedy = "Build one with `make wheel`."

@@ -13,7 +13,7 @@ def wheel_in(folder: Path, *, version: str = "0.1.0", locked: bool = True) -> Pa
     path = folder / f"fedstrata-{version}-py3-none-any.whl"
     folder.mkdir(exist_ok=True)
     with ZipFile(path, "w") as archive:
-        archive.writestr("deploy/__init__.py", "")
+        archive.writestr("fedstrata/__init__.py", "")
         for file in FOLDER.iterdir() if locked else ():
-            archive.writestr(f"deploy/locked/{file.name}", file.read_bytes())
+            archive.writestr(f"fedstrata/deploy/locked/{file.name}", file.read_bytes())
     return path
