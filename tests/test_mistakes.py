@@ -88,6 +88,21 @@ USE = [
     ("device --name a --name b --name c --parent i --broker one --broker two", "2 values given for 3 names"),
     ("run demo --lab 'a b'", "--lab: 'a b' is not a lab name."),
     ("run demo --resume x", "a resumed run keeps its experiment"),
+    ("run demo --direct --lab X", "--lab: valid only without --direct and --simulate."),
+    ("run demo --simulate --insecure", "--insecure: valid only without --direct and --simulate."),
+    ("run demo --direct --metrics 127.0.0.1:0", "--metrics: valid only without --direct and --simulate."),
+    ("institution --name a --name b", "--name: given twice. Give it once."),
+    ("cloud demo --broker localhost:1 --broker=localhost:2", "--broker: given twice. Give it once."),
+    ("--log-level debug --log-level info runs list", "--log-level: given twice. Give it once."),
+    ("check --list x", "NAME: valid only without --list, which checks nothing."),
+    ("check --list --set a=1", "--set: valid only without --list, which checks nothing."),
+    ("sweep study/two --lab 'a b'", "--lab: 'a b' is not a lab name. Use 1 to 64 letters"),
+    ("sweep study/two --table --direct", "--direct: valid only without --table, which runs nothing."),
+    ("sweep study/two --table --jobs 2", "--jobs: valid only without --table, which runs nothing."),
+    ("sweep study/two --dry-run --format latex", "--format: with --dry-run it is table or json."),
+    ("lab status --wait inf", "--wait = 'inf': too large. Write 1000000000 or less."),
+    ("plan demo --interface inf", "--interface = 'inf': too large. Write 100000 or less."),
+    ("device --name d --broker localhost:1 --allow 'a b'", "--allow: 'a b': not a package. Write for instance"),
 ]
 WRONG_USE = [
     ("run demo --sets rounds=3", "--sets: no such option of fedstrata run. Did you mean"),
@@ -258,6 +273,13 @@ EXPERIMENT = [
     ("provision no.toml", "lab = 'no.toml': No such file"),
 ]
 WRONG_VALUES = [
+    ("run demo --set data.root=", "data.root = '': empty. Write a text, or omit the key."),
+    ("run demo --set data.target_column=", "data.target_column = '': empty. Write a text, or omit the key."),
+    ("run demo --set model.initial=", "model.initial = '': empty. Write a text, or omit the key."),
+    ("sweep study/two --direct --accelerator gpu", "--accelerator = 'gpu': no accelerator has this name. Use cpu,"),
+    ("sweep study/two --set method=FedAvg", "--set = 'method=FedAvg': an axis of the sweep. Use --only method=VALUE."),
+    ("links clear --device nowhere0", "--device = 'nowhere0': not an interface that leads to another host. There are:"),
+    ("data check mnist --root no", "data.root = 'no': not found:"),
     ("run demo --set rounds=", "rounds = '': not a whole number. Write for instance 5."),
     ("run demo --set rounds=three", "rounds = 'three': not a whole number. Write for instance 5."),
     ("run demo --set cloud=3", "cloud = 3: not a table. Write a table of participation,"),
@@ -442,6 +464,19 @@ CONTENTS: list[tuple[bytes, str, str]] = [  # of a file, the command that reads 
         "machines.a.adress = 'b': unknown key. Did you mean 'address'?",
     ),
     (b"{", "plan demo --speeds", "it.toml': unreadable: "),
+    (b"[1]", "plan demo --speeds", "it.toml': has no speeds of machines. Name a simulated run."),
+    (
+        b"\n",
+        "cloud demo --broker localhost:1 --username u --password-file",
+        "an empty file. Write the password into it.",
+    ),
+    (b"title = 'T'\n[axes]\nrounds = [1, 2, 1]", "sweep", "axes.rounds = 1: a value twice. Write each value once."),
+    (b"title = 'T'\n[axes]\nseed = [1, 2]", "sweep", "axes.seed.1.seed = 1: the sweep has seeds. Set seeds instead."),
+    (
+        b"title = 'T'\n[axes]\nrounds = [1, 2]\n[[where]]\nrounds = 3",
+        "sweep",
+        "where.rounds = '3': the axis has no such value. There are: 1, 2.",
+    ),
 ]
 
 

@@ -17,7 +17,7 @@ from pydantic import Field
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment import own
 from fedstrata.common.experiment.own import is_own
-from fedstrata.common.experiment.tables import Count, EffectiveTable, Positive, form, proposal
+from fedstrata.common.experiment.tables import Count, EffectiveTable, Positive, Text, form, proposal
 from fedstrata.common.host.examination import Finding
 
 DATASETS: Final = (
@@ -131,7 +131,7 @@ class Data(EffectiveTable):
     dataset: Annotated[str, Field(json_schema_extra={"enum": [*DATASETS]})] = "digits"
     # The folder of data sets, on a device relative to its host's `--data-root`, and never outside it; `{node}` in it is
     # the name of the node that reads, `cloud` for the test set.
-    root: str = "data"
+    root: Text = "data"
     labels: Literal["fine", "coarse"] = "fine"  # of `cifar100`: its 100 classes or their 20 groups
     # What a model predicts of a sample, of tables and own data: its class, or numbers (regression; 0 and 1 for labels).
     targets: Literal["classes", "numbers"] = CLASSES
@@ -289,7 +289,7 @@ class Model(EffectiveTable):
     projection: Annotated[int, Field(ge=0)] = 0
     # The first model: that of a run, by its folder, or of a file in safetensors' format, from the folder in which the
     # cloud was started. Not set: one drawn from the seed.
-    initial: str | None = None
+    initial: Text | None = None
     # false: in the first local round of a run each device begins with a model of its own, drawn from the seed and its
     # name, and not with the received one.
     same_initial: bool = True

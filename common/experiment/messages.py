@@ -47,13 +47,16 @@ _KINDS: Final[Mapping[str, tuple[str, str]]] = {
     "greater_than_equal": ("too small", "Write {ge} or more."),
     "less_than": ("too large", "Write a number below {lt}."),
     "less_than_equal": ("too large", "Write {le} or less."),
+    "string_too_short": ("empty", "Write a text, or omit the key."),
     "too_short": ("too short", "Give at least {min_length}."),
     "too_long": ("too long", "Give at most {max_length}."),
 }
 
 _OF_COUNTS: Final = frozenset({"int_type", "int_from_float", "greater_than_equal"})
 _OF_SHARES: Final = frozenset({"float_type", "greater_than", "less_than"})
-_FORMS: Final = frozenset({"int", "float", "constrained-int", "constrained-float", "[key]"})  # pydantic's, not keys
+_FORMS: Final = frozenset(  # pydantic's, not keys
+    {"int", "float", "constrained-int", "constrained-float", "constrained-str", "[key]"}
+)
 _FORM_STARTS: Final = ("list[", "literal[")
 
 

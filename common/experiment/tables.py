@@ -66,6 +66,7 @@ AcceleratorName = Annotated[str, form(r"^(auto|cpu|cuda(:\d+)?)$", "auto, cpu, c
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
+Text = Annotated[str, Field(min_length=1)]
 
 
 class SettingsTable(BaseModel):
@@ -221,6 +222,8 @@ def proposal(name: str, known: Iterable[str], *, what: str, elsewhere: Sequence[
         return f"Did you mean {' or '.join(elsewhere[:NAMED_MOST])}?"
     if meant := _meant(name, names, SIMILAR):
         return f"Did you mean {meant!r}?"
+    if not names:
+        return f"{what} none."
     return f"{what}: {', '.join(names[:LISTED_MOST])}{', ...' if len(names) > LISTED_MOST else ''}."
 
 

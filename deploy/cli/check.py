@@ -8,12 +8,13 @@ from typing import Annotated
 import typer
 
 from fedstrata.common.text import json_text
-from fedstrata.deploy.console.options import Output
+from fedstrata.deploy.console.options import Output, refuse_given
 from fedstrata.deploy.console.reporting import reporting
 from fedstrata.deploy.console.tabular import Column, Table
 
 
 def check(
+    context: typer.Context,
     name: Annotated[
         str | None,
         typer.Argument(
@@ -52,6 +53,8 @@ def check(
     from fedstrata.common.host.examination import Finding
     from fedstrata.deploy.local.own_checks import checks
 
+    if names:
+        refuse_given(context, ("name", "keywords", "data"), "valid only without --list, which checks nothing")
     if name is None and not names:
         raise typer.BadParameter("missing. Name a class, package.module:Class, or give --list.", param_hint="NAME")
     failed: InvalidExperiment | None = None

@@ -59,8 +59,7 @@ def check(
         require("torch")
         from fedstrata.common.learning import datasets
 
-        if output == "table":
-            typer.echo("\t".join(COLUMNS))
+        headed = output != "table"
         failed: InvalidExperiment | None = None
         for name in wanted:
             try:
@@ -77,6 +76,9 @@ def check(
             for note in found.notes:
                 write_line(note, level=logging.WARNING)
             facts = _describe(data.dataset, found)
+            if not headed:
+                typer.echo("\t".join(COLUMNS))
+                headed = True
             typer.echo(json_text(facts) if output == "json" else "\t".join(str(facts[key]) for key in COLUMNS))
         if failed is not None:
             raise failed

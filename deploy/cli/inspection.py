@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from fedstrata.deploy.results.run import Run
 
 DISTANCES: Final = (0.1, 0.2, 0.5)  # of `sharpness`
+DAYS_MOST: Final = 100_000
+LENGTHS_MOST: Final = 1000  # of a filter, how far from it
 REASON_MOST: Final = 60  # characters of a reason in the list
 Labels = Annotated[
     list[str] | None,
@@ -199,7 +201,9 @@ def delete(
 @app.command()
 def prune(
     runs: Runs = Path("runs"),
-    days: Annotated[float, typer.Option(min=0, help="Keep runs that were started in the last days, this many.")] = 0.0,
+    days: Annotated[
+        float, typer.Option(min=0, max=DAYS_MOST, help="Keep runs that were started in the last days, this many.")
+    ] = 0.0,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Delete the runs that ended, by failure or interruption, before their first global round."""
@@ -305,7 +309,10 @@ def sharpness(
     distance: Annotated[
         list[float] | None,
         typer.Option(
-            min=0, help="Shares of each filter's length; repeat it.  [default: 0.1, 0.2, 0.5]", show_default=False
+            min=0,
+            max=LENGTHS_MOST,
+            help="Shares of each filter's length; repeat it.  [default: 0.1, 0.2, 0.5]",
+            show_default=False,
         ),
     ] = None,
     eigenvalue: Annotated[

@@ -15,7 +15,14 @@ from fedstrata.common.text import json_text
 from fedstrata.deploy.cli.roles import ROLL_S, LabBrokerOption, call_the_roll
 from fedstrata.deploy.console import logs
 from fedstrata.deploy.console.login import OPERATOR, Login
-from fedstrata.deploy.console.options import ConnectTimeout, LabOrFile, Output, run_connected, with_records
+from fedstrata.deploy.console.options import (
+    SECONDS_MOST,
+    ConnectTimeout,
+    LabOrFile,
+    Output,
+    run_connected,
+    with_records,
+)
 from fedstrata.deploy.console.reporting import reporting, require
 from fedstrata.deploy.console.tabular import Column, Table
 
@@ -32,7 +39,7 @@ def _lab() -> None:
 def status(
     broker: LabBrokerOption = None,
     lab: LabOrFile = DEFAULT_LAB,
-    wait: Annotated[float, typer.Option(min=0.1, help="Seconds in which nodes may answer.")] = ROLL_S,
+    wait: Annotated[float, typer.Option(min=0.1, max=SECONDS_MOST, help="Seconds in which nodes may answer.")] = ROLL_S,
     output: Output = "table",
     connect_timeout: ConnectTimeout = 30.0,
     *,

@@ -35,7 +35,16 @@ from fedstrata.deploy.cli.serving import METRICS, Insecure, MetricsAddress, chec
 from fedstrata.deploy.cli.sweep import sweep
 from fedstrata.deploy.cli.watch import watch
 from fedstrata.deploy.console import logs
-from fedstrata.deploy.console.options import Accelerator, LabOption, Output, Overrides, Runs, refuse, with_records
+from fedstrata.deploy.console.options import (
+    Accelerator,
+    LabOption,
+    Output,
+    Overrides,
+    Runs,
+    refuse,
+    refuse_given,
+    with_records,
+)
 from fedstrata.deploy.console.reporting import Commands, StandardOutput, reporting
 from fedstrata.deploy.console.shipped import OptionalExperimentFile
 from fedstrata.deploy.console.stages import stages
@@ -111,6 +120,7 @@ class RunOptions:
 
 @with_records
 def run(
+    context: typer.Context,
     experiment: OptionalExperimentFile = None,
     overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option(help="Print the effective experiment and exit.")] = False,
@@ -135,7 +145,8 @@ def run(
     refuse(own.accelerator is not None and not here, "--accelerator", "valid only with --direct or --simulate")
     refuse(own.workers is not None and not simulate, "--workers", "valid only with --simulate")
     refuse(own.speeds is not None and not simulate, "--speeds", "valid only with --simulate")
-    refuse(metrics != METRICS and here, "--metrics", "valid only without --direct and --simulate")
+    if here:
+        refuse_given(context, ("lab", "metrics", "insecure"), "valid only without --direct and --simulate")
     refuse(direct and simulate, "--direct", "valid only without --simulate")
     with reporting():
         if not dry_run and already_finished(

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from fedstrata.common.text import json_text
+from fedstrata.deploy.cli.links import LEAST, MOST
 from fedstrata.deploy.cli.sweep import Only, Seeds, SizeOption
 from fedstrata.deploy.console.options import Overrides
 from fedstrata.deploy.console.reporting import reporting
@@ -19,7 +20,7 @@ def plan(
     experiment: ExperimentFile,
     overrides: Overrides = None,
     interface: Annotated[
-        float, typer.Option(min=0.001, help="Rate of each host's network interface, Mbit/s.")
+        float, typer.Option(min=LEAST, max=MOST, help="Rate of each host's network interface, Mbit/s.")
     ] = 1000.0,
     rounds: Annotated[
         int | None,

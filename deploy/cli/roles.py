@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -75,6 +76,13 @@ SpoolFolder = Annotated[
 ROLL_S = 2.0  # as long as the nodes of a lab usually have to answer
 
 
+def _checked_packages(given: list[str] | None) -> list[str] | None:
+    for name in given or ():
+        wrong = not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.:]*", name)
+        refuse(wrong, "--allow", f"{name!r}: not a package. Write for instance nets.own, and repeat it for others")
+    return given
+
+
 @dataclass(frozen=True, slots=True)
 class NodeOptions:
     """Options of a process of nodes that wait for runs."""
@@ -85,6 +93,7 @@ class NodeOptions:
         typer.Option(
             help="A package whose code an experiment may name here, package:Name: models, data, objectives, rules.",
             envvar="FEDSTRATA_ALLOW",
+            callback=_checked_packages,
             show_default=False,
         ),
     ] = None

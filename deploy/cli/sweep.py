@@ -19,7 +19,16 @@ from fedstrata.common.text import counted, json_text
 from fedstrata.deploy.cli.chosen import warn_of_direct
 from fedstrata.deploy.console import logs
 from fedstrata.deploy.console.login import Login
-from fedstrata.deploy.console.options import Accelerator, ConnectTimeout, Overrides, Runs, refuse, with_records
+from fedstrata.deploy.console.options import (
+    Accelerator,
+    ConnectTimeout,
+    Overrides,
+    Runs,
+    checked_lab_or_file,
+    refuse,
+    refuse_given,
+    with_records,
+)
 from fedstrata.deploy.console.reporting import reporting, require
 from fedstrata.deploy.console.shipped import SweepArgument
 from fedstrata.deploy.console.stages import stages
@@ -31,6 +40,9 @@ if TYPE_CHECKING:
     from fedstrata.deploy.sweeps.grid import Grid
 
 CONNECT_S: Final = 30.0
+OF_RUNNING: Final = (  # parameters without effect where nothing runs
+    "jobs", "direct", "simulate", "cluster", "accelerator", "broker", "lab", "connect_timeout", "dry_run",
+)  # fmt: skip
 Only = Annotated[
     list[str] | None,
     typer.Option("--only", metavar="AXIS=VALUE", help="Only cells with this value. Repeat it.", show_default=False),
@@ -46,6 +58,7 @@ SizeOption = Annotated[
 
 @with_records
 def sweep(
+    context: typer.Context,
     file: SweepArgument,
     overrides: Overrides = None,
     seeds: Seeds = None,
@@ -87,6 +100,7 @@ def sweep(
         str | None,
         typer.Option(
             help="Run in a lab of staying nodes of this name, or of this file lab.toml, which also names its brokers.",
+            callback=checked_lab_or_file,
             show_default=False,
         ),
     ] = None,
@@ -112,11 +126,15 @@ def sweep(
     the folder NAME below --runs. Repeated, the command goes on: finished runs are skipped, an interrupted one is
     resumed, a failed one is tried again. Exit code 1: a run failed.
     """
+    from fedstrata.common.host.accelerators import check_name
     from fedstrata.deploy.kits.lab import reach
     from fedstrata.deploy.local.beforehand import require_torch
     from fedstrata.deploy.sweeps.folder import SweepFolder
     from fedstrata.deploy.sweeps.grid import load
 
+    if table:
+        refuse_given(context, OF_RUNNING, "valid only without --table, which runs nothing")
+    refuse(dry_run and output not in ("table", "json"), "--format", "with --dry-run it is table or json")
     staying, here = broker is not None or lab is not None, direct or simulate
     refuse(direct and staying, "--direct", "--direct uses no network: use it or a lab")
     refuse(simulate and (direct or staying), "--simulate", "use one of --simulate, --direct and a lab")
@@ -125,6 +143,8 @@ def sweep(
     refuse(cluster is not None and not here, "--cluster", "valid only with --direct or --simulate")
     refuse(cluster is not None and jobs is not None, "--jobs", "a cluster has as many runs at once as its workers")
     with reporting():
+        if accelerator is not None:
+            check_name(accelerator)
         grid = load(file, size=size, overrides=overrides or (), only=only or (), seeds=seeds)
         folder = SweepFolder(runs / grid.folder, kept=None if kept is None else kept / grid.folder)
         folder.check()

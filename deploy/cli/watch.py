@@ -11,7 +11,7 @@ import typer
 from fedstrata.common.protocol.topics import DEFAULT_LAB
 from fedstrata.deploy.console import logs
 from fedstrata.deploy.console.login import OPERATOR, Login
-from fedstrata.deploy.console.options import ConnectTimeout, LabOrFile, run_connected, with_records
+from fedstrata.deploy.console.options import SECONDS_MOST, ConnectTimeout, LabOrFile, run_connected, with_records
 
 
 @with_records
@@ -45,7 +45,8 @@ def watch(
         Literal["table", "json"], typer.Option("--format", help="Standard output: text or JSON lines.")
     ] = "table",
     timeout: Annotated[
-        float, typer.Option(min=0.1, help="With --once: seconds to wait for a run before exit code 5.")
+        float,
+        typer.Option(min=0.1, max=SECONDS_MOST, help="With --once: seconds to wait for a run before exit code 5."),
     ] = 10.0,
     connect_timeout: ConnectTimeout = 30.0,
     *,

@@ -122,10 +122,13 @@ class Login:
             raise InvalidExperiment("--password-file", self.password_file, problem, remedy)
         path = Path(self.password_file.replace(NODE, node))
         try:
-            return read_text(path).strip()
+            password = read_text(path).strip()
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise InvalidExperiment("--password-file", str(path), reason, "Name a readable file.") from None
+        if not password:
+            raise InvalidExperiment("--password-file", str(path), "an empty file", "Write the password into it.")
+        return password
 
 
 @contextmanager

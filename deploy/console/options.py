@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Final, Literal, get_type_hints
 
 import typer
 
@@ -80,6 +80,18 @@ def refuse(wrong: object, option: str, problem: str) -> None:
         raise typer.BadParameter(problem, param_hint=option)
 
 
+def refuse_given(context: typer.Context, names: Collection[str], problem: str) -> None:
+    """Refuse the first of these parameters that the command line itself has, not the environment. Raises BadParameter.
+
+    `names`: those of the command's parameters, such as `connect_timeout`.
+    """
+    for each in context.command.params:
+        source = context.get_parameter_source(each.name or "")
+        if each.name in names and source is not None and source.name == "COMMANDLINE":
+            is_option = each.param_type_name == "option"
+            refuse(True, max(each.opts, key=len) if is_option else (each.name or "").upper(), problem)
+
+
 @contextmanager
 def _usage(option: str | None = None) -> Iterator[None]:
     """Turn a ValueError into one of wrong usage."""
@@ -124,8 +136,9 @@ LabOption = Annotated[
 ]
 
 
-def _checked_lab_or_file(text: str) -> str:
-    return text if text.endswith(".toml") else _checked_lab(text)
+def checked_lab_or_file(text: str | None) -> str | None:
+    """Return the given name of a lab, or the path of a lab's file; the callback of an option."""
+    return text if text is None or text.endswith(".toml") else _checked_lab(text)
 
 
 LabOrFile = Annotated[
@@ -134,10 +147,13 @@ LabOrFile = Annotated[
         "--lab",
         help="The lab's name, or its file lab.toml, which also names its brokers.",
         envvar="FEDSTRATA_LAB",
-        callback=_checked_lab_or_file,
+        callback=checked_lab_or_file,
     ),
 ]
-ConnectTimeout = Annotated[float, typer.Option(min=0.1, help="Timeout of the first connection to the broker, seconds.")]
+SECONDS_MOST: Final = 1e9
+ConnectTimeout = Annotated[
+    float, typer.Option(min=0.1, max=SECONDS_MOST, help="Timeout of the first connection to the broker, seconds.")
+]
 
 
 async def run_agent(node: str, agent: Coroutine[Any, Any, object]) -> None:

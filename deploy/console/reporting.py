@@ -133,6 +133,7 @@ class Commands(TyperGroup):
         """Parse the options of all commands, which may also be behind the command."""
         with _explained(), reporting():
             _check_empty(args)
+            _check_once(self, args)
             return super().make_context(info_name, _those_of_all_first(args), *arguments, **keywords)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -161,6 +162,27 @@ def _check_empty(arguments: list[str]) -> None:
             named = name or (before if before.startswith("-") else "")
             raise typer.BadParameter("an empty value. Write one, or omit it", param_hint=named or "''")
         before = word
+
+
+def _check_once(command: Any, arguments: list[str]) -> None:
+    """Refuse an option that takes one value and is given twice: only the last would count."""
+    given: set[str] = set()
+    words = iter(arguments)
+    for word in words:
+        if word == "--":
+            return
+        if inner := getattr(command, "commands", {}).get(word):
+            command = inner
+            continue
+        name, has_value, _ = word.partition("=")
+        options = [each for each in command.params if each.param_type_name == "option" and name in each.opts]
+        if not options or options[0].is_flag:
+            continue
+        if not has_value:
+            next(words, None)
+        if name in given and not options[0].multiple:
+            raise typer.BadParameter("given twice. Give it once", param_hint=name)
+        given.add(name)
 
 
 def _those_of_all_first(arguments: list[str]) -> list[str]:

@@ -11,7 +11,7 @@ reads the names of the ifb devices, and the alias of "fs-up-N", which has the in
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
@@ -99,6 +99,8 @@ def clear(name: str | None = None) -> list[str]:
     with _explained(name or "all"):
         listed = query("ip", "-details", "link", "show")
         names = {each["ifindex"]: each["ifname"] for each in listed}
+        if name is not None:
+            _check_known(name, names.values())
         for index, found in _blocks(listed).items():
             owner = names.get(index)  # None: an adapter that was unplugged
             if name is not None and owner != name:
@@ -173,16 +175,20 @@ def _interface(name: str) -> Interface:
     return Interface(name, shown["ifindex"], frame_bytes, shown["gso_max_segs"])
 
 
+def _check_known(name: str, names: Iterable[str]) -> None:
+    """Check that an interface is among those of this host that lead to others. Raises InvalidExperiment."""
+    usual = [other for other in names if other != LOOPBACK and not _BLOCK.fullmatch(other)]
+    if name not in usual:
+        problem = "not an interface that leads to another host"
+        raise InvalidExperiment("--device", name, problem, f"There are: {', '.join(usual)}.")
+
+
 def _check_free(name: str) -> None:
     """Check that an interface exists and that nobody else shapes it. Raises InvalidExperiment."""
     with _explained(name):
         listed = query("ip", "-details", "link", "show")
         indices = {each["ifname"]: each["ifindex"] for each in listed}
-        if name not in indices or name == LOOPBACK:
-            usual = [other for other in indices if other != LOOPBACK and not _BLOCK.fullmatch(other)]
-            raise InvalidExperiment(
-                "--device", name, "not an interface that leads to another host", f"There are: {', '.join(usual)}."
-            )
+        _check_known(name, indices)
         kinds = [qdisc["kind"] for qdisc in query("tc", "qdisc", "show", "dev", name)]
     ours = {"clsact"} if indices[name] in _blocks(listed) else set()
     for kind in kinds:

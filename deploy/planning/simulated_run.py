@@ -178,9 +178,12 @@ def _speeds_of(path: Path, experiment: Experiment) -> dict[str, Any]:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise InvalidExperiment("--speeds", str(file), f"unreadable: {error}", "Name a simulated run.") from None
+    if not (isinstance(found, dict) and all(isinstance(each, dict) for each in found.values())):
+        raise InvalidExperiment("--speeds", str(file), "has no speeds of machines", "Name a simulated run.")
+    return found
 
 
 def _kind(experiment: Experiment) -> str:

@@ -187,8 +187,11 @@ def expand(
     except ValidationError as error:
         raise explain(error, SweepFile) from None
     for text in overrides:
-        if text.partition("=")[0].strip() == "seed":
+        key = text.partition("=")[0].strip()
+        if key == "seed":
             raise InvalidExperiment("--set", text, "the sweep has seeds", "Use --seeds.")
+        if key in file.axes:
+            raise InvalidExperiment("--set", text, "an axis of the sweep", f"Use --only {key}=VALUE.")
     smaller = file.smaller(size)
     replaced = {key: getattr(smaller, key) for key in ("seeds", "measure", "target")}
     file = file.model_copy(update={key: value for key, value in replaced.items() if value is not None})

@@ -52,8 +52,23 @@ def _axis(name: str, values: Any) -> Any:
         branch: Any = value
         for key in reversed(name.split(".")):
             branch = {key: branch}
-        found[value if isinstance(value, str) else json.dumps(value)] = branch
+        label = _label(value)
+        if label in found:
+            raise InvalidExperiment(f"axes.{name}", value, "a value twice", "Write each value once.")
+        found[label] = branch
     return found
+
+
+def _label(value: Any) -> str:
+    """Return how a value of an axis is called."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _values(given: Any) -> Any:
+    """Return the labels of one value of an axis or several; a table is left for its own check."""
+    if isinstance(given, Mapping):
+        return given
+    return [_label(value) for value in (given if isinstance(given, list) else [given])]
 
 
 class Measure(SettingsTable):
@@ -127,7 +142,7 @@ class Where(SettingsTable):
     def _apart(cls, tree: Any) -> Any:
         if not isinstance(tree, Mapping):
             return tree
-        at = {key: [value] if isinstance(value, str) else value for key, value in tree.items() if key not in EACH_CELL}
+        at = {key: _values(value) for key, value in tree.items() if key not in EACH_CELL}
         return {"at": at, **{key: value for key, value in tree.items() if key in EACH_CELL}}
 
     def holds(self, values: Mapping[str, str]) -> bool:
@@ -172,6 +187,12 @@ class Smaller(SettingsTable):
     @classmethod
     def _forms(cls, tree: Any) -> Any:
         return short_forms(tree)
+
+
+def _trees(axes: Mapping[str, Axis], where: Sequence[Where]) -> dict[str, Keys]:
+    """Return what axes and [[where]] set in experiments, by key."""
+    found = {f"axes.{axis}.{value}": keys for axis, values in axes.items() for value, keys in values.items()}
+    return found | {f"where.{place}.experiment": each.experiment for place, each in enumerate(where)}
 
 
 class SweepFile(SettingsTable):
@@ -229,13 +250,14 @@ class SweepFile(SettingsTable):
 
     def _check_sizes(self) -> None:
         """Check the values that smaller sizes name, and that no experiment has a seed."""
-        trees = {"experiment": self.experiment}
+        trees = {"experiment": self.experiment, **_trees(self.axes, self.where)}
         for name, smaller in self.sizes.items():
             for where in smaller.where:
                 self._check_values(f"{name}.where", where.at)
             self._check_values(f"{name}.axes", smaller.axes)
             self._check_values(f"{name}.only", smaller.only)
             trees[f"{name}.experiment"] = smaller.experiment
+            trees |= {f"{name}.{key}": tree for key, tree in _trees(smaller.axes, smaller.where).items()}
         for key, tree in trees.items():
             if "seed" in tree:
                 raise InvalidExperiment(f"{key}.seed", tree["seed"], "the sweep has seeds", "Set seeds instead.")
