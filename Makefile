@@ -66,8 +66,9 @@ $(FLOWER)/.simulation: $(FLOWER)/.installed
 	$(FLOWER)/bin/python -m pip install --quiet --prefer-binary 'flwr[simulation]==1.42.0'
 	@touch $@
 
-test-flower: $(FLOWER)/.installed broker ## run apps of Flower's with flwr itself
-	$(FLOWER)/bin/python -m pytest -q -n 2 -m flower tests/test_flower_apps.py tests/test_new.py
+test-flower: $(FLOWER)/.installed broker ## run apps and clients of Flower's with flwr itself
+	$(FLOWER)/bin/python -m pytest -q -n 2 -m flower \
+	  tests/test_flower_apps.py tests/test_new.py tests/test_odd_trainers.py
 
 # A benchmark is a file of tests/bench whose docstring begins with its command.
 bench: $(if $(NAME),$(INSTALLED) broker $(if $(filter kits,$(NAME)),wheel) $(if $(filter flower,$(NAME)),$(FLOWER)/.simulation)) ## run the benchmark NAME with ARGS; list them without NAME

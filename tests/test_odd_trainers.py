@@ -12,6 +12,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,19 +33,7 @@ from tests.test_damage import trained
 
 # A client of a Flower app, with a place for each oddity: `HOW` of the environment, in Python.
 APP: Final = """
-import asyncio, os, random, shutil, signal, socket, sys, threading, time
 import numpy as np
-try:
-    from flwr.client import NumPyClient, ClientApp
-except ImportError:
-    class NumPyClient:
-        def to_client(self):
-            return self
-    class ClientApp:
-        def __init__(self, client_fn):
-            self.client_fn = client_fn
-        def __call__(self, message, context):
-            return None
 
 import how
 
@@ -79,6 +68,21 @@ def evaluate_fn(server_round, parameters, config):
 
 
 app = ClientApp(client_fn=client_fn)
+"""
+# Its classes, and what stands for them where flwr is not installed.
+CLASSES: Final = "from flwr.client import ClientApp, NumPyClient\n"
+STAND_IN: Final = """
+class NumPyClient:
+    def to_client(self):
+        return self
+
+
+class ClientApp:
+    def __init__(self, client_fn):
+        self.client_fn = client_fn
+
+    def __call__(self, message, context):
+        return None
 """
 # What the app does in each place, when nothing is odd.
 HOW: Final = """
@@ -250,7 +254,10 @@ ENDS: Final[dict[str, tuple[dict[str, str], str]]] = {
         {"client_fn": "None"},
         CLIENT + r"it returns None, which has no fit \(device-\d\)\. Return a NumPyClient",
     ),
-    "client_fn of a class": ({"client_fn": "type(client(context))"}, CLIENT + "it returns the class FlowerClient"),
+    "client_fn of a class": (
+        {"client_fn": "sys.modules['app'].FlowerClient"},
+        CLIENT + "it returns the class FlowerClient",
+    ),
     "an async client_fn": ({"head": ASYNC, "client_fn": "later(client(context))"}, CLIENT + "it is `async`"),
     "an app in place of client_fn": (
         {"client_fn": "app"},
@@ -299,10 +306,15 @@ ENDS: Final[dict[str, tuple[dict[str, str], str]]] = {
 }
 
 
+def write_app(home: Path) -> None:
+    """Write the app, with Flower's classes where there are some."""
+    (home / "app.py").write_text((CLASSES if find_spec("flwr") else STAND_IN) + APP)
+
+
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with an app, as the current one."""
-    (tmp_path / "app.py").write_text(APP)
+    write_app(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH", "")])))
@@ -339,7 +351,7 @@ def run(home: Path, path: Path, mode: str) -> tuple[int, str, Path | None]:
 def wanted(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """The model of the plain app."""
     home = tmp_path_factory.mktemp("plain")
-    (home / "app.py").write_text(APP)
+    write_app(home)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(home)
         code, errors, folder = run(home, written(home, {}), "direct")
@@ -372,13 +384,51 @@ def test_an_odd_client_gives_the_same_model(kind: str, mode: str, home: Path, wa
     check_same(kind, mode, home, wanted)
 
 
-@pytest.mark.parametrize(("kind", "mode"), cases(ENDS, few=["another shape", "an exit at once", "an async client_fn"]))
-def test_a_client_that_cannot_be_used_is_one_line(kind: str, mode: str, home: Path) -> None:
+def check_refused(kind: str, mode: str, home: Path) -> None:
     odd, problem = ENDS[kind]
     code, errors, _ = run(home, written(home, odd), mode)
     last = errors.strip().splitlines()[-1]
     assert code == 4 and re.search(problem, last), errors
     assert "Traceback" not in errors and "unexpected" not in errors, errors
+
+
+@pytest.mark.parametrize(("kind", "mode"), cases(ENDS, few=["another shape", "an exit at once", "an async client_fn"]))
+def test_a_client_that_cannot_be_used_is_one_line(kind: str, mode: str, home: Path) -> None:
+    check_refused(kind, mode, home)
+
+
+# With flwr itself: what a client is and returns, not what it does meanwhile
+
+
+def of_client(kinds: Mapping[str, tuple[dict[str, str], str]]) -> list[str]:
+    """Return the kinds that Flower's classes could treat in another way than their stand-ins."""
+    return [kind for kind, (odd, _) in kinds.items() if odd.keys() - {"head", "fit"}]
+
+
+@pytest.mark.flower
+@pytest.mark.parametrize("kind", of_client(SAME))
+def test_an_odd_client_of_flwr_gives_the_same_model(kind: str, home: Path, wanted: bytes) -> None:
+    check_same(kind, "direct", home, wanted)
+
+
+@pytest.mark.flower
+@pytest.mark.parametrize("kind", of_client(ENDS))
+def test_a_client_of_flwr_that_cannot_be_used_is_one_line(kind: str, home: Path) -> None:
+    check_refused(kind, "direct", home)
+
+
+@pytest.mark.flower
+@pytest.mark.parametrize("mode", ["direct", "workers", "lab"])
+def test_the_client_is_of_flwrs_class_and_has_its_state(mode: str, home: Path, wanted: bytes) -> None:
+    odd = {
+        "head": "import flwr.client, flwr.common",
+        "made": "assert isinstance(client, flwr.client.NumPyClient) and type(client.state) is flwr.common.RecordDict",
+        "client_fn": "wrapped(client(context))",
+    }
+    odd["head"] += "\ndef wrapped(found):\n    assert isinstance(found, flwr.client.Client), found\n    return found"
+    code, errors, folder = run(home, written(home, odd), mode)
+    assert code == 0 and folder is not None, errors
+    assert tensors(folder) == wanted
 
 
 # Processes
