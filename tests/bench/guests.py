@@ -226,7 +226,7 @@ def closed(lab: GuestLab, check: Checks) -> None:
 def opened(lab: GuestLab, check: Checks, prometheus: InsidePrometheus) -> None:
     """Guests come, take part and go."""
     console.rule("(b) four places at each institution")
-    fired: dict[str, set[str]] = {}
+    fired: dict[str, dict[str, float]] = {}  # each alert's nodes, and after how many seconds each was seen first
     killed: set[str] = set()
     names = Names(lab)
     over = threading.Event()
@@ -235,16 +235,18 @@ def opened(lab: GuestLab, check: Checks, prometheus: InsidePrometheus) -> None:
         while not over.wait(2.0):
             for labels, _ in prometheus.query('ALERTS{alertstate="firing"}'):
                 about = labels.get("peer", labels.get("node", ""))
-                fired.setdefault(labels["alertname"], set()).add(about)
+                fired.setdefault(labels["alertname"], {}).setdefault(about, time.monotonic() - began)
             names.look()
 
     with lab.lying_plug():
         run = Run(lab, "opened", *ALL, *OPEN)
         await_first_round(run)
+        began = time.monotonic()
         observer = threading.Thread(target=observe)
         observer.start()
         for wave, first in enumerate(range(0, len(GUESTS), GROUP)):
             group = GUESTS[first : first + GROUP]
+            console.print(f"{group[0]} to {group[-1]} come after {time.monotonic() - began:.0f} s")
             process = lab.guests(group, f"institution-{wave % 2}")
             if wave == 0:
                 found = until(lambda: REVOKED_GUEST in run.participants())
@@ -266,9 +268,11 @@ def opened(lab: GuestLab, check: Checks, prometheus: InsidePrometheus) -> None:
     check(f"(b) {len(guests)} guests took part, at {2 * PLACES} places", len(guests) > 2 * PLACES)
     check(f"(b) the experiment's own devices took part to the end: {own}", min(own.values()) > 0)
     check(f"(b) watch: {names.looks} looks, names twice: {dict(names.twice) or 'none'}", not names.twice)
-    console.print(f"alerts: {fired}", markup=False)
+    for alert, nodes in fired.items():
+        seen = ", ".join(f"{node or 'the lab'} after {after_s:.0f} s" for node, after_s in nodes.items())
+        console.print(f"{alert}: {seen}", markup=False)
     allowed = {"RunFinished": None, "HostMemoryLow": None, "ChildLost": killed | {REVOKED_GUEST}}
-    false = {name: about for name, about in fired.items() if not fits(about, allowed.get(name, set()))}
+    false = {name: list(about) for name, about in fired.items() if not fits(set(about), allowed.get(name, set()))}
     check(f"(b) false alerts: {false or 'none'}", not false)
 
 
