@@ -1,22 +1,20 @@
 """Requests of a device to the pool of its process, their results, and the gathering of those that can share a group.
 
-Records without torch. `vmapped_mode` and `most_together` decide whether, and how many, devices train in common steps.
+Records without torch. `most_together` decides how many devices of a process train in common steps.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeAlias
 
 from fedstrata.common.accounting.work import Work
-from fedstrata.common.errors import FedstrataError, InvalidExperiment
+from fedstrata.common.errors import FedstrataError
 from fedstrata.common.experiment.own import is_own
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.model.layout import ModelLayout, Row
@@ -259,42 +257,26 @@ class TrainingPool(Protocol):
         """Add a device."""
 
 
-VARIABLE: Final = "FEDSTRATA_VMAPPED"
+ALONE_ON: Final = frozenset({"cpu"})  # there recorded steps are faster than vmapped ones (docs/benchmarks.md)
 VMAPPED_DEVICES_MOST: Final = 1024  # in one group; memory sets another limit
 QUIET_S: Final = 0.05
 PATIENCE: Final = 10  # quiet times
 
 
-class VmappedMode(StrEnum):
-    """When devices are trained vmapped: where the model can be, never, or always, as in `training.vmapped`."""
+def most_together(experiment: Experiment, accelerator: str) -> int:
+    """Return how many trainings of an experiment may be vmapped together on an accelerator, 1 on a CPU.
 
-    AUTO = "auto"
-    NEVER = "never"
-    ALWAYS = "always"
-
-
-def vmapped_mode(experiment: Experiment, accelerator: str) -> VmappedMode:
-    """Return when an experiment's devices are trained vmapped here. Raises InvalidExperiment.
-
-    This host's environment variable decides, then the experiment. Without either it is `auto` on a GPU, as long as the
-    steps run no code of the user's own, else `never`.
+    On a GPU `training.vmapped` decides. If it is not set, devices are vmapped unless steps run code of the user's own.
     """
     training = experiment.training
-    runs_own = any(map(is_own, (experiment.model.name, training.loss, training.objective.name)))
-    without = training.deterministic or training.own_augmentation is not None or experiment.tiers[-1].privacy.on_samples
-    if without or not training.trainer.learns_module:
-        return VmappedMode.NEVER
-    default = VmappedMode.NEVER if accelerator == "cpu" or runs_own else VmappedMode.AUTO
-    given = os.environ.get(VARIABLE, training.vmapped or default)
-    try:
-        return VmappedMode(given)
-    except ValueError:
-        raise InvalidExperiment(VARIABLE, given, "no such choice", f"Use {', '.join(VmappedMode)}.") from None
-
-
-def most_together(experiment: Experiment, accelerator: str) -> int:
-    """Return how many trainings of an experiment may be vmapped together. Raises InvalidExperiment."""
-    return 1 if vmapped_mode(experiment, accelerator) is VmappedMode.NEVER else VMAPPED_DEVICES_MOST
+    if accelerator in ALONE_ON or not training.trainer.learns_module:
+        return 1
+    if training.deterministic or training.own_augmentation is not None or experiment.tiers[-1].privacy.on_samples:
+        return 1
+    wanted = training.vmapped
+    if wanted is None:
+        wanted = not any(map(is_own, (experiment.model.name, training.loss, training.objective.name)))
+    return VMAPPED_DEVICES_MOST if wanted else 1
 
 
 async def gather(came: asyncio.Event, complete: Callable[[], bool]) -> None:

@@ -181,6 +181,12 @@ def _own_code_forgotten(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
+def vmapped_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the devices of a process be vmapped on a CPU as they are on a GPU."""
+    monkeypatch.setattr("fedstrata.device.jobs.ALONE_ON", frozenset())
+
+
+@pytest.fixture
 def one_thread() -> None:
     """Let torch compute in one thread."""
     import torch

@@ -33,17 +33,19 @@ from fedstrata.common.protocol.messages import Key, Task
 from fedstrata.common.storage.spool import Spool
 from fedstrata.device.jobs import Order
 from fedstrata.device.training.batches import load_local_dataset
+from fedstrata.device.training.objectives import objective_checks
 from fedstrata.device.training.objectives.objective import LocalUpdate
 from fedstrata.device.training.objectives.table import objective_of
 from fedstrata.device.training.vectors import finish, vectors_of
 from fedstrata.device.training.work import DeviceMemory
-from fedstrata.device.vmapped import calibration, objective_checks
+from fedstrata.device.vmapped import calibration
 from tests.helpers.commands import DEMO, run_lab, table, tensors
 from tests.helpers.direct import resumed_run, run_direct
 from tests.helpers.examples import examples, slow
 from tests.helpers.rules import Report
 from tests.helpers.scenarios import KilledLab
 from tests.helpers.steps import run_steps
+from tests.helpers.vmapped import objective_trial
 
 LAYOUT: Final = ModelLayout.build(
     [("weight", (40, 1000), Section.PARAMETER), ("mean", (3,), Section.BUFFER), ("steps", (), Section.COUNTER)]
@@ -267,12 +269,13 @@ def test_feddyns_vector_is_the_gradient_at_a_devices_optimum() -> None:
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_vmapped_training_takes_the_same_steps(name: str) -> None:
     assert {item: problem for item, problem in objective_checks.of(training(name)) if problem} == {}
+    assert calibration.problem_of(*objective_trial(training(name))) == ""
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_vmapped_path_without_the_vectors_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are zeros in a first task: the check must not start from those."""
-    recipe, turns = objective_checks.vmapped_trial(training(name))
+    recipe, turns = objective_trial(training(name))
     assert calibration.problem_of(recipe, turns) == ""
     real = calibration.LocalSteps
 

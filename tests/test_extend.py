@@ -89,11 +89,6 @@ class Unwritten(ColumnRule):
     def columns(self, block):
         return block.model_C
 
-class Mixed(Objective):
-    """One loss for all models of a vmapped step."""
-    def losses(self, batch, logits):
-        return 2 * super().losses(batch, logits).mean()
-
 class Nothing(Objective):
     pass
 
@@ -212,7 +207,6 @@ def test_the_examples_pass_the_check(name: str, keywords: Sequence[str], home: P
         ("Infinite", "runs", "not finite"),
         ("Failing", "runs", r"fails with AttributeError: .*, in Failing.begin \(.*wrong\.py:31\)"),
         ("Unwritten", "runs", "`begin` returns what JSON cannot hold"),
-        ("Mixed", "vmapped as in-process", "differ by"),
         ("Nothing", "other than cross-entropy", "does it have an effect"),
         ("Dividing", "runs", "ZeroDivisionError"),
         ("Biased", "unbiased", "differs from the change by"),

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from fedstrata.cloud import checkpoint
 from fedstrata.cloud.evaluator import InitialModel
+from fedstrata.common.accounting.work import TrainingPath
 from fedstrata.common.errors import InvalidExperiment, RefusedModel, RunFailed
 from fedstrata.common.experiment.data import Model
 from fedstrata.common.experiment.reading import parse
@@ -40,7 +41,7 @@ from fedstrata.common.protocol.messages import FrozenOffered, FrozenWanted
 from fedstrata.common.runtime.frozen import OwnFrozen
 from fedstrata.common.runtime.refining import RefinerProcess
 from fedstrata.common.storage.spool import FROZEN_KEPT, FrozenFiles
-from fedstrata.device.jobs import VARIABLE, Ending, HostedDevice, LocalResult, Order
+from fedstrata.device.jobs import Ending, HostedDevice, LocalResult, Order
 from fedstrata.device.pool.trainers import Trainers
 from tests.helpers.direct import run_direct
 from tests.helpers.examples import examples, slow
@@ -213,7 +214,7 @@ def test_a_run_does_not_go_on_with_other_frozen_arrays(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", slow([MODEL, {"name": "cnn_digits", "frozen": ["conv*"]}], but=[MODEL]))
 def test_given_arrays_train_as_those_that_the_model_has(
-    model: Mapping[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Mapping[str, Any], tmp_path: Path, vmapped_on_cpu: None
 ) -> None:
     """Of two devices, in-process and in common steps."""
     lab = parse({**LAB, "model": {**model, "initial": str(pretrained(tmp_path, model))}})
@@ -223,10 +224,11 @@ def test_given_arrays_train_as_those_that_the_model_has(
     with path.open("wb") as file:
         tensors.write(file, tester.frozen, {})
     assert path.stat().st_size == tester.layout.frozen.nbytes
-    devices = [HostedDevice(lab, lab.digest, node, frozen=path) for node in ("device-0", "device-1")]
     found = {}
-    for mode in ("never", "always"):
-        monkeypatch.setenv(VARIABLE, mode)
+    for vmapped in (True, False):
+        training = lab.training.model_copy(update={"vmapped": vmapped})
+        some = lab.model_copy(update={"training": training})
+        devices = [HostedDevice(some, lab.digest, node, frozen=path) for node in ("device-0", "device-1")]
         trainers = Trainers()
         own = [trainers.prepare(replace(device, frozen=None), "cpu").layout for device in devices]
         assert all(layout.differs_in_frozen(tester.layout) for layout in own)
@@ -235,17 +237,18 @@ def test_given_arrays_train_as_those_that_the_model_has(
         orders = [Order(tester.first, out, 1, 0, lambda *_: None, threading.Event(), scores=False) for out in outs]
         ended: dict[int, Ending] = {}
         trainers.train(list(zip(devices, orders, strict=True)), "cpu", ended.__setitem__)
-        assert all(isinstance(ended[place], LocalResult) for place in range(2)), ended
-        found[mode] = outs
-    for one, other in zip(found["never"], found["always"], strict=True):
+        results = [how for how in ended.values() if isinstance(how, LocalResult)]
+        wanted = TrainingPath.VMAPPED if vmapped else TrainingPath.IN_PROCESS
+        assert [how.work.path for how in results] == [wanted] * 2, ended
+        found[vmapped] = outs
+    for one, other in zip(found[False], found[True], strict=True):
         np.testing.assert_allclose(one.view(np.float32), other.view(np.float32), atol=1e-4)
     trainers = Trainers()
     plain = [replace(device, frozen=None) for device in devices]
-    monkeypatch.setenv(VARIABLE, "never")
     out = tester.layout.empty()
     order = Order(tester.first, out, 1, 0, lambda *_: None, threading.Event())
     trainers.train([(plain[0], order)], "cpu", lambda *_: None)
-    assert not np.allclose(out.view(np.float32), found["never"][0].view(np.float32), atol=1e-4)
+    assert not np.allclose(out.view(np.float32), found[False][0].view(np.float32), atol=1e-4)
 
 
 @pytest.mark.slow

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from fedstrata.common.accounting.work import TrainingPath, Work
-from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment import reading, schema
 from fedstrata.common.learning import datasets, models
 from fedstrata.common.model.layout import ModelLayout, Row
@@ -22,16 +21,15 @@ from fedstrata.common.model.scores import ScoredModels, ScoreSums
 from fedstrata.common.randomness import Purpose, generator
 from fedstrata.device import jobs
 from fedstrata.device.jobs import (
-    VARIABLE,
+    ALONE_ON,
+    VMAPPED_DEVICES_MOST,
     Cancelled,
     Ending,
     HostedDevice,
     LocalResult,
     Order,
-    VmappedMode,
     gather,
     most_together,
-    vmapped_mode,
 )
 from fedstrata.device.pool.pool import Pool
 from fedstrata.device.pool.trainers import Trainers
@@ -46,10 +44,7 @@ from tests.test_pool import Notes, fake_pool, members_of, trains
 QUICK = {"batch_size": 50, "learning_rate": 0.05}
 
 
-@pytest.fixture(autouse=True)
-def _always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "always")
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_thread", "vmapped_on_cpu")
 
 
 def experiment(model: str = "mlp_digits", **training: Any) -> schema.Experiment:
@@ -128,7 +123,7 @@ class Together:
 
 def test_models_are_scored_before_they_are_trained_together() -> None:
     scores = {"evaluation": {"at": "devices", "data": "test"}}
-    work = Together(experiment(vmapped="always"))
+    work = Together(experiment())
     lab = reading.parse(work.lab.model_dump(mode="json") | scores)
     plain = Together(lab)
     plain.orders = [replace(order, scores=k != 1, scores_trained=k != 2) for k, order in enumerate(plain.orders)]
@@ -165,15 +160,10 @@ def dropping(*, shape: tuple[int, int, int], classes: int) -> nn.Module:
 
 
 def test_each_device_has_the_dropout_masks_that_it_has_alone() -> None:
-    lab = experiment("tests.test_gathering:dropping")
+    lab = experiment("tests.test_gathering:dropping", vmapped=True)
     work = Together(lab, rounds=(2, 2, 5, 5))
     assert work.train() == [TrainingPath.VMAPPED] * 4
     assert alone(lab, 0, epochs=1, local_round=2)[1].loss != alone(lab, 0, epochs=1, local_round=3)[1].loss
-
-
-def test_linear_layers_stay_fp32_in_small_batches_on_a_cpu_vmapped_too() -> None:
-    lab = experiment("mlp_digits", batch_size=10, precision="bf16")
-    assert Together(lab).train() == [TrainingPath.VMAPPED] * 4
 
 
 def test_each_learning_rate_has_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,10 +188,9 @@ def test_a_deterministic_run_is_not_vmapped() -> None:
 def test_what_can_be_is_trained_together_and_tried_once(
     monkeypatch: pytest.MonkeyPatch, problem: str, path: TrainingPath, prepared: int
 ) -> None:
-    monkeypatch.delenv(VARIABLE)
     tried: list[int] = []
     monkeypatch.setattr(trainer, "problem_of", lambda _, turns: tried.append(len(turns)) or problem)
-    trainers, work = Trainers(), Together(experiment(vmapped="auto"))
+    trainers, work = Trainers(), Together(experiment())
     for k in range(prepared):
         trainers.prepare(HostedDevice(work.lab, work.digest, f"device-{k}"), "cpu")
     assert len(tried) == (prepared > 1), "a device alone is no reason to try"
@@ -339,48 +328,24 @@ def test_a_pools_devices_are_trained_vmapped() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "on_a_cpu", "on_a_gpu"),
+    ("keys", "most"),
     [
-        ({}, "never", "auto"),
-        ({"vmapped": "never"}, "never", "never"),
-        ({"vmapped": "auto"}, "auto", "auto"),
-        ({"vmapped": "always"}, "always", "always"),
-        ({"deterministic": True}, "never", "never"),
+        ({}, VMAPPED_DEVICES_MOST),
+        ({"vmapped": False}, 1),
+        ({"vmapped": True}, VMAPPED_DEVICES_MOST),
+        ({"deterministic": True}, 1),
     ],
 )
-def test_experiment_and_accelerator_choose(
-    keys: dict[str, Any], on_a_cpu: str, on_a_gpu: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(VARIABLE)
+def test_experiment_and_accelerator_choose(keys: dict[str, Any], most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "ALONE_ON", ALONE_ON)
     chosen = experiment(**keys)
-    assert (vmapped_mode(chosen, "cpu"), vmapped_mode(chosen, "cuda:0")) == (on_a_cpu, on_a_gpu)
-    assert most_together(chosen, "cpu") == (1 if on_a_cpu == "never" else jobs.VMAPPED_DEVICES_MOST)
+    assert (most_together(chosen, "cpu"), most_together(chosen, "cuda:0")) == (1, most)
 
 
-def test_the_environment_of_a_host_takes_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = experiment(vmapped="never")
-    assert vmapped_mode(chosen, "cpu") is VmappedMode.ALWAYS
-    monkeypatch.setenv(VARIABLE, "auto")
-    assert vmapped_mode(chosen, "cpu") is VmappedMode.AUTO
-    assert vmapped_mode(experiment(deterministic=True), "cpu") is VmappedMode.NEVER
-    monkeypatch.setenv(VARIABLE, "sometimes")
-    with pytest.raises(InvalidExperiment, match=r"^FEDSTRATA_VMAPPED = 'sometimes'.*auto, never, always"):
-        vmapped_mode(chosen, "cpu")
-
-
-def test_always_is_refused_for_a_model_that_cannot_be_vmapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE)
-    trainers, lab = Trainers(), experiment(vmapped="always")
-    device = HostedDevice(lab, "digest", "device-0")
-    assert trainers.prepare(device, "cpu").samples > 0
-    monkeypatch.setattr(trainer, "problem_of", lambda *_: "RuntimeError in fp32: no such kernel")
-    with pytest.raises(InvalidExperiment) as raised:
-        trainers.prepare(device, "cpu")
-    assert str(raised.value) == (
-        "training.vmapped = 'always': it is impossible here, because of RuntimeError in fp32: no such kernel. Use auto,"
-        " which trains such models one after another, or never."
-    )
-    trainers.prepare(HostedDevice(experiment(vmapped="auto"), "other", "device-0"), "cpu")
+def test_on_a_cpu_devices_train_one_after_another_whatever_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "ALONE_ON", ALONE_ON)
+    work = Together(experiment(vmapped=True))
+    assert work.train() == [TrainingPath.IN_PROCESS] * 4
 
 
 def test_executors_without_work_share_what_came(monkeypatch: pytest.MonkeyPatch) -> None:

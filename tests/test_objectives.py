@@ -37,6 +37,7 @@ from tests.helpers.commands import DEMO, run_lab, tensors
 from tests.helpers.commands import table as device_rows
 from tests.helpers.direct import run_direct
 from tests.helpers.steps import run_steps
+from tests.helpers.vmapped import needs_cuda
 from tests.test_models import SIZES
 
 Batches = list[tuple[int, Tensor, Tensor]]
@@ -448,14 +449,15 @@ def test_real_agents_train_with_the_announced_objective(objective: dict[str, Any
     assert (tensors(real) == tensors(plain)) == (objective["mu"] == 0)
 
 
-@pytest.mark.slow
+@pytest.mark.gpu
+@needs_cuda
 def test_real_agents_train_vmapped_with_the_announced_objective(tmp_path: Path) -> None:
     lab = (*SMALL, "topology.institutions=1", "topology.devices=8")  # so many that some come together at any load
     pairs = (*lab, 'training.objective={name="fedprox", mu=1.0}')
-    direct = run_lab(DEMO, tmp_path / "direct", *pairs, flags=["--direct"])
-    real = run_lab(DEMO, tmp_path / "real", *pairs, env={"FEDSTRATA_VMAPPED": "always"})
+    direct = run_lab(DEMO, tmp_path / "direct", *pairs, flags=["--direct", "--accelerator", "cpu"])
+    real = run_lab(DEMO, tmp_path / "real", *pairs)
     assert "vmapped" in {row["path"] for row in device_rows(real / "devices.csv")}
-    plain = run_lab(DEMO, tmp_path / "plain", *lab, flags=["--direct"])
+    plain = run_lab(DEMO, tmp_path / "plain", *lab, flags=["--direct", "--accelerator", "cpu"])
     found, wanted, without = (load_file(folder / "model.safetensors") for folder in (real, direct, plain))
     for entry, tensor in found.items():
         np.testing.assert_allclose(tensor, wanted[entry], rtol=0, atol=1e-4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from typing import Any
 
@@ -16,7 +17,6 @@ from fedstrata.common.experiment import reading, schema
 from fedstrata.common.learning import datasets, models
 from fedstrata.common.learning.evaluation import ModelTester
 from fedstrata.common.model.layout import Row
-from fedstrata.device.jobs import VARIABLE
 from tests.helpers import odd_models
 from tests.helpers.examples import slow
 from tests.helpers.plain import first_model, plain_training, trained_together
@@ -163,16 +163,16 @@ def test_it_trains_as_a_plain_loop_on_each_device_of_a_process(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", slow(TRAINED, but=KINDS))
-def test_vmapped_it_trains_as_a_plain_loop_or_is_trained_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    lab = experiment(name)
-    monkeypatch.setenv(VARIABLE, "always")
-    if TRAINED[name]:
-        with pytest.raises(InvalidExperiment, match=rf"(?s)^training\.vmapped = 'always': .*({TRAINED[name]})"):
-            trained(lab)
-        return
-    found = trained(lab)
-    assert {result.path for _, result in found} == {TrainingPath.VMAPPED}
-    check(lab, found, within=1e-4)
+def test_vmapped_it_trains_as_a_plain_loop_or_is_trained_alone(
+    name: str, vmapped_on_cpu: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    reason = TRAINED[name]
+    found = trained(experiment(name, vmapped=True))
+    assert {result.path for _, result in found} == {TrainingPath.IN_PROCESS if reason else TrainingPath.VMAPPED}
+    check(experiment(name), found, within=APART_MOST.get(name, 3e-5) if reason else 1e-4)
+    named = [line for line in caplog.messages if "trained one device after another, because of" in line]
+    assert len(named) == bool(reason)
+    assert all(re.search(rf"(?s)because of .*({reason})", line) for line in named)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -16,7 +16,7 @@ from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.own import permit
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.device.jobs import VARIABLE, VmappedMode, vmapped_mode
+from fedstrata.device.jobs import most_together
 from fedstrata.device.training import batches
 from fedstrata.device.training.trainer import Trainer
 from tests.helpers.plain import first_model, trained, trainer_of
@@ -162,12 +162,11 @@ def test_it_runs_on_devices_that_allow_it() -> None:
     assert "training.augmentation.name" not in experiment().code_at("device-1")
 
 
-def test_devices_are_trained_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "always")
-    assert vmapped_mode(experiment(), "cuda:0") is VmappedMode.ALWAYS
-    assert vmapped_mode(experiment("Noise"), "cuda:0") is VmappedMode.NEVER
-    with pytest.raises(InvalidExperiment, match=r"training\.vmapped = 'always'.*one after another"):
-        parse({"training": {"vmapped": "always", "augmentation": f"{HERE}:Noise"}})
+def test_devices_are_trained_one_after_another() -> None:
+    assert most_together(experiment(), "cuda:0") > 1
+    assert most_together(experiment("Noise"), "cuda:0") == 1
+    with pytest.raises(InvalidExperiment, match=r"training\.vmapped = True.*one after another"):
+        parse({"training": {"vmapped": True, "augmentation": f"{HERE}:Noise"}})
 
 
 def test_flips_and_crops_have_the_keys_of_before() -> None:

@@ -14,7 +14,7 @@ from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.learning.inputs import Inputs
 from fedstrata.common.learning.nets import ARCHITECTURES, layers_in
 from fedstrata.common.text import NOTE
-from fedstrata.device.jobs import VmappedMode, vmapped_mode
+from fedstrata.device.jobs import VMAPPED_DEVICES_MOST, most_together
 from fedstrata.device.training import network, recording
 from fedstrata.device.training.network import record, source_of
 from fedstrata.device.training.objectives.objective import Minibatch, Objective
@@ -119,14 +119,13 @@ class Halved(Objective):
 
 
 def test_without_being_asked_for_own_code_is_not_vmapped_on_a_gpu() -> None:
-    def mode(model: str, **training: Any) -> VmappedMode:
-        return vmapped_mode(lab_of(model, **training), "cuda:0")
+    def most(model: str, **training: Any) -> int:
+        return most_together(lab_of(model, **training), "cuda:0")
 
-    assert mode("mlp_digits") is VmappedMode.AUTO
-    assert mode(f"{ODD}:Net") is VmappedMode.NEVER
-    assert mode("mlp_digits", loss=f"{RARE}:plain_loss") is VmappedMode.NEVER
-    assert mode(f"{ODD}:Net", vmapped="auto") is VmappedMode.AUTO
-    assert mode(f"{ODD}:Net", vmapped="always") is VmappedMode.ALWAYS
+    assert most("mlp_digits") == VMAPPED_DEVICES_MOST
+    assert most(f"{ODD}:Net") == 1
+    assert most("mlp_digits", loss=f"{RARE}:plain_loss") == 1
+    assert most(f"{ODD}:Net", vmapped=True) == VMAPPED_DEVICES_MOST
 
 
 @pytest.mark.parametrize(

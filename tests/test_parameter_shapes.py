@@ -14,7 +14,7 @@ from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.learning import models
 from fedstrata.common.learning.inputs import Inputs
 from fedstrata.common.model.layout import ModelLayout, Row
-from fedstrata.device.jobs import VARIABLE, Ending, HostedDevice, LocalResult, Order
+from fedstrata.device.jobs import Ending, HostedDevice, LocalResult, Order
 from fedstrata.device.pool.trainers import Trainers
 from fedstrata.device.training.objectives.objective import norms, scale
 from fedstrata.device.training.private import add_clipped
@@ -32,6 +32,8 @@ RULES = ("scaffold", "feddyn", "fedgen")
 
 def lab(model: str, objective: str, *, unit: str = "") -> Experiment:
     training: dict[str, Any] = {"batch_size": 16, "learning_rate": 0.1}
+    if not unit:
+        training["vmapped"] = True  # where a test lets a CPU do it
     if objective:
         training["objective"] = {"name": objective, **OBJECTIVES[objective]}
     cloud: dict[str, Any] = {"aggregation": {"name": objective}} if objective in RULES else {}
@@ -101,9 +103,8 @@ def together(experiment: Experiment) -> list[Row]:
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("model", slow(SHAPES, but=["everything"]))
 def test_vmapped_each_objective_trains_each_shape_as_the_usual_one(
-    model: str, objective: str, monkeypatch: pytest.MonkeyPatch
+    model: str, objective: str, vmapped_on_cpu: None
 ) -> None:
-    monkeypatch.setenv(VARIABLE, "always")
     pairs = zip(together(lab(model, objective)), together(lab("plain", objective)), strict=True)
     for found, wanted in pairs:
         check((found, 0.0), (wanted, 0.0))

@@ -29,7 +29,7 @@ from fedstrata.common.methods.rule import link_layouts
 from fedstrata.common.model.layout import Section
 from fedstrata.common.model.parts import ModelParts, Part, part_of_each
 from fedstrata.deploy.results.run import Run
-from fedstrata.device.jobs import VARIABLE, Ending, HostedDevice, LocalResult, Order
+from fedstrata.device.jobs import Ending, HostedDevice, LocalResult, Order
 from fedstrata.device.pool.trainers import Trainers
 from fedstrata.device.training import batches
 from fedstrata.device.training.trainer import Trainer
@@ -318,13 +318,13 @@ EACH_ONCE: Final = (  # each kind of parts with a state on the devices and witho
 
 
 @pytest.mark.parametrize(("model", "objective"), slow(product(MODELS, OBJECTIVES), but=EACH_ONCE))
-def test_in_common_steps_devices_train_as_alone(model: str, objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    changes: dict[str, Any] = {"training": {**LAB["training"], "objective": objective}}
+def test_in_common_steps_devices_train_as_alone(model: str, objective: str, request: pytest.FixtureRequest) -> None:
+    changes: dict[str, Any] = {"training": {**LAB["training"], "objective": objective, "vmapped": True}}
     if objective in ("scaffold", "feddyn"):
         changes["institution"] = {"aggregation": objective}
     lab = experiment(MODELS[model], **changes)
     alone = trained(lab)
-    monkeypatch.setenv(VARIABLE, "always")
+    request.getfixturevalue("vmapped_on_cpu")
     together = trained(lab)
     assert {path for _, path in together} == {TrainingPath.VMAPPED} != {path for _, path in alone}
     for (one, _), (other, _) in zip(alone, together, strict=True):

@@ -25,6 +25,7 @@ from fedstrata.common.learning import splits
 from fedstrata.common.model.layout import ModelLayout, Row, Section
 from fedstrata.device import jobs
 from fedstrata.device.jobs import Cancelled, HostedDevice, Job, LocalResult, Order, PoolRequest, Prepared
+from fedstrata.device.pool import executors
 from fedstrata.device.pool.executors import Executor, Thread, Worker
 from fedstrata.device.pool.pool import Member, Pool
 from tests.helpers.loops import in_loop
@@ -400,9 +401,10 @@ def test_workers_give_the_bits_of_a_trainer_alone(lab: Lab) -> None:
         )
 
 
-def test_workers_train_devices_vmapped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_train_devices_vmapped(monkeypatch: pytest.MonkeyPatch, vmapped_on_cpu: None) -> None:
+    monkeypatch.setattr(executors, "MODULE", "tests.helpers.vmapped_worker")
     monkeypatch.setattr(jobs, "QUIET_S", 1.0)  # a busy machine brings both devices of a worker within it
-    what = experiment("mlp_digits", batch_size=50, vmapped="always")
+    what = experiment("mlp_digits", batch_size=50)
     row = first_model(what)
 
     async def one(member: Member) -> tuple[LocalResult, Row]:

@@ -199,8 +199,7 @@ def test_the_same_key_gives_the_same_bits_and_another_others() -> None:
     assert np.array_equal(once, again) and not np.array_equal(once, other)
 
 
-def test_devices_that_could_be_vmapped_train_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FEDSTRATA_VMAPPED", "always")
+def test_devices_that_could_be_vmapped_train_one_after_another(vmapped_on_cpu: None) -> None:
     made = experiment()
     row = first_model(made)
     (found,) = trained_together(made, ("device-0", NODE), row, epochs=2, local_round=3)

@@ -89,9 +89,9 @@ def test_it_trains_as_a_plain_loop(name: str, recorded: str | bool, caplog: pyte
 
 
 @pytest.mark.parametrize("name", slow(TRAINED, but=KINDS[::4]))
-def test_vmapped_it_trains_as_a_plain_loop_or_is_trained_alone(name: str) -> None:
-    """`auto` asks for it; what cannot be vmapped, or fails in a step, is trained alone."""
-    lab = experiment(name, vmapped="auto")
+def test_vmapped_it_trains_as_a_plain_loop_or_is_trained_alone(name: str, vmapped_on_cpu: None) -> None:
+    """What cannot be vmapped, or fails in a step, is trained alone."""
+    lab = experiment(name, vmapped=True)
     (found,) = trained_together(lab, DEVICES, epochs=2, local_round=ROUND)
     vmapped = {result.path for _, result in found} == {TrainingPath.VMAPPED}
     check(lab, name, found, within=1e-4 if vmapped else APART_MOST)

@@ -20,7 +20,6 @@ from fedstrata.common.learning.nets import draw_default
 from fedstrata.common.randomness import Purpose, torch_seed
 from fedstrata.deploy.local.replay import replayed
 from fedstrata.deploy.results.run import Run
-from fedstrata.device.jobs import VARIABLE
 from fedstrata.device.training import batches
 from tests.helpers.commands import tensors
 from tests.helpers.plain import trained_together
@@ -72,7 +71,7 @@ def test_a_run_is_that_of_a_plain_loop_and_of_its_replay(tmp_path: Path) -> None
     assert tensors(again) == tensors(path)
 
 
-def test_in_common_steps_devices_begin_as_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_common_steps_devices_begin_as_alone(request: pytest.FixtureRequest) -> None:
     lab, nodes = lab_of(), ["device-0", "device-1"]
     tester = ModelTester(lab)
 
@@ -82,7 +81,7 @@ def test_in_common_steps_devices_begin_as_alone(monkeypatch: pytest.MonkeyPatch)
         return [tester.layout.floats(row) for row, _ in found]
 
     alone = trained(TrainingPath.IN_PROCESS)
-    monkeypatch.setenv(VARIABLE, "always")
+    request.getfixturevalue("vmapped_on_cpu")
     together = trained(TrainingPath.VMAPPED)
     for one, other in zip(alone, together, strict=True):
         assert np.abs(one - other).max() < 1e-5

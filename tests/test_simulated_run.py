@@ -178,7 +178,7 @@ def test_one_worker_and_four_give_the_same_events_in_drawn_labs(seed: int, tmp_p
 
 
 def test_devices_are_trained_vmapped_without_a_network_and_in_virtual_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vmapped_on_cpu: None
 ) -> None:
     """Those of a local round are given to their trainers in one call, as by the pool of a process, at no other time."""
     groups: dict[str, list[list[str]]] = {}
@@ -189,7 +189,7 @@ def test_devices_are_trained_vmapped_without_a_network_and_in_virtual_time(
         train(trainers, work, *rest)
 
     monkeypatch.setattr(Trainers, "train", noted)
-    tree = {mode: merged(LAB, TWO_LAYERS, {"training": {"vmapped": mode}}) for mode in ("never", "always")}
+    tree = {mode: merged(LAB, TWO_LAYERS, {"training": {"vmapped": mode}}) for mode in (False, True)}
     for mode, lab in tree.items():
         kind = f"direct {mode}"
         direct_digest(tmp_path / kind, lab)
@@ -197,19 +197,19 @@ def test_devices_are_trained_vmapped_without_a_network_and_in_virtual_time(
         new(tmp_path / kind, lab, workers=1).run()
     everybody = [f"device-{k}" for k in range(4)]
     for how in ("direct", "simulated"):
-        assert groups[f"{how} always"] == [everybody] * 2
-        assert len(groups[f"{how} never"]) == 8
-        never, always = (model_of(tmp_path / f"{how} {mode}") for mode in tree)
-        for name, tensor in never.items():
-            np.testing.assert_allclose(always[name], tensor, rtol=0, atol=1e-5)
-        for mode, path in {"never": "in-process", "always": "vmapped"}.items():
+        assert groups[f"{how} True"] == [everybody] * 2
+        assert len(groups[f"{how} False"]) == 8
+        alone, together = (model_of(tmp_path / f"{how} {mode}") for mode in tree)
+        for name, tensor in alone.items():
+            np.testing.assert_allclose(together[name], tensor, rtol=0, atol=1e-5)
+        for mode, path in {False: "in-process", True: "vmapped"}.items():
             assert {row["path"] for row in rows(tmp_path / f"{how} {mode}", "devices.csv")} == {path}
-    assert model_digest(tmp_path / "simulated always") == model_digest(tmp_path / "direct always")
+    assert model_digest(tmp_path / "simulated True") == model_digest(tmp_path / "direct True")
     tables = {kind: rows(tmp_path / kind, "devices.csv") for kind in groups}
-    never_s, always_s = (
+    alone_s, together_s = (
         [[row[key] for key in ("node", "train_s", "wait_s")] for row in tables[f"simulated {mode}"]] for mode in tree
     )
-    assert never_s == always_s and len(never_s) == 8
+    assert alone_s == together_s and len(alone_s) == 8
     for mode in tree:  # what this machine spends is no simulated device's; without a network it is the trainings'
         assert {row[name] for row in tables[f"simulated {mode}"] for name in COSTS} == {""}
         for row in tables[f"direct {mode}"]:

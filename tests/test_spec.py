@@ -102,7 +102,7 @@ def test_every_key_is_written_out(tmp_path: Path) -> None:
         "stop": {"target": 0.5, "patience": 3},
         "model": {"initial": "runs/it"},
         "data": {"dataset": "synthetic", "classes": 2},
-        "training": {"clip_norm": 1, "vmapped": "never", "schedule": {"every": 1, "factor": 0.5, "halving": 1}},
+        "training": {"clip_norm": 1, "vmapped": False, "schedule": {"every": 1, "factor": 0.5, "halving": 1}},
         "availability": {"trace": {"changes": {"device-0": [0, 1]}, "repeat_s": 9}},
         "links": {tier: {"profile": "lte", "trace": trace} for tier in ("wan", "lan")},
         "hardware": {"default": {"profile": "raspberry-pi-5", "step_s": 0.1}},

@@ -94,8 +94,11 @@ def test_rates_written_out() -> None:
     ("settings", "problem"),
     [
         ({"nesterov": True, "momentum": 0.0}, r"training\.nesterov = True: .*momentum above 0"),
-        ({"vmapped": "auto", "deterministic": True}, r"training\.vmapped = 'auto': training\.deterministic trains"),
-        ({"vmapped": "always", "deterministic": True}, r"training\.vmapped = 'always': training\.deterministic trains"),
+        ({"vmapped": True, "deterministic": True}, r"training\.vmapped = True: training\.deterministic trains"),
+        *(
+            ({"vmapped": was}, rf"training\.vmapped = '{was}': neither true nor false\. Write true or false")
+            for was in ("never", "auto", "always")
+        ),
         ({"schedule": {"name": "step", "factor": 0.5}}, r"training\.schedule\.every: .*'step' needs it.*Set"),
         ({"schedule": {"name": "step", "every": 2}}, r"training\.schedule\.factor: .*'step' needs it.*Set"),
         ({"schedule": {"name": "inverse"}}, r"training\.schedule\.halving: .*'inverse' needs it"),

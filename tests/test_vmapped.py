@@ -24,7 +24,7 @@ from fedstrata.device.vmapped.loop import VmappedResult
 from fedstrata.device.vmapped.models import VmappedModels, keep_batch_norm_fp32
 from fedstrata.device.vmapped.schedule import Load
 from tests.helpers.examples import slow
-from tests.helpers.vmapped import CASES, CPU, Case, dropping, mlp, of, quick, resnet_in, rows_of
+from tests.helpers.vmapped import CASES, CPU, Case, dropping, mlp, needs_cuda, of, quick, resnet_in, rows_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -262,9 +262,6 @@ def test_a_cap_follows_from_what_a_few_devices_take(monkeypatch: pytest.MonkeyPa
     assert most_in_memory(gpu, case.turns[0]) == 16  # type: ignore[arg-type]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10, 5000))
     assert most_in_memory(gpu, case.turns[0]) == 1  # type: ignore[arg-type]
-
-
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
 
 
 @pytest.mark.parametrize(

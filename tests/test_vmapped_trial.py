@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from fedstrata.common.experiment.training import TrainingSettings
 from fedstrata.common.learning.inputs import Inputs
 from fedstrata.common.learning.nets import Dropout
-from fedstrata.device.training.objectives.objective import Objective
+from fedstrata.device.training.objectives.objective import Minibatch, Objective
 from fedstrata.device.training.sgd import LocalSteps
 from fedstrata.device.vmapped import calibration
 from fedstrata.device.vmapped import models as vmapped_models
 from fedstrata.device.vmapped.calibration import problem_of
 from fedstrata.device.vmapped.models import VmappedModels
 from tests.helpers.examples import slow
-from tests.helpers.vmapped import CASES, RAGGED, Case, mlp, quick, settings_of, text_case
+from tests.helpers.vmapped import CASES, RAGGED, Case, mlp, objective_trial, quick, settings_of, text_case
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -179,6 +179,18 @@ def test_an_objective_that_vmapped_steps_ignore_is_found_out(
     assert problem_of(case.recipe, case.turns) == ""
     ignore(monkeypatch)
     assert "vmapped steps in float64 that differ by" in problem_of(case.recipe, case.turns)
+
+
+class Mixed(Objective):
+    """One loss for all models of a vmapped step."""
+
+    def losses(self, batch: Minibatch, logits: Tensor) -> Tensor:
+        return 2 * super().losses(batch, logits).mean()
+
+
+def test_an_objective_that_mixes_the_models_of_a_step_is_found_out() -> None:
+    settings = settings_of(objective={"name": f"{__name__}:Mixed"})
+    assert "vmapped steps in float64 that differ by" in problem_of(*objective_trial(settings))
 
 
 def test_momentum_that_only_one_path_has_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,10 +41,10 @@ def warnings(experiment: Experiment) -> list[str]:
             found.append(f"{key}.closing.quorum = {tier.closing.quorum}: no effect with closing.rule = 'all'.")
         found += _privacy(experiment, tier, depth)
     found += [*_epochs(experiment), *_schedule(experiment.training.schedule, global_rounds=experiment.rounds)]
-    if experiment.training.vmapped in ("auto", "always"):
+    if experiment.training.vmapped:
         found.append(
-            f"training.vmapped = {experiment.training.vmapped!r}: the last bits of a model depend on which devices"
-            " train together, so two runs may differ by rounding. Use 'never' for equal bits."
+            "training.vmapped = true: on a GPU the last bits of a model depend on which devices train together, so two"
+            " runs may differ by rounding. Use false for equal bits."
         )
     if experiment.model.name in BATCH_NORM and _skew(experiment.data) <= SKEWED_CONCENTRATION:
         found.append(

@@ -44,9 +44,9 @@ def check(
     A rule: three rounds, the same twice, whichever blocks of columns, killed and resumed, with one upload. A selector:
     some rounds, the same twice, killed and resumed. A trainer: three rounds, the same twice, killed and resumed, its
     samples and steps. A codec: sizes, the same twice, unbiased or a contraction, whatever bytes arrive. An objective:
-    gradients, weights, loss, the same twice, and vmapped as in-process. A model: a step of training, the same twice,
-    and whether its steps can be recorded. All: nothing is kept in the file's globals and classes. Exit codes: 0 right,
-    1 something is wrong, 4 it fails, or cannot be imported or built.
+    gradients, weights, loss, the same twice. A model: a step of training, the same twice, and whether its steps can be
+    recorded. All: nothing is kept in the file's globals and classes. Exit codes: 0 right, 1 something is wrong, 4 it
+    fails, or cannot be imported or built.
     """
     from fedstrata.common.errors import InvalidExperiment
     from fedstrata.common.experiment.reading import override

@@ -125,7 +125,10 @@ def run(
     overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option(help="Print the effective experiment and exit.")] = False,
     direct: Annotated[
-        bool, typer.Option("--direct", help="Without a network: all roles in this process, devices in turn or vmapped.")
+        bool,
+        typer.Option(
+            "--direct", help="Without a network: all roles in this process, devices in turn (on a GPU vmapped)."
+        ),
     ] = False,
     simulate: Annotated[
         bool, typer.Option("--simulate", help="In virtual time: real training, simulated machines and links.")

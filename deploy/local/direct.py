@@ -1,4 +1,4 @@
-"""A lab without a network: all roles in this process; devices train one after another, or vmapped.
+"""A lab without a network: all roles in this process; devices train one after another, or vmapped on a GPU.
 
 Global rounds, local rounds, aggregation rules and training are the agents' own code; `deploy.local.calls` replaces the
 brokers. The final model equals that of a lab of processes bit for bit. Bytes are those of the models only, and seconds

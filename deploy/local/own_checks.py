@@ -84,7 +84,7 @@ def checks(name: str, keywords: Mapping[str, Any], *, data: Path) -> tuple[str, 
         from fedstrata.device.training.objectives.objective import Objective
 
         if issubclass(found, Objective):
-            from fedstrata.device.vmapped import objective_checks
+            from fedstrata.device.training.objectives import objective_checks
 
             settings = parse({"training": {"objective": {**keywords, "name": name}}}).training
             return "objective", _each(name, objective_checks.of(settings))

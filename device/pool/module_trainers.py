@@ -1,4 +1,4 @@
-"""SGD on PyTorch modules for the devices of one process: one device after another, or several vmapped."""
+"""SGD on PyTorch modules for the devices of one process: one device after another, or several vmapped on a GPU."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from fedstrata.device.jobs import (
     HostedDevice,
     LocalResult,
     Prepared,
-    VmappedMode,
     failure_to,
-    vmapped_mode,
+    most_together,
 )
 from fedstrata.device.training.network import NetworkSource
 from fedstrata.device.training.trainer import Trainer
@@ -35,9 +34,8 @@ class ModuleTrainers:
     def prepare(self, device: HostedDevice, accelerator: str) -> Prepared:
         """Load a device's data and model, and return its facts. Raises InvalidExperiment."""
         trainer = self._trainer(device, accelerator)
-        mode = vmapped_mode(device.experiment, accelerator)
-        if mode is not VmappedMode.NEVER:
-            self._vmapped_trainer(accelerator).prepare(device, sure=mode is VmappedMode.ALWAYS)
+        if most_together(device.experiment, accelerator) > 1:
+            self._vmapped_trainer(accelerator).prepare(device)
         return trainer.facts
 
     def train(self, work: Sequence[DeviceOrder], accelerator: str, done: Done) -> None:
@@ -65,7 +63,7 @@ class ModuleTrainers:
                 done(number, received[number].of(how, trainers[number].examine_trained(work[number][1])))
 
         together = [number for number in sorted(left) if not trainers[number].joins]
-        if vmapped_mode(work[0][0].experiment, accelerator) is not VmappedMode.NEVER and together:
+        if together and most_together(work[0][0].experiment, accelerator) > 1:
             ended = list[tuple[int, Ending]]()  # scored when the group has released the accelerator's memory
 
             def end(place: int, how: Ending) -> None:

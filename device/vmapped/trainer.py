@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from fedstrata.common.accounting.costs import DeviceCosts
 from fedstrata.common.accounting.work import TrainingPath, Work
-from fedstrata.common.errors import AcceleratorLost, InvalidExperiment
+from fedstrata.common.errors import AcceleratorLost
 from fedstrata.common.experiment.own import is_own
 from fedstrata.common.host.accelerators import is_lost, out_of_memory
 from fedstrata.common.learning import datasets, models
 from fedstrata.common.learning.computing import calls_own_code, first_line, set_up
 from fedstrata.common.learning.inputs import Inputs
 from fedstrata.common.model.parts import given_arrays
-from fedstrata.device.jobs import Cancelled, DeviceOrder, Done, Ending, HostedDevice, LocalResult, Order, VmappedMode
+from fedstrata.device.jobs import Cancelled, DeviceOrder, Done, Ending, HostedDevice, LocalResult, Order
 from fedstrata.device.training.batches import (
     Changes,
     LocalDataset,
@@ -33,7 +33,6 @@ from fedstrata.device.training.batches import (
 )
 from fedstrata.device.training.network import own_names
 from fedstrata.device.training.objectives.table import objective_of
-from fedstrata.device.training.sgd import keep_linear_fp32
 from fedstrata.device.training.vectors import finish, vectors_of
 from fedstrata.device.vmapped.calibration import most_in_memory, problem_of
 from fedstrata.device.vmapped.loop import Turn, Visits, VmappedResult, train
@@ -41,7 +40,6 @@ from fedstrata.device.vmapped.models import Recipe, keep_batch_norm_fp32
 from fedstrata.device.vmapped.schedule import Load
 
 CPU: Final = torch.device("cpu")
-KEY: Final = "training.vmapped"
 
 log = logging.getLogger("fedstrata.vmapped")
 
@@ -55,15 +53,14 @@ class VmappedTrainer:
         self._shared: _Shared | None = None
         self._failed: set[str] = set()  # the digests of experiments with a failed step
 
-    def prepare(self, device: HostedDevice, *, sure: bool) -> None:
+    def prepare(self, device: HostedDevice) -> None:
         """Try vmapped steps of the experiment's model with a device's samples, before the run begins.
 
-        If they should be taken for `sure`, one that is impossible raises InvalidExperiment. Else it is tried once, with
-        the second device of the experiment in this process: the first one might be alone.
+        Once, with the second device of the experiment in this process: the first one might be alone.
         """
         set_up(self._accelerator, device.experiment.training)
         try:
-            self._shared_of(device).prepare(device, sure=sure)
+            self._shared_of(device).prepare(device)
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
@@ -163,33 +160,24 @@ class _Shared:
         self._normalise = data.normaliser(self._accelerator)
 
     def _build(self, inputs: Inputs) -> nn.Module:
-        experiment, training = self._experiment, self._experiment.training
-        if is_own(experiment.model.name):
-            module = models.anew(experiment, inputs=inputs)
-        else:
-            module = models.of(experiment, inputs=inputs)
-            keep_linear_fp32(module, training, device=self._accelerator)
+        experiment = self._experiment
+        build = models.anew if is_own(experiment.model.name) else models.of
+        module = build(experiment, inputs=inputs)
         models.read_frozen(module, self._frozen)
-        keep_batch_norm_fp32(module, training, device=self._accelerator)
+        keep_batch_norm_fp32(module, experiment.training, device=self._accelerator)
         return module.to(self._accelerator).train()
 
     @calls_own_code
-    def prepare(self, device: HostedDevice, *, sure: bool) -> None:
-        """Try copies of a device together, or the second one's. Raises InvalidExperiment, torch.OutOfMemoryError."""
+    def prepare(self, device: HostedDevice) -> None:
+        """Try copies of the second device together. Raises torch.OutOfMemoryError."""
         self._prepared += 1
-        if not sure and self._prepared != 2:
+        if self._prepared != 2:
             return
         self.know([device.node])
         row = np.zeros(self._vectors.links.down.row_bytes + self._vectors.kept_bytes, np.uint8)
         models.write_row(self._module, self._vectors.layout, row)
         order = Order(row, row, 1, 0, lambda *_: None, threading.Event())
-        recipe, turn = self.recipe(self.rate(order)), self.turn(device, order, lambda _: None)
-        if not sure:
-            self.trial(recipe, turn)
-        elif problem := problem_of(recipe, [turn, turn]):
-            problem = f"it is impossible here, because of {problem}"
-            remedy = "Use auto, which trains such models one after another, or never."
-            raise InvalidExperiment(KEY, VmappedMode.ALWAYS.value, problem, remedy)
+        self.trial(self.recipe(self.rate(order)), self.turn(device, order, lambda _: None))
 
     def rate(self, order: Order) -> float:
         """Return the learning rate of the order's global round."""

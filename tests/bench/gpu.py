@@ -37,7 +37,7 @@ PARTS: Final = MappingProxyType(
         " and vmapped: samples per second, factor, busy share of the GPU, memory",
         "graphs": "a vmapped step of 1, 10, 40 and 200 devices, as it is and from a CUDA graph: milliseconds",
         "evaluation": "10,000 images on the CPU (all cores) and on the GPU: seconds",
-        "lab": "`fedstrata run` with 40 devices, vmapped and never: seconds of a global round",
+        "lab": "`fedstrata run` with 40 devices, vmapped and not: seconds of a global round",
     }
 )
 RESULTS: Final = Path("runs") / "bench-gpu" / "results.json"

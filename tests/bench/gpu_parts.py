@@ -30,7 +30,6 @@ from fedstrata.common.learning.evaluation import ModelTester
 from fedstrata.common.learning.inputs import Inputs
 from fedstrata.common.learning.nets import reseed
 from fedstrata.deploy.results.run import Run, folders
-from fedstrata.device.jobs import VARIABLE
 from fedstrata.device.training.network import source_of
 from fedstrata.device.training.sgd import run_sgd
 from fedstrata.device.vmapped.loop import Batches
@@ -234,7 +233,7 @@ def _vmapped_step(
     work = vmapped.work_of(case, count, samples=BATCH, precision="fp32")
     experiment, device = work[0][0].experiment, torch.device(setting.accelerator)
     set_up(device, experiment.training)
-    shared = _Shared(experiment, device)
+    shared = _Shared(work[0][0], device)
     shared.know([hosted.node for hosted, _ in work])
     recipe = shared.recipe(experiment.training.learning_rate)
     turns = [shared.turn(hosted, order, lambda _: None) for hosted, order in work]
@@ -271,7 +270,7 @@ def _evaluated(setting: Setting, name: str) -> Facts:
 
 def lab(setting: Setting) -> Rows:
     """Yield whole labs of processes, whose devices choose their accelerators."""
-    for mode in ("auto", "never"):
+    for mode in ("true", "false"):
         yield f"vmapped {mode}", lambda mode=mode: _lab(setting, mode)
 
 
@@ -284,6 +283,7 @@ rounds = {rounds}
 topology = {{ institutions = 2, devices = {devices} }}
 data = {{ dataset = "synthetic", classes = 10, image_shape = [1, 28, 28], samples = {samples}, test_samples = 1000 }}
 model = {{ name = "lenet5" }}
+training = {{ vmapped = {mode} }}
 links = {{ check = "off" }}
 [evaluation]
 accelerator = "auto"
@@ -292,10 +292,7 @@ accelerator = "auto"
         file = Path(home) / "lab.toml"
         file.write_text(text, encoding="utf-8")
         words = command("run", file, "--runs", Path(home) / "runs", "--metrics", "127.0.0.1:0", "--format", "json")
-        environment = {**os.environ, VARIABLE: mode}
-        done = subprocess.run(
-            words, capture_output=True, text=True, timeout=PATIENCE_S, check=False, env=environment, cwd=home
-        )
+        done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, check=False, cwd=home)
         if done.returncode:
             raise RuntimeError(f"fedstrata run ended with code {done.returncode}: {done.stderr.strip()[-500:]}")
         (folder,) = folders(Path(home) / "runs")

@@ -39,7 +39,7 @@ SHARED = (10, 40)
 def lab_of(model: str, shape: list[int], samples: int, *, devices: int = 1, recorded: bool = True) -> Experiment:
     """Return an experiment whose devices have so many samples each."""
     data = {"dataset": "synthetic", "image_shape": shape, "classes": 10, "samples": samples * devices}
-    training = {"batch_size": 10, "recorded": recorded, "vmapped": "always" if devices > 1 else "never"}
+    training = {"batch_size": 10, "recorded": recorded}
     return reading.parse(
         {"data": data, "model": {"name": model}, "topology": {"devices": devices}, "training": training}
     )

@@ -1,5 +1,6 @@
 """`make bench NAME=vmapped`: vmapped training of co-located devices on a CPU against one after another.
 
+Runs vmap on a GPU alone; this has whether a CPU should.
 Each device has as many samples, one epoch, batches of 10; both ways are the ways of a run, from rows to rows. Of one
 after another at most ten devices are trained and the time is scaled up. A GPU's busy share is the time of its kernels,
 as torch's profiler has it of one training more, in the time of a training without profiler.
@@ -8,7 +9,6 @@ as torch's profiler has it of one training more, in the time of a training witho
 from __future__ import annotations
 
 import argparse
-import os
 import platform
 import statistics
 import sys
@@ -26,10 +26,12 @@ from torch import nn
 
 from fedstrata.common.experiment import reading
 from fedstrata.common.learning import models
+from fedstrata.common.learning.computing import resolve_accelerator
 from fedstrata.common.learning.inputs import Inputs
 from fedstrata.common.model.layout import Row
-from fedstrata.device.jobs import VARIABLE, DeviceOrder, Ending, HostedDevice, LocalResult, Order
+from fedstrata.device.jobs import DeviceOrder, Done, Ending, HostedDevice, LocalResult, Order
 from fedstrata.device.pool.trainers import Trainers
+from fedstrata.device.vmapped.trainer import VmappedTrainer
 
 ALONE = 10
 
@@ -65,7 +67,7 @@ def work_of(case: Case, count: int, *, samples: int, precision: str) -> list[Dev
         "data": data,
         "model": {"name": case.model},
         "topology": {"devices": count},
-        "training": {"batch_size": 10, "precision": precision},
+        "training": {"batch_size": 10, "precision": precision, "vmapped": False},  # of those one after another
     }
     lab = reading.parse(tree)
     module = models.build(case.model, 1, inputs=Inputs(case.shape, 10))
@@ -76,20 +78,14 @@ def work_of(case: Case, count: int, *, samples: int, precision: str) -> list[Dev
     return [(HostedDevice(lab, lab.digest, f"device-{k}"), order) for k, order in enumerate(orders)]
 
 
-def seconds(trainers: Trainers, work: Sequence[DeviceOrder], *, accelerator: str, vmapped: bool) -> float:
-    """Train all, vmapped or not, and return the seconds."""
-    os.environ[VARIABLE] = "always" if vmapped else "never"
-    wrong: list[Ending] = []
-
-    def done(_: int, how: Ending) -> None:
-        if not isinstance(how, LocalResult) or (how.work.path == "vmapped") != (vmapped and len(work) > 1):
-            wrong.append(how)
-
+def seconds(train: Callable[[Sequence[DeviceOrder], Done], object], work: Sequence[DeviceOrder]) -> float:
+    """Train all, and return the seconds."""
+    ended: dict[int, Ending] = {}
     started = time.perf_counter()
-    trainers.train(work, accelerator, done)
+    train(work, ended.__setitem__)
     taken = time.perf_counter() - started
-    if wrong:
-        raise RuntimeError(f"not as wanted: {wrong[0]}")
+    if not all(isinstance(ended.get(number), LocalResult) for number in range(len(work))):
+        raise RuntimeError(f"not trained: {ended}")
     return taken
 
 
@@ -109,13 +105,16 @@ def measured(
     """
     work = work_of(case, count, samples=samples, precision=precision)
     some = work[:ALONE]
-    trainers = Trainers()
+    trainers, group = Trainers(), VmappedTrainer(resolve_accelerator(accelerator))
+
+    def one_by_one(orders: Sequence[DeviceOrder], done: Done) -> None:
+        trainers.train(orders, accelerator, done)
 
     def alone() -> float:
-        return seconds(trainers, some, accelerator=accelerator, vmapped=False) * count / len(some)
+        return seconds(one_by_one, some) * count / len(some)
 
     def together() -> float:
-        return seconds(trainers, work, accelerator=accelerator, vmapped=True)
+        return seconds(group.train if count > 1 else one_by_one, work)
 
     alone(), together()  # loads the data, and what the accelerator needs
     if accelerator != "cpu":
@@ -126,7 +125,7 @@ def measured(
     ratio = statistics.median(one / other for one, other in pairs)
     found = {"one by one, samples/s": total / alone_s, "vmapped, samples/s": total / together_s, "factor": ratio}
     if accelerator != "cpu":
-        one_s = kernels_s(lambda: seconds(trainers, work[:1], accelerator=accelerator, vmapped=False))
+        one_s = kernels_s(lambda: seconds(one_by_one, work[:1]))
         busy = one_s * count / alone_s, kernels_s(together) / together_s
         memory_mb = torch.cuda.max_memory_allocated() / 1e6
         found |= {"busy, one by one": busy[0], "busy, vmapped": busy[1], "memory_mb": memory_mb}

@@ -20,6 +20,7 @@ from fedstrata.common.learning.inputs import Inputs
 from fedstrata.common.learning.nets import Dropout, reseed
 from fedstrata.common.model.layout import LinkLayouts, ModelLayout, Row
 from fedstrata.device.training.batches import Changes, change_images, draw_changes
+from fedstrata.device.training.objectives import objective_checks
 from fedstrata.device.training.sgd import forward_of
 from fedstrata.device.training.vectors import TaskVectors
 from fedstrata.device.vmapped import loop
@@ -29,6 +30,7 @@ from fedstrata.device.vmapped.schedule import Load
 from tests.helpers.steps import run_steps
 
 CPU = torch.device("cpu")
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
 BATCHES_OF_4 = TrainingSettings(batch_size=4, learning_rate=0.05, momentum=0.9, weight_decay=0.01)
 RAGGED = (Load(7, 2), Load(12, 1), Load(3, 3), Load(20, 1), Load(8, 2))
 
@@ -266,6 +268,18 @@ def resnet_in(precision: str, device: torch.device = CPU) -> Case:
 
 def quick() -> Case:
     return Case(mlp(Inputs((1, 8, 8), 10)), (1, 8, 8), dtype=torch.float32)
+
+
+def objective_trial(training: TrainingSettings) -> tuple[Recipe, list[Turn]]:
+    """Return two devices' vmapped trainings of a small model, by an objective whose vectors are noise."""
+    trial = objective_checks.Trial(training)
+    row = np.zeros(trial.layout.row_bytes + 4 * trial.layout.parameters * len(trial.vectors), np.uint8)
+    models.write_row(trial.module, trial.layout, row)
+    recipe = Recipe(trial.module, trial.task, trial.images, trial.labels, lambda images: images, training, 0.05)
+    visits = [Visits(places, None, trial.uniform[places]) for places in torch.arange(len(trial.labels)).view(2, -1)]
+    loads = [Load(len(each.places), 1) for each in visits]
+    turns = zip(loads, visits, strict=True)
+    return recipe, [Turn(row, *each, lambda *_: None, threading.Event(), lambda _: None) for each in turns]
 
 
 def rows_of(case: Case) -> list[bytes | None]:

@@ -1,8 +1,7 @@
-"""The checks of an objective: on a small model, in-process and vmapped."""
+"""The checks of an objective of the user's own, on a small model."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from functools import partial
 from typing import Final
@@ -21,17 +20,13 @@ from fedstrata.device.training.objectives.objective import LocalUpdate, Minibatc
 from fedstrata.device.training.objectives.table import objective_of
 from fedstrata.device.training.sgd import LocalSteps, features_of
 from fedstrata.device.training.vectors import TaskVectors
-from fedstrata.device.vmapped import calibration
-from fedstrata.device.vmapped.loop import Turn, Visits
-from fedstrata.device.vmapped.models import Recipe
-from fedstrata.device.vmapped.schedule import Load
 
 KEY: Final = "training.objective.name"
 SAMPLES, BATCH, STEPS = 40, 10, 3
 INPUTS: Final = Inputs((1, 8, 8), 10)
 
 
-class _Trial:
+class Trial:
     """A small model, samples, and the vectors of an objective, with noise in them."""
 
     def __init__(self, training: TrainingSettings) -> None:
@@ -61,13 +56,11 @@ class _Trial:
 def of(training: TrainingSettings) -> Iterator[tuple[str, str]]:
     """Yield items, each with its problem, "" for none. Raises InvalidExperiment if the objective fails."""
     with own.guarded({KEY: training.objective.name}):
-        yield from _in_process(training)
-        problem = calibration.problem_of(*vmapped_trial(training))
-    yield "vmapped as in-process", problem and f"{problem}. Until then devices train one by one"
+        yield from _checks(training)
 
 
-def _in_process(training: TrainingSettings) -> Iterator[tuple[str, str]]:
-    trial = _Trial(training)
+def _checks(training: TrainingSettings) -> Iterator[tuple[str, str]]:
+    trial = Trial(training)
     weights, images = trial.weights, trial.images
     before = [weight.detach().clone() for weight in weights]
     received = [weight + 0.1 for weight in before] if trial.objective.uses_received else []
@@ -96,7 +89,7 @@ def _in_process(training: TrainingSettings) -> Iterator[tuple[str, str]]:
 
 def _train(training: TrainingSettings) -> list[Tensor]:
     """Return the weights after some steps."""
-    trial = _Trial(training)
+    trial = Trial(training)
     steps = LocalSteps(
         trial.module, trial.weights, training=training, learning_rate=0.05, buffers=list(trial.module.buffers()),
         vectors=trial.vectors, features=trial.features, head=trial.head,
@@ -106,7 +99,7 @@ def _train(training: TrainingSettings) -> list[Tensor]:
     return [weight.detach() for weight in trial.weights]
 
 
-def _finish(trial: _Trial) -> str:
+def _finish(trial: Trial) -> str:
     """Return what is wrong with the vectors that the objective makes of a training, "" for nothing."""
     draw, columns, shapes = np.random.default_rng(1), trial.layout.parameters, trial.task.shapes
     received_D, trained_D, *others = draw.normal(size=(2 + len(shapes), columns)).astype(np.float32)
@@ -117,15 +110,3 @@ def _finish(trial: _Trial) -> str:
         return f"`finish` returns {sorted(found)}, and must return {sorted(wanted)}"
     wrong = [name for name, each in found.items() if np.shape(each) != (columns,) or not np.isfinite(each).all()]
     return f"`finish` returns {wrong[0]} that is not {columns} finite numbers" if wrong else ""
-
-
-def vmapped_trial(training: TrainingSettings) -> tuple[Recipe, list[Turn]]:
-    """Return two devices' vmapped trainings of the small model."""
-    trial = _Trial(training)
-    row = np.zeros(trial.layout.row_bytes + 4 * trial.layout.parameters * len(trial.vectors), np.uint8)
-    models.write_row(trial.module, trial.layout, row)
-    recipe = Recipe(trial.module, trial.task, trial.images, trial.labels, lambda images: images, training, 0.05)
-    visits = [Visits(places, None, trial.uniform[places]) for places in torch.arange(SAMPLES).view(2, -1)]
-    loads = [Load(len(each.places), 1) for each in visits]
-    turns = zip(loads, visits, strict=True)
-    return recipe, [Turn(row, *each, lambda *_: None, threading.Event(), lambda _: None) for each in turns]

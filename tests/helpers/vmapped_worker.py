@@ -1,0 +1,10 @@
+"""A worker process that vmaps devices on a CPU as on a GPU."""
+
+from __future__ import annotations
+
+from fedstrata.device import jobs
+from fedstrata.device.pool.worker_process import WorkerServer
+
+if __name__ == "__main__":
+    setattr(jobs, "ALONE_ON", frozenset())  # noqa: B010 - a constant
+    WorkerServer().serve()
