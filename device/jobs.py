@@ -266,17 +266,14 @@ PATIENCE: Final = 10  # quiet times
 def most_together(experiment: Experiment, accelerator: str) -> int:
     """Return how many trainings of an experiment may be vmapped together on an accelerator, 1 on a CPU.
 
-    On a GPU `training.vmapped` decides. If it is not set, devices are vmapped unless steps run code of the user's own.
+    On a GPU these are trainings of nets that ship, if `training.vmapped` is not false.
     """
     training = experiment.training
-    if accelerator in ALONE_ON or not training.trainer.learns_module:
+    alone = training.vmapped is False or training.deterministic or experiment.tiers[-1].privacy.on_samples
+    if accelerator in ALONE_ON or alone or not training.trainer.learns_module:
         return 1
-    if training.deterministic or training.own_augmentation is not None or experiment.tiers[-1].privacy.on_samples:
-        return 1
-    wanted = training.vmapped
-    if wanted is None:
-        wanted = not any(map(is_own, (experiment.model.name, training.loss, training.objective.name)))
-    return VMAPPED_DEVICES_MOST if wanted else 1
+    runs_own = any(map(is_own, (experiment.model.name, training.loss, training.objective.name)))
+    return 1 if runs_own or training.own_augmentation is not None else VMAPPED_DEVICES_MOST
 
 
 async def gather(came: asyncio.Event, complete: Callable[[], bool]) -> None:

@@ -51,8 +51,6 @@ ADVICE = [
        "institution.norm_bound.action=clip", "institution.norm_bound.action=refuse",
        "institution.norm_bound.action = 'clip': a device does not know what was clipped")
       for name in ("scaffold", "feddyn")),
-    ("", "training.vmapped=true", "training.vmapped=false",
-     "training.vmapped = true: on a GPU the last bits of a model depend on which devices train together"),
     (f"institution.rounds=1 {OF_INSTITUTION}=fedcross", "",
      f"{OF_INSTITUTION}.alpha=0.9 {OF_INSTITUTION}.on_new_model=recentre",
      f"{OF_INSTITUTION}.name = 'fedcross': with institution.rounds = 1 and on_new_model 'reset'"),

@@ -38,7 +38,6 @@ from fedstrata.device.training.objectives.objective import LocalUpdate
 from fedstrata.device.training.objectives.table import objective_of
 from fedstrata.device.training.vectors import finish, vectors_of
 from fedstrata.device.training.work import DeviceMemory
-from fedstrata.device.vmapped import calibration
 from tests.helpers.commands import DEMO, run_lab, table, tensors
 from tests.helpers.direct import resumed_run, run_direct
 from tests.helpers.examples import examples, slow
@@ -46,6 +45,7 @@ from tests.helpers.rules import Report
 from tests.helpers.scenarios import KilledLab
 from tests.helpers.steps import run_steps
 from tests.helpers.vmapped import objective_trial
+from tests.helpers.vmapped_steps import problem_of
 
 LAYOUT: Final = ModelLayout.build(
     [("weight", (40, 1000), Section.PARAMETER), ("mean", (3,), Section.BUFFER), ("steps", (), Section.COUNTER)]
@@ -269,22 +269,7 @@ def test_feddyns_vector_is_the_gradient_at_a_devices_optimum() -> None:
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_vmapped_training_takes_the_same_steps(name: str) -> None:
     assert {item: problem for item, problem in objective_checks.of(training(name)) if problem} == {}
-    assert calibration.problem_of(*objective_trial(training(name))) == ""
-
-
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_a_vmapped_path_without_the_vectors_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are zeros in a first task: the check must not start from those."""
-    recipe, turns = objective_trial(training(name))
-    assert calibration.problem_of(recipe, turns) == ""
-    real = calibration.LocalSteps
-
-    def without(*arguments: Any, vectors: Any, **keywords: Any) -> Any:
-        none = {each: [torch.zeros_like(part) for part in parts] for each, parts in vectors.items()}
-        return real(*arguments, vectors=none, **keywords)
-
-    monkeypatch.setattr(calibration, "LocalSteps", without)
-    assert "vmapped steps in float64 that differ" in calibration.problem_of(recipe, turns)
+    assert problem_of(*objective_trial(training(name))) == ""
 
 
 # What a device keeps

@@ -36,13 +36,13 @@ from fedstrata.device.training.objectives.objective import Minibatch
 from fedstrata.device.training.objectives.table import objective_of
 from fedstrata.device.training.trainer import Trainer
 from fedstrata.device.training.vectors import TaskVectors
-from fedstrata.device.vmapped import calibration
 from fedstrata.device.vmapped.loop import Turn, Visits
 from fedstrata.device.vmapped.models import Recipe
 from fedstrata.device.vmapped.schedule import Load
 from tests.helpers import rules
 from tests.helpers.commands import DEMO, run_lab, table, tensors
 from tests.helpers.rules import AddingRefiner, Report
+from tests.helpers.vmapped_steps import problem_of
 
 CPU: Final = torch.device("cpu")
 Z, H, F, C = 3, 5, 4, 3
@@ -330,7 +330,7 @@ def test_vmapped_steps_are_those_in_process() -> None:
         Turn(row, Load(n, 1), Visits(places, None, torch.rand(n, draws)), print, threading.Event(), print)
         for places, n in ((torch.arange(23), 23), (torch.arange(23, 40), 17))
     ]
-    assert calibration.problem_of(recipe, turns) == ""
+    assert problem_of(recipe, turns) == ""
 
 
 def test_batches_of_any_size_get_the_same_numbers() -> None:

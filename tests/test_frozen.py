@@ -41,7 +41,8 @@ from fedstrata.common.protocol.messages import FrozenOffered, FrozenWanted
 from fedstrata.common.runtime.frozen import OwnFrozen
 from fedstrata.common.runtime.refining import RefinerProcess
 from fedstrata.common.storage.spool import FROZEN_KEPT, FrozenFiles
-from fedstrata.device.jobs import Ending, HostedDevice, LocalResult, Order
+from fedstrata.device import jobs
+from fedstrata.device.jobs import Ending, HostedDevice, LocalResult, Order, most_together
 from fedstrata.device.pool.trainers import Trainers
 from tests.helpers.direct import run_direct
 from tests.helpers.examples import examples, slow
@@ -212,9 +213,9 @@ def test_a_run_does_not_go_on_with_other_frozen_arrays(tmp_path: Path) -> None:
 # Training
 
 
-@pytest.mark.parametrize("model", slow([MODEL, {"name": "cnn_digits", "frozen": ["conv*"]}], but=[MODEL]))
+@pytest.mark.parametrize("model", [MODEL, {"name": "cnn_digits", "frozen": ["conv*"]}])
 def test_given_arrays_train_as_those_that_the_model_has(
-    model: Mapping[str, Any], tmp_path: Path, vmapped_on_cpu: None
+    model: Mapping[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two devices, in-process and in common steps."""
     lab = parse({**LAB, "model": {**model, "initial": str(pretrained(tmp_path, model))}})
@@ -225,10 +226,10 @@ def test_given_arrays_train_as_those_that_the_model_has(
         tensors.write(file, tester.frozen, {})
     assert path.stat().st_size == tester.layout.frozen.nbytes
     found = {}
-    for vmapped in (True, False):
-        training = lab.training.model_copy(update={"vmapped": vmapped})
-        some = lab.model_copy(update={"training": training})
-        devices = [HostedDevice(some, lab.digest, node, frozen=path) for node in ("device-0", "device-1")]
+    devices = [HostedDevice(lab, lab.digest, node, frozen=path) for node in ("device-0", "device-1")]
+    for alone_on in (jobs.ALONE_ON, frozenset[str]()):
+        monkeypatch.setattr(jobs, "ALONE_ON", alone_on)
+        vmapped = most_together(lab, "cpu") > 1
         trainers = Trainers()
         own = [trainers.prepare(replace(device, frozen=None), "cpu").layout for device in devices]
         assert all(layout.differs_in_frozen(tester.layout) for layout in own)
@@ -241,7 +242,8 @@ def test_given_arrays_train_as_those_that_the_model_has(
         wanted = TrainingPath.VMAPPED if vmapped else TrainingPath.IN_PROCESS
         assert [how.work.path for how in results] == [wanted] * 2, ended
         found[vmapped] = outs
-    for one, other in zip(found[False], found[True], strict=True):
+    assert len(found) == 1 + (model is not MODEL)  # own nets are not vmapped
+    for one, other in zip(found[False], found.get(True, found[False]), strict=True):
         np.testing.assert_allclose(one.view(np.float32), other.view(np.float32), atol=1e-4)
     trainers = Trainers()
     plain = [replace(device, frozen=None) for device in devices]

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from fedstrata.common.accounting.work import TrainingPath, Work
 from fedstrata.common.experiment import reading, schema
@@ -33,6 +32,7 @@ from fedstrata.device.jobs import (
 )
 from fedstrata.device.pool.pool import Pool
 from fedstrata.device.pool.trainers import Trainers
+from fedstrata.device.training.batches import dropout_seed
 from fedstrata.device.vmapped import loop, trainer
 from fedstrata.device.vmapped.loop import Turn
 from fedstrata.device.vmapped.loop import train as train_together
@@ -153,17 +153,20 @@ def test_orders_are_trained_vmapped_as_alone(training: dict[str, Any]) -> None:
     assert Together(experiment("cnn_digits", **training)).train() == [TrainingPath.VMAPPED] * 4
 
 
-def dropping(*, shape: tuple[int, int, int], classes: int) -> nn.Module:
-    """Return a model of one's own with dropout."""
-    layers = [nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Dropout(), nn.Linear(32, classes)]
-    return nn.Sequential(*layers)
-
-
-def test_each_device_has_the_dropout_masks_that_it_has_alone() -> None:
-    lab = experiment("tests.test_gathering:dropping", vmapped=True)
-    work = Together(lab, rounds=(2, 2, 5, 5))
+def test_each_device_has_the_seed_of_the_dropout_masks_that_it_has_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+    monkeypatch.setattr(
+        trainer,
+        "train",
+        lambda recipe, turns, most: (
+            seeds.extend(turn.seed for turn in turns),
+            train_together(recipe, turns, most=most),
+        ),
+    )
+    work = Together(experiment(), rounds=(2, 2, 5, 5))
     assert work.train() == [TrainingPath.VMAPPED] * 4
-    assert alone(lab, 0, epochs=1, local_round=2)[1].loss != alone(lab, 0, epochs=1, local_round=3)[1].loss
+    wanted = [dropout_seed(work.lab, node=f"device-{k}", local_round=r) for k, r in enumerate((2, 2, 5, 5))]
+    assert seeds == wanted and len(set(seeds)) == 4
 
 
 def test_each_learning_rate_has_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,19 +187,31 @@ def test_a_deterministic_run_is_not_vmapped() -> None:
 
 
 @pytest.mark.parametrize("prepared", [0, 1, 3])
-@pytest.mark.parametrize(("problem", "path"), [("", TrainingPath.VMAPPED), ("a layer", TrainingPath.IN_PROCESS)])
-def test_what_can_be_is_trained_together_and_tried_once(
-    monkeypatch: pytest.MonkeyPatch, problem: str, path: TrainingPath, prepared: int
-) -> None:
-    tried: list[int] = []
-    monkeypatch.setattr(trainer, "problem_of", lambda _, turns: tried.append(len(turns)) or problem)
+def test_memory_is_measured_once(monkeypatch: pytest.MonkeyPatch, prepared: int) -> None:
+    measured: list[Turn] = []
+    monkeypatch.setattr(trainer, "most_in_memory", lambda _, turn: measured.append(turn) or 100)
     trainers, work = Trainers(), Together(experiment())
     for k in range(prepared):
         trainers.prepare(HostedDevice(work.lab, work.digest, f"device-{k}"), "cpu")
-    assert len(tried) == (prepared > 1), "a device alone is no reason to try"
-    assert work.train(trainers) == [path] * 4
-    assert work.train(trainers) == [path] * 4
-    assert tried == [2], "tried again"
+    assert len(measured) == (prepared > 1), "a device alone is no reason to measure"
+    assert work.train(trainers) == [TrainingPath.VMAPPED] * 4
+    assert work.train(trainers) == [TrainingPath.VMAPPED] * 4
+    assert len(measured) == 1, "measured again"
+
+
+def test_a_step_that_fails_before_the_run_leaves_each_to_be_trained_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> int:
+        raise NotImplementedError("no such kernel")
+
+    monkeypatch.setattr(trainer, "most_in_memory", fail)
+    trainers, work = Trainers(), Together(experiment())
+    for k in range(2):
+        trainers.prepare(HostedDevice(work.lab, work.digest, f"device-{k}"), "cpu")
+    assert work.train(trainers) == [TrainingPath.IN_PROCESS] * 4
+    problem = "a vmapped step failed. Devices train one after another: no such kernel"
+    assert caplog.messages == [f"mlp_digits on cpu: {problem}"]
 
 
 @pytest.mark.parametrize(
@@ -221,7 +236,7 @@ def test_without_memory_for_the_data_each_is_trained_alone(
 
 
 class Fault:
-    """Lets the vmapped training's k-th step fail, but none of the trial's."""
+    """Lets the vmapped training's k-th step fail."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, error: RuntimeError, k: int = 0) -> None:
         self.trainings = 0
@@ -328,13 +343,7 @@ def test_a_pools_devices_are_trained_vmapped() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "most"),
-    [
-        ({}, VMAPPED_DEVICES_MOST),
-        ({"vmapped": False}, 1),
-        ({"vmapped": True}, VMAPPED_DEVICES_MOST),
-        ({"deterministic": True}, 1),
-    ],
+    ("keys", "most"), [({}, VMAPPED_DEVICES_MOST), ({"vmapped": False}, 1), ({"deterministic": True}, 1)]
 )
 def test_experiment_and_accelerator_choose(keys: dict[str, Any], most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "ALONE_ON", ALONE_ON)
@@ -342,9 +351,9 @@ def test_experiment_and_accelerator_choose(keys: dict[str, Any], most: int, monk
     assert (most_together(chosen, "cpu"), most_together(chosen, "cuda:0")) == (1, most)
 
 
-def test_on_a_cpu_devices_train_one_after_another_whatever_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_cpu_devices_train_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "ALONE_ON", ALONE_ON)
-    work = Together(experiment(vmapped=True))
+    work = Together(experiment())
     assert work.train() == [TrainingPath.IN_PROCESS] * 4
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from functools import cache
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedstrata.common.accounting.work import TrainingPath, Work
+from fedstrata.common.accounting.work import Work
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment import reading, schema
 from fedstrata.common.learning import datasets, models
@@ -27,60 +26,15 @@ DEVICES = ["device-0", "device-1"]
 ROUND = 2
 JOINING = ("Normed", "Squeezes", "scripted")  # a last batch of one sample to the one before
 
-# What trains, and why it is not trained vmapped, "" if it is.
-TRAINED = {
-    "Net": "",
-    "WeightStandardised": "",
-    "LinearOfItsOwn": "",
-    "NormOfItsOwn": "",
-    "LSTMOfItsOwn": ".",
-    "RunningMean": ".",
-    "Rebound": ".",
-    "StepCounter": "keeps something from step to step|differ",
-    "LateCounter": "keeps something from step to step",
-    "closure": "keeps something from step to step|differ",
-    "ObjectState": "keeps something from step to step|differ",
-    "Remembers": ".",
-    "FrozenByHook": "a hook of the gradients of last.bias",
-    "ScaledByHook": "a hook of the gradients of conv.weight",
-    "AfterAccumulation": "a hook of the gradients of last.weight",
-    "BackwardHook": "a hook of the gradients of last",
-    "ForwardHook": "",
-    "HookInside": "differ by .* in conv.weight",
-    "FrozenPart": "",
-    "FrozenBias": "",
-    "NumpyNoise": "draws random numbers|differ",
-    "PythonNoise": "draws random numbers|differ",
-    "TorchNoise": "random",
-    "NoiseInABranch": ".",
-    "AlphaDropout": "random",
-    "DroppedLSTM": ".",
-    "InPlaceDropout": ".",
-    "HookedDropout": ".",
-    "Viewed": "",
-    "Strided": ".",
-    "Normed": "",
-    "Squeezes": "",
-    "MomentumNone": ".",
-    "CentresTheBatch": "differ",
-    "DenseEmbedding": ".",
-    "scripted": ".",
-    "Unbatched": "",
-    "Tied": "",
-    "TwiceUsed": "the second name of a layer, second",
-    "Scale": "",
-    "bool_table": "",
-    "counter": "",
-    "WeightNormed": ".",
-    "SpectralNormed": ".",
-    "Lazy": "",
-    "Unused": "",
-    "Checkpointed": ".",
-    "FreezesAfterSteps": ".",
-    "KeepsEval": "",
-    "Volume": "",
-    "FixedAttribute": "in float64",
-}
+TRAINED = (
+    "Net", "WeightStandardised", "LinearOfItsOwn", "NormOfItsOwn", "LSTMOfItsOwn", "RunningMean", "Rebound",
+    "StepCounter", "LateCounter", "closure", "ObjectState", "Remembers", "FrozenByHook", "ScaledByHook",
+    "AfterAccumulation", "BackwardHook", "ForwardHook", "HookInside", "FrozenPart", "FrozenBias", "NumpyNoise",
+    "PythonNoise", "TorchNoise", "NoiseInABranch", "AlphaDropout", "DroppedLSTM", "InPlaceDropout", "HookedDropout",
+    "Viewed", "Strided", "Normed", "Squeezes", "MomentumNone", "CentresTheBatch", "DenseEmbedding", "scripted",
+    "Unbatched", "Tied", "TwiceUsed", "Scale", "bool_table", "counter", "WeightNormed", "SpectralNormed", "Lazy",
+    "Unused", "Checkpointed", "FreezesAfterSteps", "KeepsEval", "Volume", "FixedAttribute",
+)  # fmt: skip
 KINDS = (  # of each kind of oddness one or two; the rest is slow
     "Net", "LinearOfItsOwn", "LSTMOfItsOwn", "Rebound", "StepCounter", "LateCounter", "closure", "Remembers",
     "ScaledByHook", "BackwardHook", "HookInside", "FrozenPart", "PythonNoise", "TorchNoise", "InPlaceDropout", "Viewed",
@@ -123,7 +77,7 @@ def test_every_odd_model_has_an_outcome() -> None:
         for name, value in vars(odd_models).items()
         if getattr(value, "__module__", "") == odd_models.__name__ and not name.startswith("_")
     }
-    assert named - {"Config", "Once", "changed", "with_buffer"} == TRAINED.keys() | REFUSED.keys()
+    assert named - {"Config", "Once", "changed", "with_buffer"} == set(TRAINED) | REFUSED.keys()
     assert len(TRAINED) + len(REFUSED) >= 56
 
 
@@ -135,7 +89,7 @@ def plain(text: str, node: str) -> tuple[Row, int]:
 
 
 def trained(lab: schema.Experiment) -> list[tuple[Row, Work]]:
-    """Train two devices of one process, one after another or vmapped, from the first model."""
+    """Train two devices of one process, one after another, from the first model."""
     return rounds_of(lab, 1)[0]
 
 
@@ -160,19 +114,6 @@ def test_it_trains_as_a_plain_loop_on_each_device_of_a_process(name: str) -> Non
     found, again = rounds_of(lab, 2)
     check(lab, found, within=APART_MOST.get(name, 3e-5))
     assert all(np.array_equal(one, other) for (one, _), (other, _) in zip(found, again, strict=True))
-
-
-@pytest.mark.parametrize("name", slow(TRAINED, but=KINDS))
-def test_vmapped_it_trains_as_a_plain_loop_or_is_trained_alone(
-    name: str, vmapped_on_cpu: None, caplog: pytest.LogCaptureFixture
-) -> None:
-    reason = TRAINED[name]
-    found = trained(experiment(name, vmapped=True))
-    assert {result.path for _, result in found} == {TrainingPath.IN_PROCESS if reason else TrainingPath.VMAPPED}
-    check(experiment(name), found, within=APART_MOST.get(name, 3e-5) if reason else 1e-4)
-    named = [line for line in caplog.messages if "trained one device after another, because of" in line]
-    assert len(named) == bool(reason)
-    assert all(re.search(rf"(?s)because of .*({reason})", line) for line in named)
 
 
 @pytest.mark.parametrize("name", REFUSED)

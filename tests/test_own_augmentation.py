@@ -165,8 +165,6 @@ def test_it_runs_on_devices_that_allow_it() -> None:
 def test_devices_are_trained_one_after_another() -> None:
     assert most_together(experiment(), "cuda:0") > 1
     assert most_together(experiment("Noise"), "cuda:0") == 1
-    with pytest.raises(InvalidExperiment, match=r"training\.vmapped = True.*one after another"):
-        parse({"training": {"vmapped": True, "augmentation": f"{HERE}:Noise"}})
 
 
 def test_flips_and_crops_have_the_keys_of_before() -> None:

@@ -118,14 +118,13 @@ class Halved(Objective):
         return super().losses(batch, logits) / 2
 
 
-def test_without_being_asked_for_own_code_is_not_vmapped_on_a_gpu() -> None:
+def test_own_code_is_not_vmapped_on_a_gpu() -> None:
     def most(model: str, **training: Any) -> int:
         return most_together(lab_of(model, **training), "cuda:0")
 
     assert most("mlp_digits") == VMAPPED_DEVICES_MOST
     assert most(f"{ODD}:Net") == 1
     assert most("mlp_digits", loss=f"{RARE}:plain_loss") == 1
-    assert most(f"{ODD}:Net", vmapped=True) == VMAPPED_DEVICES_MOST
 
 
 @pytest.mark.parametrize(

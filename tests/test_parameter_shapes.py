@@ -8,14 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from fedstrata.common.accounting.work import TrainingPath
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.learning import models
 from fedstrata.common.learning.inputs import Inputs
 from fedstrata.common.model.layout import ModelLayout, Row
-from fedstrata.device.jobs import Ending, HostedDevice, LocalResult, Order
-from fedstrata.device.pool.trainers import Trainers
 from fedstrata.device.training.objectives.objective import norms, scale
 from fedstrata.device.training.private import add_clipped
 from tests.helpers.examples import slow
@@ -32,8 +29,6 @@ RULES = ("scaffold", "feddyn", "fedgen")
 
 def lab(model: str, objective: str, *, unit: str = "") -> Experiment:
     training: dict[str, Any] = {"batch_size": 16, "learning_rate": 0.1}
-    if not unit:
-        training["vmapped"] = True  # where a test lets a CPU do it
     if objective:
         training["objective"] = {"name": objective, **OBJECTIVES[objective]}
     cloud: dict[str, Any] = {"aggregation": {"name": objective}} if objective in RULES else {}
@@ -82,32 +77,6 @@ def check(found: tuple[Row, float], wanted: tuple[Row, float]) -> None:
 @pytest.mark.parametrize("model", SHAPES)
 def test_a_private_step_clips_each_shape_as_the_usual_one(model: str, objective: str) -> None:
     check(after(lab(model, objective, unit="sample")), after(lab("plain", objective, unit="sample")))
-
-
-def together(experiment: Experiment) -> list[Row]:
-    """Return what devices of a process make of the first model, vmapped."""
-    vectors, row = trainer_of(experiment).vectors, first_model(experiment)
-    sizes = [vectors.links.down.row_bytes, vectors.links.up.row_bytes]
-    given, behind = (size + vectors.kept_bytes for size in sizes)
-    trainers = Trainers()
-    devices = [HostedDevice(experiment, experiment.digest, node) for node in experiment.tree.devices[:2]]
-    layouts = [trainers.prepare(device, "cpu").layout for device in devices]
-    orders = [Order(filled(layout, row, given), np.zeros(behind, np.uint8), 1, 0) for layout in layouts]
-    ended: dict[int, Ending] = {}
-    trainers.train(list(zip(devices, orders, strict=True)), "cpu", ended.__setitem__)
-    for how in ended.values():
-        assert isinstance(how, LocalResult) and how.work.path is TrainingPath.VMAPPED
-    return [order.out[: layout.row_bytes] for order, layout in zip(orders, layouts, strict=True)]
-
-
-@pytest.mark.parametrize("objective", OBJECTIVES)
-@pytest.mark.parametrize("model", slow(SHAPES, but=["everything"]))
-def test_vmapped_each_objective_trains_each_shape_as_the_usual_one(
-    model: str, objective: str, vmapped_on_cpu: None
-) -> None:
-    pairs = zip(together(lab(model, objective)), together(lab("plain", objective)), strict=True)
-    for found, wanted in pairs:
-        check((found, 0.0), (wanted, 0.0))
 
 
 def test_norms_of_numbers_and_of_nothing_are_those_of_all_together() -> None:

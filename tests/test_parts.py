@@ -307,19 +307,20 @@ def trained(lab: Experiment) -> list[tuple[np.ndarray[Any, Any], TrainingPath]]:
 
 MODELS: Final[Mapping[str, Mapping[str, Any]]] = {
     "fedper": PERSONAL["fedper"],
-    "fedbn": PERSONAL["fedbn"],
-    "own frozen": {"name": f"{ODD}:FrozenPart"},
+    "fedbn": {"name": "resnet20", "personal": ["*bn*"]},
     "frozen": {"name": "cnn_digits", "frozen": ["conv1*"]},
 }
 OBJECTIVES: Final = ("cross_entropy", "fedprox", "fedsam", "scaffold", "feddyn")
 EACH_ONCE: Final = (  # each kind of parts with a state on the devices and without one
-    ("fedper", "scaffold"), ("fedbn", "scaffold"), ("own frozen", "fedprox"), ("own frozen", "cross_entropy"),
+    ("fedper", "scaffold"), ("fedbn", "scaffold"), ("frozen", "fedprox"), ("frozen", "cross_entropy"),
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(("model", "objective"), slow(product(MODELS, OBJECTIVES), but=EACH_ONCE))
 def test_in_common_steps_devices_train_as_alone(model: str, objective: str, request: pytest.FixtureRequest) -> None:
-    changes: dict[str, Any] = {"training": {**LAB["training"], "objective": objective, "vmapped": True}}
+    changes: dict[str, Any] = {"training": {**LAB["training"], "objective": objective}}
+    if model == "fedbn":
+        changes["data"] = {"dataset": "synthetic", "classes": 10, "image_shape": [1, 16, 16], "samples": 120}
     if objective in ("scaffold", "feddyn"):
         changes["institution"] = {"aggregation": objective}
     lab = experiment(MODELS[model], **changes)
@@ -328,8 +329,10 @@ def test_in_common_steps_devices_train_as_alone(model: str, objective: str, requ
     together = trained(lab)
     assert {path for _, path in together} == {TrainingPath.VMAPPED} != {path for _, path in alone}
     for (one, _), (other, _) in zip(alone, together, strict=True):
-        apart = np.abs(one.view(np.float32)[:-4] - other.view(np.float32)[:-4])
-        assert apart[np.isfinite(apart)].max() < 1e-3
+        difference, row = (one.view(np.float32) - other.view(np.float32))[:-4], one.view(np.float32)[:-4]
+        known = np.isfinite(difference)  # counters are no floats
+        within = 1e-2 if model == "fedbn" else 1e-6  # batch norm over few samples amplifies rounding
+        assert np.linalg.norm(difference[known]) < within * np.linalg.norm(row[known])
         assert not np.array_equal(one, np.zeros_like(one))
 
 

@@ -451,7 +451,6 @@ def below(**keys: Any) -> dict[str, Any]:
         (below(noise_by="parent", norm_bound={"action": "clip"}), r"norm_bound\.action = 'clip': it publishes"),
         (below(unit="sample") | {"training": {"objective": "moon"}}, r"'moon'.*other terms"),
         (below(unit="sample") | {"training": {"precision": "bf16"}}, r"precision = 'bf16'"),
-        (below(unit="sample") | {"training": {"vmapped": True}}, r"vmapped = True"),
     ],
 )  # fmt: skip
 def test_what_does_not_belong_together_is_named(tree: dict[str, Any], message: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedstrata.common.accounting.work import TrainingPath, Work
+from fedstrata.common.accounting.work import Work
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
@@ -86,15 +86,6 @@ def test_it_trains_as_a_plain_loop(name: str, recorded: str | bool, caplog: pyte
     problem = "each training changes {}, which the devices of a process share"
     shared = [problem.format(f"{HERE}.{SHARED[name]}")] if name in SHARED else []
     assert [line.split(": ", 2)[2].partition(". Keep")[0] for line in notes] == shared
-
-
-@pytest.mark.parametrize("name", slow(TRAINED, but=KINDS[::4]))
-def test_vmapped_it_trains_as_a_plain_loop_or_is_trained_alone(name: str, vmapped_on_cpu: None) -> None:
-    """What cannot be vmapped, or fails in a step, is trained alone."""
-    lab = experiment(name, vmapped=True)
-    (found,) = trained_together(lab, DEVICES, epochs=2, local_round=ROUND)
-    vmapped = {result.path for _, result in found} == {TrainingPath.VMAPPED}
-    check(lab, name, found, within=1e-4 if vmapped else APART_MOST)
 
 
 @pytest.mark.parametrize("name", REFUSED)

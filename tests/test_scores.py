@@ -30,13 +30,13 @@ from fedstrata.device.training.objectives.objective import Minibatch
 from fedstrata.device.training.objectives.table import objective_of
 from fedstrata.device.training.trainer import Trainer
 from fedstrata.device.training.vectors import TaskVectors
-from fedstrata.device.vmapped.calibration import problem_of
 from fedstrata.device.vmapped.loop import Turn, Visits
 from fedstrata.device.vmapped.models import Recipe
 from fedstrata.device.vmapped.schedule import Load
 from tests.helpers.commands import invoke
 from tests.helpers.examples import examples
 from tests.helpers.steps import batches_of
+from tests.helpers.vmapped_steps import problem_of
 
 OWN = """
 import torch

@@ -189,7 +189,7 @@ def test_devices_are_trained_vmapped_without_a_network_and_in_virtual_time(
         train(trainers, work, *rest)
 
     monkeypatch.setattr(Trainers, "train", noted)
-    tree = {mode: merged(LAB, TWO_LAYERS, {"training": {"vmapped": mode}}) for mode in (False, True)}
+    tree = {mode: merged(LAB, TWO_LAYERS, {"training": {"vmapped": mode}}) for mode in (False, None)}
     for mode, lab in tree.items():
         kind = f"direct {mode}"
         direct_digest(tmp_path / kind, lab)
@@ -197,14 +197,14 @@ def test_devices_are_trained_vmapped_without_a_network_and_in_virtual_time(
         new(tmp_path / kind, lab, workers=1).run()
     everybody = [f"device-{k}" for k in range(4)]
     for how in ("direct", "simulated"):
-        assert groups[f"{how} True"] == [everybody] * 2
+        assert groups[f"{how} None"] == [everybody] * 2
         assert len(groups[f"{how} False"]) == 8
         alone, together = (model_of(tmp_path / f"{how} {mode}") for mode in tree)
         for name, tensor in alone.items():
             np.testing.assert_allclose(together[name], tensor, rtol=0, atol=1e-5)
-        for mode, path in {False: "in-process", True: "vmapped"}.items():
+        for mode, path in {False: "in-process", None: "vmapped"}.items():
             assert {row["path"] for row in rows(tmp_path / f"{how} {mode}", "devices.csv")} == {path}
-    assert model_digest(tmp_path / "simulated True") == model_digest(tmp_path / "direct True")
+    assert model_digest(tmp_path / "simulated None") == model_digest(tmp_path / "direct None")
     tables = {kind: rows(tmp_path / kind, "devices.csv") for kind in groups}
     alone_s, together_s = (
         [[row[key] for key in ("node", "train_s", "wait_s")] for row in tables[f"simulated {mode}"]] for mode in tree

@@ -662,7 +662,7 @@ def test_a_lab_of_processes_ends_with_the_error_of_a_trainer(home: Path) -> None
         ({"training": {"loss": "cross_entropy"}}, "training.loss"),
         ({"training": {"objective": "fedprox"}}, "training.objective"),
         ({"training": {"augmentation": {"flip": True}}}, "training.augmentation"),
-        ({"training": {"vmapped": True}}, "training.vmapped"),
+        ({"training": {"vmapped": False}}, "training.vmapped"),
         ({"training": {"optimizer": "adam"}}, "training.optimizer"),
         (
             {"training": {"trainer": {**FLOWER, "run_config": {"batch-size": 4}}}},

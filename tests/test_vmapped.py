@@ -18,13 +18,14 @@ from fedstrata.common.learning.computing import set_up
 from fedstrata.common.learning.inputs import Inputs
 from fedstrata.common.learning.nets import Dropout
 from fedstrata.device.jobs import Cancelled
-from fedstrata.device.vmapped import calibration, loop
-from fedstrata.device.vmapped.calibration import most_in_memory, problem_of
+from fedstrata.device.vmapped import loop, trainer
 from fedstrata.device.vmapped.loop import VmappedResult
 from fedstrata.device.vmapped.models import VmappedModels, keep_batch_norm_fp32
 from fedstrata.device.vmapped.schedule import Load
+from fedstrata.device.vmapped.trainer import most_in_memory
 from tests.helpers.examples import slow
 from tests.helpers.vmapped import CASES, CPU, Case, dropping, mlp, needs_cuda, of, quick, resnet_in, rows_of
+from tests.helpers.vmapped_steps import problem_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -256,7 +257,7 @@ def test_a_cap_follows_from_what_a_few_devices_take(monkeypatch: pytest.MonkeyPa
     case = quick()
     assert most_in_memory(case.recipe, case.turns[0]) >= 5  # a host's memory is not asked
     gpu = SimpleNamespace(accelerator=torch.device("cuda", 0))
-    monkeypatch.setattr(calibration, "_peak_bytes", lambda _, turns: 100 + 50 * len(turns))
+    monkeypatch.setattr(trainer, "_peak_bytes", lambda _, turns: 100 + 50 * len(turns))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 5000))
     assert most_in_memory(gpu, case.turns[0]) == 16  # type: ignore[arg-type]

@@ -41,11 +41,6 @@ def warnings(experiment: Experiment) -> list[str]:
             found.append(f"{key}.closing.quorum = {tier.closing.quorum}: no effect with closing.rule = 'all'.")
         found += _privacy(experiment, tier, depth)
     found += [*_epochs(experiment), *_schedule(experiment.training.schedule, global_rounds=experiment.rounds)]
-    if experiment.training.vmapped:
-        found.append(
-            "training.vmapped = true: on a GPU the last bits of a model depend on which devices train together, so two"
-            " runs may differ by rounding. Use false for equal bits."
-        )
     if experiment.model.name in BATCH_NORM and _skew(experiment.data) <= SKEWED_CONCENTRATION:
         found.append(
             f"model.name = {experiment.model.name!r}: batch norm with label skew costs accuracy (about 9 points on"

@@ -214,8 +214,6 @@ def check_training(key: str, privacy: PrivacySettings, training: TrainingSetting
         found = "objective.name", training.objective.name, "it has other terms of private data", "Use fedprox or none"
     elif training.precision == "bf16":
         found = "precision", "bf16", "samples' gradients are taken in fp32", "Omit it"
-    elif training.vmapped:
-        found = "vmapped", True, "samples are vmapped, devices train one after another", "Omit it"
     elif privacy.sampling_rate is not None and training.own_augmentation is not None:
         found = "augmentation.name", training.augmentation.name, "not with a sampling rate", "Omit it"
     if found is not None:

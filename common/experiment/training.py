@@ -299,10 +299,10 @@ class TrainingSettings(EffectiveTable):
     # On CUDA, use only operations that give the same bits again; a model with others is refused. A CPU always gives
     # the same bits.
     deterministic: bool = False
-    # Whether the devices of a process train in common steps on a GPU, where the model can be. Not set: unless the
-    # model, the loss or the objective is your own. The last bits of a result then depend on who trains together, so two
-    # runs may differ by rounding. On a CPU devices train one after another, which is faster.
-    vmapped: bool | None = None
+    # False: the devices of a process train one after another on a GPU, too. Not set: there they train in common steps,
+    # unless the model, the loss, the objective or the augmentation is your own. The last bits of a result then depend
+    # on who trains together, so two runs may differ by rounding.
+    vmapped: Literal[False] | None = None
     trainer: TrainerSettings = SgdTrainer()  # what trains: `sgd`, a Flower app, or a class of your own
     # Numbers for a trainer that is not `sgd`, by the global round from which they hold: `mu = { 1 = 0.0, 10 = 0.1 }`.
     by_round: ByRound = Field(default_factory=dict)
@@ -481,18 +481,12 @@ def check_training(training: TrainingSettings, data: Data) -> None:
         raise InvalidExperiment(
             "training.nesterov", True, "it is a form of momentum", "Set training.momentum above 0, or omit it."
         )
-    if training.vmapped and training.deterministic:
-        problem, remedy = "training.deterministic trains devices one after another", "Omit one of the two keys."
-        raise InvalidExperiment("training.vmapped", training.vmapped, problem, remedy)
     schedule = training.schedule
     needed = {"step": ("every", "factor"), "exponential": ("factor",), "inverse": ("halving",)}
     for key in needed.get(schedule.name, ()):
         if getattr(schedule, key) is None:
             problem = f"schedule {schedule.name!r} needs it"
             raise InvalidExperiment(f"training.schedule.{key}", None, problem, f"Set training.schedule.{key}.")
-    if training.vmapped and training.own_augmentation is not None:
-        problem = f"training.augmentation.name = {training.augmentation.name!r} trains devices one after another"
-        raise InvalidExperiment("training.vmapped", training.vmapped, problem, "Omit one of the two keys.")
     augmentation = training.image_changes
     kind = "text" if data.dataset in TEXTS else "a table" if is_csv(data.dataset) else ""
     if kind and augmentation.changes:

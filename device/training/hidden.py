@@ -1,4 +1,4 @@
-"""What the user's own code keeps beside a model's state: common steps and recorded ones would pass over it."""
+"""What the user's own code keeps beside a model's state: recorded steps would pass over it."""
 
 from __future__ import annotations
 
@@ -12,21 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from fedstrata.common.experiment.own_values import ValueWriter, kept_in_files
-
-
-def obstacle_in(module: nn.Module) -> str:
-    """Return what of a module vmapped steps would pass over without an error, or ""."""
-    for name, weight in module.named_parameters():
-        if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
-            return f"a hook of the gradients of {name}"
-    seen: set[nn.Module] = set()
-    for name, layer in module.named_modules(remove_duplicate=False):
-        if getattr(layer, "_backward_hooks", None) or getattr(layer, "_backward_pre_hooks", None):
-            return f"a hook of the gradients of {name or 'the model'}"
-        if layer in seen:  # torch.func.functional_call would leave it with the tensors of the call
-            return f"the second name of a layer, {name}"
-        seen.add(layer)
-    return ""
 
 
 class NotComparable(RuntimeError):
@@ -44,9 +29,8 @@ def hidden_state(module: nn.Module, objective: object, names: Iterable[str]) -> 
     layers = [{key: value for key, value in vars(layer).items() if key != "_parameters"} for layer in module.modules()]
     hooks = [(each._backward_hooks, getattr(each, "_post_accumulate_grad_hooks", None)) for each in module.parameters()]
     generators = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    on_gpu = torch.cuda.get_rng_state() if next(module.parameters()).is_cuda else None
     try:
-        writer.dump((layers, hooks, vars(objective), generators, on_gpu, kept_in_files(names)))
+        writer.dump((layers, hooks, vars(objective), generators, kept_in_files(names)))
     except Exception as error:  # noqa: BLE001 - any object may refuse to be pickled, with any error
         raise NotComparable(f"the model or the objective keeps what cannot be compared: {error}") from None
     return file.getvalue()

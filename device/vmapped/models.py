@@ -4,8 +4,7 @@ Suffixes: S devices, A of them in one step, W samples of each. Every tensor of t
 dimension S. vmap turns the layers' kernels into batched ones. A device's result differs from that of its own training
 only by rounding, but it may depend on the other devices in the step.
 
-Layers that vmap cannot batch as they are have their own form: dropout, with each device's own masks, and LSTMs. What
-the user's own code keeps beside a model's state would be shared by devices that are trained together; it is looked for.
+Layers that vmap cannot batch as they are have their own form: dropout, with each device's own masks, and LSTMs.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ from fedstrata.common.methods.mixing import Floats
 from fedstrata.common.model.layout import ModelLayout, Row, Section
 from fedstrata.device.training import sgd
 from fedstrata.device.training.batches import Changes, change_images
-from fedstrata.device.training.hidden import hidden_state
 from fedstrata.device.training.objectives.objective import Minibatch
 from fedstrata.device.training.objectives.table import objective_of
 from fedstrata.device.training.vectors import TaskVectors
@@ -48,10 +46,7 @@ Tensors = dict[str, Tensor]
 class Recipe:
     """What vmapped trainings share. Module, `images` [N, ...], `labels` int64 [N] are on one accelerator.
 
-    `anew` makes the module of one training of a device alone, if any code of the experiment is the user's own, which
-    may keep anything beside its state.
-    `vectors` are those of training, `personal` the names of the weights that no device has received, `own` those of the
-    user's own code.
+    `vectors` are those of training, `personal` the names of the weights that no device has received.
     """
 
     module: nn.Module
@@ -61,9 +56,7 @@ class Recipe:
     normalise: Normalise
     training: TrainingSettings
     learning_rate: float
-    anew: Callable[[], nn.Module] | None = None
     personal: frozenset[str] = frozenset()
-    own: Sequence[str] = ()
 
     @property
     def layout(self) -> ModelLayout:
@@ -153,7 +146,6 @@ class VmappedModels:
         begun = self._optimizer.begin(list(self._weights.values()), models=len(rows))
         self._moments = {slot: dict(zip(self._weights, parts, strict=True)) for slot, parts in begun.items()}
         self._losses = torch.zeros(len(rows), dtype=torch.float64, device=recipe.accelerator)
-        self._hidden = self._hidden_now()
 
     def step(self, places: int | Tensor, batch: Batch) -> None:
         """Take one step of SGD at the first A places, or at given ones, int64 [A].
@@ -211,12 +203,7 @@ class VmappedModels:
                         all_[name].index_copy_(0, places, tensor.detach())
 
     def read(self, places: Sequence[int]) -> tuple[list[Row], list[float]]:
-        """Return these places' models, uint8 [row_bytes] each, and their sums of losses.
-
-        Raises RuntimeError if the user's own code has changed what it keeps beside them, or drawn random numbers.
-        """
-        if self._hidden_now() != self._hidden:
-            raise RuntimeError("the model or the objective keeps something from step to step, or draws random numbers")
+        """Return these places' models, uint8 [row_bytes] each, and their sums of losses."""
         layout, index = self._recipe.layout, torch.tensor(places, device=self._losses.device)
         state = _some({**self._weights, **self._buffers}, index)
         floats = [state[e.name].reshape(len(places), -1) for e in layout.entries if e.section is not Section.COUNTER]
@@ -250,10 +237,6 @@ class VmappedModels:
             return []
         received = _some(self._received, places)
         return [received[name] if name in received else weight.detach() for name, weight in weights.items()]
-
-    def _hidden_now(self) -> bytes:
-        recipe = self._recipe
-        return b"" if recipe.anew is None else hidden_state(recipe.module, self._objective, recipe.own)
 
     def _outputs(
         self, run: Callable[..., tuple[Sequence[Tensor], Tensors]], weights: Tensors, buffers: Tensors, batch: Batch

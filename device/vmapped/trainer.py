@@ -1,4 +1,4 @@
-"""The trainings of several devices of one process, vmapped where the model can be."""
+"""The trainings of several devices of one process, vmapped: those of nets that ship."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from fedstrata.common.accounting.costs import DeviceCosts
 from fedstrata.common.accounting.work import TrainingPath, Work
 from fedstrata.common.errors import AcceleratorLost
-from fedstrata.common.experiment.own import is_own
 from fedstrata.common.host.accelerators import is_lost, out_of_memory
 from fedstrata.common.learning import datasets, models
-from fedstrata.common.learning.computing import calls_own_code, first_line, set_up
+from fedstrata.common.learning.computing import first_line, set_up
 from fedstrata.common.learning.inputs import Inputs
 from fedstrata.common.model.parts import given_arrays
 from fedstrata.device.jobs import Cancelled, DeviceOrder, Done, Ending, HostedDevice, LocalResult, Order
@@ -31,15 +30,16 @@ from fedstrata.device.training.batches import (
     orders,
     uniform_numbers,
 )
-from fedstrata.device.training.network import own_names
 from fedstrata.device.training.objectives.table import objective_of
 from fedstrata.device.training.vectors import finish, vectors_of
-from fedstrata.device.vmapped.calibration import most_in_memory, problem_of
-from fedstrata.device.vmapped.loop import Turn, Visits, VmappedResult, train
-from fedstrata.device.vmapped.models import Recipe, keep_batch_norm_fp32
-from fedstrata.device.vmapped.schedule import Load
+from fedstrata.device.vmapped.loop import Batches, Turn, Visits, VmappedResult, train
+from fedstrata.device.vmapped.models import Recipe, VmappedModels, keep_batch_norm_fp32
+from fedstrata.device.vmapped.schedule import Load, plan
 
 CPU: Final = torch.device("cpu")
+PEAK_STEPS: Final = 3  # after which a group's memory is known
+UNLIMITED_DEVICES: Final = 1 << 20  # where memory is the host's
+MEMORY_RESERVE_SHARE: Final = 0.2  # of the free memory: for other libraries and gaps of the allocator
 
 log = logging.getLogger("fedstrata.vmapped")
 
@@ -54,17 +54,16 @@ class VmappedTrainer:
         self._failed: set[str] = set()  # the digests of experiments with a failed step
 
     def prepare(self, device: HostedDevice) -> None:
-        """Try vmapped steps of the experiment's model with a device's samples, before the run begins.
+        """Measure how many devices fit into the memory of a common step, before the run begins.
 
-        Once, with the second device of the experiment in this process: the first one might be alone.
+        Once, with the second device of the experiment in this process: the first one might be alone. Raises
+        AcceleratorLost.
         """
         set_up(self._accelerator, device.experiment.training)
         try:
             self._shared_of(device).prepare(device)
-        except RuntimeError as error:
-            if not out_of_memory(error):
-                raise
-            self._shared = None  # in training, devices without memory for a common step train one after another
+        except Exception as error:  # noqa: BLE001 - any kernel may be missing; each device alone finds its place
+            self._give_up(device, error)
 
     def train(self, work: Sequence[DeviceOrder], done: Done) -> list[int]:
         """Train devices together; `done` gets each one's number and outcome. Return the others' numbers.
@@ -84,17 +83,21 @@ class VmappedTrainer:
         set_up(self._accelerator, first.experiment.training)
         try:
             self._train(work, end)
-        except BaseException as error:  # noqa: BLE001 - own code may raise anything; each device alone finds its place
-            if is_lost(error):
-                raise AcceleratorLost(first_line(error)) from None
-            self._shared = None  # frees its memory for those that are left
-            if not out_of_memory(error):
-                self._failed.add(first.digest)
-                name = f"{first.experiment.model.name} on {self._accelerator}"
-                log.warning("%s: a vmapped step failed. Devices train one after another: %s", name, first_line(error))
+        except Exception as error:  # noqa: BLE001 - any kernel may be missing; each device alone finds its place
+            self._give_up(first, error)
         if self._accelerator.type == "cuda":
             torch.cuda.empty_cache()  # other processes may train on it too
         return left
+
+    def _give_up(self, device: HostedDevice, error: Exception) -> None:
+        """Free the memory of a step that failed, and vmap the experiment no more if that was not for lack of memory."""
+        if is_lost(error):
+            raise AcceleratorLost(first_line(error)) from None
+        self._shared = None
+        if not out_of_memory(error):
+            self._failed.add(device.digest)
+            name = f"{device.experiment.model.name} on {self._accelerator}"
+            log.warning("%s: a vmapped step failed. Devices train one after another: %s", name, first_line(error))
 
     def _shared_of(self, device: HostedDevice) -> _Shared:
         if self._shared is None or self._built != device.built:
@@ -110,9 +113,8 @@ class VmappedTrainer:
         for rate, numbers in by_rate.items():
             recipe = shared.recipe(rate)
             turns = [shared.turn(*work[number], partial(done, number)) for number in numbers]
-            most = shared.trial(recipe, turns[0]) if len(turns) > 1 else 0
-            if most:
-                train(recipe, turns, most=most)
+            if len(turns) > 1:
+                train(recipe, turns, most=shared.most(recipe, turns[0]))
 
 
 class _Shared:
@@ -152,7 +154,6 @@ class _Shared:
         """Make what all devices share; `node` is any of them."""
         inputs = self._local[node].inputs
         self._module = self._build(inputs)
-        self._anew = partial(self._build, inputs) if any(map(is_own, self._experiment.code_at(node).values())) else None
         parts = models.parts_of(self._module, self._experiment.model)
         self._vectors = vectors_of(self._experiment, node, parts)
         self._draws = objective_of(self._experiment.training).draws(self._vectors.shapes, inputs.classes)
@@ -161,15 +162,13 @@ class _Shared:
 
     def _build(self, inputs: Inputs) -> nn.Module:
         experiment = self._experiment
-        build = models.anew if is_own(experiment.model.name) else models.of
-        module = build(experiment, inputs=inputs)
+        module = models.of(experiment, inputs=inputs)
         models.read_frozen(module, self._frozen)
         keep_batch_norm_fp32(module, experiment.training, device=self._accelerator)
         return module.to(self._accelerator).train()
 
-    @calls_own_code
     def prepare(self, device: HostedDevice) -> None:
-        """Try copies of the second device together. Raises torch.OutOfMemoryError."""
+        """Measure copies of the second device together. Raises RuntimeError."""
         self._prepared += 1
         if self._prepared != 2:
             return
@@ -177,7 +176,7 @@ class _Shared:
         row = np.zeros(self._vectors.links.down.row_bytes + self._vectors.kept_bytes, np.uint8)
         models.write_row(self._module, self._vectors.layout, row)
         order = Order(row, row, 1, 0, lambda *_: None, threading.Event())
-        self.trial(self.recipe(self.rate(order)), self.turn(device, order, lambda _: None))
+        self.most(self.recipe(self.rate(order)), self.turn(device, order, lambda _: None))
 
     def rate(self, order: Order) -> float:
         """Return the learning rate of the order's global round."""
@@ -186,8 +185,7 @@ class _Shared:
     def recipe(self, rate: float) -> Recipe:
         """Return what the devices share at this learning rate."""
         shared = (self._module, self._vectors.inner, self._images, self._labels, self._normalise)
-        personal, own = self._vectors.personal, own_names(self._experiment)
-        return Recipe(*shared, self._experiment.training, rate, self._anew, personal, own)
+        return Recipe(*shared, self._experiment.training, rate, self._vectors.personal)
 
     def turn(self, device: HostedDevice, order: Order, done: Callable[[Ending], None]) -> Turn:
         """Return a device's order as a turn of vmapped training."""
@@ -225,14 +223,30 @@ class _Shared:
         seed = dropout_seed(experiment, node=node, local_round=local_round)
         return Turn(self._vectors.begin(order.row), load, visits, order.progress, order.cancelled, end, seed)
 
-    def trial(self, recipe: Recipe, turn: Turn) -> int:
-        """Return how many fit in one group, 0 if vmapped steps are not a device's own: tried once, with any turn."""
+    def most(self, recipe: Recipe, turn: Turn) -> int:
+        """Return how many devices fit in one group: measured once, with any turn."""
         if self._most is None:
-            name = f"{self._experiment.model.name} on {self._accelerator}"
-            if problem := problem_of(recipe, [turn, turn]):
-                log.warning("%s: trained one device after another, because of %s", name, problem)
-                self._most = 0
-            else:
-                self._most = most_in_memory(recipe, turn)
-                log.info("%s: at most %d together", name, self._most)
+            self._most = most_in_memory(recipe, turn)
+            log.info("%s on %s: at most %d together", self._experiment.model.name, self._accelerator, self._most)
         return self._most
+
+
+def most_in_memory(recipe: Recipe, turn: Turn) -> int:
+    """Return the number of devices that fit into the accelerator's free memory, estimated from copies of a turn."""
+    if recipe.accelerator.type != "cuda":
+        return UNLIMITED_DEVICES
+    each_bytes = max(1, (_peak_bytes(recipe, [turn] * 4) - _peak_bytes(recipe, [turn])) // 3)
+    torch.cuda.empty_cache()
+    free_bytes, _ = torch.cuda.mem_get_info(recipe.accelerator)
+    return max(1, int(free_bytes * (1 - MEMORY_RESERVE_SHARE)) // each_bytes)
+
+
+def _peak_bytes(recipe: Recipe, turns: Sequence[Turn]) -> int:
+    before = torch.cuda.memory_allocated(recipe.accelerator)
+    torch.cuda.reset_peak_memory_stats(recipe.accelerator)
+    made = plan([turn.load for turn in turns], batch_size=recipe.training.batch_size, pad=recipe.pads)
+    state = VmappedModels(recipe, [turn.row for turn in turns], [turn.seed for turn in turns])
+    places, batch = Batches(recipe, made, turns).of(0)
+    for _ in range(PEAK_STEPS):
+        state.step(places, batch)
+    return torch.cuda.max_memory_allocated(recipe.accelerator) - before

@@ -270,11 +270,11 @@ def _evaluated(setting: Setting, name: str) -> Facts:
 
 def lab(setting: Setting) -> Rows:
     """Yield whole labs of processes, whose devices choose their accelerators."""
-    for mode in ("true", "false"):
-        yield f"vmapped {mode}", lambda mode=mode: _lab(setting, mode)
+    for name, text in {"vmapped": "", "one after another": "training = { vmapped = false }"}.items():
+        yield name, lambda text=text: _lab(setting, text)
 
 
-def _lab(setting: Setting, mode: str) -> Facts:
+def _lab(setting: Setting, training: str) -> Facts:
     """Return what a run's files have: median seconds of a global round, accuracy, paths, where it was evaluated."""
     devices, samples, rounds = (4, 80, 2) if setting.small else (40, 24_000, 5)
     text = f"""
@@ -283,7 +283,7 @@ rounds = {rounds}
 topology = {{ institutions = 2, devices = {devices} }}
 data = {{ dataset = "synthetic", classes = 10, image_shape = [1, 28, 28], samples = {samples}, test_samples = 1000 }}
 model = {{ name = "lenet5" }}
-training = {{ vmapped = {mode} }}
+{training}
 links = {{ check = "off" }}
 [evaluation]
 accelerator = "auto"

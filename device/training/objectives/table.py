@@ -47,7 +47,7 @@ def _check_results(name: str, objective: Objective) -> None:
         found = losses_of(batch, logits)
         if not isinstance(found, Tensor):
             _refuse_type(name, losses_of, found)
-        if found.dim() and logits.dim() == 2:  # of several models the trial of vmapping compares them
+        if found.dim():
             problem = f"losses returns a tensor of {list(found.shape)}, not of []{own.place(losses_of)}"
             own.refuse(KEY, name, problem, "Return the mean over the samples: `batch.mean(each)`.")
         if logits.requires_grad and not found.requires_grad:

@@ -1,8 +1,4 @@
-"""The trial of vmapped training: whether its steps are those of a device alone, and how many devices fit in memory.
-
-Vmapped training is tested before it is used. A model whose layers vmap cannot batch, or whose samples depend on the
-others of their batch in an unsupported way, is trained one device after another.
-"""
+"""Whether the vmapped steps of two devices are those of each alone."""
 
 from __future__ import annotations
 
@@ -17,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedstrata.common.host.accelerators import is_lost
 from fedstrata.common.learning import models
 from fedstrata.common.learning.computing import first_line
 from fedstrata.common.learning.datasets import Normalise
@@ -25,19 +20,15 @@ from fedstrata.common.learning.models import head_places
 from fedstrata.common.learning.nets import reseed
 from fedstrata.common.model.layout import ModelLayout, Row
 from fedstrata.device.jobs import Cancelled
-from fedstrata.device.training.hidden import obstacle_in
 from fedstrata.device.training.network import TRIAL_NOISE
 from fedstrata.device.training.objectives.table import objective_of
 from fedstrata.device.training.sgd import LocalSteps, features_of, forward_of
-from fedstrata.device.vmapped.loop import Batches, Turn, Visits, VmappedResult, train
-from fedstrata.device.vmapped.models import Recipe, VmappedModels
-from fedstrata.device.vmapped.schedule import Load, plan
+from fedstrata.device.vmapped.loop import Turn, Visits, VmappedResult, train
+from fedstrata.device.vmapped.models import Recipe
+from fedstrata.device.vmapped.schedule import Load
 
-PEAK_STEPS: Final = 3  # after which a group's memory is known
-UNLIMITED_DEVICES = 1 << 20  # where memory is the host's
-MEMORY_RESERVE_SHARE = 0.2  # of the free memory: for other libraries and gaps of the allocator
-TRIAL_STEPS = 3
-TRIAL_LEARNING_RATE = 0.01  # its steps are long compared with the rounding of float32 models
+TRIAL_STEPS: Final = 3
+TRIAL_LEARNING_RATE: Final = 0.01  # its steps are long compared with the rounding of float32 models
 # How far vmapped steps may be from a device's own, relative to their length. In float64 both give the same float32
 # model, up to its last bit. In the others rounding decides on which side of a ReLU's kink a value is, and batch norm
 # over few samples amplifies it: 0.02 and 0.33 were seen (ResNet-18, batches of 10, on a CPU). Wrong steps are 1 off.
@@ -52,16 +43,12 @@ def problem_of(recipe: Recipe, turns: Sequence[Turn]) -> str:
     computed twice: in float64, where only another formula makes a difference, however small a term it has; and in the
     precision that will run, whose kernels may fail. Raises torch.OutOfMemoryError.
     """
-    if obstacle := obstacle_in(recipe.module):
-        return obstacle
     precision = recipe.training.precision
-    anew = recipe.anew or partial(copy.deepcopy, recipe.module)
     exact = replace(
         recipe,
-        module=anew().double(),
+        module=copy.deepcopy(recipe.module).double(),
         normalise=partial(_in_float64, recipe.normalise),
         training=recipe.training.model_copy(update={"precision": "fp32"}),
-        anew=recipe.anew and (lambda: anew().double()),
     )
     return _problem(exact, turns, "float64") or _problem(recipe, turns, precision)
 
@@ -84,10 +71,7 @@ def _problem(recipe: Recipe, turns: Sequence[Turn], precision: str) -> str:
     ]
     try:
         train(recipe, tried, most=len(tried))
-    except Exception as error:
-        if is_lost(error):
-            raise
-        # A layer that cannot be batched may raise anything.
+    except Exception as error:  # noqa: BLE001 - a layer that cannot be batched may raise anything
         return f"{type(error).__name__} in {precision}: {first_line(error)}"
     for k, turn in enumerate(tried):
         if not isinstance(result := outcomes.get(k), VmappedResult):
@@ -124,35 +108,14 @@ def _different_part(layout: ModelLayout, start: Row, vmapped: Row, own: Row, *, 
     return ""
 
 
-def most_in_memory(recipe: Recipe, turn: Turn) -> int:
-    """Return the number of devices that fit into the accelerator's free memory, estimated from copies of a turn."""
-    if recipe.accelerator.type != "cuda":
-        return UNLIMITED_DEVICES
-    each_bytes = max(1, (_peak_bytes(recipe, [turn] * 4) - _peak_bytes(recipe, [turn])) // 3)
-    torch.cuda.empty_cache()
-    free_bytes, _ = torch.cuda.mem_get_info(recipe.accelerator)
-    return max(1, int(free_bytes * (1 - MEMORY_RESERVE_SHARE)) // each_bytes)
-
-
 def _in_float64(normalise: Normalise, images: Tensor) -> Tensor:
     inputs = normalise(images)
     return inputs.double() if inputs.is_floating_point() else inputs
 
 
-def _peak_bytes(recipe: Recipe, turns: Sequence[Turn]) -> int:
-    before = torch.cuda.memory_allocated(recipe.accelerator)
-    torch.cuda.reset_peak_memory_stats(recipe.accelerator)
-    made = plan([turn.load for turn in turns], batch_size=recipe.training.batch_size, pad=recipe.pads)
-    state = VmappedModels(recipe, [turn.row for turn in turns], [turn.seed for turn in turns])
-    places, batch = Batches(recipe, made, turns).of(0)
-    for _ in range(PEAK_STEPS):
-        state.step(places, batch)
-    return torch.cuda.max_memory_allocated(recipe.accelerator) - before
-
-
 def _alone(recipe: Recipe, turn: Turn, count: int) -> Row:
     """Take the first step of a turn `count` times as its trainer does, and return the model, uint8 [row_bytes]."""
-    module = recipe.anew() if recipe.anew else recipe.module
+    module = recipe.module
     layout, size = recipe.layout, min(recipe.training.batch_size, turn.load.samples)
     places = turn.visits.places[:size].to(recipe.accelerator)
     changes = None if turn.visits.changes is None else turn.visits.changes[:size].to(recipe.accelerator)
