@@ -20,7 +20,6 @@ from fedstrata.cloud.results import RunFolder
 from fedstrata.cloud.round_scores import LABELS
 from fedstrata.common.errors import FedstrataError, StorageFailed
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.topology import CLOUD
 from fedstrata.common.host.energy import EnergyMeter
 from fedstrata.common.host.files import until_written
 from fedstrata.common.host.offload import beside, offload
@@ -39,6 +38,7 @@ from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
 from fedstrata.common.runtime.refining import RefinerProcess
 from fedstrata.common.runtime.round import Observe
 from fedstrata.common.runtime.world import Host
+from fedstrata.common.settings.topology import CLOUD
 from fedstrata.common.storage.spool import FrozenFiles, Spool
 
 FAREWELL_S = 10.0

@@ -16,13 +16,13 @@ from typing import Any, Final
 from safetensors import SafetensorError
 
 from fedstrata.common.errors import InvalidExperiment, RefusedModel, WireError
-from fedstrata.common.experiment.data import Model
 from fedstrata.common.host.files import replacing, writing
 from fedstrata.common.methods.rule import Rule
 from fedstrata.common.model import tensors
 from fedstrata.common.model.layout import ModelLayout, Row, Section
 from fedstrata.common.model.parts import ModelParts, part_of_each
 from fedstrata.common.model.tensors import Tensors
+from fedstrata.common.settings.data import ModelSettings
 from fedstrata.common.storage.states import keep_last, read_state, write_state
 
 KEPT: Final = 2
@@ -73,7 +73,7 @@ def save_model(
         tensors.write(file, {**layout.views(row), **frozen}, {FACTS: json.dumps(facts), LAYOUT: layout.to_json()})
 
 
-def load_initial(model: Model) -> tuple[ModelLayout, Row, str, Tensors]:
+def load_initial(model: ModelSettings) -> tuple[ModelLayout, Row, str, Tensors]:
     """Return the model of a file that a run wrote, or of a run's folder, the digest of its content, and frozen arrays.
 
     Frozen are those of that run, and those that `model.frozen` names. Raises InvalidExperiment.

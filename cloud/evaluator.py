@@ -13,11 +13,11 @@ import numpy.typing as npt
 
 from fedstrata.cloud import checkpoint
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.training import ACCURACY, Score
 from fedstrata.common.host.offload import offload
 from fedstrata.common.host.subprocess_channel import Record, ReplaceableProcess, SubprocessChannel
 from fedstrata.common.model import tensors
 from fedstrata.common.model.layout import ModelLayout, Row
+from fedstrata.common.settings.training import ACCURACY, Score
 
 MODULE: Final = "fedstrata.cloud.evaluator_process"
 

@@ -24,11 +24,11 @@ from fedstrata.common.experiment.reading import parse
 from fedstrata.common.host.memory import frozen_imports
 from fedstrata.common.host.subprocess_channel import AgentChannel, error_record
 from fedstrata.common.model import tensors
-from fedstrata.common.model.trainer import TrainerTester
+from fedstrata.common.training.array_trainer import TrainerTester
 
 if TYPE_CHECKING:
     from fedstrata.common.learning.evaluation import Evaluation, ModelTester
-    from fedstrata.common.model.trainer import Scored
+    from fedstrata.common.training.array_trainer import Scored
 
 
 def main() -> None:

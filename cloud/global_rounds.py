@@ -23,9 +23,6 @@ from fedstrata.cloud.round_scores import LABELS, Evaluate, RoundScores
 from fedstrata.common.accounting.child_report import ChildReport
 from fedstrata.common.errors import InvalidExperiment, RunFailed
 from fedstrata.common.experiment import lint
-from fedstrata.common.experiment.stopping import StopReason
-from fedstrata.common.experiment.topology import CLOUD
-from fedstrata.common.experiment.training import ACCURACY
 from fedstrata.common.host.files import until_written
 from fedstrata.common.host.offload import offload
 from fedstrata.common.methods import aggregator
@@ -49,6 +46,9 @@ from fedstrata.common.runtime.round import (
     unreported,
 )
 from fedstrata.common.runtime.world import REAL, World
+from fedstrata.common.settings.stopping import StopReason
+from fedstrata.common.settings.topology import CLOUD
+from fedstrata.common.settings.training import ACCURACY
 from fedstrata.common.storage.spool import Spool
 from fedstrata.common.text import TEXT_MOST, TextLimit, escaped_within, short
 

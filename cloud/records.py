@@ -37,9 +37,9 @@ from fedstrata.common.accounting.traffic import Measured, TcpStats, Traffic
 from fedstrata.common.accounting.work import TrainingPath
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.experiment.tiers import TIER_NAME
-from fedstrata.common.experiment.topology import CLOUD
 from fedstrata.common.host.energy import EnergySource
 from fedstrata.common.protocol.round_state import GLOBAL_PHASES
+from fedstrata.common.settings.topology import CLOUD
 
 # The other names begin columns of nodes and tiers.
 BYTES: Final = rf"(?!(epochs|omega|spread|epsilon)_){TIER_NAME}_(up|down)_bytes"

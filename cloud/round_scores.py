@@ -19,14 +19,14 @@ from fedstrata.cloud.records import PERSONALISED, GlobalRoundRecord, device_colu
 from fedstrata.cloud.results import RunFolder
 from fedstrata.common.accounting.child_report import ChildReport
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.stopping import Course, StopReason, check_evaluated
-from fedstrata.common.experiment.topology import CLOUD
-from fedstrata.common.experiment.training import ACCURACY
 from fedstrata.common.host.offload import offload
 from fedstrata.common.metrics import Metrics, NodeLabels
 from fedstrata.common.model.layout import Row
-from fedstrata.common.model.scores import ScoreSums, distribution, summed, unpacked
 from fedstrata.common.runtime.round import Observe
+from fedstrata.common.settings.stopping import Course, StopReason, check_evaluated
+from fedstrata.common.settings.topology import CLOUD
+from fedstrata.common.settings.training import ACCURACY
+from fedstrata.common.training.scores import ScoreSums, distribution, summed, unpacked
 
 LABELS: Final = NodeLabels("cloud", CLOUD)
 ROW_FACTS: Final = ("accuracy", "loss", "mixed_accuracy", "mixed_loss")  # of an evaluation, beside other_scores

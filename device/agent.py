@@ -15,12 +15,8 @@ from pathlib import Path
 from typing import Final
 
 from fedstrata.common.errors import InvalidExperiment, OutOfReach, ParentGaveUp
-from fedstrata.common.experiment.data import Data, check_alike, examine_data, found_in
-from fedstrata.common.experiment.devices import Move, Pace
-from fedstrata.common.experiment.own import permit
 from fedstrata.common.experiment.reading import announced
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.topology import check_parent
 from fedstrata.common.host.examination import examine_host
 from fedstrata.common.host.files import until_written
 from fedstrata.common.host.offload import offload
@@ -36,6 +32,10 @@ from fedstrata.common.runtime.models import Arriving, work_on
 from fedstrata.common.runtime.roll import Resources
 from fedstrata.common.runtime.round import Report, WorkResult
 from fedstrata.common.runtime.world import Host
+from fedstrata.common.settings.data import Data, check_alike, examine_data, found_in
+from fedstrata.common.settings.devices import Move, Pace
+from fedstrata.common.settings.own import permit
+from fedstrata.common.settings.topology import check_parent
 from fedstrata.common.storage.spool import FrozenFiles, Spool
 from fedstrata.device.jobs import LocalResult, Order, Prepared, TrainingPool
 from fedstrata.device.training.work import LocalWork

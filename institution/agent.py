@@ -6,10 +6,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from fedstrata.common.experiment.own import permit
 from fedstrata.common.experiment.reading import announced
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.topology import CLOUD, check_parent
 from fedstrata.common.host.examination import examine_host
 from fedstrata.common.host.offload import beside
 from fedstrata.common.methods.rule import link_layouts
@@ -29,6 +27,8 @@ from fedstrata.common.runtime.refining import RefinerProcess
 from fedstrata.common.runtime.roll import Resources
 from fedstrata.common.runtime.round import DoTask, Report, WorkResult
 from fedstrata.common.runtime.world import Host
+from fedstrata.common.settings.own import permit
+from fedstrata.common.settings.topology import CLOUD, check_parent
 from fedstrata.common.storage.spool import FrozenFiles, Spool
 from fedstrata.institution.rounds import LocalRounds
 

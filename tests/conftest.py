@@ -26,8 +26,8 @@ from hypothesis import HealthCheck, settings
 
 from fedstrata.cloud.results import RunFolder
 from fedstrata.common.experiment.reading import parse
-from fedstrata.common.experiment.topology import CLOUD
 from fedstrata.common.protocol.messages import Manifest
+from fedstrata.common.settings.topology import CLOUD
 from tests.helpers.examples import DRAWN, PROFILE
 from tests.helpers.records import a_global_round
 from tests.helpers.timeouts import ended_by_timeout

@@ -22,7 +22,6 @@ import xxhash
 
 from fedstrata.common.accounting.traffic import TcpStats
 from fedstrata.common.accounting.work import Work
-from fedstrata.common.experiment.links import LinkSettings
 from fedstrata.common.experiment.schema import TransferSettings
 from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.protocol import serialization, topics
@@ -37,6 +36,7 @@ from fedstrata.common.protocol.participant import ParticipantState
 from fedstrata.common.protocol.presence import Identity
 from fedstrata.common.protocol.receiver import Landing
 from fedstrata.common.protocol.round_state import Assignment, Closed, Stalled
+from fedstrata.common.settings.links import LinkSettings
 
 LAB, RUN, PARENT, LAYOUT = "lab", "run-1", "cloud", "layout"
 CHUNK = 1024

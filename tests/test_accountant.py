@@ -13,8 +13,8 @@ from typing import Final
 import pytest
 from scipy.special import log_ndtr
 
-from fedstrata.common.experiment import accountant
-from fedstrata.common.experiment.accountant import ORDERS, epsilon, renyi, steps_in_epoch
+from fedstrata.common.settings import accountant
+from fedstrata.common.settings.accountant import ORDERS, epsilon, renyi, steps_in_epoch
 
 # noise multiplier, sampling rate, releases, delta, and epsilon of dp-accounting 0.6.0 with ORDERS
 KEPT: Final = (

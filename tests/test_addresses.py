@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from fedstrata.common.errors import ConnectionFailed, InvalidExperiment
-from fedstrata.common.experiment.links import LinkSettings
 from fedstrata.common.experiment.schema import TransferSettings
 from fedstrata.common.host.processes import free_port
 from fedstrata.common.net.address import BrokerAddress, parse_hosts
@@ -18,6 +17,7 @@ from fedstrata.common.net.attempts import Attempts
 from fedstrata.common.net.connection import BrokerConnection, Handlers
 from fedstrata.common.protocol.outbox import Publish
 from fedstrata.common.runtime.endpoint import PACKET_ROOM
+from fedstrata.common.settings.links import LinkSettings
 from fedstrata.deploy.brokers import broker
 from fedstrata.deploy.brokers.broker import BrokerProcess
 from fedstrata.deploy.console.login import Login

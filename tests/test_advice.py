@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from fedstrata.common.experiment.lint import warnings
-from fedstrata.common.experiment.methods import RULES
 from fedstrata.common.experiment.reading import load, override, parse
+from fedstrata.common.methods.settings import RULES
 from tests.helpers.rules import LEAST, WITH_OBJECTIVE
 
 FILES = sorted((Path(__file__).parent.parent / "deploy" / "experiments").glob("*.toml"))

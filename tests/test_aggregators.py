@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from fedstrata.common.experiment.methods import RULES
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.methods import fedcross, fedmr
 from fedstrata.common.methods.fedcross import FedCross
 from fedstrata.common.methods.fedmr import FedMR
 from fedstrata.common.methods.rule import Aggregated, Dispatched, Rule, Uploads
+from fedstrata.common.methods.settings import RULES
 from fedstrata.common.methods.statistics import Statistics
 from fedstrata.common.model.layout import ModelLayout, Row, Section
 from fedstrata.common.randomness import Purpose, generator

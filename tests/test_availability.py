@@ -13,9 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedstrata.common.errors import InvalidExperiment, RunFailed
-from fedstrata.common.experiment.devices import OnlineTimes
 from fedstrata.common.experiment.reading import load, parse, to_toml
-from fedstrata.common.experiment.topology import CLOUD
 from fedstrata.common.metrics import Metrics
 from fedstrata.common.net.address import BrokerAddress
 from fedstrata.common.net.connection import Handlers
@@ -24,6 +22,8 @@ from fedstrata.common.protocol.messages import NodeState, Presence
 from fedstrata.common.protocol.presence import TimeZero
 from fedstrata.common.runtime.lifecycle import until_return
 from fedstrata.common.runtime.world import Host, World
+from fedstrata.common.settings.devices import OnlineTimes
+from fedstrata.common.settings.topology import CLOUD
 from fedstrata.deploy.simulation.hardware import Durations
 from tests.helpers.commands import DEMO, null_model, run_lab, table
 from tests.helpers.scenarios import restarted

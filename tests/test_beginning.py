@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 
 from fedstrata.cloud.results import RunFolder
 from fedstrata.common.errors import DuplicateName, InvalidExperiment, LeftOut, NoProgress
-from fedstrata.common.experiment.data import FOLDERS, SHAPES, Data, Model, check_fits
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.short_form import PresentNode, topology_of
-from fedstrata.common.experiment.topology import CLOUD, check_parent
 from fedstrata.common.learning import datasets
 from fedstrata.common.learning.readers import builtin, leaf
 from fedstrata.common.learning.readers.builtin import check_files
+from fedstrata.common.settings.data import FOLDERS, SHAPES, Data, ModelSettings, check_fits
+from fedstrata.common.settings.topology import CLOUD, check_parent
 from fedstrata.deploy.brokers import broker
 from fedstrata.deploy.cli.chosen import kept_once_begun
 from fedstrata.deploy.console.login import Login
@@ -192,10 +192,10 @@ def test_what_does_not_fit_is_refused_before_anything_is_started(
 )
 def test_as_many_devices_as_the_data_suffice_for(data: dict[str, Any], most: int) -> None:
     chosen = Data.model_validate(data)
-    check_fits(chosen, Model(), devices=most)
+    check_fits(chosen, ModelSettings(), devices=most)
     if most < 10**6:
         with pytest.raises(InvalidExperiment, match=f"Use at most {most:,} devices"):
-            check_fits(chosen, Model(), devices=most + 1)
+            check_fits(chosen, ModelSettings(), devices=most + 1)
 
 
 def test_the_known_shape_of_digits_is_that_of_its_reader() -> None:
@@ -203,9 +203,9 @@ def test_the_known_shape_of_digits_is_that_of_its_reader() -> None:
 
 
 def test_text_is_for_models_of_text() -> None:
-    check_fits(Data(dataset="sent140"), Model(name="char_lstm"), devices=2)
+    check_fits(Data(dataset="sent140"), ModelSettings(name="char_lstm"), devices=2)
     with pytest.raises(InvalidExperiment, match="does not accept text of the data set"):
-        check_fits(Data(dataset="sent140"), Model(), devices=2)
+        check_fits(Data(dataset="sent140"), ModelSettings(), devices=2)
 
 
 def test_data_without_files_needs_none() -> None:

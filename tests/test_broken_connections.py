@@ -8,11 +8,11 @@ from typing import Literal
 import pytest
 
 from fedstrata.common.errors import DuplicateName, NoProgress
-from fedstrata.common.experiment.links import LinkSettings
 from fedstrata.common.experiment.schema import TransferSettings
 from fedstrata.common.protocol import serialization, topics
 from fedstrata.common.protocol.messages import NodeState, Presence
 from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
+from fedstrata.common.settings.links import LinkSettings
 from fedstrata.deploy.simulation.broker import BrokerSession, SessionWill
 from tests.helpers.broken import (
     assert_nothing_asked_twice,

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from fedstrata.common.experiment.links import LinkSettings
 from fedstrata.common.experiment.schema import TransferSettings
 from fedstrata.common.net.address import BrokerAddress
 from fedstrata.common.protocol.messages import NodeState
@@ -15,6 +14,7 @@ from fedstrata.common.protocol.presence import Identity
 from fedstrata.common.runtime.endpoint import DROPPED, HEAP, BrokerStatistics
 from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
 from fedstrata.common.runtime.world import new_session
+from fedstrata.common.settings.links import LinkSettings
 from fedstrata.deploy.brokers import broker
 
 

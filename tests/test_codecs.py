@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from fedstrata.common.errors import InvalidExperiment, RefusedModel, WireError
-from fedstrata.common.experiment.codecs import DOWN, UP
 from fedstrata.common.experiment.reading import parse
+from fedstrata.common.model.codec_settings import DOWN, UP
 from fedstrata.common.model.codecs import CODECS, PIECE_COLUMNS, SCALE_COLUMNS, Codec, codec_of
 from fedstrata.common.model.layout import ModelLayout, Row, Section
 from tests.helpers.examples import examples

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from fedstrata.common.errors import RunFailed
-from fedstrata.common.experiment.codecs import Codecs
 from fedstrata.common.experiment.schema import TransferSettings
 from fedstrata.common.experiment.tiers import Closing
+from fedstrata.common.model.codec_settings import Codecs
 from fedstrata.common.model.codecs import codec_of
 from fedstrata.common.model.layout import ModelLayout, Row
 from fedstrata.common.protocol import serialization, topics

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 
 from fedstrata.common.errors import ConnectionFailed
-from fedstrata.common.experiment.links import LinkSettings
 from fedstrata.common.experiment.schema import TransferSettings
 from fedstrata.common.host.processes import free_port
 from fedstrata.common.net.address import BrokerAddress
@@ -31,6 +30,7 @@ from fedstrata.common.protocol.messages import NodeState
 from fedstrata.common.protocol.presence import Identity
 from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
 from fedstrata.common.runtime.world import new_session
+from fedstrata.common.settings.links import LinkSettings
 from fedstrata.deploy.brokers import broker
 from fedstrata.deploy.brokers.broker import Kind
 from fedstrata.deploy.brokers.guard import Guard

@@ -18,18 +18,18 @@ from torch import nn
 from torch.nn import functional
 
 from fedstrata.common.errors import InvalidExperiment, RunFailed
-from fedstrata.common.experiment.codecs import UP
-from fedstrata.common.experiment.methods import RULES
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.training import TrainingSettings
 from fedstrata.common.methods.aggregator import build
 from fedstrata.common.methods.rule import Rule, Uploads, link_layouts
+from fedstrata.common.methods.settings import RULES
+from fedstrata.common.model.codec_settings import UP
 from fedstrata.common.model.codecs import CODECS
 from fedstrata.common.model.layout import LinkLayouts, ModelLayout, Section
 from fedstrata.common.model.parts import ModelParts
 from fedstrata.common.protocol.manifest import describe
 from fedstrata.common.protocol.messages import Key, Task
+from fedstrata.common.settings.training import TrainingSettings
 from fedstrata.common.storage.spool import Spool
 from fedstrata.device.jobs import Order
 from fedstrata.device.training.batches import load_local_dataset

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.csv_table import CsvTable
 from fedstrata.common.experiment.reading import load
 from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.settings.csv_table import CsvTable
 
 
 def read(path: Path, raw: bytes | str) -> tuple[list[str], list[tuple[int, list[str]]]]:

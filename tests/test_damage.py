@@ -24,10 +24,10 @@ from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.host.files import remove_folder
 from fedstrata.common.model.layout import Row
-from fedstrata.common.model.trainer import TrainerTester
 from fedstrata.common.protocol.messages import Key, Manifest, Task
 from fedstrata.common.storage.spool import Spool
 from fedstrata.common.storage.states import TaskStates, read_state, write_state
+from fedstrata.common.training.array_trainer import TrainerTester
 from fedstrata.deploy.planning.simulated_run import machine_speeds, simulated_run
 from fedstrata.deploy.results.run import Run
 from fedstrata.deploy.simulation import computing
@@ -305,7 +305,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedstrata.common.model.trainer import ArrayTrainer, Trained
+from fedstrata.common.training.array_trainer import ArrayTrainer, Trained
 
 
 def bind(path):

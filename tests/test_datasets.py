@@ -18,9 +18,9 @@ import torch
 
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment import reading, schema
-from fedstrata.common.experiment.topology import CLOUD
 from fedstrata.common.learning import datasets, originals
 from fedstrata.common.learning.inputs import Inputs
+from fedstrata.common.settings.topology import CLOUD
 from tests.helpers.commands import invoke
 from tests.helpers.mnist import idx, write_mnist
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from fedstrata.common.errors import InvalidExperiment, RefusedModel, WireError
-from fedstrata.common.experiment.codecs import CODECS, CodecSettings
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.model import table
+from fedstrata.common.model.codec_settings import CODECS, CodecSettings
 from fedstrata.common.model.codecs import codec_of
 from fedstrata.common.model.delta_codecs import PIECE_COLUMNS, SCALE_COLUMNS, DeltaCodec, OwnCodec
 from fedstrata.common.model.layout import ModelLayout, Row, Section

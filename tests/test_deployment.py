@@ -20,7 +20,7 @@ import typer
 import yaml
 
 from fedstrata.common.experiment.reading import parse, read
-from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.settings.topology import CLOUD
 from fedstrata.deploy.brokers import broker
 from fedstrata.deploy.cli.main import app
 from tests.helpers.commands import DEMO, EXPERIMENTS, NULL_LAB, PATIENCE_S, command, table

@@ -28,13 +28,16 @@ from fedstrata.cloud.results import RunFolder
 from fedstrata.common.accounting.child_report import ChildReport
 from fedstrata.common.accounting.work import Work
 from fedstrata.common.errors import InvalidExperiment, RefusedModel, WireError
-from fedstrata.common.experiment.data import check_alike
 from fedstrata.common.experiment.reading import parse, to_toml
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.topology import CLOUD
 from fedstrata.common.learning import datasets, models, splits
 from fedstrata.common.learning import evaluation as learning
-from fedstrata.common.model.scores import (
+from fedstrata.common.protocol import serialization, topics
+from fedstrata.common.protocol.limits import ChildLimits, TaskLimits, check_report, limits_below, possible_scores
+from fedstrata.common.protocol.messages import Key, Manifest, Result, Task
+from fedstrata.common.settings.data import check_alike
+from fedstrata.common.settings.topology import CLOUD
+from fedstrata.common.training.scores import (
     TARGETS_MOST,
     ScoredModels,
     ScoreSums,
@@ -46,9 +49,6 @@ from fedstrata.common.model.scores import (
     sums_fit,
     unpacked,
 )
-from fedstrata.common.protocol import serialization, topics
-from fedstrata.common.protocol.limits import ChildLimits, TaskLimits, check_report, limits_below, possible_scores
-from fedstrata.common.protocol.messages import Key, Manifest, Result, Task
 from fedstrata.deploy.local.direct import run_in_process
 from fedstrata.deploy.local.replay import replayed
 from fedstrata.deploy.results.compare import groups_of, table, to_json

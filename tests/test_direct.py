@@ -20,9 +20,9 @@ from safetensors.numpy import load_file
 from fedstrata.cloud.results import RunFolder
 from fedstrata.common.accounting.work import Work
 from fedstrata.common.errors import InvalidExperiment, RunFailed
-from fedstrata.common.experiment.codecs import Codecs
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.tiers import Closing
+from fedstrata.common.model.codec_settings import Codecs
 from fedstrata.common.model.layout import LinkLayouts, ModelLayout, Section
 from fedstrata.common.protocol.messages import Task
 from fedstrata.common.runtime.models import Arriving

@@ -22,13 +22,11 @@ from docs.tools import experiment, kept_pictures, metrics_table, sketches
 from docs.tools.drawing import PICTURES
 from docs.tools.manual import commands, manual
 from fedstrata.cloud.records import STATISTICS, DeviceRecord, GlobalRoundRecord, LinkRecord
-from fedstrata.common.experiment.data import TEXTS
-from fedstrata.common.experiment.methods import RULES, SELECTORS
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import EpochControl
-from fedstrata.common.experiment.training import OBJECTIVES
 from fedstrata.common.host.examination import Finding
 from fedstrata.common.learning import datasets
+from fedstrata.common.methods.settings import RULES, SELECTORS
 from fedstrata.common.protocol import messages
 from fedstrata.common.protocol.limits import (
     MESSAGE_MOST,
@@ -40,6 +38,8 @@ from fedstrata.common.protocol.limits import (
 )
 from fedstrata.common.protocol.round_state import GLOBAL_PHASES
 from fedstrata.common.protocol.serialization import KINDS, VERSION
+from fedstrata.common.settings.data import TEXTS
+from fedstrata.common.settings.training import OBJECTIVES
 from fedstrata.common.text import JSON_MOST, JsonText, NameText, ShortText
 from fedstrata.deploy.cli.main import app
 from fedstrata.deploy.kits.lab import parse as lab_of
@@ -134,7 +134,7 @@ def test_the_table_of_metrics_is_what_the_code_has() -> None:
 
 
 def test_each_key_of_the_experiment_has_a_meaning() -> None:
-    assert "|  |" not in page("docs/experiment.md"), "a key of common/experiment/ has no comment, which is its meaning"
+    assert "|  |" not in page("docs/experiment.md"), "a key of common/settings/ has no comment, which is its meaning"
 
 
 def test_the_readme_is_short() -> None:

@@ -14,10 +14,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.own import permit
 from fedstrata.common.experiment.reading import parse, to_toml
 from fedstrata.common.methods.column_rule import Columns
 from fedstrata.common.methods.own_rule import GuardedRule, OwnRule
+from fedstrata.common.settings.own import permit
 from fedstrata.device.training.objectives.table import objective_of
 from tests.helpers.commands import fedstrata, invoke
 from tests.helpers.direct import run_direct

@@ -20,7 +20,6 @@ from torch.nn import functional
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.training import TrainingSettings
 from fedstrata.common.learning import datasets, models
 from fedstrata.common.learning.models import head_places
 from fedstrata.common.learning.refiner import NodeDraws, NodeRefiner
@@ -30,6 +29,7 @@ from fedstrata.common.methods.rule import Rule, link_layouts
 from fedstrata.common.model.layout import ModelLayout, Row, Section
 from fedstrata.common.model.refinement import Refiner, RoundModels
 from fedstrata.common.randomness import Purpose, generator
+from fedstrata.common.settings.training import TrainingSettings
 from fedstrata.device.jobs import Order
 from fedstrata.device.training.batches import uniform_numbers
 from fedstrata.device.training.objectives.objective import Minibatch

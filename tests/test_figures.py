@@ -19,7 +19,7 @@ from PIL import Image, ImageColor
 
 from docs.tools.pictures import SVG, picture
 from fedstrata.common.experiment.reading import parse
-from fedstrata.common.experiment.topology import Tree
+from fedstrata.common.settings.topology import Tree
 from fedstrata.deploy.results import charts
 from fedstrata.deploy.results.charts import Axis, Curve
 from fedstrata.deploy.results.figures import COLOURS, MARKERS, SERIES, STYLE, Figure

@@ -15,7 +15,7 @@ import pytest
 
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.reading import parse, to_toml
-from fedstrata.common.model.flower_state import FILE, packed, read_state, unpacked, write_state
+from fedstrata.common.training.flower_state import FILE, packed, read_state, unpacked, write_state
 from tests.helpers.commands import run_lab, table, tensors
 from tests.helpers.direct import resumed_run, run_direct
 from tests.helpers.flower_apps import TASKS, write_app

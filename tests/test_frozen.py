@@ -25,7 +25,6 @@ from fedstrata.cloud import checkpoint
 from fedstrata.cloud.evaluator import InitialModel
 from fedstrata.common.accounting.work import TrainingPath
 from fedstrata.common.errors import InvalidExperiment, RefusedModel, RunFailed
-from fedstrata.common.experiment.data import Model
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.learning import datasets, models
@@ -40,6 +39,7 @@ from fedstrata.common.protocol.manifest import FROZEN_CODEC, describe
 from fedstrata.common.protocol.messages import FrozenOffered, FrozenWanted
 from fedstrata.common.runtime.frozen import OwnFrozen
 from fedstrata.common.runtime.refining import RefinerProcess
+from fedstrata.common.settings.data import ModelSettings
 from fedstrata.common.storage.spool import FROZEN_KEPT, FrozenFiles
 from fedstrata.device import jobs
 from fedstrata.device.jobs import Ending, HostedDevice, LocalResult, Order, most_together
@@ -284,7 +284,7 @@ def test_a_cloud_without_pytorch_divides_a_runs_model_by_the_patterns(tmp_path: 
     assert np.array_equal(found.row, tester.first)
     assert found.frozen.keys() == tester.frozen.keys()
     with pytest.raises(InvalidExperiment, match=r"model\.frozen = 'none\.\*': .*:Wide has no array"):
-        checkpoint.load_initial(Model(name=MODEL["name"], initial=str(path), frozen=["none.*"]))
+        checkpoint.load_initial(ModelSettings(name=MODEL["name"], initial=str(path), frozen=["none.*"]))
 
 
 def test_arrays_of_another_model_are_refused(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from fedstrata.common.accounting.work import TrainingPath, Work
 from fedstrata.common.experiment import reading, schema
 from fedstrata.common.learning import datasets, models
 from fedstrata.common.model.layout import ModelLayout, Row
-from fedstrata.common.model.scores import ScoredModels, ScoreSums
 from fedstrata.common.randomness import Purpose, generator
+from fedstrata.common.training.scores import ScoredModels, ScoreSums
 from fedstrata.device import jobs
 from fedstrata.device.jobs import (
     ALONE_ON,

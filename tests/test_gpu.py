@@ -16,12 +16,12 @@ from torch import nn
 from torch.nn import functional
 
 from fedstrata.common.experiment import reading, schema
-from fedstrata.common.experiment.training import TrainingSettings
 from fedstrata.common.learning import datasets, models
 from fedstrata.common.learning.computing import set_up
 from fedstrata.common.learning.evaluation import evaluate
 from fedstrata.common.learning.nets import Dropout
 from fedstrata.common.model.layout import Row
+from fedstrata.common.settings.training import TrainingSettings
 from fedstrata.device.training.trainer import Trainer
 from tests.helpers.plain import first_model, trained, trainer_of
 from tests.test_trainer import experiment, restored, write_leaf

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from fedstrata.cloud.results import RunFolder
 from fedstrata.common.accounting.work import Work
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment import devices
-from fedstrata.common.experiment.devices import Machine, Pace, shipped
 from fedstrata.common.experiment.reading import load, parse, to_toml
 from fedstrata.common.protocol.messages import Phase
 from fedstrata.common.runtime.round import WorkResult
+from fedstrata.common.settings import devices
+from fedstrata.common.settings.devices import Machine, Pace, shipped
 from fedstrata.deploy.simulation.loop import VirtualLoop
 from fedstrata.device import agent
 

@@ -23,8 +23,6 @@ from fedstrata.common.accounting.ledger import BYTES_MOST, Ledger
 from fedstrata.common.accounting.traffic import TcpStats, Traffic
 from fedstrata.common.accounting.work import Work
 from fedstrata.common.errors import Flooded, InvalidExperiment, RefusedModel, WireError
-from fedstrata.common.experiment.data import Data, root_below, samples_most
-from fedstrata.common.experiment.links import LinkSettings
 from fedstrata.common.experiment.reading import announced, parse
 from fedstrata.common.learning import datasets, splits
 from fedstrata.common.metrics import Metrics
@@ -73,6 +71,8 @@ from fedstrata.common.protocol.round_state import ChildState
 from fedstrata.common.runtime.discovery import Found, _play
 from fedstrata.common.runtime.roll import ASKERS_MOST, RollEntry
 from fedstrata.common.runtime.world import Host
+from fedstrata.common.settings.data import Data, root_below, samples_most
+from fedstrata.common.settings.links import LinkSettings
 from fedstrata.common.text import JSON_MOST
 from tests.bench import hostile
 from tests.session_lab import FORM, LAB, MODEL_BYTES, PARENT, RUN, Lab, NoMeter, manifest_of, names_of, settled

@@ -15,12 +15,12 @@ import pytest
 from xxhash import xxh3_64_digest
 
 from fedstrata.common.errors import RunFailed, WireError
-from fedstrata.common.experiment.links import LinkSettings
 from fedstrata.common.model.layout import ModelLayout
 from fedstrata.common.protocol import serialization, topics
 from fedstrata.common.protocol.admission import Refusal
 from fedstrata.common.protocol.manifest import describe
 from fedstrata.common.protocol.messages import Ask, Preparing, Result, Task
+from fedstrata.common.settings.links import LinkSettings
 from tests.helpers.nodes import (
     FINE,
     LAB,

@@ -81,7 +81,7 @@ def test_an_experiment_is_read_without_numpy() -> None:
     code = (
         "import sys; from fedstrata.common.experiment.lint import warnings\n"
         "from fedstrata.common.experiment.reading import parse; "
-        "from fedstrata.common.experiment.methods import BASELINES, RULES;"  # a baseline is as a user's file
+        "from fedstrata.common.methods.settings import BASELINES, RULES;"  # a baseline is as a user's file
         "warnings(parse({})); [RULES[name] for name in RULES if name not in BASELINES]; "
         "sys.exit('numpy' in sys.modules)"
     )

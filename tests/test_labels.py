@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.tables import flat
+from fedstrata.common.settings.tables import flat
 from fedstrata.deploy.console.tabular import Spread
 from fedstrata.deploy.results.pairs import by_seed, paired
 from fedstrata.deploy.results.run import Run

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.evaluation import EvaluationSettings
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.learning import datasets, splits, stored
 from fedstrata.common.learning.inputs import Inputs
 from fedstrata.common.learning.readers import leaf
+from fedstrata.common.settings.evaluation import EvaluationSettings
 from fedstrata.device.training.batches import LocalDataset, load_local_dataset
 
 Users = dict[str, tuple[list[Any], list[Any]]]

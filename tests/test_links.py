@@ -17,7 +17,7 @@ import pytest
 
 from fedstrata.common.accounting.tcp import tcp_info
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.links import LinkSettings, Profile
+from fedstrata.common.settings.links import LinkSettings, Profile
 from fedstrata.deploy.links import interface
 from fedstrata.deploy.links.interface import Interface, apply, blocks, clear, filters, link_of, shapers
 from fedstrata.deploy.links.kernel import addresses_of, interface_to, query

@@ -14,9 +14,9 @@ import pytest
 from fedstrata.cloud.results import RunFolder
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.reading import parse
-from fedstrata.common.model.scores import ScoredModels, packed_sums
-from fedstrata.common.model.trainer import LocalTask, Scored, TrainingSite
 from fedstrata.common.runtime.round import WorkResult
+from fedstrata.common.training.array_trainer import LocalTask, Scored, TrainingSite
+from fedstrata.common.training.scores import ScoredModels, packed_sums
 from fedstrata.deploy.planning.simulated_run import machine_speeds, simulated_run
 from fedstrata.deploy.simulation import computing
 from fedstrata.device.jobs import LocalResult

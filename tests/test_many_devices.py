@@ -14,7 +14,7 @@ from fedstrata.common.accounting.ledger import Ledger
 from fedstrata.common.accounting.work import Work
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.reading import parse
-from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.settings.topology import CLOUD
 from fedstrata.deploy.local import beforehand
 from fedstrata.deploy.local.beforehand import FILES_BESIDE, allow_connections
 from fedstrata.deploy.results import sections

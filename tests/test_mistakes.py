@@ -13,7 +13,7 @@ from typer.testing import Result
 from fedstrata.cloud.results import RunFolder
 from fedstrata.common.errors import MESSAGE_MOST, InvalidExperiment, RunFailed
 from fedstrata.common.experiment.reading import load
-from fedstrata.common.experiment.tables import parsed
+from fedstrata.common.settings.tables import parsed
 from fedstrata.common.text import counted
 from fedstrata.deploy.cli.chosen import kept_once_begun
 from fedstrata.deploy.console.shipped import shipped

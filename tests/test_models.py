@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.data import MODELS
 from fedstrata.common.learning import models
 from fedstrata.common.learning.inputs import Inputs
 from fedstrata.common.learning.nets import ARCHITECTURES, Dropout, draw_vgg16, own_dropout, reseed
 from fedstrata.common.methods.baselines.permutations import groups_of, permute
 from fedstrata.common.model.layout import ModelLayout, Row
+from fedstrata.common.settings.data import MODELS
 
 DIGITS, GREY, COLOUR = Inputs((1, 8, 8), 10), Inputs((1, 28, 28), 10), Inputs((3, 32, 32), 10)
 FEMNIST = Inputs((1, 28, 28), 62)

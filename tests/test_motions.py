@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment import data as settings
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.learning import datasets
 from fedstrata.common.learning.readers import builtin
+from fedstrata.common.settings import data as settings
 from tests.helpers.commands import table
 from tests.helpers.direct import run_direct
 

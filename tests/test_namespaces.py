@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.reading import load, parse
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.settings.topology import CLOUD
 from fedstrata.deploy.links.kernel import FRAME_BYTES, shaping
 from fedstrata.deploy.local.network import one_host, shares
 from tests.bench.namespaces import by_kernel, lay_out, namespaces, run_in_namespaces

@@ -20,11 +20,11 @@ from torch.nn import functional
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.training import OBJECTIVES, CrossEntropy, FedProx, TrainingSettings
 from fedstrata.common.learning import datasets, models
 from fedstrata.common.learning.inputs import Inputs
 from fedstrata.common.learning.models import classifier_of, head_places, with_features
 from fedstrata.common.model.layout import Row
+from fedstrata.common.settings.training import OBJECTIVES, CrossEntropy, FedProx, TrainingSettings
 from fedstrata.deploy.planning import trainings
 from fedstrata.device.jobs import Order
 from fedstrata.device.training import trainer

@@ -22,7 +22,7 @@ import pytest
 from fedstrata.common.errors import FedstrataError
 from fedstrata.common.experiment.reading import load, parse, to_toml
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.model.trainer import Array, Arrays, ArrayTrainer, LocalTask, Trained, TrainingSite
+from fedstrata.common.training.array_trainer import Array, Arrays, ArrayTrainer, LocalTask, Trained, TrainingSite
 from fedstrata.device.jobs import HostedDevice, LocalResult, Order
 from fedstrata.device.pool.pool import Pool
 from fedstrata.device.training import arrays

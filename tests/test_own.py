@@ -20,12 +20,12 @@ import torch
 from PIL import Image
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.own import permit
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.host.processes import free_port, python
 from fedstrata.common.learning import datasets
 from fedstrata.common.learning.datasets import Dataset
 from fedstrata.common.learning.inputs import Inputs
+from fedstrata.common.settings.own import permit
 from fedstrata.deploy.results.run import Run, folders
 from tests.helpers.commands import fedstrata, folder_in, invoke, table
 from tests.helpers.own_page import FILES, PAGES

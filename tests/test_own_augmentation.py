@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.own import permit
+from fedstrata.common.settings.own import permit
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.device.jobs import most_together

@@ -14,12 +14,12 @@ import torch
 from PIL import Image
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.data import Data, found_in
 from fedstrata.common.experiment.reading import parse
-from fedstrata.common.experiment.topology import CLOUD
 from fedstrata.common.learning import datasets, models
 from fedstrata.common.learning.evaluation import evaluate
 from fedstrata.common.learning.inputs import Inputs
+from fedstrata.common.settings.data import Data, found_in
+from fedstrata.common.settings.topology import CLOUD
 
 CLASSES = ["dog", "cat"]
 

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from fedstrata.common.errors import InvalidExperiment, RunFailed, bounded, described
-from fedstrata.common.experiment import own
 from fedstrata.common.experiment.reading import parse, to_toml
-from fedstrata.common.experiment.tables import write
 from fedstrata.common.host.processes import interruptible
 from fedstrata.common.learning.refiner import NodeRefiner
 from fedstrata.common.learning.splits import split_of
 from fedstrata.common.model.refinement import RoundModels
+from fedstrata.common.settings import own
+from fedstrata.common.settings.tables import write
 from fedstrata.deploy.console import logs
 from tests.helpers.commands import fedstrata, invoke
 from tests.helpers.direct import run_direct

@@ -11,13 +11,13 @@ import pytest
 from pydantic import BaseModel
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment import own
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.methods.column_rule import ColumnRule, Columns
 from fedstrata.common.methods.own_rule import GuardedRule, OwnRule
 from fedstrata.common.methods.selection import GuardedSelector, OwnSelection, Selector, Situation
 from fedstrata.common.model.delta_codecs import DeltaCodec
-from fedstrata.common.model.trainer import ArrayTrainer, TrainerCode
+from fedstrata.common.settings import own
+from fedstrata.common.training.array_trainer import ArrayTrainer, TrainerCode
 from fedstrata.deploy.local.beforehand import check_code
 from fedstrata.device.training.batches import OwnSamples
 from fedstrata.device.training.objectives.objective import Objective

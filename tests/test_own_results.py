@@ -16,7 +16,7 @@ from fedstrata.common.methods.column_rule import ColumnRule, Columns, RoundFacts
 from fedstrata.common.methods.own_rule import GuardedRule, OwnRule
 from fedstrata.common.methods.selection import GuardedSelector, OwnSelection, Selector, Situation
 from fedstrata.common.model.delta_codecs import DeltaCodec
-from fedstrata.common.model.trainer import ArrayTrainer, TrainerCode
+from fedstrata.common.training.array_trainer import ArrayTrainer, TrainerCode
 from fedstrata.device.training.objectives.objective import Minibatch, Objective
 from tests.helpers.direct import run_direct
 from tests.helpers.plain import trainer_of

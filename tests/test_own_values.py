@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedstrata.common.experiment.own_values import changed, kept_in_files
+from fedstrata.common.settings.own_values import changed, kept_in_files
 
 TEXT = """
 import itertools, random, threading

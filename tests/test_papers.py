@@ -18,7 +18,7 @@ from fedstrata.common.experiment.lint import warnings
 from fedstrata.common.experiment.reading import load as load_experiment
 from fedstrata.common.experiment.reading import override
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.tiers import participants
+from fedstrata.common.settings.topology import participants
 from fedstrata.deploy.console.shipped import shipped_sweeps
 from fedstrata.deploy.results.kept import brief
 from fedstrata.deploy.results.run import Run, State, folders

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment import reading, schema
-from fedstrata.common.experiment.topology import CLOUD, Tree
 from fedstrata.common.learning import splits
+from fedstrata.common.settings.topology import CLOUD, Tree
 
 Indices = npt.NDArray[np.int64]
 

@@ -20,7 +20,6 @@ from torch.nn import functional
 from fedstrata.cloud.checkpoint import save_model
 from fedstrata.common.accounting.work import TrainingPath
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.data import Model
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.learning import datasets, models
@@ -28,6 +27,7 @@ from fedstrata.common.learning.evaluation import ModelTester
 from fedstrata.common.methods.rule import link_layouts
 from fedstrata.common.model.layout import Section
 from fedstrata.common.model.parts import ModelParts, Part, part_of_each
+from fedstrata.common.settings.data import ModelSettings
 from fedstrata.deploy.results.run import Run
 from fedstrata.device.jobs import Ending, HostedDevice, LocalResult, Order
 from fedstrata.device.pool.trainers import Trainers
@@ -447,6 +447,6 @@ def test_parts_join_and_split_any_arrays(chosen: list[Part], random: Any) -> Non
 
 def test_patterns_match_any_name_of_an_array() -> None:
     arrays = {"first.weight": ["first.weight", "second.weight"], "last.weight": ["last.weight"]}
-    found = part_of_each(Model(frozen=["second.*"]), arrays, constant=())
+    found = part_of_each(ModelSettings(frozen=["second.*"]), arrays, constant=())
     assert found == {"first.weight": Part.FROZEN, "last.weight": Part.EXCHANGED}
-    assert part_of_each(Model(personal=["*"]), arrays, constant={"last.weight"})["last.weight"] is Part.FROZEN
+    assert part_of_each(ModelSettings(personal=["*"]), arrays, constant={"last.weight"})["last.weight"] is Part.FROZEN

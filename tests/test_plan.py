@@ -20,15 +20,15 @@ from rich.console import Console
 
 from fedstrata.common.accounting.costs import DeviceCosts
 from fedstrata.common.accounting.work import Work
-from fedstrata.common.experiment.methods import RULES, RuleSettings
 from fedstrata.common.experiment.reading import parse, to_toml
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.training import TrainingSettings
 from fedstrata.common.host.machine import LoadMeter, MachineLoad
 from fedstrata.common.methods import aggregator
 from fedstrata.common.methods.fedavg import FedAvg
 from fedstrata.common.methods.rule import Uploads, link_layouts
+from fedstrata.common.methods.settings import RULES, RuleSettings
 from fedstrata.common.model.layout import ModelLayout, Section
+from fedstrata.common.settings.training import TrainingSettings
 from fedstrata.deploy.console.stages import Stages
 from fedstrata.deploy.planning import calibration, footprint, predicting, simulated_run, trainings, workload
 from fedstrata.deploy.planning.calibration import MachineSpeeds

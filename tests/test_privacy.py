@@ -21,8 +21,7 @@ from torch import nn
 from fedstrata.cloud.privacy import PrivacyLedger
 from fedstrata.cloud.records import GlobalRoundRecord
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment import accountant, lint
-from fedstrata.common.experiment.privacy import PrivacySettings
+from fedstrata.common.experiment import lint
 from fedstrata.common.experiment.reading import parse, to_toml
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.methods.private import NoiseSource, PrivateRule, PrivateUpdates
@@ -31,6 +30,8 @@ from fedstrata.common.metrics import Metrics
 from fedstrata.common.model.layout import ModelLayout, Row, Section
 from fedstrata.common.randomness import Purpose, SecretNoise, SeededNoise
 from fedstrata.common.runtime.world import RealWorld
+from fedstrata.common.settings import accountant
+from fedstrata.common.settings.privacy import PrivacySettings
 from fedstrata.common.storage.spool import Spool
 from fedstrata.deploy.local.replay import replayed
 from fedstrata.deploy.results.page import compose

@@ -15,8 +15,8 @@ from typing import Final
 
 import pytest
 
-from fedstrata.common.experiment.tables import write
 from fedstrata.common.host.processes import free_port
+from fedstrata.common.settings.tables import write
 from fedstrata.deploy.results.run import Run, folders
 from tests.helpers.commands import command, fedstrata, invoke
 from tests.helpers.kits import wheel_in

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from fedstrata.common.accounting.traffic import Traffic
-from fedstrata.common.experiment.links import LinkSettings
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.experiment.tiers import Closing
@@ -41,6 +40,7 @@ from fedstrata.common.protocol.parent_session import ParentSession
 from fedstrata.common.protocol.presence import Identity
 from fedstrata.common.protocol.round_state import Assignment, Closed
 from fedstrata.common.runtime.models import Models
+from fedstrata.common.settings.links import LinkSettings
 from tests.session_lab import NoMeter
 
 RECORDING = Path(__file__).parent / "recordings" / "run.msgpack"

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.training import TrainingSettings
+from fedstrata.common.settings.training import TrainingSettings
 from fedstrata.device.jobs import Order
 from fedstrata.device.training import network, sgd
 from fedstrata.device.training.recording import CONTRASTS, NotRecordable, Program, program_of
@@ -226,7 +226,7 @@ def test_recording_does_not_import_the_compiler() -> None:
     text = (
         "import sys, torch\n"
         "from torch import nn\n"
-        "from fedstrata.common.experiment.training import TrainingSettings\n"
+        "from fedstrata.common.settings.training import TrainingSettings\n"
         "from fedstrata.device.training.recording import program_of\n"
         "from fedstrata.device.training.sgd import LocalSteps\n"
         "layer = nn.Linear(3, 2)\n"

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.methods import RULES, NormBound
 from fedstrata.common.experiment.reading import parse
-from fedstrata.common.experiment.tiers import share_of
 from fedstrata.common.methods.rule import Aggregated, Rule
+from fedstrata.common.methods.settings import RULES, NormBound
+from fedstrata.common.settings.topology import share_of
 from tests.helpers.examples import examples, slow
 from tests.helpers.rules import LAYOUT, LEAST, Report, aggregate, rule_of
 from tests.simulation.lab import ScenarioLab

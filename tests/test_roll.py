@@ -14,13 +14,13 @@ from xxhash import xxh3_64_digest
 
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment import reading
-from fedstrata.common.experiment.topology import CLOUD
 from fedstrata.common.host.examination import Finding
 from fedstrata.common.metrics import Metrics
 from fedstrata.common.protocol import serialization, topics
 from fedstrata.common.protocol.messages import Here, Message, RollCall
 from fedstrata.common.runtime.roll import SESSIONS_KEPT, Answer, Resources, RollEntry, call_rolls
 from fedstrata.common.runtime.world import Host, World
+from fedstrata.common.settings.topology import CLOUD
 from fedstrata.deploy.cli import roles
 from fedstrata.deploy.kits.answers import faults
 from fedstrata.deploy.kits.lab import parse

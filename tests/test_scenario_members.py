@@ -16,10 +16,10 @@ import typer
 from fedstrata.common.accounting.child_report import ChildReport
 from fedstrata.common.accounting.counters import packet_bytes
 from fedstrata.common.experiment.reading import parse
-from fedstrata.common.experiment.topology import CLOUD
 from fedstrata.common.protocol import serialization, topics
 from fedstrata.common.protocol.messages import Ask, NodeState, Presence, Reports, Result, Task, WhoIsThere
 from fedstrata.common.protocol.presence import CHALLENGED_MOST
+from fedstrata.common.settings.topology import CLOUD
 from fedstrata.deploy.local.agents import run_agents
 from fedstrata.deploy.simulation.broker import Routed
 from fedstrata.deploy.simulation.hardware import Durations, NullWorkload, SimulatedHardware

@@ -16,7 +16,6 @@ import pytest
 
 from fedstrata.common.accounting.traffic import Traffic
 from fedstrata.common.accounting.work import Work
-from fedstrata.common.experiment.topology import CLOUD
 from fedstrata.common.protocol import serialization
 from fedstrata.common.protocol.messages import (
     Acknowledgement,
@@ -31,6 +30,7 @@ from fedstrata.common.protocol.messages import (
 )
 from fedstrata.common.protocol.receiver import PATIENCE_S
 from fedstrata.common.runtime.parent_endpoint import REPEAT_END_S
+from fedstrata.common.settings.topology import CLOUD
 from fedstrata.deploy.simulation.broker import Routed
 from tests.helpers.scenarios import (
     IDLE_S,

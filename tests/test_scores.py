@@ -16,14 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedstrata.common.errors import AcceleratorLost, InvalidExperiment
-from fedstrata.common.experiment.data import NUMBERS
 from fedstrata.common.experiment.reading import parse
-from fedstrata.common.experiment.training import LOSSES, Score
 from fedstrata.common.learning import evaluation, models
 from fedstrata.common.learning.evaluation import ModelTester, accelerator_of, evaluate, score_of
 from fedstrata.common.learning.inputs import Inputs
 from fedstrata.common.learning.losses import loss_of, try_loss
 from fedstrata.common.model.layout import LinkLayouts
+from fedstrata.common.settings.data import NUMBERS
+from fedstrata.common.settings.training import LOSSES, Score
 from fedstrata.device.jobs import Order
 from fedstrata.device.training.batches import load_local_dataset
 from fedstrata.device.training.objectives.objective import Minibatch

@@ -14,8 +14,8 @@ import pytest
 
 import fedstrata
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.own import permit, without_imports
 from fedstrata.common.experiment.reading import announced, parse, to_toml
+from fedstrata.common.settings.own import permit, without_imports
 from fedstrata.deploy.local.own_checks import checks
 from fedstrata.deploy.results.run import Run
 from tests.helpers.commands import invoke

@@ -19,11 +19,11 @@ from safetensors.numpy import load_file
 from fedstrata.cloud import checkpoint
 from fedstrata.cloud.checkpoint import RunState
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.methods import SELECTORS
 from fedstrata.common.experiment.reading import load, parse
 from fedstrata.common.experiment.tiers import Tier
 from fedstrata.common.methods.selection import ClientSelection, Participation, ResultFacts, Situation
 from fedstrata.common.methods.selectors import Oort, scores
+from fedstrata.common.methods.settings import SELECTORS
 from fedstrata.common.model.layout import ModelLayout, Section
 from fedstrata.common.randomness import Purpose, generator
 from tests.helpers.commands import DEMO, run_lab, tensors

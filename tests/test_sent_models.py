@@ -13,18 +13,18 @@ import pytest
 
 from fedstrata.common.accounting.work import Work
 from fedstrata.common.errors import RunFailed
-from fedstrata.common.experiment.codecs import DOWN, Codecs
-from fedstrata.common.experiment.methods import RULES, NormBound
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.tiers import Closing
-from fedstrata.common.experiment.training import TrainingSettings
 from fedstrata.common.methods.aggregator import build
 from fedstrata.common.methods.rule import Aggregated, Rule, Uploads, link_layouts
+from fedstrata.common.methods.settings import RULES, NormBound
+from fedstrata.common.model.codec_settings import DOWN, Codecs
 from fedstrata.common.model.codecs import codec_of
 from fedstrata.common.model.layout import LinkLayouts, ModelLayout, Row, Section
 from fedstrata.common.protocol.messages import Task
 from fedstrata.common.runtime.models import Arriving
 from fedstrata.common.runtime.round import Dispatch, DoTask, Report, WorkResult
+from fedstrata.common.settings.training import TrainingSettings
 from fedstrata.common.storage.spool import Spool
 from fedstrata.deploy.local.calls import Calls, Clock
 from fedstrata.deploy.sweeps.grid import merged

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from matplotlib.collections import FillBetweenPolyCollection
 
 from docs.tools.runs_picture import drawn as picture_of
-from fedstrata.common.experiment.training import Score
+from fedstrata.common.settings.training import Score
 from fedstrata.deploy.console.tabular import Spread
 from fedstrata.deploy.results.device_scores import score_axis
 from fedstrata.deploy.results.figures import Point

@@ -18,7 +18,6 @@ from session_lab import LAB, LAYOUT, PARENT, RUN, Lab, manifest_of, model_of, na
 from fedstrata.common.accounting.traffic import Traffic
 from fedstrata.common.accounting.work import Work
 from fedstrata.common.errors import WireError
-from fedstrata.common.experiment.links import LinkSettings
 from fedstrata.common.experiment.schema import TransferSettings
 from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.protocol import serialization, topics
@@ -43,6 +42,7 @@ from fedstrata.common.protocol.messages import (
     WhoIsThere,
 )
 from fedstrata.common.protocol.presence import ASK_MOST_S
+from fedstrata.common.settings.links import LinkSettings
 from tests.helpers.examples import DRAWN, PROFILE
 from tests.helpers.session_messages import BLOB, IDLE_S, READY, inject, messages_of, silence_chunks
 

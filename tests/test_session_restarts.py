@@ -24,7 +24,6 @@ from session_lab import (
 
 from fedstrata.common.accounting.child_report import ChildReport
 from fedstrata.common.accounting.work import Work
-from fedstrata.common.experiment.links import LinkSettings
 from fedstrata.common.experiment.schema import TransferSettings
 from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.protocol import serialization, topics
@@ -57,6 +56,7 @@ from fedstrata.common.protocol.messages import (
 from fedstrata.common.protocol.outbox import Publish, Subscribe
 from fedstrata.common.protocol.participant import ParticipantState
 from fedstrata.common.protocol.presence import Proof
+from fedstrata.common.settings.links import LinkSettings
 from tests.helpers.session_messages import BLOB, IDLE_S, inject, leave_remains, silence_chunks
 
 # Restarts

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from fedstrata.common.experiment.links import LinkSettings
 from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.protocol.sender import Sender
+from fedstrata.common.settings.links import LinkSettings
 from tests.helpers.nodes import (
     FINE,
     assert_models,

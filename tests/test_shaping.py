@@ -13,7 +13,6 @@ from paho.mqtt import client as paho
 
 from fedstrata.common.accounting.counters import Account, packet_bytes
 from fedstrata.common.accounting.traffic import TcpStats, Traffic
-from fedstrata.common.experiment.links import LinkDirection, LinkSet
 from fedstrata.common.protocol import serialization, topics
 from fedstrata.common.protocol.manifest import describe
 from fedstrata.common.protocol.messages import Acknowledgement, Ask, Key, Manifest
@@ -31,6 +30,7 @@ from fedstrata.common.protocol.outbox import (
 )
 from fedstrata.common.protocol.presence import Identity
 from fedstrata.common.protocol.sender import Sender
+from fedstrata.common.settings.links import LinkDirection, LinkSet
 
 
 def shaper_of(rate: float | None, *peers: str, delay_s: float = 0.0) -> Shaper:

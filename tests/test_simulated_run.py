@@ -20,8 +20,8 @@ from fedstrata.cloud.records import COSTS
 from fedstrata.cloud.results import RunFolder
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.reading import parse
-from fedstrata.common.experiment.tables import write
 from fedstrata.common.runtime.world import RealWorld
+from fedstrata.common.settings.tables import write
 from fedstrata.deploy.local.direct import run_in_process
 from fedstrata.deploy.planning import calibration
 from fedstrata.deploy.planning.simulated_run import machine_speeds, simulated_run

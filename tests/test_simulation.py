@@ -19,10 +19,10 @@ from fedstrata.cloud.agent import STATUS_S
 from fedstrata.common.errors import FedstrataError
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.topology import CLOUD
 from fedstrata.common.net.bulk import Body
 from fedstrata.common.net.connection import Handlers
 from fedstrata.common.runtime.world import Connection
+from fedstrata.common.settings.topology import CLOUD
 from fedstrata.deploy.simulation.hardware import Durations
 from fedstrata.deploy.simulation.lab import BROKER
 from fedstrata.deploy.simulation.link import LinkConditions

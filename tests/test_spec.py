@@ -15,17 +15,16 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from fedstrata.common.errors import MESSAGE_MOST, InvalidExperiment, bounded
-from fedstrata.common.experiment import links
-from fedstrata.common.experiment.links import LinkDirection, LinkSettings, Profile, shipped
-from fedstrata.common.experiment.methods import RULES
 from fedstrata.common.experiment.reading import load, parse, to_toml
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.experiment.short_form import ShortForm
-from fedstrata.common.experiment.tables import FORMS
-from fedstrata.common.experiment.tiers import participants
-from fedstrata.common.experiment.topology import RESERVED
 from fedstrata.common.methods.fedcross import FedCross
 from fedstrata.common.methods.own_rule import OwnRule
+from fedstrata.common.methods.settings import RULES
+from fedstrata.common.settings import links
+from fedstrata.common.settings.links import LinkDirection, LinkSettings, Profile, shipped
+from fedstrata.common.settings.tables import FORMS
+from fedstrata.common.settings.topology import RESERVED, participants
 from fedstrata.deploy.console.login import Login
 from tests.helpers.rules import LEAST, WITH_OBJECTIVE, least_lab
 

@@ -14,13 +14,13 @@ import torch
 
 from fedstrata.cloud import evaluator_process
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.data import check_alike
 from fedstrata.common.experiment.reading import load, parse, to_toml
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.host.subprocess_channel import Record, error_in
 from fedstrata.common.learning import datasets, splits
 from fedstrata.common.learning.inputs import Inputs
 from fedstrata.common.learning.refiner import NodeSamples
+from fedstrata.common.settings.data import check_alike
 from fedstrata.deploy.planning import workload
 from fedstrata.deploy.results.maps import partition
 from fedstrata.deploy.simulation.hardware import NullWorkload

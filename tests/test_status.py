@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from fedstrata.common.accounting.counters import Account, packet_bytes
 from fedstrata.common.accounting.ledger import Ledger
-from fedstrata.common.experiment.links import LinkSettings
 from fedstrata.common.experiment.schema import TransferSettings
 from fedstrata.common.protocol import serialization, topics
 from fedstrata.common.protocol.admission import Refusal
@@ -44,6 +43,7 @@ from fedstrata.common.protocol.status import (
     status_of,
     step_of,
 )
+from fedstrata.common.settings.links import LinkSettings
 from tests.session_lab import NoMeter
 
 RUN = "20260101T000000Z-abcdef"

@@ -32,7 +32,6 @@ from fedstrata.common.errors import (
     RunFailed,
 )
 from fedstrata.common.experiment.reading import parse
-from fedstrata.common.experiment.topology import CLOUD
 from fedstrata.common.metrics import Metrics
 from fedstrata.common.protocol import serialization, topics
 from fedstrata.common.protocol.messages import Alive, NodeState, Presence, WhoIsThere
@@ -40,6 +39,7 @@ from fedstrata.common.runtime.discovery import Found, join
 from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
 from fedstrata.common.runtime.roll import BEGINNING, SEEKING, claim
 from fedstrata.common.runtime.world import Host, World
+from fedstrata.common.settings.topology import CLOUD
 from fedstrata.deploy.brokers import broker
 from fedstrata.deploy.results.run import Run, folders
 from tests.helpers.commands import command, fedstrata, invoke, null_model

@@ -19,8 +19,6 @@ from torch.nn import functional
 from fedstrata.common.accounting.work import Work
 from fedstrata.common.errors import InvalidExperiment, RefusedModel
 from fedstrata.common.experiment.reading import parse
-from fedstrata.common.experiment.topology import CLOUD
-from fedstrata.common.experiment.training import FedProx, TrainingSettings
 from fedstrata.common.learning import datasets, models, splits
 from fedstrata.common.learning.evaluation import ModelTester
 from fedstrata.common.learning.optimizers import optimizer_of
@@ -30,6 +28,8 @@ from fedstrata.common.methods.rule import Aggregated, Rule
 from fedstrata.common.model.layout import ModelLayout, Section
 from fedstrata.common.protocol.limits import check_report, limits_below
 from fedstrata.common.protocol.messages import Key, Manifest, Result
+from fedstrata.common.settings.topology import CLOUD
+from fedstrata.common.settings.training import FedProx, TrainingSettings
 from fedstrata.deploy.results.run import Run
 from fedstrata.device.training.objectives.objective import Minibatch
 from fedstrata.device.training.objectives.table import objective_of

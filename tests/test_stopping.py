@@ -16,8 +16,8 @@ from safetensors.numpy import load_file, save_file
 from fedstrata.cloud.results import RunFolder
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.reading import parse
-from fedstrata.common.experiment.stopping import Course, Stop, StopReason, as_written
-from fedstrata.common.experiment.training import Score
+from fedstrata.common.settings.stopping import Course, Stop, StopReason, as_written
+from fedstrata.common.settings.training import Score
 from tests.helpers.commands import table
 from tests.helpers.direct import direct_run, resumed_run
 

@@ -17,10 +17,10 @@ import pytest
 import torch
 from PIL import Image
 
-from fedstrata.common.experiment.data import Data
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.learning import datasets, stored
 from fedstrata.common.learning.stored import Stored
+from fedstrata.common.settings.data import Data
 from tests.helpers.mnist import write_mnist
 
 ROOT = Path(__file__).parents[1]

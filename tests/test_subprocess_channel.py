@@ -33,7 +33,6 @@ from fedstrata.common.errors import (
     RunFailed,
     StorageFailed,
 )
-from fedstrata.common.experiment.devices import Move
 from fedstrata.common.host import subprocess_channel
 from fedstrata.common.host.subprocess_channel import (
     Garbled,
@@ -48,6 +47,7 @@ from fedstrata.common.net.plain_client import ConnectRefused
 from fedstrata.common.protocol.messages import Announcement
 from fedstrata.common.runtime.discovery import Found, Moved
 from fedstrata.common.runtime.lifecycle import Away, MovesAway
+from fedstrata.common.settings.devices import Move
 from fedstrata.deploy.links.kernel import CommandRefused
 from fedstrata.deploy.sweeps.execution import CellFailed
 

@@ -21,7 +21,7 @@ import pytest
 from docs.tools import keep
 from fedstrata.common.errors import FedstrataError, RunFailed, StorageFailed
 from fedstrata.common.experiment.reading import parse
-from fedstrata.common.experiment.tables import write
+from fedstrata.common.settings.tables import write
 from fedstrata.deploy.results.kept_table import KeptRun, KeptTable, add
 from fedstrata.deploy.results.run import Run, State, find_all, folders
 from fedstrata.deploy.sweeps import execution

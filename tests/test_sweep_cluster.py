@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fedstrata.common.experiment.tables import write
+from fedstrata.common.settings.tables import write
 from fedstrata.deploy.results.run import Run, State, folders
 from fedstrata.deploy.sweeps import cluster
 from tests.helpers.commands import invoke, tensors

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.reading import parse
-from fedstrata.common.experiment.training import CrossEntropy
+from fedstrata.common.settings.training import CrossEntropy
 from fedstrata.deploy.console.shipped import shipped_sweeps
 from fedstrata.deploy.sweeps.grid import Grid, PaperFigure, expand, load, merged
 

@@ -17,13 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.data import Data, root_below
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.learning import datasets, splits
 from fedstrata.common.learning.datasets import Dataset
 from fedstrata.common.learning.inputs import Inputs
 from fedstrata.common.learning.readers.parts import Parts, rows_to_test
 from fedstrata.common.learning.readers.tables import read_csv
+from fedstrata.common.settings.data import Data, root_below
 from tests.helpers.commands import invoke
 from tests.helpers.examples import examples
 

@@ -15,9 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedstrata.common.experiment.links import LinkSettings
 from fedstrata.common.experiment.schema import TransferSettings
-from fedstrata.common.experiment.topology import CLOUD, Tree
 from fedstrata.common.metrics import Metrics, NodeLabels
 from fedstrata.common.net.address import BrokerAddress
 from fedstrata.common.protocol.attendance import REPORT_MOST_S, REPORT_S, STAYING, Targets
@@ -29,6 +27,8 @@ from fedstrata.common.runtime.child_endpoint import ChildEndpoint
 from fedstrata.common.runtime.exports import discovery, passed_on, published, reachable
 from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
 from fedstrata.common.runtime.world import new_session
+from fedstrata.common.settings.links import LinkSettings
+from fedstrata.common.settings.topology import CLOUD, Tree
 from fedstrata.deploy.brokers.broker import BrokerProcess, start
 
 TREE = Tree([{CLOUD: ["i0", "i1"]}, {"i0": ["d0", "d1", "d2"], "i1": ["d3"]}])

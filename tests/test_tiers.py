@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment import lint
 from fedstrata.common.experiment.reading import load, parse, to_toml
-from fedstrata.common.experiment.topology import Tree
+from fedstrata.common.settings.topology import Tree
 
 REGIONS: list[dict[str, Any]] = [
     {"name": "core", "children": "region", "fan_out": 2, "link": "wan-200mbit"},

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.links import LinkDirection, RateTrace
 from fedstrata.common.experiment.reading import load, parse, to_toml
 from fedstrata.common.protocol.outbox import Shaper
+from fedstrata.common.settings.links import LinkDirection, RateTrace
 from fedstrata.deploy.simulation.hardware import Durations
 from tests.helpers.examples import slow
 from tests.simulation.lab import ScenarioLab

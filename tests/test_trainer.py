@@ -23,7 +23,6 @@ from torch.nn import functional
 
 from fedstrata.common.errors import InvalidExperiment, RunFailed
 from fedstrata.common.experiment import reading, schema
-from fedstrata.common.experiment.training import TrainingSettings
 from fedstrata.common.host import accelerators
 from fedstrata.common.host.accelerators import is_lost, out_of_memory
 from fedstrata.common.learning import computing, datasets, models, splits
@@ -31,6 +30,7 @@ from fedstrata.common.learning.computing import resolve_accelerator
 from fedstrata.common.learning.evaluation import evaluate
 from fedstrata.common.learning.nets import Dropout
 from fedstrata.common.randomness import Purpose, generator
+from fedstrata.common.settings.training import TrainingSettings
 from fedstrata.device.jobs import Cancelled
 from fedstrata.device.training import sgd
 from fedstrata.device.training import trainer as trainer_module

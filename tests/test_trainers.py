@@ -23,11 +23,11 @@ from fedstrata.common.accounting.work import Work
 from fedstrata.common.errors import InvalidExperiment, RefusedModel
 from fedstrata.common.experiment.reading import parse, to_toml
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.topology import CLOUD
-from fedstrata.common.model import flower, flower_state
-from fedstrata.common.model.trainer import LocalTask, TrainingSite, seed_generators
 from fedstrata.common.protocol.limits import check_report, limits_below
 from fedstrata.common.protocol.messages import Key, Manifest, Result
+from fedstrata.common.settings.topology import CLOUD
+from fedstrata.common.training import flower, flower_state
+from fedstrata.common.training.array_trainer import LocalTask, TrainingSite, seed_generators
 from fedstrata.deploy.brokers import broker
 from fedstrata.deploy.planning import workload
 from fedstrata.deploy.planning.footprint import memory_of
@@ -197,7 +197,7 @@ import sys
 
 import numpy as np
 
-from fedstrata.common.model.trainer import ArrayTrainer, Trained
+from fedstrata.common.training.array_trainer import ArrayTrainer, Trained
 
 
 class Counting(ArrayTrainer):

@@ -21,8 +21,8 @@ from torch.optim import lr_scheduler
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.training import Augmentation, Schedule, TrainingSettings, learning_rate
 from fedstrata.common.learning import datasets
+from fedstrata.common.settings.training import Augmentation, Schedule, TrainingSettings, learning_rate
 from fedstrata.device.training import batches
 from tests.helpers.steps import batches_of, run_steps
 

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fedstrata.common.experiment.links import LinkDirection
 from fedstrata.common.protocol.manifest import describe
 from fedstrata.common.protocol.messages import Ask
 from fedstrata.common.protocol.receiver import ASKS_LEAST, PATIENCE_MOST_S, PATIENCE_S, REPAIR_S, Receiver
 from fedstrata.common.protocol.sender import Publication, Sender
 from fedstrata.common.protocol.topics import ALL
+from fedstrata.common.settings.links import LinkDirection
 from tests.helpers.examples import examples
 from tests.helpers.transfer_line import CHUNK, OWNER, Line, Peer, blob_of, broadcast, check_complete, published
 from tests.session_lab import names_of

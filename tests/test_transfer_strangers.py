@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedstrata.common.errors import RefusedModel
-from fedstrata.common.experiment.links import LinkDirection
 from fedstrata.common.protocol.manifest import ModelForm, chunk_bytes_for, chunk_digest, describe, window_for
 from fedstrata.common.protocol.messages import Ask, Gone
 from fedstrata.common.protocol.receiver import (
@@ -28,6 +27,7 @@ from fedstrata.common.protocol.receiver import (
 )
 from fedstrata.common.protocol.sender import RESTART_S, Sender
 from fedstrata.common.protocol.topics import ALL
+from fedstrata.common.settings.links import LinkDirection
 from tests.helpers.examples import examples
 from tests.helpers.transfer_line import CHUNK, OWNER, Line, blob_of, broadcast, check_complete, published
 from tests.session_lab import names_of

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedstrata.common.experiment.training import TrainingSettings
 from fedstrata.common.learning.computing import set_up
 from fedstrata.common.learning.inputs import Inputs
 from fedstrata.common.learning.nets import Dropout
+from fedstrata.common.settings.training import TrainingSettings
 from fedstrata.device.jobs import Cancelled
 from fedstrata.device.vmapped import loop, trainer
 from fedstrata.device.vmapped.loop import VmappedResult

@@ -9,7 +9,7 @@ from typing import Any, Final, Self
 
 from fedstrata.common.accounting.costs import UNKNOWN_COSTS, DeviceCosts
 from fedstrata.common.host.energy import EnergySource
-from fedstrata.common.model.scores import ScoredModels, summed
+from fedstrata.common.training.scores import ScoredModels, summed
 
 
 class TrainingPath(StrEnum):

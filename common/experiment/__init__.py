@@ -1,1 +1,1 @@
-"""The experiment as typed data, one file per concept, and the checks before a run."""
+"""The experiment as a whole: its tiers, its forms as text, and the checks before a run."""

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from math import sqrt
 from typing import Final
 
-from fedstrata.common.experiment.codecs import FormSettings
-from fedstrata.common.experiment.data import Data
-from fedstrata.common.experiment.methods import RuleUse
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.tiers import Tier, participants
-from fedstrata.common.experiment.training import Schedule
+from fedstrata.common.experiment.tiers import Tier
+from fedstrata.common.methods.settings import RuleUse
+from fedstrata.common.model.codec_settings import FormSettings
+from fedstrata.common.settings.data import Data
+from fedstrata.common.settings.topology import participants
+from fedstrata.common.settings.training import Schedule
 
 BATCH_NORM: Final = frozenset({"resnet18_cifar", "resnet20", "resnet20_b", "resnet20_preact", "vgg16_bn"})
 SKEWED_CONCENTRATION: Final = 1.0  # of the Dirichlet split, at or below which label skew shows

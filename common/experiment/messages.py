@@ -10,11 +10,11 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.codecs import CODECS
-from fedstrata.common.experiment.methods import REFINING, RULES, SELECTORS, STEPS, WARMUPS
-from fedstrata.common.experiment.tables import FORMS, proposal, stands_for
-from fedstrata.common.experiment.trainers import TRAINERS
-from fedstrata.common.experiment.training import AUGMENTATIONS, OBJECTIVES, OPTIMIZERS
+from fedstrata.common.methods.settings import REFINING, RULES, SELECTORS, STEPS, WARMUPS
+from fedstrata.common.model.codec_settings import CODECS
+from fedstrata.common.settings.tables import FORMS, proposal, stands_for
+from fedstrata.common.settings.trainers import TRAINERS
+from fedstrata.common.settings.training import AUGMENTATIONS, OBJECTIVES, OPTIMIZERS
 
 # Keys of tables that are selected by `name`: what the name is of, and the tables.
 SELECTED: Final = {

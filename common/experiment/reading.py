@@ -12,13 +12,13 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment import own
-from fedstrata.common.experiment.devices import with_availability
-from fedstrata.common.experiment.links import with_traces
 from fedstrata.common.experiment.messages import explain
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.experiment.short_form import LAB, ShortForm, as_written, short_key
-from fedstrata.common.experiment.tables import check_quotes, parsed, proposal, read_toml, stands_for, write
+from fedstrata.common.settings import own
+from fedstrata.common.settings.devices import with_availability
+from fedstrata.common.settings.links import with_traces
+from fedstrata.common.settings.tables import check_quotes, parsed, proposal, read_toml, stands_for, write
 
 PARENTS_MOST: Final = 20  # of a key, in keywords of own code
 ANNOUNCED_MOST: Final = 4096  # characters of a text in an announced experiment: a path may have as many

@@ -19,11 +19,23 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import Field, model_validator
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment import privacy
-from fedstrata.common.experiment.accountant import steps_in_epoch
-from fedstrata.common.experiment.codecs import check_codecs
-from fedstrata.common.experiment.data import NUMBERS, Data, Model, check_data
-from fedstrata.common.experiment.devices import (
+from fedstrata.common.experiment.tiers import (
+    DEVICE,
+    NODES_MOST,
+    Tier,
+    check_private,
+    check_rounds,
+    check_tiers,
+    layers_of,
+    sizes_of,
+)
+from fedstrata.common.methods.settings import RuleSettings
+from fedstrata.common.model.codec_settings import check_codecs
+from fedstrata.common.randomness import Purpose, generator
+from fedstrata.common.settings import privacy
+from fedstrata.common.settings.accountant import steps_in_epoch
+from fedstrata.common.settings.data import NUMBERS, Data, ModelSettings, check_data
+from fedstrata.common.settings.devices import (
     Availability,
     HardwareSettings,
     Machine,
@@ -32,16 +44,14 @@ from fedstrata.common.experiment.devices import (
     check_availability,
     with_machines,
 )
-from fedstrata.common.experiment.evaluation import EvaluationSettings, check_evaluation
-from fedstrata.common.experiment.links import Links, LinkSettings, Profile, check_speed, check_trace, with_profiles
-from fedstrata.common.experiment.methods import RuleSettings
-from fedstrata.common.experiment.own import is_own
-from fedstrata.common.experiment.stopping import Stop, check_stop
-from fedstrata.common.experiment.tables import Count, Name, Positive, SettingsTable, proposal, with_tables
-from fedstrata.common.experiment.tiers import DEVICE, NODES_MOST, Tier, check_rounds, check_tiers, layers_of, sizes_of
-from fedstrata.common.experiment.topology import CLOUD, RESERVED, Tree
-from fedstrata.common.experiment.trainers import check_trainer, with_trainer
-from fedstrata.common.experiment.training import (
+from fedstrata.common.settings.evaluation import EvaluationSettings, check_evaluation
+from fedstrata.common.settings.links import Links, LinkSettings, Profile, check_speed, check_trace, with_profiles
+from fedstrata.common.settings.own import is_own
+from fedstrata.common.settings.stopping import Stop, check_stop
+from fedstrata.common.settings.tables import Count, Name, Positive, SettingsTable, proposal, with_tables
+from fedstrata.common.settings.topology import CLOUD, RESERVED, Tree
+from fedstrata.common.settings.trainers import check_trainer, with_trainer
+from fedstrata.common.settings.training import (
     Score,
     TrainingSettings,
     check_score,
@@ -50,7 +60,6 @@ from fedstrata.common.experiment.training import (
     settings_in,
     with_loss_and_score,
 )
-from fedstrata.common.randomness import Purpose, generator
 
 
 class EpochControl(SettingsTable):
@@ -113,7 +122,7 @@ class ExperimentSettings(SettingsTable):
     evaluation: EvaluationSettings = EvaluationSettings()
     stop: Stop = Stop()
     data: Data = Data()
-    model: Model = Model()
+    model: ModelSettings = ModelSettings()
     training: TrainingSettings = TrainingSettings()
     cloud: CloudSettings = CloudSettings()
     profiles: dict[Name, Profile] = Field(default_factory=dict)
@@ -153,7 +162,7 @@ class Experiment(ExperimentSettings):
         for tier, sizes in zip(self.tiers, self.sizes(), strict=True):
             key = self.key(tier)
             check_rounds(key, tier, sizes)
-            tier.aggregation.check_experiment(f"{key}.aggregation", self)
+            tier.aggregation.check_devices(f"{key}.aggregation", self.training, self.model)
             if tier.entering or tier.move_after_s is not None:
                 self._check_entering(key, tier)
             if tier.aggregation.refines:
@@ -551,7 +560,7 @@ class Experiment(ExperimentSettings):
                 raise InvalidExperiment(at, tier.norm_bound.action, problem, "Omit it: clip_norm bounds them.")
             unit = settings.unit if settings.acts else unit
             if unit:
-                privacy.check_rule(f"{self.key(tier)}.aggregation", rule, unit=unit)
+                check_private(f"{self.key(tier)}.aggregation", rule, unit=unit)
 
     def _check_personal(self) -> None:
         """Check that nothing needs the arrays that devices keep for themselves."""

@@ -18,12 +18,12 @@ from typing import Annotated, Final, Literal
 from pydantic import Field
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.codecs import Codecs
-from fedstrata.common.experiment.links import LinkSettings
-from fedstrata.common.experiment.methods import Aggregation, NormBound, Selection, fedavg, fraction
-from fedstrata.common.experiment.privacy import PrivacySettings
-from fedstrata.common.experiment.tables import NAME_FORM, Count, Name, Positive, SettingsTable, form, proposal
-from fedstrata.common.experiment.topology import CLOUD, RESERVED, Tree
+from fedstrata.common.methods.settings import Aggregation, NormBound, RuleSettings, Selection, fedavg, fraction
+from fedstrata.common.model.codec_settings import Codecs
+from fedstrata.common.settings.links import LinkSettings
+from fedstrata.common.settings.privacy import PrivacySettings
+from fedstrata.common.settings.tables import NAME_FORM, Count, Name, Positive, SettingsTable, form, proposal
+from fedstrata.common.settings.topology import CLOUD, RESERVED, Tree, participants
 
 DEVICE: Final = "device"
 TIER_NAME: Final = r"[a-z][a-z0-9-]{0,15}"
@@ -160,16 +160,6 @@ def shares(number: int, parents: int) -> list[int]:
     return [end - start for start, end in pairwise(number * place // parents for place in range(parents + 1))]
 
 
-def share_of(count: int, fraction: float) -> int:
-    """Return floor(fraction * count + 1e-9): 0.29 of 100 is 29, where the product of the floats lies below."""
-    return int(fraction * count + 1e-9)
-
-
-def participants(children: int, fraction: float) -> int:
-    """Return K = max(1, floor(fraction * children)), the number of children that take part in a round."""
-    return max(1, share_of(children, fraction))
-
-
 def check_rounds(key: str, tier: Tier, sizes: Sequence[int]) -> None:
     """Check that rounds of a tier whose parents have so many children are possible. Raises InvalidExperiment."""
     if tier.participation <= 0:
@@ -299,3 +289,20 @@ def _check_names(nodes: Sequence[str]) -> None:
 
 def _double(names: Iterable[str]) -> str | None:
     return next((name for name, times in Counter(names).items() if times > 1), None)
+
+
+def check_private(key: str, rule: RuleSettings, *, unit: str) -> None:
+    """Check that a rule's models depend on private data by the noised updates alone. Raises InvalidExperiment.
+
+    `unit`: of the rule's tier, or of one below it.
+    """
+    problem = ""
+    if rule.reads_losses or rule.compares_losses:
+        problem = "its models depend on training losses, which have no noise"
+    elif rule.returns:
+        problem = f"devices return {', '.join(rule.returns)}, which are not clipped and have no noise"
+    elif rule.buffers:
+        problem = "its uploads belong to models of several rounds"
+    if problem:
+        remedy = f"Use another rule, or no privacy of unit {unit!r}."
+        raise InvalidExperiment(f"{key}.name", rule.name, problem, remedy)

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from fedstrata.common.errors import AcceleratorLost, InvalidExperiment
-from fedstrata.common.experiment import own
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.training import TrainingSettings
 from fedstrata.common.host.accelerators import OPTION, choose, is_lost
+from fedstrata.common.settings import own
+from fedstrata.common.settings.training import TrainingSettings
 
 CPU: Final = torch.device("cpu")
 

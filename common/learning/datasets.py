@@ -26,15 +26,15 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.data import FOLDERS, NONE, NUMBERS, OWN, PUBLISHED, WITH_USERS, Data, is_csv, is_table
-from fedstrata.common.experiment.own import is_own
-from fedstrata.common.experiment.topology import CLOUD
 from fedstrata.common.learning import readers, stored, users
 from fedstrata.common.learning.inputs import Inputs
 from fedstrata.common.learning.readers import builtin, folder, leaf
 from fedstrata.common.learning.readers.parts import Labels, Parts, Samples, Targets, read_own, some
 from fedstrata.common.learning.readers.tables import read_csv, read_npz
 from fedstrata.common.randomness import Purpose, generator
+from fedstrata.common.settings.data import FOLDERS, NONE, NUMBERS, OWN, PUBLISHED, WITH_USERS, Data, is_csv, is_table
+from fedstrata.common.settings.own import is_own
+from fedstrata.common.settings.topology import CLOUD
 
 Constants: TypeAlias = tuple[tuple[float, ...], tuple[float, ...]]
 Normalise = Callable[[Tensor], Tensor]

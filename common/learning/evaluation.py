@@ -27,17 +27,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fedstrata.common.experiment import own
-from fedstrata.common.experiment.own import is_own
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.training import ACCURACY, CROSS_ENTROPY
 from fedstrata.common.host.accelerators import choose, out_of_memory
 from fedstrata.common.learning import datasets, models
 from fedstrata.common.learning.computing import CPU, accelerators, calls_own_code, seeded, set_up_evaluation
 from fedstrata.common.learning.losses import loss_of, try_loss
 from fedstrata.common.model.layout import Row
-from fedstrata.common.model.scores import R2, ScoreSums, packed, packed_sums
 from fedstrata.common.randomness import Purpose, torch_seed
+from fedstrata.common.settings import own
+from fedstrata.common.settings.own import is_own
+from fedstrata.common.settings.training import ACCURACY, CROSS_ENTROPY
+from fedstrata.common.training.scores import R2, ScoreSums, packed, packed_sums
 
 Numbers: TypeAlias = npt.NDArray[np.float64]
 ScoreFunction: TypeAlias = Callable[[npt.NDArray[Any], npt.NDArray[Any]], float]

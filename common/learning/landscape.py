@@ -30,13 +30,13 @@ import torch
 from torch import Tensor
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment import own
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.learning import datasets, models
 from fedstrata.common.learning.computing import own_code, seeded
 from fedstrata.common.learning.evaluation import CPU_BATCH, Evaluation, evaluate
 from fedstrata.common.learning.losses import loss_of
 from fedstrata.common.randomness import Purpose, generator, torch_seed
+from fedstrata.common.settings import own
 
 ASCENT: Final = 10
 PRODUCTS_MOST: Final = 200  # of the power method

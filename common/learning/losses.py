@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fedstrata.common.experiment import own
-from fedstrata.common.experiment.own import is_own
 from fedstrata.common.learning.inputs import Inputs
+from fedstrata.common.settings import own
+from fedstrata.common.settings.own import is_own
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 KEY: Final = "training.loss"

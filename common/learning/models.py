@@ -29,9 +29,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment import own
-from fedstrata.common.experiment.data import Model, check_accepted
-from fedstrata.common.experiment.own import is_own
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.learning.computing import seeded
 from fedstrata.common.learning.inputs import Inputs
@@ -41,9 +38,12 @@ from fedstrata.common.model.layout import ModelLayout, Row, Section
 from fedstrata.common.model.parts import INITIAL, NO_ARRAYS, ModelParts, Part, differences, part_of_each
 from fedstrata.common.model.warm_start import read_initial
 from fedstrata.common.randomness import Purpose, torch_seed
+from fedstrata.common.settings import own
+from fedstrata.common.settings.data import ModelSettings, check_accepted
+from fedstrata.common.settings.own import is_own
 
 KEY: Final = "model.name"
-NO_PARTS: Final = Model(name="")
+NO_PARTS: Final = ModelSettings(name="")
 Tensors = dict[str, Tensor]
 Arrays: TypeAlias = Mapping[str, npt.NDArray[Any]]
 
@@ -76,7 +76,7 @@ def anew(experiment: Experiment, *, inputs: Inputs, node: str = "") -> nn.Module
     return _frozen(_built(model.name, own_seed, inputs=inputs, projection=model.projection), model)
 
 
-def _frozen(module: nn.Module, model: Model) -> nn.Module:
+def _frozen(module: nn.Module, model: ModelSettings) -> nn.Module:
     if model.frozen:
         parts = _part_of_each(module, model)
         for name, weight in module.named_parameters():
@@ -85,7 +85,7 @@ def _frozen(module: nn.Module, model: Model) -> nn.Module:
     return module
 
 
-def build(name: str, seed: int, *, inputs: Inputs, projection: int = 0, parts: Model = NO_PARTS) -> nn.Module:
+def build(name: str, seed: int, *, inputs: Inputs, projection: int = 0, parts: ModelSettings = NO_PARTS) -> nn.Module:
     """Return the model on the CPU with its initial weights, which depend on the seed alone.
 
     `projection`: features of a head before the classifier, 0 = none. `parts`: which arrays are frozen or personal.
@@ -176,12 +176,12 @@ def _logits(name: str, module: nn.Module, inputs: Inputs) -> Any:
         module.train()
 
 
-def layout_of(module: nn.Module, model: Model = NO_PARTS) -> ModelLayout:
+def layout_of(module: nn.Module, model: ModelSettings = NO_PARTS) -> ModelLayout:
     """Return the place of each exchanged tensor of the module's state in a flat model, as `parts_of` does."""
     return parts_of(module, model).exchanged
 
 
-def parts_of(module: nn.Module, model: Model = NO_PARTS) -> ModelParts:
+def parts_of(module: nn.Module, model: ModelSettings = NO_PARTS) -> ModelParts:
     """Return what becomes of each tensor of the module's state, and its place in a flat model.
 
     Parameters are the trainable columns; buffers are float32 columns or int64 counters; frozen tensors have no place,
@@ -230,7 +230,7 @@ def _obstacle(path: str, tensor: Tensor, kind: str, *, frozen: bool) -> tuple[st
     return "" if known else f"its buffer {path} is {tensor.dtype}", remedy
 
 
-def _part_of_each(module: nn.Module, model: Model) -> dict[str, Part]:
+def _part_of_each(module: nn.Module, model: ModelSettings) -> dict[str, Part]:
     names: dict[int, list[str]] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
         names.setdefault(id(tensor), []).append(name)

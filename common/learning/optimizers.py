@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fedstrata.common.experiment.training import Adam, AdamW, TrainingSettings
+from fedstrata.common.settings.training import Adam, AdamW, TrainingSettings
 
 Moments = dict[str, list[Tensor]]
 

@@ -17,12 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fedstrata.common.experiment import own
-from fedstrata.common.experiment.data import check_alike
-from fedstrata.common.experiment.own import is_own
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.tables import named_in_module
-from fedstrata.common.experiment.training import Adam
 from fedstrata.common.learning import datasets, models, splits
 from fedstrata.common.learning.computing import calls_own_code, seeded
 from fedstrata.common.learning.optimizers import AdaptiveMoments, take
@@ -31,6 +26,11 @@ from fedstrata.common.model.layout import ModelLayout, Row
 from fedstrata.common.model.parts import given_arrays
 from fedstrata.common.model.refinement import RoundModels
 from fedstrata.common.randomness import Purpose, generator, torch_seed
+from fedstrata.common.settings import own
+from fedstrata.common.settings.data import check_alike
+from fedstrata.common.settings.own import is_own
+from fedstrata.common.settings.tables import named_in_module
+from fedstrata.common.settings.training import Adam
 
 BATCH: Final = 500  # samples of an evaluation at once
 Refine = Callable[[Any, Any, RoundModels], Mapping[str, Any]]

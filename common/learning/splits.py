@@ -22,12 +22,12 @@ import torch
 from fedstrata.common import randomness
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment import reading, schema
-from fedstrata.common.experiment.data import Data
-from fedstrata.common.experiment.evaluation import EvaluationSettings
-from fedstrata.common.experiment.topology import CLOUD, Tree, number_of
 from fedstrata.common.host.files import replacing, writing
 from fedstrata.common.learning import datasets, stored
 from fedstrata.common.randomness import Purpose, generator
+from fedstrata.common.settings.data import Data
+from fedstrata.common.settings.evaluation import EvaluationSettings
+from fedstrata.common.settings.topology import CLOUD, Tree, number_of
 from fedstrata.common.text import json_text
 
 Indices: TypeAlias = npt.NDArray[np.int64]

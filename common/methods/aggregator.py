@@ -18,18 +18,18 @@ from pathlib import Path
 from typing import Final
 
 from fedstrata.common.errors import InvalidExperiment, installing
-from fedstrata.common.experiment.methods import CombiningSettings, NormBound, RuleSettings
-from fedstrata.common.experiment.privacy import NO_PRIVACY, PrivacySettings
-from fedstrata.common.experiment.training import TrainingSettings
 from fedstrata.common.lazy import np, npt
 from fedstrata.common.methods.mixing import Floats
 from fedstrata.common.methods.optimisers import stepped
 from fedstrata.common.methods.own_rule import GuardedOwn, OwnTable
 from fedstrata.common.methods.private import NoiseSource, PrivateRule, lengths, no_secret, shorten
 from fedstrata.common.methods.rule import NO_TRAINING, Aggregated, Rule, RuleContext, Uploads, WrappedRule, link_layouts
+from fedstrata.common.methods.settings import CombiningSettings, NormBound, RuleSettings
 from fedstrata.common.model.layout import LinkLayouts, ModelLayout
 from fedstrata.common.model.refinement import Refiner
 from fedstrata.common.randomness import Purpose
+from fedstrata.common.settings.privacy import NO_PRIVACY, PrivacySettings
+from fedstrata.common.settings.training import TrainingSettings
 
 STEP = "step"
 NO_BOUND: Final = NormBound()

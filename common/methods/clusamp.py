@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 
-from fedstrata.common.experiment.methods import RuleSettings, RuleUse
 from fedstrata.common.lazy import np
 from fedstrata.common.methods.column_rule import MeanRule
 from fedstrata.common.methods.mixing import COLUMNS, Floats, cut, over
 from fedstrata.common.methods.rule import Aggregated, Rule, RuleContext, Uploads, WrappedRule
 from fedstrata.common.methods.selection import Choose, Situation
+from fedstrata.common.methods.settings import RuleSettings, RuleUse
 from fedstrata.common.methods.single_model import SingleModelRule
 from fedstrata.common.methods.statistics import Doubles
 

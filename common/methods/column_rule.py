@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from fedstrata.common.experiment import own
-from fedstrata.common.experiment.methods import Weights
-from fedstrata.common.experiment.training import TrainingSettings
 from fedstrata.common.lazy import np, npt
 from fedstrata.common.methods.mixing import Floats
 from fedstrata.common.methods.rule import RuleContext
+from fedstrata.common.methods.settings import Weights
 from fedstrata.common.methods.statistics import Doubles, Gram, Statistics
+from fedstrata.common.settings import own
+from fedstrata.common.settings.training import TrainingSettings
 
 
 @dataclass(frozen=True, slots=True)

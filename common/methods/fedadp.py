@@ -16,10 +16,10 @@ from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import Field
 
-from fedstrata.common.experiment.methods import CombiningSettings, RuleUse
 from fedstrata.common.lazy import np
 from fedstrata.common.methods.column_rule import MeanRule, RoundFacts
 from fedstrata.common.methods.rule import Rule, RuleContext
+from fedstrata.common.methods.settings import CombiningSettings, RuleUse
 from fedstrata.common.methods.single_model import single_model
 from fedstrata.common.methods.statistics import Doubles, Gram, shares
 

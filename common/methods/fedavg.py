@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from fedstrata.common.experiment.methods import RuleSettings, Weights
 from fedstrata.common.methods.column_rule import MeanRule
 from fedstrata.common.methods.rule import Rule, RuleContext
+from fedstrata.common.methods.settings import RuleSettings, Weights
 from fedstrata.common.methods.single_model import single_model
 
 

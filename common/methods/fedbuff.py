@@ -17,14 +17,14 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.methods import RuleSettings, Weights
-from fedstrata.common.experiment.tables import Count, Positive
 from fedstrata.common.lazy import np
 from fedstrata.common.methods.mixing import by_block
 from fedstrata.common.methods.rule import Aggregated, Dispatched, Rule, RuleContext, Uploads
+from fedstrata.common.methods.settings import RuleSettings, Weights
 from fedstrata.common.methods.single_model import OneModel
 from fedstrata.common.methods.statistics import Doubles, shares
 from fedstrata.common.model.layout import Row
+from fedstrata.common.settings.tables import Count, Positive
 
 
 class FedBuff(RuleSettings):

@@ -26,12 +26,12 @@ from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
 from pydantic import Field, NonNegativeFloat
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.methods import RuleUse, StagedSettings
 from fedstrata.common.lazy import np, npt
 from fedstrata.common.methods.cached_uploads import CachedUpload, UploadCache
 from fedstrata.common.methods.column_rule import MeanRule
 from fedstrata.common.methods.mixing import by_block
 from fedstrata.common.methods.rule import Aggregated, Rule, RuleContext, Uploads
+from fedstrata.common.methods.settings import RuleUse, StagedSettings
 from fedstrata.common.methods.single_model import SingleModelRule
 from fedstrata.common.methods.statistics import Gram
 from fedstrata.common.model.refinement import RoundModels

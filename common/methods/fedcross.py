@@ -13,9 +13,9 @@ from typing import Annotated, Final, Literal, TypeAlias
 
 from pydantic import Field, NonNegativeInt
 
-from fedstrata.common.experiment.methods import RuleUse
 from fedstrata.common.lazy import np, npt
 from fedstrata.common.methods.multi_model import MixingRound, TwoStageRule
+from fedstrata.common.methods.settings import RuleUse
 from fedstrata.common.methods.statistics import Gram
 
 Doubles: TypeAlias = "npt.NDArray[np.float64]"

@@ -15,14 +15,14 @@ from collections.abc import Mapping
 from typing import Literal
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.methods import RuleSettings, Weights
-from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.training import TrainingSettings
 from fedstrata.common.lazy import np
 from fedstrata.common.methods.column_rule import ColumnRule, Columns, RoundFacts
 from fedstrata.common.methods.rule import Rule, RuleContext
+from fedstrata.common.methods.settings import RuleSettings, Weights
 from fedstrata.common.methods.single_model import single_model
 from fedstrata.common.methods.statistics import Doubles
+from fedstrata.common.settings.data import ModelSettings
+from fedstrata.common.settings.training import TrainingSettings
 
 
 class FedNova(RuleSettings):
@@ -33,9 +33,8 @@ class FedNova(RuleSettings):
     name: Literal["fednova"] = "fednova"  # the rule
     weights: Weights = "data"  # of the mean: shares of the samples, or 1/K
 
-    def check_experiment(self, key: str, experiment: Experiment) -> None:
+    def check_devices(self, key: str, training: TrainingSettings, model: ModelSettings) -> None:
         """Check that the gradients' weights are known. Raises InvalidExperiment."""
-        training = experiment.training
         if not training.by_sgd:
             problem = "fednova weighs the gradients of SGD"
             raise InvalidExperiment("training.optimizer.name", training.optimizer.name, problem, "Use sgd.")

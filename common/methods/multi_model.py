@@ -14,15 +14,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, TypeAlias
 
-from fedstrata.common.experiment import own
-from fedstrata.common.experiment.methods import Rounds, RuleSettings, RuleUse, Weights
-from fedstrata.common.experiment.tables import Positive
 from fedstrata.common.lazy import np, npt
 from fedstrata.common.methods import mixing
 from fedstrata.common.methods.mixing import Floats, MixedColumns, Mixture, whole
 from fedstrata.common.methods.rule import KEY, SUM_TOLERANCE, Aggregated, Dispatched, Rule, RuleContext, Uploads
+from fedstrata.common.methods.settings import Rounds, RuleSettings, RuleUse, Weights
 from fedstrata.common.methods.statistics import Doubles, Gram, gram_by_entry, manhattan_KK, spread
 from fedstrata.common.model.layout import Entry, Row
+from fedstrata.common.settings import own
+from fedstrata.common.settings.tables import Positive
 
 OnNewModel = Literal["reset", "recentre"]
 

@@ -22,13 +22,13 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.methods import RuleSettings, Weights
-from fedstrata.common.experiment.tables import Positive
 from fedstrata.common.lazy import np
 from fedstrata.common.methods.column_rule import ColumnRule, Columns, RoundFacts
 from fedstrata.common.methods.rule import Rule, RuleContext
+from fedstrata.common.methods.settings import RuleSettings, Weights
 from fedstrata.common.methods.single_model import OneModel, SteppedRule, single_model
 from fedstrata.common.methods.statistics import Doubles
+from fedstrata.common.settings.tables import Positive
 
 
 class StepSettings(RuleSettings):

@@ -18,11 +18,6 @@ from typing import Annotated, Any, ClassVar, Never
 from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
 from fedstrata.common.errors import InvalidExperiment, RefusedModel
-from fedstrata.common.experiment import own
-from fedstrata.common.experiment.methods import RuleSettings, RuleUse, Weights
-from fedstrata.common.experiment.own import OwnName, OwnSettings
-from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.tables import SettingsTable, form
 from fedstrata.common.lazy import np
 from fedstrata.common.methods.column_rule import ColumnRule, Columns, RoundFacts
 from fedstrata.common.methods.mixing import Floats
@@ -37,9 +32,15 @@ from fedstrata.common.methods.rule import (
     WrappedRule,
 )
 from fedstrata.common.methods.selection import Choose
+from fedstrata.common.methods.settings import RuleSettings, RuleUse, Weights
 from fedstrata.common.methods.single_model import single_model
 from fedstrata.common.methods.statistics import Doubles
 from fedstrata.common.model.layout import ModelLayout, Row
+from fedstrata.common.settings import own
+from fedstrata.common.settings.data import ModelSettings
+from fedstrata.common.settings.own import OwnName, OwnSettings
+from fedstrata.common.settings.tables import SettingsTable, form
+from fedstrata.common.settings.training import TrainingSettings
 
 ExtraName = Annotated[str, form(r"^[a-z][a-z0-9_]{0,31}$", "lower-case letters, digits and _, a letter first")]
 
@@ -190,9 +191,9 @@ class OwnTable(RuleSettings, OwnSettings):
         if self._imported:
             self._asked("check", key, children, uploads)
 
-    def check_experiment(self, key: str, experiment: Experiment) -> None:
+    def check_devices(self, key: str, training: TrainingSettings, model: ModelSettings) -> None:
         if self._imported:
-            self._asked("check_experiment", key, experiment)
+            self._asked("check_devices", key, training, model)
 
     def advice(self, use: RuleUse) -> Iterable[str]:
         with own.guarded({KEY: self.name}):

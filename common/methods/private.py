@@ -26,14 +26,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.methods import Weights
-from fedstrata.common.experiment.privacy import PrivacySettings
 from fedstrata.common.lazy import np
 from fedstrata.common.methods.mixing import Floats, by_block, cut
 from fedstrata.common.methods.rule import Aggregated, Rule, Uploads, WrappedRule
+from fedstrata.common.methods.settings import Weights
 from fedstrata.common.methods.statistics import Doubles
 from fedstrata.common.model.layout import ModelLayout, Row
 from fedstrata.common.randomness import Noise, Purpose, SecretNoise, SeededNoise, secret_key
+from fedstrata.common.settings.privacy import PrivacySettings
 
 BOUND: Final = "privacy_clip_norm"  # among the facts of a rule's state
 COUNT_SHARE: Final = 20  # uploads for each unit of the count's noise

@@ -14,10 +14,10 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from fedstrata.common.experiment.methods import RuleSettings
 from fedstrata.common.lazy import np
 from fedstrata.common.methods.column_rule import ColumnRule, Columns, RoundFacts
 from fedstrata.common.methods.rule import Rule, RuleContext
+from fedstrata.common.methods.settings import RuleSettings
 from fedstrata.common.methods.single_model import single_model
 from fedstrata.common.methods.statistics import Doubles
 

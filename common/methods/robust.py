@@ -18,15 +18,15 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.methods import CombiningSettings, RuleUse
-from fedstrata.common.experiment.tables import Count
-from fedstrata.common.experiment.tiers import share_of
 from fedstrata.common.lazy import np
 from fedstrata.common.methods.column_rule import ColumnRule, Columns, MeanRule, RoundFacts
 from fedstrata.common.methods.mixing import Floats
 from fedstrata.common.methods.rule import Rule, RuleContext
+from fedstrata.common.methods.settings import CombiningSettings, RuleUse
 from fedstrata.common.methods.single_model import single_model
 from fedstrata.common.methods.statistics import Doubles, Gram
+from fedstrata.common.settings.tables import Count
+from fedstrata.common.settings.topology import share_of
 
 
 class Median(CombiningSettings):

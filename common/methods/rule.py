@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from fedstrata.common.experiment.methods import RuleSettings
-from fedstrata.common.experiment.training import TrainingSettings
 from fedstrata.common.lazy import np, npt
 from fedstrata.common.methods.mixing import Floats
 from fedstrata.common.methods.selection import Choose
+from fedstrata.common.methods.settings import RuleSettings
 from fedstrata.common.methods.statistics import Statistics, TrainingReport
 from fedstrata.common.model.layout import LinkLayouts, ModelLayout, Row
 from fedstrata.common.model.refinement import Refiner
 from fedstrata.common.randomness import Purpose, generator
+from fedstrata.common.settings.training import TrainingSettings
 
 NO_TRAINING: Final = TrainingSettings()
 KEY: Final = "aggregation.name"

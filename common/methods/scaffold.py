@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
-from fedstrata.common.experiment.methods import RuleSettings
-from fedstrata.common.experiment.tables import Positive
 from fedstrata.common.lazy import np
 from fedstrata.common.methods.column_rule import ColumnRule, Columns, RoundFacts
 from fedstrata.common.methods.rule import Rule, RuleContext
+from fedstrata.common.methods.settings import RuleSettings
 from fedstrata.common.methods.single_model import single_model
 from fedstrata.common.methods.statistics import Doubles
+from fedstrata.common.settings.tables import Positive
 
 
 class Scaffold(RuleSettings):

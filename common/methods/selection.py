@@ -10,14 +10,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
-from fedstrata.common.experiment import own
-from fedstrata.common.experiment.methods import SelectionSettings
-from fedstrata.common.experiment.own import OwnName, OwnSettings
-from fedstrata.common.experiment.tiers import Tier, participants
 from fedstrata.common.lazy import np
+from fedstrata.common.methods.settings import RuleSettings, SelectionSettings
 from fedstrata.common.randomness import Purpose, generator
+from fedstrata.common.settings import own
+from fedstrata.common.settings.own import OwnName, OwnSettings
+from fedstrata.common.settings.privacy import PrivacySettings
+from fedstrata.common.settings.topology import participants
 
 KEY: Final = "selection.name"
 TAKING_PART: Final = "taking_part"  # of a plan: the children selected
@@ -124,6 +125,19 @@ class GuardedSelector(Selector):
         return named
 
 
+class SelectingTier(Protocol):
+    """The settings of a tier that its parents' selection needs."""
+
+    @property
+    def participation(self) -> float: ...
+    @property
+    def selection(self) -> SelectionSettings: ...
+    @property
+    def aggregation(self) -> RuleSettings: ...
+    @property
+    def privacy(self) -> PrivacySettings: ...
+
+
 class ClientSelection:
     """One node's client selection. Its state is the history of the children.
 
@@ -132,7 +146,7 @@ class ClientSelection:
     """
 
     def __init__(
-        self, tier: Tier, *, seed: int, node: str, choose: Choose | None = None, named: int | None = None
+        self, tier: SelectingTier, *, seed: int, node: str, choose: Choose | None = None, named: int | None = None
     ) -> None:
         self._named = named
         self._tier = tier

@@ -33,11 +33,11 @@ from typing import Annotated, Final, Literal
 from pydantic import Field
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.methods import SelectionSettings
-from fedstrata.common.experiment.tables import Count, Fraction, Positive
 from fedstrata.common.lazy import np, npt
 from fedstrata.common.methods.selection import ResultFacts, Selector, Situation
+from fedstrata.common.methods.settings import SelectionSettings
 from fedstrata.common.randomness import Purpose, generator
+from fedstrata.common.settings.tables import Count, Fraction, Positive
 
 CLIP_QUANTILE: Final = 0.95
 

@@ -8,12 +8,12 @@ from math import sqrt
 from pathlib import Path
 from typing import Any
 
-from fedstrata.common.experiment.methods import RuleSettings, Weights
 from fedstrata.common.lazy import np
 from fedstrata.common.methods import mixing
 from fedstrata.common.methods.column_rule import ColumnRule, Columns, MeanRule, RoundFacts
 from fedstrata.common.methods.mixing import Floats, MixedColumns, Mixture, by_block, whole
 from fedstrata.common.methods.rule import Aggregated, Dispatched, Rule, RuleContext, Uploads, WrappedRule, link_layouts
+from fedstrata.common.methods.settings import RuleSettings, Weights
 from fedstrata.common.methods.statistics import Doubles, Gram, Statistics
 from fedstrata.common.model.layout import Row
 

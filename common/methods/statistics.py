@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Final, Protocol, TypeAlias
 
-from fedstrata.common.experiment.methods import Weights
 from fedstrata.common.lazy import np, npt
 from fedstrata.common.methods.mixing import by_block, cut, over
+from fedstrata.common.methods.settings import Weights
 from fedstrata.common.model.layout import Entry, ModelLayout, Row, Section
 
 Numbers: TypeAlias = "npt.NDArray[np.float32] | npt.NDArray[np.int64]"

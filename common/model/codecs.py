@@ -3,8 +3,8 @@
     blob = [ trainable columns in the codec's form | float32 buffers | int64 buffers ] [ float32 extras ]
 
 With zstd all before the extras is one frame. Buffers and extras are always transferred exactly. Buffers are few, and a
-variance of a normalisation layer that rounding made zero or negative would ruin the model. `common.experiment.codecs`
-lists the codecs. Those that send a part of a change are in `delta_codecs.py`.
+variance of a normalisation layer that rounding made zero or negative would ruin the model. `codec_settings.py` lists
+the codecs. Those that send a part of a change are in `delta_codecs.py`.
 
 A form converts float32 columns to fewer bytes, in pieces. A piece is small enough that it, its packed form and the
 scratch memory fit into a core's second-level cache (1 MB). Pieces are packed one after another; each form defines the
@@ -29,7 +29,7 @@ import numpy.typing as npt
 import zstandard
 
 from fedstrata.common.errors import RefusedModel, WireError
-from fedstrata.common.experiment.codecs import DELTA, UP, ZSTD, CodecSettings
+from fedstrata.common.model.codec_settings import DELTA, UP, ZSTD, CodecSettings
 from fedstrata.common.model.delta_codecs import PIECE_COLUMNS, SCALE_COLUMNS, LossyDelta, blocks_of
 from fedstrata.common.model.layout import ModelLayout, Row, Section
 

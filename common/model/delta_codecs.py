@@ -15,12 +15,12 @@ from __future__ import annotations
 from typing import Final
 
 from fedstrata.common.errors import InvalidExperiment, RefusedModel, WireError, described
-from fedstrata.common.experiment import own
-from fedstrata.common.experiment.codecs import CodecSettings
-from fedstrata.common.experiment.own import OwnName, OwnSettings
-from fedstrata.common.experiment.tables import OWN
 from fedstrata.common.lazy import np, npt
+from fedstrata.common.model.codec_settings import CodecSettings
 from fedstrata.common.model.layout import ModelLayout, Row, Section
+from fedstrata.common.settings import own
+from fedstrata.common.settings.own import OwnName, OwnSettings
+from fedstrata.common.settings.tables import OWN
 
 KEY: Final = "up.name"
 PIECE_COLUMNS: Final = 65_536  # encoded at once: they, and what becomes of them, fit into a core's cache

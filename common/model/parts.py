@@ -23,11 +23,11 @@ import numpy.typing as npt
 from safetensors import SafetensorError
 
 from fedstrata.common.errors import InvalidExperiment, RefusedModel
-from fedstrata.common.experiment.data import Model
-from fedstrata.common.experiment.tables import NAMED_MOST, proposal
 from fedstrata.common.model import tensors
 from fedstrata.common.model.layout import FrozenForm, ModelLayout, Row, Section
 from fedstrata.common.model.tensors import Tensors
+from fedstrata.common.settings.data import ModelSettings
+from fedstrata.common.settings.tables import NAMED_MOST, proposal
 
 INITIAL: Final = "model.initial"
 NO_ARRAYS: Final[Tensors] = MappingProxyType({})
@@ -42,7 +42,9 @@ class Part(StrEnum):
     PERSONAL = "personal"
 
 
-def part_of_each(model: Model, arrays: Mapping[str, Sequence[str]], *, constant: Collection[str]) -> dict[str, Part]:
+def part_of_each(
+    model: ModelSettings, arrays: Mapping[str, Sequence[str]], *, constant: Collection[str]
+) -> dict[str, Part]:
     """Return the part of each array, by its first name; `arrays` has all names of each.
 
     `constant`: those that are frozen in any case. Raises InvalidExperiment for a pattern without an array, and an array

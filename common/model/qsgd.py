@@ -18,8 +18,8 @@ from typing import Annotated, Final, Literal
 from pydantic import Field
 
 from fedstrata.common.errors import InvalidExperiment, WireError
-from fedstrata.common.experiment.codecs import CodecSettings
 from fedstrata.common.lazy import np, npt
+from fedstrata.common.model.codec_settings import CodecSettings
 from fedstrata.common.model.delta_codecs import PIECE_COLUMNS, SCALE_COLUMNS, DeltaCodec, blocks_of
 
 UNIFORM: Final = 32_768  # values of u: with them and s <= 127 all sums below are exact, or rounded to 2^-16

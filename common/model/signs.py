@@ -13,8 +13,8 @@ from __future__ import annotations
 from typing import Literal
 
 from fedstrata.common.errors import WireError
-from fedstrata.common.experiment.codecs import CodecSettings
 from fedstrata.common.lazy import np, npt
+from fedstrata.common.model.codec_settings import CodecSettings
 from fedstrata.common.model.delta_codecs import PIECE_COLUMNS, SCALE_COLUMNS, DeltaCodec, blocks_of
 
 

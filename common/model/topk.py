@@ -13,10 +13,10 @@ from math import ceil
 from typing import Any, Literal
 
 from fedstrata.common.errors import WireError
-from fedstrata.common.experiment.codecs import CodecSettings
-from fedstrata.common.experiment.tables import Fraction
 from fedstrata.common.lazy import np, npt
+from fedstrata.common.model.codec_settings import CodecSettings
 from fedstrata.common.model.delta_codecs import DeltaCodec
+from fedstrata.common.settings.tables import Fraction
 
 
 class TopKSettings(CodecSettings):

@@ -18,7 +18,6 @@ from fedstrata.common.accounting.child_report import ChildReport
 from fedstrata.common.accounting.ledger import Ledger, Mark
 from fedstrata.common.accounting.traffic import Traffic
 from fedstrata.common.errors import Misfit, RefusedModel, WireError
-from fedstrata.common.experiment.links import LinkSet, LinkSettings
 from fedstrata.common.experiment.schema import TransferSettings
 from fedstrata.common.model.layout import ROW_BYTES_MOST, FrozenForm
 from fedstrata.common.protocol import topics
@@ -66,6 +65,7 @@ from fedstrata.common.protocol.peer_link import ByteMeter, PeerLink
 from fedstrata.common.protocol.presence import Identity, Proof, TimeZero
 from fedstrata.common.protocol.receiver import Fetched, FetchFailed, ReceiverEvent
 from fedstrata.common.protocol.round_state import HEARTBEAT_S
+from fedstrata.common.settings.links import LinkSet, LinkSettings
 from fedstrata.common.text import short
 
 FAREWELL_S: Final = 1.0  # between two farewells

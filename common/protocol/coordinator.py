@@ -14,7 +14,6 @@ from dataclasses import replace
 from math import inf
 from typing import Final, Generic, TypeVar
 
-from fedstrata.common.experiment.devices import Online, OnlineTimes
 from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.protocol.events import UploadAnnounced
 from fedstrata.common.protocol.messages import (
@@ -50,6 +49,7 @@ from fedstrata.common.protocol.round_state import (
     standing_of,
     waiting_most_s,
 )
+from fedstrata.common.settings.devices import Online, OnlineTimes
 
 CLOSED: Final = "the round has closed"
 

@@ -19,17 +19,17 @@ from typing import Any, Final
 from fedstrata.common.accounting.child_report import ChildReport
 from fedstrata.common.accounting.work import Work
 from fedstrata.common.errors import RefusedModel, WireError
-from fedstrata.common.experiment.data import samples_most
-from fedstrata.common.experiment.devices import OnlineTimes
-from fedstrata.common.experiment.links import LinkSettings
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.experiment.tiers import TIERS_MOST
-from fedstrata.common.experiment.training import SCORES_MOST
 from fedstrata.common.model.layout import ROW_BYTES_MOST
-from fedstrata.common.model.scores import CLASSES_MOST, COUNT_BYTES, R2, ScoredModels, ScoreSums, bytes_most
 from fedstrata.common.protocol import messages, topics
 from fedstrata.common.protocol.messages import DIGEST_BYTES, MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, Message, Result, Task
+from fedstrata.common.settings.data import samples_most
+from fedstrata.common.settings.devices import OnlineTimes
+from fedstrata.common.settings.links import LinkSettings
+from fedstrata.common.settings.training import SCORES_MOST
 from fedstrata.common.text import JSON_MOST
+from fedstrata.common.training.scores import CLASSES_MOST, COUNT_BYTES, R2, ScoredModels, ScoreSums, bytes_most
 
 SMALL_BYTES: Final = 8192  # of a message without lists, digests, models and JSON: a few short texts, counts
 TARGET_BYTES: Final = 400

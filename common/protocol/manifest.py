@@ -12,8 +12,8 @@ import numpy.typing as npt
 import xxhash
 
 from fedstrata.common.errors import RefusedModel
-from fedstrata.common.experiment.links import LinkDirection
 from fedstrata.common.protocol.messages import Manifest
+from fedstrata.common.settings.links import LinkDirection
 
 MIN_RATED_CHUNK: Final = 32_768
 WINDOW_MOST: Final = 64

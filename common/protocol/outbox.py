@@ -9,11 +9,11 @@ from math import inf
 from typing import Final, TypeAlias
 
 from fedstrata.common.accounting.counters import Account, packet_bytes
-from fedstrata.common.experiment.links import LinkDirection, LinkSet
 from fedstrata.common.protocol import serialization, topics
 from fedstrata.common.protocol.messages import Goodbye, Message, Result, Task
 from fedstrata.common.protocol.presence import Identity
 from fedstrata.common.protocol.sender import Publication, Sender
+from fedstrata.common.settings.links import LinkDirection, LinkSet
 
 CHUNKS_IN_CLIENT: Final = 4
 NOISE_KEPT: Final = 4096  # blobs: two for each of 2,000 links

@@ -19,7 +19,6 @@ from fedstrata.common.accounting.child_report import ChildReport
 from fedstrata.common.accounting.ledger import Ledger
 from fedstrata.common.accounting.traffic import Traffic
 from fedstrata.common.errors import Misfit, RefusedModel, WireError
-from fedstrata.common.experiment.links import LinkSet, LinkSettings
 from fedstrata.common.experiment.schema import TransferSettings
 from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.model.layout import FrozenForm
@@ -74,6 +73,7 @@ from fedstrata.common.protocol.presence import Identity
 from fedstrata.common.protocol.receiver import Fetched, FetchFailed, FetchFailure, ReceiverEvent
 from fedstrata.common.protocol.round_state import MOVED, Assignment, Restarted
 from fedstrata.common.protocol.status import RunProgress, status_of
+from fedstrata.common.settings.links import LinkSet, LinkSettings
 from fedstrata.common.text import short
 
 UNLIMITED: Final[Mapping[str, float]] = MappingProxyType({})

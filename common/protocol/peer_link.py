@@ -23,7 +23,6 @@ import numpy.typing as npt
 from fedstrata.common.accounting.counters import Account
 from fedstrata.common.accounting.traffic import TcpStats
 from fedstrata.common.errors import Flooded, Misfit, OtherRelease, WireError
-from fedstrata.common.experiment.links import LinkSet
 from fedstrata.common.experiment.schema import TransferSettings
 from fedstrata.common.protocol import serialization, topics
 from fedstrata.common.protocol.admission import (
@@ -55,6 +54,7 @@ from fedstrata.common.protocol.presence import Identity, OwnPresence, PeerProofs
 from fedstrata.common.protocol.receiver import Landing, Receiver, ReceiverEvent
 from fedstrata.common.protocol.sender import Publication, Sender
 from fedstrata.common.protocol.status import Publishing
+from fedstrata.common.settings.links import LinkSet
 
 SILENT_MOST_S: Final = 30.0
 SEEKERS_READ_MOST: Final = 64  # nodes that may join, whose states are read

@@ -30,10 +30,10 @@ from typing import Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from fedstrata.common.experiment.links import LinkDirection
 from fedstrata.common.protocol.manifest import chunk_digest, missing, window_for
 from fedstrata.common.protocol.messages import Ask, Manifest
 from fedstrata.common.protocol.topics import ALL, ChunkTopic
+from fedstrata.common.settings.links import LinkDirection
 
 PATIENCE_S: Final = 15.0
 REPAIR_S: Final = 2.0

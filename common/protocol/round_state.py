@@ -16,10 +16,10 @@ from enum import Enum
 from math import inf
 from typing import Final, TypeAlias
 
-from fedstrata.common.experiment.devices import OnlineTimes
 from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.protocol.events import UploadAnnounced
 from fedstrata.common.protocol.messages import LIVING, Failure, Key, Manifest, NodeState, Phase, Progress, Result
+from fedstrata.common.settings.devices import OnlineTimes
 from fedstrata.common.text import by_cause
 
 REPEAT_S: Final = 1.0  # before a task is repeated; twice the time until its child's last answer, if that is longer

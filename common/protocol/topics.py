@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from fedstrata.common.errors import WireError
-from fedstrata.common.experiment.topology import RESERVED
+from fedstrata.common.settings.topology import RESERVED
 
 ROOT: Final = "fs1"
 ALL: Final = "all"

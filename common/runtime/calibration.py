@@ -22,13 +22,13 @@ from typing import Any, Final
 
 from fedstrata.common.accounting.traffic import Measured
 from fedstrata.common.errors import InvalidExperiment, RefusedModel
-from fedstrata.common.experiment.links import Links, LinkSet
 from fedstrata.common.protocol.limits import NOISE_MOST
 from fedstrata.common.protocol.manifest import describe
 from fedstrata.common.protocol.messages import Manifest, Probe, Probed
 from fedstrata.common.protocol.receiver import Fetched, ReceiverEvent
 from fedstrata.common.runtime.endpoint import Endpoint
 from fedstrata.common.runtime.world import World
+from fedstrata.common.settings.links import Links, LinkSet
 
 PROBE_S: Final = 0.25  # duration of a probe on a link of a declared rate, or eight chunks if that is more
 CHUNK_LEAST: Final = 8192

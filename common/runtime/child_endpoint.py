@@ -15,10 +15,9 @@ import numpy.typing as npt
 from fedstrata.common.accounting.child_report import ChildReport
 from fedstrata.common.accounting.ledger import Ledger
 from fedstrata.common.errors import OutOfReach, ParentGaveUp, RefusedModel, RunFailed
-from fedstrata.common.experiment.codecs import PLAIN, Codecs
-from fedstrata.common.experiment.links import LinkSettings
 from fedstrata.common.experiment.schema import TransferSettings
 from fedstrata.common.host.offload import offload
+from fedstrata.common.model.codec_settings import PLAIN, Codecs
 from fedstrata.common.model.layout import FrozenForm, LinkLayouts, ModelLayout, Row
 from fedstrata.common.net.address import BrokerAddress
 from fedstrata.common.net.bulk import Place
@@ -49,6 +48,7 @@ from fedstrata.common.runtime.frozen import FrozenFetch
 from fedstrata.common.runtime.models import Arriving, Models, ModelUnavailable
 from fedstrata.common.runtime.round import DoTask
 from fedstrata.common.runtime.world import REAL, World, within
+from fedstrata.common.settings.links import LinkSettings
 from fedstrata.common.storage.spool import FrozenFiles, Spool
 
 REFUSALS_KEPT: Final = 16

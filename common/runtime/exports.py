@@ -11,7 +11,6 @@ from typing import Final, TypedDict
 
 from fedstrata.common.accounting.counters import DIRECTIONS, LINK_KINDS
 from fedstrata.common.accounting.traffic import Measured
-from fedstrata.common.experiment.topology import CLOUD, Tree
 from fedstrata.common.metrics import NODE, STATES, Metrics, NodeLabels, Reading
 from fedstrata.common.net.address import BrokerAddress, HostPort, is_loopback
 from fedstrata.common.protocol.admission import Refusal
@@ -20,6 +19,7 @@ from fedstrata.common.protocol.messages import Target
 from fedstrata.common.runtime.child_endpoint import ChildEndpoint
 from fedstrata.common.runtime.endpoint import DROPPED, HEAP, Endpoint
 from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
+from fedstrata.common.settings.topology import CLOUD, Tree
 
 BROKER: Final = "broker"
 KINDS: Final = (*LINK_KINDS, "probe")

@@ -22,7 +22,6 @@ from fedstrata.common.errors import (
     as_known,
     first_error,
 )
-from fedstrata.common.experiment.devices import Move, Moves, OnlineTimes
 from fedstrata.common.protocol import serialization, topics
 from fedstrata.common.protocol.messages import LIVING, Failure, NodeState, Presence
 from fedstrata.common.protocol.presence import TimeZero
@@ -31,6 +30,7 @@ from fedstrata.common.runtime.discovery import Moved, activity
 from fedstrata.common.runtime.endpoint import Endpoint
 from fedstrata.common.runtime.lab_client import LabClient
 from fedstrata.common.runtime.world import Host, within
+from fedstrata.common.settings.devices import Move, Moves, OnlineTimes
 from fedstrata.common.text import short
 
 LAST_STATE_S: Final = 2.0

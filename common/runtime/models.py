@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fedstrata.common.errors import RefusedModel, WireError
-from fedstrata.common.experiment.codecs import CodecSettings
 from fedstrata.common.host.offload import offload
+from fedstrata.common.model.codec_settings import CodecSettings
 from fedstrata.common.model.codecs import Codec, codec_of
 from fedstrata.common.model.layout import ModelLayout, Row
 from fedstrata.common.protocol.manifest import ModelForm, describe

@@ -11,12 +11,11 @@ from typing import Any, Final
 
 from fedstrata.common.accounting.ledger import Ledger
 from fedstrata.common.errors import FedstrataError, InvalidBelow, NoProgress, RefusedModel, RunFailed
-from fedstrata.common.experiment.codecs import PLAIN, Codecs
-from fedstrata.common.experiment.links import LinkDirection, Links, LinkSettings
 from fedstrata.common.experiment.schema import TransferSettings
 from fedstrata.common.experiment.tiers import Closing, Minimum
 from fedstrata.common.host.offload import offload
 from fedstrata.common.methods.rule import Uploads
+from fedstrata.common.model.codec_settings import PLAIN, Codecs
 from fedstrata.common.model.layout import LinkLayouts, Row
 from fedstrata.common.net.address import BrokerAddress
 from fedstrata.common.protocol.attendance import Readiness
@@ -45,6 +44,7 @@ from fedstrata.common.runtime.frozen import FrozenOffers
 from fedstrata.common.runtime.models import Arriving, Models
 from fedstrata.common.runtime.round import ClosedRound, Dispatch, Observe
 from fedstrata.common.runtime.world import REAL, World, nothing, within
+from fedstrata.common.settings.links import LinkDirection, Links, LinkSettings
 from fedstrata.common.storage.spool import Spool
 from fedstrata.common.text import by_cause
 

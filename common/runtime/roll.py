@@ -21,7 +21,6 @@ from importlib.metadata import version
 from typing import Final
 
 from fedstrata.common.errors import ConnectionFailed, LabInUse
-from fedstrata.common.experiment.topology import CLOUD
 from fedstrata.common.host.examination import Finding
 from fedstrata.common.host.offload import beside
 from fedstrata.common.net.address import BrokerAddress
@@ -30,6 +29,7 @@ from fedstrata.common.protocol.limits import STRANGER
 from fedstrata.common.protocol.messages import Alive, Here, NodeState, RollCall, WhoIsThere
 from fedstrata.common.runtime.lab_client import LabClient
 from fedstrata.common.runtime.world import REAL, Host, World
+from fedstrata.common.settings.topology import CLOUD
 from fedstrata.common.text import short
 
 ASK_S: Final = 0.5

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fedstrata.common.errors import RefusedModel
-from fedstrata.common.experiment.codecs import CodecSettings
 from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.model.codec_settings import CodecSettings
 from fedstrata.common.model.codecs import Codec, codec_of
 from fedstrata.common.model.layout import ModelLayout, Row
 from fedstrata.common.randomness import Purpose, generator

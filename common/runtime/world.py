@@ -14,7 +14,6 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
-from fedstrata.common.experiment.data import root_below
 from fedstrata.common.net.address import BrokerAddress
 from fedstrata.common.net.attempts import Attempts
 from fedstrata.common.net.bulk import Body
@@ -23,6 +22,7 @@ from fedstrata.common.net.packet_limit import PacketLimit, packet_limit
 from fedstrata.common.protocol.peer_link import ByteMeter
 from fedstrata.common.protocol.presence import Identity
 from fedstrata.common.protocol.topics import DEFAULT_LAB, check_lab
+from fedstrata.common.settings.data import root_below
 
 if TYPE_CHECKING:
     from fedstrata.common.experiment.schema import Experiment

@@ -87,11 +87,11 @@ def check(
 
 def _list(output: str) -> None:
     """Print the names of rules, objectives, codecs and trainers: fedstrata's, and those of installed packages."""
-    from fedstrata.common.experiment.codecs import CODECS
-    from fedstrata.common.experiment.methods import RULES
-    from fedstrata.common.experiment.tables import PACKAGE, installed
-    from fedstrata.common.experiment.trainers import TRAINERS
-    from fedstrata.common.experiment.training import OBJECTIVES
+    from fedstrata.common.methods.settings import RULES
+    from fedstrata.common.model.codec_settings import CODECS
+    from fedstrata.common.settings.tables import PACKAGE, installed
+    from fedstrata.common.settings.trainers import TRAINERS
+    from fedstrata.common.settings.training import OBJECTIVES
 
     cells = []
     for group, ours in (("rules", RULES), ("objectives", OBJECTIVES), ("codecs", CODECS), ("trainers", TRAINERS)):

@@ -61,8 +61,8 @@ def tree_of(path: Path | None, overrides: list[str] | None, resume: Path | None)
 
 def warn_of_direct(experiments: Iterable[Experiment]) -> None:
     """Report what experiments state and runs without a network do not have."""
-    from fedstrata.common.experiment.devices import HardwareSettings
-    from fedstrata.common.experiment.links import Links
+    from fedstrata.common.settings.devices import HardwareSettings
+    from fedstrata.common.settings.links import Links
 
     some = list(experiments)
     if any(each.links != Links() for each in some):

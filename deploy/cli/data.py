@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.data import FOLDERS, found_in
-from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.settings.data import FOLDERS, found_in
+from fedstrata.common.settings.topology import CLOUD
 from fedstrata.common.text import json_text
 from fedstrata.deploy.console.logs import write_line
 from fedstrata.deploy.console.options import Output, Overrides
@@ -46,7 +46,7 @@ def check(
     stands for all data sets of its cells that have files.
     """
     from fedstrata.common.experiment.reading import load, parse
-    from fedstrata.common.experiment.tables import proposal
+    from fedstrata.common.settings.tables import proposal
 
     with reporting():
         wanted = list(dict.fromkeys(one for name in names for one in _needed(name))) if names else found_in(root)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedstrata.common.errors import ConnectionFailed, InvalidExperiment
-from fedstrata.common.experiment.topology import CLOUD
 from fedstrata.common.protocol.topics import DEFAULT_LAB
+from fedstrata.common.settings.topology import CLOUD
 from fedstrata.common.text import json_text
 from fedstrata.deploy.cli.roles import ROLL_S, LabBrokerOption, SpoolFolder, call_the_roll, spool_folder
 from fedstrata.deploy.console.login import OPERATOR, Login
@@ -99,8 +99,8 @@ def doctor(
 
 def _host(name: str, accelerator: str, data: Path | None, spool: str, reached: LabAccess) -> Iterator[Finding]:
     """Yield the findings of this host, of which the lab's file may know what the node's service is given."""
-    from fedstrata.common.experiment.data import Data, examine_data
     from fedstrata.common.host.examination import examine_host
+    from fedstrata.common.settings.data import Data, examine_data
 
     learns = name == CLOUD
     if reached.lab is not None and name in reached.lab.machine_of:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.topology import CLOUD
 from fedstrata.common.protocol.topics import DEFAULT_LAB
+from fedstrata.common.settings.topology import CLOUD
 from fedstrata.common.text import named
 from fedstrata.deploy.cli.chosen import Resume, already_finished, kept_once_begun, tree_of
 from fedstrata.deploy.cli.serving import METRICS, Insecure, MetricsAddress, serve_metrics

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 import typer
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.topology import CLOUD
 from fedstrata.common.host.files import writing
 from fedstrata.common.protocol.topics import DEFAULT_LAB
+from fedstrata.common.settings.topology import CLOUD
 from fedstrata.common.text import counted, json_text
 from fedstrata.deploy.cli.chosen import warn_of_direct
 from fedstrata.deploy.console import logs
@@ -298,7 +298,7 @@ def _cloud(broker: str | None, lab: str | None, connect_timeout_s: float, login:
 
 def _list(grid: Grid, finished: Mapping[str, Run], *, as_json: bool) -> None:
     """Print the runs of a sweep."""
-    from fedstrata.common.experiment.data import is_there
+    from fedstrata.common.settings.data import is_there
     from fedstrata.deploy.console.tabular import Cell, Column, Table
 
     lacking = {one.data.dataset for one in grid.experiments.values() if not is_there(one.data)}

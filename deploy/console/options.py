@@ -14,9 +14,9 @@ from typing import Annotated, Any, Final, Literal, get_type_hints
 import typer
 
 from fedstrata.common.errors import as_known
-from fedstrata.common.experiment.topology import CLOUD
 from fedstrata.common.host.processes import ending_signals
 from fedstrata.common.protocol.topics import check_lab, check_node
+from fedstrata.common.settings.topology import CLOUD
 from fedstrata.deploy.console import logs
 from fedstrata.deploy.console.reporting import reporting
 from fedstrata.deploy.console.service import watched

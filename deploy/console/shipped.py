@@ -8,7 +8,7 @@ from typing import Annotated, Final
 
 import typer
 
-from fedstrata.common.experiment.tables import proposal
+from fedstrata.common.settings.tables import proposal
 
 HELP: Final = "The experiment: a TOML file, or a name that `fedstrata experiments` lists."
 SWEEP_HELP: Final = "The sweep: a TOML file, or the name of one that fedstrata brings along, such as study/two."

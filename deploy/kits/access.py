@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from fedstrata.common.experiment.topology import CLOUD
 from fedstrata.common.host.energy import EnergySource
 from fedstrata.common.protocol import topics
 from fedstrata.common.protocol.topics import ALL, ROOT
+from fedstrata.common.settings.topology import CLOUD
 from fedstrata.deploy.console.login import NODE, OPERATOR
 from fedstrata.deploy.kits.lab import Lab
 

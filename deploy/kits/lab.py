@@ -13,9 +13,11 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import Field, ValidationError
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.links import LinkSettings, shipped
 from fedstrata.common.experiment.messages import explain
-from fedstrata.common.experiment.tables import (
+from fedstrata.common.net import address, tls
+from fedstrata.common.net.address import BrokerAddress, host_port, parse_hosts
+from fedstrata.common.settings.links import LinkSettings, shipped
+from fedstrata.common.settings.tables import (
     AcceleratorName,
     Count,
     Name,
@@ -26,9 +28,7 @@ from fedstrata.common.experiment.tables import (
     proposal,
     read_toml,
 )
-from fedstrata.common.experiment.topology import CLOUD, RESERVED
-from fedstrata.common.net import address, tls
-from fedstrata.common.net.address import BrokerAddress, host_port, parse_hosts
+from fedstrata.common.settings.topology import CLOUD, RESERVED
 from fedstrata.deploy.console.login import METRICS_NAME, NODE, OPERATOR, Login
 
 RANGE: Final = re.compile(r"(.*?)(\d+)\.\.(\d+)")  # device-0..9

@@ -12,14 +12,14 @@ from typing import Final
 
 from fedstrata.cloud.evaluator import needs_process
 from fedstrata.common.errors import InvalidExperiment, StorageFailed, installing
-from fedstrata.common.experiment import own
-from fedstrata.common.experiment.data import check_fits
-from fedstrata.common.experiment.methods import RuleSettings
-from fedstrata.common.experiment.own import OwnSettings, is_own
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.tables import SettingsTable
 from fedstrata.common.experiment.tiers import Tier
-from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.methods.settings import RuleSettings
+from fedstrata.common.settings import own
+from fedstrata.common.settings.data import check_fits
+from fedstrata.common.settings.own import OwnSettings, is_own
+from fedstrata.common.settings.tables import SettingsTable
+from fedstrata.common.settings.topology import CLOUD
 from fedstrata.deploy.console.reporting import EXTRAS, require
 
 FILES_BESIDE: Final = 100  # of a process, beside its connections

@@ -21,8 +21,8 @@ from fedstrata.common.accounting.counters import Account
 from fedstrata.common.accounting.ledger import Ledger
 from fedstrata.common.accounting.traffic import Traffic
 from fedstrata.common.errors import RefusedModel, RunFailed
-from fedstrata.common.experiment.codecs import Codecs
 from fedstrata.common.methods.rule import Uploads
+from fedstrata.common.model.codec_settings import Codecs
 from fedstrata.common.model.codecs import codec_of
 from fedstrata.common.model.layout import LinkLayouts, Row
 from fedstrata.common.protocol.limits import ANY, ChildLimits, check_report, possible_scores, with_plausible_costs

@@ -20,9 +20,7 @@ from fedstrata.cloud.evaluator import Beginning, EvaluationResult
 from fedstrata.cloud.global_rounds import GlobalRounds
 from fedstrata.cloud.results import RunFolder
 from fedstrata.common.errors import FedstrataError, StorageFailed
-from fedstrata.common.experiment.data import check_alike
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.topology import CLOUD
 from fedstrata.common.host.files import replacing, writing
 from fedstrata.common.host.processes import interruptible
 from fedstrata.common.methods.rule import link_layouts
@@ -31,13 +29,15 @@ from fedstrata.common.metrics import Metrics
 from fedstrata.common.model import tensors
 from fedstrata.common.model.layout import Row
 from fedstrata.common.model.refinement import Refiner
-from fedstrata.common.model.trainer import TrainerTester
 from fedstrata.common.protocol.limits import limits_below, tests_below
 from fedstrata.common.protocol.messages import Phase, Task
 from fedstrata.common.runtime.models import Arriving
 from fedstrata.common.runtime.round import DoTask, Observe, Report, WorkResult
 from fedstrata.common.runtime.world import REAL
+from fedstrata.common.settings.data import check_alike
+from fedstrata.common.settings.topology import CLOUD
 from fedstrata.common.storage.spool import Spool
+from fedstrata.common.training.array_trainer import TrainerTester
 from fedstrata.deploy.local.calls import Calls, Clock
 from fedstrata.device.jobs import Ending, HostedDevice, LocalResult, Order, Prepared, most_together
 from fedstrata.device.pool.pool import is_cpu

@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from fedstrata.common.errors import UNEXPECTED, InvalidExperiment, RunFailed
-from fedstrata.common.experiment.own import is_own
 from fedstrata.common.experiment.reading import to_toml
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.topology import CLOUD
 from fedstrata.common.host.files import failure
 from fedstrata.common.host.processes import interruptible, python, spawn, stop_all
 from fedstrata.common.protocol.topics import DEFAULT_LAB
 from fedstrata.common.runtime.round import Observe
+from fedstrata.common.settings.own import is_own
+from fedstrata.common.settings.topology import CLOUD
 from fedstrata.common.text import escaped
 from fedstrata.deploy.console.logs import last_error, notes_in, options, write_line
 from fedstrata.deploy.local.network import LabNetwork, one_host, shares

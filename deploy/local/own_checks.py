@@ -14,14 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fedstrata.common.errors import InvalidExperiment, RefusedModel, WireError
-from fedstrata.common.experiment import own
-from fedstrata.common.experiment.codecs import CodecSettings
-from fedstrata.common.experiment.methods import RuleSettings
-from fedstrata.common.experiment.own_values import changed, kept_in_files
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.experiment.tiers import Tier
-from fedstrata.common.experiment.topology import CLOUD
 from fedstrata.common.host.examination import Finding
 from fedstrata.common.host.files import remove_folder
 from fedstrata.common.methods import aggregator
@@ -30,13 +25,18 @@ from fedstrata.common.methods.mixing import COLUMNS, cut
 from fedstrata.common.methods.own_rule import GuardedRule, OwnRule
 from fedstrata.common.methods.rule import KEY, RuleContext, Uploads, link_layouts
 from fedstrata.common.methods.selection import ClientSelection, ResultFacts, Selector
+from fedstrata.common.methods.settings import RuleSettings
 from fedstrata.common.methods.statistics import Gram, Statistics
+from fedstrata.common.model.codec_settings import CodecSettings
 from fedstrata.common.model.delta_codecs import DeltaCodec
 from fedstrata.common.model.layout import ModelLayout, Row, Section
 from fedstrata.common.model.refinement import RoundModels
-from fedstrata.common.model.scores import ScoreSums
-from fedstrata.common.model.trainer import ArrayTrainer
+from fedstrata.common.settings import own
+from fedstrata.common.settings.own_values import changed, kept_in_files
+from fedstrata.common.settings.topology import CLOUD
 from fedstrata.common.text import named
+from fedstrata.common.training.array_trainer import ArrayTrainer
+from fedstrata.common.training.scores import ScoreSums
 from fedstrata.deploy.local import model_checks
 from fedstrata.device.jobs import LocalResult, Order, TrainerFolder
 from fedstrata.device.training.arrays import ArrayTraining

@@ -15,13 +15,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from fedstrata.common.experiment import own
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.host.machine import MachineLoad
-from fedstrata.common.model.trainer import TrainerTester
 from fedstrata.common.protocol import serialization
 from fedstrata.common.protocol.manifest import chunk_digest
 from fedstrata.common.protocol.messages import Key, Manifest, Task
+from fedstrata.common.settings import own
+from fedstrata.common.training.array_trainer import TrainerTester
 from fedstrata.deploy.planning.trainings import train
 from fedstrata.deploy.planning.workload import PlannedWorkload
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from fedstrata.common.experiment.codecs import CodecSettings, FormSettings
 from fedstrata.common.experiment.schema import Experiment, TransferSettings
-from fedstrata.common.experiment.tiers import participants
 from fedstrata.common.methods.rule import link_layouts
+from fedstrata.common.model.codec_settings import CodecSettings, FormSettings
 from fedstrata.common.model.layout import LinkLayouts, ModelLayout
+from fedstrata.common.settings.topology import participants
 
 AGENT_BYTES: Final = 60_000_000
 TORCH_BYTES: Final = 560_000_000

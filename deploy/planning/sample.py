@@ -15,9 +15,9 @@ from typing import Any, Final, NamedTuple
 
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.tiers import Tier, participants
-from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.experiment.tiers import Tier
 from fedstrata.common.methods.selection import ClientSelection
+from fedstrata.common.settings.topology import CLOUD, participants
 from fedstrata.deploy.planning.calibration import MachineSpeeds
 from fedstrata.deploy.planning.workload import PlannedWorkload, with_tiers
 

@@ -20,11 +20,11 @@ import numpy as np
 
 from fedstrata.cloud.records import GlobalRoundRecord, LinkRecord
 from fedstrata.cloud.results import RunFolder
-from fedstrata.common.experiment.methods import RuleSettings
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.methods.settings import RuleSettings
 from fedstrata.common.model.layout import Row
+from fedstrata.common.settings.topology import CLOUD
 from fedstrata.deploy.planning.calibration import MachineSpeeds
 from fedstrata.deploy.planning.sample import NODES, LabSample, sample_of
 from fedstrata.deploy.planning.simulated_run import INTERFACE_MBIT, seconds_of, simulated_run

@@ -18,10 +18,10 @@ from typing import Any, Final
 from fedstrata.cloud.results import SIMULATED, RunFolder
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.topology import CLOUD
 from fedstrata.common.host.files import replacing
 from fedstrata.common.host.machine import LoadMeter
 from fedstrata.common.protocol.receiver import SLOT_BYTES_S
+from fedstrata.common.settings.topology import CLOUD
 from fedstrata.common.text import json_text
 from fedstrata.deploy.planning import workload
 from fedstrata.deploy.planning.calibration import REFERENCE, MachineSpeeds, is_busy, measure

@@ -12,11 +12,11 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.data import SHAPES
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.model.layout import ModelLayout, Row
-from fedstrata.common.model.trainer import TrainerTester
+from fedstrata.common.settings.data import SHAPES
+from fedstrata.common.training.array_trainer import TrainerTester
 from fedstrata.device.jobs import HostedDevice
 from fedstrata.device.pool.trainers import Trainers
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.tables import SettingsTable
+from fedstrata.common.settings.tables import SettingsTable
 from fedstrata.common.text import counted
 
 

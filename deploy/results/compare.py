@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.training import ACCURACY
+from fedstrata.common.settings.training import ACCURACY
 from fedstrata.deploy.console.tabular import Column, Spread, Table
 from fedstrata.deploy.results import whole
 from fedstrata.deploy.results.acting import LatePart, late_parts, unacted

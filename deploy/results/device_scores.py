@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 from fedstrata.cloud.records import DEVICES, PERSONALISED
-from fedstrata.common.experiment.training import Score
+from fedstrata.common.settings.training import Score
 from fedstrata.deploy.console.tabular import Column, Table
 from fedstrata.deploy.results import charts
 from fedstrata.deploy.results.charts import Axis, Curve

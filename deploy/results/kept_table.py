@@ -24,8 +24,8 @@ from typing import Any, Final, Self
 from fedstrata.cloud.records import GlobalRoundRecord, rows_of
 from fedstrata.cloud.results import HELD
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.tables import write
 from fedstrata.common.host.files import replacing, writing
+from fedstrata.common.settings.tables import write
 from fedstrata.common.text import json_text
 from fedstrata.deploy.results.cells import CellOrder
 

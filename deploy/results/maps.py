@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from fedstrata.common.experiment.topology import CLOUD, Tree
+from fedstrata.common.settings.topology import CLOUD, Tree
 from fedstrata.deploy.console.tabular import Cell, Column, Table, clean
 from fedstrata.deploy.results import charts
 from fedstrata.deploy.results.charts import BELOW, Axis, Curve

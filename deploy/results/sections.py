@@ -15,8 +15,8 @@ from typing import Any, Final
 
 from fedstrata.cloud.records import BROKER, RARE, LinkRecord
 from fedstrata.common.accounting.counters import LINK_KINDS
-from fedstrata.common.experiment.topology import CLOUD
 from fedstrata.common.protocol.round_state import GLOBAL_PHASES
+from fedstrata.common.settings.topology import CLOUD
 from fedstrata.deploy.console.tabular import Cell, Column, Spread, Table
 from fedstrata.deploy.results import charts, maps
 from fedstrata.deploy.results.charts import Axis, Curve

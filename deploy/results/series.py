@@ -20,11 +20,11 @@ from typing import Any, Final
 
 from fedstrata.cloud.results import SIMULATED
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.methods import fedavg, fraction
 from fedstrata.common.experiment.short_form import by_table
-from fedstrata.common.experiment.tables import flat
-from fedstrata.common.experiment.topology import CLOUD
-from fedstrata.common.experiment.training import CROSS_ENTROPY
+from fedstrata.common.methods.settings import fedavg, fraction
+from fedstrata.common.settings.tables import flat
+from fedstrata.common.settings.topology import CLOUD
+from fedstrata.common.settings.training import CROSS_ENTROPY
 from fedstrata.common.text import counted
 from fedstrata.deploy.results.figures import styled
 from fedstrata.deploy.results.kept_table import CELL

@@ -16,8 +16,8 @@ from typing import Any, Final, Protocol
 
 from fedstrata.cloud.records import GlobalRoundRecord
 from fedstrata.common.errors import ConnectionFailed, InvalidExperiment
-from fedstrata.common.experiment.tables import flat
 from fedstrata.common.host.files import writing
+from fedstrata.common.settings.tables import flat
 from fedstrata.deploy.results.run import Run, State
 
 

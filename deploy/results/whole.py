@@ -11,7 +11,7 @@ from functools import partial
 from math import inf
 from typing import Any, Final
 
-from fedstrata.common.experiment.training import Score
+from fedstrata.common.settings.training import Score
 from fedstrata.deploy.console.tabular import Cell, Column, Spread, Table
 from fedstrata.deploy.results.device_costs import COSTS, costs_until
 from fedstrata.deploy.results.device_scores import statistics_of

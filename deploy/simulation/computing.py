@@ -22,8 +22,8 @@ from fedstrata.cloud.evaluator import Beginning, EvaluationResult, Evaluator
 from fedstrata.common.accounting.costs import UNKNOWN_COSTS
 from fedstrata.common.accounting.work import TrainingPath
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.topology import CLOUD
 from fedstrata.common.model.layout import Row
+from fedstrata.common.settings.topology import CLOUD
 from fedstrata.deploy.simulation.hardware import FORWARD, SimulatedHardware, SimulatedMember
 from fedstrata.device.jobs import LocalResult, Order, PoolMember, Prepared
 from fedstrata.device.pool.pool import Pool

@@ -22,14 +22,14 @@ from fedstrata.cloud.agent import ModelEvaluator
 from fedstrata.cloud.evaluator import Beginning, EvaluationResult
 from fedstrata.common.accounting.work import TrainingPath, Work
 from fedstrata.common.errors import RunFailed
-from fedstrata.common.experiment.data import samples_most
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.topology import CLOUD
 from fedstrata.common.host.subprocess_channel import REPLACEMENTS
 from fedstrata.common.model.layout import ModelLayout, Row, Section
-from fedstrata.common.model.scores import R2, R2_SUMS, ScoredModels, ScoreSums, packed_sums
 from fedstrata.common.model.tensors import Tensors
 from fedstrata.common.runtime.world import nothing
+from fedstrata.common.settings.data import samples_most
+from fedstrata.common.settings.topology import CLOUD
+from fedstrata.common.training.scores import R2, R2_SUMS, ScoredModels, ScoreSums, packed_sums
 from fedstrata.deploy.simulation.machines import Machines
 from fedstrata.device.jobs import LocalResult, Order, Prepared, Progress, TrainingPool
 from fedstrata.device.pool.executors import RETRIES

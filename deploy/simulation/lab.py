@@ -18,13 +18,13 @@ from typing import Any, Final
 
 from fedstrata.cloud.agent import CloudAgent
 from fedstrata.cloud.results import RunFolder
-from fedstrata.common.experiment.own import is_own
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.topology import CLOUD
 from fedstrata.common.metrics import Metrics
 from fedstrata.common.net.address import BrokerAddress
 from fedstrata.common.runtime.round import Observe
 from fedstrata.common.runtime.world import Host
+from fedstrata.common.settings.own import is_own
+from fedstrata.common.settings.topology import CLOUD
 from fedstrata.deploy.simulation.hardware import Computing, Durations, NullWorkload, SimulatedHardware, Workload
 from fedstrata.deploy.simulation.link import LinkConditions
 from fedstrata.deploy.simulation.loop import START_S, SimulationError, VirtualLoop

@@ -19,9 +19,9 @@ from typing import Any, Final
 from fedstrata.cloud.results import SIMULATED, RunFolder
 from fedstrata.common.errors import InvalidExperiment, RunFailed, as_known
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.topology import CLOUD
 from fedstrata.common.host.processes import interruptible
 from fedstrata.common.runtime.round import Observe
+from fedstrata.common.settings.topology import CLOUD
 from fedstrata.deploy.simulation.broker import Routed
 from fedstrata.deploy.simulation.computing import MachineSeconds, RealComputing
 from fedstrata.deploy.simulation.hardware import Durations, Workload

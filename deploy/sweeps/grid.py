@@ -16,8 +16,8 @@ from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.messages import explain
 from fedstrata.common.experiment.reading import override, parse, read
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.tables import proposal, with_tables
-from fedstrata.common.experiment.training import ACCURACY
+from fedstrata.common.settings.tables import proposal, with_tables
+from fedstrata.common.settings.training import ACCURACY
 from fedstrata.deploy.console.shipped import shipped
 from fedstrata.deploy.results.cells import BETWEEN
 from fedstrata.deploy.sweeps.schema import FULL, MEASURE, Measure, Size, SweepFile

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any, Final
 
-from fedstrata.common.experiment.links import LinkSettings
+from fedstrata.common.settings.links import LinkSettings
 from fedstrata.common.text import json_text
 from fedstrata.deploy.console.layout import Width, wrapped
 from fedstrata.deploy.console.tabular import LATEX, MARKDOWN, Cell, Column, Spread, Table, terminal_width

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import Field, model_validator
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.tables import Count, Fraction, SettingsTable, proposal
 from fedstrata.common.protocol.round_state import GLOBAL_PHASES
+from fedstrata.common.settings.tables import Count, Fraction, SettingsTable, proposal
 from fedstrata.deploy.results.cells import CellOrder
 
 EACH_CELL: Final = ("experiment", "skip", "target")  # keys of [[where]] that are no axes

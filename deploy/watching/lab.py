@@ -14,10 +14,10 @@ from typing import Final, TypeAlias
 
 from fedstrata.common.errors import FedstrataError, NoProgress, RunFailed, WireError
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.topology import CLOUD
 from fedstrata.common.protocol import serialization, topics
 from fedstrata.common.protocol.messages import LIVING, ChildStatus, NodeState, Presence, RunStatus, Status, Step
 from fedstrata.common.protocol.status import ROUNDS_KEPT
+from fedstrata.common.settings.topology import CLOUD
 from fedstrata.deploy.watching.nodes import UNKNOWN, Node
 
 GOODBYE_S: Final = 12.0  # a cloud that has finished leaves within this time

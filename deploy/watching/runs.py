@@ -9,9 +9,9 @@ from typing import Final
 from fedstrata.common.errors import InvalidExperiment, WireError
 from fedstrata.common.experiment.reading import recorded
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.topology import CLOUD
 from fedstrata.common.protocol import serialization, topics
 from fedstrata.common.protocol.messages import LIVING, Announcement, Presence
+from fedstrata.common.settings.topology import CLOUD
 
 SETTLE_S: Final = 0.5  # retained messages arrive at once, but in any order
 DEVICES_MOST: Final = 100_000

@@ -8,9 +8,9 @@ from typing import Final
 
 from fedstrata.common.errors import InvalidExperiment, installing
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.tables import named_in_module
-from fedstrata.common.experiment.trainers import KEY
 from fedstrata.common.host.memory import peak_bytes
+from fedstrata.common.settings.tables import named_in_module
+from fedstrata.common.settings.trainers import KEY
 from fedstrata.device.jobs import DeviceOrder, DeviceTrainers, Done, Ending, HostedDevice, LocalResult, Prepared
 
 MODULES: Final = "fedstrata.device.pool.module_trainers:ModuleTrainers"

@@ -1,4 +1,4 @@
-"""Training by a trainer that is not fedstrata's (`common.model.trainer`): named arrays in and out, without PyTorch."""
+"""Training by a trainer that is not fedstrata's (`common.training`): named arrays in and out, without PyTorch."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from fedstrata.common.accounting.costs import DeviceCosts
 from fedstrata.common.accounting.work import TrainingPath, Work
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.topology import number_of
 from fedstrata.common.host.files import PARTIAL, make_usable, remove_folder, writing
 from fedstrata.common.host.offload import repeated
 from fedstrata.common.model.layout import Row
-from fedstrata.common.model.scores import ScoreSums, packed_sums
-from fedstrata.common.model.trainer import LocalTask, TrainerCode, TrainingSite
 from fedstrata.common.randomness import Purpose, torch_seed
+from fedstrata.common.settings.topology import number_of
+from fedstrata.common.training.array_trainer import LocalTask, TrainerCode, TrainingSite
+from fedstrata.common.training.scores import ScoreSums, packed_sums
 from fedstrata.device.jobs import (
     Cancelled,
     DeviceOrder,

@@ -14,13 +14,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment import own, schema
-from fedstrata.common.experiment.training import Augmentation, OwnAugmentation
+from fedstrata.common.experiment import schema
 from fedstrata.common.learning import datasets, splits
 from fedstrata.common.learning.computing import seeded
 from fedstrata.common.learning.inputs import Inputs
 from fedstrata.common.methods.mixing import Floats
 from fedstrata.common.randomness import Purpose, generator, torch_seed
+from fedstrata.common.settings import own
+from fedstrata.common.settings.training import Augmentation, OwnAugmentation
 
 
 @dataclass(frozen=True, slots=True, eq=False)

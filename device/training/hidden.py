@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedstrata.common.experiment.own_values import ValueWriter, kept_in_files
+from fedstrata.common.settings.own_values import ValueWriter, kept_in_files
 
 
 class NotComparable(RuntimeError):

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fedstrata.common.experiment.own import is_own
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.host.accelerators import is_lost
 from fedstrata.common.learning import models
@@ -30,6 +29,7 @@ from fedstrata.common.learning.nets import Dropout, layers_in
 from fedstrata.common.methods.mixing import Floats
 from fedstrata.common.model.parts import NO_ARRAYS, ModelParts
 from fedstrata.common.randomness import Purpose, torch_seed
+from fedstrata.common.settings.own import is_own
 from fedstrata.common.text import noted
 from fedstrata.device.training.hidden import hidden_state
 from fedstrata.device.training.objectives.table import objective_of

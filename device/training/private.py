@@ -19,10 +19,10 @@ from torch.func import functional_call, grad_and_value, vmap
 from torch.nn.modules.batchnorm import _NormBase
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.accountant import steps_in_epoch
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.learning.optimizers import optimizer_of, take
 from fedstrata.common.randomness import Noise, Purpose, generator
+from fedstrata.common.settings.accountant import steps_in_epoch
 from fedstrata.device.training.batches import LocalDataset, change_images, draw_changes
 from fedstrata.device.training.objectives.objective import norms
 from fedstrata.device.training.objectives.table import objective_of

@@ -22,11 +22,7 @@ from torch import Tensor
 from fedstrata.common.accounting.costs import DeviceCosts
 from fedstrata.common.accounting.work import TrainingPath, Work
 from fedstrata.common.errors import InvalidExperiment, RunFailed
-from fedstrata.common.experiment import own, schema
-from fedstrata.common.experiment.accountant import steps_in_epoch
-from fedstrata.common.experiment.own import is_own
-from fedstrata.common.experiment.own_values import changed, kept_in_files
-from fedstrata.common.experiment.privacy import PrivacySettings, check_delta
+from fedstrata.common.experiment import schema
 from fedstrata.common.host.accelerators import out_of_memory
 from fedstrata.common.learning import models
 from fedstrata.common.learning.computing import (
@@ -44,9 +40,14 @@ from fedstrata.common.learning.nets import reseed
 from fedstrata.common.methods.private import noise_of
 from fedstrata.common.model.layout import ModelLayout, Row
 from fedstrata.common.model.parts import given_arrays
-from fedstrata.common.model.scores import CLASSES_MOST, R2, TARGETS_MOST, ScoreSums
 from fedstrata.common.randomness import Purpose, torch_seed
+from fedstrata.common.settings import own
+from fedstrata.common.settings.accountant import steps_in_epoch
+from fedstrata.common.settings.own import is_own
+from fedstrata.common.settings.own_values import changed, kept_in_files
+from fedstrata.common.settings.privacy import PrivacySettings, check_delta
 from fedstrata.common.text import named
+from fedstrata.common.training.scores import CLASSES_MOST, R2, TARGETS_MOST, ScoreSums
 from fedstrata.device.jobs import Cancelled, Examined, LocalResult, Order, Prepared
 from fedstrata.device.training.batches import (
     LocalDataset,

@@ -22,7 +22,6 @@ from typing import Final
 import numpy as np
 
 from fedstrata.common.errors import InvalidExperiment, RefusedModel
-from fedstrata.common.experiment import own
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.methods.fednova import gradient_weights
 from fedstrata.common.methods.mixing import Floats
@@ -30,6 +29,7 @@ from fedstrata.common.methods.rule import link_layouts
 from fedstrata.common.model.layout import LinkLayouts, ModelLayout, Row, Section
 from fedstrata.common.model.parts import ModelParts
 from fedstrata.common.runtime.uploads import UploadEncoder
+from fedstrata.common.settings import own
 from fedstrata.device.jobs import Order
 from fedstrata.device.training.batches import LocalDataset
 from fedstrata.device.training.objectives.objective import LocalUpdate

@@ -25,13 +25,13 @@ from torch.func import functional_call, vmap
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _NormBase
 
-from fedstrata.common.experiment.training import TrainingSettings
 from fedstrata.common.learning.datasets import Normalise
 from fedstrata.common.learning.models import head_places, with_features
 from fedstrata.common.learning.nets import Dropout, is_plain
 from fedstrata.common.learning.optimizers import optimizer_of
 from fedstrata.common.methods.mixing import Floats
 from fedstrata.common.model.layout import ModelLayout, Row, Section
+from fedstrata.common.settings.training import TrainingSettings
 from fedstrata.device.training import sgd
 from fedstrata.device.training.batches import Changes, change_images
 from fedstrata.device.training.objectives.objective import Minibatch

@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from docs.tools.pictures import picture
 from fedstrata.cloud import tempo
-from fedstrata.common.experiment.methods import RuleSettings
 from fedstrata.common.methods.aggregator import build
 from fedstrata.common.methods.fedadp import FedAdp, gompertz
 from fedstrata.common.methods.fedavg import FedAvg
@@ -27,6 +26,7 @@ from fedstrata.common.methods.fedcross import FedCross
 from fedstrata.common.methods.fedmr import FedMR
 from fedstrata.common.methods.multi_model import Independent
 from fedstrata.common.methods.rule import Uploads
+from fedstrata.common.methods.settings import RuleSettings
 from fedstrata.common.methods.statistics import Doubles
 from fedstrata.common.model.layout import ModelLayout, Section
 from fedstrata.deploy.results.charts import Axis, Curve, curves

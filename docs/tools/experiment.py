@@ -16,12 +16,16 @@ from typing import Any, Final, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from fedstrata.common.experiment.codecs import CODECS, CodecSettings, FormSettings
-from fedstrata.common.experiment.methods import RULES, SELECTORS, RuleSettings, SelectionSettings
 from fedstrata.common.experiment.short_form import ShortForm
 from fedstrata.common.experiment.tiers import Tier
-from fedstrata.common.experiment.trainers import TRAINERS, OwnTrainer, TrainerTable
-from fedstrata.common.experiment.training import (
+from fedstrata.common.methods.own_rule import OwnRule
+from fedstrata.common.methods.selection import OwnSelection
+from fedstrata.common.methods.settings import RULES, SELECTORS, RuleSettings, SelectionSettings
+from fedstrata.common.model.codec_settings import CODECS, CodecSettings, FormSettings
+from fedstrata.common.model.delta_codecs import OwnCodec
+from fedstrata.common.model.table import CODECS as OF_CHANGES
+from fedstrata.common.settings.trainers import TRAINERS, OwnTrainer, TrainerTable
+from fedstrata.common.settings.training import (
     AUGMENTATIONS,
     OBJECTIVES,
     OPTIMIZERS,
@@ -31,16 +35,12 @@ from fedstrata.common.experiment.training import (
     OwnAugmentation,
     OwnObjective,
 )
-from fedstrata.common.methods.own_rule import OwnRule
-from fedstrata.common.methods.selection import OwnSelection
-from fedstrata.common.model.delta_codecs import OwnCodec
-from fedstrata.common.model.table import CODECS as OF_CHANGES
 
 INTRO: Final = """\
 # The experiment
 
 An experiment is a TOML file. This page has every key: first the [thirty that matter](#the-keys-that-matter), then all.
-`python -m docs.tools.experiment` makes it from `common/experiment/`.
+`python -m docs.tools.experiment` makes it from `common/settings/` and `common/experiment/`.
 
 ```sh
 fedstrata run my.toml --set training.epochs=2 --set 'data={ dataset = "digits" }'     # override a key, or a table

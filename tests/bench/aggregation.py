@@ -26,7 +26,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from fedstrata.common.experiment.methods import RULES, RuleSettings
 from fedstrata.common.learning import models
 from fedstrata.common.learning.inputs import Inputs
 from fedstrata.common.methods import fedcross, mixing
@@ -36,6 +35,7 @@ from fedstrata.common.methods.fedcross import FedCrossStage
 from fedstrata.common.methods.fedmr import FedMR
 from fedstrata.common.methods.mixing import Mixture, whole
 from fedstrata.common.methods.rule import Rule, Uploads
+from fedstrata.common.methods.settings import RULES, RuleSettings
 from fedstrata.common.methods.statistics import Gram
 from fedstrata.common.model.layout import ModelLayout
 from tests.helpers.rules import LEAST, mixing_round, planned

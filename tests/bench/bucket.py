@@ -18,10 +18,10 @@ from collections import deque
 from rich.console import Console
 from rich.table import Table
 
-from fedstrata.common.experiment.links import LinkDirection
 from fedstrata.common.experiment.schema import TransferSettings
 from fedstrata.common.protocol.manifest import chunk_bytes_for
 from fedstrata.common.protocol.outbox import EARLY_S, Shaper
+from fedstrata.common.settings.links import LinkDirection
 
 RATES_MBIT = (0.25, 1, 10, 100, 1000)
 PEER = "peer"

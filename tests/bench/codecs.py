@@ -22,10 +22,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from fedstrata.common.experiment.codecs import CODECS as UP
 from fedstrata.common.experiment.schema import TransferSettings
 from fedstrata.common.learning import models
 from fedstrata.common.learning.inputs import Inputs
+from fedstrata.common.model.codec_settings import CODECS as UP
 from fedstrata.common.model.codecs import CODECS, Codec, codec_of
 from fedstrata.common.model.layout import ModelLayout, Row
 from fedstrata.common.protocol.manifest import chunk_digest, describe

@@ -24,11 +24,11 @@ import numpy as np
 import torch
 
 from fedstrata.common.experiment import reading
-from fedstrata.common.experiment.data import MODELS
 from fedstrata.common.learning.computing import set_up
 from fedstrata.common.learning.evaluation import ModelTester
 from fedstrata.common.learning.inputs import Inputs
 from fedstrata.common.learning.nets import reseed
+from fedstrata.common.settings.data import MODELS
 from fedstrata.deploy.results.run import Run, folders
 from fedstrata.device.training.network import source_of
 from fedstrata.device.training.sgd import run_sgd

@@ -33,7 +33,6 @@ from fedstrata.common.accounting.counters import Account, Direction
 from fedstrata.common.accounting.traffic import TcpStats
 from fedstrata.common.accounting.work import Work
 from fedstrata.common.errors import ConnectionFailed, InvalidExperiment, RunFailed
-from fedstrata.common.experiment.links import LinkSettings
 from fedstrata.common.experiment.schema import TransferSettings
 from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.model.layout import LinkLayouts
@@ -47,6 +46,7 @@ from fedstrata.common.runtime.models import Arriving
 from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
 from fedstrata.common.runtime.round import Dispatch, Report, WorkResult
 from fedstrata.common.runtime.world import new_session
+from fedstrata.common.settings.links import LinkSettings
 from fedstrata.deploy.brokers import broker
 from fedstrata.deploy.links.kernel import FRAME_BYTES
 from tests.helpers import namespaces

@@ -22,7 +22,7 @@ from typing import Final
 from fedstrata.common.errors import RunFailed
 from fedstrata.common.experiment.reading import load, parse, to_toml
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.settings.topology import CLOUD
 from fedstrata.deploy.brokers import broker
 from tests.helpers.commands import DEMO, folder_in, table
 from tests.helpers.namespaces import VethPair, joined

@@ -27,7 +27,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 import tcp
 
 from fedstrata.common.accounting.work import Work
-from fedstrata.common.experiment.links import LinkSettings
 from fedstrata.common.experiment.schema import TransferSettings
 from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.host.memory import keep_large_buffers
@@ -41,6 +40,7 @@ from fedstrata.common.runtime.models import Arriving
 from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
 from fedstrata.common.runtime.round import Dispatch, Report, WorkResult
 from fedstrata.common.runtime.world import new_session
+from fedstrata.common.settings.links import LinkSettings
 from fedstrata.deploy.brokers import broker
 
 RUN, PARENT, CHILD = "oneway-1", "parent", "child"

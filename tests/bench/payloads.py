@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.numpy import load_file
 
-from fedstrata.common.experiment.methods import RULES
-from fedstrata.common.experiment.training import OBJECTIVES
+from fedstrata.common.methods.settings import RULES
+from fedstrata.common.settings.training import OBJECTIVES
 from tests.helpers.commands import DEMO, run_lab, table
 from tests.helpers.rules import LEAST
 

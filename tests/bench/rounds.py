@@ -23,7 +23,6 @@ import numpy as np
 import psutil
 
 from fedstrata.common.accounting.work import Work
-from fedstrata.common.experiment.links import LinkSettings
 from fedstrata.common.experiment.schema import TransferSettings
 from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.host.memory import keep_large_buffers
@@ -40,6 +39,7 @@ from fedstrata.common.runtime.models import Arriving
 from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
 from fedstrata.common.runtime.round import Dispatch, Report, WorkResult
 from fedstrata.common.runtime.world import new_session
+from fedstrata.common.settings.links import LinkSettings
 from fedstrata.common.storage.spool import Spool
 from fedstrata.deploy.brokers import broker
 from fedstrata.deploy.brokers.guard import OPEN, Guard

@@ -21,10 +21,8 @@ import numpy as np
 from rounds import layout_of
 
 from fedstrata.common.accounting.work import Work
-from fedstrata.common.experiment.links import LinkSettings
 from fedstrata.common.experiment.schema import TransferSettings
 from fedstrata.common.experiment.tiers import Closing
-from fedstrata.common.experiment.topology import CLOUD
 from fedstrata.common.host.memory import keep_large_buffers
 from fedstrata.common.model.layout import LinkLayouts
 from fedstrata.common.net.address import BrokerAddress
@@ -36,6 +34,8 @@ from fedstrata.common.runtime.models import Arriving
 from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
 from fedstrata.common.runtime.round import Dispatch, Report, WorkResult
 from fedstrata.common.runtime.world import new_session
+from fedstrata.common.settings.links import LinkSettings
+from fedstrata.common.settings.topology import CLOUD
 from fedstrata.deploy.brokers import broker
 
 RUN = "tiers-1"

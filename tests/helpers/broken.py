@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Final
 
-from fedstrata.common.experiment.links import LinkSettings
 from fedstrata.common.runtime.child_endpoint import ChildEndpoint
+from fedstrata.common.settings.links import LinkSettings
 from tests.helpers.nodes import (
     FINE,
     Watched,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fedstrata.common.experiment.codecs import Codecs
+from fedstrata.common.model.codec_settings import Codecs
 
 
 def codecs_of(up: str | Mapping[str, Any] = "fp32", down: str = "fp32") -> Codecs:

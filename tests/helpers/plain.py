@@ -13,11 +13,11 @@ from torch.nn import functional
 
 from fedstrata.common.accounting.work import Work
 from fedstrata.common.experiment import schema
-from fedstrata.common.experiment.own import is_own
 from fedstrata.common.learning import datasets, models
 from fedstrata.common.learning.computing import seeded
 from fedstrata.common.model.layout import Row
 from fedstrata.common.randomness import Purpose, torch_seed
+from fedstrata.common.settings.own import is_own
 from fedstrata.device.jobs import Ending, HostedDevice, LocalResult, Order
 from fedstrata.device.pool.trainers import Trainers
 from fedstrata.device.training import batches

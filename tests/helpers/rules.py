@@ -9,11 +9,11 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from fedstrata.common.experiment.methods import RULES
 from fedstrata.common.methods import aggregator
 from fedstrata.common.methods.mixing import MixedColumns
 from fedstrata.common.methods.multi_model import MixingRound, MixingRule, MultiModelRule
 from fedstrata.common.methods.rule import Aggregated, Rule, RuleContext, Uploads
+from fedstrata.common.methods.settings import RULES
 from fedstrata.common.model.layout import ModelLayout, Section
 from fedstrata.common.model.refinement import RoundModels
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.training import TrainingSettings
+from fedstrata.common.settings.training import TrainingSettings
 from fedstrata.device.training.batches import LocalDataset, blocks
 from fedstrata.device.training.recording import Program
 from fedstrata.device.training.sgd import NO_PROGRAMS, Forward, LocalSteps, run_sgd

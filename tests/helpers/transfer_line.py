@@ -11,13 +11,13 @@ from functools import partial
 
 import numpy as np
 
-from fedstrata.common.experiment.links import LinkDirection
 from fedstrata.common.protocol.manifest import describe
 from fedstrata.common.protocol.messages import Ask, Gone, Manifest
 from fedstrata.common.protocol.outbox import Shaper
 from fedstrata.common.protocol.receiver import Fetched, Receiver, ReceiverEvent
 from fedstrata.common.protocol.sender import Publication, Sender
 from fedstrata.common.protocol.topics import ALL
+from fedstrata.common.settings.links import LinkDirection
 
 OWNER = "cloud"
 CHUNK = 1024

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedstrata.common.experiment.training import TrainingSettings
 from fedstrata.common.learning import models
 from fedstrata.common.learning.computing import set_up
 from fedstrata.common.learning.inputs import Inputs
 from fedstrata.common.learning.nets import Dropout, reseed
 from fedstrata.common.model.layout import LinkLayouts, ModelLayout, Row
+from fedstrata.common.settings.training import TrainingSettings
 from fedstrata.device.training.batches import Changes, change_images, draw_changes
 from fedstrata.device.training.objectives import objective_checks
 from fedstrata.device.training.sgd import forward_of

@@ -13,12 +13,11 @@ from itertools import accumulate
 from typing import Any, Final
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.codecs import DOWN, UP
-from fedstrata.common.experiment.devices import Availability
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.tiers import participants
-from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.model.codec_settings import DOWN, UP
+from fedstrata.common.settings.devices import Availability
+from fedstrata.common.settings.topology import CLOUD, participants
 from fedstrata.deploy.simulation.hardware import Durations
 from fedstrata.deploy.simulation.link import LinkConditions
 from tests.simulation.changes import with_changes, with_minima

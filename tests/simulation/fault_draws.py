@@ -9,9 +9,8 @@ from typing import Any, Final
 
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.tiers import participants
-from fedstrata.common.experiment.topology import CLOUD
 from fedstrata.common.host.subprocess_channel import REPLACEMENTS
+from fedstrata.common.settings.topology import CLOUD, participants
 from fedstrata.deploy.simulation.lab import BROKER
 from fedstrata.device.pool.executors import RETRIES
 from tests.simulation.faults import SIDE, Fault, FaultKind

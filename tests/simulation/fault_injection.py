@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 from unittest.mock import patch
 
-from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.settings.topology import CLOUD
 from fedstrata.deploy.simulation.broker import Routed
 from fedstrata.deploy.simulation.link import LinkConditions
 from fedstrata.deploy.simulation.network import SimulatedLink

@@ -10,11 +10,10 @@ from itertools import pairwise
 from typing import Final
 
 from fedstrata.common.accounting.counters import LINK_KINDS
-from fedstrata.common.experiment.tiers import participants
-from fedstrata.common.experiment.topology import CLOUD
 from fedstrata.common.host.subprocess_channel import REPLACEMENTS
 from fedstrata.common.protocol.messages import Presence
 from fedstrata.common.protocol.topics import ALL
+from fedstrata.common.settings.topology import CLOUD, participants
 from fedstrata.device.pool.executors import RETRIES
 from tests.simulation.drawn import DrawnLab
 from tests.simulation.faults import RESTARTS, SIDE, Fault, FaultKind, longest_s, recovery_s

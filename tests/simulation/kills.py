@@ -11,7 +11,7 @@ from functools import cache, partial
 from typing import Final
 
 from fedstrata.common.experiment.reading import parse
-from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.settings.topology import CLOUD
 from fedstrata.deploy.simulation.broker import Routed
 from tests.simulation.drawn import DrawnLab, draw_lab
 from tests.simulation.faults import Fault, FaultKind

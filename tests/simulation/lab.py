@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.settings.topology import CLOUD
 from fedstrata.deploy.simulation.broker import SimulatedBroker
 from fedstrata.deploy.simulation.lab import BROKER, SimulatedLab, collected_warnings
 from fedstrata.deploy.simulation.link import LinkConditions

@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.tables import write
+from fedstrata.common.settings.tables import write
 from fedstrata.deploy.simulation.hardware import Durations
 from fedstrata.deploy.simulation.link import LinkConditions
 from tests.simulation.drawn import DrawnLab

@@ -10,8 +10,8 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Final
 
-from fedstrata.common.experiment.tiers import Tier, participants
-from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.experiment.tiers import Tier
+from fedstrata.common.settings.topology import CLOUD, participants
 from tests.simulation.drawn import DrawnLab
 from tests.simulation.faults import FaultKind
 from tests.simulation.monitor import LabRun

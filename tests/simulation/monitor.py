@@ -11,13 +11,13 @@ from typing import Any, Final, cast
 from fedstrata.common.accounting.counters import packet_bytes
 from fedstrata.common.accounting.traffic import Traffic
 from fedstrata.common.errors import WireError
-from fedstrata.common.experiment.topology import CLOUD
 from fedstrata.common.protocol import serialization, topics
 from fedstrata.common.protocol.child_session import ChildSession
 from fedstrata.common.protocol.limits import plans_of
 from fedstrata.common.protocol.messages import Acknowledgement, Key, Presence, Result, Task
 from fedstrata.common.protocol.parent_session import ParentSession
 from fedstrata.common.runtime.endpoint import Endpoint
+from fedstrata.common.settings.topology import CLOUD
 from fedstrata.deploy.simulation.broker import Routed
 from fedstrata.deploy.simulation.world import SimulatedConnection
 from tests.simulation.interference import kind_of

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from fedstrata.common.experiment.topology import CLOUD
+from fedstrata.common.settings.topology import CLOUD
 from fedstrata.deploy.simulation.lab import BROKER
 from fedstrata.deploy.simulation.machines import MessageCosts, Placement
 from tests.simulation.drawn import DrawnLab, draw_lab

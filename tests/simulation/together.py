@@ -9,8 +9,8 @@ from typing import Any, Final
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.topology import CLOUD
-from fedstrata.common.experiment.training import OF_MODULES
+from fedstrata.common.settings.topology import CLOUD
+from fedstrata.common.settings.training import OF_MODULES
 from tests.simulation import trainer
 from tests.simulation.faults import Fault, FaultKind
 

@@ -20,7 +20,7 @@ from fedstrata.common.accounting.costs import UNKNOWN_COSTS
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.host.subprocess_channel import ProcessEnded
 from fedstrata.common.model.layout import Row
-from fedstrata.common.model.trainer import (
+from fedstrata.common.training.array_trainer import (
     Array,
     Arrays,
     ArrayTrainer,

@@ -21,12 +21,12 @@ import numpy as np
 import numpy.typing as npt
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.data import FOLDERS, Data, seglearn_file
-from fedstrata.common.experiment.topology import CLOUD
 from fedstrata.common.learning.readers import leaf
 from fedstrata.common.learning.readers.files import damaged, find
 from fedstrata.common.learning.readers.parts import MOST_BYTES, Labels, Parts, Samples
 from fedstrata.common.randomness import Purpose, generator
+from fedstrata.common.settings.data import FOLDERS, Data, seglearn_file
+from fedstrata.common.settings.topology import CLOUD
 
 DIGITS = Path(__file__).with_name("digits.csv.gz")
 DIGITS_TEST = 359

@@ -22,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fedstrata.common.errors import described
-from fedstrata.common.experiment import own
-from fedstrata.common.experiment.data import NUMBERS, Data
 from fedstrata.common.randomness import Purpose, generator
+from fedstrata.common.settings import own
+from fedstrata.common.settings.data import NUMBERS, Data
 
 Samples = npt.NDArray[np.uint8] | npt.NDArray[np.int32] | npt.NDArray[np.int64] | npt.NDArray[np.float32]
 Labels = npt.NDArray[np.int64]

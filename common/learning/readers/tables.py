@@ -26,9 +26,6 @@ import numpy.typing as npt
 from numpy.lib import format as npy
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.csv_table import FLOAT32_MOST, MISSING, CsvTable, number_in
-from fedstrata.common.experiment.data import NUMBERS, Data
-from fedstrata.common.experiment.tables import proposal
 from fedstrata.common.learning.readers.parts import (
     MOST_BYTES,
     Parts,
@@ -38,6 +35,9 @@ from fedstrata.common.learning.readers.parts import (
     rows_to_test,
     some,
 )
+from fedstrata.common.settings.csv_table import FLOAT32_MOST, MISSING, CsvTable, number_in
+from fedstrata.common.settings.data import NUMBERS, Data
+from fedstrata.common.settings.tables import proposal
 
 FILE_BYTES: Final = MOST_BYTES // 4  # of the file: a cell of two bytes takes eight in memory
 ENCODE: Final = "Encode it as numbers, or list the column in data.ignored_columns."

@@ -29,14 +29,15 @@ from pydantic import NonNegativeInt
 
 from fedstrata import (
     Aggregated,
-    Experiment,
     InvalidExperiment,
     MeanRule,
     ModelLayout,
+    ModelSettings,
     Rule,
     RuleContext,
     RuleSettings,
     SingleModelRule,
+    TrainingSettings,
     Uploads,
 )
 from fedstrata.common.methods.baselines.permutations import Indices, NeuronGroup, folded, groups_of, permute
@@ -61,9 +62,8 @@ class MatchedSettings(RuleSettings):
         """Return the bytes of the matched uploads and, as measured with ResNet-18, of what the matching takes."""
         return min(taking_part * row_bytes, resident_bytes) + self.step_models * taking_part * row_bytes
 
-    def check_experiment(self, key: str, experiment: Experiment) -> None:
+    def check_devices(self, key: str, training: TrainingSettings, model: ModelSettings) -> None:
         """Check that the layers of the model are known. Raises InvalidExperiment."""
-        model = experiment.model
         if ":" in model.name:
             problem = f"it knows the layers of fedstrata's models, and {model.name} is your own"
             raise InvalidExperiment(f"{key}.name", self.name, problem, "Use another rule.")

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 import numpy as np
 from torch import Tensor
 
-from fedstrata.common.experiment.training import DynamicRegulariser, FedProx
 from fedstrata.common.methods.mixing import Floats
+from fedstrata.common.settings.training import DynamicRegulariser, FedProx
 from fedstrata.device.training.objectives.fedprox import ProximalObjective
 from fedstrata.device.training.objectives.objective import LocalUpdate, Minibatch, add_to_gradients
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fedstrata.common.experiment.training import GeneratedFeatures
 from fedstrata.common.methods.baselines.fedgen import FEATURES, HIDDEN, LABEL_COUNTS
 from fedstrata.common.methods.mixing import Floats
+from fedstrata.common.settings.training import GeneratedFeatures
 from fedstrata.device.training.objectives.objective import LocalUpdate, Minibatch, Objective
 
 

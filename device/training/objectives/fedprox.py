@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedstrata.common.experiment.training import FedProx
+from fedstrata.common.settings.training import FedProx
 from fedstrata.device.training.objectives.objective import Minibatch, Objective, add_to_gradients
 
 

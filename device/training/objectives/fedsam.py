@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedstrata.common.experiment.training import FedSAM
+from fedstrata.common.settings.training import FedSAM
 from fedstrata.device.training.objectives.objective import Minibatch, Objective, norms, scale
 
 SMALLEST_NORM = 1e-16  # added to a norm, as in the code of Caldarola et al. 2022

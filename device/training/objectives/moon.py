@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fedstrata.common.experiment.training import ModelContrast
 from fedstrata.common.methods.mixing import Floats
+from fedstrata.common.settings.training import ModelContrast
 from fedstrata.device.training.objectives.objective import LocalUpdate, Minibatch, Objective, norms
 
 (PREVIOUS,) = ModelContrast.keeps

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedstrata.common.experiment import own
-from fedstrata.common.experiment.training import CrossEntropy, TrainingSettings
 from fedstrata.common.learning import models
 from fedstrata.common.learning.inputs import Inputs
 from fedstrata.common.learning.models import head_places
 from fedstrata.common.model.layout import LinkLayouts
+from fedstrata.common.settings import own
+from fedstrata.common.settings.training import CrossEntropy, TrainingSettings
 from fedstrata.device.training.objectives.objective import LocalUpdate, Minibatch
 from fedstrata.device.training.objectives.table import objective_of
 from fedstrata.device.training.sgd import LocalSteps, features_of

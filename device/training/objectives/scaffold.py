@@ -16,8 +16,8 @@ from collections.abc import Mapping
 import numpy as np
 from torch import Tensor
 
-from fedstrata.common.experiment.training import ScaffoldCorrection
 from fedstrata.common.methods.mixing import Floats
+from fedstrata.common.settings.training import ScaffoldCorrection
 from fedstrata.device.training.objectives.objective import LocalUpdate, Minibatch, Objective, add_to_gradients
 
 CONTROL, CHANGE, (OWN,) = "control", "control_change", ScaffoldCorrection.keeps

@@ -7,10 +7,10 @@ from typing import Final, Never
 
 from torch import Tensor
 
-from fedstrata.common.experiment import own
-from fedstrata.common.experiment.tables import named_in_module
-from fedstrata.common.experiment.training import OwnObjective, TrainingSettings
 from fedstrata.common.learning.losses import loss_of
+from fedstrata.common.settings import own
+from fedstrata.common.settings.tables import named_in_module
+from fedstrata.common.settings.training import OwnObjective, TrainingSettings
 from fedstrata.device.training.objectives.objective import Minibatch, Objective
 
 KEY: Final = "training.objective.name"

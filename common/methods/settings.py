@@ -18,15 +18,16 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 from pydantic import Field
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.tables import NamedTables, Selected, SettingsTable
 from fedstrata.common.methods import table
 from fedstrata.common.methods.baselines.table import BASELINES, REFINEMENTS
+from fedstrata.common.settings.tables import NamedTables, Selected, SettingsTable
 
 if TYPE_CHECKING:
-    from fedstrata.common.experiment.schema import Experiment
     from fedstrata.common.methods.rule import Rule, RuleContext
     from fedstrata.common.methods.selection import Selector
     from fedstrata.common.model.layout import ModelLayout
+    from fedstrata.common.settings.data import ModelSettings
+    from fedstrata.common.settings.training import TrainingSettings
 
 Weights = Literal["data", "uniform"]
 Rounds = Annotated[int, Field(ge=0)]
@@ -192,7 +193,7 @@ class RuleSettings(SettingsTable):
         Raises InvalidExperiment.
         """
 
-    def check_experiment(self, key: str, experiment: Experiment) -> None:
+    def check_devices(self, key: str, training: TrainingSettings, model: ModelSettings) -> None:
         """Check that the rule can aggregate what devices make of the model. Raises InvalidExperiment."""
 
     def advice(self, use: RuleUse) -> Iterable[str]:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.tables import flat
+from fedstrata.common.settings.tables import flat
 
 APP: Final = "training.trainer.app"
 COMPONENTS: Final = ("serverapp", "clientapp")

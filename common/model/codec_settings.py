@@ -14,8 +14,8 @@ from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.tables import NamedTables, Selected, SettingsTable
 from fedstrata.common.model import table
+from fedstrata.common.settings.tables import NamedTables, Selected, SettingsTable
 
 if TYPE_CHECKING:
     from fedstrata.common.model.delta_codecs import DeltaCodec
@@ -90,7 +90,7 @@ class FormSettings(CodecSettings):
 
 
 CODECS: Final = NamedTables[CodecSettings](
-    {**dict.fromkeys(UP, "fedstrata.common.experiment.codecs:FormSettings"), **table.CODECS}
+    {**dict.fromkeys(UP, "fedstrata.common.model.codec_settings:FormSettings"), **table.CODECS}
 )
 UpCodec = Annotated[CodecSettings, Selected(CODECS, table.OWN_CODEC, "codecs")]
 

@@ -29,8 +29,8 @@ from typing import Annotated, Any, Final, NamedTuple, Never, TypeVar, cast
 from pydantic import ConfigDict
 
 from fedstrata.common.errors import FedstrataError, InvalidExperiment, described
-from fedstrata.common.experiment.tables import PACKAGE, SettingsTable, form, proposal
 from fedstrata.common.host.accelerators import is_lost, out_of_memory
+from fedstrata.common.settings.tables import PACKAGE, SettingsTable, form, proposal
 
 FORM: Final = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
 Base = TypeVar("Base")

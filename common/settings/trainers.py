@@ -1,7 +1,7 @@
 """What trains a model on devices: fedstrata's SGD on a PyTorch module, a trainer of the user's own, a Flower app.
 
 A trainer that is not fedstrata's brings its arrays and reads its samples, so the tables of the data and the model have
-its name, and it knows its test samples. Its code is in `common/model/trainer.py`.
+its name, and it knows its test samples. Its code is in `common/training/array_trainer.py`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Annotated, Any, ClassVar, Final, Literal, Self
 from pydantic import Field, model_validator
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.data import CLASSES, PARTS, Data, Model
-from fedstrata.common.experiment.flower_apps import OF_TRAINING, ROUNDS, check_place, with_app
-from fedstrata.common.experiment.own import OwnName, OwnSettings, is_own
-from fedstrata.common.experiment.tables import Selected, SettingsTable, form, place_of
+from fedstrata.common.settings.data import CLASSES, PARTS, Data, ModelSettings
+from fedstrata.common.settings.flower_apps import OF_TRAINING, ROUNDS, check_place, with_app
+from fedstrata.common.settings.own import OwnName, OwnSettings, is_own
+from fedstrata.common.settings.tables import Selected, SettingsTable, form, place_of
 
 KEY: Final = "training.trainer"
 PARTITION: Final = "private"  # every device has samples of its own
@@ -141,7 +141,7 @@ class OwnTrainer(TrainerTable, OwnSettings):
 TRAINERS: Final[Mapping[str, type[TrainerTable]]] = MappingProxyType({"sgd": SgdTrainer, "flower": FlowerTrainer})
 
 TrainerSettings = Annotated[
-    TrainerTable, Selected(TRAINERS, "fedstrata.common.experiment.trainers:OwnTrainer", "trainers")
+    TrainerTable, Selected(TRAINERS, "fedstrata.common.settings.trainers:OwnTrainer", "trainers")
 ]
 
 
@@ -169,7 +169,7 @@ def with_trainer(tree: Any) -> Any:
     return {**tree, **own}
 
 
-def check_trainer(trainer: TrainerTable, data: Data, model: Model) -> None:
+def check_trainer(trainer: TrainerTable, data: Data, model: ModelSettings) -> None:
     """Check that a trainer that brings its own has no other data and model. Raises InvalidExperiment."""
     if trainer.learns_module:
         return

@@ -24,10 +24,10 @@ from typing import Annotated, Any, Final, TypeAlias
 from pydantic import Field
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.csv_table import CsvTable
-from fedstrata.common.experiment.links import RateTrace, with_file
-from fedstrata.common.experiment.tables import Name, Positive, SettingsTable, named
 from fedstrata.common.randomness import Purpose, generator
+from fedstrata.common.settings.csv_table import CsvTable
+from fedstrata.common.settings.links import RateTrace, with_file
+from fedstrata.common.settings.tables import Name, Positive, SettingsTable, named
 
 COLUMNS: Final = ("device", "begin_s", "end_s")  # of a trace of availability
 CHANGES_MOST: Final = 50_000  # of all devices together: they are part of one message

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.tables import Count, SettingsTable
-from fedstrata.common.experiment.training import Score
+from fedstrata.common.settings.tables import Count, SettingsTable
+from fedstrata.common.settings.training import Score
 
 
 class Stop(SettingsTable):

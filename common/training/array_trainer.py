@@ -22,22 +22,22 @@ import numpy as np
 import numpy.typing as npt
 
 from fedstrata.common.errors import RefusedModel
-from fedstrata.common.experiment import own
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.tables import named_in_module
-from fedstrata.common.experiment.topology import CLOUD
-from fedstrata.common.experiment.trainers import KEY, OwnTrainer, TrainerTable
 from fedstrata.common.host.surroundings import OwnSurroundings
 from fedstrata.common.model.layout import NAME_MOST, ModelLayout, Row, Section
-from fedstrata.common.model.returned import count, exchanged, form, number, numbers
 from fedstrata.common.model.warm_start import read_initial
 from fedstrata.common.randomness import Purpose, torch_seed
+from fedstrata.common.settings import own
+from fedstrata.common.settings.tables import named_in_module
+from fedstrata.common.settings.topology import CLOUD
+from fedstrata.common.settings.trainers import KEY, OwnTrainer, TrainerTable
+from fedstrata.common.training.returned import count, exchanged, form, number, numbers
 
 Array: TypeAlias = "npt.NDArray[Any]"
 Arrays: TypeAlias = Mapping[str, Array]
 BUILT: Final[Mapping[str, str]] = {  # the class of a trainer of fedstrata's, by the key that names its code first
-    f"{KEY}.client_fn": "fedstrata.common.model.flower:ClientTrainer",
-    f"{KEY}.clientapp": "fedstrata.common.model.flower_app:AppTrainer",
+    f"{KEY}.client_fn": "fedstrata.common.training.flower:ClientTrainer",
+    f"{KEY}.clientapp": "fedstrata.common.training.flower_app:AppTrainer",
 }
 NOTES_MOST: Final = 4  # of a result
 

@@ -99,3 +99,13 @@ def check_parent(tree: Tree, node: str, parent: str, *, role: str, among: Sequen
         remedy = f"{parent} has {', '.join(there or [f'no {role}'])}."
         refused = InvalidExperiment if home else LeftOut
         raise refused("--parent", parent, f"{node} is not there: {problem}", remedy)
+
+
+def share_of(count: int, fraction: float) -> int:
+    """Return floor(fraction * count + 1e-9): 0.29 of 100 is 29, where the product of the floats lies below."""
+    return int(fraction * count + 1e-9)
+
+
+def participants(children: int, fraction: float) -> int:
+    """Return K = max(1, floor(fraction * children)), the number of children that take part in a round."""
+    return max(1, share_of(children, fraction))

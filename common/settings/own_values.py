@@ -15,7 +15,7 @@ from types import BuiltinFunctionType, FunctionType, GeneratorType, ModuleType
 from typing import Any, Final
 from weakref import ReferenceType
 
-from fedstrata.common.experiment.tables import PACKAGE
+from fedstrata.common.settings.tables import PACKAGE
 
 INSTALLED: Final = ("site-packages", "dist-packages")
 

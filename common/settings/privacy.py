@@ -22,10 +22,9 @@ from typing import Annotated, Final, Literal
 from pydantic import Field
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment import accountant
-from fedstrata.common.experiment.methods import RuleSettings
-from fedstrata.common.experiment.tables import Positive, SettingsTable
-from fedstrata.common.experiment.training import FedProx, TrainingSettings
+from fedstrata.common.settings import accountant
+from fedstrata.common.settings.tables import Positive, SettingsTable
+from fedstrata.common.settings.training import FedProx, TrainingSettings
 
 SAMPLE: Final = "sample"
 
@@ -186,23 +185,6 @@ def _check_beside_unit(key: str, privacy: PrivacySettings) -> None:
         raise InvalidExperiment(f"{key}.quantile", privacy.quantile, problem, 'Set noise_by = "parent", or omit it.')
     if privacy.clip_norm is None:
         raise InvalidExperiment(f"{key}.clip_norm", None, "the first bound is not known", f"Set {key}.clip_norm.")
-
-
-def check_rule(key: str, rule: RuleSettings, *, unit: str) -> None:
-    """Check that a rule's models depend on private data by the noised updates alone. Raises InvalidExperiment.
-
-    `unit`: of the rule's tier, or of one below it.
-    """
-    problem = ""
-    if rule.reads_losses or rule.compares_losses:
-        problem = "its models depend on training losses, which have no noise"
-    elif rule.returns:
-        problem = f"devices return {', '.join(rule.returns)}, which are not clipped and have no noise"
-    elif rule.buffers:
-        problem = "its uploads belong to models of several rounds"
-    if problem:
-        remedy = f"Use another rule, or no privacy of unit {unit!r}."
-        raise InvalidExperiment(f"{key}.name", rule.name, problem, remedy)
 
 
 def check_training(key: str, privacy: PrivacySettings, training: TrainingSettings) -> None:

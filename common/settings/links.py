@@ -22,8 +22,8 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.csv_table import CsvTable
-from fedstrata.common.experiment.tables import Name, Positive, SettingsTable, named, proposal
+from fedstrata.common.settings.csv_table import CsvTable
+from fedstrata.common.settings.tables import Name, Positive, SettingsTable, named, proposal
 
 SMALL_MESSAGE_BYTES: Final = 1000  # fewer than a node exchanges before it takes part
 COLUMNS: Final = ("seconds", "up_mbit", "down_mbit", "delay_ms")

@@ -15,10 +15,10 @@ from typing import Annotated, Final, Literal, NamedTuple
 from pydantic import Field
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment import own
-from fedstrata.common.experiment.own import is_own
-from fedstrata.common.experiment.tables import Count, EffectiveTable, Positive, Text, form, proposal
 from fedstrata.common.host.examination import Finding
+from fedstrata.common.settings import own
+from fedstrata.common.settings.own import is_own
+from fedstrata.common.settings.tables import Count, EffectiveTable, Positive, Text, form, proposal
 
 DATASETS: Final = (
     "digits", "mnist", "fashionmnist", "cifar10", "cifar100", "femnist",
@@ -276,7 +276,7 @@ _USES: Final = {
 }
 
 
-class Model(EffectiveTable):
+class ModelSettings(EffectiveTable):
     """The model that devices train.
 
     `frozen` and `personal` are patterns of the names in its `state_dict`, for instance `["conv1.*"]` (`*`, `?` and
@@ -355,7 +355,7 @@ def _samples(data: Data) -> int:
     return data.samples if data.dataset == "synthetic" else SAMPLES.get(data.dataset, OWN_MOST)
 
 
-def check_data(data: Data, model: Model) -> None:
+def check_data(data: Data, model: ModelSettings) -> None:
     """Check the values that types alone cannot check. Raises InvalidExperiment."""
     _check_named("model.name", model.name, MODELS, what="model")
     if not is_table(data.dataset):
@@ -392,7 +392,7 @@ def check_data(data: Data, model: Model) -> None:
         raise InvalidExperiment(f"data.{key}", getattr(data, key), problem, remedy)
 
 
-def _check_model(model: Model) -> None:
+def _check_model(model: ModelSettings) -> None:
     if model.projection and is_own(model.name):
         problem, remedy = "a model of your own has no head of fedstrata's", "Build the layers in its function."
         raise InvalidExperiment("model.projection", model.projection, problem, remedy)
@@ -401,7 +401,7 @@ def _check_model(model: Model) -> None:
         raise InvalidExperiment("model.same_initial", False, problem, "Omit one of the two.")
 
 
-def check_fits(data: Data, model: Model, *, devices: int) -> None:
+def check_fits(data: Data, model: ModelSettings, *, devices: int) -> None:
     """Check, of data sets that are known without their files, that the model accepts them, and that they suffice.
 
     Raises InvalidExperiment.

@@ -15,10 +15,10 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import Field, model_validator
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment import own
-from fedstrata.common.experiment.data import CLASSES, NUMBERS, OWN_FORM, TEXTS, Data, is_csv
-from fedstrata.common.experiment.own import OwnName, OwnSettings, is_own
-from fedstrata.common.experiment.tables import (
+from fedstrata.common.settings import own
+from fedstrata.common.settings.data import CLASSES, NUMBERS, OWN_FORM, TEXTS, Data, is_csv
+from fedstrata.common.settings.own import OwnName, OwnSettings, is_own
+from fedstrata.common.settings.tables import (
     Count,
     EffectiveTable,
     Fraction,
@@ -27,8 +27,8 @@ from fedstrata.common.experiment.tables import (
     SettingsTable,
     proposal,
 )
-from fedstrata.common.experiment.trainers import KEY as TRAINER
-from fedstrata.common.experiment.trainers import ByRound, SgdTrainer, TrainerSettings
+from fedstrata.common.settings.trainers import KEY as TRAINER
+from fedstrata.common.settings.trainers import ByRound, SgdTrainer, TrainerSettings
 
 Share = Annotated[float, Field(ge=0, le=1)]
 ACCURACY: Final = "accuracy"
@@ -161,7 +161,7 @@ OBJECTIVES: Final[Mapping[str, type[ObjectiveTable]]] = MappingProxyType(
 )
 
 ObjectiveSettings = Annotated[
-    ObjectiveTable, Selected(OBJECTIVES, "fedstrata.common.experiment.training:OwnObjective", "objectives")
+    ObjectiveTable, Selected(OBJECTIVES, "fedstrata.common.settings.training:OwnObjective", "objectives")
 ]
 
 
@@ -259,7 +259,7 @@ class OwnAugmentation(AugmentationTable, OwnSettings):
 AUGMENTATIONS: Final[Mapping[str, type[AugmentationTable]]] = MappingProxyType({"images": Augmentation})
 
 AugmentationSettings = Annotated[
-    AugmentationTable, Selected(AUGMENTATIONS, "fedstrata.common.experiment.training:OwnAugmentation")
+    AugmentationTable, Selected(AUGMENTATIONS, "fedstrata.common.settings.training:OwnAugmentation")
 ]
 
 

@@ -17,13 +17,11 @@ from typing import Any, Final, NamedTuple, Never
 
 import numpy as np
 
-from fedstrata.common.experiment import own
-from fedstrata.common.experiment.flower_apps import OF_TRAINING, ROUNDS
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.trainers import KEY, FlowerTrainer
-from fedstrata.common.model.flower_state import LIBRARY, UNKEPT, UNREAD, read_state, write_state
-from fedstrata.common.model.returned import count, form, number
-from fedstrata.common.model.trainer import (
+from fedstrata.common.settings import own
+from fedstrata.common.settings.flower_apps import OF_TRAINING, ROUNDS
+from fedstrata.common.settings.trainers import KEY, FlowerTrainer
+from fedstrata.common.training.array_trainer import (
     Array,
     Arrays,
     ArrayTrainer,
@@ -33,6 +31,8 @@ from fedstrata.common.model.trainer import (
     TrainingSite,
     seed_generators,
 )
+from fedstrata.common.training.flower_state import LIBRARY, UNKEPT, UNREAD, read_state, write_state
+from fedstrata.common.training.returned import count, form, number
 
 TRAIN: Final = "train"  # Flower's types of messages
 EVALUATE: Final = "evaluate"

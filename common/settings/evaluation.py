@@ -9,11 +9,11 @@ from typing import Annotated, Final, Literal
 from pydantic import Field
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.data import CLASSES, Data
-from fedstrata.common.experiment.tables import AcceleratorName, Count, EffectiveTable, Fraction
-from fedstrata.common.experiment.trainers import KEY as TRAINER
-from fedstrata.common.experiment.trainers import OWN_SAMPLES
-from fedstrata.common.experiment.training import ACCURACY, Score, TrainingSettings
+from fedstrata.common.settings.data import CLASSES, Data
+from fedstrata.common.settings.tables import AcceleratorName, Count, EffectiveTable, Fraction
+from fedstrata.common.settings.trainers import KEY as TRAINER
+from fedstrata.common.settings.trainers import OWN_SAMPLES
+from fedstrata.common.settings.training import ACCURACY, Score, TrainingSettings
 
 ON_DEVICES: Final = ("data", "held_out", "participation", "personalised", "per_class")  # keys of what devices do
 

@@ -17,13 +17,21 @@ from typing import Any, Final, Never
 
 import numpy as np
 
-from fedstrata.common.experiment import own
-from fedstrata.common.experiment.flower_apps import OF_TRAINING
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.trainers import KEY, FlowerTrainer
-from fedstrata.common.model.flower_state import LIBRARY, UNKEPT, UNREAD, from_file, read_state, to_file, write_state
-from fedstrata.common.model.returned import count, form
-from fedstrata.common.model.trainer import Array, Arrays, ArrayTrainer, LocalTask, Scored, Trained, TrainingSite
+from fedstrata.common.settings import own
+from fedstrata.common.settings.flower_apps import OF_TRAINING
+from fedstrata.common.settings.trainers import KEY, FlowerTrainer
+from fedstrata.common.training.array_trainer import (
+    Array,
+    Arrays,
+    ArrayTrainer,
+    LocalTask,
+    Scored,
+    Trained,
+    TrainingSite,
+)
+from fedstrata.common.training.flower_state import LIBRARY, UNKEPT, UNREAD, from_file, read_state, to_file, write_state
+from fedstrata.common.training.returned import count, form
 
 CLIENT: Final = f"{KEY}.client_fn"
 LOSSES: Final = ("train_loss", "loss")  # in what `fit` returns

@@ -16,7 +16,7 @@ import msgpack
 import numpy as np
 
 from fedstrata.common.errors import described
-from fedstrata.common.model.trainer import Array
+from fedstrata.common.training.array_trainer import Array
 
 LIBRARY: Final = "flwr"
 FILE: Final = "context.state"
