@@ -15,9 +15,9 @@ from typing import Any, Final, Protocol, TypeAlias
 
 from fedstrata.common.accounting.work import Work
 from fedstrata.common.errors import FedstrataError
-from fedstrata.common.settings.own import is_own
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.model.layout import ModelLayout, Row
+from fedstrata.common.settings.own import is_own
 from fedstrata.common.training.scores import ScoredModels, ScoreSums
 
 Progress: TypeAlias = Callable[[int, int], None]

@@ -25,7 +25,7 @@ from fedstrata.deploy.brokers.broker import BrokerProcess
 from fedstrata.deploy.brokers.guard import Guard
 from fedstrata.deploy.kits import access
 from fedstrata.deploy.kits.authority import Authority
-from fedstrata.deploy.kits.lab import parse
+from fedstrata.deploy.kits.lab_file import parse
 from tests.helpers.commands import DEMO, command, fedstrata, null_model, sets
 from tests.simulation.outcome import model_digest
 

@@ -24,7 +24,7 @@ from fedstrata.deploy.brokers.broker import BrokerProcess, Kind, choose, start
 from fedstrata.deploy.brokers.guard import PACKET_MOST, Guard, one_login
 from fedstrata.deploy.console import login
 from fedstrata.deploy.console.login import kept_login, local_login
-from fedstrata.deploy.local.network import OWN_LOGIN, one_host
+from fedstrata.deploy.local.lab_network import OWN_LOGIN, one_host
 from tests.helpers.commands import DEMO, invoke
 from tests.helpers.sites import in_real_time
 

@@ -35,7 +35,7 @@ from fedstrata.deploy.results.maps import changes
 from fedstrata.deploy.results.run import Run
 from fedstrata.deploy.simulation.broker import Routed
 from fedstrata.deploy.simulation.hardware import Durations
-from fedstrata.deploy.watching.lab import WatchedLab
+from fedstrata.deploy.watching.lab_state import WatchedLab
 from tests.helpers.commands import table as read_table
 from tests.helpers.commands import tensors
 from tests.helpers.coordinators import result_of

@@ -249,8 +249,8 @@ def test_roles_without_training_are_small_quick_and_free_of_torch(tmp_path: Path
 
 def test_large_libraries_are_not_imported() -> None:
     modules = {
-        "fedstrata.cloud.agent", "fedstrata.institution.agent", "fedstrata.deploy.cli.main",
-        "fedstrata.deploy.local.lab", "fedstrata.deploy.results.page", "fedstrata.deploy.watching.screens",
+        "fedstrata.cloud.cloud_agent", "fedstrata.institution.institution_agent", "fedstrata.deploy.cli.main",
+        "fedstrata.deploy.local.process_lab", "fedstrata.deploy.results.page", "fedstrata.deploy.watching.screens",
     }  # fmt: skip
     code = f"import sys, json, {', '.join(sorted(modules))}; print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)

@@ -512,7 +512,7 @@ async def parent_at(address: BrokerAddress) -> AsyncIterator[BrokerConnection]:
     identity = Identity("r-1", "cloud", "cloud", new_session())
     parent = ParentEndpoint(address, identity, links={"i0": LinkSettings()}, transfer=TransferSettings())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedstrata.common.net.plain_client.ASK_S", 0.05)
+        patch.setattr("fedstrata.common.net.plain_client.LIMIT_ANSWER_S", 0.05)
         patch.setattr("fedstrata.common.net.packet_limit.ANSWER_S", 0.05)
         serving = asyncio.create_task(parent.run(connect_timeout_s=PATIENCE_S))
         try:

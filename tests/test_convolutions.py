@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fedstrata.common.experiment.reading import parse
-from fedstrata.device.training import network
-from fedstrata.device.training.network import as_products
+from fedstrata.device.training import trained_network as network
+from fedstrata.device.training.trained_network import as_products
 from fedstrata.device.training.trainer import Trainer
 
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 from torch.nn import functional
 
-from fedstrata.cloud.agent import evaluator_of
+from fedstrata.cloud.cloud_agent import evaluator_of
 from fedstrata.cloud.evaluator import needs_process
 from fedstrata.cloud.records import STATISTICS
 from fedstrata.cloud.results import RunFolder
@@ -722,7 +722,7 @@ def test_the_cloud_needs_neither_pytorch_nor_data(tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules['torch'] = None; from fedstrata.common.experiment.reading import parse\n"
         "import asyncio, pathlib; import fedstrata.deploy.local.beforehand as b\n"
-        "from fedstrata.cloud.agent import evaluator_of\n"
+        "from fedstrata.cloud.cloud_agent import evaluator_of\n"
         f"lab = parse({lab!r}); b.check_cloud(lab, None)\n"
         "print(asyncio.run(evaluator_of(lab, pathlib.Path('.')).start()).layout.digest)"
     )

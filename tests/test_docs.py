@@ -42,7 +42,7 @@ from fedstrata.common.settings.data import TEXTS
 from fedstrata.common.settings.training import OBJECTIVES
 from fedstrata.common.text import JSON_MOST, JsonText, NameText, ShortText
 from fedstrata.deploy.cli.main import app
-from fedstrata.deploy.kits.lab import parse as lab_of
+from fedstrata.deploy.kits.lab_file import parse as lab_of
 from fedstrata.deploy.sweeps.grid import expand, is_sweep
 
 ROOT: Final = Path(__file__).parents[1]

@@ -28,7 +28,7 @@ from fedstrata.deploy.cli import doctor
 from fedstrata.deploy.console.service import KIT
 from fedstrata.deploy.kits import access
 from fedstrata.deploy.kits.authority import Authority
-from fedstrata.deploy.kits.lab import load, parse
+from fedstrata.deploy.kits.lab_file import load, parse
 from fedstrata.deploy.kits.units import digest
 from tests.helpers.commands import command, fedstrata, invoke
 
@@ -44,7 +44,7 @@ def _short_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait for less time than a slow network needs."""
     monkeypatch.setattr(contract, "REFUSAL_S", 0.3)
     monkeypatch.setattr(doctor, "ROLL_S", 0.2)
-    monkeypatch.setattr(roll, "ASK_S", 0.2)
+    monkeypatch.setattr(roll, "CALL_EVERY_S", 0.2)
 
 
 def findings(*arguments: str | Path) -> tuple[int, dict[tuple[str, str], Row]]:

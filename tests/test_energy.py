@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fedstrata.cloud.agent import energy_noted
+from fedstrata.cloud.cloud_agent import energy_noted
 from fedstrata.cloud.results import RunFolder
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.host import energy

@@ -33,7 +33,8 @@ from fedstrata.device.jobs import (
 from fedstrata.device.pool.pool import Pool
 from fedstrata.device.pool.trainers import Trainers
 from fedstrata.device.training.batches import dropout_seed
-from fedstrata.device.vmapped import loop, trainer
+from fedstrata.device.vmapped import loop
+from fedstrata.device.vmapped import vmapped_trainer as trainer
 from fedstrata.device.vmapped.loop import Turn
 from fedstrata.device.vmapped.loop import train as train_together
 from fedstrata.device.vmapped.models import Recipe, VmappedModels

@@ -23,7 +23,7 @@ from fedstrata.common.runtime.round import WorkResult
 from fedstrata.common.settings import devices
 from fedstrata.common.settings.devices import Machine, Pace, shipped
 from fedstrata.deploy.simulation.loop import VirtualLoop
-from fedstrata.device import agent
+from fedstrata.device import device_agent as agent
 
 # What the experiment reports
 

@@ -11,7 +11,7 @@ from typing import Final
 
 import pytest
 
-from fedstrata.deploy.kits.lab import load
+from fedstrata.deploy.kits.lab_file import load
 from fedstrata.deploy.kits.provision import INSTALLER, provision
 from tests import test_kits
 

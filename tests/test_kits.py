@@ -20,7 +20,7 @@ from fedstrata.common.net.tls import Tls
 from fedstrata.deploy.cli.main import app
 from fedstrata.deploy.console.login import Login
 from fedstrata.deploy.kits.access import users
-from fedstrata.deploy.kits.lab import Lab, LabAccess, expand, load, reach
+from fedstrata.deploy.kits.lab_file import Lab, LabAccess, expand, load, reach
 from fedstrata.deploy.kits.provision import INSTALLER, find_wheel, provision
 from fedstrata.deploy.kits.units import digest, services, unit
 from tests.helpers.commands import invoke

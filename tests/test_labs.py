@@ -11,7 +11,7 @@ from typing import Any
 import aiomqtt
 import pytest
 
-from fedstrata.cloud.agent import CloudAgent
+from fedstrata.cloud.cloud_agent import CloudAgent
 from fedstrata.cloud.results import RunFolder
 from fedstrata.common.errors import WireError
 from fedstrata.common.experiment.reading import parse
@@ -25,11 +25,11 @@ from fedstrata.common.runtime.world import Host
 from fedstrata.deploy.brokers import broker
 from fedstrata.deploy.simulation.hardware import SimulatedMember, SimulatedPool
 from fedstrata.deploy.watching.follower import Follower
-from fedstrata.deploy.watching.lab import Event, WatchedLab
+from fedstrata.deploy.watching.lab_state import Event, WatchedLab
 from fedstrata.deploy.watching.runs import Runs
-from fedstrata.device.agent import DeviceAgent
+from fedstrata.device.device_agent import DeviceAgent
 from fedstrata.device.jobs import Prepared
-from fedstrata.institution.agent import InstitutionAgent
+from fedstrata.institution.institution_agent import InstitutionAgent
 from tests.helpers.commands import invoke, null_model
 from tests.helpers.null_roles import evaluator, hardware
 from tests.helpers.sites import in_real_time

@@ -146,7 +146,7 @@ def test_what_is_not_answered_is_tried_again_and_then_unknown(
 
 
 def test_a_broker_that_answers_nothing_or_is_away_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain_client, "ASK_S", 0.1)
+    monkeypatch.setattr(plain_client, "LIMIT_ANSWER_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         where = BrokerAddress("127.0.0.1", server.getsockname()[1])
         assert asyncio.run(plain_client.reported_limit(where)) is None

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from fedstrata.common.methods import mixing
-from fedstrata.common.methods.mixing import COLUMNS, MixedColumns, Mixture, whole
+from fedstrata.common.methods.mixing import BLOCK_COLUMNS, MixedColumns, Mixture, whole
 from fedstrata.common.methods.statistics import Gram, Statistics, tensor_distances
 from fedstrata.common.model.layout import ModelLayout, Section
 from tests.helpers.examples import examples
@@ -94,7 +94,7 @@ def test_mixing_in_place_gives_the_same_bits(problem: tuple[Floats, list[list[fl
 
 def test_mixing_covers_all_columns_of_many_blocks() -> None:
     generator = np.random.default_rng(1)
-    for columns in (COLUMNS - 1, COLUMNS, COLUMNS + 1, 2 * COLUMNS + 7):
+    for columns in (BLOCK_COLUMNS - 1, BLOCK_COLUMNS, BLOCK_COLUMNS + 1, 2 * BLOCK_COLUMNS + 7):
         models_KF = generator.normal(size=(4, columns)).astype(np.float32)
         weights_KK = np.array([[0.5, 0.5, 0, 0], [0.25] * 4, [0, 0, 1, 0], [0.99, 0, 0, 0.01]])
         mixtures = [Mixture.of(row) for row in weights_KK]
@@ -207,7 +207,7 @@ def test_each_part_is_mixed_by_its_own_weights(seed: int, place: str) -> None:
 
 
 def test_what_was_read_is_released_as_it_goes() -> None:
-    columns, calls = 40 * COLUMNS, []
+    columns, calls = 40 * BLOCK_COLUMNS, []
     layout = layout_of(columns, 0, 0)
     rows_K = np.zeros((2, layout.row_bytes), np.uint8)
     plan = whole(layout, [Mixture.of([0.5, 0.5])])
@@ -218,7 +218,7 @@ def test_what_was_read_is_released_as_it_goes() -> None:
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_threads_change_no_bit(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = layout_of(11 * COLUMNS + 5, 0, 0)
+    layout = layout_of(11 * BLOCK_COLUMNS + 5, 0, 0)
     rows_K = np.zeros((5, layout.row_bytes), np.uint8)
     layout.floats(rows_K)[:] = np.random.default_rng(9).normal(size=(5, layout.columns))
     mixtures = [Mixture.of([0.2] * 5), Mixture.of([0.9, 0, 0.1, 0, 0]), Mixture.copy(3)]
@@ -351,8 +351,8 @@ def test_a_row_of_zeros_is_like_nobody() -> None:
 
 
 def test_products_with_another_vector() -> None:
-    models_KD = np.random.default_rng(1).normal(size=(3, 2 * COLUMNS + 3)).astype(np.float32)
-    other_D = np.random.default_rng(2).normal(size=2 * COLUMNS + 3)
+    models_KD = np.random.default_rng(1).normal(size=(3, 2 * BLOCK_COLUMNS + 3)).astype(np.float32)
+    other_D = np.random.default_rng(2).normal(size=2 * BLOCK_COLUMNS + 3)
     offset_KD = models_KD.astype(np.float64) - models_KD[0]
     products = Gram.of(list(models_KD), models_KD[0], along=lambda columns: other_D[columns])
     np.testing.assert_allclose(products.offsets_KK, offset_KD @ offset_KD.T, rtol=1e-12)

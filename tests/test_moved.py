@@ -12,7 +12,7 @@ from fedstrata.common.metrics import STATES, Metrics, NodeLabels
 from fedstrata.common.protocol.messages import ChildStatus, NodeState, Status, Step
 from fedstrata.common.runtime.exports import export_parent
 from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
-from fedstrata.deploy.watching.lab import WatchedLab
+from fedstrata.deploy.watching.lab_state import WatchedLab
 from tests.simulation.lab import ScenarioLab
 from tests.simulation.monitor import endpoints
 from tests.test_changing_labs import moving

@@ -21,7 +21,7 @@ from fedstrata.common.experiment.reading import load, parse
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.settings.topology import CLOUD
 from fedstrata.deploy.links.kernel import FRAME_BYTES, shaping
-from fedstrata.deploy.local.network import one_host, shares
+from fedstrata.deploy.local.lab_network import one_host, shares
 from tests.bench.namespaces import by_kernel, lay_out, namespaces, run_in_namespaces
 from tests.helpers.commands import DEMO, PATIENCE_S, null_model
 from tests.helpers.namespaces import Namespace, VethPair, joined

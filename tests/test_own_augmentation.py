@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.settings.own import permit
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.settings.own import permit
 from fedstrata.device.jobs import most_together
 from fedstrata.device.training import batches
 from fedstrata.device.training.trainer import Trainer

@@ -15,10 +15,11 @@ from fedstrata.common.learning.inputs import Inputs
 from fedstrata.common.learning.nets import ARCHITECTURES, layers_in
 from fedstrata.common.text import NOTE
 from fedstrata.device.jobs import VMAPPED_DEVICES_MOST, most_together
-from fedstrata.device.training import network, recording
-from fedstrata.device.training.network import record, source_of
+from fedstrata.device.training import recording
+from fedstrata.device.training import trained_network as network
 from fedstrata.device.training.objectives.objective import Minibatch, Objective
 from fedstrata.device.training.recording import Comparison, Program
+from fedstrata.device.training.trained_network import record, source_of
 from fedstrata.device.training.trainer import Trainer
 from fedstrata.device.training.vectors import vectors_of
 from tests.helpers import rare_models

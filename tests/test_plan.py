@@ -30,8 +30,9 @@ from fedstrata.common.methods.settings import RULES, RuleSettings
 from fedstrata.common.model.layout import ModelLayout, Section
 from fedstrata.common.settings.training import TrainingSettings
 from fedstrata.deploy.console.stages import Stages
-from fedstrata.deploy.planning import calibration, footprint, predicting, simulated_run, trainings, workload
-from fedstrata.deploy.planning.calibration import MachineSpeeds
+from fedstrata.deploy.planning import footprint, predicting, simulated_run, trainings, workload
+from fedstrata.deploy.planning import machine_speed as calibration
+from fedstrata.deploy.planning.machine_speed import MachineSpeeds
 from fedstrata.deploy.planning.predicting import Predictor
 from fedstrata.deploy.planning.simulated import simulate
 from fedstrata.deploy.planning.trainings import TrainingSpeed

@@ -628,7 +628,7 @@ def test_workers_hear_no_interrupt_of_the_terminal(lab: Lab) -> None:
 
 AGENT = """
 import asyncio, os, sys
-from fedstrata.device.agent import DeviceAgent
+from fedstrata.device.device_agent import DeviceAgent
 from fedstrata.device.pool.pool import Pool
 
 async def main():

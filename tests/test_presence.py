@@ -21,9 +21,9 @@ from fedstrata.common.protocol.messages import Alive, Ask, Failure, NodeState, P
 from fedstrata.common.protocol.presence import (
     ASK_FIRST_S,
     ASK_MOST_S,
-    ASK_S,
     ASK_UNKNOWN_S,
     FINAL,
+    PROOF_EVERY_S,
     TRANSITIONS,
     Identity,
     OwnPresence,
@@ -117,8 +117,8 @@ def test_an_unknown_session_is_asked_about_once_in_a_while() -> None:
         assert not proofs.speaks("a", "unknown", now)
         questions += [now] * len(proofs.questions(now))
     gaps = [later - earlier for earlier, later in itertools.pairwise(questions)]
-    assert questions[0] == pytest.approx(ASK_S, abs=0.011)
-    assert min(gaps) >= ASK_S and len(questions) <= 5
+    assert questions[0] == pytest.approx(PROOF_EVERY_S, abs=0.011)
+    assert min(gaps) >= PROOF_EVERY_S and len(questions) <= 5
 
 
 def test_an_answer_ends_the_questions() -> None:
@@ -139,7 +139,7 @@ def test_a_wanted_presence_is_asked_for_although_its_owner_sends() -> None:
     assert proofs.speaks("a", "s", 0.1)
     assert len(proofs.questions(ASK_FIRST_S)) == 1
     assert proofs.speaks("a", "s", 0.3)
-    ((_, question),) = proofs.questions(ASK_FIRST_S + 2 * ASK_S)
+    ((_, question),) = proofs.questions(ASK_FIRST_S + 2 * PROOF_EVERY_S)
     assert proofs.answered("a", "s", Alive(question.nonce, READY))
     assert asked(proofs, until_s=1000.0) == []
 
@@ -161,7 +161,7 @@ def test_who_is_or_was_there_and_a_parent_are_asked_until_they_answer(proof: Pro
         proofs.reconnected(0.0)
     times = [at for at, _ in asked(proofs, until_s=1000.0)]
     gaps = [b - a for a, b in itertools.pairwise(times)]
-    assert times[-1] > 990.0 and max(gaps) <= ASK_MOST_S + 1e-9 and min(gaps) >= ASK_S
+    assert times[-1] > 990.0 and max(gaps) <= ASK_MOST_S + 1e-9 and min(gaps) >= PROOF_EVERY_S
 
 
 def test_who_lived_and_does_not_answer_is_silent_once() -> None:

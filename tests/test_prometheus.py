@@ -27,8 +27,8 @@ from fedstrata.common.host.processes import free_port
 from fedstrata.common.metrics import FAMILIES
 from fedstrata.common.metrics_server import SERVER_NAME
 from fedstrata.deploy.brokers import broker
-from fedstrata.deploy.kits.lab import KEPT_TLS, load
-from fedstrata.deploy.kits.lab import Lab as KitLab
+from fedstrata.deploy.kits.lab_file import KEPT_TLS, load
+from fedstrata.deploy.kits.lab_file import Lab as KitLab
 from fedstrata.deploy.kits.provision import LAB_FILE, provision
 from fedstrata.deploy.kits.units import STATE, TLS, environment, services
 from tests.helpers.commands import DEMO, PATIENCE_S, command, sets, table

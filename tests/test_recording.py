@@ -17,7 +17,8 @@ from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.settings.training import TrainingSettings
 from fedstrata.device.jobs import Order
-from fedstrata.device.training import network, sgd
+from fedstrata.device.training import sgd
+from fedstrata.device.training import trained_network as network
 from fedstrata.device.training.recording import CONTRASTS, NotRecordable, Program, program_of
 from fedstrata.device.training.sgd import LocalSteps, run_sgd
 from tests.helpers.plain import first_model, trainer_of

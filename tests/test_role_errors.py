@@ -24,7 +24,7 @@ from fedstrata.common.runtime.world import Host
 from fedstrata.deploy.brokers import broker
 from fedstrata.deploy.brokers.broker import BrokerProcess
 from fedstrata.deploy.brokers.guard import Guard
-from fedstrata.institution.agent import InstitutionAgent
+from fedstrata.institution.institution_agent import InstitutionAgent
 from tests.helpers import sites
 from tests.helpers.nodes import layout_of, living, parent_of
 from tests.helpers.roles import SMALL, Role, device, lab_of, until

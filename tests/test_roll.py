@@ -23,7 +23,7 @@ from fedstrata.common.runtime.world import Host, World
 from fedstrata.common.settings.topology import CLOUD
 from fedstrata.deploy.cli import roles
 from fedstrata.deploy.kits.answers import faults
-from fedstrata.deploy.kits.lab import parse
+from fedstrata.deploy.kits.lab_file import parse
 from fedstrata.deploy.kits.units import digest
 from fedstrata.deploy.simulation.broker import Routed
 from tests.helpers.nodes import LAB, PARENT

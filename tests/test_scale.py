@@ -48,8 +48,8 @@ from fedstrata.common.settings.links import LinkDirection, LinkSet
 from fedstrata.common.settings.topology import CLOUD
 from fedstrata.deploy.simulation.broker import TopicTree
 from fedstrata.deploy.simulation.hardware import Durations
-from fedstrata.deploy.simulation.lab import BROKER
 from fedstrata.deploy.simulation.machines import MessageCosts, Placement
+from fedstrata.deploy.simulation.simulated_lab import BROKER
 from tests.helpers.nodes import child_of, drawn, layout_of, living, parent_of, play, serving, together
 from tests.helpers.sites import SimulatedSite, virtual
 from tests.simulation.interference import kind_of

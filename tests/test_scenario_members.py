@@ -23,10 +23,10 @@ from fedstrata.common.settings.topology import CLOUD
 from fedstrata.deploy.local.agents import run_agents
 from fedstrata.deploy.simulation.broker import Routed
 from fedstrata.deploy.simulation.hardware import Durations, NullWorkload, SimulatedHardware
-from fedstrata.deploy.simulation.lab import AgentFactory
 from fedstrata.deploy.simulation.machines import SimulatedProcess
+from fedstrata.deploy.simulation.simulated_lab import AgentFactory
 from fedstrata.deploy.simulation.world import SimulatedWorld
-from fedstrata.device.agent import DeviceAgent
+from fedstrata.device.device_agent import DeviceAgent
 from tests.helpers.scenarios import (
     IDLE_S,
     MODEL_BYTES,

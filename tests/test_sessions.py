@@ -21,7 +21,7 @@ from fedstrata.common.protocol.manifest import ModelForm
 from fedstrata.common.protocol.messages import Ask, Gone, Key, NodeState, Phase, Presence, Progress, Task, WhoIsThere
 from fedstrata.common.protocol.participant import ParticipantState
 from fedstrata.common.protocol.peer_link import SILENT_MOST_S
-from fedstrata.common.protocol.presence import ASK_MOST_S, ASK_S, FINAL, Proof
+from fedstrata.common.protocol.presence import ASK_MOST_S, FINAL, PROOF_EVERY_S, Proof
 from tests.helpers.examples import DRAWN, PROFILE
 from tests.helpers.session_messages import BLOB, IDLE_S, inject, inject_state, leave_remains, messages_of
 
@@ -80,7 +80,7 @@ def test_an_unknown_session_is_answered_by_few_questions(count: int, seconds: fl
         lab.loop.after(at, lambda message=message: inject(lab.parent, "device-0", "unknown", message))  # type: ignore[misc]
     lab.finish()
     lab.rest(seconds)
-    assert lab.kinds["WhoIsThere"] - before <= 1 + seconds / ASK_S
+    assert lab.kinds["WhoIsThere"] - before <= 1 + seconds / PROOF_EVERY_S
     refusals = lab.parent.session.link.refusals
     assert refusals.of(Refusal.SESSION) + refusals.of(Refusal.FLOOD) == count
     assert refusals.of(Refusal.SESSION) >= min(count, MESSAGES_MOST)

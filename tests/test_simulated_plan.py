@@ -16,7 +16,7 @@ from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.reading import parse, to_toml
 from fedstrata.deploy.planning import sample, simulated, workload
 from fedstrata.deploy.planning import simulated_run as runs
-from fedstrata.deploy.planning.calibration import REFERENCE, MachineSpeeds
+from fedstrata.deploy.planning.machine_speed import REFERENCE, MachineSpeeds
 from fedstrata.deploy.planning.simulated_run import machine_speeds, simulated_run, speeds_in
 from fedstrata.deploy.results.run import Run
 from fedstrata.deploy.simulation import machines

@@ -23,14 +23,14 @@ from fedstrata.common.experiment.reading import parse
 from fedstrata.common.runtime.world import RealWorld
 from fedstrata.common.settings.tables import write
 from fedstrata.deploy.local.direct import run_in_process
-from fedstrata.deploy.planning import calibration
+from fedstrata.deploy.planning import machine_speed as calibration
 from fedstrata.deploy.planning.simulated_run import machine_speeds, simulated_run
 from fedstrata.deploy.results.page import compose
 from fedstrata.deploy.results.run import Run, State, folders
 from fedstrata.deploy.results.series import conditions
 from fedstrata.deploy.results.trackers import series, time_of
 from fedstrata.deploy.simulation import computing
-from fedstrata.deploy.simulation.run import VirtualRun, check_simulated
+from fedstrata.deploy.simulation.virtual_run import VirtualRun, check_simulated
 from fedstrata.deploy.sweeps.grid import merged
 from fedstrata.device.pool.executors import Thread
 from fedstrata.device.pool.pool import Pool

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import pytest
 
-from fedstrata.cloud.agent import STATUS_S
+from fedstrata.cloud.cloud_agent import STATUS_S
 from fedstrata.common.errors import FedstrataError
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
@@ -24,10 +24,10 @@ from fedstrata.common.net.connection import Handlers
 from fedstrata.common.runtime.world import Connection
 from fedstrata.common.settings.topology import CLOUD
 from fedstrata.deploy.simulation.hardware import Durations
-from fedstrata.deploy.simulation.lab import BROKER
 from fedstrata.deploy.simulation.link import LinkConditions
 from fedstrata.deploy.simulation.loop import START_S, Deadlock, Livelock, TimeLimit, VirtualLoop
 from fedstrata.deploy.simulation.machines import SimulatedProcess
+from fedstrata.deploy.simulation.simulated_lab import BROKER
 from fedstrata.deploy.simulation.world import SimulatedWorld
 from tests.helpers.scenarios import TREE, lab, survived, undisturbed
 from tests.helpers.sites import SimulatedSite, forever, virtual

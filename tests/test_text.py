@@ -30,7 +30,7 @@ from fedstrata.common.protocol.messages import (
 from fedstrata.common.text import by_cause, escaped, json_text
 from fedstrata.deploy.console import logs, reporting, tabular
 from fedstrata.deploy.watching import formatting
-from fedstrata.deploy.watching.lab import WatchedLab
+from fedstrata.deploy.watching.lab_state import WatchedLab
 from fedstrata.deploy.watching.screens import Lines
 from fedstrata.deploy.watching.showing import CloudLog
 from fedstrata.deploy.watching.view import View

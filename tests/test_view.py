@@ -46,7 +46,7 @@ from fedstrata.deploy.console import logs
 from fedstrata.deploy.simulation.broker import Routed
 from fedstrata.deploy.watching import showing
 from fedstrata.deploy.watching.formatting import missing, sparkline, traffic
-from fedstrata.deploy.watching.lab import Event, WatchedLab
+from fedstrata.deploy.watching.lab_state import Event, WatchedLab
 from fedstrata.deploy.watching.rows import HiddenNodes, rows_of
 from fedstrata.deploy.watching.screens import Terminal
 from fedstrata.deploy.watching.showing import CloudLog, EventLines, LiveView, show

@@ -18,11 +18,12 @@ from fedstrata.common.learning.inputs import Inputs
 from fedstrata.common.learning.nets import Dropout
 from fedstrata.common.settings.training import TrainingSettings
 from fedstrata.device.jobs import Cancelled
-from fedstrata.device.vmapped import loop, trainer
+from fedstrata.device.vmapped import loop
+from fedstrata.device.vmapped import vmapped_trainer as trainer
 from fedstrata.device.vmapped.loop import VmappedResult
 from fedstrata.device.vmapped.models import VmappedModels, keep_batch_norm_fp32
 from fedstrata.device.vmapped.schedule import Load
-from fedstrata.device.vmapped.trainer import most_in_memory
+from fedstrata.device.vmapped.vmapped_trainer import most_in_memory
 from tests.helpers.examples import slow
 from tests.helpers.vmapped import CASES, CPU, Case, dropping, mlp, needs_cuda, of, quick, resnet_in, rows_of
 from tests.helpers.vmapped_steps import problem_of

@@ -23,7 +23,7 @@ from fedstrata.common.protocol.messages import (
 )
 from fedstrata.common.text import json_text
 from fedstrata.deploy.watching import formatting
-from fedstrata.deploy.watching.lab import GOODBYE_S, SILENT_S, WARN_S
+from fedstrata.deploy.watching.lab_state import GOODBYE_S, SILENT_S, WARN_S
 from fedstrata.deploy.watching.view import View
 from tests.helpers.status import child
 from tests.helpers.watched import BODIES, LAB, NAMES, RUN, Watched, drawn, experiment_of

@@ -35,7 +35,7 @@ from fedstrata.deploy.brokers import broker
 from fedstrata.deploy.watching import formatting
 from fedstrata.deploy.watching import runs as watched_runs
 from fedstrata.deploy.watching.follower import Follower
-from fedstrata.deploy.watching.lab import Event, WatchedLab
+from fedstrata.deploy.watching.lab_state import Event, WatchedLab
 from fedstrata.deploy.watching.runs import SETTLE_S, Runs
 from fedstrata.deploy.watching.screens import Lines, look
 from tests.helpers.commands import DEMO, PATIENCE_S, command, invoke, sets

@@ -41,7 +41,7 @@ from fedstrata.common.training.scores import R2, ScoreSums, packed, packed_sums
 
 Numbers: TypeAlias = npt.NDArray[np.float64]
 ScoreFunction: TypeAlias = Callable[[npt.NDArray[Any], npt.NDArray[Any]], float]
-KEY: Final = "score.name"
+SCORE_KEY: Final = "score.name"
 ALSO: Final = "score.also"
 BATCH: Final = 500
 CPU_BATCH: Final = 100  # on a slow machine 500 samples may take longer than the progress that is expected of a process
@@ -220,10 +220,10 @@ class ModelTester:
 
 def scores_of(names: Sequence[str]) -> dict[str, ScoreFunction]:
     """Return an experiment's scores by name, but accuracy, which batches count. Raises InvalidExperiment."""
-    return {name: score_of(name, ALSO if place else KEY) for place, name in enumerate(names) if name != ACCURACY}
+    return {name: score_of(name, ALSO if place else SCORE_KEY) for place, name in enumerate(names) if name != ACCURACY}
 
 
-def score_of(name: str, key: str = KEY) -> ScoreFunction:
+def score_of(name: str, key: str = SCORE_KEY) -> ScoreFunction:
     """Return the score of this name, or the user's own function as one. Raises InvalidExperiment."""
     if not is_own(name):
         return _SCORES[name]

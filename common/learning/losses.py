@@ -25,7 +25,7 @@ from fedstrata.common.settings import own
 from fedstrata.common.settings.own import is_own
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-KEY: Final = "training.loss"
+LOSS_KEY: Final = "training.loss"
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -56,17 +56,17 @@ def loss_of(name: str) -> Loss:
     """
     if not is_own(name):
         return _LOSSES[name]
-    found = cast(Callable[[Tensor, Tensor], Any], own.load(KEY, name))
+    found = cast(Callable[[Tensor, Tensor], Any], own.load(LOSS_KEY, name))
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        with own.guarded({KEY: name}):
+        with own.guarded({LOSS_KEY: name}):
             each = found(outputs.clone(), targets.clone())
         if not isinstance(each, Tensor) or each.shape != outputs.shape[:1]:
             shape = list(each.shape) if isinstance(each, Tensor) else type(each).__name__
             problem = (
                 f"returns {shape} for {len(outputs)} samples, not the loss of each, [{len(outputs)}]{own.place(found)}"
             )
-            own.refuse(KEY, name, problem, "Return no mean (of torch's losses: reduction='none').")
+            own.refuse(LOSS_KEY, name, problem, "Return no mean (of torch's losses: reduction='none').")
         return each
 
     return loss
@@ -79,4 +79,6 @@ def try_loss(name: str, inputs: Inputs) -> None:
         targets = torch.zeros(2, inputs.classes) if inputs.numbers else torch.zeros(2, dtype=torch.int64)
         each = loss_of(name)(outputs, targets)
         if not each.requires_grad:
-            own.refuse(KEY, name, "its result does not depend on the outputs", "Compute it with torch, from outputs.")
+            own.refuse(
+                LOSS_KEY, name, "its result does not depend on the outputs", "Compute it with torch, from outputs."
+            )

@@ -42,7 +42,7 @@ from fedstrata.common.settings import own
 from fedstrata.common.settings.data import ModelSettings, check_accepted
 from fedstrata.common.settings.own import is_own
 
-KEY: Final = "model.name"
+MODEL_KEY: Final = "model.name"
 NO_PARTS: Final = ModelSettings(name="")
 Tensors = dict[str, Tensor]
 Arrays: TypeAlias = Mapping[str, npt.NDArray[Any]]
@@ -60,7 +60,7 @@ def of(experiment: Experiment, *, inputs: Inputs, frozen: Arrays = NO_ARRAYS) ->
     if frozen:
         if wrong := differences(frozen, parts_of(module, model).frozen):
             remedy = "Use one release of fedstrata, and of the model's package, everywhere."
-            own.refuse(KEY, model.name, f"the cloud's frozen arrays are not those of this model: {wrong}", remedy)
+            own.refuse(MODEL_KEY, model.name, f"the cloud's frozen arrays are not those of this model: {wrong}", remedy)
         read_frozen(module, frozen)
     return module
 
@@ -123,9 +123,9 @@ def build_own(name: str, seed: int, *, inputs: Inputs) -> nn.Module:
     if inputs.tokens:
         keywords["tokens"] = inputs.tokens
     with seeded(seed):
-        module = own.call(KEY, name, keywords)
+        module = own.call(MODEL_KEY, name, keywords)
         if not isinstance(module, nn.Module):
-            own.refuse(KEY, name, f"returns {type(module).__name__}, not nn.Module", "Return the module itself.")
+            own.refuse(MODEL_KEY, name, f"returns {type(module).__name__}, not nn.Module", "Return the module itself.")
         module = module.to("cpu").train()
         own_dropout(module)
         if any(isinstance(weight, nn.UninitializedParameter) for weight in module.parameters()):
@@ -138,18 +138,18 @@ def try_own(name: str, seed: int, *, inputs: Inputs) -> None:
     module, other = (build_own(name, seed, inputs=inputs) for _ in range(2))
     if set(module.modules()) & set(other.modules()):
         problem = "returns the same module, or a part of it, again: devices of a process would share what it keeps"
-        own.refuse(KEY, name, problem, "Make a new one in each call.")
+        own.refuse(MODEL_KEY, name, problem, "Make a new one in each call.")
     with seeded(seed):
         logits = _logits(name, module, inputs)
     for part, value in module.named_parameters():  # a buffer may have them: a mask
         if not bool(torch.isfinite(value).all()):
-            problem = f"makes {part} with nan or infinity{own.place(own.code(KEY, name))}"
-            own.refuse(KEY, name, problem, "Initialise it with finite numbers.")
+            problem = f"makes {part} with nan or infinity{own.place(own.code(MODEL_KEY, name))}"
+            own.refuse(MODEL_KEY, name, problem, "Initialise it with finite numbers.")
     if not isinstance(logits, torch.Tensor) or logits.shape != (2, inputs.classes):
         shape = list(logits.shape) if isinstance(logits, torch.Tensor) else type(logits).__name__
         wanted = "predictions" if inputs.numbers else "logits"
         problem = f"returns {shape} for two samples, not {wanted} of [2, {inputs.classes}]"
-        own.refuse(KEY, name, problem, f"Return {wanted}.")
+        own.refuse(MODEL_KEY, name, problem, f"Return {wanted}.")
 
 
 def random_samples(inputs: Inputs, count: int) -> torch.Tensor:
@@ -170,7 +170,7 @@ def _logits(name: str, module: nn.Module, inputs: Inputs) -> Any:
     """Return what a module returns for two random samples, in eval mode; it is in training mode before and after."""
     remedy = "Fix the model, or use another data.dataset."
     try:
-        with own.guarded({KEY: name}, problem=f"fails with {{}} on {inputs}", remedy=remedy):
+        with own.guarded({MODEL_KEY: name}, problem=f"fails with {{}} on {inputs}", remedy=remedy):
             return module.eval()(random_samples(inputs, 2))
     finally:
         module.train()
@@ -208,7 +208,7 @@ def parts_of(module: nn.Module, model: ModelSettings = NO_PARTS) -> ModelParts:
     if not (problem or model.frozen) and not any(weight.requires_grad for weight in module.parameters()):
         problem, remedy = "it has no parameter that is trained", "Leave some parameters with requires_grad."
     if problem:
-        own.refuse(KEY, model.name or type(module).__name__, problem, remedy)
+        own.refuse(MODEL_KEY, model.name or type(module).__name__, problem, remedy)
     if not any(section is Section.PARAMETER and parts[name] is Part.EXCHANGED for name, _, section in arrays):
         part = Part.PERSONAL if model.personal else Part.FROZEN
         problem, remedy = "they leave no parameter that devices exchange", "Name fewer arrays."
@@ -277,7 +277,7 @@ def check_constant(module: nn.Module, parts: ModelParts) -> None:
     for name in sorted(parts.constant):
         if _array(state[name]).tobytes() != parts.frozen[name].tobytes():
             problem = f"training changes its parameter {name}, which has requires_grad = False and so is frozen"
-            own.refuse(KEY, type(module).__name__, problem, "Keep what training changes in a buffer.")
+            own.refuse(MODEL_KEY, type(module).__name__, problem, "Keep what training changes in a buffer.")
 
 
 def read_row(module: nn.Module, layout: ModelLayout, row: Row) -> None:

@@ -21,7 +21,7 @@ from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.learning import datasets, models, splits
 from fedstrata.common.learning.computing import calls_own_code, seeded
 from fedstrata.common.learning.optimizers import AdaptiveMoments, take
-from fedstrata.common.methods.rule import KEY
+from fedstrata.common.methods.rule import RULE_KEY
 from fedstrata.common.model.layout import ModelLayout, Row
 from fedstrata.common.model.parts import given_arrays
 from fedstrata.common.model.refinement import RoundModels
@@ -56,7 +56,7 @@ class NodeRefiner:
         self._experiment = experiment
         self._settings = settings = experiment.tier_below(node).aggregation.resolved.refined_by
         assert settings.refiner is not None
-        load = partial(own.load, KEY) if is_own(settings.name) else named_in_module
+        load = partial(own.load, RULE_KEY) if is_own(settings.name) else named_in_module
         self._refine: Refine = load(settings.refiner)
         self._watch = watch
         self._seed, self._name = experiment.seed, node
@@ -80,10 +80,10 @@ class NodeRefiner:
         started = time.monotonic()
         own_seed = torch_seed(self._seed, Purpose.OWN_CODE, self._name, models.r)
         name = self._settings.name
-        with one_thread(), seeded(own_seed), own.guarded({KEY: name}):
+        with one_thread(), seeded(own_seed), own.guarded({RULE_KEY: name}):
             facts = self._refine(self._node, self._settings, models)
         if is_own(name):
-            own.kept(KEY, name, facts, "its refiner returns", at=own.place(self._refine))
+            own.kept(RULE_KEY, name, facts, "its refiner returns", at=own.place(self._refine))
         return {**facts, "seconds": round(time.monotonic() - started, 3)}
 
     def cancel(self) -> None:

@@ -104,16 +104,16 @@ class NormBoundedRule(WrappedRule):
         done = self._rule.aggregate(r, replace(uploads, reports=kept))
         return replace(done, facts={**done.facts, **facts}, left_out={**done.left_out, **reasons})
 
-    def _vectors(self, uploads: Uploads) -> list[_Vectors]:
+    def _vectors(self, uploads: Uploads) -> list[_BoundedVectors]:
         """Return the uploads' trainable columns, then each of their extras."""
         model, size = self._links.model, self._links.model.parameters
         steps_K = model.floats(uploads.rows_K)[:, :size]
-        found = [_Vectors(STEP, steps_K, lambda child: model.floats(self._received[child])[:size])]
+        found = [_BoundedVectors(STEP, steps_K, lambda child: model.floats(self._received[child])[:size])]
         for name, values_K in self._links.up.extras_of(uploads.rows_K).items():
-            found.append(_Vectors(name, values_K, lambda child: None))
+            found.append(_BoundedVectors(name, values_K, lambda child: None))
         return found
 
-    def _lengths(self, vectors: _Vectors, uploads: Uploads) -> dict[str, float]:
+    def _lengths(self, vectors: _BoundedVectors, uploads: Uploads) -> dict[str, float]:
         """Return the lengths of the uploads that came, by child."""
         names = uploads.senders
         pairs = [(vectors.floats_K[k], vectors.origin(name)) for k, name in zip(uploads.answered, names, strict=True)]
@@ -147,7 +147,7 @@ class NormBoundedRule(WrappedRule):
 
 
 @dataclass(frozen=True, slots=True)
-class _Vectors:
+class _BoundedVectors:
     """One vector of each upload, float32 [K, D], and from where its length is measured: None is zero."""
 
     name: str
@@ -155,7 +155,7 @@ class _Vectors:
     origin: Callable[[str], Floats | None]
 
 
-Measured = tuple[_Vectors, Mapping[str, float]]  # with the lengths of the uploads that came, by child
+Measured = tuple[_BoundedVectors, Mapping[str, float]]  # with the lengths of the uploads that came, by child
 
 
 def _reason(vector: str, times: float) -> str:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Final, Literal
 
 from fedstrata.common.lazy import np
 from fedstrata.common.methods.column_rule import MeanRule
-from fedstrata.common.methods.mixing import COLUMNS, Floats, cut, over
+from fedstrata.common.methods.mixing import BLOCK_COLUMNS, Floats, cut, over
 from fedstrata.common.methods.rule import Aggregated, Rule, RuleContext, Uploads, WrappedRule
 from fedstrata.common.methods.selection import Choose, Situation
 from fedstrata.common.methods.settings import RuleSettings, RuleUse
@@ -179,7 +179,7 @@ def distances(distance: str, pairs_NN: Doubles) -> Doubles:
 
 def _columns(children: int) -> int:
     """Return how many columns of all steps a block has, in float64 some megabytes."""
-    return max(256, min(COLUMNS, NUMBERS // children))
+    return max(256, min(BLOCK_COLUMNS, NUMBERS // children))
 
 
 def distributions(samples_N: Sequence[int], draws: int, merges: Merges) -> list[dict[int, int]]:

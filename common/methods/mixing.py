@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 FLOAT32_TERMS: Final = 3
 THREADS_MOST: Final = 4  # more threads are limited by the memory bus
-COLUMNS: Final = 32_768  # per block: the pieces of three rows in float64 fit into a core's second-level cache
+BLOCK_COLUMNS: Final = 32_768  # per block: the pieces of three rows in float64 fit into a core's second-level cache
 RELEASE_BLOCKS: Final = 8
 
 
@@ -162,7 +162,7 @@ def recentre(rows: Sequence[Row], received: Row, *, layout: ModelLayout) -> None
         layout.integers(row)[:] = layout.integers(received)
 
 
-def cut(start: int, stop: int, width: int = COLUMNS) -> Iterator[slice]:
+def cut(start: int, stop: int, width: int = BLOCK_COLUMNS) -> Iterator[slice]:
     """Return the columns start .. stop as blocks of `width`, the last one shorter."""
     return (slice(at, min(at + width, stop)) for at in range(start, stop, width))
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Final, Literal, TypeAlias
 from fedstrata.common.lazy import np, npt
 from fedstrata.common.methods import mixing
 from fedstrata.common.methods.mixing import Floats, MixedColumns, Mixture, whole
-from fedstrata.common.methods.rule import KEY, SUM_TOLERANCE, Aggregated, Dispatched, Rule, RuleContext, Uploads
+from fedstrata.common.methods.rule import RULE_KEY, SUM_TOLERANCE, Aggregated, Dispatched, Rule, RuleContext, Uploads
 from fedstrata.common.methods.settings import Rounds, RuleSettings, RuleUse, Weights
 from fedstrata.common.methods.statistics import Doubles, Gram, gram_by_entry, manhattan_KK, spread
 from fedstrata.common.model.layout import Entry, Row
@@ -284,10 +284,10 @@ class MultiModelRule(Rule):
     def _planned(self, now: MixingRound) -> tuple[list[_Part], Mapping[str, object]]:
         """Return the settings' plan, none if all models become the mean, and its facts. Raises InvalidExperiment."""
         plan, name = self._settings.plan, self._settings.name
-        with own.guarded({KEY: name}):
+        with own.guarded({RULE_KEY: name}):
             found: Any = plan(now)
         mixing, facts = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
-        own.kept(KEY, name, facts, "the facts of `plan` are", at=own.place(plan))
+        own.kept(RULE_KEY, name, facts, "the facts of `plan` are", at=own.place(plan))
         entries = self._layout.entries
         try:
             if mixing is None:
@@ -305,7 +305,7 @@ class MultiModelRule(Rule):
             remedy = (
                 f"Return an array [{now.count}, {now.count}] whose rows sum to 1, or one for each part of the layout."
             )
-            own.refuse(KEY, name, f"plan {error}{own.place(plan)}", remedy)
+            own.refuse(RULE_KEY, name, f"plan {error}{own.place(plan)}", remedy)
         return parts, facts
 
     def _mix(self, parts: Sequence[_Part], weights_K: Doubles, products: Gram | None, uploads: Uploads) -> float:

@@ -22,7 +22,7 @@ from fedstrata.common.lazy import np
 from fedstrata.common.methods.column_rule import ColumnRule, Columns, RoundFacts
 from fedstrata.common.methods.mixing import Floats
 from fedstrata.common.methods.rule import (
-    KEY,
+    RULE_KEY,
     SUM_TOLERANCE,
     Aggregated,
     Dispatched,
@@ -54,7 +54,7 @@ def settings_of(tree: Mapping[str, Any]) -> RuleSettings:
     if "declared" in tree:
         return OwnTable.model_validate(tree)
     try:
-        found = own.load(KEY, str(tree["name"]))
+        found = own.load(RULE_KEY, str(tree["name"]))
     except InvalidExperiment:
         found = None
     if not (isinstance(found, type) and issubclass(found, RuleSettings)):
@@ -117,19 +117,19 @@ class OwnTable(RuleSettings, OwnSettings):
         """Return the table of a class, all keys included. Raises InvalidExperiment, ValidationError."""
         made = _made(table, tree)
         name = made.name
-        with own.guarded({KEY: name}):
+        with own.guarded({RULE_KEY: name}):
             dumped = made.model_dump(mode="json", exclude={"name"}, exclude_none=True)
             keys = {key: value for key, value in dumped.items() if value != {}}  # TOML has no empty tables here
             answers = {key: getattr(made, key) for key in Declared.model_fields}
         if "declared" in keys:
-            own.refuse(KEY, name, "has a key `declared`, which is fedstrata's", "Rename it.")
+            own.refuse(RULE_KEY, name, "has a key `declared`, which is fedstrata's", "Rename it.")
         answers |= {key: list(answers[key]) for key in ("sends", "returns")}
         try:
             declared = Declared.model_validate(answers)
         except ValidationError as error:
             wrong = error.errors(include_url=False)[0]
             problem = f"answers {wrong['input']!r:.60} for {wrong['loc'][0]}, which is wrong: {wrong['msg']}"
-            own.refuse(KEY, name, problem, "Correct it.")
+            own.refuse(RULE_KEY, name, problem, "Correct it.")
         found = cls(name=name, declared=declared, **keys)
         vars(found)["resolved"] = made
         return found
@@ -137,9 +137,9 @@ class OwnTable(RuleSettings, OwnSettings):
     @cached_property
     def resolved(self) -> RuleSettings:
         """The table itself; its class is imported when it is first used. Raises InvalidExperiment."""
-        found = own.load(KEY, self.name)
+        found = own.load(RULE_KEY, self.name)
         if not (isinstance(found, type) and issubclass(found, RuleSettings)):
-            own.refuse(KEY, self.name, "is not a class of RuleSettings", "Use one file on all nodes.")
+            own.refuse(RULE_KEY, self.name, "is not a class of RuleSettings", "Use one file on all nodes.")
         try:
             again = OwnTable.of(found, {"name": self.name, **self.keywords})
         except ValidationError as error:
@@ -148,7 +148,9 @@ class OwnTable(RuleSettings, OwnSettings):
             own.refuse(f"aggregation.{key}", wrong["input"], f"{self.name}: {wrong['msg']}", "Correct the value.")
         if again.declared != self.declared:
             problem = "declares something else than where the experiment was read"
-            own.refuse(KEY, self.name, problem, "Use one file on all nodes, and omit the table `declared` in yours.")
+            own.refuse(
+                RULE_KEY, self.name, problem, "Use one file on all nodes, and omit the table `declared` in yours."
+            )
         return again.resolved
 
     @property
@@ -161,10 +163,10 @@ class OwnTable(RuleSettings, OwnSettings):
 
     def build(self, context: RuleContext) -> Rule:
         """Return the rule, checked. Raises InvalidExperiment."""
-        with own.guarded({KEY: self.name}):
+        with own.guarded({RULE_KEY: self.name}):
             rule: object = self.resolved.build(context)
         if not isinstance(rule, Rule):
-            own.refuse(KEY, self.name, f"builds {type(rule).__name__}, not Rule", "Return the rule of a node.")
+            own.refuse(RULE_KEY, self.name, f"builds {type(rule).__name__}, not Rule", "Return the rule of a node.")
         return rule
 
     @property
@@ -196,7 +198,7 @@ class OwnTable(RuleSettings, OwnSettings):
             self._asked("check_devices", key, training, model)
 
     def advice(self, use: RuleUse) -> Iterable[str]:
-        with own.guarded({KEY: self.name}):
+        with own.guarded({RULE_KEY: self.name}):
             return list(self.resolved.advice(use))
 
     @property
@@ -206,7 +208,7 @@ class OwnTable(RuleSettings, OwnSettings):
     def _asked(self, key: str, *arguments: Any, **keywords: Any) -> Any:
         """Return what the class answers. Raises InvalidExperiment."""
         table = self.resolved
-        with own.guarded({KEY: self.name}):
+        with own.guarded({RULE_KEY: self.name}):
             found = getattr(table, key)
             return found(*arguments, **keywords) if arguments else found
 
@@ -220,7 +222,7 @@ def _made(table: type[RuleSettings], tree: Mapping[str, Any]) -> RuleSettings:
             known = ", ".join(sorted(table.model_fields.keys() - {"name"})) or "no keys"
             refusal = f"{name} takes {known}, and not this keyword"
             own.refuse(f"aggregation.{key}", value, refusal, "Correct its name, or omit it.")
-    with own.guarded({KEY: name}):
+    with own.guarded({RULE_KEY: name}):
         try:
             found = table.model_validate({**keys, **({"name": name} if field.is_required() else {})})
             return found.model_copy(update={"name": name})
@@ -284,8 +286,8 @@ class GuardedOwn(WrappedRule):
                 _refuse(self._name, method, f"returns {type(found).__name__}", "Return `Aggregated`.")
             model = self._rule.model
         at = own.place(method)
-        own.kept(KEY, self._name, found.facts, "`facts` are", at=at)
-        own.kept(KEY, self._name, found.distances, "`distances` are", at=at)
+        own.kept(RULE_KEY, self._name, found.facts, "`facts` are", at=at)
+        own.kept(RULE_KEY, self._name, found.distances, "`distances` are", at=at)
         try:
             self._layout.check_finite(model)
         except RefusedModel as error:
@@ -296,7 +298,7 @@ class GuardedOwn(WrappedRule):
         """Write the rule's state. Raises InvalidExperiment."""
         with self._guarded():
             found = self._rule.save(folder)
-        own.kept(KEY, self._name, found, "`save` returns", at=own.place(self._rule.save))
+        own.kept(RULE_KEY, self._name, found, "`save` returns", at=own.place(self._rule.save))
         return found
 
     def restore(self, folder: Path, facts: Mapping[str, Any]) -> None:
@@ -304,7 +306,7 @@ class GuardedOwn(WrappedRule):
             self._rule.restore(folder, facts)
 
     def _guarded(self) -> AbstractContextManager[None]:
-        return own.guarded({KEY: self._name})
+        return own.guarded({RULE_KEY: self._name})
 
 
 class OwnRule(RuleSettings, OwnSettings):
@@ -349,21 +351,21 @@ class GuardedRule(ColumnRule):
 
     def __init__(self, settings: OwnRule) -> None:
         self._name = settings.name
-        self._rule = rule = own.build(KEY, settings, ColumnRule)
+        self._rule = rule = own.build(RULE_KEY, settings, ColumnRule)
         self.compares = rule.compares
         self.averages = rule.averages
-        with own.guarded({KEY: self._name}):
+        with own.guarded({RULE_KEY: self._name}):
             self.numbers = deepcopy(rule.numbers)  # those of a class would be shared by all nodes of a process
             vectors: object = rule.vectors
         if not isinstance(vectors, Collection) or not all(isinstance(each, str) for each in vectors):
             vectors = str(vectors)
         if isinstance(vectors, str):
-            own.refuse(KEY, self._name, f"its `vectors` are {vectors!r:.60}", "List their names, each a text.")
+            own.refuse(RULE_KEY, self._name, f"its `vectors` are {vectors!r:.60}", "List their names, each a text.")
         self.vectors = tuple(dict.fromkeys((*vectors, *settings.sends)))
 
     def first(self, vector: str) -> float:
         """Return the rule's first value of a vector. Raises InvalidExperiment unless it is a finite number."""
-        with own.guarded({KEY: self._name}):
+        with own.guarded({RULE_KEY: self._name}):
             found: object = self._rule.first(vector)
         if not isinstance(found, float | int | np.number) or not np.isfinite(found):
             _refuse(self._name, self._rule.first, f"returns {found!r:.60} for {vector}", "Return a finite number.")
@@ -372,17 +374,17 @@ class GuardedRule(ColumnRule):
     def begin(self, facts: RoundFacts) -> Mapping[str, object]:
         """Return the rule's facts, and keep its numbers."""
         name, rule = self._name, self._rule
-        with own.guarded({KEY: name}):
+        with own.guarded({RULE_KEY: name}):
             rule.numbers = self.numbers
             found = rule.begin(facts) or {}
-        self.numbers = own.kept(KEY, name, rule.numbers, "`numbers` are")
+        self.numbers = own.kept(RULE_KEY, name, rule.numbers, "`numbers` are")
         at = own.place(rule.begin)
-        published: Mapping[str, object] = own.kept(KEY, name, found, "`begin` returns", at=at)
+        published: Mapping[str, object] = own.kept(RULE_KEY, name, found, "`begin` returns", at=at)
         return published
 
     def weights(self, facts: RoundFacts) -> Doubles:
         """Return the rule's weights. Raises InvalidExperiment unless they are K finite numbers of sum 1."""
-        with own.guarded({KEY: self._name}):
+        with own.guarded({RULE_KEY: self._name}):
             found: object = self._rule.weights(facts)
         wanted = f"Return one number for each of {len(facts.weights_K)} uploads, of sum 1."
         weights_K = self._numbers(self._rule.weights, found, facts.weights_K.shape, wanted)
@@ -393,9 +395,9 @@ class GuardedRule(ColumnRule):
     def columns(self, block: Columns) -> Doubles:
         """Return the rule's columns as float64. Raises InvalidExperiment unless they are C finite numbers."""
         name = self._name
-        with own.guarded({KEY: name}):
-            state = _Vectors(block.state, named_in="its `vectors`, or in extras_down of the experiment")
-            extras = _Vectors(block.extras, named_in="extras_up of the experiment")
+        with own.guarded({RULE_KEY: name}):
+            state = _KeptVectors(block.state, named_in="its `vectors`, or in extras_down of the experiment")
+            extras = _KeptVectors(block.extras, named_in="extras_up of the experiment")
             given = replace(block, uploads_KC=block.uploads_KC.copy(), state=state, extras=extras)
             found: object = self._rule.columns(given)
         return self._numbers(self._rule.columns, found, block.model_C.shape, "Return one number for each column.")
@@ -415,7 +417,7 @@ class GuardedRule(ColumnRule):
         return numbers
 
 
-class _Vectors(dict[str, Floats]):
+class _KeptVectors(dict[str, Floats]):
     """Vectors of a block by name; an assignment writes into the vector, which is kept, and not into this table."""
 
     def __init__(self, vectors: Mapping[str, Floats], *, named_in: str) -> None:
@@ -431,4 +433,4 @@ class _Vectors(dict[str, Floats]):
 
 def _refuse(name: str, method: Callable[..., object], problem: str, remedy: str) -> Never:
     """Refuse what a method of the user's rule does. Raises InvalidExperiment."""
-    own.refuse(KEY, name, f"{method.__name__} {problem}{own.place(method)}", remedy)
+    own.refuse(RULE_KEY, name, f"{method.__name__} {problem}{own.place(method)}", remedy)

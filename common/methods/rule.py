@@ -24,7 +24,7 @@ from fedstrata.common.randomness import Purpose, generator
 from fedstrata.common.settings.training import TrainingSettings
 
 NO_TRAINING: Final = TrainingSettings()
-KEY: Final = "aggregation.name"
+RULE_KEY: Final = "aggregation.name"
 SUM_TOLERANCE: Final = 1e-4  # of weights that may be float32
 
 Dispatched: TypeAlias = Sequence[tuple[Row, Sequence[str]]]

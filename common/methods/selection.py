@@ -20,7 +20,7 @@ from fedstrata.common.settings.own import OwnName, OwnSettings
 from fedstrata.common.settings.privacy import PrivacySettings
 from fedstrata.common.settings.topology import participants
 
-KEY: Final = "selection.name"
+SELECTOR_KEY: Final = "selection.name"
 TAKING_PART: Final = "taking_part"  # of a plan: the children selected
 NOTHING: Final[Mapping[str, int]] = MappingProxyType({})
 
@@ -105,23 +105,23 @@ class GuardedSelector(Selector):
 
     def __init__(self, settings: OwnSelection) -> None:
         self._name = settings.name
-        self._selector = own.build(KEY, settings, Selector)
-        with own.guarded({KEY: self._name}):
+        self._selector = own.build(SELECTOR_KEY, settings, Selector)
+        with own.guarded({SELECTOR_KEY: self._name}):
             self.numbers = deepcopy(self._selector.numbers)  # those of a class would be shared by all nodes
 
     def select(self, now: Situation) -> Sequence[str]:
         """Return its choice, checked, and keep its numbers. Raises InvalidExperiment."""
-        with own.guarded({KEY: self._name}):
+        with own.guarded({SELECTOR_KEY: self._name}):
             self._selector.numbers = self.numbers
             found: object = self._selector.select(now)
             chosen = list(found) if isinstance(found, Iterable) else [found]
-        self.numbers = own.kept(KEY, self._name, self._selector.numbers, "`numbers` are")
+        self.numbers = own.kept(SELECTOR_KEY, self._name, self._selector.numbers, "`numbers` are")
         named = [each for each in chosen if isinstance(each, str)]
         known = len(named) == len(chosen) and set(named) <= set(now.children)
         if not known or len(set(named)) != now.count or len(named) != now.count:
             shown = chosen if isinstance(found, Iterable) else found
             problem = f"selects {shown!r:.200} of {len(now.children)} children{own.place(self._selector.select)}"
-            own.refuse(KEY, self._name, problem, f"Return {now.count} different ones of `now.children`.")
+            own.refuse(SELECTOR_KEY, self._name, problem, f"Return {now.count} different ones of `now.children`.")
         return named
 
 

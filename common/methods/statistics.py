@@ -19,7 +19,7 @@ from fedstrata.common.model.layout import Entry, ModelLayout, Row, Section
 Numbers: TypeAlias = "npt.NDArray[np.float32] | npt.NDArray[np.int64]"
 Doubles: TypeAlias = "npt.NDArray[np.float64]"
 
-COLUMNS: Final = 65_536  # per block and thread
+THREAD_COLUMNS: Final = 65_536  # per block and thread
 PIECE_COLUMNS: Final = 8_192
 PIECE_NUMBERS: Final = 2**20  # of all rows together
 
@@ -129,7 +129,7 @@ class Gram:
             return found
 
         nothing = total = Gram(np.zeros((count, count)), np.zeros(count), 0.0)
-        for found in over(list(cut(0, len(reference_D), COLUMNS)), block, release=release):
+        for found in over(list(cut(0, len(reference_D), THREAD_COLUMNS)), block, release=release):
             total += found
         return total
 
@@ -189,7 +189,7 @@ def manhattan_KK(rows: Sequence[npt.NDArray[np.float32]], *, release: Callable[[
         return found
 
     total_KK = np.zeros((count, count))
-    for found in over(list(cut(0, len(rows[0]), COLUMNS)), block, release=release):
+    for found in over(list(cut(0, len(rows[0]), THREAD_COLUMNS)), block, release=release):
         total_KK += found
     return total_KK
 

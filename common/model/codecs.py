@@ -368,7 +368,7 @@ class Packed:
             raise WireError(f"a blob of {len(blob)} bytes is too short")
         row[layout.model_bytes :] = np.frombuffer(blob, np.uint8)[len(blob) - extras :]
         blob = blob[: len(blob) - extras]
-        source: _BlobSource = _Plain(blob) if self.fixed else _Frame(blob)
+        source: _BlobSource = _Plain(blob) if self.fixed else _ZstdFrame(blob)
         columns_D = layout.floats(row)
         against_D = layout.floats(self._required(reference)) if self.delta else None
         piece_bytes = np.empty(PIECE_BYTES, np.uint8)
@@ -447,7 +447,7 @@ class _Plain:
             raise WireError(f"{self._bytes.size - self._at} bytes too many in a blob")
 
 
-class _Frame:
+class _ZstdFrame:
     """A blob of one zstd frame, decompressed only as far as requested, whatever size its header declares."""
 
     def __init__(self, blob: memoryview) -> None:

@@ -22,7 +22,7 @@ from fedstrata.common.settings import own
 from fedstrata.common.settings.own import OwnName, OwnSettings
 from fedstrata.common.settings.tables import OWN
 
-KEY: Final = "up.name"
+CODEC_KEY: Final = "up.name"
 PIECE_COLUMNS: Final = 65_536  # encoded at once: they, and what becomes of them, fit into a core's cache
 SCALE_COLUMNS: Final = 1024  # with a scale of their own
 
@@ -74,17 +74,17 @@ class GuardedCodec(DeltaCodec):
 
     def __init__(self, settings: OwnCodec) -> None:
         self._name = settings.name
-        self._codec = own.build(KEY, settings, DeltaCodec)
+        self._codec = own.build(CODEC_KEY, settings, DeltaCodec)
         self.unbiased = self._codec.unbiased
         self.by_tensor = self._codec.by_tensor
 
     def nbytes(self, columns: int) -> int:
         """Return its number. Raises InvalidExperiment unless it is one."""
-        with own.guarded({KEY: self._name}):
+        with own.guarded({CODEC_KEY: self._name}):
             most = self._codec.nbytes(columns)
         if not isinstance(most, int) or most < 0:
             own.refuse(
-                KEY,
+                CODEC_KEY,
                 self._name,
                 f"nbytes returns {most!r:.100}{own.place(self._codec.nbytes)}",
                 "Return a whole number of bytes.",
@@ -94,33 +94,33 @@ class GuardedCodec(DeltaCodec):
     def encode(self, delta_D: npt.NDArray[np.float32], chance: np.random.Generator) -> bytes:
         """Return its bytes. Raises InvalidExperiment unless they are so many as it may have."""
         most = self.nbytes(delta_D.size)
-        with own.guarded({KEY: self._name}):
+        with own.guarded({CODEC_KEY: self._name}):
             found = self._codec.encode(delta_D, chance)
         if not isinstance(found, bytes):
             problem = f"encode returns {type(found).__name__}{own.place(self._codec.encode)}"
-            own.refuse(KEY, self._name, problem, "Return bytes.")
+            own.refuse(CODEC_KEY, self._name, problem, "Return bytes.")
         if len(found) > most:
             problem = f"encode returns {len(found)} bytes of {delta_D.size} columns, and nbytes is {most}"
-            own.refuse(KEY, self._name, problem, "Return the most that it may be in nbytes.")
+            own.refuse(CODEC_KEY, self._name, problem, "Return the most that it may be in nbytes.")
         if self.by_tensor and len(found) < most:
             problem = f"encode returns {len(found)} bytes of a tensor of {delta_D.size} columns, and nbytes is {most}"
-            own.refuse(KEY, self._name, problem, "Return as many, or omit by_tensor.")
+            own.refuse(CODEC_KEY, self._name, problem, "Return as many, or omit by_tensor.")
         if np.isfinite(delta_D).all():  # else `decode` may refuse it
             self._check(found, delta_D.size)
         return found
 
     def _check(self, data: bytes, columns: int) -> None:
         """Check that it decodes its own bytes. Raises InvalidExperiment."""
-        with own.guarded({KEY: self._name}, everything=True):
+        with own.guarded({CODEC_KEY: self._name}, everything=True):
             found: object = self._codec.decode(data, columns)
         if problem := _misfit(found, columns):
             at = own.place(self._codec.decode)
-            own.refuse(KEY, self._name, f"decode returns {problem}{at}", "Return as many float32 numbers.")
+            own.refuse(CODEC_KEY, self._name, f"decode returns {problem}{at}", "Return as many float32 numbers.")
 
     def decode(self, data: bytes, columns: int) -> npt.NDArray[np.float32]:
         """Return its change. Raises WireError if it raises ValueError, RefusedModel for whatever else it raises."""
         try:
-            with own.guarded({KEY: self._name}, everything=True):
+            with own.guarded({CODEC_KEY: self._name}, everything=True):
                 return self._decode(data, columns)
         except (InvalidExperiment, MemoryError) as error:
             raise RefusedModel(str(error)) from None

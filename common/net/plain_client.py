@@ -29,7 +29,7 @@ KEEPALIVE_S: Final = 10
 TURN_S: Final = 0.02
 REFUSED: Final = 0x80
 OTHER_VERSION: Final = 0x84  # of a CONNACK; paho passes that one on as an error of the protocol alone
-ASK_S: Final = 2.0
+LIMIT_ANSWER_S: Final = 2.0
 
 
 class ConnectRefused(ConnectionFailed):
@@ -178,9 +178,9 @@ async def reported_limit(address: BrokerAddress) -> int | None:
 def _ask(address: BrokerAddress) -> int | None:
     answers: list[Any] = []
     client = mqtt.Client(CallbackAPIVersion.VERSION2, client_id=_new_id(), protocol=mqtt.MQTTv5)
-    client.connect_timeout = ASK_S
+    client.connect_timeout = LIMIT_ANSWER_S
     client.on_connect = lambda _client, _data, _flags, _reason, properties: answers.append(properties)
-    deadline = time.monotonic() + ASK_S
+    deadline = time.monotonic() + LIMIT_ANSWER_S
     try:
         address.identify(client)
         client.connect(address.host, address.port, keepalive=10)

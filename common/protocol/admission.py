@@ -32,8 +32,9 @@ SEEKER_S: Final = 0.05
 ANSWERS_MOST: Final = 16  # to one peer in a burst; then one per ANSWER_S
 MESSAGES_MOST: Final = 2048  # of one session in a burst, then one per MESSAGE_S: a hundred rounds a second have fewer
 MESSAGE_S: Final = 0.002
-ASKS_MOST: Final = 8192  # of one session in a burst, then one per ASK_S: more than a fast transfer of small chunks has
-ASK_S: Final = 0.0005
+# Of one session in a burst, then one per ASK_COSTS_S: more than a fast transfer of small chunks has.
+ASKS_MOST: Final = 8192
+ASK_COSTS_S: Final = 0.0005
 PRESENCES_MOST: Final = 32  # of one name in a burst, then one per PRESENCE_S
 PRESENCE_S: Final = 0.2
 ROUNDING_S: Final = 1e-6  # of sums
@@ -47,7 +48,7 @@ class Admission:
     def __init__(self) -> None:
         self.bounds: dict[str, SenderBounds] = {}
         self._messages = Budget(MESSAGES_MOST, MESSAGE_S)
-        self._asks = Budget(ASKS_MOST, ASK_S)
+        self._asks = Budget(ASKS_MOST, ASK_COSTS_S)
         self._presences = Budget(PRESENCES_MOST, PRESENCE_S)
 
     def forget(self, peer: str) -> None:

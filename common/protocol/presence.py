@@ -25,7 +25,7 @@ from fedstrata.common.protocol.topics import DEFAULT_LAB
 from fedstrata.common.text import short
 
 CHALLENGED_MOST: Final = 16  # sessions; a peer with access to the state topic can send any number
-ASK_S: Final = 0.5
+PROOF_EVERY_S: Final = 0.5
 ASK_MOST_S: Final = 5.0
 ASK_FIRST_S: Final = 0.2  # time for a living peer's presence to arrive before it is asked for
 ASK_UNKNOWN_S: Final = 2.0  # the same for a child of which nothing is known: many of them may be starting
@@ -205,7 +205,7 @@ class _Peer:
     proof: Proof = Proof.UNKNOWN
     session: str = ""
     ask_at: float = inf
-    ask_s: float = ASK_S
+    ask_s: float = PROOF_EVERY_S
     silent_at: float = inf
     unclear: bool = False  # ask for its presence, although it lives
     asked: bool = False  # and not answered yet
@@ -253,7 +253,7 @@ class PeerProofs:
     def speaks(self, peer: str, session: str, now: float) -> bool:
         """Return whether this session represents the peer; any message of it proves that it is alive.
 
-        Another session is asked for its presence, which may be lost or delayed, at most once per ASK_S.
+        Another session is asked for its presence, which may be lost or delayed, at most once per PROOF_EVERY_S.
         """
         known = self._of[peer]
         if session == known.session:
@@ -280,7 +280,7 @@ class PeerProofs:
             return True
         if presence.state in LIVING:
             known.go(ProofCause.RETAINED)
-            known.ask_s = ASK_S
+            known.ask_s = PROOF_EVERY_S
             self._ask(known, now)
             return False
         return session == known.session != ""
@@ -308,7 +308,7 @@ class PeerProofs:
         for known in self._of.values():
             known.go(ProofCause.RECONNECTED)
             likely = self._persistent or known.proof is Proof.DOUBTED
-            first_s, known.ask_s = (ASK_FIRST_S, ASK_S) if likely else (ASK_UNKNOWN_S, ASK_UNKNOWN_S)
+            first_s, known.ask_s = (ASK_FIRST_S, PROOF_EVERY_S) if likely else (ASK_UNKNOWN_S, ASK_UNKNOWN_S)
             known.ask_at = now + first_s
             known.silent_at = now + self._silent_s if known.proof is Proof.DOUBTED else inf
         self._look_at = now
@@ -361,4 +361,4 @@ class PeerProofs:
         known.go(ProofCause.LIVE)
         known.silent_at = inf
         if not known.unclear:
-            known.ask_at, known.ask_s, known.asked = inf, ASK_S, False
+            known.ask_at, known.ask_s, known.asked = inf, PROOF_EVERY_S, False

@@ -33,7 +33,7 @@ from fedstrata.common.runtime.lab_client import RETRY_S, LabClient
 from fedstrata.common.runtime.roll import Resources, RollEntry
 from fedstrata.common.runtime.world import REAL, Host, World, within
 
-ASK_S: Final = 0.25
+SEEK_EVERY_S: Final = 0.25
 ASK_MOST_S: Final = 2.0
 IDLE_ASK_MOST_S: Final = 15.0  # between two runs: the presence of a parent that joins shortens it
 NAME_OTHERS_S: Final = 10.0  # without an answer of the parent
@@ -260,7 +260,7 @@ class _Seeker:
         now = self._clock()
         settled = now > self._first_at + SETTLED_S
         if isinstance(message, WhoIsThere) and (settled or self._nonce < message.nonce):
-            if now > self._answered_at + ASK_S:
+            if now > self._answered_at + SEEK_EVERY_S:
                 self._answered_at = now
                 here = Presence(NodeState.INIT, "", reason=socket.gethostname())
                 self._to_namesakes(Alive(message.nonce, here))
@@ -283,14 +283,14 @@ class _Seeker:
         self._changed.set()
 
     async def _ask(self) -> None:
-        pause_s, most_s = ASK_S, ASK_MOST_S if self._left is None else IDLE_ASK_MOST_S
+        pause_s, most_s = SEEK_EVERY_S, ASK_MOST_S if self._left is None else IDLE_ASK_MOST_S
         while True:
             self._client.publish(topics.seek(self._lab, self._parent, self._name), WhoIsThere(self._nonce))
             if self._clock() <= self._first_at + SETTLED_S:
                 self._to_namesakes(WhoIsThere(self._nonce))
             self._changed.clear()
             if await within(self._changed, pause_s):
-                pause_s = ASK_S
+                pause_s = SEEK_EVERY_S
                 await asyncio.sleep(SETTLE_S)
             else:
                 pause_s = min(2 * pause_s, most_s)

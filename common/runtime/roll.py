@@ -32,7 +32,7 @@ from fedstrata.common.runtime.world import REAL, Host, World
 from fedstrata.common.settings.topology import CLOUD
 from fedstrata.common.text import short
 
-ASK_S: Final = 0.5
+CALL_EVERY_S: Final = 0.5
 REST_S: Final = 0.4  # between two answers to one that asks
 ASKERS_MOST: Final = 4  # that are answered within REST_S
 SESSIONS_KEPT: Final = 4  # of each name: two nodes of one name are shown
@@ -102,7 +102,7 @@ class RollEntry:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A node's answer; `ahead_s`: seconds by which its clock is ahead of this machine's, within ASK_S.
+    """A node's answer; `ahead_s`: seconds by which its clock is ahead of this machine's, within CALL_EVERY_S.
 
     `protocol`: the version that it uses. Of another one than this release's only role, parent, run and release are
     known.
@@ -190,7 +190,7 @@ async def _call_roll(
     client = LabClient(address, f"{name}-asks", reads=[topics.here(lab, name, "+")], received=received, world=world)
     call = partial(client.publish, topics.roll(lab, name), RollCall(client.session))
     async with client.connected(timeout_s=timeout_s):
-        await client.ask(call, until=answers.complete, every_s=ASK_S, times=max(1, round(wait_s / ASK_S)))
+        await client.ask(call, until=answers.complete, every_s=CALL_EVERY_S, times=max(1, round(wait_s / CALL_EVERY_S)))
 
 
 @asynccontextmanager

@@ -29,7 +29,7 @@ from fedstrata.common.settings.csv_table import CsvTable
 from fedstrata.common.settings.links import RateTrace, with_file
 from fedstrata.common.settings.tables import Name, Positive, SettingsTable, named
 
-COLUMNS: Final = ("device", "begin_s", "end_s")  # of a trace of availability
+AVAILABILITY_COLUMNS: Final = ("device", "begin_s", "end_s")  # of a trace of availability
 CHANGES_MOST: Final = 50_000  # of all devices together: they are part of one message
 
 
@@ -215,7 +215,9 @@ def check_availability(availability: Availability, check_device: Callable[[str, 
         return
     key = "availability.trace"
     if not trace.changes:
-        raise InvalidExperiment(key, trace.file, "no interval of any device", f"Write rows {','.join(COLUMNS)}.")
+        raise InvalidExperiment(
+            key, trace.file, "no interval of any device", f"Write rows {','.join(AVAILABILITY_COLUMNS)}."
+        )
     if (count := sum(map(len, trace.changes.values()))) > CHANGES_MOST:
         raise InvalidExperiment(f"{key}.changes", count, "too many changes", f"Use at most {CHANGES_MOST:,} in all.")
     for device, changes in trace.changes.items():
@@ -238,13 +240,13 @@ def with_availability(tree: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     if not isinstance(table, Mapping) or "trace" not in table:
         return dict(tree)
     trace = with_file(
-        "availability.trace", table["trace"], folder, numbers="changes", columns=COLUMNS, convert=_changes
+        "availability.trace", table["trace"], folder, numbers="changes", columns=AVAILABILITY_COLUMNS, convert=_changes
     )
     return {**tree, "availability": {**table, "trace": trace}}
 
 
 def _changes(table: CsvTable) -> dict[str, Any]:
-    of_device, of_begin, of_end = table.places(COLUMNS)
+    of_device, of_begin, of_end = table.places(AVAILABILITY_COLUMNS)
     changes: dict[str, list[float]] = {}
     for row in table:
         device, begin = row[of_device].strip(), table.number(row, of_begin)

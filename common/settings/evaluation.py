@@ -11,8 +11,7 @@ from pydantic import Field
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.settings.data import CLASSES, Data
 from fedstrata.common.settings.tables import AcceleratorName, Count, EffectiveTable, Fraction
-from fedstrata.common.settings.trainers import KEY as TRAINER
-from fedstrata.common.settings.trainers import OWN_SAMPLES
+from fedstrata.common.settings.trainers import OWN_SAMPLES, TRAINER_KEY
 from fedstrata.common.settings.training import ACCURACY, Score, TrainingSettings
 
 ON_DEVICES: Final = ("data", "held_out", "participation", "personalised", "per_class")  # keys of what devices do
@@ -84,12 +83,12 @@ def check_evaluation(evaluation: EvaluationSettings, data: Data, training: Train
         remedy = "Omit it." if evaluation.data == OWN_SAMPLES else f"Omit it, or set {needed}."
         raise InvalidExperiment(f"evaluation.{key}", getattr(evaluation, key), problem, remedy)
     if score.also and not training.trainer.learns_module:
-        problem = f"{TRAINER} {training.trainer.whose} has one score"
+        problem = f"{TRAINER_KEY} {training.trainer.whose} has one score"
         raise InvalidExperiment("score.also", score.also, problem, "Omit it.")
     if not evaluation.on_devices or not training.trainer.learns_module:
         return
     if evaluation.data == OWN_SAMPLES:
-        problem = f"it is for trainers of your own, and {TRAINER} is sgd"
+        problem = f"it is for trainers of your own, and {TRAINER_KEY} is sgd"
         raise InvalidExperiment("evaluation.data", evaluation.data, problem, "Use held_out, test or users.")
     if evaluation.data != "held_out" and data.private:
         problem = "every device has samples of its own, and the cloud alone has the test set"
@@ -109,5 +108,5 @@ def _check_own(evaluation: EvaluationSettings, trainer: str) -> None:
         wanted["data"] = OWN_SAMPLES
     for key, value in wanted.items():
         if (given := getattr(evaluation, key)) != value:
-            problem = f"{TRAINER} {trainer} evaluates on its own samples, by code of its own"
+            problem = f"{TRAINER_KEY} {trainer} evaluates on its own samples, by code of its own"
             raise InvalidExperiment(f"evaluation.{key}", given, problem, "Omit it.")

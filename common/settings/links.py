@@ -26,7 +26,7 @@ from fedstrata.common.settings.csv_table import CsvTable
 from fedstrata.common.settings.tables import Name, Positive, SettingsTable, named, proposal
 
 SMALL_MESSAGE_BYTES: Final = 1000  # fewer than a node exchanges before it takes part
-COLUMNS: Final = ("seconds", "up_mbit", "down_mbit", "delay_ms")
+TRACE_COLUMNS: Final = ("seconds", "up_mbit", "down_mbit", "delay_ms")
 ROWS_MOST: Final = 5000
 
 Column = list[Annotated[float, Field(ge=0)]]
@@ -248,7 +248,7 @@ def with_traces(tree: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     def with_trace(key: str, link: Any) -> Any:
         if not isinstance(link, Mapping) or link.get("trace") is None:
             return link
-        at, columns, optional = f"{key}.trace", COLUMNS[:-1], COLUMNS[-1:]
+        at, columns, optional = f"{key}.trace", TRACE_COLUMNS[:-1], TRACE_COLUMNS[-1:]
         trace = with_file(
             at, link["trace"], folder, numbers="seconds", columns=columns, optional=optional, convert=_numbers
         )

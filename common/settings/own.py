@@ -294,7 +294,7 @@ def place(function: Any) -> str:
     module = str(getattr(plain, "__module__", ""))
     if code is None or _package(module) == PACKAGE:
         return ""
-    frame = _Frame(module, code.co_filename, code.co_firstlineno, code.co_qualname)
+    frame = _CodePlace(module, code.co_filename, code.co_firstlineno, code.co_qualname)
     return f", in {frame.function} ({frame.where})"
 
 
@@ -303,7 +303,7 @@ def refuse(key: str, name: object, problem: str, remedy: str) -> Never:
     raise InvalidExperiment(key, name, problem, remedy) from None
 
 
-class _Frame(NamedTuple):
+class _CodePlace(NamedTuple):
     """A place in own code: its module, file, line, and function, such as `Focal.losses`."""
 
     module: str
@@ -321,13 +321,13 @@ class _Frame(NamedTuple):
         return f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{self.line}"
 
 
-def _frames(error: BaseException, own: Mapping[str, str]) -> tuple[list[_Frame], str]:
+def _frames(error: BaseException, own: Mapping[str, str]) -> tuple[list[_CodePlace], str]:
     """Return the frames of own code, the innermost last, and the package of the innermost frame of all.
 
     That is "" for an error of the `with` block itself: it called what has no frame, such as a function in C.
     """
     found = [
-        _Frame(frame.f_globals.get("__name__", ""), frame.f_code.co_filename, line, frame.f_code.co_qualname)
+        _CodePlace(frame.f_globals.get("__name__", ""), frame.f_code.co_filename, line, frame.f_code.co_qualname)
         for frame, line in walk_tb(error.__traceback__)
     ]
     packages = {_package(name) for name in own.values()}
@@ -335,7 +335,7 @@ def _frames(error: BaseException, own: Mapping[str, str]) -> tuple[list[_Frame],
     return [each for each in found if _package(each.module) in packages], _package(below[-1].module) if below else ""
 
 
-def _place(error: BaseException, theirs: Sequence[_Frame]) -> str:
+def _place(error: BaseException, theirs: Sequence[_CodePlace]) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f", in {error.filename}:{error.lineno}"
     return f", in {theirs[-1].function} ({theirs[-1].where})" if theirs else ""
@@ -345,7 +345,7 @@ def _package(name: str) -> str:
     return name.partition(":")[0].partition(".")[0]
 
 
-def _key_of(theirs: Sequence[_Frame], own: Mapping[str, str]) -> str:
+def _key_of(theirs: Sequence[_CodePlace], own: Mapping[str, str]) -> str:
     """Return the key of what failed; several names may be in one file."""
     for found in (
         [f"{each.module}:{each.function.partition('.')[0]}" for each in theirs],

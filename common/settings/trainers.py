@@ -19,7 +19,7 @@ from fedstrata.common.settings.flower_apps import OF_TRAINING, ROUNDS, check_pla
 from fedstrata.common.settings.own import OwnName, OwnSettings, is_own
 from fedstrata.common.settings.tables import Selected, SettingsTable, form, place_of
 
-KEY: Final = "training.trainer"
+TRAINER_KEY: Final = "training.trainer"
 PARTITION: Final = "private"  # every device has samples of its own
 OWN_SAMPLES: Final = "own"  # of `evaluation.data`: the trainer knows its test samples
 Rounds = dict[Annotated[str, form(r"^[1-9]\d{0,11}$", "the number of a global round, from 1")], float]
@@ -94,14 +94,16 @@ class FlowerTrainer(TrainerTable):
         for name, key in {**{name: f"training.{key}" for name, key in OF_TRAINING.items()}, ROUNDS: "rounds"}.items():
             if name in self.run_config:
                 problem, remedy = f"clients have it from {key}", f"Omit it, and set {key}."
-                raise InvalidExperiment(f"{KEY}.run_config.{name}", self.run_config[name], problem, remedy)
+                raise InvalidExperiment(f"{TRAINER_KEY}.run_config.{name}", self.run_config[name], problem, remedy)
         return self
 
     @model_validator(mode="after")
     def _of_one_kind(self) -> Self:
         if self.app is None:
             if self.client_fn is None:
-                raise InvalidExperiment(f"{KEY}.client_fn", None, "neither it nor app is set", "Set one of them.")
+                raise InvalidExperiment(
+                    f"{TRAINER_KEY}.client_fn", None, "neither it nor app is set", "Set one of them."
+                )
             others = ("serverapp", "clientapp", "score")
         else:
             check_place(self.app)
@@ -109,7 +111,9 @@ class FlowerTrainer(TrainerTable):
         for key in others:
             if (value := getattr(self, key)) is not None:
                 whose = "client_fn" if self.app is None else "app"
-                raise InvalidExperiment(f"{KEY}.{key}", value, f"has no effect beside {whose}", "Omit one of them.")
+                raise InvalidExperiment(
+                    f"{TRAINER_KEY}.{key}", value, f"has no effect beside {whose}", "Omit one of them."
+                )
         return self
 
     @property
@@ -117,7 +121,7 @@ class FlowerTrainer(TrainerTable):
         """The names of its functions, or of the parts of its app."""
         keys = ("client_fn", "initial", "evaluate_fn") if self.app is None else ("clientapp", "serverapp")
         found = {key: getattr(self, key) for key in keys}
-        return {f"{KEY}.{key}": name for key, name in found.items() if name is not None}
+        return {f"{TRAINER_KEY}.{key}": name for key, name in found.items() if name is not None}
 
     @property
     def folder(self) -> str:
@@ -135,7 +139,7 @@ class OwnTrainer(TrainerTable, OwnSettings):
     @property
     def code(self) -> Mapping[str, str]:
         """The name of its class."""
-        return {f"{KEY}.name": self.name}
+        return {f"{TRAINER_KEY}.name": self.name}
 
 
 TRAINERS: Final[Mapping[str, type[TrainerTable]]] = MappingProxyType({"sgd": SgdTrainer, "flower": FlowerTrainer})
@@ -173,7 +177,9 @@ def check_trainer(trainer: TrainerTable, data: Data, model: ModelSettings) -> No
     """Check that a trainer that brings its own has no other data and model. Raises InvalidExperiment."""
     if trainer.learns_module:
         return
-    reads, brings = (f"{KEY} {trainer.whose} {does}" for does in ("reads its samples from data.root", "has its arrays"))
+    reads, brings = (
+        f"{TRAINER_KEY} {trainer.whose} {does}" for does in ("reads its samples from data.root", "has its arrays")
+    )
     wanted: dict[str, object] = {"dataset": trainer.whose, "partition": PARTITION, "targets": CLASSES}
     wanted = {key: field.get_default(call_default_factory=True) for key, field in Data.model_fields.items()} | wanted
     for key in sorted(data.model_fields_set - {"root"}):
@@ -185,5 +191,5 @@ def check_trainer(trainer: TrainerTable, data: Data, model: ModelSettings) -> No
         raise InvalidExperiment("model.same_initial", False, brings, "Omit it.")
     for key in PARTS:
         if patterns := getattr(model, key):
-            problem = f"{KEY} {trainer.whose} trains all of its arrays"
+            problem = f"{TRAINER_KEY} {trainer.whose} trains all of its arrays"
             raise InvalidExperiment(f"model.{key}", ", ".join(patterns), problem, "Omit it.")

@@ -27,8 +27,7 @@ from fedstrata.common.settings.tables import (
     SettingsTable,
     proposal,
 )
-from fedstrata.common.settings.trainers import KEY as TRAINER
-from fedstrata.common.settings.trainers import ByRound, SgdTrainer, TrainerSettings
+from fedstrata.common.settings.trainers import TRAINER_KEY, ByRound, SgdTrainer, TrainerSettings
 
 Share = Annotated[float, Field(ge=0, le=1)]
 ACCURACY: Final = "accuracy"
@@ -518,7 +517,7 @@ def _check_foreign(training: TrainingSettings) -> None:
         if key in training.model_fields_set:
             value = getattr(training, key)
             shown = value.model_dump() if isinstance(value, SettingsTable) else value
-            problem = f"{TRAINER} {training.trainer.whose} trains in its own way"
+            problem = f"{TRAINER_KEY} {training.trainer.whose} trains in its own way"
             raise InvalidExperiment(f"training.{key}", shown, problem, "Omit it.")
     for key in OF_TASKS:
         if key in training.by_round:

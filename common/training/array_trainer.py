@@ -30,14 +30,14 @@ from fedstrata.common.randomness import Purpose, torch_seed
 from fedstrata.common.settings import own
 from fedstrata.common.settings.tables import named_in_module
 from fedstrata.common.settings.topology import CLOUD
-from fedstrata.common.settings.trainers import KEY, OwnTrainer, TrainerTable
+from fedstrata.common.settings.trainers import TRAINER_KEY, OwnTrainer, TrainerTable
 from fedstrata.common.training.returned import count, exchanged, form, number, numbers
 
 Array: TypeAlias = "npt.NDArray[Any]"
 Arrays: TypeAlias = Mapping[str, Array]
 BUILT: Final[Mapping[str, str]] = {  # the class of a trainer of fedstrata's, by the key that names its code first
-    f"{KEY}.client_fn": "fedstrata.common.training.flower:ClientTrainer",
-    f"{KEY}.clientapp": "fedstrata.common.training.flower_app:AppTrainer",
+    f"{TRAINER_KEY}.client_fn": "fedstrata.common.training.flower:ClientTrainer",
+    f"{TRAINER_KEY}.clientapp": "fedstrata.common.training.flower_app:AppTrainer",
 }
 NOTES_MOST: Final = 4  # of a result
 

@@ -20,7 +20,7 @@ import numpy as np
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.settings import own
 from fedstrata.common.settings.flower_apps import OF_TRAINING
-from fedstrata.common.settings.trainers import KEY, FlowerTrainer
+from fedstrata.common.settings.trainers import TRAINER_KEY, FlowerTrainer
 from fedstrata.common.training.array_trainer import (
     Array,
     Arrays,
@@ -33,7 +33,7 @@ from fedstrata.common.training.array_trainer import (
 from fedstrata.common.training.flower_state import LIBRARY, UNKEPT, UNREAD, from_file, read_state, to_file, write_state
 from fedstrata.common.training.returned import count, form
 
-CLIENT: Final = f"{KEY}.client_fn"
+CLIENT: Final = f"{TRAINER_KEY}.client_fn"
 LOSSES: Final = ("train_loss", "loss")  # in what `fit` returns
 SCORES: Final = ("accuracy", "score")  # in what `evaluate` and `evaluate_fn` return
 NUMPY: Final = "numpy.ndarray"  # the type of `Parameters` whose tensors are files of numpy's
@@ -82,7 +82,11 @@ class ClientTrainer(ArrayTrainer):
         key, called = of_method.get(method, ("client_fn", method))
         if method == "evaluate" and self._site is None:
             key = "evaluate_fn"
-        return f"{KEY}.{key}", self._settings.code[f"{KEY}.{key}"], called if key == "client_fn" else "it"
+        return (
+            f"{TRAINER_KEY}.{key}",
+            self._settings.code[f"{TRAINER_KEY}.{key}"],
+            called if key == "client_fn" else "it",
+        )
 
     def array_name(self, name: str) -> str:
         """Return how a message names an array."""
@@ -96,7 +100,7 @@ class ClientTrainer(ArrayTrainer):
         found = client.get_parameters()
         if found is None:
             problem = f"{client.kind} has no get_parameters"
-            self._refuse("client_fn", problem, f"Name a function of the arrays in {KEY}.initial.")
+            self._refuse("client_fn", problem, f"Name a function of the arrays in {TRAINER_KEY}.initial.")
         return self._by_place(found, "initial")
 
     def prepare(self, site: TrainingSite) -> int:
@@ -203,7 +207,7 @@ class ClientTrainer(ArrayTrainer):
     def _checked(self, found: Any, method: str, wanted: str, *, count: int) -> Any:
         """Return what a function of the app returned, if it has as many parts as it should."""
         key, _, called = self.place(method)
-        short = key.removeprefix(f"{KEY}.")
+        short = key.removeprefix(f"{TRAINER_KEY}.")
         if isinstance(found, str):
             self._refuse(short, f"{called} fails: {found[:200]}", "Correct it.")
         if inspect.isawaitable(found):
@@ -220,13 +224,13 @@ class ClientTrainer(ArrayTrainer):
         if not scores:
             key, _, called = self.place("evaluate")
             problem = f"{called} returns no {' or '.join(SCORES)} in its metrics"
-            self._refuse(key.removeprefix(f"{KEY}."), problem, "Add one of them.")
+            self._refuse(key.removeprefix(f"{TRAINER_KEY}."), problem, "Add one of them.")
         return scores[0]
 
     def _by_place(self, arrays: Any, method: str) -> dict[str, Any]:
         """Return the arrays of a list by their places."""
         key, _, called = self.place(method)
-        short = key.removeprefix(f"{KEY}.")
+        short = key.removeprefix(f"{TRAINER_KEY}.")
         if inspect.isawaitable(arrays):
             self._refuse_async(arrays, short, called)
         tensors = getattr(arrays, "tensors", None)
@@ -261,11 +265,11 @@ class ClientTrainer(ArrayTrainer):
         self._refuse(key, f"{called} is `async`, and what it returns would have to be awaited", remedy)
 
     def _function(self, key: str) -> Any:
-        return own.load(f"{KEY}.{key}", self._settings.code[f"{KEY}.{key}"])
+        return own.load(f"{TRAINER_KEY}.{key}", self._settings.code[f"{TRAINER_KEY}.{key}"])
 
     def _refuse(self, key: str, problem: str, remedy: str) -> Never:
         where = "" if self._site is None else f" ({self._site.node})"
-        own.refuse(f"{KEY}.{key}", self._settings.code[f"{KEY}.{key}"], f"{problem}{where}", remedy)
+        own.refuse(f"{TRAINER_KEY}.{key}", self._settings.code[f"{TRAINER_KEY}.{key}"], f"{problem}{where}", remedy)
 
 
 def _size(loader: object) -> int | None:

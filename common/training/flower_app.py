@@ -20,7 +20,7 @@ import numpy as np
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.settings import own
 from fedstrata.common.settings.flower_apps import OF_TRAINING, ROUNDS
-from fedstrata.common.settings.trainers import KEY, FlowerTrainer
+from fedstrata.common.settings.trainers import TRAINER_KEY, FlowerTrainer
 from fedstrata.common.training.array_trainer import (
     Array,
     Arrays,
@@ -111,7 +111,7 @@ class AppTrainer(ArrayTrainer):
             key, called = "serverapp", "evaluate_fn"
         else:
             key, called = "clientapp", EVALUATE if method == "evaluate" else TRAIN
-        return f"{KEY}.{key}", self._settings.code[f"{KEY}.{key}"], called
+        return f"{TRAINER_KEY}.{key}", self._settings.code[f"{TRAINER_KEY}.{key}"], called
 
     def array_name(self, name: str) -> str:
         """Return how a message names an array."""
@@ -259,10 +259,10 @@ class AppTrainer(ArrayTrainer):
 
     def _part(self, key: str) -> Any:
         """Import a part of the app."""
-        found = own.load(f"{KEY}.{key}", self._settings.code[f"{KEY}.{key}"])
+        found = own.load(f"{TRAINER_KEY}.{key}", self._settings.code[f"{TRAINER_KEY}.{key}"])
         if not callable(found):
-            name = self._settings.code[f"{KEY}.{key}"]
-            own.refuse(f"{KEY}.{key}", name, f"it is {form(found)}", "Name Flower's ServerApp or ClientApp.")
+            name = self._settings.code[f"{TRAINER_KEY}.{key}"]
+            own.refuse(f"{TRAINER_KEY}.{key}", name, f"it is {form(found)}", "Name Flower's ServerApp or ClientApp.")
         return found
 
     def _examples(self, metrics: Mapping[str, Any], kind: str) -> int:
@@ -279,7 +279,7 @@ class AppTrainer(ArrayTrainer):
         score = _metric(metrics, names, [] if self._settings.score else ["acc", "score"])
         if loss is None or score is None:
             problem = f"returns no {'loss' if loss is None else 'score'} among {', '.join(map(str, metrics))}"
-            self._refuse(EVALUATE, problem, f"Add one, or name a metric in {KEY}.score.")
+            self._refuse(EVALUATE, problem, f"Add one, or name a metric in {TRAINER_KEY}.score.")
         return loss, score
 
     def _refuse(self, method: str, problem: str, remedy: str) -> Never:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fedstrata.common.experiment.schema import Experiment
     from fedstrata.common.learning.datasets import Dataset
 
-COLUMNS = ("dataset", "train", "test", "shape", "classes", "numbers", "tokens", "users", "digest", "original")
+SET_COLUMNS = ("dataset", "train", "test", "shape", "classes", "numbers", "tokens", "users", "digest", "original")
 
 app = typer.Typer(help="Check data sets, and show how they are split.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -77,9 +77,9 @@ def check(
                 write_line(note, level=logging.WARNING)
             facts = _describe(data.dataset, found)
             if not headed:
-                typer.echo("\t".join(COLUMNS))
+                typer.echo("\t".join(SET_COLUMNS))
                 headed = True
-            typer.echo(json_text(facts) if output == "json" else "\t".join(str(facts[key]) for key in COLUMNS))
+            typer.echo(json_text(facts) if output == "json" else "\t".join(str(facts[key]) for key in SET_COLUMNS))
         if failed is not None:
             raise failed
 

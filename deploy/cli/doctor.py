@@ -26,7 +26,7 @@ from fedstrata.deploy.console.tabular import Column, Table
 if TYPE_CHECKING:
     from fedstrata.common.host.examination import Finding
     from fedstrata.common.net.address import BrokerAddress
-    from fedstrata.deploy.kits.lab import LabAccess
+    from fedstrata.deploy.kits.lab_file import LabAccess
 
 AUTO = "auto"
 HOST = "this host"
@@ -69,7 +69,7 @@ def doctor(
     3 a broker cannot be reached.
     """
     from fedstrata.deploy.brokers.contract import STEPS
-    from fedstrata.deploy.kits.lab import reach
+    from fedstrata.deploy.kits.lab_file import reach
 
     with reporting():
         reached = reach(lab, None if broker is None else [broker], login)

@@ -52,7 +52,7 @@ def status(
     all brokers are asked, and nodes that are away are listed, too. Exit code 5: nobody answered, or a node of the lab's
     file is away.
     """
-    from fedstrata.deploy.kits.lab import reach
+    from fedstrata.deploy.kits.lab_file import reach
     from fedstrata.deploy.watching.follower import Follower
     from fedstrata.deploy.watching.formatting import progress
 
@@ -118,7 +118,7 @@ def provision(
     Certificates are kept by the lab's authority, and renewed 60 days before their end: provision and install again.
     The authority's folder has its key: keep it on this machine.
     """
-    from fedstrata.deploy.kits.lab import load
+    from fedstrata.deploy.kits.lab_file import load
     from fedstrata.deploy.kits.provision import PLAYBOOK, find_wheel, provision, revoke_certificates
 
     with reporting():

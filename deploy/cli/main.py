@@ -142,7 +142,7 @@ def run(
     """Run a whole lab on this machine: broker, cloud, institutions and devices, as processes or all in this one."""
     from fedstrata.common.experiment.reading import parse, to_toml
     from fedstrata.deploy.local.beforehand import check_lab
-    from fedstrata.deploy.local.lab import LocalLab
+    from fedstrata.deploy.local.process_lab import LocalLab
 
     here, new, resume = direct or simulate, own.resume is None, own.resume
     refuse(own.accelerator is not None and not here, "--accelerator", "valid only with --direct or --simulate")
@@ -258,11 +258,11 @@ def _run_simulated(chosen: Experiment, own: RunOptions) -> None:
     """Run, or resume, an experiment in virtual time. Raises FedstrataError, KeyboardInterrupt."""
     from fedstrata.cloud.results import SIMULATED, RunFolder
     from fedstrata.common.host.memory import keep_large_buffers
-    from fedstrata.deploy.planning.calibration import load_line
+    from fedstrata.deploy.planning.machine_speed import load_line
     from fedstrata.deploy.planning.simulated_run import STAGES, machine_speeds, simulated_run
     from fedstrata.deploy.results.kept import cost_noted
     from fedstrata.deploy.results.run import Run
-    from fedstrata.deploy.simulation.run import check_simulated
+    from fedstrata.deploy.simulation.virtual_run import check_simulated
     from fedstrata.deploy.watching.showing import show
 
     check_simulated(chosen)

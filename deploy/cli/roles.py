@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from fedstrata.common.net.address import BrokerAddress
     from fedstrata.common.runtime.roll import Answer
     from fedstrata.common.runtime.world import Host
-    from fedstrata.deploy.kits.lab import LabAccess
+    from fedstrata.deploy.kits.lab_file import LabAccess
 
 # Kept when the machine restarts, unlike /tmp, and on its own disk: home folders may be on a network, with a quota.
 SPOOL = "/var/tmp/fedstrata-{uid}"
@@ -160,7 +160,7 @@ def cloud(
 
     An experiment with `topology = "lab"` takes all nodes that `fedstrata lab status` lists.
     """
-    from fedstrata.cloud.agent import CloudAgent
+    from fedstrata.cloud.cloud_agent import CloudAgent
     from fedstrata.cloud.results import RunFolder
     from fedstrata.common.experiment.reading import parse
     from fedstrata.common.experiment.short_form import LAB
@@ -168,7 +168,7 @@ def cloud(
     from fedstrata.common.runtime.discovery import check_carried
     from fedstrata.common.runtime.roll import claim
     from fedstrata.common.runtime.world import Host
-    from fedstrata.deploy.kits.lab import reach
+    from fedstrata.deploy.kits.lab_file import reach
     from fedstrata.deploy.local.beforehand import check_cloud
     from fedstrata.deploy.watching.showing import show
 
@@ -241,7 +241,7 @@ def institution(
     In a run it receives the experiment and runs its local rounds with its children. It reads data for rules that need
     samples at the node, and then needs fedstrata[learning] as devices do.
     """
-    from fedstrata.institution.agent import InstitutionAgent
+    from fedstrata.institution.institution_agent import InstitutionAgent
 
     check_parents([parent], [name])
 
@@ -323,7 +323,7 @@ def device(
         from fedstrata.common.host.machine import export_plug, hottest_celsius
         from fedstrata.common.runtime.energy import energy_counter
         from fedstrata.deploy.local.agents import run_agents
-        from fedstrata.device.agent import DeviceAgent
+        from fedstrata.device.device_agent import DeviceAgent
         from fedstrata.device.pool.energy import EnergyShares
         from fedstrata.device.pool.pool import Pool
 

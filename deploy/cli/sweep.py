@@ -127,7 +127,7 @@ def sweep(
     resumed, a failed one is tried again. Exit code 1: a run failed.
     """
     from fedstrata.common.host.accelerators import check_name
-    from fedstrata.deploy.kits.lab import reach
+    from fedstrata.deploy.kits.lab_file import reach
     from fedstrata.deploy.local.beforehand import require_torch
     from fedstrata.deploy.sweeps.folder import SweepFolder
     from fedstrata.deploy.sweeps.grid import load

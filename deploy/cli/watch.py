@@ -62,7 +62,7 @@ def watch(
 
     It ends with the run. Exit codes: 0 finished, 1 failed, 5 the cloud was absent for transfer.idle_s.
     """
-    from fedstrata.deploy.kits.lab import reach
+    from fedstrata.deploy.kits.lab_file import reach
     from fedstrata.deploy.watching.follower import Follower
     from fedstrata.deploy.watching.screens import look, screen_for
 

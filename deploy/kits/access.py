@@ -19,7 +19,7 @@ from fedstrata.common.protocol import topics
 from fedstrata.common.protocol.topics import ALL, ROOT
 from fedstrata.common.settings.topology import CLOUD
 from fedstrata.deploy.console.login import NODE, OPERATOR
-from fedstrata.deploy.kits.lab import Lab
+from fedstrata.deploy.kits.lab_file import Lab
 
 STATISTICS: Final = "$SYS/broker/#"
 

@@ -10,7 +10,7 @@ from typing import Final
 
 from fedstrata.common.host.examination import TORCH
 from fedstrata.common.runtime.roll import Answer
-from fedstrata.deploy.kits.lab import Lab
+from fedstrata.deploy.kits.lab_file import Lab
 from fedstrata.deploy.kits.units import digest
 
 CLOCKS_APART_S: Final = 5.0

@@ -22,13 +22,13 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.host.files import write_private
-from fedstrata.deploy.kits.lab import AUTHORITY, REVOKED
+from fedstrata.deploy.kits.lab_file import AUTHORITY, REVOKED
 
 AUTHORITY_DAYS: Final = 3650
 CERTIFICATE_DAYS: Final = 397
 RENEWED_DAYS: Final = 60  # a certificate with fewer days left is issued again
 BACKDATED: Final = timedelta(hours=1)  # the clocks of a lab's machines differ
-KEY: Final = "ca.key"
+AUTHORITY_KEY: Final = "ca.key"
 ALL: Final = ".all"  # of the file with all certificates that a name has had
 
 
@@ -54,7 +54,7 @@ class Authority:
         try:
             if not (folder / AUTHORITY).exists():
                 cls._create(folder, name, now or datetime.now(UTC))
-            key = serialization.load_pem_private_key((folder / KEY).read_bytes(), None)
+            key = serialization.load_pem_private_key((folder / AUTHORITY_KEY).read_bytes(), None)
             certificate = x509.load_pem_x509_certificate((folder / AUTHORITY).read_bytes())
             x509.load_pem_x509_crl((folder / REVOKED).read_bytes())
         except OSError as error:
@@ -64,7 +64,7 @@ class Authority:
         except (ValueError, TypeError) as error:
             raise InvalidExperiment("--authority", str(folder), f"not an authority: {error}", "Use another.") from None
         if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
-            problem = f"{KEY} is not the key of {AUTHORITY}"
+            problem = f"{AUTHORITY_KEY} is not the key of {AUTHORITY}"
             raise InvalidExperiment("--authority", str(folder), problem, "Restore both files.")
         return cls(folder, certificate, key)
 
@@ -161,7 +161,7 @@ class Authority:
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
             .sign(key, hashes.SHA256())
         )
-        write_private(folder / KEY, _pem(key))
+        write_private(folder / AUTHORITY_KEY, _pem(key))
         cls(folder, built, key)._write_list({})
         write_private(folder / AUTHORITY, built.public_bytes(serialization.Encoding.PEM))
 

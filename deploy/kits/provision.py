@@ -16,7 +16,7 @@ from fedstrata.common.metrics_server import SERVER_NAME
 from fedstrata.common.net.address import parse_hosts
 from fedstrata.deploy.console.login import METRICS_NAME
 from fedstrata.deploy.kits import access, units
-from fedstrata.deploy.kits.lab import AUTHORITY, HERE, KEPT_TLS, REVOKED, Lab, authority_of
+from fedstrata.deploy.kits.lab_file import AUTHORITY, HERE, KEPT_TLS, REVOKED, Lab, authority_of
 
 if TYPE_CHECKING:
     from fedstrata.deploy.kits.authority import Authority

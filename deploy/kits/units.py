@@ -10,7 +10,7 @@ from typing import Final
 
 from fedstrata.deploy.console.login import NODE
 from fedstrata.deploy.console.service import KIT
-from fedstrata.deploy.kits.lab import Lab
+from fedstrata.deploy.kits.lab_file import Lab
 
 STATE: Final = "/var/lib/fedstrata"
 LOGIN: Final = "/etc/fedstrata/login.env"

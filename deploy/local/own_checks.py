@@ -21,9 +21,9 @@ from fedstrata.common.host.examination import Finding
 from fedstrata.common.host.files import remove_folder
 from fedstrata.common.methods import aggregator
 from fedstrata.common.methods.column_rule import ColumnRule, Columns, RoundFacts
-from fedstrata.common.methods.mixing import COLUMNS, cut
+from fedstrata.common.methods.mixing import BLOCK_COLUMNS, cut
 from fedstrata.common.methods.own_rule import GuardedRule, OwnRule
-from fedstrata.common.methods.rule import KEY, RuleContext, Uploads, link_layouts
+from fedstrata.common.methods.rule import RULE_KEY, RuleContext, Uploads, link_layouts
 from fedstrata.common.methods.selection import ClientSelection, ResultFacts, Selector
 from fedstrata.common.methods.settings import RuleSettings
 from fedstrata.common.methods.statistics import Gram, Statistics
@@ -43,7 +43,7 @@ from fedstrata.device.training.arrays import ArrayTraining
 
 CHILDREN: Final = 5
 ROUNDS: Final = 3
-PARAMETERS: Final = 2 * COLUMNS + 11  # three blocks, the last one short
+PARAMETERS: Final = 2 * BLOCK_COLUMNS + 11  # three blocks, the last one short
 WIDTHS: Final = (1, 2, 63, 1025, 5000)
 MEANS: Final = 400  # encodings of a change, of which the mean is taken
 NODE_SAMPLES: Final = 100
@@ -229,7 +229,7 @@ def _cuts(settings: OwnRule) -> str:
     extras = {name: _random(3 + i, (CHILDREN, PARAMETERS)) for i, name in enumerate(settings.returns)}
     children, statistics = [f"device-{k}" for k in range(CHILDREN)], Statistics.of(_reports())
     found = []
-    for width in (PARAMETERS, COLUMNS, 1000):
+    for width in (PARAMETERS, BLOCK_COLUMNS, 1000):
         rule = GuardedRule(settings)
         products = Gram.of(list(uploads_KD), model_D) if rule.compares else None
         facts = RoundFacts.of(context, 0, children, statistics, weights=settings.weights, products=products)
@@ -242,7 +242,7 @@ def _cuts(settings: OwnRule) -> str:
         found.append(np.concatenate(parts).astype(np.float32))
     if all(np.array_equal(found[0], other) for other in found[1:]):
         return ""
-    return f"its columns depend on others of the same block. What needs all of them belongs into `begin` ({KEY})"
+    return f"its columns depend on others of the same block. What needs all of them belongs into `begin` ({RULE_KEY})"
 
 
 def _part(whole: Columns, columns: slice) -> Columns:

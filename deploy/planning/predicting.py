@@ -11,8 +11,8 @@ from fedstrata.common.experiment.schema import Experiment
 from fedstrata.deploy.console.tabular import size
 from fedstrata.deploy.local.beforehand import check_code, require_torch
 from fedstrata.deploy.planning import workload
-from fedstrata.deploy.planning.calibration import load_line
 from fedstrata.deploy.planning.footprint import memory_of
+from fedstrata.deploy.planning.machine_speed import load_line
 from fedstrata.deploy.planning.simulated import SimulatedRun, changes, simulate
 from fedstrata.deploy.planning.simulated_run import INTERFACE_MBIT, machine_speeds, speeds_in
 from fedstrata.deploy.planning.workload import OF_THE_SPLIT

@@ -18,7 +18,7 @@ from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.experiment.tiers import Tier
 from fedstrata.common.methods.selection import ClientSelection
 from fedstrata.common.settings.topology import CLOUD, participants
-from fedstrata.deploy.planning.calibration import MachineSpeeds
+from fedstrata.deploy.planning.machine_speed import MachineSpeeds
 from fedstrata.deploy.planning.workload import PlannedWorkload, with_tiers
 
 NODES: Final = 300  # of a lab that is simulated as a whole, and of a sample: some 30 ms of one core each

@@ -25,15 +25,15 @@ from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.methods.settings import RuleSettings
 from fedstrata.common.model.layout import Row
 from fedstrata.common.settings.topology import CLOUD
-from fedstrata.deploy.planning.calibration import MachineSpeeds
+from fedstrata.deploy.planning.machine_speed import MachineSpeeds
 from fedstrata.deploy.planning.sample import NODES, LabSample, sample_of
 from fedstrata.deploy.planning.simulated_run import INTERFACE_MBIT, seconds_of, simulated_run
 from fedstrata.deploy.planning.workload import PlannedWorkload
 from fedstrata.deploy.results.run import Run
 from fedstrata.deploy.simulation.computing import BOOT_S, MachineSeconds
 from fedstrata.deploy.simulation.hardware import Durations, NullWorkload
-from fedstrata.deploy.simulation.lab import collected_warnings
-from fedstrata.deploy.simulation.run import check_simulated
+from fedstrata.deploy.simulation.simulated_lab import collected_warnings
+from fedstrata.deploy.simulation.virtual_run import check_simulated
 
 ROUNDS: Final = 3  # global rounds to simulate at most, if not given and nothing changes meanwhile
 TRAINED_LEAST: Final = 3  # global rounds after which Tempo's epochs have settled

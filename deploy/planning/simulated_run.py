@@ -24,13 +24,13 @@ from fedstrata.common.protocol.receiver import SLOT_BYTES_S
 from fedstrata.common.settings.topology import CLOUD
 from fedstrata.common.text import json_text
 from fedstrata.deploy.planning import workload
-from fedstrata.deploy.planning.calibration import REFERENCE, MachineSpeeds, is_busy, measure
+from fedstrata.deploy.planning.machine_speed import REFERENCE, MachineSpeeds, is_busy, measure
 from fedstrata.deploy.results.run import Run, find
 from fedstrata.deploy.simulation.computing import MachineSeconds
-from fedstrata.deploy.simulation.lab import BROKER
 from fedstrata.deploy.simulation.link import LinkConditions
 from fedstrata.deploy.simulation.machines import MessageCosts, Placement
-from fedstrata.deploy.simulation.run import VirtualRun
+from fedstrata.deploy.simulation.simulated_lab import BROKER
+from fedstrata.deploy.simulation.virtual_run import VirtualRun
 
 STAGES: Final = 2  # of a calibration
 INTERFACE_MBIT: Final = 1000.0

@@ -1,7 +1,7 @@
 """An MQTT 3.1.1 broker without sockets; `tests/test_simulated_broker.py` compares it with mosquitto.
 
 It has retained messages, wills, wildcards, take-over by client id, QoS 0 and 1, and bounded queues; sessions are always
-clean. Packets between clients and the broker cross simulated links: `deploy.simulation.network`.
+clean. Packets between clients and the broker cross simulated links: `deploy.simulation.simulated_network`.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from fedstrata.cloud.agent import ModelEvaluator
+from fedstrata.cloud.cloud_agent import ModelEvaluator
 from fedstrata.cloud.evaluator import Beginning, EvaluationResult
 from fedstrata.common.accounting.work import TrainingPath, Work
 from fedstrata.common.errors import RunFailed

@@ -20,7 +20,7 @@ from fedstrata.common.runtime.world import Connection, nothing
 from fedstrata.deploy.simulation.broker import REFUSED, SessionWill, SimulatedBroker
 from fedstrata.deploy.simulation.link import BrokenConnection, ClientStream, Packet, PacketKind
 from fedstrata.deploy.simulation.machines import SimulatedProcess
-from fedstrata.deploy.simulation.network import SimulatedLink, SimulatedNetwork
+from fedstrata.deploy.simulation.simulated_network import SimulatedLink, SimulatedNetwork
 
 CONNECT_TIMEOUT_S: Final = 10.0  # aiomqtt's
 ROUND_TRIPS: Final = 2  # TCP's and MQTT's

@@ -25,7 +25,7 @@ from fedstrata.common.host.processes import spawn, stop
 from fedstrata.common.host.subprocess_channel import REPLACEMENTS, ReplaceableProcess, SubprocessChannel
 from fedstrata.common.text import counted
 from fedstrata.deploy.console.logs import ERROR, FRAME, last_error
-from fedstrata.deploy.local.lab import ROLE
+from fedstrata.deploy.local.process_lab import ROLE
 
 WORKER: Final = "fedstrata.deploy.sweeps.worker"
 ADVICE: Final = "If memory was short: run fewer at once (--jobs)."

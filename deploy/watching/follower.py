@@ -16,11 +16,11 @@ from fedstrata.common.protocol.status import PUBLISH_S
 from fedstrata.common.runtime.lab_client import LabClient
 from fedstrata.common.runtime.world import REAL, World
 from fedstrata.deploy.console.login import OPERATOR
-from fedstrata.deploy.watching.lab import Event, WatchedLab
+from fedstrata.deploy.watching.lab_state import Event, WatchedLab
 from fedstrata.deploy.watching.runs import Runs
 
 DRAW_S: Final = 0.5
-ASK_S: Final = 3.0
+STATUS_EVERY_S: Final = 3.0
 LOOK_S: Final = 3 * PUBLISH_S  # every parent has published a record by then
 NOTHING_ANNOUNCED: Final = "no run is announced there, or this login may not read the announcements"
 
@@ -143,7 +143,7 @@ class Follower:
     async def _turn(self, lab: WatchedLab, *, pause_s: float = DRAW_S) -> None:
         """Ask the parents when it is time, receive for a while, and let a lab evaluate its state."""
         if self._now() >= self._ask_at:
-            self._ask_at = self._now() + ASK_S
+            self._ask_at = self._now() + STATUS_EVERY_S
             for client in self._clients:
                 client.publish(topics.watch(self._lab_name, OPERATOR), StatusRequest(lab.run))
         await self._pause(pause_s)

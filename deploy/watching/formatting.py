@@ -10,7 +10,7 @@ from fedstrata.common.protocol.messages import LIVING, NodeState, Step
 from fedstrata.common.protocol.status import STEPS
 from fedstrata.common.text import counted
 from fedstrata.deploy.console.tabular import size
-from fedstrata.deploy.watching.lab import LEFT, WatchedLab
+from fedstrata.deploy.watching.lab_state import LEFT, WatchedLab
 from fedstrata.deploy.watching.nodes import AT_WORK, Node, is_gone
 
 BARS: Final = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"

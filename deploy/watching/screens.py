@@ -15,7 +15,7 @@ from fedstrata.common.text import json_text
 from fedstrata.deploy.console import logs
 from fedstrata.deploy.watching import formatting
 from fedstrata.deploy.watching.follower import NOTHING_ANNOUNCED, Screen
-from fedstrata.deploy.watching.lab import Event, WatchedLab
+from fedstrata.deploy.watching.lab_state import Event, WatchedLab
 from fedstrata.deploy.watching.runs import Runs
 from fedstrata.deploy.watching.view import NOTES, UNLIMITED, View
 

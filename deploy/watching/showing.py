@@ -30,7 +30,7 @@ from fedstrata.common.text import counted, json_text
 from fedstrata.deploy.console.logs import as_json, shows_activity, write_line
 from fedstrata.deploy.console.tabular import size
 from fedstrata.deploy.watching.follower import DRAW_S, Follower
-from fedstrata.deploy.watching.lab import WatchedLab
+from fedstrata.deploy.watching.lab_state import WatchedLab
 from fedstrata.deploy.watching.screens import Terminal
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from fedstrata.common.protocol.messages import LIVING, NodeState, Step
 from fedstrata.common.text import counted
 from fedstrata.deploy.console.tabular import age, size
 from fedstrata.deploy.watching.formatting import activity, advances, counts, missing, sparkline, step
-from fedstrata.deploy.watching.lab import WatchedLab
+from fedstrata.deploy.watching.lab_state import WatchedLab
 from fedstrata.deploy.watching.nodes import UNKNOWN, Node, is_gone
 from fedstrata.deploy.watching.rows import HiddenNodes, below, rows_of
 
@@ -34,12 +34,12 @@ COARSE_S: Final = 300.0  # more time left is shown in minutes or hours
 SPARKS: Final = 20  # global rounds
 WIDE: Final = 140  # with longer bars
 UNLIMITED: Final = 1_000_000  # the width and height of what is no terminal
-COLUMNS: Final = (  # title, least width, and the width of the terminal from which it is shown
+VIEW_COLUMNS: Final = (  # title, least width, and the width of the terminal from which it is shown
     ("node", 18, 0), ("state", 8, 0), ("round", 6, 0), ("up", 11, 90), ("down", 11, 90), ("loss", 8, 110),
     ("epochs", 6, 120),
 )  # fmt: skip
 NAME, STATE, ROUND = 0, 1, 2  # places of columns; numbers begin with the last one
-Cells: TypeAlias = Sequence[str]  # of a row, in the order of COLUMNS
+Cells: TypeAlias = Sequence[str]  # of a row, in the order of VIEW_COLUMNS
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class View:
         rows = rows_of(lab.cloud, room=room, openable=openable)
         cells = {row.name: _cells(lab, row, depth) for depth, row in rows if isinstance(row, Node)}
         widths = self._widths([*cells.values()])
-        lines = [self._line([title for title, _, _ in COLUMNS], widths, "dim")]
+        lines = [self._line([title for title, _, _ in VIEW_COLUMNS], widths, "dim")]
         for depth, row in rows:
             if isinstance(row, HiddenNodes):
                 lines.append(Text(f"{'  ' * depth}{_hidden(lab, row)}", "dim"))
@@ -123,11 +123,11 @@ class View:
     def _widths(self, cells: Sequence[Cells]) -> dict[int, int]:
         """Return the width of each column that has content, and for which the terminal has room."""
         widths = {}
-        for place, (_, least, from_width) in enumerate(COLUMNS):
+        for place, (_, least, from_width) in enumerate(VIEW_COLUMNS):
             longest = max(cell_len(row[place]) for row in cells)
             if self.width >= from_width and (longest or not from_width):
                 widths[place] = max(least, longest)
-        widths[NAME] = min(widths[NAME], max(COLUMNS[NAME][1], self.width // 3))
+        widths[NAME] = min(widths[NAME], max(VIEW_COLUMNS[NAME][1], self.width // 3))
         return widths
 
     def _line(self, cells: Cells, widths: Mapping[int, int], style: str) -> Text:

@@ -18,9 +18,9 @@ from fedstrata.device.jobs import (
     failure_to,
     most_together,
 )
-from fedstrata.device.training.network import NetworkSource
+from fedstrata.device.training.trained_network import NetworkSource
 from fedstrata.device.training.trainer import Trainer
-from fedstrata.device.vmapped.trainer import VmappedTrainer
+from fedstrata.device.vmapped.vmapped_trainer import VmappedTrainer
 
 
 class ModuleTrainers:

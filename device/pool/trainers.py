@@ -10,7 +10,7 @@ from fedstrata.common.errors import InvalidExperiment, installing
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.host.memory import peak_bytes
 from fedstrata.common.settings.tables import named_in_module
-from fedstrata.common.settings.trainers import KEY
+from fedstrata.common.settings.trainers import TRAINER_KEY
 from fedstrata.device.jobs import DeviceOrder, DeviceTrainers, Done, Ending, HostedDevice, LocalResult, Prepared
 
 MODULES: Final = "fedstrata.device.pool.module_trainers:ModuleTrainers"
@@ -59,5 +59,7 @@ class Trainers:
                 if error.name != "torch":
                     raise
                 problem, remedy = "needs PyTorch, not installed here", f"{installing('learning')}."
-                raise InvalidExperiment(f"{KEY}.name", experiment.training.trainer.name, problem, remedy) from None
+                raise InvalidExperiment(
+                    f"{TRAINER_KEY}.name", experiment.training.trainer.name, problem, remedy
+                ) from None
         return self._made[place]

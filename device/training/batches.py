@@ -76,9 +76,11 @@ class OwnSamples:
 
     def __init__(self, settings: OwnAugmentation) -> None:
         self._name = settings.name
-        made = own.build(KEY, settings, object)
+        made = own.build(AUGMENTATION_KEY, settings, object)
         if not callable(made):
-            own.refuse(KEY, self._name, f"makes {type(made).__name__}, which is not callable", "Let it be.")
+            own.refuse(
+                AUGMENTATION_KEY, self._name, f"makes {type(made).__name__}, which is not callable", "Let it be."
+            )
         self._augment = made
 
     def __call__(self, samples: Tensor, *, seed: int) -> Tensor:
@@ -86,13 +88,13 @@ class OwnSamples:
 
         A sample keeps its shape and type.
         """
-        with seeded(seed, samples.device), own.guarded({KEY: self._name}):
+        with seeded(seed, samples.device), own.guarded({AUGMENTATION_KEY: self._name}):
             found = [self._augment(sample) for sample in samples.unbind()]
         for given, made in zip(samples, found, strict=True):
             if not isinstance(made, Tensor) or (made.shape, made.dtype) != (given.shape, given.dtype):
                 has = f"{made.dtype} {list(made.shape)}" if isinstance(made, Tensor) else type(made).__name__
                 problem = f"returns {has} for a sample of {given.dtype} {list(given.shape)}"
-                own.refuse(KEY, self._name, problem, "Return a tensor of the same shape and type.")
+                own.refuse(AUGMENTATION_KEY, self._name, problem, "Return a tensor of the same shape and type.")
         return torch.stack(found).to(samples.device)
 
 
@@ -102,12 +104,12 @@ def try_augmentation(settings: OwnAugmentation, local: LocalDataset) -> None:
     once, again = (OwnSamples(settings)(some.clone(), seed=1) for _ in range(2))
     if not torch.equal(once, again):
         remedy = "Draw random numbers from torch's, numpy's or Python's own generator."
-        own.refuse(KEY, settings.name, "the same samples twice become others", remedy)
+        own.refuse(AUGMENTATION_KEY, settings.name, "the same samples twice become others", remedy)
 
 
 log = logging.getLogger("fedstrata.data")
 
-KEY: Final = "training.augmentation.name"
+AUGMENTATION_KEY: Final = "training.augmentation.name"
 TRIED_SAMPLES: Final = 8
 
 BLOCK_BYTES = 1 << 20  # of samples gathered, changed and normalised at once: they stay in a core's cache

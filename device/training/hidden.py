@@ -25,7 +25,7 @@ def hidden_state(module: nn.Module, objective: object, names: Iterable[str]) -> 
     keep, by the `names` of that code. Raises NotComparable.
     """
     file = BytesIO()
-    writer = _Writer(file, module)
+    writer = _StateWriter(file, module)
     layers = [{key: value for key, value in vars(layer).items() if key != "_parameters"} for layer in module.modules()]
     hooks = [(each._backward_hooks, getattr(each, "_post_accumulate_grad_hooks", None)) for each in module.parameters()]
     generators = torch.get_rng_state(), np.random.get_state(), random.getstate()
@@ -36,7 +36,7 @@ def hidden_state(module: nn.Module, objective: object, names: Iterable[str]) -> 
     return file.getvalue()
 
 
-class _Writer(ValueWriter):
+class _StateWriter(ValueWriter):
     """A pickler that writes the tensors of a module's state, and its layers, by identity, and all others by value."""
 
     def __init__(self, file: BytesIO, module: nn.Module) -> None:

@@ -285,7 +285,7 @@ def _recording(
     """Return a step's operations as a text. Raises NotRecordable."""
     names = {id(tensor): f"s{place}" for place, tensor in enumerate(state)}
     names |= {id(tensor): f"b{place}" for place, tensor in enumerate(batch)}
-    writer = _Writer(names, {id(tensor): place for place, tensor in enumerate(state)})
+    writer = _ProgramWriter(names, {id(tensor): place for place, tensor in enumerate(state)})
     last_read = {id(tensor): place for place, operation in enumerate(operations) for tensor in operation.read}
     following = iter(enumerate(operations))
     for place, operation in following:
@@ -315,7 +315,7 @@ def _is_copy(pair: Sequence[Operation]) -> bool:
 
 
 @dataclass(slots=True)
-class _Writer:
+class _ProgramWriter:
     """The lines of a loop, the names of its tensors by id, its constants, and its numbers."""
 
     names: dict[int, str]

@@ -35,7 +35,7 @@ from fedstrata.common.learning.computing import (
 )
 from fedstrata.common.learning.evaluation import BATCH, CPU_BATCH, evaluate
 from fedstrata.common.learning.inputs import Inputs
-from fedstrata.common.learning.models import KEY, random_samples, random_targets
+from fedstrata.common.learning.models import MODEL_KEY, random_samples, random_targets
 from fedstrata.common.learning.nets import reseed
 from fedstrata.common.methods.private import noise_of
 from fedstrata.common.model.layout import ModelLayout, Row
@@ -57,7 +57,11 @@ from fedstrata.device.training.batches import (
     try_augmentation,
     uniform_numbers,
 )
-from fedstrata.device.training.network import (
+from fedstrata.device.training.objectives.table import objective_of
+from fedstrata.device.training.private import GradientNoise, PrivateSteps, check_module, poisson_batches
+from fedstrata.device.training.recording import Comparison, Program, ProgramDiffers
+from fedstrata.device.training.sgd import NO_PROGRAMS, LocalSteps, Steps, run_sgd
+from fedstrata.device.training.trained_network import (
     Network,
     NetworkSource,
     form_of,
@@ -67,10 +71,6 @@ from fedstrata.device.training.network import (
     source_of,
     vector_tensors,
 )
-from fedstrata.device.training.objectives.table import objective_of
-from fedstrata.device.training.private import GradientNoise, PrivateSteps, check_module, poisson_batches
-from fedstrata.device.training.recording import Comparison, Program, ProgramDiffers
-from fedstrata.device.training.sgd import NO_PROGRAMS, LocalSteps, Steps, run_sgd
 from fedstrata.device.training.vectors import TaskVectors, finish, vectors_of
 
 PROGRESS_S = 0.5
@@ -146,7 +146,7 @@ class Trainer:
         self._made = made = replace(made, source=source, local=replace(local, joins=source.joins))
         if source.joins and len(local.samples) == 1:
             problem, remedy = f"cannot train on one sample, and {self._node} has no more", "See data.min_samples."
-            raise InvalidExperiment(KEY, experiment.model.name, problem, remedy)
+            raise InvalidExperiment(MODEL_KEY, experiment.model.name, problem, remedy)
         sizes = set(made.local.sizes(experiment.training.batch_size))
         for size in sizes - source.tried if self._own or self._privacy.on_samples else ():
             self._tried(made, size)
@@ -549,7 +549,7 @@ class Trainer:
         for name, weight in network.module.named_parameters():
             if weight.grad is not None and weight.grad.is_sparse:
                 problem, remedy = f"the gradient of its {name} is sparse", "Use sparse=False."
-                own.refuse(KEY, self._experiment.model.name, problem, remedy)
+                own.refuse(MODEL_KEY, self._experiment.model.name, problem, remedy)
 
     def _first(self, made: _Prepared) -> Row:
         """Return the first model of a run, with zeros behind it."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
 
 import numpy as np
 
@@ -33,7 +32,7 @@ from fedstrata.common.settings import own
 from fedstrata.device.jobs import Order
 from fedstrata.device.training.batches import LocalDataset
 from fedstrata.device.training.objectives.objective import LocalUpdate
-from fedstrata.device.training.objectives.table import objective_of
+from fedstrata.device.training.objectives.table import OBJECTIVE_KEY, objective_of
 
 
 @dataclass(frozen=True)
@@ -148,9 +147,6 @@ class TaskVectors:
                 for entry in parameters}  # fmt: skip
 
 
-KEY: Final = "training.objective.name"
-
-
 def vectors_of(experiment: Experiment, node: str, parts: ModelParts) -> TaskVectors:
     """Return the vectors of a device's tasks. Raises InvalidExperiment."""
     rule, objective = experiment.tier_above(node).aggregation, objective_of(experiment.training)
@@ -162,7 +158,7 @@ def vectors_of(experiment: Experiment, node: str, parts: ModelParts) -> TaskVect
             has, needs = (", ".join(names) or "nothing" for names in (given, wanted))
             problem = f"it {what} {needs} with the model, and the rule {rule.name!r} has {has}"
             remedy = "Name the same vectors in extras_down and extras_up of the rule, and in the objective's class."
-            raise InvalidExperiment(KEY, experiment.training.objective.name, problem, remedy)
+            raise InvalidExperiment(OBJECTIVE_KEY, experiment.training.objective.name, problem, remedy)
     if own.is_own(experiment.training.objective.name) and (objective.keeps or objective.returns):
         _check_feedback(experiment)
     return TaskVectors(link_layouts(rule, parts.exchanged), tuple(objective.keeps), parts if parts.personal else None)
@@ -191,13 +187,13 @@ def finish(
         (weight,) = gradient_weights(np.array([steps]), experiment.training, rate) if by_sgd else (np.nan,)
         given, counts = vectors.read(row), local.label_counts()
         update = LocalUpdate(received_D, trained_D, uploaded_D, given, steps, rate, float(weight), counts)
-        names = {KEY: experiment.training.objective.name}
+        names = {OBJECTIVE_KEY: experiment.training.objective.name}
         with own.guarded(names, everything=True):
             found = dict(objective_of(experiment.training).finish(update))
         if absent := set(vectors.expected) - found.keys():
             problem = f"its finish returns no {', '.join(sorted(absent))}"
             remedy = "Return each vector that it keeps or returns."
-            raise InvalidExperiment(KEY, experiment.training.objective.name, problem, remedy)
+            raise InvalidExperiment(OBJECTIVE_KEY, experiment.training.objective.name, problem, remedy)
         with own.guarded(names, problem="its finish returns vectors of another form ({})", everything=True):
             vectors.write(out, found)
 

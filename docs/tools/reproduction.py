@@ -23,7 +23,7 @@ from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.learning import datasets, models
 from fedstrata.common.learning.inputs import Inputs
 from fedstrata.deploy.console.shipped import shipped_sweeps
-from fedstrata.deploy.planning.calibration import MachineSpeeds
+from fedstrata.deploy.planning.machine_speed import MachineSpeeds
 from fedstrata.deploy.planning.simulated import simulate
 from fedstrata.deploy.planning.workload import workload
 from fedstrata.deploy.sweeps.grid import Grid, load

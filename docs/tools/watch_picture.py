@@ -18,7 +18,7 @@ from rich.console import Console
 from fedstrata.common.protocol.messages import Step
 from fedstrata.deploy.console.login import OPERATOR, Login
 from fedstrata.deploy.watching.follower import Follower
-from fedstrata.deploy.watching.lab import Event, WatchedLab
+from fedstrata.deploy.watching.lab_state import Event, WatchedLab
 from fedstrata.deploy.watching.runs import Runs
 from fedstrata.deploy.watching.view import View
 

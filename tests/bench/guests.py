@@ -31,7 +31,7 @@ from typing import Any, Final
 
 from fedstrata.common.host.files import write_private
 from fedstrata.deploy.kits.authority import Authority
-from fedstrata.deploy.kits.lab import KEPT_TLS, REVOKED, load
+from fedstrata.deploy.kits.lab_file import KEPT_TLS, REVOKED, load
 from fedstrata.deploy.kits.units import environment
 from tests.bench.machines import PROGRAM, SETTINGS, Checks, Machine, console, home_of
 from tests.bench.operations import (

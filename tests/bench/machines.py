@@ -25,7 +25,7 @@ from typing import Any, Final
 
 from rich.console import Console
 
-from fedstrata.deploy.kits.lab import load
+from fedstrata.deploy.kits.lab_file import load
 from fedstrata.deploy.kits.provision import INSTALLER, provision
 from tests.helpers.namespaces import Namespace, VethPair, joined
 

@@ -32,7 +32,7 @@ from typing import Any, Final
 from rich.table import Table
 
 from fedstrata.common.metrics_server import SERVER_NAME
-from fedstrata.deploy.kits.lab import KEPT_TLS, REVOKED, load
+from fedstrata.deploy.kits.lab_file import KEPT_TLS, REVOKED, load
 from fedstrata.deploy.kits.provision import LAB_FILE, revoke_certificates
 from tests.bench.machines import DEMO, PATIENCE_S, ROUTER, SETTINGS, Checks, KitLab, Machine, console, home_of
 from tests.helpers.monitoring import ROOT, SHIPPED, Prometheus, expressions, replaced

@@ -23,7 +23,7 @@ from fedstrata.common.host.memory import keep_large_buffers
 from fedstrata.common.learning import datasets, models
 from fedstrata.device.jobs import HostedDevice, LocalResult, Order
 from fedstrata.device.training.trainer import Trainer
-from fedstrata.device.vmapped.trainer import VmappedTrainer
+from fedstrata.device.vmapped.vmapped_trainer import VmappedTrainer
 
 TURNS = 15
 CASES = (  # model, shape of an image, samples

@@ -31,7 +31,7 @@ from fedstrata.common.learning.inputs import Inputs
 from fedstrata.common.model.layout import Row
 from fedstrata.device.jobs import DeviceOrder, Done, Ending, HostedDevice, LocalResult, Order
 from fedstrata.device.pool.trainers import Trainers
-from fedstrata.device.vmapped.trainer import VmappedTrainer
+from fedstrata.device.vmapped.vmapped_trainer import VmappedTrainer
 
 ALONE = 10
 

@@ -12,8 +12,8 @@ from fedstrata.common.experiment.reading import parse
 from fedstrata.common.protocol import serialization, topics
 from fedstrata.common.protocol.messages import StatusRequest
 from fedstrata.deploy.simulation.broker import Routed
-from fedstrata.deploy.watching.follower import ASK_S, DRAW_S
-from fedstrata.deploy.watching.lab import WatchedLab
+from fedstrata.deploy.watching.follower import DRAW_S, STATUS_EVERY_S
+from fedstrata.deploy.watching.lab_state import WatchedLab
 from fedstrata.deploy.watching.view import View
 from tests.simulation.lab import ScenarioLab
 
@@ -45,7 +45,7 @@ def watched(institutions: int, devices: int) -> str:
             for run in runs:
                 body = serialization.encode(StatusRequest(run), "operator")
                 sim.inject(topics.watch("lab", "operator"), body, qos=0)
-            await asyncio.sleep(ASK_S)
+            await asyncio.sleep(STATUS_EVERY_S)
 
     lab = ScenarioLab(experiment, observe=observe, scenario=ask, time_limit_s=3600.0)
     lab.network.hooks.append(hook)

@@ -38,7 +38,7 @@ def simulate(command: str) -> None:
     if command == "cloud":
         if os.environ.get("NULL_LAB_EVALUATOR") == "real":
             return
-        from fedstrata.cloud import agent
+        from fedstrata.cloud import cloud_agent as agent
         from tests.helpers.null_roles import evaluator
 
         setattr(agent, "CloudAgent", partial(agent.CloudAgent, evaluator=evaluator))  # noqa: B010
@@ -50,7 +50,8 @@ def simulate(command: str) -> None:
 
         setattr(pool, "Pool", NullPool)  # noqa: B010
     elif command in ("run", "sweep"):
-        from fedstrata.deploy.local import lab, network
+        from fedstrata.deploy.local import lab_network as network
+        from fedstrata.deploy.local import process_lab as lab
 
         setattr(lab, "ROLE", COMMAND)  # noqa: B010
         if processes := int(os.environ.get("NULL_LAB_PROCESSES", "0")):

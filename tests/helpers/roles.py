@@ -14,7 +14,7 @@ from fedstrata.common.net.address import BrokerAddress
 from fedstrata.common.protocol import topics
 from fedstrata.common.protocol.messages import Message, Task
 from fedstrata.common.runtime.world import Host
-from fedstrata.device.agent import DeviceAgent
+from fedstrata.device.device_agent import DeviceAgent
 from fedstrata.device.pool.pool import Pool
 from tests.helpers.commands import PATIENCE_S, command
 

@@ -18,7 +18,7 @@ from fedstrata.deploy.brokers.broker import Kind
 from fedstrata.deploy.simulation.broker import Routed
 from fedstrata.deploy.simulation.loop import OWNER, START_S, SimulationError, VirtualLoop
 from fedstrata.deploy.simulation.machines import SimulatedProcess
-from fedstrata.deploy.simulation.network import SimulatedLink, SimulatedNetwork
+from fedstrata.deploy.simulation.simulated_network import SimulatedLink, SimulatedNetwork
 from fedstrata.deploy.simulation.world import SimulatedWorld
 
 BROKER: Final = "broker"

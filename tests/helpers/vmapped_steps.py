@@ -20,9 +20,9 @@ from fedstrata.common.learning.models import head_places
 from fedstrata.common.learning.nets import reseed
 from fedstrata.common.model.layout import ModelLayout, Row
 from fedstrata.device.jobs import Cancelled
-from fedstrata.device.training.network import TRIAL_NOISE
 from fedstrata.device.training.objectives.table import objective_of
 from fedstrata.device.training.sgd import LocalSteps, features_of, forward_of
+from fedstrata.device.training.trained_network import TRIAL_NOISE
 from fedstrata.device.vmapped.loop import Turn, Visits, VmappedResult, train
 from fedstrata.device.vmapped.models import Recipe
 from fedstrata.device.vmapped.schedule import Load

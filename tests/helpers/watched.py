@@ -27,7 +27,7 @@ from fedstrata.common.protocol.messages import (
     Status,
     Step,
 )
-from fedstrata.deploy.watching.lab import Event, WatchedLab
+from fedstrata.deploy.watching.lab_state import Event, WatchedLab
 from fedstrata.deploy.watching.nodes import Node
 from fedstrata.deploy.watching.view import View
 from tests.helpers.status import child, record

@@ -11,7 +11,7 @@ from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.host.subprocess_channel import REPLACEMENTS
 from fedstrata.common.settings.topology import CLOUD, participants
-from fedstrata.deploy.simulation.lab import BROKER
+from fedstrata.deploy.simulation.simulated_lab import BROKER
 from fedstrata.device.pool.executors import RETRIES
 from tests.simulation.faults import SIDE, Fault, FaultKind
 from tests.simulation.interference import CHUNK

@@ -13,7 +13,7 @@ from unittest.mock import patch
 from fedstrata.common.settings.topology import CLOUD
 from fedstrata.deploy.simulation.broker import Routed
 from fedstrata.deploy.simulation.link import LinkConditions
-from fedstrata.deploy.simulation.network import SimulatedLink
+from fedstrata.deploy.simulation.simulated_network import SimulatedLink
 from tests.simulation import interference
 from tests.simulation.faults import Fault, FaultKind
 from tests.simulation.lab import ScenarioLab

@@ -48,7 +48,7 @@ from fedstrata.common.runtime.endpoint import Endpoint
 from fedstrata.common.settings.topology import CLOUD
 from fedstrata.common.training.scores import ScoredModels, ScoreSums
 from fedstrata.deploy.simulation.broker import Routed
-from fedstrata.deploy.simulation.lab import BROKER
+from fedstrata.deploy.simulation.simulated_lab import BROKER
 from tests.simulation.faults import SIDE, Fault, FaultKind
 from tests.simulation.lab import ScenarioLab
 

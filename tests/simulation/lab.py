@@ -18,9 +18,9 @@ from typing import Any
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.settings.topology import CLOUD
 from fedstrata.deploy.simulation.broker import SimulatedBroker
-from fedstrata.deploy.simulation.lab import BROKER, SimulatedLab, collected_warnings
 from fedstrata.deploy.simulation.link import LinkConditions
 from fedstrata.deploy.simulation.machines import SimulatedProcess
+from fedstrata.deploy.simulation.simulated_lab import BROKER, SimulatedLab, collected_warnings
 from tests.simulation.outcome import LabOutcome, TraceDigest, model_digest, round_rows
 
 Scenario = Callable[["ScenarioLab"], Awaitable[None]]

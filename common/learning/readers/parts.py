@@ -35,7 +35,7 @@ MOST_BYTES = 16 << 30  # of samples in memory
 NAME_MOST = 200  # characters of a name in a message
 IMAGES_DIM = 3  # with the samples' own dimension, the least
 CHANNELS = (1, 3, 4)  # grey, colour, colour and transparency
-KEY: Final = "data.dataset"
+DATASET_KEY: Final = "data.dataset"
 FORMS: Final = "Return two pairs of samples and targets: (x, y), (x_test, y_test), or two PyTorch data sets."
 
 
@@ -78,15 +78,15 @@ class Refuse(Protocol):
 
 def read_own(data: Data, root: Path, node: str) -> Parts:
     """Return what the function returns, converted and checked. Raises InvalidExperiment."""
-    with own.guarded({KEY: data.dataset}):
+    with own.guarded({DATASET_KEY: data.dataset}):
         return _read(data, root, node)
 
 
 def _read(data: Data, root: Path, node: str) -> Parts:
     def refuse(problem: str, remedy: str) -> NoReturn:
-        own.refuse(KEY, data.dataset, problem, remedy)
+        own.refuse(DATASET_KEY, data.dataset, problem, remedy)
 
-    result = own.call(KEY, data.dataset, {"root": root, "node": node})
+    result = own.call(DATASET_KEY, data.dataset, {"root": root, "node": node})
     if isinstance(result, Parts):
         names_of = np.array([*result.users, ""])  # of -1: nobody
         users, testers = (None if each is None else names_of[each] for each in (result.owners, result.test_owners))

@@ -13,7 +13,7 @@ from fedstrata.common.settings.tables import named_in_module
 from fedstrata.common.settings.training import OwnObjective, TrainingSettings
 from fedstrata.device.training.objectives.objective import Minibatch, Objective
 
-KEY: Final = "training.objective.name"
+OBJECTIVE_KEY: Final = "training.objective.name"
 BUILT: Final[Mapping[str, str]] = {
     "fedprox": "fedstrata.device.training.objectives.fedprox:ProximalObjective",
     "fedsam": "fedstrata.device.training.objectives.fedsam:SharpnessAwareObjective",
@@ -29,10 +29,10 @@ def objective_of(training: TrainingSettings) -> Objective:
     settings = training.objective
     made = Objective()
     if isinstance(settings, OwnObjective):
-        made = own.build(KEY, settings, Objective)
+        made = own.build(OBJECTIVE_KEY, settings, Objective)
     elif not training.plain:
         made = named_in_module(BUILT[settings.name])(settings)
-    with own.guarded({KEY: settings.name}):
+    with own.guarded({OBJECTIVE_KEY: settings.name}):
         made.sample_loss = loss_of(training.loss)
         if isinstance(settings, OwnObjective):
             _check_results(settings.name, made)
@@ -49,10 +49,10 @@ def _check_results(name: str, objective: Objective) -> None:
             _refuse_type(name, losses_of, found)
         if found.dim():
             problem = f"losses returns a tensor of {list(found.shape)}, not of []{own.place(losses_of)}"
-            own.refuse(KEY, name, problem, "Return the mean over the samples: `batch.mean(each)`.")
+            own.refuse(OBJECTIVE_KEY, name, problem, "Return the mean over the samples: `batch.mean(each)`.")
         if logits.requires_grad and not found.requires_grad:
             problem = f"losses returns a loss that does not depend on the model{own.place(losses_of)}"
-            own.refuse(KEY, name, problem, "Compute it with torch, from the logits.")
+            own.refuse(OBJECTIVE_KEY, name, problem, "Compute it with torch, from the logits.")
         return found
 
     def backward(batch: Minibatch) -> Tensor:
@@ -67,4 +67,4 @@ def _check_results(name: str, objective: Objective) -> None:
 
 def _refuse_type(name: str, method: Callable[..., object], found: object) -> Never:
     problem = f"{method.__name__} returns {type(found).__name__}, not a tensor{own.place(method)}"
-    own.refuse(KEY, name, problem, "Return the mean loss as torch computes it.")
+    own.refuse(OBJECTIVE_KEY, name, problem, "Return the mean loss as torch computes it.")

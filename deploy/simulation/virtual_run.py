@@ -25,10 +25,10 @@ from fedstrata.common.settings.topology import CLOUD
 from fedstrata.deploy.simulation.broker import Routed
 from fedstrata.deploy.simulation.computing import MachineSeconds, RealComputing
 from fedstrata.deploy.simulation.hardware import Durations, Workload
-from fedstrata.deploy.simulation.lab import SimulatedLab, ignore
 from fedstrata.deploy.simulation.link import LinkConditions
 from fedstrata.deploy.simulation.loop import SimulationError
 from fedstrata.deploy.simulation.machines import Placement
+from fedstrata.deploy.simulation.simulated_lab import SimulatedLab, ignore
 
 LIMIT_S: Final = 1e9  # virtual seconds
 LOOPBACK_S: Final = 2e-5  # one way, of a node's link to the broker on its own host

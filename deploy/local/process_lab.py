@@ -30,7 +30,7 @@ from fedstrata.common.settings.own import is_own
 from fedstrata.common.settings.topology import CLOUD
 from fedstrata.common.text import escaped
 from fedstrata.deploy.console.logs import last_error, notes_in, options, write_line
-from fedstrata.deploy.local.network import LabNetwork, one_host, shares
+from fedstrata.deploy.local.lab_network import LabNetwork, one_host, shares
 from fedstrata.deploy.results.run import may_resume
 from fedstrata.deploy.watching.showing import show
 from fedstrata.device.pool.pool import cores

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from fedstrata.cloud.agent import CloudAgent
+from fedstrata.cloud.cloud_agent import CloudAgent
 from fedstrata.cloud.results import RunFolder
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.metrics import Metrics
@@ -29,10 +29,10 @@ from fedstrata.deploy.simulation.hardware import Computing, Durations, NullWorkl
 from fedstrata.deploy.simulation.link import LinkConditions
 from fedstrata.deploy.simulation.loop import START_S, SimulationError, VirtualLoop
 from fedstrata.deploy.simulation.machines import Machines, Placement, SimulatedProcess
-from fedstrata.deploy.simulation.network import SimulatedLink, SimulatedNetwork
+from fedstrata.deploy.simulation.simulated_network import SimulatedLink, SimulatedNetwork
 from fedstrata.deploy.simulation.world import SimulatedWorld
-from fedstrata.device.agent import DeviceAgent
-from fedstrata.institution.agent import InstitutionAgent
+from fedstrata.device.device_agent import DeviceAgent
+from fedstrata.institution.institution_agent import InstitutionAgent
 
 BROKER: Final = "broker"
 OK: Final = "ok"
