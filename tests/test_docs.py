@@ -304,7 +304,7 @@ def test_the_options_and_keys_of_the_page_on_security_exist() -> None:
     assert named and named <= options
     keys = set(re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?: = [^`]*)?`", page("SECURITY.md")))
     assert keys and all(experiment.field_of(key) for key in keys)
-    of_labs = (ROOT / "deploy" / "kits" / "lab.py").read_text(encoding="utf-8")
+    of_labs = (ROOT / "deploy" / "kits" / "lab_file.py").read_text(encoding="utf-8")
     assert all(f"    {key}: " in of_labs for key in re.findall(r"`([a-z_]+) = (?:true|false)`", page("SECURITY.md")))
 
 

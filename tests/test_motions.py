@@ -123,4 +123,4 @@ def test_people_train_on_their_own_motions(tmp_path: Path) -> None:
     with pytest.raises(InvalidExperiment, match="motions are no images"):
         parse(tree | {"data": {**tree["data"], "noise": 0.1}})  # type: ignore[dict-item]
     with pytest.raises(InvalidExperiment, match=r"lenet5': does not accept .* Use cnn_motions"):
-        settings.check_fits(experiment.data, settings.Model(name="lenet5"), devices=3)
+        settings.check_fits(experiment.data, settings.ModelSettings(name="lenet5"), devices=3)

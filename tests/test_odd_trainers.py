@@ -608,7 +608,7 @@ def test_the_number_of_examples_may_differ_from_round_to_round(mode: str, home: 
 
 
 # Killed after Flower's state was written: half of what a task leaves.
-DYING: Final = """from fedstrata.common.model import flower as module, flower_state
+DYING: Final = """from fedstrata.common.training import flower as module, flower_state
 def dying(state, folder):
     flower_state.write_state(state, folder)
     if os.path.exists('armed'):
