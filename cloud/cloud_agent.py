@@ -27,8 +27,8 @@ from fedstrata.common.methods.rule import link_layouts
 from fedstrata.common.model.layout import Row
 from fedstrata.common.protocol.admission import Budget
 from fedstrata.common.protocol.attendance import ADDRESS, HTTPS
-from fedstrata.common.protocol.limits import entering_below, limits_below
 from fedstrata.common.protocol.messages import Announcement, NodeState
+from fedstrata.common.protocol.peers import to_children
 from fedstrata.common.protocol.round_state import GLOBAL_PHASES
 from fedstrata.common.protocol.status import RunProgress
 from fedstrata.common.runtime.exports import ScrapeTarget, discovery, export_parent
@@ -103,14 +103,9 @@ class CloudAgent:
         down = ParentEndpoint(
             host.broker,
             identity,
-            links={name: experiment.link(name) for name in tree.children[CLOUD]},
-            transfer=experiment.transfer,
-            shaped=experiment.links.enforce == "bucket",
+            to_children(experiment, CLOUD),
             codecs=tier.transfer,
-            limits=limits_below(experiment, CLOUD),
             minimum_of=tier.minimum_of,
-            entering=entering_below(experiment, CLOUD),
-            onward=experiment.onward_rates(CLOUD),
             spool=spool,
             observe=self._observe,
             world=host.world,

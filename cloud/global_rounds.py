@@ -42,6 +42,7 @@ from fedstrata.common.runtime.round import (
     Children,
     ClosedRound,
     Observe,
+    rule_context,
     run_round,
     unreported,
 )
@@ -86,19 +87,12 @@ class GlobalRounds:
         self._layout = layout = beginning.layout
         self._row = beginning.row
         tier = experiment.tier_below(CLOUD)
+        context = rule_context(
+            experiment, CLOUD, layout=layout, spool=spool, folder=folder.path / "cache", measures=True, refiner=refiner
+        )
         self._rule = rule = aggregator.build(
             tier.aggregation,
-            layout=layout,
-            node=CLOUD,
-            seed=experiment.seed,
-            measures=True,
-            rows=partial(spool.memory, row_bytes=layout.row_bytes, resident_mb=experiment.transfer.resident_mb),
-            folder=folder.path / "cache",
-            children=len(experiment.tree.children[CLOUD]),
-            training=experiment.training,
-            learning_rate=experiment.learning_rate_in,
-            rounds_below=experiment.rounds_below(CLOUD),
-            refiner=refiner,
+            context,
             bound=tier.norm_bound,
             privacy=tier.privacy,
             secret=partial(spool.secret, world.noise),

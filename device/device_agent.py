@@ -22,8 +22,8 @@ from fedstrata.common.host.files import until_written
 from fedstrata.common.host.offload import offload
 from fedstrata.common.metrics import NodeLabels
 from fedstrata.common.model.layout import ModelLayout
-from fedstrata.common.protocol.limits import task_limits
 from fedstrata.common.protocol.messages import NodeState, Phase, Task
+from fedstrata.common.protocol.peers import to_parent
 from fedstrata.common.runtime.child_endpoint import ChildEndpoint
 from fedstrata.common.runtime.discovery import Found, activity, another_parent, join
 from fedstrata.common.runtime.exports import export_child
@@ -169,19 +169,19 @@ class DeviceAgent:
         up = ChildEndpoint(
             host.broker,
             host.identity(found.run, self._name, "device"),
-            parent=part.parent,
-            parent_session=part.session,
-            transfer=experiment.transfer,
-            link=experiment.link(self._name),
-            shaped=experiment.links.enforce == "bucket",
-            limits=task_limits(experiment, self._name, part.parent),
+            to_parent(
+                experiment,
+                self._name,
+                part.parent,
+                session=part.session,
+                frozen=part.layout.frozen,
+                patience_s=patience_s,
+                entered=self._name not in experiment.tree.children[part.parent],
+            ),
             codecs=tier.transfer,
             spool=part.spool,
-            frozen=part.layout.frozen,
             files=part.files,
-            patience_s=patience_s,
             after=0 if by == part.parent else used,
-            entered=self._name not in experiment.tree.children[part.parent],
             world=host.world,
         )
         export_child(self._metrics, up, self._labels, tier=tier.name)

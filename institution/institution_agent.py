@@ -14,8 +14,9 @@ from fedstrata.common.methods.rule import link_layouts
 from fedstrata.common.metrics import NodeLabels
 from fedstrata.common.model.layout import ModelLayout
 from fedstrata.common.net.address import BrokerAddress
-from fedstrata.common.protocol.limits import entering_below, limits_below, task_limits, tests_below
+from fedstrata.common.protocol.limits import tests_below
 from fedstrata.common.protocol.messages import LIVING, NodeState, Task
+from fedstrata.common.protocol.peers import to_children, to_parent
 from fedstrata.common.protocol.round_state import PHASES
 from fedstrata.common.runtime.child_endpoint import ChildEndpoint
 from fedstrata.common.runtime.discovery import Found, activity, join
@@ -75,18 +76,12 @@ class InstitutionAgent:
         identity = host.identity(run, self._name, "institution")
         spool = Spool.open(host.spool, run=run, node=self._name)
         files = FrozenFiles(host.spool, self._name, run="" if host.stay else run)
-        shaped = experiment.links.enforce == "bucket"
         down = ParentEndpoint(
             self._child_broker,
             identity,
-            links={name: experiment.link(name) for name in children},
-            transfer=experiment.transfer,
-            shaped=shaped,
+            to_children(experiment, self._name),
             codecs=tier.transfer,
-            limits=limits_below(experiment, self._name),
             minimum_of=tier.minimum_of,
-            entering=entering_below(experiment, self._name),
-            onward=experiment.onward_rates(self._name),
             spool=spool,
             observe=lambda event, facts: presence.look() if event == "child" else None,
             world=host.world,
@@ -94,16 +89,16 @@ class InstitutionAgent:
         up = ChildEndpoint(
             host.broker,
             identity,
-            parent=self._parent,
-            parent_session=found.parent_session,
-            transfer=experiment.transfer,
-            link=experiment.link(self._name),
-            shaped=shaped,
-            limits=task_limits(experiment, self._name, self._parent),
-            below=down.ledger,
+            to_parent(
+                experiment,
+                self._name,
+                self._parent,
+                session=found.parent_session,
+                below=down.ledger,
+                frozen=layout.frozen,
+            ),
             codecs=experiment.tier_above(self._name).transfer,
             spool=spool,
-            frozen=layout.frozen,
             files=files,
             world=host.world,
         )

@@ -36,7 +36,16 @@ from fedstrata.common.protocol.limits import plans_of
 from fedstrata.common.protocol.messages import Phase, Task
 from fedstrata.common.runtime.models import Arriving, work_on
 from fedstrata.common.runtime.refining import run_refining
-from fedstrata.common.runtime.round import Children, ClosedRound, Dispatch, Report, WorkResult, run_round, unreported
+from fedstrata.common.runtime.round import (
+    Children,
+    ClosedRound,
+    Dispatch,
+    Report,
+    WorkResult,
+    rule_context,
+    run_round,
+    unreported,
+)
 from fedstrata.common.runtime.uploads import UploadEncoder
 from fedstrata.common.runtime.world import REAL, World
 from fedstrata.common.storage.spool import Spool
@@ -78,20 +87,13 @@ class LocalRounds:
         self._tier = experiment.tier_below(name)
         down_above, below = experiment.tier_above(name).transfer.down, self._tier.transfer.down
         self._recodes = below != down_above and not codec_of(below).exact  # the children decode another model
+        context = rule_context(
+            experiment, name, layout=layout, spool=spool, folder=spool.folder("cache"), measures=False, refiner=refiner
+        )
         build = partial(
             aggregator.build,
             self._tier.aggregation,
-            layout=layout,
-            node=name,
-            seed=experiment.seed,
-            measures=False,
-            rows=partial(spool.memory, row_bytes=layout.row_bytes, resident_mb=experiment.transfer.resident_mb),
-            folder=spool.folder("cache"),
-            children=len(tree.children[name]),
-            training=experiment.training,
-            learning_rate=experiment.learning_rate_in,
-            rounds_below=experiment.rounds_below(name),
-            refiner=refiner,
+            context,
             bound=self._tier.norm_bound,
             privacy=self._tier.privacy,
             secret=secret,

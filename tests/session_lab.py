@@ -33,6 +33,7 @@ from fedstrata.common.protocol.messages import DIGEST_BYTES, Key, Message, NodeS
 from fedstrata.common.protocol.outbox import Output, Publish, PublishChunk, Subscribe
 from fedstrata.common.protocol.parent_session import ParentSession
 from fedstrata.common.protocol.participant import ParticipantState
+from fedstrata.common.protocol.peers import ToChildren, ToParent
 from fedstrata.common.protocol.presence import Identity
 from fedstrata.common.protocol.receiver import Landing
 from fedstrata.common.protocol.round_state import Assignment, Closed, Stalled
@@ -539,11 +540,7 @@ class Lab:
         identity = Identity(RUN, name, "device", self.new_session(name))
         session = ChildSession(
             identity,
-            parent=PARENT,
-            parent_session=parent_session,
-            link=self.link,
-            transfer=self.transfer,
-            shaped=True,
+            ToParent(parent=PARENT, session=parent_session, link=self.link, transfer=self.transfer, shaped=True),
             meter=NoMeter(),
             first_number=int(1e3 * self.now),
             now=self.now,
@@ -684,12 +681,11 @@ class Lab:
         identity = Identity(RUN, PARENT, "cloud", self.new_session(PARENT), ledger=RUN)
         session = ParentSession(
             identity,
-            links=dict.fromkeys(self.names, self.link),
-            transfer=self.transfer,
-            shaped=True,
+            ToChildren(
+                links=dict.fromkeys(self.names, self.link), transfer=self.transfer, shaped=True, limits=self.limits
+            ),
             meter=NoMeter(),
             first_number=int(1e3 * self.now),
-            limits=self.limits,
         )
         session.set_form(FORM)
         parent = ParentNode(self, session)

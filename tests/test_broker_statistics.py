@@ -10,6 +10,7 @@ import pytest
 from fedstrata.common.experiment.schema import TransferSettings
 from fedstrata.common.net.address import BrokerAddress
 from fedstrata.common.protocol.messages import NodeState
+from fedstrata.common.protocol.peers import ToChildren
 from fedstrata.common.protocol.presence import Identity
 from fedstrata.common.runtime.endpoint import DROPPED, HEAP, BrokerStatistics
 from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
@@ -28,7 +29,9 @@ def test_mosquitto_publishes_statistics_where_it_may(tmp_path: Path, open_: bool
 
     async def play(address: BrokerAddress) -> None:
         identity = Identity("r-1", "cloud", "cloud", new_session())
-        parent = ParentEndpoint(address, identity, links={"i0": LinkSettings()}, transfer=TransferSettings())
+        parent = ParentEndpoint(
+            address, identity, ToChildren(links={"i0": LinkSettings()}, transfer=TransferSettings())
+        )
         values = parent.statistics.values
         async with asyncio.timeout(30):
             serving = asyncio.create_task(parent.run(connect_timeout_s=9))

@@ -27,6 +27,7 @@ from fedstrata.common.net.client import MqttClient
 from fedstrata.common.net.connection import BrokerConnection, Handlers
 from fedstrata.common.net.tls import is_final
 from fedstrata.common.protocol.messages import NodeState
+from fedstrata.common.protocol.peers import ToChildren
 from fedstrata.common.protocol.presence import Identity
 from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
 from fedstrata.common.runtime.world import new_session
@@ -510,7 +511,7 @@ def answering_statistics(answer: Answer) -> Answer:
 async def parent_at(address: BrokerAddress) -> AsyncIterator[BrokerConnection]:
     """Run a parent with one child; yield its connection. It soon stops asking for the limits of the broker."""
     identity = Identity("r-1", "cloud", "cloud", new_session())
-    parent = ParentEndpoint(address, identity, links={"i0": LinkSettings()}, transfer=TransferSettings())
+    parent = ParentEndpoint(address, identity, ToChildren(links={"i0": LinkSettings()}, transfer=TransferSettings()))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fedstrata.common.net.plain_client.LIMIT_ANSWER_S", 0.05)
         patch.setattr("fedstrata.common.net.packet_limit.ANSWER_S", 0.05)

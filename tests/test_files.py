@@ -24,6 +24,7 @@ from fedstrata.common.host.files import replacing, writing
 from fedstrata.common.learning import stored
 from fedstrata.common.methods import aggregator
 from fedstrata.common.methods.fedavg import FedAvg
+from fedstrata.common.methods.rule import RuleContext
 from fedstrata.common.model.layout import ModelLayout, Section
 from fedstrata.common.storage.spool import Spool
 from tests.helpers.commands import invoke
@@ -53,7 +54,7 @@ def mode(path: Path) -> int:
 
 def rule_of() -> Any:
     rows: Any = lambda name, count: np.empty((count, LAYOUT.row_bytes), np.uint8)  # noqa: E731
-    return aggregator.build(FedAvg(), layout=LAYOUT, node="cloud", seed=1, measures=True, rows=rows)
+    return aggregator.build(FedAvg(), RuleContext(layout=LAYOUT, node="cloud", seed=1, measures=True, rows=rows))
 
 
 def save(folder: Path, global_round: int) -> Path:

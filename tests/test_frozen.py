@@ -32,6 +32,7 @@ from fedstrata.common.learning.evaluation import ModelTester
 from fedstrata.common.learning.refiner import NodeRefiner
 from fedstrata.common.learning.splits import split_of
 from fedstrata.common.methods import aggregator
+from fedstrata.common.methods.rule import RuleContext
 from fedstrata.common.model import tensors
 from fedstrata.common.model.layout import FrozenForm
 from fedstrata.common.model.parts import read_frozen_file
@@ -198,12 +199,14 @@ def test_a_run_does_not_go_on_with_other_frozen_arrays(tmp_path: Path) -> None:
     tester, other = ModelTester(lab), ModelTester(parse({**LAB, "model": MODEL}))
     rule = aggregator.build(
         lab.tiers[0].aggregation,
-        layout=tester.layout,
-        node="cloud",
-        seed=1,
-        children=2,
-        measures=False,
-        rows=lambda _, count: np.empty((count, tester.layout.row_bytes), np.uint8),
+        RuleContext(
+            layout=tester.layout,
+            node="cloud",
+            seed=1,
+            children=2,
+            measures=False,
+            rows=lambda _, count: np.empty((count, tester.layout.row_bytes), np.uint8),
+        ),
     )
     assert checkpoint.load(found, layout=tester.layout, row=tester.layout.empty(), rule=rule).global_round == 1
     with pytest.raises(InvalidExperiment, match="its frozen arrays are not those with which the cloud begins now"):

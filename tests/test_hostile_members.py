@@ -66,6 +66,7 @@ from fedstrata.common.protocol.messages import (
     WhoIsThere,
 )
 from fedstrata.common.protocol.parent_session import ParentSession
+from fedstrata.common.protocol.peers import ToChildren
 from fedstrata.common.protocol.presence import ASK_FIRST_S, Identity
 from fedstrata.common.protocol.round_state import ChildState
 from fedstrata.common.runtime.discovery import Found, _play
@@ -634,9 +635,11 @@ def test_the_limits_are_those_of_the_experiment() -> None:
     links = {name: LinkSettings() for name in ("institution-0", "institution-1")}
     limits = limits_below(experiment, "cloud")
     parent = ParentSession(
-        Identity(RUN, "cloud", "cloud", "s"), links=links, transfer=experiment.transfer, shaped=False, meter=NoMeter(),
-        first_number=0, limits=limits,
-    )  # fmt: skip
+        Identity(RUN, "cloud", "cloud", "s"),
+        ToChildren(links=links, transfer=experiment.transfer, shaped=False, limits=limits),
+        meter=NoMeter(),
+        first_number=0,
+    )
     parent.set_form(FORM)
     below = len(limits["institution-0"].below)
     reports = Reports(tuple(ChildReport(name) for name in limits["institution-0"].below))

@@ -25,7 +25,7 @@ from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.host.machine import LoadMeter, MachineLoad
 from fedstrata.common.methods import aggregator
 from fedstrata.common.methods.fedavg import FedAvg
-from fedstrata.common.methods.rule import Uploads, link_layouts
+from fedstrata.common.methods.rule import RuleContext, Uploads, link_layouts
 from fedstrata.common.methods.settings import RULES, RuleSettings
 from fedstrata.common.model.layout import ModelLayout, Section
 from fedstrata.common.settings.training import TrainingSettings
@@ -122,9 +122,17 @@ def peak_of(settings: RuleSettings, layout: ModelLayout, children: Sequence[str]
     layout.floats(start)[:] = 0.1
     tracemalloc.start()
     rule = aggregator.build(
-        settings, layout=layout, node="cloud", seed=1, measures=True, children=len(children),
-        training=TrainingSettings(), rows=lambda name, count: np.zeros((count, layout.row_bytes), np.uint8),
-    )  # fmt: skip
+        settings,
+        RuleContext(
+            layout=layout,
+            node="cloud",
+            seed=1,
+            measures=True,
+            children=len(children),
+            training=TrainingSettings(),
+            rows=lambda name, count: np.zeros((count, layout.row_bytes), np.uint8),
+        ),
+    )
     rule.begin(start)
     for r in range(3):
         order = tuple(name for _, names in rule.dispatch(r, children) for name in names)

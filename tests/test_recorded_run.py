@@ -37,6 +37,7 @@ from fedstrata.common.protocol.messages import (
 )
 from fedstrata.common.protocol.outbox import Output, Publish, PublishChunk
 from fedstrata.common.protocol.parent_session import ParentSession
+from fedstrata.common.protocol.peers import ToChildren, ToParent
 from fedstrata.common.protocol.presence import Identity
 from fedstrata.common.protocol.round_state import Assignment, Closed
 from fedstrata.common.runtime.models import Models
@@ -190,9 +191,16 @@ def test_a_parent_plays_the_recorded_rounds_again(node: str, messages: list[Reco
     children = ["institution-0"] if node == "cloud" else experiment.tree.devices
     identity = Identity(run_of(messages), node, "cloud", session_of(messages, node), ledger=run_of(messages))
     session = ParentSession(
-        identity, links=dict.fromkeys(children, LinkSettings()), transfer=experiment.transfer, shaped=False,
-        meter=NoMeter(), first_number=1, limits=limits_below(experiment, node),
-    )  # fmt: skip
+        identity,
+        ToChildren(
+            links=dict.fromkeys(children, LinkSettings()),
+            transfer=experiment.transfer,
+            shaped=False,
+            limits=limits_below(experiment, node),
+        ),
+        meter=NoMeter(),
+        first_number=1,
+    )
     announcement = announcement_in(messages)
     session.set_form(Models(sent="fp32", received="fp32").form(ModelLayout.from_json(announcement.layout)))
     session.link.announce(announcement)
@@ -239,10 +247,19 @@ def test_a_child_answers_the_recorded_tasks_again(node: str, messages: list[Reco
     layout, blobs = ModelLayout.from_json(announcement_in(messages).layout), blobs_in(messages)
     parent = "cloud" if node == "institution-0" else "institution-0"
     session = ChildSession(
-        Identity(run_of(messages), node, "device", session_of(messages, node)), parent=parent,
-        parent_session=session_of(messages, parent), link=LinkSettings(), transfer=experiment.transfer, shaped=False,
-        meter=NoMeter(), first_number=1, now=0.0, form=Models(sent="fp32", received="fp32").form(layout),
-    )  # fmt: skip
+        Identity(run_of(messages), node, "device", session_of(messages, node)),
+        ToParent(
+            parent=parent,
+            session=session_of(messages, parent),
+            link=LinkSettings(),
+            transfer=experiment.transfer,
+            shaped=False,
+        ),
+        meter=NoMeter(),
+        first_number=1,
+        now=0.0,
+    )
+    session.set_form(Models(sent="fp32", received="fp32").form(layout))
     replay = Replay(session, messages)
     models: dict[str, np.ndarray[Any, np.dtype[np.uint8]]] = {}
     ended: list[NodeState] = []

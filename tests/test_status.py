@@ -31,6 +31,7 @@ from fedstrata.common.protocol.messages import (
 )
 from fedstrata.common.protocol.outbox import OTHERS, Publish, Subscribe
 from fedstrata.common.protocol.parent_session import ParentSession
+from fedstrata.common.protocol.peers import ToChildren
 from fedstrata.common.protocol.presence import Identity
 from fedstrata.common.protocol.round_state import ChildInRound, ChildState
 from fedstrata.common.protocol.status import (
@@ -156,9 +157,11 @@ def test_a_runs_progress_is_that_of_the_clouds_events() -> None:
 
 def parent_of(*children: str) -> ParentSession:
     session = ParentSession(
-        Identity(RUN, "cloud", "cloud", "s", lab=LAB), links={name: LinkSettings() for name in children},
-        transfer=TransferSettings(), shaped=True, meter=NoMeter(), first_number=0,
-    )  # fmt: skip
+        Identity(RUN, "cloud", "cloud", "s", lab=LAB),
+        ToChildren(links={name: LinkSettings() for name in children}, transfer=TransferSettings(), shaped=True),
+        meter=NoMeter(),
+        first_number=0,
+    )
     session.connected(0.0)
     return session
 

@@ -21,6 +21,7 @@ from fedstrata.common.net.address import BrokerAddress
 from fedstrata.common.protocol.attendance import REPORT_MOST_S, REPORT_S, STAYING, Targets
 from fedstrata.common.protocol.limits import ChildLimits
 from fedstrata.common.protocol.messages import NodeState, Presence, Target
+from fedstrata.common.protocol.peers import ToChildren, ToParent
 from fedstrata.common.protocol.presence import Identity
 from fedstrata.common.runtime import exports as targets_of_runs
 from fedstrata.common.runtime.child_endpoint import ChildEndpoint
@@ -294,7 +295,9 @@ def test_devices_on_a_broker_of_their_own_are_found_lost_and_found_again(tmp_pat
 
         def device() -> ChildEndpoint:
             return ChildEndpoint(
-                at[lan.port], identity("d0", "device"), parent="i0", transfer=TransferSettings(), link=LinkSettings()
+                at[lan.port],
+                identity("d0", "device"),
+                ToParent(parent="i0", transfer=TransferSettings(), link=LinkSettings()),
             )
 
         async def pass_on() -> None:
@@ -309,13 +312,17 @@ def test_devices_on_a_broker_of_their_own_are_found_lost_and_found_again(tmp_pat
         cloud = ParentEndpoint(
             at[wan.port],
             identity("cloud", "cloud"),
-            links={"i0": LinkSettings()},
-            transfer=TransferSettings(),
-            limits={"i0": ChildLimits(below={"d0": 1})},
+            ToChildren(
+                links={"i0": LinkSettings()}, transfer=TransferSettings(), limits={"i0": ChildLimits(below={"d0": 1})}
+            ),
         )
         middle = identity("i0", "institution")
-        up = ChildEndpoint(at[wan.port], middle, parent="cloud", transfer=TransferSettings(), link=LinkSettings())
-        down = ParentEndpoint(at[lan.port], middle, links={"d0": LinkSettings()}, transfer=TransferSettings())
+        up = ChildEndpoint(
+            at[wan.port], middle, ToParent(parent="cloud", transfer=TransferSettings(), link=LinkSettings())
+        )
+        down = ParentEndpoint(
+            at[lan.port], middle, ToChildren(links={"d0": LinkSettings()}, transfer=TransferSettings())
+        )
         first, second = device(), device()
         async with asyncio.timeout(30):
             serving = [asyncio.create_task(each.run(connect_timeout_s=9)) for each in (cloud, up, down, first)]

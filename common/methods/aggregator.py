@@ -14,22 +14,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from math import inf
-from pathlib import Path
 from typing import Final
 
 from fedstrata.common.errors import InvalidExperiment, installing
-from fedstrata.common.lazy import np, npt
+from fedstrata.common.lazy import np
 from fedstrata.common.methods.mixing import Floats
 from fedstrata.common.methods.optimisers import stepped
 from fedstrata.common.methods.own_rule import GuardedOwn, OwnTable
 from fedstrata.common.methods.private import NoiseSource, PrivateRule, lengths, no_secret, shorten
-from fedstrata.common.methods.rule import NO_TRAINING, Aggregated, Rule, RuleContext, Uploads, WrappedRule, link_layouts
+from fedstrata.common.methods.rule import Aggregated, Rule, RuleContext, Uploads, WrappedRule, link_layouts
 from fedstrata.common.methods.settings import CombiningSettings, NormBound, RuleSettings
-from fedstrata.common.model.layout import LinkLayouts, ModelLayout
-from fedstrata.common.model.refinement import Refiner
+from fedstrata.common.model.layout import LinkLayouts
 from fedstrata.common.randomness import Purpose
 from fedstrata.common.settings.privacy import NO_PRIVACY, PrivacySettings
-from fedstrata.common.settings.training import TrainingSettings
 
 STEP = "step"
 NO_BOUND: Final = NormBound()
@@ -37,18 +34,8 @@ NO_BOUND: Final = NormBound()
 
 def build(
     settings: RuleSettings,
+    context: RuleContext,
     *,
-    layout: ModelLayout,
-    node: str,
-    seed: int,
-    measures: bool,
-    rows: Callable[[str, int], npt.NDArray[np.uint8]],
-    folder: Path | None = None,
-    children: int = 1,
-    training: TrainingSettings = NO_TRAINING,
-    learning_rate: Callable[[int], float] | None = None,
-    rounds_below: int = 1,
-    refiner: Refiner | None = None,
     bound: NormBound = NO_BOUND,
     privacy: PrivacySettings = NO_PRIVACY,
     secret: Callable[[], bytes] = no_secret,
@@ -57,27 +44,27 @@ def build(
     """Return a node's rule, behind the bound of its children's steps, or their privacy.
 
     `secret`: the node's own, for noise. `hides_uploads`: nothing reads the uploads but the rule, so that a mean may
-    have noise alone. For the other arguments see `RuleContext`. Raises InvalidExperiment without a package of an extra.
+    have noise alone. Raises InvalidExperiment without a package of an extra.
     """
     given, settings = settings, settings.resolved
     for package in settings.packages:
         if find_spec(package) is None:
             problem, remedy = f"needs {package}, which is not installed", f"{installing('methods')}."
             raise InvalidExperiment("aggregation.name", settings.name, problem, remedy)
-    rate = learning_rate or (lambda _: training.learning_rate)
-    context = RuleContext(layout, node, seed, measures, rows, folder, children, training, rate, rounds_below, refiner)
     rule = given.build(context)
     if isinstance(settings, CombiningSettings) and settings.step is not None:
         rule = stepped(rule, settings.step, context)
     if isinstance(given, OwnTable):
-        rule = GuardedOwn(given.name, rule, layout)
+        rule = GuardedOwn(given.name, rule, context.layout)
     if privacy.by_parent:
-        source = NoiseSource(privacy, seed=seed, node=node, secret=secret, purpose=Purpose.PRIVACY_OF_CHILDREN)
+        source = NoiseSource(
+            privacy, seed=context.seed, node=context.node, secret=secret, purpose=Purpose.PRIVACY_OF_CHILDREN
+        )
         mean = settings.of_mean if hides_uploads else None
-        return PrivateRule(rule, privacy, layout=layout, source=source, mean=mean)
+        return PrivateRule(rule, privacy, layout=context.layout, source=source, mean=mean)
     if bound.action == "off":
         return rule
-    return NormBoundedRule(rule, bound, link_layouts(settings, layout))
+    return NormBoundedRule(rule, bound, link_layouts(settings, context.layout))
 
 
 class NormBoundedRule(WrappedRule):

@@ -15,11 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from fedstrata.common.accounting.child_report import ChildReport
-from fedstrata.common.accounting.ledger import Ledger, Mark
+from fedstrata.common.accounting.ledger import Mark
 from fedstrata.common.accounting.traffic import Traffic
 from fedstrata.common.errors import Misfit, RefusedModel, WireError
-from fedstrata.common.experiment.schema import TransferSettings
-from fedstrata.common.model.layout import ROW_BYTES_MOST, FrozenForm
+from fedstrata.common.model.layout import ROW_BYTES_MOST
 from fedstrata.common.protocol import topics
 from fedstrata.common.protocol.arrivals import Arrival, Elsewhere, Living, Proven, Received, Unproven
 from fedstrata.common.protocol.events import (
@@ -34,7 +33,7 @@ from fedstrata.common.protocol.events import (
     RunEnded,
     TaskReceived,
 )
-from fedstrata.common.protocol.limits import SenderBounds, TaskLimits
+from fedstrata.common.protocol.limits import SenderBounds
 from fedstrata.common.protocol.manifest import FROZEN_CODEC, ModelForm
 from fedstrata.common.protocol.messages import (
     LIVING,
@@ -62,10 +61,11 @@ from fedstrata.common.protocol.messages import (
 from fedstrata.common.protocol.outbox import Output
 from fedstrata.common.protocol.participant import PHASE_S, Participant
 from fedstrata.common.protocol.peer_link import ByteMeter, PeerLink
+from fedstrata.common.protocol.peers import ToParent
 from fedstrata.common.protocol.presence import Identity, Proof, TimeZero
 from fedstrata.common.protocol.receiver import Fetched, FetchFailed, ReceiverEvent
 from fedstrata.common.protocol.round_state import HEARTBEAT_S
-from fedstrata.common.settings.links import LinkSet, LinkSettings
+from fedstrata.common.settings.links import LinkSet
 from fedstrata.common.text import short
 
 FAREWELL_S: Final = 1.0  # between two farewells
@@ -75,36 +75,11 @@ LEDGERS_KEPT: Final = 16  # of the parent: one per process
 
 
 class ChildSession:
-    """One child's session with its parent on one broker.
+    """One child's session with its parent on one broker."""
 
-    `patience_s`: after which a parent that is not there is gone, once the run has begun; None, and before: the
-    transfers' `idle_s`. `entered`: the
-    experiment names another parent or none, so each process of the parent has to be asked to take this node in.
-    `parent_session`: the session that replied during discovery, empty if none did. `below`: the byte ledger of this
-    node's own children, if it has any. `form`: the required form of the parent's models; `frozen`: that of its frozen
-    arrays; `limits`: of its tasks.
-    """
-
-    def __init__(
-        self,
-        identity: Identity,
-        *,
-        parent: str,
-        parent_session: str = "",
-        link: LinkSettings,
-        transfer: TransferSettings,
-        shaped: bool,
-        meter: ByteMeter,
-        first_number: int,
-        now: float,
-        form: ModelForm | None = None,
-        frozen: FrozenForm | None = None,
-        limits: TaskLimits | None = None,
-        below: Ledger | None = None,
-        patience_s: float | None = None,
-        entered: bool = False,
-    ) -> None:
-        ways = LinkSet(to={parent: link.up}, from_={parent: link.down}, shaped=shaped)
+    def __init__(self, identity: Identity, above: ToParent, *, meter: ByteMeter, first_number: int, now: float) -> None:
+        parent, link, transfer = above.parent, above.link, above.transfer
+        ways = LinkSet(to={parent: link.up}, from_={parent: link.down}, shaped=above.shaped)
         self.link = PeerLink(
             identity,
             peers=(parent,),
@@ -118,22 +93,22 @@ class ChildSession:
         )
         self.parent = parent
         # When the institutions have a model is measured: they report it at once.
-        self.participant = Participant(idle_s=transfer.idle_s, phase_s=PHASE_S if below is None else 0.0)
-        self._form = form
-        self._frozen = frozen
-        self._limits = limits
+        self.participant = Participant(idle_s=transfer.idle_s, phase_s=PHASE_S if above.below is None else 0.0)
+        self._form: ModelForm | None = None
+        self._frozen = above.frozen
+        self._limits = above.limits
         self._bound()
-        self._below = below
+        self._below = above.below
         self._ledger = ""
         self._marks: dict[str, Mark] = {}
         self._fetching: Task | None = None
-        self._parent_session = parent_session
+        self._parent_session = above.session
         self._task_session = ""  # that sent the last task
         self._zero = TimeZero()
         self._gone_since: float | None = now
         self._lost = False
-        self._patience_s = patience_s or transfer.idle_s
-        self._entered = entered
+        self._patience_s = above.patience_s or transfer.idle_s
+        self._entered = above.entered
         self.accepted: Key | None = None  # the task whose result the parent accepted last
         self._quiet_s = min(QUIET_S, self._patience_s / 2)
         self._quiet_at = inf
@@ -146,8 +121,8 @@ class ChildSession:
         self._prepare_at = self._want_at = inf
         self._farewell: tuple[ChildReport, ...] | None = None
         self._farewell_at = inf
-        if parent_session:
-            self.link.proofs.know(parent, parent_session)
+        if above.session:
+            self.link.proofs.know(parent, above.session)
 
     # Before the rounds
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import inf
-from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -19,7 +18,6 @@ from fedstrata.common.accounting.child_report import ChildReport
 from fedstrata.common.accounting.ledger import Ledger
 from fedstrata.common.accounting.traffic import Traffic
 from fedstrata.common.errors import Misfit, RefusedModel, WireError
-from fedstrata.common.experiment.schema import TransferSettings
 from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.model.layout import FrozenForm
 from fedstrata.common.protocol import topics
@@ -69,43 +67,27 @@ from fedstrata.common.protocol.messages import (
 )
 from fedstrata.common.protocol.outbox import Output
 from fedstrata.common.protocol.peer_link import ByteMeter, PeerLink
+from fedstrata.common.protocol.peers import ToChildren
 from fedstrata.common.protocol.presence import Identity
 from fedstrata.common.protocol.receiver import Fetched, FetchFailed, FetchFailure, ReceiverEvent
 from fedstrata.common.protocol.round_state import MOVED, Assignment, Restarted
 from fedstrata.common.protocol.status import RunProgress, status_of
-from fedstrata.common.settings.links import LinkSet, LinkSettings
+from fedstrata.common.settings.links import LinkSet
 from fedstrata.common.text import short
 
-UNLIMITED: Final[Mapping[str, float]] = MappingProxyType({})
 RATED_CHUNKS: Final = 8  # smaller models do not show the rate of their link
 
 
 class ParentSession:
-    """One parent's session with its children on one broker.
+    """One parent's session with its children on one broker."""
 
-    `links`: the children's names in order, each with its link; `shaped`: this end enforces their rates and delays.
-    `limits`: what each child may report, and the nodes below it. `entering`: who else may become a child. `onward`: see
-    `LinkSet`.
-    """
-
-    def __init__(
-        self,
-        identity: Identity,
-        *,
-        links: Mapping[str, LinkSettings],
-        transfer: TransferSettings,
-        shaped: bool,
-        meter: ByteMeter,
-        first_number: int,
-        limits: Mapping[str, ChildLimits] | None = None,
-        entering: Entering | None = None,
-        onward: Mapping[str, float] = UNLIMITED,
-    ) -> None:
+    def __init__(self, identity: Identity, below: ToChildren, *, meter: ByteMeter, first_number: int) -> None:
+        links, transfer = below.links, below.transfer
         ways = LinkSet(
             to={name: link.down for name, link in links.items()},
             from_={name: link.up for name, link in links.items()},
-            shaped=shaped,
-            onward=onward,
+            shaped=below.shaped,
+            onward=below.onward,
         )
         self.link = PeerLink(
             identity,
@@ -118,18 +100,18 @@ class ParentSession:
             take=self._take,
             moved=self._moved,
         )
-        self._limits = dict.fromkeys(links, ANY) | dict(limits or {})
-        self._entering = entering
+        self._limits = dict.fromkeys(links, ANY) | dict(below.limits)
+        self._entering = below.entering
         self._left: dict[str, float] = {}  # since when each child that had entered is away
         self._form_bytes = 0
         online = {name: limit.online for name, limit in self._limits.items()}
         self.coordinator = Coordinator(links, idle_s=transfer.idle_s, online=online)
         self._absence = AwayWatch(idle_s=transfer.idle_s if any(online.values()) else inf)
-        below = {name: limit.below.keys() for name, limit in self._limits.items()}
+        nodes = {name: limit.below.keys() for name, limit in self._limits.items()}
         self._bound()
-        self.ledger = Ledger(links, self.link.counters, wire=meter.sample, below=below)
-        self.targets = Targets(below, {name: limit.guests for name, limit in self._limits.items()})
-        self.attendance = Attendance(links, varying=[name for name, names in below.items() if names])
+        self.ledger = Ledger(links, self.link.counters, wire=meter.sample, below=nodes)
+        self.targets = Targets(nodes, {name: limit.guests for name, limit in self._limits.items()})
+        self.attendance = Attendance(links, varying=[name for name, names in nodes.items() if names])
         self.samples, self.farewells = self.attendance.samples, self.attendance.farewells
         self.rates: dict[str, float] = {}
         self.moves = 0

@@ -13,12 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from fedstrata.common.accounting.child_report import ChildReport
-from fedstrata.common.accounting.ledger import Ledger
 from fedstrata.common.errors import OutOfReach, ParentGaveUp, RefusedModel, RunFailed
-from fedstrata.common.experiment.schema import TransferSettings
 from fedstrata.common.host.offload import offload
 from fedstrata.common.model.codec_settings import PLAIN, Codecs
-from fedstrata.common.model.layout import FrozenForm, LinkLayouts, ModelLayout, Row
+from fedstrata.common.model.layout import LinkLayouts, ModelLayout, Row
 from fedstrata.common.net.address import BrokerAddress
 from fedstrata.common.net.bulk import Place
 from fedstrata.common.protocol.child_session import ChildSession
@@ -36,9 +34,9 @@ from fedstrata.common.protocol.events import (
     RunEnded,
     TaskReceived,
 )
-from fedstrata.common.protocol.limits import TaskLimits
 from fedstrata.common.protocol.manifest import missing, shared
 from fedstrata.common.protocol.messages import Manifest, NodeState, Phase, Task
+from fedstrata.common.protocol.peers import ToParent
 from fedstrata.common.protocol.presence import Identity
 from fedstrata.common.protocol.receiver import Landing
 from fedstrata.common.runtime.calibration import Probes
@@ -48,7 +46,6 @@ from fedstrata.common.runtime.frozen import FrozenFetch
 from fedstrata.common.runtime.models import Arriving, Models, ModelUnavailable
 from fedstrata.common.runtime.round import DoTask
 from fedstrata.common.runtime.world import REAL, World, within
-from fedstrata.common.settings.links import LinkSettings
 from fedstrata.common.storage.spool import FrozenFiles, Spool
 
 REFUSALS_KEPT: Final = 16
@@ -61,11 +58,8 @@ log = logging.getLogger("fedstrata.child")
 class ChildEndpoint(Endpoint):
     """One node's parent on one broker; `serve` works until the parent has ended the run.
 
-    `parent_session`: the parent's session during discovery. `limits`: of its tasks. `below`: the byte ledger of this
-    node's own children. `patience_s`: after which a parent that is not there is gone, None: `transfer.idle_s`. `after`:
-    of a device, the task that another parent used last. `entered`: see `ChildSession`. `spool`: where a model is
-    assembled, None: in memory. `frozen`: the form of the run's frozen arrays, and `files` those that this node has,
-    None: in a temporary folder.
+    `spool`: where a model is assembled, None: in memory. `files`: the frozen arrays that this node has, None: in a
+    temporary folder. `after`: of a device, the task that another parent used last.
     """
 
     session: ChildSession
@@ -74,48 +68,28 @@ class ChildEndpoint(Endpoint):
         self,
         address: BrokerAddress,
         identity: Identity,
+        above: ToParent,
         *,
-        parent: str,
-        parent_session: str = "",
-        transfer: TransferSettings,
-        link: LinkSettings,
-        shaped: bool = True,
-        limits: TaskLimits | None = None,
-        below: Ledger | None = None,
-        spool: Spool | None = None,
         codecs: Codecs = PLAIN,
-        frozen: FrozenForm | None = None,
+        spool: Spool | None = None,
         files: FrozenFiles | None = None,
-        patience_s: float | None = None,
         after: int | None = None,
-        entered: bool = False,
         world: World = REAL,
     ) -> None:
+        transfer = above.transfer
         super().__init__(address, identity, transfer=transfer, world=world)
-        self._patience_s = patience_s or transfer.idle_s
+        self._patience_s = above.patience_s or transfer.idle_s
+        first_number = int(1e3 * world.wall())
         self.session = ChildSession(
-            identity,
-            parent=parent,
-            parent_session=parent_session,
-            link=link,
-            transfer=transfer,
-            shaped=shaped,
-            meter=self.connection.meter,
-            first_number=int(1e3 * world.wall()),
-            now=self.now(),
-            frozen=frozen,
-            limits=limits,
-            below=below,
-            patience_s=patience_s,
-            entered=entered,
+            identity, above, meter=self.connection.meter, first_number=first_number, now=self.now()
         )
         if after is not None:
-            self.link.own.below(parent, after=after)
+            self.link.own.below(above.parent, after=after)
         self.models = Models(sent=codecs.up, received=codecs.down)
         self.probes = Probes(self, world)
         files = files or FrozenFiles(None, identity.name)
         want = self.session.want_frozen
-        self.frozen = FrozenFetch(self, parent=parent, form=frozen, files=files, want=want)
+        self.frozen = FrozenFetch(self, parent=above.parent, form=above.frozen, files=files, want=want)
         self.refusals: list[str] = []  # the last ones
         self._spool = spool or Spool(None)
         self._rows = self._spool.rows("model", 0, 0)

@@ -11,7 +11,6 @@ from typing import Any, Final
 
 from fedstrata.common.accounting.ledger import Ledger
 from fedstrata.common.errors import FedstrataError, InvalidBelow, NoProgress, RefusedModel, RunFailed
-from fedstrata.common.experiment.schema import TransferSettings
 from fedstrata.common.experiment.tiers import Closing, Minimum
 from fedstrata.common.host.offload import offload
 from fedstrata.common.methods.rule import Uploads
@@ -32,10 +31,11 @@ from fedstrata.common.protocol.events import (
     UploadArrived,
     UploadRefused,
 )
-from fedstrata.common.protocol.limits import ChildLimits, Entering, possible_scores
+from fedstrata.common.protocol.limits import possible_scores
 from fedstrata.common.protocol.manifest import missing
 from fedstrata.common.protocol.messages import Announcement, Failure, Target
-from fedstrata.common.protocol.parent_session import UNLIMITED, ParentSession
+from fedstrata.common.protocol.parent_session import ParentSession
+from fedstrata.common.protocol.peers import ToChildren
 from fedstrata.common.protocol.presence import Identity
 from fedstrata.common.protocol.round_state import Assignment, Closed, Stalled
 from fedstrata.common.runtime.calibration import Probes, measure_all
@@ -44,7 +44,7 @@ from fedstrata.common.runtime.frozen import FrozenOffers
 from fedstrata.common.runtime.models import Arriving, Models
 from fedstrata.common.runtime.round import ClosedRound, Dispatch, Observe
 from fedstrata.common.runtime.world import REAL, World, nothing, within
-from fedstrata.common.settings.links import LinkDirection, Links, LinkSettings
+from fedstrata.common.settings.links import LinkDirection, Links
 from fedstrata.common.storage.spool import Spool
 from fedstrata.common.text import by_cause
 
@@ -66,10 +66,8 @@ def _no_minimum(children: int) -> Minimum | None:
 class ParentEndpoint(Endpoint):
     """A parent's children on one broker; `run` keeps the connection, `round` runs a round.
 
-    `links`: the children's names in order, each with its link; `shaped`: the sender enforces rates and delays.
-    `limits`: what each child may report. `minimum_of`: what rounds need of so many children, None: they wait for each.
-    `entering`: who else may become a child. `onward`: see `LinkSet`. `spool`: where uploads are assembled, None: in
-    memory.
+    `minimum_of`: what rounds need of so many children, None: they wait for each. `spool`: where uploads are assembled,
+    None: in memory.
     """
 
     session: ParentSession
@@ -78,34 +76,22 @@ class ParentEndpoint(Endpoint):
         self,
         address: BrokerAddress,
         identity: Identity,
+        below: ToChildren,
         *,
-        links: Mapping[str, LinkSettings],
-        transfer: TransferSettings,
-        shaped: bool = True,
-        limits: Mapping[str, ChildLimits] | None = None,
-        minimum_of: Callable[[int], Minimum | None] = _no_minimum,
-        entering: Entering | None = None,
-        onward: Mapping[str, float] = UNLIMITED,
-        spool: Spool | None = None,
         codecs: Codecs = PLAIN,
+        minimum_of: Callable[[int], Minimum | None] = _no_minimum,
+        spool: Spool | None = None,
         observe: Observe = lambda event, facts: None,
         world: World = REAL,
     ) -> None:
+        transfer = below.transfer
         self.statistics = BrokerStatistics(str(address))
         super().__init__(address, identity, transfer=transfer, world=world, statistics=self.statistics)
-        self.session = ParentSession(
-            identity,
-            links=links,
-            transfer=transfer,
-            shaped=shaped,
-            meter=self.connection.meter,
-            first_number=int(1e3 * world.wall()),
-            limits=limits,
-            entering=entering,
-            onward=onward,
-        )
+        first_number = int(1e3 * world.wall())
+        self.session = ParentSession(identity, below, meter=self.connection.meter, first_number=first_number)
         self.transfer = transfer
-        self._minimum_of, self.named = minimum_of, tuple(links)
+        self._minimum_of = minimum_of
+        self.named = tuple(below.links)
         self.models = Models(sent=codecs.down, received=codecs.up)
         self.probes = Probes(self, world)
         self.frozen = FrozenOffers(self)

@@ -6,20 +6,25 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Final, Protocol, TypeAlias
 
 from fedstrata.common.accounting.child_report import ChildReport
 from fedstrata.common.accounting.ledger import Ledger
 from fedstrata.common.accounting.work import Work
 from fedstrata.common.errors import InvalidBelow, RunFailed
+from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.experiment.tiers import Closing, Tier
-from fedstrata.common.methods.rule import Rule, Uploads
+from fedstrata.common.methods.rule import Rule, RuleContext, Uploads
 from fedstrata.common.methods.selection import NOTHING, ClientSelection, ResultFacts
-from fedstrata.common.model.layout import Row
+from fedstrata.common.model.layout import ModelLayout, Row
+from fedstrata.common.model.refinement import Refiner
 from fedstrata.common.protocol.messages import Manifest, Phase, Result, Task
 from fedstrata.common.protocol.round_state import Timeline
 from fedstrata.common.runtime.models import Arriving
 from fedstrata.common.runtime.world import nothing
+from fedstrata.common.storage.spool import Spool
 from fedstrata.common.text import JSON_MOST, named
 
 Observe: TypeAlias = Callable[[str, dict[str, object]], None]  # takes an event: its name, and facts that JSON can hold
@@ -253,3 +258,29 @@ async def run_round(
 def unreported(children: Children) -> list[str]:
     """Return the children whose samples are not known."""
     return [name for name in children.peers if name not in children.samples]
+
+
+def rule_context(
+    experiment: Experiment,
+    node: str,
+    *,
+    layout: ModelLayout,
+    spool: Spool,
+    folder: Path | None,
+    measures: bool,
+    refiner: Refiner | None,
+) -> RuleContext:
+    """Return what a node's rule is built for. `spool`: where its rows are; for the others see `RuleContext`."""
+    return RuleContext(
+        layout=layout,
+        node=node,
+        seed=experiment.seed,
+        measures=measures,
+        rows=partial(spool.memory, row_bytes=layout.row_bytes, resident_mb=experiment.transfer.resident_mb),
+        folder=folder,
+        children=len(experiment.tree.children[node]),
+        training=experiment.training,
+        learning_rate=experiment.learning_rate_in,
+        rounds_below=experiment.rounds_below(node),
+        refiner=refiner,
+    )

@@ -159,13 +159,15 @@ class _Lab:
         self._layout, self._links = _layout(), link_layouts(settings, _layout())
         self.rule = aggregator.build(
             settings,
-            layout=self._layout,
-            node=CLOUD,
-            seed=1,
-            measures=True,
-            rows=_memory,
-            children=CHILDREN,
-            refiner=_Refiner(),
+            RuleContext(
+                layout=self._layout,
+                node=CLOUD,
+                seed=1,
+                measures=True,
+                rows=_memory,
+                children=CHILDREN,
+                refiner=_Refiner(),
+            ),
         )
         start = self._layout.empty()
         self._layout.floats(start)[:] = _random(0, (PARAMETERS + 3,))

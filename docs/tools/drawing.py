@@ -25,7 +25,7 @@ from fedstrata.common.methods.fedcda import FedCDA
 from fedstrata.common.methods.fedcross import FedCross
 from fedstrata.common.methods.fedmr import FedMR
 from fedstrata.common.methods.multi_model import Independent
-from fedstrata.common.methods.rule import Uploads
+from fedstrata.common.methods.rule import RuleContext, Uploads
 from fedstrata.common.methods.settings import RuleSettings
 from fedstrata.common.methods.statistics import Doubles
 from fedstrata.common.model.layout import ModelLayout, Section
@@ -66,7 +66,7 @@ class MixingProbe:
         self._layout = ModelLayout.build(
             [(f"{layer}.{name}", (n,), kind) for layer in layers for name, n, kind in kinds]
         )
-        self._rule = build(rule, layout=self._layout, node="cloud", seed=SEED, measures=True, rows=self._rows)
+        self._rule = build(rule, RuleContext(self._layout, "cloud", SEED, measures=True, rows=self._rows))
         self._rule.begin(self._rows("start", 1)[0])
         self.facts: Mapping[str, object] = {}
 

@@ -34,7 +34,7 @@ from fedstrata.common.methods.fedcda import FedCDA
 from fedstrata.common.methods.fedcross import FedCrossStage
 from fedstrata.common.methods.fedmr import FedMR
 from fedstrata.common.methods.mixing import Mixture, whole
-from fedstrata.common.methods.rule import Rule, Uploads
+from fedstrata.common.methods.rule import Rule, RuleContext, Uploads
 from fedstrata.common.methods.settings import RULES, RuleSettings
 from fedstrata.common.methods.statistics import Gram
 from fedstrata.common.model.layout import ModelLayout
@@ -179,7 +179,7 @@ def node(settings: RuleSettings, layout: ModelLayout, folder: Path | None = None
     def rows(name: str, count: int) -> Rows:
         return np.zeros((count, layout.row_bytes), np.uint8)
 
-    return build(settings, layout=layout, node="cloud", seed=1, measures=False, rows=rows, folder=folder)
+    return build(settings, RuleContext(layout=layout, node="cloud", seed=1, measures=False, rows=rows, folder=folder))
 
 
 def rounds(layout: ModelLayout, count: int, table: Table) -> None:

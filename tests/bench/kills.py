@@ -40,6 +40,7 @@ from fedstrata.common.model.layout import LinkLayouts, Row
 from fedstrata.common.net.address import BrokerAddress
 from fedstrata.common.net.bulk import Body
 from fedstrata.common.protocol.messages import NodeState, Task
+from fedstrata.common.protocol.peers import ToChildren, ToParent
 from fedstrata.common.protocol.presence import Identity
 from fedstrata.common.runtime.child_endpoint import ChildEndpoint
 from fedstrata.common.runtime.endpoint import Endpoint
@@ -237,8 +238,7 @@ def _sender(port: int, model_bytes: int, mbit: float, meter: Any, reported: Conn
         endpoint = ParentEndpoint(
             BrokerAddress("127.0.0.1", port),
             Identity(RUN, SENDER, "institution", new_session()),
-            links={RECEIVER: LinkSettings(down_mbit=mbit)},
-            transfer=TRANSFER,
+            ToChildren(links={RECEIVER: LinkSettings(down_mbit=mbit)}, transfer=TRANSFER),
         )
         endpoint.set_layouts(LinkLayouts.plain(layout_of(model_bytes)))
         publish = endpoint.connection.publish_body
@@ -276,9 +276,7 @@ def _receiver(port: int, model_bytes: int, spool: Path | None, meter: Any, repor
         endpoint = ChildEndpoint(
             BrokerAddress("127.0.0.1", port),
             Identity(RUN, RECEIVER, "device", new_session()),
-            parent=SENDER,
-            transfer=TRANSFER,
-            link=LinkSettings(),
+            ToParent(parent=SENDER, transfer=TRANSFER, link=LinkSettings()),
             spool=Spool.open(spool, run=RUN, node=RECEIVER),
         )
         out = layout.empty()

@@ -38,6 +38,7 @@ from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.model.layout import LinkLayouts
 from fedstrata.common.net.address import BrokerAddress
 from fedstrata.common.protocol.messages import NodeState, Task
+from fedstrata.common.protocol.peers import ToChildren, ToParent
 from fedstrata.common.protocol.presence import Identity
 from fedstrata.common.runtime.child_endpoint import ChildEndpoint
 from fedstrata.common.runtime.endpoint import Endpoint
@@ -176,7 +177,9 @@ async def run_parent(setting: Setting) -> tuple[Reported, list[float], list[floa
     layout = layout_of(setting.model_bytes)
     identity = Identity(RUN, PARENT, "institution", SESSION)
     endpoint = ParentEndpoint(
-        BrokerAddress("127.0.0.1", PORT), identity, links={CHILD: setting.link}, transfer=setting.transfer, shaped=False
+        BrokerAddress("127.0.0.1", PORT),
+        identity,
+        ToChildren(links={CHILD: setting.link}, transfer=setting.transfer, shaped=False),
     )
     endpoint.set_layouts(LinkLayouts.plain(layout))
     row = layout.empty()
@@ -211,11 +214,7 @@ def run_child(host: str, setting: Setting, reported: Connection) -> None:
         endpoint = ChildEndpoint(
             BrokerAddress(host, PORT),
             identity,
-            parent=PARENT,
-            parent_session=SESSION,
-            transfer=setting.transfer,
-            link=setting.link,
-            shaped=False,
+            ToParent(parent=PARENT, session=SESSION, transfer=setting.transfer, link=setting.link, shaped=False),
         )
         out = layout.empty()
 

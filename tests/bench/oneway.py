@@ -33,6 +33,7 @@ from fedstrata.common.host.memory import keep_large_buffers
 from fedstrata.common.model.layout import LinkLayouts, ModelLayout, Section
 from fedstrata.common.net.address import BrokerAddress
 from fedstrata.common.protocol.messages import NodeState, Task
+from fedstrata.common.protocol.peers import ToChildren, ToParent
 from fedstrata.common.protocol.presence import Identity
 from fedstrata.common.runtime.child_endpoint import ChildEndpoint
 from fedstrata.common.runtime.lifecycle import live
@@ -111,9 +112,10 @@ async def _parent(
     """Return the seconds and the CPU seconds of each way, once for each repeat and once before."""
     layout = layout_of(model_bytes)
     endpoint = ParentEndpoint(
-        BrokerAddress("127.0.0.1", port), Identity(RUN, PARENT, "institution", SESSION), links={CHILD: LinkSettings()},
-        transfer=TRANSFER,
-    )  # fmt: skip
+        BrokerAddress("127.0.0.1", port),
+        Identity(RUN, PARENT, "institution", SESSION),
+        ToChildren(links={CHILD: LinkSettings()}, transfer=TRANSFER),
+    )
     endpoint.set_layouts(LinkLayouts.plain(layout))
     row = layout.empty()
     draw = np.random.default_rng(1)
@@ -155,9 +157,10 @@ def _child(port: int, model_bytes: int, arrivals: SimpleQueue[float]) -> None:
 
     async def run() -> None:
         endpoint = ChildEndpoint(
-            BrokerAddress("127.0.0.1", port), Identity(RUN, CHILD, "device", new_session()), parent=PARENT,
-            parent_session=SESSION, transfer=TRANSFER, link=LinkSettings(),
-        )  # fmt: skip
+            BrokerAddress("127.0.0.1", port),
+            Identity(RUN, CHILD, "device", new_session()),
+            ToParent(parent=PARENT, session=SESSION, transfer=TRANSFER, link=LinkSettings()),
+        )
         out = layout.empty()
         layout.floats(out)[:] = 0
 

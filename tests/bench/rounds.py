@@ -28,10 +28,12 @@ from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.host.memory import keep_large_buffers
 from fedstrata.common.methods import aggregator
 from fedstrata.common.methods.fedavg import FedAvg
+from fedstrata.common.methods.rule import RuleContext
 from fedstrata.common.model.layout import LinkLayouts, ModelLayout, Section
 from fedstrata.common.net.address import BrokerAddress
 from fedstrata.common.net.tls import Tls
 from fedstrata.common.protocol.messages import NodeState, Task
+from fedstrata.common.protocol.peers import ToChildren, ToParent
 from fedstrata.common.protocol.presence import Identity
 from fedstrata.common.runtime.child_endpoint import ChildEndpoint
 from fedstrata.common.runtime.lifecycle import live
@@ -126,15 +128,15 @@ async def _parent(address: BrokerAddress, names: list[str], model_bytes: int, pi
     endpoint = ParentEndpoint(
         address,
         identity,
-        links=dict.fromkeys(names, LinkSettings()),
-        transfer=TransferSettings(idle_s=30.0),
+        ToChildren(links=dict.fromkeys(names, LinkSettings()), transfer=TransferSettings(idle_s=30.0)),
         spool=Spool.open(Path(home), run=RUN, node=PARENT),
     )
     endpoint.set_layouts(LinkLayouts.plain(layout))
     row = layout.empty()
     layout.floats(row)[:] = np.random.default_rng(1).standard_normal(layout.columns, np.float32)
     rule = aggregator.build(
-        FedAvg(), layout=layout, node=PARENT, seed=1, measures=False, rows=lambda name, count: np.empty(0, np.uint8)
+        FedAvg(),
+        RuleContext(layout=layout, node=PARENT, seed=1, measures=False, rows=lambda name, count: np.empty(0, np.uint8)),
     )
     rule.begin(row)
 
@@ -176,10 +178,7 @@ async def _device(address: BrokerAddress, name: str, model_bytes: int) -> None:
     endpoint = ChildEndpoint(
         address,
         identity,
-        parent=PARENT,
-        parent_session=SESSION,
-        transfer=TransferSettings(idle_s=30.0),
-        link=LinkSettings(),
+        ToParent(parent=PARENT, session=SESSION, transfer=TransferSettings(idle_s=30.0), link=LinkSettings()),
     )
     out = layout.empty()
     noise = 1e-3 * (1 + int(name.rpartition("-")[2]))

@@ -35,6 +35,7 @@ from fedstrata.common.host.memory import keep_large_buffers
 from fedstrata.common.model.layout import LinkLayouts
 from fedstrata.common.net.address import BrokerAddress
 from fedstrata.common.protocol.messages import NodeState, Task
+from fedstrata.common.protocol.peers import ToChildren, ToParent
 from fedstrata.common.protocol.presence import Identity
 from fedstrata.common.runtime.child_endpoint import ChildEndpoint
 from fedstrata.common.runtime.lifecycle import live
@@ -111,7 +112,9 @@ async def _send(
 ) -> tuple[int, int]:
     layout = layout_of(model_bytes)
     identity = Identity(RUN, SENDER, "institution", SESSION)
-    endpoint = ParentEndpoint(address, identity, links=dict.fromkeys(names, LinkSettings()), transfer=transfer)
+    endpoint = ParentEndpoint(
+        address, identity, ToChildren(links=dict.fromkeys(names, LinkSettings()), transfer=transfer)
+    )
     endpoint.set_layouts(LinkLayouts.plain(layout))
     row = layout.empty()
     draw = np.random.default_rng(1)
@@ -160,7 +163,7 @@ async def _receiver(
     identity = Identity(RUN, name, "device", new_session())
     address = BrokerAddress("127.0.0.1", port)
     endpoint = ChildEndpoint(
-        address, identity, parent=SENDER, parent_session=SESSION, transfer=transfer, link=LinkSettings()
+        address, identity, ToParent(parent=SENDER, session=SESSION, transfer=transfer, link=LinkSettings())
     )
     out = layout.empty()
     receive = endpoint.session.link.receiver.receive_chunk

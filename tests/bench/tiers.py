@@ -27,6 +27,7 @@ from fedstrata.common.host.memory import keep_large_buffers
 from fedstrata.common.model.layout import LinkLayouts
 from fedstrata.common.net.address import BrokerAddress
 from fedstrata.common.protocol.messages import NodeState, Task
+from fedstrata.common.protocol.peers import ToChildren, ToParent
 from fedstrata.common.protocol.presence import Identity
 from fedstrata.common.runtime.child_endpoint import ChildEndpoint
 from fedstrata.common.runtime.lifecycle import live
@@ -80,9 +81,11 @@ async def _cloud(
     endpoint = ParentEndpoint(
         BrokerAddress("127.0.0.1", port),
         Identity(RUN, CLOUD, "cloud", SESSION),
-        links={INSTITUTION: LinkSettings(down_mbit=wan_mbit)},
-        transfer=TRANSFER,
-        onward={INSTITUTION: lan_mbit * 1e6 / 8},
+        ToChildren(
+            links={INSTITUTION: LinkSettings(down_mbit=wan_mbit)},
+            transfer=TRANSFER,
+            onward={INSTITUTION: lan_mbit * 1e6 / 8},
+        ),
     )
     endpoint.set_layouts(LinkLayouts.plain(layout))
     row = layout.empty()
@@ -113,10 +116,12 @@ def _institution(port: int, names: list[str], model_bytes: int, wan_mbit: float,
         identity = Identity(RUN, INSTITUTION, "institution", SESSION)
         address = BrokerAddress("127.0.0.1", port)
         up = ChildEndpoint(
-            address, identity, parent=CLOUD, parent_session=SESSION, transfer=TRANSFER, link=LinkSettings()
+            address, identity, ToParent(parent=CLOUD, session=SESSION, transfer=TRANSFER, link=LinkSettings())
         )
         down = ParentEndpoint(
-            address, identity, links=dict.fromkeys(names, LinkSettings(down_mbit=lan_mbit)), transfer=TRANSFER
+            address,
+            identity,
+            ToChildren(links=dict.fromkeys(names, LinkSettings(down_mbit=lan_mbit)), transfer=TRANSFER),
         )
         down.set_layouts(LinkLayouts.plain(layout))
 
@@ -157,9 +162,10 @@ def _devices(port: int, names: list[str], model_bytes: int, arrivals: SimpleQueu
 async def _device(port: int, name: str, model_bytes: int, arrivals: SimpleQueue[float]) -> None:
     layout = layout_of(model_bytes)
     endpoint = ChildEndpoint(
-        BrokerAddress("127.0.0.1", port), Identity(RUN, name, "device", new_session()), parent=INSTITUTION,
-        parent_session=SESSION, transfer=TRANSFER, link=LinkSettings(),
-    )  # fmt: skip
+        BrokerAddress("127.0.0.1", port),
+        Identity(RUN, name, "device", new_session()),
+        ToParent(parent=INSTITUTION, session=SESSION, transfer=TRANSFER, link=LinkSettings()),
+    )
     out = layout.empty()
 
     async def work(task: Task, model: Arriving, report: Report) -> WorkResult:

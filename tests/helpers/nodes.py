@@ -25,6 +25,7 @@ from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.model.codec_settings import PLAIN, Codecs
 from fedstrata.common.model.layout import FrozenForm, LinkLayouts, ModelLayout, Row, Section
 from fedstrata.common.protocol.messages import Announcement, Ask, Message, NodeState, Phase, Result, Task
+from fedstrata.common.protocol.peers import ToChildren, ToParent
 from fedstrata.common.protocol.presence import Identity, Proof
 from fedstrata.common.runtime.child_endpoint import ChildEndpoint
 from fedstrata.common.runtime.endpoint import Endpoint
@@ -98,9 +99,11 @@ def parent_of(
         return ParentEndpoint(
             site.address,
             Identity(run, name, "institution", new_session(world)),
-            links=links or dict.fromkeys(children, link or LinkSettings()),
-            transfer=transfer or TransferSettings(),
-            shaped=shaped,
+            ToChildren(
+                links=links or dict.fromkeys(children, link or LinkSettings()),
+                transfer=transfer or TransferSettings(),
+                shaped=shaped,
+            ),
             codecs=codecs,
             spool=spool,
             observe=lambda event, facts: seen.append((event, facts)),
@@ -141,13 +144,15 @@ def child_of(
         return ChildEndpoint(
             site.address,
             Identity(RUN, name, "device", new_session(world)),
-            parent=parent,
-            transfer=transfer or TransferSettings(),
-            link=link or LinkSettings(),
-            shaped=shaped,
+            ToParent(
+                parent=parent,
+                transfer=transfer or TransferSettings(),
+                link=link or LinkSettings(),
+                shaped=shaped,
+                frozen=frozen,
+            ),
             codecs=codecs,
             spool=spool,
-            frozen=frozen,
             world=world,
         )
 
@@ -221,14 +226,12 @@ class Middle:
             up = ChildEndpoint(
                 site.address,
                 identity,
-                parent="cloud",
-                transfer=TransferSettings(),
-                link=LinkSettings(),
+                ToParent(parent="cloud", transfer=TransferSettings(), link=LinkSettings()),
                 codecs=codecs,
                 world=world,
             )
             down = ParentEndpoint(
-                site.address, identity, links=links, transfer=TransferSettings(), codecs=codecs, world=world
+                site.address, identity, ToChildren(links=links, transfer=TransferSettings()), codecs=codecs, world=world
             )
             return up, down
 

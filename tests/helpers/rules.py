@@ -63,7 +63,11 @@ def rule_of(tree: Mapping[str, Any], *, layout: ModelLayout = LAYOUT, start: flo
     """Return the cloud's rule, which begins with a model whose floats are all `start`, counters zero."""
     given: dict[str, Any] = {"node": "cloud", "seed": 1, "measures": True}
     given["rows"] = lambda name, count: np.zeros((count, layout.row_bytes), np.uint8)
-    rule = aggregator.build(RULES[tree["name"]](**tree), layout=layout, **given | context)
+    given |= context
+    others = {key: given.pop(key) for key in ("bound", "privacy", "secret", "hides_uploads") if key in given}
+    if "training" in given:
+        given.setdefault("learning_rate", lambda local_round: given["training"].learning_rate)
+    rule = aggregator.build(RULES[tree["name"]](**tree), RuleContext(layout, **given), **others)
     first = np.zeros(layout.row_bytes, np.uint8)
     layout.floats(first)[:] = start
     rule.begin(first)
