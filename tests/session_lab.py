@@ -682,7 +682,10 @@ class Lab:
         session = ParentSession(
             identity,
             ToChildren(
-                links=dict.fromkeys(self.names, self.link), transfer=self.transfer, shaped=True, limits=self.limits
+                links=dict.fromkeys(self.names, self.link),
+                transfer=self.transfer,
+                shaped=True,
+                limits=self.limits or {},
             ),
             meter=NoMeter(),
             first_number=int(1e3 * self.now),

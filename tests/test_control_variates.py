@@ -21,7 +21,7 @@ from fedstrata.common.errors import InvalidExperiment, RunFailed
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.methods.aggregator import build
-from fedstrata.common.methods.rule import Rule, Uploads, link_layouts
+from fedstrata.common.methods.rule import Rule, RuleContext, Uploads, link_layouts
 from fedstrata.common.methods.settings import RULES
 from fedstrata.common.model.codec_settings import UP
 from fedstrata.common.model.codecs import CODECS
@@ -66,9 +66,17 @@ def training(name: str, **keys: Any) -> TrainingSettings:
 def rule_of(name: str, *, settings: TrainingSettings | None = None, **keys: Any) -> Rule:
     settings = settings or (training(name) if name in METHODS else TrainingSettings())
     rule = build(
-        RULES[name](name=name, **keys), layout=LAYOUT, node="cloud", seed=1, measures=True, children=len(CHILDREN),
-        training=settings, rows=lambda name, count: np.empty(0, np.uint8),
-    )  # fmt: skip
+        RULES[name](name=name, **keys),
+        RuleContext(
+            layout=LAYOUT,
+            node="cloud",
+            seed=1,
+            measures=True,
+            children=len(CHILDREN),
+            training=settings,
+            rows=lambda name, count: np.empty(0, np.uint8),
+        ),
+    )
     rule.begin(np.zeros(LAYOUT.row_bytes, np.uint8))
     return rule
 

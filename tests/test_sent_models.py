@@ -16,7 +16,7 @@ from fedstrata.common.errors import RunFailed
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.methods.aggregator import build
-from fedstrata.common.methods.rule import Aggregated, Rule, Uploads, link_layouts
+from fedstrata.common.methods.rule import Aggregated, Rule, RuleContext, Uploads, link_layouts
 from fedstrata.common.methods.settings import RULES, NormBound
 from fedstrata.common.model.codec_settings import DOWN, Codecs
 from fedstrata.common.model.codecs import codec_of
@@ -72,10 +72,19 @@ def rule_of(tree: Mapping[str, Any], folder: Path, bound: NormBound = BOUNDS["pl
     settings = RULES[tree["name"]](**tree)
     folder.mkdir()
     return build(
-        settings, layout=LAYOUT, node="cloud", seed=1, measures=True, bound=bound, children=len(CHILDREN),
-        training=TrainingSettings.model_validate({"objective": {"name": settings.objective or "cross_entropy"}}),
-        rows=lambda name, count: np.zeros((count, LAYOUT.row_bytes), np.uint8), folder=folder,
-    )  # fmt: skip
+        settings,
+        RuleContext(
+            layout=LAYOUT,
+            node="cloud",
+            seed=1,
+            measures=True,
+            children=len(CHILDREN),
+            training=TrainingSettings.model_validate({"objective": {"name": settings.objective or "cross_entropy"}}),
+            rows=lambda name, count: np.zeros((count, LAYOUT.row_bytes), np.uint8),
+            folder=folder,
+        ),
+        bound=bound,
+    )
 
 
 def play(rule: Rule, links: LinkLayouts, r: int) -> tuple[list[bytes], Aggregated]:
