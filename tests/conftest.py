@@ -49,9 +49,10 @@ for _profile, _count in DRAWN.items():
 settings.load_profile(PROFILE)
 
 LONG: Final = (  # most seconds first, of cores and of waits, the slow tests' too
-    "clusters", "seeds", "faults", "doctor", "privacy", "trainers", "subprocess_channel", "odd_models", "changing_labs",
-    "simulated_plan", "simulated_run", "staying", "prometheus", "alerts", "refiner_process", "pool", "parts", "fedcda",
-    "role_errors", "plan", "sent_models", "lab", "device_scores", "objectives", "access", "frozen", "direct",
+    "damage", "clusters", "seeds", "faults", "doctor", "privacy", "trainers", "subprocess_channel", "odd_models",
+    "changing_labs", "simulated_plan", "simulated_run", "staying", "prometheus", "alerts", "refiner_process", "pool",
+    "parts", "fedcda", "role_errors", "plan", "sent_models", "lab", "device_scores", "objectives", "access", "frozen",
+    "direct",
 )  # fmt: skip
 
 
