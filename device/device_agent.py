@@ -43,9 +43,7 @@ from fedstrata.device.training.work import LocalWork
 FAREWELL_S = 3.0
 PHASES = ("evaluate", "train", "wait", "pause", "vmapped")
 WAITING_S = 2.0  # as often as a node reports
-WAITS_S: Final = (
-    3600.0  # for a trainer's `prepare`, as long as it counts as progress; `transfer.idle_s` if that is more
-)
+WAITS_S: Final = 3600.0  # so long a trainer's `prepare` counts as progress; `transfer.idle_s` if that is more
 REPORT_S: Final = 1.0  # while a slower machine is emulated
 
 log = logging.getLogger("fedstrata.device")

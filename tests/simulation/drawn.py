@@ -20,6 +20,7 @@ from fedstrata.common.settings.devices import Availability
 from fedstrata.common.settings.topology import CLOUD, participants
 from fedstrata.deploy.simulation.hardware import Durations
 from fedstrata.deploy.simulation.link import LinkConditions
+from fedstrata.device.device_agent import WAITS_S
 from tests.simulation.changes import with_changes, with_minima
 from tests.simulation.fault_draws import draw_faults, draw_permanent_fault
 from tests.simulation.faults import Fault, FaultKind
@@ -115,6 +116,12 @@ class DrawnLab:
     def slow(self) -> bool:
         """Whether messages may be on their way for longer than their delay."""
         return bool(self.unequal or self.byte_s) or self.conditions.up_rate is not None
+
+    @property
+    def waits_s(self) -> float:
+        """Seconds for which a preparation that hangs counts as progress: it may be a download of a user's trainer."""
+        hangs = self.permanent is not None and self.permanent.kind is FaultKind.HANG
+        return WAITS_S if hangs and not self.experiment.training.trainer.learns_module else 0.0
 
     @property
     def permanent(self) -> Fault | None:
