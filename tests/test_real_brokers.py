@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import pytest
 from fedstrata.common.experiment.schema import TransferSettings
 from fedstrata.common.net import packet_limit
 from fedstrata.common.net.address import BrokerAddress
+from fedstrata.common.runtime.child_endpoint import ChildEndpoint
 from fedstrata.common.runtime.endpoint import PACKET_ROOM
+from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
 from fedstrata.deploy.brokers import broker
 from fedstrata.deploy.brokers.broker import BrokerProcess, Kind
 from tests.helpers.broken import broker_killed_in_mid_transfer, connection_broken_in_mid_upload
@@ -77,6 +80,19 @@ def test_a_real_broker_that_is_killed_in_mid_transfer_costs_no_chunk_that_had_ar
     real(broker_killed_in_mid_transfer(RealSite(breakable.address), kill=breakable.kill, start=breakable.start))
 
 
+@asynccontextmanager
+async def after_a_round(site: RealSite, model_bytes: int) -> AsyncIterator[tuple[ParentEndpoint, ChildEndpoint]]:
+    """Connect a parent and a child, and play a round of a model of so many bytes."""
+    layout = layout_of(model_bytes)
+    parent, child = parent_of(site, ["device-0"], layout=layout), child_of(site, "device-0")
+    async with together(living(site, parent), serving(site, child, layout, 0)):
+        row = drawn(layout, 1)
+        for endpoint in (parent, child):  # rounds begin once the children have joined
+            await endpoint.introduced(timeout_s=PATIENCE_S)
+        assert_models(await play(parent, row), row, layout=layout, places={"device-0": 0})
+        yield parent, child
+
+
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
@@ -96,13 +112,7 @@ def test_a_broker_that_carries_less_is_named_and_serves(
     monkeypatch.setattr(broker, "_MOSQUITTO", {})  # it would report its limit of packets
 
     async def run(site: RealSite) -> None:
-        layout = layout_of(2_500_000)
-        parent, child = parent_of(site, ["device-0"], layout=layout), child_of(site, "device-0")
-        async with together(living(site, parent), serving(site, child, layout, 0)):
-            row = drawn(layout, 1)
-            for endpoint in (parent, child):  # rounds begin once the children have joined
-                await endpoint.introduced(timeout_s=PATIENCE_S)
-            assert_models(await play(parent, row), row, layout=layout, places={"device-0": 0})
+        async with after_a_round(site, 2_500_000) as (parent, child):
             chunk = 250_256 - PACKET_ROOM if "message_size_limit" in settings else TransferSettings().chunk_bytes
             assert parent.session.link.chunk_most == child.session.link.chunk_most == chunk
             reconnects = 0 if "message_size_limit" in settings else 1
@@ -121,13 +131,7 @@ def test_a_limit_that_stays_unknown_is_kept(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(packet_limit, "_try", lambda *_: packet_limit._NO_ANSWER)
 
     async def run(site: RealSite) -> None:
-        layout = layout_of(60_000)
-        parent, child = parent_of(site, ["device-0"], layout=layout), child_of(site, "device-0")
-        async with together(living(site, parent), serving(site, child, layout, 0)):
-            row = drawn(layout, 1)
-            for endpoint in (parent, child):  # rounds begin once the children have joined
-                await endpoint.introduced(timeout_s=PATIENCE_S)
-            assert_models(await play(parent, row), row, layout=layout, places={"device-0": 0})
+        async with after_a_round(site, 60_000) as (parent, _):
             assert parent.session.link.chunk_most == packet_limit.LEAST_BYTES - PACKET_ROOM
 
     with broker.start(directory=tmp_path, kind="mosquitto", settings={"message_size_limit": 50_000}) as served:
