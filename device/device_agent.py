@@ -37,13 +37,12 @@ from fedstrata.common.settings.devices import Move, Pace
 from fedstrata.common.settings.own import permit
 from fedstrata.common.settings.topology import check_parent
 from fedstrata.common.storage.spool import FrozenFiles, Spool
-from fedstrata.device.jobs import LocalResult, Order, Prepared, TrainingPool
+from fedstrata.device.jobs import WAITS_S, LocalResult, Order, Prepared, TrainingPool
 from fedstrata.device.training.work import LocalWork
 
 FAREWELL_S = 3.0
 PHASES = ("evaluate", "train", "wait", "pause", "vmapped")
 WAITING_S = 2.0  # as often as a node reports
-WAITS_S: Final = 3600.0  # so long a trainer's `prepare` counts as progress; `transfer.idle_s` if that is more
 REPORT_S: Final = 1.0  # while a slower machine is emulated
 
 log = logging.getLogger("fedstrata.device")

@@ -257,6 +257,8 @@ class TrainingPool(Protocol):
         """Add a device."""
 
 
+# So long a trainer that waits, for a queue or a download, counts as progress; `transfer.idle_s` if that is more.
+WAITS_S: Final = 3600.0
 ALONE_ON: Final = frozenset({"cpu"})  # there recorded steps are faster than vmapped ones (docs/benchmarks.md)
 VMAPPED_DEVICES_MOST: Final = 1024  # in one group; memory sets another limit
 QUIET_S: Final = 0.05

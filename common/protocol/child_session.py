@@ -107,7 +107,7 @@ class ChildSession:
         self._zero = TimeZero()
         self._gone_since: float | None = now
         self._lost = False
-        self._patience_s = above.patience_s or transfer.idle_s
+        self._patience_s = above.gone_after_s
         self._entered = above.entered
         self.accepted: Key | None = None  # the task whose result the parent accepted last
         self._quiet_s = min(QUIET_S, self._patience_s / 2)

@@ -31,10 +31,15 @@ class ToParent:
     limits: TaskLimits | None = None  # of the parent's tasks
     frozen: FrozenForm | None = None  # the form of the run's frozen arrays
     below: Ledger | None = None  # the byte ledger of this node's own children, if it has any
-    # Seconds after which a parent that is not there is gone, once the run has begun. None, and before: `idle_s`.
+    # Of `gone_after_s`; None, and before the run has begun: `idle_s`.
     patience_s: float | None = None
     # The experiment names another parent or none, so each process of this one has to be asked to take the node in.
     entered: bool = False
+
+    @property
+    def gone_after_s(self) -> float:
+        """Seconds after which a parent that is not there is gone, once the run has begun."""
+        return self.patience_s or self.transfer.idle_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,7 +78,7 @@ class ChildEndpoint(Endpoint):
     ) -> None:
         transfer = above.transfer
         super().__init__(address, identity, transfer=transfer, world=world)
-        self._patience_s = above.patience_s or transfer.idle_s
+        self._patience_s = above.gone_after_s
         first_number = int(1e3 * world.wall())
         self.session = ChildSession(
             identity, above, meter=self.connection.meter, first_number=first_number, now=self.now()

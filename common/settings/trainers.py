@@ -177,9 +177,8 @@ def check_trainer(trainer: TrainerTable, data: Data, model: ModelSettings) -> No
     """Check that a trainer that brings its own has no other data and model. Raises InvalidExperiment."""
     if trainer.learns_module:
         return
-    reads, brings = (
-        f"{TRAINER_KEY} {trainer.whose} {does}" for does in ("reads its samples from data.root", "has its arrays")
-    )
+    reads = f"{TRAINER_KEY} {trainer.whose} reads its samples from data.root"
+    brings = f"{TRAINER_KEY} {trainer.whose} has its arrays"
     wanted: dict[str, object] = {"dataset": trainer.whose, "partition": PARTITION, "targets": CLASSES}
     wanted = {key: field.get_default(call_default_factory=True) for key, field in Data.model_fields.items()} | wanted
     for key in sorted(data.model_fields_set - {"root"}):

@@ -82,11 +82,8 @@ class ClientTrainer(ArrayTrainer):
         key, called = of_method.get(method, ("client_fn", method))
         if method == "evaluate" and self._site is None:
             key = "evaluate_fn"
-        return (
-            f"{TRAINER_KEY}.{key}",
-            self._settings.code[f"{TRAINER_KEY}.{key}"],
-            called if key == "client_fn" else "it",
-        )
+        whole = f"{TRAINER_KEY}.{key}"
+        return whole, self._settings.code[whole], called if key == "client_fn" else "it"
 
     def array_name(self, name: str) -> str:
         """Return how a message names an array."""

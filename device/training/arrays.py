@@ -26,6 +26,7 @@ from fedstrata.common.settings.topology import number_of
 from fedstrata.common.training.array_trainer import LocalTask, TrainerCode, TrainingSite
 from fedstrata.common.training.scores import ScoreSums, packed_sums
 from fedstrata.device.jobs import (
+    WAITS_S,
     Cancelled,
     DeviceOrder,
     Done,
@@ -40,9 +41,6 @@ from fedstrata.device.jobs import (
 
 LOOK_S: Final = 1.0
 BUSY_SHARE: Final = 0.05  # of a core; a training that waits uses less
-WAITS_S: Final = (
-    3600.0  # for a queue or a download, as long as it counts as training; `transfer.idle_s` if that is more
-)
 
 log = logging.getLogger("fedstrata.training")
 

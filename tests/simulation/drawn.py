@@ -20,7 +20,7 @@ from fedstrata.common.settings.devices import Availability
 from fedstrata.common.settings.topology import CLOUD, participants
 from fedstrata.deploy.simulation.hardware import Durations
 from fedstrata.deploy.simulation.link import LinkConditions
-from fedstrata.device.device_agent import WAITS_S
+from fedstrata.device.jobs import WAITS_S
 from tests.simulation.changes import with_changes, with_minima
 from tests.simulation.fault_draws import draw_faults, draw_permanent_fault
 from tests.simulation.faults import Fault, FaultKind
