@@ -28,6 +28,7 @@ from fedstrata.common.protocol.messages import Key, Manifest, Task
 from fedstrata.common.storage.spool import Spool
 from fedstrata.common.storage.states import TaskStates, read_state, write_state
 from fedstrata.common.training.array_trainer import TrainerTester
+from fedstrata.deploy.local.direct import AtOnce
 from fedstrata.deploy.planning.simulated_run import machine_speeds, simulated_run
 from fedstrata.deploy.results.run import Run
 from fedstrata.deploy.simulation import computing
@@ -72,13 +73,22 @@ CASES: Final = [  # form, kind of file, whether it is damaged in two ways alone
 ]
 
 
+class InPlace(Thread):
+    """The executor of a pool, in the thread of the pool's event loop: own code draws from one generator a process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread = AtOnce()
+
+
 class HereTester:
-    """The evaluator of a cloud, in this process: a process of its own takes seconds to start."""
+    """The evaluator of a cloud, in the same thread: a process of its own takes seconds to start."""
 
     def __init__(self, experiment: Experiment, folder: Path) -> None:
-        self._tester = TrainerTester(experiment)
+        self._experiment = experiment
 
     async def start(self) -> Beginning:
+        self._tester = TrainerTester(self._experiment)
         return Beginning(self._tester.layout, self._tester.first.copy(), "", evaluates=self._tester.evaluates)
 
     async def evaluate(self, global_round: int, row: Row) -> EvaluationResult:
@@ -99,7 +109,7 @@ def simulated(folder: RunFolder, facts: Mapping[str, Any], *, until: int = 0) ->
 
     with (
         patch.object(computing, "Evaluator", HereTester),
-        patch.object(computing, "Pool", partial(Pool, worker=Thread)),
+        patch.object(computing, "Pool", partial(Pool, thread=InPlace)),
         pytest.raises(KeyboardInterrupt) if until else nullcontext(),
     ):
         try:

@@ -63,7 +63,7 @@ def run_in_process(
 async def _run(
     folder: RunFolder, *, resume: bool, accelerator: str, observe: Observe, decisions: Decisions | None
 ) -> Path:
-    asyncio.get_running_loop().set_default_executor(_AtOnce())
+    asyncio.get_running_loop().set_default_executor(AtOnce())
     experiment = folder.experiment
     RunFolder.check(folder.path, direct=True)
 
@@ -309,7 +309,7 @@ class _Training:
         raise how
 
 
-class _AtOnce(ThreadPoolExecutor):
+class AtOnce(ThreadPoolExecutor):
     """Executor that runs each call immediately in the caller's thread: no keep-alive depends on the event loop here."""
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
