@@ -199,6 +199,7 @@ class CloudAgent:
                 refiner=refiner,
                 world=self._host.world,
             )
+            beginning = run.beginning
             if self._resume:
                 run.resume()
             down.announce(Announcement(experiment.to_json(), beginning.layout.to_json(), beginning.partition))

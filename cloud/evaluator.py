@@ -14,6 +14,7 @@ import numpy.typing as npt
 from fedstrata.cloud import checkpoint
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.host.offload import offload
+from fedstrata.common.host.shared_rows import place_of
 from fedstrata.common.host.subprocess_channel import Record, ReplaceableProcess, SubprocessChannel
 from fedstrata.common.model import tensors
 from fedstrata.common.model.layout import ModelLayout, Row
@@ -106,6 +107,7 @@ class Evaluator:
             (shared,) = channel.memory.rows(1, layout.row_bytes + frozen_bytes)
             row = await offload(shared[: layout.row_bytes].copy)
             frozen = tensors.parse(shared[layout.row_bytes :].tobytes()) if frozen_bytes else {}
+            channel.memory.free()
             return Beginning(layout, row, **begun, frozen=frozen)
 
         return await self._process.do(first)
@@ -117,9 +119,11 @@ class Evaluator:
         """
 
         async def evaluated(channel: SubprocessChannel) -> EvaluationResult | None:
-            (shared,) = channel.memory.rows(1, row.nbytes)
-            await offload(partial(np.copyto, shared, row))
-            reply = await channel.request(global_round=global_round)
+            place = place_of(row)
+            if place is None:
+                (shared,) = channel.memory.rows(1, row.nbytes)
+                await offload(partial(np.copyto, shared, row))
+            reply = await channel.request(global_round=global_round, place=place)
             if "score" not in reply:
                 return None
             return EvaluationResult(global_round, reply["score"], reply["loss"], reply["more"])

@@ -13,6 +13,8 @@ from math import inf
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from fedstrata.cloud import checkpoint, tempo
 from fedstrata.cloud.checkpoint import RunState
 from fedstrata.cloud.evaluator import Beginning, evaluated
@@ -59,12 +61,14 @@ SPREAD_MOST: Final = 0.37  # measured on digits; up to 0.15 was healthy
 
 NOTE: Final = TextLimit(TEXT_MOST, cut=True)
 NOTES_MOST: Final = 32  # of a run
+EMPTY: Final = np.empty(0, np.uint8)
 
 
 class GlobalRounds:
     """One run's global rounds, from the initial model, that of `beginning`, to the last one.
 
-    `spool`: where the rule keeps rows. `choose`: a client selection, as recorded.
+    `spool`: where the rule keeps rows. `choose`: a client selection, as recorded. The initial model is freed with the
+    first round if its owner keeps `beginning`, which is without it.
     """
 
     def __init__(
@@ -83,9 +87,9 @@ class GlobalRounds:
     ) -> None:
         self._folder = folder
         self._experiment = experiment = folder.experiment
-        self._beginning = beginning
-        self._layout = layout = beginning.layout
         self._row = beginning.row
+        self.beginning = beginning = replace(beginning, row=EMPTY)
+        self._layout = layout = beginning.layout
         tier = experiment.tier_below(CLOUD)
         context = rule_context(
             experiment, CLOUD, layout=layout, spool=spool, folder=folder.path / "cache", measures=True, refiner=refiner
@@ -161,9 +165,9 @@ class GlobalRounds:
         """Record the run's facts, and report them and the warnings about its experiment and data."""
         experiment, layout = self._experiment, self._layout
         # The size of a model as fp32; together with links.csv it shows the savings of the codecs.
-        self._folder.note(model_bytes=layout.row_bytes, partition=self._beginning.partition)
-        if self._beginning.initial:
-            self._folder.note(initial={"model": experiment.model.initial, "content": self._beginning.initial})
+        self._folder.note(model_bytes=layout.row_bytes, partition=self.beginning.partition)
+        if self.beginning.initial:
+            self._folder.note(initial={"model": experiment.model.initial, "content": self.beginning.initial})
         self._observe(
             "run",
             {
@@ -179,7 +183,7 @@ class GlobalRounds:
                 "metrics": metrics_address,
             },
         )
-        for reason in (*lint.warnings(experiment), *self._beginning.notes):
+        for reason in (*lint.warnings(experiment), *self.beginning.notes):
             self._observe("warning", {"reason": reason})
 
     @property
@@ -216,7 +220,7 @@ class GlobalRounds:
         path = folder.path / "model.safetensors"
         facts = {"run": folder.run, "experiment": experiment.name, "digest": experiment.digest}
         save = partial(
-            checkpoint.save_model, path, layout=self._layout, row=self._row, facts=facts, frozen=self._beginning.frozen
+            checkpoint.save_model, path, layout=self._layout, row=self._row, facts=facts, frozen=self.beginning.frozen
         )
         await self._written(lambda: offload(save))
         await self._scores.keep_best()
@@ -359,7 +363,7 @@ class GlobalRounds:
         )
         checkpoint.save(
             self._folder.checkpoints, state, layout=self._layout, row=self._row, rule=self._rule,
-            frozen=self._beginning.frozen,
+            frozen=self.beginning.frozen,
         )  # fmt: skip
 
     def _omegas(self, closed_round: ClosedRound, outcome: Aggregated) -> dict[str, float]:

@@ -20,6 +20,7 @@ from fedstrata.cloud.results import RunFolder
 from fedstrata.common.accounting.child_report import ChildReport
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.host.offload import offload
+from fedstrata.common.host.shared_rows import new_row
 from fedstrata.common.metrics import Metrics, NodeLabels
 from fedstrata.common.model.layout import Row
 from fedstrata.common.runtime.round import Observe
@@ -148,7 +149,7 @@ class RoundScores:
         The cloud starts here. It evaluates `mixed`, the mean after mixing, too, if it differs.
         """
         best = self._experiment.stop.best
-        rows = [row.copy()] if by_cloud or best else []
+        rows = [_copied(row)] if by_cloud or best else []
         rows += [] if mixed is None or not by_cloud else [mixed]
 
         async def evaluate() -> list[EvaluationResult]:
@@ -288,3 +289,10 @@ class RoundScores:
         except InvalidExperiment as error:
             reason = f"the best model, of global round {self._course.best}, is lost: {error}"
             self._observe("warning", {"reason": reason})
+
+
+def _copied(row: Row) -> Row:
+    """Return a copy, which the evaluator's process reads where it is."""
+    copy = new_row(row.size)
+    copy[:] = row
+    return copy

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +20,9 @@ import pytest
 from fedstrata.common.accounting.work import TrainingPath, Work
 from fedstrata.common.errors import AcceleratorLost, InvalidExperiment, RunFailed
 from fedstrata.common.experiment import reading, schema
+from fedstrata.common.host import shared_rows
 from fedstrata.common.host.accelerators import choose, may_have_gpu
+from fedstrata.common.host.shared_rows import SHARED_BYTES
 from fedstrata.common.learning import splits
 from fedstrata.common.model.layout import ModelLayout, Row, Section
 from fedstrata.device import jobs
@@ -371,9 +373,23 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     ] == []
 
 
-def test_workers_give_the_bits_of_a_trainer_alone(lab: Lab) -> None:
+@pytest.fixture(params=[SHARED_BYTES, 1], ids=["copied", "mapped"])
+def new_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[Row], Row]:
+    """Make copies of rows, which workers get copied, or map."""
+    monkeypatch.setattr(shared_rows, "SHARED_BYTES", request.param)
+
+    def copied(row: Row) -> Row:
+        copy = shared_rows.new_row(row.size)
+        assert (shared_rows.place_of(copy) is None) is (request.param == SHARED_BYTES)
+        copy[:] = row
+        return copy
+
+    return copied
+
+
+def test_workers_give_the_bits_of_a_trainer_alone(lab: Lab, new_rows: Callable[[Row], Row]) -> None:
     what = experiment(batch_size=20, momentum=0.9)
-    row = first_model(what)
+    row = new_rows(first_model(what))
     row.flags.writeable = False
     nodes = [f"device-{i}" for i in range(4)]
 
@@ -381,7 +397,7 @@ def test_workers_give_the_bits_of_a_trainer_alone(lab: Lab) -> None:
         async def one(node: str) -> tuple[Prepared, LocalResult, Row]:
             member = lab.member(node)
             prepared = await member.prepare(what)
-            out = prepared.layout.empty()
+            out = new_rows(prepared.layout.empty())
             return prepared, await member.train(Order(row, out, 2, 3)), out
 
         return await asyncio.gather(*map(one, nodes))
@@ -451,14 +467,14 @@ def test_one_slot_is_a_thread_and_gives_the_same_bits() -> None:
     )
 
 
-def test_progress_is_reported_and_a_running_training_is_called_off(lab: Lab) -> None:
+def test_progress_is_reported_and_a_running_training_is_called_off(lab: Lab, new_rows: Callable[[Row], Row]) -> None:
     what = experiment()
-    row = first_model(what)
+    row = new_rows(first_model(what))
     seen: list[tuple[int, int]] = []
 
     async def play() -> Row:
         member = lab.member("device-0")
-        out = (await member.prepare(what)).layout.empty()
+        out = new_rows((await member.prepare(what)).layout.empty())
         before.update(lab.pids())
         out[:] = 7
         moved = asyncio.Event()
@@ -512,25 +528,29 @@ def moody(lab: Lab) -> schema.Experiment:
     return experiment("moody:build")
 
 
-def train_moody(lab: Lab, what: schema.Experiment, *, order: str = "") -> Row:
+def train_moody(
+    lab: Lab, what: schema.Experiment, *, order: str = "", new_rows: Callable[[Row], Row] = lambda row: row
+) -> Row:
     """Prepare and train; `order`: what the model does in the training."""
 
     async def play() -> Row:
         member = lab.member("device-0")
-        out = (await member.prepare(what)).layout.empty()
+        out = new_rows((await member.prepare(what)).layout.empty())
         if order:
             lab.order(order)
-        await member.train(Order(first_model(what), out, 1, 0))
+        await member.train(Order(new_rows(first_model(what)), out, 1, 0))
         return out
 
     return lab.do(play())
 
 
 @pytest.mark.parametrize("order", ["kill", pytest.param("lose", marks=pytest.mark.slow)])
-def test_a_worker_is_replaced_once_at_no_cost_for_the_training(order: str, lab: Lab, moody: schema.Experiment) -> None:
+def test_a_worker_is_replaced_once_at_no_cost_for_the_training(
+    order: str, lab: Lab, moody: schema.Experiment, new_rows: Callable[[Row], Row]
+) -> None:
     train_moody(lab, moody)
     before = lab.pids()
-    again = train_moody(lab, moody, order=order)
+    again = train_moody(lab, moody, order=order, new_rows=new_rows)
     assert len(lab.pids()) == 2 and len(lab.pids() & before) == 1
     assert np.array_equal(again, alone(moody, "device-0", first_model(moody))[0])
 

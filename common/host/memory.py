@@ -34,6 +34,12 @@ def keep_large_buffers() -> bool:
     return all(mallopt(*option) for option in ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, 1 << 30), (_TOP_PAD, 16 << 20)))
 
 
+def release_freed() -> None:
+    """Return freed memory to the kernel, of what is not needed again."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def peak_bytes(proc: Path = Path("/proc")) -> int | None:
     """Return the most memory that was resident in this process since it began, None where it is not known.
 

@@ -88,11 +88,18 @@ class SharedMemory:
         """Return the first rows, uint8 [count, row_bytes], each on its own pages; earlier rows become invalid."""
         stride = -(-row_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         size, descriptor = count * stride, self._file.fileno()
+        if not size:
+            return np.empty((count, row_bytes), np.uint8)
         if os.fstat(descriptor).st_size < size:
             os.ftruncate(descriptor, size)
         if self._mapped is None or len(self._mapped) < size:
             self._mapped = mmap.mmap(descriptor, size)
         return np.frombuffer(self._mapped, np.uint8, size).reshape(count, stride)[:, :row_bytes]
+
+    def free(self) -> None:
+        """Free the memory; rows that were returned must not be used any more, in any process."""
+        self._mapped = None
+        os.ftruncate(self._file.fileno(), 0)
 
     def close(self) -> None:
         """Close the file; the memory is freed with the last of its rows."""

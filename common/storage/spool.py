@@ -36,6 +36,7 @@ from xxhash import xxh3_64
 
 from fedstrata.common.errors import StorageFailed
 from fedstrata.common.host.files import private, private_folder, write_private
+from fedstrata.common.host.shared_rows import map_file, new_row
 
 KEPT_S: Final = 7 * 86_400.0
 SHARE: Final = 0.1  # of the disk
@@ -133,7 +134,7 @@ class Spool:
         Falls back to memory, with a warning, if the file cannot be used: a full disk, a symbolic link.
         """
         if self._folder is None or count == 0:
-            return Rows(np.empty((count, row_bytes), np.uint8))
+            return Rows(_in_memory(count, row_bytes))
         path = self._folder / name
         stride = row_bytes if count == 1 else -(-row_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         size = count * stride
@@ -143,19 +144,19 @@ class Spool:
                 if not found:
                     file.truncate(0)
                     os.posix_fallocate(file.fileno(), 0, size)  # a full disk is an error here, not a SIGBUS later
-                mapped = mmap.mmap(file.fileno(), size)
+                mapped = map_file(file.fileno(), size)
         except OSError as error:
             log.warning("no room for %d bytes at %s (%s): kept in memory", size, path, error.strerror)
             with suppress(OSError):
                 path.unlink()
-            return Rows(np.empty((count, row_bytes), np.uint8))
+            return Rows(_in_memory(count, row_bytes))
         array = np.frombuffer(mapped, np.uint8).reshape(count, stride)[:, :row_bytes]
         return Rows(array, mapped, range(count) if found else (), resident_bytes)
 
     def memory(self, name: str, count: int, *, row_bytes: int, resident_mb: float) -> npt.NDArray[np.uint8]:
         """Return rows for models in use, uint8 [count, row_bytes]; in a file if they exceed `resident_mb`."""
         if count * row_bytes <= 1e6 * resident_mb:
-            return np.empty((count, row_bytes), np.uint8)
+            return _in_memory(count, row_bytes)
         return self.rows(name, count, row_bytes).array
 
     def folder(self, name: str) -> Path | None:
@@ -284,6 +285,13 @@ class FrozenFiles:
         temporary = Path(tempfile.mkdtemp(prefix="fedstrata-frozen-"))
         weakref.finalize(self, shutil.rmtree, temporary, ignore_errors=True)
         return temporary / self._node
+
+
+def _in_memory(count: int, row_bytes: int) -> npt.NDArray[np.uint8]:
+    """Return rows; a single one may be mapped by another process."""
+    if count == 1:
+        return new_row(row_bytes)[None]
+    return np.empty((count, row_bytes), np.uint8)
 
 
 def _lock(folder: Path) -> _RunLock:

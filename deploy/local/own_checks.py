@@ -35,7 +35,7 @@ from fedstrata.common.settings import own
 from fedstrata.common.settings.own_values import changed, kept_in_files
 from fedstrata.common.settings.topology import CLOUD
 from fedstrata.common.text import named
-from fedstrata.common.training.array_trainer import ArrayTrainer
+from fedstrata.common.training.array_trainer import ArrayTrainer, TrainerCode
 from fedstrata.common.training.scores import ScoreSums
 from fedstrata.deploy.local import model_checks
 from fedstrata.device.jobs import LocalResult, Order, TrainerFolder
@@ -289,8 +289,8 @@ class _Trained:
 
     def __init__(self, experiment: Experiment, folder: Path, model: Row | None = None) -> None:
         self._training = ArrayTraining(experiment, node=experiment.tree.devices[0], accelerator="cpu")
-        self._layout = self._training.prepare().layout
-        self.start = self._training.first.copy()
+        self._layout, self.start = TrainerCode(experiment).first(experiment.seed)
+        self._training.prepare()
         self.model = self.start if model is None else model
         self._folder = folder
         self._next = folder.with_name(f"{folder.name}-next")

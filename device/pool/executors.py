@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -17,8 +17,9 @@ import numpy as np
 from fedstrata.common.accounting.work import TrainingPath, Work
 from fedstrata.common.errors import AcceleratorLost
 from fedstrata.common.host.offload import offload
+from fedstrata.common.host.shared_rows import Place, place_of
 from fedstrata.common.host.subprocess_channel import Record, ReplaceableProcess, SubprocessChannel, error_in
-from fedstrata.common.model.layout import ModelLayout
+from fedstrata.common.model.layout import ModelLayout, Row
 from fedstrata.device.jobs import Cancelled, Ending, HostedDevice, Job, LocalResult, Order, Prepared
 from fedstrata.device.pool.trainers import Trainers
 
@@ -175,19 +176,7 @@ class Worker:
                 begun[self._jobs] = job
         if not begun:
             return
-        first = next(iter(begun.values())).order
-        row_bytes, out_bytes = first.row.nbytes, first.out.nbytes
-        rows = channel.memory.rows(2 * len(begun), max(row_bytes, out_bytes))
-        outs = dict(zip(begun, rows[1::2, :out_bytes], strict=True))
-        wanted = []
-        for (number, job), row in zip(begun.items(), rows[::2, :row_bytes], strict=True):
-            await offload(partial(np.copyto, row, job.order.row))
-            device, order = self._name(job.device, channel), job.order
-            facts = {"epochs": order.epochs, "round": order.local_round}
-            facts |= {"scores": order.scores, "scores_trained": order.scores_trained}
-            folder = order.folder and [order.folder.before and str(order.folder.before), str(order.folder.after)]
-            wanted.append({"job": number, "device": device, **facts, "folder": folder, "noise": order.noise.hex()})
-        channel.send(train=wanted, row_bytes=row_bytes, out_bytes=out_bytes)
+        copies = await self._order(begun, channel)
         for number, job in begun.items():
             job.on_cancel = partial(channel.send, cancel=number)
             if job.order.cancelled.is_set():
@@ -199,7 +188,8 @@ class Worker:
                 job.order.progress(reply["steps"], reply["of"])
                 continue
             if "result" in reply:
-                await offload(partial(np.copyto, job.order.out, outs[reply["job"]]))
+                if (out := copies.get(reply["job"])) is not None:
+                    await offload(partial(np.copyto, job.order.out, out))
                 job.finish(_result_in(reply))
             else:
                 error = error_in(reply["failure"]) or Cancelled()
@@ -208,6 +198,25 @@ class Worker:
                 job.fail(error)
             del begun[reply["job"]]
 
+    async def _order(self, jobs: Mapping[int, Job], channel: SubprocessChannel) -> Mapping[int, Row]:
+        """Send the orders of jobs; return the rows that the process writes for those whose own rows it cannot map."""
+        first = next(iter(jobs.values())).order
+        row_bytes, out_bytes = first.row.nbytes, first.out.nbytes
+        copied = [number for number, job in jobs.items() if _places(job.order) is None]
+        both = channel.memory.rows(2 * len(copied), max(row_bytes, out_bytes))
+        for number, row in zip(copied, both[::2, :row_bytes], strict=True):
+            await offload(partial(np.copyto, row, jobs[number].order.row))
+        wanted = []
+        for number, job in jobs.items():
+            device, order = self._name(job.device, channel), job.order
+            facts: dict[str, object] = {"epochs": order.epochs, "round": order.local_round}
+            facts |= {"scores": order.scores, "scores_trained": order.scores_trained}
+            folder = order.folder and [order.folder.before and str(order.folder.before), str(order.folder.after)]
+            facts |= {"folder": folder, "noise": order.noise.hex(), "places": _places(order)}
+            wanted.append({"job": number, "device": device, **facts})
+        channel.send(train=wanted, row_bytes=row_bytes, out_bytes=out_bytes)
+        return dict(zip(copied, both[1::2, :out_bytes], strict=True))
+
     def _name(self, device: HostedDevice, channel: SubprocessChannel) -> list[object]:
         """Return a device's identification in the process, after sending its experiment if necessary."""
         if device.digest not in self._known:
@@ -215,6 +224,12 @@ class Worker:
             self._known.add(device.digest)
         frozen = None if device.frozen is None else str(device.frozen)
         return [device.digest, device.node, self.accelerator, frozen]
+
+
+def _places(order: Order) -> tuple[Place, Place] | None:
+    """Return where the process finds the rows of an order, None if they must be copied."""
+    row, out = place_of(order.row), place_of(order.out)
+    return None if row is None or out is None else (row, out)
 
 
 def _result_in(reply: Record) -> LocalResult:

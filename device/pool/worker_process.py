@@ -4,14 +4,14 @@
     {"accelerators"}                       -> {"accelerators"} of this machine
     {"experiment": TEXT, "digest"}            a new experiment
     {"prepare": DEVICE}                    -> {"layout", "samples", "partition", "kept_bytes", "tests", "folder"}
-    {"train": [{"job", "device", "epochs", "round", "scores", "scores_trained", "folder", "noise"}, ...],
+    {"train": [{"job", "device", "epochs", "round", "scores", "scores_trained", "folder", "noise", "places"}, ...],
      "row_bytes", "out_bytes"}
                                            -> for each job {"job", "steps", "of"} ..., then {"job", "result"}
     {"cancel": JOB}
     {"forget": DIGEST}                        an experiment that no device is in any more
 
-A DEVICE is [digest, name, accelerator, a file of the cloud's frozen arrays or null]. The shared memory has two rows for
-each job, one to read and one to write.
+A DEVICE is [digest, name, accelerator, a file of the cloud's frozen arrays or null]. The places of a
+job are those of two rows of the agent, one to read and one to write; without them the shared memory has two for it.
 A job has a "failure" instead of a result, an empty one if it was cancelled. An error is the outcome of all remaining
 jobs; after one by which the accelerator is lost the agent replaces this process.
 """
@@ -28,7 +28,8 @@ from typing import Any
 from fedstrata.common.errors import FedstrataError
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.host.memory import frozen_imports, keep_large_buffers
+from fedstrata.common.host.memory import frozen_imports, keep_large_buffers, release_freed
+from fedstrata.common.host.shared_rows import row_at
 from fedstrata.common.host.subprocess_channel import AgentChannel, Record, error_record
 from fedstrata.device.jobs import Cancelled, Ending, HostedDevice, LocalResult, Order, TrainerFolder
 from fedstrata.device.pool.trainers import Trainers
@@ -53,6 +54,7 @@ class WorkerServer:
                 elif "prepare" in request:
                     with frozen_imports():
                         prepared = self._trainers.prepare(*self._device(request["prepare"]))
+                    release_freed()
                     facts = {field.name: getattr(prepared, field.name) for field in fields(prepared)}
                     self._channel.send(**facts | {"layout": prepared.layout.to_json()})
                 elif "forget" in request:
@@ -69,10 +71,16 @@ class WorkerServer:
                 self._channel.send(**error_record(error))
 
     def _train(self, orders: list[dict[str, Any]], row_bytes: int, out_bytes: int) -> None:
-        rows = self._channel.memory.rows(2 * len(orders), max(row_bytes, out_bytes))
+        copied = sum(not wanted["places"] for wanted in orders)
+        both = iter(self._channel.memory.rows(2 * copied, max(row_bytes, out_bytes)))
         work = []
-        for wanted, row, out in zip(orders, rows[::2, :row_bytes], rows[1::2, :out_bytes], strict=True):
-            row.flags.writeable = False
+        for wanted in orders:
+            if places := wanted["places"]:
+                row = row_at(places[0], row_bytes, writable=False)
+                out = row_at(places[1], out_bytes, writable=True)
+            else:
+                row, out = next(both)[:row_bytes], next(both)[:out_bytes]
+                row.flags.writeable = False
             device, accelerator = self._device(wanted["device"])
             report, cancelled = partial(self._report, wanted["job"]), self._cancelled[wanted["job"]]
             folder, facts = _folder(wanted["folder"]), (wanted["epochs"], wanted["round"])

@@ -54,7 +54,7 @@ class ArrayTraining:
     def __init__(self, experiment: Experiment, *, node: str, accelerator: str) -> None:
         self._experiment = experiment
         self._code = TrainerCode(experiment)
-        self._layout, self.first = self._code.first(experiment.seed)
+        self._layout, _ = self._code.first(experiment.seed)
         devices, data = experiment.tree.devices, Path(experiment.data.root.replace("{node}", node))
         self._site = TrainingSite(
             node=node,

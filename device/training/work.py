@@ -17,6 +17,7 @@ import numpy as np
 
 from fedstrata.common.accounting.work import Work
 from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.host.shared_rows import new_row
 from fedstrata.common.methods.private import NoiseSource, PrivateUpdates, no_secret
 from fedstrata.common.methods.rule import link_layouts
 from fedstrata.common.model.layout import LinkLayouts, Row
@@ -144,13 +145,13 @@ class DeviceMemory:
         left_out_columns: int = 0,
     ) -> None:
         written = layouts.up.row_bytes + kept_bytes
-        whole = np.zeros(written + 4 * left_out_columns, np.uint8)
+        whole = new_row(written + 4 * left_out_columns)
         self.out: Row = whole[:written]
         self.result: Row = self.out[: layouts.up.row_bytes]
         self.left_out = whole[written:].view(np.float32)
         self._kept = whole[layouts.up.row_bytes :]
         self._kept_bytes = kept_bytes
-        self._row: Row = np.zeros(layouts.down.row_bytes + kept_bytes if kept_bytes else 0, np.uint8)
+        self._row = new_row(layouts.down.row_bytes + kept_bytes if kept_bytes else 0)
         keeps = self._kept.size > 0 or keeps_folder
         self._states: TaskStates | None = None
         if keeps:
