@@ -42,9 +42,10 @@ def memory_of(
     own, *below = [participants(most, tier.participation) for most, tier in zip(children, tiers, strict=True)]
     links = [link_layouts(tier.aggregation, layout) for tier in tiers]
     learner = TORCH_BYTES if experiment.training.trainer.learns_module else AGENT_BYTES
+    copied = experiment.evaluation.on_cloud or experiment.stop.best  # the model that is evaluated, or kept
     found = {
-        "cloud": _parent(experiment, layout, links[0], 0, own, children[0]),
-        "evaluator": learner + data_bytes + 4 * row,  # in shared memory, initial, weights, one tensor's copy
+        "cloud": _parent(experiment, layout, links[0], 0, own, children[0]) + copied * row,
+        "evaluator": learner + data_bytes + _evaluated(experiment) * row,
     }
     if below:
         sizes = range(1, len(tiers))
@@ -73,10 +74,15 @@ def memory_of(
     return found
 
 
+def _evaluated(experiment: Experiment) -> int:
+    """Return how many models the evaluator has in memory: the cloud's or the first one, its arrays, and a module's."""
+    return 3 if experiment.training.trainer.learns_module else 2
+
+
 def _models(experiment: Experiment) -> int:
     """Return how many models a device has in memory."""
     if not experiment.training.trainer.learns_module:
-        return 4  # received, result, and those of the trainer
+        return 3  # received, result, and that of the trainer
     from fedstrata.device.training.objectives.table import objective_of
 
     objective = objective_of(experiment.training)
