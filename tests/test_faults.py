@@ -358,7 +358,7 @@ def happened(role: Role, event: str) -> bool:
     return any(json.loads(line)["event"] == event for line in whole.splitlines())
 
 
-ROLES = ("cloud", "institution", "device", "fedstrata.cloud.evaluator_process", "fedstrata.device.pool.worker_process")
+ROLES = ("cloud", "institution", "device", "fedstrata.cloud.evaluator_process", "fedstrata.common.host.fork_server")
 
 
 def family(role: Role) -> dict[str, psutil.Process]:
@@ -464,7 +464,7 @@ def test_a_killed_lab_leaves_no_process_behind(workers: bool, branch: Path, tmp_
     words = (tmp_path / "lab.log", branch, "--runs", tmp_path / "runs")
     role = lab_of(*words, null=not workers, NULL_LAB_EVALUATOR="real")
     all_kinds = {"cloud", "fedstrata.cloud.evaluator_process", "institution", "device", "broker"}
-    all_kinds |= {"fedstrata.device.pool.worker_process"} if workers else set()
+    all_kinds |= {"fedstrata.common.host.fork_server"} if workers else set()
     try:
         until(lambda: kinds(family(role)) == all_kinds, "all roles")
         processes = family(role)

@@ -497,7 +497,7 @@ def test_progress_is_reported_and_a_running_training_is_called_off(lab: Lab, new
     out = lab.do(play())
     assert np.array_equal(out, alone(what, "device-0", row)[0])
     assert 0 < seen[0][0] < seen[0][1] == 3_600_000 and seen[-1] == (36, 36)
-    assert lab.pids() == before
+    assert before <= lab.pids()
 
 
 def test_what_was_forgotten_is_made_again(lab: Lab) -> None:
@@ -578,7 +578,7 @@ def test_exhausted_memory_fails_the_training_and_spares_the_worker(lab: Lab, moo
     with pytest.raises(RunFailed, match=r"training\.batch_size = 10.*smaller"):
         train_moody(lab, moody, order="exhaust")
     train_moody(lab, moody)
-    assert lab.pids() == before
+    assert before <= lab.pids()
 
 
 @pytest.mark.parametrize(("order", "error"), [("fail", "KeyError: 'a bug'"), ("exit", "SystemExit: 1")])
@@ -599,7 +599,7 @@ def test_a_model_that_fails_is_reported_with_its_place_and_spares_the_worker(
     assert frame.startswith(f"{file}:{line}, in Moody.forward: ") and caught.value.exit_code == 4
     (lab.folder / f"do-{order}").unlink()
     train_moody(lab, moody)
-    assert lab.pids() == before
+    assert before <= lab.pids()
 
 
 @in_loop
@@ -639,7 +639,7 @@ def test_what_cannot_be_trained_fails_with_its_parts_and_spares_the_worker(lab: 
         lab.do(play("device-9"))
     assert len(caught.value.parts) == 4
     lab.do(play("device-1"))
-    assert lab.pids() == before
+    assert before <= lab.pids()
 
 
 def test_workers_hear_no_interrupt_of_the_terminal(lab: Lab) -> None:
@@ -648,13 +648,15 @@ def test_workers_hear_no_interrupt_of_the_terminal(lab: Lab) -> None:
 
 AGENT = """
 import asyncio, os, sys
+from fedstrata.common.experiment.reading import parse
 from fedstrata.device.device_agent import DeviceAgent
 from fedstrata.device.pool.pool import Pool
 
 async def main():
     async with Pool(accelerator="cpu", slots=2, devices=2) as pool:
-        while not all(lane.pid for lane in pool._executors) or not pool._executors:
-            await asyncio.sleep(0)
+        made = {"dataset": "synthetic", "classes": 2, "image_shape": [1, 8, 8]}
+        what = parse({"data": made, "topology": {"devices": 2}})
+        await asyncio.gather(*(pool.member(f"device-{i}").prepare(what) for i in range(2)))
         print(*(lane.pid for lane in pool._executors), "torch" in sys.modules, flush=True)
         await asyncio.Event().wait()
 

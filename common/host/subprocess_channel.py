@@ -21,11 +21,11 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import IO, Any, Final, Self, TypeAlias, TypeVar
+from typing import IO, Any, Final, Protocol, Self, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -107,6 +107,21 @@ class SharedMemory:
         self._mapped = None
 
 
+class ChildProcess(Protocol):
+    """The methods of `subprocess.Popen` that a channel needs."""
+
+    pid: int
+
+    def kill(self) -> None:
+        """Kill it, unless it has ended."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end and return its exit code. Raises TimeoutExpired."""
+
+
+Fork: TypeAlias = Callable[[Sequence[int]], ChildProcess]  # with these descriptors; raises OSError
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SubprocessChannel:
     """The agent's end of the channel to one process. Close it even if the process has ended.
@@ -115,7 +130,7 @@ class SubprocessChannel:
     """
 
     name: str
-    process: subprocess.Popen[bytes]
+    process: ChildProcess
     memory: SharedMemory
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -124,14 +139,26 @@ class SubprocessChannel:
 
     @classmethod
     async def start(
-        cls, module: str, name: str, *, idle_s: float | None = None, moved: Callable[[], None] = lambda: None
+        cls,
+        module: str,
+        name: str,
+        *,
+        idle_s: float | None = None,
+        moved: Callable[[], None] = lambda: None,
+        fork: Fork | None = None,
     ) -> Self:
-        """Start the process that runs `module`; errors call it `name`."""
+        """Start the process that runs `module`, by `fork` if that can; errors call it `name`."""
         ours, theirs = socket.socketpair()
         with theirs:
             streams = await asyncio.open_connection(sock=ours, limit=RECORD_BYTES)
-            process, memory = spawn(module, theirs)
-        return cls(name, process, memory, *streams, idle_s, moved)
+            file = _open_memory()
+            try:
+                process = await _started(module, (theirs.fileno(), file.fileno()), fork)
+            except BaseException:
+                streams[1].close()  # the process, if there is one, ends with it
+                file.close()
+                raise
+        return cls(name, process, SharedMemory(file), *streams, idle_s, moved)
 
     def send(self, **facts: object) -> None:
         """Send a record; it is lost if the process has ended."""
@@ -195,7 +222,8 @@ class ReplaceableProcess:
 
     If a signal ends it, if it makes no progress for `idle_s`, or if its accelerator fails for good, the request is done
     again in a new process, `replacements` times. So requests must be repeatable. `begin`: the first exchange with each
-    process. `advice`: the end of the error of a request that fails in each of them.
+    process. `advice`: the end of the error of a request that fails in each of them. `fork` starts it, if that is given
+    and can.
     """
 
     def __init__(
@@ -207,6 +235,7 @@ class ReplaceableProcess:
         advice: str = ADVICE,
         idle_s: float | None = None,
         begin: Callable[[SubprocessChannel], Awaitable[object]] = nothing,
+        fork: Fork | None = None,
     ) -> None:
         self._module = module
         self._name = name
@@ -214,6 +243,7 @@ class ReplaceableProcess:
         self._advice = advice
         self._idle_s = idle_s
         self._begin = begin
+        self._fork = fork
         self.channel: SubprocessChannel | None = None
         self.moves = 0  # reports of progress
 
@@ -254,7 +284,7 @@ class ReplaceableProcess:
 
     async def _start(self) -> SubprocessChannel:
         channel = self.channel = await SubprocessChannel.start(
-            self._module, self._name, idle_s=self._idle_s, moved=self._moved
+            self._module, self._name, idle_s=self._idle_s, moved=self._moved, fork=self._fork
         )
         try:
             await self._begin(channel)
@@ -337,24 +367,27 @@ class AgentChannel:
         os._exit(0)
 
 
-def spawn(module: str, theirs: socket.socket) -> tuple[subprocess.Popen[bytes], SharedMemory]:
-    """Start the process that runs `module`, with its end of the socket and new shared memory.
+async def _started(module: str, descriptors: tuple[int, int], fork: Fork | None) -> ChildProcess:
+    """Start the process by `fork`, or else as a new interpreter, which takes a millisecond: no memory is copied."""
+    if fork is not None:
+        try:
+            return await offload(partial(fork, descriptors))
+        except OSError as error:
+            log.warning("a process could not be forked (%s): it imports its own libraries", error)
+    return _spawned(module, descriptors)
 
-    It takes a millisecond: this process's memory is not forked.
-    """
-    file = _open_memory()
-    descriptors = theirs.fileno(), file.fileno()
-    process = subprocess.Popen(
+
+def _spawned(module: str, descriptors: tuple[int, int]) -> ChildProcess:
+    return subprocess.Popen(
         [*python(module), *map(str, descriptors)],
         stdin=subprocess.DEVNULL,
         stdout=2,  # keeps the output of libraries out of this process's data
         pass_fds=descriptors,
         start_new_session=True,  # Ctrl-C is for the agents, which then close the socket
     )
-    return process, SharedMemory(file)
 
 
-def exit_code(process: subprocess.Popen[bytes]) -> int:
+def exit_code(process: ChildProcess) -> int:
     """Return the exit code of a process that has closed its socket, and may still write its last message."""
     with suppress(subprocess.TimeoutExpired):
         return process.wait(LAST_BREATH_S)

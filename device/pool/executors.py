@@ -16,12 +16,13 @@ import numpy as np
 
 from fedstrata.common.accounting.work import TrainingPath, Work
 from fedstrata.common.errors import AcceleratorLost
+from fedstrata.common.host.fork_server import ForkedProcess, ForkServer
 from fedstrata.common.host.offload import offload
 from fedstrata.common.host.shared_rows import Place, place_of
 from fedstrata.common.host.subprocess_channel import Record, ReplaceableProcess, SubprocessChannel, error_in
 from fedstrata.common.model.layout import ModelLayout, Row
 from fedstrata.device.jobs import Cancelled, Ending, HostedDevice, Job, LocalResult, Order, Prepared
-from fedstrata.device.pool.trainers import Trainers
+from fedstrata.device.pool.trainers import Trainers, imports_of
 
 
 class Executor(Protocol):
@@ -115,12 +116,22 @@ _T = TypeVar("_T")
 
 
 class Worker:
-    """Worker process, replaced if it is killed or loses its accelerator; a job is retried once."""
+    """Worker process, replaced if it is killed or loses its accelerator; a job is retried once.
 
-    def __init__(self) -> None:
+    With a server it is forked when a device needs it, with what that imports: they share the memory of PyTorch.
+    """
+
+    def __init__(self, server: ForkServer | None = None) -> None:
         self.accelerator = "cpu"
+        self._server = server
+        self._imports: Sequence[str] = ()
         self._process = ReplaceableProcess(
-            MODULE, "the worker process", replacements=RETRIES, advice=ADVICE, begin=self._begin
+            MODULE,
+            "the worker process",
+            replacements=RETRIES,
+            advice=ADVICE,
+            begin=self._begin,
+            fork=None if server is None else self._fork,
         )
         self._known: set[str] = set()  # digests of the experiments that were sent to the process
         self._jobs = 0
@@ -132,8 +143,9 @@ class Worker:
         return None if channel is None else channel.process.pid
 
     async def start(self) -> None:
-        """Start the process, and wait until it serves. Raises RunFailed."""
-        await self._do(lambda channel: channel.request(ready=True), "devices")
+        """Start the process, and wait until it serves, unless it is forked. Raises RunFailed."""
+        if self._server is None:
+            await self._do(lambda channel: channel.request(ready=True), "devices")
 
     async def accelerators(self) -> Sequence[str]:
         """Return the accelerators, once the process has imported torch. Raises RunFailed."""
@@ -142,6 +154,7 @@ class Worker:
 
     async def prepare(self, device: HostedDevice) -> Prepared:
         """Return a device's facts. Raises InvalidExperiment, RunFailed."""
+        self._imports = imports_of(device.experiment)
         reply = await self._do(lambda channel: channel.request(prepare=self._name(device, channel)), _whose([device]))
         layout = ModelLayout.from_json(reply["layout"])
         return Prepared(**{**reply, "layout": layout})
@@ -162,6 +175,10 @@ class Worker:
 
     async def _do(self, work: Callable[[SubprocessChannel], Awaitable[_T]], names: str) -> _T:
         return await self._process.do(work, name=f"the process that trained {names}")
+
+    def _fork(self, descriptors: Sequence[int]) -> ForkedProcess:
+        assert self._server is not None
+        return self._server.fork(f"{MODULE}:main", descriptors, imports=self._imports)
 
     async def _begin(self, _: SubprocessChannel) -> None:
         self._known.clear()

@@ -2,17 +2,20 @@
 
 Devices submit requests and await their outcomes. Nothing here computes, so the devices' connections stay alive. A
 single training at a time runs in a thread of this process. For more, each executor has a worker process, and this
-process never imports torch. PyTorch is imported with the first device that needs it, or to find GPUs.
+process never imports torch. PyTorch is imported with the first device that needs it, or to find GPUs. On a CPU it is
+imported once for all workers, by the server that forks them; where there may be a GPU, each worker imports it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, Self
@@ -20,6 +23,8 @@ from typing import Any, Final, Self
 from fedstrata.common.errors import AcceleratorLost
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.host.accelerators import choose, may_have_gpu
+from fedstrata.common.host.fork_server import ForkServer
+from fedstrata.common.host.offload import offload
 from fedstrata.device.jobs import HostedDevice, Job, LocalResult, Order, PoolRequest, Prepared, gather, most_together
 from fedstrata.device.pool.energy import EnergyShares
 from fedstrata.device.pool.executors import Executor, Thread, Worker
@@ -53,14 +58,15 @@ class Pool:
         devices: int,
         energy: EnergyShares | None = None,
         thread: Callable[[], Executor] = Thread,
-        worker: Callable[[], Executor] = Worker,
+        worker: Callable[[], Executor] | None = None,
     ) -> None:
         self.moves = 0
         self.energy = energy or EnergyShares()
         self._accelerator = accelerator
         self._slots = slots
         self._devices = devices
-        self._new = thread if min(slots or cores(), devices) == 1 else worker
+        self._server = ForkServer() if is_cpu(accelerator) and sys.platform == "linux" else None
+        self._new = thread if min(slots or cores(), devices) == 1 else worker or partial(Worker, self._server)
         self._executors: list[Executor] = []
         self._places: Sequence[str] = ()
         self._early: deque[PoolRequest] = deque()  # requests that came before the accelerators were known
@@ -92,6 +98,8 @@ class Pool:
         await asyncio.gather(*self._serving, return_exceptions=True)  # waiting callers have received any error
         for executor in self._executors:
             await executor.close()
+        if self._server is not None:
+            await offload(self._server.close)
 
     @property
     def failure(self) -> Exception | None:

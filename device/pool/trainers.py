@@ -17,6 +17,11 @@ MODULES: Final = "fedstrata.device.pool.module_trainers:ModuleTrainers"
 ARRAYS: Final = "fedstrata.device.training.arrays:ArrayTrainers"
 
 
+def imports_of(experiment: Experiment) -> Sequence[str]:
+    """Return the module that trains the devices of an experiment, if it imports PyTorch."""
+    return (MODULES.partition(":")[0],) if experiment.training.trainer.learns_module else ()
+
+
 class Trainers:
     """Trains for the devices of a process, whatever trains in their experiments."""
 

@@ -127,6 +127,11 @@ def _folder(sent: list[str | None] | None) -> TrainerFolder | None:
     return TrainerFolder(None if before is None else Path(before), Path(after or ""))
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Serve one agent until it ends."""
     keep_large_buffers()
     WorkerServer().serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -53,7 +53,7 @@ training = { trainer = { name = "bulk:Bulk", columns = 1000 } }
 """
 ROLES: Final = {  # by a word of the command line
     "evaluator_process": "evaluator",
-    "worker_process": "worker",
+    "fork_server": "worker",
     "mosquitto": "broker",
     "institution": "institution",  # before the cloud, which is a parent
     "device": "device agent",

@@ -40,7 +40,7 @@ INSTITUTIONS: Final = 10
 DEVICES: Final = (100, 300, 1000, 3000)
 KINDS: Final = {  # of processes, by the first of these words in their command
     "evaluator_process": "evaluator",
-    "worker_process": "workers",
+    "fork_server": "workers",
     "mosquitto": "broker",
     "cloud": "cloud",
     "institution": "institutions",
