@@ -46,10 +46,10 @@ def peak_bytes(proc: Path = Path("/proc")) -> int | None:
     `getrusage` would also count what the parent had when it started this process.
     """
     try:
-        status = (proc / "self" / "status").read_text(encoding="utf-8", errors="replace")
+        with open(proc / "self" / "status", "rb", buffering=0) as status:  # after each training: no text is decoded
+            found = re.search(rb"^VmHWM:\s*(\d+) kB$", status.read(), re.MULTILINE)
     except OSError:
         return None
-    found = re.search(r"^VmHWM:\s*(\d+) kB$", status, re.MULTILINE)
     return None if found is None else 1024 * int(found[1])
 
 
