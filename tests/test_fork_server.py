@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
+from fedstrata.common.host import fork_server
 from fedstrata.common.host.fork_server import ForkedProcess, ForkServer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forked workers are for Linux")
@@ -108,4 +109,27 @@ def test_the_server_ends_with_its_agent() -> None:
     ]
     server.close()
     assert not before.is_running()
+    server.close()
+
+
+NO_DESCRIPTOR = """
+import os, sys
+from fedstrata.common.host import fork_server
+def refused(pid):
+    raise PermissionError(1, "Operation not permitted")
+os.pidfd_open = refused
+fork_server.main()
+"""
+
+
+def test_a_process_of_which_its_agent_cannot_know_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a sandbox without descriptors of processes: the agent gets an error, and starts a process another way."""
+    monkeypatch.setattr(fork_server, "python", lambda module: [sys.executable, "-c", NO_DESCRIPTOR])
+    server = ForkServer()
+    ours, theirs = os.pipe()
+    with pytest.raises(ConnectionError):
+        server.fork("tests.test_fork_server:tells", (theirs,), imports=())
+    os.close(theirs)
+    assert os.read(ours, 1) == b""  # closed by all, and nothing was written
+    os.close(ours)
     server.close()

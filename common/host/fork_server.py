@@ -138,19 +138,23 @@ def main() -> None:
                 return
             request = json.loads(packet)
             _import(request["imports"])
-            ours, theirs = os.pipe()
+            (ours, theirs), (waits, gate) = os.pipe(), os.pipe()
             pid = os.fork()
             if pid == 0:
-                for descriptor in (agent.fileno(), ours, theirs, *children, *(code for _, code in children.values())):
+                codes = (code for _, code in children.values())
+                for descriptor in (agent.fileno(), ours, theirs, gate, *children, *codes):
                     os.close(descriptor)
+                if not os.read(waits, 1):  # the agent knows nothing of this process, and may start another one
+                    os._exit(1)
+                os.close(waits)
                 _run(request["run"], descriptors)
-            for descriptor in descriptors:
-                os.close(descriptor)
             child = os.pidfd_open(pid)
             children[child] = pid, theirs
             look.register(child, select.POLLIN)
             socket.send_fds(agent, [json.dumps({"pid": pid}).encode()], [child, ours])
-            os.close(ours)
+            os.write(gate, b"b")
+            for descriptor in (*descriptors, ours, waits, gate):
+                os.close(descriptor)
 
 
 def _import(names: Sequence[str]) -> None:
