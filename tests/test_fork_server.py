@@ -33,7 +33,7 @@ def forked(server: ForkServer, what: str) -> tuple[ForkedProcess, int]:
     return process, ours
 
 
-def tells() -> None:
+def reports() -> None:
     """Write what the process is."""
     there = "decimal" in sys.modules, "torch" in sys.modules, os.getsid(0) == os.getpid()
     os.write(int(sys.argv[1]), repr((os.getppid(), there, len(os.listdir("/proc/self/fd")))).encode())
@@ -55,7 +55,7 @@ def waits() -> None:
 def test_a_forked_process_has_the_imports_and_its_own_descriptors(server: ForkServer) -> None:
     found = []
     for _ in range(2):
-        process, pipe = forked(server, "tells")
+        process, pipe = forked(server, "reports")
         found.append(os.read(pipe, 100))
         assert process.wait(PATIENCE_S) == 0 and os.read(pipe, 1) == b""
         os.close(pipe)
@@ -73,7 +73,7 @@ def test_its_code_is_that_of_an_interpreter(server: ForkServer, what: str, code:
     process.kill()  # too late, and no error
 
 
-def test_a_killed_process_is_told_from_one_that_waits(server: ForkServer) -> None:
+def test_a_killed_process_is_another_end_than_that_of_one_that_waits(server: ForkServer) -> None:
     process, pipe = forked(server, "waits")
     assert os.read(pipe, 1) == b"r"
     with pytest.raises(subprocess.TimeoutExpired):
@@ -128,7 +128,7 @@ def test_a_process_of_which_its_agent_cannot_know_does_nothing(monkeypatch: pyte
     server = ForkServer()
     ours, theirs = os.pipe()
     with pytest.raises(ConnectionError):
-        server.fork("tests.test_fork_server:tells", (theirs,), imports=())
+        server.fork("tests.test_fork_server:reports", (theirs,), imports=())
     os.close(theirs)
     assert os.read(ours, 1) == b""  # closed by all, and nothing was written
     os.close(ours)

@@ -156,6 +156,7 @@ def peak_of_fedavg() -> int:
 def test_the_memory_of_a_rule_is_what_its_settings_have(name: str) -> None:
     settings, size = RULES[name](**LEAST[name]), TWO_MB.row_bytes
     held = settings.held_bytes(size, children=4, taking_part=4, resident_bytes=1e9) / size
+    peak_of(settings, TWO_MB, FOUR)  # what is imported with the first call is no memory of the rule
     found = (peak_of(settings, TWO_MB, FOUR) - peak_of_fedavg()) / size
     in_flight = 4 if name == "fedbuff" else 0  # of other versions, which rounds on time do not have
     assert held - in_flight - 1.3 <= found <= held + 1.3

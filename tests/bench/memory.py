@@ -3,7 +3,7 @@
 A lab of processes: a cloud with its evaluator, an institution, two devices of one process with two workers. The trainer
 changes its arrays where they are, so it needs one model. A process's memory is its Pss (what it shares with others
 counts in parts) at its own peak, sampled every 0.05 s, less that of the same process with a model of 4 kB, in models.
-The last columns are the most memory of all at once, and what `fedstrata plan` says of a role.
+The last columns are the most memory of all at once, and what `fedstrata plan` has for a role.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def measure(home: Path, columns: int) -> tuple[Mapping[str, int], int]:
 
 
 def planned(home: Path, columns: int) -> Mapping[str, int]:
-    """Return what `plan` says of a role's memory."""
+    """Return what `plan` has for a role's memory."""
     words = command("plan", "bulk.toml", "--set", f"training.trainer.columns={columns}", "--format", "json")
     done = subprocess.run([*map(str, words)], cwd=home, capture_output=True, text=True, check=True)
     memory: Mapping[str, int] = json.loads(done.stdout)["memory"]
@@ -123,10 +123,10 @@ def main() -> None:
         for size in chosen.mb:
             columns = round(size * MB / 4)
             most, together = measure(home, columns)
-            says = planned(home, columns)
+            plans = planned(home, columns)
             for role in sorted(most):
                 models = (most[role] - empty[role]) / (4 * columns)
-                plan = f"{says[role] / MB:.0f}" if role in says else ""
+                plan = f"{plans[role] / MB:.0f}" if role in plans else ""
                 print(f"| {size:g} | {role} | {most[role] / MB:.0f} | {models:.1f} | {plan} |", flush=True)
             models = (together - nothing) / (4 * columns)
             print(f"| {size:g} | all at once | {together / MB:.0f} | {models:.1f} | |", flush=True)
