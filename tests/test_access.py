@@ -61,17 +61,16 @@ WRITES: Final = (
     ("device-0", f"{RUN}/device-1/inbox/institution-0"),
     ("device-0", f"{RUN}/cloud/inbox/institution-0"),
     ("device-0", f"{RUN}/device-0/inbox/institution-0"),  # to itself, under its parent's name
-    ("device-0", "fs1/north/seek/institution-0/device-1"),
-    ("device-0", "fs1/north/seek/cloud/cloud"),  # a second cloud
-    ("device-0", "fs1/north/seek/institution-1/device-0"),  # a parent of another branch
-    ("device-0", "fs1/north/roll/device-0"),
-    ("device-0", "fs1/north/roll/operator"),
-    ("device-0", "fs1/north/watch/device-0"),  # a request for the status of all parents
-    ("device-0", "fs1/north/watch/operator"),
+    ("device-0", "fs1/north/ask/institution-0/device-1"),
+    ("device-0", "fs1/north/ask/cloud/cloud"),  # a second cloud
+    ("device-0", "fs1/north/ask/institution-1/device-0"),  # a parent of another branch
+    ("device-0", "fs1/north/ask/all/device-0"),  # a question to all nodes
+    ("device-0", "fs1/north/ask/all/operator"),
+    ("institution-0", "fs1/north/ask/all/institution-0"),
     ("device-0", f"{RUN}/institution-0/status"),
     ("institution-0", f"{RUN}/cloud/status"),
     ("operator", f"{RUN}/cloud/status"),
-    ("device-0", "fs1/north/here/operator/device-1"),
+    ("device-0", "fs1/north/answer/operator/device-1"),
     ("device-0", "fs1/south/20260101T000000Z-aaaaaa/device-0/state"),  # another lab
     ("device-0", "elsewhere"),
     ("device-0", f"{RUN}/operator/state"),
@@ -103,7 +102,7 @@ READS: Final = (
     ("device-2", f"{RUN}/device-2/blob/institution-1/{BLOB}/0/1", "institution-0"),
     ("device-2", f"{RUN}/institution-1/inbox/device-2", "institution-0"),
     ("institution-1", f"{RUN}/institution-1/spec", "institution-0"),
-    ("device-0", "fs1/north/here/cloud/device-0", "institution-0"),
+    ("device-0", "fs1/north/answer/cloud/device-0", "institution-0"),
     ("institution-1", f"{RUN}/institution-1/status", "institution-0"),
     ("cloud", f"{RUN}/cloud/status", "device-0"),
 )
@@ -112,8 +111,8 @@ ALLOWED: Final = (
     ("device-0", f"{RUN}/device-0/blob/institution-0/{BLOB}/0/1", "institution-0"),
     ("device-0", f"{RUN}/device-0/blob/all/{BLOB}/0/1", "institution-0"),
     ("device-0", f"{RUN}/institution-0/inbox/device-0", "institution-0"),
-    ("device-0", "fs1/north/seek/institution-0/device-0", "institution-0"),
-    ("device-0", "fs1/north/here/operator/device-0", "operator"),
+    ("device-0", "fs1/north/ask/institution-0/device-0", "institution-0"),
+    ("device-0", "fs1/north/answer/operator/device-0", "operator"),
     ("institution-0", f"{RUN}/institution-0/spec", "device-0"),
     ("institution-0", f"{RUN}/institution-0/blob/all/{BLOB}/0/1", "device-1"),
     ("institution-0", f"{RUN}/institution-0/blob/device-0/{BLOB}/0/1", "device-0"),
@@ -121,11 +120,13 @@ ALLOWED: Final = (
     ("institution-0", f"{RUN}/institution-0/state", "cloud"),
     ("institution-0", f"{RUN}/cloud/inbox/institution-0", "cloud"),
     ("cloud", f"{RUN}/cloud/blob/all/{BLOB}/0/1", "institution-1"),
-    ("cloud", "fs1/north/seek/cloud/cloud", "cloud"),
-    ("cloud", "fs1/north/roll/cloud", "device-3"),
-    ("operator", "fs1/north/roll/operator", "institution-1"),
-    ("operator", "fs1/north/watch/operator", "cloud"),
-    ("operator", "fs1/north/watch/operator", "institution-1"),
+    ("cloud", "fs1/north/ask/cloud/cloud", "cloud"),
+    ("device-0", "fs1/north/ask/device-0/device-0", "device-0"),
+    ("device-0", "fs1/north/answer/device-0/device-0", "device-0"),
+    ("cloud", "fs1/north/ask/all/cloud", "device-3"),
+    ("operator", "fs1/north/ask/all/operator", "institution-1"),
+    ("operator", "fs1/north/ask/cloud/operator", "cloud"),
+    ("operator", "fs1/north/ask/institution-1/operator", "institution-1"),
     ("cloud", f"{RUN}/cloud/status", "operator"),
     ("institution-1", f"{RUN}/institution-1/status", "operator"),
     ("institution-1", f"{RUN}/device-2/inbox/institution-1", "operator"),
@@ -286,9 +287,9 @@ def test_devices_of_a_lab_that_lets_them_move_reach_all_parents_on_their_broker(
     tree["institutions"] = {**LAB_TREE["institutions"], **other}
     tree["devices"] = [*LAB_TREE["devices"], {"names": ["device-4"], "machine": "server", "parent": "institution-2"}]
     still, moving = (access.users(parse({**tree, "moves": moves}), "main") for moves in (False, True))
-    seek = "fs1/north/seek/institution-{}/device-0"
-    assert {each for each in moving["device-0"].publish if "/seek/" in each} == {seek.format(k) for k in (0, 1)}
-    assert {each for each in still["device-0"].publish if "/seek/" in each} == {seek.format(0)}
+    seek = "fs1/north/ask/institution-{}/device-0"
+    assert {each for each in moving["device-0"].publish if "/ask/" in each} == {seek.format(k) for k in (0, 1)}
+    assert {each for each in still["device-0"].publish if "/ask/" in each} == {seek.format(0)}
     assert "fs1/north/+/device-0/state" in moving["institution-1"].receive
     assert "fs1/north/+/device-0/state" not in still["institution-1"].receive
     assert moving["cloud"] == still["cloud"] and "device-4" not in moving
@@ -300,7 +301,7 @@ def test_a_broker_lets_those_in_that_meet_there_and_who_calls_the_roll() -> None
     lab = parse({**LAB_TREE, "brokers": sites, "institutions": places})
     on_site = access.users(lab, "site")
     assert list(on_site) == ["operator", "cloud", "institution-0", "device-0", "device-1"]
-    assert on_site["cloud"] == access.Access(("fs1/north/roll/cloud",))
+    assert on_site["cloud"] == access.Access(("fs1/north/ask/all/cloud",))
     assert not {"device-0", "device-1"} & set(access.users(lab, "main"))
 
 

@@ -386,8 +386,8 @@ def test_a_device_whose_state_is_lost_ends_and_moves_nowhere() -> None:
 
     outcome, _, _ = played(tree, disturb)
     assert "is lost. Start devices with the same --spool DIR" in outcome.ended["device-4"]
-    assert "fs1/lab/seek/institution-1/device-4" in sought
-    assert "fs1/lab/seek/institution-0/device-4" not in sought
+    assert "fs1/lab/ask/institution-1/device-4" in sought
+    assert "fs1/lab/ask/institution-0/device-4" not in sought
 
 
 TWO_TIERS: Final[dict[str, Any]] = {

@@ -272,4 +272,4 @@ def test_a_site_on_a_bridge_of_the_topics_in_the_docs(tmp_path: Path, stack: Exi
     with watching(f"127.0.0.1:{cloud}") as seen:
         play(brokers, LAB.replace("institutions = 2", "institutions = 1"), tmp_path, stack, disturb=lambda: None)
     assert any("/institution-0/" in topic for topic in seen)
-    assert not [topic for topic in seen if "/device-" in topic and "/here/" not in topic]
+    assert not [topic for topic in seen if "/device-" in topic and "/answer/" not in topic]

@@ -15,7 +15,7 @@ from fedstrata.common.metrics import Metrics
 from fedstrata.common.net.address import BrokerAddress
 from fedstrata.common.net.connection import Handlers
 from fedstrata.common.protocol import serialization, topics
-from fedstrata.common.protocol.messages import Alive, Message, NodeState, Presence, WhoIsThere
+from fedstrata.common.protocol.messages import Alive, Message, NodeState, Presence, Question
 from fedstrata.common.runtime import discovery
 from fedstrata.common.runtime.discovery import Found, check_carried, discover
 from fedstrata.common.runtime.world import REAL, Host, World
@@ -122,8 +122,8 @@ async def test_a_node_of_another_release_is_named_with_both_versions_by_either_s
     parent = announcing(site)
     async with together(living(site, parent)):
         await asyncio.sleep(1)  # it has subscribed
-        site.inject(topics.seek(LAB, PARENT, "device-0"), of_release(99, WhoIsThere("nonce")))
-        site.inject(topics.seek(LAB, PARENT, "stranger"), of_release(99, WhoIsThere("nonce")))
+        site.inject(topics.ask(LAB, PARENT, "device-0"), of_release(99, Question("nonce")))
+        site.inject(topics.ask(LAB, PARENT, "stranger"), of_release(99, Question("nonce")))
         await asyncio.sleep(1)
         ready = parent.session.readiness(parent.now())
         assert ready.missing == {"device-0": f"is of another release: {versions}"}
@@ -173,17 +173,17 @@ async def test_of_two_nodes_of_a_name_that_come_together_one_stays(site: Simulat
 @virtual
 async def test_a_node_that_has_its_name_ends_by_no_answer_about_it(site: SimulatedSite) -> None:
     found, sent = seeking(site), site.routed
-    await until(lambda: any(each.topic == topics.here(LAB, "device-0", "device-0") for each in sent))
+    await until(lambda: any(each.topic == topics.ask(LAB, "device-0", "device-0") for each in sent))
     (nonce,) = {
         message.nonce
         for each in sent
-        if each.topic == topics.here(LAB, "device-0", "device-0")
-        and isinstance(message := serialization.decode(each.body)[1], WhoIsThere)
+        if each.topic == topics.ask(LAB, "device-0", "device-0")
+        and isinstance(message := serialization.decode(each.body)[1], Question)
     }
     await asyncio.sleep(10)
     late = serialization.encode(Alive(nonce, Presence(NodeState.INIT, "")), "another")
-    site.inject(topics.here(LAB, "device-0", "device-0"), late)
-    site.inject(topics.here(LAB, "device-0", "device-0"), b"\xff")
+    site.inject(topics.answer(LAB, "device-0", "device-0"), late)
+    site.inject(topics.answer(LAB, "device-0", "device-0"), b"\xff")
     await asyncio.sleep(10)
     assert not found.done()
     found.cancel()
@@ -200,6 +200,7 @@ class Broker:
         self._carries = carries
 
     token = staticmethod(REAL.token)
+    wall = staticmethod(REAL.wall)
 
     def connection(self, address: BrokerAddress, handlers: Handlers, **rest: Any) -> Broker:
         self._handlers = handlers

@@ -37,7 +37,7 @@ from fedstrata.common.model import tensors
 from fedstrata.common.model.layout import FrozenForm
 from fedstrata.common.model.parts import read_frozen_file
 from fedstrata.common.protocol.manifest import FROZEN_CODEC, describe
-from fedstrata.common.protocol.messages import FrozenOffered, FrozenWanted
+from fedstrata.common.protocol.messages import About, FrozenOffered, Question
 from fedstrata.common.runtime.frozen import OwnFrozen
 from fedstrata.common.runtime.refining import RefinerProcess
 from fedstrata.common.settings.data import ModelSettings
@@ -375,7 +375,7 @@ async def test_what_is_not_wanted_or_not_offered_as_announced_changes_nothing(si
     child = child_of(site, "device-0", ready=False, frozen=FORM)
     async with together(living(site, parent), living(site, child)):
         await until(lambda: bool(child.session._parent_session))
-        child.link.outbox.send(parent.identity.name, FrozenWanted("0" * 16), child.now())
+        child.link.outbox.send(parent.identity.name, Question("n", About.ENTRY), child.now())
         child.wake()
         await until(lambda: parent.link.refusals.total > 0)
         fetched = asyncio.create_task(child.frozen.file())

@@ -42,6 +42,7 @@ from fedstrata.common.protocol.limits import (
     task_limits,
 )
 from fedstrata.common.protocol.messages import (
+    About,
     Alive,
     Announcement,
     Ask,
@@ -58,12 +59,11 @@ from fedstrata.common.protocol.messages import (
     Probe,
     Probed,
     Progress,
+    Question,
     Reports,
     Result,
-    RollCall,
     Target,
     Task,
-    WhoIsThere,
 )
 from fedstrata.common.protocol.parent_session import ParentSession
 from fedstrata.common.protocol.peers import ToChildren
@@ -293,7 +293,7 @@ def test_a_flood_of_presences_costs_few_tasks_and_few_events() -> None:
         lab.loop.after(number / 1000, lambda n=number, p=presence: publish_presence(lab, "device-0", f"s{n}", p))  # type: ignore[misc]
     lab.rest(3.0)
     sent = lab.kinds - before
-    assert sent["Task"] <= 6 and sent["Presence"] <= 2 * PRESENCES_MOST and sent["WhoIsThere"] <= 10, sent
+    assert sent["Task"] <= 6 and sent["Presence"] <= 2 * PRESENCES_MOST and sent["Question"] <= 10, sent
     assert len(lab.parent.events) - seen <= 2 * PRESENCES_MOST + 60
     assert all(len(event.reason) <= 1000 for event in lab.parent.of(PeerChanged))
     assert refused(lab, Refusal.FLOOD) > 750
@@ -334,8 +334,8 @@ def test_answers_to_nodes_that_are_not_in_the_run_are_counted_together() -> None
     lab = lab_in_a_round()
     lab.parent.session.link.announce(Announcement("{}", "[]"))
     for number in range(100):
-        topic = topics.seek(LAB, PARENT, f"anybody-{number}")
-        lab.parent.receive(topic, serialization.encode(WhoIsThere("n"), "n"))
+        topic = topics.ask(LAB, PARENT, f"anybody-{number}")
+        lab.parent.receive(topic, serialization.encode(Question("n"), "n"))
     lab.parent.wake()
     lab.rest(1.0)
     assert {peer for peer, *_ in lab.parent.session.link.counters.cells} <= {*lab.names, "all", "others"}
@@ -531,10 +531,12 @@ def test_one_that_asks_for_the_roll_all_the_time_takes_no_answer_from_another_on
         host = Host(BrokerAddress("h"), 1.0, Metrics(), lab=LAB, world=world)  # type: ignore[arg-type]
         RollEntry(host, "d", role="device", parent="cloud")
         for nonce in ("n" * 65, "\x1b" * 11):  # longer than 64 characters, escaped: nobody repeats it
-            world.received(topics.roll(LAB, "shouter"), serialization.encode(RollCall(nonce), "n"), False)
-        body = serialization.encode(RollCall("n"), "n")
+            world.received(
+                topics.ask(LAB, topics.ALL, "shouter"), serialization.encode(Question(nonce, About.ENTRY), "n"), False
+            )
+        body = serialization.encode(Question("n", About.ENTRY), "n")
         for asker in [*["mallory"] * 1000, "person", *(f"x{number}" for number in range(100))]:
-            world.received(topics.roll(LAB, asker), body, False)
+            world.received(topics.ask(LAB, topics.ALL, asker), body, False)
 
     asyncio.run(ask())
     assert Counter(answers)["mallory"] == 1 and Counter(answers)["person"] == 1 and len(answers) == ASKERS_MOST
@@ -575,8 +577,8 @@ TOPICS = [
     topics.inbox(LAB, RUN, PARENT, "device-0"),
     topics.state(LAB, RUN, "device-0"),
     topics.state(LAB, RUN, PARENT),
-    topics.seek(LAB, PARENT, "device-0"),
-    topics.seek(LAB, PARENT, "anybody"),
+    topics.ask(LAB, PARENT, "device-0"),
+    topics.ask(LAB, PARENT, "anybody"),
     topics.chunk(LAB, RUN, "device-0", topics.ALL, "0" * 16, 0, 1),
     "fs1/" + "x" * 60_000,
 ]
@@ -607,7 +609,7 @@ CHILDS: list[Message] = [
     Preparing(1, "x" * 9000),
     Declined(KEY, "x" * 9000),
     Gone("0" * 9000),
-    WhoIsThere("n" * 9000),
+    Question("n" * 9000),
     Alive("n", replace(READY, reason="x" * 9000)),
     Ask("0" * 16, bytes(9000), 0, 0, 8, False),
     Farewell(Traffic(), (Traffic(),) * 500),

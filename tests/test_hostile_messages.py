@@ -103,7 +103,7 @@ class Intruder:
             for body in [*rubbish(draw), LARGE, b""]:
                 yield topics.state(LAB, RUN, node), body, draw.random() < 0.5
                 yield topics.spec(LAB, RUN, node), body, draw.random() < 0.5
-                yield topics.seek(LAB, PARENT, node), body, draw.random() < 0.2
+                yield topics.ask(LAB, PARENT, node), body, draw.random() < 0.2
             for sender in sorted({*self._names, "intruder"} - {node}):
                 for body in [*rubbish(draw), LARGE, b""]:
                     yield topics.inbox(LAB, RUN, node, sender), body, draw.random() < 0.2

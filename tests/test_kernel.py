@@ -456,7 +456,7 @@ def test_what_the_wire_has_more_than_the_messages_are_mqtts_own_packets(served: 
                 rest = [
                     (first >> 4, size)
                     for first, topic, size in found
-                    if not topic or topic.endswith("/state") or "/seek/" in topic
+                    if not topic or topic.endswith("/state") or "/ask/" in topic
                 ]
                 assert carried_bytes - message_bytes == sum(size for _, size in rest)
                 assert 0 < carried_bytes - message_bytes < 2000 + 4 * len(ours)

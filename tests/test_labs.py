@@ -116,9 +116,7 @@ async def test_two_labs_with_the_same_names_share_a_broker(address: BrokerAddres
     collecting.cancel()
     await asyncio.wait((collecting,))
     assert collecting.cancelled()  # every topic was known
-    inside = [
-        topic for topic in found if not isinstance(topic, topics.SeekTopic | topics.HereTopic | topics.WatchTopic)
-    ]
+    inside = [topic for topic in found if not isinstance(topic, topics.AskTopic | topics.AnswerTopic)]
     runs = {lab: {topic.run for topic in inside if topic.lab == lab} for lab in {topic.lab for topic in found}}
     assert runs == {lab: {folder.run} for lab, folder in folders.items()}
     for lab, folder in folders.items():

@@ -155,9 +155,9 @@ def test_a_place_taken_away_is_not_written_and_the_stream_goes_on(size: int, pie
 @pytest.mark.parametrize(
     "topic",
     [
-        "fs1/lab/r-1/cloud/inbox/device-0", "fs1/lab/r-1/device-0/state", "fs1/lab/seek/cloud/x", "fs1/lab/roll/x",
-        "fs1/lab/here/x/y", "fs1/lab/r-1/cloud/spec", f"fs1/lab/r-1/d/blob/all/{16 * '0'}/0/1", "anything",
-        "fs1/lab/seek/cloud/" + "x" * 60_000,
+        "fs1/lab/r-1/cloud/inbox/device-0", "fs1/lab/r-1/device-0/state", "fs1/lab/ask/cloud/x", "fs1/lab/ask/all/x",
+        "fs1/lab/answer/x/y", "fs1/lab/r-1/cloud/spec", f"fs1/lab/r-1/d/blob/all/{16 * '0'}/0/1", "anything",
+        "fs1/lab/ask/cloud/" + "x" * 60_000,
     ],
 )  # fmt: skip
 def test_a_message_that_is_too_large_is_read_into_nothing(topic: str, retained: bool) -> None:
@@ -166,7 +166,7 @@ def test_a_message_that_is_too_large_is_read_into_nothing(topic: str, retained: 
         find_place=skip_large, landed=lambda topic, place: dropped.append(topic), received=delivered._receive,
         take=delivered._take,
     )  # fmt: skip
-    small = publish("fs1/lab/roll/x", b"small")
+    small = publish("fs1/lab/ask/all/x", b"small")
     tracemalloc.start()
     name = len(topic.encode()).to_bytes(2, "big") + topic.encode()
     pour(reader, head_of(PUBLISH_QOS0 | RETAINED * retained, len(name) + 100_000_000) + name, [100_000])
@@ -178,7 +178,7 @@ def test_a_message_that_is_too_large_is_read_into_nothing(topic: str, retained: 
     pour(reader, small, [100])
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 500_000 and delivered.messages == [("fs1/lab/roll/x", b"small", False)] and len(dropped) == 1
+    assert peak < 500_000 and delivered.messages == [("fs1/lab/ask/all/x", b"small", False)] and len(dropped) == 1
 
 
 @pytest.mark.parametrize("command", [0x20, 0x32, 0x40, 0x90, 0xD0])

@@ -9,7 +9,7 @@ import pytest
 
 from fedstrata.common.protocol import serialization, topics
 from fedstrata.common.protocol.attendance import Attendance
-from fedstrata.common.protocol.messages import NodeState, Presence, WhoIsThere
+from fedstrata.common.protocol.messages import NodeState, Presence, Question
 from fedstrata.common.protocol.peer_link import SEEKER_READ_S
 from tests.helpers.scenarios import run_of
 from tests.simulation.lab import Scenario, ScenarioLab
@@ -171,8 +171,8 @@ def test_a_question_takes_no_place() -> None:
         await asyncio.sleep(2.0)
         for number in range(300):
             for node in ("device-0", f"stranger-{number}"):
-                body = serialization.encode(WhoIsThere(f"{number:016x}", ""), f"{number:016x}")
-                lab.inject(topics.seek("lab", "institution-1", node), body, qos=0)
+                body = serialization.encode(Question(f"{number:016x}", run=""), f"{number:016x}")
+                lab.inject(topics.ask("lab", "institution-1", node), body, qos=0)
             await asyncio.sleep(0.01)
         await asyncio.sleep(SEEKER_READ_S)
         lab.start("device-10", parent="institution-1")
@@ -190,8 +190,8 @@ def test_a_presence_takes_a_place_at_the_parent_that_it_names_alone() -> None:
         await asyncio.sleep(2.0)
         run = run_of(lab)
         for parent in ("institution-0", "institution-1"):
-            question = serialization.encode(WhoIsThere("0" * 16, run), "5" * 16)
-            lab.inject(topics.seek("lab", parent, "stranger"), question, qos=0)
+            question = serialization.encode(Question("0" * 16, run=run), "5" * 16)
+            lab.inject(topics.ask("lab", parent, "stranger"), question, qos=0)
         await asyncio.sleep(0.5)
         for claimed in ("", "institution-0"):
             presence = Presence(NodeState.READY, "device", samples=9, parent=claimed)

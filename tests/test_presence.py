@@ -17,7 +17,7 @@ from fedstrata.common.protocol.admission import (
     PendingAnswers,
     PendingAsks,
 )
-from fedstrata.common.protocol.messages import Alive, Ask, Failure, NodeState, Presence, WhoIsThere
+from fedstrata.common.protocol.messages import Alive, Ask, Failure, NodeState, Presence, Question
 from fedstrata.common.protocol.presence import (
     ASK_FIRST_S,
     ASK_MOST_S,
@@ -125,7 +125,7 @@ def test_an_answer_ends_the_questions() -> None:
     proofs = proofs_of()
     proofs.receive("a", "s", READY, retained=True, now=0.0)
     ((peer, question),) = proofs.questions(0.0)
-    assert (peer, question) == ("a", WhoIsThere("my-session", "run-1"))
+    assert (peer, question) == ("a", Question("my-session", run="run-1"))
     assert not proofs.answered("a", "s", Alive("another nonce", READY)) and proofs.session("a") == ""
     assert proofs.answered("a", "s", Alive(question.nonce, READY))
     assert proofs.proof("a") is Proof.PROVEN and proofs.session("a") == "s"
@@ -326,7 +326,7 @@ def test_the_last_question_of_each_node_is_answered_once_in_a_while() -> None:
     answers, answered = PendingAnswers(frozenset("a")), []
     for hundredth in range(300):
         now = hundredth / 100
-        assert answers.receive("a", WhoIsThere(f"{hundredth}"), now=now)
+        assert answers.receive("a", Question(f"{hundredth}"), now=now)
         answered += [(now, question.nonce) for _, question in answers.due(now)]
     assert all(nonce == f"{round(100 * now)}" for now, nonce in answered)
     gaps = [b[0] - a[0] for a, b in itertools.pairwise(answered)]
@@ -335,8 +335,8 @@ def test_the_last_question_of_each_node_is_answered_once_in_a_while() -> None:
 
 def test_unknown_nodes_that_ask_take_no_room_from_peers() -> None:
     answers = PendingAnswers(frozenset("a"))
-    taken = [answers.receive(f"x{number}", WhoIsThere("n"), now=0.0) for number in range(1000)]
-    assert sum(taken) == SEEKERS_MOST and answers.receive("a", WhoIsThere("n"), now=0.0)
+    taken = [answers.receive(f"x{number}", Question("n"), now=0.0) for number in range(1000)]
+    assert sum(taken) == SEEKERS_MOST and answers.receive("a", Question("n"), now=0.0)
     assert len(answers.due(0.0)) == SEEKERS_MOST + 1 and not answers.due(0.0)
 
 

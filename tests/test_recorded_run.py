@@ -89,7 +89,7 @@ def test_every_message_is_understood_and_written_as_it_was(messages: list[Record
         kinds.append(type(one.message).__name__)
     assert len(kinds) > 50 and set(kinds) >= {
         "Presence", "Announcement", "Task", "Progress", "Result", "Acknowledgement", "Ask", "Farewell", "Goodbye",
-        "WhoIsThere", "Alive", "Preparing",
+        "Question", "Alive", "Preparing",
     }  # fmt: skip
 
 
@@ -159,7 +159,7 @@ class Replay:
             mine = (
                 (isinstance(topic, topics.InboxTopic) and topic.node == me and topic.sender in peers)
                 or (isinstance(topic, topics.StateTopic) and topic.node in {me, *peers})
-                or (isinstance(topic, topics.SeekTopic) and topic.parent == me)
+                or (isinstance(topic, topics.AskTopic) and topic.node == me)
                 or (
                     isinstance(topic, topics.ChunkTopic)
                     and (topic.node, topic.blob) in self.session.link.receiver.wanted()

@@ -17,7 +17,7 @@ from fedstrata.common.experiment import reading
 from fedstrata.common.host.examination import Finding
 from fedstrata.common.metrics import Metrics
 from fedstrata.common.protocol import serialization, topics
-from fedstrata.common.protocol.messages import Here, Message, RollCall
+from fedstrata.common.protocol.messages import About, Here, Message, Question
 from fedstrata.common.runtime.roll import SESSIONS_KEPT, Answer, Resources, RollEntry, call_rolls
 from fedstrata.common.runtime.world import Host, World
 from fedstrata.common.settings.topology import CLOUD
@@ -141,12 +141,12 @@ async def test_the_roll_is_read_and_answered_across_versions(site: SimulatedSite
 
     def answer(message: Routed) -> None:
         topic = topics.parse(message.topic)
-        if isinstance(topic, topics.RollTopic) and topic.asker == "operator":
-            (_, asked), where = serialization.decode(message.body), topics.here(LAB, topic.asker, "device-1")
-            assert isinstance(asked, RollCall)
+        if isinstance(topic, topics.AskTopic) and topic.asker == "operator":
+            (_, asked), where = serialization.decode(message.body), topics.answer(LAB, topic.asker, "device-1")
+            assert isinstance(asked, Question)
             here = Here(asked.nonce, "device", PARENT, "run-9", "9.1", "h", "", "", "", 0.0, ())
             site.inject(where, of_the_next_release(here, ["b"] * 3, 1.5, None, session="s1"))
-        elif isinstance(topic, topics.HereTopic) and topic.asker == "next":
+        elif isinstance(topic, topics.AnswerTopic) and topic.asker == "next":
             nexts.append(message)
 
     site.network.hooks.append(answer)
@@ -158,7 +158,9 @@ async def test_the_roll_is_read_and_answered_across_versions(site: SimulatedSite
     theirs = f"9.1 (protocol {serialization.VERSION + 1})"
     assert new.other_release == f"it is of release {theirs}, this is {ours}: install one release everywhere"
     assert faults([old, new], None)["device-1"] == [new.other_release]
-    site.inject(topics.roll(LAB, "next"), of_the_next_release(RollCall("nonce"), 7, session="s2"))
+    site.inject(
+        topics.ask(LAB, topics.ALL, "next"), of_the_next_release(Question("nonce", About.ENTRY), 7, session="s2")
+    )
     await until(lambda: nexts)
     _, found = serialization.decode(nexts[0].body)
     assert isinstance(found, Here) and (found.nonce, found.role) == ("nonce", "device")
@@ -197,9 +199,9 @@ async def test_a_node_that_answers_the_roll_all_the_time_hides_nobody(site: Simu
 
     def answer(message: Routed) -> None:
         topic = topics.parse(message.topic)
-        if isinstance(topic, topics.RollTopic):
-            (_, asked), where = serialization.decode(message.body), topics.here(LAB, topic.asker, "device-6")
-            assert isinstance(asked, RollCall)
+        if isinstance(topic, topics.AskTopic):
+            (_, asked), where = serialization.decode(message.body), topics.answer(LAB, topic.asker, "device-6")
+            assert isinstance(asked, Question)
             here = Here(asked.nonce, "device", PARENT, "", "1", "h", "x" * 2000, "", "", 0.0, ())
             for _ in range(50):
                 sent.append(f"s{len(sent)}")
@@ -245,8 +247,11 @@ async def test_a_flood_of_roll_calls_has_ten_answers_a_second(site: SimulatedSit
     await asyncio.sleep(1)
     site.routed.clear()
     for number in range(200):
-        site.inject(topics.roll(LAB, f"stranger-{number}"), serialization.encode(RollCall("nonce"), "stranger"))
-        site.inject(topics.roll(LAB, "stranger"), b"\x00")
+        site.inject(
+            topics.ask(LAB, topics.ALL, f"stranger-{number}"),
+            serialization.encode(Question("nonce", About.ENTRY), "stranger"),
+        )
+        site.inject(topics.ask(LAB, topics.ALL, "stranger"), b"\x00")
         await asyncio.sleep(0.01)
-    assert 18 <= sum("/here/" in routed.topic for routed in site.routed) <= 21
+    assert 18 <= sum("/answer/" in routed.topic for routed in site.routed) <= 21
     node.task.cancel()

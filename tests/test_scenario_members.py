@@ -17,7 +17,7 @@ from fedstrata.common.accounting.child_report import ChildReport
 from fedstrata.common.accounting.counters import packet_bytes
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.protocol import serialization, topics
-from fedstrata.common.protocol.messages import Ask, NodeState, Presence, Reports, Result, Task, WhoIsThere
+from fedstrata.common.protocol.messages import Ask, NodeState, Presence, Question, Reports, Result, Task
 from fedstrata.common.protocol.presence import CHALLENGED_MOST
 from fedstrata.common.settings.topology import CLOUD
 from fedstrata.deploy.local.agents import run_agents
@@ -214,8 +214,8 @@ def test_a_flood_of_seekers_and_of_made_up_reports_costs_nothing() -> None:
 
     async def flood(sim: ScenarioLab) -> None:
         await asyncio.sleep(2.5)
-        seek = serialization.encode(WhoIsThere("feedface"), "feedface")
-        await pour(sim, ((topics.seek(topics.DEFAULT_LAB, "cloud", f"seeker-{n}"), seek) for n in range(500)))
+        seek = serialization.encode(Question("feedface"), "feedface")
+        await pour(sim, ((topics.ask(topics.DEFAULT_LAB, "cloud", f"seeker-{n}"), seek) for n in range(500)))
         session, topic = session_of(sim, "institution-0"), inbox(sim, "cloud", "institution-0")
         made_up = {f"made-up-{number}" for number in range(500)}
         sim.inject(topic, serialization.encode(Reports(tuple(map(ChildReport, sorted(made_up)))), session))

@@ -38,8 +38,8 @@ from fedstrata.common.protocol.messages import (
     Preparing,
     Presence,
     Probed,
+    Question,
     Result,
-    WhoIsThere,
 )
 from fedstrata.common.protocol.presence import ASK_MOST_S
 from fedstrata.common.settings.links import LinkSettings
@@ -59,7 +59,7 @@ def flood(lab: Lab, sender: str, messages: Iterable[Message], *, seconds: float)
 
 def seek(lab: Lab, child: str = "device-0") -> None:
     """Let a node look for the parent's run."""
-    lab.parent.receive(topics.seek(LAB, PARENT, child), serialization.encode(WhoIsThere("n"), "n"))
+    lab.parent.receive(topics.ask(LAB, PARENT, child), serialization.encode(Question("n"), "n"))
     lab.parent.wake()
 
 
@@ -76,7 +76,7 @@ def sent_to(lab: Lab, name: str) -> int:
 
 
 FLOODS: dict[str, Callable[[random.Random], Message]] = {
-    "who is there": lambda draw: WhoIsThere(f"{draw.getrandbits(64):x}", RUN),
+    "who is there": lambda draw: Question(f"{draw.getrandbits(64):x}", run=RUN),
     "asks for anything": lambda draw: Ask(f"{draw.getrandbits(64):016x}", b"\xff", 0, 0, 64, True),
     "asks for what never was": lambda draw: Ask("0" * 16, b"\xff", draw.getrandbits(60), 0, 64, False),
     "farewells": lambda draw: Farewell(Traffic(), ()),
@@ -344,7 +344,7 @@ def any_message(draw: random.Random, lab: Lab) -> tuple[str, bytes]:
             topics.inbox(LAB, RUN, "device-0", PARENT),
             topics.state(LAB, run, node),
             topics.spec(LAB, run, node),
-            topics.seek(LAB, node, sender),
+            topics.ask(LAB, node, sender),
             topics.chunk(LAB, run, node, sender, draw.choice(blobs), draw.randrange(9), draw.randrange(10**6)),
             f"fs1/{LAB}/{draw.getrandbits(32):x}/{node}",
             "",
@@ -447,13 +447,13 @@ def test_nothing_grows_without_bound() -> None:
         for message in messages_of(key, blob):
             if not isinstance(message, Alive):
                 inject(lab.parent, "device-0", mine, message)
-        inject(lab.parent, "device-0", mine, WhoIsThere(blob, RUN))
+        inject(lab.parent, "device-0", mine, Question(blob, run=RUN))
         inject(lab.parent, "device-0", f"{blob}", Gone(blob))
         for node, number in itertools.product(("device-0", "device-1", f"x{blob}"), range(2)):
             topic = topics.chunk(LAB, RUN, node, "all", blob, number, draw.getrandbits(30))
             lab.parent.receive(topic, draw.randbytes(30))
-        seek = serialization.encode(WhoIsThere(blob), blob)
-        lab.parent.receive(topics.seek(LAB, PARENT, f"x{blob}"), seek)
+        seek = serialization.encode(Question(blob), blob)
+        lab.parent.receive(topics.ask(LAB, PARENT, f"x{blob}"), seek)
         lab.parent.receive(topics.state(LAB, RUN, f"x{blob}"), seek)
         target = replace(READY, reason=blob, targets=())
         body = serialization.encode(target, mine)

@@ -18,7 +18,7 @@ from fedstrata.common.protocol.child_session import QUIET_S
 from fedstrata.common.protocol.events import ModelFailed, ParentGone, PeerChanged, RunEnded, TaskReceived
 from fedstrata.common.protocol.limits import ChildLimits
 from fedstrata.common.protocol.manifest import ModelForm
-from fedstrata.common.protocol.messages import Ask, Gone, Key, NodeState, Phase, Presence, Progress, Task, WhoIsThere
+from fedstrata.common.protocol.messages import Ask, Gone, Key, NodeState, Phase, Presence, Progress, Question, Task
 from fedstrata.common.protocol.participant import ParticipantState
 from fedstrata.common.protocol.peer_link import SILENT_MOST_S
 from fedstrata.common.protocol.presence import ASK_MOST_S, FINAL, PROOF_EVERY_S, Proof
@@ -50,7 +50,7 @@ def test_a_message_of_an_unknown_session_changes_nothing(seed: int, moment: floa
     lab.rest(moment)
     for node, sender in ((lab.parent, "device-0"), (lab.child, PARENT)):
         blobs = [*node.session.link.sender._blobs, *(blob for _, blob in node.session.link.receiver.wanted()), "0" * 16]
-        messages = [each for each in messages_of(key, BLOB.blob) if not isinstance(each, WhoIsThere)]  # anybody may ask
+        messages = [each for each in messages_of(key, BLOB.blob) if not isinstance(each, Question)]  # anybody may ask
         messages += [replace(each, blob=blob) for blob in blobs for each in messages if isinstance(each, (Ask, Gone))]
         before = snapshot(node.session)
         for message in messages:
@@ -73,14 +73,14 @@ def test_an_unknown_session_is_answered_by_few_questions(count: int, seconds: fl
     lab = settled(2)
     lab.open()
     lab.rest(0.5)
-    before = lab.kinds["WhoIsThere"]
+    before = lab.kinds["Question"]
     for number in range(count):
         at = seconds * number / count
         message = Progress(Key(0, 0, 0), Phase.TRAINING, number, 9, Traffic(), ())
         lab.loop.after(at, lambda message=message: inject(lab.parent, "device-0", "unknown", message))  # type: ignore[misc]
     lab.finish()
     lab.rest(seconds)
-    assert lab.kinds["WhoIsThere"] - before <= 1 + seconds / PROOF_EVERY_S
+    assert lab.kinds["Question"] - before <= 1 + seconds / PROOF_EVERY_S
     refusals = lab.parent.session.link.refusals
     assert refusals.of(Refusal.SESSION) + refusals.of(Refusal.FLOOD) == count
     assert refusals.of(Refusal.SESSION) >= min(count, MESSAGES_MOST)
@@ -179,7 +179,7 @@ def test_a_retained_ready_of_a_dead_parent_captures_no_child() -> None:
     assert not child.session.link._known - {PARENT} and not child.session._ledger
     lab.rest(2.0)
     assert child.of(ParentGone) == [ParentGone()]
-    assert lab.kinds["WhoIsThere"] >= IDLE_S / 5.0
+    assert lab.kinds["Question"] >= IDLE_S / 5.0
     lab.start("device-0")
     lab.rest(20.0)
     lab.restart_parent()  # one that lives is believed at once
@@ -263,7 +263,7 @@ def test_a_stranger_that_ends_in_the_name_of_a_living_node_ends_nobody(state: No
         inject_state(node, name, "stranger", state)
     lab.rest(IDLE_S)
     assert not lab.child.of(RunEnded) and not lab.child.of(ParentGone)
-    assert set(lab.round().results) == {"device-0"} and lab.kinds["WhoIsThere"] <= 4
+    assert set(lab.round().results) == {"device-0"} and lab.kinds["Question"] <= 4
 
 
 @pytest.mark.parametrize("store", ["before the restart", "of a run that was resumed"])

@@ -18,15 +18,16 @@ from fedstrata.common.protocol import serialization, topics
 from fedstrata.common.protocol.admission import Refusal
 from fedstrata.common.protocol.limits import STATUS_BYTES
 from fedstrata.common.protocol.messages import (
+    About,
+    Goodbye,
     Key,
     NodeState,
     Phase,
     Presence,
-    RollCall,
+    Question,
     RoundScore,
     RunStatus,
     Status,
-    StatusRequest,
     Step,
 )
 from fedstrata.common.protocol.outbox import OTHERS, Publish, Subscribe
@@ -176,14 +177,14 @@ def records(session: ParentSession, now: float) -> list[Status]:
 
 
 def ask(session: ParentSession, now: float, *, run: str = RUN, retained: bool = False) -> None:
-    body = serialization.encode(StatusRequest(run), "watcher")
-    session.link.receive(topics.watch(LAB, "operator"), body, retained=retained, now=now)
+    body = serialization.encode(Question("nonce", About.STATUS, run), "watcher")
+    session.link.receive(topics.ask(LAB, "cloud", "operator"), body, retained=retained, now=now)
 
 
 def test_nothing_is_published_when_nobody_asks() -> None:
     session = parent_of("device-0", "device-1")
     (subscribe,) = [each for each in session.to_send(0.0) if isinstance(each, Subscribe)]
-    assert topics.watch(LAB, "+") in subscribe.topics
+    assert topics.ask(LAB, "cloud", "+") in subscribe.topics
     ask(session, 1.0, run="another-1")
     ask(session, 1.0, retained=True)
     assert not any(records(session, second / 4) for second in range(200))
@@ -221,7 +222,7 @@ def test_records_of_many_children_come_more_rarely() -> None:
 
 def test_requests_and_records_count_as_control_of_no_peer() -> None:
     session = parent_of("device-0")
-    request = serialization.encode(StatusRequest(RUN), "watcher")
+    request = serialization.encode(Question("nonce", About.STATUS, RUN), "watcher")
     ask(session, 1.0)
     (status,) = records(session, 1.0)
     counters = session.link.counters
@@ -235,6 +236,6 @@ def test_requests_and_records_count_as_control_of_no_peer() -> None:
 
 def test_a_request_that_is_none_is_refused() -> None:
     session = parent_of("device-0")
-    for body in (b"", b"\xff" * 20, serialization.encode(RollCall("nonce"), "s")):
-        session.link.receive(topics.watch(LAB, "operator"), body, retained=False, now=1.0)
+    for body in (b"", b"\xff" * 20, serialization.encode(Goodbye(), "s")):
+        session.link.receive(topics.ask(LAB, "cloud", "operator"), body, retained=False, now=1.0)
     assert session.link.refusals.of(Refusal.MALFORMED) == 3 and not records(session, 1.0)

@@ -28,15 +28,16 @@ from fedstrata.common.host.surroundings import OwnSurroundings
 from fedstrata.common.net.address import BrokerAddress
 from fedstrata.common.protocol import serialization, topics
 from fedstrata.common.protocol.messages import (
+    About,
     ChildCount,
     ChildStatus,
     Key,
     NodeState,
     PhaseSeconds,
+    Question,
     RoundScore,
     RunStatus,
     Status,
-    StatusRequest,
     Step,
 )
 from fedstrata.common.protocol.serialization import from_facts
@@ -271,8 +272,9 @@ def test_a_watched_run_is_the_same_run_and_its_records_are_counted_as_control(tm
         async def ask(sim: ScenarioLab) -> None:
             while asks and not sim.over:
                 for watched in watches:
-                    body = serialization.encode(StatusRequest(watched.run), "operator")
-                    sim.inject(topics.watch("lab", "operator"), body, qos=0)
+                    body = serialization.encode(Question("nonce", About.STATUS, watched.run), "operator")
+                    for parent in watched.experiment.tree.children:
+                        sim.inject(topics.ask("lab", parent, "operator"), body, qos=0)
                 await asyncio.sleep(2.0)
 
         lab = ScenarioLab(experiment, observe=observe, at_end=read, time_limit_s=900.0, scenario=ask)
@@ -441,7 +443,7 @@ def drawn_view(follow: BrokerAddress) -> tuple[LiveView, Drawn]:
 def test_the_view_of_a_lab_on_this_machine_asks_the_institutions_on_its_broker(tmp_path: Path) -> None:
     async def publish() -> None:
         async with aiomqtt.Client(served.host, served.port) as client:
-            await client.subscribe(topics.watch("lab", "+"))
+            await client.subscribe(topics.ask("lab", "institution-1", "+"))
             with view.shown():
                 view.observe("run", RUN)
                 view.observe("status", asdict(record(child("institution-1"), at_s=1.0, key=Key(0, 109, 0))))

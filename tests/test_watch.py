@@ -318,7 +318,7 @@ def test_another_broker_that_restarts_has_lost_no_cloud() -> None:
 TOPICS = st.one_of(
     st.builds(topics.StateTopic, st.just(LAB), st.sampled_from([RUN, "other-1"]), st.sampled_from(NAMES)),
     st.builds(topics.StatusTopic, st.just(LAB), st.just(RUN), st.sampled_from(NAMES)),
-    st.sampled_from([topics.SpecTopic(LAB, RUN, "cloud"), topics.SeekTopic(LAB, "a", "b")]),
+    st.sampled_from([topics.SpecTopic(LAB, RUN, "cloud"), topics.AskTopic(LAB, "a", "b")]),
 )
 
 

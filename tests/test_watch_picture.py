@@ -20,14 +20,15 @@ from fedstrata.common.errors import ConnectionFailed, WireError
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.protocol import serialization, topics
 from fedstrata.common.protocol.messages import (
+    About,
     Announcement,
     ChildCount,
     Key,
     NodeState,
     Presence,
+    Question,
     RoundScore,
     RunStatus,
-    StatusRequest,
     Step,
 )
 from fedstrata.common.runtime.world import World
@@ -116,7 +117,7 @@ def test_an_institutions_announcement_serves_where_the_cloud_is_not_received() -
 RUN_TOPICS = st.sampled_from(
     [
         topics.SpecTopic(LAB, "a-1", "n"), topics.StateTopic(LAB, "a-1", "n"), topics.SpecTopic(LAB, "b-1", "m"),
-        topics.SeekTopic(LAB, "a", "b"), topics.SpecTopic("x", "a-1", "n"),
+        topics.AskTopic(LAB, "a", "b"), topics.SpecTopic("x", "a-1", "n"),
     ]
 )  # fmt: skip
 
@@ -392,8 +393,9 @@ async def test_a_watch_asks_for_the_status_and_receives_no_models(site: Simulate
     assert {type(topics.parse(each.replace("+", "x-1"))) for each in session.filters} == {
         topics.SpecTopic, topics.StateTopic, topics.StatusTopic
     }  # fmt: skip
-    asked = next(message for message in site.routed if message.topic == topics.watch(LAB, "operator"))
-    assert serialization.decode(asked.body)[1] == StatusRequest(RUN)
+    asked = next(message for message in site.routed if message.topic == topics.ask(LAB, "cloud", "operator"))
+    _, question = serialization.decode(asked.body)
+    assert isinstance(question, Question) and (question.about, question.run) == (About.STATUS, RUN)
     status = record(child("institution-0"), at_s=1.0, run=RunStatus(1, 1.0, 1.0, (), (RoundScore(1, 0.5, 0.25, 1.0),)))
     site.inject(topics.status(LAB, RUN, "cloud"), serialization.encode(status, "cloud-1"), qos=1)
     await seen.sees("evaluated", global_round=1, score=0.25)

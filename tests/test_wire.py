@@ -26,7 +26,7 @@ from fedstrata.common.host.examination import Finding
 from fedstrata.common.model.codecs import CODECS, codec_of
 from fedstrata.common.protocol import messages, serialization, topics
 from fedstrata.common.protocol.limits import NOISE_CHUNKS_MOST, SMALL_BYTES, STRANGER, SenderBounds
-from fedstrata.common.protocol.messages import Key, Manifest, NodeState, Phase, Presence, Progress, Task
+from fedstrata.common.protocol.messages import About, Key, Manifest, NodeState, Phase, Presence, Progress, Task
 from fedstrata.common.protocol.status import NAMED_MOST
 from fedstrata.common.text import JSON_MOST, escaped
 from tests.helpers.examples import examples
@@ -145,8 +145,8 @@ def test_every_kind_survives_the_way(kind: type[messages.Message], data: st.Data
 
 def test_the_codes_of_the_kinds_are_what_another_process_uses() -> None:
     assert " ".join(kind.__name__ for kind in serialization.KINDS) == (
-        "Presence Announcement Task Progress Result Acknowledgement Ask Gone Reports Farewell Probe Probed WhoIsThere "
-        "Alive Preparing Declined Goodbye RollCall Here StatusRequest Status FrozenWanted FrozenOffered"
+        "Presence Announcement Task Progress Result Acknowledgement Ask Gone Reports Farewell Probe Probed Question "
+        "Alive Preparing Declined Goodbye Here Status FrozenOffered"
     )
 
 
@@ -238,7 +238,7 @@ def test_deep_nesting_is_a_wire_error(depth: int) -> None:
     nested = b"\x91" * depth + b"\xc0"
     assert survives(sealed(nested)) is None
     for place in range(5):  # version, session, kind, and the two fields of a Acknowledgement
-        parts = [b"\x02", b"\xa1s", b"\x05", b"\x93\x00\x00\x00", b"\xa0"]
+        parts = [b"\x03", b"\xa1s", b"\x05", b"\x93\x00\x00\x00", b"\xa0"]
         parts[place] = nested
         assert survives(sealed(b"\x95" + b"".join(parts))) is None
 
@@ -293,12 +293,12 @@ def test_long_lists_and_texts_are_refused() -> None:
         serialization.decode(serialization.encode(reports, SESSION), sender=few)
     with pytest.raises(WireError, match="not msgpack"):
         serialization.decode(pack([serialization.VERSION, SESSION, 8, [None] * (serialization.ITEMS + 4)]), sender=few)
-    nonce = messages.RollCall("x" * 64)
+    nonce = messages.Question("x" * 64, About.ENTRY)
     assert survives(serialization.encode(nonce, SESSION)) == nonce
-    assert refusal(serialization.encode(messages.RollCall("x" * 65), SESSION)) == (
-        "RollCall.nonce: a text of 65 characters, at most 64 are possible"
+    assert refusal(serialization.encode(messages.Question("x" * 65, About.ENTRY), SESSION)) == (
+        "Question.nonce: a text of 65 characters, at most 64 are possible"
     )
-    assert "at most 64" in refusal(serialization.encode(messages.RollCall("x" * 54 + "\x1b" * 2), SESSION))
+    assert "at most 64" in refusal(serialization.encode(messages.Question("x" * 54 + "\x1b" * 2, About.ENTRY), SESSION))
     most = messages.Announcement("x" * JSON_MOST, "y" * JSON_MOST)
     assert survives(serialization.encode(most, SESSION)) == most
     assert "at most 4000000" in refusal(serialization.encode(messages.Announcement("x" * (JSON_MOST + 1), ""), SESSION))
@@ -467,20 +467,20 @@ def test_the_chunks_of_a_manifest_tile_the_blob(manifest: Manifest) -> None:
 def test_a_presence_task_and_progress_by_hand() -> None:
     """The bytes that another release must still read."""
     assert serialization.encode(Presence(NodeState.READY, "device", samples=7), "s") == (
-        bytes.fromhex("1635497b51950954")
-        + b"\xdc\x00\x10\x02\xa1s\x00\xa5ready\xa6device\xa0\x07\xa0\xa0\xa0\xa0\x90"
+        bytes.fromhex("49e9e0a39152e283")
+        + b"\xdc\x00\x10\x03\xa1s\x00\xa5ready\xa6device\xa0\x07\xa0\xa0\xa0\xa0\x90"
         + b"\xcb\xbf\xf0\x00\x00\x00\x00\x00\x00\xa0\x00\x00"
     )
     task = Task(Key(1, 2, 3), 4, replace(GOOD, size=1, digests=b"d" * 8), None, 5)
     assert serialization.encode(task, "s") == (
-        bytes.fromhex("81e81575b93438fd")
-        + b"\x98\x02\xa1s\x02\x93\x01\x02\x03\x04\x98\xb00123456789abcdef\x01\xcd\x04\x00\xc4\x08ddddddddd"[:-1]
+        bytes.fromhex("331569b0d1a42ae2")
+        + b"\x98\x03\xa1s\x02\x93\x01\x02\x03\x04\x98\xb00123456789abcdef\x01\xcd\x04\x00\xc4\x08ddddddddd"[:-1]
         + b"\xa4fp32\xa6layout\xa0\x00\xc0\x05"
     )
     progress = Progress(Key(0, 0, 0), Phase.TRAINING, 1, 2, Traffic(), (Traffic(),))
     assert serialization.encode(progress, "s") == (
-        bytes.fromhex("0039e97cc9db4750")
-        + b"\x99\x02\xa1s\x03\x93\x00\x00\x00\xa8training\x01\x02"
+        bytes.fromhex("375d1dd9ae0ec0f6")
+        + b"\x99\x03\xa1s\x03\x93\x00\x00\x00\xa8training\x01\x02"
         + (b"\xdc\x00\x11" + bytes(16) + b"\x9b" + bytes(11))
         + (b"\x91\xdc\x00\x11" + bytes(16) + b"\x9b" + bytes(11))
     )
@@ -507,7 +507,7 @@ def test_topics_are_parsed_as_they_were_built(
     assert topics.parse(topics.state(lab, run, node)) == topics.StateTopic(lab, run, node)
     assert topics.parse(topics.spec(lab, run, node)) == topics.SpecTopic(lab, run, node)
     assert topics.parse(topics.inbox(lab, run, node, peer)) == topics.InboxTopic(lab, run, node, peer)
-    assert topics.parse(topics.seek(lab, node, peer)) == topics.SeekTopic(lab, node, peer)
+    assert topics.parse(topics.ask(lab, node, peer)) == topics.AskTopic(lab, node, peer)
     chunk = topics.chunk(lab, run, node, peer, blob, index, number)
     assert topics.parse(chunk) == topics.ChunkTopic(lab, run, node, peer, blob, index, number)
 
@@ -518,7 +518,7 @@ def test_any_string_is_a_topic_or_a_wire_error(text: str) -> None:
         topics.parse(text)
 
 
-LEVELS = ["fs1", "lab", "r-1", "seek", "state", "spec", "inbox", "blob", "all", "0" * 16, "7", "", "+", "#", "n"]
+LEVELS = ["fs1", "lab", "r-1", "ask", "state", "spec", "inbox", "blob", "all", "0" * 16, "7", "", "+", "#", "n"]
 
 
 @examples(500)
@@ -539,8 +539,8 @@ def test_any_levels_are_a_topic_or_a_wire_error(levels: list[str]) -> None:
             rebuilt = topics.inbox(lab, run, node, sender)
         case topics.ChunkTopic(lab, run, node, lane, blob, index, number):
             rebuilt = topics.chunk(lab, run, node, lane, blob, index, number)
-        case topics.SeekTopic(lab, parent, child):
-            rebuilt = topics.seek(lab, parent, child)
+        case topics.AskTopic(lab, parent, child):
+            rebuilt = topics.ask(lab, parent, child)
     assert topics.parse(rebuilt) == topic
 
 
@@ -551,9 +551,9 @@ def test_any_levels_are_a_topic_or_a_wire_error(levels: list[str]) -> None:
         "fs1//r-1/n/state", "fs1/+/r-1/n/state", "fs1/#", "fs1/-l/r-1/n/state", "fs1/ñ/r-1/n/state",
         "fs1/l /r-1/n/state",
         f"fs1/{'l' * 65}/r-1/n/state", "fs1/r-1/n/state", "fs1/r-1/n/inbox/m",
-        "fs1/l/+/n/state", "fs1/l/r/n/state", "fs1/l/seek/n/inbox/m", f"fs1/l/{'r-' * 33}/n/state", "fs1/l/-r/n/state",
+        "fs1/l/+/n/state", "fs1/l/r/n/state", "fs1/l/ask/n/inbox/m", f"fs1/l/{'r-' * 33}/n/state", "fs1/l/-r/n/state",
         "fs1/l/r-1/-n/state", "fs1/l/r-1/n/inbox", "fs1/l/r-1/n/inbox/a/b", f"fs1/l/r-1/{'n' * 65}/state",
-        "fs1/l/r-1/ñ/state", "fs1/l/seek/n", "fs1/l/seek/n/", "fs1/l/seek/n/+", "fs1/l/seek/n/m/x", "fs1/seek/n/m",
+        "fs1/l/r-1/ñ/state", "fs1/l/ask/n", "fs1/l/ask/n/", "fs1/l/ask/n/+", "fs1/l/ask/n/m/x", "fs1/ask/n/m",
         "fs1/l/r-1/n/blob/all/0123456789abcde/0/0", "fs1/l/r-1/n/blob/all/0123456789abcdef/-1/0",
         "fs1/l/r-1/n/blob/all/0123456789abcdef/0/٣", f"fs1/l/r-1/n/blob/all/0123456789abcdef/0/{'1' * 19}",
         "fs1/l/r-1/n/blob/all/0123456789abcdef/0", "$SYS/broker/uptime", "",
@@ -564,9 +564,9 @@ def test_topics_of_others_are_refused(text: str) -> None:
         topics.parse(text)
 
 
-def test_no_name_of_a_node_makes_a_seek_a_presence() -> None:
-    assert topics.parse("fs1/seek/r-1/n/state") == topics.StateTopic("seek", "r-1", "n")
-    assert topics.parse("fs1/l/seek/n/state") == topics.SeekTopic("l", "n", "state")
+def test_no_name_of_a_node_makes_a_question_a_presence() -> None:
+    assert topics.parse("fs1/ask/r-1/n/state") == topics.StateTopic("ask", "r-1", "n")
+    assert topics.parse("fs1/l/ask/n/state") == topics.AskTopic("l", "n", "state")
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "+", "#", "a b", "-a", "a\n", "ñ", "x" * 65])

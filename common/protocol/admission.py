@@ -19,14 +19,14 @@ from typing import Final, TypeAlias
 from fedstrata.common.errors import Flooded, Misfit, TooLarge, WireError
 from fedstrata.common.protocol import serialization, topics
 from fedstrata.common.protocol.limits import ANYBODY, STRANGER, SenderBounds, bytes_on
-from fedstrata.common.protocol.messages import DIGEST_BYTES, Alive, Ask, Message, Presence, Reports, Result, WhoIsThere
+from fedstrata.common.protocol.messages import DIGEST_BYTES, Alive, Ask, Message, Presence, Question, Reports, Result
 
 ASK: Final = bytes([serialization.KINDS.index(Ask)])  # as it follows the session
 HEAD_BYTES: Final = 48  # of a message, which contain its sender's session
 COUNTED_BYTES: Final = 32_768  # of a message that count as another one
 COUNTED_ITEMS: Final = 10  # reports or addresses in a message that count as another one: to read them takes as long
 ASKS_KEPT: Final = 16  # per peer, each for another blob
-ANSWER_S: Final = 0.2  # between two replies to one node's `WhoIsThere`
+ANSWER_S: Final = 0.2  # between two replies to one node's questions
 SEEKERS_MOST: Final = 256  # answers in a burst to nodes that are not peers, then one per SEEKER_S: each is large
 SEEKER_S: Final = 0.05
 ANSWERS_MOST: Final = 16  # to one peer in a burst; then one per ANSWER_S
@@ -164,7 +164,7 @@ class PendingAsks:
 
 
 class PendingAnswers:
-    """Pending `WhoIsThere` questions: the last one of each node, answered at most once per ANSWER_S.
+    """Pending questions for this node's presence: the last one of each node, answered at most once per ANSWER_S.
 
     `namesake`: a node's own name. Several processes may use it, such as clouds that want the lab: each of their nonces
     is answered.
@@ -173,13 +173,13 @@ class PendingAnswers:
     def __init__(self, peers: Collection[str], *, namesake: str = "") -> None:
         self._peers = peers
         self._namesake = namesake
-        self._questions: dict[Asker, WhoIsThere] = {}
+        self._questions: dict[Asker, Question] = {}
         self._due: list[tuple[float, int, Asker]] = []  # a heap: when each is answered, in order, and its asker
         self._numbers = count()
         self._answered: dict[Asker, float] = {}  # the last one last
         self._strangers = Budget(SEEKERS_MOST, SEEKER_S)
 
-    def receive(self, name: str, question: WhoIsThere, *, now: float) -> bool:
+    def receive(self, name: str, question: Question, *, now: float) -> bool:
         """Store a question; return whether it will be answered.
 
         All nodes that are not peers share one budget, all namesakes another one.
@@ -194,7 +194,7 @@ class PendingAnswers:
         self._questions[asker] = question
         return True
 
-    def due(self, now: float) -> list[tuple[Asker, WhoIsThere]]:
+    def due(self, now: float) -> list[tuple[Asker, Question]]:
         """Return the questions to answer now, each with its asker."""
         ready = []
         while self._due and now >= self._due[0][0]:

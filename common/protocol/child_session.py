@@ -37,13 +37,13 @@ from fedstrata.common.protocol.limits import SenderBounds
 from fedstrata.common.protocol.manifest import FROZEN_CODEC, ModelForm
 from fedstrata.common.protocol.messages import (
     LIVING,
+    About,
     Acknowledgement,
     Alive,
     Declined,
     Failure,
     Farewell,
     FrozenOffered,
-    FrozenWanted,
     Goodbye,
     Key,
     Manifest,
@@ -54,6 +54,7 @@ from fedstrata.common.protocol.messages import (
     Presence,
     Probe,
     Progress,
+    Question,
     Reports,
     Result,
     Task,
@@ -404,7 +405,7 @@ class ChildSession:
             messages.append(self._preparing)
             self._prepare_at = inf
         if self._frozen is not None and now >= self._want_at:
-            messages.append(FrozenWanted(self._frozen.digest))
+            messages.append(Question(self.link.proofs.nonce, About.FROZEN, self.link.identity.run))
             self._want_at = now + HEARTBEAT_S
         if self._farewell is not None and now >= self._farewell_at:
             messages += [Reports(self._mark.reports_since(self._farewell))] if self._farewell else []

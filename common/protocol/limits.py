@@ -120,10 +120,8 @@ SKIPPED: Final = Skipped()
 
 
 _ASIDE: Final[Mapping[type[topics.Topic], type[Message]]] = {
-    topics.SeekTopic: messages.WhoIsThere,
-    topics.RollTopic: messages.RollCall,
-    topics.HereTopic: messages.Here,
-    topics.WatchTopic: messages.StatusRequest,
+    topics.AskTopic: messages.Question,
+    topics.AnswerTopic: messages.Here,
     topics.StatusTopic: messages.Status,
 }
 

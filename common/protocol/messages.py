@@ -151,20 +151,30 @@ class Announcement:
     partition: NameText = ""
 
 
-@dataclass(frozen=True, slots=True)
-class WhoIsThere:
-    """A request for proof of life, repeated until it is answered: a retained presence alone proves nothing.
+class About(StrEnum):
+    """What a question asks for, and the message that answers it."""
 
-    `run`: the run of the asking node, empty during discovery.
+    PRESENCE = "presence"  # Alive; a retained presence alone proves nothing
+    ENTRY = "entry"  # Here
+    STATUS = "status"  # Status, for some seconds
+    FROZEN = "frozen"  # FrozenOffered
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question, repeated until it is answered. The answer has its nonce, unless it is for all who ask.
+
+    `run`: the run that it is about, and of a presence that of the asking node, empty during discovery.
     """
 
     nonce: NameText
+    about: About = About.PRESENCE
     run: NameText = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """The reply to `WhoIsThere` with its nonce. A parent adds its experiment for a child that is not in its run."""
+    """A node's presence. A parent adds its experiment for a child that is not in its run."""
 
     nonce: NameText
     presence: Presence
@@ -293,15 +303,8 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class FrozenWanted:
-    """A child's request for the model's frozen arrays with this digest, which it lacks; repeated until answered."""
-
-    digest: NameText
-
-
-@dataclass(frozen=True, slots=True)
 class FrozenOffered:
-    """A parent's reply: the child may fetch these frozen arrays. The manifest's layout is their digest."""
+    """The frozen arrays of the model, which the child may fetch. The manifest's layout is their digest."""
 
     model: Manifest
 
@@ -353,15 +356,8 @@ class Goodbye:
 
 
 @dataclass(frozen=True, slots=True)
-class RollCall:
-    """A question to all nodes of a lab that stay: who is there?"""
-
-    nonce: NameText
-
-
-@dataclass(frozen=True, slots=True)
 class Here:
-    """The reply to `RollCall` with its nonce. `run` is empty while the node waits for one.
+    """A node's entry in the roll of the lab. `run` is empty while the node waits for one.
 
     `hardware` are the accelerators of a device, `data` the data sets on its host. `kit` is the digest of the machine's
     part of the lab's file, "" outside kits, `clock_s` the time there, Unix seconds.
@@ -378,13 +374,6 @@ class Here:
     kit: NameText
     clock_s: float
     findings: tuple[Finding, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class StatusRequest:
-    """A watcher's request for the status of a run: its parents publish theirs for some seconds. It is repeated."""
-
-    run: NameText
 
 
 class Step(StrEnum):
@@ -495,6 +484,5 @@ class Status:
 # In the order of their codes on the wire.
 Message: TypeAlias = (
     Presence | Announcement | Task | Progress | Result | Acknowledgement | Ask | Gone | Reports | Farewell | Probe
-    | Probed | WhoIsThere | Alive | Preparing | Declined | Goodbye | RollCall | Here | StatusRequest | Status
-    | FrozenWanted | FrozenOffered
+    | Probed | Question | Alive | Preparing | Declined | Goodbye | Here | Status | FrozenOffered
 )  # fmt: skip

@@ -49,10 +49,10 @@ from fedstrata.common.protocol.limits import (
 from fedstrata.common.protocol.manifest import ModelForm
 from fedstrata.common.protocol.messages import (
     LIVING,
+    About,
     Declined,
     Failure,
     Farewell,
-    FrozenWanted,
     Goodbye,
     Key,
     Message,
@@ -61,6 +61,7 @@ from fedstrata.common.protocol.messages import (
     Presence,
     Probed,
     Progress,
+    Question,
     Reports,
     Result,
     Status,
@@ -318,8 +319,7 @@ class ParentSession:
         The children's idle times begin again: without the broker nothing could arrive from them.
         """
         lab, run, me = self.link.identity.lab, self.link.identity.run, self.link.identity.name
-        inboxes = [*(topics.inbox(lab, run, me, peer) for peer in self.link.peers), topics.seek(lab, me, "+")]
-        inboxes.append(topics.watch(lab, "+"))
+        inboxes = [*(topics.inbox(lab, run, me, peer) for peer in self.link.peers), topics.ask(lab, me, "+")]
         self.link.connected(now, inboxes=inboxes, packet_most=packet_most)
         self.coordinator.reconnected(now)
 
@@ -394,9 +394,9 @@ class ParentSession:
         elif isinstance(message, Preparing):
             self.attendance.preparing(sender, short(message.waits_for), now)
             self.moves += self.coordinator.preparing(sender, message.done, waits=bool(message.waits_for), now=now)
-        elif isinstance(message, FrozenWanted):
-            if self.frozen is None or message.digest != self.frozen.digest:
-                raise Misfit(f"it wants frozen arrays that this run does not have: {message.digest[:16]!r}")
+        elif isinstance(message, Question) and message.about is About.FROZEN:
+            if self.frozen is None:
+                raise Misfit("it asks for frozen arrays, which this run does not have")
             if self.link.answers.take(sender, now):  # else it asks again
                 self.link.events.append(FrozenAsked(sender))
         elif isinstance(message, Declined):

@@ -36,18 +36,18 @@ from fedstrata.common.protocol.admission import (
 )
 from fedstrata.common.protocol.arrivals import Arrival, Elsewhere, Joined, Living, Proven, Received, Sought, Unproven
 from fedstrata.common.protocol.events import BrokerAway, BrokerDrops, FrozenFetched, NameTaken, NoiseFetched
-from fedstrata.common.protocol.limits import SKIPPED, SMALL_BYTES, STRANGER, Skipped
+from fedstrata.common.protocol.limits import SKIPPED, SMALL_BYTES, Skipped
 from fedstrata.common.protocol.manifest import chunk_bytes_for, renamed
 from fedstrata.common.protocol.messages import (
     LIVING,
+    About,
     Alive,
     Announcement,
     Ask,
     Gone,
     Manifest,
     Message,
-    StatusRequest,
-    WhoIsThere,
+    Question,
 )
 from fedstrata.common.protocol.outbox import OTHERS, Outbox, Output, Publish, Subscribe, Unsubscribe
 from fedstrata.common.protocol.presence import Identity, OwnPresence, PeerProofs
@@ -244,10 +244,8 @@ class PeerLink:
                 self._inbox(topic, topic_text, body, now)
             elif isinstance(topic, topics.StateTopic):
                 self._state(topic, body, now, retained=retained)
-            elif isinstance(topic, topics.SeekTopic):
-                self._sought(topic, body, now)
-            elif isinstance(topic, topics.WatchTopic) and not retained:
-                self._watched(text=topic_text, body=body, now=now)
+            elif isinstance(topic, topics.AskTopic):
+                self._asked(topic, topic_text, body, now, retained=retained)
         except WireError as error:
             if isinstance(error, OtherRelease) and sender in self._known:
                 self.other_releases[sender] = str(error)
@@ -288,7 +286,7 @@ class PeerLink:
         for peer, question in self.proofs.questions(now):
             if self._seeks:
                 body = serialization.encode(question, self.identity.session)
-                out.append(Publish(topics.seek(lab, peer, name), body))
+                out.append(Publish(topics.ask(lab, peer, name), body))
             else:
                 self.outbox.send(peer, question, now)
         self._answer_questions(now)
@@ -452,7 +450,8 @@ class PeerLink:
         if topic.run != self.identity.run:
             self._take(Elsewhere(topic.run, sender, session, message), now)
             return
-        if isinstance(message, WhoIsThere):
+        about_presence = isinstance(message, Question) and message.about is About.PRESENCE
+        if isinstance(message, Question) and about_presence:
             self._ask_for_proof(sender, message, now)
         elif isinstance(message, Alive):
             if message.announcement is not None:
@@ -472,7 +471,7 @@ class PeerLink:
                 raise Flooded("asks for too many blobs at once")
         elif isinstance(message, Gone):
             self.receiver.gone(sender, message.blob, now=now)
-        elif not isinstance(message, WhoIsThere | Alive):
+        elif not (about_presence or isinstance(message, Alive)):
             self._take(Received(sender, session, message), now)
 
     def _state(self, topic: topics.StateTopic, body: bytes, now: float, *, retained: bool) -> None:
@@ -503,29 +502,28 @@ class PeerLink:
         self._take(Joined(name), now)
         return True
 
-    def _sought(self, topic: topics.SeekTopic, body: bytes, now: float) -> None:
-        known = topic.child if topic.child in self._known else ""
-        session, message = self.admission.read(known, self.proofs.session(known) if known else "", body, now)
-        if not isinstance(message, WhoIsThere):
-            raise WireError(f"a seeker does not send a {type(message).__name__}")
-        if topic.parent != self.identity.name:
+    def _asked(self, topic: topics.AskTopic, text: str, body: bytes, now: float, *, retained: bool) -> None:
+        """Handle a question to this node: somebody watches it, or a child, or who may become one, looks for it."""
+        asker = topic.asker
+        known = asker if asker in self._known else ""
+        session, question = self.admission.read(known, self.proofs.session(known) if known else "", body, now)
+        if not isinstance(question, Question) or question.about not in (About.PRESENCE, About.STATUS):
+            raise WireError(f"nobody asks a node for this: {str(question)[:80]}")
+        if topic.node != self.identity.name or retained:
             return
-        if topic.child not in self._known:
-            self._take(Sought(topic.child), now)
-        ours = topic.child in self._known and message.run == self.identity.run
-        if ours and self.proofs.speaks(topic.child, session, now):
-            self._take(Living(topic.child, session), now)
-        self._ask_for_proof(topic.child, message, now)
+        if question.about is About.STATUS:
+            self.outbox.count_received(OTHERS, text, body, question)
+            if question.run == self.identity.run:
+                self.publishing.asked(now)
+            return
+        if asker not in self._known:
+            self._take(Sought(asker), now)
+        ours = asker in self._known and question.run == self.identity.run
+        if ours and self.proofs.speaks(asker, session, now):
+            self._take(Living(asker, session), now)
+        self._ask_for_proof(asker, question, now)
 
-    def _watched(self, *, text: str, body: bytes, now: float) -> None:
-        _, message = serialization.decode(body, sender=STRANGER)
-        if not isinstance(message, StatusRequest):
-            raise WireError(f"a watcher does not send a {type(message).__name__}")
-        self.outbox.count_received(OTHERS, text, body, message)
-        if message.run == self.identity.run:
-            self.publishing.asked(now)
-
-    def _ask_for_proof(self, asker: str, question: WhoIsThere, now: float) -> None:
+    def _ask_for_proof(self, asker: str, question: Question, now: float) -> None:
         if not self._questions.receive(asker, question, now=now):
             raise Flooded("too many unknown nodes ask for proof of life")
 

@@ -7,7 +7,7 @@ processes. So a peer counts as present only once its session has proved itself o
     UNKNOWN --retained--> CLAIMED --live--> PROVEN --reconnected--> DOUBTED --live--> PROVEN
        +---------------------live-------------^                        +----retained----+ (asked for, not believed)
 
-`live` is a presence published during the connection, a reply to `WhoIsThere` with its nonce, or any message of a
+`live` is a presence published during the connection, a reply to a question with its nonce, or any message of a
 session that was proved before. The order of presences at the broker decides which session represents a name.
 """
 
@@ -20,7 +20,7 @@ from enum import Enum
 from math import inf
 from typing import Final
 
-from fedstrata.common.protocol.messages import LIVING, Alive, Failure, NodeState, Presence, Target, WhoIsThere
+from fedstrata.common.protocol.messages import LIVING, Alive, Failure, NodeState, Presence, Question, Target
 from fedstrata.common.protocol.topics import DEFAULT_LAB
 from fedstrata.common.text import short
 
@@ -286,7 +286,7 @@ class PeerProofs:
         return session == known.session != ""
 
     def answered(self, peer: str, session: str, answer: Alive) -> bool:
-        """Handle a reply to `WhoIsThere`; return whether it belongs to a question of this node.
+        """Handle a reply to a question; return whether it belongs to a question of this node.
 
         Only an open question admits another session: a late reply of a process that ended must not replace its
         successor.
@@ -322,14 +322,14 @@ class PeerProofs:
         self._of[peer].unclear = True
         self.doubt(peer, now)
 
-    def questions(self, now: float) -> list[tuple[str, WhoIsThere]]:
+    def questions(self, now: float) -> list[tuple[str, Question]]:
         """Return the questions that are due, each with its peer."""
         if now < self._look_at:
             return []
         due = []
         for peer, known in self._of.items():
             if now >= known.ask_at:
-                due.append((peer, WhoIsThere(self.nonce, self._identity.run)))
+                due.append((peer, Question(self.nonce, run=self._identity.run)))
                 known.asked = True
                 likely = known.proof in (Proof.CLAIMED, Proof.DOUBTED)  # it may have nothing else to send
                 again = self._persistent or likely or known.ask_s < ASK_MOST_S

@@ -22,10 +22,10 @@ from xxhash import xxh3_64_digest
 
 from fedstrata.common.errors import OtherRelease, TooLarge, WireError
 from fedstrata.common.protocol.limits import ANYBODY, SenderBounds
-from fedstrata.common.protocol.messages import DIGEST_BYTES, Here, Message, RollCall
+from fedstrata.common.protocol.messages import DIGEST_BYTES, Here, Message, Question
 from fedstrata.common.text import TextLimit, escaped, escaped_within
 
-VERSION: Final = 2
+VERSION: Final = 3
 MAX_INT: Final = 2**63 - 1
 ITEMS: Final = 64  # of a list that does not grow with the nodes: fields, tiers, findings
 HEAD: Final = 3  # items before the fields: the version, the session, the kind
@@ -36,7 +36,7 @@ KINDS: Final[tuple[type[Message], ...]] = get_args(Message)
 _CODES: Final = {kind: code for code, kind in enumerate(KINDS)}
 # Of the messages that all versions can read: how many of their fields never change, and values of the others.
 SHARED: Final[Mapping[type[Message], tuple[int, tuple[Any, ...]]]] = {
-    RollCall: (1, ()),
+    Question: (3, ()),
     Here: (5, ("", "", "", "", 0.0, ())),
 }
 
@@ -56,23 +56,23 @@ def decode(data: bytes | bytearray | memoryview, *, sender: SenderBounds = ANYBO
     """
     version, session, kind, tree = _read(data, sender)
     if version != VERSION:
-        raise OtherRelease(f"protocol version {version}, this release uses {VERSION}")
+        raise _other_release(version)
     message: Message = _DECODERS[kind](tree)
     return session, message
 
 
-def decode_shared(data: bytes, *, sender: SenderBounds = ANYBODY) -> tuple[int, str, RollCall | Here]:
-    """Return the version, the sender's session, and a message of the roll, which all versions can read.
+def decode_shared(data: bytes, *, sender: SenderBounds = ANYBODY) -> tuple[int, str, Message]:
+    """Return the version, the sender's session, and a message, of another version one that all versions can read.
 
-    Of another version only the first fields are read. Raises WireError.
+    Of that only the first fields are read. Raises WireError.
     """
     version, session, kind, tree = _read(data, sender)
-    if kind not in SHARED:
-        raise WireError(f"a {kind.__name__} is not of the roll")
-    shared, others = SHARED[kind]
-    if version != VERSION and len(tree) >= shared:
-        tree = (*tree[:shared], *others)
-    message: RollCall | Here = _DECODERS[kind](tree)
+    if version != VERSION:
+        if kind not in SHARED:
+            raise _other_release(version)
+        shared, others = SHARED[kind]
+        tree = (*tree[:shared], *others) if len(tree) >= shared else tree
+    message: Message = _DECODERS[kind](tree)
     return version, session, message
 
 
@@ -100,7 +100,7 @@ def _read(
     version, session, code = _head(body)
     if not 0 <= code < len(KINDS):
         if version != VERSION:
-            raise OtherRelease(f"protocol version {version}, this release uses {VERSION}")
+            raise _other_release(version)
         raise WireError(f"unknown kind {code}")
     kind = KINDS[code]
     if len(data) > (most := sender.most(kind)):
@@ -131,12 +131,16 @@ def _head(body: memoryview) -> tuple[int, str, int]:
     except (ValueError, TypeError, msgpack.UnpackException):
         raise WireError("not a message") from None
     if type(version) is not int:
-        raise OtherRelease(f"protocol version {_brief(version)}, this release uses {VERSION}")
+        raise _other_release(version)
     if not isinstance(session, str) or not 0 < len(session) <= 32:
         raise WireError("no session id")
     if type(code) is not int:
         raise WireError(f"unknown kind {_brief(code)}")
     return version, escaped(session), code
+
+
+def _other_release(version: Any) -> OtherRelease:
+    return OtherRelease(f"protocol version {_brief(version)}, this release uses {VERSION}")
 
 
 def _values(record: Any) -> tuple[Any, ...]:

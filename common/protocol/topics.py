@@ -5,13 +5,11 @@
     fs1/{lab}/{run}/{node}/inbox/{sender}                         control messages
     fs1/{lab}/{run}/{node}/status                                 what a parent knows of its children, while asked
     fs1/{lab}/{run}/{node}/blob/{stream}/{blob}/{index}/{number}    chunks; stream = `all` or a receiver's name
-    fs1/{lab}/seek/{parent}/{child}                               a child that looks for its parent's run
-    fs1/{lab}/roll/{asker}                                        a question to all nodes of the lab
-    fs1/{lab}/here/{asker}/{node}                                 a node's answer
-    fs1/{lab}/watch/{asker}                                       a watcher that asks the parents for their status
+    fs1/{lab}/ask/{node}/{asker}                                  a question to a node, or to `all` that stay
+    fs1/{lab}/answer/{asker}/{node}                               a node's answer, outside its runs
 
-Labs share a broker without reading each other's topics. A run's id contains a dash, so no run is named `seek`. A node
-writes only below its own name and, with its own name as the last level, into others' inboxes, seek and here topics.
+Labs share a broker without reading each other's topics. A run's id contains a dash, so no run is named `ask`. A node
+writes only below its own name and, with its own name as the last level, into others' inboxes, ask and answer topics.
 """
 
 from __future__ import annotations
@@ -31,8 +29,7 @@ _NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
 _LEVEL: Final = re.compile(_NAME, re.ASCII)
 _TOPIC: Final = re.compile(
     rf"{ROOT}/(?P<lab>{_NAME})/"
-    rf"(?:seek/(?P<parent>{_NAME})/(?P<child>{_NAME})"
-    rf"|roll/(?P<caller>{_NAME})|watch/(?P<watcher>{_NAME})|here/(?P<asker>{_NAME})/(?P<answerer>{_NAME})"
+    rf"(?:ask/(?P<asked>{_NAME})/(?P<asker>{_NAME})|answer/(?P<reader>{_NAME})/(?P<answerer>{_NAME})"
     rf"|(?P<run>(?=[^/]*-){_NAME})/(?P<node>{_NAME})/"
     rf"(?:(?P<state>state)|(?P<spec>spec)|(?P<status>status)|inbox/(?P<sender>{_NAME})"
     rf"|blob/(?P<stream>{_NAME})/(?P<blob>[0-9a-f]{{16}})/(?P<index>\d{{1,9}})/(?P<number>\d{{1,18}})))",
@@ -82,37 +79,21 @@ class ChunkTopic:
 
 
 @dataclass(frozen=True, slots=True)
-class SeekTopic:
-    """Question of `child` whether `parent` has a run."""
+class AskTopic:
+    """Question of `asker` to `node`, or to all."""
 
     lab: str
-    parent: str
-    child: str
-
-
-@dataclass(frozen=True, slots=True)
-class RollTopic:
-    """Question of `asker` who is in the lab."""
-
-    lab: str
+    node: str
     asker: str
 
 
 @dataclass(frozen=True, slots=True)
-class HereTopic:
+class AnswerTopic:
     """Answer of `node` to `asker`."""
 
     lab: str
     asker: str
     node: str
-
-
-@dataclass(frozen=True, slots=True)
-class WatchTopic:
-    """Request of `asker` for the status of a run."""
-
-    lab: str
-    asker: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +105,7 @@ class StatusTopic:
     node: str
 
 
-OutsideRuns: TypeAlias = SeekTopic | RollTopic | HereTopic | WatchTopic
-Topic: TypeAlias = StateTopic | SpecTopic | InboxTopic | ChunkTopic | StatusTopic | OutsideRuns
+Topic: TypeAlias = StateTopic | SpecTopic | InboxTopic | ChunkTopic | StatusTopic | AskTopic | AnswerTopic
 
 
 def check_lab(name: str) -> str:
@@ -155,10 +135,8 @@ def _checked(name: str, kind: str) -> str:
 
 
 _FORMS: Final[Mapping[str, tuple[Callable[..., Topic], Sequence[str]]]] = {  # by the last group of a match
-    "child": (SeekTopic, ("lab", "parent", "child")),
-    "caller": (RollTopic, ("lab", "caller")),
-    "watcher": (WatchTopic, ("lab", "watcher")),
-    "answerer": (HereTopic, ("lab", "asker", "answerer")),
+    "asker": (AskTopic, ("lab", "asked", "asker")),
+    "answerer": (AnswerTopic, ("lab", "reader", "answerer")),
     "state": (StateTopic, ("lab", "run", "node")),
     "spec": (SpecTopic, ("lab", "run", "node")),
     "status": (StatusTopic, ("lab", "run", "node")),
@@ -193,19 +171,14 @@ def inbox(lab: str, run: str, node: str, sender: str) -> str:
     return f"{ROOT}/{lab}/{run}/{node}/inbox/{sender}"
 
 
-def roll(lab: str, asker: str) -> str:
-    """Return the topic of a question to all nodes of a lab."""
-    return f"{ROOT}/{lab}/roll/{asker}"
+def ask(lab: str, node: str, asker: str) -> str:
+    """Return the topic of a question to a node, or to `ALL`; `+` as the asker matches every asker."""
+    return f"{ROOT}/{lab}/ask/{node}/{asker}"
 
 
-def here(lab: str, asker: str, node: str) -> str:
+def answer(lab: str, asker: str, node: str) -> str:
     """Return the topic of a node's answer; `+` as the node matches every node."""
-    return f"{ROOT}/{lab}/here/{asker}/{node}"
-
-
-def watch(lab: str, asker: str) -> str:
-    """Return the topic of a request for the status of a run; `+` as the asker matches every asker."""
-    return f"{ROOT}/{lab}/watch/{asker}"
+    return f"{ROOT}/{lab}/answer/{asker}/{node}"
 
 
 def status(lab: str, run: str, node: str) -> str:
@@ -223,15 +196,8 @@ def streams(lab: str, run: str, owner: str, receiver: str, blob: str) -> tuple[s
     return tuple(f"{ROOT}/{lab}/{run}/{owner}/blob/{stream}/{blob}/+/+" for stream in (ALL, receiver))  # type: ignore[return-value]
 
 
-def seek(lab: str, parent: str, child: str) -> str:
-    """Return the topic on which `child` looks for `parent`; `+` as the child matches every child."""
-    return f"{ROOT}/{lab}/seek/{parent}/{child}"
-
-
 def sender_of(topic: Topic) -> str:
     """Return the node that may publish on a topic."""
     if isinstance(topic, InboxTopic):
         return topic.sender
-    if isinstance(topic, RollTopic | WatchTopic):
-        return topic.asker
-    return topic.child if isinstance(topic, SeekTopic) else topic.node
+    return topic.asker if isinstance(topic, AskTopic) else topic.node

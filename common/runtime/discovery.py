@@ -11,9 +11,7 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import cycle
-from math import inf
 from typing import Final
 
 from fedstrata.common.errors import (
@@ -28,8 +26,9 @@ from fedstrata.common.errors import (
 )
 from fedstrata.common.net.address import BrokerAddress
 from fedstrata.common.protocol import serialization, topics
-from fedstrata.common.protocol.messages import Alive, Announcement, Message, NodeState, Presence, WhoIsThere
-from fedstrata.common.runtime.lab_client import RETRY_S, LabClient
+from fedstrata.common.protocol.messages import About, Alive, Announcement, Question
+from fedstrata.common.runtime.claim import NameClaim
+from fedstrata.common.runtime.lab_client import RETRY_S, LabClient, Reply
 from fedstrata.common.runtime.roll import Resources, RollEntry
 from fedstrata.common.runtime.world import REAL, Host, World, within
 
@@ -164,22 +163,23 @@ async def another_parent(
 
     One is asked at a time, in turn.
     """
-    answered = asyncio.Event()
     found: list[tuple[str, str]] = []
+    answered = asyncio.Event()
 
-    def received(topic: topics.Topic, body: bytes, retained: bool) -> None:
-        session, message = serialization.decode(body) if body else ("", None)
-        if isinstance(topic, topics.InboxTopic) and isinstance(message, Alive) and message.nonce == client.session:
-            found.append((topic.sender, session))
+    def note(reply: Reply) -> None:
+        if isinstance(reply.message, Alive):
+            found.append((reply.node, reply.session))
             answered.set()
 
     reads = [topics.inbox(host.lab, run, name, parent) for parent in parents]
-    client = LabClient(host.broker, f"{name}-moves", reads=reads, received=received, world=host.world)
+    client = LabClient(
+        host.broker, f"{name}-moves", lab=host.lab, node=name, reads=reads, answered=note, world=host.world
+    )
     try:
         async with asyncio.timeout(for_s), client.connected():
             for parent in cycle(parents):
-                question = partial(client.publish, topics.seek(host.lab, parent, name), WhoIsThere(client.session, run))
-                await client.ask(question, until=answered, every_s=ASK_MOST_S, times=ASKS_OF_ONE)
+                about = About.PRESENCE
+                await client.ask(parent, about, run=run, until=answered, every_s=ASK_MOST_S, times=ASKS_OF_ONE)
                 if found:
                     return found[0]
     except TimeoutError:
@@ -188,32 +188,30 @@ async def another_parent(
 
 
 class _Seeker:
-    """One node that looks for its parent's run.
-
-    Another process of its name does so, too, if it answers on the topic that this name alone uses. The one that came
-    first answers; of two that come together, the one with the smaller nonce.
-    """
+    """One node that looks for its parent's run, and meanwhile claims its name."""
 
     def __init__(self, host: Host, name: str, parent: str, *, left: Found | None) -> None:
         self._left = left
         self._name, self._parent, self._lab = name, parent, host.lab
         self._found: asyncio.Future[Found] = asyncio.get_running_loop().create_future()
         self._others: set[str] = set()
-        self._complained = False
-        self._first_at = -inf if left is not None else inf  # of the connection
-        self._answered_at = -inf
-        self._clock = asyncio.get_running_loop().time
+        self._complained = self._reported = False
         self._changed = asyncio.Event()
         lab = host.lab
+        own, above = NameClaim.reads(lab, name), [topics.inbox(lab, "+", name, parent), topics.state(lab, "+", parent)]
         self._client = LabClient(
             host.broker,
             SEEKER,
-            reads=[topics.inbox(lab, "+", name, parent), topics.here(lab, name, name), topics.state(lab, "+", parent)],
+            lab=lab,
+            node=name,
+            reads=[*own, *above],
             received=self._received,
+            answered=self._answered,
             subscribed=self._subscribed,
             world=host.world,
         )
-        self._nonce = self._client.session
+        self._claim = NameClaim(self._client, free_s=SETTLED_S, reason=socket.gethostname())
+        self._claim.held = left is not None
 
     async def seek(self, *, connect_timeout_s: float) -> Found:
         """Ask until the parent replies."""
@@ -221,7 +219,7 @@ class _Seeker:
             return await self._client.during(self._search())
 
     async def _search(self) -> Found:
-        tasks = [asyncio.create_task(self._ask(), name="ask")]
+        tasks = [asyncio.create_task(self._ask(), name="ask"), asyncio.create_task(self._settle(), name="claim")]
         if self._left is None:
             tasks.append(asyncio.create_task(self._name_others(), name="name others"))
         try:
@@ -235,65 +233,61 @@ class _Seeker:
         if isinstance(topic, topics.SpecTopic):
             if body and len(self._others) < OTHERS_KEPT:  # who announces is enough: announcements are large
                 self._others.add(topic.node)
-            return
+        elif isinstance(topic, topics.AskTopic):
+            self._claim.asked(body, retained)
+        elif isinstance(topic, topics.StateTopic):
+            self._parent_changed(body)
+
+    def _parent_changed(self, body: bytes) -> None:
+        """Ask at once: the parent joins or leaves a run."""
         try:
-            session, message = serialization.decode(body) if body else ("", None)
+            if body:
+                serialization.decode(body)
         except OtherRelease as error:
             if not self._complained:
                 self._complained = True
                 log.error("%s: %s is of another release: %s", self._name, self._parent, error)
             return
-        if isinstance(topic, topics.StateTopic):
-            self._changed.set()  # the parent joins or leaves: ask at once
-        elif isinstance(topic, topics.InboxTopic) and isinstance(message, Alive):
-            self._answered(topic.run, session, message)
-        elif isinstance(topic, topics.HereTopic) and session != self._nonce and not retained:
-            self._namesake(message)
+        self._changed.set()
 
-    def _answered(self, run: str, session: str, answer: Alive) -> None:
-        left = self._left is not None and (self._left.run, self._left.parent_session) == (run, session)
-        if answer.nonce == self._nonce and answer.announcement is not None and not left and not self._found.done():
-            self._found.set_result(Found(run, session, answer.announcement))
+    def _answered(self, reply: Reply) -> None:
+        message = reply.message
+        if not reply.run:
+            self._claim.answered(reply)
+            return
+        left = self._left is not None and (self._left.run, self._left.parent_session) == (reply.run, reply.session)
+        if isinstance(message, Alive) and message.announcement is not None and not left and not self._found.done():
+            self._found.set_result(Found(reply.run, reply.session, message.announcement))
 
-    def _namesake(self, message: Message | None) -> None:
-        """Handle a message of another process of this name."""
-        now = self._clock()
-        settled = now > self._first_at + SETTLED_S
-        if isinstance(message, WhoIsThere) and (settled or self._nonce < message.nonce):
-            if now > self._answered_at + SEEK_EVERY_S:
-                self._answered_at = now
-                here = Presence(NodeState.INIT, "", reason=socket.gethostname())
-                self._to_namesakes(Alive(message.nonce, here))
-        elif isinstance(message, Alive) and message.nonce == self._nonce and not settled and not self._found.done():
+    async def _settle(self) -> None:
+        """Claim this node's name; another process that has it ends this one."""
+        await self._client.once_connected.wait()
+        while not (self._claim.held or self._claim.by):
+            await self._claim.ask()
+        if not self._claim.held and not self._found.done():
             self._found.set_exception(
                 DuplicateName(
-                    f"{self._name} already waits for a run on broker {self._client.address}, on host "
-                    f"{message.presence.reason}. Give this one another --name, or end the other."
+                    f"{self._name} already waits for a run on broker {self._client.address}, on host {self._claim.by}. "
+                    "Give this one another --name, or end the other."
                 )
             )
 
-    def _to_namesakes(self, message: Message) -> None:
-        self._client.publish(topics.here(self._lab, self._name, self._name), message)
-
     def _subscribed(self) -> None:
-        if self._first_at == inf:
-            self._first_at = self._clock()
+        self._claim.connected()
+        if self._left is None and not self._reported:
+            self._reported = True
             name, parent, lab, address = self._name, self._parent, self._lab, self._client.address
             activity.info("%s: connected to broker %s, waiting for a run of %s in lab %s", name, address, parent, lab)
         self._changed.set()
 
     async def _ask(self) -> None:
-        pause_s, most_s = SEEK_EVERY_S, ASK_MOST_S if self._left is None else IDLE_ASK_MOST_S
+        most_s = ASK_MOST_S if self._left is None else IDLE_ASK_MOST_S
         while True:
-            self._client.publish(topics.seek(self._lab, self._parent, self._name), WhoIsThere(self._nonce))
-            if self._clock() <= self._first_at + SETTLED_S:
-                self._to_namesakes(WhoIsThere(self._nonce))
             self._changed.clear()
-            if await within(self._changed, pause_s):
-                pause_s = SEEK_EVERY_S
-                await asyncio.sleep(SETTLE_S)
-            else:
-                pause_s = min(2 * pause_s, most_s)
+            await self._client.ask(
+                self._parent, About.PRESENCE, until=self._changed, every_s=SEEK_EVERY_S, most_s=most_s
+            )
+            await asyncio.sleep(SETTLE_S)
 
     async def _name_others(self) -> None:
         await asyncio.sleep(NAME_OTHERS_S / 2)
@@ -315,7 +309,7 @@ async def check_carried(
     """
     if "." not in lab + name:
         return
-    wanted, plain = topics.here(lab, name, name), topics.here(PLAIN, PLAIN, PLAIN)
+    wanted, plain = topics.ask(lab, name, name), topics.ask(PLAIN, PLAIN, PLAIN)
     came: set[str] = set()
     arrived = asyncio.Event()
 
@@ -325,14 +319,18 @@ async def check_carried(
                 came.add(each)
                 arrived.set()
 
-    def ask() -> None:
-        for topic in (wanted, plain):  # in this order
-            client.publish_body(topic, b"")
+    async def send() -> None:
+        await client.once_connected.wait()
+        for _ in range(CHECKS):
+            for topic in (wanted, plain):  # in this order
+                client.publish(topic, Question(client.nonce))
+            if await within(arrived, CHECK_S):
+                return
 
-    reads = [topics.here(lab, name, "+"), topics.here(PLAIN, PLAIN, "+")]
+    reads = [topics.ask(lab, name, "+"), topics.ask(PLAIN, PLAIN, "+")]
     client = LabClient(address, f"{name}-names", reads=reads, received=received, world=world)
     async with client.connected(timeout_s=connect_timeout_s):
-        await client.ask(ask, until=arrived, every_s=CHECK_S, times=CHECKS)
+        await client.during(send())
     if plain in came and wanted not in came:
         where = f"{name} in lab {lab}" if "." in name else f"lab {lab}"
         raise ConnectionFailed(

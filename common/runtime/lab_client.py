@@ -1,10 +1,11 @@
 """A client that asks a lab's nodes over a connection of its own, or answers them, beside the endpoints of a run.
 
-    client = LabClient(broker, "someone", reads=[topics.here(lab, "someone", "+")], received=take)
+    client = LabClient(broker, "someone", lab=lab, node="someone", reads=[answer(lab, "someone", "+")], answered=take)
     async with client.connected(timeout_s=30.0):
-        await client.ask(question, until=answered, every_s=0.5)
+        await client.during(client.ask(ALL, About.ENTRY, until=complete, every_s=0.5))
 
-A message may be lost: questions are repeated, and answered each time.
+A message may be lost: a question is repeated until it is answered. An answer counts only with its nonce, and never if
+the broker had retained it: whoever sent it may be gone for years.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from math import inf
 from typing import Any, Final, TypeVar
 
@@ -22,11 +24,13 @@ from fedstrata.common.host.offload import beside
 from fedstrata.common.net.address import BrokerAddress
 from fedstrata.common.net.connection import Handlers
 from fedstrata.common.protocol import serialization, topics
-from fedstrata.common.protocol.messages import Message
+from fedstrata.common.protocol.messages import About, Alive, Here, Message, Question
+from fedstrata.common.protocol.topics import DEFAULT_LAB
 from fedstrata.common.runtime.world import REAL, Connection, World, new_session, nothing, within
 
 RETRY_S: Final = 5.0
 REPORTED_MOST: Final = 100  # refused subscriptions of a client
+TIME_DIGITS: Final = 12  # of a nonce: Unix milliseconds, in hexadecimal
 
 log = logging.getLogger("fedstrata.connection")
 
@@ -62,12 +66,30 @@ class RefusedTopics:
         )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """An answer of `node`; `run`: the one in which it answers, else empty. `protocol`: the version that it uses."""
+
+    node: str
+    run: str
+    session: str
+    message: Alive | Here
+    nbytes: int
+    protocol: int
+
+
+def _ignore(*received: object) -> None:
+    """Ignore what has come."""
+
+
 class LabClient:
     """A client of one broker, where its id begins with `name`; the task that keeps its connection has that name, too.
 
-    `reads`: the topics that it subscribes to. `received` gets each message: its topic, its bytes, and whether it was
-    retained. Messages for which it raises WireError are ignored. `subscribed` is called after each connect, `lost` when
-    the connection is lost, and `refused` with each topic that the broker does not let it read, by default to warn.
+    `reads`: the topics that it subscribes to. It asks as `node`; `answered` gets the answers to its questions.
+    `received` gets each message on a topic that is no inbox and not for answers: its topic, its bytes, and whether it
+    was retained. Messages for which one of them raises WireError are ignored. `subscribed` is called after each
+    connect, `lost` when the connection is lost, and `refused` with each topic that the broker does not let it read, by
+    default to warn.
     """
 
     def __init__(
@@ -75,8 +97,11 @@ class LabClient:
         address: BrokerAddress,
         name: str,
         *,
+        lab: str = DEFAULT_LAB,
+        node: str = "",
         reads: Sequence[str],
-        received: Callable[[topics.Topic, bytes, bool], None],
+        received: Callable[[topics.Topic, bytes, bool], None] = _ignore,
+        answered: Callable[[Reply], None] = _ignore,
         subscribed: Callable[[], None] = nothing,
         lost: Callable[[], None] = nothing,
         refused: Callable[[str], None] | None = None,
@@ -84,9 +109,11 @@ class LabClient:
     ) -> None:
         self.address = address
         self.session = new_session(world)
+        self.nonce = f"{int(1e3 * world.wall()):0{TIME_DIGITS}x}{self.session}"  # those of one name are compared
+        self.lab, self.node = lab, node
         self._name = name
         self._reads = reads
-        self._take = received
+        self._take, self._answered = received, answered
         self._subscribed = subscribed
         self._refused = refused or RefusedTopics(name, address).add
         self.once_connected = asyncio.Event()
@@ -126,32 +153,39 @@ class LabClient:
             await asyncio.wait((working,))
 
     async def ask(
-        self, question: Callable[[], None], *, until: asyncio.Event, every_s: float, times: float = inf
+        self,
+        node: str,
+        about: About,
+        *,
+        run: str = "",
+        until: asyncio.Event,
+        every_s: float,
+        most_s: float = 0.0,
+        times: float = inf,
     ) -> None:
-        """Ask once connected, and again until the event is set or it was asked so many times.
+        """Ask a node, or `ALL`, once connected, and again until the event is set or it was asked so many times.
 
-        Raises ConnectionFailed if there is no connection.
+        The pauses are `every_s`, or grow from that to `most_s`.
         """
-        await self.during(self._ask(question, until, every_s, times))
+        pause_s = every_s
+        await self.once_connected.wait()
+        while times > 0 and not until.is_set():
+            self.question(node, about, run)
+            times -= 1
+            await within(until, pause_s)
+            pause_s = min(2 * pause_s, max(every_s, most_s))
 
-    def publish(self, topic: str, message: Message, *, session: str = "") -> None:
-        """Publish a message, or drop it without a connection; `session` in place of this client's own."""
-        self.publish_body(topic, serialization.encode(message, session or self.session))
+    def question(self, node: str, about: About, run: str = "") -> None:
+        """Ask a node, or `ALL`, once; without a connection nobody is asked."""
+        self.publish(topics.ask(self.lab, node, self.node), Question(self.nonce, about, run))
 
-    def publish_body(self, topic: str, body: bytes) -> None:
-        """Publish bytes, or drop them without a connection."""
-        self._connection.publish(topic, body, qos=0)
+    def publish(self, topic: str, message: Message) -> None:
+        """Publish a message, or drop it without a connection."""
+        self._connection.publish(topic, serialization.encode(message, self.session), qos=0)
 
     def subscribe(self, topic: str) -> None:
         """Read another topic, until the connection is lost."""
         self._connection.subscribe([topic], qos=0, refused=self._refused)
-
-    async def _ask(self, question: Callable[[], None], until: asyncio.Event, every_s: float, times: float) -> None:
-        await self.once_connected.wait()
-        while times > 0 and not until.is_set():
-            question()
-            times -= 1
-            await within(until, every_s)
 
     async def _connected(self) -> None:
         self._connection.subscribe(list(self._reads), qos=0, refused=self._refused)
@@ -160,6 +194,17 @@ class LabClient:
 
     def _received(self, topic: str, body: bytes, retained: bool) -> None:
         try:
-            self._take(topics.parse(topic), body, retained)
+            place = topics.parse(topic)
+            if isinstance(place, topics.InboxTopic | topics.AnswerTopic):
+                self._take_answer(place, body, retained)
+            else:
+                self._take(place, body, retained)
         except WireError:
             pass
+
+    def _take_answer(self, place: topics.InboxTopic | topics.AnswerTopic, body: bytes, retained: bool) -> None:
+        protocol, session, message = serialization.decode_shared(body)
+        if retained or not isinstance(message, Alive | Here) or message.nonce != self.nonce:
+            return
+        run = place.run if isinstance(place, topics.InboxTopic) else ""
+        self._answered(Reply(topics.sender_of(place), run, session, message, len(body), protocol))

@@ -165,8 +165,8 @@ def cloud(
     from fedstrata.common.experiment.reading import parse
     from fedstrata.common.experiment.short_form import LAB
     from fedstrata.common.host.energy import EnergyMeter
+    from fedstrata.common.runtime.claim import claim
     from fedstrata.common.runtime.discovery import check_carried
-    from fedstrata.common.runtime.roll import claim
     from fedstrata.common.runtime.world import Host
     from fedstrata.deploy.kits.lab_file import reach
     from fedstrata.deploy.local.beforehand import check_cloud

@@ -3,8 +3,8 @@
 A node publishes below its own name and, as the last level, its own name into others' topics. It receives what is
 below its own name, its parent's state and models, and its children's. So a sender's name in a topic is true, and no
 node reads the models of another branch, unless devices of the lab may move. The lab's `operator` (watch, lab status,
-doctor) receives everything. It asks all nodes who they are, and the parents for their status; they answer below their
-own names.
+doctor) receives everything. It asks all nodes who they are, and for the status of a run; they answer below their own
+names.
 """
 
 from __future__ import annotations
@@ -49,13 +49,12 @@ def common(lab: str) -> Access:
             topics.status(lab, "+", NODE),
             f"{ROOT}/{lab}/+/{NODE}/blob/#",
             topics.inbox(lab, "+", "+", NODE),
-            topics.here(lab, "+", NODE),
+            topics.ask(lab, NODE, NODE),  # whether another process has its name
+            topics.answer(lab, "+", NODE),
         ),
         receive=(
-            f"{ROOT}/{lab}/+/{NODE}/#",  # also what children seek
-            topics.here(lab, NODE, "+"),
-            topics.roll(lab, "+"),
-            topics.watch(lab, "+"),
+            f"{ROOT}/{lab}/+/{NODE}/#",  # also the questions to it, and the answers
+            topics.ask(lab, ALL, "+"),
             STATISTICS,
         ),
     )
@@ -64,14 +63,12 @@ def common(lab: str) -> Access:
 def users(lab: Lab, broker: str) -> dict[str, Access]:
     """Return the users of one broker of a lab, each with what it may do besides `common`."""
     name = lab.name
-    found = {OPERATOR: Access((topics.roll(name, OPERATOR), topics.watch(name, OPERATOR)), (f"{ROOT}/{name}/#",))}
-    found[CLOUD] = Access((topics.roll(name, CLOUD),))  # on all brokers, to find who is there
-    if lab.meeting_place(CLOUD) == broker:
-        found[CLOUD] += Access((topics.seek(name, CLOUD, CLOUD),))
+    found = {OPERATOR: Access((topics.ask(name, "+", OPERATOR),), (f"{ROOT}/{name}/#",))}
+    found[CLOUD] = Access((topics.ask(name, ALL, CLOUD),))  # on all brokers, to find who is there
     for child, parent in _links(lab, broker):
         found[parent] = found.get(parent, Access()) + Access(receive=_from(name, child, to=parent))
         upward = Access(
-            (topics.seek(name, parent, child),), (topics.spec(name, "+", parent), *_from(name, parent, to=child))
+            (topics.ask(name, parent, child),), (topics.spec(name, "+", parent), *_from(name, parent, to=child))
         )
         found[child] = found.get(child, Access()) + upward
     for machine, own in lab.machines.items():

@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 from fedstrata.common.errors import ConnectionFailed, NoProgress
 from fedstrata.common.net.address import BrokerAddress
 from fedstrata.common.protocol import topics
-from fedstrata.common.protocol.messages import StatusRequest
+from fedstrata.common.protocol.messages import About
 from fedstrata.common.protocol.status import PUBLISH_S
 from fedstrata.common.runtime.lab_client import LabClient
 from fedstrata.common.runtime.world import REAL, World
@@ -62,6 +62,8 @@ class Follower:
             LabClient(
                 address,
                 "watch",
+                lab=lab,
+                node=OPERATOR,
                 reads=[topics.spec(lab, "+", "+"), topics.state(lab, "+", "+"), topics.status(lab, "+", "+")],
                 received=self._received,
                 subscribed=partial(self._set_broker, place, up=True),
@@ -145,7 +147,8 @@ class Follower:
         if self._now() >= self._ask_at:
             self._ask_at = self._now() + STATUS_EVERY_S
             for client in self._clients:
-                client.publish(topics.watch(self._lab_name, OPERATOR), StatusRequest(lab.run))
+                for parent in lab.experiment.tree.children:
+                    client.question(parent, About.STATUS, lab.run)
         await self._pause(pause_s)
         lab.tick(self._now())
 

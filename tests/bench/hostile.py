@@ -42,6 +42,7 @@ from fedstrata.common.host.processes import free_port
 from fedstrata.common.protocol import serialization, topics
 from fedstrata.common.protocol.messages import (
     DIGEST_BYTES,
+    About,
     Acknowledgement,
     Alive,
     Ask,
@@ -58,11 +59,10 @@ from fedstrata.common.protocol.messages import (
     Probe,
     Probed,
     Progress,
+    Question,
     Reports,
     Result,
-    RollCall,
     Task,
-    WhoIsThere,
 )
 from fedstrata.deploy.brokers import broker
 from fedstrata.deploy.simulation.hardware import Durations
@@ -200,7 +200,7 @@ class Attack:
 
     def _misfit(self, member: str, node: str) -> Publication:
         alive = Alive("f" * 16, Presence(NodeState.READY, "x"))
-        both: list[Message] = [Gone(f"{self._draw.getrandbits(64):016x}"), alive, RollCall("n")]
+        both: list[Message] = [Gone(f"{self._draw.getrandbits(64):016x}"), alive, Question("n", About.ENTRY)]
         if node in PARENTS:
             noise = Manifest("b" * 16, 1 << 30, 4_000_000, bytes(8 * 269), "noise", "")
             return self._to(node, member, self._draw.choice([*both, Probed("a" * 16, 1e300, noise)]))
@@ -221,8 +221,8 @@ class Attack:
 
     def _seeker(self, member: str, node: str) -> Publication:
         parent = PARENTS.get(node, node)
-        question = WhoIsThere(f"{self._draw.getrandbits(64):016x}", self._draw.choice(["", self._wire.run]))
-        return topics.seek(LAB, parent, member), serialization.encode(question, OTHER_SESSION)
+        question = Question(f"{self._draw.getrandbits(64):016x}", run=self._draw.choice(["", self._wire.run]))
+        return topics.ask(LAB, parent, member), serialization.encode(question, OTHER_SESSION)
 
     def _chunk(self, member: str, node: str) -> Publication:
         blob = self._draw.choice(self._wire.blobs)
@@ -233,16 +233,20 @@ class Attack:
         """Publish a text that a node may not even escape, where the member may publish."""
         letters = 20_000 if next(self._larges) % LARGE_EVERY else LARGE_BYTES
         body = serialization.encode(Preparing(1, "\x1b" * letters), self._wire.sessions[member])
-        inbox, seek = topics.inbox(LAB, self._wire.run, node, member), topics.seek(LAB, PARENTS.get(node, node), member)
-        state, roll = topics.state(LAB, self._wire.run, member), topics.roll(LAB, member)
+        inbox, seek = topics.inbox(LAB, self._wire.run, node, member), topics.ask(LAB, PARENTS.get(node, node), member)
+        state, roll = topics.state(LAB, self._wire.run, member), topics.ask(LAB, topics.ALL, member)
         return self._draw.choice([inbox, inbox, inbox, seek, state, roll]), body
 
     def _outsider(self, member: str, node: str) -> Publication:
         """Publish as somebody who is no node of the run."""
-        body = serialization.encode(WhoIsThere("n"), OTHER_SESSION)
+        body = serialization.encode(Question("n"), OTHER_SESSION)
         name = self._draw.choice([MALLORY, f"mallory-{self._draw.randrange(10**6)}"])
         parent = PARENTS.get(node, node)
-        where = [topics.seek(LAB, parent, name), topics.roll(LAB, name), topics.inbox(LAB, self._wire.run, node, name)]
+        where = [
+            topics.ask(LAB, parent, name),
+            topics.ask(LAB, topics.ALL, name),
+            topics.inbox(LAB, self._wire.run, node, name),
+        ]
         return self._draw.choice(where), body
 
     @staticmethod

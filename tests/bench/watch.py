@@ -10,7 +10,7 @@ from statistics import mean
 from fedstrata.common.accounting.counters import packet_bytes
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.protocol import serialization, topics
-from fedstrata.common.protocol.messages import StatusRequest
+from fedstrata.common.protocol.messages import About, Question
 from fedstrata.deploy.simulation.broker import Routed
 from fedstrata.deploy.watching.follower import DRAW_S, STATUS_EVERY_S
 from fedstrata.deploy.watching.lab_state import WatchedLab
@@ -43,8 +43,9 @@ def watched(institutions: int, devices: int) -> str:
     async def ask(sim: ScenarioLab) -> None:
         while not sim.over:
             for run in runs:
-                body = serialization.encode(StatusRequest(run), "operator")
-                sim.inject(topics.watch("lab", "operator"), body, qos=0)
+                body = serialization.encode(Question("nonce", About.STATUS, run), "operator")
+                for parent in experiment.tree.children:
+                    sim.inject(topics.ask("lab", parent, "operator"), body, qos=0)
             await asyncio.sleep(STATUS_EVERY_S)
 
     lab = ScenarioLab(experiment, observe=observe, scenario=ask, time_limit_s=3600.0)

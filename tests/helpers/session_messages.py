@@ -12,6 +12,7 @@ from fedstrata.common.accounting.work import Work
 from fedstrata.common.host.examination import Finding
 from fedstrata.common.protocol import serialization, topics
 from fedstrata.common.protocol.messages import (
+    About,
     Acknowledgement,
     Alive,
     Announcement,
@@ -19,7 +20,6 @@ from fedstrata.common.protocol.messages import (
     Declined,
     Farewell,
     FrozenOffered,
-    FrozenWanted,
     Gone,
     Goodbye,
     Here,
@@ -33,13 +33,11 @@ from fedstrata.common.protocol.messages import (
     Probe,
     Probed,
     Progress,
+    Question,
     Reports,
     Result,
-    RollCall,
     Status,
-    StatusRequest,
     Task,
-    WhoIsThere,
 )
 
 IDLE_S = CHUNKED.idle_s
@@ -77,18 +75,18 @@ def messages_of(key: Key, blob: str) -> list[Message]:
         Farewell(Traffic(), ()),
         Probe(BLOB),
         Probed(blob, 1e6, BLOB),
-        WhoIsThere("nonce", RUN),
+        Question("nonce", run=RUN),
         Alive("nonce", READY),
         Preparing(7, ""),
-        FrozenWanted("0" * 16),
+        Question("nonce", About.FROZEN, RUN),
         FrozenOffered(BLOB),
         Declined(key, "no"),
         Goodbye(),
-        RollCall("nonce"),
+        Question("nonce", About.ENTRY),
         Here(
             "n", "device", "cloud", RUN, "1.0", "host", "cpu", "mnist", "", 1.5e9, (Finding("memory", True, True, ""),)
         ),
-        StatusRequest(RUN),
+        Question("nonce", About.STATUS, RUN),
         Status(1.0, key, True, False, (LinkBytes(1, 2),), (), ()),
     ]
 

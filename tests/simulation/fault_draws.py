@@ -17,7 +17,7 @@ from tests.simulation.faults import SIDE, Fault, FaultKind
 from tests.simulation.interference import CHUNK
 
 CONTROL: Final = (
-    "Presence", "Task", "Progress", "Result", "Acknowledgement", "Ask", "Gone", "WhoIsThere", "Alive", "Preparing",
+    "Presence", "Task", "Progress", "Result", "Acknowledgement", "Ask", "Gone", "Question", "Alive", "Preparing",
     "Farewell", "Goodbye", "Reports", "Announcement", "chunk",
 )  # fmt: skip
 LETHAL: Final = 0.06  # share of the faults that last about as long as `idle_s` or longer

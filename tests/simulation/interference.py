@@ -36,11 +36,11 @@ from fedstrata.common.protocol.messages import (
     Preparing,
     Presence,
     Progress,
+    Question,
     Reports,
     Result,
     Target,
     Task,
-    WhoIsThere,
 )
 from fedstrata.common.protocol.presence import FINAL
 from fedstrata.common.protocol.serialization import KINDS
@@ -342,9 +342,9 @@ def flood(lab: ScenarioLab, fault: Fault, number: int) -> None:
     for endpoint in _endpoints(lab, fault.node):
         identity, broker = endpoint.identity, endpoint.connection.address.host
         if fault.kind is FaultKind.SEEKERS:
-            question = WhoIsThere(f"{number:016x}", identity.run)
+            question = Question(f"{number:016x}", run=identity.run)
             body = serialization.encode(question, f"{number:016x}")
-            lab.inject(topics.seek(identity.lab, fault.node, f"stranger-{number}"), body, qos=0, broker=broker)
+            lab.inject(topics.ask(identity.lab, fault.node, f"stranger-{number}"), body, qos=0, broker=broker)
         else:
             ask = Ask(rng.randbytes(8).hex(), b"\xff" * 8, 0, 0, 64, True)
             for peer in endpoint.link.peers:
@@ -373,7 +373,7 @@ def _endpoints(lab: ScenarioLab, node: str) -> list[Endpoint]:
 def _messages(parent: bool) -> list[Message]:
     key, nothing, blob = Key(0, 99, 0), Traffic(), "0123456789abcdef"
     alive = Alive("f" * 16, Presence(NodeState.READY, "x"))
-    both: list[Message] = [Ask(blob, b"\xff", 0, 0, 8, True), Gone(blob), WhoIsThere("f" * 16), alive]
+    both: list[Message] = [Ask(blob, b"\xff", 0, 0, 8, True), Gone(blob), Question("f" * 16), alive]
     if parent:
         manifest: Any = describe(memoryview(b"1" * 64), chunk_bytes=32_768, codec="fp32", layout="0" * 16)
         return [*both, Task(key, 1, manifest, None), Acknowledgement(key, "no"), Goodbye()]

@@ -9,7 +9,7 @@ from fedstrata.common.errors import WireError
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.experiment.tiers import Closing, Tier
 from fedstrata.common.protocol import serialization, topics
-from fedstrata.common.protocol.messages import Ask, Message, Preparing, Presence, Progress, Result, Task, WhoIsThere
+from fedstrata.common.protocol.messages import Ask, Message, Preparing, Presence, Progress, Question, Result, Task
 from fedstrata.deploy.simulation.broker import Routed
 from tests.simulation.drawn import DrawnLab
 from tests.simulation.fault_draws import LASTING
@@ -136,13 +136,9 @@ def line(message: Routed) -> str:
         return f"{topic.node} -> {topic.stream}: chunk {topic.index} of {topic.blob[:6]} no. {topic.number}"
     if isinstance(topic, topics.InboxTopic):
         head = f"{topic.sender}({session[:4]}) -> {topic.node}"
-    elif isinstance(topic, topics.SeekTopic):
-        head = f"{topic.child}({session[:4]}) seeks {topic.parent}"
-    elif isinstance(topic, topics.RollTopic):
-        head = f"{topic.asker} calls the roll"
-    elif isinstance(topic, topics.WatchTopic):
-        head = f"{topic.asker} watches"
-    elif isinstance(topic, topics.HereTopic):
+    elif isinstance(topic, topics.AskTopic):
+        head = f"{topic.asker}({session[:4]}) asks {topic.node}"
+    elif isinstance(topic, topics.AnswerTopic):
         head = f"{topic.node}({session[:4]}) -> {topic.asker}"
     else:
         head = f"{topic.node}({session[:4]}) {'retains' if message.retain else 'publishes'}"
@@ -168,7 +164,7 @@ def _brief(content: Message | None) -> str:
         restart = " restart" if content.restart else ""
         seen = f"{content.seen_all}/{content.seen_own}"
         text += f" {content.blob[:6]} lacks {content.lacking.hex()} seen {seen}{restart}"
-    elif isinstance(content, Preparing | WhoIsThere):
+    elif isinstance(content, Preparing | Question):
         text = str(content)[:DETAIL_MOST]
     else:
         key = getattr(content, "key", None)
