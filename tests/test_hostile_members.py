@@ -348,7 +348,7 @@ def test_noise_of_one_child_is_no_noise_of_another() -> None:
     """A blob's id is its content's: a child may know that of another one's model before it is announced."""
     lab = lab_in_a_round()
     for name, other in itertools.permutations(lab.names):
-        lab.parent.session.link.outbox.add_noise(other, manifest_of(lab.parent.expected[name]).blob)
+        lab.parent.session.link.outbox.add_aside("probe", other, manifest_of(lab.parent.expected[name]).blob)
     lab.finish()
     assert all(lab.parent.session.ledger.links()[name].sent_model_payload == MODEL_BYTES for name in lab.names)
 

@@ -17,11 +17,11 @@ from fedstrata.common.protocol import serialization, topics
 from fedstrata.common.protocol.manifest import describe
 from fedstrata.common.protocol.messages import Acknowledgement, Ask, Key, Manifest
 from fedstrata.common.protocol.outbox import (
+    ASIDE_KEPT,
     CHUNKS_IN_CLIENT,
     CREDIT_S,
     EARLY_S,
     LEAD_S,
-    NOISE_KEPT,
     Outbox,
     Output,
     Publish,
@@ -335,15 +335,15 @@ def test_a_blob_that_is_dropped_or_a_connection_that_is_lost_leaves_nothing_behi
 def test_noise_is_counted_apart_and_remembered_in_bounds() -> None:
     one = OneOutbox({"a": LinkDirection()})
     manifest = one.offer(8, "a")
-    one.outbox.add_noise("me", manifest.blob)
+    one.outbox.add_aside("probe", "me", manifest.blob)
     while outputs := one.outbox.to_send(1.0):
         for output in outputs:
             assert isinstance(output, PublishChunk)
             one.outbox.sent(output.chunk)
     assert one.counters.traffic("a") == Traffic() and one.counters.probed("a", "sent") > manifest.size
-    for number in range(2 * NOISE_KEPT):
-        one.outbox.add_noise("me", f"{number:016x}")
-    assert len(one.outbox.noise) == NOISE_KEPT and ("me", manifest.blob) not in one.outbox.noise
+    for number in range(2 * ASIDE_KEPT):
+        one.outbox.add_aside("probe", "me", f"{number:016x}")
+    assert len(one.outbox.aside) == ASIDE_KEPT and ("me", manifest.blob) not in one.outbox.aside
 
 
 # Accounting

@@ -22,6 +22,7 @@ from fedstrata.common.model.layout import ROW_BYTES_MOST
 from fedstrata.common.protocol import topics
 from fedstrata.common.protocol.arrivals import Arrival, Elsewhere, Living, Proven, Received, Unproven
 from fedstrata.common.protocol.events import (
+    BlobFetched,
     FrozenFound,
     ModelArrived,
     ModelFailed,
@@ -366,7 +367,7 @@ class ChildSession:
 
     def _collect(self, now: float) -> None:
         """Handle the ended fetches, and what the participant has to say."""
-        for fetch in self.link.transferred():
+        while (fetch := self.link.receiver.next_event()) is not None:
             self._transferred(fetch)
         while (event := self.participant.next_event()) is not None:
             if isinstance(event, TaskReceived):
@@ -378,6 +379,7 @@ class ChildSession:
 
     def _transferred(self, event: ReceiverEvent) -> None:
         if self._fetching is None or event.blob != self._fetching.model.blob:
+            self.link.events.append(BlobFetched(event))
             return
         self._fetching = None
         if isinstance(event, Fetched):

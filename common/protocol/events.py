@@ -55,15 +55,8 @@ class ProbeReceived:
 
 
 @dataclass(frozen=True, slots=True)
-class NoiseFetched:
-    """A fetch of noise has ended."""
-
-    result: ReceiverEvent
-
-
-@dataclass(frozen=True, slots=True)
-class FrozenFetched:
-    """A fetch of frozen arrays has ended."""
+class BlobFetched:
+    """The fetch of a blob that is no model of a round has ended: of noise, or of frozen arrays."""
 
     result: ReceiverEvent
 

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Final, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from fedstrata.common.accounting.counters import Account, packet_bytes
 from fedstrata.common.protocol import serialization, topics
@@ -16,11 +16,14 @@ from fedstrata.common.protocol.sender import Publication, Sender
 from fedstrata.common.settings.links import LinkDirection, LinkSet
 
 CHUNKS_IN_CLIENT: Final = 4
-NOISE_KEPT: Final = 4096  # blobs: two for each of 2,000 links
+ASIDE_KEPT: Final = 4096  # blobs: two for each of 2,000 links
 OTHERS: Final = "others"  # in the counts: nodes that look for a run and are not in it, and those that watch
 EARLY_S: Final = 0.0005  # the event loop sleeps whole milliseconds: half of one early is as accurate as half late
 CREDIT_S: Final = 0.02
 LEAD_S: Final = 0.02
+
+
+Aside: TypeAlias = Literal["probe", "frozen"]  # noise of a calibration, frozen arrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ class _Departure:
 
 
 class Outbox:
-    """One session's outbox. `noise`, `frozen`: the blobs of link calibrations, of frozen arrays, as (owner, blob)."""
+    """One session's outbox. `aside`: the kinds of blobs that are no models, by (owner, blob)."""
 
     def __init__(self, identity: Identity, *, sender: Sender, counters: Account, ways: LinkSet) -> None:
         self._identity = identity
@@ -83,21 +86,20 @@ class Outbox:
         self._last_task: tuple[Task, bytes] | None = None
         self.packet_most = inf  # bytes of a message that the broker accepts
         self._early: dict[str, tuple[int, int]] = {}  # sent to nodes that may join: payload and message bytes
-        self.noise: dict[tuple[str, str], None] = {}
-        self.frozen: set[tuple[str, str]] = set()
+        self.aside: dict[tuple[str, str], Aside] = {}
 
     def begin(self, begun: float) -> None:
         """Note when the run began: from then on links have the rates of their traces."""
         self._shaper.begin(begun)
 
-    def add_noise(self, owner: str, blob: str) -> None:
-        """Count this blob's bytes as those of a calibration; beyond NOISE_KEPT the earliest blob is forgotten.
+    def add_aside(self, kind: Aside, owner: str, blob: str) -> None:
+        """Count this blob's bytes as of this kind; beyond ASIDE_KEPT the first blob is forgotten.
 
         Of its owner alone: another one's model may have the same id.
         """
-        self.noise[owner, blob] = None
-        if len(self.noise) > NOISE_KEPT:
-            del self.noise[next(iter(self.noise))]
+        self.aside[owner, blob] = kind
+        if len(self.aside) > ASIDE_KEPT:
+            del self.aside[next(iter(self.aside))]
 
     def expect(self, name: str) -> None:
         """Note what is sent to a node that may become a peer."""
@@ -225,9 +227,9 @@ class Outbox:
 
     def _chunk_parts(self, owner: str, blob: str, size: int, extras: int) -> dict[str, int]:
         """Return the bytes of a chunk by kind; of its last bytes `extras` are no model."""
-        if (owner, blob) in self.noise:
-            return {"probe": size}
-        return {"frozen": size} if (owner, blob) in self.frozen else {"model": size - extras, "extras": extras}
+        if (kind := self.aside.get((owner, blob))) is not None:
+            return {kind: size}
+        return {"model": size - extras, "extras": extras}
 
 
 class Shaper:

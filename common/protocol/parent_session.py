@@ -25,6 +25,7 @@ from fedstrata.common.protocol.arrivals import Arrival, Elsewhere, Joined, Livin
 from fedstrata.common.protocol.attendance import Attendance, AwayWatch, Readiness, Targets
 from fedstrata.common.protocol.coordinator import Coordinator
 from fedstrata.common.protocol.events import (
+    BlobFetched,
     CostsUnknown,
     DevicesAway,
     Entered,
@@ -464,7 +465,7 @@ class ParentSession:
 
     def _collect(self, now: float) -> None:
         """Handle the ended fetches, and what the coordinator has to say."""
-        for fetch in self.link.transferred():
+        while (fetch := self.link.receiver.next_event()) is not None:
             self._transferred(fetch, now)
         while (event := self.coordinator.next_event()) is not None:
             if isinstance(event, UploadAnnounced):
@@ -483,8 +484,8 @@ class ParentSession:
     def _transferred(self, event: ReceiverEvent, now: float) -> None:
         result = self._pending.pop((event.owner, event.blob), None)
         if result is None:
-            return
-        if isinstance(event, Fetched):
+            self.link.events.append(BlobFetched(event))
+        elif isinstance(event, Fetched):
             if event.rate and result.model.chunks >= RATED_CHUNKS:
                 self.rates[event.owner] = event.rate
             self.link.events.append(UploadArrived(event.owner, result))

@@ -13,7 +13,7 @@ nothing else.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from typing import Final, Protocol
 
@@ -35,7 +35,7 @@ from fedstrata.common.protocol.admission import (
     refusal_of,
 )
 from fedstrata.common.protocol.arrivals import Arrival, Elsewhere, Joined, Living, Proven, Received, Sought, Unproven
-from fedstrata.common.protocol.events import BrokerAway, BrokerDrops, FrozenFetched, NameTaken, NoiseFetched
+from fedstrata.common.protocol.events import BrokerAway, BrokerDrops, NameTaken
 from fedstrata.common.protocol.limits import SKIPPED, SMALL_BYTES, Skipped
 from fedstrata.common.protocol.manifest import chunk_bytes_for, renamed
 from fedstrata.common.protocol.messages import (
@@ -49,9 +49,9 @@ from fedstrata.common.protocol.messages import (
     Message,
     Question,
 )
-from fedstrata.common.protocol.outbox import OTHERS, Outbox, Output, Publish, Subscribe, Unsubscribe
+from fedstrata.common.protocol.outbox import OTHERS, Aside, Outbox, Output, Publish, Subscribe, Unsubscribe
 from fedstrata.common.protocol.presence import Identity, OwnPresence, PeerProofs
-from fedstrata.common.protocol.receiver import Landing, Receiver, ReceiverEvent
+from fedstrata.common.protocol.receiver import Landing, Receiver
 from fedstrata.common.protocol.sender import Publication, Sender
 from fedstrata.common.protocol.status import Publishing
 from fedstrata.common.settings.links import LinkSet
@@ -253,16 +253,6 @@ class PeerLink:
                 self.proofs.want(sender, now)  # its presence may be among what is not read
             self._refuse_message(sender, topic_text, len(body), error)
 
-    def transferred(self) -> Iterator[ReceiverEvent]:
-        """Yield the finished and failed fetches of models since the last call."""
-        while (event := self.receiver.next_event()) is not None:
-            if (event.owner, event.blob) in self.outbox.noise:
-                self.events.append(NoiseFetched(event))
-            elif (event.owner, event.blob) in self.outbox.frozen:
-                self.events.append(FrozenFetched(event))
-            else:
-                yield event
-
     # To the broker
 
     def to_send(self, now: float, messages: Iterable[tuple[str, Message]]) -> list[Output]:
@@ -374,35 +364,26 @@ class PeerLink:
         self.sender.retire(blob)
         self.outbox.drop(blob)
 
-    # Noise, which calibrates a link
+    # Blobs that are no models
 
-    def offer_noise(self, noise: Manifest, data: memoryview, peer: str) -> None:
-        """Offer noise to a peer until it is retired."""
-        self.outbox.add_noise(self.identity.name, noise.blob)
-        self.sender.offer(noise, data, (peer,))
+    def offer_aside(self, kind: Aside, manifest: Manifest, data: memoryview, peer: str) -> None:
+        """Offer a blob to a peer until it is retired; one that others get already to one more."""
+        self.outbox.add_aside(kind, self.identity.name, manifest.blob)
+        self.sender.offer(manifest, data, (peer,))
 
-    def fetch_noise(self, peer: str, noise: Manifest, now: float) -> None:
-        """Fetch a peer's noise; `NoiseFetched` follows."""
-        self.outbox.add_noise(peer, noise.blob)
-        self.receiver.fetch(peer, noise, memoryview(bytearray(noise.size)), now=now)
-
-    def drop_noise(self, peer: str, noise: Manifest, now: float) -> None:
-        """Stop fetching a peer's noise."""
-        self.receiver.drop(peer, blob=noise.blob, now=now)
-
-    # Frozen arrays
-
-    def offer_frozen(self, manifest: Manifest, data: memoryview, child: str) -> None:
-        """Offer frozen arrays to a child until they are retired; those that are forwarded already to one more."""
-        self.outbox.frozen.add((self.identity.name, manifest.blob))
-        self.sender.offer(manifest, data, (child,))
-
-    def fetch_frozen(
-        self, parent: str, manifest: Manifest, buffer: memoryview, now: float, *, lacking: npt.NDArray[np.bool_]
+    def fetch_aside(
+        self,
+        kind: Aside,
+        peer: str,
+        manifest: Manifest,
+        buffer: memoryview,
+        now: float,
+        *,
+        lacking: npt.NDArray[np.bool_] | None = None,
     ) -> None:
-        """Fetch the parent's frozen arrays into `buffer`, as `Receiver.fetch`; `FrozenFetched` follows."""
-        self.outbox.frozen.add((parent, manifest.blob))
-        self.receiver.fetch(parent, manifest, buffer, lacking=lacking, now=now)
+        """Fetch a peer's blob into `buffer`, as `Receiver.fetch`; `BlobFetched` follows."""
+        self.outbox.add_aside(kind, peer, manifest.blob)
+        self.receiver.fetch(peer, manifest, buffer, lacking=lacking, now=now)
 
     # This node
 

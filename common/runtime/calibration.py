@@ -155,13 +155,13 @@ class Probes:
         self._fetches[peer, noise.blob] = fetched
         if peer in self._measuring:
             self._measuring[peer].append(fetched)
-        link.fetch_noise(peer, noise, now())
+        link.fetch_aside("probe", peer, noise, memoryview(bytearray(noise.size)), now())
         self._endpoint.wake()
         try:
             return await fetched
         finally:
             self._fetches.pop((peer, noise.blob), None)
-            link.drop_noise(peer, noise, now())
+            link.receiver.drop(peer, blob=noise.blob, now=now())
 
     def _offer(self, peer: str, rate: float) -> Manifest:
         link = self._endpoint.link
@@ -169,7 +169,7 @@ class Probes:
         chunks = int(min(max(rate * PROBE_S / chunk_bytes, CHUNKS_LEAST), CHUNKS_MOST))
         data = memoryview(self._world.noise(chunk_bytes * chunks))
         noise = describe(data, chunk_bytes=chunk_bytes, codec=CODEC, layout="")
-        link.offer_noise(noise, data, peer)
+        link.offer_aside("probe", noise, data, peer)
         return noise
 
     def _send(self, peer: str, message: Probe | Probed) -> None:

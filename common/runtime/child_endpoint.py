@@ -21,11 +21,10 @@ from fedstrata.common.net.address import BrokerAddress
 from fedstrata.common.net.bulk import Place
 from fedstrata.common.protocol.child_session import ChildSession
 from fedstrata.common.protocol.events import (
-    FrozenFetched,
+    BlobFetched,
     FrozenFound,
     ModelArrived,
     ModelFailed,
-    NoiseFetched,
     ParentGone,
     ParentMoved,
     ProbeReceived,
@@ -201,10 +200,11 @@ class ChildEndpoint(Endpoint):
             raise OutOfReach(f"{self.session.parent} was not there for {self._patience_s:g} s")
         elif isinstance(event, ProbeReceived):
             self.probes.receive(event.peer, event.message)
-        elif isinstance(event, NoiseFetched):
+        elif isinstance(event, FrozenFound):
+            self.frozen.take(event.model)
+        elif isinstance(event, BlobFetched):
             self.probes.transferred(event.result)
-        elif isinstance(event, FrozenFound | FrozenFetched):
-            self.frozen.take(event)
+            self.frozen.transferred(event.result)
 
     def _begin(self, task: tuple[Task, Row | None] | None) -> None:
         """Let the next task, or the end of the run, replace one that waits: it is void."""

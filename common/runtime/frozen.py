@@ -20,10 +20,10 @@ from fedstrata.common.host.offload import offload
 from fedstrata.common.model import tensors
 from fedstrata.common.model.layout import FrozenForm, Row
 from fedstrata.common.model.parts import read_frozen_file
-from fedstrata.common.protocol.events import FrozenAsked, FrozenFetched, FrozenFound
+from fedstrata.common.protocol.events import FrozenAsked
 from fedstrata.common.protocol.manifest import FROZEN_CODEC, describe, missing
 from fedstrata.common.protocol.messages import FrozenOffered, Manifest
-from fedstrata.common.protocol.receiver import Fetched
+from fedstrata.common.protocol.receiver import Fetched, ReceiverEvent
 from fedstrata.common.runtime.endpoint import Endpoint
 from fedstrata.common.runtime.models import Arriving, ModelUnavailable
 from fedstrata.common.storage.spool import FrozenFiles
@@ -153,18 +153,21 @@ class FrozenFetch:
             self._begun = asyncio.create_task(self._begin(), name="frozen arrays")
         return await asyncio.shield(self._begun)
 
-    def take(self, event: FrozenFound | FrozenFetched) -> None:
-        """Handle the parent's offer, or the end of a fetch."""
-        if isinstance(event, FrozenFound):
-            if self._found is not None and not self._found.done():
-                self._found.set_result(event.model)
-        elif self._fetching is not None and event.result.blob == self._fetching.manifest.blob:
-            arrays, self._fetching = self._fetching, None
-            if isinstance(event.result, Fetched):
-                arrays.arrived()
-            else:  # the parent is another process: its chunks stay
-                self._begun = None
-                arrays.fail(ModelUnavailable(event.result.reason))
+    def take(self, offered: Manifest) -> None:
+        """Handle the parent's offer."""
+        if self._found is not None and not self._found.done():
+            self._found.set_result(offered)
+
+    def transferred(self, event: ReceiverEvent) -> None:
+        """Handle the end of a fetch, perhaps of another blob."""
+        if self._fetching is None or event.blob != self._fetching.manifest.blob:
+            return
+        arrays, self._fetching = self._fetching, None
+        if isinstance(event, Fetched):
+            arrays.arrived()
+        else:  # the parent is another process: its chunks stay
+            self._begun = None
+            arrays.fail(ModelUnavailable(event.reason))
 
     def chunk_came(self) -> None:
         """Note that a message has come, perhaps a chunk."""
@@ -191,7 +194,7 @@ class FrozenFetch:
             lacking = await offload(partial(missing, manifest, row.data))
         arrays = self._fetching = Arriving(manifest, row, row.data, lacking)
         link = self._endpoint.link
-        link.fetch_frozen(self._parent, manifest, row.data, self._endpoint.now(), lacking=lacking)
+        link.fetch_aside("frozen", self._parent, manifest, row.data, self._endpoint.now(), lacking=lacking)
         self._endpoint.wake()
         return arrays
 
@@ -228,7 +231,7 @@ class FrozenOffers:
         except ModelUnavailable:
             return  # the child asks again
         manifest, data = self._offered[cut]
-        link.offer_frozen(manifest, data, child)
+        link.offer_aside("frozen", manifest, data, child)
         link.outbox.send(child, FrozenOffered(manifest), endpoint.now())
         endpoint.wake()
 

@@ -19,11 +19,11 @@ from fedstrata.common.model.layout import LinkLayouts, Row
 from fedstrata.common.net.address import BrokerAddress
 from fedstrata.common.protocol.attendance import Readiness
 from fedstrata.common.protocol.events import (
+    BlobFetched,
     DevicesAway,
     Entered,
     FrozenAsked,
     GoodbyeReceived,
-    NoiseFetched,
     PeerChanged,
     ProbeReceived,
     TargetsChanged,
@@ -360,7 +360,7 @@ class ParentEndpoint(Endpoint):
             self._new_targets.set()
         elif isinstance(event, ProbeReceived):
             self.probes.receive(event.peer, event.message)
-        elif isinstance(event, NoiseFetched):
+        elif isinstance(event, BlobFetched):
             self.probes.transferred(event.result)
         elif isinstance(event, FrozenAsked):
             self.frozen.take(event)
