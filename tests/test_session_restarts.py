@@ -15,6 +15,7 @@ from session_lab import (
     RUN,
     ChildNode,
     Lab,
+    NoMeter,
     lab_at,
     manifest_of,
     model_of,
@@ -28,7 +29,7 @@ from fedstrata.common.experiment.schema import TransferSettings
 from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.protocol import serialization, topics
 from fedstrata.common.protocol.admission import Refusal
-from fedstrata.common.protocol.child_session import FAREWELL_S
+from fedstrata.common.protocol.child_session import FAREWELL_S, QUIET_S
 from fedstrata.common.protocol.events import (
     GoodbyeReceived,
     NameTaken,
@@ -156,6 +157,32 @@ def test_a_parent_that_went_on_to_another_run_is_followed_once() -> None:
     assert child.of(ParentMoved) == [ParentMoved("run-2", "elsewhere", Announcement("{}", LAYOUT))]
     lab.rest(2 * IDLE_S)
     assert not child.of(ParentGone)
+
+
+class Meter(NoMeter):
+    """A kernel that counts the bytes of the present socket."""
+
+    count = 50_000
+
+    def received(self) -> int:
+        return self.count
+
+
+def test_the_count_of_a_new_connection_is_no_sign_of_the_parent() -> None:
+    """It begins at zero again, so it differs from the last one; the parent went on to another run meanwhile."""
+    lab = settled(1)
+    child = lab.child
+    child.session.link.meter = meter = Meter()
+    lab.rest(QUIET_S)
+    child.disconnect(will_after_s=None)
+    lab.stop_parent(will_after_s=None)
+    lab.rest(QUIET_S + 1.0)
+    meter.count = 100
+    child.connect()
+    lab.rest(0.1)
+    inject(child, PARENT, "elsewhere", alive(child), run="run-2")
+    lab.rest(0.1)
+    assert len(child.of(ParentMoved)) == 1
 
 
 def test_only_an_answer_to_its_own_question_moves_a_child() -> None:

@@ -230,6 +230,7 @@ class ChildSession:
         self.participant.reconnected(now)
         if self._gone_since is None:
             self._gone_since = now
+        self._carried = self.link.meter.received()  # of the new connection
         self._farewell_at = now if self._farewell is not None else inf
 
     def to_send(self, now: float) -> list[Output]:
