@@ -101,6 +101,7 @@ class GlobalRounds:
             privacy=tier.privacy,
             secret=partial(spool.secret, world.noise),
             hides_uploads=experiment.cloud.epoch_control.name == "fixed",  # else it reads them
+            adversaries=experiment.attackers.near(CLOUD),
         )
         rule.begin(self._row)
         self._down = down

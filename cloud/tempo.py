@@ -22,7 +22,7 @@ from typing import Final
 import numpy as np
 
 from fedstrata.common.errors import RunFailed
-from fedstrata.common.experiment.schema import EpochControl
+from fedstrata.common.settings.cloud import EpochControl
 
 FLOOR: Final = 1e-12
 EQUAL: Final = 1e-5  # more than a float32 mean changes the logarithm of a distance, see docs/algorithms/tempo.md

@@ -46,6 +46,8 @@ class Purpose(IntEnum):
     PRIVACY = 25
     PRIVACY_OF_CHILDREN = 26
     RULE = 27
+    ADVERSARIES = 28
+    ATTACK = 29
 
 
 def _entropy(seed: int, purpose: Purpose, node: str, round_number: int) -> list[int]:

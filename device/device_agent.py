@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
+from math import ceil, inf
 from pathlib import Path
 from typing import Final
 
@@ -239,6 +240,7 @@ class DeviceAgent:
                 return result
             result = await emulate(machine, result, since=since, report=report)
             self._metrics.phase_seconds.labels(*self._labels, "pause").inc(result.work.pause_s)
+            await hold_back(local.delay_s(task), report=report)
             result = await work_on(partial(local.encoded, task, result, row), nbytes=row.nbytes)
             if keeps:
                 keep, idle_s = partial(local.keep, task), experiment.transfer.idle_s
@@ -308,6 +310,15 @@ class DeviceAgent:
         if (sums := tests.received) is not None:
             metrics.scored(labels, dict(zip(names, sums.by(names), strict=True)), loss=sums.mean_loss)
         metrics.phase_seconds.labels(*labels, "evaluate").inc(tests.seconds)
+
+
+async def hold_back(seconds: float, *, report: Report) -> None:
+    """Hold the result of an adversary back, for ever if it is silent, until its task is replaced."""
+    if seconds == inf:
+        await asyncio.Event().wait()
+    for reported in range(ceil(seconds / REPORT_S)):
+        report(Phase.WAITING, reported, 0)
+        await asyncio.sleep(min(REPORT_S, seconds - reported * REPORT_S))
 
 
 async def emulate(pace: Pace, result: WorkResult, *, since: float, report: Report) -> WorkResult:

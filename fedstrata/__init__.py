@@ -16,6 +16,8 @@ if not (_HERE / "common").is_dir() or (_HERE / "common").is_symlink():  # `make 
 _MODULES = {
     "Aggregated": "common.methods.rule",
     "ArrayTrainer": "common.training.array_trainer",
+    "Attack": "common.methods.attack",
+    "AttackedUpload": "common.methods.attack",
     "CachedUpload": "common.methods.cached_uploads",
     "ColumnRule": "common.methods.column_rule",
     "Columns": "common.methods.column_rule",
@@ -27,6 +29,7 @@ _MODULES = {
     "FedstrataError": "common.errors",
     "Gram": "common.methods.statistics",
     "InvalidExperiment": "common.errors",
+    "LabelledSamples": "common.methods.attack",
     "LocalTask": "common.training.array_trainer",
     "LocalUpdate": "device.training.objectives.objective",
     "MeanRule": "common.methods.column_rule",

@@ -6,6 +6,9 @@ from fedstrata.common.errors import RunFailed as RunFailed
 from fedstrata.common.experiment.schema import Experiment as Experiment
 from fedstrata.common.learning.refiner import NodeDraws as NodeDraws
 from fedstrata.common.learning.refiner import NodeSamples as NodeSamples
+from fedstrata.common.methods.attack import Attack as Attack
+from fedstrata.common.methods.attack import AttackedUpload as AttackedUpload
+from fedstrata.common.methods.attack import LabelledSamples as LabelledSamples
 from fedstrata.common.methods.cached_uploads import CachedUpload as CachedUpload
 from fedstrata.common.methods.cached_uploads import UploadCache as UploadCache
 from fedstrata.common.methods.column_rule import ColumnRule as ColumnRule

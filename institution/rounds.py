@@ -30,7 +30,7 @@ from fedstrata.common.methods.rule import Aggregated, Rule, link_layouts
 from fedstrata.common.methods.selection import Choose, ClientSelection
 from fedstrata.common.metrics import Metrics, NodeLabels
 from fedstrata.common.model.codecs import codec_of
-from fedstrata.common.model.layout import ModelLayout
+from fedstrata.common.model.layout import ModelLayout, Row
 from fedstrata.common.model.refinement import Refiner
 from fedstrata.common.protocol.limits import plans_of
 from fedstrata.common.protocol.messages import Phase, Task
@@ -77,6 +77,7 @@ class LocalRounds:
         secret = partial(spool.secret, world.noise)
         self._name = name
         self._experiment = experiment
+        self._layout = layout
         tree = experiment.tree
         self._tasks = experiment.rounds_of(tree.depth(name) - 1)  # in each global round: the parent's rounds
         self._below = {child: frozenset(below) for child, below in tree.below_each(name).items()}
@@ -97,7 +98,9 @@ class LocalRounds:
             bound=self._tier.norm_bound,
             privacy=self._tier.privacy,
             secret=secret,
+            adversaries=experiment.attackers.near(name),
         )
+        self._adversary = experiment.attackers.adversary(name)
         above = experiment.tier_above(name).privacy
         source = NoiseSource(above, seed=experiment.seed, node=name, secret=secret)
         self._updates = PrivateUpdates(above, layout, source) if above.by_child else None
@@ -177,9 +180,10 @@ class LocalRounds:
             self._count(closed_round, outcome, epochs=task.epochs)
             plans[self._name].append(outcome.plan | decided)
         row = rule.model
-        if self._updates is not None:  # the rule goes on from the model without noise
-            row = await offload(row.copy)
-            await offload(partial(self._updates.protect, model.row, row, number=number))
+        if self._updates is not None or self._adversary is not None:
+            row = await offload(partial(self._sent, row, received=model.row, number=number))
+        steps = sum(self._did[name].work.steps for name in down.peers if name in self._did)
+        did = self._reported(Work(samples, outcome.loss, task.epochs, steps, train_s, wait_s, pause_s), number)
         encode = partial(self._encoder.encode, row, received=model.row, task=number, left_out=self._memory.left_out)
         blob = await work_on(encode, nbytes=rule.model.nbytes)
         await until_written(
@@ -187,9 +191,25 @@ class LocalRounds:
             patience_s=self._experiment.transfer.idle_s,
             warn=log.warning,
         )
-        steps = sum(self._did[name].work.steps for name in down.peers if name in self._did)
-        did = Work(samples, outcome.loss, task.epochs, steps, train_s, wait_s, pause_s)
         return WorkResult(blob, did, path_steps, self.reports(), plans)
+
+    def _sent(self, model: Row, *, received: Row, number: int) -> Row:
+        """Return the model that goes up, of a task of this number; the rule goes on from the one without noise."""
+        adversary = self._adversary if self._adversary is not None and self._adversary.acts(number) else None
+        row, size = model.copy(), self._layout.parameters
+        if self._updates is not None:
+            self._updates.protect(received, row, number=number)
+        if adversary is not None and not adversary.hosted:
+            columns_D, received_D = (self._layout.floats(each)[:size] for each in (row, received))
+            columns_D[:] = adversary.uploaded(number, columns_D, received_D)
+        return row
+
+    def _reported(self, did: Work, number: int) -> Work:
+        """Return the work of a task of this number as it is reported."""
+        if self._adversary is None or not self._adversary.acts(number):
+            return did
+        samples, loss = self._adversary.reported(did.samples, did.loss)
+        return replace(did, samples=samples, loss=loss)
 
     def _samples(self, dispatch: Dispatch) -> int:
         """Return n_m, which counts all children that could take part, not only the selected ones.

@@ -18,7 +18,7 @@ import fedstrata
 ROOT: Final = Path(__file__).parents[1]
 PAGE: Final = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
 FILES: Final = dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
-MOST: Final = 50  # a rule may do all that fedstrata's own do: twenty names are bases and records of rules
+MOST: Final = 53  # a rule may do all that fedstrata's own do: twenty names are bases and records of rules
 
 
 def test_the_names_are_those_of_the_stub_in_the_same_modules() -> None:

@@ -23,7 +23,6 @@ from docs.tools.drawing import PICTURES
 from docs.tools.manual import commands, manual
 from fedstrata.cloud.records import STATISTICS, DeviceRecord, GlobalRoundRecord, LinkRecord
 from fedstrata.common.experiment.reading import parse
-from fedstrata.common.experiment.schema import EpochControl
 from fedstrata.common.host.examination import Finding
 from fedstrata.common.learning import datasets
 from fedstrata.common.methods.settings import RULES, SELECTORS
@@ -38,6 +37,7 @@ from fedstrata.common.protocol.limits import (
 )
 from fedstrata.common.protocol.round_state import GLOBAL_PHASES
 from fedstrata.common.protocol.serialization import KINDS, VERSION
+from fedstrata.common.settings.cloud import EpochControl
 from fedstrata.common.settings.data import TEXTS
 from fedstrata.common.settings.training import OBJECTIVES
 from fedstrata.common.text import JSON_MOST, JsonText, NameText, ShortText

@@ -56,6 +56,30 @@ training = 3 | training = 3 ... not a table
 data.dataset = 'imagenet' | data.dataset = 'imagenet' ... There are: digits, mnist,
 data.concentration = inf: not a finite number. Write for instance 0.5.
 data.concentration = nan: not a finite number. Write for instance 0.5.
+adversaries = 3: not a list. Write a table [[adversaries]] for each.
+adversaries = [{share = 0.5}] | adversaries.0.attack ... missing. Add this key.
+adversaries = [{attack = 'nope', share = 0.5}] |
+    adversaries.0.attack.name = 'nope': no attack has this name. There are: label_flip, backdoor,
+adversaries = [{attack = {name = 'scaled', std = 2.0}, share = 0.5}] |
+    adversaries.0.attack.std = 2.0: unknown key. It belongs to gaussian and free_rider and equivocation; this is scaled.
+adversaries = [{attack = 'scaled'}] | adversaries.nodes = []: names no adversary. Give nodes, or below, or share
+adversaries = [{attack = 'scaled', nodes = ['device-0'], share = 0.5}] |
+    adversaries.nodes = ['device-0']: share is given, too.
+adversaries = [{attack = 'scaled', nodes = ['device-9']}] |
+    adversaries.nodes = 'device-9': no institution or device has this name. Did you mean 'device-0'?
+adversaries = [{attack = 'scaled', below = 'device-0'}] | adversaries.below = 'device-0': no device is below it
+adversaries = [{attack = 'scaled', nodes = ['device-0']}, {attack = 'late', nodes = ['device-0']}] |
+    adversaries.nodes = 'device-0': is an adversary of another table, too. Give it one attack.
+adversaries = [{attack = 'lie', share = 1.0}] |
+    adversaries.knows = 'itself': lie computes with the uploads of others. Set knows = "colluders" or "siblings".
+adversaries = [{attack = 'late', share = 1.0, knows = 'siblings'}] |
+    adversaries.knows = 'siblings': late sends no upload of its own. Use "itself".
+adversaries = [{attack = 'late', nodes = ['institution-0']}] |
+    adversaries.attack.name = 'late': only a device can do that. Name devices in nodes, or use below.
+adversaries = [{attack = 'equivocation', nodes = ['device-0']}] |
+    adversaries.attack.name = 'equivocation': only an institution sends models to others.
+adversaries = [{attack = 'silent', nodes = ['device-0']}] |
+    adversaries.attack.name = 'silent': rounds of institution-0 would wait for device-0 for ever.
 cloud.closing.rule = 'most': not one of its values. There are: all, quorum.
 training.recorded = 'yes': not one of its values. There are: auto, true, false.
 cloud.aggregation = 3: not a table. Write a name, or a table.

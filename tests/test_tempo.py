@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fedstrata.cloud.tempo import dealt, decide, next_epochs
 from fedstrata.common.errors import RunFailed
-from fedstrata.common.experiment.schema import EpochControl
+from fedstrata.common.settings.cloud import EpochControl
 from tests.helpers.examples import examples
 
 EPOCHS = st.integers(1, 30)

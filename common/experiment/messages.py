@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.methods.attack import ATTACKS
 from fedstrata.common.methods.settings import REFINING, RULES, SELECTORS, STEPS, WARMUPS
 from fedstrata.common.model.codec_settings import CODECS
 from fedstrata.common.settings.tables import FORMS, proposal, stands_for
@@ -17,8 +18,9 @@ from fedstrata.common.settings.trainers import TRAINERS
 from fedstrata.common.settings.training import AUGMENTATIONS, OBJECTIVES, OPTIMIZERS
 
 # Keys of tables that are selected by `name`: what the name is of, and the tables.
-SELECTED: Final = {
+SELECTED: Final[Mapping[str, tuple[str, Mapping[str, type[BaseModel]]]]] = {
     "aggregation": ("rule", RULES),
+    "attack": ("attack", ATTACKS),
     "augmentation": ("augmentation", AUGMENTATIONS),
     "objective": ("objective", OBJECTIVES),
     "optimizer": ("optimizer", OPTIMIZERS),

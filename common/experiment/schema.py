@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import blake2b
 from itertools import pairwise
 from math import prod
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.attackers import Attackers
 from fedstrata.common.experiment.tiers import (
     DEVICE,
     NODES_MOST,
@@ -29,11 +30,13 @@ from fedstrata.common.experiment.tiers import (
     layers_of,
     sizes_of,
 )
+from fedstrata.common.methods.adversary import Adversaries
 from fedstrata.common.methods.settings import RuleSettings
 from fedstrata.common.model.codec_settings import check_codecs
 from fedstrata.common.randomness import Purpose, generator
 from fedstrata.common.settings import privacy
 from fedstrata.common.settings.accountant import steps_in_epoch
+from fedstrata.common.settings.cloud import CloudSettings
 from fedstrata.common.settings.data import NUMBERS, Data, ModelSettings, check_data
 from fedstrata.common.settings.devices import (
     Availability,
@@ -60,34 +63,6 @@ from fedstrata.common.settings.training import (
     settings_in,
     with_loss_and_score,
 )
-
-
-class EpochControl(SettingsTable):
-    """How many epochs devices train in a local round. The first global round has `training.epochs`."""
-
-    name: Literal["fixed", "tempo"] = "fixed"  # `fixed`: always `training.epochs`; `tempo`: decided by the cloud
-    variant: Literal["paper", "plato"] = "paper"  # Tempo's equation (9), or the form of its public code
-    # Baselines that spend the same number of epochs without regard to the distances: given to the institutions by
-    # chance, or their mean for everybody.
-    control: Literal["none", "shuffled", "fixed_mean"] = "none"
-    per_epoch: bool = False  # divide each distance by the epochs that led to it
-
-    @property
-    def acts_from(self) -> int:
-        """The first global round with epochs that were decided."""
-        return 1 if self.name == "fixed" else 2
-
-
-class CloudSettings(SettingsTable):
-    """What the cloud does besides its rounds: Tempo's epoch control, checkpoints."""
-
-    epoch_control: EpochControl = EpochControl()
-    checkpoint_every: Count = 1  # global rounds between two checkpoints; there is one after the last round, too
-
-    @property
-    def rounds_back(self) -> int:
-        """How many global rounds a resumed cloud may return: to the checkpoint before the last, if that is damaged."""
-        return 2 * self.checkpoint_every
 
 
 class TransferSettings(SettingsTable):
@@ -130,6 +105,11 @@ class ExperimentSettings(SettingsTable):
     transfer: TransferSettings = TransferSettings()
     hardware: HardwareSettings = HardwareSettings()
     availability: Availability = Availability()
+    adversaries: list[Adversaries] = Field(default_factory=list)
+
+    @model_serializer(mode="wrap")
+    def _without_adversaries(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {key: value for key, value in dump(self).items() if value or key != "adversaries"}
 
     @model_validator(mode="before")
     @classmethod
@@ -188,6 +168,7 @@ class Experiment(ExperimentSettings):
             self._check_device("hardware.of", device)
         check_availability(self.availability, self._check_device)
         self._check_moves()
+        self.attackers.check()
         self._check_links()
         for tier in self.tiers:
             check_codecs(self.key(tier, "transfer"), tier.transfer)
@@ -391,6 +372,13 @@ class Experiment(ExperimentSettings):
         drawn = generator(self.seed, Purpose.SCORING, CLOUD, global_round).permutation(len(devices))[:count]
         return devices.index(node) in drawn
 
+    @cached_property
+    def attackers(self) -> Attackers:
+        """The adversaries, and their places."""
+        learns_classes = self.training.trainer.learns_module and self.data.targets != NUMBERS
+        tree = partial(getattr, self, "tree")
+        return Attackers(self.adversaries, tree, self.tiers, seed=self.seed, learns_classes=learns_classes)
+
     @property
     def score_label(self) -> str:
         """The name for people of the score of a run's models: with personal parts, devices score each with theirs."""
@@ -415,10 +403,10 @@ class Experiment(ExperimentSettings):
 
         Of codecs it returns the user's own alone.
         """
-        depth = self.depth(node)
+        depth, attacks = self.depth(node), self.attackers.code_at(node)
         near = self.tiers[max(0, depth - 1) : depth + 1]  # a codec runs at both ends of its links
         up = {f"{self.key(tier, 'transfer')}.up.name": tier.transfer.up.name for tier in near}
-        codecs = {key: name for key, name in up.items() if is_own(name)}
+        codecs = {key: name for key, name in up.items() if is_own(name)} | attacks
         if depth < len(self.tiers):
             tier = self.tier_below(node)
             key = self.key(tier)

@@ -17,9 +17,10 @@ from typing import Annotated, Any, Final
 from pydantic import Field
 
 from fedstrata.common.errors import DuplicateName, InvalidExperiment
-from fedstrata.common.experiment.schema import SHORT, CloudSettings, Experiment, ExperimentSettings, TransferSettings
+from fedstrata.common.experiment.schema import SHORT, Experiment, ExperimentSettings, TransferSettings
 from fedstrata.common.experiment.tiers import DEVICE, RoundSettings, Tier, shares
 from fedstrata.common.model.codec_settings import Codecs
+from fedstrata.common.settings.cloud import CloudSettings
 from fedstrata.common.settings.links import Links, LinkSettings
 from fedstrata.common.settings.tables import LISTED_MOST, Count, Name, SettingsTable
 from fedstrata.common.settings.topology import CLOUD, RESERVED

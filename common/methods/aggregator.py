@@ -18,6 +18,8 @@ from typing import Final
 
 from fedstrata.common.errors import InvalidExperiment, installing
 from fedstrata.common.lazy import np
+from fedstrata.common.methods.adversary import NearAdversaries
+from fedstrata.common.methods.attacked_rule import AttackedRule
 from fedstrata.common.methods.mixing import Floats
 from fedstrata.common.methods.optimisers import stepped
 from fedstrata.common.methods.own_rule import GuardedOwn, OwnTable
@@ -40,8 +42,9 @@ def build(
     privacy: PrivacySettings = NO_PRIVACY,
     secret: Callable[[], bytes] = no_secret,
     hides_uploads: bool = True,
+    adversaries: NearAdversaries | None = None,
 ) -> Rule:
-    """Return a node's rule, behind the bound of its children's steps, or their privacy.
+    """Return a node's rule, behind the bound of its children's steps, or their privacy, and what `adversaries` do.
 
     `secret`: the node's own, for noise. `hides_uploads`: nothing reads the uploads but the rule, so that a mean may
     have noise alone. Raises InvalidExperiment without a package of an extra.
@@ -61,10 +64,10 @@ def build(
             privacy, seed=context.seed, node=context.node, secret=secret, purpose=Purpose.PRIVACY_OF_CHILDREN
         )
         mean = settings.of_mean if hides_uploads else None
-        return PrivateRule(rule, privacy, layout=context.layout, source=source, mean=mean)
-    if bound.action == "off":
-        return rule
-    return NormBoundedRule(rule, bound, link_layouts(settings, context.layout))
+        rule = PrivateRule(rule, privacy, layout=context.layout, source=source, mean=mean)
+    elif bound.action != "off":
+        rule = NormBoundedRule(rule, bound, link_layouts(settings, context.layout))
+    return rule if adversaries is None else AttackedRule(rule, context.layout, adversaries)
 
 
 class NormBoundedRule(WrappedRule):

@@ -1,6 +1,6 @@
 """The methods by name, each with its class, which is imported when it is needed, as a user's own `package.module:Name`.
 
-A class in a file of this folder and a line here make a rule or a selector one of fedstrata's.
+A class in a file of this folder and a line here make a rule, a selector or an attack one of fedstrata's.
 """
 
 from __future__ import annotations
@@ -43,3 +43,19 @@ SELECTORS: Final[Mapping[str, str]] = {
     "oort": "fedstrata.common.methods.selectors:Oort",
 }
 OWN_SELECTOR: Final = "fedstrata.common.methods.selection:OwnSelection"
+ATTACKS: Final[Mapping[str, str]] = {
+    "label_flip": "fedstrata.common.methods.attacks.label_flip:LabelFlip",
+    "backdoor": "fedstrata.common.methods.attacks.backdoor:Backdoor",
+    "sign_flip": "fedstrata.common.methods.attacks.sign_flip:SignFlip",
+    "scaled": "fedstrata.common.methods.attacks.scaled:ScaledUpdate",
+    "gaussian": "fedstrata.common.methods.attacks.gaussian:GaussianNoise",
+    "lie": "fedstrata.common.methods.attacks.lie:LittleIsEnough",
+    "min_max": "fedstrata.common.methods.attacks.min_max:MinMax",
+    "min_sum": "fedstrata.common.methods.attacks.min_max:MinSum",
+    "free_rider": "fedstrata.common.methods.attacks.free_rider:FreeRider",
+    "false_report": "fedstrata.common.methods.attacks.false_report:FalseReport",
+    "equivocation": "fedstrata.common.methods.attacks.equivocation:Equivocation",
+    "late": "fedstrata.common.methods.attacks.late:Late",
+    "silent": "fedstrata.common.methods.attacks.late:Silent",
+}
+OWN_ATTACK: Final = "fedstrata.common.methods.attack:OwnAttack"

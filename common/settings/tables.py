@@ -191,7 +191,7 @@ def with_tables(tree: Any, path: Sequence[str] = ()) -> Any:
     """Return an experiment's tree, or the part at a path, in which each name that stands for a table is that table."""
     if isinstance(tree, Mapping):
         return {key: with_tables(value, (*path, key)) for key, value in tree.items()}
-    if isinstance(tree, list) and path == ("tiers",):
+    if isinstance(tree, list) and path in (("tiers",), ("adversaries",)):
         return [with_tables(each, (*path, str(place))) for place, each in enumerate(tree)]
     return {"name": tree} if isinstance(tree, str) and path and stands_for(path) == "name" else tree
 
@@ -200,6 +200,8 @@ def stands_for(path: Sequence[str]) -> str | None:
     """Return the key of the table at a path of keys whose value a text there is, None if no text stands for it."""
     match path:
         case [key] | ["training" | "cloud" | "institution", key] | ["tiers", _, key] if key in NAMED:
+            return "name"
+        case ["adversaries", _, "attack"]:
             return "name"
         case ["transfer", "wan" | "lan", key] | ["tiers", _, "transfer", key] if key in NAMED:
             return "name"

@@ -93,8 +93,9 @@ class Calls:
     """A parent's children, each as a function.
 
     `below` returns the traffic of the tiers below a child, `limits` has what it may report. `recorded` returns what was
-    decided in a round, from the global round and the local round in it; None: everybody's result is used. `at_once`:
-    how many children are called before the first one's result is awaited.
+    decided in a round, from the global round and the local round in it; None: everybody's result is used. `silent`
+    returns whether a child sends no result of a task. `at_once`: how many children are called before the first one's
+    result is awaited.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class Calls:
         limits: Mapping[str, ChildLimits] | None = None,
         observe: Observe = lambda event, facts: None,
         recorded: Callable[[int, int], RoundDecisions] | None = None,
+        silent: Callable[[str, Task], bool] = lambda child, task: False,
         at_once: int = 1,
     ) -> None:
         self.peers = tuple(children)
@@ -134,6 +136,7 @@ class Calls:
         self._resident_mb = resident_mb
         self._below = below
         self._observe = observe
+        self._silent = silent
         self._at_once = at_once
         self._session = new_session()
         self._sent = dict.fromkeys(self.peers, 0)
@@ -168,7 +171,7 @@ class Calls:
         model_bytes: dict[str, int] = {}
         up = self._layouts.up
         await self._assign(dispatch)
-        places = [(place, name) for place, name in self._places(children) if recorded.uses(name)]
+        places, silent = self._places(children, recorded)
         wanted = (buffered and recorded.used is None and dispatch.closing.quorum) or len(places)
         called: deque[Call] = deque()
         for number, (place, name) in enumerate(places):
@@ -200,7 +203,7 @@ class Calls:
             timeline.first_result = timeline.first_result or timeline.last_result
         if judge(dispatch.closing, Standing(len(results), len(refused), 0, 0), overdue=False) is not Verdict.CLOSE:
             causes = {name: f"sent a model that was refused: {reason}" for name, reason in refused.items()}
-            raise RunFailed(by_cause(causes.items()))
+            raise RunFailed(by_cause([*causes.items(), *((name, "sends no result") for name in silent)]))
         timeline.closed = self.now()
         reports = tuple(results.get(name) for name in children)
         uploads = Uploads(children, self._uploads, reports, lambda: None)
@@ -209,7 +212,7 @@ class Calls:
         return ClosedRound(
             scored,
             uploads,
-            tuple(name for name in children if name in recorded.without),
+            tuple(name for name in children if name in recorded.without or name in silent),
             refused,
             timeline,
             model_bytes,
@@ -253,10 +256,14 @@ class Calls:
         decode_row(self._up, self._layouts.up, blob, row, reference)
         return row
 
-    def _places(self, children: Sequence[str]) -> list[tuple[int, str]]:
-        """Return the children with a task, the oldest tasks first, and their places."""
+    def _places(
+        self, children: Sequence[str], recorded: RoundDecisions
+    ) -> tuple[list[tuple[int, str]], Collection[str]]:
+        """Return the children to be called, the oldest tasks first, with their places; and the silent ones."""
         places = {name: place for place, name in enumerate(children)}
-        return [(places[name], name) for name in self._assigned]
+        silent = [name for name, assigned in self._assigned.items() if self._silent(name, assigned.task)]
+        called = [name for name in self._assigned if recorded.uses(name) and name not in silent]
+        return [(places[name], name) for name in called], silent
 
     def _call(self, name: str, on_progress: Callable[[], None]) -> Call:
         """Call a child with its task. Called with others it gets no copy of its model: they would be many."""

@@ -112,6 +112,7 @@ async def _run(
             limits=limits_below(experiment, parent),
             observe=record,
             recorded=partial(decisions.of_round, parent) if decisions else None,
+            silent=partial(_silent, experiment),
             at_once=most_together(experiment, where) if parent in tree.layers[-2] else 1,
         )
 
@@ -192,6 +193,14 @@ def _given(folder: RunFolder, beginning: Beginning) -> Path | None:
     with replacing(path := folder.path / "spool" / CLOUD / form.digest) as file:
         tensors.write(file, beginning.frozen, {})
     return path
+
+
+def _silent(experiment: Experiment, child: str, task: Task) -> bool:
+    """Return whether a child is an adversary that sends no result of a task."""
+    adversary, key = experiment.attackers.adversary(child), task.key
+    if adversary is None or not task.epochs:
+        return False
+    return adversary.silent(key.global_round * adversary.rounds + key.local_round)
 
 
 def _refiner(experiment: Experiment, node: str, *, partition: str, frozen: Path | None) -> Refiner | None:

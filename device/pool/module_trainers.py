@@ -62,7 +62,11 @@ class ModuleTrainers:
             with failure_to(done, number):
                 done(number, received[number].of(how, trainers[number].examine_trained(work[number][1])))
 
-        together = [number for number in sorted(left) if not trainers[number].joins]
+        alone = {
+            number for number in left
+            if trainers[number].joins or trainers[number].wrong.used_in(work[number][1].local_round)
+        }  # fmt: skip
+        together = sorted(left - alone)
         if together and most_together(work[0][0].experiment, accelerator) > 1:
             ended = list[tuple[int, Ending]]()  # scored when the group has released the accelerator's memory
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Final
 
@@ -18,6 +18,8 @@ from fedstrata.common.experiment import schema
 from fedstrata.common.learning import datasets, splits
 from fedstrata.common.learning.computing import seeded
 from fedstrata.common.learning.inputs import Inputs
+from fedstrata.common.methods.adversary import Adversary
+from fedstrata.common.methods.attack import LabelledSamples
 from fedstrata.common.methods.mixing import Floats
 from fedstrata.common.randomness import Purpose, generator, torch_seed
 from fedstrata.common.settings import own
@@ -182,6 +184,31 @@ def load_local_dataset(experiment: schema.Experiment, node: str, *, accelerator:
     if experiment.training.own_augmentation is not None:
         try_augmentation(experiment.training.own_augmentation, local)
     return local
+
+
+class WrongSamples:
+    """The samples on which a device trains in place of its own, if it is an adversary of labels or images."""
+
+    def __init__(self, adversary: Adversary | None) -> None:
+        self._adversary = adversary
+        self._made: LocalDataset | None = None
+
+    def used_in(self, local_round: int) -> bool:
+        """Return whether they are those of a local round."""
+        adversary = self._adversary
+        return adversary is not None and adversary.attack.does("poison") and adversary.acts(local_round)
+
+    def of(self, local: LocalDataset) -> LocalDataset:
+        """Return them, always the same. Raises InvalidExperiment."""
+        assert self._adversary is not None
+        if self._made is None:
+            images, labels = (each[local.samples] for each in (local.images, local.labels))
+            given = LabelledSamples(images.cpu().numpy(), labels.cpu().numpy(), local.inputs.classes)
+            found = self._adversary.poisoned(given)
+            wrong = [torch.from_numpy(each).to(images.device) for each in (found.images, found.labels)]
+            places = torch.arange(len(labels), device=images.device)
+            self._made = replace(local, images=wrong[0], labels=wrong[1], samples=places)
+        return self._made
 
 
 def _without_tests(

@@ -51,6 +51,7 @@ from fedstrata.common.training.scores import CLASSES_MOST, R2, TARGETS_MOST, Sco
 from fedstrata.device.jobs import Cancelled, Examined, LocalResult, Order, Prepared
 from fedstrata.device.training.batches import (
     LocalDataset,
+    WrongSamples,
     blocks,
     dropout_seed,
     load_local_dataset,
@@ -117,6 +118,7 @@ class Trainer:
         self._sources = {} if sources is None else sources
         self._frozen = frozen
         self._own = [key for key, name in experiment.code_at(node).items() if is_own(name)]
+        self.wrong = WrongSamples(experiment.attackers.adversary(node))
         self._made: _Prepared | None = None
 
     @calls_own_code
@@ -209,6 +211,8 @@ class Trainer:
         should be deterministic and cannot be. The trainer can be used again after any of these.
         """
         made, epochs, local_round = self._prepared, order.epochs, order.local_round
+        if self.wrong.used_in(local_round):
+            made = replace(made, local=self.wrong.of(made.local))
         exhausted = False
         set_up(self._accelerator, self._experiment.training)
         network = made.source.network()

@@ -18,6 +18,7 @@ import numpy as np
 from fedstrata.common.accounting.work import Work
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.host.shared_rows import new_row
+from fedstrata.common.methods.adversary import Adversary
 from fedstrata.common.methods.private import NoiseSource, PrivateUpdates, no_secret
 from fedstrata.common.methods.rule import link_layouts
 from fedstrata.common.model.layout import LinkLayouts, Row
@@ -52,6 +53,7 @@ class LocalWork:
     ) -> None:
         self._experiment = experiment
         self._node = node
+        self._adversary = experiment.attackers.adversary(node)
         self.prepared = prepared
         self.layouts = link_layouts(experiment.tier_above(node).aggregation, prepared.layout)
         self._encoder = UploadEncoder.of(experiment, node, self.layouts.up)
@@ -115,8 +117,25 @@ class LocalWork:
         number, left_out = memory.number(task), memory.left_out
         if self._updates is not None:
             self._updates.protect(received, memory.result, number=number)
+        if self._adversary is not None and self._adversary.acts(number):
+            result = self._attacked(self._adversary, number, result, received)
         blob = self._encoder.encode(memory.result, received=received, task=number, left_out=left_out)
         return replace(result, blob=blob)
+
+    def delay_s(self, task: Task) -> float:
+        """Return the seconds for which an adversary holds a task's result back, infinite if it sends none."""
+        if self._adversary is None or not task.epochs:
+            return 0.0
+        return self._adversary.delay_s(self._memory.number(task))
+
+    def _attacked(self, adversary: Adversary, number: int, result: WorkResult, received: Row) -> WorkResult:
+        """Write what an adversary sends over the trained model, which nothing protects any more; return its report."""
+        model = self.prepared.layout
+        if not adversary.hosted:
+            trained_D, received_D = (model.floats(row)[: model.parameters] for row in (self._memory.result, received))
+            trained_D[:] = adversary.uploaded(number, trained_D, received_D)
+        samples, loss = adversary.reported(result.work.samples, result.work.loss)
+        return replace(result, work=replace(result.work, samples=samples, loss=loss))
 
     def keep(self, task: Task) -> None:
         """Keep the state that a task's training has left, for the next one. Raises StorageFailed."""

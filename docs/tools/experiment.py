@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 
 from fedstrata.common.experiment.short_form import ShortForm
 from fedstrata.common.experiment.tiers import Tier
+from fedstrata.common.methods.attack import ATTACKS, Attack, OwnAttack
 from fedstrata.common.methods.own_rule import OwnRule
 from fedstrata.common.methods.selection import OwnSelection
 from fedstrata.common.methods.settings import RULES, SELECTORS, RuleSettings, SelectionSettings
@@ -117,6 +118,8 @@ SEE: Final[Mapping[str, str]] = {  # pages that explain a table
     "transfer.wan": "[Links](links.md#codecs) compares the codecs.",
     "tiers.transfer.up": "One of the codecs below, selected by `name`. `feedback` and what is left out are explained in"
     " [links](links.md#error-feedback).",
+    "adversaries": "[Adversaries](adversaries.md) explains attacks, and who sees what.",
+    "adversaries.attack": "One of the attacks below, selected by `name`.",
     "hardware": "[Devices](devices.md#emulated-hardware) explains the emulation.",
 }
 SELECTED: Final[Mapping[type[BaseModel], Mapping[str, type[BaseModel]]]] = {
@@ -130,11 +133,12 @@ SELECTED: Final[Mapping[type[BaseModel], Mapping[str, type[BaseModel]]]] = {
         **{name: CODECS[name] for name in OF_CHANGES},
         "package.module:Name": OwnCodec,
     },
+    Attack: {**ATTACKS, "package.module:Name": OwnAttack},
     TrainerTable: {**TRAINERS, "package.module:Name": OwnTrainer},
 }
 ORDER: Final = (
     "", "score", "evaluation", "stop", "topology", "data", "model", "training", "cloud", "institution", "tiers",
-    "profiles", "links", "transfer", "hardware", "availability",
+    "profiles", "links", "transfer", "hardware", "availability", "adversaries",
 )  # fmt: skip
 NAMES: Final[Mapping[str, str]] = {"of": "NODE", "profiles": "NAME"}  # what stands for the keys of a table of tables
 HEAD: Final = "| key | default | values | meaning |\n|---|---|---|---|"

@@ -64,7 +64,8 @@ def rule_of(tree: Mapping[str, Any], *, layout: ModelLayout = LAYOUT, start: flo
     given: dict[str, Any] = {"node": "cloud", "seed": 1, "measures": True}
     given["rows"] = lambda name, count: np.zeros((count, layout.row_bytes), np.uint8)
     given |= context
-    others = {key: given.pop(key) for key in ("bound", "privacy", "secret", "hides_uploads") if key in given}
+    passed = ("bound", "privacy", "secret", "hides_uploads", "adversaries")
+    others = {key: given.pop(key) for key in passed if key in given}
     if "training" in given:
         given.setdefault("learning_rate", lambda local_round: given["training"].learning_rate)
     rule = aggregator.build(RULES[tree["name"]](**tree), RuleContext(layout, **given), **others)

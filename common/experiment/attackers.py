@@ -1,0 +1,105 @@
+"""The adversaries of an experiment in its tree: who they are, who is near them, and whether they can attack so.
+
+The tree is asked for only where there are adversaries: a plan may have more nodes than have names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from math import inf, prod
+from typing import Final
+
+from fedstrata.common.experiment.tiers import Tier
+from fedstrata.common.methods.adversary import Adversaries, Adversary, NearAdversaries, placed, refuse
+from fedstrata.common.settings.own import is_own
+from fedstrata.common.settings.topology import CLOUD, Tree, participants
+
+SILENT: Final = "silent"
+
+
+class Attackers:
+    """The adversaries of an experiment. `learns_classes`: its devices train on labels of fedstrata's."""
+
+    def __init__(
+        self,
+        tables: Sequence[Adversaries],
+        tree: Callable[[], Tree],
+        tiers: Sequence[Tier],
+        *,
+        seed: int,
+        learns_classes: bool,
+    ) -> None:
+        self._tables = tables
+        self._tree = tree
+        self._tiers = tiers
+        self._seed = seed
+        self._learns_classes = learns_classes
+
+    def __bool__(self) -> bool:
+        return bool(self._tables)
+
+    @cached_property
+    def at(self) -> Mapping[str, Adversary]:
+        """Each adversary by its name. Raises InvalidExperiment."""
+        if not self._tables:
+            return {}
+        tree, found = self._tree(), {}
+        for name, settings in placed(self._tables, tree, seed=self._seed).items():
+            rounds = prod(tier.rounds for tier in self._tiers[1 : tree.depth(name)])
+            found[name] = Adversary(name, settings, self._seed, rounds)
+        return found
+
+    def adversary(self, node: str) -> Adversary | None:
+        """Return the adversary that a node is, checked, None if it is honest. Raises InvalidExperiment."""
+        found = self.at.get(node)
+        if found is not None:
+            self._check(found)
+        return found
+
+    def near(self, parent: str) -> NearAdversaries | None:
+        """Return those near a parent, None in an experiment without any. Raises InvalidExperiment."""
+        if not self._tables:
+            return None
+        tree = self._tree()
+        for name in tree.children[parent]:
+            if name in self.at and self.at[name].hosted:
+                self._check(self.at[name])
+        return NearAdversaries(self.at.get(parent), self.at, self._tiers[tree.depth(parent)].rounds)
+
+    def code_at(self, node: str) -> dict[str, str]:
+        """Return the users' own attacks that a node computes, by key: its own, its children's, all to evaluate them."""
+        children = self._tree().children.get(node, ()) if self._tables else ()
+        here = [self.at[name] for name in children if name in self.at and self.at[name].hosted]
+        here += [each for name, each in self.at.items() if node in (name, CLOUD)]
+        names = {self._tables.index(each.settings): each.settings.attack.name for each in here}
+        return {f"adversaries[{place}].attack.name": name for place, name in names.items() if is_own(name)}
+
+    def check(self) -> None:
+        """Check what is known without a user's own code, which nodes check that run it. Raises InvalidExperiment."""
+        shipped = [each for each in self.at.values() if not is_own(each.settings.attack.name)]
+        for each in shipped:
+            self._check(each)
+        silent = [each.node for each in shipped if each.attack.delay_s() == inf]
+        for parent in dict.fromkeys(self._tree().parent(name) for name in silent):
+            self._check_quorum(parent, [name for name in silent if self._tree().parent(name) == parent])
+
+    def _check(self, adversary: Adversary) -> None:
+        tree = self._tree()
+        adversary.settings.check()
+        adversary.settings.check_node(
+            device=adversary.node not in tree.children,
+            learns_classes=self._learns_classes,
+            buffers=self._tiers[tree.depth(adversary.node) - 1].aggregation.buffers,
+        )
+
+    def _check_quorum(self, parent: str, silent: Sequence[str]) -> None:
+        """Check that rounds of a parent close without its silent children. Raises InvalidExperiment."""
+        tree = self._tree()
+        tier, children = self._tiers[tree.depth(parent)], tree.children[parent]
+        selected = participants(len(children), tier.participation)
+        answer = selected - min(len(silent), selected)
+        if tier.closing.rule != "quorum" or tier.closing.uploads_of(selected) > answer:
+            problem = f"rounds of {parent} would wait for {', '.join(silent)} for ever"
+            remedy = f'Use closing.rule = "quorum" with a quorum of {answer} or less.' if answer else "Keep one honest."
+            refuse("attack.name", SILENT, problem, remedy)
