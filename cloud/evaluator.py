@@ -27,13 +27,14 @@ MODULE: Final = "fedstrata.cloud.evaluator_process"
 class EvaluationResult:
     """Score and loss of a model on the test set; the experiment names the score, accuracy by default.
 
-    `more`: the further scores of `score.also`.
+    `more`: the further scores of `score.also`; `attacks`: the success of each attack that has tests of its own.
     """
 
     global_round: int
     score: float
     loss: float
     more: Sequence[float] = ()
+    attacks: Sequence[float] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,7 +127,7 @@ class Evaluator:
             reply = await channel.request(global_round=global_round, place=place)
             if "score" not in reply:
                 return None
-            return EvaluationResult(global_round, reply["score"], reply["loss"], reply["more"])
+            return EvaluationResult(global_round, reply["score"], reply["loss"], reply["more"], reply["attacks"])
 
         return await self._process.do(evaluated)
 

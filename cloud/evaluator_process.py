@@ -6,7 +6,7 @@ The requests on the channel, and the row that has the model, of the cloud if it 
 
     {"experiment": TEXT, "folder"}         -> {"layout", "frozen_bytes", and the rest of `Beginning`}, the model, and
                                               behind it so many bytes of frozen arrays (safetensors)
-    {"global_round", "place"}              -> {"score", "loss", "more"}
+    {"global_round", "place"}              -> {"score", "loss", "more", "attacks"}
 
 The data split is written into the folder. Each batch is progress; with a trainer of the user's own, the use of a core
 is. Instead of a reply there may be an error.
@@ -80,7 +80,9 @@ def main() -> None:
         except Exception as error:  # noqa: BLE001 - the cloud reports it
             channel.send(**error_record(error))
         else:
-            facts = {} if result is None else {"score": result.score, "loss": result.loss, "more": result.more}
+            facts = {}
+            if result is not None:
+                facts = {"score": result.score, "loss": result.loss, "more": result.more, "attacks": result.attacks}
             channel.send(**facts)
 
 

@@ -5,7 +5,7 @@ Each: dispatch, wait, aggregate, decide the epochs, evaluate in parallel with th
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, starmap
@@ -402,9 +402,9 @@ class GlobalRounds:
         plans = {CLOUD: [outcome.plan | self._tempo(omegas)]}
         reports = {name: self._device_reports(name, result) for name, result in results.items()}
         for name, result in results.items():
-            self._folder.add_devices(self._state.global_round, reports[name])
             found = plans_of(result)
             plans |= {node: made for node, made in found.items() if node in self._aggregators.get(name, ())}
+            self._folder.add_devices(self._state.global_round, reports[name], plans)
             self._report_numbers({each.name: found[each.name] for each in reports[name] if each.name in found})
         steps = sum(result.work.steps for result in results.values())
         spreads = self._report_plans(plans)
@@ -423,7 +423,7 @@ class GlobalRounds:
             omega={name: omegas.get(name) for name in names},
             spread={name: spreads.get(name) for name in (CLOUD, *self._experiment.tree.aggregators)},
             epsilon=self._privacy.epsilons,
-            other_scores=dict.fromkeys([*scores, *self._experiment.score.columns.values()]),
+            other_scores=dict.fromkeys([*scores, *self._experiment.score.columns.values(), *self._success_columns]),
             by_devices=self._scores.by_devices([*chain(*reports.values())]),
         )
         self._folder.add_round(record)
@@ -438,6 +438,11 @@ class GlobalRounds:
         for name in names:
             metrics.epochs.labels(*NodeLabels("cloud", name, parent=CLOUD)).set(epochs[name])
         return record
+
+    @property
+    def _success_columns(self) -> Collection[str]:
+        """The columns of attacks that have tests of their own, where the cloud scores."""
+        return self._experiment.attackers.targeted if self._experiment.evaluation.on_cloud else ()
 
     def _tier_bytes(self) -> dict[str, int]:
         return tier_bytes(self._down.ledger, self._experiment.tier_names)

@@ -35,6 +35,7 @@ from fedstrata.common.accounting.counters import LINK_KINDS, Direction
 from fedstrata.common.accounting.ledger import Ledger
 from fedstrata.common.accounting.traffic import Measured, TcpStats, Traffic
 from fedstrata.common.accounting.work import TrainingPath
+from fedstrata.common.experiment.attackers import SUCCESS
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.experiment.tiers import TIER_NAME
 from fedstrata.common.host.energy import EnergySource
@@ -52,11 +53,13 @@ STATISTICS: Final = ("scored", "samples", "loss", "score", "mean", "worst", "spr
 DEVICES: Final = "devices"  # they scored the global model
 DISPATCHED: Final = "dispatched"  # or each one of several models
 PERSONALISED: Final = "personalised"  # or each the one that it had trained
+HONEST: Final = "honest"  # that scored the global model, without adversaries
 FURTHER: Final = r"score_(?!.*_(up|down)_bytes$).+"
-OF_DEVICES: Final = rf"({DEVICES}|{DISPATCHED}|{PERSONALISED})_({'|'.join(STATISTICS)}|{FURTHER})"
-OF_MODEL: Final = rf"(mixed_)?score|{FURTHER}"
+OF_DEVICES: Final = rf"({DEVICES}|{DISPATCHED}|{PERSONALISED}|{HONEST})_({'|'.join(STATISTICS)}|{FURTHER})"
+OF_MODEL: Final = rf"(mixed_)?score|{SUCCESS}(_[0-9]+)?|{FURTHER}"
 COSTS: Final = ("joules", "train_joules", "energy_source", "cpu_s", "memory_bytes", "celsius")
-OF_DEVICE: Final = rf"{PERSONALISED}_(loss|score|s|{FURTHER})|test_{FURTHER}"
+AGAINST: Final = ("adversary", "used", "refused")  # of a device in an experiment with adversaries
+OF_DEVICE: Final = rf"{PERSONALISED}_(loss|score|s|{FURTHER})|test_{FURTHER}|{'|'.join(AGAINST)}"
 
 Cell: TypeAlias = int | float | str
 
@@ -197,7 +200,7 @@ class GlobalRoundRecord(Record):
     """A row of rounds.csv: one global round. The scores and losses of a model are None until it is evaluated.
 
     `other_scores`: columns `score` and `mixed_score` of an experiment whose score is not accuracy, which then is None,
-    and a column of each further score.
+    and a column of each further score, and of the success of each attack that has tests of its own.
 
     `by_devices`: the columns of `device_columns` where devices score. If they alone do, accuracy, or score, and loss
     are those over all their samples.
@@ -248,6 +251,10 @@ class GlobalRoundRecord(Record):
         models = [PERSONALISED] if personalised else [DEVICES, DISPATCHED]
         return next((found for of in models if (found := self.by_devices.get(f"{of}_{statistic}")) is not None), None)
 
+    def further(self, column: str) -> float | None:
+        """Return a column that only some experiments have, None without it or before it is known."""
+        return {**self.other_scores, **self.by_devices}.get(column)
+
     @property
     def seconds(self) -> float:
         """The sum of all phases, seconds."""
@@ -287,7 +294,8 @@ class DeviceRecord(Record):
     `test_samples`, `test_loss`, `test_score`: of the model of this global round, None if the device did not score it;
     `evaluate_s`: the seconds of that, spent at the begin of the next round. A device that scored and did not take part
     has no local rounds. `more`: `personalised_loss`, `personalised_score` and `personalised_s`, of the model that the
-    device trained in this round, and both models' further scores.
+    device trained in this round, and both models' further scores. In an experiment with adversaries also AGAINST: 1 for
+    an adversary, else 0, and in how many local rounds the rule used, or left out, its result.
 
     The last fields are those of `DeviceCosts`.
     """
@@ -360,6 +368,7 @@ def device_columns(experiment: Experiment) -> dict[str, tuple[str, ...]]:
         return {}
     kinds = [DISPATCHED if experiment.several_models else DEVICES]
     kinds += [PERSONALISED] if experiment.evaluation.personalised else []
+    kinds += [HONEST] if experiment.attackers else []
     return {kind: tuple(f"{kind}_{name}" for name in (*STATISTICS, *experiment.score.columns.values()))
             for kind in kinds}  # fmt: skip
 

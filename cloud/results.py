@@ -24,11 +24,13 @@ from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 from xxhash import xxh3_64
 
 from fedstrata.cloud.records import (
+    AGAINST,
     COSTS,
     PERSONALISED,
     DeviceRecord,
@@ -47,6 +49,7 @@ from fedstrata.common.experiment.reading import read, recorded, to_toml
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.host.files import replacing, sync, writing
 from fedstrata.common.host.processor import instructions
+from fedstrata.common.methods.attacked_rule import refused_in
 from fedstrata.common.runtime.world import REAL, World
 from fedstrata.common.text import json_text
 
@@ -66,6 +69,7 @@ WITHOUT_A_NETWORK: Final = {
 }
 SIMULATED: Final = "simulated"  # in manifest.json: marks a run in virtual time, and has the speeds of its machines
 KINDS: Final = {DIRECT: ("no network", "--direct"), SIMULATED: ("a simulated network", "--simulate")}
+NO_PLANS: Final[Mapping[str, Sequence[Mapping[str, Any]]]] = MappingProxyType({})
 GROWING: Final = ("rounds.csv", "devices.csv", "events.jsonl")
 
 _R = TypeVar("_R", GlobalRoundRecord, DeviceRecord)
@@ -226,22 +230,31 @@ class RunFolder:
         """Replace the last row of rounds.csv by that of the same global round with its evaluation."""
         self._later(partial(self._replace_rows, "rounds.csv", to_csv([record], header=False), 1))
 
-    def add_devices(self, global_round: int, reports: Iterable[ChildReport]) -> None:
-        """Append devices to devices.csv."""
+    def add_devices(
+        self, global_round: int, reports: Iterable[ChildReport], plans: Mapping[str, Sequence[Mapping[str, Any]]]
+    ) -> None:
+        """Append devices to devices.csv. `plans`: the decisions of their parents in this global round."""
         if self._devices and self._devices[0].global_round != global_round:
             self._devices = []
-        records = [self._record(global_round, report) for report in reports]
+        records = [self._record(global_round, report, plans) for report in reports]
         self._devices += records
         self._add_rows("devices.csv", records)
 
-    def _record(self, global_round: int, report: ChildReport) -> DeviceRecord:
+    def _record(
+        self, global_round: int, report: ChildReport, plans: Mapping[str, Sequence[Mapping[str, Any]]] = NO_PLANS
+    ) -> DeviceRecord:
         """Return the row of a device's work in a global round."""
-        work = report.work
+        work, trained = report.work, self._trained(report.work)
+        if attackers := self.experiment.attackers:
+            parent = report.parent or self.experiment.tree.parent(report.name)
+            refused = sum(report.name in refused_in(plan) for plan in plans.get(parent, ()))
+            acts = float(report.name in attackers.at)
+            trained["more"] |= zip(AGAINST, (acts, float(report.rounds - refused), float(refused)), strict=True)
         return DeviceRecord(
             global_round=global_round, node=self._path(report), samples=work.samples, local_rounds=report.rounds,
             epochs=work.epochs, sgd_steps=work.steps, loss=work.loss, train_s=work.train_s, wait_s=work.wait_s,
             pause_s=work.pause_s, path=work.path, **{name: getattr(work.costs, name) for name in COSTS},
-            **self._trained(work),
+            **trained,
         )  # fmt: skip
 
     def _path(self, device: ChildReport) -> str:

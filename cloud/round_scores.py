@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from fedstrata.cloud import checkpoint
 from fedstrata.cloud.evaluator import Beginning, EvaluationResult, evaluated
-from fedstrata.cloud.records import PERSONALISED, GlobalRoundRecord, device_columns
+from fedstrata.cloud.records import HONEST, PERSONALISED, GlobalRoundRecord, device_columns
 from fedstrata.cloud.results import RunFolder
 from fedstrata.common.accounting.child_report import ChildReport
 from fedstrata.common.errors import InvalidExperiment
@@ -203,12 +203,7 @@ class RoundScores:
         facts: dict[str, Any] = {}
         if found is not None:
             self._last = found
-            if score.name == ACCURACY:
-                self._metrics.accuracy.labels(*LABELS).set(found.score)
-            for name, value in zip(score.names, (found.score, *found.more), strict=True):
-                self._metrics.score.labels(*LABELS, name).set(value)
-            self._metrics.test_loss.labels(*LABELS).set(found.loss)
-            facts |= evaluated(score, found)
+            facts |= self._exported(found)
         for other in mixed:
             facts |= {f"mixed_{key}": value for key, value in evaluated(score, replace(other, more=())).items()}
         scores = {key: facts.get(key, value) for key, value in record.other_scores.items()}
@@ -224,6 +219,21 @@ class RoundScores:
         if not math.isfinite(found.loss) and (not again or last):
             reason = f"the test loss after global round {record.global_round} is {found.loss}: training has diverged"
             self._observe("warning", {"global_round": record.global_round, "reason": reason})
+
+    def _exported(self, found: EvaluationResult) -> dict[str, Any]:
+        """Export the scores of a model, and the success of attacks on it; return them as facts of its row."""
+        score, metrics = self._experiment.score, self._metrics
+        if score.name == ACCURACY:
+            metrics.accuracy.labels(*LABELS).set(found.score)
+        for name, value in zip(score.names, (found.score, *found.more), strict=True):
+            metrics.score.labels(*LABELS, name).set(value)
+        metrics.test_loss.labels(*LABELS).set(found.loss)
+        facts: dict[str, Any] = evaluated(score, found)
+        targeted = self._experiment.attackers.targeted if found.attacks else {}
+        for (column, adversary), value in zip(targeted.items(), found.attacks, strict=True):
+            metrics.attack_success.labels(*LABELS, column, adversary.settings.attack.name).set(value)
+            facts[column] = value
+        return facts
 
     def leave_out(self, nodes: Mapping[str, str]) -> None:
         """Name nodes whose scores are left out, each with the reason, once in a run; plans have them in each round."""
@@ -252,6 +262,9 @@ class RoundScores:
         self._folder.score_devices(global_round, scored)
         kind = next(iter(self._columns))
         found, total = self._over_devices(kind, [each.work.tests.received for each in scored if each.work.tests])
+        if HONEST in self._columns:
+            honest = [each for each in scored if each.name not in self._experiment.attackers.at]
+            found |= self._over_devices(HONEST, [each.work.tests.received for each in honest if each.work.tests])[0]
         if total is not None and total.classes:
             counts = unpacked(total.classes)
             by_class = {"samples": counts[::2], "right": counts[1::2]}
@@ -271,7 +284,8 @@ class RoundScores:
             values |= zip(score.columns.values(), further, strict=True)
         if over is not None:
             spread = {"mean": over.mean, "worst": over.worst, "spread": over.spread}
-            metric = self._metrics.personalised_score if kind == PERSONALISED else self._metrics.devices_score
+            special = {PERSONALISED: self._metrics.personalised_score, HONEST: self._metrics.honest_score}
+            metric = special.get(kind, self._metrics.devices_score)
             for statistic, value in spread.items():
                 metric.labels(*LABELS, score.name, statistic).set(value)
             values |= spread

@@ -69,6 +69,10 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "personalised_score": Family(
         "gauge", ("score", "statistic"), "The same over the devices that scored the model that each had trained"
     ),
+    "honest_score": Family("gauge", ("score", "statistic"), "The same over those of them that are no adversaries"),
+    "attack_success": Family(
+        "gauge", ("column", "attack"), "Share of an attack's own test samples that the global model takes as it wants"
+    ),
     "test_loss": Family("gauge", (), "Test loss of the global model"),
     "train_loss": Family("gauge", (), "Mean training loss of the last epoch"),
     "privacy_epsilon": Family(
@@ -203,6 +207,8 @@ class Metrics:
         self.score: Final = self._gauge("score")
         self.devices_score: Final = self._gauge("devices_score")
         self.personalised_score: Final = self._gauge("personalised_score")
+        self.honest_score: Final = self._gauge("honest_score")
+        self.attack_success: Final = self._gauge("attack_success")
         self.test_loss: Final = self._gauge("test_loss")
         self.train_loss: Final = self._gauge("train_loss")
         self.privacy_epsilon: Final = self._gauge("privacy_epsilon")

@@ -13,12 +13,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from fedstrata import Run, load
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.reading import parse, to_toml
 from fedstrata.common.methods.adversary import Adversaries, Adversary, NearAdversaries
 from fedstrata.common.methods.attack import ATTACKS, AttackedUpload, LabelledSamples
 from fedstrata.common.methods.rule import Rule
 from fedstrata.common.methods.statistics import Doubles
+from fedstrata.deploy.results import attacks
 from tests.helpers.commands import command, fedstrata, run_lab, table, tensors
 from tests.helpers.direct import resumed_run, run_direct
 from tests.helpers.examples import slow
@@ -279,6 +281,34 @@ def test_claimed_samples_are_weights_and_those_that_nobody_has_are_refused(tmp_p
 
 def devices(path: Path) -> list[dict[str, float]]:
     return [{key: float(row[key]) for key in ("samples", "loss")} for row in table(path / "devices.csv")]
+
+
+def test_success_stands_beside_accuracy_and_rules_are_seen_to_refuse(tmp_path: Path) -> None:
+    """A strong backdoor takes over a mean, and Krum leaves its two devices out in each local round."""
+    backdoor = {"attack": {"name": "backdoor", "factor": 6.0}, "nodes": ["device-1", "device-7"]}
+    flip = {"attack": {"name": "label_flip", "mode": "pair"}, "nodes": ["device-2"], "from_round": 3}
+    tree = LAB | {"rounds": 3, "topology": {"institutions": 2, "devices": 10}, "adversaries": [backdoor, flip]}
+    tree |= {"evaluation": {"at": "both"}, "training": {"epochs": 2, "learning_rate": 0.1}}
+    found = {}
+    for name, rule in (("mean", {}), ("krum", {"aggregation": {"name": "krum", "wrong": 1, "keep": 3}})):
+        path = run_direct(tmp_path / name, tree | {"institution": {"rounds": 2, **rule}})
+        run = load(path)
+        last, honest = run.rounds[-1], [each for each in run.devices if not each.more["adversary"]]
+        assert len(honest) == 3 * 7 and last.further("honest_scored") == 7 and last.of_devices("scored") == 10
+        scores = [each.test_score for each in honest if each.global_round == 3]
+        assert last.further("honest_mean") == pytest.approx(np.mean([each for each in scores if each is not None]))
+        assert "attack_success" in (text := page_of(run)) and "backdoor from global round 1" in text
+        success = last.further("attack_success")
+        refused = {each.device: each.more["refused"] for each in run.devices if each.global_round == 1}
+        found[name] = success, refused
+        assert all((each.more["used"] or 0) + (each.more["refused"] or 0) == 2 for each in run.devices)
+    assert found["mean"][0] > 0.5 and found["krum"][0] < 0.2
+    assert not any(found["mean"][1].values())
+    assert found["krum"][1]["device-1"] == found["krum"][1]["device-7"] == 2 and sum(found["krum"][1].values()) == 8
+
+
+def page_of(run: Run) -> str:
+    return " ".join([*attacks.facts(run), *(each.title for each in attacks.figures(run)), *run.rounds[-1].columns()])
 
 
 SILENT: Final[dict[str, Any]] = {

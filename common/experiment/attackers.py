@@ -16,6 +16,7 @@ from fedstrata.common.settings.own import is_own
 from fedstrata.common.settings.topology import CLOUD, Tree, participants
 
 SILENT: Final = "silent"
+SUCCESS: Final = "attack_success"  # column; with several such attacks `attack_success_2` and so on
 
 
 class Attackers:
@@ -66,6 +67,13 @@ class Attackers:
             if name in self.at and self.at[name].hosted:
                 self._check(self.at[name])
         return NearAdversaries(self.at.get(parent), self.at, self._tiers[tree.depth(parent)].rounds)
+
+    @cached_property
+    def targeted(self) -> Mapping[str, Adversary]:
+        """An adversary of each attack that has tests of its own, by the column of its success in rounds.csv."""
+        tables = {id(each.settings): each for each in self.at.values() if each.attack.does("targets")}
+        found = [tables[id(table)] for table in self._tables if id(table) in tables]
+        return {SUCCESS + (f"_{place}" if place > 1 else ""): each for place, each in enumerate(found, 1)}
 
     def code_at(self, node: str) -> dict[str, str]:
         """Return the users' own attacks that a node computes, by key: its own, its children's, all to evaluate them."""

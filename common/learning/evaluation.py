@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
@@ -32,6 +32,7 @@ from fedstrata.common.host.accelerators import choose, out_of_memory
 from fedstrata.common.learning import datasets, models
 from fedstrata.common.learning.computing import CPU, accelerators, calls_own_code, seeded, set_up_evaluation
 from fedstrata.common.learning.losses import loss_of, try_loss
+from fedstrata.common.methods.attack import LabelledSamples
 from fedstrata.common.model.layout import Row
 from fedstrata.common.randomness import Purpose, torch_seed
 from fedstrata.common.settings import own
@@ -56,6 +57,7 @@ class Evaluation:
     scores: tuple[float, ...]
     loss: float
     sums: ScoreSums
+    attacks: tuple[float, ...] = ()  # the success of each attack that has tests, NaN without any sample of its own
 
     @property
     def score(self) -> float:
@@ -170,6 +172,10 @@ class ModelTester:
         self.parts, self.first, self.initial, notes = models.first_of(experiment, self._module)
         self.layout, self.frozen = self.parts.exchanged, self.parts.frozen
         self.notes = [*self._data.notes, *notes]
+        tests = self._data.test_images.numpy(), self._data.test_labels.numpy()
+        targeted = experiment.attackers.targeted if experiment.evaluation.on_cloud else {}
+        wanted = [each.wanted(LabelledSamples(*tests, self._data.classes)) for each in targeted.values()]
+        self._attacks = [(torch.from_numpy(each.images), torch.from_numpy(each.labels)) for each in wanted]
 
     @calls_own_code
     def evaluate(self, row: Row) -> Evaluation:
@@ -206,16 +212,26 @@ class ModelTester:
 
     def _on(self, device: torch.device) -> Evaluation:
         data = self._data
-        return evaluate(
+        batch, normalise = CPU_BATCH if device == CPU else BATCH, data.normaliser(device)
+        found = evaluate(
             self._module,
             data.test_images,
             labels=data.test_labels,
-            normalise=data.normaliser(device),
-            batch_size=CPU_BATCH if device == CPU else BATCH,
+            normalise=normalise,
+            batch_size=batch,
             loss=self._loss,
             scores=self._scores,
             watch=self._watch,
         )
+        successes = []
+        for images, labels in self._attacks:
+            success = math.nan
+            if len(labels):
+                success = evaluate(
+                    self._module, images, labels=labels, normalise=normalise, batch_size=batch, watch=self._watch
+                ).score
+            successes.append(success)
+        return replace(found, attacks=tuple(successes))
 
 
 def scores_of(names: Sequence[str]) -> dict[str, ScoreFunction]:

@@ -6,9 +6,9 @@ honest work comes up the links, through the codecs, and is replaced before any b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from fedstrata.common.methods.adversary import Adversary, NearAdversaries
 from fedstrata.common.methods.attack import AttackedUpload
@@ -81,3 +81,10 @@ class AttackedRule(WrappedRule):
 
     def _columns(self, row: Row) -> Floats:
         return self._layout.floats(row)[: self._layout.parameters]
+
+
+def refused_in(plan: Mapping[str, Any]) -> set[str]:
+    """Return the children whose uploads a rule left out, or gave no weight, by the plan that it published."""
+    weights, left_out = plan.get("weights"), plan.get(LEFT_OUT)
+    found = {child for child, weight in weights.items() if weight == 0} if isinstance(weights, Mapping) else set()
+    return found.union(map(str, left_out)) if isinstance(left_out, list) else found

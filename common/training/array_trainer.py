@@ -117,6 +117,11 @@ class Scored(NamedTuple):
         """The further scores: none."""
         return ()
 
+    @property
+    def attacks(self) -> tuple[float, ...]:
+        """The success of attacks on labels, which it does not have: none."""
+        return ()
+
 
 class ArrayTrainer:
     """Base of a user's trainer; its constructor gets the keywords of `training.trainer`."""

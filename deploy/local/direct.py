@@ -81,7 +81,7 @@ async def _run(
             found = cloud.evaluate(global_round, row)
         if found is None:
             return None
-        return EvaluationResult(global_round, found.score, found.loss, found.more)
+        return EvaluationResult(global_round, found.score, found.loss, found.more, found.attacks)
 
     layout, partition = cloud.beginning.layout, cloud.beginning.partition
     below: dict[str, Calls] = {}
@@ -224,6 +224,8 @@ class _Evaluated(Protocol):
     def loss(self) -> float: ...
     @property
     def more(self) -> Sequence[float]: ...
+    @property
+    def attacks(self) -> Sequence[float]: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fedstrata.deploy.console.tabular import Table, clean, show, size
-from fedstrata.deploy.results import device_costs, device_scores, maps, sections, whole
+from fedstrata.deploy.results import attacks, device_costs, device_scores, maps, sections, whole
 from fedstrata.deploy.results.figures import DASHES, TEMPLATES, Figure
 from fedstrata.deploy.results.kept_table import SWEEP
 from fedstrata.deploy.results.run import Run, State, folders, seconds_of
@@ -181,6 +181,15 @@ def _add_task(page: Page, series: Sequence[Series], task: str, key: str) -> None
     page.add_table(table, short={each.label: each.mark for each in series})
 
 
+def _add_attacks(page: Page, run: Run, level: int) -> None:
+    """Add what adversaries did, if there were any."""
+    if run.experiment.adversaries:
+        page.add("heading", (level, "Adversaries"))
+        page.add("paragraph", attacks.TEXT)
+        page.add("curves", attacks.figures(run))
+        page.add_table(attacks.table(run), folded=True)
+
+
 def _add_run(page: Page, run: Run, level: int) -> None:
     """Add the sections of a single run; at level 3 it is one of several."""
     if run.rounds and level > 2:
@@ -192,6 +201,7 @@ def _add_run(page: Page, run: Run, level: int) -> None:
         page.add("paragraph", device_scores.DEVICE_SCORES)
         page.add("curves", scores)
         page.add_table(device_scores.table(run), folded=True)
+    _add_attacks(page, run, level)
     if changed := maps.changes(run):
         page.add("heading", (level, "Changes over time"))
         page.add("paragraph", maps.CHANGES)
@@ -276,6 +286,7 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
         yield table, _named(leaves, chosen, table)
     yield "devices", _named(leaves, {*chosen, *(f"training.{key}" for key in STEPS)}, "training")
     yield from (("privacy", line) for line in privacy_of(run))
+    yield from (("adversaries", line) for line in attacks.facts(run))
     yield "topology", nodes_of(run)
     yield "links", _links(run, leaves)
     yield "hardware", _hardware(run)

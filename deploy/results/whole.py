@@ -11,6 +11,8 @@ from functools import partial
 from math import inf
 from typing import Any, Final
 
+from fedstrata.cloud.records import HONEST
+from fedstrata.common.experiment.attackers import SUCCESS
 from fedstrata.common.settings.training import Score
 from fedstrata.deploy.console.tabular import Cell, Column, Spread, Table
 from fedstrata.deploy.results.device_costs import COSTS, costs_until
@@ -19,6 +21,11 @@ from fedstrata.deploy.results.pairs import INTERVAL, SEEDS_LEAST, Pairs, by_seed
 from fedstrata.deploy.results.run import Run, columns_of, seconds_of, tiers_of
 from fedstrata.deploy.results.series import Series, baselines
 
+AGAINST: Final = (  # columns of rounds.csv in experiments with adversaries, and their titles
+    (SUCCESS, "attack success"),
+    (f"{HONEST}_mean", "mean over honest devices"),
+    (f"{HONEST}_worst", "worst tenth of honest devices"),
+)
 ENERGY: Final = ("joules", "cpu_s")  # of COSTS, those of whole runs
 TITLE: Final = "The series: mean ± standard deviation (n - 1) over the finished runs"
 
@@ -77,9 +84,10 @@ def quantities(series: Sequence[Series]) -> list[Quantity]:
         found.append(Quantity(name, column, partial(_bytes, name), 1e-6))
     found.append(Quantity("epsilon", Column("epsilon", digits=3), _epsilon))
     found += [Quantity(name, COSTS[name], partial(_cost, name)) for name in ENERGY]
+    found += [Quantity(name, Column(title, unit, digits), partial(last_of, name), factor) for name, title in AGAINST]
     found += [Quantity(each.key, Column(each.title, unit, digits), each.of, factor) for each in statistics_of(runs)]
     done = [run for each in series for run in each.finished]
-    optional = ("best_score", "epsilon", *ENERGY)
+    optional = ("best_score", "epsilon", *ENERGY, *dict(AGAINST))
     return [each for each in found if each.key not in optional or any(each.of(run) is not None for run in done)]
 
 
@@ -177,6 +185,12 @@ def _epsilon(run: Run) -> float | None:
     """Return the largest epsilon of the tiers after the last global round, infinite without noise."""
     last = run.rounds[-1].epsilon.values() if run.rounds else ()
     return max((inf if value is None else value for value in last), default=None)
+
+
+def last_of(name: str, run: Run) -> float | None:
+    """Return the last known value of a column of rounds.csv that only some experiments have."""
+    known = (row.further(name) for row in reversed(run.rounds))
+    return next((value for value in known if value is not None), None)
 
 
 def _cost(name: str, run: Run) -> float | None:

@@ -380,6 +380,7 @@ def _label(measure: Measure, *, several: bool) -> str:
     """Return a measure's label: its own, or one made from its keys."""
     names = {"accuracy": "accuracy", "rounds": "global rounds", "seconds": "time", "path_steps": "path"}
     of = {"samples": "", "devices": ", mean of devices", "worst": ", worst devices", "spread": ", spread"}
+    of |= {"honest": ", honest devices", "honest_worst": ", worst honest devices", "attack": ", attack success"}
     text = measure.label or names.get(measure.name, measure.name)
     if several:
         text = f"{measure.label} round {measure.round}".strip()

@@ -11,7 +11,8 @@ from math import inf
 from statistics import mean
 from typing import Final, TypeAlias
 
-from fedstrata.cloud.records import GlobalRoundRecord
+from fedstrata.cloud.records import HONEST, GlobalRoundRecord
+from fedstrata.common.experiment.attackers import SUCCESS
 from fedstrata.deploy.console.tabular import Spread
 from fedstrata.deploy.results.run import Run
 from fedstrata.deploy.sweeps.grid import Grid, PaperFigure, SweepCell, axis_of
@@ -62,6 +63,10 @@ def _epsilon(done: Rows, measure: Measure) -> float | None:
     return max(found, default=None)
 
 
+LESS: Final = ("spread", "attack")  # a smaller one is better
+AGAINST: Final = {"honest": f"{HONEST}_mean", "honest_worst": f"{HONEST}_worst", "attack": SUCCESS}  # their columns
+
+
 COSTS: Final[Mapping[str, Callable[[Rows, Measure], float | None]]] = {
     "rounds": _rounds, "seconds": _seconds, "bytes": _bytes, "steps": _steps, "path_steps": _path_steps,
     "epsilon": _epsilon,
@@ -103,7 +108,7 @@ def unit_of(measure: Measure) -> str:
 
 def sign_of(measure: Measure) -> float:
     """Return 1 if a larger value of a measure is the better one, -1 if a smaller one is, before any comparison."""
-    if measure.of == "spread":
+    if measure.of in LESS:
         return -1.0
     return 1.0 if measure.name in ("accuracy", "reached") else -1.0
 
@@ -116,13 +121,15 @@ def _accuracy(rows: Rows, measure: Measure, rounds: int) -> float | None:
     known = [found for row in until if (found := _of(row, measure)) is not None]
     if not known:
         return None
-    return (min if measure.of == "spread" else max)(known) if measure.best else mean(known[-(measure.last or 1) :])
+    return (min if measure.of in LESS else max)(known) if measure.best else mean(known[-(measure.last or 1) :])
 
 
 def _of(row: GlobalRoundRecord, measure: Measure) -> float | None:
     """Return a row's accuracy over samples, or a statistic of the devices' accuracies."""
     if measure.of == "samples" and not measure.personalised:
         return row.accuracy
+    if measure.of in AGAINST:
+        return row.further(AGAINST[measure.of])
     return row.of_devices(OF_DEVICES.get(measure.of, measure.of), personalised=measure.personalised)
 
 

@@ -83,8 +83,9 @@ class Measure(SettingsTable):
     best: bool = False  # accuracy: the best of the run
     round: Count | None = None  # accuracy: after this global round
     every: Count | None = None  # accuracy: after every so many global rounds, a curve
-    # accuracy: over all test samples; or over the devices that scored, `worst` for the worst tenth of them.
-    of: Literal["samples", "devices", "worst", "spread"] = "samples"
+    # accuracy: over all test samples; or over the devices that scored, `worst` for the worst tenth of them, and alike
+    # over the honest ones; or `attack`: the success of the first attack that has tests of its own.
+    of: Literal["samples", "devices", "worst", "spread", "honest", "honest_worst", "attack"] = "samples"
     personalised: bool = False  # accuracy: of the models that devices trained, with `evaluation.personalised`
     target: Fraction | None = None  # costs: the accuracy to reach; without it, the cell's
     until: Literal["target", "end"] = "target"  # costs: until the target is reached, or of the whole run
