@@ -10,16 +10,24 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment import lint
 from fedstrata.common.experiment.reading import parse
+from fedstrata.common.learning.refiner import NodeSamples
+from fedstrata.common.methods.baselines.root_training import train
 from fedstrata.common.methods.rule import Aggregated, Rule
 from fedstrata.common.methods.settings import RULES, NormBound
+from fedstrata.common.model.refinement import RoundModels
 from fedstrata.common.settings.topology import share_of
+from tests.helpers.commands import tensors
+from tests.helpers.direct import resumed_run, run_direct
 from tests.helpers.examples import examples, slow
-from tests.helpers.rules import LAYOUT, LEAST, Report, aggregate, rule_of
+from tests.helpers.rules import LAYOUT, LEAST, AddingRefiner, Report, aggregate, rule_of
+from tests.helpers.scenarios import TREE, KilledLab
 from tests.simulation.lab import ScenarioLab
 
 D: Final = LAYOUT.parameters
@@ -134,6 +142,178 @@ def test_what_cannot_be_is_refused(tree: dict[str, Any], message: str) -> None:
         parse({"cloud": {"aggregation": tree}, "topology": {"institutions": 20, "devices": 20}})
 
 
+# Rules of norms, of angles, and in two stages
+
+TWO_STAGES: Final = {"name": "bulyan", "wrong": 0}
+
+
+@pytest.mark.parametrize(
+    "tree", [TWO_STAGES, {"name": "centred_clipping", "radius": 1e9}, {"name": "fltrust", "epochs": 0}]
+)
+def test_without_a_bound_they_are_the_uniform_mean(tree: dict[str, Any]) -> None:
+    uploads = models(7)
+    np.testing.assert_allclose(aggregated(tree, uploads)[0], aggregated(UNIFORM, uploads)[0], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("count", "wrong"), [(7, 1), (11, 2), (13, 2)])
+def test_bulyan_is_krum_again_and_again_and_a_mean_around_the_median(count: int, wrong: int) -> None:
+    uploads = models(count, poisoned=wrong)
+    left, chosen = list(range(count)), []
+    while len(chosen) < count - 2 * wrong:
+        few = max(len(left) - wrong - 2, 1)
+        far = {k: sorted(((uploads[k] - uploads[j]).astype(np.float64) ** 2).sum() for j in left) for k in left}
+        chosen.append(min(left, key=lambda k: sum(far[k][1 : 1 + few])))
+        left.remove(chosen[-1])
+    values = uploads[sorted(chosen)].astype(np.float64)
+    order = np.argsort(np.abs(values - np.median(values, axis=0)), axis=0, kind="stable")[: len(chosen) - 2 * wrong]
+    found, outcome = aggregated({"name": "bulyan", "wrong": wrong}, uploads)
+    np.testing.assert_allclose(found, np.take_along_axis(values, order, axis=0).mean(axis=0), rtol=1e-6, atol=1e-6)
+    assert outcome.facts["chosen"] == [f"c{k}" for k in sorted(chosen)]
+    assert np.abs(found).max() < 10 * SPREAD, "two of the wrong ones may be chosen, and the second stage drops them"
+
+
+@pytest.mark.parametrize("weights", ["uniform", "data"])
+def test_the_geometric_median_is_where_the_sum_of_distances_is_least(weights: str) -> None:
+    uploads = models(7, poisoned=2).astype(np.float64)
+    shares = np.full(7, 1 / 7) if weights == "uniform" else np.arange(1, 8) / 28
+    z = shares @ uploads
+    for _ in range(100):
+        near = shares / np.maximum(np.linalg.norm(uploads - z, axis=1), 1e-6)
+        z = near @ uploads / near.sum()
+    found, _ = aggregated({"name": "geometric_median", "weights": weights}, uploads.astype(np.float32))
+    np.testing.assert_allclose(found, z, rtol=1e-6, atol=1e-6)
+
+    def far(point: Doubles) -> float:
+        return float(shares @ np.linalg.norm(uploads - point, axis=1))
+
+    source = np.random.default_rng(0)
+    assert all(far(found) <= far(found + source.normal(scale=0.01, size=D)) for _ in range(20))
+
+
+@pytest.mark.parametrize("radius", [None, 30.0])
+def test_centred_clipping_clips_around_its_centre(radius: float | None) -> None:
+    uploads = models(11, poisoned=1).astype(np.float64)
+    tau = float(np.median(np.linalg.norm(uploads - 0.25, axis=1))) if radius is None else radius
+    v = np.full(D, 0.25)
+    for _ in range(3):
+        far = np.linalg.norm(uploads - v, axis=1)
+        v = v + (np.minimum(1, tau / far)[:, None] * (uploads - v)).mean(axis=0)
+    keys = {} if radius is None else {"radius": radius}
+    found, outcome = aggregated({"name": "centred_clipping", **keys}, uploads.astype(np.float32), start=0.25)
+    np.testing.assert_allclose(found, v, rtol=1e-6, atol=1e-6)
+    assert "c10" in outcome.facts["clipped"]  # type: ignore[operator]
+
+
+def test_fltrust_takes_steps_as_long_as_its_own_by_their_angle() -> None:
+    """The refiner of the test adds 1 to each parameter: that is the node's own step."""
+    uploads = models(6) + np.float32(1.0)
+    uploads[4:] *= -100
+    own = np.ones(D)
+    steps = uploads.astype(np.float64) - 0.25
+    lengths = np.linalg.norm(steps, axis=1)
+    trust = np.maximum(0, steps @ own / (lengths * np.sqrt(D)))
+    wanted = 0.25 + (trust / trust.sum() * np.sqrt(D) / lengths) @ steps
+    found, outcome = aggregated({"name": "fltrust"}, uploads, start=0.25, refiner=AddingRefiner(seen=1))
+    np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
+    weights: Any = outcome.facts["weights"]
+    assert weights["c4"] == weights["c5"] == 0 and outcome.facts["seen"] == 1
+    kept, outcome = aggregated({"name": "fltrust"}, -abs(uploads) - 1, start=0.25, refiner=AddingRefiner())
+    assert (kept == 0.25).all() and outcome.left_out["c0"] == "no step is trusted: the model is kept"
+
+
+def test_fltrust_trains_plainly_on_the_samples_of_its_node() -> None:
+    tree = {"model": "mlp_digits", "data": {"node_samples": 50}, "cloud": {"aggregation": "fltrust"}}
+    node = NodeSamples(parse(tree), "cloud")
+    row, mean = node.layout.empty(), node.layout.empty()
+    node.store(row)
+    settings: Any = RULES["fltrust"](name="fltrust", epochs=2, batch_size=20, learning_rate=0.1)
+    facts = train(node, settings, RoundModels(3, node.layout, mean, row, [], np.ones(0)))
+    node.load(row)
+    passes = node.passes(20, r=3)
+    for places in [*next(passes), *next(passes)]:
+        loss = torch.nn.functional.cross_entropy(node.logits(places), node.labels[places])
+        for weight, gradient in zip(node.weights, torch.autograd.grad(loss, node.weights), strict=True):
+            weight.data -= 0.1 * gradient
+    again = node.layout.empty()
+    node.store(again)
+    np.testing.assert_allclose(node.layout.floats(mean), node.layout.floats(again), rtol=1e-6, atol=1e-7)
+    assert facts["steps"] == 6 and facts["loss_after"] < facts["loss_before"]
+
+
+def test_foolsgold_distrusts_children_that_always_agree(tmp_path: Path) -> None:
+    """Against algorithm 1 of the paper, over three rounds; a rule that is restored goes on in the same way."""
+    source = np.random.default_rng(4)
+    same = source.normal(size=D)
+    sums = np.zeros((6, D))
+    rule, other = (rule_of({"name": "foolsgold"}) for _ in range(2))
+    for r in range(3):
+        steps = source.normal(size=(6, D))
+        steps[3:] = same + 0.02 * source.normal(size=(3, D))  # three sybils
+        rows_K = np.zeros((6, LAYOUT.row_bytes), np.uint8)
+        ((row, children),) = rule.dispatch(r, [f"c{k}" for k in range(6)])
+        rows_K[:] = row
+        LAYOUT.floats(rows_K)[:, :D] += steps.astype(np.float32)
+        before = LAYOUT.floats(row)[:D].astype(np.float64)
+        sums += LAYOUT.floats(rows_K)[:, :D].astype(np.float64) - before
+        outcome = aggregate(rule, r, children, rows_K, [Report(10, 0.5)] * 6)
+        cs = np.array([[a @ b / np.linalg.norm(a) / np.linalg.norm(b) for b in sums] for a in sums]) - 2 * np.eye(6)
+        v = cs.max(axis=1)
+        for i, j in product(range(6), range(6)):
+            if i != j and v[j] > v[i]:
+                cs[i, j] *= v[i] / v[j]
+        alpha = np.clip(1 - cs.max(axis=1), 0, 1)
+        alpha = np.minimum(alpha / alpha.max(), 0.99)
+        alpha = np.clip(np.log(alpha / (1 - alpha)) + 0.5, 0, 1)
+        weights: Any = outcome.facts["weights"]
+        assert list(weights.values()) == pytest.approx((alpha / alpha.sum()).tolist(), abs=1e-6)
+        assert alpha[:3].min() > 0.9 and alpha[3:].max() == 0
+        if r == 1:
+            other.begin(rule.model.copy())
+            other.restore(tmp_path, rule.save(tmp_path))
+    other.dispatch(2, children)
+    aggregate(other, 2, children, rows_K, [Report(10, 0.5)] * 6)
+    assert np.array_equal(other.model, rule.model)
+
+
+OUTSIDE: Final[list[tuple[dict[str, Any], int, int]]] = [  # the most wrong ones of eleven inside each theorem
+    ({"name": "median"}, 11, 5),
+    ({"name": "trimmed_mean", "trim": 0.3}, 11, 3),
+    ({"name": "krum", "wrong": 4}, 11, 4),
+    ({"name": "geometric_median"}, 11, 5),
+    ({"name": "bulyan", "wrong": 2}, 11, 2),
+]
+
+
+@pytest.mark.parametrize(("tree", "count", "most"), OUTSIDE)
+def test_rules_hold_inside_their_theorems_and_break_outside(tree: dict[str, Any], count: int, most: int) -> None:
+    """Colluders send the same model, far away."""
+    assert RULES[tree["name"]](**tree).tolerates(count) == most
+    inside, _ = aggregated(tree, models(count, poisoned=most))
+    if tree["name"] == "geometric_median":  # its bound: 2 (n - f) / (n - 2 f) times the farthest honest one
+        assert np.linalg.norm(inside) <= 12 * np.linalg.norm(models(count), axis=1).max()
+    broken, _ = aggregated(tree, models(count, poisoned=count // 2 + 1))
+    assert np.abs(inside).max() < 10 * SPREAD < 100 < np.abs(broken).max()
+
+
+def test_an_experiment_names_where_the_condition_of_its_rule_holds() -> None:
+    tree = {
+        "topology": {"institutions": 2, "devices": 10},
+        "institution": {"aggregation": {"name": "krum", "wrong": 1}},
+        "cloud": {"aggregation": {"name": "geometric_median"}, "participation": 1.0},
+        "adversaries": [{"attack": "scaled", "nodes": ["device-0", "device-5", "device-6"]}],
+    }
+    tree["topology"] = {"institutions": 3, "devices": 15}
+    found = [line for line in lint.warnings(parse(tree)) if "theorem" in line]
+    assert found == [
+        "cloud.aggregation.name = 'geometric_median': its theorem needs n >= 2 f + 1. It holds at cloud"
+        " (f = 0 of n = 3).",
+        "institution.aggregation.name = 'krum': its theorem needs n >= 2 f + 3, with f of the key `wrong`. It holds at"
+        " institution-0 (f = 1 of n = 5) and institution-2 (f = 0 of n = 5). It does not hold at institution-1"
+        " (f = 2 of n = 5).",
+    ]
+    assert not [line for line in lint.warnings(parse(tree | {"adversaries": []})) if "theorem" in line]
+
+
 # Too few uploads
 
 UNPROTECTED: Final[list[tuple[dict[str, Any], int]]] = [
@@ -143,6 +323,8 @@ UNPROTECTED: Final[list[tuple[dict[str, Any], int]]] = [
     ({"name": "trimmed_mean", "trim": 0.34}, 3),
     ({"name": "krum"}, 5),
     ({"name": "krum", "wrong": 2, "keep": 8}, 10),
+    ({"name": "bulyan"}, 7),
+    ({"name": "geometric_median"}, 3),
 ]
 
 
@@ -334,3 +516,28 @@ def test_a_lab_with_tempo_ends_well(action: str, rule: str) -> None:
     }
     outcome = ScenarioLab(parse(tree), seed=1, model_bytes=10_000).run()
     assert outcome.ok, outcome.result
+
+
+@pytest.mark.parametrize("name", ["bulyan", "geometric_median", "centred_clipping", "fltrust", "foolsgold"])
+def test_at_both_tiers_a_resumed_run_with_adversaries_gives_the_same_model(name: str, tmp_path: Path) -> None:
+    rule = {"aggregation": {"name": name} | ({"wrong": 0} if name == "bulyan" else {})}
+    tree = {
+        "rounds": 4,
+        "topology": {"institutions": 3, "devices": 12},
+        "model": "mlp_digits",
+        "data": {"node_samples": 60},
+        "training": {"epochs": 1},
+        "institution": {"rounds": 2, **rule},
+        "cloud": {"checkpoint_every": 2, **rule},
+        "adversaries": [{"attack": {"name": "scaled", "factor": 5.0}, "nodes": ["device-0", "device-5"]}],
+    }
+    whole, broken = run_direct(tmp_path / "whole", tree), run_direct(tmp_path / "broken", tree, until=3)
+    assert tensors(resumed_run(broken)) == tensors(whole)
+
+
+SUMS: Final = KilledLab(TREE | {"institution": {"rounds": 2, "aggregation": "foolsgold"}}, model_bytes=10_000)
+
+
+@pytest.mark.parametrize("node", ["cloud", "institution-0"])
+def test_a_killed_institution_keeps_the_sums_of_steps(node: str) -> None:
+    SUMS.assert_same_if_killed(node, 0.6)

@@ -172,9 +172,10 @@ CHANGES: list[dict[str, Any]] = [
         {tier: {"aggregation": table}}
         for tier in ("cloud", "institution")
         for table in list(LEAST.values())[1:]
-        if table["name"] not in {*WITH_OBJECTIVE, "median"}  # which needs more children than the default's
+        if table["name"] not in {*WITH_OBJECTIVE, "median", "geometric_median"}  # which need more children
     ),
     {"hardware": {"of": {"device-0": "raspberry-pi-5"}}}, {"hardware": {"profiles": {"mine": {}}}},
+    *({"adversaries": [{"attack": "scaled", "share": 1.0} | more]} for more in ({}, {"probability": 0.5})),
     *(
         {"institution": {"privacy": {"unit": "device", "noise_multiplier": 1, "clip_norm": 1, "delta": 0.1, **more}}}
         for more in ({}, {"noise": "seeded"}, {"noise_by": "parent"}, {"delta": 0.2}, {"max_epsilon": 9.0})

@@ -17,6 +17,7 @@ from fedstrata.common.model.codec_settings import FormSettings
 from fedstrata.common.settings.data import Data
 from fedstrata.common.settings.topology import participants
 from fedstrata.common.settings.training import Schedule
+from fedstrata.common.text import named
 
 BATCH_NORM: Final = frozenset({"resnet18_cifar", "resnet20", "resnet20_b", "resnet20_preact", "vgg16_bn"})
 SKEWED_CONCENTRATION: Final = 1.0  # of the Dirichlet split, at or below which label skew shows
@@ -41,6 +42,7 @@ def warnings(experiment: Experiment) -> list[str]:
         if tier.closing.rule == "all" and tier.closing.quorum is not None:
             found.append(f"{key}.closing.quorum = {tier.closing.quorum}: no effect with closing.rule = 'all'.")
         found += _privacy(experiment, tier, depth)
+        found += conditions(experiment, tier, depth)
     found += [*_epochs(experiment), *_schedule(experiment.training.schedule, global_rounds=experiment.rounds)]
     if experiment.model.name in BATCH_NORM and _skew(experiment.data) <= SKEWED_CONCENTRATION:
         found.append(
@@ -82,6 +84,23 @@ def _privacy(experiment: Experiment, tier: Tier, depth: int) -> Iterator[str]:
             f"model.initial = {initial!r}: epsilon counts this run alone. What that model has cost the same"
             f" {privacy.unit}s is to be added."
         )
+
+
+def conditions(experiment: Experiment, tier: Tier, depth: int) -> Iterator[str]:
+    """Yield where the condition of a robust rule's theorem holds among the adversaries of an experiment."""
+    rule, tree = tier.aggregation, experiment.tree if experiment.attackers else None
+    if tree is None or not rule.condition:
+        return
+    holds, fails = list[str](), list[str]()
+    for parent in tree.layers[depth]:
+        children = tree.children[parent]
+        uploads = tier.closing.uploads_of(participants(len(children), tier.participation))
+        wrong = min(uploads, sum(child in experiment.attackers.at for child in children))
+        where = f"{parent} (f = {wrong} of n = {uploads})"
+        (holds if wrong <= rule.tolerates(uploads) else fails).append(where)
+    found = f"{experiment.key(tier)}.aggregation.name = {rule.name!r}: its theorem needs {rule.condition}."
+    found += f" It holds at {named(holds)}." if holds else ""
+    yield found + (f" It does not hold at {named(fails)}." if fails else "")
 
 
 def _sensitivity(tier: Tier, uploads: int, batch: int) -> str:

@@ -34,8 +34,13 @@ class Median(CombiningSettings):
 
     step_models = 1.0
     uploads_least: ClassVar[int] = 3  # the median of two is their mean
+    condition: ClassVar[str] = "n >= 2 f + 1"
 
     name: Literal["median"] = "median"  # the rule
+
+    def tolerates(self, uploads: int) -> int:
+        """Return f, a minority."""
+        return max(0, (uploads - 1) // 2)
 
     def check(self, key: str, children: int, uploads: int) -> None:
         """Check that enough uploads come. Raises InvalidExperiment."""
@@ -54,6 +59,7 @@ class TrimmedMean(CombiningSettings):
     """One model: the mean of each column without its largest and smallest values."""
 
     step_models = 1.0
+    condition: ClassVar[str] = "f <= floor(trim n)"
 
     name: Literal["trimmed_mean"] = "trimmed_mean"  # the rule
     # Share of the uploads left out at each end, rounded down. It must be at least one, of all uploads that close a
@@ -64,6 +70,10 @@ class TrimmedMean(CombiningSettings):
     def uploads_least(self) -> int:
         """The least number of which one is left out at each end."""
         return ceil(1 / self.trim - 1e-9) if self.trim else 1
+
+    def tolerates(self, uploads: int) -> int:
+        """Return f: as many as are left out at each end."""
+        return share_of(uploads, self.trim)
 
     def check(self, key: str, children: int, uploads: int) -> None:
         """Check that enough uploads come. Raises InvalidExperiment."""
@@ -82,6 +92,8 @@ class TrimmedMean(CombiningSettings):
 class Krum(CombiningSettings):
     """One model: the mean of the uploads that lie closest to most others."""
 
+    condition: ClassVar[str] = "n >= 2 f + 3, with f of the key `wrong`"
+
     name: Literal["krum"] = "krum"  # the rule
     wrong: Annotated[int, Field(ge=0)] = 1  # wrong uploads that are expected (f)
     keep: Count = 1  # uploads of which the mean is taken (m): 1 is Krum, more multi-Krum
@@ -90,6 +102,10 @@ class Krum(CombiningSettings):
     def uploads_least(self) -> int:
         """2 f + 3, and so many that f may be left out; any number if none is expected to be wrong."""
         return max(2 * self.wrong + 3, self.wrong + self.keep) if self.wrong else 1
+
+    def tolerates(self, uploads: int) -> int:
+        """Return f, if there are so many uploads."""
+        return self.wrong if uploads >= self.uploads_least else 0
 
     def check(self, key: str, children: int, uploads: int) -> None:
         """Check that enough uploads come. Raises InvalidExperiment."""

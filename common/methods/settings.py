@@ -69,6 +69,7 @@ class RuleSettings(SettingsTable):
     objective: ClassVar[str | None] = None
     reads_losses: ClassVar[bool] = False
     step_models: ClassVar[float] = 0.0
+    condition: ClassVar[str] = ""  # of its theorem, on f wrong ones among n uploads; empty: it has none
 
     name: str  # the rule
 
@@ -186,6 +187,10 @@ class RuleSettings(SettingsTable):
     def uploads_least(self) -> int:
         """The uploads that protect a round from wrong ones; with fewer the node keeps its model."""
         return 1
+
+    def tolerates(self, uploads: int) -> int:
+        """Return how many wrong ones among so many uploads its theorem covers."""
+        return 0
 
     def check(self, key: str, children: int, uploads: int) -> None:
         """Check the settings against the children that take part in a round, and the uploads that close it.

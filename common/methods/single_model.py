@@ -134,14 +134,14 @@ class SingleModelRule(OneModel):
         read_vectors(self.vectors, folder)
         self._rule.numbers = facts["numbers"]
 
-    def _keep(self, children: Sequence[str], statistics: Statistics) -> Aggregated:
-        """Keep the model of a round that has fewer uploads than protect from wrong ones."""
+    def _keep(self, children: Sequence[str], statistics: Statistics, reason: str = "") -> Aggregated:
+        """Keep the model of a round that has fewer uploads than protect from wrong ones, or for another reason."""
         if self.current is not self.mean:
             self.mean[:] = self.current
             self.current = self.mean
-        reason = f"{len(children)} uploads do not protect from wrong ones, {self._uploads_least} do: the model is kept"
+        few = f"{len(children)} uploads do not protect from wrong ones, {self._uploads_least} do: the model is kept"
         facts = {"uploads": len(children), "uploads_least": self._uploads_least}
-        return Aggregated(float(statistics.losses_K.mean()), {}, None, facts, dict.fromkeys(children, reason))
+        return Aggregated(float(statistics.losses_K.mean()), {}, None, facts, dict.fromkeys(children, reason or few))
 
     def _replace(self, rule: ColumnRule, uploads: Uploads, weights_K: Doubles) -> None:
         """Write the rule's columns over those of the mean."""

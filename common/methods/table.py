@@ -32,6 +32,10 @@ RULES: Final[Mapping[str, str]] = {
     "median": "fedstrata.common.methods.robust:Median",
     "trimmed_mean": "fedstrata.common.methods.robust:TrimmedMean",
     "krum": "fedstrata.common.methods.robust:Krum",
+    "bulyan": "fedstrata.common.methods.bulyan:Bulyan",
+    "geometric_median": "fedstrata.common.methods.geometric_median:GeometricMedian",
+    "centred_clipping": "fedstrata.common.methods.clipping:CentredClipping",
+    "foolsgold": "fedstrata.common.methods.foolsgold:FoolsGold",
 }
 STEPS: Final = ("fedavgm", "fedadagrad", "fedadam", "fedyogi")  # whose step may follow another rule of one model
 OWN_RULE: Final = "fedstrata.common.methods.own_rule:settings_of"

@@ -19,13 +19,15 @@ from fedstrata.common.model.refinement import RoundModels
 
 _NEEDED: Final[Mapping[str, Mapping[str, Any]]] = {
     **{name: {"learning_rate": 0.1} for name in ("fedadagrad", "fedadam", "fedyogi")},
-    "krum": {"wrong": 0},  # for any number of children, as the next two
+    "krum": {"wrong": 0},  # for any number of children, as the next three
+    "bulyan": {"wrong": 0},
     "trimmed_mean": {"trim": 0.0},
     "fedbuff": {"buffer": 1},
     "feddf": {"steps": 0},  # without samples at the node, as the next two
     "fedbe": {"epochs": 0},
     "fedlaw": {"epochs": 0},
-    "fedgen": {"steps": 0},  # without a refiner
+    "fedgen": {"steps": 0},  # without a refiner, as the next one
+    "fltrust": {"epochs": 0},
 }
 # Of rules whose children must be devices with an objective, or with their losses: they stand in the last tier.
 WITH_OBJECTIVE: Final[Mapping[str, str]] = {

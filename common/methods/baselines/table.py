@@ -11,6 +11,7 @@ BASELINES: Final[Mapping[str, str]] = {
     "feddf": "fedstrata.common.methods.baselines.refined:FedDF",
     "fedbe": "fedstrata.common.methods.baselines.refined:FedBE",
     "fedlaw": "fedstrata.common.methods.baselines.refined:FedLAW",
+    "fltrust": "fedstrata.common.methods.baselines.fltrust:FLTrust",
     "fedgen": "fedstrata.common.methods.baselines.fedgen:FedGen",
 }
 REFINEMENTS: Final = ("feddf", "fedbe")
