@@ -20,6 +20,7 @@ from fedstrata.common.methods.adversary import Adversaries, Adversary, NearAdver
 from fedstrata.common.methods.attack import ATTACKS, AttackedUpload, LabelledSamples
 from fedstrata.common.methods.rule import Rule
 from fedstrata.common.methods.statistics import Doubles
+from fedstrata.deploy.planning.workload import with_tiers
 from fedstrata.deploy.results import attacks
 from tests.helpers.commands import command, fedstrata, run_lab, table, tensors
 from tests.helpers.direct import resumed_run, run_direct
@@ -332,6 +333,12 @@ def test_late_results_come_later_and_count() -> None:
     honest = KilledLab(TREE, model_bytes=2_000)
     assert lab.undisturbed.digest == honest.undisturbed.digest
     assert lab.undisturbed.virtual_s == pytest.approx(honest.undisturbed.virtual_s + 80, abs=5)
+
+
+def test_a_plan_simulates_a_sample_of_a_lab_without_its_adversaries() -> None:
+    tiers = [{"name": "wan", "children": "institution", "number": 3}, {"name": "lan", "number": 30}]
+    experiment = parse({"tiers": tiers, "adversaries": [{"attack": "late", "nodes": ["device-7"]}]})
+    assert not with_tiers(experiment, [{"name": "lan"}]).adversaries
 
 
 LYING: Final = [

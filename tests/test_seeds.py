@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.examples import PROFILE, slow
+from tests.simulation.attacked import ATTACKED
 from tests.simulation.drawn import DrawnLab, draw_lab
 from tests.simulation.fault_draws import LASTING
 from tests.simulation.faults import Fault, FaultKind, longest_s
@@ -24,7 +25,8 @@ from tests.simulation.outcome import LabOutcome
 from tests.simulation.report import describe, print_report, summary
 from tests.simulation.runs import LabReport, Source, check_lab, check_many, with_only
 
-FEW = (0, 3, 9, 44)
+FEW = (0, 3, 9, 44, ATTACKED + 1)
+LIED_TO = range(ATTACKED, ATTACKED + (300 if PROFILE == "thorough" else 60))
 MANY = range(10_000, 10_300 if PROFILE == "thorough" else 10_150)  # `make simulate SEEDS=2000 FROM=20000` runs others
 QUICK = ("old-store-with-a-dead-device", "lost-device-without-chunks")
 
@@ -55,6 +57,23 @@ def test_labs_that_found_faults_hold_what_is_promised() -> None:
 @pytest.mark.timeout(3600)
 def test_many_drawn_labs_hold_what_is_promised() -> None:
     assert violations(MANY) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_drawn_labs_with_adversaries_hold_what_is_promised() -> None:
+    assert violations(LIED_TO) == []
+
+
+def test_labs_with_adversaries_are_those_of_smaller_seeds() -> None:
+    attacks = set()
+    for seed in range(40):
+        drawn, plain = draw_lab(ATTACKED + seed), draw_lab(seed)
+        attacks.update(table.attack.name for table in drawn.experiment.adversaries)
+        honest = drawn.experiment.model_dump(mode="json")
+        del honest["adversaries"]
+        assert honest == plain.experiment.model_dump(mode="json") and drawn.faults == plain.faults
+    assert len(attacks) > 7
 
 
 def test_a_seed_draws_the_same_lab_and_gives_the_same_report() -> None:

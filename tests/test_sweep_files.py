@@ -256,7 +256,7 @@ def test_the_study_has_the_parts_that_its_page_has() -> None:
     assert cells == {
         "study/two": 40, "study/methods": 72, "study/three": 192, "study/tempo": 36, "study/table1": 4,
         "study/codecs": 76, "study/images": 8, "study/motions": 5, "study/phones": 8,
-        "study/wan": 21,
+        "study/wan": 21, "study/adversaries": 144,
     }  # fmt: skip
     seen = load(shipped_sweeps()["study/two"]).figures
     assert {label for _, label in seen} == {"Δ 25", "round 300"} and len(seen) == 7

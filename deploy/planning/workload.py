@@ -193,5 +193,5 @@ def _alone(experiment: Experiment, samples: int) -> Experiment:
 
 
 def with_tiers(experiment: Experiment, tiers: Sequence[Mapping[str, Any]], **tables: Any) -> Experiment:
-    """Return an experiment with other tiers, and with other tables. Raises InvalidExperiment."""
-    return parse(experiment.model_dump(mode="json") | tables | {"tiers": list(tiers)})
+    """Return an experiment with other tiers, without adversaries, and with other tables. Raises InvalidExperiment."""
+    return parse(experiment.model_dump(mode="json") | {"adversaries": []} | tables | {"tiers": list(tiers)})

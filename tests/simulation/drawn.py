@@ -21,6 +21,7 @@ from fedstrata.common.settings.topology import CLOUD, participants
 from fedstrata.deploy.simulation.hardware import Durations
 from fedstrata.deploy.simulation.link import LinkConditions
 from fedstrata.device.jobs import WAITS_S
+from tests.simulation.attacked import ATTACKED, attacked
 from tests.simulation.changes import with_changes, with_minima
 from tests.simulation.fault_draws import draw_faults, draw_permanent_fault
 from tests.simulation.faults import Fault, FaultKind
@@ -155,7 +156,12 @@ class DrawnLab:
 
 
 def draw_lab(seed: int) -> DrawnLab:
-    """Return the lab of a seed."""
+    """Return the lab of a seed; one from ATTACKED on is that of a smaller seed, with adversaries."""
+    drawn = _draw_lab(seed % ATTACKED)
+    return drawn if seed < ATTACKED else replace(drawn, seed=seed, experiment=attacked(seed, drawn.experiment))
+
+
+def _draw_lab(seed: int) -> DrawnLab:
     rng = random.Random(f"{seed} lab")
     for _ in range(TRIES):
         durations = _durations(rng)
