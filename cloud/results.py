@@ -231,7 +231,10 @@ class RunFolder:
         self._later(partial(self._replace_rows, "rounds.csv", to_csv([record], header=False), 1))
 
     def add_devices(
-        self, global_round: int, reports: Iterable[ChildReport], plans: Mapping[str, Sequence[Mapping[str, Any]]]
+        self,
+        global_round: int,
+        reports: Iterable[ChildReport],
+        plans: Mapping[str, Sequence[Mapping[str, Any]]] = NO_PLANS,
     ) -> None:
         """Append devices to devices.csv. `plans`: the decisions of their parents in this global round."""
         if self._devices and self._devices[0].global_round != global_round:

@@ -64,6 +64,9 @@ async def test_a_device_that_is_away_reads_its_parents_state(
         def token(self, nbytes: int) -> str:
             return "0" * nbytes
 
+        def wall(self) -> float:
+            return 1e9
+
         def connection(self, address: BrokerAddress, handlers: Handlers, **options: Any) -> Any:
             connected_with.append(handlers)
             return self
