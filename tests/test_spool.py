@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import shutil
 import subprocess
@@ -156,6 +157,7 @@ sys.stdin.read()
 
 def test_many_nodes_of_a_process_hold_one_lock(tmp_path: Path) -> None:
     run, process = names([1])[0], Path("/proc/self/fd")
+    gc.collect()  # what earlier tests left open is closed now, not later
     before = len(list(process.iterdir()))
     spools = [Spool.open(tmp_path, run=run, node=f"n{number}") for number in range(50)]
     assert len(list(process.iterdir())) == before + 1
