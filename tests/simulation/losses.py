@@ -45,7 +45,11 @@ def seconds_to_the_end(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> tuple[f
     ended_s = faulty.outcome.virtual_s if evidence.failed_s is None else evidence.failed_s
     hangs = drawn.permanent is not None and drawn.permanent.kind is FaultKind.HANG
     gathering_s = drawn.experiment.tiers[-1].closing.deadline_s if hangs else None  # for which a quorum waits for it
-    bound_s = drawn.experiment.transfer.idle_s + (gathering_s or 0.0) + _round_s(drawn, twin) + ENDING_S + drawn.waits_s
+    attempts = 1 + any(
+        tier.min_available is not None for tier in drawn.experiment.tiers
+    )  # one more without the lost one
+    attempt_s = drawn.experiment.transfer.idle_s + _round_s(drawn, twin)
+    bound_s = attempts * attempt_s + (gathering_s or 0.0) + ENDING_S + drawn.waits_s
     return ended_s - begun_s, bound_s
 
 
