@@ -341,9 +341,11 @@ def test_noise_is_counted_apart_and_remembered_in_bounds() -> None:
             assert isinstance(output, PublishChunk)
             one.outbox.sent(output.chunk)
     assert one.counters.traffic("a") == Traffic() and one.counters.probed("a", "sent") > manifest.size
+    one.outbox.add_aside("frozen", "me", "arrays")
     for number in range(2 * ASIDE_KEPT):
         one.outbox.add_aside("probe", "me", f"{number:016x}")
     assert len(one.outbox.aside) == ASIDE_KEPT and ("me", manifest.blob) not in one.outbox.aside
+    assert one.outbox.aside["me", "arrays"] == "frozen"
 
 
 # Accounting

@@ -93,13 +93,13 @@ class Outbox:
         self._shaper.begin(begun)
 
     def add_aside(self, kind: Aside, owner: str, blob: str) -> None:
-        """Count this blob's bytes as of this kind; beyond ASIDE_KEPT the first blob is forgotten.
+        """Count this blob's bytes as of this kind; with ASIDE_KEPT others the first one of noise is forgotten.
 
         Of its owner alone: another one's model may have the same id.
         """
         self.aside[owner, blob] = kind
-        if len(self.aside) > ASIDE_KEPT:
-            del self.aside[next(iter(self.aside))]
+        if kind == "probe" and len(self.aside) > ASIDE_KEPT:  # frozen arrays stay: they may be fetched at any time
+            del self.aside[next(key for key, each in self.aside.items() if each == "probe")]
 
     def expect(self, name: str) -> None:
         """Note what is sent to a node that may become a peer."""
