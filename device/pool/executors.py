@@ -219,7 +219,8 @@ class Worker:
         """Send the orders of jobs; return the rows that the process writes for those whose own rows it cannot map."""
         first = next(iter(jobs.values())).order
         row_bytes, out_bytes = first.row.nbytes, first.out.nbytes
-        copied = [number for number, job in jobs.items() if _places(job.order) is None]
+        places = {number: _places(job.order) for number, job in jobs.items()}
+        copied = [number for number in jobs if places[number] is None]
         both = channel.memory.rows(2 * len(copied), max(row_bytes, out_bytes))
         for number, row in zip(copied, both[::2, :row_bytes], strict=True):
             await offload(partial(np.copyto, row, jobs[number].order.row))
@@ -229,7 +230,7 @@ class Worker:
             facts: dict[str, object] = {"epochs": order.epochs, "round": order.local_round}
             facts |= {"scores": order.scores, "scores_trained": order.scores_trained}
             folder = order.folder and [order.folder.before and str(order.folder.before), str(order.folder.after)]
-            facts |= {"folder": folder, "noise": order.noise.hex(), "places": _places(order)}
+            facts |= {"folder": folder, "noise": order.noise.hex(), "places": places[number]}
             wanted.append({"job": number, "device": device, **facts})
         channel.send(train=wanted, row_bytes=row_bytes, out_bytes=out_bytes)
         return dict(zip(copied, both[1::2, :out_bytes], strict=True))

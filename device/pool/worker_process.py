@@ -10,8 +10,8 @@
     {"cancel": JOB}
     {"forget": DIGEST}                        an experiment that no device is in any more
 
-A DEVICE is [digest, name, accelerator, a file of the cloud's frozen arrays or null]. The places of a
-job are those of two rows of the agent, one to read and one to write; without them the shared memory has two for it.
+A DEVICE is [digest, name, accelerator, a file of the cloud's frozen arrays or null]. The places of a job
+are those of two rows of the agent, one to read and one to write; without them the shared memory has two for it.
 A job has a "failure" instead of a result, an empty one if it was cancelled. An error is the outcome of all remaining
 jobs; after one by which the accelerator is lost the agent replaces this process.
 """
@@ -29,7 +29,7 @@ from fedstrata.common.errors import FedstrataError
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.host.memory import frozen_imports, keep_large_buffers, release_freed
-from fedstrata.common.host.shared_rows import row_at
+from fedstrata.common.host.shared_rows import SHARED_BYTES, row_at
 from fedstrata.common.host.subprocess_channel import AgentChannel, Record, error_record
 from fedstrata.device.jobs import Cancelled, Ending, HostedDevice, LocalResult, Order, TrainerFolder
 from fedstrata.device.pool.trainers import Trainers
@@ -54,7 +54,8 @@ class WorkerServer:
                 elif "prepare" in request:
                     with frozen_imports():
                         prepared = self._trainers.prepare(*self._device(request["prepare"]))
-                    release_freed()
+                    if prepared.layout.row_bytes >= SHARED_BYTES:  # it takes 2 ms, and a host may have 1,000 devices
+                        release_freed()
                     facts = {field.name: getattr(prepared, field.name) for field in fields(prepared)}
                     self._channel.send(**facts | {"layout": prepared.layout.to_json()})
                 elif "forget" in request:
