@@ -14,13 +14,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -29,6 +27,7 @@ from fedstrata.common.experiment import reading, schema
 from fedstrata.common.host.memory import keep_large_buffers
 from fedstrata.device.jobs import Order
 from fedstrata.device.pool.pool import Member, Pool, cores
+from tests.helpers.pss import pss
 
 DEVICES = 40
 EPOCHS = 2
@@ -121,18 +120,12 @@ def cpu_s() -> float:
     return sum(sum(process.cpu_times()[:2]) for process in tree())
 
 
-def pss() -> list[float]:
-    """Return the PSS of this process and of its workers, bytes."""
-    texts = [Path(f"/proc/{process.pid}/smaps_rollup").read_text() for process in tree()]
-    return [float(re.search(r"^Pss: +(\d+)", text, re.MULTILINE)[1]) * 1024 for text in texts]  # type: ignore[index]
-
-
 async def memory(slots: int) -> None:
     lab = experiment("lenet_cifar", 50_000, [3, 32, 32])
     async with Pool(accelerator="cpu", slots=slots, devices=DEVICES) as pool:
         members, layout = await members_of(pool, lab)
         await round_of(members, [layout.empty() * 0, *(layout.empty() for _ in members)], epochs=1)
-        found = pss()
+        found = [pss(process.pid) for process in tree()]
     data = 51_000 * 3 * 32 * 32
     bound = 1.2 * data + DEVICES * 3 * layout.row_bytes + 400 * MB
     parts = " + ".join(f"{each / MB:.0f}" for each in found)

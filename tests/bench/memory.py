@@ -22,6 +22,7 @@ from typing import Final
 import psutil
 
 from tests.helpers.commands import command
+from tests.helpers.pss import pss
 
 TRAINER: Final = """
 import numpy as np
@@ -74,27 +75,21 @@ def processes(root: psutil.Process) -> Iterator[tuple[int, str]]:
                     break
 
 
-def pss(pid: int) -> int:
-    """Return the bytes of a process, its parts of what it shares included; 0 if it has ended."""
-    with suppress(OSError):
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return 1024 * int(line.split()[1])
-    return 0
-
-
-def measure(home: Path, columns: int) -> tuple[Mapping[str, int], int]:
+def measure(home: Path, columns: int) -> tuple[Mapping[str, float], float]:
     """Run the lab; return the most bytes of a process by role, and of all at once."""
     words = command("run", "bulk.toml", "--runs", home / "runs", "--set", f"training.trainer.columns={columns}")
-    most: dict[str, int] = defaultdict(int)
-    together = 0
+    most: dict[str, float] = defaultdict(float)
+    together = 0.0
     with (home / "log").open("wb") as log:
         run = psutil.Popen([*map(str, words)], cwd=home, stdout=log, stderr=log)
         while run.poll() is None:
-            found = [(role, pss(pid)) for pid, role in processes(run)]
-            for role, size in found:
-                most[role] = max(most[role], size)
-            together = max(together, sum(size for _, size in found))
+            total = 0.0
+            for pid, role in processes(run):
+                with suppress(OSError):  # it has ended
+                    size = pss(pid)
+                    total += size
+                    most[role] = max(most[role], size)
+            together = max(together, total)
             time.sleep(LOOK_S)
     if run.returncode:
         raise SystemExit((home / "log").read_text())

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import statistics
 import subprocess
 import tempfile
@@ -35,6 +34,7 @@ import numpy as np
 import psutil
 
 from tests.helpers.commands import command
+from tests.helpers.pss import pss
 
 INSTITUTIONS: Final = 10
 DEVICES: Final = (100, 300, 1000, 3000)
@@ -107,12 +107,6 @@ class Lab:
         for process, kind in self._kinds.items():
             sums[kind] += of(process)
         return dict(sums)
-
-
-def pss(pid: int) -> float:
-    """Return the PSS of a process, bytes."""
-    found = re.search(r"^Pss: +(\d+)", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.MULTILINE)
-    return float(found[1]) * 1024 if found else 0.0
 
 
 def measure(devices: int, *, rounds: int, null: bool, processes: int | None) -> Measured:

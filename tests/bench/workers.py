@@ -10,7 +10,6 @@ import asyncio
 import os
 import signal
 import time
-from pathlib import Path
 from typing import Final
 
 import psutil
@@ -19,17 +18,13 @@ from fedstrata.common.experiment.reading import parse
 from fedstrata.device.jobs import Order
 from fedstrata.device.pool.executors import Worker
 from fedstrata.device.pool.pool import Pool
+from tests.helpers.pss import pss
 
 WORKERS: Final = 4
 TRAININGS: Final = 20
 DATA: Final = {"dataset": "synthetic", "image_shape": [1, 28, 28], "classes": 10, "samples": 20 * WORKERS}
+MB: Final = 1e6
 LAB: Final = {"topology": {"devices": WORKERS}, "data": DATA, "model": {"name": "lenet5"}}
-
-
-def pss(pid: int) -> float:
-    """Return the MB of a process."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1000
 
 
 async def measured(*, forked: bool) -> list[float]:
@@ -49,7 +44,7 @@ async def measured(*, forked: bool) -> list[float]:
         for number in range(TRAININGS):
             await train(number)
         ready_s = time.monotonic() - began
-        memory = sum(pss(child.pid) for child in psutil.Process().children(recursive=True))
+        memory = sum(pss(child.pid) for child in psutil.Process().children(recursive=True)) / MB
         killed = next(each.pid for each in pool._executors if isinstance(each, Worker) and each.pid is not None)
         os.kill(killed, signal.SIGKILL)
         began = time.monotonic()
