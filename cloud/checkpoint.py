@@ -1,7 +1,7 @@
 """Checkpoints: a run's state after a global round.
 
-A safetensors file holds the model by tensor name, with the run's state as JSON metadata. A folder of the same name
-holds the state of the cloud's rule.
+A safetensors file holds the model by tensor name, with the run's state as JSON metadata. A folder
+of the same name holds the state of the cloud's rule.
 """
 
 from __future__ import annotations
@@ -46,9 +46,16 @@ class RunState:
 
 
 def save(
-    folder: Path, state: RunState, *, layout: ModelLayout, row: Row, rule: Rule, frozen: Tensors = NO_ARRAYS
+    folder: Path,
+    state: RunState,
+    *,
+    layout: ModelLayout,
+    row: Row,
+    rule: Rule,
+    frozen: Tensors = NO_ARRAYS,
 ) -> Path:
-    """Write a checkpoint and remove all but the last two. The model's file is written last: it marks completeness.
+    """Write a checkpoint and remove all but the last two. The model's file is written last: it
+    marks completeness.
 
     Each step is on the disk before the next. Raises StorageFailed.
     """
@@ -65,16 +72,22 @@ def save(
 def save_model(
     path: Path, *, layout: ModelLayout, row: Row, facts: dict[str, Any], frozen: Tensors = NO_ARRAYS
 ) -> None:
-    """Write a model under its state_dict's names, atomically, with facts as JSON metadata. Raises StorageFailed.
+    """Write a model under its state_dict's names, atomically, with facts as JSON metadata. Raises
+    StorageFailed.
 
     `frozen`: its frozen arrays. Personal ones are in no file of the cloud.
     """
     with replacing(path) as file:
-        tensors.write(file, {**layout.views(row), **frozen}, {FACTS: json.dumps(facts), LAYOUT: layout.to_json()})
+        tensors.write(
+            file,
+            {**layout.views(row), **frozen},
+            {FACTS: json.dumps(facts), LAYOUT: layout.to_json()},
+        )
 
 
 def load_initial(model: ModelSettings) -> tuple[ModelLayout, Row, str, Tensors]:
-    """Return the model of a file that a run wrote, or of a run's folder, the digest of its content, and frozen arrays.
+    """Return the model of a file that a run wrote, or of a run's folder, the digest of its content,
+    and frozen arrays.
 
     Frozen are those of that run, and those that `model.frozen` names. Raises InvalidExperiment.
     """
@@ -90,16 +103,28 @@ def load_initial(model: ModelSettings) -> tuple[ModelLayout, Row, str, Tensors]:
         listed = [(entry.name, entry.shape, entry.section) for entry in layout.entries]
         listed += [(name, found[name].shape, Section.BUFFER) for name in sorted(constant)]
         held = [each for each in model.personal if any(fnmatchcase(name, each) for name in found)]
-        patterns = model.model_copy(update={"personal": held})  # a run with personal parts has none of them here
+        # a run with personal parts has none of them here
+        patterns = model.model_copy(update={"personal": held})
         parts = part_of_each(patterns, {name: [name] for name in found}, constant=constant)
         made = ModelParts.of(listed, parts, found)
-        layout, frozen = made.exchanged, made.frozen
+        layout = made.exchanged
+        frozen = made.frozen
         row = layout.empty()
         layout.flatten(found, row)
         layout.check_finite(row)
-    except (SafetensorError, OSError, ValueError, TypeError, KeyError, WireError, RefusedModel) as error:
+    except (
+        SafetensorError,
+        OSError,
+        ValueError,
+        TypeError,
+        KeyError,
+        WireError,
+        RefusedModel,
+    ) as error:
         problem = f"{path} has no model that a run of fedstrata wrote: {error}"
-        remedy = "Name a finished run's folder, or evaluate at the cloud, which then reads any file."
+        remedy = (
+            "Name a finished run's folder, or evaluate at the cloud, which then reads any file."
+        )
         raise InvalidExperiment("model.initial", initial, problem, remedy) from None
     return layout, row, tensors.content(found, {}), frozen
 
@@ -114,16 +139,20 @@ def save_best(
     rounds_back: int,
     frozen: Tensors = NO_ARRAYS,
 ) -> None:
-    """Write the best model so far, and remove those that no resumed run returns to. Raises StorageFailed.
+    """Write the best model so far, and remove those that no resumed run returns to. Raises
+    StorageFailed.
 
-    `rounds_back`: global rounds that a resumed run may repeat: the best model before them stays, too.
+    `rounds_back`: global rounds that a resumed run may repeat: the best model before them stays,
+    too.
     """
     with writing(folder):  # it may be the first file there
         folder.mkdir(exist_ok=True)
     facts = {"run": run, "global_round": global_round}
     save_model(best_of(folder, global_round), layout=layout, row=row, facts=facts, frozen=frozen)
     older = sorted(folder.glob("best-*.safetensors"))
-    for old in [path for path in older if path < best_of(folder, max(0, global_round - rounds_back))][:-1]:
+    for old in [
+        path for path in older if path < best_of(folder, max(0, global_round - rounds_back))
+    ][:-1]:
         old.unlink(missing_ok=True)
 
 
@@ -138,7 +167,9 @@ def newest_first(folder: Path) -> list[Path]:
 
 
 def load(path: Path, *, layout: ModelLayout, row: Row, rule: Rule) -> RunState:
-    """Read a checkpoint into the row, uint8 [row_bytes], from which the rule began. Raises InvalidExperiment."""
+    """Read a checkpoint into the row, uint8 [row_bytes], from which the rule began. Raises
+    InvalidExperiment.
+    """
     try:
         found, metadata = tensors.read(path)
         if tensors.CONTENT not in metadata:
@@ -148,8 +179,18 @@ def load(path: Path, *, layout: ModelLayout, row: Row, rule: Rule) -> RunState:
             raise ValueError("its frozen arrays are not those with which the cloud begins now")
         layout.flatten(found, row)
         read_state(path.with_suffix(""), rule.restore)
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError, WireError, RefusedModel) as error:
-        raise InvalidExperiment("--resume", str(path), f"not a checkpoint of this run: {error}", "Remove it.") from None
+    except (
+        SafetensorError,
+        OSError,
+        KeyError,
+        TypeError,
+        ValueError,
+        WireError,
+        RefusedModel,
+    ) as error:
+        raise InvalidExperiment(
+            "--resume", str(path), f"not a checkpoint of this run: {error}", "Remove it."
+        ) from None
     return state
 
 
@@ -158,6 +199,8 @@ def copy_best(best: Path, to: Path) -> None:
     try:
         tensors.read(best)
     except (SafetensorError, OSError, ValueError, TypeError) as error:
-        raise InvalidExperiment("stop.best", str(best), f"it cannot be read: {error}", "Examine that disk.") from None
+        raise InvalidExperiment(
+            "stop.best", str(best), f"it cannot be read: {error}", "Examine that disk."
+        ) from None
     with replacing(to) as file:
         file.write(best.read_bytes())

@@ -1,4 +1,5 @@
-"""The cloud agent: starts the evaluator, announces the experiment, runs the global rounds, writes the run's folder.
+"""The cloud agent: starts the evaluator, announces the experiment, runs the global rounds, writes
+the run's folder.
 
 The energy of its host during the global rounds goes into manifest.json.
 """
@@ -14,7 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
 
-from fedstrata.cloud.evaluator import Beginning, EvaluationResult, Evaluator, InitialModel, needs_process
+from fedstrata.cloud.evaluator import (
+    Beginning,
+    EvaluationResult,
+    Evaluator,
+    InitialModel,
+    needs_process,
+)
 from fedstrata.cloud.global_rounds import GlobalRounds
 from fedstrata.cloud.results import RunFolder
 from fedstrata.cloud.round_scores import LABELS
@@ -55,7 +62,9 @@ class ModelEvaluator(Protocol):
         """Return the initial model. Raises FedstrataError."""
 
     async def evaluate(self, global_round: int, row: Row) -> EvaluationResult | None:
-        """Return the accuracy and loss of a model, uint8 [row_bytes], None if it has none. Raises FedstrataError."""
+        """Return the accuracy and loss of a model, uint8 [row_bytes], None if it has none. Raises
+        FedstrataError.
+        """
 
     def close(self) -> None:
         """Release the resources that `start` acquired."""
@@ -63,15 +72,17 @@ class ModelEvaluator(Protocol):
 
 def evaluator_of(experiment: Experiment, folder: Path) -> ModelEvaluator:
     """Return the evaluator of a lab of processes."""
-    return Evaluator(experiment, folder) if needs_process(experiment) else InitialModel(experiment)
+    if needs_process(experiment):
+        return Evaluator(experiment, folder)
+    return InitialModel(experiment)
 
 
 class CloudAgent:
     """One run's cloud, in a lab of its broker.
 
-    `observe` is called with every event as it happens: a name and facts that JSON can hold. `evaluator` builds the
-    model evaluator from the experiment and the run's folder, None: a process, if one is needed. `energy`: of this host,
-    None: it is not recorded.
+    `observe` is called with every event as it happens: a name and facts that JSON can hold.
+    `evaluator` builds the model evaluator from the experiment and the run's folder, None: a
+    process, if one is needed. `energy`: of this host, None: it is not recorded.
     """
 
     def __init__(
@@ -96,10 +107,12 @@ class CloudAgent:
 
     async def run(self) -> Path:
         """Run all global rounds and return the path of the final model. Raises FedstrataError."""
-        experiment, host = self._folder.experiment, self._host
+        experiment = self._folder.experiment
+        host = self._host
         identity = host.identity(self._folder.run, CLOUD, "cloud", ledger=self._folder.run)
         spool = Spool.open(host.spool, run=identity.run, node=identity.name)
-        tree, tier = experiment.tree, experiment.tier_below(CLOUD)
+        tree = experiment.tree
+        tier = experiment.tier_below(CLOUD)
         down = ParentEndpoint(
             host.broker,
             identity,
@@ -112,14 +125,19 @@ class CloudAgent:
         )
         down.session.run = self._progress
         export_parent(self._metrics, down, LABELS, tier=tier.name)
-        facts = {"run": self._folder.run, "experiment": experiment.name, "digest": experiment.digest}
+        facts = {
+            "run": self._folder.run,
+            "experiment": experiment.name,
+            "digest": experiment.digest,
+        }
         facts |= {"algorithm": tier.aggregation.name, "folder": self._folder.path.name}
         self._metrics.introduce(LABELS, facts, phases=GLOBAL_PHASES)
         self._metrics.run_is(LABELS, "running")
 
         def targets(asked: str) -> list[ScrapeTarget]:
             own = host.metrics_address
-            used = HTTPS + asked if own.startswith(HTTPS) else asked  # the address that Prometheus used
+            # the address that Prometheus used
+            used = HTTPS + asked if own.startswith(HTTPS) else asked
             here = used if ADDRESS.fullmatch(used) else own
             return discovery(down.session.targets.addresses(), tree, cloud=here, run=identity.run)
 
@@ -153,7 +171,9 @@ class CloudAgent:
                 self._metrics.run_is(LABELS, "interrupted")
                 with suppress(TimeoutError):  # whoever interrupts a run waits for its end
                     async with asyncio.timeout(INTERRUPTED_S):
-                        await asyncio.gather(self._metrics.last_scrape(), self._metrics.last_discovery())
+                        await asyncio.gather(
+                            self._metrics.last_scrape(), self._metrics.last_discovery()
+                        )
             raise
         finally:
             evaluator.close()
@@ -161,7 +181,8 @@ class CloudAgent:
     async def _end_scrapes(self, state: str, down: ParentEndpoint | None = None) -> None:
         """Let Prometheus see how the run ended, and then that it has no targets any more.
 
-        `down`: with the children, whose own last scrapes need the list of targets until they have left.
+        `down`: with the children, whose own last scrapes need the list of targets until they have
+        left.
         """
         self._metrics.run_is(LABELS, state)
         await self._metrics.last_scrape()
@@ -172,7 +193,8 @@ class CloudAgent:
         await self._metrics.last_discovery()
 
     async def _run(self, down: ParentEndpoint, evaluator: ModelEvaluator, spool: Spool) -> Path:
-        experiment, tier = self._folder.experiment, self._folder.experiment.tier_below(CLOUD)
+        experiment = self._folder.experiment
+        tier = self._folder.experiment.tier_below(CLOUD)
         beginning = await evaluator.start()
         if experiment.evaluation.on_cloud:
             self._folder.note(evaluated_on=beginning.accelerator)
@@ -180,7 +202,9 @@ class CloudAgent:
             evaluator.close()  # it has given the first model
         down.set_layouts(link_layouts(tier.aggregation, beginning.layout))
         down.frozen.source = own = OwnFrozen(
-            beginning.frozen, beginning.layout.frozen, FrozenFiles(self._host.spool, CLOUD, run=self._folder.run)
+            beginning.frozen,
+            beginning.layout.frozen,
+            FrozenFiles(self._host.spool, CLOUD, run=self._folder.run),
         )
         with ExitStack() as stack:
             refiner = None
@@ -202,7 +226,9 @@ class CloudAgent:
             beginning = run.beginning
             if self._resume:
                 run.resume()
-            down.announce(Announcement(experiment.to_json(), beginning.layout.to_json(), beginning.partition))
+            down.announce(
+                Announcement(experiment.to_json(), beginning.layout.to_json(), beginning.partition)
+            )
             down.set_state(NodeState.READY)
             run.introduce(metrics_address=self._host.metrics_address)
             stack.callback(asyncio.create_task(self._show_status(down), name="status").cancel)
@@ -229,7 +255,9 @@ class CloudAgent:
             await asyncio.sleep(STATUS_S)
 
     def _observe(self, event: str, facts: dict[str, object]) -> None:
-        if event == "child" and not self._changes.take(str(facts["node"]), asyncio.get_running_loop().time()):
+        if event == "child" and not self._changes.take(
+            str(facts["node"]), asyncio.get_running_loop().time()
+        ):
             return  # of a child that changes its state, or its reason, as fast as it may
         self._folder.event(event, facts)
         self._progress.take(event, facts)
@@ -241,11 +269,14 @@ READ_S: Final = 10.0  # a power is integrated between two readings
 
 @asynccontextmanager
 async def energy_noted(folder: RunFolder, meter: EnergyMeter | None) -> AsyncIterator[None]:
-    """Add what this host takes meanwhile to the run's manifest; nothing if its energy is not known."""
+    """Add what this host takes meanwhile to the run's manifest; nothing if its energy is not
+    known.
+    """
     if meter is None:
         yield
         return
-    begun, before = time.monotonic(), dict(await offload(meter.read))
+    begun = time.monotonic()
+    before = dict(await offload(meter.read))
     known = set(before)  # at every reading
     try:
         async with beside(_keep_reading(meter, known), name="energy"):
@@ -254,7 +285,8 @@ async def energy_noted(folder: RunFolder, meter: EnergyMeter | None) -> AsyncIte
         after = dict(meter.read())
         known.intersection_update(after)
         used = {" ".join(part): after[part] - before[part] for part in before if part in known}
-        with suppress(StorageFailed):  # what is essential to the run is written by others, who report it
+        # what is essential to the run is written by others, who report it
+        with suppress(StorageFailed):
             folder.add_energy(used, seconds=time.monotonic() - begun)
 
 

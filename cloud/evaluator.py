@@ -1,4 +1,6 @@
-"""The cloud agent's interface to the evaluator process: the initial model, and the scores of later models."""
+"""The cloud agent's interface to the evaluator process: the initial model, and the scores of later
+models.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,14 @@ import numpy.typing as npt
 from fedstrata.cloud import checkpoint
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.host.offload import offload
-from fedstrata.common.host.shared_rows import place_of
-from fedstrata.common.host.subprocess_channel import Record, ReplaceableProcess, SubprocessChannel
 from fedstrata.common.model import tensors
 from fedstrata.common.model.layout import ModelLayout, Row
+from fedstrata.common.processes.shared_rows import place_of
+from fedstrata.common.processes.subprocess_channel import (
+    Record,
+    ReplaceableProcess,
+    SubprocessChannel,
+)
 from fedstrata.common.settings.training import ACCURACY, Score
 
 MODULE: Final = "fedstrata.cloud.evaluator_process"
@@ -25,9 +31,11 @@ MODULE: Final = "fedstrata.cloud.evaluator_process"
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """Score and loss of a model on the test set; the experiment names the score, accuracy by default.
+    """Score and loss of a model on the test set; the experiment names the score, accuracy by
+    default.
 
-    `more`: the further scores of `score.also`; `attacks`: the success of each attack that has tests of its own.
+    `more`: the further scores of `score.also`; `attacks`: the success of each attack that has tests
+    of its own.
     """
 
     global_round: int
@@ -39,10 +47,12 @@ class EvaluationResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Beginning:
-    """Initial model of a run, uint8 [row_bytes], digest of the data split, and where models are evaluated.
+    """Initial model of a run, uint8 [row_bytes], digest of the data split, and where models are
+    evaluated.
 
-    `notes`: what the user should know of the data, a line each. `initial`: the digest of the file of `model.initial`.
-    `evaluates`: models can be evaluated at the cloud; a trainer of the user's own may not be able to.
+    `notes`: what the user should know of the data, a line each. `initial`: the digest of the file
+    of `model.initial`. `evaluates`: models can be evaluated at the cloud; a trainer of the user's
+    own may not be able to.
     `frozen`: the model's frozen arrays, by name.
     """
 
@@ -57,7 +67,9 @@ class Beginning:
 
 
 def needs_process(experiment: Experiment) -> bool:
-    """Return whether the cloud needs PyTorch and the data set, and so an evaluator process: to evaluate or to begin."""
+    """Return whether the cloud needs PyTorch and the data set, and so an evaluator process: to
+    evaluate or to begin.
+    """
     begins = experiment.model.initial is None or experiment.tiers[0].aggregation.refines
     return begins or experiment.evaluation.on_cloud
 
@@ -86,7 +98,8 @@ class InitialModel:
 
 
 class Evaluator:
-    """One evaluator process that serves one request at a time. It writes the data split into the run's folder.
+    """One evaluator process that serves one request at a time. It writes the data split into the
+    run's folder.
 
     It is replaced if it is killed or makes no progress: an evaluation depends on the model alone.
     """
@@ -104,7 +117,8 @@ class Evaluator:
 
         async def first(channel: SubprocessChannel) -> Beginning:
             begun = dict(self._begun)
-            layout, frozen_bytes = ModelLayout.from_json(begun.pop("layout")), begun.pop("frozen_bytes")
+            layout = ModelLayout.from_json(begun.pop("layout"))
+            frozen_bytes = begun.pop("frozen_bytes")
             (shared,) = channel.memory.rows(1, layout.row_bytes + frozen_bytes)
             row = await offload(shared[: layout.row_bytes].copy)
             frozen = tensors.parse(shared[layout.row_bytes :].tobytes()) if frozen_bytes else {}
@@ -114,7 +128,8 @@ class Evaluator:
         return await self._process.do(first)
 
     async def evaluate(self, global_round: int, row: Row) -> EvaluationResult | None:
-        """Return a model's test score and loss, None if own code has none now; `row` must not change meanwhile.
+        """Return a model's test score and loss, None if own code has none now; `row` must not
+        change meanwhile.
 
         Raises RunFailed, and InvalidExperiment for own code that fails.
         """
@@ -127,7 +142,9 @@ class Evaluator:
             reply = await channel.request(global_round=global_round, place=place)
             if "score" not in reply:
                 return None
-            return EvaluationResult(global_round, reply["score"], reply["loss"], reply["more"], reply["attacks"])
+            return EvaluationResult(
+                global_round, reply["score"], reply["loss"], reply["more"], reply["attacks"]
+            )
 
         return await self._process.do(evaluated)
 
@@ -136,12 +153,20 @@ class Evaluator:
         self._process.close()
 
     async def _begin(self, channel: SubprocessChannel) -> None:
-        self._begun = await channel.request(experiment=self._experiment.to_json(), folder=str(self._folder))
+        self._begun = await channel.request(
+            experiment=self._experiment.to_json(), folder=str(self._folder)
+        )
 
 
 def evaluated(score: Score, result: EvaluationResult | None) -> dict[str, float | None]:
-    """Return the facts about a model, with its further scores: `accuracy` is None unless that is the first score."""
+    """Return the facts about a model, with its further scores: `accuracy` is None unless that is
+    the first score.
+    """
     if result is None:
         return {"accuracy": None, "score": None, "loss": None}
-    first = {"accuracy": result.score if score.name == ACCURACY else None, "score": result.score, "loss": result.loss}
+    first = {
+        "accuracy": result.score if score.name == ACCURACY else None,
+        "score": result.score,
+        "loss": result.loss,
+    }
     return first | dict(zip(score.columns.values(), result.more, strict=False))

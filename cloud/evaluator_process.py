@@ -1,15 +1,18 @@
-"""The evaluator, in its own process: the cloud agent never imports torch, and evaluation does not delay its rounds.
+"""The evaluator, in its own process: the cloud agent never imports torch, and evaluation does not
+delay its rounds.
 
 With a trainer of the user's own this process does not import it either.
 
-The requests on the channel, and the row that has the model, of the cloud if it has a place, else in shared memory:
+The requests on the channel, and the row that has the model, of the cloud if it has a place, else in
+shared memory:
 
-    {"experiment": TEXT, "folder"}         -> {"layout", "frozen_bytes", and the rest of `Beginning`}, the model, and
-                                              behind it so many bytes of frozen arrays (safetensors)
+    {"experiment": TEXT, "folder"}         -> {"layout", "frozen_bytes", and the rest of
+                                              `Beginning`}, the model, and behind it so many bytes
+                                              of frozen arrays (safetensors)
     {"global_round", "place"}              -> {"score", "loss", "more", "attacks"}
 
-The data split is written into the folder. Each batch is progress; with a trainer of the user's own, the use of a core
-is. Instead of a reply there may be an error.
+The data split is written into the folder. Each batch is progress; with a trainer of the user's own,
+the use of a core is. Instead of a reply there may be an error.
 """
 
 from __future__ import annotations
@@ -22,9 +25,9 @@ import numpy as np
 
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.host.memory import frozen_imports, release_freed
-from fedstrata.common.host.shared_rows import row_at
-from fedstrata.common.host.subprocess_channel import AgentChannel, error_record
 from fedstrata.common.model import tensors
+from fedstrata.common.processes.shared_rows import row_at
+from fedstrata.common.processes.subprocess_channel import AgentChannel, error_record
 from fedstrata.common.training.array_trainer import TrainerTester
 
 if TYPE_CHECKING:
@@ -59,7 +62,11 @@ def main() -> None:
     except Exception as error:  # noqa: BLE001 - the cloud reports it
         channel.send(**error_record(error))
         return
-    facts |= {"frozen_bytes": _give_first(tester, channel), "notes": tester.notes, "initial": tester.initial}
+    facts |= {
+        "frozen_bytes": _give_first(tester, channel),
+        "notes": tester.notes,
+        "initial": tester.initial,
+    }
     release_freed()
     row_bytes = tester.layout.row_bytes
     channel.send(layout=tester.layout.to_json(), **facts)
@@ -82,12 +89,19 @@ def main() -> None:
         else:
             facts = {}
             if result is not None:
-                facts = {"score": result.score, "loss": result.loss, "more": result.more, "attacks": result.attacks}
+                facts = {
+                    "score": result.score,
+                    "loss": result.loss,
+                    "more": result.more,
+                    "attacks": result.attacks,
+                }
             channel.send(**facts)
 
 
 def _give_first(tester: ModelTester | TrainerTester, channel: AgentChannel) -> int:
-    """Move the first model to the shared memory, and the frozen arrays behind it; return the bytes of these."""
+    """Move the first model to the shared memory, and the frozen arrays behind it; return the bytes
+    of these.
+    """
     behind = b""
     if tester.frozen:
         tensors.write(frozen := BytesIO(), tester.frozen, {})

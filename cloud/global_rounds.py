@@ -1,4 +1,5 @@
-"""A run's global rounds at the cloud, over a network or in one process: from the first model or a checkpoint on.
+"""A run's global rounds at the cloud, over a network or in one process: from the first model or a
+checkpoint on.
 
 Each: dispatch, wait, aggregate, decide the epochs, evaluate in parallel with the next one.
 """
@@ -67,8 +68,8 @@ EMPTY: Final = np.empty(0, np.uint8)
 class GlobalRounds:
     """One run's global rounds, from the initial model, that of `beginning`, to the last one.
 
-    `spool`: where the rule keeps rows. `choose`: a client selection, as recorded. The initial model is freed with the
-    first round if its owner keeps `beginning`, which is without it.
+    `spool`: where the rule keeps rows. `choose`: a client selection, as recorded. The initial model
+    is freed with the first round if its owner keeps `beginning`, which is without it.
     """
 
     def __init__(
@@ -92,7 +93,13 @@ class GlobalRounds:
         self._layout = layout = beginning.layout
         tier = experiment.tier_below(CLOUD)
         context = rule_context(
-            experiment, CLOUD, layout=layout, spool=spool, folder=folder.path / "cache", measures=True, refiner=refiner
+            experiment,
+            CLOUD,
+            layout=layout,
+            spool=spool,
+            folder=folder.path / "cache",
+            measures=True,
+            refiner=refiner,
         )
         self._rule = rule = aggregator.build(
             tier.aggregation,
@@ -107,15 +114,28 @@ class GlobalRounds:
         self._down = down
         self._privacy = PrivacyLedger(experiment, layout)
         tree = experiment.tree
-        chosen, named = rule.choose or choose, len(tree.children[CLOUD])
-        self._selection = ClientSelection(tier, seed=experiment.seed, node=CLOUD, choose=chosen, named=named)
+        chosen = rule.choose or choose
+        named = len(tree.children[CLOUD])
+        self._selection = ClientSelection(
+            tier, seed=experiment.seed, node=CLOUD, choose=chosen, named=named
+        )
         below = {child: (child, *names) for child, names in tree.below_each(CLOUD).items()}
         self._run = partial(run_round, down, tier, self._selection, rule)
-        self._devices = {child: [name for name in names if name not in tree.children] for child, names in below.items()}
-        self._aggregators = {child: set(names) & tree.children.keys() for child, names in below.items()}
+        self._devices = {
+            child: [name for name in names if name not in tree.children]
+            for child, names in below.items()
+        }
+        self._aggregators = {
+            child: set(names) & tree.children.keys() for child, names in below.items()
+        }
         self._refiner = refiner
         self._scores = RoundScores(
-            folder, beginning, evaluate=evaluate, metrics=metrics, observe=observe, write=self._written
+            folder,
+            beginning,
+            evaluate=evaluate,
+            metrics=metrics,
+            observe=observe,
+            write=self._written,
         )
         self._metrics = metrics
         self._observe = observe
@@ -134,7 +154,9 @@ class GlobalRounds:
         self._state = state = self._newest_state()
         if state.digest != self._experiment.digest:
             problem = "its experiment was changed"
-            raise InvalidExperiment("--resume", str(self._folder.path), problem, "Restore the file.")
+            raise InvalidExperiment(
+                "--resume", str(self._folder.path), problem, "Restore the file."
+            )
         self._selection.restore(state.selection)
         self._privacy.restore(state.privacy)
         self._metrics.round.labels(*LABELS).set(state.global_round)
@@ -148,27 +170,36 @@ class GlobalRounds:
             self._scores.take_last(written[-1])
 
     def _expect_again(self, last: GlobalRoundRecord) -> None:
-        """Expect the scores of the last row, as before the interruption: they count once the next round has closed.
+        """Expect the scores of the last row, as before the interruption: they count once the next
+        round has closed.
 
         Only a run that needs no further round may have them all.
         """
         evaluation = self._experiment.evaluation
-        by_cloud, by_devices = evaluation.on_cloud, evaluation.on_devices
+        by_cloud = evaluation.on_cloud
+        by_devices = evaluation.on_devices
         if self.complete:
             by_cloud = by_cloud and last.score is None
             by_devices = by_devices and last.scored is None
         if by_cloud or by_devices:
-            self._scores.expect(last, self._row, self._rule.mixed, by_cloud=by_cloud, by_devices=by_devices)
+            self._scores.expect(
+                last, self._row, self._rule.mixed, by_cloud=by_cloud, by_devices=by_devices
+            )
         if not by_cloud and not (by_devices and not evaluation.on_cloud):
             self._scores.take_last(last)
 
     def introduce(self, *, metrics_address: str = "") -> None:
-        """Record the run's facts, and report them and the warnings about its experiment and data."""
-        experiment, layout = self._experiment, self._layout
+        """Record the run's facts, and report them and the warnings about its experiment and
+        data.
+        """
+        experiment = self._experiment
+        layout = self._layout
         # The size of a model as fp32; together with links.csv it shows the savings of the codecs.
         self._folder.note(model_bytes=layout.row_bytes, partition=self.beginning.partition)
         if self.beginning.initial:
-            self._folder.note(initial={"model": experiment.model.initial, "content": self.beginning.initial})
+            self._folder.note(
+                initial={"model": experiment.model.initial, "content": self.beginning.initial}
+            )
         self._observe(
             "run",
             {
@@ -195,7 +226,9 @@ class GlobalRounds:
     @property
     def _stopped(self) -> StopReason | None:
         """Why the run ends before its last global round, None while it goes on."""
-        if 0 < self._state.global_round < self._experiment.rounds and self._privacy.spent(self._state.epochs):
+        if 0 < self._state.global_round < self._experiment.rounds and self._privacy.spent(
+            self._state.epochs
+        ):
             return StopReason.PRIVACY
         return self._scores.ended
 
@@ -210,8 +243,11 @@ class GlobalRounds:
         return not self.complete or self._scores.awaits_devices
 
     async def run(self) -> Path:
-        """Run the remaining global rounds, or until `[stop]` ends them; return the final model's path."""
-        folder, experiment = self._folder, self._experiment
+        """Run the remaining global rounds, or until `[stop]` ends them; return the final model's
+        path.
+        """
+        folder = self._folder
+        experiment = self._experiment
         self._check_tested()
         folder.begun = True
         self._mark = self._down.now()
@@ -221,7 +257,12 @@ class GlobalRounds:
         path = folder.path / "model.safetensors"
         facts = {"run": folder.run, "experiment": experiment.name, "digest": experiment.digest}
         save = partial(
-            checkpoint.save_model, path, layout=self._layout, row=self._row, facts=facts, frozen=self.beginning.frozen
+            checkpoint.save_model,
+            path,
+            layout=self._layout,
+            row=self._row,
+            facts=facts,
+            frozen=self.beginning.frozen,
         )
         await self._written(lambda: offload(save))
         await self._scores.keep_best()
@@ -242,40 +283,67 @@ class GlobalRounds:
         return path
 
     def _check_tested(self) -> None:
-        """Check that a device has test samples if devices score and all are known. Raises InvalidExperiment."""
-        experiment, tests = self._experiment, self._down.tests
-        # Where a parent begins without some, it publishes no number of test samples for those that it does not know.
+        """Check that a device has test samples if devices score and all are known. Raises
+        InvalidExperiment.
+        """
+        experiment = self._experiment
+        tests = self._down.tests
+        # Where a parent begins without some, it publishes no number of test samples for those that
+        # it does not know.
         varies = any(
-            tier.entering or tier.min_available is not None or tier.closing.rule != "all" for tier in experiment.tiers
+            tier.entering or tier.min_available is not None or tier.closing.rule != "all"
+            for tier in experiment.tiers
         )
-        known = experiment.training.trainer.learns_module and not varies and tests.keys() >= set(self._down.peers)
+        known = (
+            experiment.training.trainer.learns_module
+            and not varies
+            and tests.keys() >= set(self._down.peers)
+        )
         if not experiment.evaluation.on_devices or not known or any(tests.values()):
             return
         problem = "no device has test samples"
-        remedy = 'Use "cloud", or give devices some: with evaluation.data = "held_out", two samples or more.'
+        remedy = (
+            'Use "cloud", or give devices some: with evaluation.data = "held_out", two '
+            "samples or more."
+        )
         raise InvalidExperiment("evaluation.at", experiment.evaluation.at, problem, remedy)
 
     def _newest_state(self) -> RunState:
-        """Load the newest checkpoint that can be read, if there is any. Raises InvalidExperiment."""
+        """Load the newest checkpoint that can be read, if there is any. Raises
+        InvalidExperiment.
+        """
         for path in (found := checkpoint.newest_first(self._folder.checkpoints)):
             try:
                 return checkpoint.load(path, layout=self._layout, row=self._row, rule=self._rule)
             except InvalidExperiment as error:
                 if path == found[-1]:
                     raise
-                self._observe("warning", {"reason": f"{error} The run continues from the checkpoint before it."})
+                self._observe(
+                    "warning",
+                    {"reason": f"{error} The run continues from the checkpoint before it."},
+                )
         return self._state
 
     async def _run_round(self) -> None:
-        state, r = self._state, self._state.global_round
-        started, c = self._down.now(), self._experiment.training.epochs
+        state = self._state
+        r = self._state.global_round
+        started = self._down.now()
+        c = self._experiment.training.epochs
         self._down.give_back_places()
         last = r + 1 == self._experiment.rounds
-        dispatch, closed_round = await self._run(r, (r, 0), epochs=c, epochs_of=state.epochs, last=last)
+        dispatch, closed_round = await self._run(
+            r, (r, 0), epochs=c, epochs_of=state.epochs, last=last
+        )
         selected = dispatch.selected
-        outcome = await run_refining(partial(self._rule.aggregate, r, closed_round.uploads), self._refiner)
-        self._selection.observe(r, selected, closed_round.facts, unused=outcome.left_out, refused=closed_round.refused)
-        decided = self._selection.facts(selected) | closed_round.decided(r, unreported=unreported(self._down))
+        outcome = await run_refining(
+            partial(self._rule.aggregate, r, closed_round.uploads), self._refiner
+        )
+        self._selection.observe(
+            r, selected, closed_round.facts, unused=outcome.left_out, refused=closed_round.refused
+        )
+        decided = self._selection.facts(selected) | closed_round.decided(
+            r, unreported=unreported(self._down)
+        )
         outcome = replace(outcome, facts={**outcome.facts, **decided})
         for name, reason in outcome.left_out.items():
             self._observe("refused", {"node": name, "reason": reason})
@@ -291,23 +359,29 @@ class GlobalRounds:
         phases = {"record": started - self._mark} | closed_round.timeline.phases()
         phases["dispatch"] += closed_round.timeline.opened - started
         phases |= {"aggregate": aggregated - closed, "evaluate": ended - aggregated}
-        phases = {phase: round(seconds, 6) for phase, seconds in phases.items()}  # equal in the file and the metrics
+        # equal in the file and the metrics
+        phases = {phase: round(seconds, 6) for phase, seconds in phases.items()}
         elapsed_s = state.elapsed_s + ended - self._mark
         self._mark = ended
         self._state = RunState(state.run, state.digest, state.global_round + 1, elapsed_s, epochs)
         if self._privacy.settings:
             self._privacy.take(selected, self._plans_below(closed_round.results), state.epochs)
-        record = self._record(closed_round, outcome, phases=phases, epochs=state.epochs, omegas=omegas)
+        record = self._record(
+            closed_round, outcome, phases=phases, epochs=state.epochs, omegas=omegas
+        )
         if self._due:
-            by_cloud, by_devices = self._experiment.evaluation.on_cloud, self._experiment.evaluation.on_devices
+            by_cloud = self._experiment.evaluation.on_cloud
+            by_devices = self._experiment.evaluation.on_devices
             mixed = await offload(lambda: self._rule.mixed) if by_cloud else None
             self._scores.expect(record, self._row, mixed, by_cloud=by_cloud, by_devices=by_devices)
         await self._written(self._write)
 
     async def _score_last(self) -> list[ChildReport]:
-        """Let devices score the run's last model, those that a further global round would select; return the reports.
+        """Let devices score the run's last model, those that a further global round would select;
+        return the reports.
 
-        Its bytes are in links.csv, and in no row of rounds.csv. Its seconds are off the clock, as the cloud's are.
+        Its bytes are in links.csv, and in no row of rounds.csv. Its seconds are off the clock, as
+        the cloud's are.
         """
         if not self._scores.awaits_devices:
             return []
@@ -316,7 +390,9 @@ class GlobalRounds:
         decided = closed_round.decided(r, unreported=unreported(self._down))
         plans = {CLOUD: [self._selection.facts(dispatch.selected) | decided]}
         for node, (plan, *_) in (plans | self._plans_below(closed_round.results)).items():
-            self._folder.event("scoring", {"global_round": r, "node": node, "local_round": 0, **plan})
+            self._folder.event(
+                "scoring", {"global_round": r, "node": node, "local_round": 0, **plan}
+            )
         self._scores.leave_out(self._unscored(closed_round))
         return self._reports_of(closed_round.results)
 
@@ -327,16 +403,24 @@ class GlobalRounds:
             for plan in plans:
                 named = plan.get(UNSCORED)
                 if isinstance(named, dict):
-                    found |= {short(str(name)): short(str(reason)) for name, reason in named.items()}
+                    found |= {
+                        short(str(name)): short(str(reason)) for name, reason in named.items()
+                    }
         return found
 
     def _plans_below(self, results: Mapping[str, Result]) -> dict[str, list[dict[str, Any]]]:
         """Return the decisions of the aggregating nodes below the cloud."""
-        every = ((child, *plan) for child, result in results.items() for plan in plans_of(result).items())
-        return {node: found for child, node, found in every if node in self._aggregators.get(child, ())}
+        every = (
+            (child, *plan) for child, result in results.items() for plan in plans_of(result).items()
+        )
+        return {
+            node: found for child, node, found in every if node in self._aggregators.get(child, ())
+        }
 
     async def _written(self, write: Callable[[], Awaitable[None]]) -> None:
-        """Write to the run's folder; wait while the disk is full or read-only. Raises StorageFailed after `idle_s`."""
+        """Write to the run's folder; wait while the disk is full or read-only. Raises StorageFailed
+        after `idle_s`.
+        """
         await until_written(
             write,
             patience_s=self._experiment.transfer.idle_s,
@@ -345,7 +429,8 @@ class GlobalRounds:
 
     async def _write(self) -> None:
         """Write the tables, and what is due after a global round. Raises StorageFailed."""
-        state, folder = self._state, self._folder
+        state = self._state
+        folder = self._folder
         folder.catch_up()
         due = self.complete or state.global_round % self._experiment.cloud.checkpoint_every == 0
         if (begun := self._down.now()) >= self._links_at:
@@ -360,7 +445,10 @@ class GlobalRounds:
         """Write a checkpoint, after the rows of its global rounds."""
         self._folder.sync()
         state = replace(
-            self._state, selection=self._selection.save(), privacy=self._privacy.save(), course=self._scores.save()
+            self._state,
+            selection=self._selection.save(),
+            privacy=self._privacy.save(),
+            course=self._scores.save(),
         )
         checkpoint.save(
             self._folder.checkpoints, state, layout=self._layout, row=self._row, rule=self._rule,
@@ -368,23 +456,31 @@ class GlobalRounds:
         )  # fmt: skip
 
     def _omegas(self, closed_round: ClosedRound, outcome: Aggregated) -> dict[str, float]:
-        """Return the distances of the children's models to the new mean, as the epoch control measures them."""
+        """Return the distances of the children's models to the new mean, as the epoch control
+        measures them.
+        """
         found: Mapping[str, float] = outcome.distances
         if self._experiment.cloud.epoch_control.variant == "plato" and not self._rule.hides_uploads:
-            distances_K = tensor_distances(list(closed_round.models.values()), self._rule.model, layout=self._layout)
+            distances_K = tensor_distances(
+                list(closed_round.models.values()), self._rule.model, layout=self._layout
+            )
             found = dict(zip(closed_round.models, distances_K.tolist(), strict=True))
         lost = closed_round.models.keys() - found.keys() - outcome.left_out.keys()
         if lost and self._experiment.cloud.epoch_control.name != "fixed":
-            raise RunFailed(f"Tempo: the rule has no distance of {', '.join(sorted(lost))} to the next model")
+            raise RunFailed(
+                f"Tempo: the rule has no distance of {', '.join(sorted(lost))} to the next model"
+            )
         return {name: found[name] for name in self._down.peers if name in found}
 
     def _next_epochs(self, omegas: Mapping[str, float]) -> dict[str, int]:
         """Return the epochs of each reporting child in the next global round."""
-        state, control = self._state, self._experiment.cloud.epoch_control
+        state = self._state
+        control = self._experiment.cloud.epoch_control
         if control.name == "fixed":
             return {}
         chance = generator(self._experiment.seed, Purpose.EPOCHS, CLOUD, state.global_round)
-        c, samples = self._experiment.training.epochs, self._down.samples
+        c = self._experiment.training.epochs
+        samples = self._down.samples
         return tempo.decide(control, omegas, c=c, ran=state.epochs, samples=samples, draw=chance)
 
     def _record(
@@ -396,16 +492,27 @@ class GlobalRounds:
         epochs: Mapping[str, int],
         omegas: Mapping[str, float],
     ) -> GlobalRoundRecord:
-        before, self._bytes = self._bytes, self._tier_bytes()
+        before = self._bytes
+        self._bytes = self._tier_bytes()
         names = self._experiment.tree.children[CLOUD]
-        results = {name: closed_round.results[name] for name in self._down.peers if name in closed_round.results}
+        results = {
+            name: closed_round.results[name]
+            for name in self._down.peers
+            if name in closed_round.results
+        }
         plans = {CLOUD: [outcome.plan | self._tempo(omegas)]}
         reports = {name: self._device_reports(name, result) for name, result in results.items()}
         for name, result in results.items():
             found = plans_of(result)
-            plans |= {node: made for node, made in found.items() if node in self._aggregators.get(name, ())}
+            plans |= {
+                node: made
+                for node, made in found.items()
+                if node in self._aggregators.get(name, ())
+            }
             self._folder.add_devices(self._state.global_round, reports[name], plans)
-            self._report_numbers({each.name: found[each.name] for each in reports[name] if each.name in found})
+            self._report_numbers(
+                {each.name: found[each.name] for each in reports[name] if each.name in found}
+            )
         steps = sum(result.work.steps for result in results.values())
         spreads = self._report_plans(plans)
         scores = [] if self._experiment.score.name == ACCURACY else ["score", "mixed_score"]
@@ -421,9 +528,13 @@ class GlobalRounds:
             refused=(*closed_round.refused, *outcome.left_out),
             epochs={name: epochs[name] if name in results else None for name in names},
             omega={name: omegas.get(name) for name in names},
-            spread={name: spreads.get(name) for name in (CLOUD, *self._experiment.tree.aggregators)},
+            spread={
+                name: spreads.get(name) for name in (CLOUD, *self._experiment.tree.aggregators)
+            },
             epsilon=self._privacy.epsilons,
-            other_scores=dict.fromkeys([*scores, *self._experiment.score.columns.values(), *self._success_columns]),
+            other_scores=dict.fromkeys(
+                [*scores, *self._experiment.score.columns.values(), *self._success_columns]
+            ),
             by_devices=self._scores.by_devices([*chain(*reports.values())]),
         )
         self._folder.add_round(record)
@@ -442,7 +553,9 @@ class GlobalRounds:
     @property
     def _success_columns(self) -> Collection[str]:
         """The columns of attacks that have tests of their own, where the cloud scores."""
-        return self._experiment.attackers.targeted if self._experiment.evaluation.on_cloud else ()
+        if self._experiment.evaluation.on_cloud:
+            return self._experiment.attackers.targeted
+        return ()
 
     def _tier_bytes(self) -> dict[str, int]:
         return tier_bytes(self._down.ledger, self._experiment.tier_names)
@@ -472,19 +585,25 @@ class GlobalRounds:
             self._observe("warning", {"node": node, "reason": f"{node}: {text}"})
 
     def _report_plans(self, plans: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, float]:
-        """Record each node's aggregation decisions; return the last spread of each multi-model node."""
+        """Record each node's aggregation decisions; return the last spread of each multi-model
+        node.
+        """
         global_round = self._state.global_round
         spreads = {}
         for name, found in plans.items():
             for i, plan in enumerate(found):
-                self._folder.event("plan", {"global_round": global_round, "node": name, "local_round": i, **plan})
+                self._folder.event(
+                    "plan", {"global_round": global_round, "node": name, "local_round": i, **plan}
+                )
                 if "spread" in plan:
                     spreads[name] = float(plan["spread"])
         for name, spread in spreads.items():
             if spread > SPREAD_MOST:
                 size = f"{name}'s models differ by {spread:.2f} of their size"
                 reason = f"{size}: if they stay beyond {SPREAD_MOST}, they have collapsed"
-                self._observe("warning", {"global_round": global_round, "node": name, "reason": reason})
+                self._observe(
+                    "warning", {"global_round": global_round, "node": name, "reason": reason}
+                )
         return spreads
 
     @property
@@ -500,4 +619,6 @@ class GlobalRounds:
         own = replace(result.work_of(child), parent="" if child in self._devices else CLOUD)
         found = {report.link: report for report in (own, *result.children)}
         entered = [report for report in found.values() if report.parent]
-        return [found[device] for device in self._devices.get(child, ()) if device in found] + entered
+        return [
+            found[device] for device in self._devices.get(child, ()) if device in found
+        ] + entered

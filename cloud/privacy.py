@@ -1,7 +1,8 @@
-"""What a run's releases have cost each unit so far: a count for each child of a private tier, and epsilon of the worst.
+"""What a run's releases have cost each unit so far: a count for each child of a private tier, and
+epsilon of the worst.
 
-A unit's releases are counted from the selections: those of the cloud, and those that other nodes report with their
-results. Where no report came, each child counts as selected in each round.
+A unit's releases are counted from the selections: those of the cloud, and those that other nodes
+report with their results. Where no report came, each child counts as selected in each round.
 """
 
 from __future__ import annotations
@@ -23,38 +24,57 @@ class PrivacyLedger:
     """The releases of a run's units by tier and child; a device's of its samples."""
 
     def __init__(self, experiment: Experiment, layout: ModelLayout) -> None:
-        """Check that the model has nothing that would be sent without noise. Raises InvalidExperiment."""
+        """Check that the model has nothing that would be sent without noise. Raises
+        InvalidExperiment.
+        """
         for tier in experiment.tiers:
             check_covered(f"{experiment.key(tier)}.privacy", tier.privacy, layout)
         self._experiment = experiment
-        self.settings = {tier.name: tier.privacy for tier in experiment.tiers if tier.privacy.accounted}
+        self.settings = {
+            tier.name: tier.privacy for tier in experiment.tiers if tier.privacy.accounted
+        }
         self._counts = {name: Counter[str]() for name in self.settings}
 
     def take(self, selected: Sequence[str], plans: Plans, epochs: Mapping[str, int]) -> None:
-        """Count a global round: the cloud's selection, the other nodes' plans, and the epochs below each child."""
-        experiment, children = self._experiment, self._experiment.tree.children
+        """Count a global round: the cloud's selection, the other nodes' plans, and the epochs below
+        each child.
+        """
+        experiment = self._experiment
+        children = self._experiment.tree.children
         for top in selected:
             times = Counter({top: 1})  # tasks of the nodes at a depth
             for place, tier in enumerate(experiment.tiers):
                 if place:
                     below = Counter[str]()
                     for node, tasks in times.items():
-                        below.update(_taking_part(plans.get(node, ()), children[node], rounds=tasks * tier.rounds))
+                        below.update(
+                            _taking_part(
+                                plans.get(node, ()), children[node], rounds=tasks * tier.rounds
+                            )
+                        )
                     times = below
                 if tier.name in self._counts:
                     releases = tier.privacy.releases(epochs[top])
-                    self._counts[tier.name].update({child: tasks * releases for child, tasks in times.items()})
+                    self._counts[tier.name].update(
+                        {child: tasks * releases for child, tasks in times.items()}
+                    )
 
     @property
     def epsilons(self) -> dict[str, float]:
         """Epsilon of the worst unit by tier; infinite without noise."""
-        return {name: settings.epsilon(self._worst(name)) for name, settings in self.settings.items()}
+        return {
+            name: settings.epsilon(self._worst(name)) for name, settings in self.settings.items()
+        }
 
     def spent(self, epochs: Mapping[str, int]) -> str:
-        """Return the tier whose budget the next global round could exceed; empty if there is none."""
+        """Return the tier whose budget the next global round could exceed; empty if there is
+        none.
+        """
         for place, tier in enumerate(self._experiment.tiers):
             if tier.name in self._counts:
-                once = self._experiment.rounds_of(place) * tier.privacy.releases(max(epochs.values()))
+                once = self._experiment.rounds_of(place) * tier.privacy.releases(
+                    max(epochs.values())
+                )
                 if not tier.privacy.affords(self._worst(tier.name) + once):
                     return tier.name
         return ""
@@ -76,11 +96,16 @@ class PrivacyLedger:
         return max(self._counts[tier].values(), default=0)
 
 
-def _taking_part(plans: Sequence[Mapping[str, Any]], children: Sequence[str], *, rounds: int) -> Counter[str]:
-    """Return how often each child was selected in so many rounds of its parent: by the plans, if they are complete."""
+def _taking_part(
+    plans: Sequence[Mapping[str, Any]], children: Sequence[str], *, rounds: int
+) -> Counter[str]:
+    """Return how often each child was selected in so many rounds of its parent: by the plans, if
+    they are complete.
+    """
     if len(plans) != rounds:
         return Counter(dict.fromkeys(children, rounds))
-    found, known = Counter[str](), set(children)
+    found = Counter[str]()
+    known = set(children)
     for plan in plans:
         chosen = plan.get(TAKING_PART)
         listed = isinstance(chosen, Collection) and all(isinstance(each, str) for each in chosen)

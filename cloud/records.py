@@ -1,20 +1,22 @@
-"""Rows of a run's tables (rounds.csv, links.csv, devices.csv): each class writes its cells and reads them again.
+"""Rows of a run's tables (rounds.csv, links.csv, devices.csv): each class writes its cells and
+reads them again.
 
-A field is the column of its name (`from_`: `from`), a mapping is a column for each key. Annotations have the formats of
-cells; None is an empty cell.
+A field is the column of its name (`from_`: `from`), a mapping is a column for each key. Annotations
+have the formats of cells; None is an empty cell.
 
-links.csv has, per link and direction, the bytes of models, of their extras, of frozen arrays, of control
-messages, and of all.
-The `all` rows have three counts: payload (blobs and message bodies), MQTT packets, and the bytes of the child's broker
-connection, as its kernel counted them. That connection carries only this link. So the kernel's count exceeds the others
-by logins, subscriptions, presences, acknowledgements and pings. The child is the sender of the upward direction, and
-its kernel knows the retransmissions of that direction only. A parent's connection carries all its links and has its own
-rows, `broker`. Counts without kernel statistics are empty.
+links.csv has, per link and direction, the bytes of models, of their extras, of frozen arrays, of
+control messages, and of all.
+The `all` rows have three counts: payload (blobs and message bodies), MQTT packets, and the bytes of
+the child's broker connection, as its kernel counted them. That connection carries only this link.
+So the kernel's count exceeds the others by logins, subscriptions, presences, acknowledgements and
+pings. The child is the sender of the upward direction, and its kernel knows the retransmissions of
+that direction only. A parent's connection carries all its links and has its own rows, `broker`.
+Counts without kernel statistics are empty.
 
-Payload and packets are counted on arrival. Wire bytes are those of the child's last report: during a run they lag
-behind, and the unreported bytes of a killed child are missing. Before the run each link was calibrated
-(`measured_mbit`) with `probe_bytes` of noise. The wire bytes include the noise, the other counts and the overhead do
-not.
+Payload and packets are counted on arrival. Wire bytes are those of the child's last report: during
+a run they lag behind, and the unreported bytes of a killed child are missing. Before the run each
+link was calibrated (`measured_mbit`) with `probe_bytes` of noise. The wire bytes include the noise,
+the other counts and the overhead do not.
 """
 
 from __future__ import annotations
@@ -47,15 +49,18 @@ BYTES: Final = rf"(?!(epochs|omega|spread|epsilon)_){TIER_NAME}_(up|down)_bytes"
 RARE: Final = ("extras", "frozen")  # kinds of bytes that most runs have not
 BROKER: Final = "broker"  # kind of the rows in links.csv that count a parent's whole connection
 
-# Of the devices that scored a model: their number, their samples, loss and score over all of these; then over devices
-# the mean score, that of the worst tenth, and the standard deviation. Further scores are over all samples.
+# Of the devices that scored a model: their number, their samples, loss and score over all of these;
+# then over devices the mean score, that of the worst tenth, and the standard deviation. Further
+# scores are over all samples.
 STATISTICS: Final = ("scored", "samples", "loss", "score", "mean", "worst", "spread")
 DEVICES: Final = "devices"  # they scored the global model
 DISPATCHED: Final = "dispatched"  # or each one of several models
 PERSONALISED: Final = "personalised"  # or each the one that it had trained
 HONEST: Final = "honest"  # that scored the global model, without adversaries
 FURTHER: Final = r"score_(?!.*_(up|down)_bytes$).+"
-OF_DEVICES: Final = rf"({DEVICES}|{DISPATCHED}|{PERSONALISED}|{HONEST})_({'|'.join(STATISTICS)}|{FURTHER})"
+OF_DEVICES: Final = (
+    rf"({DEVICES}|{DISPATCHED}|{PERSONALISED}|{HONEST})_({'|'.join(STATISTICS)}|{FURTHER})"
+)
 OF_MODEL: Final = rf"(mixed_)?score|{SUCCESS}(_[0-9]+)?|{FURTHER}"
 COSTS: Final = ("joules", "train_joules", "energy_source", "cpu_s", "memory_bytes", "celsius")
 AGAINST: Final = ("adversary", "used", "refused")  # of a device in an experiment with adversaries
@@ -86,12 +91,15 @@ class _Column:
     def cell(self, value: Any) -> Cell:
         if isinstance(value, tuple):
             return " ".join(value)
-        return "" if value is None else self.text.format(value) if self.text else value
+        if value is None:
+            return ""
+        return self.text.format(value) if self.text else value
 
 
 @dataclass(frozen=True, slots=True)
 class _Columns(_Column):
-    """Format of a mapping. `pattern`: its columns' names; `keys`: its keys, if they are always the same.
+    """Format of a mapping. `pattern`: its columns' names; `keys`: its keys, if they are always the
+    same.
 
     `columns`: otherwise those that match this.
     """
@@ -117,14 +125,20 @@ class _Columns(_Column):
 @lru_cache(maxsize=128)  # all rows of a table have the same names
 def _keys_in(names: tuple[str, ...], prefix: str, columns: str) -> list[str]:
     """Return what follows a prefix in those names of columns that match an expression."""
-    return [name.removeprefix(prefix) for name in names if name.startswith(prefix) and re.fullmatch(columns, name)]
+    return [
+        name.removeprefix(prefix)
+        for name in names
+        if name.startswith(prefix) and re.fullmatch(columns, name)
+    ]
 
 
 def _plain(value: Any) -> Any:
     """Return what JSON can hold: None for a non-finite number, a list for a tuple."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        return list(value)
+    return value
 
 
 def finite(cell: Any) -> float:
@@ -138,11 +152,15 @@ def finite(cell: Any) -> float:
 def _maybe(cell: str) -> float | None:
     """Return a number, or None for an empty cell or a non-finite loss."""
     found = float(cell) if cell else math.nan
-    return found if math.isfinite(found) else None
+    if math.isfinite(found):
+        return found
+    return None
 
 
 def _count(cell: str) -> int | None:
-    return int(cell) if cell else None
+    if cell:
+        return int(cell)
+    return None
 
 
 _Int: TypeAlias = Annotated[int, _Column(int)]
@@ -168,7 +186,11 @@ class Record:
 
     def columns(self) -> list[str]:
         """Return the columns, in order."""
-        return [name for field, form in self._formats.items() for name in form.names(field, getattr(self, field))]
+        return [
+            name
+            for field, form in self._formats.items()
+            for name in form.names(field, getattr(self, field))
+        ]
 
     def cells(self) -> list[Cell]:
         """Return the cells, in the order of the columns."""
@@ -187,7 +209,11 @@ class Record:
     @classmethod
     def required(cls) -> list[str]:
         """Return the columns that every table of these rows has, in order."""
-        return [field.removesuffix("_") for field, form in cls._formats.items() if not isinstance(form, _Columns)]
+        return [
+            field.removesuffix("_")
+            for field, form in cls._formats.items()
+            if not isinstance(form, _Columns)
+        ]
 
     @classmethod
     def read(cls, cells: Mapping[str, str]) -> Self:
@@ -197,17 +223,20 @@ class Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlobalRoundRecord(Record):
-    """A row of rounds.csv: one global round. The scores and losses of a model are None until it is evaluated.
+    """A row of rounds.csv: one global round. The scores and losses of a model are None until it is
+    evaluated.
 
-    `other_scores`: columns `score` and `mixed_score` of an experiment whose score is not accuracy, which then is None,
-    and a column of each further score, and of the success of each attack that has tests of its own.
+    `other_scores`: columns `score` and `mixed_score` of an experiment whose score is not accuracy,
+    which then is None, and a column of each further score, and of the success of each attack that
+    has tests of its own.
 
-    `by_devices`: the columns of `device_columns` where devices score. If they alone do, accuracy, or score, and loss
-    are those over all their samples.
+    `by_devices`: the columns of `device_columns` where devices score. If they alone do, accuracy,
+    or score, and loss are those over all their samples.
 
-    `phases`: seconds by GLOBAL_PHASES; `bytes_`: MQTT bytes by `TIER_up_bytes`, `TIER_down_bytes`; `missing`,
-    `refused`: children of the cloud without an upload. `epochs`, `omega`: by child, None without a result; `spread`: by
-    node, None for a rule of one model. `epsilon`: of the worst unit so far, by tier with privacy, None: infinite.
+    `phases`: seconds by GLOBAL_PHASES; `bytes_`: MQTT bytes by `TIER_up_bytes`, `TIER_down_bytes`;
+    `missing`, `refused`: children of the cloud without an upload. `epochs`, `omega`: by child, None
+    without a result; `spread`: by node, None for a rule of one model. `epsilon`: of the worst unit
+    so far, by tier with privacy, None: infinite.
     """
 
     global_round: _Int
@@ -216,12 +245,12 @@ class GlobalRoundRecord(Record):
     loss: _Short = None
     mixed_accuracy: _Short = None
     mixed_loss: _Short = None
-    other_scores: Annotated[Mapping[str, float | None], _Columns(_maybe, "{:.6g}", columns=OF_MODEL)] = (
-        dataclasses.field(default_factory=dict)
-    )
-    by_devices: Annotated[Mapping[str, float | None], _Columns(_maybe, "{:.6g}", columns=OF_DEVICES)] = (
-        dataclasses.field(default_factory=dict)
-    )
+    other_scores: Annotated[
+        Mapping[str, float | None], _Columns(_maybe, "{:.6g}", columns=OF_MODEL)
+    ] = dataclasses.field(default_factory=dict)
+    by_devices: Annotated[
+        Mapping[str, float | None], _Columns(_maybe, "{:.6g}", columns=OF_DEVICES)
+    ] = dataclasses.field(default_factory=dict)
     train_loss: _Short
     phases: Annotated[Mapping[str, float], _Columns(finite, pattern="{}_s", keys=GLOBAL_PHASES)]
     sgd_steps: _Int
@@ -232,9 +261,9 @@ class GlobalRoundRecord(Record):
     epochs: Annotated[Mapping[str, int | None], _Columns(_count, pattern="epochs_{}")]
     omega: Annotated[Mapping[str, float | None], _Columns(_maybe, "{:.6g}", pattern="omega_{}")]
     spread: Annotated[Mapping[str, float | None], _Columns(_maybe, "{:.6g}", pattern="spread_{}")]
-    epsilon: Annotated[Mapping[str, float | None], _Columns(_maybe, "{:.6g}", pattern="epsilon_{}")] = (
-        dataclasses.field(default_factory=dict)
-    )
+    epsilon: Annotated[
+        Mapping[str, float | None], _Columns(_maybe, "{:.6g}", pattern="epsilon_{}")
+    ] = dataclasses.field(default_factory=dict)
 
     @property
     def score(self) -> float | None:
@@ -247,12 +276,23 @@ class GlobalRoundRecord(Record):
         return self.of_devices("scored")
 
     def of_devices(self, statistic: str, *, personalised: bool = False) -> float | None:
-        """Return one of STATISTICS, None if devices have not scored the model, or those that they trained."""
+        """Return one of STATISTICS, None if devices have not scored the model, or those that they
+        trained.
+        """
         models = [PERSONALISED] if personalised else [DEVICES, DISPATCHED]
-        return next((found for of in models if (found := self.by_devices.get(f"{of}_{statistic}")) is not None), None)
+        return next(
+            (
+                found
+                for of in models
+                if (found := self.by_devices.get(f"{of}_{statistic}")) is not None
+            ),
+            None,
+        )
 
     def further(self, column: str) -> float | None:
-        """Return a column that only some experiments have, None without it or before it is known."""
+        """Return a column that only some experiments have, None without it or before it is
+        known.
+        """
         return {**self.other_scores, **self.by_devices}.get(column)
 
     @property
@@ -289,13 +329,15 @@ class LinkRecord(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRecord(Record):
-    """A row of devices.csv: one device in one global round. `node`: its path, `cloud/institution-0/device-3`.
+    """A row of devices.csv: one device in one global round. `node`: its path,
+    `cloud/institution-0/device-3`.
 
-    `test_samples`, `test_loss`, `test_score`: of the model of this global round, None if the device did not score it;
-    `evaluate_s`: the seconds of that, spent at the begin of the next round. A device that scored and did not take part
-    has no local rounds. `more`: `personalised_loss`, `personalised_score` and `personalised_s`, of the model that the
-    device trained in this round, and both models' further scores. In an experiment with adversaries also AGAINST: 1 for
-    an adversary, else 0, and in how many local rounds the rule used, or left out, its result.
+    `test_samples`, `test_loss`, `test_score`: of the model of this global round, None if the device
+    did not score it; `evaluate_s`: the seconds of that, spent at the begin of the next round. A
+    device that scored and did not take part has no local rounds. `more`: `personalised_loss`,
+    `personalised_score` and `personalised_s`, of the model that the device trained in this round,
+    and both models' further scores. In an experiment with adversaries also AGAINST: 1 for an
+    adversary, else 0, and in how many local rounds the rule used, or left out, its result.
 
     The last fields are those of `DeviceCosts`.
     """
@@ -315,8 +357,8 @@ class DeviceRecord(Record):
     test_loss: _Short = None
     test_score: _Short = None
     evaluate_s: _Short = None
-    more: Annotated[Mapping[str, float | None], _Columns(_maybe, "{:.6g}", columns=OF_DEVICE)] = dataclasses.field(
-        default_factory=dict
+    more: Annotated[Mapping[str, float | None], _Columns(_maybe, "{:.6g}", columns=OF_DEVICE)] = (
+        dataclasses.field(default_factory=dict)
     )
     joules: _Short = None
     train_joules: _Short = None
@@ -352,7 +394,9 @@ def to_csv(records: Sequence[Record], *, header: bool) -> str:
 
 
 def rows_of(text: str) -> Iterator[dict[str, str]]:
-    """Yield the cells of each row of a table, without a last row that a kill cut short. Raises csv.Error."""
+    """Yield the cells of each row of a table, without a last row that a kill cut short. Raises
+    csv.Error.
+    """
     for row in csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""), strict=True):
         if None in row or None in row.values():
             raise csv.Error("it has not as many cells as the table has columns")
@@ -360,7 +404,8 @@ def rows_of(text: str) -> Iterator[dict[str, str]]:
 
 
 def device_columns(experiment: Experiment) -> dict[str, tuple[str, ...]]:
-    """Return the columns of rounds.csv with devices' scores, by the kind of the models; none if devices do not score.
+    """Return the columns of rounds.csv with devices' scores, by the kind of the models; none if
+    devices do not score.
 
     In each the STATISTICS come first, then the further scores.
     """
@@ -369,48 +414,71 @@ def device_columns(experiment: Experiment) -> dict[str, tuple[str, ...]]:
     kinds = [DISPATCHED if experiment.several_models else DEVICES]
     kinds += [PERSONALISED] if experiment.evaluation.personalised else []
     kinds += [HONEST] if experiment.attackers else []
-    return {kind: tuple(f"{kind}_{name}" for name in (*STATISTICS, *experiment.score.columns.values()))
-            for kind in kinds}  # fmt: skip
+    return {
+        kind: tuple(f"{kind}_{name}" for name in (*STATISTICS, *experiment.score.columns.values()))
+        for kind in kinds
+    }
 
 
 MEASURED: Final = "counted by the kernels (TCP_INFO)"
 UNMEASURED: Final = "not available on this platform"
 
 
-def link_records(reports: Mapping[str, ChildReport], wire: TcpStats, experiment: Experiment) -> list[LinkRecord]:
-    """Return the rows of all links in the run, from the cloud down, then those of the parents' connections.
+def link_records(
+    reports: Mapping[str, ChildReport], wire: TcpStats, experiment: Experiment
+) -> list[LinkRecord]:
+    """Return the rows of all links in the run, from the cloud down, then those of the parents'
+    connections.
 
     `reports`, `wire`: the cloud's byte ledger's reports on all nodes, and its own connection.
     """
-    tree, tiers = experiment.tree, experiment.tier_names
+    tree = experiment.tree
+    tiers = experiment.tier_names
     table = [record for link in _links(reports, experiment) for record in _link_records(link)]
     brokers = [(tiers[0], CLOUD, wire)]
-    brokers += [(tiers[tree.depth(name)], name, reports[name].broker) for name in tree.aggregators if name in reports]
+    brokers += [
+        (tiers[tree.depth(name)], name, reports[name].broker)
+        for name in tree.aggregators
+        if name in reports
+    ]
     for tier, parent, counted in brokers:
         table.append(_sent(LinkRecord(tier=tier, from_=parent, to=BROKER, kind=BROKER), counted))
-        table.append(_received(LinkRecord(tier=tier, from_=BROKER, to=parent, kind=BROKER), counted))
+        table.append(
+            _received(LinkRecord(tier=tier, from_=BROKER, to=parent, kind=BROKER), counted)
+        )
     return table
 
 
 def tier_bytes(ledger: Ledger, tiers: Sequence[str]) -> dict[str, int]:
-    """Return the MQTT bytes of all links by tier and direction, `wan_up_bytes`, `wan_down_bytes`, and so on.
+    """Return the MQTT bytes of all links by tier and direction, `wan_up_bytes`, `wan_down_bytes`,
+    and so on.
 
     `tiers`: the tiers' names from the cloud down.
     """
     counted = chain(ledger.tiers(), repeat(Traffic()))  # nothing is known before the first report
     sums = zip(tiers, counted, strict=False)
-    ways = [(tier, way, count) for tier, links in sums for way, count in (("up", links.received), ("down", links.sent))]
+    ways = [
+        (tier, way, count)
+        for tier, links in sums
+        for way, count in (("up", links.received), ("down", links.sent))
+    ]
     return {f"{tier}_{way}_bytes": count for tier, way, count in ways}
 
 
 def wire_status(reports: Mapping[str, ChildReport], experiment: Experiment) -> str:
-    """Return whether all links have wire bytes, and which have none; "" before the first report of a child."""
+    """Return whether all links have wire bytes, and which have none; "" before the first report of
+    a child.
+    """
     links = _links(reports, experiment)
     counted = {link.child: link.traffic.wire for link in links if link.traffic.wire.connections}
     missing = [child for child, wire in counted.items() if not wire.measured]
     if not missing:
-        return MEASURED if counted else ""
-    return UNMEASURED if len(missing) == len(counted) else f"{UNMEASURED}: {', '.join(missing)}"
+        if counted:
+            return MEASURED
+        return ""
+    if len(missing) == len(counted):
+        return UNMEASURED
+    return f"{UNMEASURED}: {', '.join(missing)}"
 
 
 class _Link(NamedTuple):
@@ -426,7 +494,13 @@ def _links(reports: Mapping[str, ChildReport], experiment: Experiment) -> Iterat
     for name in tree.below(CLOUD):
         if name in reports:
             report = reports[name]
-            yield _Link(experiment.tier_above(name).name, tree.parent(name), name, report.traffic, report.measured)
+            yield _Link(
+                experiment.tier_above(name).name,
+                tree.parent(name),
+                name,
+                report.traffic,
+                report.measured,
+            )
     for report in reports.values():
         if report.parent:
             tier = experiment.tier_below(report.parent).name
@@ -434,10 +508,16 @@ def _links(reports: Mapping[str, ChildReport], experiment: Experiment) -> Iterat
 
 
 def _link_records(link: _Link) -> list[LinkRecord]:
-    """Return a link's rows; `traffic.sent_*` is the downward direction, `received_*` the upward one."""
+    """Return a link's rows; `traffic.sent_*` is the downward direction, `received_*` the upward
+    one.
+    """
     tier, parent, child, traffic, before = link
-    down = _calibrated(LinkRecord(tier=tier, from_=parent, to=child, kind="all"), before.down, before.down_bytes)
-    up = _calibrated(LinkRecord(tier=tier, from_=child, to=parent, kind="all"), before.up, before.up_bytes)
+    down = _calibrated(
+        LinkRecord(tier=tier, from_=parent, to=child, kind="all"), before.down, before.down_bytes
+    )
+    up = _calibrated(
+        LinkRecord(tier=tier, from_=child, to=parent, kind="all"), before.up, before.up_bytes
+    )
     return [
         *_direction(_received(down, traffic.wire), traffic, "sent"),
         *_direction(_sent(up, traffic.wire), traffic, "received"),
@@ -445,9 +525,11 @@ def _link_records(link: _Link) -> list[LinkRecord]:
 
 
 def _direction(whole: LinkRecord, traffic: Traffic, direction: Direction) -> list[LinkRecord]:
-    """Return the rows of one direction by kind, of extras and frozen arrays only if there were any, and of all.
+    """Return the rows of one direction by kind, of extras and frozen arrays only if there were any,
+    and of all.
 
-    The overhead is the excess of wire bytes over payload; it is empty where the child's report lags behind.
+    The overhead is the excess of wire bytes over payload; it is empty where the child's report lags
+    behind.
     """
     parts = [
         LinkRecord(
@@ -470,7 +552,9 @@ def _direction(whole: LinkRecord, traffic: Traffic, direction: Direction) -> lis
 
 def _calibrated(record: LinkRecord, rate: float, probe_bytes: int) -> LinkRecord:
     """Add the calibration before the run, `rate` in bytes per second."""
-    return replace(record, measured_mbit=rate * 8e-6, probe_bytes=probe_bytes) if rate else record
+    if rate:
+        return replace(record, measured_mbit=rate * 8e-6, probe_bytes=probe_bytes)
+    return record
 
 
 def _sent(record: LinkRecord, wire: TcpStats) -> LinkRecord:
@@ -489,8 +573,12 @@ def _sent(record: LinkRecord, wire: TcpStats) -> LinkRecord:
 def _received(record: LinkRecord, wire: TcpStats) -> LinkRecord:
     if not wire.measured:
         return record
-    return replace(_with_rtt(record, wire), wire_bytes=wire.received, segments=wire.received_segments)
+    return replace(
+        _with_rtt(record, wire), wire_bytes=wire.received, segments=wire.received_segments
+    )
 
 
 def _with_rtt(record: LinkRecord, wire: TcpStats) -> LinkRecord:
-    return replace(record, rtt_ms=wire.rtt_us / 1000 or None, rtt_min_ms=wire.rtt_min_us / 1000 or None)
+    return replace(
+        record, rtt_ms=wire.rtt_us / 1000 or None, rtt_min_ms=wire.rtt_min_us / 1000 or None
+    )

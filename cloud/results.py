@@ -2,9 +2,9 @@
 
 experiment.toml  the effective experiment        rounds.csv   a row per global round
 manifest.json    versions, hosts, links, digest  links.csv    bytes by link and direction
-events.jsonl     one event per line              devices.csv  work of each device in each global round
+events.jsonl     one event per line              devices.csv  each device's work by global round
 checkpoints/     the last two                    model.safetensors  the final model
-partition.npz    each device's samples           partition.json     their digest, and the counts of each class
+partition.npz    each device's samples           partition.json     their digest, counts of classes
 """
 
 from __future__ import annotations
@@ -67,8 +67,12 @@ WITHOUT_A_NETWORK: Final = {
     "hardware": "declared, not emulated",
     "availability": "declared, not replayed: every device is there",
 }
-SIMULATED: Final = "simulated"  # in manifest.json: marks a run in virtual time, and has the speeds of its machines
-KINDS: Final = {DIRECT: ("no network", "--direct"), SIMULATED: ("a simulated network", "--simulate")}
+# in manifest.json: marks a run in virtual time, and has the speeds of its machines
+SIMULATED: Final = "simulated"
+KINDS: Final = {
+    DIRECT: ("no network", "--direct"),
+    SIMULATED: ("a simulated network", "--simulate"),
+}
 NO_PLANS: Final[Mapping[str, Sequence[Mapping[str, Any]]]] = MappingProxyType({})
 GROWING: Final = ("rounds.csv", "devices.csv", "events.jsonl")
 
@@ -78,14 +82,17 @@ _R = TypeVar("_R", GlobalRoundRecord, DeviceRecord)
 class RunFolder:
     """One run's folder. `run` is its id on the brokers.
 
-    Once it is created or reopened, and while this object lives, its process alone writes to the folder, by a file lock
-    (`held`), which the kernel releases if the process is killed.
+    Once it is created or reopened, and while this object lives, its process alone writes to the
+    folder, by a file lock (`held`), which the kernel releases if the process is killed.
 
-    Rows and events that a full disk or a read-only folder does not take are kept in memory, in their order, and written
-    with the next ones: they come from callbacks, which cannot wait. `catch_up` raises what prevents it.
+    Rows and events that a full disk or a read-only folder does not take are kept in memory, in
+    their order, and written with the next ones: they come from callbacks, which cannot wait.
+    `catch_up` raises what prevents it.
     """
 
-    def __init__(self, path: Path, run: str, experiment: Experiment, *, world: World = REAL) -> None:
+    def __init__(
+        self, path: Path, run: str, experiment: Experiment, *, world: World = REAL
+    ) -> None:
         self.path = path
         self.run = run
         self.experiment = experiment
@@ -109,31 +116,41 @@ class RunFolder:
     ) -> RunFolder:
         """Create `runs/<utc>-<name>-<id>/`. Raises StorageFailed if it fails.
 
-        `direct`: of a run without a network. `simulated`: of a run in virtual time, the facts that its manifest has.
+        `direct`: of a run without a network. `simulated`: of a run in virtual time, the facts that
+        its manifest has.
         """
-        utc, token = datetime.fromtimestamp(world.wall(), UTC).strftime("%Y%m%dT%H%M%SZ"), world.token(3)
+        utc = datetime.fromtimestamp(world.wall(), UTC).strftime("%Y%m%dT%H%M%SZ")
+        token = world.token(3)
         path = root / f"{utc}-{experiment.name}-{token}"
         made_root = not root.exists()
         try:
             path.mkdir(parents=True)
             sync(root)
         except OSError as error:
-            raise StorageFailed("--runs", str(root), error.strerror or str(error), "Name another folder.") from None
+            raise StorageFailed(
+                "--runs", str(root), error.strerror or str(error), "Name another folder."
+            ) from None
         folder = cls(path, f"{utc}-{token}", experiment, world=world)
         folder._made_root = made_root
         with folder.removed_unless_begun():
             _replace(path / HELD, to_toml(experiment))
             folder._hold()
-            kind = {DIRECT: WITHOUT_A_NETWORK} if direct else {} if simulated is None else {SIMULATED: simulated}
+            kind: dict[str, Mapping[str, object]] = {}
+            if direct:
+                kind = {DIRECT: WITHOUT_A_NETWORK}
+            elif simulated is not None:
+                kind = {SIMULATED: simulated}
             folder._write_manifest(utc, kind)
         return folder
 
     @classmethod
-    def reopen(cls, path: Path, *, direct: bool = False, simulated: bool = False, world: World = REAL) -> RunFolder:
+    def reopen(
+        cls, path: Path, *, direct: bool = False, simulated: bool = False, world: World = REAL
+    ) -> RunFolder:
         """Reopen a run's folder.
 
-        Raises InvalidExperiment as `check` does, or if another process writes to it, and StorageFailed if it is
-        read-only.
+        Raises InvalidExperiment as `check` does, or if another process writes to it, and
+        StorageFailed if it is read-only.
         """
         run, experiment = cls.check(path, direct=direct, simulated=simulated)
         folder = cls(path, run, experiment, world=world)
@@ -142,43 +159,61 @@ class RunFolder:
         return folder
 
     @staticmethod
-    def check(path: Path, *, direct: bool = False, simulated: bool = False) -> tuple[str, Experiment]:
+    def check(
+        path: Path, *, direct: bool = False, simulated: bool = False
+    ) -> tuple[str, Experiment]:
         """Return the id and the experiment of a run whose folder can be reopened.
 
-        Raises InvalidExperiment if it is none, if `direct` or `simulated` differs from the run's, or if the manifest or
-        the experiment is damaged.
+        Raises InvalidExperiment if it is none, if `direct` or `simulated` differs from the run's,
+        or if the manifest or the experiment is damaged.
         """
         file = path / MANIFEST
         try:
             manifest = json.loads(file.read_text(encoding="utf-8"))
             run = str(manifest["run"])
         except OSError:
-            raise InvalidExperiment("--resume", str(path), "not a run's folder", "Name a folder under runs/.") from None
+            raise InvalidExperiment(
+                "--resume", str(path), "not a run's folder", "Name a folder under runs/."
+            ) from None
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             problem = f"not a run's manifest: {error!r:.200}"
             raise InvalidExperiment("--resume", str(file), problem, "Restore the file.") from None
         check_format(manifest, path, key="--resume")
         asked = {DIRECT: direct, SIMULATED: simulated}
         if manifest.pop(DIGEST, None) != _digest(manifest):
-            raise InvalidExperiment("--resume", str(file), "damaged, or changed", "Restore the file.")
-        if any(asked[kind] is not (kind in manifest) for kind in KINDS):  # its seconds would not be comparable
-            had = [f"the run was started with {KINDS[kind][0]}" for kind in KINDS if kind in manifest]
-            remedy = [f"Add {KINDS[kind][1]}." for kind in KINDS if kind in manifest and not asked[kind]]
-            remedy += [f"Omit {KINDS[kind][1]}." for kind in KINDS if asked[kind] and kind not in manifest]
+            raise InvalidExperiment(
+                "--resume", str(file), "damaged, or changed", "Restore the file."
+            )
+        # its seconds would not be comparable
+        if any(asked[kind] is not (kind in manifest) for kind in KINDS):
+            had = [
+                f"the run was started with {KINDS[kind][0]}" for kind in KINDS if kind in manifest
+            ]
+            remedy = [
+                f"Add {KINDS[kind][1]}." for kind in KINDS if kind in manifest and not asked[kind]
+            ]
+            remedy += [
+                f"Omit {KINDS[kind][1]}." for kind in KINDS if asked[kind] and kind not in manifest
+            ]
             problem = had[0] if had else "the run was started with a network"
             raise InvalidExperiment("--resume", str(path), problem, " ".join(remedy))
         held = str(path / HELD)
         try:
             experiment = recorded(read(path / HELD))
         except InvalidExperiment as error:
-            raise InvalidExperiment("--resume", held, str(error).removesuffix("."), "Restore the file.") from None
+            raise InvalidExperiment(
+                "--resume", held, str(error).removesuffix("."), "Restore the file."
+            ) from None
         if manifest["experiment_digest"] != experiment.digest:
-            raise InvalidExperiment("--resume", held, "its experiment was changed", "Restore the file.")
+            raise InvalidExperiment(
+                "--resume", held, "its experiment was changed", "Restore the file."
+            )
         return run, experiment
 
     @contextmanager
     def removed_unless_begun(self) -> Iterator[None]:
-        """Remove the folder, with a root that it made, if the `with` block fails before the first global round begins.
+        """Remove the folder, with a root that it made, if the `with` block fails before the first
+        global round begins.
 
         A run that was resumed, or has begun a global round, stays: what it has may be of use.
         """
@@ -207,13 +242,18 @@ class RunFolder:
         self._replace_manifest({**self._manifest(), **facts})
 
     def add_energy(self, joules: Mapping[str, float], *, seconds: float) -> None:
-        """Add this host's energy by source and part to that of earlier processes of the run. Raises StorageFailed."""
+        """Add this host's energy by source and part to that of earlier processes of the run. Raises
+        StorageFailed.
+        """
         if not joules:
             return
         hosts = self._manifest().get("energy", {})
         earlier = hosts.get(platform.node(), {"seconds": 0.0, "joules": {}})
         sums = {part: earlier["joules"].get(part, 0.0) + value for part, value in joules.items()}
-        hosts[platform.node()] = {"seconds": earlier["seconds"] + seconds, "joules": earlier["joules"] | sums}
+        hosts[platform.node()] = {
+            "seconds": earlier["seconds"] + seconds,
+            "joules": earlier["joules"] | sums,
+        }
         self.note(energy=hosts)
 
     def event(self, name: str, facts: Mapping[str, object]) -> None:
@@ -227,7 +267,9 @@ class RunFolder:
         self._add_rows("rounds.csv", [record])
 
     def complete_round(self, record: GlobalRoundRecord) -> None:
-        """Replace the last row of rounds.csv by that of the same global round with its evaluation."""
+        """Replace the last row of rounds.csv by that of the same global round with its
+        evaluation.
+        """
         self._later(partial(self._replace_rows, "rounds.csv", to_csv([record], header=False), 1))
 
     def add_devices(
@@ -236,7 +278,9 @@ class RunFolder:
         reports: Iterable[ChildReport],
         plans: Mapping[str, Sequence[Mapping[str, Any]]] = NO_PLANS,
     ) -> None:
-        """Append devices to devices.csv. `plans`: the decisions of their parents in this global round."""
+        """Append devices to devices.csv. `plans`: the decisions of their parents in this global
+        round.
+        """
         if self._devices and self._devices[0].global_round != global_round:
             self._devices = []
         records = [self._record(global_round, report, plans) for report in reports]
@@ -244,31 +288,52 @@ class RunFolder:
         self._add_rows("devices.csv", records)
 
     def _record(
-        self, global_round: int, report: ChildReport, plans: Mapping[str, Sequence[Mapping[str, Any]]] = NO_PLANS
+        self,
+        global_round: int,
+        report: ChildReport,
+        plans: Mapping[str, Sequence[Mapping[str, Any]]] = NO_PLANS,
     ) -> DeviceRecord:
         """Return the row of a device's work in a global round."""
-        work, trained = report.work, self._trained(report.work)
+        work = report.work
+        trained = self._trained(report.work)
         if attackers := self.experiment.attackers:
             parent = report.parent or self.experiment.tree.parent(report.name)
             refused = sum(report.name in refused_in(plan) for plan in plans.get(parent, ()))
             acts = float(report.name in attackers.at)
-            trained["more"] |= zip(AGAINST, (acts, float(report.rounds - refused), float(refused)), strict=True)
+            trained["more"] |= zip(
+                AGAINST, (acts, float(report.rounds - refused), float(refused)), strict=True
+            )
         return DeviceRecord(
-            global_round=global_round, node=self._path(report), samples=work.samples, local_rounds=report.rounds,
-            epochs=work.epochs, sgd_steps=work.steps, loss=work.loss, train_s=work.train_s, wait_s=work.wait_s,
-            pause_s=work.pause_s, path=work.path, **{name: getattr(work.costs, name) for name in COSTS},
+            global_round=global_round,
+            node=self._path(report),
+            samples=work.samples,
+            local_rounds=report.rounds,
+            epochs=work.epochs,
+            sgd_steps=work.steps,
+            loss=work.loss,
+            train_s=work.train_s,
+            wait_s=work.wait_s,
+            pause_s=work.pause_s,
+            path=work.path,
+            **{name: getattr(work.costs, name) for name in COSTS},
             **trained,
-        )  # fmt: skip
+        )
 
     def _path(self, device: ChildReport) -> str:
         """Return the names from the cloud down to a device."""
         tree = self.experiment.tree
-        return f"{tree.path(device.parent)}/{device.name}" if device.parent else tree.path(device.name)
+        if device.parent:
+            return f"{tree.path(device.parent)}/{device.name}"
+        return tree.path(device.name)
 
     def score_devices(self, global_round: int, reports: Iterable[ChildReport]) -> None:
-        """Add the devices' scores of a global round's model to its rows, the last ones of devices.csv."""
+        """Add the devices' scores of a global round's model to its rows, the last ones of
+        devices.csv.
+        """
         score = self.experiment.score
-        rows = {record.node: record for record in self._devices if record.global_round == global_round}
+        rows = {
+            record.node: record for record in self._devices if record.global_round == global_round
+        }
         count = len(rows)
         for report in reports:
             if report.work.tests is not None and (tests := report.work.tests.received) is not None:
@@ -276,7 +341,10 @@ class RunFolder:
                 untrained = replace(report, work=Work(report.work.samples), rounds=0)
                 row = rows.get(node) or self._record(global_round, untrained)
                 first, *further = tests.by(score.names)
-                more = {f"test_{name}": each for name, each in zip(score.columns.values(), further, strict=True)}
+                more = {
+                    f"test_{name}": each
+                    for name, each in zip(score.columns.values(), further, strict=True)
+                }
                 rows[node] = replace(
                     row, test_samples=tests.samples, test_loss=tests.mean_loss, test_score=first,
                     evaluate_s=tests.seconds, more={**row.more, **more},
@@ -284,12 +352,15 @@ class RunFolder:
         self._devices = [*rows.values()]
         if rows:
             new = not count and not (self.path / "devices.csv").exists()
-            self._later(partial(self._replace_rows, "devices.csv", to_csv(self._devices, header=new), count))
+            self._later(
+                partial(self._replace_rows, "devices.csv", to_csv(self._devices, header=new), count)
+            )
 
     @property
     def _no_more(self) -> dict[str, float | None]:
         """The cells of a device's further columns, all of them empty."""
-        experiment, further = self.experiment, self.experiment.score.columns.values()
+        experiment = self.experiment
+        further = self.experiment.score.columns.values()
         if not experiment.evaluation.on_devices:
             return {}
         names = [f"test_{name}" for name in further]
@@ -299,7 +370,8 @@ class RunFolder:
 
     def _trained(self, work: Work) -> dict[str, Any]:
         """Return the cells of a device's scores of the model that it trained."""
-        tests, score = None if work.tests is None else work.tests.trained, self.experiment.score
+        tests = None if work.tests is None else work.tests.trained
+        score = self.experiment.score
         if tests is None:
             return {"more": self._no_more}
         found = {"loss": tests.mean_loss, "s": tests.seconds}
@@ -323,7 +395,8 @@ class RunFolder:
             sync(self.path)
 
     def forget_after(self, global_rounds: int) -> list[GlobalRoundRecord]:
-        """Drop the rows of global rounds that a resumed run repeats, and return the remaining rows of rounds.csv.
+        """Drop the rows of global rounds that a resumed run repeats, and return the remaining rows
+        of rounds.csv.
 
         Raises InvalidExperiment if one is missing or damaged.
         """
@@ -332,24 +405,38 @@ class RunFolder:
         kept = self._forget("rounds.csv", GlobalRoundRecord, after=global_rounds)
         for place in range(global_rounds):
             if place == len(kept) or kept[place].global_round != place + 1:
-                problem = f"it has no row of global round {place + 1}, and the checkpoint is of {global_rounds}"
-                raise InvalidExperiment("--resume", str(self.path / "rounds.csv"), problem, "Restore the file.")
+                problem = (
+                    f"it has no row of global round {place + 1}, and the checkpoint is of "
+                    f"{global_rounds}"
+                )
+                raise InvalidExperiment(
+                    "--resume", str(self.path / "rounds.csv"), problem, "Restore the file."
+                )
         return kept
 
     def write_of_ledger(self, ledger: Ledger) -> Callable[[], None]:
         """Return what writes the byte ledger of a resumed run, like `write_of_links`."""
         text = ledger.to_json()
-        return partial(_replace, self.path / LEDGER, f'{{"{DIGEST}": "{_digest_of(text)}", "ledger": {text}}}\n')
+        return partial(
+            _replace,
+            self.path / LEDGER,
+            f'{{"{DIGEST}": "{_digest_of(text)}", "ledger": {text}}}\n',
+        )
 
     def write_of_links(self, ledger: Ledger) -> Callable[[], None]:
         """Return what writes links.csv, each link's bytes in the run.
 
-        It writes the present counts, also from another thread: thousands of devices take long. It raises StorageFailed.
+        It writes the present counts, also from another thread: thousands of devices take long. It
+        raises StorageFailed.
         """
-        reports, wire = ledger.reports(), ledger.broker()
+        reports = ledger.reports()
+        wire = ledger.broker()
 
         def write() -> None:
-            _replace(self.path / "links.csv", to_csv(link_records(reports, wire, self.experiment), header=True))
+            _replace(
+                self.path / "links.csv",
+                to_csv(link_records(reports, wire, self.experiment), header=True),
+            )
             status = wire_status(reports, self.experiment)
             if status and status != self._measured:
                 self._measured = status
@@ -358,7 +445,9 @@ class RunFolder:
         return write
 
     def finish(self, ledger: Ledger) -> None:
-        """Write what could not be written before, and the final byte counts. Raises StorageFailed."""
+        """Write what could not be written before, and the final byte counts. Raises
+        StorageFailed.
+        """
         self.catch_up()
         self.write_of_links(ledger)()
         self.write_of_ledger(ledger)()
@@ -376,17 +465,23 @@ class RunFolder:
             ledger.restore(text)
         except (OSError, ValueError, KeyError, TypeError) as error:
             problem = f"it is damaged: {error}"
-            raise InvalidExperiment("--resume", str(path), problem, "Remove it: bytes are counted anew.") from None
+            raise InvalidExperiment(
+                "--resume", str(path), problem, "Remove it: bytes are counted anew."
+            ) from None
 
     def _hold(self) -> None:
-        """Lock the folder until `release`, or until this object is gone. Raises InvalidExperiment, StorageFailed."""
+        """Lock the folder until `release`, or until this object is gone. Raises InvalidExperiment,
+        StorageFailed.
+        """
         path = self.path / HELD
         with writing(path):
             file = os.open(path, os.O_RDWR)  # NFS locks exclusively only what can be written
         self._release = weakref.finalize(self, os.close, file)
         while not _try_lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB):
-            if not _try_lock(file, fcntl.LOCK_SH | fcntl.LOCK_NB):  # else `held` is looking in this moment
-                problem, remedy = "another process runs this run", "Wait for its end, or stop it."
+            # else `held` is looking in this moment
+            if not _try_lock(file, fcntl.LOCK_SH | fcntl.LOCK_NB):
+                problem = "another process runs this run"
+                remedy = "Wait for its end, or stop it."
                 raise InvalidExperiment("--resume", str(self.path), problem, remedy)
 
     def _later(self, write: Callable[[], None]) -> None:
@@ -397,16 +492,20 @@ class RunFolder:
     def _add_rows(self, name: str, records: Sequence[Record]) -> None:
         def write() -> None:
             path = self.path / name
-            _append(path, to_csv(records, header=not path.exists() or not path.stat().st_size).encode())
+            _append(
+                path, to_csv(records, header=not path.exists() or not path.stat().st_size).encode()
+            )
 
         self._later(write)
 
     def _replace_rows(self, name: str, text: str, count: int) -> None:
         """Replace the last rows of a table, `count` of them.
 
-        They mostly grow, so one write in place overwrites all of the old ones. Shorter ones are written with the table.
+        They mostly grow, so one write in place overwrites all of the old ones. Shorter ones are
+        written with the table.
         """
-        path, data = self.path / name, text.encode()
+        path = self.path / name
+        data = text.encode()
         if not count:
             _append(path, data)
             return
@@ -426,7 +525,9 @@ class RunFolder:
         _replace(path, path.read_bytes()[:begin].decode() + text)
 
     def _forget(self, name: str, kind: type[_R], *, after: int) -> list[_R]:
-        """Cut a table after its rows of the global rounds up to `after`, and return these. Raises InvalidExperiment."""
+        """Cut a table after its rows of the global rounds up to `after`, and return these. Raises
+        InvalidExperiment.
+        """
         path = self.path / name
         if not path.exists():
             return []
@@ -444,7 +545,9 @@ class RunFolder:
         return kept
 
     def _write_manifest(self, utc: str, kind: Mapping[str, object]) -> None:
-        """Write the manifest. It has the run's kind at once: a run that is killed now is resumed as what it is."""
+        """Write the manifest. It has the run's kind at once: a run that is killed now is resumed as
+        what it is.
+        """
         experiment = self.experiment
         manifest = {
             "format": FORMAT,
@@ -455,8 +558,12 @@ class RunFolder:
                 "enforce": experiment.links.enforce,
                 "of": {name: experiment.link(name).recorded() for name in experiment.tree.nodes},
             },
-            "availability": trace.recorded() if (trace := experiment.availability.trace) is not None else None,
-            "hardware": {name: experiment.machine(name).model_dump() for name in experiment.tree.devices},
+            "availability": trace.recorded()
+            if (trace := experiment.availability.trace) is not None
+            else None,
+            "hardware": {
+                name: experiment.machine(name).model_dump() for name in experiment.tree.devices
+            },
             "codecs": {tier.name: tier.transfer.model_dump() for tier in experiment.tiers},
             "host": platform.node(),
             "platform": platform.platform(),
@@ -475,18 +582,24 @@ class RunFolder:
         return found
 
     def _replace_manifest(self, facts: Mapping[str, object]) -> None:
-        _replace(self.path / MANIFEST, json_text({**facts, DIGEST: _digest(facts)}, indent=2) + "\n")
+        _replace(
+            self.path / MANIFEST, json_text({**facts, DIGEST: _digest(facts)}, indent=2) + "\n"
+        )
 
 
 def check_format(manifest: Mapping[str, object], path: Path, *, key: str) -> None:
-    """Check that a run's folder has the format of this release. Raises InvalidExperiment, for the option `key`."""
+    """Check that a run's folder has the format of this release. Raises InvalidExperiment, for the
+    option `key`.
+    """
     if (found := manifest.get("format")) != FORMAT:
         problem = f"a run's folder of format {found}, this release has {FORMAT}"
         raise InvalidExperiment(key, str(path), problem, "Use the release that wrote it.")
 
 
 def held(path: Path) -> bool:
-    """Return whether a process writes to this run's folder; False on a file system without locks."""
+    """Return whether a process writes to this run's folder; False on a file system without
+    locks.
+    """
     try:
         file = os.open(path / HELD, os.O_RDONLY)
     except OSError:
@@ -506,7 +619,9 @@ def _digest_of(text: str) -> str:
 
 
 def _try_lock(file: int, kind: int) -> bool:
-    """Return False if another process holds a conflicting lock; True on a file system without locks."""
+    """Return False if another process holds a conflicting lock; True on a file system without
+    locks.
+    """
     try:
         fcntl.flock(file, kind)
     except BlockingIOError:
@@ -535,7 +650,9 @@ def _append(path: Path, data: bytes) -> None:
 
 
 def _load() -> float | None:
-    """Return how many processes used or awaited this host's cores in the last minute, on average; None if unknown."""
+    """Return how many processes used or awaited this host's cores in the last minute, on average;
+    None if unknown.
+    """
     try:
         return round(os.getloadavg()[0], 2)
     except OSError:

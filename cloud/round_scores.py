@@ -1,7 +1,8 @@
 """The scores of a run's models, of the cloud and of devices, and what a run does by them.
 
-The cloud evaluates a model beside the next global round, and devices score the one that they receive with it. So a
-row's scores are complete when the next global round closes, and what a run does by them begins after it.
+The cloud evaluates a model beside the next global round, and devices score the one that they
+receive with it. So a row's scores are complete when the next global round closes, and what a run
+does by them begins after it.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from fedstrata.cloud.results import RunFolder
 from fedstrata.common.accounting.child_report import ChildReport
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.host.offload import offload
-from fedstrata.common.host.shared_rows import new_row
 from fedstrata.common.metrics import Metrics, NodeLabels
 from fedstrata.common.model.layout import Row
+from fedstrata.common.processes.shared_rows import new_row
 from fedstrata.common.runtime.round import Observe
 from fedstrata.common.settings.stopping import Course, StopReason, check_evaluated
 from fedstrata.common.settings.topology import CLOUD
@@ -30,7 +31,8 @@ from fedstrata.common.settings.training import ACCURACY
 from fedstrata.common.training.scores import ScoreSums, distribution, summed, unpacked
 
 LABELS: Final = NodeLabels("cloud", CLOUD)
-ROW_FACTS: Final = ("accuracy", "loss", "mixed_accuracy", "mixed_loss")  # of an evaluation, beside other_scores
+# of an evaluation, beside other_scores
+ROW_FACTS: Final = ("accuracy", "loss", "mixed_accuracy", "mixed_loss")
 
 Evaluate = Callable[[int, Row], Awaitable[EvaluationResult | None]]
 Write = Callable[[Callable[[], Awaitable[None]]], Awaitable[None]]
@@ -38,7 +40,8 @@ Write = Callable[[Callable[[], Awaitable[None]]], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pending:
-    """A row of rounds.csv whose scores are awaited: of the cloud, by `evaluating`, and of the devices.
+    """A row of rounds.csv whose scores are awaited: of the cloud, by `evaluating`, and of the
+    devices.
 
     `row`: its model, uint8 [row_bytes], if it may have to be kept.
     """
@@ -99,7 +102,9 @@ class RoundScores:
         return self.evaluates and (last or global_round % self._experiment.evaluation.every == 0)
 
     def of(self, global_round: int) -> EvaluationResult | None:
-        """Return the scores of a global round's model if they are the last ones; None if it has none."""
+        """Return the scores of a global round's model if they are the last ones; None if it has
+        none.
+        """
         if self._last is None or self._last.global_round != global_round:
             return None
         return self._last
@@ -130,21 +135,34 @@ class RoundScores:
     def _result_of(self, row: GlobalRoundRecord) -> EvaluationResult:
         """Return a row's evaluation, whose numbers that are not finite are NaN."""
         further = (row.other_scores.get(name) for name in self._experiment.score.columns.values())
-        score, loss, *more = (math.nan if each is None else each for each in (row.score, row.loss, *further))
+        score, loss, *more = (
+            math.nan if each is None else each for each in (row.score, row.loss, *further)
+        )
         return EvaluationResult(row.global_round, score, loss, more)
 
     def by_devices(self, reports: Sequence[ChildReport]) -> dict[str, float | None]:
-        """Return the devices' columns of a new row; known are those of the models that they trained, by its reports."""
-        columns: dict[str, float | None] = {each: None for columns in self._columns.values() for each in columns}
+        """Return the devices' columns of a new row; known are those of the models that they
+        trained, by its reports.
+        """
+        columns: dict[str, float | None] = {
+            each: None for columns in self._columns.values() for each in columns
+        }
         if PERSONALISED in self._columns:
             sums = [each.work.tests.trained for each in reports if each.work.tests is not None]
             columns |= self._over_devices(PERSONALISED, sums)[0]
         return columns
 
     def expect(
-        self, record: GlobalRoundRecord, row: Row, mixed: Row | None, *, by_cloud: bool, by_devices: bool
+        self,
+        record: GlobalRoundRecord,
+        row: Row,
+        mixed: Row | None,
+        *,
+        by_cloud: bool,
+        by_devices: bool,
     ) -> None:
-        """Expect the scores of a global round's model: of the devices with the next results, and those of the cloud.
+        """Expect the scores of a global round's model: of the devices with the next results, and
+        those of the cloud.
 
         The cloud starts here. It evaluates `mixed`, the mean after mixing, too, if it differs.
         """
@@ -167,23 +185,33 @@ class RoundScores:
         return self._course.take(found.global_round, score=found.score, loss=found.loss)
 
     async def _improved(self, found: EvaluationResult, row: Row | None) -> None:
-        """Take note of an evaluation; if wanted, keep the model of an improvement beside the next global round."""
+        """Take note of an evaluation; if wanted, keep the model of an improvement beside the next
+        global round.
+        """
         if self._improves(found) and row is not None and self._experiment.stop.best:
             save = partial(
-                checkpoint.save_best, self._folder.checkpoints, found.global_round, layout=self._beginning.layout,
-                row=row, run=self._folder.run, rounds_back=self._experiment.cloud.rounds_back,
+                checkpoint.save_best,
+                self._folder.checkpoints,
+                found.global_round,
+                layout=self._beginning.layout,
+                row=row,
+                run=self._folder.run,
+                rounds_back=self._experiment.cloud.rounds_back,
                 frozen=self._beginning.frozen,
-            )  # fmt: skip
+            )
             await self._write(lambda: offload(save))
 
     async def finish(self, reports: Sequence[ChildReport], *, last: bool) -> None:
-        """Wait for the running evaluation, and add it and the devices' scores, in these reports, to their row.
+        """Wait for the running evaluation, and add it and the devices' scores, in these reports, to
+        their row.
 
         `last`: the row is the run's last one.
         """
         if (pending := self._pending) is None:
             return
-        score, record, before = self._experiment.score, pending.record, self._last
+        score = self._experiment.score
+        record = pending.record
+        before = self._last
         mixed: Sequence[EvaluationResult] = ()
         found: EvaluationResult | None = None
         scored = [] if pending.evaluating is None else await pending.evaluating
@@ -205,24 +233,35 @@ class RoundScores:
             self._last = found
             facts |= self._exported(found)
         for other in mixed:
-            facts |= {f"mixed_{key}": value for key, value in evaluated(score, replace(other, more=())).items()}
+            facts |= {
+                f"mixed_{key}": value
+                for key, value in evaluated(score, replace(other, more=())).items()
+            }
         scores = {key: facts.get(key, value) for key, value in record.other_scores.items()}
         of_row = {key: value for key, value in facts.items() if key in ROW_FACTS}
         record = replace(record, **of_row, other_scores=scores)
         self._folder.complete_round(record)
         if record.score is not None:
             shown = evaluated(score, None) | {"score": record.score, "loss": record.loss} | facts
-            self._observe("evaluated", {"global_round": record.global_round, **shown, **record.by_devices})
+            self._observe(
+                "evaluated", {"global_round": record.global_round, **shown, **record.by_devices}
+            )
         if found is None:
             return
         again = before is not None and not math.isfinite(before.loss)
         if not math.isfinite(found.loss) and (not again or last):
-            reason = f"the test loss after global round {record.global_round} is {found.loss}: training has diverged"
+            reason = (
+                f"the test loss after global round {record.global_round} is {found.loss}: "
+                "training has diverged"
+            )
             self._observe("warning", {"global_round": record.global_round, "reason": reason})
 
     def _exported(self, found: EvaluationResult) -> dict[str, Any]:
-        """Export the scores of a model, and the success of attacks on it; return them as facts of its row."""
-        score, metrics = self._experiment.score, self._metrics
+        """Export the scores of a model, and the success of attacks on it; return them as facts of
+        its row.
+        """
+        score = self._experiment.score
+        metrics = self._metrics
         if score.name == ACCURACY:
             metrics.accuracy.labels(*LABELS).set(found.score)
         for name, value in zip(score.names, (found.score, *found.more), strict=True):
@@ -231,19 +270,27 @@ class RoundScores:
         facts: dict[str, Any] = evaluated(score, found)
         targeted = self._experiment.attackers.targeted if found.attacks else {}
         for (column, adversary), value in zip(targeted.items(), found.attacks, strict=True):
-            metrics.attack_success.labels(*LABELS, column, adversary.settings.attack.name).set(value)
+            metrics.attack_success.labels(*LABELS, column, adversary.settings.attack.name).set(
+                value
+            )
             facts[column] = value
         return facts
 
     def leave_out(self, nodes: Mapping[str, str]) -> None:
-        """Name nodes whose scores are left out, each with the reason, once in a run; plans have them in each round."""
+        """Name nodes whose scores are left out, each with the reason, once in a run; plans have
+        them in each round.
+        """
         for name, reason in nodes.items():
             if name not in self._left_out:
                 self._left_out.add(name)
-                self._observe("warning", {"node": name, "reason": f"{name}'s scores are left out: {reason}"})
+                self._observe(
+                    "warning", {"node": name, "reason": f"{name}'s scores are left out: {reason}"}
+                )
 
     def _without_scores(self, global_round: int) -> None:
-        """Note that no device has a score of a model, which so is no improvement where the cloud has none either."""
+        """Note that no device has a score of a model, which so is no improvement where the cloud
+        has none either.
+        """
         if not self._lacks_scores:
             reason = f"no device has a score of the model after global round {global_round}"
             self._observe("warning", {"global_round": global_round, "reason": reason})
@@ -254,17 +301,26 @@ class RoundScores:
     def _scores_of(
         self, global_round: int, reports: Sequence[ChildReport]
     ) -> tuple[dict[str, float | None], ScoreSums | None]:
-        """Record the devices' scores of a global round's model; return the columns of its row, and the sums over all.
+        """Record the devices' scores of a global round's model; return the columns of its row, and
+        the sums over all.
 
         Reports are on the model with which their global round began, the one of the round before.
         """
-        scored = [each for each in reports if each.work.tests is not None and each.work.tests.received is not None]
+        scored = [
+            each
+            for each in reports
+            if each.work.tests is not None and each.work.tests.received is not None
+        ]
         self._folder.score_devices(global_round, scored)
         kind = next(iter(self._columns))
-        found, total = self._over_devices(kind, [each.work.tests.received for each in scored if each.work.tests])
+        found, total = self._over_devices(
+            kind, [each.work.tests.received for each in scored if each.work.tests]
+        )
         if HONEST in self._columns:
             honest = [each for each in scored if each.name not in self._experiment.attackers.at]
-            found |= self._over_devices(HONEST, [each.work.tests.received for each in honest if each.work.tests])[0]
+            found |= self._over_devices(
+                HONEST, [each.work.tests.received for each in honest if each.work.tests]
+            )[0]
         if total is not None and total.classes:
             counts = unpacked(total.classes)
             by_class = {"samples": counts[::2], "right": counts[1::2]}
@@ -274,9 +330,13 @@ class RoundScores:
     def _over_devices(
         self, kind: str, each: Sequence[ScoreSums | None]
     ) -> tuple[dict[str, float | None], ScoreSums | None]:
-        """Return the columns of models of a kind, by the sums of each device that scored one, and the sums over all."""
-        score, sums = self._experiment.score, [found for found in each if found is not None]
-        total, over = summed(sums), distribution([one.by(score.names)[0] for one in sums], higher=score.higher)
+        """Return the columns of models of a kind, by the sums of each device that scored one, and
+        the sums over all.
+        """
+        score = self._experiment.score
+        sums = [found for found in each if found is not None]
+        total = summed(sums)
+        over = distribution([one.by(score.names)[0] for one in sums], higher=score.higher)
         values: dict[str, float | None] = {"scored": len(sums)}
         if total is not None:
             first, *further = total.by(score.names)
@@ -284,7 +344,10 @@ class RoundScores:
             values |= zip(score.columns.values(), further, strict=True)
         if over is not None:
             spread = {"mean": over.mean, "worst": over.worst, "spread": over.spread}
-            special = {PERSONALISED: self._metrics.personalised_score, HONEST: self._metrics.honest_score}
+            special = {
+                PERSONALISED: self._metrics.personalised_score,
+                HONEST: self._metrics.honest_score,
+            }
             metric = special.get(kind, self._metrics.devices_score)
             for statistic, value in spread.items():
                 metric.labels(*LABELS, score.name, statistic).set(value)

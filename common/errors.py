@@ -6,7 +6,8 @@ FedstrataError                 base of all errors; has the exit code of the comm
 ├── ConnectionFailed      (3)  broker unreachable, login refused
 │   ├── DuplicateName     (3)  another living node on this broker has the same name
 │   └── LabInUse          (3)  another run has the lab
-├── StorageFailed         (6)  a file or folder of this machine cannot be used: disk full, read-only, another user's
+├── StorageFailed         (6)  a file or folder of this machine cannot be used: disk full,
+read-only, another user's
 ├── RunFailed             (1)  the run cannot continue
 │   ├── NoProgress        (5)  no progress for `idle_s`
 │   │   └── OutOfReach    (5)  the parent, or a broker, was away so long
@@ -47,7 +48,9 @@ class FedstrataError(Exception):
         super().__init__(bounded(text, MESSAGE_MOST))
 
     def __reduce__(self) -> tuple[Callable[..., FedstrataError], tuple[object, ...]]:
-        """Pickle and copy all attributes: Exception's own form would call the class with the message alone."""
+        """Pickle and copy all attributes: Exception's own form would call the class with the
+        message alone.
+        """
         return _again, (type(self), self.args, vars(self))
 
 
@@ -59,7 +62,9 @@ class InvalidExperiment(FedstrataError):
 
     exit_code = 4
 
-    def __init__(self, key: str, value: object, problem: str, remedy: str, frames: Sequence[str] = ()) -> None:
+    def __init__(
+        self, key: str, value: object, problem: str, remedy: str, frames: Sequence[str] = ()
+    ) -> None:
         given = "" if value is None else f" = {_shown(value)}"  # without one, the key is missing
         super().__init__(f"{key}{given}: {problem}. {remedy}")
         self.parts = (key, value, problem, remedy)
@@ -95,7 +100,9 @@ class LabInUse(ConnectionFailed):
 
 
 class RunFailed(FedstrataError):
-    """The run cannot continue. `without`: the children without which a round could not close, if that is why."""
+    """The run cannot continue. `without`: the children without which a round could not close, if
+    that is why.
+    """
 
     without: frozenset[str] = frozenset()
 
@@ -107,7 +114,9 @@ class NoProgress(RunFailed):
 
 
 class OutOfReach(NoProgress):
-    """The parent, or a broker, was away for `idle_s` seconds; a node that stays returns to the run when it is back."""
+    """The parent, or a broker, was away for `idle_s` seconds; a node that stays returns to the run
+    when it is back.
+    """
 
 
 class ParentGaveUp(RunFailed):
@@ -115,15 +124,21 @@ class ParentGaveUp(RunFailed):
 
 
 class AcceleratorLost(RunFailed):
-    """An accelerator of which each call fails from now on in this process; another process may use it."""
+    """An accelerator of which each call fails from now on in this process; another process may use
+    it.
+    """
 
     def __init__(self, reason: str) -> None:
-        super().__init__(f"{reason}. This process cannot use its accelerator any more: start it again.")
+        super().__init__(
+            f"{reason}. This process cannot use its accelerator any more: start it again."
+        )
         self.reason = reason
 
 
 class StateLost(RunFailed):
-    """This process does not have the state that an earlier task of its node left; another of this name may have it."""
+    """This process does not have the state that an earlier task of its node left; another of this
+    name may have it.
+    """
 
 
 class InvalidBelow(RunFailed):
@@ -157,28 +172,40 @@ class RefusedModel(FedstrataError):
 
 
 def described(error: BaseException) -> str:
-    """Return the type of another's error, and the first line of its text, which has many with torch, and of its notes.
+    """Return the type of another's error, and the first line of its text, which has many with
+    torch, and of its notes.
 
     It is cut to a limit.
     """
     try:
-        lines = [str(text).strip().partition("\n")[0] for text in (error, *getattr(error, "__notes__", ()))]
+        lines = [
+            str(text).strip().partition("\n")[0]
+            for text in (error, *getattr(error, "__notes__", ()))
+        ]
     except Exception:  # noqa: BLE001 - a class of the user's own may raise anything
         lines = [""]
-    return bounded(", ".join([f"{type(error).__name__}: {lines[0]}".rstrip(": "), *lines[1:]]), TEXT_MOST)
+    return bounded(
+        ", ".join([f"{type(error).__name__}: {lines[0]}".rstrip(": "), *lines[1:]]), TEXT_MOST
+    )
 
 
 def in_words(error: OSError | RuntimeError) -> str:
-    """Return what the operating system reports, without its number, as part of a line: `connection refused`."""
+    """Return what the operating system reports, without its number, as part of a line: `connection
+    refused`.
+    """
     text = getattr(error, "strerror", None) or str(error)
     where = getattr(error, "filename", None)
-    return f"{where}: {text[:1].lower()}{text[1:]}" if where else f"{text[:1].lower()}{text[1:]}"
+    if where:
+        return f"{where}: {text[:1].lower()}{text[1:]}"
+    return f"{text[:1].lower()}{text[1:]}"
 
 
 def as_known(error: BaseException, where: str) -> FedstrataError | None:
-    """Return the first FedstrataError, see `first_error`; log any other error and return it as RunFailed.
+    """Return the first FedstrataError, see `first_error`; log any other error and return it as
+    RunFailed.
 
-    Return None for exceptions that are no errors, such as an interruption. `where`: the node or the process.
+    Return None for exceptions that are no errors, such as an interruption. `where`: the node or the
+    process.
     """
     known = first_error(error)
     if known is None and isinstance(error, Exception):
@@ -200,7 +227,9 @@ def first_error(error: BaseException) -> FedstrataError | None:
     return None
 
 
-def _again(kind: type[FedstrataError], arguments: Sequence[object], facts: Mapping[str, Any]) -> FedstrataError:
+def _again(
+    kind: type[FedstrataError], arguments: Sequence[object], facts: Mapping[str, Any]
+) -> FedstrataError:
     error = kind.__new__(kind, *arguments)
     vars(error).update(facts)
     return error
@@ -218,13 +247,16 @@ def bounded(text: str, most: int) -> str:
 def installing(extra: str) -> str:
     """Return the command that installs an extra of fedstrata.
 
-    The extra `learning` brings PyTorch, which PyPI has with 3 GB of CUDA for Linux, also on a board that has no use for
-    it: then the build without must be there first.
+    The extra `learning` brings PyTorch, which PyPI has with 3 GB of CUDA for Linux, also on a board
+    that has no use for it: then the build without must be there first.
     """
     command = f"pip install 'fedstrata[{extra}]'"
     if extra != "learning":
         return command
-    return f"{command}, without an NVIDIA GPU after `pip install torch torchvision --index-url {CPU_INDEX}`"
+    return (
+        f"{command}, without an NVIDIA GPU after `pip install torch torchvision --index-url "
+        f"{CPU_INDEX}`"
+    )
 
 
 def _shown(value: object) -> str:

@@ -25,6 +25,7 @@ else:
             setattr(self, name, found)
             return found
 
-    np, npt = LazyModule("numpy"), LazyModule("numpy.typing")
+    np = LazyModule("numpy")
+    npt = LazyModule("numpy.typing")
 
 __all__ = ["np", "npt"]

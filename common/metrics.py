@@ -1,9 +1,10 @@
 """Metrics of a role for Prometheus. The only module that imports prometheus_client.
 
-Names have the prefix `fedstrata_`, base units, and `_total` on counters; round numbers and message ids are never
-labels. Every metric has the labels of its node (`NodeLabels`), because several agents may share a process, except the
-metrics of the process and its host. A node between the cloud and the devices has two connections: counts per link have
-the label `tier`, which distinguishes them, all other counts are their sum.
+Names have the prefix `fedstrata_`, base units, and `_total` on counters; round numbers and message
+ids are never labels. Every metric has the labels of its node (`NodeLabels`), because several agents
+may share a process, except the metrics of the process and its host. A node between the cloud and
+the devices has two connections: counts per link have the label `tier`, which distinguishes them,
+all other counts are their sum.
 """
 
 from __future__ import annotations
@@ -15,10 +16,24 @@ from contextlib import contextmanager, suppress
 from threading import Lock
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Info, disable_created_metrics, make_wsgi_app
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Info,
+    disable_created_metrics,
+    make_wsgi_app,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from fedstrata.common.metrics_server import REFRESH, TIMEOUT, Heartbeat, MetricsGuard, Scrapes, serve
+from fedstrata.common.metrics_server import (
+    REFRESH,
+    TIMEOUT,
+    Heartbeat,
+    MetricsGuard,
+    Scrapes,
+    serve,
+)
 
 STATES: Final = ("absent", "init", "ready", "finished", "failed", "disconnected", "lost", "moved")
 DISCOVERY: Final = "/sd"
@@ -28,7 +43,8 @@ Reading: TypeAlias = Iterable[tuple[tuple[str, ...], float]]
 
 
 class NodeLabels(NamedTuple):
-    """The labels of a node; with the role `cloud` and a parent, of a child that the cloud reports on.
+    """The labels of a node; with the role `cloud` and a parent, of a child that the cloud reports
+    on.
 
     The cloud itself has no parent.
     """
@@ -42,7 +58,9 @@ NODE: Final = NodeLabels._fields
 
 
 class Family(NamedTuple):
-    """A metric: its type, its labels besides those in `of`, its description, and the labels of its subject."""
+    """A metric: its type, its labels besides those in `of`, its description, and the labels of its
+    subject.
+    """
 
     kind: Literal["counter", "gauge", "info"]
     labels: tuple[str, ...]
@@ -57,70 +75,140 @@ class Family(NamedTuple):
 RUN_STATES: Final = ("running", "finished", "failed", "interrupted")
 LINK: Final = ("tier", "peer", "direction", "kind")
 FAMILIES: Final[Mapping[str, Family]] = {
-    "run": Family("info", (), "Facts of the run, as labels: its experiment, algorithm, and at the cloud its folder"),
-    "run_state": Family("gauge", ("state",), "Whether the run is in this state (1) or not (0), at the cloud"),
-    "round": Family("gauge", (), "Rounds closed by this node; at the cloud the global rounds of the whole run"),
-    "round_timestamp_seconds": Family("gauge", (), "When the last round closed, by this host's clock, for annotations"),
+    "run": Family(
+        "info",
+        (),
+        "Facts of the run, as labels: its experiment, algorithm, and at the cloud its folder",
+    ),
+    "run_state": Family(
+        "gauge", ("state",), "Whether the run is in this state (1) or not (0), at the cloud"
+    ),
+    "round": Family(
+        "gauge", (), "Rounds closed by this node; at the cloud the global rounds of the whole run"
+    ),
+    "round_timestamp_seconds": Family(
+        "gauge", (), "When the last round closed, by this host's clock, for annotations"
+    ),
     "accuracy_ratio": Family("gauge", (), "Test accuracy of the global model"),
-    "score": Family("gauge", ("score",), "The score of the global model on the test set, by its name"),
+    "score": Family(
+        "gauge", ("score",), "The score of the global model on the test set, by its name"
+    ),
     "devices_score": Family(
-        "gauge", ("score", "statistic"), "Over the devices that scored the global model: mean, worst tenth, spread"
+        "gauge",
+        ("score", "statistic"),
+        "Over the devices that scored the global model: mean, worst tenth, spread",
     ),
     "personalised_score": Family(
-        "gauge", ("score", "statistic"), "The same over the devices that scored the model that each had trained"
+        "gauge",
+        ("score", "statistic"),
+        "The same over the devices that scored the model that each had trained",
     ),
-    "honest_score": Family("gauge", ("score", "statistic"), "The same over those of them that are no adversaries"),
+    "honest_score": Family(
+        "gauge", ("score", "statistic"), "The same over those of them that are no adversaries"
+    ),
     "attack_success": Family(
-        "gauge", ("column", "attack"), "Share of an attack's own test samples that the global model takes as it wants"
+        "gauge",
+        ("column", "attack"),
+        "Share of an attack's own test samples that the global model takes as it wants",
     ),
     "test_loss": Family("gauge", (), "Test loss of the global model"),
     "train_loss": Family("gauge", (), "Mean training loss of the last epoch"),
     "privacy_epsilon": Family(
-        "gauge", ("tier", "unit"), "Epsilon of the worst unit so far, at the cloud, by the tier whose children it is of"
+        "gauge",
+        ("tier", "unit"),
+        "Epsilon of the worst unit so far, at the cloud, by the tier whose children it is of",
     ),
-    "epochs": Family("gauge", (), "Local epochs of the present round; at the cloud those of each child"),
+    "epochs": Family(
+        "gauge", (), "Local epochs of the present round; at the cloud those of each child"
+    ),
     "sgd_steps": Family("counter", (), "SGD steps of this node, or of the nodes below it"),
     "device_energy_joules": Family(
-        "counter", (), "A device's share of its host's energy, from its first training in a run to its last result"
+        "counter",
+        (),
+        (
+            "A device's share of its host's energy, from its first training in a run to its last "
+            "result"
+        ),
     ),
     "phase_seconds": Family("counter", ("phase",), "Seconds by phase of a round"),
-    "payload_bytes": Family("counter", LINK, "Bytes of blobs or control message bodies, by the other end of the link"),
-    "message_bytes": Family("counter", LINK, "Bytes of whole MQTT packets, by the other end of the link"),
-    "wire_bytes": Family("counter", ("tier", "peer", "direction"), "TCP bytes of the broker connection, by the kernel"),
+    "payload_bytes": Family(
+        "counter", LINK, "Bytes of blobs or control message bodies, by the other end of the link"
+    ),
+    "message_bytes": Family(
+        "counter", LINK, "Bytes of whole MQTT packets, by the other end of the link"
+    ),
+    "wire_bytes": Family(
+        "counter",
+        ("tier", "peer", "direction"),
+        "TCP bytes of the broker connection, by the kernel",
+    ),
     "retransmitted_bytes": Family("counter", ("tier", "peer"), "Retransmitted TCP bytes"),
-    "rtt_seconds": Family("gauge", ("tier", "peer"), "Round trip time to the broker's host, smoothed by the kernel"),
+    "rtt_seconds": Family(
+        "gauge", ("tier", "peer"), "Round trip time to the broker's host, smoothed by the kernel"
+    ),
     "link_declared_bytes_per_second": Family(
-        "gauge", ("tier", "peer", "direction"), "Declared rate of a link to a child, from the experiment"
+        "gauge",
+        ("tier", "peer", "direction"),
+        "Declared rate of a link to a child, from the experiment",
     ),
     "link_measured_bytes_per_second": Family(
         "gauge",
         ("tier", "peer", "direction", "source"),
-        "Measured rate of a link to a child: by calibration before the run, or of its last model of 8 chunks or more",
+        (
+            "Measured rate of a link to a child: by calibration before the run, or of its last "
+            "model "
+            "of 8 chunks or more"
+        ),
     ),
     "ignored_messages": Family("counter", ("reason",), "Messages refused, by reason"),
     "reconnects": Family("counter", (), "Broken or failed connections to the broker"),
     "chunks_published": Family("counter", (), "Chunks of models published"),
     "chunks_repeated": Family("counter", (), "Chunks published again"),
     "chunks_refused": Family("counter", (), "Chunks that were damaged or unknown"),
-    "chunks_lost": Family("counter", (), "Chunks that the broker dropped, by the gaps in their numbers"),
+    "chunks_lost": Family(
+        "counter", (), "Chunks that the broker dropped, by the gaps in their numbers"
+    ),
     "refused_models": Family("counter", (), "Uploads that were refused"),
-    "late_results": Family("counter", (), "Results that no round used: late ones, and those that were taken back"),
-    "nodes": Family("gauge", ("tier", "state"), "Children of this node by presence, or `moved` to another parent"),
+    "late_results": Family(
+        "counter", (), "Results that no round used: late ones, and those that were taken back"
+    ),
+    "nodes": Family(
+        "gauge",
+        ("tier", "state"),
+        "Children of this node by presence, or `moved` to another parent",
+    ),
     "child_up": Family(
         "gauge",
         ("tier", "peer"),
-        "Whether a child that has joined, and has not moved, is present (1), or was lost or failed (0)",
+        (
+            "Whether a child that has joined, and has not moved, is present (1), or was lost or "
+            "failed (0)"
+        ),
     ),
-    "idle_seconds": Family("gauge", ("tier", "peer"), "Time without progress of a child that the open round waits for"),
-    "idle_most_seconds": Family("gauge", (), "Time without progress after which a child is given up"),
-    "broker_heap_bytes": Family("gauge", ("broker",), "Memory allocated by mosquitto, as it reports"),
-    "broker_dropped_messages": Family("counter", ("broker",), "Messages dropped by mosquitto, as it reports"),
-    "process_cpu_seconds": Family("counter", (), "CPU time of a role's process and its child processes", ()),
-    "process_resident_bytes": Family("gauge", (), "Resident memory of a role's process and its child processes", ()),
+    "idle_seconds": Family(
+        "gauge", ("tier", "peer"), "Time without progress of a child that the open round waits for"
+    ),
+    "idle_most_seconds": Family(
+        "gauge", (), "Time without progress after which a child is given up"
+    ),
+    "broker_heap_bytes": Family(
+        "gauge", ("broker",), "Memory allocated by mosquitto, as it reports"
+    ),
+    "broker_dropped_messages": Family(
+        "counter", ("broker",), "Messages dropped by mosquitto, as it reports"
+    ),
+    "process_cpu_seconds": Family(
+        "counter", (), "CPU time of a role's process and its child processes", ()
+    ),
+    "process_resident_bytes": Family(
+        "gauge", (), "Resident memory of a role's process and its child processes", ()
+    ),
     "host_cpu_seconds": Family("counter", ("host", "mode"), "CPU time of the host, all cores", ()),
     "host_memory_bytes": Family("gauge", ("host",), "Memory of the host", ()),
     "host_memory_available_bytes": Family("gauge", ("host",), "Available memory of the host", ()),
-    "host_temperature_celsius": Family("gauge", ("host", "sensor"), "Temperature of a thermal zone", ()),
+    "host_temperature_celsius": Family(
+        "gauge", ("host", "sensor"), "Temperature of a thermal zone", ()
+    ),
     "energy_joules": Family(
         "counter",
         ("host", "source", "part"),
@@ -128,11 +216,18 @@ FAMILIES: Final[Mapping[str, Family]] = {
         (),
     ),
     "disk_used_bytes": Family(
-        "gauge", ("host", "folder"), "Disk that the files of a role's folder take: its spool, the cloud's runs", ()
+        "gauge",
+        ("host", "folder"),
+        "Disk that the files of a role's folder take: its spool, the cloud's runs",
+        (),
     ),
-    "disk_free_bytes": Family("gauge", ("host", "folder"), "Free bytes of that folder's file system", ()),
+    "disk_free_bytes": Family(
+        "gauge", ("host", "folder"), "Free bytes of that folder's file system", ()
+    ),
     "gpu_memory_bytes": Family("gauge", ("host", "gpu"), "Memory of a GPU", ()),
-    "gpu_memory_used_bytes": Family("gauge", ("host", "gpu"), "Used memory of a GPU, by all processes", ()),
+    "gpu_memory_used_bytes": Family(
+        "gauge", ("host", "gpu"), "Used memory of a GPU, by all processes", ()
+    ),
     "gpu_busy_ratio": Family(
         "gauge", ("host", "gpu"), "Fraction of the last sample period in which a GPU had work", ()
     ),
@@ -218,11 +313,17 @@ class Metrics:
         self.phase_seconds: Final = self._counter("phase_seconds")
 
     def serve_targets(self, targets: Callable[[str], Sequence[Mapping[str, object]]]) -> None:
-        """Serve the run's scrape targets; `targets` gets the address at which Prometheus requests them."""
+        """Serve the run's scrape targets; `targets` gets the address at which Prometheus requests
+        them.
+        """
         self._targets = targets
 
-    def introduce(self, node: NodeLabels, facts: Mapping[str, str], *, phases: Iterable[str]) -> None:
-        """Start a node's metrics: the facts of its run, and zeros, so that the first increment is visible as one."""
+    def introduce(
+        self, node: NodeLabels, facts: Mapping[str, str], *, phases: Iterable[str]
+    ) -> None:
+        """Start a node's metrics: the facts of its run, and zeros, so that the first increment is
+        visible as one.
+        """
         self.run.labels(*node).info(dict(facts))
         self.round.labels(*node).set(0)
         self.steps.labels(*node)
@@ -236,12 +337,20 @@ class Metrics:
 
     @contextmanager
     def run_of(self, node: NodeLabels) -> Iterator[None]:
-        """Let a node's metrics of a run end with it: its gauges disappear, its counters keep their values."""
+        """Let a node's metrics of a run end with it: its gauges disappear, its counters keep their
+        values.
+        """
         try:
             yield
         finally:
             self._watched.end(node)
-            for metric in (self.run, self.round, self.round_timestamp_seconds, self.train_loss, self.epochs):
+            for metric in (
+                self.run,
+                self.round,
+                self.round_timestamp_seconds,
+                self.train_loss,
+                self.epochs,
+            ):
                 with suppress(KeyError):  # it was never set
                     metric.remove(*node)
             if (names := self._scored.pop(node, None)) is not None:
@@ -250,14 +359,18 @@ class Metrics:
                 self.test_loss.remove(*node)
 
     def scored(self, node: NodeLabels, scores: Mapping[str, float], *, loss: float) -> None:
-        """Set the scores, by name, and the loss of a model that a node has scored, until the end of its run."""
+        """Set the scores, by name, and the loss of a model that a node has scored, until the end of
+        its run.
+        """
         self._scored[node] = tuple(scores)
         for name, score in scores.items():
             self.score.labels(*node, name).set(score)
         self.test_loss.labels(*node).set(loss)
 
     def trained(self, node: NodeLabels, loss: float | None) -> None:
-        """Set the mean training loss of a node's last round; without a series where it is not known."""
+        """Set the mean training loss of a node's last round; without a series where it is not
+        known.
+        """
         if loss is not None:
             self.train_loss.labels(*node).set(loss)
             return
@@ -271,10 +384,11 @@ class Metrics:
         self.round_timestamp_seconds.labels(*node).set_to_current_time()
 
     def watch(self, name: str, node: tuple[str, ...], read: Callable[[], Reading]) -> None:
-        """Export values of another object: label values with a number each; numbers with equal labels are added.
+        """Export values of another object: label values with a number each; numbers with equal
+        labels are added.
 
-        `node`: the first label values, a node's, then a tier's name if the metric is about links; empty for metrics
-        without a node. `read` is called from the server's thread.
+        `node`: the first label values, a node's, then a tier's name if the metric is about links;
+        empty for metrics without a node. `read` is called from the server's thread.
         """
         self._watched.add(name, node, read)
 
@@ -288,40 +402,59 @@ class Metrics:
         def answer(environ: Any, start_response: Any) -> Iterable[bytes]:
             if environ["PATH_INFO"] == HEALTH:
                 failure = self.heartbeat.failure()
-                start_response("503 Service Unavailable" if failure else "200 OK", [("Content-Type", "text/plain")])
+                start_response(
+                    "503 Service Unavailable" if failure else "200 OK",
+                    [("Content-Type", "text/plain")],
+                )
                 return [f"{failure or 'ok'}\n".encode()]
             if guard is not None and not guard.admits(environ):
-                start_response("401 Unauthorized", [("WWW-Authenticate", 'Basic realm="fedstrata"')])
+                start_response(
+                    "401 Unauthorized", [("WWW-Authenticate", 'Basic realm="fedstrata"')]
+                )
                 return [b"a login or a client's certificate is needed\n"]
             if environ["PATH_INFO"] == DISCOVERY:
                 start_response("200 OK", [("Content-Type", "application/json")])
                 asked = environ.get("HTTP_HOST", "")
                 known = environ.get(REFRESH, "")
-                return self._discoveries.serve(lambda: [json.dumps(self._targets(asked)).encode()], interval=known)
-            return self._scrapes.serve(lambda: scrape(environ, start_response), interval=environ.get(TIMEOUT, ""))
+                return self._discoveries.serve(
+                    lambda: [json.dumps(self._targets(asked)).encode()], interval=known
+                )
+            return self._scrapes.serve(
+                lambda: scrape(environ, start_response), interval=environ.get(TIMEOUT, "")
+            )
 
         return serve(answer, host, port, tls=guard.tls if guard else None)
 
     async def last_scrape(self) -> None:
-        """Wait for one more scrape if Prometheus scrapes regularly, so that it gets the last values."""
+        """Wait for one more scrape if Prometheus scrapes regularly, so that it gets the last
+        values.
+        """
         await self._scrapes.wait_for_next()
 
     def patience_s(self) -> float:
-        """Return how long others may wait for a scrape: 0 if nobody scrapes this process regularly."""
+        """Return how long others may wait for a scrape: 0 if nobody scrapes this process
+        regularly.
+        """
         return self._scrapes.patience_s()
 
     async def last_discovery(self) -> None:
-        """Serve no target from now on, and wait until Prometheus has seen that, if it asks regularly.
+        """Serve no target from now on, and wait until Prometheus has seen that, if it asks
+        regularly.
 
-        It keeps the last list that it got, and would report each role of a run that has ended as down, for ever.
+        It keeps the last list that it got, and would report each role of a run that has ended as
+        down, for ever.
         """
         self._targets = lambda asked: ()
         await self._discoveries.wait_for_next()
 
     def _gauge(self, name: str) -> Gauge:
         family = FAMILIES[name]
-        return Gauge(f"fedstrata_{name}", family.text, (*family.of, *family.labels), registry=self._registry)
+        return Gauge(
+            f"fedstrata_{name}", family.text, (*family.of, *family.labels), registry=self._registry
+        )
 
     def _counter(self, name: str) -> Counter:
         family = FAMILIES[name]
-        return Counter(f"fedstrata_{name}", family.text, (*family.of, *family.labels), registry=self._registry)
+        return Counter(
+            f"fedstrata_{name}", family.text, (*family.of, *family.labels), registry=self._registry
+        )

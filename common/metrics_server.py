@@ -1,11 +1,14 @@
-"""The HTTP server of a role's metrics: who may read them, when they were read, and what strangers cannot exhaust.
+"""The HTTP server of a role's metrics: who may read them, when they were read, and what strangers
+cannot exhaust.
 
-Its connections, the bytes of a request and the time of one are bounded, so that whoever reaches the port takes neither
-the descriptors of the role nor a scrape's turn. prometheus_client's own server cannot take its place: it makes the TLS
-handshake in the thread that accepts, so one client that does not continue its handshake stops all scrapes; and it has
-no login, no list of revoked certificates, and no other pages.
+Its connections, the bytes of a request and the time of one are bounded, so that whoever reaches the
+port takes neither the descriptors of the role nor a scrape's turn. prometheus_client's own server
+cannot take its place: it makes the TLS handshake in the thread that accepts, so one client that
+does not continue its handshake stops all scrapes; and it has no login, no list of revoked
+certificates, and no other pages.
 
-A role that ends waits for Prometheus to read its last values. How often Prometheus asks is known from its requests:
+A role that ends waits for Prometheus to read its last values. How often Prometheus asks is known
+from its requests:
 the time between two, and what it states in a header of each.
 """
 
@@ -40,8 +43,10 @@ CERTIFIED: Final = "fedstrata.certified"
 HANGS_S: Final = 30.0  # without a beat: a small board under load is late, too
 SCRAPE_MOST_S: Final = 60.0
 INTERVALS: Final = 3  # without a scrape: on a loaded host one comes late
-SERVER_NAME: Final = "metrics.fedstrata.invalid"  # in a lab's certificates: no broker's name, whose machine it may be
-# Of Prometheus' requests for the targets, and for metrics; a scrape's timeout is at most its interval.
+# in a lab's certificates: no broker's name, whose machine it may be
+SERVER_NAME: Final = "metrics.fedstrata.invalid"
+# Of Prometheus' requests for the targets, and for metrics; a scrape's timeout is at most its
+# interval.
 REFRESH: Final = "HTTP_X_PROMETHEUS_REFRESH_INTERVAL_SECONDS"
 TIMEOUT: Final = "HTTP_X_PROMETHEUS_SCRAPE_TIMEOUT_SECONDS"
 
@@ -63,7 +68,9 @@ class Heartbeat:
         if self._last is None:
             return "the event loop has not begun"
         age_s = self._now() - self._last
-        return f"the event loop last ran {age_s:.1f} s ago" if age_s > HANGS_S else ""
+        if age_s > HANGS_S:
+            return f"the event loop last ran {age_s:.1f} s ago"
+        return ""
 
 
 class Scrapes:
@@ -75,10 +82,14 @@ class Scrapes:
         self._interval_s = 0.0
         self._awaited: set[tuple[asyncio.AbstractEventLoop, asyncio.Event, float]] = set()
 
-    def serve(self, answer: Callable[[], Iterable[bytes]], *, interval: str = "") -> Iterator[bytes]:
-        """Yield the body of a response, generated now; the scrape counts once the body has been sent.
+    def serve(
+        self, answer: Callable[[], Iterable[bytes]], *, interval: str = ""
+    ) -> Iterator[bytes]:
+        """Yield the body of a response, generated now; the scrape counts once the body has been
+        sent.
 
-        `interval`: seconds between two requests, at least, as the request states them; else two are needed to know.
+        `interval`: seconds between two requests, at least, as the request states them; else two are
+        needed to know.
         """
         begun = self._now()
         yield from answer()
@@ -114,13 +125,21 @@ def _seconds(text: str) -> float:
         value = float(text)
     except ValueError:
         return 0.0
-    return value if isfinite(value) and value > 0 else 0.0
+    if isfinite(value) and value > 0:
+        return value
+    return 0.0
 
 
 def serve(
-    answer: Callable[[Any, Any], Iterable[bytes]], host: str, port: int, *, tls: Callable[[], ssl.SSLContext] | None
+    answer: Callable[[Any, Any], Iterable[bytes]],
+    host: str,
+    port: int,
+    *,
+    tls: Callable[[], ssl.SSLContext] | None,
 ) -> int:
-    """Serve a WSGI application from a thread and return the port; port 0 selects a free one. Raises OSError."""
+    """Serve a WSGI application from a thread and return the port; port 0 selects a free one. Raises
+    OSError.
+    """
     server = make_server(host, port, answer, _Server6 if ":" in host else _Server, _Silent)
     server.tls = tls
     Thread(target=server.serve_forever, name="metrics", daemon=True).start()
@@ -129,7 +148,8 @@ def serve(
 
 @dataclass(frozen=True, slots=True)
 class MetricsGuard:
-    """Who may read the metrics: clients with a certificate that `tls` accepts, or with `login`, name:password.
+    """Who may read the metrics: clients with a certificate that `tls` accepts, or with `login`,
+    name:password.
 
     `tls` returns the context of the next connection.
     """
@@ -142,13 +162,16 @@ class MetricsGuard:
         if environ[CERTIFIED]:
             return True
         wanted = "Basic " + b64encode(self.login.encode()).decode()
-        return bool(self.login) and compare_digest(environ.get("HTTP_AUTHORIZATION", "").encode(), wanted.encode())
+        return bool(self.login) and compare_digest(
+            environ.get("HTTP_AUTHORIZATION", "").encode(), wanted.encode()
+        )
 
 
 class _Server(ThreadingMixIn, WSGIServer):
     """A server with a thread for each of at most CONNECTIONS_MOST connections.
 
-    A further one takes the place of the oldest of the host that has the most, so that no host takes another's.
+    A further one takes the place of the oldest of the host that has the most, so that no host takes
+    another's.
     """
 
     daemon_threads = True
@@ -156,7 +179,8 @@ class _Server(ThreadingMixIn, WSGIServer):
     tls: Callable[[], ssl.SSLContext] | None = None
 
     def __init__(self, *arguments: Any) -> None:
-        self._open: dict[socket.socket, tuple[str, float]] = {}  # host and beginning of each, the oldest first
+        # host and beginning of each, the oldest first
+        self._open: dict[socket.socket, tuple[str, float]] = {}
         self._lock = Lock()
         super().__init__(*arguments)
 
@@ -165,12 +189,15 @@ class _Server(ThreadingMixIn, WSGIServer):
         try:
             connection, client = super().get_request()
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):  # the socket stays readable: do not try without a pause
+            # the socket stays readable: do not try without a pause
+            if error.errno in (errno.EMFILE, errno.ENFILE):
                 time.sleep(REST_S)
             raise
         connection.settimeout(REQUEST_S)
         if self.tls is not None:
-            connection = self.tls().wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+            connection = self.tls().wrap_socket(
+                connection, server_side=True, do_handshake_on_connect=False
+            )
         with self._lock:
             if len(self._open) >= CONNECTIONS_MOST:
                 (host, _), *_ = Counter(host for host, _ in self._open.values()).most_common(1)
@@ -181,14 +208,19 @@ class _Server(ThreadingMixIn, WSGIServer):
     def service_actions(self) -> None:
         """End the connections whose time is over."""
         with self._lock:
-            for each in [each for each, (_, begun) in self._open.items() if begun + REQUEST_S < time.monotonic()]:
+            for each in [
+                each
+                for each, (_, begun) in self._open.items()
+                if begun + REQUEST_S < time.monotonic()
+            ]:
                 self._end(each)
 
     def _end(self, connection: socket.socket) -> None:
         """End a connection, which its own thread closes then."""
         del self._open[connection]
         with suppress(OSError):
-            socket.socket.shutdown(connection, socket.SHUT_RDWR)  # that of TLS may not be called by another thread
+            # that of TLS may not be called by another thread
+            socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
     def shutdown_request(self, request: Any) -> None:
         """Close a connection; by TLS so that the client knows that the reply is complete."""
@@ -232,7 +264,9 @@ class _Silent(WSGIRequestHandler):
             _Reply(self.rfile, out, sys.stderr, self.get_environ()).run(server.get_app())
 
     def get_environ(self) -> dict[str, Any]:
-        certified = isinstance(self.connection, ssl.SSLSocket) and bool(self.connection.getpeercert())
+        certified = isinstance(self.connection, ssl.SSLSocket) and bool(
+            self.connection.getpeercert()
+        )
         return {**super().get_environ(), CERTIFIED: certified}
 
     def log_message(self, *_: object) -> None:

@@ -1,7 +1,8 @@
 """Random generators: the source of every random number of a run.
 
-There is one generator per (seed, purpose, node, round). So any round can be replayed alone, and nothing depends on the
-order in which messages arrive. No process-global generator is used anywhere, but by own code, for which it is seeded.
+There is one generator per (seed, purpose, node, round). So any round can be replayed alone, and
+nothing depends on the order in which messages arrive. No process-global generator is used anywhere,
+but by own code, for which it is seeded.
 """
 
 from __future__ import annotations
@@ -55,14 +56,20 @@ def _entropy(seed: int, purpose: Purpose, node: str, round_number: int) -> list[
     return [seed, int(purpose), int.from_bytes(name, "little"), round_number]
 
 
-def generator(seed: int, purpose: Purpose, node: str = "", round_number: int = 0) -> np.random.Generator:
+def generator(
+    seed: int, purpose: Purpose, node: str = "", round_number: int = 0
+) -> np.random.Generator:
     """Return the generator of one purpose at one node in one round (0-based, never reset)."""
-    return np.random.Generator(np.random.PCG64(np.random.SeedSequence(_entropy(seed, purpose, node, round_number))))
+    return np.random.Generator(
+        np.random.PCG64(np.random.SeedSequence(_entropy(seed, purpose, node, round_number)))
+    )
 
 
 def torch_seed(seed: int, purpose: Purpose, node: str = "", round_number: int = 0) -> int:
     """Return a 63-bit seed for a `torch.Generator` of that purpose, node and round."""
-    state = np.random.SeedSequence(_entropy(seed, purpose, node, round_number)).generate_state(1, np.uint64)
+    state = np.random.SeedSequence(_entropy(seed, purpose, node, round_number)).generate_state(
+        1, np.uint64
+    )
     return int(state[0] >> np.uint64(1))
 
 
@@ -92,7 +99,9 @@ class SeededNoise:
 
 
 class SecretNoise:
-    """Noise that only those can compute who know the key: SHAKE-256 of key and place, then Box-Muller."""
+    """Noise that only those can compute who know the key: SHAKE-256 of key and place, then
+    Box-Muller.
+    """
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -115,10 +124,14 @@ class SecretNoise:
         return found
 
 
-def secret_key(secret: bytes, purpose: Purpose, node: str, round_number: int, content: bytes) -> bytes:
-    """Return the key of one task's noise: of a node's secret, a round, and what the noise is added to, 32 bytes.
+def secret_key(
+    secret: bytes, purpose: Purpose, node: str, round_number: int, content: bytes
+) -> bytes:
+    """Return the key of one task's noise: of a node's secret, a round, and what the noise is added
+    to, 32 bytes.
 
-    Other data in the same round has other noise: the difference of two results with the same noise would have none.
+    Other data in the same round has other noise: the difference of two results with the same noise
+    would have none.
     """
     place = f"{int(purpose)} {round_number} {node} ".encode()
     return hashlib.blake2b(place + content, key=secret, digest_size=32).digest()

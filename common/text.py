@@ -12,7 +12,8 @@ from functools import lru_cache
 from typing import Annotated, Any, Final, TypeAlias
 
 TEXT_MOST: Final = 1000
-NOTE: Final = "note: "  # before a warning of a training process, which the command that started it shows
+# before a warning of a training process, which the command that started it shows
+NOTE: Final = "note: "
 JSON_MOST: Final = 4_000_000
 NAMED: Final = 3  # of those that share a cause
 _SAMPLES: Final = re.compile(r" on \d+ samples")
@@ -38,7 +39,9 @@ _SHORT: Final = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 
 
 def counted(count: int, plural: str) -> str:
-    """Return a number with what is counted, of one in the singular: `1 institution`, `2 institutions`."""
+    """Return a number with what is counted, of one in the singular: `1 institution`, `2
+    institutions`.
+    """
     return f"{count:,} {plural.removesuffix('s') if count == 1 else plural}"
 
 
@@ -48,22 +51,28 @@ def noted(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    r"""Return text in one printable line: control characters, line breaks and direction marks as in JSON, `\u001b`.
+    r"""Return text in one printable line: control characters, line breaks and direction marks as in
+    JSON, `\u001b`.
 
     A terminal would obey them, a log would have lines that nobody wrote.
     """
-    return text if text.isprintable() else "".join(map(_escaped, text))
+    if text.isprintable():
+        return text
+    return "".join(map(_escaped, text))
 
 
 def escaped_within(text: str, limit: TextLimit) -> str | None:
-    """Return the escaped text, None if it exceeds the limit. No more than the limit is looked at."""
+    """Return the escaped text, None if it exceeds the limit. No more than the limit is looked
+    at.
+    """
     if limit.cut:
         return escaped(text[: limit.most])[: limit.most]
     if len(text) > limit.most:
         return None
     if text.isprintable():
         return text
-    parts, length = [], 0
+    parts = []
+    length = 0
     for begin in range(0, len(text), _PART):
         parts.append(escaped(text[begin : begin + _PART]))
         length += len(parts[-1])
@@ -82,11 +91,15 @@ def _escaped(letter: str) -> str:
     if letter.isprintable() or unicodedata.category(letter) == "Zs":  # a space of another width
         return letter
     units = letter.encode("utf-16-be", "surrogatepass").hex()
-    return _SHORT.get(letter) or "".join(f"\\u{units[place : place + 4]}" for place in range(0, len(units), 4))
+    return _SHORT.get(letter) or "".join(
+        f"\\u{units[place : place + 4]}" for place in range(0, len(units), 4)
+    )
 
 
 def json_text(value: Any, *, indent: int | None = None) -> str:
-    """Return a value as JSON, in which a number that is not finite is null: JSON has no NaN, nor have its readers."""
+    """Return a value as JSON, in which a number that is not finite is null: JSON has no NaN, nor
+    have its readers.
+    """
     try:
         return json.dumps(value, allow_nan=False, indent=indent)
     except ValueError:
@@ -95,14 +108,19 @@ def json_text(value: Any, *, indent: int | None = None) -> str:
 
 def _finite(value: Any) -> Any:
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        if math.isfinite(value):
+            return value
+        return None
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in value.items()}
-    return [_finite(each) for each in value] if isinstance(value, (list, tuple)) else value
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return value
 
 
 def by_cause(causes: Iterable[tuple[str, str]]) -> str:
-    """Return names with their causes in one line; equal causes once, after the names, of which NAMED are named.
+    """Return names with their causes in one line; equal causes once, after the names, of which
+    NAMED are named.
 
     Causes are equal if they differ by a number of samples alone, as devices do.
     """

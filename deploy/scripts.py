@@ -1,4 +1,6 @@
-"""fedstrata in scripts and notebooks: runs, sweeps and comparisons, by the command of the same name."""
+"""fedstrata in scripts and notebooks: runs, sweeps and comparisons, by the command of the same
+name.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,17 @@ Observe = Callable[[str, Mapping[str, Any]], None]
 Mode: TypeAlias = Literal["lab", "direct", "simulate"]
 """How a run is done: a lab of processes on this machine, without a network, or in virtual time."""
 
-MODES: Final[Mapping[str, Sequence[str]]] = {"lab": (), "direct": ("--direct",), "simulate": ("--simulate",)}
+MODES: Final[Mapping[str, Sequence[str]]] = {
+    "lab": (),
+    "direct": ("--direct",),
+    "simulate": ("--simulate",),
+}
 
 
 def load(run: str | Path, *, runs: str | Path = "runs") -> Run:
-    """Return a run by its folder, or by a prefix of its id below `runs`. Raises InvalidExperiment."""
+    """Return a run by its folder, or by a prefix of its id below `runs`. Raises
+    InvalidExperiment.
+    """
     return Run(find(str(run), Path(runs)))
 
 
@@ -47,7 +55,8 @@ def run(
     runs: str | Path = "runs",
     progress: bool = True,
 ) -> Run:
-    """Run an experiment, with a progress bar on standard error, and return the finished run: `fedstrata run`.
+    """Run an experiment, with a progress bar on standard error, and return the finished run:
+    `fedstrata run`.
 
     For the arguments see `start`. Raises RunFailed with the last line that the command wrote.
 
@@ -69,9 +78,10 @@ def start(
 ) -> RunningLab:
     """Start a run in processes of its own, and go on: `run` without waiting.
 
-    `experiment`: a TOML file, the name of one that fedstrata brings along, or its keys as a tree. `set`: values by
-    dotted key. `runs`: the folder of runs' folders. `observe(event, facts)` gets each event of the cloud, from another
-    thread. Own code is imported from the current folder. Raises InvalidExperiment for a tree or a value that cannot be.
+    `experiment`: a TOML file, the name of one that fedstrata brings along, or its keys as a tree.
+    `set`: values by dotted key. `runs`: the folder of runs' folders. `observe(event, facts)` gets
+    each event of the cloud, from another thread. Own code is imported from the current folder.
+    Raises InvalidExperiment for a tree or a value that cannot be.
     """
     words = ["run", *_mode(mode), "--format", "json", "--runs", str(runs), *_overrides(set)]
     if isinstance(experiment, Mapping):
@@ -92,8 +102,8 @@ def sweep(
 ) -> Mapping[str, Sequence[Run]]:
     """Run what a sweep lacks, and return its runs by cell, each cell's by seed: `fedstrata sweep`.
 
-    `only`: the values of axes. `jobs`: runs at once. Progress and warnings are written to standard error. Raises
-    InvalidExperiment, and RunFailed if a run failed; repeated, the call goes on.
+    `only`: the values of axes. `jobs`: runs at once. Progress and warnings are written to standard
+    error. Raises InvalidExperiment, and RunFailed if a run failed; repeated, the call goes on.
     """
     from fedstrata.deploy.sweeps import grid as grids
     from fedstrata.deploy.sweeps.folder import SweepFolder
@@ -106,21 +116,29 @@ def sweep(
     words += [word for each in chosen for word in ("--only", each)]
     words += [] if seeds is None else ["--seeds", str(seeds)]
     words += [] if jobs is None else ["--jobs", str(jobs)]
-    grid = grids.load(file_of(Path(file)), size=size, overrides=overrides[1::2], only=chosen, seeds=seeds)
-    done = subprocess.run([*python("fedstrata"), *words, "--", str(file)], stdout=subprocess.DEVNULL, check=False)
+    grid = grids.load(
+        file_of(Path(file)), size=size, overrides=overrides[1::2], only=chosen, seeds=seeds
+    )
+    done = subprocess.run(
+        [*python("fedstrata"), *words, "--", str(file)], stdout=subprocess.DEVNULL, check=False
+    )
     if done.returncode != 0:
         raise RunFailed(f"the sweep {file} is not finished (exit code {done.returncode})")
     finished = SweepFolder(Path(runs) / grid.folder).finished(grid)
-    return {cell.label: [finished[each.digest] for each in cell.experiments.values()] for cell in grid.cells}
+    return {
+        cell.label: [finished[each.digest] for each in cell.experiments.values()]
+        for cell in grid.cells
+    }
 
 
 def compare(
     runs: Sequence[Run | str | Path], *, target: float | None = None, by_task: bool = False
 ) -> Mapping[str, Any]:
-    """Return what runs cost until they reached a score, over seeds, as `fedstrata compare --format json` prints it.
+    """Return what runs cost until they reached a score, over seeds, as `fedstrata compare --format
+    json` prints it.
 
-    `target`: the score, by default the experiments' own; without one whole runs are compared. `by_task`: runs of
-    several tasks too. Raises InvalidExperiment if they cannot be compared.
+    `target`: the score, by default the experiments' own; without one whole runs are compared.
+    `by_task`: runs of several tasks too. Raises InvalidExperiment if they cannot be compared.
     """
     found = [each if isinstance(each, Run) else load(each) for each in runs]
     _, _, tree = compared(found, target=target, by_task=by_task)
@@ -143,18 +161,23 @@ class RunningLab:
         self._errors: deque[str] = deque(maxlen=ERRORS)
         self._process = subprocess.Popen(
             [*python("fedstrata"), *words],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8",
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
             errors="replace",
-        )  # fmt: skip
-        self._readers = [threading.Thread(target=read, daemon=True) for read in (self._read, self._read_errors)]
+        )
+        self._readers = [
+            threading.Thread(target=read, daemon=True) for read in (self._read, self._read_errors)
+        ]
         for reader in self._readers:
             reader.start()
 
     def wait(self, timeout_s: float | None = None) -> Run:
         """Return the run once it has finished.
 
-        Raises RunFailed with the last line that the command wrote if it failed or was refused, and TimeoutError, after
-        which it can be waited for again.
+        Raises RunFailed with the last line that the command wrote if it failed or was refused, and
+        TimeoutError, after which it can be waited for again.
         """
         try:
             code = self._process.wait(timeout_s)
@@ -193,20 +216,32 @@ class RunningLab:
             self._errors.extend(line.strip() for line in lines if line.strip())
 
     def _failure(self, code: int) -> RunFailed:
-        reason = self._errors[-1].removeprefix("fedstrata: ") if self._errors else "the command wrote nothing"
+        if self._errors:
+            reason = self._errors[-1].removeprefix("fedstrata: ")
+        else:
+            reason = "the command wrote nothing"
         return RunFailed(f"{reason} (exit code {code})")
 
 
 @contextmanager
 def _bar() -> Iterator[Observe]:
     """Yield a callback for a run's events that moves a progress bar on standard error."""
-    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}")
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+    )
     with Progress(*columns, TimeElapsedColumn(), console=Console(file=sys.stderr)) as bar:
         task = bar.add_task("waiting", total=0)
 
         def observe(event: str, facts: Mapping[str, Any]) -> None:
             if event == "run":
-                bar.update(task, description=facts["experiment"], total=facts["global_rounds"], completed=facts["done"])
+                bar.update(
+                    task,
+                    description=facts["experiment"],
+                    total=facts["global_rounds"],
+                    completed=facts["done"],
+                )
             elif event == "global_round":
                 bar.update(task, completed=facts["global_round"])
             elif event == "evaluated" and facts["score"] is not None:
@@ -223,16 +258,25 @@ def _mode(mode: str) -> Sequence[str]:
 
 
 def _overrides(changes: Mapping[str, Any] | None) -> list[str]:
-    return [word for key, value in (changes or {}).items() for word in ("--set", f"{key}={_toml(key, value)}")]
+    return [
+        word
+        for key, value in (changes or {}).items()
+        for word in ("--set", f"{key}={_toml(key, value)}")
+    ]
 
 
 def _toml(key: str, value: Any) -> str:
     """Return a value as `--set` reads it. Raises InvalidExperiment."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_toml(key, name)} = {_toml(key, part)}" for name, part in value.items()) + "}"
+        return (
+            "{"
+            + ", ".join(f"{_toml(key, name)} = {_toml(key, part)}" for name, part in value.items())
+            + "}"
+        )
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(_toml(key, part) for part in value) + "]"
     if isinstance(value, (bool, int, float, str)):
         return json.dumps(value, ensure_ascii=False)
-    problem, remedy = "no value of an experiment", "Give a number, a text, true or false, or a list or table of them."
+    problem = "no value of an experiment"
+    remedy = "Give a number, a text, true or false, or a list or table of them."
     raise InvalidExperiment(key, value, problem, remedy)

@@ -53,9 +53,10 @@ log = logging.getLogger("fedstrata.device")
 class _Part:
     """A device's part in a run, which it keeps while it is away; `work`: once it has prepared.
 
-    `layout`: the cloud's; `files`: frozen arrays of this run and of earlier ones. `parent`: its present one, and
-    `session` that one's; `begun`: the run has; `used`: the last task that a parent used, and which one. `moving`: its
-    last move by its trace, and `failed`: those to parents that did not take it.
+    `layout`: the cloud's; `files`: frozen arrays of this run and of earlier ones. `parent`: its
+    present one, and `session` that one's; `begun`: the run has; `used`: the last task that a parent
+    used, and which one. `moving`: its last move by its trace, and `failed`: those to parents that
+    did not take it.
     """
 
     found: Found
@@ -79,7 +80,9 @@ class DeviceAgent:
     `states`: the folder of what it keeps from task to task, None: a temporary one.
     """
 
-    def __init__(self, name: str, host: Host, *, parent: str, pool: TrainingPool, states: Path | None = None) -> None:
+    def __init__(
+        self, name: str, host: Host, *, parent: str, pool: TrainingPool, states: Path | None = None
+    ) -> None:
         self._name = name
         self._host = host
         self._parent = parent
@@ -91,7 +94,9 @@ class DeviceAgent:
         self._moved_to = ""
 
     async def run(self) -> None:
-        """Take part in one run until its end, or in each run of its parent if it stays. Raises FedstrataError."""
+        """Take part in one run until its end, or in each run of its parent if it stays. Raises
+        FedstrataError.
+        """
         await join(
             self._host,
             self._name,
@@ -106,8 +111,16 @@ class DeviceAgent:
         host = self._host
         asked = host.data or str(host.data_root / Data.model_fields["root"].default)
         root = Path(asked.replace("{node}", self._name))
-        findings = [*examine_host(host.folders, learns=True), examine_data(root, needed=host.data is not None)]
-        return Resources(self._training.hardware, ", ".join(found_in(root)), tuple(findings), parent=self._moved_to)
+        findings = [
+            *examine_host(host.folders, learns=True),
+            examine_data(root, needed=host.data is not None),
+        ]
+        return Resources(
+            self._training.hardware,
+            ", ".join(found_in(root)),
+            tuple(findings),
+            parent=self._moved_to,
+        )
 
     async def _take_part(self, found: Found) -> None:
         try:
@@ -118,7 +131,8 @@ class DeviceAgent:
             self._training.leave()
 
     async def _serve(self, found: Found) -> None:
-        run, host = found.run, self._host
+        run = found.run
+        host = self._host
         experiment = host.placed(announced(found.announcement.experiment), self._name)
         tree = experiment.tree
         if not experiment.takes(self._name, self._parent):  # before it publishes its name
@@ -126,11 +140,16 @@ class DeviceAgent:
         spool = Spool.open(host.spool, run=run, node=self._name)
         keeps = experiment.devices_remember or experiment.keeps_secret(self._name)
         states = Spool.open(self._states if keeps else None, run=run, node=self._name)
-        self._metrics.introduce(self._labels, {"run": run, "experiment": experiment.name}, phases=PHASES)
+        self._metrics.introduce(
+            self._labels, {"run": run, "experiment": experiment.name}, phases=PHASES
+        )
         layout = ModelLayout.from_json(found.announcement.layout)
         files = FrozenFiles(self._states, self._name, run="" if host.stay else run)
-        part = _Part(found, experiment, layout, spool, states, files, self._parent, found.parent_session)
-        once, times = partial(self._take_part_moving, part), experiment.online(self._name)
+        part = _Part(
+            found, experiment, layout, spool, states, files, self._parent, found.parent_session
+        )
+        once = partial(self._take_part_moving, part)
+        times = experiment.online(self._name)
         await through_absences(once, host, self._name, lambda: part.parent, run=run, times=times)
         spool.close()
         states.close()
@@ -138,30 +157,41 @@ class DeviceAgent:
 
     async def _take_part_moving(self, part: _Part) -> None:
         """Take part in a run to its end, below another parent after each move. Raises Away."""
-        host, name, experiment = self._host, self._name, part.experiment
+        host = self._host
+        name = self._name
+        experiment = part.experiment
         patience_s = experiment.tiers[-1].move_after_s if len(experiment.tree.parents) > 1 else None
         while True:
             try:
                 return await self._take_part_once(part, patience_s)
             except MovesAway as away:
-                part.moving, part.parent, part.session = away.move, away.move.parent, ""
+                part.moving = away.move
+                part.parent = away.move.parent
+                part.session = ""
             except (OutOfReach, ParentGaveUp) as error:
                 if patience_s is None or not part.begun:
                     raise
                 if part.moving is not None:
                     part.failed.append(part.moving)
-                run, for_s = part.found.run, experiment.transfer.idle_s
+                run = part.found.run
+                for_s = experiment.transfer.idle_s
                 parents = [parent for parent in experiment.tree.parents if parent != part.parent]
                 activity.info("%s: run %s: looks for another parent: %s", name, run, error)
-                if (found := await another_parent(host, name, parents, run=run, for_s=for_s)) is None:
+                if (
+                    found := await another_parent(host, name, parents, run=run, for_s=for_s)
+                ) is None:
                     raise
                 part.parent, part.session = found
             self._moved_to = part.parent
             activity.info("%s: run %s: moves to %s", name, part.found.run, part.parent)
 
     async def _take_part_once(self, part: _Part, patience_s: float | None) -> None:
-        """Take part in a run to its end. Raises Away or MovesAway if the device's traces take it away before."""
-        host, experiment, found = self._host, part.experiment, part.found
+        """Take part in a run to its end. Raises Away or MovesAway if the device's traces take it
+        away before.
+        """
+        host = self._host
+        experiment = part.experiment
+        found = part.found
         tier = experiment.tier_above(self._name)
         used, by = part.used
         up = ChildEndpoint(
@@ -183,7 +213,8 @@ class DeviceAgent:
             world=host.world,
         )
         export_child(self._metrics, up, self._labels, tier=tier.name)
-        times, moves = experiment.online(self._name), experiment.moves(self._name)
+        times = experiment.online(self._name)
+        moves = experiment.moves(self._name)
         try:
             await live(
                 (up,),
@@ -195,7 +226,10 @@ class DeviceAgent:
         finally:
             part.begun = part.begun or up.link.own.begun is not None
             if (key := up.session.accepted) is not None:
-                part.used = experiment.device_rounds * key.global_round + key.local_round + 1, part.parent
+                part.used = (
+                    experiment.device_rounds * key.global_round + key.local_round + 1,
+                    part.parent,
+                )
 
     async def _work(self, up: ChildEndpoint, part: _Part) -> None:
         part.work = part.work or await self._join(up, part)
@@ -204,33 +238,49 @@ class DeviceAgent:
 
     async def _join(self, up: ChildEndpoint, part: _Part) -> LocalWork | None:
         """Prepare for a run; return None if it is over before."""
-        experiment, announcement = part.experiment, part.found.announcement
+        experiment = part.experiment
+        announcement = part.found.announcement
         permit(experiment.code_at(self._name), self._host.allow)
         prepared = await up.unless_over(self._prepare(up, experiment, part.layout))
         if prepared is None:
             return None
-        check_alike(experiment.data, self._name, partition=prepared.partition, clouds=announcement.partition)
+        check_alike(
+            experiment.data, self._name, partition=prepared.partition, clouds=announcement.partition
+        )
         if prepared.layout != part.layout:
             raise InvalidExperiment(
                 "model.name",
                 experiment.model.name,
-                f"this host builds another model than the cloud ({prepared.layout.digest}, {part.layout.digest})",
+                (
+                    f"this host builds another model than the cloud ({prepared.layout.digest}, "
+                    f"{part.layout.digest})"
+                ),
                 "Use one release of fedstrata, and of the model's package, everywhere.",
             )
         secret = partial(part.states.secret, self._host.world.noise)
         work = LocalWork(experiment, self._name, prepared, states=part.states, secret=secret)
-        run, model = up.identity.run, experiment.model.name
-        activity.info("%s: run %s: training %s with %d samples", self._name, run, model, prepared.samples)
+        run = up.identity.run
+        model = experiment.model.name
+        activity.info(
+            "%s: run %s: training %s with %d samples", self._name, run, model, prepared.samples
+        )
         return work
 
     async def _train_all(self, up: ChildEndpoint, experiment: Experiment, local: LocalWork) -> None:
         scores = experiment.evaluation.on_devices
-        up.set_state(NodeState.READY, samples=local.prepared.samples, tests=local.prepared.tests if scores else 0)
-        machine, keeps, self._scores = experiment.machine(self._name), local.keeps, experiment.score.names
+        up.set_state(
+            NodeState.READY,
+            samples=local.prepared.samples,
+            tests=local.prepared.tests if scores else 0,
+        )
+        machine = experiment.machine(self._name)
+        keeps = local.keeps
+        self._scores = experiment.score.names
         off = keeps or experiment.keeps_secret(self._name)
 
         async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
-            row, since = await model.whole(), up.now()
+            row = await model.whole()
+            since = up.now()
             begin = partial(local.order, task, row, partial(report, Phase.TRAINING))
             order = await offload(begin) if off else begin()
             if isinstance(order, WorkResult):
@@ -243,21 +293,30 @@ class DeviceAgent:
             await hold_back(local.delay_s(task), report=report)
             result = await work_on(partial(local.encoded, task, result, row), nbytes=row.nbytes)
             if keeps:
-                keep, idle_s = partial(local.keep, task), experiment.transfer.idle_s
+                keep = partial(local.keep, task)
+                idle_s = experiment.transfer.idle_s
                 await until_written(lambda: offload(keep), patience_s=idle_s, warn=log.warning)
             return result
 
         await up.serve(local.layouts, work)
 
-    async def _prepare(self, up: ChildEndpoint, experiment: Experiment, layout: ModelLayout) -> Prepared:
-        """Prepare, with the cloud's frozen arrays if this host builds others; meanwhile report the progress."""
+    async def _prepare(
+        self, up: ChildEndpoint, experiment: Experiment, layout: ModelLayout
+    ) -> Prepared:
+        """Prepare, with the cloud's frozen arrays if this host builds others; meanwhile report the
+        progress.
+        """
 
-        trainer, limit_s = experiment.training.trainer, max(WAITS_S, experiment.transfer.idle_s)
+        trainer = experiment.training.trainer
+        limit_s = max(WAITS_S, experiment.transfer.idle_s)
 
         async def report() -> None:
             for waits in count():
-                looks = 0 if trainer.learns_module else min(waits, int(limit_s / WAITING_S))  # it may download samples
-                up.preparing(self._training.moves + up.frozen.moves + looks, waits_for=up.frozen.waits_for)
+                # it may download samples
+                looks = 0 if trainer.learns_module else min(waits, int(limit_s / WAITING_S))
+                up.preparing(
+                    self._training.moves + up.frozen.moves + looks, waits_for=up.frozen.waits_for
+                )
                 await asyncio.sleep(WAITING_S)
 
         reporting = asyncio.create_task(report(), name=f"{self._name} prepares")
@@ -266,13 +325,17 @@ class DeviceAgent:
             if not prepared.layout.differs_in_frozen(layout):
                 return prepared
             path = await up.frozen.file()
-            activity.info("%s: has the cloud's frozen arrays, %d bytes", self._name, path.stat().st_size)
+            activity.info(
+                "%s: has the cloud's frozen arrays, %d bytes", self._name, path.stat().st_size
+            )
             return await self._training.prepare(experiment, frozen=path)
         finally:
             reporting.cancel()
 
     async def _train(self, order: Order, report: Report) -> LocalResult:
-        """Train as ordered; report the progress of this process's trainings until this one's begins."""
+        """Train as ordered; report the progress of this process's trainings until this one's
+        begins.
+        """
 
         def report_training(done: int, total: int) -> None:
             waiting.cancel()
@@ -303,17 +366,25 @@ class DeviceAgent:
         return result
 
     def _observe_tests(self, result: LocalResult) -> None:
-        """Export the scores of the model received, if this device has some, and the seconds of scoring."""
+        """Export the scores of the model received, if this device has some, and the seconds of
+        scoring.
+        """
         if (tests := result.work.tests) is None:
             return
-        metrics, labels, names = self._metrics, self._labels, self._scores
+        metrics = self._metrics
+        labels = self._labels
+        names = self._scores
         if (sums := tests.received) is not None:
-            metrics.scored(labels, dict(zip(names, sums.by(names), strict=True)), loss=sums.mean_loss)
+            metrics.scored(
+                labels, dict(zip(names, sums.by(names), strict=True)), loss=sums.mean_loss
+            )
         metrics.phase_seconds.labels(*labels, "evaluate").inc(tests.seconds)
 
 
 async def hold_back(seconds: float, *, report: Report) -> None:
-    """Hold the result of an adversary back, for ever if it is silent, until its task is replaced."""
+    """Hold the result of an adversary back, for ever if it is silent, until its task is
+    replaced.
+    """
     if seconds == inf:
         await asyncio.Event().wait()
     for reported in range(ceil(seconds / REPORT_S)):
@@ -322,14 +393,20 @@ async def hold_back(seconds: float, *, report: Report) -> None:
 
 
 async def emulate(pace: Pace, result: WorkResult, *, since: float, report: Report) -> WorkResult:
-    """Return the result after the delay that emulates slower hardware; the model arrived at `since`, loop seconds.
+    """Return the result after the delay that emulates slower hardware; the model arrived at
+    `since`, loop seconds.
 
-    The delay occupies no slot. A count that grows every second reports to the parent that this device is alive.
+    The delay occupies no slot. A count that grows every second reports to the parent that this
+    device is alive.
     """
     loop = asyncio.get_running_loop()
     begun = loop.time()
     scored_s = 0.0 if result.work.tests is None else result.work.tests.seconds
-    due = since + pace.emulated_s(result.work.train_s, steps=result.work.steps) + pace.slowdown * scored_s
+    due = (
+        since
+        + pace.emulated_s(result.work.train_s, steps=result.work.steps)
+        + pace.slowdown * scored_s
+    )
     if due <= begun:
         return result
     for reported in count(1):

@@ -1,4 +1,5 @@
-"""Requests of a device to the pool of its process, their results, and the gathering of those that can share a group.
+"""Requests of a device to the pool of its process, their results, and the gathering of those that
+can share a group.
 
 Records without torch. `most_together` decides how many devices of a process train in common steps.
 """
@@ -31,31 +32,37 @@ class Cancelled(Exception):
 class LocalResult:
     """The result of one local round.
 
-    Of its work `train_s` are the seconds of the training itself, of vmapped training the device's share, and `wait_s`
-    all other seconds between the request and the result but those of scoring.
+    Of its work `train_s` are the seconds of the training itself, of vmapped training the device's
+    share, and `wait_s` all other seconds between the request and the result but those of scoring.
     """
 
     work: Work
     wall_s: float = 0.0  # of vmapped training: from its group's start to this result
     numbers: Mapping[str, float] = field(default_factory=dict)  # of the trainer's choice
     notes: Sequence[str] = ()  # what its user should know
-    start_loss: float | None = None  # of the model received, where the parent's rule reads it; its seconds are training
+    # of the model received, where the parent's rule reads it; its seconds are training
+    start_loss: float | None = None
 
     @property
     def scored_s(self) -> float:
         """The seconds of scoring."""
-        return 0.0 if self.work.tests is None else self.work.tests.seconds
+        if self.work.tests is None:
+            return 0.0
+        return self.work.tests.seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """Sums of the model that a device received, over its test and its training samples, where asked for."""
+    """Sums of the model that a device received, over its test and its training samples, where asked
+    for.
+    """
 
     tests: ScoreSums | None = None
     start: ScoreSums | None = None
 
     def of(self, result: LocalResult, trained: ScoreSums | None = None) -> LocalResult:
-        """Return the result of the training that followed, with these; the loss at its start is a part of it.
+        """Return the result of the training that followed, with these; the loss at its start is a
+        part of it.
 
         `trained`: of the trained model, over the device's test samples.
         """
@@ -73,10 +80,11 @@ Ending: TypeAlias = LocalResult | FedstrataError | Cancelled
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A device's model layout, the number of its training samples, and the digest of the split of its files.
+    """A device's model layout, the number of its training samples, and the digest of the split of
+    its files.
 
-    `kept_bytes`: of the vectors that its objective keeps from task to task. `tests`: its test samples. `folder`: its
-    trainer keeps a folder, too.
+    `kept_bytes`: of the vectors that its objective keeps from task to task. `tests`: its test
+    samples. `folder`: its trainer keeps a folder, too.
     """
 
     layout: ModelLayout
@@ -94,7 +102,8 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class TrainerFolder:
-    """What a trainer keeps of a task: `before`, as the last one left it, None: nothing; and `after`, which it makes.
+    """What a trainer keeps of a task: `before`, as the last one left it, None: nothing; and
+    `after`, which it makes.
 
     `before` never changes, so a training that is killed can be repeated.
     """
@@ -105,14 +114,15 @@ class TrainerFolder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Order:
-    """Train the model in `row` for `epochs` and write it into `out`, uint8; `device.training.vectors` has their form.
+    """Train the model in `row` for `epochs` and write it into `out`, uint8;
+    `device.training.vectors` has their form.
 
-    `scores`: score it before, on the device's test samples; without epochs it is not trained. `scores_trained`: score
-    what training makes of it, too.
-    `progress(steps_done, steps_total)` is called in the thread of the training, every half second and at the end.
-    `cancelled`: set, it ends the training between two steps. `folder`: of a trainer that keeps a state. `noise`: the
-    key of DP-SGD's noise, empty if it comes from the seed. `expired` is called, in another thread, when a trainer has
-    waited too long.
+    `scores`: score it before, on the device's test samples; without epochs it is not trained.
+    `scores_trained`: score what training makes of it, too.
+    `progress(steps_done, steps_total)` is called in the thread of the training, every half second
+    and at the end. `cancelled`: set, it ends the training between two steps. `folder`: of a trainer
+    that keeps a state. `noise`: the key of DP-SGD's noise, empty if it comes from the seed.
+    `expired` is called, in another thread, when a trainer has waited too long.
     """
 
     row: Row
@@ -132,7 +142,8 @@ class Order:
 class HostedDevice:
     """A device in its experiment, with the experiment's `digest`, computed once.
 
-    `frozen`: a file of the cloud's frozen arrays, named by their digest, if the device builds others.
+    `frozen`: a file of the cloud's frozen arrays, named by their digest, if the device builds
+    others.
     """
 
     experiment: Experiment
@@ -142,17 +153,23 @@ class HostedDevice:
 
     @property
     def built(self) -> tuple[str, str]:
-        """The digests of the experiment, and of frozen arrays of the cloud, of which its model is built."""
+        """The digests of the experiment, and of frozen arrays of the cloud, of which its model is
+        built.
+        """
         return self.digest, "" if self.frozen is None else self.frozen.name
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class PoolRequest:
-    """A request to prepare a device; `outcome` gets Prepared, or the error. `place`: its number in this process."""
+    """A request to prepare a device; `outcome` gets Prepared, or the error. `place`: its number in
+    this process.
+    """
 
     device: HostedDevice
     place: int
-    outcome: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    outcome: asyncio.Future[Any] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
 
     def finish(self, result: LocalResult | Prepared) -> None:
         """Set the result."""
@@ -172,7 +189,9 @@ class PoolRequest:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Job(PoolRequest):
-    """A training request; `outcome` gets a LocalResult, or the error. Until then the pool uses the order's rows."""
+    """A training request; `outcome` gets a LocalResult, or the error. Until then the pool uses the
+    order's rows.
+    """
 
     order: Order
     on_cancel: Callable[[], None] = lambda: None
@@ -185,7 +204,9 @@ class Job(PoolRequest):
             self.fail(how)
 
     def alike(self, other: PoolRequest) -> bool:
-        """Return whether the other is a training of the same model, so that one vmapped group can have both."""
+        """Return whether the other is a training of the same model, so that one vmapped group can
+        have both.
+        """
         if not isinstance(other, Job) or self.device.built != other.device.built:
             return False
         return bool(self.order.epochs) == bool(other.order.epochs)
@@ -210,7 +231,9 @@ def failure_to(done: Done, number: int) -> Iterator[None]:
 
 
 class DeviceTrainers(Protocol):
-    """The trainers of a process's devices, of one kind: the interface that a pool asks; see `device.pool.trainers`."""
+    """The trainers of a process's devices, of one kind: the interface that a pool asks; see
+    `device.pool.trainers`.
+    """
 
     def prepare(self, device: HostedDevice, accelerator: str) -> Prepared:
         """Return a device's facts. Raises InvalidExperiment."""
@@ -244,7 +267,9 @@ class PoolMember(Protocol):
         """Leave the experiment, if any: what was made for it may be dropped."""
 
     async def prepare(self, experiment: Experiment, *, frozen: Path | None = None) -> Prepared:
-        """Join an experiment; `frozen`: as in `HostedDevice`. Raises InvalidExperiment, RunFailed."""
+        """Join an experiment; `frozen`: as in `HostedDevice`. Raises InvalidExperiment,
+        RunFailed.
+        """
 
     async def train(self, order: Order) -> LocalResult:
         """Train as ordered; progress is reported on the event loop. Raises RunFailed."""
@@ -257,32 +282,42 @@ class TrainingPool(Protocol):
         """Add a device."""
 
 
-# So long a trainer that waits, for a queue or a download, counts as progress; `transfer.idle_s` if that is more.
+# So long a trainer that waits, for a queue or a download, counts as progress; `transfer.idle_s` if
+# that is more.
 WAITS_S: Final = 3600.0
-ALONE_ON: Final = frozenset({"cpu"})  # there recorded steps are faster than vmapped ones (docs/benchmarks.md)
+# there recorded steps are faster than vmapped ones (docs/benchmarks.md)
+ALONE_ON: Final = frozenset({"cpu"})
 VMAPPED_DEVICES_MOST: Final = 1024  # in one group; memory sets another limit
 QUIET_S: Final = 0.05
 PATIENCE: Final = 10  # quiet times
 
 
 def most_together(experiment: Experiment, accelerator: str) -> int:
-    """Return how many trainings of an experiment may be vmapped together on an accelerator, 1 on a CPU.
+    """Return how many trainings of an experiment may be vmapped together on an accelerator, 1 on a
+    CPU.
 
     On a GPU these are trainings of nets that ship, if `training.vmapped` is not false.
     """
     training = experiment.training
-    alone = training.vmapped is False or training.deterministic or experiment.tiers[-1].privacy.on_samples
+    alone = (
+        training.vmapped is False
+        or training.deterministic
+        or experiment.tiers[-1].privacy.on_samples
+    )
     if accelerator in ALONE_ON or alone or not training.trainer.learns_module:
         return 1
     runs_own = any(map(is_own, (experiment.model.name, training.loss, training.objective.name)))
-    return 1 if runs_own or training.own_augmentation is not None else VMAPPED_DEVICES_MOST
+    if runs_own or training.own_augmentation is not None:
+        return 1
+    return VMAPPED_DEVICES_MOST
 
 
 async def gather(came: asyncio.Event, complete: Callable[[], bool]) -> None:
-    """Wait until nothing has come for a moment, all expected requests are there, or the time limit is reached.
+    """Wait until nothing has come for a moment, all expected requests are there, or the time limit
+    is reached.
 
-    The devices of a host get their models at nearly the same time. A device that comes after a group's start would have
-    to wait for a second group.
+    The devices of a host get their models at nearly the same time. A device that comes after a
+    group's start would have to wait for a second group.
     """
     loop = asyncio.get_running_loop()
     end = loop.time() + PATIENCE * QUIET_S

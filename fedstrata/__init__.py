@@ -1,7 +1,7 @@
 """Hierarchical federated learning on real networks: the public names, which docs/api.md explains.
 
-A build puts `common`, `cloud`, `institution`, `device` and `deploy` into this package; in a checkout they are the
-folders beside it.
+A build puts `common`, `cloud`, `institution`, `device` and `deploy` into this package; in a
+checkout they are the folders beside it.
 """
 
 from importlib import import_module
@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 _HERE = Path(__file__).parent
-if not (_HERE / "common").is_dir() or (_HERE / "common").is_symlink():  # `make links` made these, for tools
+# `make links` made these, for tools
+if not (_HERE / "common").is_dir() or (_HERE / "common").is_symlink():
     __path__.insert(0, str(_HERE.parent))
 
-# Each name with its module, which is imported when the name is first used. __init__.pyi has the types.
+# Each name with its module, which is imported when the name is first used. __init__.pyi has the
+# types.
 _MODULES = {
     "Aggregated": "common.methods.rule",
     "ArrayTrainer": "common.training.array_trainer",

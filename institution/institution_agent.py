@@ -1,4 +1,6 @@
-"""The institution agent: a node between the cloud and the devices, the parent of devices or of other institutions."""
+"""The institution agent: a node between the cloud and the devices, the parent of devices or of
+other institutions.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +43,13 @@ log = logging.getLogger("fedstrata.institution")
 
 
 class InstitutionAgent:
-    """One institution; its children may be on another broker than its parent. Only rules that need data read any."""
+    """One institution; its children may be on another broker than its parent. Only rules that need
+    data read any.
+    """
 
-    def __init__(self, name: str, host: Host, *, parent: str = CLOUD, child_broker: BrokerAddress) -> None:
+    def __init__(
+        self, name: str, host: Host, *, parent: str = CLOUD, child_broker: BrokerAddress
+    ) -> None:
         self._name = name
         self._host = host
         self._parent = parent
@@ -52,14 +58,18 @@ class InstitutionAgent:
         self._labels = NodeLabels("institution", name, parent=parent)
 
     async def run(self) -> None:
-        """Take part in one run until its end, or in each run of its parent if it stays. Raises FedstrataError."""
+        """Take part in one run until its end, or in each run of its parent if it stays. Raises
+        FedstrataError.
+        """
         await join(
             self._host,
             self._name,
             self._parent,
             self._take_part,
             role="institution",
-            resources=lambda: Resources(findings=tuple(examine_host(self._host.folders, learns=False))),
+            resources=lambda: Resources(
+                findings=tuple(examine_host(self._host.folders, learns=False))
+            ),
         )
 
     async def _take_part(self, found: Found) -> None:
@@ -67,12 +77,15 @@ class InstitutionAgent:
             await self._serve(found)
 
     async def _serve(self, found: Found) -> None:
-        run, announcement, host = found.run, found.announcement, self._host
+        run = found.run
+        announcement = found.announcement
+        host = self._host
         experiment = announced(announcement.experiment)
         layout = ModelLayout.from_json(announcement.layout)
         tree = experiment.tree
         check_parent(tree, self._name, self._parent, role="institution", among=tree.aggregators)
-        children, tier = tree.children[self._name], experiment.tier_below(self._name)
+        children = tree.children[self._name]
+        tier = experiment.tier_below(self._name)
         identity = host.identity(run, self._name, "institution")
         spool = Spool.open(host.spool, run=run, node=self._name)
         files = FrozenFiles(host.spool, self._name, run="" if host.stay else run)
@@ -113,27 +126,42 @@ class InstitutionAgent:
         export_parent(self._metrics, down, self._labels, tier=tier.name)
         refiner = self._refiner(experiment, announcement.partition)
         rounds = LocalRounds(
-            self._name, experiment, layout=layout, spool=spool, down=down, metrics=self._metrics, refiner=refiner,
+            self._name,
+            experiment,
+            layout=layout,
+            spool=spool,
+            down=down,
+            metrics=self._metrics,
+            refiner=refiner,
             world=host.world,
-        )  # fmt: skip
+        )
 
         def tests() -> int:
             whole = len(down.tests) == len(children) and not tier.entering
-            return tests_below(experiment, down.tests) if whole else 0  # else more may come
+            # else more may come
+            if whole:
+                return tests_below(experiment, down.tests)
+            return 0
 
         presence = _OwnPresence(self._name, up, down, kind=tier.children, tests=tests)
         presence.look()
 
         async def work() -> None:
-            targets, begin = self._pass_targets_on(up, down), self._pass_begin_on(up, down)
+            targets = self._pass_targets_on(up, down)
+            begin = self._pass_begin_on(up, down)
             try:
                 async with beside(targets, name="targets"), beside(begin, name="begin"):
                     permit(experiment.code_at(self._name), host.allow)
                     if await up.unless_over(self._prepare(up, down, experiment, layout, refiner)):
                         samples = sum(down.samples.values())
                         presence.publish(NodeState.READY, samples=samples)
-                        found_children = f"{len(down.samples)} of {len(children)} {tier.children}s, {samples} samples"
-                        activity.info("%s: run %s: taking part with %s", self._name, run, found_children)
+                        found_children = (
+                            f"{len(down.samples)} of {len(children)} "
+                            f"{tier.children}s, {samples} samples"
+                        )
+                        activity.info(
+                            "%s: run %s: taking part with %s", self._name, run, found_children
+                        )
                         await up.serve(above, _counting(rounds, down, spool))
             finally:
                 presence.close()
@@ -155,7 +183,9 @@ class InstitutionAgent:
         files.close()
 
     def _refiner(self, experiment: Experiment, partition: str) -> RefinerProcess | None:
-        """Return the refiner of a rule that needs one. Raises InvalidExperiment if it may not read the data."""
+        """Return the refiner of a rule that needs one. Raises InvalidExperiment if it may not read
+        the data.
+        """
         rule = experiment.tier_below(self._name).aggregation
         if not rule.refines:
             return None
@@ -170,7 +200,8 @@ class InstitutionAgent:
         layout: ModelLayout,
         refiner: RefinerProcess | None,
     ) -> bool:
-        """Gather the children and calibrate their links; report the progress, and which children it waits for.
+        """Gather the children and calibrate their links; report the progress, and which children it
+        waits for.
 
         A refiner loads its data first, so that missing data end the run before its first round.
         """
@@ -182,7 +213,9 @@ class InstitutionAgent:
 
         async def report() -> None:
             while True:
-                up.preparing(down.moves + up.frozen.moves, waits_for=waits_for or up.frozen.waits_for)
+                up.preparing(
+                    down.moves + up.frozen.moves, waits_for=waits_for or up.frozen.waits_for
+                )
                 await asyncio.sleep(REPORT_S)
 
         async with beside(report(), name="preparing"):
@@ -201,7 +234,8 @@ class InstitutionAgent:
             down.wake()
 
     async def _pass_targets_on(self, up: ChildEndpoint, down: ParentEndpoint) -> None:
-        """Publish the /metrics addresses of the nodes below with this node's presence, on both brokers.
+        """Publish the /metrics addresses of the nodes below with this node's presence, on both
+        brokers.
 
         If both are one broker, the last presence of either endpoint is the node's.
         """
@@ -223,13 +257,21 @@ def _counting(rounds: LocalRounds, down: ParentEndpoint, spool: Spool) -> DoTask
 
 
 class _OwnPresence:
-    """An institution's own state on both brokers; `reason` is set while none of its children is present.
+    """An institution's own state on both brokers; `reason` is set while none of its children is
+    present.
 
-    `kind`: what they are, `device` or `institution`; `tests`: the test samples of all devices below, 0 if not known.
+    `kind`: what they are, `device` or `institution`; `tests`: the test samples of all devices
+    below, 0 if not known.
     """
 
     def __init__(
-        self, name: str, up: ChildEndpoint, down: ParentEndpoint, *, kind: str, tests: Callable[[], int]
+        self,
+        name: str,
+        up: ChildEndpoint,
+        down: ParentEndpoint,
+        *,
+        kind: str,
+        tests: Callable[[], int],
     ) -> None:
         self.reason = ""
         self._name = name
@@ -245,7 +287,8 @@ class _OwnPresence:
 
         That none is, only after `NO_CHILD_S`.
         """
-        own, samples = self._down.link.own.presence, sum(self._down.samples.values())
+        own = self._down.link.own.presence
+        samples = sum(self._down.samples.values())
         if own.state is NodeState.READY and samples != own.samples:
             self.publish(NodeState.READY, samples=samples)
         if not self._down.session.attendance.present():

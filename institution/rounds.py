@@ -1,11 +1,12 @@
 """An institution's local rounds: tau_i rounds with its children for each task of its parent.
 
-The institution's own rule selects each child's model and aggregates the results; the mean of the last round is
-uploaded. The first round starts from the parent's model (Tempo, eqs. 4, 5 and 7 if the rule is FedAvg).
+The institution's own rule selects each child's model and aggregates the results; the mean of the
+last round is uploaded. The first round starts from the parent's model (Tempo, eqs. 4, 5 and 7 if
+the rule is FedAvg).
 
-Between its tasks an institution has a state: of its rule, its client selection, and its codec towards its parent. A
-task names the one whose state it follows: the parent may repeat a task after a restart, or not use a result, and a
-killed institution starts its task again.
+Between its tasks an institution has a state: of its rule, its client selection, and its codec
+towards its parent. A task names the one whose state it follows: the parent may repeat a task after
+a restart, or not use a result, and a killed institution starts its task again.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ log = logging.getLogger("fedstrata.institution")
 
 
 class LocalRounds:
-    """The work of one institution; `work` does one task of its parent. `choose`: a client selection, as recorded."""
+    """The work of one institution; `work` does one task of its parent. `choose`: a client
+    selection, as recorded.
+    """
 
     def __init__(
         self,
@@ -79,17 +82,26 @@ class LocalRounds:
         self._experiment = experiment
         self._layout = layout
         tree = experiment.tree
-        self._tasks = experiment.rounds_of(tree.depth(name) - 1)  # in each global round: the parent's rounds
+        # in each global round: the parent's rounds
+        self._tasks = experiment.rounds_of(tree.depth(name) - 1)
         self._below = {child: frozenset(below) for child, below in tree.below_each(name).items()}
         self._down = down
         self._metrics = metrics
         self._refiner = refiner
         self._labels = NodeLabels("institution", name, parent=tree.parent(name))
         self._tier = experiment.tier_below(name)
-        down_above, below = experiment.tier_above(name).transfer.down, self._tier.transfer.down
-        self._recodes = below != down_above and not codec_of(below).exact  # the children decode another model
+        down_above = experiment.tier_above(name).transfer.down
+        below = self._tier.transfer.down
+        # the children decode another model
+        self._recodes = below != down_above and not codec_of(below).exact
         context = rule_context(
-            experiment, name, layout=layout, spool=spool, folder=spool.folder("cache"), measures=False, refiner=refiner
+            experiment,
+            name,
+            layout=layout,
+            spool=spool,
+            folder=spool.folder("cache"),
+            measures=False,
+            refiner=refiner,
         )
         build = partial(
             aggregator.build,
@@ -122,18 +134,22 @@ class LocalRounds:
             left_out_columns=self._encoder.kept_columns,
         )
         self._did: dict[str, ChildReport] = {}
-        self._counts: dict[str, int] = {}  # the samples of the children that aggregate, in the present task
+        # the samples of the children that aggregate, in the present task
+        self._counts: dict[str, int] = {}
 
     async def work(self, task: Task, model: Arriving, report: Report) -> WorkResult:
         """Run the local rounds of one task from the parent's model; return the last mean.
 
-        If the rule only passes the model on, the first round begins at once: the children get its chunks as they arrive
-        from the parent. A task without epochs is a single round that scores the model, and changes no state. Raises
-        RunFailed if the state of an earlier task is needed and lost.
+        If the rule only passes the model on, the first round begins at once: the children get its
+        chunks as they arrive from the parent. A task without epochs is a single round that scores
+        the model, and changes no state. Raises RunFailed if the state of an earlier task is needed
+        and lost.
         """
-        settings, down = self._tier, self._down
+        settings = self._tier
+        down = self._down
         down.give_back_places()
-        self._did, self._counts = {}, {}
+        self._did = {}
+        self._counts = {}
         train_s = wait_s = pause_s = 0.0
         path_steps = 0
         plans: dict[str, list[dict[str, object]]] = {self._name: []}
@@ -146,7 +162,8 @@ class LocalRounds:
         rule, selection = await offload(partial(self._memory.before, task.follows))
         if rule.reads_start or self._recodes:
             await model.whole()
-        start = await offload(model.row.copy) if self._recodes else model.row  # which the parent's deltas are against
+        # which the parent's deltas are against
+        start = await offload(model.row.copy) if self._recodes else model.row
         await offload(partial(rule.begin, start))
         selection.begin()
         for i in range(settings.rounds):
@@ -154,12 +171,22 @@ class LocalRounds:
             key = task.key.global_round, task.key.local_round * settings.rounds + i
             last = i + 1 == settings.rounds
             dispatch, closed_round = await run_round(
-                down, settings, selection, rule, r, key, epochs=task.epochs, last=last, arriving=model,
+                down,
+                settings,
+                selection,
+                rule,
+                r,
+                key,
+                epochs=task.epochs,
+                last=last,
+                arriving=model,
                 on_progress=progressed,
-            )  # fmt: skip
+            )
             selected = dispatch.selected
             await model.whole()  # the children may have finished before it is decoded here
-            decided = selection.facts(selected) | closed_round.decided(r, unreported=unreported(down))
+            decided = selection.facts(selected) | closed_round.decided(
+                r, unreported=unreported(down)
+            )
             for result in closed_round.results.values():
                 for name, found in plans_of(result).items():
                     plans.setdefault(name, []).extend(found)
@@ -170,7 +197,9 @@ class LocalRounds:
             aggregate = partial(rule.aggregate, r, closed_round.uploads)
             outcome = await run_refining(aggregate, self._refiner, report=progressed)
             facts = closed_round.facts
-            selection.observe(r, selected, facts, unused=outcome.left_out, refused=closed_round.refused)
+            selection.observe(
+                r, selected, facts, unused=outcome.left_out, refused=closed_round.refused
+            )
             for child, reason in outcome.left_out.items():
                 log.warning("%s: %s's model is left out: %s", self._name, child, reason)
             train_s += max(result.work.train_s for result in closed_round.results.values())
@@ -183,20 +212,36 @@ class LocalRounds:
         if self._updates is not None or self._adversary is not None:
             row = await offload(partial(self._sent, row, received=model.row, number=number))
         steps = sum(self._did[name].work.steps for name in down.peers if name in self._did)
-        did = self._reported(Work(samples, outcome.loss, task.epochs, steps, train_s, wait_s, pause_s), number)
-        encode = partial(self._encoder.encode, row, received=model.row, task=number, left_out=self._memory.left_out)
+        did = self._reported(
+            Work(samples, outcome.loss, task.epochs, steps, train_s, wait_s, pause_s), number
+        )
+        encode = partial(
+            self._encoder.encode,
+            row,
+            received=model.row,
+            task=number,
+            left_out=self._memory.left_out,
+        )
         blob = await work_on(encode, nbytes=rule.model.nbytes)
         await until_written(
-            lambda: offload(partial(self._memory.after, number + 1, global_round=task.key.global_round)),
+            lambda: offload(
+                partial(self._memory.after, number + 1, global_round=task.key.global_round)
+            ),
             patience_s=self._experiment.transfer.idle_s,
             warn=log.warning,
         )
         return WorkResult(blob, did, path_steps, self.reports(), plans)
 
     def _sent(self, model: Row, *, received: Row, number: int) -> Row:
-        """Return the model that goes up, of a task of this number; the rule goes on from the one without noise."""
-        adversary = self._adversary if self._adversary is not None and self._adversary.acts(number) else None
-        row, size = model.copy(), self._layout.parameters
+        """Return the model that goes up, of a task of this number; the rule goes on from the one
+        without noise.
+        """
+        if self._adversary is not None and self._adversary.acts(number):
+            adversary = self._adversary
+        else:
+            adversary = None
+        row = model.copy()
+        size = self._layout.parameters
         if self._updates is not None:
             self._updates.protect(received, row, number=number)
         if adversary is not None and not adversary.hosted:
@@ -214,17 +259,22 @@ class LocalRounds:
     def _samples(self, dispatch: Dispatch) -> int:
         """Return n_m, which counts all children that could take part, not only the selected ones.
 
-        Of a device it is what it has prepared, whatever its trainings use: a process that has just begun knows no more.
+        Of a device it is what it has prepared, whatever its trainings use: a process that has just
+        begun knows no more.
         """
         known = self._down.samples | self._counts
         return sum(known[name] for name in dispatch.able if name in known)
 
-    def _scored(self, samples: int, plans: Mapping[str, Sequence[Mapping[str, object]]]) -> WorkResult:
+    def _scored(
+        self, samples: int, plans: Mapping[str, Sequence[Mapping[str, object]]]
+    ) -> WorkResult:
         """Return the result of a task without epochs."""
         return WorkResult(memoryview(b""), Work(samples), children=self.reports(), plans=plans)
 
     def reports(self) -> tuple[ChildReport, ...]:
-        """Return the work of each node below in the last task, with its link's bytes in the whole run."""
+        """Return the work of each node below in the last task, with its link's bytes in the whole
+        run.
+        """
         counted = self._down.ledger.reports(present=True)
         return tuple(
             replace(
@@ -238,11 +288,14 @@ class LocalRounds:
 
     def _count(self, closed_round: ClosedRound, outcome: Aggregated, *, epochs: int) -> None:
         """Count a round's work."""
-        metrics, labels = self._metrics, self._labels
+        metrics = self._metrics
+        labels = self._labels
         metrics.closed(labels)
         metrics.epochs.labels(*labels).set(epochs)
         metrics.trained(labels, outcome.loss)
-        metrics.steps.labels(*labels).inc(sum(result.work.steps for result in closed_round.results.values()))
+        metrics.steps.labels(*labels).inc(
+            sum(result.work.steps for result in closed_round.results.values())
+        )
         for phase, seconds in closed_round.timeline.phases().items():
             metrics.phase_seconds.labels(*labels, phase).inc(seconds)
 
@@ -253,15 +306,22 @@ class LocalRounds:
             if below:
                 self._counts[name] = result.work.samples
             own = replace(result.work_of(name), parent="" if name in self._below else self._name)
-            for report in (own, *(each for each in result.children if each.name in below or each.parent)):
-                self._did[report.link] = report.with_work_of(self._did.get(report.link, ChildReport(report.name)))
+            for report in (
+                own,
+                *(each for each in result.children if each.name in below or each.parent),
+            ):
+                self._did[report.link] = report.with_work_of(
+                    self._did.get(report.link, ChildReport(report.name))
+                )
 
 
 class Memory:
-    """One institution's rule and client selection, and `left_out`, float32 [left_out_columns], which encoding changes.
+    """One institution's rule and client selection, and `left_out`, float32 [left_out_columns],
+    which encoding changes.
 
-    `build` and `select` create new ones. `remembers`: their state persists between tasks, in the spool. `rounds_back`:
-    the global rounds that the cloud may return. Tasks are counted over the run, from 1.
+    `build` and `select` create new ones. `remembers`: their state persists between tasks, in the
+    spool. `rounds_back`: the global rounds that the cloud may return. Tasks are counted over the
+    run, from 1.
     """
 
     def __init__(
@@ -279,13 +339,16 @@ class Memory:
         self._select = select
         self._states: TaskStates | None = None
         if remembers:
-            self._states = TaskStates(spool.states(), rounds_back=rounds_back, what=STATE, who="institutions")
+            self._states = TaskStates(
+                spool.states(), rounds_back=rounds_back, what=STATE, who="institutions"
+            )
         self._made: tuple[Rule, ClientSelection] | None = None
         self._stands: int | None = None  # the task after which the state is; None: within a task
         self._follows = 0
 
     def before(self, follows: int) -> tuple[Rule, ClientSelection]:
-        """Return the rule and the selection with their state after task `follows`, 0: new ones, about to do another.
+        """Return the rule and the selection with their state after task `follows`, 0: new ones,
+        about to do another.
 
         Raises StateLost if their state is lost.
         """
@@ -295,7 +358,8 @@ class Memory:
             self.left_out[:] = 0
             if self._states is not None and follows:
                 self._states.read(follows, self._load)
-        self._stands, self._follows = None, follows
+        self._stands = None
+        self._follows = follows
         return self._made
 
     def after(self, task: int, *, global_round: int) -> None:

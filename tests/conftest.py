@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-# Before numpy and torch are imported. Several processes of tests share the cores: threads beside one another cost CPU
-# seconds and win no time.
+# Before numpy and torch are imported. Several processes of tests share the cores: threads beside
+# one another cost CPU seconds and win no time.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin take the core of the other test process
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # roles are started a hundred times: compiling takes a third of that
+# threads that spin take the core of the other test process
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# roles are started a hundred times: compiling takes a third of that
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -37,7 +39,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
-sys.dont_write_bytecode = False  # each process of tests imports all of them: compiling is half of that
+# each process of tests imports all of them: compiling is half of that
+sys.dont_write_bytecode = False
 
 SLOW_S: Final = 900.0
 
@@ -49,11 +52,35 @@ for _profile, _count in DRAWN.items():
 settings.load_profile(PROFILE)
 
 LONG: Final = (  # most seconds first, of cores and of waits, the slow tests' too
-    "damage", "clusters", "seeds", "faults", "doctor", "privacy", "trainers", "subprocess_channel", "odd_models",
-    "changing_labs", "simulated_plan", "simulated_run", "staying", "prometheus", "alerts", "refiner_process", "pool",
-    "parts", "fedcda", "role_errors", "plan", "sent_models", "lab", "device_scores", "objectives", "access", "frozen",
+    "damage",
+    "clusters",
+    "seeds",
+    "faults",
+    "doctor",
+    "privacy",
+    "trainers",
+    "subprocess_channel",
+    "odd_models",
+    "changing_labs",
+    "simulated_plan",
+    "simulated_run",
+    "staying",
+    "prometheus",
+    "alerts",
+    "refiner_process",
+    "pool",
+    "parts",
+    "fedcda",
+    "role_errors",
+    "plan",
+    "sent_models",
+    "lab",
+    "device_scores",
+    "objectives",
+    "access",
+    "frozen",
     "direct",
-)  # fmt: skip
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -66,7 +93,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if slow and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW_S))
     items.sort(
-        key=lambda item: LONG.index(name) if (name := item.path.stem.removeprefix("test_")) in LONG else len(LONG)
+        key=lambda item: (
+            LONG.index(name)
+            if (name := item.path.stem.removeprefix("test_")) in LONG
+            else len(LONG)
+        )
     )
 
 
@@ -90,11 +121,21 @@ class Forgery:
 
 
 class Forge:
-    """Makes hostile chunks of every kind; `published` are stream, index and number of what the owner published."""
+    """Makes hostile chunks of every kind; `published` are stream, index and number of what the
+    owner published.
+    """
 
     kinds: ClassVar = (
-        "damaged", "cut", "grown", "empty", "misplaced", "repeated", "beyond the end", "other blob", "other owner",
-    )  # fmt: skip
+        "damaged",
+        "cut",
+        "grown",
+        "empty",
+        "misplaced",
+        "repeated",
+        "beyond the end",
+        "other blob",
+        "other owner",
+    )
 
     def __init__(self, owner: str, *, streams: Sequence[str]) -> None:
         self._owner = owner
@@ -109,9 +150,13 @@ class Forge:
         *,
         published: Sequence[tuple[str, int, int]],
     ) -> Forgery:
-        """Return one of a kind; where its bytes are the chunk's own, it comes out of order or twice."""
+        """Return one of a kind; where its bytes are the chunk's own, it comes out of order or
+        twice.
+        """
         stream, index = draw.choice(self._streams), draw.randrange(manifest.chunks)
-        number = draw.choice([0, published[-1][2] + 1 if published else 1, draw.randrange(6000), 10**17])
+        number = draw.choice(
+            [0, published[-1][2] + 1 if published else 1, draw.randrange(6000), 10**17]
+        )
         if kind == "repeated" and published:
             stream, index, old = draw.choice(published)
             number = draw.choice([old, number])
@@ -144,7 +189,9 @@ def _cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _unsynced() -> Iterator[None]:
-    """Leave it to the kernel when it writes files: a run waits 40 times for a disk, and no test has a power loss."""
+    """Leave it to the kernel when it writes files: a run waits 40 times for a disk, and no test has
+    a power loss.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda file: None)
         yield
@@ -152,9 +199,11 @@ def _unsynced() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
-    """End a test that times out with what it has started: a lab's processes end with the one that started them.
+    """End a test that times out with what it has started: a lab's processes end with the one that
+    started them.
 
-    Tasks keep pytest-timeout's error as their own, so a test that goes on regardless is ended with its process.
+    Tasks keep pytest-timeout's error as their own, so a test that goes on regardless is ended with
+    its process.
     """
     marker = item.get_closest_marker("timeout")
     limit_s = float(marker.args[0] if marker else item.config.getini("timeout"))
@@ -168,7 +217,9 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
 
 @pytest.fixture(autouse=True)
 def _own_code_forgotten(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Forget the modules that a test wrote and imported: another test's of the same name is another file."""
+    """Forget the modules that a test wrote and imported: another test's of the same name is another
+    file.
+    """
     before = set(sys.modules)
     yield
     if (folder := request.node.funcargs.get("tmp_path")) is None:
@@ -205,9 +256,15 @@ ACCURACIES = (0.5, 0.75, 0.9)
 
 
 def _make_run(
-    root: Path, tree: Mapping[str, Any], *, accuracies: Sequence[float | None] = ACCURACIES, last: str = "finished"
+    root: Path,
+    tree: Mapping[str, Any],
+    *,
+    accuracies: Sequence[float | None] = ACCURACIES,
+    last: str = "finished",
 ) -> Path:
-    """Leave the folder of a run that nobody played, a global round for each accuracy; `last` is its last event."""
+    """Leave the folder of a run that nobody played, a global round for each accuracy; `last` is its
+    last event.
+    """
     folder = RunFolder.create(root, parse(tree))
     folder.note(load=None)  # it is the machine's, and notes of reports depend on it
     folder.event("run", {"global_rounds": folder.experiment.rounds, "done": 0})
@@ -227,5 +284,7 @@ def make_run() -> Callable[..., Path]:
 
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave the figures out of pages, which take most of the time, where a test reads their texts and tables."""
+    """Leave the figures out of pages, which take most of the time, where a test reads their texts
+    and tables.
+    """
     monkeypatch.setattr("fedstrata.deploy.results.figures.Figure.svg", lambda figure, key: "<svg/>")

@@ -1,8 +1,8 @@
 """A parent's and its children's sessions joined in memory, in virtual time.
 
-The line between them loses, duplicates and reorders; the broker keeps retained messages and sends wills. Each node is
-driven as `common.runtime.endpoint` drives its session: it looks at the session when something came, and at its
-deadline.
+The line between them loses, duplicates and reorders; the broker keeps retained messages and sends
+wills. Each node is driven as `common.runtime.endpoint` drives its session: it looks at the session
+when something came, and at its deadline.
 """
 
 from __future__ import annotations
@@ -26,10 +26,25 @@ from fedstrata.common.experiment.schema import TransferSettings
 from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.protocol import serialization, topics
 from fedstrata.common.protocol.child_session import ChildSession
-from fedstrata.common.protocol.events import ModelArrived, ModelFailed, TaskReceived, UploadAnnounced, UploadArrived
+from fedstrata.common.protocol.events import (
+    ModelArrived,
+    ModelFailed,
+    TaskReceived,
+    UploadAnnounced,
+    UploadArrived,
+)
 from fedstrata.common.protocol.limits import ChildLimits
 from fedstrata.common.protocol.manifest import ModelForm, describe
-from fedstrata.common.protocol.messages import DIGEST_BYTES, Key, Message, NodeState, Phase, Presence, Result, Task
+from fedstrata.common.protocol.messages import (
+    DIGEST_BYTES,
+    Key,
+    Message,
+    NodeState,
+    Phase,
+    Presence,
+    Result,
+    Task,
+)
 from fedstrata.common.protocol.outbox import Output, Publish, PublishChunk, Subscribe
 from fedstrata.common.protocol.parent_session import ParentSession
 from fedstrata.common.protocol.participant import ParticipantState
@@ -105,7 +120,9 @@ class Loop:
 class Connection:
     """One connection of a client to the broker."""
 
-    def __init__(self, receive: Callable[[str, bytes, bool], None], will: tuple[str, bytes] | None) -> None:
+    def __init__(
+        self, receive: Callable[[str, bytes, bool], None], will: tuple[str, bytes] | None
+    ) -> None:
         self.receive, self.will = receive, will
         self.filters: dict[str, list[str]] = {}  # those with wildcards, in levels
         self.topics: set[str] = set()
@@ -117,10 +134,18 @@ class Connection:
 
 
 class Broker:
-    """An MQTT broker and the lines to its clients. What is no presence may be lost, duplicated and reordered."""
+    """An MQTT broker and the lines to its clients. What is no presence may be lost, duplicated and
+    reordered.
+    """
 
     def __init__(
-        self, loop: Loop, *, seed: int = 0, loss: float = 0.0, duplicates: float = 0.0, jitter_s: float = 0.0
+        self,
+        loop: Loop,
+        *,
+        seed: int = 0,
+        loss: float = 0.0,
+        duplicates: float = 0.0,
+        jitter_s: float = 0.0,
     ) -> None:
         self.loop = loop
         self.loss, self.duplicates, self.jitter_s = loss, duplicates, jitter_s
@@ -132,7 +157,9 @@ class Broker:
         self.sent: Counter[str] = Counter()
         self._random = random.Random(seed)
 
-    def connect(self, receive: Callable[[str, bytes, bool], None], will: tuple[str, bytes] | None) -> Connection:
+    def connect(
+        self, receive: Callable[[str, bytes, bool], None], will: tuple[str, bytes] | None
+    ) -> Connection:
         connection = Connection(receive, will)
         self.connections.append(connection)
         return connection
@@ -336,7 +363,9 @@ class Node:
 
 
 class ParentNode(Node):
-    """A parent's process. It takes each result whose bytes are right, and fails the test on any other."""
+    """A parent's process. It takes each result whose bytes are right, and fails the test on any
+    other.
+    """
 
     session: ParentSession
 
@@ -362,18 +391,27 @@ class ParentNode(Node):
             receivers = [name for name, each in opening.models.items() if each == model]
             manifest = manifest_of(model)
             inline = self.session.link.offer(manifest, memoryview(model), receivers)
-            assignments |= {name: Assignment(manifest, opening.epochs, inline) for name in receivers}
-        self.expected = {name: trained(model, name, opening.epochs) for name, model in opening.models.items()}
+            assignments |= {
+                name: Assignment(manifest, opening.epochs, inline) for name in receivers
+            }
+        self.expected = {
+            name: trained(model, name, opening.epochs) for name, model in opening.models.items()
+        }
         key = self.session.open(
-            global_round=opening.global_round, local_round=opening.local_round, assignments=assignments,
-            closing=opening.closing, now=self.lab.loop.now,
-        )  # fmt: skip
+            global_round=opening.global_round,
+            local_round=opening.local_round,
+            assignments=assignments,
+            closing=opening.closing,
+            now=self.lab.loop.now,
+        )
         self.wake()
         return key
 
     def _fetch(self, event: UploadAnnounced) -> None:
         if self.alive:
-            buffer = self.buffers[event.child, event.result.model.blob] = bytearray(event.result.model.size)
+            buffer = self.buffers[event.child, event.result.model.blob] = bytearray(
+                event.result.model.size
+            )
             self.session.fetch(event, memoryview(buffer), self.lab.loop.now)
             self.wake()
 
@@ -411,9 +449,17 @@ class ChildNode(Node):
         super().take(event)
         if isinstance(event, TaskReceived):
             self._begin(event.task)
-        elif isinstance(event, ModelArrived) and self.task is not None and event.blob == self.task.model.blob:
+        elif (
+            isinstance(event, ModelArrived)
+            and self.task is not None
+            and event.blob == self.task.model.blob
+        ):
             self._train(self.task)
-        elif isinstance(event, ModelFailed) and self.task is not None and event.blob == self.task.model.blob:
+        elif (
+            isinstance(event, ModelFailed)
+            and self.task is not None
+            and event.blob == self.task.model.blob
+        ):
             self._stop()
             self.session.participant.abandon()
             self.wake()
@@ -461,7 +507,9 @@ class ChildNode(Node):
         if not self.serves:
             self.session.link.retire(manifest.blob)
         self._answer, self._answer_blob = answer, manifest.blob
-        result = Result(task.key, manifest, inline, Work(10, 0.5, task.epochs, 6, 1.0, 0.0, 0.0), 6, (), "")
+        result = Result(
+            task.key, manifest, inline, Work(10, 0.5, task.epochs, 6, 1.0, 0.0, 0.0), 6, (), ""
+        )
         self.session.participant.finish(result, now=self.lab.loop.now)
 
     def _later(self, delay: float, action: Callable[[], None]) -> None:
@@ -505,7 +553,9 @@ class Lab:
     ) -> None:
         self.loop = Loop()
         self.random = random.Random(seed)
-        self.broker = Broker(self.loop, seed=seed, loss=loss, duplicates=duplicates, jitter_s=jitter_s)
+        self.broker = Broker(
+            self.loop, seed=seed, loss=loss, duplicates=duplicates, jitter_s=jitter_s
+        )
         self.names, self.train_s, self.transfer, self.link = list(names), train_s, transfer, link
         self.limits = limits
         self.bad: set[str] = set()
@@ -535,12 +585,20 @@ class Lab:
 
     # What happens
 
-    def start(self, name: str, *, ready_s: float | None = 0.2, parent_session: str = "") -> ChildNode:
+    def start(
+        self, name: str, *, ready_s: float | None = 0.2, parent_session: str = ""
+    ) -> ChildNode:
         """Start a process of a child; it is ready after so long, or never."""
         identity = Identity(RUN, name, "device", self.new_session(name))
         session = ChildSession(
             identity,
-            ToParent(parent=PARENT, session=parent_session, link=self.link, transfer=self.transfer, shaped=True),
+            ToParent(
+                parent=PARENT,
+                session=parent_session,
+                link=self.link,
+                transfer=self.transfer,
+                shaped=True,
+            ),
             meter=NoMeter(),
             first_number=int(1e3 * self.now),
             now=self.now,
@@ -560,7 +618,11 @@ class Lab:
         self._end(self.parent, will_after_s)
 
     def restart_parent(
-        self, *, will_after_s: float | None = 0.5, after_s: float = 0.0, reopen_s: float | None = 0.3
+        self,
+        *,
+        will_after_s: float | None = 0.5,
+        after_s: float = 0.0,
+        reopen_s: float | None = 0.3,
     ) -> None:
         """End the parent's process and start another one, which opens the round again."""
         self.stop_parent(will_after_s=will_after_s)
@@ -592,7 +654,14 @@ class Lab:
         return [node for node in self.processes if node.alive]
 
     def publish(
-        self, node: str, sender: str, session: str, message: Message, *, run: str = RUN, retained: bool = False
+        self,
+        node: str,
+        sender: str,
+        session: str,
+        message: Message,
+        *,
+        run: str = RUN,
+        retained: bool = False,
     ) -> None:
         """Give a message to the broker in the name of any process."""
         body = serialization.encode(message, session)
@@ -622,7 +691,9 @@ class Lab:
         """Run until the open round is over, over restarts of the parent."""
         over = self.loop.run_until(self.now + until_s, lambda: self.parent.over is not None)
         event, self.parent.over = self.parent.over, None
-        assert over and event is not None, f"the round hangs: {self.parent.session.coordinator.children}"
+        assert over and event is not None, (
+            f"the round hangs: {self.parent.session.coordinator.children}"
+        )
         assert self._opening is not None
         self.parent.session.end_round(self.now)
         self.parent.wake()
@@ -632,7 +703,9 @@ class Lab:
                 assert result.model.digests == manifest_of(self.parent.expected[name]).digests
         return event
 
-    def round(self, names: Collection[str] | None = None, *, until_s: float = 400.0, **how: Any) -> Closed:
+    def round(
+        self, names: Collection[str] | None = None, *, until_s: float = 400.0, **how: Any
+    ) -> Closed:
         """Open a round and play it; it must close."""
         self.open(names, **how)
         event = self.play(until_s=until_s)
@@ -660,16 +733,22 @@ class Lab:
         assert self.loop.run_until(self.now + within_s, done)
 
     def check(self) -> None:
-        """Check what must hold at any time: nothing is trained twice in one process, and there are no storms."""
+        """Check what must hold at any time: nothing is trained twice in one process, and there are
+        no storms.
+        """
         for node in self.processes:
             if isinstance(node, ChildNode):
-                assert len(node.trained) == len(set(node.trained)), f"{node.name} trained twice: {node.trained}"
+                assert len(node.trained) == len(set(node.trained)), (
+                    f"{node.name} trained twice: {node.trained}"
+                )
         storms = {who: count for who, count in self.messages.items() if count > 30}
         assert not storms, f"messages in one second: {storms}"
 
     def note(self, sender: str, output: Publish) -> None:
         if output.body:
-            self.kinds[serialization.KINDS[msgpack.unpackb(output.body[DIGEST_BYTES:])[2]].__name__] += 1
+            self.kinds[
+                serialization.KINDS[msgpack.unpackb(output.body[DIGEST_BYTES:])[2]].__name__
+            ] += 1
             levels = output.topic.split("/")
             if "inbox" in levels:
                 self.messages[sender, levels[3], int(self.now)] += 1
@@ -721,7 +800,9 @@ def settled(count: int, **how: Any) -> Lab:
 
 
 def lab_at(state: ParticipantState) -> Lab:
-    """Return a lab of two devices whose first one is in this state; the other one keeps the round open."""
+    """Return a lab of two devices whose first one is in this state; the other one keeps the round
+    open.
+    """
     lab = settled(2)
     if state is not ParticipantState.IDLE:
         lab.open()
@@ -734,10 +815,12 @@ def lab_at(state: ParticipantState) -> Lab:
 
 
 def snapshot(thing: object, *, without: Collection[str] = ()) -> object:
-    """Return all that an object holds, as plain values that can be compared; `without` attributes of these names."""
+    """Return all that an object holds, as plain values that can be compared; `without` attributes
+    of these names.
+    """
     seen: set[int] = set()
 
-    def look(value: object) -> object:  # noqa: PLR0911 - one for each kind of value
+    def look(value: object) -> object:
         if value is None or isinstance(value, (bool, int, float, str, bytes, Enum)):
             return value
         if isinstance(value, (bytearray, memoryview, np.ndarray)):

@@ -1,7 +1,7 @@
 """Access rules of a lab: what a node with a certificate may publish and receive, on real brokers.
 
-Refused means that no subscriber that may receive a topic got the message, and that a reader got nothing: mosquitto
-acknowledges what it denies.
+Refused means that no subscriber that may receive a topic got the message, and that a reader got
+nothing: mosquitto acknowledges what it denies.
 """
 
 from __future__ import annotations
@@ -34,14 +34,26 @@ LAB_TREE: Final = {
     "broker": "main",
     "machines": {"server": {"address": "127.0.0.1"}},
     "brokers": {"main": {"machine": "server"}},
-    "institutions": {"institution-0": {"machine": "server"}, "institution-1": {"machine": "server"}},
+    "institutions": {
+        "institution-0": {"machine": "server"},
+        "institution-1": {"machine": "server"},
+    },
     "devices": [
         {"names": ["device-0..1"], "machine": "server", "parent": "institution-0"},
         {"names": ["device-2..3"], "machine": "server", "parent": "institution-1"},
     ],
 }
 LAB: Final = parse(LAB_TREE)
-NAMES: Final = ("operator", "cloud", "institution-0", "institution-1", "device-0", "device-1", "device-2", "device-3")
+NAMES: Final = (
+    "operator",
+    "cloud",
+    "institution-0",
+    "institution-1",
+    "device-0",
+    "device-1",
+    "device-2",
+    "device-3",
+)
 RUN: Final = "fs1/north/20260101T000000Z-aaaaaa"
 BLOB: Final = "0123456789abcdef"
 
@@ -78,7 +90,8 @@ WRITES: Final = (
     ("institution-0", f"{RUN}/cloud/inbox/institution-1"),
     ("institution-0", f"{RUN}/device-2/inbox/institution-1"),
     ("institution-0", f"{RUN}/institution-1/blob/all/{BLOB}/0/1"),
-    ("institution-0", f"{RUN}/device-0/blob/institution-0/{BLOB}/0/1"),  # an upload of a child of its own
+    # an upload of a child of its own
+    ("institution-0", f"{RUN}/device-0/blob/institution-0/{BLOB}/0/1"),
     ("cloud", f"{RUN}/institution-0/inbox/device-0"),
     ("cloud", f"{RUN}/institution-0/state"),
     ("operator", f"{RUN}/cloud/inbox/cloud"),
@@ -86,12 +99,14 @@ WRITES: Final = (
 )
 # What others publish, and who may not receive it.
 READS: Final = (
-    ("institution-1", f"{RUN}/institution-1/blob/all/{BLOB}/0/1", "device-0"),  # the model of another institution
+    # the model of another institution
+    ("institution-1", f"{RUN}/institution-1/blob/all/{BLOB}/0/1", "device-0"),
     ("institution-1", f"{RUN}/institution-1/blob/device-2/{BLOB}/0/1", "device-0"),
     ("device-1", f"{RUN}/device-1/blob/all/{BLOB}/0/1", "device-0"),  # a sibling's upload
     ("device-1", f"{RUN}/device-1/blob/institution-0/{BLOB}/0/1", "device-0"),
     ("cloud", f"{RUN}/cloud/blob/all/{BLOB}/0/1", "device-0"),
-    ("institution-0", f"{RUN}/institution-0/blob/device-1/{BLOB}/0/1", "device-0"),  # a model for a sibling alone
+    # a model for a sibling alone
+    ("institution-0", f"{RUN}/institution-0/blob/device-1/{BLOB}/0/1", "device-0"),
     ("institution-0", f"{RUN}/device-1/inbox/institution-0", "device-0"),
     ("device-1", f"{RUN}/institution-0/inbox/device-1", "device-0"),
     ("institution-0", f"{RUN}/cloud/inbox/institution-0", "device-0"),
@@ -141,7 +156,10 @@ class Members:
             name: BrokerAddress(
                 "127.0.0.1",
                 port,
-                tls=Tls(str(home / "ca.crt"), *(str(home / "issued" / f"{name}.{kind}") for kind in ("crt", "key"))),
+                tls=Tls(
+                    str(home / "ca.crt"),
+                    *(str(home / "issued" / f"{name}.{kind}") for kind in ("crt", "key")),
+                ),
             )
             for name in NAMES
         }
@@ -158,7 +176,9 @@ class Members:
             self.flush(publisher)
 
     def flush(self, publisher: str) -> None:
-        """Wait until all that the publisher sent was delivered: a last message, to itself by way of the broker."""
+        """Wait until all that the publisher sent was delivered: a last message, to itself by way of
+        the broker.
+        """
         last, own = f"{RUN}/{publisher}/blob/{publisher}/{BLOB}/0/0", self.all[publisher]
         assert own.subscribe([last])
         own.messages = [message for message in own.messages if message[0] != last]
@@ -188,14 +208,22 @@ def served(home: Path, request: pytest.FixtureRequest) -> Iterator[BrokerProcess
     except ConnectionFailed as error:
         pytest.skip(str(error))
     rules = home / f"rules-{request.param}"
-    rules.write_text((access.mosquitto if request.param == "mosquitto" else access.nats)(LAB, "main"))
-    own = Tls(str(home / "ca.crt"), str(home / "issued/broker.crt"), str(home / "issued/broker.key"))
-    with broker.start(directory=home, kind=request.param, guard=Guard(tls=own, rules=rules)) as process:
+    rules.write_text(
+        (access.mosquitto if request.param == "mosquitto" else access.nats)(LAB, "main")
+    )
+    own = Tls(
+        str(home / "ca.crt"), str(home / "issued/broker.crt"), str(home / "issued/broker.key")
+    )
+    with broker.start(
+        directory=home, kind=request.param, guard=Guard(tls=own, rules=rules)
+    ) as process:
         yield process
 
 
 @pytest.fixture
-def members(served: BrokerProcess, home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Members]:
+def members(
+    served: BrokerProcess, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Members]:
     monkeypatch.setattr(plain_client, "TURN_S", 0.001)
     members = Members(served.port, home)
     yield members
@@ -209,7 +237,9 @@ def test_nobody_publishes_under_another_name(members: Members) -> None:
     for name in NAMES:
         members.all[name].subscribe([topic for _, topic in WRITES])
     members.publish(WRITES)
-    assert [(each, topic) for each in NAMES for _, topic in WRITES if members.received(each, topic)] == []
+    assert [
+        (each, topic) for each in NAMES for _, topic in WRITES if members.received(each, topic)
+    ] == []
 
 
 def test_nobody_receives_what_is_not_for_it(members: Members) -> None:
@@ -225,14 +255,21 @@ def test_what_a_lab_needs_is_allowed(members: Members) -> None:
     for _, topic, reader in ALLOWED:
         members.all[reader].subscribe([topic])
     members.publish((publisher, topic) for publisher, topic, _ in ALLOWED)
-    assert [(topic, reader) for _, topic, reader in ALLOWED if not members.received(reader, topic)] == []
+    assert [
+        (topic, reader) for _, topic, reader in ALLOWED if not members.received(reader, topic)
+    ] == []
 
 
 def test_retained_presences_of_others_and_false_wills_are_refused(members: Members) -> None:
     kept, false = f"{RUN}/institution-1/state", f"{RUN}/device-1/state"
     members.all["institution-1"].publish(kept, b"state", retain=True)
     members.flush("institution-1")
-    for reader, may in (("device-0", False), ("institution-0", False), ("cloud", True), ("device-2", True)):
+    for reader, may in (
+        ("device-0", False),
+        ("institution-0", False),
+        ("cloud", True),
+        ("device-2", True),
+    ):
         members.all[reader].subscribe([kept, f"{RUN}/+/state"])
         members.flush(reader)
         assert members.received(reader, kept) is may, reader
@@ -248,7 +285,9 @@ def test_retained_presences_of_others_and_false_wills_are_refused(members: Membe
 
 
 @pytest.mark.slow
-def test_a_lab_under_the_rules_runs_as_without_them(served: BrokerProcess, home: Path, tmp_path: Path) -> None:
+def test_a_lab_under_the_rules_runs_as_without_them(
+    served: BrokerProcess, home: Path, tmp_path: Path
+) -> None:
     where = {
         "FEDSTRATA_BROKER": f"127.0.0.1:{served.port}",
         "FEDSTRATA_LAB": "north",
@@ -257,15 +296,22 @@ def test_a_lab_under_the_rules_runs_as_without_them(served: BrokerProcess, home:
         "FEDSTRATA_TLS_KEY": str(home / "issued" / "{name}.key"),
     }
     parents = {name: parent for name, parent in LAB.parents.items() if parent != "cloud"}
-    devices = [word for name, parent in parents.items() for word in ("--name", name, "--parent", parent)]
+    devices = [
+        word for name, parent in parents.items() for word in ("--name", name, "--parent", parent)
+    ]
     words = [("institution", "--name", name) for name in LAB.institutions] + [("device", *devices)]
     with pytest.MonkeyPatch.context() as patch:
         for key, value in where.items():
             patch.setenv(key, value)
-        roles = [subprocess.Popen(command(*each, null=True, stay=True), stderr=subprocess.PIPE) for each in words]
+        roles = [
+            subprocess.Popen(command(*each, null=True, stay=True), stderr=subprocess.PIPE)
+            for each in words
+        ]
         pairs = ["topology.institutions=2", "topology.devices=4", "rounds=2"]
         try:
-            done = fedstrata("cloud", DEMO, "--runs", tmp_path, "--format", "json", *sets(*pairs), null=True)
+            done = fedstrata(
+                "cloud", DEMO, "--runs", tmp_path, "--format", "json", *sets(*pairs), null=True
+            )
             status = fedstrata("lab", "status", "--format", "json")
             examined = fedstrata("doctor", "--format", "json", "--name", "device-0")
         finally:
@@ -274,7 +320,9 @@ def test_a_lab_under_the_rules_runs_as_without_them(served: BrokerProcess, home:
                 role.communicate()
     assert done.returncode == 0, done.stderr
     assert model_digest(tmp_path) == null_model(load(DEMO, pairs))
-    assert status.returncode == 0 and status.stdout.count('"there": true') == len(LAB.parents), status.stderr
+    assert status.returncode == 0 and status.stdout.count('"there": true') == len(LAB.parents), (
+        status.stderr
+    )
     findings = {row["item"]: row["there"] for row in map(json.loads, examined.stdout.splitlines())}
     assert examined.returncode == 0
     assert findings["messages are delivered"] and findings["two connections of one login"]
@@ -283,12 +331,22 @@ def test_a_lab_under_the_rules_runs_as_without_them(served: BrokerProcess, home:
 def test_devices_of_a_lab_that_lets_them_move_reach_all_parents_on_their_broker() -> None:
     """And their parents reach them; institutions, and devices on another broker, are as before."""
     other = {"institution-2": {"machine": "server", "broker": "second"}}
-    tree = {**LAB_TREE, "brokers": {"main": {"machine": "server"}, "second": {"machine": "server", "port": 9999}}}
+    tree = {
+        **LAB_TREE,
+        "brokers": {"main": {"machine": "server"}, "second": {"machine": "server", "port": 9999}},
+    }
     tree["institutions"] = {**LAB_TREE["institutions"], **other}
-    tree["devices"] = [*LAB_TREE["devices"], {"names": ["device-4"], "machine": "server", "parent": "institution-2"}]
-    still, moving = (access.users(parse({**tree, "moves": moves}), "main") for moves in (False, True))
+    tree["devices"] = [
+        *LAB_TREE["devices"],
+        {"names": ["device-4"], "machine": "server", "parent": "institution-2"},
+    ]
+    still, moving = (
+        access.users(parse({**tree, "moves": moves}), "main") for moves in (False, True)
+    )
     seek = "fs1/north/ask/institution-{}/device-0"
-    assert {each for each in moving["device-0"].publish if "/ask/" in each} == {seek.format(k) for k in (0, 1)}
+    assert {each for each in moving["device-0"].publish if "/ask/" in each} == {
+        seek.format(k) for k in (0, 1)
+    }
     assert {each for each in still["device-0"].publish if "/ask/" in each} == {seek.format(0)}
     assert "fs1/north/+/device-0/state" in moving["institution-1"].receive
     assert "fs1/north/+/device-0/state" not in still["institution-1"].receive
@@ -297,7 +355,10 @@ def test_devices_of_a_lab_that_lets_them_move_reach_all_parents_on_their_broker(
 
 def test_a_broker_lets_those_in_that_meet_there_and_who_calls_the_roll() -> None:
     sites = {"main": {"machine": "server"}, "site": {"machine": "server", "port": 1900}}
-    places = {"institution-0": {"machine": "server", "broker": "site"}, "institution-1": {"machine": "server"}}
+    places = {
+        "institution-0": {"machine": "server", "broker": "site"},
+        "institution-1": {"machine": "server"},
+    }
     lab = parse({**LAB_TREE, "brokers": sites, "institutions": places})
     on_site = access.users(lab, "site")
     assert list(on_site) == ["operator", "cloud", "institution-0", "device-0", "device-1"]
@@ -309,6 +370,9 @@ def test_the_rules_for_other_brokers(tmp_path: Path) -> None:
     everybody, *lines = access.emqx(LAB, "main").splitlines()
     assert everybody.startswith('{allow, all, publish, ["fs1/north/+/${username}/state", ')
     assert lines[-1] == "{deny, all}."
-    assert any(line.startswith('{allow, {username, "device-0"}, subscribe, ["fs1/north/+/inst') for line in lines)
+    assert any(
+        line.startswith('{allow, {username, "device-0"}, subscribe, ["fs1/north/+/inst')
+        for line in lines
+    )
     dotted = parse({**LAB_TREE, "name": "north.lab"})
     assert "fs1.north//lab.*.operator.state" in access.nats(dotted, "main")

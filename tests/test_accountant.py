@@ -1,7 +1,9 @@
-"""The accountant: closed forms, values kept of dp-accounting, and that package where it is installed.
+"""The accountant: closed forms, values kept of dp-accounting, and that package where it is
+installed.
 
 dp-accounting needs attrs below 24, which other packages of the environment do not allow:
-`pip install dp-accounting` into an environment of its own, and run this file there with numpy, pydantic and pytest.
+`pip install dp-accounting` into an environment of its own, and run this file there with numpy,
+pydantic and pytest.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ def error(found: float, expected: float) -> float:
 
 
 @pytest.mark.parametrize(("multiplier", "rate", "releases", "delta", "expected"), KEPT)
-def test_values_of_dp_accounting(multiplier: float, rate: float, releases: int, delta: float, expected: float) -> None:
+def test_values_of_dp_accounting(
+    multiplier: float, rate: float, releases: int, delta: float, expected: float
+) -> None:
     found = epsilon(multiplier, releases=releases, delta=delta, sampling_rate=rate)
     assert error(found, expected) < 1e-9
 
@@ -57,11 +61,18 @@ def test_drawn_settings_agree_with_dp_accounting() -> None:
     drawn = random.Random(5)
     for _ in range(200):
         multiplier = math.exp(drawn.uniform(math.log(0.3), math.log(20)))
-        rate = 1.0 if drawn.random() < 0.3 else math.exp(drawn.uniform(math.log(1e-4), math.log(0.9)))
-        releases, delta = int(math.exp(drawn.uniform(0, math.log(20_000)))), 10.0 ** -drawn.randint(3, 9)
+        rate = (
+            1.0 if drawn.random() < 0.3 else math.exp(drawn.uniform(math.log(1e-4), math.log(0.9)))
+        )
+        releases, delta = (
+            int(math.exp(drawn.uniform(0, math.log(20_000)))),
+            10.0 ** -drawn.randint(3, 9),
+        )
         event = events.GaussianDpEvent(multiplier)
         event = event if rate == 1 else events.PoissonSampledDpEvent(rate, event)
-        theirs = accountants.RdpAccountant(ORDERS).compose(events.SelfComposedDpEvent(event, releases))
+        theirs = accountants.RdpAccountant(ORDERS).compose(
+            events.SelfComposedDpEvent(event, releases)
+        )
         found = epsilon(multiplier, releases=releases, delta=delta, sampling_rate=rate)
         assert error(found, theirs.get_epsilon(delta)) < 1e-6
 
@@ -71,7 +82,9 @@ def test_the_gaussian_mechanism_has_its_closed_form() -> None:
     multiplier, releases, delta = 1.3, 20, 1e-5
     orders = [1.01 + 0.001 * step for step in range(60_000)]
     bounds = [
-        releases * order / (2 * multiplier**2) + math.log1p(-1 / order) - math.log(delta * order) / (order - 1)
+        releases * order / (2 * multiplier**2)
+        + math.log1p(-1 / order)
+        - math.log(delta * order) / (order - 1)
         for order in orders
     ]
     found = epsilon(multiplier, releases=releases, delta=delta)

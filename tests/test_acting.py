@@ -1,4 +1,6 @@
-"""Comparisons count the global rounds in which a method acted, and name those that had no part in their costs."""
+"""Comparisons count the global rounds in which a method acted, and name those that had no part in
+their costs.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ def objective(name: str) -> dict[str, Any]:
 
 
 UNIFORM = rule("fedavg", weights="uniform")
-LATE: list[tuple[dict[str, Any], dict[str, Any], int]] = [  # a method, the mean that it begins as, and when it acts
+# a method, the mean that it begins as, and when it acts
+LATE: list[tuple[dict[str, Any], dict[str, Any], int]] = [
     (merged(THREE, TEMPO), THREE, 2),
     (rule("fedcda", warmup_rounds=2, smoothness=0.01), {}, 3),
     (rule("fedcda", warmup_rounds=0, choice="random"), UNIFORM, 2),
@@ -49,12 +52,17 @@ LATE: list[tuple[dict[str, Any], dict[str, Any], int]] = [  # a method, the mean
     (rule("fedcross", alpha=0.6, first_stage_rounds=2), UNIFORM, 4),
     (merged(rule("scaffold"), objective("scaffold")), UNIFORM, 2),
     (merged(rule("fedgen", learning_rate=0.01), objective("fedgen")), {}, 2),
-    (merged(THREE, rule("fedmr", "institution", first_stage_rounds=3)),
-     merged(THREE, rule("fedavg", "institution", weights="uniform")), 3),
-]  # fmt: skip
+    (
+        merged(THREE, rule("fedmr", "institution", first_stage_rounds=3)),
+        merged(THREE, rule("fedavg", "institution", weights="uniform")),
+        3,
+    ),
+]
 
 
-@pytest.mark.parametrize(("method", "plain", "begins"), LATE, ids=[f"{method}"[:60] for method, *_ in LATE])
+@pytest.mark.parametrize(
+    ("method", "plain", "begins"), LATE, ids=[f"{method}"[:60] for method, *_ in LATE]
+)
 def test_a_method_acts_from_the_round_that_it_names(
     method: dict[str, Any], plain: dict[str, Any], begins: int, tmp_path: Path
 ) -> None:
@@ -62,7 +70,10 @@ def test_a_method_acts_from_the_round_that_it_names(
     (part,) = late_parts(one, [one, other])
     assert part.begins == begins
     mine, theirs = (Run(run_direct(tmp_path, each)).rounds for each in (one, other))
-    same = [row.loss == pytest.approx(their.loss, rel=1e-4) for row, their in zip(mine, theirs, strict=True)]
+    same = [
+        row.loss == pytest.approx(their.loss, rel=1e-4)
+        for row, their in zip(mine, theirs, strict=True)
+    ]
     assert same == [True] * (begins - 1) + [False] * (len(same) - begins + 1)
 
 
@@ -74,7 +85,9 @@ def test_a_rule_that_is_no_mean_acts_at_once(tmp_path: Path) -> None:
     assert late_parts(tempo, [tempo]) == [], "all have it"
 
 
-def test_a_target_before_the_first_decision_shows_nothing_of_it(tmp_path: Path, make_run: MakeRun) -> None:
+def test_a_target_before_the_first_decision_shows_nothing_of_it(
+    tmp_path: Path, make_run: MakeRun
+) -> None:
     accuracies = {1: (0.9,), 2: (0.5, 0.8, 0.9), 3: (0.5,)}
     paths = [
         make_run(tmp_path, {"seed": seed, **tree}, accuracies=each)
@@ -85,7 +98,10 @@ def test_a_target_before_the_first_decision_shows_nothing_of_it(tmp_path: Path, 
     fixed, tempo = json.loads(done.stdout)["groups"]
     assert (fixed["acts_from"], fixed["rounds_acted"]) == ({}, None)
     assert (tempo["acts_from"], tempo["rounds_acted"]["mean"]) == ({"cloud.epoch_control": 2}, 1.0)
-    line = "cloud.epoch_control = tempo acts from global round 2 on; it did not act in 1 of 2 runs before the target"
+    line = (
+        "cloud.epoch_control = tempo acts from global round 2 on; it did not act in 1 of 2 "
+        "runs before the target"
+    )
     assert f"tempo: {line}\n" in done.stderr and done.stderr.count("did not act") == 1
     head, *rows = invoke("compare", *paths, "--target", "0.9").stdout.splitlines()
     assert "rounds it acted in" in head and len(rows) == 2
@@ -93,9 +109,17 @@ def test_a_target_before_the_first_decision_shows_nothing_of_it(tmp_path: Path, 
     assert "did not act" not in late.stderr
 
 
-def test_a_sweep_names_the_cells_whose_method_did_not_act(tmp_path: Path, make_run: MakeRun) -> None:
-    tree = {"title": "T", "seeds": 2, "target": 0.9, "measure": {"name": "seconds"}, "experiment": {"rounds": 3},
-            "axes": {"method": {"FedAvg": {}, "Tempo": TEMPO}}}  # fmt: skip
+def test_a_sweep_names_the_cells_whose_method_did_not_act(
+    tmp_path: Path, make_run: MakeRun
+) -> None:
+    tree = {
+        "title": "T",
+        "seeds": 2,
+        "target": 0.9,
+        "measure": {"name": "seconds"},
+        "experiment": {"rounds": 3},
+        "axes": {"method": {"FedAvg": {}, "Tempo": TEMPO}},
+    }
     grid = expand(tree, Path("two.toml"))
     runs = {}
     for cell in grid.cells:
@@ -103,7 +127,9 @@ def test_a_sweep_names_the_cells_whose_method_did_not_act(tmp_path: Path, make_r
             whole = one.model_dump(mode="json", exclude_none=True)
             runs[one.digest] = Run(make_run(tmp_path, whole, accuracies=[0.1] * (seed - 1) + [0.9]))
     (line,) = idle(SweepResults(grid, runs))
-    assert line.startswith("Tempo: cloud.epoch_control = tempo acts from") and "in 1 of 2 runs" in line
+    assert (
+        line.startswith("Tempo: cloud.epoch_control = tempo acts from") and "in 1 of 2 runs" in line
+    )
     whole_runs = expand({**tree, "measure": {"name": "seconds", "until": "end"}}, Path("two.toml"))
     assert list(idle(SweepResults(whole_runs, runs))) == []
 

@@ -44,11 +44,16 @@ from tests.helpers.sites import BROKER, RealSite, SimulatedSite, real, until, vi
     [
         ("localhost", (("localhost", 1883),)),
         ("10.0.0.1:1884", (("10.0.0.1", 1884),)),
-        ("nats-0:1883,nats_1.lab.:1884,[fe80::1]:1883", (("nats-0", 1883), ("nats_1.lab.", 1884), ("fe80::1", 1883))),
+        (
+            "nats-0:1883,nats_1.lab.:1884,[fe80::1]:1883",
+            (("nats-0", 1883), ("nats_1.lab.", 1884), ("fe80::1", 1883)),
+        ),
         ("[::1],[fe80::1%eth0]:65535", (("::1", 1883), ("fe80::1%eth0", 65_535))),
     ],
 )
-def test_a_list_of_addresses_is_read_and_printed(text: str, found: tuple[tuple[str, int], ...]) -> None:
+def test_a_list_of_addresses_is_read_and_printed(
+    text: str, found: tuple[tuple[str, int], ...]
+) -> None:
     assert parse_hosts(text) == found
     address = BrokerAddress(*found[0], "user", "secret", found[1:])
     assert parse_hosts(str(address)) == address.hosts == found
@@ -61,8 +66,10 @@ def test_a_list_of_addresses_is_read_and_printed(text: str, found: tuple[tuple[s
 @pytest.mark.parametrize(
     "text",
     [
-        "", ",", "a,", "a,,b", ":1883", "a:", "a:x", "a, b", "a:0", "a:65536", "a b", "a;b", "mqtt://a", "a/b", "a..b",
-        f"{'a' * 64}.lab", "::1", "fe80::1:1883", "[::1", "[]:1883", "[a]:1883", "[1.2.3.4]", "[::1]1883", "[::g]",
+        "", ",", "a,", "a,,b", ":1883", "a:", "a:x", "a, b", "a:0", "a:65536", "a b", "a;b",
+        "mqtt://a", "a/b", "a..b",
+        f"{'a' * 64}.lab", "::1", "fe80::1:1883", "[::1", "[]:1883", "[a]:1883", "[1.2.3.4]",
+        "[::1]1883", "[::g]",
         "a:1883,b,a", "[::1],[::1]:1883",
     ],
 )  # fmt: skip
@@ -76,7 +83,9 @@ def test_what_is_no_address_is_refused_with_value_and_remedy(text: str) -> None:
 def test_a_command_ends_with_4_if_its_broker_is_no_address() -> None:
     done = invoke("lab", "status", "--broker", "nats-0,::1")
     (line,) = done.stderr.splitlines()
-    assert done.exit_code == 4 and "--broker = 'nats-0,::1': '::1' is not an address. Write " in line
+    assert (
+        done.exit_code == 4 and "--broker = 'nats-0,::1': '::1' is not an address. Write " in line
+    )
 
 
 # In which order they are tried
@@ -112,9 +121,15 @@ def test_addresses_that_work_and_fail_at_once_are_not_flooded() -> None:
 
 def test_the_attempts_end_with_a_whole_turn_after_the_time_limit_unless_one_has_worked() -> None:
     attempts = attempts_at(THREE, give_up=1.0)
-    assert [fail(attempts, now=now)[1] for now in (0.0, 0.5, 0.95)] == [0.0, 0.0, pytest.approx(0.05)]
+    assert [fail(attempts, now=now)[1] for now in (0.0, 0.5, 0.95)] == [
+        0.0,
+        0.0,
+        pytest.approx(0.05),
+    ]
     assert [fail(attempts, now=now)[1] for now in (1.0, 1.0)] == [0.0, 0.0]
-    with pytest.raises(ConnectionFailed, match=r"^broker a:1883: no a; b:1883: no b; c:1883: no c\. Is it running"):
+    with pytest.raises(
+        ConnectionFailed, match=r"^broker a:1883: no a; b:1883: no b; c:1883: no c\. Is it running"
+    ):
         fail(attempts, now=1.0)
     attempts.begin(0.0, timeout_s=1.0)
     fail(attempts, lasted=True, now=9.0)
@@ -131,7 +146,9 @@ def test_a_connection_that_is_thrown_out_as_soon_as_it_is_accepted_ends_the_atte
 
     pauses = [thrown_out(float(now)) for now in range(30)]
     assert pauses[:7] == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0], "they grow, though each was accepted"
-    with pytest.raises(ConnectionFailed, match=r"^broker a:1883: closed\. Another client has its id, or the broker"):
+    with pytest.raises(
+        ConnectionFailed, match=r"^broker a:1883: closed\. Another client has its id, or the broker"
+    ):
         thrown_out(30.0)
 
 
@@ -152,7 +169,9 @@ def test_what_fails_for_good_at_all_addresses_ends_at_once_unless_a_connection_h
     finals = (True, False, True, True, True)  # the second is not there yet
     for final in finals:
         attempts.failed("no", now=0.0, final=final)
-    with pytest.raises(ConnectionFailed, match=r"a:1883: no; b:1883: no; c:1883: no. Are the login and its files"):
+    with pytest.raises(
+        ConnectionFailed, match=r"a:1883: no; b:1883: no; c:1883: no. Are the login and its files"
+    ):
         attempts.failed("no", now=0.0, final=True)
     attempts.begin(0.0, timeout_s=100.0)
     attempts.failed("no", lasted=True, now=0.0, final=True)
@@ -181,15 +200,25 @@ async def test_a_node_whose_way_to_the_broker_is_cut_in_mid_transfer_goes_on_by_
         before = meter.sample()
         assert_models(await playing, row, layout=layout, places={"device-0": 4})
         after = meter.sample()
-        assert child.connection.attempts.address == BrokerAddress("other") and child.connection.reconnects == 1
-        assert parent.connection.attempts.address == BrokerAddress(BROKER) and parent.connection.reconnects == 0
+        assert (
+            child.connection.attempts.address == BrokerAddress("other")
+            and child.connection.reconnects == 1
+        )
+        assert (
+            parent.connection.attempts.address == BrokerAddress(BROKER)
+            and parent.connection.reconnects == 0
+        )
         assert after.connections == 2 and after.sent > layout.row_bytes
-        assert layout.row_bytes < after.received < layout.row_bytes * 1.2, "the chunks that had arrived came again"
+        assert layout.row_bytes < after.received < layout.row_bytes * 1.2, (
+            "the chunks that had arrived came again"
+        )
         assert after.received > before.received
 
 
 @virtual
-async def test_the_least_packet_limit_of_the_addresses_that_were_used_is_kept(site: SimulatedSite) -> None:
+async def test_the_least_packet_limit_of_the_addresses_that_were_used_is_kept(
+    site: SimulatedSite,
+) -> None:
     other = site.network.add_broker("other")
     other.packet_limit = 40_000
     site.address = replace(site.address, others=(("other", 1883),))
@@ -197,7 +226,9 @@ async def test_the_least_packet_limit_of_the_addresses_that_were_used_is_kept(si
     chunk_most = parent.session.link.chunk_most
 
     async def at(host: str) -> int:
-        await until(lambda: parent.connection.up and parent.connection.attempts.address.host == host)
+        await until(
+            lambda: parent.connection.up and parent.connection.attempts.address.host == host
+        )
         await asyncio.sleep(1.0)
         return parent.session.link.chunk_most
 
@@ -212,8 +243,12 @@ async def test_the_least_packet_limit_of_the_addresses_that_were_used_is_kept(si
 
 @pytest.mark.parametrize(("body_bytes", "fits"), [(39_900, True), (40_000, False)])
 @virtual
-async def test_a_message_that_fits_in_a_packet_is_sent(site: SimulatedSite, body_bytes: int, fits: bool) -> None:
-    """A model inside its announcement may fill the limit but for the room of the rest of the packet."""
+async def test_a_message_that_fits_in_a_packet_is_sent(
+    site: SimulatedSite, body_bytes: int, fits: bool
+) -> None:
+    """A model inside its announcement may fill the limit but for the room of the rest of the
+    packet.
+    """
     site.broker.packet_limit = 40_000
     parent = parent_of(site, ["device-0"], layout=layout_of(4000))
     async with together(living(site, parent)):
@@ -239,7 +274,10 @@ def test_a_broker_away_at_all_addresses_ends_with_3_and_each_reason(command: lis
     (line,) = done.stderr.splitlines()[-1:]
     assert done.exit_code == 3, done.output
     first, second = where.split(",")
-    assert line.startswith(f"fedstrata: broker {first}: connection refused; {second}: ") and "Errno" not in line
+    assert (
+        line.startswith(f"fedstrata: broker {first}: connection refused; {second}: ")
+        and "Errno" not in line
+    )
 
 
 def test_a_broker_at_an_ipv6_address_is_reached_and_named(tmp_path: Path) -> None:
@@ -250,9 +288,13 @@ def test_a_broker_at_an_ipv6_address_is_reached_and_named(tmp_path: Path) -> Non
         received = asyncio.get_running_loop().create_future()
 
         async def connected() -> None:
-            connection.subscribe(["t"], qos=1, acknowledged=lambda: connection.publish("t", b"hello", qos=1))
+            connection.subscribe(
+                ["t"], qos=1, acknowledged=lambda: connection.publish("t", b"hello", qos=1)
+            )
 
-        handlers = Handlers(lambda topic, body, retained: received.set_result((topic, body)), connected)
+        handlers = Handlers(
+            lambda topic, body, retained: received.set_result((topic, body)), connected
+        )
         connection = BrokerConnection(address, handlers, client_id="c", keepalive_s=30)
         running = asyncio.create_task(connection.run(connect_timeout_s=30.0))
         try:
@@ -268,7 +310,9 @@ def test_a_broker_at_an_ipv6_address_is_reached_and_named(tmp_path: Path) -> Non
         assert text.endswith(f",[::1]:{served.port}")
         done = invoke("lab", "status", "--wait", "0.1", "--broker", text)
         assert done.exit_code == 5 and f"answered on broker {text} within" in done.stderr
-        with pytest.raises(ConnectionFailed, match=rf"the broker cannot listen on \[::1\]:{served.port}: "):
+        with pytest.raises(
+            ConnectionFailed, match=rf"the broker cannot listen on \[::1\]:{served.port}: "
+        ):
             broker.start(directory=tmp_path, host="::1", port=served.port)
 
 
@@ -294,6 +338,10 @@ def test_a_broker_of_a_bridged_pair_dies_and_the_run_goes_on_over_the_other(tmp_
             assert (parent.connection.reconnects, child.connection.reconnects) == (1, 0)
 
     with broker.start(directory=tmp_path) as dying:
-        bridge = {"connection": "pair", "address": f"{dying.host}:{dying.port}", "topic": "fs1/# both 1"}
+        bridge = {
+            "connection": "pair",
+            "address": f"{dying.host}:{dying.port}",
+            "topic": "fs1/# both 1",
+        }
         with broker.start(directory=tmp_path, settings=bridge) as staying:
             real(run(dying, staying))

@@ -1,4 +1,6 @@
-"""Adversaries: attacks against twins of their papers' formulas, who attacks and when, and labs with them."""
+"""Adversaries: attacks against twins of their papers' formulas, who attacks and when, and labs with
+them.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def attack(name: str, **keys: Any) -> Any:
     return ATTACKS[name](name=name, **keys)
 
 
-def now(known: Sequence[Floats] = (), *, colluders: int = 1, children: int = 0, size: int = 50) -> AttackedUpload:
+def now(
+    known: Sequence[Floats] = (), *, colluders: int = 1, children: int = 0, size: int = 50
+) -> AttackedUpload:
     source = np.random.default_rng(3)
     trained, received = (source.normal(size=size).astype(np.float32) for _ in range(2))
     return AttackedUpload(trained, received, np.random.default_rng(7), known, colluders, children)
@@ -94,7 +98,9 @@ def test_a_backdoor_marks_a_share_of_the_samples_and_tests_of_all_other_classes(
     found = backdoor.poison(samples, np.random.default_rng(1))
     changed = [k for k in range(4) if (found.images[k] != images[k]).any()]
     assert len(changed) == 2 and (found.images[changed, 0, 1:, 1:] == 35).all()
-    assert (found.images[changed, 0, 0] == images[changed, 0, 0]).all() and (found.labels[changed] == 2).all()
+    assert (found.images[changed, 0, 0] == images[changed, 0, 0]).all() and (
+        found.labels[changed] == 2
+    ).all()
     assert images.max() == 35 and images[0, 0, 2, 2] == 8, "what it gets is not written"
     tests = backdoor.targets(samples)
     assert tests.labels.tolist() == [2, 2, 2] and (tests.images[:, 0, 1:, 1:] == 35).all()
@@ -109,7 +115,9 @@ def uploads(count: int, size: int = 40) -> list[Floats]:
 
 @pytest.mark.parametrize(("count", "colluders"), [(10, 2), (25, 6), (50, 24), (5, 4)])
 def test_lie_is_the_papers_and_hides_behind_a_majority(count: int, colluders: int) -> None:
-    """The paper's example of 50 workers, 24 of them corrupted: s = 2, and z is the quantile of 24 / 26."""
+    """The paper's example of 50 workers, 24 of them corrupted: s = 2, and z is the quantile of 24 /
+    26.
+    """
     known = uploads(colluders)
     found = attack("lie").upload(now(known, colluders=colluders, children=count, size=40))
     s = count // 2 + 1 - colluders
@@ -118,12 +126,17 @@ def test_lie_is_the_papers_and_hides_behind_a_majority(count: int, colluders: in
         share = (count - colluders - s) / (count - colluders)
         z = min(np.arange(-4, 4, 1e-4), key=lambda z: abs(0.5 * (1 + erf(z / sqrt(2))) - share))
     stack = np.array(known, np.float64)
-    mean, deviation = stack.sum(0) / colluders, np.sqrt(((stack - stack.mean(0)) ** 2).sum(0) / colluders)
+    mean, deviation = (
+        stack.sum(0) / colluders,
+        np.sqrt(((stack - stack.mean(0)) ** 2).sum(0) / colluders),
+    )
     np.testing.assert_allclose(found, mean - z * deviation, atol=2e-4)
     exact = attack("lie", z=1.5).upload(now(known, colluders=colluders, children=count, size=40))
     np.testing.assert_allclose(exact, mean - 1.5 * deviation, rtol=1e-6, atol=1e-6)
     normal = np.random.default_rng(1).normal(size=100_000)
-    assert s <= 0 or abs(np.mean(normal > -z) - share) < 0.01, "so many honest ones are on its other side"
+    assert s <= 0 or abs(np.mean(normal > -z) - share) < 0.01, (
+        "so many honest ones are on its other side"
+    )
 
 
 @pytest.mark.parametrize("direction", ["std", "unit", "sign"])
@@ -135,7 +148,9 @@ def test_min_max_and_min_sum_are_as_far_as_their_bounds_allow(name: str, directi
     z = given.received_D.astype(np.float64)
     steps = np.array(known, np.float64) - z
     mean = steps.mean(0)
-    way = {"std": -steps.std(0), "unit": -mean / np.linalg.norm(mean), "sign": -np.sign(mean)}[direction]
+    way = {"std": -steps.std(0), "unit": -mean / np.linalg.norm(mean), "sign": -np.sign(mean)}[
+        direction
+    ]
     between = np.array([[np.linalg.norm(a - b) for b in steps] for a in steps])
 
     def fits(gamma: float) -> bool:
@@ -159,15 +174,26 @@ def test_min_max_and_min_sum_are_as_far_as_their_bounds_allow(name: str, directi
 
 @pytest.mark.parametrize(("knows", "known"), [("siblings", [0, 2, 4]), ("colluders", [1, 3])])
 @pytest.mark.parametrize("name", ["lie", "min_max", "min_sum"])
-def test_a_parent_replaces_the_uploads_of_colluders_before_its_rule(name: str, knows: str, known: list[int]) -> None:
+def test_a_parent_replaces_the_uploads_of_colluders_before_its_rule(
+    name: str, knows: str, known: list[int]
+) -> None:
     models_KD = np.random.default_rng(2).normal(size=(5, D)).astype(np.float32)
     keys = {"z": 1.0} if name == "lie" else {}
     settings = Adversaries(attack={"name": name, **keys}, nodes=["c1", "c3"], knows=knows)  # type: ignore[arg-type]
     children = {child: Adversary(child, settings, 1, 1) for child in ("c1", "c3")}
-    rule = rule_of({"name": "fedavg", "weights": "uniform"}, adversaries=NearAdversaries(None, children, 1))
+    rule = rule_of(
+        {"name": "fedavg", "weights": "uniform"}, adversaries=NearAdversaries(None, children, 1)
+    )
     mean = aggregated_mean(rule, models_KD)
     wanted = attack(name, **keys).upload(
-        AttackedUpload(models_KD[1], np.zeros(D, np.float32), np.random.default_rng(0), list(models_KD[known]), 2, 5)
+        AttackedUpload(
+            models_KD[1],
+            np.zeros(D, np.float32),
+            np.random.default_rng(0),
+            list(models_KD[known]),
+            2,
+            5,
+        )
     )
     honest = models_KD[[0, 2, 4]].astype(np.float64)
     np.testing.assert_allclose(mean, (honest.sum(0) + 2 * wanted) / 5, rtol=1e-6, atol=1e-6)
@@ -194,7 +220,9 @@ def test_adversaries_are_named_drawn_by_the_seed_or_all_below_an_institution() -
     drawn = {"attack": "sign_flip", "share": 0.5}
     assert list(at(adversaries=[below])) == ["device-3", "device-4", "device-5"]
     several = [at(adversaries=[below, drawn], seed=seed) for seed in range(1, 20)]
-    assert all([*each.values()].count("sign_flip") == 3 for each in several), "others than those of the first table"
+    assert all([*each.values()].count("sign_flip") == 3 for each in several), (
+        "others than those of the first table"
+    )
     several = [at(adversaries=[drawn], seed=seed) for seed in range(1, 20)]
     assert len({tuple(each) for each in several}) > 5 and all(len(each) == 3 for each in several)
     assert at(adversaries=[drawn | {"below": "institution-0", "share": 0.34}], seed=4).keys() < {
@@ -205,13 +233,19 @@ def test_adversaries_are_named_drawn_by_the_seed_or_all_below_an_institution() -
 
 
 def test_whether_one_attacks_depends_on_seed_name_and_round() -> None:
-    tree = LAB | {"adversaries": [{"attack": "scaled", "share": 1.0, "from_round": 3, "probability": 0.25}]}
+    tree = LAB | {
+        "adversaries": [{"attack": "scaled", "share": 1.0, "from_round": 3, "probability": 0.25}]
+    }
     found = parse(tree).attackers.adversary("device-2")
     other = parse(tree).attackers.adversary("device-3")
     assert found is not None and other is not None and found.rounds == 2
     acts = [found.acts(number) for number in range(4000)]
     assert not any(acts[:4]) and 0.22 < np.mean(acts) < 0.28
-    assert acts == [found.acts(number) for number in range(4000)] != [other.acts(number) for number in range(4000)]
+    assert (
+        acts
+        == [found.acts(number) for number in range(4000)]
+        != [other.acts(number) for number in range(4000)]
+    )
 
 
 def test_an_experiment_without_adversaries_is_what_it_was() -> None:
@@ -222,10 +256,13 @@ def test_an_experiment_without_adversaries_is_what_it_was() -> None:
     assert "[[adversaries]]" in to_toml(attacked)
 
 
-def test_own_attacks_are_checked_where_they_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_own_attacks_are_checked_where_they_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "wicked.py").write_text(
         "from fedstrata import Attack\n\n\nclass Push(Attack):\n    by: float = 1.0\n\n"
-        "    def upload(self, now):\n        return now.trained_D + self.by\n\n\nclass Short(Attack):\n"
+        "    def upload(self, now):\n        return now.trained_D + self.by\n\n\nclass "
+        "Short(Attack):\n"
         "    def upload(self, now):\n        return now.trained_D[:3]\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
@@ -234,7 +271,9 @@ def test_own_attacks_are_checked_where_they_run(monkeypatch: pytest.MonkeyPatch,
         name = {"name": f"wicked:{keys.pop('cls', 'Push')}", **keys}
         found = parse(LAB | {"adversaries": [{"attack": name, "nodes": ["device-1"]}]})
         assert "adversaries[0].attack.name" in found.code_at("device-1")
-        assert "adversaries[0].attack.name" not in found.code_at("device-0") | found.code_at("institution-0")
+        assert "adversaries[0].attack.name" not in found.code_at("device-0") | found.code_at(
+            "institution-0"
+        )
         return found.attackers.at["device-1"]
 
     ones = np.ones(5, np.float32)
@@ -268,7 +307,10 @@ def test_lies_change_the_models_and_a_resumed_run_repeats_them(tmp_path: Path) -
 def test_claimed_samples_are_weights_and_those_that_nobody_has_are_refused(tmp_path: Path) -> None:
     tree = LAB | {"rounds": 1, "topology": {"institutions": 0, "devices": 4}, "institution": {}}
     tree |= {"data": {"partition": "dirichlet", "concentration": 5.0}}
-    lie = {"attack": {"name": "false_report", "samples_factor": 2.0, "loss_factor": 0.5}, "nodes": ["device-1"]}
+    lie = {
+        "attack": {"name": "false_report", "samples_factor": 2.0, "loss_factor": 0.5},
+        "nodes": ["device-1"],
+    }
     rows = devices(run_direct(tmp_path / "some", tree | {"adversaries": [lie]}))
     truth = devices(run_direct(tmp_path / "none", tree))
     assert [a["samples"] / b["samples"] for a, b in zip(rows, truth, strict=True)] == [1, 2, 1, 1]
@@ -277,39 +319,73 @@ def test_claimed_samples_are_weights_and_those_that_nobody_has_are_refused(tmp_p
     refused = run_direct(tmp_path / "many", tree | {"adversaries": [lie]})
     assert len(devices(refused)) == 3 and "are possible" in (refused / "events.jsonl").read_text()
     exact = tree | {"adversaries": [lie | {"attack": "false_report"}], "data": {"partition": "iid"}}
-    assert len(devices(run_direct(tmp_path / "iid", exact))) == 3, "a parent knows the samples of each device"
+    assert len(devices(run_direct(tmp_path / "iid", exact))) == 3, (
+        "a parent knows the samples of each device"
+    )
 
 
 def devices(path: Path) -> list[dict[str, float]]:
-    return [{key: float(row[key]) for key in ("samples", "loss")} for row in table(path / "devices.csv")]
+    return [
+        {key: float(row[key]) for key in ("samples", "loss")} for row in table(path / "devices.csv")
+    ]
 
 
 def test_success_stands_beside_accuracy_and_rules_are_seen_to_refuse(tmp_path: Path) -> None:
     """A strong backdoor takes over a mean, and Krum leaves its two devices out in each local round."""
     backdoor = {"attack": {"name": "backdoor", "factor": 6.0}, "nodes": ["device-1", "device-7"]}
-    flip = {"attack": {"name": "label_flip", "mode": "pair"}, "nodes": ["device-2"], "from_round": 3}
-    tree = LAB | {"rounds": 3, "topology": {"institutions": 2, "devices": 10}, "adversaries": [backdoor, flip]}
+    flip = {
+        "attack": {"name": "label_flip", "mode": "pair"},
+        "nodes": ["device-2"],
+        "from_round": 3,
+    }
+    tree = LAB | {
+        "rounds": 3,
+        "topology": {"institutions": 2, "devices": 10},
+        "adversaries": [backdoor, flip],
+    }
     tree |= {"evaluation": {"at": "both"}, "training": {"epochs": 2, "learning_rate": 0.1}}
     found = {}
-    for name, rule in (("mean", {}), ("krum", {"aggregation": {"name": "krum", "wrong": 1, "keep": 3}})):
+    for name, rule in (
+        ("mean", {}),
+        ("krum", {"aggregation": {"name": "krum", "wrong": 1, "keep": 3}}),
+    ):
         path = run_direct(tmp_path / name, tree | {"institution": {"rounds": 2, **rule}})
         run = load(path)
         last, honest = run.rounds[-1], [each for each in run.devices if not each.more["adversary"]]
-        assert len(honest) == 3 * 7 and last.further("honest_scored") == 7 and last.of_devices("scored") == 10
+        assert (
+            len(honest) == 3 * 7
+            and last.further("honest_scored") == 7
+            and last.of_devices("scored") == 10
+        )
         scores = [each.test_score for each in honest if each.global_round == 3]
-        assert last.further("honest_mean") == pytest.approx(np.mean([each for each in scores if each is not None]))
+        assert last.further("honest_mean") == pytest.approx(
+            np.mean([each for each in scores if each is not None])
+        )
         assert "attack_success" in (text := page_of(run)) and "backdoor from global round 1" in text
         success = last.further("attack_success")
-        refused = {each.device: each.more["refused"] for each in run.devices if each.global_round == 1}
+        refused = {
+            each.device: each.more["refused"] for each in run.devices if each.global_round == 1
+        }
         found[name] = success, refused
-        assert all((each.more["used"] or 0) + (each.more["refused"] or 0) == 2 for each in run.devices)
+        assert all(
+            (each.more["used"] or 0) + (each.more["refused"] or 0) == 2 for each in run.devices
+        )
     assert found["mean"][0] > 0.5 and found["krum"][0] < 0.2
     assert not any(found["mean"][1].values())
-    assert found["krum"][1]["device-1"] == found["krum"][1]["device-7"] == 2 and sum(found["krum"][1].values()) == 8
+    assert (
+        found["krum"][1]["device-1"] == found["krum"][1]["device-7"] == 2
+        and sum(found["krum"][1].values()) == 8
+    )
 
 
 def page_of(run: Run) -> str:
-    return " ".join([*attacks.facts(run), *(each.title for each in attacks.figures(run)), *run.rounds[-1].columns()])
+    return " ".join(
+        [
+            *attacks.facts(run),
+            *(each.title for each in attacks.figures(run)),
+            *run.rounds[-1].columns(),
+        ]
+    )
 
 
 SILENT: Final[dict[str, Any]] = {
@@ -321,7 +397,9 @@ SILENT: Final[dict[str, Any]] = {
 def test_rounds_close_without_silent_devices_as_without_a_network(tmp_path: Path) -> None:
     lab = KilledLab(TREE | SILENT, model_bytes=2_000)
     found = {row["missing"] for row in lab.undisturbed.rounds}
-    assert lab.undisturbed.virtual_s > 30 and found == {""}, "an institution's rounds wait for the deadline"
+    assert lab.undisturbed.virtual_s > 30 and found == {""}, (
+        "an institution's rounds wait for the deadline"
+    )
     path = run_direct(tmp_path, LAB | SILENT | {"rounds": 2})
     plans = (path / "events.jsonl").read_text()
     assert '"without": ["device-1"]' in plans
@@ -344,7 +422,11 @@ def test_a_plan_simulates_a_sample_of_a_lab_without_its_adversaries() -> None:
 LYING: Final = [
     {"attack": {"name": "lie", "z": 1.0}, "nodes": ["device-2", "device-3"], "knows": "colluders"},
     {"attack": {"name": "gaussian", "std": 0.05}, "nodes": ["device-0"], "probability": 0.5},
-    {"attack": {"name": "equivocation", "std": 0.01}, "nodes": ["institution-0"], "probability": 0.5},
+    {
+        "attack": {"name": "equivocation", "std": 0.01},
+        "nodes": ["institution-0"],
+        "probability": 0.5,
+    },
 ]
 KILLED: Final = KilledLab(TREE | {"adversaries": LYING}, model_bytes=10_000)
 
@@ -357,10 +439,19 @@ def test_a_killed_adversary_lies_as_it_did(node: str, share: float) -> None:
 
 
 @pytest.mark.slow
-def test_a_lab_of_processes_killed_and_resumed_gives_the_model_of_one_process(tmp_path: Path) -> None:
-    lies = [*EVERYWHERE, {"attack": "min_max", "nodes": ["device-4", "device-5"], "knows": "siblings"}]
+def test_a_lab_of_processes_killed_and_resumed_gives_the_model_of_one_process(
+    tmp_path: Path,
+) -> None:
+    lies = [
+        *EVERYWHERE,
+        {"attack": "min_max", "nodes": ["device-4", "device-5"], "knows": "siblings"},
+    ]
     experiment = tmp_path / "attacked.toml"
-    tree = LAB | {"adversaries": [each | {"below": "institution-0"} if "share" in each else each for each in lies]}
+    tree = LAB | {
+        "adversaries": [
+            each | {"below": "institution-0"} if "share" in each else each for each in lies
+        ]
+    }
     tree["adversaries"][1] |= {"share": 0.67}
     experiment.write_text(to_toml(parse(tree)))
     direct = run_lab(experiment, tmp_path / "direct", flags=["--direct"])

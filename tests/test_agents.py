@@ -42,7 +42,9 @@ def code_of(
     return 0
 
 
-def test_an_agent_that_ends_with_an_error_leaves_the_others_to_their_ends(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_agent_that_ends_with_an_error_leaves_the_others_to_their_ends(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     seen = ""
 
     async def good() -> None:
@@ -79,11 +81,17 @@ def test_an_unforeseen_error_is_logged_and_ends_one_agent(caplog: pytest.LogCapt
 
     assert code_of({"d0": good, "d1": failing(ZeroDivisionError("oh"))}) == 1
     (record,) = caplog.records
-    assert ended and record.levelno == logging.ERROR and record.getMessage() == "d1 ended by an unexpected error"
+    assert (
+        ended
+        and record.levelno == logging.ERROR
+        and record.getMessage() == "d1 ended by an unexpected error"
+    )
     assert record.exc_info and record.exc_info[0] is ZeroDivisionError
 
 
-def test_a_failure_of_what_they_share_ends_all_and_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_of_what_they_share_ends_all_and_is_reported_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     error = InvalidExperiment("--accelerator", "cuda:9", "is not there", "Use cpu.")
     cancelled = []
 

@@ -62,7 +62,12 @@ SEVERAL: list[dict[str, Any]] = [
     {"name": "fedcross", "strategy": "in_order", "alpha": 0.9},
     {"name": "fedcross"},
     {"name": "fedcross", "strategy": "highest", "similarity": "sum_norm", "alpha": 0.6},
-    {"name": "fedcross", "similarity": "pairwise", "propeller_rounds": 2, "dynamic_alpha_rounds": 3},
+    {
+        "name": "fedcross",
+        "similarity": "pairwise",
+        "propeller_rounds": 2,
+        "dynamic_alpha_rounds": 3,
+    },
     {"name": "fedcross", "similarity": "euclidean", "strategy": "highest"},
     {"name": "fedcross", "similarity": "manhattan"},
     {"name": "fedcross", "weights": "data", "first_stage_rounds": 2},
@@ -73,7 +78,8 @@ SEVERAL: list[dict[str, Any]] = [
 ]
 
 
-COMPARING = ("fedadp", "fedcda", "krum", "fedexp", "fedcross", "independent", "fedmr")  # which have products anyway
+# which have products anyway
+COMPARING = ("fedadp", "fedcda", "krum", "fedexp", "fedcross", "independent", "fedmr")
 
 
 def label(tree: dict[str, Any]) -> str:
@@ -89,7 +95,8 @@ def aggregator(tree: dict[str, Any], **context: Any) -> Rule:
     memory: dict[tuple[str, int], Rows] = {}
 
     def rows(name: str, count: int) -> Rows:
-        wide = np.full((count, LAYOUT.row_bytes + 13), 0xFF, np.uint8)  # a file's rows begin on pages of their own
+        # a file's rows begin on pages of their own
+        wide = np.full((count, LAYOUT.row_bytes + 13), 0xFF, np.uint8)
         return memory.setdefault((name, count), wide[:, : LAYOUT.row_bytes])
 
     rule = rule_of(tree, layout=LAYOUT, rows=rows, **context)
@@ -105,7 +112,9 @@ def first_model(seed: int = 0) -> Row:
 
 
 def train(row: Row, child: str, r: int) -> Row:
-    """Return what a child makes of a model: a step towards a point of its own, with noise of the round."""
+    """Return what a child makes of a model: a step towards a point of its own, with noise of the
+    round.
+    """
     step = np.random.default_rng([r, *child.encode()])
     target = np.random.default_rng(list(child.encode())).normal(size=LAYOUT.columns)
     trained = row.copy()
@@ -124,15 +133,24 @@ def report_of(child: str, *, unknown: Sequence[str] = ()) -> Report:
 
 
 def play(
-    rule: Rule, r: int, children: Sequence[str], *, missing: Sequence[str] = (), unknown: Sequence[str] = ()
+    rule: Rule,
+    r: int,
+    children: Sequence[str],
+    *,
+    missing: Sequence[str] = (),
+    unknown: Sequence[str] = (),
 ) -> tuple[Uploads, Aggregated]:
-    """Play one round; return its uploads as they were, rubbish included, before they were aggregated."""
+    """Play one round; return its uploads as they were, rubbish included, before they were
+    aggregated.
+    """
     models = by_child(rule.dispatch(r, list(children)))
     rows_K = np.full((len(models), LAYOUT.row_bytes), 0xFF, np.uint8)  # NaN
     for k, (child, row) in enumerate(models.items()):
         if child not in missing:
             rows_K[k] = train(row, child, r)
-    reports = tuple(None if child in missing else report_of(child, unknown=unknown) for child in models)
+    reports = tuple(
+        None if child in missing else report_of(child, unknown=unknown) for child in models
+    )
     before = Uploads(tuple(models), rows_K.copy(), reports, lambda: None)
     outcome = rule.aggregate(r, Uploads(tuple(models), rows_K, reports, lambda: None))
     rows_K[:] = 0xFF  # the memory is the next round's
@@ -162,12 +180,19 @@ def floats_of(rows: Sequence[Row]) -> Doubles:
 def test_rubbish_of_missing_children_goes_nowhere(tree: dict[str, Any]) -> None:
     rule = aggregator(tree)
     for r in range(6):
-        _, outcome = play(rule, r, CHILDREN, missing=CHILDREN[r % 3 : r % 3 + 2] if r != 4 else CHILDREN[:4])
+        _, outcome = play(
+            rule, r, CHILDREN, missing=CHILDREN[r % 3 : r % 3 + 2] if r != 4 else CHILDREN[:4]
+        )
         rows = rows_of(rule, r + 1, CHILDREN)
         assert all(np.isfinite(LAYOUT.floats(row)).all() for row in [rule.model, *rows])
-        assert all(row.min() >= 0 and LAYOUT.integers(row).tolist()[0] < 2**20 for row in [rule.model, *rows])
+        assert all(
+            row.min() >= 0 and LAYOUT.integers(row).tolist()[0] < 2**20
+            for row in [rule.model, *rows]
+        )
         answered = 3 if r != 4 else 1
-        assert len(outcome.distances) == (answered if answered >= RULES[tree["name"]](**tree).uploads_least else 0)
+        assert len(outcome.distances) == (
+            answered if answered >= RULES[tree["name"]](**tree).uploads_least else 0
+        )
         json.dumps(outcome.facts)
 
 
@@ -192,11 +217,15 @@ def test_losses_distances_and_spread_are_brute_force(tree: dict[str, Any]) -> No
     for r in range(6):
         uploads, outcome = play(rule, r, CHILDREN, missing="c" if r == 3 else "")
         losses = [report.loss for report in uploads.reports if report and report.loss is not None]
-        assert outcome.loss is not None and min(losses) - 1e-12 <= outcome.loss <= max(losses) + 1e-12
+        assert (
+            outcome.loss is not None and min(losses) - 1e-12 <= outcome.loss <= max(losses) + 1e-12
+        )
         model = LAYOUT.floats(rule.model)[:parameters].astype(np.float64)
         expected = {
             child: float(np.linalg.norm(LAYOUT.floats(row)[:parameters] - model))
-            for child, row, report in zip(uploads.children, uploads.rows_K, uploads.reports, strict=True)
+            for child, row, report in zip(
+                uploads.children, uploads.rows_K, uploads.reports, strict=True
+            )
             if report
         }
         assert outcome.distances == pytest.approx(expected, rel=1e-5)
@@ -214,10 +243,14 @@ def test_an_institution_finds_the_same_spread_without_distances(tree: dict[str, 
     """What only Tempo at the cloud needs is not computed below it; models and spreads are the same."""
     cloud, site = aggregator(tree), aggregator(tree, measures=False)
     for r in range(6):
-        above, below = (play(rule, r, CHILDREN, missing="c" if r == 3 else "")[1] for rule in (cloud, site))
+        above, below = (
+            play(rule, r, CHILDREN, missing="c" if r == 3 else "")[1] for rule in (cloud, site)
+        )
         assert set(below.distances) in (set(), set(above.distances))
         assert not below.distances or tree["name"] in COMPARING
-        assert below.spread == (None if above.spread is None else pytest.approx(above.spread, rel=1e-4, abs=1e-9))
+        assert below.spread == (
+            None if above.spread is None else pytest.approx(above.spread, rel=1e-4, abs=1e-9)
+        )
         assert cloud.model.tobytes() == site.model.tobytes()
         assert dispatched(cloud, r + 1, CHILDREN) == dispatched(site, r + 1, CHILDREN)
 
@@ -251,7 +284,9 @@ def test_a_saved_node_goes_on_bit_for_bit(tree: dict[str, Any], tmp_path: Path) 
         for path in saved.iterdir():
             path.unlink()
         for r in range(broken_at, len(DRAWS)):
-            outcomes = [play(rule, r, draws[r], missing=draws[r][:1])[1] for rule in (straight, resumed)]
+            outcomes = [
+                play(rule, r, draws[r], missing=draws[r][:1])[1] for rule in (straight, resumed)
+            ]
             assert outcomes[0] == outcomes[1]
             assert straight.model.tobytes() == resumed.model.tobytes()
             if r == 8:
@@ -262,8 +297,13 @@ def test_a_saved_node_goes_on_bit_for_bit(tree: dict[str, Any], tmp_path: Path) 
 
 @each_rule
 def test_what_outlives_a_global_round_is_said(tree: dict[str, Any], tmp_path: Path) -> None:
-    """A node that keeps nothing goes on alike after it was forgotten; one that does goes on from what it saved."""
-    rules = [aggregator(tree, node="site", measures=False, folder=tmp_path / name) for name in ("one", "other")]
+    """A node that keeps nothing goes on alike after it was forgotten; one that does goes on from
+    what it saved.
+    """
+    rules = [
+        aggregator(tree, node="site", measures=False, folder=tmp_path / name)
+        for name in ("one", "other")
+    ]
     for r in range(4):
         play(rules[0], r, CHILDREN)
     (tmp_path / "saved").mkdir()
@@ -291,7 +331,9 @@ def test_fedavg_is_the_mean_of_those_who_answered(weights: str) -> None:
     rule = aggregator({"name": "fedavg", "weights": weights})
     for r, drawn in enumerate(DRAWS):
         uploads, outcome = play(rule, r, drawn, missing=drawn[-1])
-        np.testing.assert_allclose(LAYOUT.floats(rule.model), mean_of(uploads, weights), rtol=0, atol=1e-6)
+        np.testing.assert_allclose(
+            LAYOUT.floats(rule.model), mean_of(uploads, weights), rtol=0, atol=1e-6
+        )
         assert sum(outcome.facts["weights"].values()) == pytest.approx(1.0)  # type: ignore[attr-defined]
         assert uploads.children == tuple(drawn) and drawn[-1] not in outcome.facts["weights"]  # type: ignore[operator]
         assert [row is rule.model for row, _ in rule.dispatch(r + 1, drawn)] == [True]
@@ -314,7 +356,9 @@ def trajectory(tree: dict[str, Any], draws: Sequence[Sequence[str]], **options: 
         ({"name": "fedcda", "warmup_rounds": 100, "weights": "uniform"}, "uniform"),
     ],
 )
-def test_rules_at_their_null_setting_are_fedavg_bit_for_bit(tree: dict[str, Any], weights: str) -> None:
+def test_rules_at_their_null_setting_are_fedavg_bit_for_bit(
+    tree: dict[str, Any], weights: str
+) -> None:
     assert trajectory(tree, DRAWS) == trajectory({"name": "fedavg", "weights": weights}, DRAWS)
 
 
@@ -328,7 +372,9 @@ def test_models_are_dealt_by_a_fresh_random_order(tree: dict[str, Any]) -> None:
         rule = aggregator(tree, seed=seed)
         for r in range(5):
             order = generator(seed, Purpose.DISPATCH, "cloud", r).permutation(5)
-            assert list(by_child(rule.dispatch(r, CHILDREN))) == [CHILDREN[place] for place in order]
+            assert list(by_child(rule.dispatch(r, CHILDREN))) == [
+                CHILDREN[place] for place in order
+            ]
             orders.append(tuple(order))
             play(rule, r, CHILDREN)
     assert len(set(orders)) == 10
@@ -355,8 +401,12 @@ def next_models(tree: dict[str, Any], r: int, rows_K: Rows) -> list[Row]:
             others = [LAYOUT.floats(rows_K[own[j]]).astype(np.float64) for own in partners]
             weights = [stage.alpha, *[(1 - stage.alpha) / len(partners)] * len(partners)]
             sources = [j, *(own[j] for own in partners)]
-            LAYOUT.floats(row)[:] = stage.alpha * LAYOUT.floats(rows_K[j]) + (1 - stage.alpha) * np.mean(others, axis=0)
-            heaviest = min(source for source, w in zip(sources, weights, strict=True) if w == max(weights))
+            LAYOUT.floats(row)[:] = stage.alpha * LAYOUT.floats(rows_K[j]) + (
+                1 - stage.alpha
+            ) * np.mean(others, axis=0)
+            heaviest = min(
+                source for source, w in zip(sources, weights, strict=True) if w == max(weights)
+            )
             LAYOUT.integers(row)[:] = LAYOUT.integers(rows_K[heaviest])
     return list(mixed)
 
@@ -373,7 +423,11 @@ def test_rounds_of_k_models_are_the_definitions(tree: dict[str, Any]) -> None:
         for k in fallback:
             rows_K[k] = models[k]
         assert outcome.facts["fallback_models"] == ([missing] if missing else [])
-        mean = mean_of(uploads, "data") if tree.get("weights") == "data" else floats_of(rows_K).mean(axis=0)
+        mean = (
+            mean_of(uploads, "data")
+            if tree.get("weights") == "data"
+            else floats_of(rows_K).mean(axis=0)
+        )
         np.testing.assert_allclose(LAYOUT.floats(rule.model), mean, rtol=0, atol=1e-6)
         got = rows_of(rule, r + 1, CHILDREN)
         if r < tree.get("first_stage_rounds", 0):
@@ -382,7 +436,9 @@ def test_rounds_of_k_models_are_the_definitions(tree: dict[str, Any]) -> None:
             continue
         models = next_models(tree, r, rows_K)
         np.testing.assert_allclose(floats_of(got), floats_of(models), rtol=0, atol=1e-6)
-        assert [LAYOUT.integers(row).tolist() for row in got] == [LAYOUT.integers(row).tolist() for row in models]
+        assert [LAYOUT.integers(row).tolist() for row in got] == [
+            LAYOUT.integers(row).tolist() for row in models
+        ]
         models = [row.copy() for row in got]
         after = floats_of(models).mean(axis=0)
         if rule.mixed is None:
@@ -416,7 +472,9 @@ def test_data_weights_give_a_fallback_model_none() -> None:
     rule = aggregator({"name": "independent", "weights": "data"})
     play(rule, 0, CHILDREN)
     uploads, outcome = play(rule, 1, CHILDREN, missing="bd")
-    np.testing.assert_allclose(LAYOUT.floats(rule.model), mean_of(uploads, "data"), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(
+        LAYOUT.floats(rule.model), mean_of(uploads, "data"), rtol=0, atol=1e-6
+    )
     shares = {child: report_of(child).samples for child in "ace"}
     loss = sum(loss_of(child) * n for child, n in shares.items()) / sum(shares.values())
     assert outcome.loss == pytest.approx(loss)
@@ -433,7 +491,8 @@ def test_the_loss_is_the_mean_of_those_that_are_known(tree: dict[str, Any]) -> N
         found.append((outcome.loss, rule.model.tobytes()))
     (_, whole), (some, model), (none, same) = found
     assert model == same == whole and none is None
-    assert some is None or loss_of("a") <= some <= loss_of("e")  # None: a rule used those without a loss alone
+    # None: a rule used those without a loss alone
+    assert some is None or loss_of("a") <= some <= loss_of("e")
     statistics = Statistics.of([report_of(child, unknown="bd") for child in CHILDREN])
     weights_K = np.array([0.1, 0.2, 0.3, 0.1, 0.3])
     wanted = sum(w * loss_of(child) for w, child in zip((0.1, 0.3, 0.3), "ace", strict=True)) / 0.7
@@ -474,8 +533,11 @@ def test_recentre_keeps_each_models_offset(tree: dict[str, Any]) -> None:
     expected = start + before - before.mean(axis=0)
     np.testing.assert_allclose(after[:, :parameters], expected[:, :parameters], rtol=0, atol=1e-6)
     np.testing.assert_allclose(after.mean(axis=0), start[0], rtol=0, atol=1e-6)
-    assert np.array_equal(after[:, parameters:], np.repeat(start[:, parameters:], 5, axis=0))  # statistics as received
-    assert [LAYOUT.integers(row).tolist() for row in rows] == [LAYOUT.integers(received).tolist()] * 5
+    # statistics as received
+    assert np.array_equal(after[:, parameters:], np.repeat(start[:, parameters:], 5, axis=0))
+    assert [LAYOUT.integers(row).tolist() for row in rows] == [
+        LAYOUT.integers(received).tolist()
+    ] * 5
 
 
 @pytest.mark.parametrize("first_stage", [0, 10])
@@ -483,7 +545,12 @@ def test_recentre_with_equal_models_is_reset(first_stage: int) -> None:
     """Equal since the first stage shares one row, or since all uploads are the same."""
     rows = {}
     for start in ("reset", "recentre"):
-        tree = {"name": "fedcross", "alpha": 1.0, "first_stage_rounds": first_stage, "on_new_model": start}
+        tree = {
+            "name": "fedcross",
+            "alpha": 1.0,
+            "first_stage_rounds": first_stage,
+            "on_new_model": start,
+        }
         rule = aggregator(tree)
         for r in range(3):
             models = by_child(rule.dispatch(r, CHILDREN))

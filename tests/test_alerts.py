@@ -1,4 +1,6 @@
-"""What people are sent: a real Prometheus and Alertmanager beside labs that end well, badly, or interrupted."""
+"""What people are sent: a real Prometheus and Alertmanager beside labs that end well, badly, or
+interrupted.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,14 @@ import yaml
 from fedstrata.common.host.processes import free_port
 from fedstrata.deploy.brokers import broker
 from tests.helpers.commands import PATIENCE_S, command, table
-from tests.helpers.monitoring import SHIPPED, Prometheus, needs_prometheus, start, start_prometheus, until
+from tests.helpers.monitoring import (
+    SHIPPED,
+    Prometheus,
+    needs_prometheus,
+    start,
+    start_prometheus,
+    until,
+)
 
 ALERTMANAGER: Final = shutil.which("prometheus-alertmanager") or shutil.which("alertmanager")
 HOME: Final = "institution-0"
@@ -34,7 +43,9 @@ links = { check = "off" }
 """
 
 pytestmark = [pytest.mark.timeout(300), needs_prometheus]
-needs_alertmanager = pytest.mark.skipif(ALERTMANAGER is None, reason="alertmanager is not installed")
+needs_alertmanager = pytest.mark.skipif(
+    ALERTMANAGER is None, reason="alertmanager is not installed"
+)
 
 Sent = tuple[str, str, str]  # receiver, status, name of the alert
 
@@ -53,7 +64,10 @@ class _Delivery(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        sent = [(self.path.strip("/"), each["status"], each["labels"]["alertname"]) for each in body["alerts"]]
+        sent = [
+            (self.path.strip("/"), each["status"], each["labels"]["alertname"])
+            for each in body["alerts"]
+        ]
         self.server.sent += sent
         self.send_response(200)
         self.end_headers()
@@ -72,10 +86,17 @@ class Site:
         self.mailbox = stack.enter_context(Mailbox())
         stack.callback(self.mailbox.shutdown)
         start(
-            stack, str(ALERTMANAGER), f"--config.file={self._routes()}", f"--storage.path={home / 'alerts'}",
-            f"--web.listen-address=127.0.0.1:{self._manager}", "--cluster.listen-address=", "--log.level=error",
-        )  # fmt: skip
-        start_prometheus(stack, home, port=prometheus, cloud=self._cloud, alertmanager=self._manager)
+            stack,
+            str(ALERTMANAGER),
+            f"--config.file={self._routes()}",
+            f"--storage.path={home / 'alerts'}",
+            f"--web.listen-address=127.0.0.1:{self._manager}",
+            "--cluster.listen-address=",
+            "--log.level=error",
+        )
+        start_prometheus(
+            stack, home, port=prometheus, cloud=self._cloud, alertmanager=self._manager
+        )
         rules = home / "alerts.yml"
         rules.write_text(rules.read_text().replace("for: 30s", "for: 3s"))
         self.prometheus = Prometheus(prometheus)
@@ -83,7 +104,11 @@ class Site:
 
     def _routes(self) -> Path:
         """Write the routes that ship, to the mailbox and without the waits."""
-        text = re.sub(r"(group_wait|group_interval): \w+", r"\1: 1s", (SHIPPED / "alertmanager.yml").read_text())
+        text = re.sub(
+            r"(group_wait|group_interval): \w+",
+            r"\1: 1s",
+            (SHIPPED / "alertmanager.yml").read_text(),
+        )
         routes = yaml.safe_load(text)
         for receiver in routes["receivers"]:
             url = f"http://127.0.0.1:{self.mailbox.server_port}/{receiver['name']}"
@@ -92,15 +117,32 @@ class Site:
         path.write_text(yaml.safe_dump(routes))
         return path
 
-    def lab(self, name: str, held: IO[str], *, idle_s: int = 120) -> tuple[list[subprocess.Popen[bytes]], Path]:
-        """Start a lab whose devices train only once `held` is unlocked; return its processes, device-1's last."""
+    def lab(
+        self, name: str, held: IO[str], *, idle_s: int = 120
+    ) -> tuple[list[subprocess.Popen[bytes]], Path]:
+        """Start a lab whose devices train only once `held` is unlocked; return its processes,
+        device-1's last.
+        """
         env = {**os.environ, "NULL_LAB_HOLD": f"2:{held.name}"}
         where = f"{self._broker.host}:{self._broker.port}"
-        (experiment := self._home / f"{name}.toml").write_text(f'name = "{name}"\n{LAB}transfer.idle_s = {idle_s}\n')
+        (experiment := self._home / f"{name}.toml").write_text(
+            f'name = "{name}"\n{LAB}transfer.idle_s = {idle_s}\n'
+        )
         lab = [
-            start(self._stack, *command(*words, "--broker", where, "--spool", "none", null=True), env=env)
+            start(
+                self._stack,
+                *command(*words, "--broker", where, "--spool", "none", null=True),
+                env=env,
+            )
             for words in (
-                ("cloud", experiment, "--runs", self._home / name, "--metrics", f"127.0.0.1:{self._cloud}"),
+                (
+                    "cloud",
+                    experiment,
+                    "--runs",
+                    self._home / name,
+                    "--metrics",
+                    f"127.0.0.1:{self._cloud}",
+                ),
                 ("institution", "--name", HOME),
                 ("device", "--parent", HOME, "--name", "device-0"),
                 ("device", "--parent", HOME, "--name", "device-1"),
@@ -200,7 +242,13 @@ def test_each_alert_has_a_route_and_each_inhibited_one_exists() -> None:
     rules = group["rules"]
     routes = yaml.safe_load((SHIPPED / "alertmanager.yml").read_text())
     routed = {matcher for route in routes["route"]["routes"] for matcher in route["matchers"]}
-    assert routed == {f"severity = {each}" for each in {rule["labels"]["severity"] for rule in rules} - {"warning"}}
-    asked = re.findall(r"[A-Z]\w+", " ".join(m for rule in routes["inhibit_rules"] for ms in rule.values() for m in ms))
+    assert routed == {
+        f"severity = {each}"
+        for each in {rule["labels"]["severity"] for rule in rules} - {"warning"}
+    }
+    asked = re.findall(
+        r"[A-Z]\w+",
+        " ".join(m for rule in routes["inhibit_rules"] for ms in rule.values() for m in ms),
+    )
     assert set(asked) <= {rule["alert"] for rule in rules} and asked
     assert all({"summary", "description"} <= {*rule["annotations"]} for rule in rules)

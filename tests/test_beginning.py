@@ -1,4 +1,6 @@
-"""What is checked before a run begins, the lab of the nodes that are there, and what a run that never began leaves."""
+"""What is checked before a run begins, the lab of the nodes that are there, and what a run that
+never began leaves.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ from tests.helpers.records import a_global_round
 
 
 @pytest.mark.parametrize(("begun", "alone"), [(False, True), (False, False), (True, True)])
-def test_a_run_that_fails_stays_once_it_has_begun_a_global_round(begun: bool, alone: bool, tmp_path: Path) -> None:
+def test_a_run_that_fails_stays_once_it_has_begun_a_global_round(
+    begun: bool, alone: bool, tmp_path: Path
+) -> None:
     others = [] if alone else [RunFolder.create(tmp_path / "runs", parse({})).path]
     folder = RunFolder.create(tmp_path / "runs", parse({}))
     folder.event("failed", {"reason": "..."})
@@ -46,7 +50,9 @@ def test_a_run_that_fails_stays_once_it_has_begun_a_global_round(begun: bool, al
 
 
 @pytest.mark.parametrize(
-    "error", [KeyboardInterrupt(), NoProgress("idle"), OSError()], ids=lambda error: str(type(error))
+    "error",
+    [KeyboardInterrupt(), NoProgress("idle"), OSError()],
+    ids=lambda error: str(type(error)),
 )
 def test_a_run_that_has_begun_is_resumed_with_the_command_that_is_shown(
     error: BaseException, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -74,7 +80,9 @@ def test_a_resumed_run_stays(tmp_path: Path) -> None:
     assert again.path.is_dir()
 
 
-def test_a_model_that_cannot_be_built_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_cannot_be_built_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "no_module_net.py").write_text("def build(*, shape, classes):\n    return 3\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -89,14 +97,26 @@ def test_a_finished_run_needs_no_resuming(tmp_path: Path) -> None:
     folder.event("run", {})
     folder.release()
     refused = invoke("run", "--direct", "--resume", folder.path)
-    assert refused.exit_code == 4 and "the run was started with a network. Omit --direct." in refused.stderr
+    assert (
+        refused.exit_code == 4
+        and "the run was started with a network. Omit --direct." in refused.stderr
+    )
     folder.event("finished", {"global_round": 0})
     for command in ("run", "cloud"):
         done = invoke(command, "--resume", folder.path)
         assert (done.exit_code, done.stdout) == (0, "")
-        assert done.stderr == f"--resume = '{folder.path}': this run is finished, after 0 global rounds\n"
-    (fact,) = map(json.loads, invoke("run", "--resume", folder.path, "--format", "json").stdout.splitlines())
-    assert (fact["event"], fact["folder"], fact["run"]) == ("finished", str(folder.path), folder.run)
+        assert (
+            done.stderr
+            == f"--resume = '{folder.path}': this run is finished, after 0 global rounds\n"
+        )
+    (fact,) = map(
+        json.loads, invoke("run", "--resume", folder.path, "--format", "json").stdout.splitlines()
+    )
+    assert (fact["event"], fact["folder"], fact["run"]) == (
+        "finished",
+        str(folder.path),
+        folder.run,
+    )
 
 
 @pytest.mark.slow
@@ -113,7 +133,14 @@ def test_a_cloud_that_fails_after_its_first_round_shows_how_to_resume(
         folder.add_round(a_global_round(number + 1, None))
     folder.release()
     with broker.start(directory=tmp_path) as served:
-        given = ["--broker", f"{served.host}:{served.port}", "--lab", "mine", "--metrics", "localhost:0"]
+        given = [
+            "--broker",
+            f"{served.host}:{served.port}",
+            "--lab",
+            "mine",
+            "--metrics",
+            "localhost:0",
+        ]
         done = invoke("cloud", "--resume", folder.path, *given)
     assert done.exit_code == 4 and "returns int, not nn.Module" in done.stderr
     way = f"resume with: fedstrata cloud {' '.join(given)} --resume {folder.path}\n"
@@ -123,7 +150,10 @@ def test_a_cloud_that_fails_after_its_first_round_shows_how_to_resume(
 def test_a_run_of_another_process_is_refused_at_once(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path, parse({}))
     done = invoke("cloud", "--resume", folder.path)
-    assert done.exit_code == 4 and "another process runs this run. Wait for its end, or stop it." in done.stderr
+    assert (
+        done.exit_code == 4
+        and "another process runs this run. Wait for its end, or stop it." in done.stderr
+    )
 
 
 @pytest.mark.parametrize("target", ["90", "-1"])
@@ -159,13 +189,17 @@ def test_each_node_has_a_folder_of_its_own(tmp_path: Path) -> None:
     tree = {"dataset": "folder", "partition": "natural", "classes": ["a"], "image_shape": [1, 8, 8]}
     data = parse({"data": tree | {"root": str(tmp_path / "{node}")}}).data
     for node, part in (("cloud", "test"), ("device-0", "train")):
-        with pytest.raises(InvalidExperiment, match=f"not found: .*{node}/{part}. Put this node's own images there"):
+        with pytest.raises(
+            InvalidExperiment, match=f"not found: .*{node}/{part}. Put this node's own images there"
+        ):
             check_files(data, node=node)
         (tmp_path / node / part).mkdir(parents=True)
         check_files(data, node=node)
 
 
-@pytest.mark.parametrize("words", ["run demo", "run demo --direct", "cloud demo --broker localhost:1"])
+@pytest.mark.parametrize(
+    "words", ["run demo", "run demo --direct", "cloud demo --broker localhost:1"]
+)
 def test_what_does_not_fit_is_refused_before_anything_is_started(
     words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,7 +207,10 @@ def test_what_does_not_fit_is_refused_before_anything_is_started(
     done = invoke(*words.split(), "--set", "topology.devices=3000")
     problem = "digits has 1,438 training samples, and each device needs 10"
     remedy = "Use at most 143 devices, or lower data.min_samples."
-    assert (done.exit_code, done.stderr) == (4, f"fedstrata: topology.devices = 3000: {problem}. {remedy}\n")
+    assert (done.exit_code, done.stderr) == (
+        4,
+        f"fedstrata: topology.devices = 3000: {problem}. {remedy}\n",
+    )
     assert not any(tmp_path.iterdir())
 
 
@@ -187,7 +224,15 @@ def test_what_does_not_fit_is_refused_before_anything_is_started(
         ({"dataset": "digits", "partition": "quantity"}, 143),
         ({"dataset": "digits", "partition": "institution_shards", "within": "shards"}, 719),
         ({"dataset": "digits", "partition": "dirichlet_overlap"}, 10**6),
-        ({"dataset": "folder", "partition": "private", "classes": ["a"], "image_shape": [1, 8, 8]}, 10**6),
+        (
+            {
+                "dataset": "folder",
+                "partition": "private",
+                "classes": ["a"],
+                "image_shape": [1, 8, 8],
+            },
+            10**6,
+        ),
     ],
 )
 def test_as_many_devices_as_the_data_suffice_for(data: dict[str, Any], most: int) -> None:
@@ -225,7 +270,9 @@ def test_a_rules_packages_are_checked(rule: Any, monkeypatch: pytest.MonkeyPatch
     experiment = parse({"institution": {"rounds": 2, "aggregation": rule}})
     beforehand.check_cloud(experiment, None)  # another machine's matter
     problem = r"needs scipy, not installed here\. pip install 'fedstrata\[methods\]'\."
-    refused = pytest.raises(InvalidExperiment, match=rf"institution\.aggregation\.name = '{rule}': {problem}")
+    refused = pytest.raises(
+        InvalidExperiment, match=rf"institution\.aggregation\.name = '{rule}': {problem}"
+    )
     with refused if rule in NEED_SCIPY else nullcontext():
         beforehand.check_lab(experiment, None, direct=True)
 
@@ -241,12 +288,17 @@ institution, device = partial(node_of, "institution"), partial(node_of, "device"
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.randoms(use_true_random=False))
-def test_the_lab_that_is_there_is_the_lab_of_as_many_nodes(sizes: list[int], random: Random) -> None:
+def test_the_lab_that_is_there_is_the_lab_of_as_many_nodes(
+    sizes: list[int], random: Random
+) -> None:
     """Numbered nodes that answer in any order are those that an experiment gets by their members."""
     devices = [f"device-{k}" for k in range(sum(sizes))]
     ends = [0, *accumulate(sizes)]
     members = {f"institution-{i}": devices[ends[i] : ends[i + 1]] for i in range(len(sizes))}
-    nodes = [*map(institution, members), *(device(each, name) for name, names in members.items() for each in names)]
+    nodes = [
+        *map(institution, members),
+        *(device(each, name) for name, names in members.items() for each in names),
+    ]
     random.shuffle(nodes)
     found, left_out = topology_of(nodes)
     assert parse({"topology": found}).tree.children == {CLOUD: [*members], **members}
@@ -256,11 +308,20 @@ def test_the_lab_that_is_there_is_the_lab_of_as_many_nodes(sizes: list[int], ran
 def test_names_are_in_the_order_of_their_numbers() -> None:
     names = ["pi-2", "pi-10", "gpu", "pi-2b", "pi-1-12", "pi-1-3"]
     found, _ = topology_of([device(name) for name in names])
-    assert found == {"institutions": 0, "devices": ["gpu", "pi-1-3", "pi-1-12", "pi-2", "pi-2b", "pi-10"]}
+    assert found == {
+        "institutions": 0,
+        "devices": ["gpu", "pi-1-3", "pi-1-12", "pi-2", "pi-2b", "pi-10"],
+    }
 
 
 def test_nodes_without_a_place_are_left_out_and_named() -> None:
-    nodes = [institution("b"), institution("a"), institution("lost", "region"), device("x", "a"), device("y", "nobody")]
+    nodes = [
+        institution("b"),
+        institution("a"),
+        institution("lost", "region"),
+        device("x", "a"),
+        device("y", "nobody"),
+    ]
     found, left_out = topology_of(nodes)
     assert found == {"institutions": ["a"], "devices": ["x"], "members": {"a": ["x"]}}
     assert left_out == [
@@ -276,8 +337,14 @@ def test_nodes_without_a_place_are_left_out_and_named() -> None:
         ([], "no device is there"),
         ([institution("a")], "no device is there"),
         ([institution("a"), device("x", "b")], "no device is there"),
-        ([institution("a"), device("x", "a"), device("y"), device("z")], r"others below the cloud \(y, z\)"),
-        ([institution("r"), institution("a", "r"), device("x", "a")], r"a is below r.*\[\[tiers\]\]"),
+        (
+            [institution("a"), device("x", "a"), device("y"), device("z")],
+            r"others below the cloud \(y, z\)",
+        ),
+        (
+            [institution("r"), institution("a", "r"), device("x", "a")],
+            r"a is below r.*\[\[tiers\]\]",
+        ),
     ],
 )
 def test_labs_that_are_no_topology_are_refused(nodes: list[PresentNode], text: str) -> None:
@@ -287,17 +354,23 @@ def test_labs_that_are_no_topology_are_refused(nodes: list[PresentNode], text: s
 
 def test_two_nodes_of_one_name_are_refused_with_their_hosts() -> None:
     twice = [device("x"), PresentNode("x", "device", CLOUD, "pi-7")]
-    with pytest.raises(DuplicateName, match="2 nodes of the lab are called 'x', on host of x and pi-7"):
+    with pytest.raises(
+        DuplicateName, match="2 nodes of the lab are called 'x', on host of x and pi-7"
+    ):
         topology_of(twice)
 
 
 def test_only_a_cloud_knows_which_nodes_are_there() -> None:
-    with pytest.raises(InvalidExperiment, match="topology = 'lab': only `fedstrata cloud` can ask") as refused:
+    with pytest.raises(
+        InvalidExperiment, match="topology = 'lab': only `fedstrata cloud` can ask"
+    ) as refused:
         parse({"topology": "lab"})
     assert refused.value.exit_code == 4
 
 
-def test_a_device_that_came_after_the_roll_is_left_out_and_one_of_another_parent_is_refused() -> None:
+def test_a_device_that_came_after_the_roll_is_left_out_and_one_of_another_parent_is_refused() -> (
+    None
+):
     there = [institution("i"), institution("j"), device("a", "i"), device("b", "j")]
     tree = parse({"topology": topology_of(there)[0]}).tree
     with pytest.raises(LeftOut, match="late is not there: no device of this experiment"):

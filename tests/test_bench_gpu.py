@@ -1,4 +1,6 @@
-"""`make bench NAME=gpu` goes on: after a row that fails, one that ends its process, and after it was killed itself."""
+"""`make bench NAME=gpu` goes on: after a row that fails, one that ends its process, and after it
+was killed itself.
+"""
 
 from __future__ import annotations
 
@@ -61,12 +63,22 @@ def words(home: Path, *parts: str, gpu: str = "none") -> list[str]:
     (home / "gpu").write_text(gpu)
     chosen = [word for part in parts for word in ("--part", part)]
     script = ROOT / "tests" / "bench" / "gpu.py"
-    return [sys.executable, str(script), "--measures", "measures", "--results", str(home / "results.json"), *chosen]
+    return [
+        sys.executable,
+        str(script),
+        "--measures",
+        "measures",
+        "--results",
+        str(home / "results.json"),
+        *chosen,
+    ]
 
 
 def run(home: Path, *parts: str, gpu: str = "none") -> subprocess.CompletedProcess[str]:
     line = words(home, *parts, gpu=gpu)
-    return subprocess.run(line, capture_output=True, text=True, timeout=90, check=False, env=environment(home))
+    return subprocess.run(
+        line, capture_output=True, text=True, timeout=90, check=False, env=environment(home)
+    )
 
 
 def environment(home: Path) -> dict[str, str]:
@@ -87,7 +99,11 @@ def test_rows_that_fail_are_recorded_and_tried_again(tmp_path: Path) -> None:
         "killing": {"error": "the process was killed by SIGKILL"},
         "last": {"value": 1.5},
     }
-    assert "2 failed" in done.stdout and "No GPU" in done.stdout and "on a GPU this would be a step" in done.stdout
+    assert (
+        "2 failed" in done.stdout
+        and "No GPU" in done.stdout
+        and "on a GPU this would be a step" in done.stdout
+    )
     page = (tmp_path / "results.md").read_text()
     assert "| failing |  | ValueError: no memory / or so |" in page and "| two | 1.5 |" in page
     (tmp_path / "repaired").touch()

@@ -1,4 +1,6 @@
-"""Connections and brokers that go away, wills that come late, and nodes that are restarted in mid-transfer."""
+"""Connections and brokers that go away, wills that come late, and nodes that are restarted in
+mid-transfer.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,9 @@ async def test_no_name_is_contested_after_a_broker_was_restarted(
 
 @pytest.mark.parametrize("wills", [False, True])
 @virtual
-async def test_a_broker_that_stays_away_ends_all_and_is_named(site: SimulatedSite, wills: bool) -> None:
+async def test_a_broker_that_stays_away_ends_all_and_is_named(
+    site: SimulatedSite, wills: bool
+) -> None:
     """One that ends in order publishes every will; that the parent is gone reports nothing then."""
     layout, transfer = layout_of(4000), TransferSettings(idle_s=20.0)
     parent = parent_of(site, ["device-0"], layout=layout, transfer=transfer)
@@ -118,7 +122,9 @@ async def test_a_broker_that_stays_away_ends_all_and_is_named(site: SimulatedSit
 
 
 @virtual
-async def test_a_child_whose_connection_breaks_in_mid_upload_goes_on_where_it_was(site: SimulatedSite) -> None:
+async def test_a_child_whose_connection_breaks_in_mid_upload_goes_on_where_it_was(
+    site: SimulatedSite,
+) -> None:
     await connection_broken_in_mid_upload(site, site.break_connection)
 
 
@@ -139,7 +145,9 @@ class NoSubscriber:
 
 
 def earlier_process(site: SimulatedSite, name: str) -> BrokerSession:
-    """Return a connection of a node's earlier process, as a loss of power leaves it: its will comes with its end."""
+    """Return a connection of a node's earlier process, as a loss of power leaves it: its will comes
+    with its end.
+    """
     ready, lost = (
         serialization.encode(Presence(state, "device", samples=1), "earlier")
         for state in (NodeState.READY, NodeState.LOST)
@@ -152,7 +160,9 @@ def earlier_process(site: SimulatedSite, name: str) -> BrokerSession:
 
 @pytest.mark.parametrize("late", [PARENT, "device-0"])
 @virtual
-async def test_a_will_of_an_earlier_process_disturbs_no_transfer(site: SimulatedSite, late: str) -> None:
+async def test_a_will_of_an_earlier_process_disturbs_no_transfer(
+    site: SimulatedSite, late: str
+) -> None:
     layout, link = layout_of(2_000_000), LinkSettings(down_mbit=16.0)
     earlier = earlier_process(site, late)
     parent = parent_of(site, ["device-0"], layout=layout, transfer=FINE, link=link)
@@ -185,7 +195,9 @@ async def test_a_child_whose_parent_never_answers_ends(site: SimulatedSite) -> N
 
 
 @virtual
-async def test_a_parent_that_is_restarted_finds_its_child_with_what_it_had(site: SimulatedSite) -> None:
+async def test_a_parent_that_is_restarted_finds_its_child_with_what_it_had(
+    site: SimulatedSite,
+) -> None:
     """Though it answers for a while, as it has not come so far, that it does not hold the model."""
     layout, link = layout_of(2_000_000), LinkSettings(down_mbit=16.0)
     child = child_of(site, "device-0", transfer=FINE)
@@ -208,12 +220,16 @@ async def test_a_parent_that_is_restarted_finds_its_child_with_what_it_had(site:
             assert_models(await play(second, row), row, layout=layout, places={"device-0": 0})
     assert watched.asks
     assert_nothing_asked_twice(watched)
-    again = sum(one.session.link.sender.chunks_published for one in (first, second)) - watched.chunks
+    again = (
+        sum(one.session.link.sender.chunks_published for one in (first, second)) - watched.chunks
+    )
     assert 0 <= again <= FINE.window
 
 
 @virtual
-async def test_the_time_that_a_broker_was_away_is_not_the_parents_absence(site: SimulatedSite) -> None:
+async def test_the_time_that_a_broker_was_away_is_not_the_parents_absence(
+    site: SimulatedSite,
+) -> None:
     layout, transfer = layout_of(4000), TransferSettings(idle_s=20.0)
     parent = parent_of(site, ["device-0"], layout=layout, transfer=transfer)
     child = child_of(site, "device-0", transfer=transfer)

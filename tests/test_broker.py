@@ -58,7 +58,9 @@ def broker(kind: Kind, tmp_path: Path) -> Iterator[BrokerProcess]:
 
 
 def client(broker: BrokerProcess, name: str | None = None) -> aiomqtt.Client:
-    return aiomqtt.Client(broker.host, broker.port, identifier=name, protocol=aiomqtt.ProtocolVersion.V311)
+    return aiomqtt.Client(
+        broker.host, broker.port, identifier=name, protocol=aiomqtt.ProtocolVersion.V311
+    )
 
 
 async def received(client: aiomqtt.Client, count: int = 1) -> list[tuple[str, bytes, bool]]:
@@ -68,10 +70,16 @@ async def received(client: aiomqtt.Client, count: int = 1) -> list[tuple[str, by
     return [(message.topic.value, bytes(message.payload), message.retain) for message in messages]
 
 
-def connect_with_will(broker: BrokerProcess, name: bytes, *, will: bytes, keep_alive_s: int = 60) -> socket.socket:
+def connect_with_will(
+    broker: BrokerProcess, name: bytes, *, will: bytes, keep_alive_s: int = 60
+) -> socket.socket:
     """Log in by hand; the will goes, retained, to the topic `will/<name>`."""
     fields = [name, b"will/" + name, will]
-    body = b"\x00\x04MQTT\x04\x26" + keep_alive_s.to_bytes(2) + b"".join(len(f).to_bytes(2) + f for f in fields)
+    body = (
+        b"\x00\x04MQTT\x04\x26"
+        + keep_alive_s.to_bytes(2)
+        + b"".join(len(f).to_bytes(2) + f for f in fields)
+    )
     connection = socket.create_connection((broker.host, broker.port), timeout=PATIENCE_S)
     connection.sendall(bytes([0x10, len(body)]) + body)
     assert connection.recv(4) == b"\x20\x02\x00\x00"
@@ -88,7 +96,9 @@ def test_starts_and_stops(broker: BrokerProcess, kind: Kind) -> None:
 
 
 @in_real_time
-async def test_retained_messages_reach_those_who_subscribe_and_can_be_cleared(broker: BrokerProcess) -> None:
+async def test_retained_messages_reach_those_who_subscribe_and_can_be_cleared(
+    broker: BrokerProcess,
+) -> None:
     async with client(broker) as sender, client(broker) as early:
         await early.subscribe("state/+")
         await sender.publish("state/a", b"1", qos=1, retain=True)
@@ -107,10 +117,19 @@ async def test_retained_messages_reach_those_who_subscribe_and_can_be_cleared(br
 async def test_names_with_dots_and_dashes_are_levels_like_others(broker: BrokerProcess) -> None:
     """NATS separates levels by dots."""
     name = "a.lab_1-x.y"
-    state, inbox = topics.state(name, "r-1.2", "node..1."), topics.inbox(name, "r-1.2", "b.", "node..1.")
+    state, inbox = (
+        topics.state(name, "r-1.2", "node..1."),
+        topics.inbox(name, "r-1.2", "b.", "node..1."),
+    )
     async with client(broker) as sender, client(broker) as early:
-        await early.subscribe([(topics.inbox(name, "+", "b.", "+"), 0), (topics.state(name, "+", "node..1."), 0)])
-        for topic in (topics.state(name, "r-1.2", "node.1"), topics.state("a", "lab_1-x.y", "node..1."), state):
+        await early.subscribe(
+            [(topics.inbox(name, "+", "b.", "+"), 0), (topics.state(name, "+", "node..1."), 0)]
+        )
+        for topic in (
+            topics.state(name, "r-1.2", "node.1"),
+            topics.state("a", "lab_1-x.y", "node..1."),
+            state,
+        ):
             await sender.publish(topic, b"1", qos=1, retain=True)
         assert await received(early) == [(state, b"1", False)]
         await sender.publish(inbox, b"2")
@@ -134,7 +153,9 @@ async def test_a_newcomer_receives_only_what_it_subscribes_to(broker: BrokerProc
 
 @in_real_time
 async def test_forty_nodes_join_at_once_and_all_meet(broker: BrokerProcess) -> None:
-    """NATS may miss what is published while a client subscribes: each publishes again when all are there."""
+    """NATS may miss what is published while a client subscribes: each publishes again when all are
+    there.
+    """
 
     async def node(number: int, all_there: asyncio.Barrier, all_met: asyncio.Barrier) -> None:
         async with client(broker, f"node{number}") as me:
@@ -170,7 +191,8 @@ async def test_a_will_is_delivered_and_retained_when_the_link_breaks(broker: Bro
             assert await received(late) == [("will/node", b"dead\xff", True)]
 
 
-@pytest.mark.parametrize("kind", ["embedded"], indirect=True)  # mosquitto looks every five seconds only
+# mosquitto looks every five seconds only
+@pytest.mark.parametrize("kind", ["embedded"], indirect=True)
 @in_real_time
 async def test_a_silent_client_is_said_dead(broker: BrokerProcess) -> None:
     async with client(broker) as watcher:
@@ -199,11 +221,18 @@ async def test_a_chunk_of_two_megabytes_passes(broker: BrokerProcess) -> None:
         await receiver.subscribe("blob/#")
         for index in range(3):
             await sender.publish(f"blob/{index}", chunk)
-        assert await received(receiver, 3) == [(f"blob/{index}", chunk, False) for index in range(3)]
+        assert await received(receiver, 3) == [
+            (f"blob/{index}", chunk, False) for index in range(3)
+        ]
 
 
 def test_garbage_ends_only_its_connection(broker: BrokerProcess) -> None:
-    for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\x10\xff\xff\xff\xff\xff", b"\x00" * 64, os.urandom(256)):
+    for garbage in (
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x10\xff\xff\xff\xff\xff",
+        b"\x00" * 64,
+        os.urandom(256),
+    ):
         with socket.create_connection((broker.host, broker.port)) as stranger:
             stranger.sendall(garbage)
     with connect_with_will(broker, b"x", will=b"") as known:
@@ -257,7 +286,9 @@ def test_the_embedded_broker_takes_the_logins_of_a_file_of_bcrypt_hashes(tmp_pat
         start(directory=tmp_path, kind="embedded", guard=Guard(passwords=passwords))
 
 
-def test_the_environment_goes_before_the_argument(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_environment_goes_before_the_argument(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("FEDSTRATA_BROKER_KIND", "embedded")
     assert choose("auto") == choose("mosquitto") == "embedded"
     monkeypatch.setenv("FEDSTRATA_BROKER_KIND", "hivemq")
@@ -265,7 +296,9 @@ def test_the_environment_goes_before_the_argument(monkeypatch: pytest.MonkeyPatc
         choose()
 
 
-def test_the_largest_message_of_any_lab_passes_and_larger_packets_do_not(broker: BrokerProcess) -> None:
+def test_the_largest_message_of_any_lab_passes_and_larger_packets_do_not(
+    broker: BrokerProcess,
+) -> None:
     """One that is let in, such as a device, could send packets of 268 MB, held for each subscriber."""
 
     async def play() -> list[int]:
@@ -287,21 +320,29 @@ def test_the_largest_message_of_any_lab_passes_and_larger_packets_do_not(broker:
 
 def test_in_the_foreground_until_a_signal(kind: Kind) -> None:
     port = free_port()
-    code = f"from fedstrata.deploy.brokers.broker import run_foreground; run_foreground(port={port}, kind={kind!r})"
+    code = (
+        "from fedstrata.deploy.brokers.broker import run_foreground; "
+        f"run_foreground(port={port}, kind={kind!r})"
+    )
     process = spawn([sys.executable, "-c", code])
     assert process.stdout is not None
     line = process.stdout.readline().decode()
-    assert f"{kind} listens on 127.0.0.1:{port}" in line and ("apt install mosquitto" in line) == (kind == "embedded")
+    assert f"{kind} listens on 127.0.0.1:{port}" in line and ("apt install mosquitto" in line) == (
+        kind == "embedded"
+    )
     assert stop(process) == 0
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends a child with its parent on Linux alone")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="the kernel ends a child with its parent on Linux alone"
+)
 def test_a_broker_does_not_outlive_a_killed_parent(kind: Kind, tmp_path: Path) -> None:
     code = (
         "import pathlib, signal; from fedstrata.deploy.brokers.broker import start\n"
-        f"print(start(directory=pathlib.Path({str(tmp_path)!r}), kind={kind!r}).process.pid, flush=True)\n"
+        f"print(start(directory=pathlib.Path({str(tmp_path)!r}), kind={kind!r}).process.pid, "
+        "flush=True)\n"
         "signal.pause()"
     )
     parent = spawn([sys.executable, "-c", code])
@@ -324,9 +365,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_login_is_found_while_its_run_lasts(folder: Path) -> None:
     with kept_login(1883, ("name", "secret")):
-        assert local_login("127.0.0.1", 1883) == local_login("localhost", 1883) == ("name", "secret")
+        assert (
+            local_login("127.0.0.1", 1883) == local_login("localhost", 1883) == ("name", "secret")
+        )
         assert local_login("127.0.0.1", 1884) is None and local_login("10.0.0.1", 1883) is None
-        assert (folder / "1883").stat().st_mode & 0o777 == 0o600 and folder.stat().st_mode & 0o777 == 0o700
+        assert (
+            folder / "1883"
+        ).stat().st_mode & 0o777 == 0o600 and folder.stat().st_mode & 0o777 == 0o700
     assert local_login("127.0.0.1", 1883) is None
 
 
@@ -350,7 +395,9 @@ def test_watch_enters_the_broker_of_this_users_run_and_of_no_other(
         monkeypatch.setattr(login, "LOGINS", str(tmp_path / "another user's"))
         refused = invoke(*words, network.address)
         assert refused.exit_code == 3 and "authori" in refused.output
-        given = {name: network.environment[name] for name in ("FEDSTRATA_USERNAME", "FEDSTRATA_PASSWORD")}
+        given = {
+            name: network.environment[name] for name in ("FEDSTRATA_USERNAME", "FEDSTRATA_PASSWORD")
+        }
         assert invoke(*words, network.address, env=given).exit_code == 5
         assert network.environment.keys() == OWN_LOGIN.keys()
 

@@ -45,7 +45,9 @@ def test_mosquitto_publishes_statistics_where_it_may(tmp_path: Path, open_: bool
         assert parent.connection.reconnects == 0 and parent.session.link.refusals.total == 0
         assert (values[HEAP] > 1000 and values[DROPPED] == 0) if open_ else not values
 
-    with broker.start(directory=tmp_path, settings={"acl_file": str(rules), "sys_interval": 1}) as served:
+    with broker.start(
+        directory=tmp_path, settings={"acl_file": str(rules), "sys_interval": 1}
+    ) as served:
         asyncio.run(play(BrokerAddress(served.host, served.port)))
 
 
@@ -58,7 +60,9 @@ def test_values_that_are_no_numbers_are_dropped() -> None:
 
 
 @pytest.mark.parametrize(("lost_at", "asked"), [(3.0, False), (3.1, True)])
-def test_a_broker_that_closes_soon_after_the_subscription_is_asked_once(lost_at: float, asked: bool) -> None:
+def test_a_broker_that_closes_soon_after_the_subscription_is_asked_once(
+    lost_at: float, asked: bool
+) -> None:
     statistics = BrokerStatistics("here:1")
     statistics.disconnected(0.0)
     assert statistics.to_subscribe(1.0)

@@ -1,4 +1,6 @@
-"""Links measured before a run: noise each way, counted apart, and an error where a link is not as declared."""
+"""Links measured before a run: noise each way, counted apart, and an error where a link is not as
+declared.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ from fedstrata.common.experiment.schema import TransferSettings
 from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.protocol.messages import Probe, Probed
 from fedstrata.common.runtime import calibration
-from fedstrata.common.runtime.calibration import TOGETHER_BYTES_S, TOGETHER_MOST, UNDECLARED, Probes, measure_all
+from fedstrata.common.runtime.calibration import (
+    TOGETHER_BYTES_S,
+    TOGETHER_MOST,
+    UNDECLARED,
+    Probes,
+    measure_all,
+)
 from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
 from fedstrata.common.runtime.world import REAL
 from fedstrata.common.settings.links import LinkDirection, Links, LinkSet, LinkSettings
@@ -25,7 +33,9 @@ from tests.helpers.sites import SimulatedSite, virtual
 
 
 @virtual
-async def test_each_link_is_measured_both_ways_and_the_noise_counted_apart(site: SimulatedSite) -> None:
+async def test_each_link_is_measured_both_ways_and_the_noise_counted_apart(
+    site: SimulatedSite,
+) -> None:
     links = {
         "device-0": LinkSettings(up_mbit=4.0, down_mbit=8.0),
         "device-1": LinkSettings(up_mbit=16.0, down_mbit=16.0),
@@ -39,7 +49,10 @@ async def test_each_link_is_measured_both_ways_and_the_noise_counted_apart(site:
         found = parent.ledger.measured
         assert found.keys() == links.keys()
         for name, link in links.items():
-            for carried, declared in ((found[name].up, link.up.rate), (found[name].down, link.down.rate)):
+            for carried, declared in (
+                (found[name].up, link.up.rate),
+                (found[name].down, link.down.rate),
+            ):
                 assert carried > 1e6 if declared is None else abs(carried / declared - 1) < 0.05
             assert min(found[name].up_bytes, found[name].down_bytes) > 60_000
             traffic = parent.session.link.counters.traffic(name)
@@ -51,20 +64,28 @@ async def test_each_link_is_measured_both_ways_and_the_noise_counted_apart(site:
 
 
 @virtual
-async def test_a_link_that_carries_less_than_declared_ends_the_run_with_both_numbers(site: SimulatedSite) -> None:
+async def test_a_link_that_carries_less_than_declared_ends_the_run_with_both_numbers(
+    site: SimulatedSite,
+) -> None:
     link = LinkSettings(up_mbit=8.0, down_mbit=8.0)
     parent = parent_of(site, ["device-0"], layout=layout_of(4000), link=link)
     site.link("device-0").change(down_rate=5e5)
     async with together(living(site, parent), living(site, child_of(site, "device-0", link=link))):
         await parent.gather(Closing())
-        with pytest.raises(InvalidExperiment, match=r"device-0\.down_mbit.*8\.0.*carries (3\.\d+|4) Mbit/s"):
+        with pytest.raises(
+            InvalidExperiment, match=r"device-0\.down_mbit.*8\.0.*carries (3\.\d+|4) Mbit/s"
+        ):
             await parent.measure(Links(check="error"))
 
 
 @virtual
-async def test_a_child_that_is_killed_while_its_link_is_measured_is_left_out(site: SimulatedSite) -> None:
+async def test_a_child_that_is_killed_while_its_link_is_measured_is_left_out(
+    site: SimulatedSite,
+) -> None:
     links = {"device-0": LinkSettings(), "device-1": LinkSettings()}
-    parent = parent_of(site, list(links), layout=layout_of(4000), transfer=TransferSettings(idle_s=30.0))
+    parent = parent_of(
+        site, list(links), layout=layout_of(4000), transfer=TransferSettings(idle_s=30.0)
+    )
     children = [child_of(site, name) for name in links]
     async with together(living(site, parent), *(living(site, child) for child in children)):
         await parent.gather(Closing())
@@ -74,7 +95,9 @@ async def test_a_child_that_is_killed_while_its_link_is_measured_is_left_out(sit
         assert parent.ledger.measured.keys() == {"device-1"} and parent.now() - begun < 10
 
 
-@pytest.mark.parametrize("link", [LinkSettings(), LinkSettings(up_mbit=16.0, down_mbit=16.0)], ids=["none", "declared"])
+@pytest.mark.parametrize(
+    "link", [LinkSettings(), LinkSettings(up_mbit=16.0, down_mbit=16.0)], ids=["none", "declared"]
+)
 @pytest.mark.parametrize("slow", ["down", "up", "both"])
 @virtual
 async def test_a_link_slower_than_declared_is_measured_with_little_noise(
@@ -82,7 +105,9 @@ async def test_a_link_slower_than_declared_is_measured_with_little_noise(
 ) -> None:
     names = ["device-0", "device-1"]
     parent = parent_of(site, names, layout=layout_of(4000), link=link)
-    site.link("device-0").change(**{f"{way}_rate": 5e4 for way in ("down", "up") if slow in (way, "both")})
+    site.link("device-0").change(
+        **{f"{way}_rate": 5e4 for way in ("down", "up") if slow in (way, "both")}
+    )
     children = [child_of(site, name, link=link) for name in names]
     async with together(living(site, parent), *(living(site, child) for child in children)):
         await parent.gather(Closing())
@@ -155,7 +180,9 @@ def measure(links: Links, **answers: Measured | Exception) -> dict[str, Measured
 
 
 def test_a_link_that_is_off_its_declaration_is_an_error_with_the_difference() -> None:
-    with pytest.raises(InvalidExperiment, match=r"a\.down_mbit.*8\.0.*carries 4 Mbit/s, -50 %.*links\.tolerance"):
+    with pytest.raises(
+        InvalidExperiment, match=r"a\.down_mbit.*8\.0.*carries 4 Mbit/s, -50 %.*links\.tolerance"
+    ):
         measure(Links(), a=Measured(5e5, 5e5), b=Measured(1.0, 1.0))
     with pytest.raises(InvalidExperiment, match=r"a\.up_mbit.*\+20 %"):
         measure(Links(), a=Measured(6e5, 1e6))
@@ -192,7 +219,9 @@ def test_links_are_measured_in_groups_that_a_broker_can_carry(rates: list[float 
 
 
 @virtual
-async def test_an_answer_to_no_probe_and_noise_of_another_codec_are_ignored(site: SimulatedSite) -> None:
+async def test_an_answer_to_no_probe_and_noise_of_another_codec_are_ignored(
+    site: SimulatedSite,
+) -> None:
     child = child_of(site, "device-9")
     probes = child.probes
     noise = probes._offer(PARENT, UNDECLARED)

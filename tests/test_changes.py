@@ -32,7 +32,8 @@ def test_available_devices_are_on_the_clock_of_the_global_rounds(drawn: Draw) ->
     figure, report = drawn(availability=AVAILABILITY)
     assert figure is not None and figure.table is not None
     rows = [row[1:] for row in figure.table.rows if row[0] == "available"]
-    assert [count for _, count in rows] == [3.0, 3.0, 4.0]  # device-1 is away until 0.5 s, device-0 from 1 to 2 s
+    # device-1 is away until 0.5 s, device-0 from 1 to 2 s
+    assert [count for _, count in rows] == [3.0, 3.0, 4.0]
     assert rows[0][0] == 0.0 and "Devices over time" in report
 
 

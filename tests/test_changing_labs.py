@@ -1,4 +1,6 @@
-"""Labs that change while they run: nodes that are absent at the start, come later, and leave for good."""
+"""Labs that change while they run: nodes that are absent at the start, come later, and leave for
+good.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,16 @@ from fedstrata.common.learning import splits
 from fedstrata.common.methods.selection import ClientSelection
 from fedstrata.common.protocol.attendance import Targets
 from fedstrata.common.protocol.limits import check_report, limits_below
-from fedstrata.common.protocol.messages import ChildStatus, Key, NodeState, Presence, Status, Step, Target, Task
+from fedstrata.common.protocol.messages import (
+    ChildStatus,
+    Key,
+    NodeState,
+    Presence,
+    Status,
+    Step,
+    Target,
+    Task,
+)
 from fedstrata.common.protocol.serialization import decode
 from fedstrata.common.protocol.topics import InboxTopic
 from fedstrata.common.protocol.topics import parse as parse_topic
@@ -63,7 +74,11 @@ def with_institution(**keys: Any) -> dict[str, Any]:
 
 
 def played(
-    tree: Mapping[str, Any] = LAB, scenario: Scenario | None = None, *, absent: Sequence[str] = (), **options: Any
+    tree: Mapping[str, Any] = LAB,
+    scenario: Scenario | None = None,
+    *,
+    absent: Sequence[str] = (),
+    **options: Any,
 ) -> tuple[LabOutcome, list[Event], dict[str, list[dict[str, str]]]]:
     """Run a lab, without `absent` nodes at first; return its outcome, its plans and its tables."""
     experiment, found, tables = parse(tree), list[Event](), dict[str, list[dict[str, str]]]()
@@ -98,7 +113,8 @@ def absences(found: Sequence[Event], node: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("given", "children", "least"), [(1, 4, 1), (4, 4, 4), (0.5, 4, 2), (0.5, 5, 2), (0.1, 4, 1), (0.99, 4, 3)]
+    ("given", "children", "least"),
+    [(1, 4, 1), (4, 4, 4), (0.5, 4, 2), (0.5, 5, 2), (0.1, 4, 1), (0.99, 4, 3)],
 )
 def test_the_minimum_is_a_number_or_a_share(given: float, children: int, least: int) -> None:
     tier = Tier(name="wan", min_available=given, start_wait_s=3.0)
@@ -108,9 +124,15 @@ def test_the_minimum_is_a_number_or_a_share(given: float, children: int, least: 
 
 @pytest.mark.parametrize(
     ("given", "selected", "quorum"),
-    [({"min_available": 2}, 4, 2), ({"min_available": 4, "participation": 0.5}, 4, 2), ({"min_available": 3}, 2, 2)],
+    [
+        ({"min_available": 2}, 4, 2),
+        ({"min_available": 4, "participation": 0.5}, 4, 2),
+        ({"min_available": 3}, 2, 2),
+    ],
 )
-def test_a_round_closes_without_lost_children(given: dict[str, Any], selected: int, quorum: int) -> None:
+def test_a_round_closes_without_lost_children(
+    given: dict[str, Any], selected: int, quorum: int
+) -> None:
     closing = Tier(name="wan", **given).closing_of(selected, among=8)
     assert (closing.rule, closing.quorum, closing.deadline_s) == ("quorum", quorum, float("inf"))
     asked = Closing(rule="quorum", quorum=3, deadline_s=7.0)
@@ -121,16 +143,36 @@ def test_a_round_closes_without_lost_children(given: dict[str, Any], selected: i
 @pytest.mark.parametrize(
     ("table", "change", "expected"),
     [
-        ("institution", {"min_available": 4}, "= 4: more than the children of a parent (3). Use at most 3."),
-        ("cloud", {"min_available": 3}, "cloud.min_available = 3: more than the children of a parent (2)"),
+        (
+            "institution",
+            {"min_available": 4},
+            "= 4: more than the children of a parent (3). Use at most 3.",
+        ),
+        (
+            "cloud",
+            {"min_available": 3},
+            "cloud.min_available = 3: more than the children of a parent (2)",
+        ),
         ("cloud", {"min_available": 0}, "cloud.min_available = 0"),
         ("cloud", {"min_available": 1.5}, "cloud.min_available = 1.5"),
         ("institution", {"min_available": "half"}, "institution.min_available = 'half'"),
-        ("institution", {"aggregation": {"name": "clusamp"}}, "the rule clusamp selects from all children"),
+        (
+            "institution",
+            {"aggregation": {"name": "clusamp"}},
+            "the rule clusamp selects from all children",
+        ),
         ("institution", {"aggregation": {"name": "krum", "wrong": 1}}, "institution.aggregation"),
-        ("institution", {"aggregation": {"name": "fedbuff", "buffer": 3}}, "than the 2 children that train at once"),
+        (
+            "institution",
+            {"aggregation": {"name": "fedbuff", "buffer": 3}},
+            "than the 2 children that train at once",
+        ),
         ("cloud", {"entering": 1}, "cloud.entering = 1: its children must be devices"),
-        ("institution", {"min_available": None, "entering": 1}, "institution.entering = 1: rounds wait for each child"),
+        (
+            "institution",
+            {"min_available": None, "entering": 1},
+            "institution.entering = 1: rounds wait for each child",
+        ),
         ("institution", {"move_after_s": 5}, "institution.move_after_s = 5.0: no parent takes in"),
         (
             "institution",
@@ -139,15 +181,22 @@ def test_a_round_closes_without_lost_children(given: dict[str, Any], selected: i
         ),
     ],
 )
-def test_what_a_tier_cannot_have_is_an_error_that_names_it(table: str, change: dict[str, Any], expected: str) -> None:
+def test_what_a_tier_cannot_have_is_an_error_that_names_it(
+    table: str, change: dict[str, Any], expected: str
+) -> None:
     with pytest.raises(InvalidExperiment) as error:
         parse({**LAB, table: {**LAB[table], **change}})
     assert expected in str(error.value)
 
 
 @pytest.mark.parametrize("rule", [{"name": "clusamp"}, {"name": "fedbuff", "buffer": 3}])
-def test_a_rule_that_needs_all_children_is_for_tiers_without_a_minimum(rule: dict[str, Any]) -> None:
-    assert parse({**LAB, "institution": {"aggregation": rule}}).tiers[-1].aggregation.name == rule["name"]
+def test_a_rule_that_needs_all_children_is_for_tiers_without_a_minimum(
+    rule: dict[str, Any],
+) -> None:
+    assert (
+        parse({**LAB, "institution": {"aggregation": rule}}).tiers[-1].aggregation.name
+        == rule["name"]
+    )
 
 
 # Client selection
@@ -169,7 +218,9 @@ def test_absent_children_are_not_selected(selector: str) -> None:
 
 def test_a_selection_of_present_children_alone_is_that_of_a_complete_lab() -> None:
     complete, other = (selection(participation=0.5) for _ in range(2))
-    assert [complete.select(NAMES, r) for r in range(9)] == [other.select(NAMES, r, absent=()) for r in range(9)]
+    assert [complete.select(NAMES, r) for r in range(9)] == [
+        other.select(NAMES, r, absent=()) for r in range(9)
+    ]
 
 
 def test_a_rule_of_several_models_has_as_many_as_ever() -> None:
@@ -202,7 +253,9 @@ def test_a_complete_lab_has_the_bits_of_one_that_waits_for_all() -> None:
 @pytest.mark.parametrize("rule", slow([*RULES, "fedadam"], but=["fedcross", "scaffold"]))
 @pytest.mark.parametrize("node", ["device-4", "institution-1"])
 def test_a_lab_goes_on_without_a_node_that_is_gone_for_good(rule: str, node: str) -> None:
-    tree = with_institution(aggregation={"name": rule} | ({"learning_rate": 0.1} if rule == "fedadam" else {}))
+    tree = with_institution(
+        aggregation={"name": rule} | ({"learning_rate": 0.1} if rule == "fedadam" else {})
+    )
     tree |= {"training": {"objective": {"name": rule}}} if rule == "scaffold" else {}
     outcome, found, _ = played(tree, later(node, at_s=10, then=lambda lab, name: lab.kill(name)))
     orphans = ["device-3", "device-4", "device-5"] if node == "institution-1" else []
@@ -217,7 +270,11 @@ def test_too_few_children_end_the_run_with_their_names() -> None:
     kill = later("device-0", "device-1", at_s=10, then=lambda lab, name: lab.kill(name))
     outcome, *_ = played({**LAB, "cloud": {}}, kill)
     assert not outcome.ok
-    assert "device-0" in outcome.result and "device-1" in outcome.result and "NoProgress" in outcome.result
+    assert (
+        "device-0" in outcome.result
+        and "device-1" in outcome.result
+        and "NoProgress" in outcome.result
+    )
 
 
 def test_a_device_that_returns_is_waited_for_within_the_idle_time() -> None:
@@ -246,7 +303,9 @@ def test_a_run_with_absent_nodes_is_replayed(tmp_path: Path) -> None:
         lines.append(json.dumps(event))
     (undisturbed / "events.jsonl").write_text("\n".join(lines) + "\n")
     disturbed = replay(undisturbed)
-    assert tensors(disturbed) != tensors(undisturbed) and tensors(replay(disturbed)) == tensors(disturbed)
+    assert tensors(disturbed) != tensors(undisturbed) and tensors(replay(disturbed)) == tensors(
+        disturbed
+    )
     assert absences(plans(disturbed), "institution-0") == [["device-1"]] * 6
 
 
@@ -256,20 +315,35 @@ def test_a_run_with_absent_nodes_is_replayed(tmp_path: Path) -> None:
 OPEN: Final = with_institution(entering=2)
 
 
-@pytest.mark.parametrize("rule", slow([*RULES, "fedadp", "feddyn", "fedexp"], but=["fedcross", "fedcda", "scaffold"]))
+@pytest.mark.parametrize(
+    "rule", slow([*RULES, "fedadp", "feddyn", "fedexp"], but=["fedcross", "fedcda", "scaffold"])
+)
 def test_a_new_device_takes_part_from_the_next_round_on(rule: str) -> None:
-    enter = later("device-9", at_s=12, then=lambda lab, name: lab.start(name, parent="institution-1"))
+    enter = later(
+        "device-9", at_s=12, then=lambda lab, name: lab.start(name, parent="institution-1")
+    )
     tree = with_institution(entering=2, aggregation={"name": rule})
     tree |= {"training": {"objective": {"name": rule}}} if rule in ("scaffold", "feddyn") else {}
     outcome, _, tables = played(tree, enter)
     assert outcome.ok, outcome.result
-    rounds = [int(row["global_round"]) for row in tables["devices"] if row["node"].endswith("/device-9")]
-    assert {row["node"] for row in tables["devices"] if "device-9" in row["node"]} == {"cloud/institution-1/device-9"}
+    rounds = [
+        int(row["global_round"]) for row in tables["devices"] if row["node"].endswith("/device-9")
+    ]
+    assert {row["node"] for row in tables["devices"] if "device-9" in row["node"]} == {
+        "cloud/institution-1/device-9"
+    }
     assert rounds and rounds[0] > 1
     if rule not in ("fedcross", "fedmr"):  # of four devices three take part, for three models
         assert rounds == list(range(rounds[0], 7))
-    links = [row for row in tables["links"] if "device-9" in (row["from"], row["to"]) and row["kind"] == "all"]
-    assert [(row["from"], row["to"]) for row in links] == [("institution-1", "device-9"), ("device-9", "institution-1")]
+    links = [
+        row
+        for row in tables["links"]
+        if "device-9" in (row["from"], row["to"]) and row["kind"] == "all"
+    ]
+    assert [(row["from"], row["to"]) for row in links] == [
+        ("institution-1", "device-9"),
+        ("device-9", "institution-1"),
+    ]
     assert all(int(row["message_bytes"]) > 10_000 for row in links)
 
 
@@ -277,7 +351,10 @@ def test_a_new_device_takes_part_from_the_next_round_on(rule: str) -> None:
 
 
 def moving(moves: list[dict[str, Any]], **keys: Any) -> dict[str, Any]:
-    return {**with_institution(**{"entering": 2, **keys}), "availability": {"moves": {"device-4": moves}}}
+    return {
+        **with_institution(**{"entering": 2, **keys}),
+        "availability": {"moves": {"device-4": moves}},
+    }
 
 
 def homes_of(rows: Sequence[Mapping[str, str]], device: str) -> dict[int, list[str]]:
@@ -296,13 +373,19 @@ def test_a_device_moves_by_its_trace() -> None:
     homes = homes_of(tables["devices"], "device-4")
     assert homes[1] == ["institution-1"] and homes[6] == ["institution-1"]
     assert ["institution-0"] in homes.values()
-    links = {(row["from"], row["to"]) for row in tables["links"] if "device-4" in (row["from"], row["to"])}
+    links = {
+        (row["from"], row["to"])
+        for row in tables["links"]
+        if "device-4" in (row["from"], row["to"])
+    }
     assert {("institution-0", "device-4"), ("institution-1", "device-4")} < links
 
 
 def test_devices_of_an_institution_that_is_gone_move_to_another() -> None:
     tree = with_institution(entering=3, move_after_s=6.0)
-    outcome, _, tables = played(tree, later("institution-1", at_s=10, then=lambda lab, node: lab.kill(node)))
+    outcome, _, tables = played(
+        tree, later("institution-1", at_s=10, then=lambda lab, node: lab.kill(node))
+    )
     assert outcome.ok, outcome.result
     for device in ("device-3", "device-4", "device-5"):
         assert homes_of(tables["devices"], device)[6] == ["institution-0"]
@@ -310,13 +393,17 @@ def test_devices_of_an_institution_that_is_gone_move_to_another() -> None:
 
 def test_moves_that_undo_themselves_before_a_training_change_nothing() -> None:
     before = [{"at_s": 0, "parent": "institution-0"}, {"at_s": 0.001, "parent": "institution-1"}]
-    still, outcome = (played(tree | {"rounds": 2})[0] for tree in (with_institution(entering=2), moving(before)))
+    still, outcome = (
+        played(tree | {"rounds": 2})[0] for tree in (with_institution(entering=2), moving(before))
+    )
     assert outcome.ok and outcome.digest == still.digest
 
 
 @cache
 def digest_of(*moves: float, victim: str = "", at_s: float = 0.0) -> str:
-    """Return the digest of a lab with slow devices, in which one moves away and back, and a victim is restarted."""
+    """Return the digest of a lab with slow devices, in which one moves away and back, and a victim
+    is restarted.
+    """
     away = [{"at_s": at, "parent": f"institution-{place}"} for place, at in enumerate(moves)]
     tree = moving(away) if away else with_institution(entering=2)
 
@@ -326,19 +413,26 @@ def digest_of(*moves: float, victim: str = "", at_s: float = 0.0) -> str:
         await asyncio.sleep(0.4)
         lab.start(victim)
 
-    outcome, *_ = played({**tree, "rounds": 2}, disturb if victim else None, durations=Durations(train_s=6.0))
+    outcome, *_ = played(
+        {**tree, "rounds": 2}, disturb if victim else None, durations=Durations(train_s=6.0)
+    )
     assert outcome.ok, outcome.result
     return outcome.digest
 
 
 @pytest.mark.parametrize("victim", ["device-4", "institution-0", "institution-1", "cloud"])
-@pytest.mark.parametrize("at_s", slow([1.4, 1.7, 2.0, 2.3, 2.6, 2.9, 3.2, 3.5], but=[1.7, 2.6]))  # it begins at 1.3
-def test_a_kill_at_each_state_of_a_move_that_undoes_itself_changes_nothing(victim: str, at_s: float) -> None:
+# it begins at 1.3
+@pytest.mark.parametrize("at_s", slow([1.4, 1.7, 2.0, 2.3, 2.6, 2.9, 3.2, 3.5], but=[1.7, 2.6]))
+def test_a_kill_at_each_state_of_a_move_that_undoes_itself_changes_nothing(
+    victim: str, at_s: float
+) -> None:
     assert digest_of(0.2, 1.0, victim=victim, at_s=at_s) == digest_of(0.2, 1.0) == digest_of()
 
 
 def tasks_of(device: str, tree: Mapping[str, Any]) -> list[tuple[str, int, int]]:
-    """Return the tasks that a device gets in a lab: their parents, their local rounds, and what they follow, from 1."""
+    """Return the tasks that a device gets in a lab: their parents, their local rounds, and what
+    they follow, from 1.
+    """
     found: dict[tuple[str, int], int] = {}
 
     async def disturb(lab: ScenarioLab) -> None:
@@ -349,7 +443,9 @@ def tasks_of(device: str, tree: Mapping[str, Any]) -> list[tuple[str, int, int]]
         if isinstance(topic, InboxTopic) and topic.node == device:
             task = decode(message.body)[1]
             if isinstance(task, Task):
-                found[topic.sender, 2 * task.key.global_round + task.key.local_round + 1] = task.follows
+                found[topic.sender, 2 * task.key.global_round + task.key.local_round + 1] = (
+                    task.follows
+                )
 
     outcome, *_ = played(tree, disturb)
     assert outcome.ok, outcome.result
@@ -358,18 +454,24 @@ def tasks_of(device: str, tree: Mapping[str, Any]) -> list[tuple[str, int, int]]
 
 @pytest.mark.parametrize("keeps", ["scaffold", "feedback"])
 def test_a_device_that_moves_keeps_its_vectors(keeps: str) -> None:
-    """The first task below another parent follows the last one whose result the parent before has accepted."""
+    """The first task below another parent follows the last one whose result the parent before has
+    accepted.
+    """
     tree = moving([{"at_s": 5, "parent": "institution-0"}, {"at_s": 12, "parent": "institution-1"}])
     if keeps == "scaffold":
         tree["institution"] |= {"aggregation": {"name": "scaffold"}}
         tree["training"] = {"objective": {"name": "scaffold"}}
     else:
-        tree["transfer"] = {**LAB["transfer"], "lan": {"up": {"name": "topk", "share": 0.1, "feedback": True}}}
+        tree["transfer"] = {
+            **LAB["transfer"],
+            "lan": {"up": {"name": "topk", "share": 0.1, "feedback": True}},
+        }
     tasks = tasks_of("device-4", tree)
     parents = [parent for parent, _, _ in tasks]
     assert parents.index("institution-0") > 0 and parents[-1] == "institution-1"
     for (_, number, _), (_, later_number, follows) in pairwise(tasks):
-        assert follows in (number, number - 1) and number < later_number  # a task that it left behind has no result
+        # a task that it left behind has no result
+        assert follows in (number, number - 1) and number < later_number
     assert tasks[0][2] == 0 and all(follows > 0 for _, _, follows in tasks[1:])
 
 
@@ -412,18 +514,24 @@ def test_a_device_enters_below_the_cloud_and_returns_after_a_kill(node: str | No
 
     outcome, _, tables = played(TWO_TIERS, enter)
     assert outcome.ok, outcome.result
-    rounds = [int(row["global_round"]) for row in tables["devices"] if row["node"] == "cloud/device-7"]
+    rounds = [
+        int(row["global_round"]) for row in tables["devices"] if row["node"] == "cloud/device-7"
+    ]
     assert 8 in rounds and 1 not in rounds
     sent = [row for row in tables["links"] if row["from"] == "device-7" and row["kind"] == "model"]
     assert len(sent) == 1 and int(sent[0]["payload_bytes"]) >= 10_000 * len(rounds)
 
 
 def test_a_device_without_a_place_waits() -> None:
-    enter = later("device-7", "device-8", at_s=4, then=lambda lab, name: lab.start(name, parent="cloud"))
+    enter = later(
+        "device-7", "device-8", at_s=4, then=lambda lab, name: lab.start(name, parent="cloud")
+    )
     outcome, _, tables = played(TWO_TIERS, enter)
     entered = {row["node"] for row in tables["devices"]} & {"cloud/device-7", "cloud/device-8"}
     assert len(entered) == 1 and not outcome.ended["cloud"]
-    assert any("all places are taken: 4 children" in warning for warning in outcome.warnings), outcome.warnings
+    assert any("all places are taken: 4 children" in warning for warning in outcome.warnings), (
+        outcome.warnings
+    )
 
 
 # What may enter, and what it may report
@@ -434,7 +542,16 @@ def test_a_device_without_a_place_waits() -> None:
     [
         (
             with_institution(entering=1)
-            | {"cloud": {"privacy": {"unit": "institution", "clip_norm": 1, "noise_multiplier": 1, "delta": 0.1}}},
+            | {
+                "cloud": {
+                    "privacy": {
+                        "unit": "institution",
+                        "clip_norm": 1,
+                        "noise_multiplier": 1,
+                        "delta": 0.1,
+                    }
+                }
+            },
             "institution.entering = 1: epsilon counts the devices that the experiment names",
         ),
         (
@@ -442,14 +559,22 @@ def test_a_device_without_a_place_waits() -> None:
             "Set institution.entering.",
         ),
         (moving([{"at_s": 1, "parent": "institution-9"}]), "no parent of devices has this name"),
-        (moving([{"at_s": 2, "parent": "institution-0"}, {"at_s": 1, "parent": "institution-1"}]), "does not grow"),
         (
-            with_institution(entering=1) | {"availability": {"moves": {"device-9": [{"at_s": 1, "parent": "cloud"}]}}},
+            moving(
+                [{"at_s": 2, "parent": "institution-0"}, {"at_s": 1, "parent": "institution-1"}]
+            ),
+            "does not grow",
+        ),
+        (
+            with_institution(entering=1)
+            | {"availability": {"moves": {"device-9": [{"at_s": 1, "parent": "cloud"}]}}},
             "no device has this name",
         ),
     ],
 )
-def test_a_change_that_cannot_be_is_an_error_that_names_it(change: dict[str, Any], expected: str) -> None:
+def test_a_change_that_cannot_be_is_an_error_that_names_it(
+    change: dict[str, Any], expected: str
+) -> None:
     with pytest.raises(InvalidExperiment) as error:
         parse({**LAB, **change})
     assert expected in str(error.value)
@@ -469,7 +594,9 @@ def test_a_change_that_cannot_be_is_an_error_that_names_it(change: dict[str, Any
         ("all", "institution-0", False),
     ],
 )
-def test_devices_alone_enter_and_below_parents_of_devices(device: str, parent: str, takes: bool) -> None:
+def test_devices_alone_enter_and_below_parents_of_devices(
+    device: str, parent: str, takes: bool
+) -> None:
     assert parse(OPEN).takes(device, parent) is takes
     assert parse(LAB).takes(device, parent) is ((device, parent) == ("device-0", "institution-0"))
 
@@ -488,28 +615,41 @@ def test_devices_alone_enter_and_below_parents_of_devices(device: str, parent: s
         ("x\n", "institution-0", None),
     ],
 )
-def test_a_report_on_a_device_that_cannot_be_there_is_refused(name: str, parent: str, most: int | None) -> None:
+def test_a_report_on_a_device_that_cannot_be_there_is_refused(
+    name: str, parent: str, most: int | None
+) -> None:
     limits = limits_below(parse({**OPEN, "data": {"dataset": "digits"}}), "cloud")["institution-0"]
     found = limits.most_samples(ChildReport(name, parent=parent))
     assert found is None if most is None else found is not None and found >= most
     closed = limits_below(parse(LAB), "cloud")["institution-0"]
-    assert (closed.most_samples(ChildReport(name, parent=parent)) is not None) is ((name, parent) == ("device-0", ""))
+    assert (closed.most_samples(ChildReport(name, parent=parent)) is not None) is (
+        (name, parent) == ("device-0", "")
+    )
 
 
 def test_more_reports_than_places_are_refused() -> None:
     limits = limits_below(parse({**OPEN, "data": {"dataset": "digits"}}), "cloud")["institution-0"]
     key = Key(1, 0, 0)
     for count, refused in ((5, False), (6, True)):
-        children = tuple(ChildReport(f"device-{90 + k}", Work(1), parent="institution-0") for k in range(count))
-        result = replace(result_of(key), work=Work(1, 0.5, 1, 1, 1.0), path_steps=1, children=children)
+        children = tuple(
+            ChildReport(f"device-{90 + k}", Work(1), parent="institution-0") for k in range(count)
+        )
+        result = replace(
+            result_of(key), work=Work(1, 0.5, 1, 1, 1.0), path_steps=1, children=children
+        )
         with pytest.raises(RefusedModel) if refused else nullcontext():
             check_report(result, limits=limits, epochs=1)
 
 
 def test_a_run_in_which_a_device_has_moved_is_not_replayed(tmp_path: Path) -> None:
-    run = run_direct(tmp_path, LAB | {"model": {"name": "mlp_digits"}, "training": {"batch_size": 2000}, "rounds": 1})
+    run = run_direct(
+        tmp_path,
+        LAB | {"model": {"name": "mlp_digits"}, "training": {"batch_size": 2000}, "rounds": 1},
+    )
     rows = (run / "devices.csv").read_text()
-    (run / "devices.csv").write_text(rows.replace("institution-1/device-4", "institution-0/device-4"))
+    (run / "devices.csv").write_text(
+        rows.replace("institution-1/device-4", "institution-0/device-4")
+    )
     with pytest.raises(InvalidExperiment) as error:
         replay(run)
     assert "cloud/institution-0/device-4 has entered or moved" in str(error.value)
@@ -523,13 +663,19 @@ def test_a_run_in_which_a_device_has_moved_is_not_replayed(tmp_path: Path) -> No
     [
         ({"partition": "dirichlet_overlap", "partition_size": 50}, "device-9", 50),
         ({"partition": "dirichlet_overlap", "partition_size": 50}, "pi-6", 50),
-        ({"partition": "dirichlet_overlap", "partition_size": 50}, "device-3", "a number from 6 on"),
+        (
+            {"partition": "dirichlet_overlap", "partition_size": 50},
+            "device-3",
+            "a number from 6 on",
+        ),
         ({"partition": "dirichlet_overlap", "partition_size": 50}, "zero", "a number from 6 on"),
         ({"partition": "iid"}, "device-9", "data.partition = 'iid' divides the samples"),
         ({"partition": "dirichlet"}, "device-9", "divides the samples among the devices"),
     ],
 )
-def test_the_share_of_a_new_device_is_by_its_number(data: dict[str, Any], node: str, expected: int | str) -> None:
+def test_the_share_of_a_new_device_is_by_its_number(
+    data: dict[str, Any], node: str, expected: int | str
+) -> None:
     tree = {**OPEN, "data": {"dataset": "digits", **data}}
     if node == "device-3":
         tree["topology"] = {"institutions": 2, "devices": [f"pi-{number}" for number in range(6)]}
@@ -541,10 +687,13 @@ def test_the_share_of_a_new_device_is_by_its_number(data: dict[str, Any], node: 
         assert expected in str(error.value)
         return
     found = splits.samples_of(experiment, split, node=node)
-    assert len(np.unique(found)) == expected and not any(np.array_equal(found, part) for part in split.partitions)
+    assert len(np.unique(found)) == expected and not any(
+        np.array_equal(found, part) for part in split.partitions
+    )
     larger = parse({**tree, "topology": {"institutions": 2, "devices": 12}})
     place = int(node.split("-")[1])
-    assert np.array_equal(found, splits.split_of(larger).partitions[place])  # as if it had been there from the start
+    # as if it had been there from the start
+    assert np.array_equal(found, splits.split_of(larger).partitions[place])
 
 
 def test_a_watcher_shows_who_has_entered_and_no_more_than_may() -> None:
@@ -568,22 +717,34 @@ def test_prometheus_finds_devices_that_have_entered() -> None:
     presence = Presence(NodeState.READY, "institution", metrics="10.0.0.9:9100", targets=reported)
     targets.receive("institution-0", presence, now=0.0)
     found = discovery(targets.addresses(), parse(OPEN).tree, cloud="10.0.0.8:9100", run="run")
-    assert {each["labels"]["node"] for each in found} == {"cloud", "institution-0", "device-0", "device-9"}
+    assert {each["labels"]["node"] for each in found} == {
+        "cloud",
+        "institution-0",
+        "device-0",
+        "device-9",
+    }
 
 
 def test_the_report_shows_who_worked_below_whom(tmp_path: Path) -> None:
     tree = moving([{"at_s": 5, "parent": "institution-0"}])
-    assert played(tree, at_end=lambda lab: shutil.copytree(lab.agents.runs, tmp_path, dirs_exist_ok=True))[0].ok
+    assert played(
+        tree, at_end=lambda lab: shutil.copytree(lab.agents.runs, tmp_path, dirs_exist_ok=True)
+    )[0].ok
     (path,) = tmp_path.iterdir()
     figure = changes(Run(path))
     assert figure is not None and figure.table is not None
     found = [(row[0], row[2]) for row in figure.table.rows]
-    expected = {"below institution-0": [3, 3, 4, 4, 4, 4], "below institution-1": [3, 3, 2, 2, 2, 2]}
+    expected = {
+        "below institution-0": [3, 3, 4, 4, 4, 4],
+        "below institution-1": [3, 3, 2, 2, 2, 2],
+    }
     assert found == [(parent, count) for parent, counts in expected.items() for count in counts]
 
 
 def test_a_round_whose_children_all_leave_begins_again_with_others() -> None:
-    """Half of four devices take part in a round; both are killed within it, and the other two do it."""
+    """Half of four devices take part in a round; both are killed within it, and the other two do
+    it.
+    """
     tree = {
         **TWO_TIERS,
         "rounds": 3,

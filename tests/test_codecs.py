@@ -1,4 +1,6 @@
-"""The forms of a model on the wire: what they keep, by how much they err, and that foreign bytes do no harm."""
+"""The forms of a model on the wire: what they keep, by how much they err, and that foreign bytes do
+no harm.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 TINY = 2.0**-126
 ANY_FLOAT = st.floats(width=32)
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
-WIDTHS = st.lists(st.integers(1, 40) | st.sampled_from([0, 1, 1023, 1024, 1025, 2049]), min_size=1, max_size=6)
+WIDTHS = st.lists(
+    st.integers(1, 40) | st.sampled_from([0, 1, 1023, 1024, 1025, 2049]), min_size=1, max_size=6
+)
 
 Floats = npt.NDArray[np.float32]
 
@@ -77,7 +81,16 @@ def models(draw: st.DrawFn, elements: st.SearchStrategy[float] = FINITE) -> tupl
 
 
 def test_the_names_are_a_closed_list() -> None:
-    assert DOWN == ("fp32", "fp32+zstd", "fp16", "fp16+zstd", "bf16", "bf16+zstd", "int8", "int8+zstd")
+    assert DOWN == (
+        "fp32",
+        "fp32+zstd",
+        "fp16",
+        "fp16+zstd",
+        "bf16",
+        "bf16+zstd",
+        "int8",
+        "int8+zstd",
+    )
     assert (*DOWN, *(f"delta+{name}" for name in DOWN[1:])) == UP
     assert tuple(CODECS) == UP and all(codec_of(name).name == name for name in UP)
     for name in UP:
@@ -86,7 +99,9 @@ def test_the_names_are_a_closed_list() -> None:
         assert codec.exact == ("fp32" in name)
 
 
-@pytest.mark.parametrize("name", ["", "fp8", "zstd", "delta", "delta+fp32", "zstd+fp16", "fp16+delta", "FP16", "fp16+"])
+@pytest.mark.parametrize(
+    "name", ["", "fp8", "zstd", "delta", "delta+fp32", "zstd+fp16", "fp16+delta", "FP16", "fp16+"]
+)
 def test_a_foreign_name_is_a_wire_error(name: str) -> None:
     with pytest.raises(WireError, match="unknown codec"):
         codec_of(name)
@@ -101,17 +116,30 @@ def test_a_foreign_name_is_a_wire_error(name: str) -> None:
         ("up", "gzip", "no codec has this name", "There are: fp32, fp32+zstd, fp16"),
         ("up", "delta+fp32", "saves nothing", "Use fp32, or delta+fp32+zstd."),
         ("down", "int8+zst", "no such codec", "Did you mean 'int8+zstd'?"),
-        ("down", "delta+int8", "deltas are not used downward", "Use a delta for `up`, and here one of fp32, "),
+        (
+            "down",
+            "delta+int8",
+            "deltas are not used downward",
+            "Use a delta for `up`, and here one of fp32, ",
+        ),
     ],
 )
-def test_an_experiment_names_its_codecs(tier: str, direction: str, name: str, problem: str, remedy: str) -> None:
+def test_an_experiment_names_its_codecs(
+    tier: str, direction: str, name: str, problem: str, remedy: str
+) -> None:
     with pytest.raises(InvalidExperiment) as caught:
         parse({"transfer": {tier: {direction: name}}})
-    assert caught.value.parts[0].startswith(f"transfer.{tier}.{direction}") and repr(name) in str(caught.value)
+    assert caught.value.parts[0].startswith(f"transfer.{tier}.{direction}") and repr(name) in str(
+        caught.value
+    )
     assert problem in str(caught.value) and remedy in str(caught.value)
     known = UP if direction == "up" else DOWN
     for name_ in known:
-        codecs = parse({"transfer": {tier: {direction: name_}}}).tiers[("wan", "lan").index(tier)].transfer
+        codecs = (
+            parse({"transfer": {tier: {direction: name_}}})
+            .tiers[("wan", "lan").index(tier)]
+            .transfer
+        )
         assert (codecs.up.name if direction == "up" else codecs.down) == name_
 
 
@@ -128,16 +156,23 @@ def test_buffers_and_counters_travel_exactly_and_the_sizes_hold(
     codec, reference = codec_of(name), row_of(layout, np.float32(other), seed=99)
     before = row.copy(), reference.copy()
     blob = codec.encode(layout, row, reference=reference)
-    assert blob.nbytes == codec.size(layout) if codec.fixed else 0 < blob.nbytes <= codec.size(layout)
+    assert (
+        blob.nbytes == codec.size(layout) if codec.fixed else 0 < blob.nbytes <= codec.size(layout)
+    )
     out = np.full(codec.size(layout), 0x5A, np.uint8)
-    assert codec.encode(layout, row, reference=reference, out=out) == blob, "the same bytes in a used buffer"
+    assert codec.encode(layout, row, reference=reference, out=out) == blob, (
+        "the same bytes in a used buffer"
+    )
     assert (row == before[0]).all() and (reference == before[1]).all()
     try:
         got = travel(codec, layout, row, reference)
     except RefusedModel:
         with np.errstate(over="ignore", invalid="ignore"):
             difference = trainable(layout, row) - np.float32(other)
-        assert "int8" in name and not np.isfinite(difference if codec.delta else trainable(layout, row)).all()
+        assert (
+            "int8" in name
+            and not np.isfinite(difference if codec.delta else trainable(layout, row)).all()
+        )
         return
     tail = 4 * layout.parameters
     assert got[tail:].tobytes() == row[tail:].tobytes()
@@ -177,7 +212,9 @@ def test_fp32_is_the_row_itself() -> None:
     codec = codec_of("fp32")
     assert np.shares_memory(np.frombuffer(codec.encode(layout, row), np.uint8), row)
     buffer = codec.buffer(layout, row, size=layout.row_bytes)
-    assert np.shares_memory(np.frombuffer(buffer, np.uint8), row) and buffer.nbytes == codec.size(layout)
+    assert np.shares_memory(np.frombuffer(buffer, np.uint8), row) and buffer.nbytes == codec.size(
+        layout
+    )
 
 
 # fp16
@@ -204,7 +241,14 @@ def test_every_half_comes_back_and_what_lies_between_is_rounded_as_numpy_does() 
     every = np.arange(65_536, dtype=np.uint16).view(np.float16).astype(np.float32)
     halves = every[:0x7C00]
     middles = (halves[:-1] + halves[1:]) / 2  # exact; ties
-    x = np.concatenate([halves, middles, np.nextafter(middles, np.float32(0)), np.nextafter(middles, np.float32(9e4))])
+    x = np.concatenate(
+        [
+            halves,
+            middles,
+            np.nextafter(middles, np.float32(0)),
+            np.nextafter(middles, np.float32(9e4)),
+        ]
+    )
     x = np.concatenate([x, -x, every[~np.isnan(every)]])
     layout = layout_of([x.size])
     got = trainable(layout, travel(codec_of("fp16"), layout, row_of(layout, x)))
@@ -226,15 +270,22 @@ def test_too_large_for_fp16_is_refused_by_name() -> None:
 
 
 def brain_twin(value: float) -> float:
-    """Return the nearest bfloat16, ties to even, of a float32: among the two neighbours in steps of its exponent."""
+    """Return the nearest bfloat16, ties to even, of a float32: among the two neighbours in steps of
+    its exponent.
+    """
     if not math.isfinite(value) or value == 0:
         return value
     exponent = max(math.frexp(abs(value))[1] - 1, -126)
     step = math.ldexp(1.0, exponent - 7)
-    return round(value / step) * step  # Python's round is to even, and all of this is exact in double precision
+    # Python's round is to even, and all of this is exact in double precision
+    return round(value / step) * step
 
 
-@given(model=models(ANY_FLOAT | st.sampled_from([0.0, -0.0, math.inf, -math.inf, 2.0**-133, 2.0**-134])))
+@given(
+    model=models(
+        ANY_FLOAT | st.sampled_from([0.0, -0.0, math.inf, -math.inf, 2.0**-133, 2.0**-134])
+    )
+)
 def test_bf16_rounds_to_nearest_even(model: tuple[ModelLayout, Row]) -> None:
     layout, row = model
     x = trainable(layout, row)
@@ -265,7 +316,9 @@ def test_nan_stays_nan_in_bf16(bits: int) -> None:
 @pytest.mark.parametrize("name", DOWN)
 @examples(100)
 @given(model=models(st.floats(-(2.0**127), 2.0**127, width=32) | st.floats(-1, 1, width=32)))
-def test_what_was_rounded_once_is_not_rounded_again(name: str, model: tuple[ModelLayout, Row]) -> None:
+def test_what_was_rounded_once_is_not_rounded_again(
+    name: str, model: tuple[ModelLayout, Row]
+) -> None:
     layout, row = model
     codec = codec_of(name)
     once = travel(codec, layout, row)
@@ -277,7 +330,9 @@ def test_what_was_rounded_once_is_not_rounded_again(name: str, model: tuple[Mode
 
 
 def scaled_twin(x: Floats) -> tuple[list[float], list[float]]:
-    """Return one block's columns as the receiver has them, and their error bound, in plain Python."""
+    """Return one block's columns as the receiver has them, and their error bound, in plain
+    Python.
+    """
     scale = float(np.float32(max(map(abs, x.tolist()))) / np.float32(127))
     if scale < TINY:
         return [0.0] * x.size, [127 * TINY] * x.size
@@ -305,7 +360,9 @@ def test_int8_errs_by_half_a_step_of_its_block(model: tuple[ModelLayout, Row]) -
 def test_no_tensor_suffers_from_its_neighbour_in_int8() -> None:
     layout = layout_of([1500, 5])
     row = row_of(layout, [1000.0] * 1500 + [1e-3] * 5)
-    np.testing.assert_allclose(trainable(layout, travel(codec_of("int8"), layout, row))[1500:], 1e-3, rtol=2.0**-16)
+    np.testing.assert_allclose(
+        trainable(layout, travel(codec_of("int8"), layout, row))[1500:], 1e-3, rtol=2.0**-16
+    )
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -358,7 +415,9 @@ def test_a_lossy_delta_errs_by_its_form_and_two_roundings(
 
 
 @given(model=models(ANY_FLOAT), seed=st.integers(0, 5))
-def test_an_exact_delta_is_exact_against_anything(model: tuple[ModelLayout, Row], seed: int) -> None:
+def test_an_exact_delta_is_exact_against_anything(
+    model: tuple[ModelLayout, Row], seed: int
+) -> None:
     layout, row = model
     reference = np.random.default_rng(seed).integers(0, 256, layout.row_bytes).astype(np.uint8)
     got = travel(codec_of("delta+fp32+zstd"), layout, row, reference)
@@ -381,7 +440,11 @@ def test_an_unchanged_model_costs_nothing() -> None:
 
 def decode_or_refuse(codec: Codec, layout: ModelLayout, blob: bytes, reference: Row) -> None:
     row = layout.empty()
-    buffer = codec.buffer(layout, row, size=len(blob)) if len(blob) <= codec.size(layout) else memoryview(blob)
+    buffer = (
+        codec.buffer(layout, row, size=len(blob))
+        if len(blob) <= codec.size(layout)
+        else memoryview(blob)
+    )
     if buffer.nbytes == len(blob) and not buffer.readonly:
         buffer[:] = blob
     try:
@@ -396,10 +459,16 @@ def decode_or_refuse(codec: Codec, layout: ModelLayout, blob: bytes, reference: 
 def test_foreign_bytes_are_refused_and_nothing_else_happens(name: str, data: st.DataObject) -> None:
     codec, layout = codec_of(name), layout_of([1500, 1, 40], buffers=2, counters=1)
     reference = row_of(layout, 0.5)
-    blob = bytearray(codec.encode(layout, row_of(layout, np.linspace(-1, 1, layout.parameters)), reference=reference))
+    blob = bytearray(
+        codec.encode(
+            layout, row_of(layout, np.linspace(-1, 1, layout.parameters)), reference=reference
+        )
+    )
     kind = data.draw(st.sampled_from(["flipped", "random"]))
     if kind == "flipped":
-        for place, mask in data.draw(st.lists(st.tuples(st.integers(0, 2**31), st.integers(1, 255)), max_size=4)):
+        for place, mask in data.draw(
+            st.lists(st.tuples(st.integers(0, 2**31), st.integers(1, 255)), max_size=4)
+        ):
             blob[place % len(blob)] ^= mask
     else:
         blob = bytearray(data.draw(st.binary(min_size=len(blob), max_size=len(blob))))
@@ -429,7 +498,8 @@ def test_a_zstd_bomb_is_inflated_no_further_than_a_model() -> None:
 
 @pytest.mark.parametrize("size", [1 << 40, (1 << 64) - 1])
 def test_a_frame_that_promises_much_is_not_believed(size: int) -> None:
-    # RFC 8878, 3.1.1: magic number, descriptor (8 bytes of content size, a window follows), window of 1 kB, size;
+    # RFC 8878, 3.1.1: magic number, descriptor (8 bytes of content size, a window follows), window
+    # of 1 kB, size;
     # then a last block of one repeated byte.
     head = struct.pack("<IBBQ", 0xFD2FB528, 0b1100_0000, 0, size)
     codec, layout = codec_of("fp16+zstd"), layout_of([2])
@@ -441,7 +511,8 @@ def test_a_frame_that_promises_much_is_not_believed(size: int) -> None:
 def test_a_frame_that_wants_a_large_window_is_refused(window_log: int, fits: bool) -> None:
     layout, codec = layout_of([100]), codec_of("fp16+zstd")
     settings = zstandard.ZstdCompressionParameters(compression_level=1, window_log=window_log)
-    stream = zstandard.ZstdCompressor(compression_params=settings).compressobj()  # of unknown size: the window as set
+    # of unknown size: the window as set
+    stream = zstandard.ZstdCompressor(compression_params=settings).compressobj()
     blob = memoryview(stream.compress(bytes(200)) + stream.flush())
     if fits:
         codec.decode(layout, blob, layout.empty())

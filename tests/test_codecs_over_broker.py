@@ -1,4 +1,6 @@
-"""Models in other forms than rows, over one hop and two; and models that are passed on as they come."""
+"""Models in other forms than rows, over one hop and two; and models that are passed on as they
+come.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ Change = Callable[[Result], Result]
 
 
 @virtual
-async def test_devices_get_chunks_before_their_institution_has_the_model(site: SimulatedSite) -> None:
+async def test_devices_get_chunks_before_their_institution_has_the_model(
+    site: SimulatedSite,
+) -> None:
     """Cut-through: the cloud sends no second half until a device has chunks of the first one."""
     layout = layout_of(2_000_000)
     cloud = parent_of(site, [PARENT], layout=layout, name="cloud", transfer=FINE)
@@ -82,7 +86,9 @@ async def test_devices_get_chunks_before_their_institution_has_the_model(site: S
 
 
 @virtual
-async def test_a_model_that_fails_on_its_way_ends_the_round_below_and_is_sent_again(site: SimulatedSite) -> None:
+async def test_a_model_that_fails_on_its_way_ends_the_round_below_and_is_sent_again(
+    site: SimulatedSite,
+) -> None:
     layout = layout_of(2_000_000)
     cloud = parent_of(site, [PARENT], layout=layout, name="cloud", transfer=FINE)
     middle = Middle(site, layout, children=["device-0"])
@@ -115,9 +121,16 @@ def as_received(codec: str, layout: ModelLayout, row: Row, reference: Row) -> Ro
 
 
 def assert_coded(
-    models: Mapping[str, Row], row: Row, *, layout: ModelLayout, places: Mapping[str, int], codecs: Codecs
+    models: Mapping[str, Row],
+    row: Row,
+    *,
+    layout: ModelLayout,
+    places: Mapping[str, int],
+    codecs: Codecs,
 ) -> None:
-    """Assert that each child changed the model as it came down, and that its result came up as its codec makes it."""
+    """Assert that each child changed the model as it came down, and that its result came up as its
+    codec makes it.
+    """
     held = as_received(codecs.down, layout, row, row)
     assert set(models) == set(places)
     for name, upload in models.items():
@@ -130,12 +143,15 @@ def assert_coded(
 @pytest.mark.parametrize(
     ("down", "up"),
     [
-        ("fp32", "delta+fp32+zstd"), ("fp16", "delta+int8"), ("bf16+zstd", "delta+fp16+zstd"), ("int8", "int8+zstd"),
+        ("fp32", "delta+fp32+zstd"), ("fp16", "delta+int8"), ("bf16+zstd", "delta+fp16+zstd"),
+        ("int8", "int8+zstd"),
         ("fp32+zstd", "delta+bf16"),
     ],
 )  # fmt: skip
 @virtual
-async def test_models_come_as_their_codecs_make_them(site: SimulatedSite, down: str, up: str, inline: bool) -> None:
+async def test_models_come_as_their_codecs_make_them(
+    site: SimulatedSite, down: str, up: str, inline: bool
+) -> None:
     layout, codecs = layout_of(200_000), codecs_of(up=up, down=down)
     transfer = TransferSettings(chunk_bytes=32_768, inline_bytes=262_144 if inline else 0)
     places = {"device-0": 0, "device-1": 1}
@@ -147,7 +163,9 @@ async def test_models_come_as_their_codecs_make_them(site: SimulatedSite, down: 
             row, exact = drawn(layout, global_round), drawn(layout, global_round)
             played = await play(parent, row, global_round=global_round)
             assert_coded(played.models, exact, layout=layout, places=places, codecs=codecs)
-            assert row.tobytes() == as_received(down, layout, exact, exact).tobytes(), "what the children had"
+            assert row.tobytes() == as_received(down, layout, exact, exact).tobytes(), (
+                "what the children had"
+            )
     assert parent.session.coordinator.refused == 0
 
 
@@ -155,7 +173,9 @@ async def test_models_come_as_their_codecs_make_them(site: SimulatedSite, down: 
 async def test_an_upload_that_is_decoded_is_not_fetched_again_meanwhile(
     site: SimulatedSite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stranger with the child's name makes it announce its result again while the row is unpacked in a thread."""
+    """A stranger with the child's name makes it announce its result again while the row is unpacked
+    in a thread.
+    """
     layout, codecs, places = layout_of(600_000), codecs_of(up="fp16"), {"device-0": 0}
     parent = parent_of(site, list(places), layout=layout, transfer=FINE, codecs=codecs)
     child = serving(site, child_of(site, "device-0", transfer=FINE, codecs=codecs), layout, 0)
@@ -190,7 +210,9 @@ def offers(site: SimulatedSite) -> list[Result]:
 
 
 @virtual
-async def test_children_with_models_of_their_own_answer_with_deltas_to_those(site: SimulatedSite) -> None:
+async def test_children_with_models_of_their_own_answer_with_deltas_to_those(
+    site: SimulatedSite,
+) -> None:
     layout, codecs = layout_of(40_000), codecs_of(up="delta+int8", down="fp16")
     names = ["device-0", "device-1", "device-2"]
     parent = parent_of(site, names, layout=layout, codecs=codecs)
@@ -232,12 +254,17 @@ async def test_a_coded_model_is_passed_on_as_it_comes(site: SimulatedSite, down:
 
 
 @virtual
-async def test_what_a_form_cannot_hold_is_refused_by_name_and_the_round_goes_on(site: SimulatedSite) -> None:
+async def test_what_a_form_cannot_hold_is_refused_by_name_and_the_round_goes_on(
+    site: SimulatedSite,
+) -> None:
     layout, codecs = layout_of(4000), codecs_of(up="fp16")
     names = ["honest", "large"]
     parent = parent_of(site, names, layout=layout, codecs=codecs)
     children = [child_of(site, name, codecs=codecs) for name in names]
-    tasks = [serving(site, children[0], layout, 0), ending_with(site, children[1], layout, 65_520.0)]
+    tasks = [
+        serving(site, children[0], layout, 0),
+        ending_with(site, children[1], layout, 65_520.0),
+    ]
     async with together(living(site, parent), *tasks):
         row = drawn(layout, 1)
         played = await play(parent, row)
@@ -255,7 +282,9 @@ async def test_a_parent_whose_model_a_form_cannot_hold_fails_and_gives_the_reaso
     parent = parent_of(site, ["device-0"], layout=layout, codecs=codecs)
     if not looks:
         encode = parent.models.encode
-        monkeypatch.setattr(parent.models, "encode", lambda *given, **how: encode(*given, **how | {"adopt": False}))
+        monkeypatch.setattr(
+            parent.models, "encode", lambda *given, **how: encode(*given, **how | {"adopt": False})
+        )
     child = serving(site, child_of(site, "device-0", codecs=codecs), layout, 0)
     row = drawn(layout, 1)
     layout.floats(row)[3] = 70_000
@@ -265,7 +294,9 @@ async def test_a_parent_whose_model_a_form_cannot_hold_fails_and_gives_the_reaso
     if not looks:
         with pytest.raises(RunFailed, match=f"institution-0's model cannot be used: {reason}"):
             await child
-        with pytest.raises(RunFailed, match=f"device-0 gave up: institution-0's model cannot be used: {reason}"):
+        with pytest.raises(
+            RunFailed, match=f"device-0 gave up: institution-0's model cannot be used: {reason}"
+        ):
             await playing
     else:
         with pytest.raises(RunFailed, match=f"the model cannot be sent: {reason}"):
@@ -285,7 +316,10 @@ async def test_a_delta_to_another_model_is_refused(site: SimulatedSite) -> None:
     def against(blob: str) -> Change:
         return lambda result: replace(result, model=replace(result.model, reference=blob))
 
-    tasks = [lying(site, children[1], layout, against("0" * 16)), lying(site, children[2], layout, against(""))]
+    tasks = [
+        lying(site, children[1], layout, against("0" * 16)),
+        lying(site, children[2], layout, against("")),
+    ]
     async with together(living(site, parent), serving(site, children[0], layout, 0), *tasks):
         played = await play(parent, drawn(layout, 1))
         assert list(played.models) == ["honest"]

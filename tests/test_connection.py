@@ -1,4 +1,6 @@
-"""The connection to a broker: brokers that restart, that drop a client at once, or that refuse a subscription."""
+"""The connection to a broker: brokers that restart, that drop a client at once, or that refuse a
+subscription.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def scenario(play: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., No
         called: list[dict[str, Any]] = []
 
         async def bounded() -> None:
-            asyncio.get_running_loop().set_exception_handler(lambda loop, context: called.append(context))
+            asyncio.get_running_loop().set_exception_handler(
+                lambda loop, context: called.append(context)
+            )
             async with asyncio.timeout(PATIENCE_S):
                 await play(*arguments, **named)
             gc.collect()  # a future whose exception nobody retrieved complains as it is freed
@@ -69,7 +73,9 @@ def connection_to(
     lost: Callable[[], None] = lambda: None,
     topics: Sequence[list[str]] = (),
 ) -> BrokerConnection:
-    """Return a connection that makes a subscription to each of these lists of topics, or calls `connected`."""
+    """Return a connection that makes a subscription to each of these lists of topics, or calls
+    `connected`.
+    """
 
     async def subscribe() -> None:
         for each in topics:
@@ -128,8 +134,13 @@ async def test_a_broker_that_restarts_under_traffic_leaves_no_traceback(
                 connection.publish("u", b"x", qos=0)
             await asyncio.sleep(0)
 
-    connection = connection_to(BrokerAddress(served.host, served.port), received=received, connected=connected)
-    tasks = [asyncio.create_task(connection.run(connect_timeout_s=PATIENCE_S)), asyncio.create_task(publish())]
+    connection = connection_to(
+        BrokerAddress(served.host, served.port), received=received, connected=connected
+    )
+    tasks = [
+        asyncio.create_task(connection.run(connect_timeout_s=PATIENCE_S)),
+        asyncio.create_task(publish()),
+    ]
     try:
         for _ in range(3):
             before = count
@@ -155,7 +166,9 @@ Answer = Callable[[int, bytes], bytes | None]
 
 
 def acknowledge(kind: int, body: bytes, *, code: int = 0) -> bytes:
-    """Return the answer to a packet: a SUBSCRIBE's has `code` for each topic, a PUBLISH is taken for one of QoS 1."""
+    """Return the answer to a packet: a SUBSCRIBE's has `code` for each topic, a PUBLISH is taken
+    for one of QoS 1.
+    """
     if kind == PUBLISH:
         mid = 2 + int.from_bytes(body[:2], "big")
         return b"\x40\x02" + body[mid : mid + 2]
@@ -172,15 +185,18 @@ def close(_kind: int, _body: bytes) -> None:
 
 
 def client_id(connect: bytes) -> str:
-    """Return the client id in a CONNECT of MQTT 3.1.1: after the protocol's name, its version, flags and keep-alive."""
+    """Return the client id in a CONNECT of MQTT 3.1.1: after the protocol's name, its version,
+    flags and keep-alive.
+    """
     return connect[12 : 12 + int.from_bytes(connect[10:12], "big")].decode()
 
 
 class FakeBroker:
-    """A TCP server that answers each MQTT packet by `answer(type, body)`; None closes the connection.
+    """A TCP server that answers each MQTT packet by `answer(type, body)`; None closes the
+    connection.
 
-    `connack(body)` answers a CONNECT. `times` are those of the connections, `packets` all that came: connection, type
-    and body.
+    `connack(body)` answers a CONNECT. `times` are those of the connections, `packets` all that
+    came: connection, type and body.
     """
 
     def __init__(
@@ -209,8 +225,14 @@ class FakeBroker:
         await self._server.wait_closed()
 
     def subscriptions(self, topic: bytes, start: int = 0) -> list[int]:
-        """Return the numbers of the connections on which a topic was subscribed to, from a packet on."""
-        return [number for number, kind, body in self.packets[start:] if kind == SUBSCRIBE and topic in body]
+        """Return the numbers of the connections on which a topic was subscribed to, from a packet
+        on.
+        """
+        return [
+            number
+            for number, kind, body in self.packets[start:]
+            if kind == SUBSCRIBE and topic in body
+        ]
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.append(writer)
@@ -238,7 +260,9 @@ class FakeBroker:
 
 
 @asynccontextmanager
-async def running(connection: BrokerConnection, *, connect_timeout_s: float = PATIENCE_S) -> AsyncIterator[None]:
+async def running(
+    connection: BrokerConnection, *, connect_timeout_s: float = PATIENCE_S
+) -> AsyncIterator[None]:
     task = asyncio.create_task(connection.run(connect_timeout_s=connect_timeout_s))
     try:
         yield
@@ -250,7 +274,9 @@ async def running(connection: BrokerConnection, *, connect_timeout_s: float = PA
 
 
 def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "fedstrata.connection"]
+    return [
+        record.getMessage() for record in caplog.records if record.name == "fedstrata.connection"
+    ]
 
 
 @scenario
@@ -272,7 +298,9 @@ async def test_a_message_that_finds_no_connection_is_not_the_last_one_sent(
 
 def test_pauses_grow_to_a_limit_and_are_drawn() -> None:
     drawn = [[pause_s(attempt) for _ in range(50)] for attempt in (0, 1, 3, 5, 6, 1000)]
-    assert [max(pauses) <= most for pauses, most in zip(drawn, (0.1, 0.2, 0.8, 3.2, 5, 5), strict=True)] == [True] * 6
+    assert [
+        max(pauses) <= most for pauses, most in zip(drawn, (0.1, 0.2, 0.8, 3.2, 5, 5), strict=True)
+    ] == [True] * 6
     assert all(max(before) <= min(after) for before, after in itertools.pairwise(drawn[:4]))
     assert min(drawn[-1]) >= 2.5 and len(set(drawn[-1])) == 50
 
@@ -301,13 +329,19 @@ async def test_a_broker_that_drops_clients_is_asked_less_and_less_often(
             await until(lambda: len(attempts) >= 20)
     assert attempts == list(range(len(attempts)))
     first, *examined = logged(caplog)
-    reason = "closed by the broker before CONNACK" if at_once else "s after SUBSCRIBE to 3 topics (a, ...)"
+    reason = (
+        "closed by the broker before CONNACK"
+        if at_once
+        else "s after SUBSCRIBE to 3 topics (a, ...)"
+    )
     assert reason in first and "127.0.0.1" in first
     assert ["refuses a subscription" in line for line in examined] == ([] if at_once else [True])
 
 
 @scenario
-async def test_a_connection_that_ends_together_with_its_connack_is_lost(attempts: list[int]) -> None:
+async def test_a_connection_that_ends_together_with_its_connack_is_lost(
+    attempts: list[int],
+) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(65_536)
         writer.write(b"\x20\x02\x00\x00")
@@ -325,7 +359,9 @@ async def test_a_connection_that_ends_together_with_its_connack_is_lost(attempts
 async def test_a_broker_that_never_works_ends_the_attempts(at_once: bool) -> None:
     async with FakeBroker(close, at_once=at_once) as fake:
         connection = connection_to(fake.address, topics=[["a"]])
-        with pytest.raises(ConnectionFailed, match=r"closed by the broker (before CONNACK|.* SUBSCRIBE to a)"):
+        with pytest.raises(
+            ConnectionFailed, match=r"closed by the broker (before CONNACK|.* SUBSCRIBE to a)"
+        ):
             await connection.run(connect_timeout_s=0.3)
 
 
@@ -333,7 +369,8 @@ async def test_a_broker_that_never_works_ends_the_attempts(at_once: bool) -> Non
 async def test_a_connection_that_is_accepted_and_ends_soon_does_not_reset_the_pauses(
     attempts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedstrata.common.net.connection.find_lack", lambda *_: None)  # it would connect, too
+    # it would connect, too
+    monkeypatch.setattr("fedstrata.common.net.connection.find_lack", lambda *_: None)
 
     def answer(kind: int, body: bytes) -> bytes | None:
         place = len(fake.times)
@@ -355,13 +392,17 @@ async def test_a_connection_that_is_accepted_and_ends_soon_does_not_reset_the_pa
 async def test_two_clients_of_one_id_end_after_the_time_limit(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    """mosquitto and EMQX may make ids of logins: each connection of a login then ends the one before."""
+    """mosquitto and EMQX may make ids of logins: each connection of a login then ends the one
+    before.
+    """
     if broker.choose() != "mosquitto":
         pytest.skip("mosquitto is not installed")
     monkeypatch.setattr("fedstrata.common.net.attempts.BACKOFF_MOST_S", 0.2)
     settings = {"use_username_as_clientid": "true"}
     guard = Guard(login=("me", "secret"))
-    with broker.start(directory=tmp_path, kind="mosquitto", guard=guard, settings=settings) as served:
+    with broker.start(
+        directory=tmp_path, kind="mosquitto", guard=guard, settings=settings
+    ) as served:
         where = BrokerAddress(served.host, served.port, "me", "secret")
         ends = [connection_to(where, topics=[["a"]]).run(connect_timeout_s=1.0) for _ in range(2)]
         for end in asyncio.as_completed(ends):
@@ -441,9 +482,13 @@ def test_kinds_of_failures_are_bounded() -> None:
 
 
 def outcome_of(
-    address: BrokerAddress, caplog: pytest.LogCaptureFixture, then: Callable[[], object] = lambda: None
+    address: BrokerAddress,
+    caplog: pytest.LogCaptureFixture,
+    then: Callable[[], object] = lambda: None,
 ) -> str:
-    """Connect, with a thousand seconds of patience; return the error, or the first line that is logged."""
+    """Connect, with a thousand seconds of patience; return the error, or the first line that is
+    logged.
+    """
 
     async def run() -> str:
         running = asyncio.create_task(connection_to(address).run(connect_timeout_s=1000.0))
@@ -459,20 +504,27 @@ def outcome_of(
 
 
 @pytest.mark.parametrize("kind", ["mosquitto", "embedded"])
-def test_a_wrong_password_ends_at_once(kind: Kind, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wrong_password_ends_at_once(
+    kind: Kind, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     try:
         broker.choose(kind)
     except ConnectionFailed as error:
         pytest.skip(str(error))
     with broker.start(directory=tmp_path, kind=kind, guard=Guard(login=("me", "secret"))) as served:
         where = BrokerAddress(served.host, served.port, "me", "wrong")
-        line = f"broker {where}: the broker refuses the login: Not authorized. Are the login and its files right?"
+        line = (
+            f"broker {where}: the broker refuses the login: Not authorized. Are the login and "
+            "its files right?"
+        )
         assert outcome_of(where, caplog) == line
         both = replace(where, others=(("127.0.0.1", free_port()),))
         assert "; trying 127.0.0.1:" in outcome_of(both, caplog), "somebody may come there"
 
 
-def test_what_may_come_yet_is_reported_at_once_and_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_may_come_yet_is_reported_at_once_and_waited_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     nobody = BrokerAddress("127.0.0.1", free_port())
     assert outcome_of(nobody, caplog) == f"broker {nobody}: connection refused; trying again"
     caplog.clear()
@@ -490,7 +542,8 @@ def test_what_may_come_yet_is_reported_at_once_and_waited_for(caplog: pytest.Log
 
 
 @pytest.mark.parametrize(
-    ("code", "final"), [(18, True), (19, True), (20, True), (23, True), (10, True), (9, False), (11, False)]
+    ("code", "final"),
+    [(18, True), (19, True), (20, True), (23, True), (10, True), (9, False), (11, False)],
 )
 def test_a_certificate_that_is_not_yet_valid_may_wait_for_the_clock(code: int, final: bool) -> None:
     error = ssl.SSLCertVerificationError()
@@ -504,14 +557,20 @@ def test_a_certificate_that_is_not_yet_valid_may_wait_for_the_clock(code: int, f
 
 def answering_statistics(answer: Answer) -> Answer:
     """Return an answer that acknowledges everything but subscriptions to $SYS."""
-    return lambda kind, body: (answer if kind == SUBSCRIBE and b"$SYS" in body else acknowledge)(kind, body)
+    return lambda kind, body: (answer if kind == SUBSCRIBE and b"$SYS" in body else acknowledge)(
+        kind, body
+    )
 
 
 @asynccontextmanager
 async def parent_at(address: BrokerAddress) -> AsyncIterator[BrokerConnection]:
-    """Run a parent with one child; yield its connection. It soon stops asking for the limits of the broker."""
+    """Run a parent with one child; yield its connection. It soon stops asking for the limits of the
+    broker.
+    """
     identity = Identity("r-1", "cloud", "cloud", new_session())
-    parent = ParentEndpoint(address, identity, ToChildren(links={"i0": LinkSettings()}, transfer=TransferSettings()))
+    parent = ParentEndpoint(
+        address, identity, ToChildren(links={"i0": LinkSettings()}, transfer=TransferSettings())
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fedstrata.common.net.plain_client.LIMIT_ANSWER_S", 0.05)
         patch.setattr("fedstrata.common.net.packet_limit.ANSWER_S", 0.05)
@@ -534,18 +593,26 @@ async def parent_at(address: BrokerAddress) -> AsyncIterator[BrokerConnection]:
 )
 @scenario
 async def test_a_broker_that_gives_no_statistics_is_usable(answer: Answer) -> None:
-    async with FakeBroker(answering_statistics(answer)) as fake, parent_at(fake.address) as connection:
+    async with (
+        FakeBroker(answering_statistics(answer)) as fake,
+        parent_at(fake.address) as connection,
+    ):
         await until(lambda: fake.subscriptions(b"$SYS"))
-        own = [(kind, body) for number, kind, body in fake.packets if number == 0]  # others ask for its limits
+        # others ask for its limits
+        own = [(kind, body) for number, kind, body in fake.packets if number == 0]
         assert [b"$SYS" in body for kind, body in own if kind == SUBSCRIBE] == [False, True]
         assert connection.up and connection.reconnects == 0
 
 
 @scenario
-async def test_a_broker_that_closes_at_its_statistics_is_asked_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_broker_that_closes_at_its_statistics_is_asked_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with FakeBroker(answering_statistics(close)) as fake:
         async with parent_at(fake.address) as connection:
-            await until(lambda: connection.reconnects == 1 and connection.up and connection._accepted)
+            await until(
+                lambda: connection.reconnects == 1 and connection.up and connection._accepted
+            )
         assert len(fake.subscriptions(b"$SYS")) == 1
     (line,) = (record for record in caplog.records if record.name == "fedstrata.endpoint")
     assert line.levelname == "INFO" and "no broker statistics" in line.getMessage()
@@ -581,7 +648,9 @@ async def test_a_cancelled_connection_is_not_lost() -> None:
 
 @scenario
 async def test_a_client_that_disconnects_reads_until_the_broker_has_closed() -> None:
-    """Else what the broker still sends is answered by a reset, which may overtake DISCONNECT: a will is published."""
+    """Else what the broker still sends is answered by a reset, which may overtake DISCONNECT: a
+    will is published.
+    """
     sent: list[int] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -631,12 +700,16 @@ async def test_an_address_that_refuses_is_followed_by_the_next(
             assert connection.attempts.address == fake.address
             assert connection.reconnects == 1 and len(fake.times) == 1
     (line,) = logged(caplog)
-    assert line.startswith(f"broker {nobody}: ") and line.endswith(f"refused; trying {fake.address}")
+    assert line.startswith(f"broker {nobody}: ") and line.endswith(
+        f"refused; trying {fake.address}"
+    )
     assert attempts == []  # no pause
 
 
 @scenario
-async def test_a_connection_goes_to_the_next_address_when_it_dies_and_stays_there(attempts: list[int]) -> None:
+async def test_a_connection_goes_to_the_next_address_when_it_dies_and_stays_there(
+    attempts: list[int],
+) -> None:
     served: list[str] = []
 
     def counted(name: str) -> Answer:
@@ -651,17 +724,28 @@ async def test_a_connection_goes_to_the_next_address_when_it_dies_and_stays_ther
         connection = connection_to(joined(first.address, second.address), topics=[["t"]])
         async with running(connection):
             await until(lambda: connection._accepted)
-            connection.publish_body("drop", Body(memoryview(b"body")), done=lambda: left.append(True))
+            connection.publish_body(
+                "drop", Body(memoryview(b"body")), done=lambda: left.append(True)
+            )
             await until(lambda: connection._accepted and second.times)
             assert left and attempts == []
             connection.publish("t", b"", qos=1)
             await connection.flush()
-            assert (connection.attempts.address, served[-1], len(first.times)) == (second.address, "second", 1)
+            assert (connection.attempts.address, served[-1], len(first.times)) == (
+                second.address,
+                "second",
+                1,
+            )
             connection.publish("drop", b"", qos=0)
             await until(lambda: connection._accepted and len(first.times) == 2)
             assert attempts == [0]  # both addresses have failed, though after they had worked
-            names = [client_id(body) for _, kind, body in first.packets + second.packets if kind == CONNECT]
-            assert names == ["c-0", "c-0", "c-1"]  # a server of a cluster cleans up after a dead one by client ids
+            names = [
+                client_id(body)
+                for _, kind, body in first.packets + second.packets
+                if kind == CONNECT
+            ]
+            # a server of a cluster cleans up after a dead one by client ids
+            assert names == ["c-0", "c-0", "c-1"]
 
 
 @scenario
@@ -673,4 +757,6 @@ async def test_addresses_that_all_fail_are_named_with_their_reasons() -> None:
             await connection.run(connect_timeout_s=0.0)  # each address gets an attempt
     refused, closed = str(failed.value).split("; ")
     assert refused.startswith(f"broker {nobody}: ") and "refused" in refused
-    assert closed.startswith(f"{fake.address}: closed by the broker before CONNACK, whatever is asked for. ")
+    assert closed.startswith(
+        f"{fake.address}: closed by the broker before CONNACK, whatever is asked for. "
+    )

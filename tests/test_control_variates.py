@@ -1,4 +1,6 @@
-"""SCAFFOLD and FedDyn: vectors that devices keep, extras behind the models; against plain twins, and through labs."""
+"""SCAFFOLD and FedDyn: vectors that devices keep, extras behind the models; against plain twins,
+and through labs.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,9 @@ from fedstrata.common.protocol.manifest import describe
 from fedstrata.common.protocol.messages import Key, Task
 from fedstrata.common.settings.training import TrainingSettings
 from fedstrata.common.storage.spool import Spool
+from fedstrata.deploy.checking import objective_checks
 from fedstrata.device.jobs import Order
 from fedstrata.device.training.batches import load_local_dataset
-from fedstrata.device.training.objectives import objective_checks
 from fedstrata.device.training.objectives.objective import LocalUpdate
 from fedstrata.device.training.objectives.table import objective_of
 from fedstrata.device.training.vectors import finish, vectors_of
@@ -48,7 +50,11 @@ from tests.helpers.vmapped import objective_trial
 from tests.helpers.vmapped_steps import problem_of
 
 LAYOUT: Final = ModelLayout.build(
-    [("weight", (40, 1000), Section.PARAMETER), ("mean", (3,), Section.BUFFER), ("steps", (), Section.COUNTER)]
+    [
+        ("weight", (40, 1000), Section.PARAMETER),
+        ("mean", (3,), Section.BUFFER),
+        ("steps", (), Section.COUNTER),
+    ]
 )
 D: Final = LAYOUT.parameters
 CHILDREN: Final = ("a", "b", "c", "d")
@@ -84,17 +90,27 @@ def rule_of(name: str, *, settings: TrainingSettings | None = None, **keys: Any)
 # The node
 
 
-def play(rule: Rule, name: str, r: int, *, answers: Sequence[str] = CHILDREN) -> tuple[Floats, Floats, list[Floats]]:
-    """Play a round of random steps; return the model and c that the children received, and what they returned."""
+def play(
+    rule: Rule, name: str, r: int, *, answers: Sequence[str] = CHILDREN
+) -> tuple[Floats, Floats, list[Floats]]:
+    """Play a round of random steps; return the model and c that the children received, and what
+    they returned.
+    """
     links = link_layouts(RULES[name](name=name), LAYOUT)
     ((sent, _),) = rule.dispatch(r, CHILDREN)
     received, control = LAYOUT.floats(sent)[:D].copy(), links.down.extra_columns(sent).copy()
     rows_K = np.zeros((len(CHILDREN), links.up.row_bytes), np.uint8)
     rows_K[:, : LAYOUT.row_bytes] = sent[: LAYOUT.row_bytes]
     draw = np.random.default_rng(r)
-    LAYOUT.floats(rows_K)[:] += draw.normal(scale=0.1, size=(len(CHILDREN), D + 3)).astype(np.float32)
-    links.up.extra_columns(rows_K)[:] = draw.normal(size=(len(CHILDREN), links.up.extras)).astype(np.float32)
-    reports = tuple(Report(10 * (k + 1), 0.5) if child in answers else None for k, child in enumerate(CHILDREN))
+    LAYOUT.floats(rows_K)[:] += draw.normal(scale=0.1, size=(len(CHILDREN), D + 3)).astype(
+        np.float32
+    )
+    links.up.extra_columns(rows_K)[:] = draw.normal(size=(len(CHILDREN), links.up.extras)).astype(
+        np.float32
+    )
+    reports = tuple(
+        Report(10 * (k + 1), 0.5) if child in answers else None for k, child in enumerate(CHILDREN)
+    )
     rule.aggregate(r, Uploads(CHILDREN, rows_K, reports, lambda: None))
     k = [CHILDREN.index(child) for child in answers]
     return received, control, [LAYOUT.floats(rows_K)[k, :D], links.up.extra_columns(rows_K)[k]]
@@ -141,7 +157,10 @@ def test_a_restored_node_continues_bit_for_bit(name: str, tmp_path: Path) -> Non
 
 
 def test_with_alpha_0_feddyn_is_the_uniform_mean() -> None:
-    dynamic, plain = rule_of("feddyn", settings=training("feddyn", alpha=0.0)), rule_of("fedavg", weights="uniform")
+    dynamic, plain = (
+        rule_of("feddyn", settings=training("feddyn", alpha=0.0)),
+        rule_of("fedavg", weights="uniform"),
+    )
     for r in range(3):
         play(dynamic, "feddyn", r)
         play(plain, "fedavg", r)
@@ -163,10 +182,16 @@ def test_steps_are_those_of_a_plain_loop(name: str, momentum: float) -> None:
     settings = training(name).model_copy(update={"momentum": momentum})
     ours, theirs = net(), net()
     draw = torch.Generator().manual_seed(1)
-    batches = [(0, torch.randn(5, 6, generator=draw, dtype=torch.float64), torch.arange(5) % 3) for _ in range(4)]
+    batches = [
+        (0, torch.randn(5, 6, generator=draw, dtype=torch.float64), torch.arange(5) % 3)
+        for _ in range(4)
+    ]
     names = ("control", "own_control") if name == "scaffold" else ("own_gradient",)
     vectors = {
-        each: [torch.randn(w.shape, generator=draw, dtype=torch.float64) / 10 for w in ours.parameters()]
+        each: [
+            torch.randn(w.shape, generator=draw, dtype=torch.float64) / 10
+            for w in ours.parameters()
+        ]
         for each in names
     }
     run_steps(
@@ -197,7 +222,9 @@ def test_steps_are_those_of_a_plain_loop(name: str, momentum: float) -> None:
 def test_a_constant_gradient_is_found_whatever_the_momentum(
     momentum: float, nesterov: bool, decay: float, up: str
 ) -> None:
-    """With S steps of one gradient g, corrected by c - c_k, the new c_k is g and the weight decay's at the start."""
+    """With S steps of one gradient g, corrected by c - c_k, the new c_k is g and the weight decay's
+    at the start.
+    """
     settings = {"momentum": momentum, "nesterov": nesterov and momentum > 0, "weight_decay": decay}
     experiment = experiment_of("scaffold", up=up, **settings)
     start, g, c, own = (np.random.default_rng(i).normal(size=D) for i in range(4))
@@ -222,9 +249,13 @@ def test_what_a_device_keeps_of_its_upload_is_what_the_node_decodes(up: str) -> 
         LAYOUT.floats(row)[:D] = columns
     codec = CODECS[up]
     if not codec.is_row:
-        codec.decode(LAYOUT, codec.encode(LAYOUT, rows[1], reference=rows[0]), rows[2], reference=rows[0])
+        codec.decode(
+            LAYOUT, codec.encode(LAYOUT, rows[1], reference=rows[0]), rows[2], reference=rows[0]
+        )
     decoded = LAYOUT.floats(rows[2])[:D].astype(np.float64)
-    found = finished(experiment_of("feddyn", up=up, alpha=0.5), start, trained, {"own_gradient": h}, steps=7)
+    found = finished(
+        experiment_of("feddyn", up=up, alpha=0.5), start, trained, {"own_gradient": h}, steps=7
+    )
     wanted = h.astype(np.float32) - 0.5 * (decoded - start.astype(np.float32))
     np.testing.assert_array_equal(found["own_gradient"], wanted.astype(np.float32))
     found = finished(experiment_of("moon", up=up), start, trained, {"previous": h}, steps=7)
@@ -233,11 +264,19 @@ def test_what_a_device_keeps_of_its_upload_is_what_the_node_decodes(up: str) -> 
 
 @pytest.mark.parametrize("up", ["fp16", "int8", "delta+bf16"])
 def test_a_training_that_diverged_is_left_to_the_parent(up: str) -> None:
-    finished(experiment_of("feddyn", up=up), np.zeros(D), np.full(D, np.inf), {"own_gradient": np.zeros(D)}, steps=1)
+    finished(
+        experiment_of("feddyn", up=up),
+        np.zeros(D),
+        np.full(D, np.inf),
+        {"own_gradient": np.zeros(D)},
+        steps=1,
+    )
 
 
 def experiment_of(name: str, *, up: str, alpha: float | None = None, **keys: Any) -> Experiment:
-    """Return a lab of two layers with this objective, whose devices send their models by this codec."""
+    """Return a lab of two layers with this objective, whose devices send their models by this
+    codec.
+    """
     objective = {"name": name} if alpha is None else {"name": name, "alpha": alpha}
     return parse(
         {
@@ -288,13 +327,23 @@ def task(number: int, follows: int) -> Task:
     return Task(Key(1, number - 1, 0), 1, manifest, None, follows)
 
 
-@given(st.lists(st.lists(st.sampled_from(["used", "refused", "absent"]), min_size=3, max_size=3), max_size=12))
+@given(
+    st.lists(
+        st.lists(st.sampled_from(["used", "refused", "absent"]), min_size=3, max_size=3),
+        max_size=12,
+    )
+)
 @examples(40)
 def test_the_nodes_vector_is_the_mean_of_those_that_devices_keep(rounds: list[list[str]]) -> None:
-    """Whoever takes part and whosever result is used: a state whose change the node did not add is never followed."""
+    """Whoever takes part and whosever result is used: a state whose change the node did not add is
+    never followed.
+    """
     layout = ModelLayout.build([("w", (3,), Section.PARAMETER)])
     links = link_layouts(RULES["scaffold"](name="scaffold"), layout)
-    devices = [DeviceMemory(links, kept_bytes=12, rounds=1, rounds_back=100, spool=Spool(None)) for _ in range(3)]
+    devices = [
+        DeviceMemory(links, kept_bytes=12, rounds=1, rounds_back=100, spool=Spool(None))
+        for _ in range(3)
+    ]
     follows, c = [0, 0, 0], np.zeros(3)
     draw = np.random.default_rng(1)
     for number, fates in enumerate(rounds, 1):
@@ -309,7 +358,10 @@ def test_the_nodes_vector_is_the_mean_of_those_that_devices_keep(rounds: list[li
             if fate == "used":
                 follows[k] = number
                 c += (after.astype(np.float64) - own) / 3
-    kept = [devices[k].begin(task(99, follows[k]), links.down.empty())[-12:].view(np.float32) for k in range(3)]
+    kept = [
+        devices[k].begin(task(99, follows[k]), links.down.empty())[-12:].view(np.float32)
+        for k in range(3)
+    ]
     np.testing.assert_allclose(c, np.mean(kept, axis=0), rtol=0, atol=1e-5)
 
 
@@ -333,7 +385,9 @@ def test_extras_are_exact_with_any_codec(codec: Any, extras: int) -> None:
         layout.integers(each)[:] = 7
         layout.extra_columns(each)[:] = draw.normal(size=extras)
     blob = codec.encode(layout, row, reference=reference)
-    assert blob.nbytes <= codec.size(layout) and (not codec.fixed or blob.nbytes == codec.size(layout))
+    assert blob.nbytes <= codec.size(layout) and (
+        not codec.fixed or blob.nbytes == codec.size(layout)
+    )
     arrived = layout.empty()
     buffer = codec.buffer(layout, arrived, size=blob.nbytes)
     buffer[:] = blob
@@ -349,20 +403,31 @@ def test_extras_are_exact_with_any_codec(codec: Any, extras: int) -> None:
 
 def test_the_extras_of_all_chunks_are_those_of_the_blob() -> None:
     for extras in (0, 1, 1000, 1500, 2500):
-        manifest = describe(memoryview(bytes(2500)), chunk_bytes=1024, codec="fp32", layout="l", extras=extras)
+        manifest = describe(
+            memoryview(bytes(2500)), chunk_bytes=1024, codec="fp32", layout="l", extras=extras
+        )
         assert sum(manifest.extras_in(index) for index in range(manifest.chunks)) == extras
 
 
 # Labs
 
 LAB: Final = (
-    "topology.institutions=2", "topology.devices=4", "rounds=3", "institution.rounds=2", "model.name='mlp_digits'",
-    "training.batch_size=50", "training.learning_rate=0.05",
-)  # fmt: skip
+    "topology.institutions=2",
+    "topology.devices=4",
+    "rounds=3",
+    "institution.rounds=2",
+    "model.name='mlp_digits'",
+    "training.batch_size=50",
+    "training.learning_rate=0.05",
+)
 
 
 def with_method(name: str) -> tuple[str, ...]:
-    return (*LAB, f"training.objective.name={name!r}", f"institution.aggregation.name={rule_with(name)!r}")
+    return (
+        *LAB,
+        f"training.objective.name={name!r}",
+        f"institution.aggregation.name={rule_with(name)!r}",
+    )
 
 
 def rule_with(objective: str) -> str:
@@ -383,7 +448,11 @@ def test_a_lab_of_processes_gives_the_model_of_one_process(name: str, tmp_path: 
 
 
 def test_scaffolds_first_round_is_the_uniform_mean(tmp_path: Path) -> None:
-    tree = {"rounds": 1, "topology": {"institutions": 2, "devices": 4}, "model": {"name": "mlp_digits"}}
+    tree = {
+        "rounds": 1,
+        "topology": {"institutions": 2, "devices": 4},
+        "model": {"name": "mlp_digits"},
+    }
     methods = {
         "scaffold": {
             "training": {"objective": {"name": "scaffold"}},
@@ -393,7 +462,9 @@ def test_scaffolds_first_round_is_the_uniform_mean(tmp_path: Path) -> None:
     }
     found = {}
     for name, method in methods.items():
-        found[name] = load_file(run_direct(tmp_path, tree | {"name": name} | method) / "model.safetensors")
+        found[name] = load_file(
+            run_direct(tmp_path, tree | {"name": name} | method) / "model.safetensors"
+        )
     for entry, tensor in found["scaffold"].items():
         np.testing.assert_allclose(tensor, found["fedavg"][entry], rtol=0, atol=1e-6)
 
@@ -401,11 +472,17 @@ def test_scaffolds_first_round_is_the_uniform_mean(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", slow(OBJECTIVES, but=["scaffold", "feddyn"]))
 def test_a_resumed_run_gives_the_model_of_an_undisturbed_one(name: str, tmp_path: Path) -> None:
     tree = {
-        "rounds": 5, "topology": {"institutions": 2, "devices": 6}, "model": {"name": "mlp_digits"},
+        "rounds": 5,
+        "topology": {"institutions": 2, "devices": 6},
+        "model": {"name": "mlp_digits"},
         "cloud": {"checkpoint_every": 2},
         "training": {"batch_size": 500, "learning_rate": 0.05, "objective": {"name": name}},
-        "institution": {"rounds": 2, "participation": 0.67, "aggregation": {"name": rule_with(name)}},
-    }  # fmt: skip
+        "institution": {
+            "rounds": 2,
+            "participation": 0.67,
+            "aggregation": {"name": rule_with(name)},
+        },
+    }
 
     whole, broken = run_direct(tmp_path, tree), run_direct(tmp_path, tree, until=3)
     resumed_run(broken)
@@ -413,19 +490,32 @@ def test_a_resumed_run_gives_the_model_of_an_undisturbed_one(name: str, tmp_path
 
 
 FAULTY: Final[dict[str, Any]] = {
-    "rounds": 4, "links": {"check": "off"}, "topology": {"institutions": 2, "devices": 4},
+    "rounds": 4,
+    "links": {"check": "off"},
+    "topology": {"institutions": 2, "devices": 4},
     "training": {"objective": {"name": "scaffold"}},
     "cloud": {"checkpoint_every": 2},
-    "institution": {"rounds": 2, "aggregation": {"name": "scaffold"}, "norm_bound": {"action": "refuse", "factor": 1}},
-}  # fmt: skip
+    "institution": {
+        "rounds": 2,
+        "aggregation": {"name": "scaffold"},
+        "norm_bound": {"action": "refuse", "factor": 1},
+    },
+}
 
 
 KILLED: Final = KilledLab(FAULTY, model_bytes=10_000)
-KILLS: Final = (("cloud", 0.8), ("institution-0", 0.55), ("device-0", 0.3), ("device-3", 0.55), ("device-0", 0.8))
+KILLS: Final = (
+    ("cloud", 0.8),
+    ("institution-0", 0.55),
+    ("device-0", 0.3),
+    ("device-3", 0.55),
+    ("device-0", 0.8),
+)
 
 
 @pytest.mark.parametrize(
-    ("node", "share"), slow(product(("cloud", "institution-0", "device-0", "device-3"), (0.3, 0.55, 0.8)), but=KILLS)
+    ("node", "share"),
+    slow(product(("cloud", "institution-0", "device-0", "device-3"), (0.3, 0.55, 0.8)), but=KILLS),
 )
 def test_a_killed_node_continues_with_the_same_vectors(node: str, share: float) -> None:
     KILLED.assert_same_if_killed(node, share)
@@ -436,7 +526,9 @@ def test_without_files_results_may_be_refused_too() -> None:
 
 
 def test_a_device_that_lost_its_vectors_ends_the_run() -> None:
-    assert "what this device kept after its task" in KILLED.loses_files("device-0", share=0.8).result
+    assert (
+        "what this device kept after its task" in KILLED.loses_files("device-0", share=0.8).result
+    )
 
 
 # Bad input
@@ -447,18 +539,29 @@ def test_a_device_that_lost_its_vectors_ends_the_run() -> None:
     [
         (
             {"institution": {"aggregation": {"name": "scaffold"}}},
-            r"training\.objective\.name = 'cross_entropy': institution\.aggregation\.name = 'scaffold' needs another",
+            (
+                r"training\.objective\.name = 'cross_entropy': institution\.aggregation\.name = "
+                r"'scaffold' needs another"
+            ),
         ),
         (
             {"training": {"objective": {"name": "feddyn"}}},
-            r"training\.objective\.name = 'feddyn': needs the rule 'feddyn', institution\.aggregation\.name is 'f",
+            (
+                r"training\.objective\.name = 'feddyn': needs the rule 'feddyn', "
+                r"institution\.aggregation\.name is 'f"
+            ),
         ),
         (
-            {"cloud": {"aggregation": {"name": "scaffold"}}, "training": {"objective": {"name": "scaffold"}}},
+            {
+                "cloud": {"aggregation": {"name": "scaffold"}},
+                "training": {"objective": {"name": "scaffold"}},
+            },
             r"cloud\.aggregation\.name = 'scaffold': its children must be devices",
         ),
     ],
 )
-def test_a_rule_and_an_objective_that_do_not_fit_are_refused(tree: dict[str, Any], problem: str) -> None:
+def test_a_rule_and_an_objective_that_do_not_fit_are_refused(
+    tree: dict[str, Any], problem: str
+) -> None:
     with pytest.raises(InvalidExperiment, match=problem):
         parse(tree)

@@ -1,4 +1,6 @@
-"""Convolutions as matrix products: the same outputs and gradients, and the shapes for which they are chosen."""
+"""Convolutions as matrix products: the same outputs and gradients, and the shapes for which they
+are chosen.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the names of the products that are computed from now on."""
     names: list[str] = []
 
-    def note(name: str, product: Callable[[nn.Conv2d, Tensor], Tensor], layer: nn.Conv2d, images: Tensor) -> Tensor:
+    def note(
+        name: str, product: Callable[[nn.Conv2d, Tensor], Tensor], layer: nn.Conv2d, images: Tensor
+    ) -> Tensor:
         names.append(name)
         return product(layer, images)
 
@@ -31,7 +35,9 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def passed(layer: nn.Conv2d, images: Tensor) -> list[Tensor]:
     """Return outputs and gradients."""
     outputs = layer(images)
-    torch.autograd.backward((outputs * torch.linspace(-1, 1, outputs.numel()).view(outputs.shape)).sum())
+    torch.autograd.backward(
+        (outputs * torch.linspace(-1, 1, outputs.numel()).view(outputs.shape)).sum()
+    )
     gradients = [weight.grad for weight in layer.parameters() if weight.grad is not None]
     layer.zero_grad()
     return [outputs.detach(), *gradients]
@@ -41,7 +47,11 @@ def passed(layer: nn.Conv2d, images: Tensor) -> list[Tensor]:
     ("layer", "shape", "expected"),
     [
         (nn.Conv2d(1, 16, 3, padding=1), (10, 1, 8, 8), ["_gray"]),
-        (nn.Conv2d(1, 20, (2, 3), stride=(2, 1), padding=(0, 1), bias=False), (3, 1, 9, 7), ["_gray"]),
+        (
+            nn.Conv2d(1, 20, (2, 3), stride=(2, 1), padding=(0, 1), bias=False),
+            (3, 1, 9, 7),
+            ["_gray"],
+        ),
         (nn.Conv2d(4, 6, (5, 3)), (7, 4, 5, 3), ["_whole"]),
         (nn.Conv2d(4, 6, 5, bias=False), (1, 4, 5, 5), ["_whole"]),
         (nn.Conv2d(1, 6, 5), (2, 1, 8, 8), []),
@@ -63,7 +73,9 @@ def test_a_product_is_the_convolution(
     usual = passed(layer, images)
     as_products(layer)
     found = passed(layer, images)
-    assert [gradient.stride() for gradient in found[1:]] == [weight.stride() for weight in layer.parameters()]
+    assert [gradient.stride() for gradient in found[1:]] == [
+        weight.stride() for weight in layer.parameters()
+    ]
     for one, other in zip(usual, found, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
     assert names == expected

@@ -15,12 +15,28 @@ from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.protocol.coordinator import Coordinator
 from fedstrata.common.protocol.events import TaskReceived, UploadAnnounced
 from fedstrata.common.protocol.limits import ChildLimits, check_report, plans_of
-from fedstrata.common.protocol.messages import Acknowledgement, Failure, Key, NodeState, Phase, Presence, Task
+from fedstrata.common.protocol.messages import (
+    Acknowledgement,
+    Failure,
+    Key,
+    NodeState,
+    Phase,
+    Presence,
+    Task,
+)
 from fedstrata.common.protocol.participant import Participant
 from fedstrata.common.protocol.round_state import Closed, Restarted, Stalled
 from fedstrata.common.runtime.round import WorkResult
 from fedstrata.common.text import JSON_MOST
-from tests.helpers.coordinators import OLD, OneParent, assignments, manifest_of, progress_of, result_of, task_of
+from tests.helpers.coordinators import (
+    OLD,
+    OneParent,
+    assignments,
+    manifest_of,
+    progress_of,
+    result_of,
+    task_of,
+)
 
 
 def test_a_small_model_travels_with_the_first_task_only() -> None:
@@ -44,11 +60,17 @@ def test_absent_children_get_no_task() -> None:
     assert [name for name, _ in one.tasks(5.0)] == ["device-0", "device-1"]
     one.presence("device-1", NodeState.LOST, 6.0)
     assert [name for name, _ in one.tasks(11.0)] == ["device-0"]
-    assert one.coordinator.states() == {"device-0": "init", "device-1": "lost", "device-2": "absent"}
+    assert one.coordinator.states() == {
+        "device-0": "init",
+        "device-1": "lost",
+        "device-2": "absent",
+    }
 
 
 def test_a_message_of_an_old_round_does_not_silence_the_task() -> None:
-    """A child that works on a round which closed without it reports that for hours; the lost task is sent again."""
+    """A child that works on a round which closed without it reports that for hours; the lost task
+    is sent again.
+    """
     one, sent = OneParent(1), []
     for tenth in range(1, 20):
         if tenth % 5 == 0:
@@ -69,7 +91,9 @@ def test_a_refused_result_leaves_the_round_to_the_others() -> None:
     one = OneParent(3)
     for name in one.names:
         one.result(name, 1.0)
-    assert [event.child for event in one.events() if isinstance(event, UploadAnnounced)] == one.names
+    assert [
+        event.child for event in one.events() if isinstance(event, UploadAnnounced)
+    ] == one.names
     one.coordinator.refuse("device-1", one.key, reason="holds NaN", now=2.0)
     assert ("device-1", Acknowledgement(one.key, "holds NaN")) in one.acknowledgements(2.0)
     one.result("device-1", 3.0)  # its acknowledgement was lost
@@ -88,18 +112,31 @@ ABOVE = ChildLimits(aggregators=["institution-0"])
 
 @pytest.mark.parametrize("spread", ["NaN", "-Infinity", "1" + 400 * "0", '"0.1"'])
 def test_a_report_whose_spread_no_float_holds_is_refused(spread: str) -> None:
-    check_report(replace(result_of(Key(1, 0, 0)), plans='{"institution-0": [{"spread": 0.1}]}'), limits=ABOVE)
+    check_report(
+        replace(result_of(Key(1, 0, 0)), plans='{"institution-0": [{"spread": 0.1}]}'), limits=ABOVE
+    )
     with pytest.raises(RefusedModel, match="not a finite number"):
         check_report(
-            replace(result_of(Key(1, 0, 0)), plans=f'{{"institution-0": [{{"spread": {spread}}}]}}'), limits=ABOVE
+            replace(
+                result_of(Key(1, 0, 0)), plans=f'{{"institution-0": [{{"spread": {spread}}}]}}'
+            ),
+            limits=ABOVE,
         )
 
 
-def test_decisions_that_are_too_long_for_a_message_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    work = WorkResult(memoryview(b""), Work(1, 0.5, 1, 1, 0.0, 0.0), plans={"institution-0": [{"partners": "x" * 5}]})
+def test_decisions_that_are_too_long_for_a_message_are_left_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    work = WorkResult(
+        memoryview(b""),
+        Work(1, 0.5, 1, 1, 0.0, 0.0),
+        plans={"institution-0": [{"partners": "x" * 5}]},
+    )
     task = task_of(Key(1, 0, 0))
     assert json.loads(work.announcement(task, task.model).plans) == work.plans
-    result = replace(work, plans={"institution-0": [{"partners": "x" * JSON_MOST}]}).announcement(task, task.model)
+    result = replace(work, plans={"institution-0": [{"partners": "x" * JSON_MOST}]}).announcement(
+        task, task.model
+    )
     assert result.plans == "" and plans_of(result) == {}
     assert "the decisions of 1 rules are not reported" in caplog.text
 
@@ -111,7 +148,10 @@ def test_when_all_are_refused_the_round_stalls_and_names_them() -> None:
         one.coordinator.refuse(name, one.key, reason=f"{name} diverged", now=1.0)
     stalled = one.tick(1.0)
     assert stalled is not None
-    assert all(f"{name} sent a model that was refused: {name} diverged" in stalled.reason for name in one.names)
+    assert all(
+        f"{name} sent a model that was refused: {name} diverged" in stalled.reason
+        for name in one.names
+    )
 
 
 def test_a_second_task_is_a_clean_sheet() -> None:
@@ -139,16 +179,23 @@ def test_a_late_result_has_an_acknowledgement_and_is_counted_once() -> None:
     late = result_of(one.key)
     for now in (6.0, 7.0):  # its repeat, too
         one.receive("device-2", late, now)
-        assert one.acknowledgements(now) == [("device-2", Acknowledgement(one.key, "the round has closed"))]
+        assert one.acknowledgements(now) == [
+            ("device-2", Acknowledgement(one.key, "the round has closed"))
+        ]
     one.open(local_round=1, now=8.0)
     one.coordinator.to_send(8.0)
     one.receive("device-2", late, 9.0)
-    assert ("device-2", Acknowledgement(one.key, "the round has closed")) in one.coordinator.to_send(9.0)
+    assert (
+        "device-2",
+        Acknowledgement(one.key, "the round has closed"),
+    ) in one.coordinator.to_send(9.0)
     assert one.coordinator.late == 1
 
 
 def test_a_result_that_was_taken_is_never_called_late() -> None:
-    """Its acknowledgement was lost: the child asks again after the round has closed, and after the next was opened."""
+    """Its acknowledgement was lost: the child asks again after the round has closed, and after the
+    next was opened.
+    """
     one = OneParent(1)
     one.finish("device-0", 1.0)
     one.coordinator.to_send(1.0)
@@ -162,7 +209,9 @@ def test_a_result_that_was_taken_is_never_called_late() -> None:
 
 
 def test_a_result_that_was_taken_is_not_called_late_after_a_repeat_of_an_earlier_one() -> None:
-    """A stranger's, or the network's: the child would discard the state that its next task starts from."""
+    """A stranger's, or the network's: the child would discard the state that its next task starts
+    from.
+    """
     one = OneParent(1)
     first = one.key
     one.finish("device-0", 1.0)
@@ -171,7 +220,9 @@ def test_a_result_that_was_taken_is_not_called_late_after_a_repeat_of_an_earlier
     one.coordinator.tick(3.0)
     one.coordinator.to_send(3.0)
     one.receive("device-0", result_of(first), 5.0)
-    assert one.acknowledgements(5.0) == [("device-0", Acknowledgement(first, "the round has closed"))]
+    assert one.acknowledgements(5.0) == [
+        ("device-0", Acknowledgement(first, "the round has closed"))
+    ]
     one.receive("device-0", result_of(second), 7.0)
     one.open(local_round=2, now=8.0)
     one.receive("device-0", result_of(second), 9.0)
@@ -215,17 +266,23 @@ def test_silence_stalls_the_round_and_names_the_child() -> None:
 def test_a_child_that_never_came_is_named() -> None:
     reason = "device-0 made no progress for 20 s (it never came)"
     stalled = OneParent(1, ready=False).tick(20.0)
-    assert stalled == Stalled(reason, idle=True, failures=frozenset({Failure.NONE}), children=frozenset({"device-0"}))
+    assert stalled == Stalled(
+        reason, idle=True, failures=frozenset({Failure.NONE}), children=frozenset({"device-0"})
+    )
 
 
 MOVES: dict[str, Callable[[OneParent, int, float], None]] = {
     "steps": lambda one, number, now: one.progress(now, done=number),
-    "phases": lambda one, number, now: one.progress(now, [Phase.WAITING, Phase.TRAINING][number % 2]),
+    "phases": lambda one, number, now: one.progress(
+        now, [Phase.WAITING, Phase.TRAINING][number % 2]
+    ),
     "chunks": lambda one, number, now: one.coordinator.moved("device-0", now=now),
     "part of a chunk down": lambda one, number, now: one.progress(  # 8 kbit/s
         now, Phase.FETCHING, received=19_000 * number, control=100 * number
     ),
-    "part of a chunk up": lambda one, number, now: one.progress(now, Phase.ANNOUNCING, sent=19_000 * number),
+    "part of a chunk up": lambda one, number, now: one.progress(
+        now, Phase.ANNOUNCING, sent=19_000 * number
+    ),
 }
 
 
@@ -254,8 +311,10 @@ def test_a_new_session_counts_its_bytes_anew() -> None:
 @pytest.mark.parametrize(
     ("phase", "done", "each_s", "counts"),
     [
-        (Phase.TRAINING, 5, 2.0, {"received": 5004, "sent": 4, "control": 5000}),  # messages, each acknowledged
-        # Models count up to two chunks beyond what has arrived: more bytes are the same chunk again.
+        # messages, each acknowledged
+        (Phase.TRAINING, 5, 2.0, {"received": 5004, "sent": 4, "control": 5000}),
+        # Models count up to two chunks beyond what has arrived: more bytes are the same chunk
+        # again.
         (Phase.FETCHING, 0, 5.0, {"received": 200_000}),
     ],
     ids=["heartbeats", "repeats"],
@@ -297,7 +356,9 @@ def test_a_connection_that_carries_more_than_the_last_one_is_progress() -> None:
 
 
 def test_an_offer_in_the_queue_for_an_upload_slot_is_not_idle() -> None:
-    """It did its part; that others upload before it, for longer than `idle_s`, is no silence of its own."""
+    """It did its part; that others upload before it, for longer than `idle_s`, is no silence of its
+    own.
+    """
     one = OneParent(3, idle_s=20.0)
     for name in one.names:
         one.result(name, 1.0)
@@ -313,7 +374,10 @@ def test_a_child_that_prepares_is_waited_for_as_long_as_it_gets_on() -> None:
     one.presence("device-0", NodeState.INIT, 1.0)
     for number in range(1, 50):
         one.coordinator.preparing("device-0", number, waits=False, now=19.0 * number)
-        assert one.tick(19.0 * number + 0.5) is None and one.coordinator.hanging(19.0 * number + 0.5) == []
+        assert (
+            one.tick(19.0 * number + 0.5) is None
+            and one.coordinator.hanging(19.0 * number + 0.5) == []
+        )
     one.presence("device-0", NodeState.READY, 950.0)
     one.progress(951.0)
     assert one.tick(970.0) is None
@@ -325,7 +389,9 @@ def test_a_child_that_waits_for_its_own_children_is_not_idle_before_a_round_is_o
     for now in range(0, 900, 19):
         parent.preparing("a", 3, waits=True, now=float(now))
         assert parent.hanging(now + 19.0) == []
-    key = parent.open(global_round=0, local_round=0, assignments=assignments(["a"]), closing=ALL, now=900.0)
+    key = parent.open(
+        global_round=0, local_round=0, assignments=assignments(["a"]), closing=ALL, now=900.0
+    )
     assert key == OLD
     for now in range(900, 921, 4):
         parent.preparing("a", 3, waits=True, now=float(now))
@@ -341,7 +407,8 @@ def test_a_child_that_hangs_while_it_prepares_is_given_up(reports: bool) -> None
     one.presence("device-1", NodeState.READY, 1.0)
     for now in range(2, 22, 2):
         if reports:
-            one.coordinator.preparing("device-0", 3, waits=False, now=float(now))  # the same each time
+            # the same each time
+            one.coordinator.preparing("device-0", 3, waits=False, now=float(now))
         one.progress(float(now), name="device-1", done=now)
     assert one.coordinator.hanging(20.9) == [] and one.coordinator.hanging(22.0) == ["device-0"]
     stalled = one.tick(22.0)
@@ -421,7 +488,9 @@ def test_messages_about_another_round_change_nothing() -> None:
         one.coordinator.retry("device-0", key, now=1.0)
         one.coordinator.declined("device-0", key, "no")
     assert one.events() == []
-    assert one.acknowledgements(1.0) == [("device-0", Acknowledgement(Key(0, 2, 0), "the round has closed"))]
+    assert one.acknowledgements(1.0) == [
+        ("device-0", Acknowledgement(Key(0, 2, 0), "the round has closed"))
+    ]
 
 
 @pytest.mark.parametrize("taken", [False, True])
@@ -433,12 +502,17 @@ def test_why_a_child_declined_is_named_unless_it_took_its_task_after_all(taken: 
         one.progress(1.0)
         one.coordinator.declined("device-0", one.key, "of a duplicate, minutes late")
     stalled = one.tick(21.0)
-    assert stalled is not None and ("it declined its task: wrong layout" in stalled.reason) is not taken
+    assert (
+        stalled is not None
+        and ("it declined its task: wrong layout" in stalled.reason) is not taken
+    )
     assert taken is ("declined" not in stalled.reason)
 
 
 @pytest.mark.parametrize("failure", Failure)
-def test_a_child_that_gave_up_is_believed_at_once_and_its_reason_passed_on(failure: Failure) -> None:
+def test_a_child_that_gave_up_is_believed_at_once_and_its_reason_passed_on(
+    failure: Failure,
+) -> None:
     one = OneParent(2, idle_s=20.0)
     one.progress(1.0)
     failed = Presence(NodeState.FAILED, "device", reason="CUDA out of memory", failure=failure)
@@ -446,7 +520,9 @@ def test_a_child_that_gave_up_is_believed_at_once_and_its_reason_passed_on(failu
     due = one.coordinator.next_deadline()
     assert due is not None and due <= 2.0
     reason = "device-0 gave up: CUDA out of memory"
-    assert one.tick(2.0) == Stalled(reason, idle=False, failures=frozenset({failure}), children=frozenset({"device-0"}))
+    assert one.tick(2.0) == Stalled(
+        reason, idle=False, failures=frozenset({failure}), children=frozenset({"device-0"})
+    )
 
 
 def test_a_deadline_that_passed_is_no_reason_to_wake() -> None:

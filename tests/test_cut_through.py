@@ -1,4 +1,6 @@
-"""Models on their way down: an institution forwards chunks as they arrive, whichever of its links is the slower one."""
+"""Models on their way down: an institution forwards chunks as they arrive, whichever of its links
+is the slower one.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,12 @@ from tests.simulation.lab import ScenarioLab
 MODEL_BYTES = 8_000_000
 
 
-def dispatched_s(*, wan: float, lan: float, model_bytes: int = MODEL_BYTES, **tables: Any) -> tuple[float, set[int]]:
-    """Return the seconds from the cloud's first task until the last device has the model, and the chunk sizes."""
+def dispatched_s(
+    *, wan: float, lan: float, model_bytes: int = MODEL_BYTES, **tables: Any
+) -> tuple[float, set[int]]:
+    """Return the seconds from the cloud's first task until the last device has the model, and the
+    chunk sizes.
+    """
     tree = {
         "rounds": 1,
         "topology": {"institutions": 2, "devices": 4},
@@ -35,12 +41,18 @@ def dispatched_s(*, wan: float, lan: float, model_bytes: int = MODEL_BYTES, **ta
                 begun.append(lab.now())
                 chunks.add(content.model.chunk_bytes)
             sender = message.topic.rpartition("/")[2]
-            if isinstance(content, Progress) and content.phase is not Phase.FETCHING and sender in lab.homes:
+            if (
+                isinstance(content, Progress)
+                and content.phase is not Phase.FETCHING
+                and sender in lab.homes
+            ):
                 ended.setdefault(sender, lab.now())
 
         lab.network.hooks.append(look)
 
-    outcome = ScenarioLab(experiment, seed=1, scenario=watch, model_bytes=model_bytes, time_limit_s=5000.0).run()
+    outcome = ScenarioLab(
+        experiment, seed=1, scenario=watch, model_bytes=model_bytes, time_limit_s=5000.0
+    ).run()
     assert outcome.ok, outcome.result
     assert len(ended) == 4
     return max(ended.values()) - begun[0], chunks
@@ -66,10 +78,16 @@ def test_chunks_of_one_institution_do_not_depend_on_the_links_below_another() ->
     [
         ({"down_mbit": 100}, {}, {250_000}),
         ({}, {}, {250_000}),
-        ({"down_mbit": 1.5}, {"transfer": {"idle_s": 600.0, "lan": {"down": "fp16"}}}, {250_000, 93_750}),
+        (
+            {"down_mbit": 1.5},
+            {"transfer": {"idle_s": 600.0, "lan": {"down": "fp16"}}},
+            {250_000, 93_750},
+        ),
     ],
 )
-def test_other_chunks_are_those_of_each_link(lan: dict[str, float], tables: dict[str, Any], cut: set[int]) -> None:
+def test_other_chunks_are_those_of_each_link(
+    lan: dict[str, float], tables: dict[str, Any], cut: set[int]
+) -> None:
     """A link below that is faster, or has another codec, changes nothing above it."""
     links = {"check": "off", "wan": {"down_mbit": 4}, "lan": lan}
     _, chunks = dispatched_s(wan=4, lan=0, model_bytes=800_000, links=links, **tables)
@@ -84,7 +102,10 @@ def test_a_region_forwards_for_the_slowest_link_of_all_below_it() -> None:
     ]
     experiment = parse({"tiers": tiers})
     assert experiment.onward_rates("cloud") == {"region-0": 250_000.0}
-    assert experiment.onward_rates("region-0") == {"institution-0": 250_000.0, "institution-1": 250_000.0}
+    assert experiment.onward_rates("region-0") == {
+        "institution-0": 250_000.0,
+        "institution-1": 250_000.0,
+    }
     assert experiment.onward_rates("institution-0") == {}
     tiers[1]["transfer"] = {"down": "fp16"}
     assert parse({"tiers": tiers}).onward_rates("cloud") == {}

@@ -1,4 +1,6 @@
-"""What a run, its nodes and their trainers leave: cut, or with a flipped bit, it is found out before it is used."""
+"""What a run, its nodes and their trainers leave: cut, or with a flipped bit, it is found out
+before it is used.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,12 @@ LAB: Final[dict[str, Any]] = {
     "rounds": 5,
     "topology": {"institutions": 2, "devices": 4},
     "cloud": {"aggregation": "fedavgm", "checkpoint_every": 1},
-    "institution": {"rounds": 2, "aggregation": "fedavgm", "participation": 0.5, "selection": "round_robin"},
+    "institution": {
+        "rounds": 2,
+        "aggregation": "fedavgm",
+        "participation": 0.5,
+        "selection": "round_robin",
+    },
     "transfer": {"wan": {"up": FEEDBACK}, "lan": {"up": FEEDBACK}},
     "stop": {"best": True, "patience": 100},
     "training": {"trainer": settings(40, silent=False)},
@@ -69,12 +76,18 @@ SIMULATED: Final = {**FILES, "spool/*/samples": False, "spool/*/uploads": False}
 LEFT: Final = {"direct": FILES, "simulated": SIMULATED}
 CASES: Final = [  # form, kind of file, whether it is damaged in two ways alone
     *(("direct", pattern, True) for pattern in FILES),
-    *(pytest.param(form, pattern, False, marks=pytest.mark.slow) for form, files in LEFT.items() for pattern in files),
+    *(
+        pytest.param(form, pattern, False, marks=pytest.mark.slow)
+        for form, files in LEFT.items()
+        for pattern in files
+    ),
 ]
 
 
 class InPlace(Thread):
-    """The executor of a pool, in the thread of the pool's event loop: own code draws from one generator a process."""
+    """The executor of a pool, in the thread of the pool's event loop: own code draws from one
+    generator a process.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +102,9 @@ class HereTester:
 
     async def start(self) -> Beginning:
         self._tester = TrainerTester(self._experiment)
-        return Beginning(self._tester.layout, self._tester.first.copy(), "", evaluates=self._tester.evaluates)
+        return Beginning(
+            self._tester.layout, self._tester.first.copy(), "", evaluates=self._tester.evaluates
+        )
 
     async def evaluate(self, global_round: int, row: Row) -> EvaluationResult:
         found = self._tester.evaluate(row, global_round)
@@ -101,7 +116,9 @@ class HereTester:
 
 
 def simulated(folder: RunFolder, facts: Mapping[str, Any], *, until: int = 0) -> Path:
-    """Run a lab in virtual time to its end, or to the end of global round `until`, as if it was killed there."""
+    """Run a lab in virtual time to its end, or to the end of global round `until`, as if it was
+    killed there.
+    """
 
     def look(event: str, facts: Mapping[str, object]) -> None:
         if event == "global_round" and facts["global_round"] == until:
@@ -131,11 +148,16 @@ def resumed_simulated_run(path: Path) -> Path:
 
 
 RUN: Final[Mapping[str, Callable[..., Path]]] = {"direct": run_direct, "simulated": run_simulated}
-RESUMED: Final[Mapping[str, Callable[[Path], Path]]] = {"direct": resumed_run, "simulated": resumed_simulated_run}
+RESUMED: Final[Mapping[str, Callable[[Path], Path]]] = {
+    "direct": resumed_run,
+    "simulated": resumed_simulated_run,
+}
 
 
 @pytest.fixture(scope="module", params=RUN)
-def killed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Path]:
+def killed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path, Path]:
     """A form of run, a run, and the folder of the same one that was killed."""
     form, home = request.param, tmp_path_factory.mktemp("runs")
     return form, RUN[form](home / "whole", LAB), RUN[form](home / "killed", LAB, until=KILLED)
@@ -148,8 +170,13 @@ def files_of(run: Path) -> list[str]:
 def damages(content: bytes, *, few: bool) -> Mapping[str, bytes]:
     """Return the content cut at each tenth, and with one flipped bit at several places."""
     size = len(content)
-    found = {f"cut at {tenth} tenths": content[: size * tenth // 10] for tenth in ([6] if few else range(10))}
-    for number, place in enumerate(np.random.default_rng(size).integers(0, 8 * max(size, 1), 1 if few else 12)):
+    found = {
+        f"cut at {tenth} tenths": content[: size * tenth // 10]
+        for tenth in ([6] if few else range(10))
+    }
+    for number, place in enumerate(
+        np.random.default_rng(size).integers(0, 8 * max(size, 1), 1 if few else 12)
+    ):
         changed = bytearray(content)
         if size:
             changed[place // 8] ^= 1 << int(place % 8)
@@ -158,7 +185,8 @@ def damages(content: bytes, *, few: bool) -> Mapping[str, bytes]:
 
 
 def damaged_together(names: list[str], *, each: bool) -> list[list[str]]:
-    """Return groups of files: `each` alone, else the last one of each kind, and with a state those before it.
+    """Return groups of files: `each` alone, else the last one of each kind, and with a state those
+    before it.
 
     A resumed run may go back to any of them.
     """
@@ -167,7 +195,11 @@ def damaged_together(names: list[str], *, each: bool) -> list[list[str]]:
     groups = []
     for last in {Path(name).name: name for name in names}.values():
         node, states, _ = last.partition("/states/")
-        before = [name for name in names if states and name.startswith(node) and Path(name).name == Path(last).name]
+        before = [
+            name
+            for name in names
+            if states and name.startswith(node) and Path(name).name == Path(last).name
+        ]
         groups.append(before or [last])
     return groups
 
@@ -219,7 +251,9 @@ def test_a_damaged_file_gives_the_same_model_or_one_line(
 
 
 @pytest.mark.parametrize("killed", ["direct"], indirect=True)
-@pytest.mark.parametrize(("text", "other"), [("rounds = 5", "roundz = 5"), ("patience = 100", "patience = 101")])
+@pytest.mark.parametrize(
+    ("text", "other"), [("rounds = 5", "roundz = 5"), ("patience = 100", "patience = 101")]
+)
 def test_a_command_names_the_damaged_experiment(
     text: str, other: str, killed: tuple[str, Path, Path], tmp_path: Path
 ) -> None:
@@ -254,7 +288,9 @@ def made(folder: Path) -> TaskStates:
 
 @pytest.mark.parametrize("name", ["vectors", "own/velocity", "facts.json"])
 @pytest.mark.parametrize("how", ["flipped", "cut", "removed", "added"])
-def test_a_damaged_state_is_lost_by_name_and_those_before_it_are_not(name: str, how: str, tmp_path: Path) -> None:
+def test_a_damaged_state_is_lost_by_name_and_those_before_it_are_not(
+    name: str, how: str, tmp_path: Path
+) -> None:
     states, found = made(tmp_path), list[Mapping[str, Any]]()
     file = tmp_path / "after-000000000002" / name
     content = file.read_bytes()
@@ -267,7 +303,9 @@ def test_a_damaged_state_is_lost_by_name_and_those_before_it_are_not(name: str, 
     else:
         file = file.with_name("more")
         file.touch()
-    with pytest.raises(StateLost, match=rf"^what it kept after its task 2 is lost: .*{file.name}") as caught:
+    with pytest.raises(
+        StateLost, match=rf"^what it kept after its task 2 is lost: .*{file.name}"
+    ) as caught:
         states.read(2, lambda folder, facts: found.append(facts))
     assert "start a new run" in str(caught.value) and not found
     states.read(1, lambda folder, facts: found.append(facts))
@@ -356,7 +394,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 async def trained(experiment: Experiment, folder: Path, *, tasks: int) -> tuple[bytes, list[str]]:
-    """Return the model of a device after some tasks, trained by a worker process, and the files that it keeps."""
+    """Return the model of a device after some tasks, trained by a worker process, and the files
+    that it keeps.
+    """
     async with Pool(accelerator="cpu", slots=2, devices=2) as pool:
         member = pool.member("device-0")
         prepared = await member.prepare(experiment)
@@ -373,7 +413,9 @@ async def trained(experiment: Experiment, folder: Path, *, tasks: int) -> tuple[
     return row.tobytes(), sorted(path.name for path in (folder / "states").glob("*/own/*"))
 
 
-def test_a_training_whose_worker_is_killed_is_repeated_on_what_the_last_task_left(home: Path) -> None:
+def test_a_training_whose_worker_is_killed_is_repeated_on_what_the_last_task_left(
+    home: Path,
+) -> None:
     tree = {"topology": {"institutions": 0, "devices": 1}, "rounds": 4}
     found = []
     for dies in ([], [1, 3]):
@@ -392,8 +434,12 @@ ODD: Final = {  # what a trainer does to its folder, and the error if there is o
     "((state / 'a' / 'b').mkdir(parents=True, exist_ok=True), (state / 'a').chmod(0))": "",
     "((state / 'file').write_text('x'), (state / 'file').chmod(0))": "",
     "state.chmod(0)": "",
-    "(shutil.rmtree(state), state.write_text('x'))": "it leaves a file in place of the folder task.state",
-    "(shutil.rmtree(state), state.symlink_to('/tmp'))": "it leaves a file in place of the folder task.state",
+    "(shutil.rmtree(state), state.write_text('x'))": (
+        "it leaves a file in place of the folder task.state"
+    ),
+    "(shutil.rmtree(state), state.symlink_to('/tmp'))": (
+        "it leaves a file in place of the folder task.state"
+    ),
     "(state / os.fsdecode(bytes([255]))).touch()": "",
     "os.chdir('/')": "",
 }
@@ -405,14 +451,18 @@ def test_whatever_a_trainer_makes_of_its_folder(how: str, home: Path) -> None:
     trainer = {"name": "dying:Dying", "dies": [], "how": how}
     tree = {"topology": {"devices": 1}, "rounds": 4, "training": {"trainer": trainer}}
     if problem:
-        with pytest.raises(InvalidExperiment, match=f"^training.trainer.name = 'dying:Dying': {re.escape(problem)}"):
+        with pytest.raises(
+            InvalidExperiment, match=f"^training.trainer.name = 'dying:Dying': {re.escape(problem)}"
+        ):
             run_direct(home / "runs", tree)
         return
     run = run_direct(home / "runs", tree, until=2)
     assert tensors(resumed_run(run)) == tensors(run_direct(home / "whole", tree))
 
 
-def test_damaged_numbers_of_samples_are_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_numbers_of_samples_are_not_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     kept = {"device-0": 83, "device-1": 49}
     Spool(tmp_path).keep_counts(kept)
     file = tmp_path / "samples"

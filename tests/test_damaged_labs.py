@@ -1,4 +1,6 @@
-"""What a killed lab of processes leaves on its disks: cut, or with a flipped bit, it is found out before it is used."""
+"""What a killed lab of processes leaves on its disks: cut, or with a flipped bit, it is found out
+before it is used.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ LAB: Final[dict[str, Any]] = {
     "stop": {"best": True},
 }
 KILLED: Final = 3  # the global round after which the lab was killed
-RUNS, KEPT = "runs", "kept"  # the folders of runs with the institutions' states, and of the devices' states
+# the folders of runs with the institutions' states, and of the devices' states
+RUNS, KEPT = "runs", "kept"
 FILES: Final = {  # all that it left, and whether its damage may end the run
     "runs/*/experiment.toml": True,
     "runs/*/manifest.json": True,
@@ -74,21 +77,33 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, Path]:
     file.write_text(to_toml(parse(LAB)))
     words = ("run", file, "--runs", home / RUNS, "--format", "json")
     env = {**os.environ, **environment(home)}
-    with subprocess.Popen(command(*words, null=True), stdout=subprocess.PIPE, env=env, text=True) as lab:
+    with subprocess.Popen(
+        command(*words, null=True), stdout=subprocess.PIPE, env=env, text=True
+    ) as lab:
         assert lab.stdout is not None
         for line in lab.stdout:
             event = json.loads(line)
             if event["event"] == "global_round" and event["global_round"] == KILLED:
                 lab.kill()
-    unlocked([*home.glob(f"{RUNS}/*/experiment.toml"), *home.glob(f"{RUNS}/.spool/*"), *home.glob(f"{KEPT}/*")])
+    unlocked(
+        [
+            *home.glob(f"{RUNS}/*/experiment.toml"),
+            *home.glob(f"{RUNS}/.spool/*"),
+            *home.glob(f"{KEPT}/*"),
+        ]
+    )
     whole = tmp_path_factory.mktemp("whole")
-    done = fedstrata("run", file, "--runs", whole / RUNS, "--format", "json", null=True, env=environment(whole))
+    done = fedstrata(
+        "run", file, "--runs", whole / RUNS, "--format", "json", null=True, env=environment(whole)
+    )
     assert done.returncode == 0, done.stderr
     return tensors(folder_in(done.stdout)), home
 
 
 def files_of(home: Path, pattern: str) -> list[Path]:
-    return sorted(path for path in home.rglob("*") if fnmatchcase(str(path.relative_to(home)), pattern))
+    return sorted(
+        path for path in home.rglob("*") if fnmatchcase(str(path.relative_to(home)), pattern)
+    )
 
 
 def resumed(home: Path) -> subprocess.CompletedProcess[str]:
@@ -102,7 +117,8 @@ def test_each_file_of_a_lab_is_damaged_below(killed: tuple[bytes, Path]) -> None
     for top in (RUNS, KEPT):
         for path in (home / top).rglob("*"):
             name = str(path.relative_to(home))
-            known = path.is_dir() or name.endswith(PARTIAL)  # which a kill leaves in the midst of writing
+            # which a kill leaves in the midst of writing
+            known = path.is_dir() or name.endswith(PARTIAL)
             assert known or any(fnmatchcase(name, pattern) for pattern in FILES), name
     for pattern in FILES:
         assert files_of(home, pattern), pattern
@@ -119,7 +135,9 @@ def damaged(content: bytes, how: str, draw: np.random.Generator) -> bytes:
 
 
 def drawn() -> list[tuple[str, str]]:
-    """Return kinds of files and how they are damaged: both ways in the thorough profile, else by turns."""
+    """Return kinds of files and how they are damaged: both ways in the thorough profile, else by
+    turns.
+    """
     hows = ["cut", "flipped"]
     if PROFILE == "thorough":
         return [(pattern, how) for pattern in FILES for how in hows]
@@ -131,7 +149,9 @@ def drawn() -> list[tuple[str, str]]:
 def test_a_damaged_file_gives_the_same_model_or_one_line(
     pattern: str, how: str, killed: tuple[bytes, Path], tmp_path: Path
 ) -> None:
-    """The newest file of a kind is damaged; of states, which a resumed run may go back to, all of one node."""
+    """The newest file of a kind is damaged; of states, which a resumed run may go back to, all of
+    one node.
+    """
     whole, left = killed
     home = tmp_path / "home"
     shutil.copytree(left, home)

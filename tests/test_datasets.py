@@ -26,11 +26,15 @@ from tests.helpers.mnist import idx, write_mnist
 
 
 def load(name: str, root: Path, node: str = CLOUD, **more: Any) -> datasets.Dataset:
-    return datasets.load(reading.parse({"data": {"dataset": name, "root": str(root), **more}}).data, node=node)
+    return datasets.load(
+        reading.parse({"data": {"dataset": name, "root": str(root), **more}}).data, node=node
+    )
 
 
 def python2_batch(images: npt.NDArray[np.uint8], labels: list[int], **more: list[int]) -> bytes:
-    """Write a batch opcode by opcode as Python 2 did: strings are bytes, which Python 3 cannot write."""
+    """Write a batch opcode by opcode as Python 2 did: strings are bytes, which Python 3 cannot
+    write.
+    """
 
     def text(value: str) -> bytes:
         return b"U" + bytes([len(value)]) + value.encode()
@@ -39,25 +43,41 @@ def python2_batch(images: npt.NDArray[np.uint8], labels: list[int], **more: list
         return b"J" + struct.pack("<i", value)
 
     raw = images.tobytes()
-    dtype = b"cnumpy\ndtype\n" + text("u1") + b"K\0K\1\x87R(K\3" + text("|") + b"NNN" + integer(-1) * 2 + b"K\0tb"
+    dtype = (
+        b"cnumpy\ndtype\n"
+        + text("u1")
+        + b"K\0K\1\x87R(K\3"
+        + text("|")
+        + b"NNN"
+        + integer(-1) * 2
+        + b"K\0tb"
+    )
     array = (
         b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\0\x85" + text("b") + b"\x87R"
         + b"(K\1" + integer(len(images)) + integer(images[0].size) + b"\x86" + dtype
         + b"\x89T" + struct.pack("<i", len(raw)) + raw + b"tb"
     )  # fmt: skip
     lists = {**({} if more else {"labels": labels}), **more}
-    listed = b"".join(text(key) + b"](" + b"".join(map(integer, numbers)) + b"e" for key, numbers in lists.items())
-    return b"\x80\2}(" + text("batch_label") + text("a batch") + listed + text("data") + array + b"u."
+    listed = b"".join(
+        text(key) + b"](" + b"".join(map(integer, numbers)) + b"e" for key, numbers in lists.items()
+    )
+    return (
+        b"\x80\2}(" + text("batch_label") + text("a batch") + listed + text("data") + array + b"u."
+    )
 
 
-def write_cifar(root: Path, labels: list[int] | None = None) -> tuple[npt.NDArray[np.uint8], list[int]]:
+def write_cifar(
+    root: Path, labels: list[int] | None = None
+) -> tuple[npt.NDArray[np.uint8], list[int]]:
     folder = root / "cifar-10-batches-py"
     folder.mkdir(exist_ok=True)
     draw = np.random.default_rng(1)
     images = draw.integers(0, 256, (24, 3, 32, 32), np.uint8)
     labels = draw.integers(0, 10, 24).tolist() if labels is None else labels
     for i, name in enumerate([*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"]):
-        (folder / name).write_bytes(python2_batch(images[4 * i : 4 * i + 4], labels[4 * i : 4 * i + 4]))
+        (folder / name).write_bytes(
+            python2_batch(images[4 * i : 4 * i + 4], labels[4 * i : 4 * i + 4])
+        )
     return images, labels
 
 
@@ -66,7 +86,12 @@ def test_digits_are_always_the_same_and_split_by_class() -> None:
     parts = (digits.train_images, digits.train_labels, digits.test_images, digits.test_labels)
     digest = hashlib.sha256(b"".join(part.numpy().tobytes() for part in parts)).hexdigest()
     assert digest == "a817fd0f988a4cafb3ca13e6fb18c3285f382137c4dab01e84a88ccc669d5542"
-    assert digits.train_images.shape == (1438, 1, 8, 8) and digits.test_images.shape == (359, 1, 8, 8)
+    assert digits.train_images.shape == (1438, 1, 8, 8) and digits.test_images.shape == (
+        359,
+        1,
+        8,
+        8,
+    )
     assert digits.train_images.dtype == torch.uint8 and digits.train_labels.dtype == torch.int64
     assert digits.train_images.max() == 16
     tested = torch.bincount(digits.test_labels).double()
@@ -93,7 +118,9 @@ def test_digits_are_normalised_as_chosen() -> None:
     assert (published.mean, published.std) == ((0.305,), (0.376,))
     assert torch.equal(as_ever, datasets.load(schema.Data()).normaliser()(published.train_images))
     own, images = normalised_by("own")
-    assert own.mean[0] == pytest.approx(float(published.train_images.double().mean()) / 16, abs=5e-5)
+    assert own.mean[0] == pytest.approx(
+        float(published.train_images.double().mean()) / 16, abs=5e-5
+    )
     assert images.mean().abs() < 3e-4 and (images.std(correction=0) - 1).abs() < 3e-4
     assert torch.equal(normalised_by("none")[1], published.train_images / 16)
     given = normalised_by([[0.25], [2]])[1]
@@ -101,7 +128,13 @@ def test_digits_are_normalised_as_chosen() -> None:
 
 
 def test_each_channel_has_its_own_constants() -> None:
-    made = {"dataset": "synthetic", "classes": 3, "image_shape": [3, 8, 8], "samples": 2500, "test_samples": 5}
+    made = {
+        "dataset": "synthetic",
+        "classes": 3,
+        "image_shape": [3, 8, 8],
+        "samples": 2500,
+        "test_samples": 5,
+    }
     loaded, images = normalised_by("own", **made)
     scaled = loaded.train_images.double() / 255
     assert len(set(loaded.mean)) == 3
@@ -111,7 +144,10 @@ def test_each_channel_has_its_own_constants() -> None:
     by_channel = normalised_by([[0, 0.5, 0], [1, 1, 2]], **made)[1]
     torch.testing.assert_close(by_channel[:, 1].double(), scaled[:, 1] - 0.5, rtol=0, atol=1e-6)
     torch.testing.assert_close(by_channel[:, 2].double(), scaled[:, 2] / 2, rtol=0, atol=1e-6)
-    with pytest.raises(InvalidExperiment, match=r"data\.normalise = .*3 channels or features\. List one number, or 3"):
+    with pytest.raises(
+        InvalidExperiment,
+        match=r"data\.normalise = .*3 channels or features\. List one number, or 3",
+    ):
         normalised_by([[0, 0], [1, 1]], **made)
 
 
@@ -136,7 +172,9 @@ def test_rounding_errors_are_no_deviation(value: float, shape: tuple[int, ...]) 
 def test_a_mean_beside_a_small_deviation_has_the_digits_that_it_needs() -> None:
     rows = torch.tensor([[1234.567], [1234.569]]) + torch.tensor([0.0])
     (mean,), (deviation,) = datasets.own_constants(rows, scale=1.0)
-    assert ((rows.double() - mean) / deviation).flatten().tolist() == pytest.approx([-1, 1], abs=1e-3)
+    assert ((rows.double() - mean) / deviation).flatten().tolist() == pytest.approx(
+        [-1, 1], abs=1e-3
+    )
     shifted = torch.arange(256.0).reshape(-1, 1) + 2**22
     (mean,), (deviation,) = datasets.own_constants(shifted, scale=1.0)
     assert ((shifted.double() - mean) / deviation).mean().abs() < 1e-3
@@ -161,16 +199,30 @@ def test_constants_that_cannot_be_are_refused() -> None:
         ([[0.5, 0.5], [1.0]], "not two lists"),
         ([[0.5]], "not two lists"),
         ([["a"], [1]], r"^data\.normalise\.0\.0 = 'a': not a number"),
-        ("mean", r"^data\.normalise = 'mean': not one of its values\. There are: published, own, none"),
+        (
+            "mean",
+            r"^data\.normalise = 'mean': not one of its values\. There are: published, own, none",
+        ),
     ):
         with pytest.raises(InvalidExperiment, match=problem):
             reading.parse({"data": {"normalise": choice}})
-    private = {"dataset": "folder", "classes": ["a", "b"], "partition": "private", "normalise": "own"}
+    private = {
+        "dataset": "folder",
+        "classes": ["a", "b"],
+        "partition": "private",
+        "normalise": "own",
+    }
     for tree, problem in (
         (private, "would have other constants"),
-        ({"dataset": "shakespeare", "normalise": "none"}, "no effect with data.dataset shakespeare"),
+        (
+            {"dataset": "shakespeare", "normalise": "none"},
+            "no effect with data.dataset shakespeare",
+        ),
         ({"dataset": "shakespeare", "noise": 0.1}, r"data\.noise = 0\.1: shakespeare is text"),
-        ({"dataset": "x.csv", "target_column": "y", "normalise": "own"}, "data.standardise to tables"),
+        (
+            {"dataset": "x.csv", "target_column": "y", "normalise": "own"},
+            "data.standardise to tables",
+        ),
     ):
         with pytest.raises(InvalidExperiment, match=problem):
             reading.parse({"data": tree, "model": {"name": "char_lstm"}})
@@ -180,7 +232,9 @@ def test_noise_has_its_deviation_and_is_always_the_same() -> None:
     clean, noisy = datasets.load(schema.Data()), datasets.load(schema.Data(noise=0.4))
     for name in ("train_images", "test_images"):
         noise = (getattr(noisy, name) - getattr(clean, name).float()) * noisy.scale
-        assert float(noise.std()) == pytest.approx(0.4, rel=0.01) and abs(float(noise.mean())) < 0.005
+        assert (
+            float(noise.std()) == pytest.approx(0.4, rel=0.01) and abs(float(noise.mean())) < 0.005
+        )
         assert float(torch.corrcoef(noise.flatten(1)[:2])[0, 1]) < 0.3
     assert torch.equal(clean.train_labels, noisy.train_labels)
     before = noisy.test_images.clone()
@@ -192,7 +246,10 @@ def test_noise_has_its_deviation_and_is_always_the_same() -> None:
 
 def test_one_data_set_per_process() -> None:
     loaded: list[datasets.Dataset] = []
-    threads = [threading.Thread(target=lambda: loaded.append(datasets.load(schema.Data()))) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: loaded.append(datasets.load(schema.Data())))
+        for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -218,13 +275,23 @@ def test_idx_files(tmp_path: Path, name: str, folder: str, zipped: bool) -> None
         ("train-images-idx3-ubyte", lambda raw: raw + b"\0", "holds more than"),
         ("train-images-idx3-ubyte", lambda raw: raw[:9], "ends inside its header"),
         ("train-images-idx3-ubyte", lambda raw: b"", "begins with nothing"),
-        ("train-images-idx3-ubyte", lambda raw: b"\0\0\x08\x01" + raw[4:], "begins with 00000801, not 00000803"),
-        ("train-images-idx3-ubyte", lambda raw: b"\0\0\x08\x03" + b"\xff" * 12 + raw[16:], "claims"),
+        (
+            "train-images-idx3-ubyte",
+            lambda raw: b"\0\0\x08\x01" + raw[4:],
+            "begins with 00000801, not 00000803",
+        ),
+        (
+            "train-images-idx3-ubyte",
+            lambda raw: b"\0\0\x08\x03" + b"\xff" * 12 + raw[16:],
+            "claims",
+        ),
         ("t10k-images-idx3-ubyte.gz", lambda raw: raw[: len(raw) // 2], "cannot be read"),
         ("t10k-images-idx3-ubyte.gz", lambda raw: b"no gzip at all", "cannot be read"),
     ],
 )
-def test_damaged_idx_file_is_named(tmp_path: Path, file: str, damage: Callable[[bytes], bytes], problem: str) -> None:
+def test_damaged_idx_file_is_named(
+    tmp_path: Path, file: str, damage: Callable[[bytes], bytes], problem: str
+) -> None:
     write_mnist(tmp_path, zipped=file.endswith("gz"))
     path = tmp_path / "MNIST" / "raw" / file
     path.write_bytes(damage(path.read_bytes()))
@@ -244,9 +311,15 @@ def test_labels_must_fit(tmp_path: Path, labels: npt.NDArray[np.uint8]) -> None:
 def test_cifar_batches(tmp_path: Path) -> None:
     images, labels = write_cifar(tmp_path)
     loaded = load("cifar10", tmp_path)
-    assert np.array_equal(loaded.train_images, images[:20]) and np.array_equal(loaded.test_images, images[20:])
-    assert loaded.train_labels.tolist() == labels[:20] and loaded.test_labels.tolist() == labels[20:]
-    normalised = loaded.normaliser()(torch.tensor([0, 255], dtype=torch.uint8).reshape(2, 1, 1, 1).expand(2, 3, 1, 1))
+    assert np.array_equal(loaded.train_images, images[:20]) and np.array_equal(
+        loaded.test_images, images[20:]
+    )
+    assert (
+        loaded.train_labels.tolist() == labels[:20] and loaded.test_labels.tolist() == labels[20:]
+    )
+    normalised = loaded.normaliser()(
+        torch.tensor([0, 255], dtype=torch.uint8).reshape(2, 1, 1, 1).expand(2, 3, 1, 1)
+    )
     torch.testing.assert_close(normalised[:, 2].flatten(), torch.tensor([-1.0, 1.0]))
 
 
@@ -256,24 +329,32 @@ def write_cifar100(root: Path) -> npt.NDArray[np.uint8]:
     images = np.random.default_rng(1).integers(0, 256, (6, 3, 32, 32), np.uint8)
     train = python2_batch(images[:4], [], fine_labels=[99, 0, 5, 7], coarse_labels=[19, 4, 1, 2])
     (folder / "train").write_bytes(train)
-    (folder / "test").write_bytes(python2_batch(images[4:], [], fine_labels=[3, 1], coarse_labels=[8, 0]))
+    (folder / "test").write_bytes(
+        python2_batch(images[4:], [], fine_labels=[3, 1], coarse_labels=[8, 0])
+    )
     return images
 
 
 def test_cifar100_has_two_kinds_of_labels(tmp_path: Path) -> None:
     images = write_cifar100(tmp_path)
     fine, coarse = (load("cifar100", tmp_path, labels=labels) for labels in ("fine", "coarse"))
-    assert np.array_equal(fine.train_images, images[:4]) and np.array_equal(coarse.test_images, images[4:])
+    assert np.array_equal(fine.train_images, images[:4]) and np.array_equal(
+        coarse.test_images, images[4:]
+    )
     assert (fine.train_labels.tolist(), fine.test_labels.tolist()) == ([99, 0, 5, 7], [3, 1])
     assert (coarse.train_labels.tolist(), coarse.test_labels.tolist()) == ([19, 4, 1, 2], [8, 0])
     assert fine.inputs == Inputs((3, 32, 32), 100) and coarse.inputs == Inputs((3, 32, 32), 20)
     black = fine.normaliser()(torch.zeros((1, 3, 1, 1), dtype=torch.uint8)).flatten()
-    torch.testing.assert_close(black, torch.tensor([-0.4914 / 0.2023, -0.4822 / 0.1994, -0.4465 / 0.2010]))
+    torch.testing.assert_close(
+        black, torch.tensor([-0.4914 / 0.2023, -0.4822 / 0.1994, -0.4465 / 0.2010])
+    )
 
 
 def test_cifar100_without_the_labels_that_are_wanted(tmp_path: Path) -> None:
     images = write_cifar100(tmp_path)
-    (tmp_path / "cifar-100-python" / "test").write_bytes(python2_batch(images[4:], [], fine_labels=[3, 1]))
+    (tmp_path / "cifar-100-python" / "test").write_bytes(
+        python2_batch(images[4:], [], fine_labels=[3, 1])
+    )
     assert load("cifar100", tmp_path).classes == 100
     with pytest.raises(InvalidExperiment, match=r"cifar-100-python/test.*coarse_labels"):
         load("cifar100", tmp_path, labels="coarse")
@@ -344,7 +425,9 @@ def test_missing_files_are_named_with_the_command_that_fetches_them(
     with pytest.raises(InvalidExperiment) as caught:
         load(name, tmp_path / "nowhere")
     assert str(tmp_path / "nowhere" / path) in str(caught.value)
-    assert f"torchvision.datasets.{folder}({str(tmp_path / 'nowhere')!r}, download=True)" in str(caught.value)
+    assert f"torchvision.datasets.{folder}({str(tmp_path / 'nowhere')!r}, download=True)" in str(
+        caught.value
+    )
 
 
 def test_only_what_is_missing_is_named(tmp_path: Path) -> None:
@@ -365,18 +448,30 @@ def test_a_root_is_described(tmp_path: Path) -> None:
     facts = json.loads(done.stdout)
     assert len(facts.pop("digest")) == 16
     assert facts == {
-        "dataset": "mnist", "train": 20, "test": 5, "shape": [1, 28, 28], "classes": 10, "numbers": 0, "tokens": 0,
-        "users": 0, "original": "no",
-    }  # fmt: skip
+        "dataset": "mnist",
+        "train": 20,
+        "test": 5,
+        "shape": [1, 28, 28],
+        "classes": 10,
+        "numbers": 0,
+        "tokens": 0,
+        "users": 0,
+        "original": "no",
+    }
     table = invoke("data", "check", "mnist", "--root", tmp_path).stdout.splitlines()
-    assert [line.split("\t")[:3] for line in table] == [["dataset", "train", "test"], ["mnist", "20", "5"]]
+    assert [line.split("\t")[:3] for line in table] == [
+        ["dataset", "train", "test"],
+        ["mnist", "20", "5"],
+    ]
 
 
 def test_each_file_decides_the_digest_by_which_two_machines_are_compared(tmp_path: Path) -> None:
     def digest() -> str:
         datasets._load.cache_clear()
         return str(
-            json.loads(invoke("data", "check", "mnist", "--root", tmp_path, "--format", "json").stdout)["digest"]
+            json.loads(
+                invoke("data", "check", "mnist", "--root", tmp_path, "--format", "json").stdout
+            )["digest"]
         )
 
     write_mnist(tmp_path)
@@ -388,7 +483,9 @@ def test_each_file_decides_the_digest_by_which_two_machines_are_compared(tmp_pat
     assert found[0] == found[1] and len(set(found)) == 5
 
 
-def test_a_data_set_is_the_original_by_its_digest_or_its_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_data_set_is_the_original_by_its_digest_or_its_means(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_mnist(tmp_path)
     images, labels = write_cifar(tmp_path, [*range(10), *range(10), *range(4)])
 
@@ -397,7 +494,9 @@ def test_a_data_set_is_the_original_by_its_digest_or_its_means(tmp_path: Path, m
         return [json.loads(line)["original"] for line in done.stdout.splitlines()]
 
     assert found() == ["no", "no"]
-    monkeypatch.setattr(originals, "DIGESTS", {"mnist": originals.digest_of(load("mnist", tmp_path))})
+    monkeypatch.setattr(
+        originals, "DIGESTS", {"mnist": originals.digest_of(load("mnist", tmp_path))}
+    )
     means = [tuple(part.mean((0, 2, 3)).tolist()) for part in (images[:20], images[20:])]
     monkeypatch.setattr(originals, "MEANS", {"cifar10": tuple(means)})
     assert found() == ["yes", "yes, in some order"]
@@ -416,7 +515,11 @@ def test_what_is_damaged_or_missing_ends_with_4_and_the_rest_is_described(tmp_pa
     done = invoke("data", "check", "--root", good)
     assert done.exit_code == 4 and "mnist\t20" in done.stdout and "data_batch_1" in done.stderr
     done = invoke("data", "check", "--root", bad)
-    assert done.exit_code == 4 and "t10k-labels-idx1-ubyte" in done.stderr and "data_batch_1" in done.stderr
+    assert (
+        done.exit_code == 4
+        and "t10k-labels-idx1-ubyte" in done.stderr
+        and "data_batch_1" in done.stderr
+    )
     assert invoke("data", "check", "--root", tmp_path / "absent").exit_code == 4
     assert "not read from a root" in invoke("data", "check", "digits", "--root", tmp_path).stderr
 

@@ -1,4 +1,6 @@
-"""Codecs of changes: what each must do, fedstrata's and one's own, whatever is encoded and whatever arrives."""
+"""Codecs of changes: what each must do, fedstrata's and one's own, whatever is encoded and whatever
+arrives.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ def ids(tree: Mapping[str, Any]) -> str:
 
 
 def test_every_codec_of_the_table_is_tried_here() -> None:
-    assert {tree["name"] for tree in TREES} >= table.CODECS.keys() and table.CODECS.keys() <= CODECS.keys()
+    assert {
+        tree["name"] for tree in TREES
+    } >= table.CODECS.keys() and table.CODECS.keys() <= CODECS.keys()
 
 
 @st.composite
@@ -75,8 +79,12 @@ def changes(draw: st.DrawFn, elements: st.SearchStrategy[float] = NORMAL) -> Flo
 @pytest.mark.parametrize("tree", TREES, ids=ids)
 @examples(60)
 @given(delta_D=changes(), seed=st.integers(0, 9))
-def test_a_codec_keeps_what_it_declares(tree: Mapping[str, Any], delta_D: Floats, seed: int) -> None:
-    """Its size holds, the same chance gives the same bytes, its input stays, and a contraction contracts."""
+def test_a_codec_keeps_what_it_declares(
+    tree: Mapping[str, Any], delta_D: Floats, seed: int
+) -> None:
+    """Its size holds, the same chance gives the same bytes, its input stays, and a contraction
+    contracts.
+    """
     codec, before = settings_of(tree).build(), delta_D.copy()
     data = codec.encode(delta_D, chance(seed))
     assert len(data) <= codec.nbytes(delta_D.size)
@@ -88,22 +96,35 @@ def test_a_codec_keeps_what_it_declares(tree: Mapping[str, Any], delta_D: Floats
         assert np.sum((d - c) ** 2) <= np.sum(d**2) * (1 - 1e-6 / d.size) or not d.any()
 
 
-@pytest.mark.parametrize("tree", [tree for tree in TREES if settings_of(tree).build().unbiased], ids=ids)
+@pytest.mark.parametrize(
+    "tree", [tree for tree in TREES if settings_of(tree).build().unbiased], ids=ids
+)
 @pytest.mark.parametrize("columns", [3, 1500])
-def test_an_unbiased_codec_has_the_change_as_its_mean(tree: Mapping[str, Any], columns: int) -> None:
+def test_an_unbiased_codec_has_the_change_as_its_mean(
+    tree: Mapping[str, Any], columns: int
+) -> None:
     codec, draws = settings_of(tree).build(), 1000 if columns < 10 else 400
     delta_D = np.random.default_rng(7).laplace(0, 1e-3, columns).astype(np.float32)
     delta_D[0] = 0
     random = chance(1)
-    found = np.array([codec.decode(codec.encode(delta_D, random), columns) for _ in range(draws)], np.float64)
+    found = np.array(
+        [codec.decode(codec.encode(delta_D, random), columns) for _ in range(draws)], np.float64
+    )
     spread = found.std(axis=0).max() / math.sqrt(draws)
-    assert (np.abs(found.mean(axis=0) - delta_D) <= 5 * spread + 2.0**-15 * np.abs(delta_D).max()).all()
+    assert (
+        np.abs(found.mean(axis=0) - delta_D) <= 5 * spread + 2.0**-15 * np.abs(delta_D).max()
+    ).all()
     assert np.abs((found.mean(axis=0) - delta_D).mean()) <= 5 * spread / math.sqrt(columns)
 
 
 @pytest.mark.parametrize("tree", TREES, ids=ids)
 @examples(100)
-@given(data=st.binary(max_size=400), columns=st.integers(1, 90), cut=st.integers(-3, 3), at=st.integers(0, 10**6))
+@given(
+    data=st.binary(max_size=400),
+    columns=st.integers(1, 90),
+    cut=st.integers(-3, 3),
+    at=st.integers(0, 10**6),
+)
 def test_any_bytes_give_a_change_or_are_refused(
     tree: Mapping[str, Any], data: bytes, columns: int, cut: int, at: int
 ) -> None:
@@ -111,7 +132,13 @@ def test_any_bytes_give_a_change_or_are_refused(
     sound = codec.encode(np.arange(columns, dtype=np.float32), chance())
     flipped = bytearray(sound)
     flipped[at % len(sound)] ^= 1 << (at % 8)
-    for each in (data, data[: codec.nbytes(columns)], bytes(flipped), sound[: len(sound) + cut], sound + b"x"):
+    for each in (
+        data,
+        data[: codec.nbytes(columns)],
+        bytes(flipped),
+        sound[: len(sound) + cut],
+        sound + b"x",
+    ):
         if len(each) <= codec.nbytes(columns):
             try:
                 found = codec.decode(each, columns)
@@ -122,7 +149,9 @@ def test_any_bytes_give_a_change_or_are_refused(
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("tree", [tree for tree in TREES if tree.get("by") is None], ids=ids)
-def test_what_is_not_finite_is_refused_by_the_receiver(tree: Mapping[str, Any], value: float) -> None:
+def test_what_is_not_finite_is_refused_by_the_receiver(
+    tree: Mapping[str, Any], value: float
+) -> None:
     layout = layout_of(3000)
     row, reference = row_of(layout, np.linspace(-1, 1, 3000)), row_of(layout, 0.5)
     layout.floats(row)[1234] = value
@@ -136,7 +165,9 @@ def test_what_is_not_finite_is_refused_by_the_receiver(tree: Mapping[str, Any], 
 
 
 def layout_of(columns: int) -> ModelLayout:
-    tensors: list[tuple[str, tuple[int, ...], Section]] = [("weight", (columns,), Section.PARAMETER)]
+    tensors: list[tuple[str, tuple[int, ...], Section]] = [
+        ("weight", (columns,), Section.PARAMETER)
+    ]
     tensors += [("norm.var", (5,), Section.BUFFER), ("norm.count", (), Section.COUNTER)]
     return ModelLayout.build(tensors).with_extras({"control": (7,)})
 
@@ -152,9 +183,13 @@ def row_of(layout: ModelLayout, columns: Any, seed: int = 0) -> Row:
 
 
 @pytest.mark.parametrize("tree", TREES, ids=ids)
-def test_buffers_counters_and_extras_are_exact_and_the_change_is_added(tree: Mapping[str, Any]) -> None:
+def test_buffers_counters_and_extras_are_exact_and_the_change_is_added(
+    tree: Mapping[str, Any],
+) -> None:
     layout, settings = layout_of(2500), settings_of(tree)
-    row, z = (row_of(layout, np.random.default_rng(i).standard_normal(2500), seed=i) for i in (1, 2))
+    row, z = (
+        row_of(layout, np.random.default_rng(i).standard_normal(2500), seed=i) for i in (1, 2)
+    )
     codec, changes_of = codec_of(settings), settings.build()
     blob = codec.encode(layout, row, reference=z, chance=chance(4))
     assert blob.nbytes <= codec.size(layout) and codec.delta and not codec.exact
@@ -165,7 +200,9 @@ def test_buffers_counters_and_extras_are_exact_and_the_change_is_added(tree: Map
     buffer[:] = blob
     codec.decode(layout, buffer, got, reference=z)
     delta_D = layout.floats(row)[:2500] - layout.floats(z)[:2500]
-    wanted = layout.floats(z)[:2500] + changes_of.decode(changes_of.encode(delta_D, chance(4)), 2500)
+    wanted = layout.floats(z)[:2500] + changes_of.decode(
+        changes_of.encode(delta_D, chance(4)), 2500
+    )
     np.testing.assert_array_equal(layout.floats(got)[:2500], wanted)
     assert got[4 * 2500 :].tobytes() == row[4 * 2500 :].tobytes()
     for size in (0, 10, blob.nbytes - 1 - 4 * 2500, codec.size(layout) + 1):
@@ -178,7 +215,9 @@ def test_buffers_counters_and_extras_are_exact_and_the_change_is_added(tree: Map
 
 @examples(100)
 @given(delta_D=changes(), share=st.floats(1e-4, 1))
-def test_the_largest_columns_are_sent_and_ties_go_to_the_lowest(delta_D: Floats, share: float) -> None:
+def test_the_largest_columns_are_sent_and_ties_go_to_the_lowest(
+    delta_D: Floats, share: float
+) -> None:
     size = delta_D.size
     codec = settings_of({"name": "topk", "share": share}).build()
     found = codec.decode(codec.encode(delta_D, chance()), size)
@@ -191,17 +230,24 @@ def test_the_largest_columns_are_sent_and_ties_go_to_the_lowest(delta_D: Floats,
 
 @pytest.mark.parametrize("tree", TREES, ids=ids)
 def test_pieces_are_coded_as_a_whole_is(tree: Mapping[str, Any]) -> None:
-    """Of three pieces, the last one short, the columns of each block come back as close as in one piece."""
+    """Of three pieces, the last one short, the columns of each block come back as close as in one
+    piece.
+    """
     columns, codec = 2 * PIECE_COLUMNS + 1500, settings_of(tree).build()
     delta_D = np.random.default_rng(3).standard_normal(columns).astype(np.float32)
     found = codec.decode(codec.encode(delta_D, chance()), columns)
-    errors = [np.mean((found[part] - delta_D[part]) ** 2) for part in (slice(0, PIECE_COLUMNS), slice(-1500, None))]
+    errors = [
+        np.mean((found[part] - delta_D[part]) ** 2)
+        for part in (slice(0, PIECE_COLUMNS), slice(-1500, None))
+    ]
     assert errors[1] == pytest.approx(errors[0], rel=0.2, abs=1e-12)
 
 
 def test_one_percent_costs_five_bytes_a_column() -> None:
     columns = 1_000_000
-    assert settings_of({"name": "topk"}).build().nbytes(columns) / (columns // 100) == pytest.approx(5.07, abs=0.01)
+    assert settings_of({"name": "topk"}).build().nbytes(columns) / (
+        columns // 100
+    ) == pytest.approx(5.07, abs=0.01)
     assert settings_of({"name": "sign"}).build().nbytes(columns) == 125_000 + 4 * 977
     assert settings_of({"name": "qsgd"}).build().nbytes(columns) == 500_000 + 4 * 977
 
@@ -238,12 +284,20 @@ def test_qsgd_rounds_to_one_of_the_two_neighbouring_steps(delta_D: Floats, bits:
         assert (np.abs(got - block) < step * (1 + 1e-5)).all()
 
 
-@pytest.mark.parametrize("tree", [{"name": "sign"}, *({"name": "qsgd", "bits": bits} for bits in (2, 4, 8))], ids=ids)
+@pytest.mark.parametrize(
+    "tree", [{"name": "sign"}, *({"name": "qsgd", "bits": bits} for bits in (2, 4, 8))], ids=ids
+)
 def test_a_block_ends_with_its_tensor(tree: Mapping[str, Any]) -> None:
     """As with int8: a layer's biases keep their precision beside weights whose changes are larger."""
     random, columns = np.random.default_rng(5), {"weight": (40, 30), "bias": (30,), "scale": (1,)}
-    layout = ModelLayout.build([(name, shape, Section.PARAMETER) for name, shape in columns.items()])
-    change = {"weight": random.standard_normal(1200), "bias": 1e-6 * random.standard_normal(30), "scale": [1e-9]}
+    layout = ModelLayout.build(
+        [(name, shape, Section.PARAMETER) for name, shape in columns.items()]
+    )
+    change = {
+        "weight": random.standard_normal(1200),
+        "bias": 1e-6 * random.standard_normal(30),
+        "scale": [1e-9],
+    }
     delta_D = np.concatenate(list(change.values())).astype(np.float32)
     codec, alone = codec_of(settings_of(tree)), settings_of(tree).build()
     row, origin, got = layout.empty(), np.zeros(layout.row_bytes, np.uint8), layout.empty()
@@ -270,7 +324,9 @@ def test_a_users_codec_is_built_from_its_keys_and_is_own_on_the_wire() -> None:
     assert isinstance(settings, OwnCodec) and settings.feedback and settings.keywords == {"by": 3}
     assert codec_of(settings).name == "own"
     code_at = parse({"transfer": {"lan": {"up": {"name": "mine:Codec"}}}}).code_at
-    found = [code_at(node).get("transfer.lan.up.name") for node in ("cloud", "institution-0", "device-0")]
+    found = [
+        code_at(node).get("transfer.lan.up.name") for node in ("cloud", "institution-0", "device-0")
+    ]
     assert found == [None, "mine:Codec", "mine:Codec"]
 
 
@@ -313,7 +369,9 @@ def test_a_users_codec_that_fails_ends_the_run_with_its_name(name: str, problem:
         codec.encode(np.zeros(10, np.float32), chance())
 
 
-@pytest.mark.parametrize(("name", "problem"), [("Failing", "IndexError: y"), ("Double", r"float64 \[10\]")])
+@pytest.mark.parametrize(
+    ("name", "problem"), [("Failing", "IndexError: y"), ("Double", r"float64 \[10\]")]
+)
 def test_a_users_codec_that_cannot_decode_refuses_the_model(name: str, problem: str) -> None:
     layout = ModelLayout.build([("weight", (10,), Section.PARAMETER)])
     codec, row = codec_of(settings_of({"name": f"tests.test_delta_codecs:{name}"})), layout.empty()
@@ -340,5 +398,7 @@ def test_codecs_that_cannot_work_are_refused(up: dict[str, Any], problem: str, r
 
 
 def test_a_downward_codec_is_none_of_changes() -> None:
-    with pytest.raises(InvalidExperiment, match=r"transfer\.wan\.down = 'topk': deltas are not used downward"):
+    with pytest.raises(
+        InvalidExperiment, match=r"transfer\.wan\.down = 'topk': deltas are not used downward"
+    ):
         parse({"transfer": {"wan": {"down": "topk"}}})

@@ -1,4 +1,6 @@
-"""What ships for containers, clusters and batch systems: valid by its schema, and the lab that it promises."""
+"""What ships for containers, clusters and batch systems: valid by its schema, and the lab that it
+promises.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,11 @@ def manifests() -> Sequence[dict[str, Any]]:
 
 def manifest(kind: str, name: str = "") -> dict[str, Any]:
     """Return an object by its kind and name."""
-    (found,) = (each for each in manifests() if each["kind"] == kind and each["metadata"].get("name", "") == name)
+    (found,) = (
+        each
+        for each in manifests()
+        if each["kind"] == kind and each["metadata"].get("name", "") == name
+    )
     return found
 
 
@@ -75,14 +81,18 @@ def container(kind: str, name: str = "") -> dict[str, Any]:
 
 
 def parents(*commands: Words) -> Lab:
-    """Return the parents of the nodes that these commands start, after the command line has read them."""
+    """Return the parents of the nodes that these commands start, after the command line has read
+    them.
+    """
     roles = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     lab = {}
     for role, *words in commands:
         given = roles[role].make_context(role, list(words)).params
         assert given["metrics"] == METRICS, "where the health check asks"
         names = [given["name"]] if isinstance(given["name"], str) else given["name"]
-        (parent,) = [given["parent"]] if isinstance(given["parent"], str) else given["parent"] or [CLOUD]
+        (parent,) = (
+            [given["parent"]] if isinstance(given["parent"], str) else given["parent"] or [CLOUD]
+        )
         lab |= dict.fromkeys(names, parent)
     return lab
 
@@ -101,7 +111,9 @@ def settings(configuration: str) -> list[str]:
 
 def test_compose_is_valid_by_its_schema() -> None:
     check = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
-    done = subprocess.run([*check, DEPLOY / "compose.yaml"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*check, DEPLOY / "compose.yaml"], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -111,7 +123,9 @@ def test_composes_nodes_are_the_demos_lab() -> None:
     assert parents(*map(composed, nodes)) == demo()
     for name in (*nodes, "cloud"):
         role = composed(name)[0]
-        assert services[name]["build"]["target"] == ("roles" if role == "institution" else "learning")
+        assert services[name]["build"]["target"] == (
+            "roles" if role == "institution" else "learning"
+        )
         assert services[name]["image"] == f"fedstrata:{services[name]['build']['target']}"
         assert services[name]["environment"]["FEDSTRATA_BROKER"] in services
 
@@ -119,7 +133,9 @@ def test_composes_nodes_are_the_demos_lab() -> None:
 def test_compose_opens_ports_on_this_machine_alone_and_pins_its_images() -> None:
     for name, service in compose().items():
         ports = service.get("ports", ())
-        assert all(re.match(r"(\$\{FEDSTRATA_BIND:-)?127\.0\.0\.1[:}]", port) for port in ports), name
+        assert all(re.match(r"(\$\{FEDSTRATA_BIND:-)?127\.0\.0\.1[:}]", port) for port in ports), (
+            name
+        )
         assert "build" in service or re.search(r":v?\d+\.\d+\.\d+$", service["image"]), name
         assert service["deploy"]["resources"]["limits"]["memory"], name
         assert service["restart"] == ("no" if name == "cloud" else "unless-stopped")
@@ -144,11 +160,15 @@ def test_mosquitto_has_the_settings_of_the_broker_command(tmp_path: Path) -> Non
 def test_prometheus_differs_by_names_of_hosts_alone() -> None:
     kept = yaml.safe_load((CONTAINERS / "prometheus.yml").read_text())
     shipped = (DEPLOY / "prometheus" / "prometheus.yml").read_text()
-    hosts = shipped.replace("127.0.0.1:9464", "cloud:9464").replace("127.0.0.1:9093", "alertmanager:9093")
+    hosts = shipped.replace("127.0.0.1:9464", "cloud:9464").replace(
+        "127.0.0.1:9093", "alertmanager:9093"
+    )
     assert kept == yaml.safe_load(hosts)
     services = compose()
     assert services["cloud"]["hostname"] == "cloud" and "alertmanager" in services
-    mounted = {volume.split(":")[1].rpartition("/")[2] for volume in services["prometheus"]["volumes"]}
+    mounted = {
+        volume.split(":")[1].rpartition("/")[2] for volume in services["prometheus"]["volumes"]
+    }
     assert {"prometheus.yml", *kept["rule_files"]} <= mounted
 
 
@@ -163,7 +183,13 @@ def test_the_build_context_has_what_the_package_is_built_from() -> None:
 
 @pytest.mark.parametrize("version", KUBERNETES)
 def test_manifests_are_valid_by_the_schema_of_kubernetes(version: str) -> None:
-    assert {each["kind"] for each in manifests()} >= {"ConfigMap", "Deployment", "Service", "StatefulSet", "Job"}
+    assert {each["kind"] for each in manifests()} >= {
+        "ConfigMap",
+        "Deployment",
+        "Service",
+        "StatefulSet",
+        "Job",
+    }
     for each in manifests():
         kubernetes_validate.validate(each, version, strict=True)
 
@@ -190,15 +216,24 @@ def test_pods_are_the_demos_lab(tmp_path: Path) -> None:
 def test_pods_are_probed_confined_and_bounded() -> None:
     for kind, name in (("StatefulSet", "institution"), ("StatefulSet", "device"), ("Job", "")):
         pod, started = manifest(kind, name)["spec"]["template"]["spec"], container(kind, name)
-        assert pod["securityContext"]["runAsNonRoot"] and started["securityContext"]["readOnlyRootFilesystem"]
+        assert (
+            pod["securityContext"]["runAsNonRoot"]
+            and started["securityContext"]["readOnlyRootFilesystem"]
+        )
         assert started["resources"]["limits"]["memory"]
         for probe in ("startupProbe", "livenessProbe"):
             assert started[probe]["httpGet"] == {"path": "/healthz", "port": "metrics"}
-        assert started["ports"] == [{"name": "metrics", "containerPort": int(METRICS.rpartition(":")[2])}]
+        assert started["ports"] == [
+            {"name": "metrics", "containerPort": int(METRICS.rpartition(":")[2])}
+        ]
 
 
-@pytest.mark.skipif(not SHELLCHECK.exists(), reason="no shellcheck: it has no wheel for this system")
-@pytest.mark.parametrize("script", [BATCH, ENSURE_BROKER, *INSTALLERS], ids=lambda path: path.parent.name)
+@pytest.mark.skipif(
+    not SHELLCHECK.exists(), reason="no shellcheck: it has no wheel for this system"
+)
+@pytest.mark.parametrize(
+    "script", [BATCH, ENSURE_BROKER, *INSTALLERS], ids=lambda path: path.parent.name
+)
 def test_the_scripts_have_no_fault_that_shellcheck_finds(script: Path) -> None:
     for words in (["bash", "-n"], [SHELLCHECK]):
         done = subprocess.run([*words, script], capture_output=True, text=True, check=False)
@@ -206,22 +241,40 @@ def test_the_scripts_have_no_fault_that_shellcheck_finds(script: Path) -> None:
 
 
 def test_the_demo_needs_pytorch_alone() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     assert [re.split(r"[>=<\[]", each)[0] for each in extras["training"]] == ["torch"]
     assert "fedstrata[training]" in extras["learning"] and "torchvision" in str(extras["learning"])
 
 
 @pytest.mark.slow
 def test_composes_commands_run_the_demo(tmp_path: Path) -> None:
-    nodes = [composed(name) for name in compose() if re.fullmatch(r"(institution|devices)-\d", name)]
-    cloud = [*composed("cloud"), str(EXPERIMENTS / "demo.toml"), "--set", "rounds=2", "--runs", str(tmp_path / "runs")]
+    nodes = [
+        composed(name) for name in compose() if re.fullmatch(r"(institution|devices)-\d", name)
+    ]
+    cloud = [
+        *composed("cloud"),
+        str(EXPERIMENTS / "demo.toml"),
+        "--set",
+        "rounds=2",
+        "--runs",
+        str(tmp_path / "runs"),
+    ]
     with ExitStack() as stack:
         served = stack.enter_context(broker.start(directory=tmp_path))
         env = {**os.environ, "FEDSTRATA_BROKER": f"{served.host}:{served.port}"}
         roles = []
         for words in (*nodes, cloud):
-            here = command(*[word.replace(METRICS, "127.0.0.1:0") for word in words], "--spool", "none", null=True)
-            roles.append(stack.enter_context(subprocess.Popen(here, env=env, stderr=subprocess.PIPE)))
+            here = command(
+                *[word.replace(METRICS, "127.0.0.1:0") for word in words],
+                "--spool",
+                "none",
+                null=True,
+            )
+            roles.append(
+                stack.enter_context(subprocess.Popen(here, env=env, stderr=subprocess.PIPE))
+            )
             stack.callback(roles[-1].kill)
         for role in roles:
             _, errors = role.communicate(timeout=PATIENCE_S)
@@ -240,7 +293,9 @@ for ((node = 0; node < SLURM_JOB_NUM_NODES; node++)); do wait -n || exit; done
 """
 
 
-def batch(folder: Path, *words: str | Path, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+def batch(
+    folder: Path, *words: str | Path, env: Mapping[str, str]
+) -> subprocess.CompletedProcess[str]:
     """Run the batch script as on two nodes of a cluster, with roles that compute nothing."""
     programs = {
         "srun": SRUN,
@@ -259,20 +314,29 @@ def batch(folder: Path, *words: str | Path, env: Mapping[str, str]) -> subproces
     }
     return subprocess.run(
         ["bash", BATCH, *words],
-        cwd=folder, env={**os.environ, **job, **env}, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
-    )  # fmt: skip
+        cwd=folder,
+        env={**os.environ, **job, **env},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
 
 
 @pytest.mark.slow
 def test_a_batch_job_is_a_lab_and_its_run(tmp_path: Path) -> None:
-    sizes = {"INSTITUTIONS": "3", "DEVICES_PER_NODE": "4"}  # an institution with devices of both nodes
+    # an institution with devices of both nodes
+    sizes = {"INSTITUTIONS": "3", "DEVICES_PER_NODE": "4"}
     done = batch(tmp_path, DEMO, "--set", "rounds=2", env=sizes)
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "runs").iterdir()
     assert len(table(folder / "rounds.csv")) == 2
     assert len({row["node"] for row in table(folder / "devices.csv")}) == 8
     (logs,) = tmp_path.glob("fedstrata-*")
-    assert {path.name for path in logs.iterdir()} == {"broker.log", *(f"institution-{i}.log" for i in range(3))}
+    assert {path.name for path in logs.iterdir()} == {
+        "broker.log",
+        *(f"institution-{i}.log" for i in range(3)),
+    }
 
 
 @pytest.mark.slow

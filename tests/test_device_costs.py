@@ -1,4 +1,6 @@
-"""What a device costs: shares of its host's energy, CPU time, memory and temperature, from the sensor to the tables."""
+"""What a device costs: shares of its host's energy, CPU time, memory and temperature, from the
+sensor to the tables.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,13 @@ from paho.mqtt.enums import CallbackAPIVersion
 from fedstrata.cloud.records import DeviceRecord
 from fedstrata.cloud.results import RunFolder
 from fedstrata.common.accounting.child_report import ChildReport
-from fedstrata.common.accounting.costs import CPU_SECONDS_MOST, JOULES_MOST, MEMORY_MOST, UNKNOWN_COSTS, DeviceCosts
+from fedstrata.common.accounting.costs import (
+    CPU_SECONDS_MOST,
+    JOULES_MOST,
+    MEMORY_MOST,
+    UNKNOWN_COSTS,
+    DeviceCosts,
+)
 from fedstrata.common.accounting.work import NO_WORK, Work
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.reading import parse
@@ -49,7 +57,17 @@ from fedstrata.device.pool.energy import EnergyShares
 from fedstrata.device.pool.pool import Pool
 from tests.helpers.energy import RANGE, zone
 from tests.helpers.loops import in_loop
-from tests.helpers.nodes import assert_models, child_of, drawn, layout_of, living, lying, parent_of, play, together
+from tests.helpers.nodes import (
+    assert_models,
+    child_of,
+    drawn,
+    layout_of,
+    living,
+    lying,
+    parent_of,
+    play,
+    together,
+)
 from tests.helpers.records import a_global_round, with_work
 from tests.helpers.sites import SimulatedSite, virtual
 from tests.test_hostile_members import result
@@ -57,7 +75,13 @@ from tests.test_metrics import Driver, Hand, scrape
 from tests.test_pool import FakeLane, Notes, members_of, settle, trains
 
 KNOWN = DeviceCosts(10.0, 6.0, 1.5, 2_000_000, 51.5, EnergySource.RAPL)
-SHELLY = {"id": 0, "source": "MQTT", "output": True, "apower": 60.0, "aenergy": {"total": 100.0, "by_minute": [0.0]}}
+SHELLY = {
+    "id": 0,
+    "source": "MQTT",
+    "output": True,
+    "apower": 60.0,
+    "aenergy": {"total": 100.0, "by_minute": [0.0]},
+}
 
 
 # Sources
@@ -78,7 +102,9 @@ def watts_integral(until_s: float) -> float:
 
 @pytest.mark.skipif(broker.choose() != "mosquitto", reason="mosquitto is not installed")
 @pytest.mark.parametrize("counter", [False, True], ids=["watts", "switch"])
-def test_a_plug_on_a_broker_is_integrated_within_a_thousandth(counter: bool, tmp_path: Path) -> None:
+def test_a_plug_on_a_broker_is_integrated_within_a_thousandth(
+    counter: bool, tmp_path: Path
+) -> None:
     clock, topic = Hand(), "shellies/plug-1/relay/0/power"
     clock.now = 0.0
     ends = seconds_of(300, 1.0)
@@ -94,8 +120,14 @@ def test_a_plug_on_a_broker_is_integrated_within_a_thousandth(counter: bool, tmp
         publisher.connect(served.host, served.port)
         publisher.loop_start()
         try:
-            async with energy_counter(f"plug:{topic}", BrokerAddress(served.host, served.port)) as plug:
-                assert isinstance(plug, PlugMeter) and plug.source is EnergySource.PLUG and plug.joules() is None
+            async with energy_counter(
+                f"plug:{topic}", BrokerAddress(served.host, served.port)
+            ) as plug:
+                assert (
+                    isinstance(plug, PlugMeter)
+                    and plug.source is EnergySource.PLUG
+                    and plug.joules() is None
+                )
                 arrived, take = asyncio.Queue[bytes](), plug.report
 
                 def report(body: bytes) -> None:
@@ -135,14 +167,17 @@ def test_a_plug_on_a_broker_is_integrated_within_a_thousandth(counter: bool, tmp
         (b'{"apower": 3}', (3.0, None)),
     ],
 )
-def test_reports_of_both_generations_are_read(body: bytes, found: tuple[float, float | None]) -> None:
+def test_reports_of_both_generations_are_read(
+    body: bytes, found: tuple[float, float | None]
+) -> None:
     assert plug_report(body) == found
 
 
 @pytest.mark.parametrize(
     "body",
     [
-        b"", b"on", b"nan", b"NaN", b"Infinity", b"-3", b"1e7", b"1e999", b"[1]", b"null", b"{}", b"\xff\xfe",
+        b"", b"on", b"nan", b"NaN", b"Infinity", b"-3", b"1e7", b"1e999", b"[1]", b"null", b"{}",
+        b"\xff\xfe",
         b'{"apower": -4}', b'{"apower": null}', b'{"apower": "x"}', b'{"apower": 1, "aenergy": 3}',
         b'{"apower": 1, "aenergy": {"total": -1}}', b'{"apower": 1, "aenergy": {"total": NaN}}',
         b'{"apower": 1, "aenergy": {}}', b"[" * 4000, b"1" * 4000, b" " * REPORT_BYTES_MOST + b"1",
@@ -162,7 +197,8 @@ def test_a_plug_that_is_silent_is_unknown_and_a_counter_that_was_reset_does_not_
     plug.report(json.dumps(SHELLY).encode())
     clock.now = 60.0
     assert plug.joules() == 3600.0, "the last power until the next report"
-    plug.report(json.dumps(SHELLY | {"aenergy": {"total": 0.5}}).encode())  # reset: 60 W for a minute
+    # reset: 60 W for a minute
+    plug.report(json.dumps(SHELLY | {"aenergy": {"total": 0.5}}).encode())
     assert plug.joules() == 3600.0
     clock.now += 6.0
     plug.report(json.dumps(SHELLY | {"apower": 0, "aenergy": {"total": 0.6}}).encode())
@@ -171,7 +207,9 @@ def test_a_plug_that_is_silent_is_unknown_and_a_counter_that_was_reset_does_not_
     assert plug.joules() is None
 
 
-def test_a_plugs_counter_is_bounded_by_its_watts_times_the_time(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_plugs_counter_is_bounded_by_its_watts_times_the_time(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     clock = Hand()
     clock.now = 0.0
     plug = PlugMeter(lambda: clock.now, topic="plug-1")
@@ -191,7 +229,9 @@ def test_a_plugs_counter_is_bounded_by_its_watts_times_the_time(caplog: pytest.L
     joules = plug.joules()
     assert joules is not None and joules < 60.0 * 7 * 60.0 + 3600, "none of it is counted"
     (line,) = caplog.messages
-    assert line.startswith("plug plug-1: its counter moved by inf J in 60.0 s, at 60 W: the energy of that time")
+    assert line.startswith(
+        "plug plug-1: its counter moved by inf J in 60.0 s, at 60 W: the energy of that time"
+    )
 
 
 def test_a_burst_of_reports_cannot_pretend_power() -> None:
@@ -213,11 +253,15 @@ def test_a_plug_is_in_the_panels_of_its_host() -> None:
     assert not any(line.startswith("fedstrata_energy_joules_total{") for line in scrape(registry))
     plug.report(b"40")
     clock.now += 10.0
-    line = f'fedstrata_energy_joules_total{{host="{platform.node()}",part="wall",source="plug"}} 400.0'
+    line = (
+        f'fedstrata_energy_joules_total{{host="{platform.node()}",part="wall",source="plug"}} 400.0'
+    )
     assert line in scrape(registry)
 
 
-def test_a_reset_by_suspend_is_not_taken_for_a_wrap(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_reset_by_suspend_is_not_taken_for_a_wrap(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """A machine that was suspended begins at 0 J: as a wrap that was 257 kJ within seconds."""
     clock = Hand()
     counter = zone(tmp_path, "intel-rapl:0", "package-0", 5_000_000_000)
@@ -235,7 +279,9 @@ def test_a_reset_by_suspend_is_not_taken_for_a_wrap(tmp_path: Path, caplog: pyte
     assert line.startswith("package-0 of ") and "from 5300 to 1 J in 10.0 s" in line
 
 
-def test_a_gpus_counter_that_is_reset_with_its_driver_is_unknown_for_a_reading(tmp_path: Path) -> None:
+def test_a_gpus_counter_that_is_reset_with_its_driver_is_unknown_for_a_reading(
+    tmp_path: Path,
+) -> None:
     clock, driver = Hand(), Driver()
     meter = EnergyMeter(tmp_path, Gpus(driver), now=lambda: clock.now)
     steps = meter._of_gpu
@@ -244,7 +290,10 @@ def test_a_gpus_counter_that_is_reset_with_its_driver_is_unknown_for_a_reading(t
 
 
 def test_a_counter_that_loses_a_part_is_unknown(tmp_path: Path) -> None:
-    package, memory = zone(tmp_path, "intel-rapl:0", "package-0", 0), zone(tmp_path, "intel-rapl:0:1", "dram", 0)
+    package, memory = (
+        zone(tmp_path, "intel-rapl:0", "package-0", 0),
+        zone(tmp_path, "intel-rapl:0:1", "dram", 0),
+    )
     counter = HostCounter(EnergyMeter(tmp_path, Gpus(Driver())))
     assert counter.source is EnergySource.NVML_RAPL and counter.joules() == 1234.5
     rapl = HostCounter(EnergyMeter(tmp_path, Gpus(Driver())), EnergySource.RAPL)
@@ -274,7 +323,9 @@ def test_the_user_of_a_host_names_its_source(tmp_path: Path) -> None:
     assert opened("none", tmp_path) is None
 
 
-@pytest.mark.parametrize("source", ["", "watts", "plug", "plug:", "plug:shellies/#", "plug:a/+/b", "csv:/etc/hosts"])
+@pytest.mark.parametrize(
+    "source", ["", "watts", "plug", "plug:", "plug:shellies/#", "plug:a/+/b", "csv:/etc/hosts"]
+)
 def test_a_source_that_does_not_exist_is_refused(source: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidExperiment, match="--energy"):
         opened(source, tmp_path)
@@ -309,7 +360,9 @@ def test_the_hottest_sensor_of_a_host_counts(tmp_path: Path) -> None:
 def test_the_peak_of_this_process_is_what_its_kernel_has_seen(tmp_path: Path) -> None:
     assert peak_bytes(tmp_path) is None
     (tmp_path / "self").mkdir()
-    (tmp_path / "self" / "status").write_text("VmPeak:\t  999 kB\nVmHWM:\t   123 kB\nVmRSS:\t   100 kB\n")
+    (tmp_path / "self" / "status").write_text(
+        "VmPeak:\t  999 kB\nVmHWM:\t   123 kB\nVmRSS:\t   100 kB\n"
+    )
     assert peak_bytes(tmp_path) == 123 * 1024
 
 
@@ -370,7 +423,11 @@ async def test_what_was_not_known_for_a_moment_leaves_the_cells_empty_and_no_oth
     await shares.open("b")  # any reading
     counter.value = 500.0
     found = await shares.end("a", UNKNOWN_COSTS)
-    assert (found.joules, found.train_joules, found.energy_source) == (None, None, EnergySource.NONE)
+    assert (found.joules, found.train_joules, found.energy_source) == (
+        None,
+        None,
+        EnergySource.NONE,
+    )
     assert (await shares.end("b", UNKNOWN_COSTS)).joules == 0.0, "all of it was of a's training"
     await shares.begin(["a"])
     counter.value = 503.0
@@ -414,7 +471,9 @@ def test_the_rows_of_a_run_add_up_to_the_counter_through_a_wrap(slots: int, tmp_
         notes.gate.set()
         energy, found = EnergyShares(HostCounter(EnergyMeter(tmp_path, None))), list[DeviceCosts]()
         make: Callable[[], Any] = lambda: Lane(notes)  # noqa: E731
-        async with Pool(accelerator="cpu", slots=slots, devices=3, energy=energy, thread=make, worker=make) as pool:
+        async with Pool(
+            accelerator="cpu", slots=slots, devices=3, energy=energy, thread=make, worker=make
+        ) as pool:
             members = await members_of(pool, ["a", "b", "c"])
             use(500_000_000)  # before the first training it is not the run's
             first = used
@@ -436,7 +495,9 @@ def test_the_rows_of_a_run_add_up_to_the_counter_through_a_wrap(slots: int, tmp_
 async def test_a_host_without_a_source_has_empty_cells() -> None:
     notes = Notes(["cpu"])
     notes.gate.set()
-    async with Pool(accelerator="cpu", slots=1, devices=1, thread=notes.lane, worker=notes.lane) as pool:
+    async with Pool(
+        accelerator="cpu", slots=1, devices=1, thread=notes.lane, worker=notes.lane
+    ) as pool:
         (member,) = await members_of(pool, ["a"])
         assert (await trains(member)).work.costs == UNKNOWN_COSTS
 
@@ -447,9 +508,12 @@ async def test_a_host_without_a_source_has_empty_cells() -> None:
 @pytest.mark.parametrize(
     "lie",
     [
-        {"joules": nan}, {"joules": -1.0}, {"joules": math.inf}, {"joules": 3 * JOULES_MOST}, {"train_joules": nan},
-        {"train_joules": -0.5}, {"joules": None}, {"train_joules": None}, {"energy_source": EnergySource.NONE},
-        {"cpu_s": nan}, {"cpu_s": -1.0}, {"cpu_s": 3 * CPU_SECONDS_MOST}, {"memory_bytes": MEMORY_MOST + 1},
+        {"joules": nan}, {"joules": -1.0}, {"joules": math.inf}, {"joules": 3 * JOULES_MOST},
+        {"train_joules": nan},
+        {"train_joules": -0.5}, {"joules": None}, {"train_joules": None},
+        {"energy_source": EnergySource.NONE},
+        {"cpu_s": nan}, {"cpu_s": -1.0}, {"cpu_s": 3 * CPU_SECONDS_MOST},
+        {"memory_bytes": MEMORY_MOST + 1},
         {"celsius": nan}, {"celsius": math.inf}, {"celsius": -2000.0},
     ],
     ids=repr,
@@ -468,10 +532,16 @@ def test_costs_that_cannot_be_are_not_known_and_cost_no_model(lie: dict[str, Any
     if "joules" in name or name == "energy_source":
         without = replace(KNOWN, joules=None, train_joules=None, energy_source=EnergySource.NONE)
     bad = replace(KNOWN, **lie)
-    for message, liar in ((with_work(result(), costs=bad), "c"), (result(children=(with_work(work, costs=bad),)), "d")):
+    for message, liar in (
+        (with_work(result(), costs=bad), "c"),
+        (result(children=(with_work(work, costs=bad),)), "d"),
+    ):
         found, liars = with_plausible_costs(message, child="c", limits=limits)
         check_report(found, limits=limits, epochs=4)
-        assert liars == (liar,) and without in (found.work.costs, *(each.work.costs for each in found.children))
+        assert liars == (liar,) and without in (
+            found.work.costs,
+            *(each.work.costs for each in found.children),
+        )
 
 
 @virtual
@@ -482,13 +552,17 @@ async def test_a_child_whose_costs_cannot_be_keeps_its_model_and_is_named_once(
     layout = layout_of(4000)
     parent, child = parent_of(site, ["device-0"], layout=layout), child_of(site, "device-0")
     lie = replace(KNOWN, joules=math.inf)
-    async with together(living(site, parent), lying(site, child, layout, lambda sent: with_work(sent, costs=lie))):
+    async with together(
+        living(site, parent), lying(site, child, layout, lambda sent: with_work(sent, costs=lie))
+    ):
         for global_round in (0, 1):
             row = drawn(layout, global_round)
             models = await play(parent, row, global_round=global_round)
             assert_models(models, row, layout=layout, places={"device-0": 0})
     lines = [line for line in caplog.messages if "costs that cannot be" in line]
-    assert lines == ["institution-0: device-0 reports costs that cannot be: they are not known, its models count"]
+    assert lines == [
+        "institution-0: device-0 reports costs that cannot be: they are not known, its models count"
+    ]
 
 
 def test_the_costs_of_local_rounds_are_summed_and_an_unknown_part_leaves_the_sum_unknown() -> None:
@@ -496,9 +570,17 @@ def test_the_costs_of_local_rounds_are_summed_and_an_unknown_part_leaves_the_sum
     assert both == DeviceCosts(11.0, 6.5, 2.0, 3_000_000, 51.5, EnergySource.RAPL)
     for other in (UNKNOWN_COSTS, replace(KNOWN, energy_source=EnergySource.PLUG)):
         found = KNOWN.after(other)
-        assert (found.joules, found.train_joules, found.energy_source) == (None, None, EnergySource.NONE)
+        assert (found.joules, found.train_joules, found.energy_source) == (
+            None,
+            None,
+            EnergySource.NONE,
+        )
     begun, scored = ChildReport("d", Work(epochs=1, costs=KNOWN), 1), ChildReport("d")
-    assert begun.with_work_of(ChildReport("d")).work.costs == KNOWN == scored.with_work_of(begun).work.costs
+    assert (
+        begun.with_work_of(ChildReport("d")).work.costs
+        == KNOWN
+        == scored.with_work_of(begun).work.costs
+    )
     assert begun.with_work_of(begun).work.costs.joules == 20.0
 
 
@@ -506,10 +588,15 @@ def test_the_costs_of_local_rounds_are_summed_and_an_unknown_part_leaves_the_sum
 
 
 def run_with(tmp_path: Path, *costs: DeviceCosts, rounds: int = 2) -> Run:
-    folder = RunFolder.create(tmp_path, parse({"topology": {"institutions": 1, "devices": len(costs)}}))
+    folder = RunFolder.create(
+        tmp_path, parse({"topology": {"institutions": 1, "devices": len(costs)}})
+    )
     for number in range(1, rounds + 1):
         folder.add_round(a_global_round(number, 0.25 * number, names=["institution-0"]))
-        reports = [ChildReport(f"device-{i}", Work(10, 0.5, 1, 5, 1.0, costs=each), 1) for i, each in enumerate(costs)]
+        reports = [
+            ChildReport(f"device-{i}", Work(10, 0.5, 1, 5, 1.0, costs=each), 1)
+            for i, each in enumerate(costs)
+        ]
         folder.add_devices(number, reports)
     return Run(folder.path)
 
@@ -529,7 +616,9 @@ def test_joules_are_compared_by_points_of_the_score_and_by_bytes(tmp_path: Path)
     megabytes = sum(sum(row.bytes_.values()) for row in run.rounds) / 1e6
     found = costs_to(run, 0.5)
     assert found is not None and found["joules"] == 40.0 and found["cpu_s"] == 6.0
-    assert found["joules_per_point"] == 40.0 / 50 and found["joules_per_mb"] == pytest.approx(40.0 / megabytes)
+    assert found["joules_per_point"] == 40.0 / 50 and found["joules_per_mb"] == pytest.approx(
+        40.0 / megabytes
+    )
     first = costs_to(run, 0.25)
     assert first is not None and first["joules"] == 20.0 and first["joules_per_point"] == 20.0 / 25
 
@@ -538,14 +627,28 @@ def test_a_sum_with_an_unknown_part_is_not_shown(tmp_path: Path) -> None:
     run = run_with(tmp_path, KNOWN, replace(UNKNOWN_COSTS, cpu_s=1.0))
     assert costs_until(run, 2) == {"cpu_s": 5.0}
     shown = table(run, each_most=9)
-    assert shown is not None and [column.name for column in shown.columns][1:3] == ["energy", "of it in training"]
+    assert shown is not None and [column.name for column in shown.columns][1:3] == [
+        "energy",
+        "of it in training",
+    ]
     assert [row[1] for row in shown.rows] == [None, 20.0, None] and "by rapl" in shown.title
     assert table(run_with(tmp_path, UNKNOWN_COSTS), each_most=9) is None
 
 
 def test_a_device_that_only_scored_has_no_part_in_the_sums() -> None:
-    row = DeviceRecord(global_round=1, node="cloud/d", samples=1, local_rounds=0, epochs=0, sgd_steps=0, loss=None,
-                       train_s=0.0, wait_s=0.0, pause_s=0.0, path=NO_WORK.path)  # fmt: skip
+    row = DeviceRecord(
+        global_round=1,
+        node="cloud/d",
+        samples=1,
+        local_rounds=0,
+        epochs=0,
+        sgd_steps=0,
+        loss=None,
+        train_s=0.0,
+        wait_s=0.0,
+        pause_s=0.0,
+        path=NO_WORK.path,
+    )
     from fedstrata.deploy.results.device_costs import total
 
     assert total([row], "joules") is None

@@ -47,7 +47,8 @@ SMALL: dict[str, Any] = {
     "training": {"momentum": 0.5, "learning_rate": 0.05, "batch_size": 50},
     "institution": {"rounds": 2},
 }
-# One step a round: many small steps of SGD enlarge the rounding of means a hundredfold within three global rounds.
+# One step a round: many small steps of SGD enlarge the rounding of means a hundredfold within three
+# global rounds.
 ONE_STEP = {"batch_size": 2000, "momentum": 0.0, "learning_rate": 0.2}
 CROSS = {"name": "fedcross", "alpha": 0.9, "on_new_model": "recentre"}
 
@@ -62,7 +63,10 @@ def run_small(root: Path, *changes: Tree) -> Path:
 def test_a_run_that_diverges_reports_it_once_and_leaves_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    steep = merged(SMALL, {"rounds": 3, "training": {"learning_rate": 1e25, "batch_size": 2000, "momentum": 0.0}})
+    steep = merged(
+        SMALL,
+        {"rounds": 3, "training": {"learning_rate": 1e25, "batch_size": 2000, "momentum": 0.0}},
+    )
     steep["institution"] = {"rounds": 1}
     folder = RunFolder.create(tmp_path, parse(steep | {"rounds": 1}), direct=True)
     with show(folder.experiment, json_lines=False) as observe:
@@ -74,10 +78,15 @@ def test_a_run_that_diverges_reports_it_once_and_leaves_json(
         for line in (folder.path / "events.jsonl").read_text().splitlines():
             facts = json.loads(line, parse_constant=pytest.fail)
             observe(facts.pop("event"), facts)
-    events = [json.loads(line, parse_constant=pytest.fail) for line in capsys.readouterr().out.splitlines()]
+    events = [
+        json.loads(line, parse_constant=pytest.fail)
+        for line in capsys.readouterr().out.splitlines()
+    ]
     losses = {event["event"]: event["loss"] for event in events if "loss" in event}
     assert losses["evaluated"] is losses["finished"] is None
-    (warning,) = (event for event in events if event["event"] == "warning" and "diverged" in event["reason"])
+    (warning,) = (
+        event for event in events if event["event"] == "warning" and "diverged" in event["reason"]
+    )
     assert warning["reason"] == "the test loss after global round 1 is nan: training has diverged"
     (row,) = Run(folder.path).rounds
     assert row.loss is None and row.accuracy is not None
@@ -104,18 +113,30 @@ def test_notes_on_split_data_are_reported_once_and_on_private_data_by_each_devic
     split: Tree = {"data": data, "model": {"name": "linearnet:build"}, "rounds": 1}
     found = run_small(tmp_path / "runs", split)
     events = [json.loads(line) for line in (found / "events.jsonl").read_text().splitlines()]
-    reasons = [event["reason"] for event in events if event["event"] == "warning" and "t.csv" in event["reason"]]
+    reasons = [
+        event["reason"]
+        for event in events
+        if event["event"] == "warning" and "t.csv" in event["reason"]
+    ]
     assert reasons == [
-        f"{tmp_path}/t.csv: 20 of 100 rows lack a value and are left out (10 of 'None', 10 of 'Apnea'), the first in"
+        f"{tmp_path}/t.csv: 20 of 100 rows lack a value and are left out (10 of 'None', 10 of "
+        "'Apnea'), the first in"
         " line 2, column 'b'",
-        f"{tmp_path}/t.csv: column 'y' has 'None' in 40 rows, which counts as a name: in a column of texts only empty"
+        f"{tmp_path}/t.csv: column 'y' has 'None' in 40 rows, which counts as a name: in a column "
+        "of texts only empty"
         " cells are missing values",
     ]
     assert "t.csv" not in caplog.text
     for node in ("cloud", *(f"device-{i}" for i in range(4))):
         (tmp_path / node).mkdir()
-        (tmp_path / node / "t.csv").write_text(f"a,b,y\n{rows if node != 'device-1' else '1,2,None'}")
-    private = data | {"root": f"{tmp_path}/{{node}}", "partition": "private", "classes": ["None", "Apnea"]}
+        (tmp_path / node / "t.csv").write_text(
+            f"a,b,y\n{rows if node != 'device-1' else '1,2,None'}"
+        )
+    private = data | {
+        "root": f"{tmp_path}/{{node}}",
+        "partition": "private",
+        "classes": ["None", "Apnea"],
+    }
     found = run_small(tmp_path / "runs", {**split, "data": private})
     assert (found / "events.jsonl").read_text().count("cloud/t.csv: 20 of 100 rows") == 1
     reported = [record.getMessage() for record in caplog.records if "t.csv" in record.getMessage()]
@@ -143,22 +164,37 @@ def assert_close(one: Path, other: Path) -> None:
 
 def test_a_run_leaves_its_folder(tmp_path: Path) -> None:
     # Of three models the two least alike choose each other, and one of them is chosen twice.
-    folder = run_small(tmp_path, {"cloud": {"aggregation": CROSS}, "topology": {"institutions": 3, "devices": 6}})
+    folder = run_small(
+        tmp_path, {"cloud": {"aggregation": CROSS}, "topology": {"institutions": 3, "devices": 6}}
+    )
     assert {path.name for path in folder.iterdir()} == {
-        "experiment.toml", "manifest.json", "rounds.csv", "links.csv", "devices.csv", "events.jsonl", "checkpoints",
-        "model.safetensors", "ledger.json", "partition.npz", "partition.json",
-    }  # fmt: skip
-    assert "nothing was sent" in json.loads((folder / "manifest.json").read_text())["direct"]["bytes"]
+        "experiment.toml",
+        "manifest.json",
+        "rounds.csv",
+        "links.csv",
+        "devices.csv",
+        "events.jsonl",
+        "checkpoints",
+        "model.safetensors",
+        "ledger.json",
+        "partition.npz",
+        "partition.json",
+    }
+    assert (
+        "nothing was sent" in json.loads((folder / "manifest.json").read_text())["direct"]["bytes"]
+    )
     size = sum(entry.nbytes for entry in model_of(folder).values())
     for row in table(folder):
-        assert [int(row[f"{way}_bytes"]) for way in ("wan_up", "wan_down", "lan_up", "lan_down")] == [
-            3 * size, 3 * size, 12 * size, 12 * size,
-        ]  # fmt: skip
+        assert [
+            int(row[f"{way}_bytes"]) for way in ("wan_up", "wan_down", "lan_up", "lan_down")
+        ] == [3 * size, 3 * size, 12 * size, 12 * size]
         assert 0 < float(row["accuracy"]) <= 1 and 0 < float(row["mixed_accuracy"]) <= 1
         assert float(row["spread_cloud"]) > 0 and float(row["omega_institution-0"]) > 0
         assert int(row["path_steps"]) < int(row["sgd_steps"])
     devices = table(folder, "devices")
-    assert sum(int(d["sgd_steps"]) for d in devices) == sum(int(row["sgd_steps"]) for row in table(folder))
+    assert sum(int(d["sgd_steps"]) for d in devices) == sum(
+        int(row["sgd_steps"]) for row in table(folder)
+    )
 
 
 # Two layers and three
@@ -184,8 +220,12 @@ SEVERAL = [
 ]
 
 
-@pytest.mark.parametrize("rule", [*SINGLE, *SEVERAL], ids=lambda rule: "-".join(map(str, rule.values())))
-def test_one_institution_need_not_ask_the_cloud_between_its_rounds(rule: Tree, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "rule", [*SINGLE, *SEVERAL], ids=lambda rule: "-".join(map(str, rule.values()))
+)
+def test_one_institution_need_not_ask_the_cloud_between_its_rounds(
+    rule: Tree, tmp_path: Path
+) -> None:
     alone = {"topology": {"institutions": 1, "devices": 6}, "training": ONE_STEP}
     rounds = {"participation": 0.5, "aggregation": rule}
     together = run_small(tmp_path, alone, {"rounds": 1, "institution": {"rounds": 4, **rounds}})
@@ -205,19 +245,27 @@ def test_reset_models_do_forget_where_recentred_ones_go_on(tmp_path: Path) -> No
         assert_close(*found)
 
 
-@pytest.mark.parametrize("how", [{"alpha": 0.5}, {"first_stage_rounds": 99}], ids=["half", "first stage"])
+@pytest.mark.parametrize(
+    "how", [{"alpha": 0.5}, {"first_stage_rounds": 99}], ids=["half", "first stage"]
+)
 def test_equal_models_are_recentred_as_they_are_reset(how: Tree, tmp_path: Path) -> None:
     found = [
-        run_small(tmp_path, {"institution": {"aggregation": {"name": "fedcross", "on_new_model": start, **how}}})
+        run_small(
+            tmp_path,
+            {"institution": {"aggregation": {"name": "fedcross", "on_new_model": start, **how}}},
+        )
         for start in ("reset", "recentre")
     ]
     assert_same_bits(*found)
 
 
 def test_tempo_with_equal_distances_is_fedavg_with_c_epochs(tmp_path: Path) -> None:
-    even = {"name": "fedavg", "weights": "uniform"}  # of two models, which are as far from their plain mean
+    # of two models, which are as far from their plain mean
+    even = {"name": "fedavg", "weights": "uniform"}
     epochs = {"training": {"epochs": 3}}
-    tempo = run_small(tmp_path, epochs, {"cloud": {"aggregation": even, "epoch_control": {"name": "tempo"}}})
+    tempo = run_small(
+        tmp_path, epochs, {"cloud": {"aggregation": even, "epoch_control": {"name": "tempo"}}}
+    )
     assert {row[f"epochs_institution-{m}"] for row in table(tempo) for m in (0, 1)} == {"3"}
     assert_same_bits(tempo, run_small(tmp_path, epochs, {"cloud": {"aggregation": even}}))
 
@@ -245,15 +293,27 @@ RULES = [
 
 
 def test_tempos_controls_spend_the_same_epochs_on_other_institutions(tmp_path: Path) -> None:
-    """The first global round is the same for all; what follows from it is reported beside it, and played next."""
+    """The first global round is the same for all; what follows from it is reported beside it, and
+    played next.
+    """
 
     def second(name: str, **control: object) -> list[int]:
         tempo = {"cloud": {"epoch_control": {"name": "tempo", **control}}}
-        lab = {"rounds": 2, "topology": {"institutions": 5, "devices": 5}, "training": {"epochs": 4}}
+        lab = {
+            "rounds": 2,
+            "topology": {"institutions": 5, "devices": 5},
+            "training": {"epochs": 4},
+        }
         folder = run_small(tmp_path / name, lab, tempo)
         played = [int(table(folder)[1][f"epochs_institution-{m}"]) for m in range(5)]
-        plans = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines() if '"plan"' in line]
-        reported = next(plan for plan in plans if plan["node"] == "cloud" and plan["global_round"] == 1)
+        plans = [
+            json.loads(line)
+            for line in (folder / "events.jsonl").read_text().splitlines()
+            if '"plan"' in line
+        ]
+        reported = next(
+            plan for plan in plans if plan["node"] == "cloud" and plan["global_round"] == 1
+        )
         assert list(reported["next_epochs"].values()) == played and len(reported["omegas"]) == 5
         return played
 
@@ -273,15 +333,23 @@ SAVED = ("clusamp", "fedadam", "fedcda", "fedcross")  # each with another state
     ("rule", "tier", "every"),
     slow(
         product(RULES, ("cloud", "institution"), (1, 2)),
-        but=[(rule, "institution", 2) for rule in RULES if rule["name"] in SAVED and "strategy" not in rule],
+        but=[
+            (rule, "institution", 2)
+            for rule in RULES
+            if rule["name"] in SAVED and "strategy" not in rule
+        ],
     ),
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None,
 )
-def test_a_resumed_run_gives_the_model_of_an_undisturbed_one(rule: Tree, tier: str, every: int, tmp_path: Path) -> None:
-    institutions, devices = (3, 3) if tier == "cloud" else (2, 6) if every == 1 else (3, 9)  # three for each rule
+def test_a_resumed_run_gives_the_model_of_an_undisturbed_one(
+    rule: Tree, tier: str, every: int, tmp_path: Path
+) -> None:
+    # three for each rule
+    institutions, devices = (3, 3) if tier == "cloud" else (2, 6) if every == 1 else (3, 9)
     topology = {"institutions": institutions, "devices": devices}
     size: dict[str, Any] = {"rounds": 5, "topology": topology, "training": ONE_STEP}
-    cloud = {"checkpoint_every": every, "participation": 0.67 if every > 1 else 1.0}  # not all may have a last one
+    # not all may have a last one
+    cloud = {"checkpoint_every": every, "participation": 0.67 if every > 1 else 1.0}
     tree = merged(SMALL, size, {"cloud": cloud}, {tier: {"aggregation": rule}})
     path = run_direct(tmp_path, tree, until=3)
     assert len(table(path)) == 3
@@ -323,19 +391,35 @@ def child(value: float) -> DoTask:
     return work
 
 
-def called(children: Mapping[str, float], closing: Closing) -> tuple[dict[str, list[float]], Mapping[str, str]]:
+def called(
+    children: Mapping[str, float], closing: Closing
+) -> tuple[dict[str, list[float]], Mapping[str, str]]:
     async def run() -> tuple[dict[str, list[float]], Mapping[str, str]]:
         calls = Calls(
-            {name: child(value) for name, value in children.items()}, samples=dict.fromkeys(children, 5), tests={},
-            layouts=LinkLayouts.plain(LAYOUT), codecs=Codecs(), spool=Spool(None), resident_mb=1.0, clock=Clock(),
-        )  # fmt: skip
+            {name: child(value) for name, value in children.items()},
+            samples=dict.fromkeys(children, 5),
+            tests={},
+            layouts=LinkLayouts.plain(LAYOUT),
+            codecs=Codecs(),
+            spool=Spool(None),
+            resident_mb=1.0,
+            clock=Clock(),
+        )
         row = LAYOUT.empty()
         LAYOUT.floats(row)[:] = 1
         played = await calls.round(
-            Dispatch(0, 0, models=[(row, tuple(children))], epochs=dict.fromkeys(children, 1), closing=closing)
+            Dispatch(
+                0,
+                0,
+                models=[(row, tuple(children))],
+                epochs=dict.fromkeys(children, 1),
+                closing=closing,
+            )
         )
         assert LAYOUT.floats(row).tolist() == [1, 1, 1]
-        return {name: LAYOUT.floats(upload).tolist() for name, upload in played.models.items()}, played.refused
+        return {
+            name: LAYOUT.floats(upload).tolist() for name, upload in played.models.items()
+        }, played.refused
 
     return asyncio.run(run())
 

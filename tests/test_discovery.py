@@ -20,11 +20,23 @@ from fedstrata.common.runtime import discovery
 from fedstrata.common.runtime.discovery import Found, check_carried, discover
 from fedstrata.common.runtime.world import REAL, Host, World
 from fedstrata.deploy.brokers.broker import start
-from tests.helpers.nodes import EXPERIMENT, LAB, PARENT, RUN, announcing, layout_of, living, parent_of, together
+from tests.helpers.nodes import (
+    EXPERIMENT,
+    LAB,
+    PARENT,
+    RUN,
+    announcing,
+    layout_of,
+    living,
+    parent_of,
+    together,
+)
 from tests.helpers.sites import SimulatedSite, until, virtual
 
 
-def seeking(site: SimulatedSite, name: str = "device-0", parent: str = PARENT) -> asyncio.Task[Found]:
+def seeking(
+    site: SimulatedSite, name: str = "device-0", parent: str = PARENT
+) -> asyncio.Task[Found]:
     """Let a node look for its parent's run."""
 
     def build(world: World) -> asyncio.Task[Found]:
@@ -51,7 +63,9 @@ async def test_a_child_finds_the_run_of_its_living_parent(site: SimulatedSite) -
 
 
 @virtual
-async def test_a_child_that_comes_first_finds_the_run_as_soon_as_it_is_announced(site: SimulatedSite) -> None:
+async def test_a_child_that_comes_first_finds_the_run_as_soon_as_it_is_announced(
+    site: SimulatedSite,
+) -> None:
     found = seeking(site)
     await asyncio.sleep(100)
     parent = parent_of(site, ["device-0"], layout=layout_of(4000))
@@ -100,10 +114,18 @@ async def test_a_child_that_finds_no_parent_names_the_others_once(
         await asyncio.sleep(1000)
         found.cancel()
         await asyncio.wait((found,))
-    connected = "device-0: connected to broker broker:1883, waiting for a run of institution-o in lab lab"
-    line = f"device-0 waits for institution-o of lab lab on broker broker:1883. Other parents: {PARENT}."
+    connected = (
+        "device-0: connected to broker broker:1883, waiting for a run of institution-o in lab lab"
+    )
+    line = (
+        "device-0 waits for institution-o of lab lab on broker broker:1883. Other parents: "
+        f"{PARENT}."
+    )
     lines = [record for record in caplog.records if record.getMessage().startswith("device-0")]
-    assert [(record.levelname, record.getMessage()) for record in lines] == [("INFO", connected), ("INFO", line)]
+    assert [(record.levelname, record.getMessage()) for record in lines] == [
+        ("INFO", connected),
+        ("INFO", line),
+    ]
 
 
 def of_release(version: int, message: Message) -> bytes:
@@ -148,7 +170,10 @@ async def test_a_second_node_of_a_name_ends_while_there_is_no_run(site: Simulate
     first = seeking(site)
     await asyncio.sleep(10)
     second, other = seeking(site), seeking(site, "device-1")
-    with pytest.raises(DuplicateName, match=r"device-0 already waits for a run on broker broker.*, on host .* --name"):
+    with pytest.raises(
+        DuplicateName,
+        match=r"device-0 already waits for a run on broker broker.*, on host .* --name",
+    ):
         await second
     assert not first.done() and not other.done()
     first.cancel()
@@ -221,7 +246,9 @@ class Broker:
 
 def check(broker: Broker, name: str, lab: str = "lab") -> None:
     world: Any = broker
-    asyncio.run(check_carried(BrokerAddress("b"), name, lab=lab, connect_timeout_s=1.0, world=world))
+    asyncio.run(
+        check_carried(BrokerAddress("b"), name, lab=lab, connect_timeout_s=1.0, world=world)
+    )
 
 
 def test_a_name_without_dots_needs_no_message() -> None:
@@ -230,9 +257,13 @@ def test_a_name_without_dots_needs_no_message() -> None:
     assert not broker.published
 
 
-@pytest.mark.parametrize(("name", "lab", "named"), [("pi.3", "lab", "pi.3 in lab lab"), ("pi", "a.b", "lab a.b")])
+@pytest.mark.parametrize(
+    ("name", "lab", "named"), [("pi.3", "lab", "pi.3 in lab lab"), ("pi", "a.b", "lab a.b")]
+)
 def test_a_broker_that_does_not_carry_dots_is_named(name: str, lab: str, named: str) -> None:
-    with pytest.raises(ConnectionFailed, match=f"broker b:1883 does not carry the dot in the name of {named},"):
+    with pytest.raises(
+        ConnectionFailed, match=f"broker b:1883 does not carry the dot in the name of {named},"
+    ):
         check(Broker(lambda topic: "." not in topic), name, lab)
 
 
@@ -242,7 +273,9 @@ def test_a_lost_message_is_sent_again() -> None:
     assert len(broker.published) == 4
 
 
-def test_a_broker_that_denies_the_other_name_too_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broker_that_denies_the_other_name_too_is_not_blamed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(discovery, "CHECKS", 2)
     check(Broker(lambda topic: False), "pi.3")
 
@@ -254,7 +287,9 @@ def test_a_real_broker_carries_dots(tmp_path: Path) -> None:
 
 
 @virtual
-async def test_the_parents_that_are_named_are_bounded(site: SimulatedSite, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_parents_that_are_named_are_bounded(
+    site: SimulatedSite, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "fedstrata.node")
     for number in range(300):
         site.inject(topics.spec(LAB, f"run-{number}", f"institution-{number}"), b"x", retain=True)

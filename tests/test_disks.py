@@ -41,11 +41,15 @@ def test_rows_and_events_wait_for_room(tmp_path: Path) -> None:
             folder.event("full", {"number": number, "text": "x" * 100})
         folder.add_round(a_global_round(1, None))
         folder.complete_round(a_global_round(1, 0.5))
-        with pytest.raises(StorageFailed, match=r"^file = '.*events.jsonl': No space left on device\. Make room"):
+        with pytest.raises(
+            StorageFailed, match=r"^file = '.*events.jsonl': No space left on device\. Make room"
+        ):
             folder.catch_up()
         small.empty()
         folder.catch_up()
-        events = [json.loads(line) for line in (folder.path / "events.jsonl").read_text().splitlines()]
+        events = [
+            json.loads(line) for line in (folder.path / "events.jsonl").read_text().splitlines()
+        ]
         assert [event.get("number") for event in events] == [None, *range(300)]
         assert [row["accuracy"] for row in table(folder.path / "rounds.csv")] == ["0.5"]
 
@@ -85,11 +89,15 @@ def test_a_run_waits_for_room(tmp_path: Path) -> None:
         assert outcome.ok, outcome
         assert outcome.digest == ScenarioLab(parse(SMALL)).run().digest
         (warning,) = [reason for event, reason in events if event == "warning"]
-        assert "No space left on device. Make room" in warning and "waits for it, for 30 s" in warning
+        assert (
+            "No space left on device. Make room" in warning and "waits for it, for 30 s" in warning
+        )
         assert [row["global_round"] for row in outcome.rounds] == ["1", "2", "3"]
         (path,) = small.path.glob("*/events.jsonl")
         written = [json.loads(line)["event"] for line in path.read_text().splitlines()]
-        assert [event for event in written if event != "plan"] == [event for event, _ in events if event != "status"]
+        assert [event for event in written if event != "plan"] == [
+            event for event, _ in events if event != "status"
+        ]
 
 
 def test_a_disk_that_stays_full_ends_the_run_with_one_line(tmp_path: Path) -> None:
@@ -119,7 +127,10 @@ def test_an_institution_waits_for_room_for_its_rules_state() -> None:
     assert outcome.ok, outcome
     assert outcome.digest == ScenarioLab(experiment).run().digest
     (warning,) = [each for each in outcome.warnings if "states" in each]
-    assert "No space left on device. Make room on that disk. The run waits for it, for 30 s." in warning
+    assert (
+        "No space left on device. Make room on that disk. The run waits for it, for 30 s."
+        in warning
+    )
 
 
 @pytest.mark.parametrize("write", ["spool", "runs", "resume"])
@@ -129,7 +140,9 @@ def test_a_read_only_folder_is_one_line(write: str, tmp_path: Path) -> None:
         folder.release()
         small.protect()
         if write == "spool":
-            with pytest.raises(StorageFailed, match=r"--spool = .*: Read-only file system\. Name a folder") as failed:
+            with pytest.raises(
+                StorageFailed, match=r"--spool = .*: Read-only file system\. Name a folder"
+            ) as failed:
                 Spool.open(small.path / "spool", run="r", node="n")
             assert failed.value.exit_code == 6
         elif write == "runs":
@@ -139,7 +152,9 @@ def test_a_read_only_folder_is_one_line(write: str, tmp_path: Path) -> None:
             )
             assert "Traceback" not in done.stderr
         else:
-            with pytest.raises(StorageFailed, match=r"file = '.*experiment.toml': Read-only file system\. Make"):
+            with pytest.raises(
+                StorageFailed, match=r"file = '.*experiment.toml': Read-only file system\. Make"
+            ):
                 RunFolder.reopen(folder.path)
 
 
@@ -174,4 +189,6 @@ def test_retries_end_with_success(monkeypatch: pytest.MonkeyPatch) -> None:
             raise StorageFailed("file", "f", "full", "Make room.")
 
     asyncio.run(files.until_written(write, patience_s=60.0, warn=warnings.append))
-    assert left == [0] and warnings == ["file = 'f': full. Make room. The run waits for it, for 60 s."]
+    assert left == [0] and warnings == [
+        "file = 'f': full. Make room. The run waits for it, for 60 s."
+    ]

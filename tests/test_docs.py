@@ -1,4 +1,5 @@
-"""The documentation against the code: what is made from it, keys and defaults, snippets, names, commands.
+"""The documentation against the code: what is made from it, keys and defaults, snippets, names,
+commands.
 
 Links, headings and the index are what `make docs` checks.
 """
@@ -47,16 +48,21 @@ from fedstrata.deploy.sweeps.grid import expand, is_sweep
 
 ROOT: Final = Path(__file__).parents[1]
 PAGES: Final = {
-    path: path.read_text("utf-8") for path in (*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")))
+    path: path.read_text("utf-8")
+    for path in (*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")))
 }
 FENCED_TOML: Final = re.compile(r"^```toml\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INDENTED_TOML: Final = re.compile(r"(?:^\n|^ {4}.*\n)+", re.MULTILINE)
 TABLE: Final = re.compile(
-    r"^\| key of `([a-z_.]+)` \| default \| meaning \| range \|\n\|[-|]+\n((?:\|.*\n)+)", re.MULTILINE
+    r"^\| key of `([a-z_.]+)` \| default \| meaning \| range \|\n\|[-|]+\n((?:\|.*\n)+)",
+    re.MULTILINE,
 )
 LAB: Final = {"topology": {"institutions": 4, "devices": 24}}  # of snippets that name none
-OF_OBJECTIVES: Final = {f"objective.{name}" if name == "fedgen" else name: table for name, table in OBJECTIVES.items()}
-SELECTED: Final[Mapping[str, type[BaseModel]]] = {  # selected by their names, those without parameters left out
+OF_OBJECTIVES: Final = {
+    f"objective.{name}" if name == "fedgen" else name: table for name, table in OBJECTIVES.items()
+}
+# selected by their names, those without parameters left out
+SELECTED: Final[Mapping[str, type[BaseModel]]] = {
     name: table
     for tables in (RULES, OF_OBJECTIVES, SELECTORS)
     for name, table in tables.items()
@@ -86,7 +92,11 @@ def snippets() -> list[Any]:
     found = []
     for path, text in PAGES.items():
         blocks = FENCED_TOML.findall(text)
-        blocks += [block for block in INDENTED_TOML.findall(text) if re.match(r"\n* {4}\[[a-z_.]+\]\n", block)]
+        blocks += [
+            block
+            for block in INDENTED_TOML.findall(text)
+            if re.match(r"\n* {4}\[[a-z_.]+\]\n", block)
+        ]
         found += [pytest.param(block, id=f"{path.stem}-{i}") for i, block in enumerate(blocks)]
     return found
 
@@ -96,7 +106,10 @@ def written() -> dict[str, list[Row]]:
     tables = {}
     for text in PAGES.values():
         for name, body in TABLE.findall(text):
-            rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in body.splitlines()]
+            rows = [
+                [cell.strip() for cell in line.strip("|").split(" | ")]
+                for line in body.splitlines()
+            ]
             tables[name] = [(key, default, span) for key, default, _, span in rows]
     return tables
 
@@ -105,18 +118,34 @@ def defined(name: str) -> list[Row]:
     """Return the same of a table of the experiment; a name that selects a table is no parameter."""
     table = TABLES[name]
     schema = table.model_json_schema()["properties"]
-    fields = {key: field for key, field in table.model_fields.items() if key != "name" or name not in SELECTED}
+    fields = {
+        key: field
+        for key, field in table.model_fields.items()
+        if key != "name" or name not in SELECTED
+    }
     given = {key: field.get_default(call_default_factory=True) for key, field in fields.items()}
-    defaults = {key: "not set" if value is None else f"`{json.dumps(value)}`" for key, value in given.items()}
+    defaults = {
+        key: "not set" if value is None else f"`{json.dumps(value)}`"
+        for key, value in given.items()
+    }
     return [(f"`{key}`", defaults[key], experiment.values(schema[key])) for key in fields]
 
 
 RESULTS: Final = ROOT / "docs" / "results"
 MADE: Final = {  # by file or pattern of files: what the code makes of it, and by which command
-    "docs/algorithms/*.svg": (lambda: {name: draw() for name, draw in PICTURES.items()}, "drawing docs/algorithms"),
-    "docs/concepts-*.svg": (lambda: {name: draw() for name, draw in sketches.PICTURES.items()}, "sketches docs"),
+    "docs/algorithms/*.svg": (
+        lambda: {name: draw() for name, draw in PICTURES.items()},
+        "drawing docs/algorithms",
+    ),
+    "docs/concepts-*.svg": (
+        lambda: {name: draw() for name, draw in sketches.PICTURES.items()},
+        "sketches docs",
+    ),
     "docs/results/*.svg": (lambda: kept_pictures.pictures(RESULTS), "kept_pictures docs/results"),
-    "docs/experiment.md": (lambda: {"experiment.md": experiment.page()}, "experiment > docs/experiment.md"),
+    "docs/experiment.md": (
+        lambda: {"experiment.md": experiment.page()},
+        "experiment > docs/experiment.md",
+    ),
     "docs/commands.md": (lambda: {"commands.md": manual()}, "manual > docs/commands.md"),
 }
 
@@ -130,11 +159,15 @@ def test_what_is_made_from_the_code_is_what_the_code_makes(files: str) -> None:
 
 def test_the_table_of_metrics_is_what_the_code_has() -> None:
     made = f"\n\n{metrics_table.table()}"
-    assert page("docs/metrics.md").endswith(made), "print it anew: python -m docs.tools.metrics_table"
+    assert page("docs/metrics.md").endswith(made), (
+        "print it anew: python -m docs.tools.metrics_table"
+    )
 
 
 def test_each_key_of_the_experiment_has_a_meaning() -> None:
-    assert "|  |" not in page("docs/experiment.md"), "a key of common/settings/ has no comment, which is its meaning"
+    assert "|  |" not in page("docs/experiment.md"), (
+        "a key of common/settings/ has no comment, which is its meaning"
+    )
 
 
 def test_the_readme_is_short() -> None:
@@ -148,15 +181,24 @@ def test_the_messages_of_the_protocol_are_the_codes() -> None:
     rows = re.findall(r"^\| (\d+) \| (\w+) \| \w+ \| (.*?) ?\|$", text, re.MULTILINE)
     kinds = [(int(n), name, re.findall(r"`(\w+): ", fields_)) for n, name, fields_ in rows]
     assert kinds == [
-        (n, kind.__name__, [field.name for field in dataclasses.fields(kind)]) for n, kind in enumerate(KINDS)
+        (n, kind.__name__, [field.name for field in dataclasses.fields(kind)])
+        for n, kind in enumerate(KINDS)
     ]
     assert f"[{VERSION}, session, kind," in text and f"{VERSION} is the version" in text
     types = {int: "int", float: "float", NameText: "name", ShortText: "text", JsonText: "json"}
     others = (messages.Manifest, messages.Target, messages.LinkBytes, messages.ChildCount)
     for kind in (*KINDS, *others, Finding):
-        row = next(line for line in text.splitlines() if re.match(rf"\| (\d+ \| )?{kind.__name__} \|", line))
+        row = next(
+            line
+            for line in text.splitlines()
+            if re.match(rf"\| (\d+ \| )?{kind.__name__} \|", line)
+        )
         hints = get_type_hints(kind, include_extras=True)
-        assert [name for name, hint in hints.items() if hint in types and f"`{name}: {types[hint]}`" not in row] == []
+        assert [
+            name
+            for name, hint in hints.items()
+            if hint in types and f"`{name}: {types[hint]}`" not in row
+        ] == []
 
 
 def test_the_sizes_of_the_protocol_are_the_codes() -> None:
@@ -166,17 +208,22 @@ def test_the_sizes_of_the_protocol_are_the_codes() -> None:
     assert dict(re.findall(r"^\| (.*?) \| (.*?) \|$", text, re.MULTILINE)) == {
         "message": "bytes at most",
         "Task": f"{small}, 8 for each 1,024 bytes of a model, and `transfer.inline_bytes`",
-        "Result": f"the same, {REPORT_BYTES} for each node below its sender, and {JSON_MOST:,} of `plans` if it "
+        "Result": f"the same, {REPORT_BYTES} for each node below its sender, and {JSON_MOST:,} of "
+        "`plans` if it "
         "aggregates",
         "Reports": f"{small}, and {REPORT_BYTES} for each node below its sender",
-        "Presence, Alive": f"{small}, and {TARGET_BYTES} for each node below its sender; a parent's Alive also what an "
+        "Presence, Alive": f"{small}, and {TARGET_BYTES} for each node below its sender; a "
+        "parent's Alive also what an "
         "Announcement may have",
         "Announcement": f"{SenderBounds().most(messages.Announcement):,}",
         "Progress, Farewell": f"{small}, and {TRAFFIC_BYTES} for each tier below its sender",
         "Ask": f"{small}, and one for each 8,192 bytes of a model",
-        "FrozenOffered": f"{small}, and {messages.DIGEST_BYTES} for each {messages.MIN_CHUNK_BYTES:,} bytes of frozen "
+        "FrozenOffered": f"{small}, and {messages.DIGEST_BYTES} for each "
+        f"{messages.MIN_CHUNK_BYTES:,} bytes of frozen "
         "arrays",
-        "Probe, Probed": f"{nothing.most(messages.Probe):,}: noise has at most 4,096 chunks, and 64 MB",
+        "Probe, Probed": (
+            f"{nothing.most(messages.Probe):,}: noise has at most 4,096 chunks, and 64 MB"
+        ),
         "Here": f"{nothing.most(messages.Here):,}",
         "Status": f"{nothing.most(messages.Status):,}",
         "all others": f"{nothing.most(messages.Goodbye):,}",
@@ -187,11 +234,26 @@ def test_the_sizes_of_the_protocol_are_the_codes() -> None:
 
 def test_each_column_of_a_runs_tables_is_described() -> None:
     kinds = (GlobalRoundRecord, LinkRecord, DeviceRecord)
-    groups = ("phases", "bytes_", "epochs", "omega", "spread", "epsilon", "other_scores", "by_devices", "more")
+    groups = (
+        "phases",
+        "bytes_",
+        "epochs",
+        "omega",
+        "spread",
+        "epsilon",
+        "other_scores",
+        "by_devices",
+        "more",
+    )
     fields_ = {field.name for kind in kinds for field in dataclasses.fields(kind)} - set(groups)
-    columns = {field.removesuffix("_") for field in fields_} | {f"{phase}_s" for phase in GLOBAL_PHASES}
+    columns = {field.removesuffix("_") for field in fields_} | {
+        f"{phase}_s" for phase in GLOBAL_PHASES
+    }
     columns |= {"TIER_up_bytes", "TIER_down_bytes", "score", "mixed_score"}
-    columns |= {f"devices_{name}" for name in STATISTICS} | {"personalised_scored", "personalised_s"}
+    columns |= {f"devices_{name}" for name in STATISTICS} | {
+        "personalised_scored",
+        "personalised_s",
+    }
     assert [column for column in columns if f"`{column}`" not in page("docs/runs.md")] == []
 
 
@@ -203,7 +265,9 @@ def test_the_constants_of_each_data_set_are_the_codes() -> None:
         for name in re.findall(r"`(\w+)`", names)
     }
     assert listed == {
-        name: tuple((each[0],) if len(set(each)) == 1 else each for each in (source.mean, source.std))
+        name: tuple(
+            (each[0],) if len(set(each)) == 1 else each for each in (source.mean, source.std)
+        )
         for name, source in datasets._SOURCES.items()
         if name not in TEXTS
     }
@@ -219,7 +283,9 @@ def test_each_message_of_the_troubleshooting_is_in_the_code() -> None:
 
 
 @pytest.mark.parametrize("snippet", snippets())
-def test_snippets_are_experiments_sweeps_or_labs(snippet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snippets_are_experiments_sweeps_or_labs(
+    snippet: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "pyproject.toml").write_text(files_of("docs/flower.md")["pyproject.toml"])
     monkeypatch.chdir(tmp_path)
     given = tomllib.loads(snippet)
@@ -240,16 +306,29 @@ def test_parameters_defaults_and_ranges_are_the_codes() -> None:
 
 PROJECT: Final[Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 COMMANDS: Final = dict(commands())
-EVERYWHERE: Final = {"--help", *(option for one in typer.main.get_command(app).params for option in one.opts)}
-LINE: Final = re.compile(r"^(?: {4}| {2,3})?(?:sudo )?(?:\.venv/bin/)?(fedstrata [^`\n]*?)(?:  +#.*)?$", re.MULTILINE)
+EVERYWHERE: Final = {
+    "--help",
+    *(option for one in typer.main.get_command(app).params for option in one.opts),
+}
+LINE: Final = re.compile(
+    r"^(?: {4}| {2,3})?(?:sudo )?(?:\.venv/bin/)?(fedstrata [^`\n]*?)(?:  +#.*)?$", re.MULTILINE
+)
 INLINE: Final = re.compile(r"`(fedstrata [^`]*)`")
 FENCED: Final = re.compile(r"^ *```sh\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 INDENTED: Final = re.compile(r"(?:^ {4}.*\n)+", re.MULTILINE)
-TARGETS: Final = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-BENCHES: Final = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "tests" / "bench").glob("*.py")}
+TARGETS: Final = set(
+    re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+)
+BENCHES: Final = {
+    path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "tests" / "bench").glob("*.py")
+}
 READING: Final = (  # section 0 of the design: one global round, from the arithmetic to the device
     *("common/methods/mixing.py", "common/methods/fedcross.py", "common/protocol/participant.py"),
-    *("common/protocol/coordinator.py", "common/protocol/parent_session.py", "common/runtime/endpoint.py"),
+    *(
+        "common/protocol/coordinator.py",
+        "common/protocol/parent_session.py",
+        "common/runtime/endpoint.py",
+    ),
     *("cloud/global_rounds.py", "device/training/trainer.py"),
 )
 KEYS_MOST: Final = 30
@@ -260,7 +339,9 @@ def lines(text: str) -> Iterator[str]:
     text = text.replace("\\\n", " ")
     for block in (*FENCED.findall(text), *INDENTED.findall(text)):
         for line in LINE.findall(block):
-            yield from (part for part in re.split(r"\s(?:&&|;|\|)\s", line) if part.startswith("fedstrata "))
+            yield from (
+                part for part in re.split(r"\s(?:&&|;|\|)\s", line) if part.startswith("fedstrata ")
+            )
     yield from (" ".join(line.split()) for line in INLINE.findall(text))
 
 
@@ -273,8 +354,12 @@ def problem_of(line: str) -> str | None:
     if name is None:
         is_group = any(each.startswith(f"{words[0]} ") for each in COMMANDS)
         return None if is_group and len(words) == 1 else f"no command: {line}"
-    known = {option for one in COMMANDS[name].params for option in (*one.opts, *one.secondary_opts)} | EVERYWHERE
-    wrong = [word for word in words if word.startswith("--") and word.partition("=")[0] not in known]
+    known = {
+        option for one in COMMANDS[name].params for option in (*one.opts, *one.secondary_opts)
+    } | EVERYWHERE
+    wrong = [
+        word for word in words if word.startswith("--") and word.partition("=")[0] not in known
+    ]
     return f"{name} has no {', '.join(wrong)}" if wrong else None
 
 
@@ -289,7 +374,11 @@ def code(*kinds: str) -> str:
     """Return the text of the product's files of some kinds."""
     rooms = ("cloud", "common", "deploy", "device", "institution", "docs/tools")
     files = (path for room in rooms for path in (ROOT / room).rglob("*"))
-    return "".join(path.read_text(encoding="utf-8") for path in files if path.suffix in kinds or path.name in kinds)
+    return "".join(
+        path.read_text(encoding="utf-8")
+        for path in files
+        if path.suffix in kinds or path.name in kinds
+    )
 
 
 def test_variables_of_the_environment_exist() -> None:
@@ -299,13 +388,18 @@ def test_variables_of_the_environment_exist() -> None:
 
 
 def test_the_options_and_keys_of_the_page_on_security_exist() -> None:
-    options = {option for command in COMMANDS.values() for one in command.params for option in one.opts}
+    options = {
+        option for command in COMMANDS.values() for one in command.params for option in one.opts
+    }
     named = set(re.findall(r"`(--[a-z-]+)", page("SECURITY.md")))
     assert named and named <= options
     keys = set(re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?: = [^`]*)?`", page("SECURITY.md")))
     assert keys and all(experiment.field_of(key) for key in keys)
     of_labs = (ROOT / "deploy" / "kits" / "lab_file.py").read_text(encoding="utf-8")
-    assert all(f"    {key}: " in of_labs for key in re.findall(r"`([a-z_]+) = (?:true|false)`", page("SECURITY.md")))
+    assert all(
+        f"    {key}: " in of_labs
+        for key in re.findall(r"`([a-z_]+) = (?:true|false)`", page("SECURITY.md"))
+    )
 
 
 def test_the_keys_that_matter_are_few_and_exist_and_others_are_refused() -> None:
@@ -319,10 +413,13 @@ def test_the_layers_are_those_of_the_import_contracts() -> None:
     block = page("CONTRIBUTING.md", "the contracts in `pyproject.toml`:\n", "\n| room |")
     lines_ = re.sub(r"\n {5,}", " ", block).split("\n")  # a room's layers may take several lines
     rooms = [line.strip().rpartition(":") for line in lines_ if line.strip()]
-    layers = {name: [" ".join(layer.split()) for layer in text.split(">")] for name, _, text in rooms}
+    layers = {
+        name: [" ".join(layer.split()) for layer in text.split(">")] for name, _, text in rooms
+    }
     contracts = PROJECT["tool"]["importlinter"]["contracts"]
     assert layers == {
-        each["containers"][0].removeprefix("fedstrata").removeprefix("."): each["layers"] for each in contracts
+        each["containers"][0].removeprefix("fedstrata").removeprefix("."): each["layers"]
+        for each in contracts
     }
 
 
@@ -330,20 +427,30 @@ def test_the_reading_order_is_that_of_the_design() -> None:
     listed = page("CONTRIBUTING.md", "Read in this order").partition("\n\n")[2].partition("\n\n")[0]
     items = re.findall(r"^\d+\. `([^`]+)`: (.*(?:\n {3}.*)*)", listed, re.MULTILINE)
     assert tuple(path for path, _ in items) == READING
-    assert all((ROOT / path).is_file() and text.count(". ") == 0 and text.endswith(".") for path, text in items)
+    assert all(
+        (ROOT / path).is_file() and text.count(". ") == 0 and text.endswith(".")
+        for path, text in items
+    )
 
 
 def test_paths_in_backticks_exist() -> None:
     rooms = "|".join(("cloud", "common", "deploy", "device", "docs", "institution", "tests"))
     path = re.compile(rf"`((?:{rooms})/(?:[\w/.-]*\w\.\w+|[\w/-]*))`")
     found = {one for file in ROOT.glob("*.md") for one in path.findall(PAGES[file])}
-    assert found and sorted(one for one in found if "NAME" not in one and not (ROOT / one).exists()) == []
+    assert (
+        found
+        and sorted(one for one in found if "NAME" not in one and not (ROOT / one).exists()) == []
+    )
 
 
 def figures(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the first and the last cell of each row of a table whose last head begins with `command`."""
+    """Yield the first and the last cell of each row of a table whose last head begins with
+    `command`.
+    """
     for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
-        head, _, *rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines()]
+        head, _, *rows = [
+            [cell.strip() for cell in line.strip("|").split(" | ")] for line in table.splitlines()
+        ]
         if head[-1].startswith("command"):
             yield from ((row[0], row[-1]) for row in rows)
 
@@ -359,12 +466,24 @@ def missing(command: str) -> str | None:
     lacking = [path for path in paths if not (ROOT / path).exists()]
     if "-k" in words and not lacking:
         tests = re.findall(r"def (test_\w+)", (ROOT / paths[0]).read_text(encoding="utf-8"))
-        lacking = [] if any(words[words.index("-k") + 1] in name for name in tests) else [f"-k of {command}"]
-    return lacking[0] if lacking else None if paths or words[:2] == ["python", "-m"] else f"kind of {command}"
+        lacking = (
+            []
+            if any(words[words.index("-k") + 1] in name for name in tests)
+            else [f"-k of {command}"]
+        )
+    return (
+        lacking[0]
+        if lacking
+        else None
+        if paths or words[:2] == ["python", "-m"]
+        else f"kind of {command}"
+    )
 
 
 def test_benchmarks_are_listed_by_their_names_and_those_that_pages_name_exist() -> None:
-    listed = {name: re.findall(r'^"""`make bench NAME=(\w+)`: ', text) for name, text in BENCHES.items()}
+    listed = {
+        name: re.findall(r'^"""`make bench NAME=(\w+)`: ', text) for name, text in BENCHES.items()
+    }
     assert [name for name, found in listed.items() if found not in ([], [name])] == []
     named = {name for text in PAGES.values() for name in re.findall(r"make bench NAME=(\w+)", text)}
     assert len(named) > 10 and sorted(name for name in named if not listed.get(name)) == []
@@ -383,6 +502,10 @@ def test_each_section_of_the_benchmarks_with_figures_has_a_command() -> None:
     sections = re.split(r"^##+ ", page("docs/benchmarks.md"), flags=re.MULTILINE)[1:]
     assert len(sections) > 5
     for section in sections:
-        named = re.findall(r"`((?:make|python|pytest|fedstrata) [^`]+)`", section) + FENCED.findall(section)
+        named = re.findall(r"`((?:make|python|pytest|fedstrata) [^`]+)`", section) + FENCED.findall(
+            section
+        )
         assert named, section.splitlines()[0]
-        assert [lack for command in named if "\n" not in command and (lack := missing(command))] == []
+        assert [
+            lack for command in named if "\n" not in command and (lack := missing(command))
+        ] == []

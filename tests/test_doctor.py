@@ -66,16 +66,24 @@ def missing(found: Mapping[tuple[str, str], Row]) -> set[tuple[str, str]]:
 def test_standard_output_has_the_sections_with_their_headings() -> None:
     done = invoke("doctor", "--broker", "localhost:1")
     sections = done.stdout.split("\n\n")
-    assert [section.partition("\n")[0] for section in sections] == ["this host", "broker localhost:1", ""]
+    assert [section.partition("\n")[0] for section in sections] == [
+        "this host",
+        "broker localhost:1",
+        "",
+    ]
     assert all(section.splitlines()[1].startswith("item ") for section in sections[:2])
-    assert done.stderr == "examines this host\nexamines broker localhost:1\n" and done.exit_code == 3
+    assert (
+        done.stderr == "examines this host\nexamines broker localhost:1\n" and done.exit_code == 3
+    )
 
 
 def test_an_open_mosquitto_lacks_access_rules_alone(tmp_path: Path) -> None:
     with broker.start(directory=tmp_path, kind="mosquitto") as served:
         code, found = examined(served)
     assert code == 0 and len(found) == 9
-    assert [item for item, row in found.items() if not row["there"]] == ["other nodes' names are refused"]
+    assert [item for item, row in found.items() if not row["there"]] == [
+        "other nodes' names are refused"
+    ]
     assert [item for item, row in found.items() if row["needed"]] == [
         "name", "TCP", "login", "two connections of one login", "subscriptions are granted",
         "messages are delivered", "packets of 33792 bytes",
@@ -93,22 +101,35 @@ def test_the_embedded_broker_has_what_is_needed(tmp_path: Path) -> None:
 def test_what_a_tight_broker_lacks_is_named(tmp_path: Path) -> None:
     with broker.start(directory=tmp_path, kind="mosquitto", settings=TIGHT) as served:
         code, found = examined(served)
-    assert code == 0 and "takes 100000 bytes, not 1001000, as it reports" in found["packets of 33792 bytes"]["note"]
-    with broker.start(directory=tmp_path, kind="mosquitto", settings={"max_packet_size": 2000}) as served:
+    assert (
+        code == 0
+        and "takes 100000 bytes, not 1001000, as it reports"
+        in found["packets of 33792 bytes"]["note"]
+    )
+    with broker.start(
+        directory=tmp_path, kind="mosquitto", settings={"max_packet_size": 2000}
+    ) as served:
         code, found = examined(served)
     assert code == 1 and not found["packets of 33792 bytes"]["there"]
     silent = {"message_size_limit": 300_000, "retain_available": "false"}
     with broker.start(directory=tmp_path, kind="mosquitto", settings=silent) as served:
         code, found = examined(served)
-    note = "takes 250250 bytes, not 1001000, and it does not report that (mosquitto: message_size_limit)"
+    note = (
+        "takes 250250 bytes, not 1001000, and it does not report that (mosquitto: "
+        "message_size_limit)"
+    )
     assert code == 0 and note in found["packets of 33792 bytes"]["note"]
 
 
-def test_a_broker_that_makes_ids_of_logins_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broker_that_makes_ids_of_logins_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FEDSTRATA_PASSWORD", "secret")
     settings = {"use_username_as_clientid": "true"}
     guard = Guard(login=("me", "secret"))
-    with broker.start(directory=tmp_path, kind="mosquitto", guard=guard, settings=settings) as served:
+    with broker.start(
+        directory=tmp_path, kind="mosquitto", guard=guard, settings=settings
+    ) as served:
         code, found = findings("--broker", f"127.0.0.1:{served.port}", "--username", "me")
     row = found["broker", "two connections of one login"]
     assert code == 1 and list(found)[-1] == ("broker", "two connections of one login")
@@ -136,7 +157,9 @@ def test_what_a_host_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     found = {one.item: one for one in examine_host(folders, learns=True, proc=tmp_path)}
     assert not found["disk of spool"].there and "make room" in found["disk of spool"].note
     assert found["PyTorch"].needed and found["PyTorch"].note == installing("learning")
-    (unneeded,) = (one for one in examine_host({}, learns=False, proc=tmp_path) if one.item == "PyTorch")
+    (unneeded,) = (
+        one for one in examine_host({}, learns=False, proc=tmp_path) if one.item == "PyTorch"
+    )
     assert not unneeded.needed
 
 
@@ -150,8 +173,12 @@ def without_login(directory: Path, stack: ExitStack) -> list[str]:
     return ["--broker", f"127.0.0.1:{served.port}"]
 
 
-def secured(directory: Path, stack: ExitStack, *, now: datetime | None = None, trusted: str = "north") -> list[str]:
-    """Start a broker with a certificate of a time; return the options with the authority of a lab, or another one's."""
+def secured(
+    directory: Path, stack: ExitStack, *, now: datetime | None = None, trusted: str = "north"
+) -> list[str]:
+    """Start a broker with a certificate of a time; return the options with the authority of a lab,
+    or another one's.
+    """
     for name in {"north", trusted}:
         Authority.open(directory / name, name=name)
     issued = Authority.open(directory / "north", name="north").issue("broker", hosts=HERE, now=now)
@@ -167,9 +194,17 @@ def secured(directory: Path, stack: ExitStack, *, now: datetime | None = None, t
     ("start", "item", "note"),
     [
         (lambda *_: ["--broker", "no-such-host.invalid"], "name", "no-such-host.invalid: "),
-        (lambda *_: ["--broker", f"127.0.0.1:{free_port()}"], "TCP", "Connection refused. Is it running there?"),
+        (
+            lambda *_: ["--broker", f"127.0.0.1:{free_port()}"],
+            "TCP",
+            "Connection refused. Is it running there?",
+        ),
         (without_login, "login", "Are the login and --broker right?"),
-        (lambda d, s: secured(d, s, trusted="south"), "TLS", "unable to get local issuer certificate"),
+        (
+            lambda d, s: secured(d, s, trusted="south"),
+            "TLS",
+            "unable to get local issuer certificate",
+        ),
         (lambda d, s: secured(d, s, now=LONG_AGO), "TLS", "certificate has expired"),
     ],
 )
@@ -187,7 +222,9 @@ def test_certificates_that_end_soon_are_named(tmp_path: Path) -> None:
     with ExitStack() as stack:
         soon = datetime.now(UTC) - timedelta(days=380)
         code, found = findings(*secured(tmp_path, stack, now=soon))
-    assert code == 0 and "certificate by fedstrata lab north, until " in found["broker", "TLS"]["note"]
+    assert (
+        code == 0 and "certificate by fedstrata lab north, until " in found["broker", "TLS"]["note"]
+    )
     row = found["broker", "the broker's certificate is valid for 30 days"]
     assert not row["there"] and "ends in 1" in row["note"] and "provision again" in row["note"]
 
@@ -221,7 +258,9 @@ def test_access_rules_are_examined_with_a_nodes_own_certificate(tmp_path: Path) 
     rules.write_text(access.mosquitto(parse(dict(LAB)), "main"))
     own = Tls(str(tmp_path / "north-authority" / "ca.crt"), f"{issued}.crt", f"{issued}.key")
     file = tmp_path / "lab.toml"
-    with broker.start(directory=tmp_path, kind="mosquitto", guard=Guard(tls=own, rules=rules)) as served:
+    with broker.start(
+        directory=tmp_path, kind="mosquitto", guard=Guard(tls=own, rules=rules)
+    ) as served:
         file.write_text(FILE.format(tls="true", port=served.port))
         code, as_device = findings("--lab", file, "--name", "device-0")
         _, as_operator = findings("--lab", file)
@@ -229,14 +268,25 @@ def test_access_rules_are_examined_with_a_nodes_own_certificate(tmp_path: Path) 
         assert found["broker", "other nodes' names are refused"]["there"]
         assert found["broker", "our certificate is valid for 30 days"]["there"]
         assert {item for section, item in missing(found) if section == "broker"} == set()
-    assert code == 1 and missing(as_device) == {("this", "accelerator"), ("this", "data sets")}, "of its machine"
+    assert code == 1 and missing(as_device) == {("this", "accelerator"), ("this", "data sets")}, (
+        "of its machine"
+    )
     assert {item for section, item in missing(as_operator)} == {"device-0", "device-1", "device-2"}
     assert as_operator["nodes", "device-1"]["note"] == "does not answer"
 
 
 def staying(home: Path, stack: ExitStack, name: str, *, kit: str, port: int) -> None:
     """Start a device that stays, as its kit's service does."""
-    words = ("--name", name, "--broker", f"127.0.0.1:{port}", "--lab", "north", "--data", "/no/such/folder")
+    words = (
+        "--name",
+        name,
+        "--broker",
+        f"127.0.0.1:{port}",
+        "--lab",
+        "north",
+        "--data",
+        "/no/such/folder",
+    )
     with (home / f"{name}.log").open("wb") as log:
         line = command("device", *words, null=True, stay=True)
         process = subprocess.Popen(line, stderr=log, env={**os.environ, KIT: kit})
@@ -256,16 +306,23 @@ def test_nodes_with_an_old_kit_are_named_and_refused(tmp_path: Path) -> None:
         for name, kit in kits.items():
             staying(tmp_path, stack, name, kit=kit, port=served.port)
         where = [BrokerAddress("127.0.0.1", served.port)]
-        asyncio.run(call_rolls(where, lab="north", name="operator", wait_s=60.0, connect_timeout_s=10.0, expected=kits))
+        asyncio.run(
+            call_rolls(
+                where,
+                lab="north",
+                name="operator",
+                wait_s=60.0,
+                connect_timeout_s=10.0,
+                expected=kits,
+            )
+        )
         code, found = findings("--lab", file)
         refused = invoke(*words, "--set", 'topology={devices = ["device-0", "device-1"]}')
         taken = fedstrata(*words, null=True)
     old = "the kit of machine pi is not that of this lab file: provision it and install it again"
     lacks = "data sets: /no/such/folder: there is no such folder"
-    assert code == 1 and {item: row["note"] for (section, item), row in found.items() if section == "nodes"} == {
-        "device-0": lacks,
-        "device-1": f"{old}; {lacks}",
-        "device-2": "does not answer",
-    }
+    assert code == 1 and {
+        item: row["note"] for (section, item), row in found.items() if section == "nodes"
+    } == {"device-0": lacks, "device-1": f"{old}; {lacks}", "device-2": "does not answer"}
     assert refused.exit_code == 4 and f"device-1 cannot take part: {old}" in refused.output
     assert taken.returncode == 0 and f"device-1 is left out: {old}" in taken.stderr, taken.stderr

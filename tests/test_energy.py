@@ -1,4 +1,6 @@
-"""Energy and disk of a host, read from files and outputs as Linux, the Raspberry Pi and NVIDIA's driver have them."""
+"""Energy and disk of a host, read from files and outputs as Linux, the Raspberry Pi and NVIDIA's
+driver have them.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +123,9 @@ def test_the_energy_of_a_run_is_added_over_restarts(tmp_path: Path) -> None:
     assert host["joules"] == {"rapl package-0": 3.5} and host["seconds"] > 0
 
 
-def test_a_machine_without_vcgencmd_has_no_power_chip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_vcgencmd_has_no_power_chip(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert pmic() is None
 

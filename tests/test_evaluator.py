@@ -43,7 +43,9 @@ def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Experiment:
     """An experiment with a model that does what files beside it say."""
     (tmp_path / "net.py").write_text(NET)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(Path(__file__).parents[1]), str(tmp_path))))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join((str(Path(__file__).parents[1]), str(tmp_path)))
+    )
     return parse({"model": {"name": "net:build"}, "evaluation": {"accelerator": "auto"}})
 
 
@@ -70,7 +72,9 @@ async def test_the_evaluator_leaves_the_split_evaluates_as_its_tester_does_and_r
         assert np.array_equal(beginning.row, tester.first)
         (tmp_path / "fail").touch()
         place = r"in Net\.forward \(.*net\.py:14\)"
-        with pytest.raises(InvalidExperiment, match=rf"^model\.name = 'net:build': .* KeyError: 'a bug', {place}"):
+        with pytest.raises(
+            InvalidExperiment, match=rf"^model\.name = 'net:build': .* KeyError: 'a bug', {place}"
+        ):
             await evaluator.evaluate(3, beginning.row)
     finally:
         evaluator.close()

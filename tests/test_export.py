@@ -24,8 +24,12 @@ from fedstrata.deploy.results.trackers import TensorBoardTracker, began_s, compl
 from tests.helpers.commands import DEMO, PATIENCE_S, command, invoke, sets
 
 LAB: Final = (
-    "topology.institutions=1", "topology.devices=2", "rounds=3", "model.name='mlp_digits'", "training.batch_size=100",
-)  # fmt: skip
+    "topology.institutions=1",
+    "topology.devices=2",
+    "rounds=3",
+    "model.name='mlp_digits'",
+    "training.batch_size=100",
+)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +44,9 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float, float]]]:
     for event in _events(path.read_bytes()):
         for value in event.summary.value:
             if value.HasField("simple_value"):
-                found.setdefault(value.tag, []).append((event.step, value.simple_value, event.wall_time))
+                found.setdefault(value.tag, []).append(
+                    (event.step, value.simple_value, event.wall_time)
+                )
     return found
 
 
@@ -55,25 +61,50 @@ def _events(data: bytes) -> Iterator[Event]:
 
 def test_a_global_round_is_named_numbers_without_what_is_not_known() -> None:
     row = GlobalRoundRecord(
-        global_round=2, elapsed_s=3.5, accuracy=0.5, train_loss=1.25, phases={"train": 1.0, "wait": 0.5}, sgd_steps=9,
-        path_steps=3, bytes_={"wan_up_bytes": 10, "lan_down_bytes": 20}, missing=("a", "b"), refused=(),
-        epochs={"a": 2, "b": None}, omega={"a": 0.75}, spread={"cloud": None},
-    )  # fmt: skip
+        global_round=2,
+        elapsed_s=3.5,
+        accuracy=0.5,
+        train_loss=1.25,
+        phases={"train": 1.0, "wait": 0.5},
+        sgd_steps=9,
+        path_steps=3,
+        bytes_={"wan_up_bytes": 10, "lan_down_bytes": 20},
+        missing=("a", "b"),
+        refused=(),
+        epochs={"a": 2, "b": None},
+        omega={"a": 0.75},
+        spread={"cloud": None},
+    )
     assert series(row) == {
-        "model/accuracy": 0.5, "model/train_loss": 1.25, "seconds/elapsed": 3.5, "seconds/global_round": 1.5,
-        "seconds/train": 1.0, "seconds/wait": 0.5, "bytes/wan_up": 10, "bytes/lan_down": 20, "work/sgd_steps": 9,
-        "work/path_steps": 3, "work/missing": 2, "work/refused": 0, "epochs/a": 2, "omega/a": 0.75,
-    }  # fmt: skip
+        "model/accuracy": 0.5,
+        "model/train_loss": 1.25,
+        "seconds/elapsed": 3.5,
+        "seconds/global_round": 1.5,
+        "seconds/train": 1.0,
+        "seconds/wait": 0.5,
+        "bytes/wan_up": 10,
+        "bytes/lan_down": 20,
+        "work/sgd_steps": 9,
+        "work/path_steps": 3,
+        "work/missing": 2,
+        "work/refused": 0,
+        "epochs/a": 2,
+        "omega/a": 0.75,
+    }
 
 
-def test_a_running_run_gives_the_rounds_that_were_evaluated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_running_run_gives_the_rounds_that_were_evaluated(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = Run(folder)
     assert [row.global_round for row in complete(run)] == [1, 2, 3]
     rows = list(run.rounds)
     blank = {field: getattr(rows[2], field) for field in GlobalRoundRecord.__dataclass_fields__}
     late = Run(folder)
     monkeypatch.setitem(late.__dict__, "state", State.RUNNING)
-    monkeypatch.setitem(late.__dict__, "rounds", [*rows[:2], GlobalRoundRecord(**{**blank, "accuracy": None})])
+    monkeypatch.setitem(
+        late.__dict__, "rounds", [*rows[:2], GlobalRoundRecord(**{**blank, "accuracy": None})]
+    )
     assert [row.global_round for row in complete(late)] == [1, 2]
     monkeypatch.setitem(late.__dict__, "rounds", [])
     assert complete(late) == []
@@ -86,9 +117,14 @@ def test_tensorboard_gets_each_number_at_its_time_and_once(folder: Path, tmp_pat
     run, found = Run(folder), scalars(tmp_path / folder.name)
     assert found.keys() == set().union(*(series(row) for row in run.rounds))
     for name, points in found.items():
-        wanted = [(row.global_round, series(row)[name], began_s(run) + row.elapsed_s) for row in run.rounds]
+        wanted = [
+            (row.global_round, series(row)[name], began_s(run) + row.elapsed_s)
+            for row in run.rounds
+        ]
         assert [step for step, *_ in points] == [step for step, *_ in wanted]
-        assert [value for _, value, _ in points] == pytest.approx([value for _, value, _ in wanted], rel=1e-6)
+        assert [value for _, value, _ in points] == pytest.approx(
+            [value for _, value, _ in wanted], rel=1e-6
+        )
         assert [at for *_, at in points] == pytest.approx([at for *_, at in wanted], abs=1e-3)
     (path,) = (tmp_path / folder.name).iterdir()
     assert b"mlp_digits" in path.read_bytes()  # the experiment
@@ -97,7 +133,9 @@ def test_tensorboard_gets_each_number_at_its_time_and_once(folder: Path, tmp_pat
 def test_several_runs_are_exported_one_after_another(folder: Path, tmp_path: Path) -> None:
     paths = [shutil.copytree(folder, tmp_path / "runs" / name) for name in ("first", "second")]
     (tmp_path / "runs" / "sweep.lock").touch()
-    done = invoke("export", *sorted((tmp_path / "runs").iterdir()), "--tensorboard", tmp_path / "boards")
+    done = invoke(
+        "export", *sorted((tmp_path / "runs").iterdir()), "--tensorboard", tmp_path / "boards"
+    )
     assert done.exit_code == 0 and len(done.stdout.splitlines()) == 2
     for path in paths:
         assert len(scalars(tmp_path / "boards" / path.name)["model/accuracy"]) == 3
@@ -123,19 +161,28 @@ def test_mlflow_gets_each_number_once_and_the_experiment(folder: Path, tmp_path:
     (known,) = client.search_runs([group.experiment_id])
     run = Run(folder)
     assert known.info.status == "FINISHED" and known.data.tags["fedstrata_run"] == run.id
-    assert known.data.params["model.name"] == "mlp_digits" and known.data.params["topology.devices"] == "2"
+    assert (
+        known.data.params["model.name"] == "mlp_digits"
+        and known.data.params["topology.devices"] == "2"
+    )
     for name in series(run.rounds[0]):
         points = client.get_metric_history(known.info.run_id, name)
         assert [point.step for point in points] == [1, 2, 3]
-        assert [point.value for point in points] == pytest.approx([series(row)[name] for row in run.rounds])
+        assert [point.value for point in points] == pytest.approx(
+            [series(row)[name] for row in run.rounds]
+        )
 
 
 @pytest.mark.slow
 def test_wandb_gets_a_run_that_can_be_synchronised(folder: Path, tmp_path: Path) -> None:
     done = subprocess.run(
-        command("export", folder, "--wandb", tmp_path), capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+        command("export", folder, "--wandb", tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
         env={**os.environ, "WANDB_MODE": "offline"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0 and "wandb sync" in done.stdout and not done.stderr
     (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     data, run = path.read_bytes(), Run(folder)
@@ -147,11 +194,15 @@ def test_a_tracker_that_is_away_is_one_line(folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     done = invoke("export", folder, "--mlflow", f"http://127.0.0.1:{port}")
-    assert done.exit_code == 3 and done.stderr.startswith(f"fedstrata: --mlflow: http://127.0.0.1:{port}")
+    assert done.exit_code == 3 and done.stderr.startswith(
+        f"fedstrata: --mlflow: http://127.0.0.1:{port}"
+    )
     assert done.stderr.count("\n") == 1 and "export again" in done.stderr
 
 
-def test_a_missing_extra_and_no_tracker_are_one_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_extra_and_no_tracker_are_one_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def absent(self: object, run: Run, where: str) -> None:
         raise ModuleNotFoundError("No module named 'tensorboardX'", name="tensorboardX")
 
@@ -176,9 +227,12 @@ def test_a_run_is_followed_to_its_end(tmp_path: Path) -> None:
             assert lab.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
         done = subprocess.run(
-            command("export", found[0].parent, "--tensorboard", tmp_path / "boards", "--follow"), capture_output=True,
-            text=True, timeout=PATIENCE_S, check=False,
-        )  # fmt: skip
+            command("export", found[0].parent, "--tensorboard", tmp_path / "boards", "--follow"),
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
+        )
         assert done.returncode == 0 and done.stdout.startswith("12 global rounds of a finished run")
         assert lab.wait(PATIENCE_S) == 0
     finally:

@@ -1,4 +1,6 @@
-"""Roles that are killed, interrupted, refused or lied to: what the others do, what a person reads, what is left."""
+"""Roles that are killed, interrupted, refused or lied to: what the others do, what a person reads,
+what is left.
+"""
 
 from __future__ import annotations
 
@@ -66,15 +68,25 @@ def written(folder: Path, tree: Mapping[str, Any]) -> Path:
 
 @pytest.fixture(scope="module")
 def branch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the experiment of one institution and two devices, for labs that are started again and again."""
+    """Return the experiment of one institution and two devices, for labs that are started again and
+    again.
+    """
     return written(tmp_path_factory.mktemp("experiment"), BRANCH)
 
 
 class Lab:
-    """The roles of one experiment as processes of this test, which compute nothing unless `null` is false."""
+    """The roles of one experiment as processes of this test, which compute nothing unless `null` is
+    false.
+    """
 
     def __init__(
-        self, experiment: Path, served: BrokerProcess, home: Path, stack: ExitStack, *, null: bool = True
+        self,
+        experiment: Path,
+        served: BrokerProcess,
+        home: Path,
+        stack: ExitStack,
+        *,
+        null: bool = True,
     ) -> None:
         self.address = f"{served.host}:{served.port}"
         self.runs = home / "runs"
@@ -87,7 +99,11 @@ class Lab:
     def start(self, *arguments: str | Path) -> Role:
         self._count += 1
         role = Role(
-            self._home / f"{self._count}-{arguments[0]}.log", *arguments, "--broker", self.address, null=self._null
+            self._home / f"{self._count}-{arguments[0]}.log",
+            *arguments,
+            "--broker",
+            self.address,
+            null=self._null,
         )
         self._stack.callback(role.kill)
         return role
@@ -100,7 +116,9 @@ class Lab:
         return self.start("institution", "--name", name)
 
     def devices(self, *places: int) -> Role:
-        words = [word for i in places for word in ("--name", DEVICES[i][0], "--parent", DEVICES[i][1])]
+        words = [
+            word for i in places for word in ("--name", DEVICES[i][0], "--parent", DEVICES[i][1])
+        ]
         return self.start("device", *words)
 
 
@@ -124,7 +142,9 @@ class Overheard:
         """Wait until a message is received, from now on, for which `what` is true."""
         with self._changed:
             start = len(self._received)
-            assert self._changed.wait_for(lambda: any(what(*one) for one in self._received[start:]), PATIENCE_S)
+            assert self._changed.wait_for(
+                lambda: any(what(*one) for one in self._received[start:]), PATIENCE_S
+            )
 
     def states(self) -> dict[str, NodeState]:
         """Return the last state of each node; of one that the broker has kept, at once."""
@@ -175,10 +195,16 @@ def present(node: str) -> Callable[[topics.Topic, Message], bool]:
 
 
 def assert_bytes_of_one_run(folder: Path, *, lives: int) -> None:
-    """Check that restarts lost no model but what a killed process had not reported, and counted none twice."""
+    """Check that restarts lost no model but what a killed process had not reported, and counted
+    none twice.
+    """
     size = len(tensors(folder))
     lines = table(folder / "links.csv")
-    models = {(row["from"], row["to"]): int(row["payload_bytes"]) / size for row in lines if row["kind"] == "model"}
+    models = {
+        (row["from"], row["to"]): int(row["payload_bytes"]) / size
+        for row in lines
+        if row["kind"] == "model"
+    }
     assert len(models) == 2 * (1 + 2)
     for (source, target), count in models.items():
         global_rounds = 3 if "cloud" in (source, target) else 3 * 2
@@ -194,7 +220,11 @@ def test_every_role_killed_once_and_started_again_gives_the_same_model(
     with ExitStack() as stack:
         overheard = stack.enter_context(overhearing(served))
         lab = Lab(branch, served, tmp_path, stack)
-        cloud, institution, devices = lab.cloud(), lab.institution("institution-0"), lab.devices(0, 1)
+        cloud, institution, devices = (
+            lab.cloud(),
+            lab.institution("institution-0"),
+            lab.devices(0, 1),
+        )
 
         overheard.wait_for(working("device-0"))
         devices.kill()
@@ -208,7 +238,9 @@ def test_every_role_killed_once_and_started_again_gives_the_same_model(
         cloud.kill()
         (folder,) = lab.runs.iterdir()
         assert not (folder / "model.safetensors").exists()
-        assert [path.stem for path in sorted((folder / "checkpoints").glob("*.safetensors"))][-1] == "round-000002"
+        assert [path.stem for path in sorted((folder / "checkpoints").glob("*.safetensors"))][
+            -1
+        ] == "round-000002"
         cloud = lab.cloud(resume=folder)
 
         for role in (cloud, institution, devices):
@@ -223,7 +255,8 @@ def test_every_role_killed_once_and_started_again_gives_the_same_model(
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # five processes with torch
 @pytest.mark.parametrize(
-    ("rule", "killed"), [("fedavg", False), ("fedcross", False), ("fedcross", True), ("fedcda", True)]
+    ("rule", "killed"),
+    [("fedavg", False), ("fedcross", False), ("fedcross", True), ("fedcda", True)],
 )
 def test_two_layers_of_processes_give_the_model_of_a_direct_run(
     rule: str, killed: bool, served: BrokerProcess, tmp_path: Path
@@ -231,10 +264,14 @@ def test_two_layers_of_processes_give_the_model_of_a_direct_run(
     from fedstrata.deploy.local.direct import run_in_process  # torch
 
     tree = {
-        "name": rule, "rounds": 4, "topology": {"institutions": 0, "devices": 8}, "model": {"name": "mlp_digits"},
-        "data": {"partition": "dirichlet"}, "training": {"epochs": 40},
+        "name": rule,
+        "rounds": 4,
+        "topology": {"institutions": 0, "devices": 8},
+        "model": {"name": "mlp_digits"},
+        "data": {"partition": "dirichlet"},
+        "training": {"epochs": 40},
         "cloud": {"participation": 1.0 if killed else 0.5, "aggregation": {"name": rule}},
-    }  # fmt: skip
+    }
     direct = RunFolder.create(tmp_path / "direct", parse(tree), direct=True)
     run_in_process(direct, resume=False, accelerator="cpu", observe=lambda event, facts: None)
     with ExitStack() as stack:
@@ -257,7 +294,9 @@ def test_two_layers_of_processes_give_the_model_of_a_direct_run(
     (folder,) = lab.runs.iterdir()
     assert tensors(folder) == tensors(direct.path)
     trained = [row["node"] for row in table(folder / "devices.csv")]
-    assert len(trained) == 4 * (8 if killed else 4) and {node.split("/")[0] for node in trained} == {"cloud"}
+    assert len(trained) == 4 * (8 if killed else 4) and {
+        node.split("/")[0] for node in trained
+    } == {"cloud"}
     if not killed:
         nbytes = 4 * 2_410
         counted = {(row["from"], row["to"]): row for row in table(folder / "links.csv")}
@@ -265,7 +304,9 @@ def test_two_layers_of_processes_give_the_model_of_a_direct_run(
             one = trained.count(f"cloud/device-{i}") * nbytes
             for ends in (("cloud", f"device-{i}"), (f"device-{i}", "cloud")):
                 row = counted[ends]
-                assert (row["kind"], row["tier"]) == ("all", "wan") and one <= int(row["payload_bytes"]) < one + 20_000
+                assert (row["kind"], row["tier"]) == ("all", "wan") and one <= int(
+                    row["payload_bytes"]
+                ) < one + 20_000
                 assert one <= int(row["wire_bytes"]) - int(row["probe_bytes"] or 0) < one + 40_000
 
 
@@ -294,8 +335,12 @@ def test_a_name_that_is_taken_ends_one_of_a_process_and_the_other_completes_the_
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * PATIENCE_S)
-def test_a_persistent_broker_that_loses_power_with_its_lab_holds_up_no_later_one(branch: Path, tmp_path: Path) -> None:
-    """All are killed at once; the broker comes back with the dead run's READY, and children before their cloud."""
+def test_a_persistent_broker_that_loses_power_with_its_lab_holds_up_no_later_one(
+    branch: Path, tmp_path: Path
+) -> None:
+    """All are killed at once; the broker comes back with the dead run's READY, and children before
+    their cloud.
+    """
     if broker.choose() != "mosquitto":
         pytest.skip("the store is mosquitto's")
     (store := tmp_path / "store").mkdir()
@@ -313,7 +358,9 @@ def test_a_persistent_broker_that_loses_power_with_its_lab_holds_up_no_later_one
         for process in (served.process, *(role.process for role in roles)):
             process.kill()
         served.process.wait()
-        again = stack.enter_context(broker.start(directory=tmp_path, port=served.port, settings=settings))
+        again = stack.enter_context(
+            broker.start(directory=tmp_path, port=served.port, settings=settings)
+        )
         with overhearing(again) as overheard:
             until(lambda: "cloud" in overheard.states(), "what the broker kept")
             assert overheard.states()["cloud"] is NodeState.READY
@@ -330,7 +377,9 @@ def test_a_persistent_broker_that_loses_power_with_its_lab_holds_up_no_later_one
 @in_namespaces
 @pytest.mark.timeout(2 * PATIENCE_S)
 def test_a_device_whose_large_packets_vanish_costs_a_quorum_its_deadlines(tmp_path: Path) -> None:
-    """Its uplink drops frames of more than 1,000 bytes: it reports and offers, but none of its chunks comes."""
+    """Its uplink drops frames of more than 1,000 bytes: it reports and offers, but none of its
+    chunks comes.
+    """
     quorum = {"closing": {"rule": "quorum", "quorum": 1, "deadline_s": 1.0}}
     transfer = {"inline_bytes": 0, "keepalive_s": 5}
     lab_of_two = {"rounds": 3, "topology": BRANCH["topology"], "links": {"check": "off"}}
@@ -338,7 +387,9 @@ def test_a_device_whose_large_packets_vanish_costs_a_quorum_its_deadlines(tmp_pa
     wire = VethPair(0, "device-0", "above", "below", up_mbit=50.0, down_mbit=50.0)
     with ExitStack() as stack:
         spaces = stack.enter_context(joined(("above", "below"), (wire,)))
-        spaces["below"].batch("tc", ["qdisc replace dev up0 root handle 1: tbf rate 50mbit burst 1000 limit 100000"])
+        spaces["below"].batch(
+            "tc", ["qdisc replace dev up0 root handle 1: tbf rate 50mbit burst 1000 limit 100000"]
+        )
         with spaces["above"].entered():
             served = stack.enter_context(broker.start(directory=tmp_path, host="0.0.0.0"))
             lab = Lab(experiment, served, tmp_path, stack)
@@ -358,7 +409,13 @@ def happened(role: Role, event: str) -> bool:
     return any(json.loads(line)["event"] == event for line in whole.splitlines())
 
 
-ROLES = ("cloud", "institution", "device", "fedstrata.cloud.evaluator_process", "fedstrata.common.host.fork_server")
+ROLES = (
+    "cloud",
+    "institution",
+    "device",
+    "fedstrata.cloud.evaluator_process",
+    "fedstrata.common.processes.fork_server",
+)
 
 
 def family(role: Role) -> dict[str, psutil.Process]:
@@ -393,7 +450,9 @@ def assert_gone(role: Role, processes: dict[str, psutil.Process]) -> None:
 
 
 @pytest.mark.slow
-def test_an_interrupted_lab_leaves_nothing_behind_and_can_be_resumed(branch: Path, tmp_path: Path) -> None:
+def test_an_interrupted_lab_leaves_nothing_behind_and_can_be_resumed(
+    branch: Path, tmp_path: Path
+) -> None:
     with ExitStack() as stack:
         # At once, before the first global round; then in mid-run; then to the end.
         early = lab_of(tmp_path / "early.log", branch, "--runs", tmp_path / "runs")
@@ -440,7 +499,9 @@ def test_an_interrupted_lab_leaves_nothing_behind_and_can_be_resumed(branch: Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [("cloud",), ("institution", "device")], ids=" and ".join)
-def test_a_lab_starts_roles_again_that_were_killed(killed: tuple[str, ...], branch: Path, tmp_path: Path) -> None:
+def test_a_lab_starts_roles_again_that_were_killed(
+    killed: tuple[str, ...], branch: Path, tmp_path: Path
+) -> None:
     flags = ("--set", "rounds=40", "--set", "training.epochs=1", "--runs", tmp_path / "runs")
     with ExitStack() as stack:
         role = lab_of(tmp_path / "lab.log", branch, *flags)
@@ -450,21 +511,32 @@ def test_a_lab_starts_roles_again_that_were_killed(killed: tuple[str, ...], bran
             if name.split()[0] in killed:
                 process.kill()
         said = role.ends(0)
-        assert f"{killed[0]}{'' if killed[0] == 'cloud' else '-0'} was killed by signal 9: it is started again" in said
+        assert (
+            f"{killed[0]}{'' if killed[0] == 'cloud' else '-0'} was killed by signal 9: it is "
+            "started again"
+        ) in said
         assert said.count("is started again") == len(killed)
-        (folder,) = [path for path in (tmp_path / "runs").iterdir() if not path.name.startswith(".")]
-        assert model_digest(tmp_path / "runs") == null_model(parse(BRANCH | {"rounds": 40, "training": {"epochs": 1}}))
-        assert [row["global_round"] for row in table(folder / "rounds.csv")] == [str(n) for n in range(1, 41)]
+        (folder,) = [
+            path for path in (tmp_path / "runs").iterdir() if not path.name.startswith(".")
+        ]
+        assert model_digest(tmp_path / "runs") == null_model(
+            parse(BRANCH | {"rounds": 40, "training": {"epochs": 1}})
+        )
+        assert [row["global_round"] for row in table(folder / "rounds.csv")] == [
+            str(n) for n in range(1, 41)
+        ]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills children with their parent")
-@pytest.mark.parametrize("workers", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["no workers", "workers"])
+@pytest.mark.parametrize(
+    "workers", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["no workers", "workers"]
+)
 def test_a_killed_lab_leaves_no_process_behind(workers: bool, branch: Path, tmp_path: Path) -> None:
     # That workers end with their agent is a quick test of the pool.
     words = (tmp_path / "lab.log", branch, "--runs", tmp_path / "runs")
     role = lab_of(*words, null=not workers, NULL_LAB_EVALUATOR="real")
     all_kinds = {"cloud", "fedstrata.cloud.evaluator_process", "institution", "device", "broker"}
-    all_kinds |= {"fedstrata.common.host.fork_server"} if workers else set()
+    all_kinds |= {"fedstrata.common.processes.fork_server"} if workers else set()
     try:
         until(lambda: kinds(family(role)) == all_kinds, "all roles")
         processes = family(role)
@@ -489,7 +561,9 @@ def test_a_lab_whose_cloud_is_killed_ends_and_reports_it(branch: Path, tmp_path:
 
 
 def resumed(root: Path, *accuracies: str) -> tuple[RunFolder, list[int]]:
-    """Resume a run with a target of 0.8 after rows of these accuracies; return its folder and what was evaluated."""
+    """Resume a run with a target of 0.8 after rows of these accuracies; return its folder and what
+    was evaluated.
+    """
     evaluated = []
 
     async def evaluate(global_round: int, row: Row) -> EvaluationResult:
@@ -497,28 +571,42 @@ def resumed(root: Path, *accuracies: str) -> tuple[RunFolder, list[int]]:
         return EvaluationResult(global_round, 0.5, 1.5)
 
     async def run() -> None:
-        alone = SimpleNamespace(peers=(), tests={}, ledger=Ledger((), Account()), now=asyncio.get_running_loop().time)
+        alone = SimpleNamespace(
+            peers=(), tests={}, ledger=Ledger((), Account()), now=asyncio.get_running_loop().time
+        )
         global_rounds = GlobalRounds(
-            folder, Beginning(layout, layout.empty(), ""), spool=Spool(None), down=alone, evaluate=evaluate,
-            metrics=Metrics(), observe=lambda event, facts: None,
-        )  # fmt: skip
+            folder,
+            Beginning(layout, layout.empty(), ""),
+            spool=Spool(None),
+            down=alone,
+            evaluate=evaluate,
+            metrics=Metrics(),
+            observe=lambda event, facts: None,
+        )
         state = RunState(folder.run, folder.experiment.digest, len(accuracies), 1.0, {})
-        checkpoint.save(folder.checkpoints, state, layout=layout, row=layout.empty(), rule=global_rounds._rule)
+        checkpoint.save(
+            folder.checkpoints, state, layout=layout, row=layout.empty(), rule=global_rounds._rule
+        )
         global_rounds.resume()
         await global_rounds.run()  # another global round would need the institutions
 
     layout = ModelLayout.build([("weight", (100,), Section.PARAMETER)])
     folder = RunFolder.create(root, parse(SMALL | {"stop": {"target": 0.8}}))
-    for place, accuracy in enumerate([*accuracies, ""]):  # and one whose checkpoint was not written any more
+    # and one whose checkpoint was not written any more
+    for place, accuracy in enumerate([*accuracies, ""]):
         folder.add_round(a_global_round(place + 1, float(accuracy) if accuracy else None))
     asyncio.run(run())
     return folder, evaluated
 
 
-@pytest.mark.parametrize(("accuracies", "wanted"), [(["0.7", "0.75", "0.9"], []), (["0.7", "0.75", ""], [3])])
+@pytest.mark.parametrize(
+    ("accuracies", "wanted"), [(["0.7", "0.75", "0.9"], []), (["0.7", "0.75", ""], [3])]
+)
 def test_a_resumed_run_that_had_reached_its_target_trains_no_more_and_evaluates_what_its_end_cut_off(
     accuracies: list[str], wanted: list[int], tmp_path: Path
 ) -> None:
     folder, evaluated = resumed(tmp_path, *accuracies)
-    assert [row["accuracy"] for row in table(folder.path / "rounds.csv")] == [each or "0.5" for each in accuracies]
+    assert [row["accuracy"] for row in table(folder.path / "rounds.csv")] == [
+        each or "0.5" for each in accuracies
+    ]
     assert evaluated == wanted

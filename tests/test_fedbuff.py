@@ -1,4 +1,6 @@
-"""FedBuff: the step against a plain twin, versions in flight, tasks that outlive their rounds, replays."""
+"""FedBuff: the step against a plain twin, versions in flight, tasks that outlive their rounds,
+replays.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,14 @@ from fedstrata.common.experiment.tiers import Closing, Tier
 from fedstrata.common.methods.selection import ClientSelection, ResultFacts
 from fedstrata.common.protocol.coordinator import Coordinator
 from fedstrata.common.protocol.events import UploadAnnounced
-from fedstrata.common.protocol.messages import Acknowledgement, Key, NodeState, Presence, Result, Task
+from fedstrata.common.protocol.messages import (
+    Acknowledgement,
+    Key,
+    NodeState,
+    Presence,
+    Result,
+    Task,
+)
 from fedstrata.common.protocol.participant import Acknowledged, Participant, ParticipantState
 from fedstrata.common.protocol.round_state import TAKEN_BACK, Assignment, Closed, Stalled
 from fedstrata.common.runtime.round import Dispatch
@@ -45,9 +54,15 @@ ONE_OF_TWO: Final = Closing.model_construct(rule="quorum", quorum=1, deadline_s=
 
 
 @pytest.mark.parametrize("weights", ["uniform", "data"])
-@given(seed=st.integers(0, 10_000), staleness=st.sampled_from([0.0, 0.5, 1.0]), rate=st.sampled_from([1.0, 0.3]))
+@given(
+    seed=st.integers(0, 10_000),
+    staleness=st.sampled_from([0.0, 0.5, 1.0]),
+    rate=st.sampled_from([1.0, 0.3]),
+)
 @examples(8)
-def test_the_step_is_that_of_a_plain_twin(weights: str, seed: int, staleness: float, rate: float) -> None:
+def test_the_step_is_that_of_a_plain_twin(
+    weights: str, seed: int, staleness: float, rate: float
+) -> None:
     """Children finish in any order, those of earlier rounds too."""
     chance = np.random.default_rng(seed)
     tree = {"name": "fedbuff", "weights": weights, "staleness": staleness, "learning_rate": rate}
@@ -58,7 +73,9 @@ def test_the_step_is_that_of_a_plain_twin(weights: str, seed: int, staleness: fl
         ((row, children),) = rule.dispatch(r, free)
         assert list(children) == free and np.array_equal(LAYOUT.floats(row), current)
         in_flight |= dict.fromkeys(free, (r, LAYOUT.floats(row).astype(np.float64)))
-        used = [child for child in NAMES if child in in_flight and chance.random() < 0.5] or [next(iter(in_flight))]
+        used = [child for child in NAMES if child in in_flight and chance.random() < 0.5] or [
+            next(iter(in_flight))
+        ]
         rows_K = np.full((len(NAMES), LAYOUT.row_bytes), 0xFF, np.uint8)
         samples = {child: 10 * (k + 1) for k, child in enumerate(NAMES)}
         total, share = np.zeros(LAYOUT.columns), sum(samples[child] for child in used)
@@ -89,7 +106,9 @@ def test_a_node_that_begins_anew_has_no_child_in_flight() -> None:
 
 
 def test_as_many_children_train_at_once_as_take_part() -> None:
-    tier = Tier.model_validate({"name": "wan", "participation": 0.6, "aggregation": {"name": "fedbuff"}})
+    tier = Tier.model_validate(
+        {"name": "wan", "participation": 0.6, "aggregation": {"name": "fedbuff"}}
+    )
     one = ClientSelection(tier, seed=3, node="cloud")
     at_once: set[str] = set()
     for r in range(20):
@@ -115,7 +134,15 @@ def assignment(number: int) -> Assignment:
 
 
 def result_of(key: Key, number: int) -> Result:
-    return Result(key, manifest_of(bytes([100 + number]) * 100), None, Work(10, 1.0, 1, 1, 1.0, 0.0, 0.0), 1, (), "{}")
+    return Result(
+        key,
+        manifest_of(bytes([100 + number]) * 100),
+        None,
+        Work(10, 1.0, 1, 1, 1.0, 0.0, 0.0),
+        1,
+        (),
+        "{}",
+    )
 
 
 class Parent:
@@ -127,16 +154,25 @@ class Parent:
             self.join(name, "1")
 
     def join(self, name: str, session: str) -> None:
-        self.coordinator.presence(name, session, Presence(NodeState.READY, "device", samples=10), now=0.0)
+        self.coordinator.presence(
+            name, session, Presence(NodeState.READY, "device", samples=10), now=0.0
+        )
 
     def open(self, r: int, names: str, *, carried: str) -> Key:
         given = {name: assignment(10 * r + ord(name) - 97) for name in names}
         return self.coordinator.open(
-            global_round=r, local_round=0, assignments=given, closing=ONE_OF_TWO, now=float(r), carried=list(carried)
+            global_round=r,
+            local_round=0,
+            assignments=given,
+            closing=ONE_OF_TWO,
+            now=float(r),
+            carried=list(carried),
         )
 
     def tasks(self, now: float) -> dict[str, Key]:
-        return {name: sent.key for name, sent in self.coordinator.to_send(now) if isinstance(sent, Task)}
+        return {
+            name: sent.key for name, sent in self.coordinator.to_send(now) if isinstance(sent, Task)
+        }
 
     def announce(self, name: str, key: Key, now: float) -> list[object]:
         assert not self.coordinator.receive(name, result_of(key, key.global_round), now=now)
@@ -161,7 +197,11 @@ def test_a_task_goes_on_after_its_round_and_counts_in_a_later_one() -> None:
     first = parent.open(0, "ab", carried="")
     assert parent.tasks(0.0) == {"a": first, "b": first}
     event = parent.closed("a", first, 0.5)
-    assert set(event.results) == {"a"} and not event.missing and parent.coordinator.in_flight() == ["b"]
+    assert (
+        set(event.results) == {"a"}
+        and not event.missing
+        and parent.coordinator.in_flight() == ["b"]
+    )
     second = parent.open(1, "a", carried="b")
     assert parent.tasks(9.0)["a"] == second and parent.tasks(30.0).get("b", first) == first
     event = parent.closed("b", first, 40.0)
@@ -228,7 +268,11 @@ def test_a_result_accepted_after_the_last_round_is_taken_back() -> None:
 
 def test_a_child_learns_that_its_result_is_taken_back_whenever_that_comes() -> None:
     task, key = Task(Key(0, 0, 0), 1, manifest_of(bytes(100)), None), Key(0, 0, 0)
-    for answers, learned in [(["", "no"], ["", "no"]), (["no", ""], ["no"]), (["", "no", "no", ""], ["", "no"])]:
+    for answers, learned in [
+        (["", "no"], ["", "no"]),
+        (["no", ""], ["no"]),
+        (["", "no", "no", ""], ["", "no"]),
+    ]:
         child = Participant(idle_s=100.0)
         child.receive(task, now=0.0)
         child.finish(result_of(key, 0), now=1.0)
@@ -236,7 +280,8 @@ def test_a_child_learns_that_its_result_is_taken_back_whenever_that_comes() -> N
             child.receive(Acknowledgement(key, reason), now=2.0)
         found = [child.next_event() for _ in range(6)]
         assert [event.reason for event in found if isinstance(event, Acknowledged)] == learned
-        child.receive(task, now=3.0)  # the same task again gives the same result, which may be used now
+        # the same task again gives the same result, which may be used now
+        child.receive(task, now=3.0)
         assert child.state is ParticipantState.ANNOUNCING
 
 
@@ -247,12 +292,18 @@ STEPS += ["refuse", "retry", "restart", "fail", "tick", "back", "cancel"]
 @pytest.mark.parametrize("buffered", [True, False])
 @given(seed=st.integers(0, 2**32))
 @examples(40)
-def test_each_accepted_result_is_in_one_closed_round_or_is_taken_back(buffered: bool, seed: int) -> None:
+def test_each_accepted_result_is_in_one_closed_round_or_is_taken_back(
+    buffered: bool, seed: int
+) -> None:
     """Whatever happens to tasks and rounds: by the last acknowledgement that the child gets."""
     draw = random.Random(seed)
     one = Coordinator("abc", idle_s=30.0)
     closing = Closing.model_construct(rule="quorum", quorum=2, deadline_s=0.0 if buffered else 5.0)
-    accepted, used, last = set[tuple[str, Key]](), list[tuple[str, Key]](), dict[tuple[str, Key], str]()
+    accepted, used, last = (
+        set[tuple[str, Key]](),
+        list[tuple[str, Key]](),
+        dict[tuple[str, Key], str](),
+    )
     keys, sessions = dict[str, Key](), dict.fromkeys("abc", 0)
     now, r, open_ = 0.0, -1, False
 
@@ -271,7 +322,14 @@ def test_each_accepted_result_is_in_one_closed_round_or_is_taken_back(buffered: 
         carried = (one.in_flight() if not anew else []) if buffered else None
         free = [name for name in "abc" if name not in (carried or ())]
         given = {name: assignment(number) for number, name in enumerate(free)}
-        key = one.open(global_round=r, local_round=0, assignments=given, closing=closing, now=now, carried=carried)
+        key = one.open(
+            global_round=r,
+            local_round=0,
+            assignments=given,
+            closing=closing,
+            now=now,
+            carried=carried,
+        )
         keys.update(dict.fromkeys(free, key))
         open_ = True
 
@@ -346,18 +404,26 @@ def test_the_slow_devices_step_comes_with_its_age() -> None:
     _, plans = plans_of(lab | {"cloud": {"aggregation": {"name": "fedbuff", "buffer": 3}}})
     ages = [plan["ages"]["device-1"] for plan in plans if "device-1" in plan["ages"]]
     assert ages and max(ages) >= 2
-    weights = [plan["weights"]["device-1"] * len(plan["used"]) for plan in plans if "device-1" in plan["ages"]]
+    weights = [
+        plan["weights"]["device-1"] * len(plan["used"])
+        for plan in plans
+        if "device-1" in plan["ages"]
+    ]
     assert weights == pytest.approx([(1 + age) ** -0.5 for age in ages])
 
 
 @pytest.mark.parametrize("node", ["cloud", "device-0", "device-1"])
 def test_a_lab_goes_on_after_a_node_was_killed(node: str) -> None:
     tree = {**LAB, "cloud": {"aggregation": {"name": "fedbuff", "buffer": 2}}}
-    outcome = ScenarioLab(parse(tree), seed=1, model_bytes=10_000, scenario=restarted(node, 3.0)).run()
+    outcome = ScenarioLab(
+        parse(tree), seed=1, model_bytes=10_000, scenario=restarted(node, 3.0)
+    ).run()
     assert outcome.ok, outcome.result
 
 
-def test_a_lab_that_loses_accepted_results_violates_an_invariant(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lab_that_loses_accepted_results_violates_an_invariant(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As any run of this lab did, before results were taken back."""
 
     def end(self: Coordinator, *, but: Collection[str] = ()) -> None:
@@ -370,7 +436,9 @@ def test_a_lab_that_loses_accepted_results_violates_an_invariant(monkeypatch: py
     monkeypatch.setattr(Coordinator, "end", end)
     monkeypatch.setattr(Dispatch, "last", property(lambda self: False, lambda self, value: None))
     ((name, wrong),) = check_lab(drawn).violations
-    assert name == "undisturbed lab is exact" and "accepted and lost at institution-0: 4 of" in wrong
+    assert (
+        name == "undisturbed lab is exact" and "accepted and lost at institution-0: 4 of" in wrong
+    )
 
 
 TINY: Final[dict[str, Any]] = {
@@ -384,18 +452,31 @@ TINY: Final[dict[str, Any]] = {
 
 def test_a_buffer_of_all_children_is_fedavg(tmp_path: Path) -> None:
     found, uniform = [], {"name": "fedavg", "weights": "uniform"}
-    for above, below in ((uniform, uniform), [{"name": "fedbuff", "buffer": count} for count in (2, 3)]):
+    for above, below in (
+        (uniform, uniform),
+        [{"name": "fedbuff", "buffer": count} for count in (2, 3)],
+    ):
         tiers = {"cloud": {"aggregation": above}, "institution": {"aggregation": below}}
         found.append(load_file(run_direct(tmp_path, TINY | tiers) / "model.safetensors"))
     one, other = found
     assert max(float(np.abs(one[name] - other[name]).max()) for name in one) < 1e-6
 
 
-def test_without_a_network_the_oldest_tasks_are_done_first_and_a_replay_is_the_same(tmp_path: Path) -> None:
+def test_without_a_network_the_oldest_tasks_are_done_first_and_a_replay_is_the_same(
+    tmp_path: Path,
+) -> None:
     tree = {**TINY, "cloud": {"aggregation": {"name": "fedbuff", "buffer": 1}}}
-    tree["institution"] = {"rounds": 3, "participation": 0.67, "aggregation": {"name": "fedbuff", "buffer": 1}}
+    tree["institution"] = {
+        "rounds": 3,
+        "participation": 0.67,
+        "aggregation": {"name": "fedbuff", "buffer": 1},
+    }
     path = run_direct(tmp_path, tree)
-    plans = [event.facts for event in Run(path).events if event.name == "plan" and event.facts["node"] == "cloud"]
+    plans = [
+        event.facts
+        for event in Run(path).events
+        if event.name == "plan" and event.facts["node"] == "cloud"
+    ]
     assert [plan["used"] for plan in plans] == [[f"institution-{r % 2}"] for r in range(5)]
     assert [list(plan["ages"].values()) for plan in plans] == [[0], [1], [1], [1], [1]]
     again = replayed(Run(path), tmp_path, accelerator="cpu", observe=lambda event, facts: None)
@@ -410,20 +491,39 @@ def test_a_lab_of_processes_is_replayed_bit_for_bit(tmp_path: Path) -> None:
         'cloud={aggregation={name="fedbuff", buffer=2}}', 'hardware.of={device-1={overhead_s=0.3}}',
     )  # fmt: skip
     done = fedstrata("replay", recorded, "--runs", tmp_path)
-    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "the same model, bit for bit"), done.stderr
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "the same model, bit for bit"), (
+        done.stderr
+    )
 
 
 @pytest.mark.parametrize(
     ("keys", "problem"),
     [
-        ({"closing": {"rule": "quorum", "quorum": 1, "deadline_s": 1}}, "closing.rule = 'quorum': the rule fedbuff"),
-        ({"selection": {"name": "round_robin"}}, "selection.name = 'round_robin': the rule fedbuff goes without it"),
-        ({"norm_bound": {"action": "clip"}}, "norm_bound.action = 'clip': the rule fedbuff goes without it"),
-        ({"epoch_control": {"name": "tempo"}}, "epoch_control.name = 'tempo': it compares the uploads of a global"),
-        ({"participation": 0.5, "aggregation": {"buffer": 3}}, "buffer = 3: more than the 2 children that train at"),
+        (
+            {"closing": {"rule": "quorum", "quorum": 1, "deadline_s": 1}},
+            "closing.rule = 'quorum': the rule fedbuff",
+        ),
+        (
+            {"selection": {"name": "round_robin"}},
+            "selection.name = 'round_robin': the rule fedbuff goes without it",
+        ),
+        (
+            {"norm_bound": {"action": "clip"}},
+            "norm_bound.action = 'clip': the rule fedbuff goes without it",
+        ),
+        (
+            {"epoch_control": {"name": "tempo"}},
+            "epoch_control.name = 'tempo': it compares the uploads of a global",
+        ),
+        (
+            {"participation": 0.5, "aggregation": {"buffer": 3}},
+            "buffer = 3: more than the 2 children that train at",
+        ),
     ],
 )
 def test_what_does_not_go_with_it_is_refused(keys: Mapping[str, Any], problem: str) -> None:
     rule = {"name": "fedbuff", **keys.get("aggregation", {})}
     with pytest.raises(InvalidExperiment, match=problem):
-        parse({"topology": {"institutions": 0, "devices": 4}, "cloud": {**keys, "aggregation": rule}})
+        parse(
+            {"topology": {"institutions": 0, "devices": 4}, "cloud": {**keys, "aggregation": rule}}
+        )

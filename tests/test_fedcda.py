@@ -20,7 +20,14 @@ from hypothesis import strategies as st
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.methods.baselines.refined import FedDF
-from fedstrata.common.methods.fedcda import CachedUploadRule, Candidates, FedCDA, group, plan, search
+from fedstrata.common.methods.fedcda import (
+    CachedUploadRule,
+    Candidates,
+    FedCDA,
+    group,
+    plan,
+    search,
+)
 from fedstrata.common.methods.optimisers import FedAdam
 from fedstrata.common.methods.rule import Aggregated, RuleContext
 from fedstrata.common.methods.statistics import Gram
@@ -34,17 +41,23 @@ from tests.helpers.rules import AddingRefiner, Report, aggregate
 Doubles = npt.NDArray[np.float64]
 
 
-def equation_5(rows: Sequence[Doubles], losses: Sequence[float], smoothness: Sequence[float]) -> float:
+def equation_5(
+    rows: Sequence[Doubles], losses: Sequence[float], smoothness: Sequence[float]
+) -> float:
     """Return (5) with the smoothness of each child, as the weighted sum of the module's docstring."""
     n = len(rows)
     mean = sum(rows) / n
-    apart = sum(each * float(((row - mean) ** 2).sum()) for each, row in zip(smoothness, rows, strict=True))
+    apart = sum(
+        each * float(((row - mean) ** 2).sum()) for each, row in zip(smoothness, rows, strict=True)
+    )
     return sum(losses) / n + apart / (2 * n)
 
 
 @dataclass
 class Problem:
-    """Cached uploads of participants, newest first, and the fixed ones of the others, with the smoothness of each."""
+    """Cached uploads of participants, newest first, and the fixed ones of the others, with the
+    smoothness of each.
+    """
 
     models: list[Doubles]  # of each participant [h, D]
     losses: list[list[float]]
@@ -75,12 +88,16 @@ class Problem:
 
 
 def brute_force(problem: Problem, groups: Sequence[Sequence[int]]) -> tuple[list[int], float]:
-    """Return each participant's choice, and the smallest gap between the best combination and the second best."""
+    """Return each participant's choice, and the smallest gap between the best combination and the
+    second best.
+    """
     kept: dict[int, int] = {}
     gap = math.inf
     for members in groups:
         combinations = list(itertools.product(*(range(len(problem.models[p])) for p in members)))
-        values = [problem.value(kept | dict(zip(members, choice, strict=True))) for choice in combinations]
+        values = [
+            problem.value(kept | dict(zip(members, choice, strict=True))) for choice in combinations
+        ]
         ordered = sorted(values)
         if len(ordered) > 1:
             gap = min(gap, (ordered[1] - ordered[0]) / max(1.0, abs(ordered[0])))
@@ -93,12 +110,20 @@ def problems(draw: st.DrawFn) -> Problem:
     random = np.random.default_rng(draw(st.integers(0, 10_000)))
     participants, columns = draw(st.integers(1, 4)), draw(st.integers(1, 5))
     depths = [draw(st.integers(1, 3)) for _ in range(participants)]
-    models = [random.normal(size=(h, columns)).astype(np.float32).astype(np.float64) for h in depths]
+    models = [
+        random.normal(size=(h, columns)).astype(np.float32).astype(np.float64) for h in depths
+    ]
     losses = [random.uniform(0, 2, h).tolist() for h in depths]
-    fixed = random.normal(size=(draw(st.integers(0, 4)), columns)).astype(np.float32).astype(np.float64)
+    fixed = (
+        random.normal(size=(draw(st.integers(0, 4)), columns)).astype(np.float32).astype(np.float64)
+    )
     reference = random.normal(size=columns).astype(np.float32)
-    equal = draw(st.sampled_from([0.0, 0.1, 1.0, 10.0, None]))  # None: each child has its own, as the paper proposes
-    smooth = [random.uniform(0, 5, n) if equal is None else np.full(n, equal) for n in (participants, len(fixed))]
+    # None: each child has its own, as the paper proposes
+    equal = draw(st.sampled_from([0.0, 0.1, 1.0, 10.0, None]))
+    smooth = [
+        random.uniform(0, 5, n) if equal is None else np.full(n, equal)
+        for n in (participants, len(fixed))
+    ]
     return Problem(models, losses, fixed, reference, *smooth)
 
 
@@ -125,7 +150,9 @@ def test_the_search_is_brute_force_on_equation_5(problem: Problem, groups: int, 
 def test_the_newest_wins_ties() -> None:
     row = np.ones((3, 4))
     losses = [[0.5, 0.5, 0.5], [0.5, 0.5 + 1e-15, 0.5 - 1e-15]]
-    problem = Problem([row, row], losses, np.ones((1, 4)), np.zeros(4, np.float32), np.ones(2), np.ones(1))
+    problem = Problem(
+        [row, row], losses, np.ones((1, 4)), np.zeros(4, np.float32), np.ones(2), np.ones(1)
+    )
     candidates = problem.candidates()
     found = search(candidates, candidates.of)
     assert found == [0, 3]
@@ -139,7 +166,9 @@ def test_groups_are_of_near_equal_size(participants: int, groups: int, seed: int
     parts = group(participants, groups, np.random.default_rng(seed))
     used = min(groups, participants)
     sizes = [participants // used + (b < participants % used) for b in range(used)]
-    assert [len(part) for part in parts] == sizes and sorted(itertools.chain(*parts)) == list(range(participants))
+    assert [len(part) for part in parts] == sizes and sorted(itertools.chain(*parts)) == list(
+        range(participants)
+    )
 
 
 # The node
@@ -171,7 +200,13 @@ class Node:
 
     def __post_init__(self) -> None:
         context = RuleContext(
-            LAYOUT, "cloud", self.seed, measures=True, rows=no_rows, folder=self.folder, refiner=self.refiner
+            LAYOUT,
+            "cloud",
+            self.seed,
+            measures=True,
+            rows=no_rows,
+            folder=self.folder,
+            refiner=self.refiner,
         )
         self.rule = CachedUploadRule(self.settings, context)
         row = LAYOUT.empty()
@@ -186,7 +221,9 @@ class Node:
         reports: list[Report | None] = []
         for k, child in enumerate(children):
             random = np.random.default_rng([r, ord(child)])
-            reports.append(None if child in missing else Report(10 + ord(child), float(random.uniform(0.5, 1))))
+            reports.append(
+                None if child in missing else Report(10 + ord(child), float(random.uniform(0.5, 1)))
+            )
             if child in missing:
                 continue
             rows_K[k] = dispatched
@@ -208,9 +245,15 @@ class Node:
         if r < self.settings.warmup_rounds:
             self.selected |= {child: self.queues[child][-1] for child in participants}
             samples = np.array([10.0 + ord(child) for child in participants])
-            weights = samples / samples.sum() if self.settings.weights == "data" else samples * 0 + 1 / len(samples)
+            weights = (
+                samples / samples.sum()
+                if self.settings.weights == "data"
+                else samples * 0 + 1 / len(samples)
+            )
             newest = np.array([self.queues[child][-1][1] for child in participants])
-            np.testing.assert_allclose(LAYOUT.floats(self.rule.model), weights @ newest, rtol=0, atol=1e-6)
+            np.testing.assert_allclose(
+                LAYOUT.floats(self.rule.model), weights @ newest, rtol=0, atol=1e-6
+            )
             return
         draw = generator(self.seed, Purpose.GROUPING, "cloud", r)
         if self.settings.choice == "random":
@@ -233,12 +276,18 @@ class Node:
                 ),
             )
             self.selected |= dict(zip(names, best, strict=True))
-        assert outcome.facts["selected"] == {child: self.selected[child][0] for child in participants}
+        assert outcome.facts["selected"] == {
+            child: self.selected[child][0] for child in participants
+        }
         mean = np.mean([x for _, x, _ in self.selected.values()], axis=0)
         np.testing.assert_allclose(LAYOUT.floats(self.rule.model), mean, rtol=0, atol=1e-6)
         first = min(self.selected)
-        assert LAYOUT.integers(self.rule.model).tolist() == [1000 * self.selected[first][0] + ord(first)]
-        assert outcome.loss == pytest.approx(np.mean([loss for _, _, loss in self.selected.values()]))
+        assert LAYOUT.integers(self.rule.model).tolist() == [
+            1000 * self.selected[first][0] + ord(first)
+        ]
+        assert outcome.loss == pytest.approx(
+            np.mean([loss for _, _, loss in self.selected.values()])
+        )
         for child in participants:
             distance = np.linalg.norm(self.queues[child][-1][1][:5] - mean[:5])
             assert outcome.distances[child] == pytest.approx(distance, rel=1e-5)
@@ -253,13 +302,21 @@ MEMORY_MB = {"files": 0.0, "both": 1.5e-4, "memory": 512.0}
 @pytest.mark.parametrize(
     ("memory", "depth", "groups"),
     slow(itertools.product(MEMORY_MB, (1, 2, 3), (1, 2, 5)), but=[
-        ("files", 3, 1), ("files", 1, 2), ("both", 2, 1), ("both", 3, 5), ("memory", 3, 2), ("memory", 1, 1),
+        ("files", 3, 1), ("files", 1, 2), ("both", 2, 1), ("both", 3, 5), ("memory", 3, 2),
+        ("memory", 1, 1),
     ]),
 )  # fmt: skip
 @pytest.mark.parametrize("of", [{}, {"a": 0.0, "d": 3.0, "f": 0.2}], ids=["equal", "unequal"])
-def test_rounds_are_the_twins(tmp_path: Path, depth: int, groups: int, memory: str, of: dict[str, float]) -> None:
+def test_rounds_are_the_twins(
+    tmp_path: Path, depth: int, groups: int, memory: str, of: dict[str, float]
+) -> None:
     settings = FedCDA(
-        depth=depth, groups=groups, warmup_rounds=4, smoothness=0.7, memory_mb=MEMORY_MB[memory], smoothness_of=of
+        depth=depth,
+        groups=groups,
+        warmup_rounds=4,
+        smoothness=0.7,
+        memory_mb=MEMORY_MB[memory],
+        smoothness_of=of,
     )
     node = Node(settings, tmp_path / "histories")
     for r, drawn in enumerate(DRAWS):
@@ -286,7 +343,9 @@ def adam_twin(state: dict[str, Doubles], z: Doubles, mean: Doubles, *, rate: flo
 
 
 def test_the_warm_up_may_take_the_steps_of_a_server(tmp_path: Path) -> None:
-    """Warm-up rounds are those of FedAdam written out, also of a restored node; then the selection is FedCDA's."""
+    """Warm-up rounds are those of FedAdam written out, also of a restored node; then the selection
+    is FedCDA's.
+    """
     settings = FedCDA(depth=2, warmup_rounds=5, warmup=FedAdam(name="fedadam", learning_rate=0.3))
     node, state = Node(settings), dict[str, Doubles]()
     z = np.full(5, 0.5)
@@ -316,8 +375,12 @@ def test_the_warm_up_may_take_the_steps_of_a_server(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("memory_mb", [0.0, 512.0], ids=["files", "memory"])
 def test_what_is_selected_teaches_the_mean(tmp_path: Path, memory_mb: float) -> None:
-    """The teachers are the selected uploads of all children with equal weights; the student begins as their mean."""
-    plain = Node(FedCDA(depth=2, groups=2, warmup_rounds=2, memory_mb=memory_mb), tmp_path / "plain")
+    """The teachers are the selected uploads of all children with equal weights; the student begins
+    as their mean.
+    """
+    plain = Node(
+        FedCDA(depth=2, groups=2, warmup_rounds=2, memory_mb=memory_mb), tmp_path / "plain"
+    )
     settings = FedCDA(depth=2, groups=2, warmup_rounds=2, memory_mb=memory_mb, refine=FedDF())
     refiner = AddingRefiner(kept_step=7)
     node = Node(settings, tmp_path / "refined", refiner=refiner)
@@ -328,7 +391,11 @@ def test_what_is_selected_teaches_the_mean(tmp_path: Path, memory_mb: float) -> 
     teachers = [LAYOUT.floats(row).astype(np.float64) for row in models.uploads]
     selected = [plain.selected[child][1] for child in sorted(plain.selected)]
     np.testing.assert_array_equal(teachers, selected)
-    assert before is not None and np.array_equal(models.received, before) and models.weights_K.tolist() == [1 / 6] * 6
+    assert (
+        before is not None
+        and np.array_equal(models.received, before)
+        and models.weights_K.tolist() == [1 / 6] * 6
+    )
     moved = LAYOUT.floats(plain.rule.model) + np.repeat(np.array([1, 0], np.float32), [5, 2])
     np.testing.assert_array_equal(LAYOUT.floats(node.rule.model), moved)
     assert found.facts == {**wanted.facts, "kept_step": 7} and found.loss == wanted.loss
@@ -338,15 +405,19 @@ def test_what_is_selected_teaches_the_mean(tmp_path: Path, memory_mb: float) -> 
 
 
 def test_a_lab_distils_behind_the_selection(tmp_path: Path) -> None:
-    """A lab whose last plan has less divergence, with FedDF's steps; without steps it is FedCDA bit for bit."""
+    """A lab whose last plan has less divergence, with FedDF's steps; without steps it is FedCDA bit
+    for bit.
+    """
 
     def lab(**rule: Any) -> dict[str, Any]:
         return {
-            "rounds": 3, "topology": {"institutions": 0, "devices": 4}, "model": {"name": "mlp_digits"},
+            "rounds": 3,
+            "topology": {"institutions": 0, "devices": 4},
+            "model": {"name": "mlp_digits"},
             "data": {"node_samples": 40, "partition": "dirichlet", "concentration": 0.1},
             "training": {"batch_size": 50, "learning_rate": 0.05},
             "cloud": {"aggregation": {"name": "fedcda", "warmup_rounds": 1, **rule}},
-        }  # fmt: skip
+        }
 
     done = run_direct(tmp_path / "one", lab(refine={"name": "feddf", "steps": 60}))
     events = [json.loads(line) for line in (done / "events.jsonl").read_text().splitlines()]
@@ -365,7 +436,12 @@ def test_a_random_choice_takes_each_cached_upload() -> None:
     facts: list[Any] = [node.play(r, "abcd").facts["selected"] for r in range(60)]
     ages = Counter(r - chosen for r in range(2, 60) for chosen in facts[r].values())
     assert ages.total() == 4 * 58 and all(abs(ages[age] - 4 * 58 / 3) < 26 for age in range(3))
-    assert parse({"topology": {"devices": 40}, "cloud": {"aggregation": {"name": "fedcda", "choice": "random"}}})
+    assert parse(
+        {
+            "topology": {"devices": 40},
+            "cloud": {"aggregation": {"name": "fedcda", "choice": "random"}},
+        }
+    )
 
 
 def test_children_with_a_smoothness_of_their_own_are_there() -> None:
@@ -374,13 +450,18 @@ def test_children_with_a_smoothness_of_their_own_are_there() -> None:
         return {"topology": {"institutions": 2, "devices": 4}, "cloud": {"aggregation": rule}}
 
     assert parse(tree("institution-1"))
-    for name, problem in (("institution-2", "no institution or device"), ("device-1", "no institution")):
+    for name, problem in (
+        ("institution-2", "no institution or device"),
+        ("device-1", "no institution"),
+    ):
         with pytest.raises(InvalidExperiment, match=f"cloud.aggregation.smoothness_of.*{problem}"):
             parse(tree(name))
 
 
 @pytest.mark.parametrize(("history", "left"), [("clear", 0), ("keep", 6)])
-def test_a_model_from_above_clears_the_histories_unless_kept(tmp_path: Path, history: Any, left: int) -> None:
+def test_a_model_from_above_clears_the_histories_unless_kept(
+    tmp_path: Path, history: Any, left: int
+) -> None:
     settings = FedCDA(depth=2, warmup_rounds=1, history=history, memory_mb=0.0)
     node = Node(settings, tmp_path / "histories")
     for r in range(3):
@@ -398,7 +479,9 @@ def test_a_model_from_above_clears_the_histories_unless_kept(tmp_path: Path, his
 @pytest.mark.parametrize("memory_mb", [0.0, 1.5e-4, 512.0], ids=["files", "both", "memory"])
 @pytest.mark.parametrize("own", [True, False], ids=["spool", "no spool"])
 def test_a_saved_node_goes_on_bit_for_bit(tmp_path: Path, memory_mb: float, own: bool) -> None:
-    settings = FedCDA(depth=2, groups=2, warmup_rounds=2, memory_mb=memory_mb, smoothness_of={"b": 4.0})
+    settings = FedCDA(
+        depth=2, groups=2, warmup_rounds=2, memory_mb=memory_mb, smoothness_of={"b": 4.0}
+    )
 
     def new(name: str) -> Node:
         return Node(settings, tmp_path / name if own else None)
@@ -433,7 +516,10 @@ def test_a_search_that_is_too_long_is_refused_before_the_run(groups: int, drawn:
     def tree(participants: int) -> dict[str, Any]:
         rule = {"name": "fedcda", "groups": groups}
         topology = {"institutions": 2, "devices": 80}
-        return {"topology": topology, "institution": {"aggregation": rule, "participation": participants / 40}}
+        return {
+            "topology": topology,
+            "institution": {"aggregation": rule, "participation": participants / 40},
+        }
 
     with pytest.raises(InvalidExperiment) as caught:
         parse(tree(drawn))

@@ -53,13 +53,17 @@ def mixed(weights_KK: Doubles, models_KF: Floats) -> Floats:
 
 
 def plain(r: int, count: int, alpha: float) -> Doubles:
-    return mixing_matrix(FedCrossStage("plain", alpha, 1, similar=False), [in_order(r, count)], count)
+    return mixing_matrix(
+        FedCrossStage("plain", alpha, 1, similar=False), [in_order(r, count)], count
+    )
 
 
 def propelled(r: int, count: int, **settings: Any) -> Doubles:
     found = stage(FedCross(propeller_rounds=r + 1, **settings), r, count)
     assert not found.similar
-    return mixing_matrix(found, [in_order(r, count, place) for place in range(found.partners)], count)
+    return mixing_matrix(
+        found, [in_order(r, count, place) for place in range(found.partners)], count
+    )
 
 
 # Partners
@@ -86,7 +90,11 @@ def scan(similarity: list[list[float]], lowest: bool) -> list[int]:
         for k in range(len(similarity)):
             if k == j:
                 continue
-            better = similarity[j][k] < similarity[j][best] if lowest else similarity[j][k] > similarity[j][best]
+            better = (
+                similarity[j][k] < similarity[j][best]
+                if lowest
+                else similarity[j][k] > similarity[j][best]
+            )
             if better:
                 best = k
         found.append(best)
@@ -94,7 +102,9 @@ def scan(similarity: list[list[float]], lowest: bool) -> list[int]:
 
 
 @given(
-    values=st.integers(2, 7).flatmap(lambda k: hnp.arrays(np.float64, (k, k), elements=st.integers(-2, 2).map(float))),
+    values=st.integers(2, 7).flatmap(
+        lambda k: hnp.arrays(np.float64, (k, k), elements=st.integers(-2, 2).map(float))
+    ),
     lowest=st.booleans(),
 )
 def test_similarity_is_scanned_from_the_next_one(values: Doubles, lowest: bool) -> None:
@@ -102,9 +112,15 @@ def test_similarity_is_scanned_from_the_next_one(values: Doubles, lowest: bool) 
 
 
 def test_nobody_is_its_own_partner() -> None:
-    """Also where all others point the other way: the authors' loop would start from the model itself."""
+    """Also where all others point the other way: the authors' loop would start from the model
+    itself.
+    """
     similarity_KK = np.full((3, 3), -0.5) + 1.5 * np.eye(3)
-    assert by_similarity(similarity_KK, lowest=False) == by_similarity(similarity_KK, lowest=True) == [1, 2, 0]
+    assert (
+        by_similarity(similarity_KK, lowest=False)
+        == by_similarity(similarity_KK, lowest=True)
+        == [1, 2, 0]
+    )
 
 
 def test_the_two_similarities_differ_where_norms_do() -> None:
@@ -132,7 +148,9 @@ def cosine(one: list[float], other: list[float]) -> float:
 
 
 def pairwise_twin(one: list[list[float]], other: list[list[float]], normalise: bool) -> float:
-    """Go through the tensors with a buffer of two, as the authors' loop does, and count the last buffer once more."""
+    """Go through the tensors with a buffer of two, as the authors' loop does, and count the last
+    buffer once more.
+    """
     total, held_one, held_other = 0.0, [], []
     pairs = 0
     for i, (x, y) in enumerate(zip(one, other, strict=True)):
@@ -155,7 +173,10 @@ def test_pairwise_is_the_authors_loop(entries: int, normalise: bool) -> None:
     layout.floats(rows_K)[:] = models(4, layout.columns, seed=entries)
     for k, row in enumerate(rows_K):
         layout.integers(row)[:] = 100 + k
-    states = [[layout.views(row)[name].ravel().tolist() for name, _, _ in ENTRIES[:entries]] for row in rows_K]
+    states = [
+        [layout.views(row)[name].ravel().tolist() for name, _, _ in ENTRIES[:entries]]
+        for row in rows_K
+    ]
     expected = [[pairwise_twin(one, other, normalise) for other in states] for one in states]
     found = pairwise(gram_by_entry(rows_K, layout), normalise=normalise)
     np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
@@ -167,28 +188,40 @@ def test_settings_name_the_similarity() -> None:
     layout = ModelLayout.build([("w", (20,), Section.PARAMETER)])
 
     def found(**settings: Any) -> Doubles:
-        return fedcross.similarity(FedCross(**settings), mixing_round(models_KF.view(np.uint8), layout))
+        return fedcross.similarity(
+            FedCross(**settings), mixing_round(models_KF.view(np.uint8), layout)
+        )
 
     assert np.array_equal(found(similarity="cosine"), products.cosines_KK())
     assert np.array_equal(found(similarity="sum_norm"), products.ratios_KK())
     one = found(similarity="pairwise", normalise=True)
-    np.testing.assert_allclose(one, products.cosines_KK(), rtol=1e-12)  # one entry: counted once, divided by one
+    # one entry: counted once, divided by one
+    np.testing.assert_allclose(one, products.cosines_KK(), rtol=1e-12)
 
 
 def test_distances_are_similarities_too() -> None:
-    """FedCross, arXiv: "Eucledian Distance, Manhattan Distance, and Cosine Similarity are all feasible metrics"."""
-    base = np.array([[0, 0, 0, 7], [3, 4, 0, 8], [0, 0, 5.5, 9], [1, 1, 1, 6]], np.float32)  # a buffer at the end
-    layout = ModelLayout.build([("w", (3,), Section.PARAMETER), ("running_mean", (1,), Section.BUFFER)])
+    """FedCross, arXiv: "Eucledian Distance, Manhattan Distance, and Cosine Similarity are all
+    feasible metrics".
+    """
+    # a buffer at the end
+    base = np.array([[0, 0, 0, 7], [3, 4, 0, 8], [0, 0, 5.5, 9], [1, 1, 1, 6]], np.float32)
+    layout = ModelLayout.build(
+        [("w", (3,), Section.PARAMETER), ("running_mean", (1,), Section.BUFFER)]
+    )
     parameters = [row[:3] for row in base]
     for name, norm in (("euclidean", 2), ("manhattan", 1)):
         settings = FedCross.model_validate({"similarity": name})
         found = fedcross.similarity(settings, mixing_round(base.view(np.uint8), layout))
         expected = [
-            [-np.linalg.norm((one - other).astype(np.float64), norm) for other in parameters] for one in parameters
+            [-np.linalg.norm((one - other).astype(np.float64), norm) for other in parameters]
+            for one in parameters
         ]
         np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
         # from the origin, (3, 4, 0) is 5 or 7 away, (0, 0, 5.5) 5.5 or 5.5: the farthest differs
-        assert by_similarity(found, lowest=True)[0] == {2: 2, 1: 1}[norm] and by_similarity(found, lowest=False)[0] == 3
+        assert (
+            by_similarity(found, lowest=True)[0] == {2: 2, 1: 1}[norm]
+            and by_similarity(found, lowest=False)[0] == 3
+        )
 
 
 # Stages
@@ -197,34 +230,58 @@ def test_distances_are_similarities_too() -> None:
 def test_the_papers_three_presets() -> None:
     def kinds(**settings: int) -> dict[str, range]:
         names = [stage(FedCross(**settings), r, 10).name for r in range(250)]
-        return {name: range(names.index(name), names.index(name) + names.count(name)) for name in names}
+        return {
+            name: range(names.index(name), names.index(name) + names.count(name)) for name in names
+        }
 
     assert kinds(propeller_rounds=100) == {"propellers": range(100), "plain": range(100, 250)}
-    assert kinds(dynamic_alpha_rounds=100) == {"dynamic alpha": range(100), "plain": range(100, 250)}
+    assert kinds(dynamic_alpha_rounds=100) == {
+        "dynamic alpha": range(100),
+        "plain": range(100, 250),
+    }
     both = kinds(propeller_rounds=50, dynamic_alpha_rounds=50)
-    assert both == {"propellers": range(50), "dynamic alpha": range(50, 100), "plain": range(100, 250)}
+    assert both == {
+        "propellers": range(50),
+        "dynamic alpha": range(50, 100),
+        "plain": range(100, 250),
+    }
 
 
 @given(alpha=ALPHAS, start=st.integers(0, 50), length=st.integers(1, 50))
 def test_dynamic_alpha_is_a_line_from_a_half(alpha: float, start: int, length: int) -> None:
     settings = FedCross(alpha=alpha, propeller_rounds=start, dynamic_alpha_rounds=length)
     found = [stage(settings, r, 5).alpha for r in range(start, start + length + 3)]
-    expected = [0.5 + (alpha - 0.5) * i / (length - 1) if length > 1 else alpha for i in range(length)]
-    assert found[:length] == pytest.approx(expected, abs=1e-15) and found[length - 1 :] == [alpha] * 4
+    expected = [
+        0.5 + (alpha - 0.5) * i / (length - 1) if length > 1 else alpha for i in range(length)
+    ]
+    assert (
+        found[:length] == pytest.approx(expected, abs=1e-15) and found[length - 1 :] == [alpha] * 4
+    )
     assert length == 1 or found[0] == 0.5
 
 
-@pytest.mark.parametrize(("strategy", "similar"), [("in_order", False), ("lowest", True), ("highest", True)])
+@pytest.mark.parametrize(
+    ("strategy", "similar"), [("in_order", False), ("lowest", True), ("highest", True)]
+)
 def test_the_strategy_holds_outside_of_the_propellers(strategy: str, similar: bool) -> None:
-    settings = FedCross.model_validate({"strategy": strategy, "propeller_rounds": 1, "dynamic_alpha_rounds": 2})
+    settings = FedCross.model_validate(
+        {"strategy": strategy, "propeller_rounds": 1, "dynamic_alpha_rounds": 2}
+    )
     assert [stage(settings, r, 5).similar for r in range(5)] == [False, *[similar] * 4]
 
 
 def test_two_propellers_of_four() -> None:
     third = 1 / 3
-    expected = [[third, third, third, 0], [0, third, third, third], [third, 0, third, third], [third, third, 0, third]]
+    expected = [
+        [third, third, third, 0],
+        [0, third, third, third],
+        [third, 0, third, third],
+        [third, third, 0, third],
+    ]
     np.testing.assert_allclose(propelled(0, 4), expected, rtol=1e-15)
-    np.testing.assert_allclose(propelled(0, 4, propeller_alpha=0.9)[1], [0, 0.9, 0.05, 0.05], rtol=1e-13)
+    np.testing.assert_allclose(
+        propelled(0, 4, propeller_alpha=0.9)[1], [0, 0.9, 0.05, 0.05], rtol=1e-13
+    )
 
 
 @given(count=COUNTS, r=st.integers(0, 200), propellers=st.integers(1, 15))
@@ -245,7 +302,8 @@ def test_weights_are_row_stochastic(count: int, r: int, alpha: float) -> None:
     for weights_KK in (plain(r, count, alpha), propelled(r % 100, count, propeller_alpha=alpha)):
         assert (weights_KK >= 0).all()
         np.testing.assert_allclose(weights_KK.sum(axis=1), 1, rtol=1e-14)
-        np.testing.assert_allclose(weights_KK.sum(axis=0), 1, rtol=1e-14)  # so the uniform mean is kept
+        # so the uniform mean is kept
+        np.testing.assert_allclose(weights_KK.sum(axis=0), 1, rtol=1e-14)
 
 
 @given(count=COUNTS, r=ROUNDS, alpha=ALPHAS, seed=st.integers(0, 100))
@@ -256,7 +314,9 @@ def test_in_order_keeps_the_mean_and_lemma_3_4(count: int, r: int, alpha: float,
     uploaded_KF = models_KF.astype(np.float64)
     np.testing.assert_allclose(mixed_KF.mean(axis=0), uploaded_KF.mean(axis=0), rtol=0, atol=1e-6)
     partners_KF = uploaded_KF[in_order(r, count)]
-    expected = ((uploaded_KF - point_F) ** 2).sum() - alpha * (1 - alpha) * ((uploaded_KF - partners_KF) ** 2).sum()
+    expected = ((uploaded_KF - point_F) ** 2).sum() - alpha * (1 - alpha) * (
+        (uploaded_KF - partners_KF) ** 2
+    ).sum()
     assert ((mixed_KF - point_F) ** 2).sum() == pytest.approx(expected, rel=1e-5)
 
 
@@ -269,7 +329,10 @@ def test_alpha_1_changes_no_bit(count: int) -> None:
 def test_values_near_one_are_distinguished() -> None:
     """All models lie within 1e-4 of each other: in float32 every cosine would be 1."""
     base = np.random.default_rng(1).normal(size=50_000)
-    offsets = np.random.default_rng(2).normal(size=(4, 50_000)) * np.array([1e-4, 2e-4, 3e-4, 4e-4])[:, None]
+    offsets = (
+        np.random.default_rng(2).normal(size=(4, 50_000))
+        * np.array([1e-4, 2e-4, 3e-4, 4e-4])[:, None]
+    )
     models_KF = (base + offsets).astype(np.float32)
     exact_KF = models_KF.astype(np.longdouble)
     norms = np.sqrt((exact_KF**2).sum(axis=1))

@@ -23,7 +23,13 @@ from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.learning import datasets, models
 from fedstrata.common.learning.models import head_places
 from fedstrata.common.learning.refiner import NodeDraws, NodeRefiner
-from fedstrata.common.methods.baselines.fedgen import FEATURES, HIDDEN, LABEL_COUNTS, FedGen, GeneratorLayout
+from fedstrata.common.methods.baselines.fedgen import (
+    FEATURES,
+    HIDDEN,
+    LABEL_COUNTS,
+    FedGen,
+    GeneratorLayout,
+)
 from fedstrata.common.methods.baselines.generator import diversity, learn_generator
 from fedstrata.common.methods.rule import Rule, link_layouts
 from fedstrata.common.model.layout import ModelLayout, Row, Section
@@ -64,13 +70,24 @@ class Twin(nn.Module):
 
     def __init__(self, row: Row) -> None:
         super().__init__()
-        self.hidden, self.norm, self.output = nn.Linear(Z + C, H), nn.BatchNorm1d(H), nn.Linear(H, F)
-        views = {name: torch.from_numpy(values.copy()) for name, values in SMALL.rows.views(row).items()}
+        self.hidden, self.norm, self.output = (
+            nn.Linear(Z + C, H),
+            nn.BatchNorm1d(H),
+            nn.Linear(H, F),
+        )
+        views = {
+            name: torch.from_numpy(values.copy()) for name, values in SMALL.rows.views(row).items()
+        }
         names = {
-            "hidden.weight": "weight", "hidden.bias": "bias", "norm.weight": "scale", "norm.bias": "shift",
-            "norm.running_mean": "mean", "norm.running_var": "variance", "output.weight": "output",
+            "hidden.weight": "weight",
+            "hidden.bias": "bias",
+            "norm.weight": "scale",
+            "norm.bias": "shift",
+            "norm.running_mean": "mean",
+            "norm.running_var": "variance",
+            "output.weight": "output",
             "output.bias": "output_bias",
-        }  # fmt: skip
+        }
         self.load_state_dict({mine: views[its] for mine, its in names.items()}, strict=False)
 
     def forward(self, noise: Tensor, labels: Tensor) -> Tensor:
@@ -98,7 +115,10 @@ def test_a_model_whose_head_is_not_its_last_matrix_is_refused() -> None:
             super().__init__()
             self.head, self.scale = nn.Linear(2, 3), nn.Embedding(4, 5)
 
-    with pytest.raises(InvalidExperiment, match=r"its last torch\.nn\.Linear is head, .* Define the linear layer last"):
+    with pytest.raises(
+        InvalidExperiment,
+        match=r"its last torch\.nn\.Linear is head, .* Define the linear layer last",
+    ):
         head_places(Odd(), models.layout_of(Odd()))
     with pytest.raises(InvalidExperiment, match="no linear layer"):
         _ = ModelLayout.build([("w", (3,), Section.PARAMETER)]).head
@@ -119,7 +139,9 @@ def test_a_first_generator_is_drawn_as_torch_draws_one() -> None:
     row = np.zeros(layout.rows.row_bytes, np.uint8)
     layout.begin(row, np.random.default_rng(1))
     views, linear = layout.rows.views(row), nn.Linear(60, 200)
-    assert float(np.std(views["weight"])) == pytest.approx(float(linear.weight.detach().std()), rel=0.05)
+    assert float(np.std(views["weight"])) == pytest.approx(
+        float(linear.weight.detach().std()), rel=0.05
+    )
     assert float(np.abs(views["output"]).max()) <= 200**-0.5
     assert views["variance"].min() == 1 and not views["mean"].any() and not views["head"].any()
     assert layout.columns == sum(int(np.prod(shape)) for shape in layout.generator.values())
@@ -151,14 +173,22 @@ def test_the_generator_learns_as_a_plain_loop_of_the_authors_formula() -> None:
         features = twin(noise, labels)
         loss = torch.zeros(())
         for counts, row in zip(counts_KC, models_.uploads, strict=True):
-            views = {name: torch.from_numpy(values) for name, values in SMALL.rows.views(row).items()}
+            views = {
+                name: torch.from_numpy(values) for name, values in SMALL.rows.views(row).items()
+            }
             logits = functional.linear(features, views["head"], views["head_bias"])
-            shares = torch.tensor([counts[y] / sum(each[y] for each in counts_KC) for y in labels.tolist()])
-            loss = loss + (functional.cross_entropy(logits, labels, reduction="none") * shares).mean()
+            shares = torch.tensor(
+                [counts[y] / sum(each[y] for each in counts_KC) for y in labels.tolist()]
+            )
+            loss = (
+                loss + (functional.cross_entropy(logits, labels, reduction="none") * shares).mean()
+            )
         taught.append(float(loss.detach()))
         squares = (noise[:, None] - noise[None]).square().mean(2)
         absolute = (features[:, None] - features[None]).abs().mean(2)
-        torch.testing.assert_close(diversity(noise, features), torch.exp((-squares * absolute).mean()))
+        torch.testing.assert_close(
+            diversity(noise, features), torch.exp((-squares * absolute).mean())
+        )
         optimiser.zero_grad()
         (loss + torch.exp((-squares * absolute).mean())).backward()
         optimiser.step()
@@ -166,7 +196,11 @@ def test_the_generator_learns_as_a_plain_loop_of_the_authors_formula() -> None:
     assert facts["steps"] == 25 and facts["loss_before"] == pytest.approx(taught[0], rel=1e-4)
     assert facts["loss_after"] == pytest.approx(taught[-1], rel=1e-3) and taught[-1] < taught[0]
     views = SMALL.rows.views(models_.mean)
-    for mine, its in (("weight", twin.hidden.weight), ("scale", twin.norm.weight), ("output", twin.output.weight)):
+    for mine, its in (
+        ("weight", twin.hidden.weight),
+        ("scale", twin.norm.weight),
+        ("output", twin.output.weight),
+    ):
         np.testing.assert_allclose(views[mine], its.detach().numpy(), rtol=0, atol=2e-4)
     assert twin.norm.running_mean is not None and twin.norm.running_var is not None
     np.testing.assert_allclose(views["mean"], twin.norm.running_mean.numpy(), rtol=0, atol=2e-4)
@@ -174,10 +208,15 @@ def test_the_generator_learns_as_a_plain_loop_of_the_authors_formula() -> None:
 
 
 def test_without_any_label_nothing_is_learned_and_the_same_round_gives_the_same_bits() -> None:
-    settings, node = FedGen(noise=Z, hidden=H, steps=5, batch_size=4), NodeDraws(parse({}), "institution-0")
+    settings, node = (
+        FedGen(noise=Z, hidden=H, steps=5, batch_size=4),
+        NodeDraws(parse({}), "institution-0"),
+    )
     empty = round_of([[0, 0, 0]])
     before = empty.mean.copy()
-    assert learn_generator(node, settings, empty) == {"steps": 0} and np.array_equal(empty.mean, before)
+    assert learn_generator(node, settings, empty) == {"steps": 0} and np.array_equal(
+        empty.mean, before
+    )
     one, same, other = round_of([[1, 2, 3]]), round_of([[1, 2, 3]]), round_of([[1, 2, 3]], r=3)
     for each in (one, same, other):
         learn_generator(node, settings, each)
@@ -188,7 +227,9 @@ def test_without_any_label_nothing_is_learned_and_the_same_round_gives_the_same_
 
 
 def rule_of(refiner: Refiner | None, **settings: Any) -> Rule:
-    return rules.rule_of({"name": "fedgen", "noise": Z, "hidden": H, **settings}, layout=LAYOUT, refiner=refiner)
+    return rules.rule_of(
+        {"name": "fedgen", "noise": Z, "hidden": H, **settings}, layout=LAYOUT, refiner=refiner
+    )
 
 
 LINKS: Final = link_layouts(FedGen(noise=Z, hidden=H), LAYOUT)
@@ -209,7 +250,8 @@ def test_the_refiner_gets_heads_and_labels_and_the_children_its_generator() -> N
     refiner = AddingRefiner()
     rule = rule_of(refiner)
     received, rows_K = play(rule)
-    assert all(not vector.any() for vector in LINKS.down.extras_of(received).values())  # no generator yet
+    # no generator yet
+    assert all(not vector.any() for vector in LINKS.down.extras_of(received).values())
     (asked,) = refiner.asked
     assert asked.r == 0 and len(asked.uploads) == 2
     for row, k in zip(asked.uploads, (0, 2), strict=True):
@@ -261,7 +303,9 @@ def net() -> nn.Module:
 
 
 def training(**objective: Any) -> TrainingSettings:
-    return TrainingSettings.model_validate({"momentum": 0.0, "objective": {"name": "fedgen", **objective}})
+    return TrainingSettings.model_validate(
+        {"momentum": 0.0, "objective": {"name": "fedgen", **objective}}
+    )
 
 
 def batch_of(module: nn.Module, sent: Mapping[str, Tensor], size: int = 5) -> Minibatch:
@@ -271,12 +315,20 @@ def batch_of(module: nn.Module, sent: Mapping[str, Tensor], size: int = 5) -> Mi
     uniform = torch.rand(size, 2 * Z + 1, generator=draw, dtype=torch.float64)
     vectors = {name: [values.double()] for name, values in sent.items()}
     return Minibatch(
-        lambda: module(inputs), labels, list(module.parameters()), [], vectors=vectors, uniform=uniform, head=(2, 3)
+        lambda: module(inputs),
+        labels,
+        list(module.parameters()),
+        [],
+        vectors=vectors,
+        uniform=uniform,
+        head=(2, 3),
     )
 
 
 def sent_of(seed: int) -> dict[str, Tensor]:
-    return {name: torch.from_numpy(values) for name, values in SMALL.linear(random_row(seed)).items()}
+    return {
+        name: torch.from_numpy(values) for name, values in SMALL.linear(random_row(seed)).items()
+    }
 
 
 def gradients(module: nn.Module) -> list[Tensor]:
@@ -295,7 +347,9 @@ def test_gradients_are_those_of_the_written_out_loss(alpha: float, beta: float) 
     random = (batch.uniform[:, -1] * C).long()
     with torch.no_grad():
         made = twin.float()(batch.uniform[:, :Z].float(), random).double()
-        target = torch.softmax(head(twin(batch.uniform[:, Z : 2 * Z].float(), batch.labels).double()), 1)
+        target = torch.softmax(
+            head(twin(batch.uniform[:, Z : 2 * Z].float(), batch.labels).double()), 1
+        )
     plain = functional.cross_entropy(logits, batch.labels)
     divergence = (target * (target.log() - torch.log_softmax(logits, 1))).sum(1).mean()
     (plain + alpha * functional.cross_entropy(head(made), random) + beta * divergence).backward()
@@ -305,8 +359,14 @@ def test_gradients_are_those_of_the_written_out_loss(alpha: float, beta: float) 
 
 
 @pytest.mark.parametrize("settings", [{"alpha": 0.0, "beta": 0.0}, {"alpha": 3.0, "beta": 2.0}])
-def test_without_weights_or_without_a_generator_it_is_cross_entropy(settings: dict[str, float]) -> None:
-    sent = sent_of(1) if not settings["alpha"] else {name: torch.zeros(shape) for name, shape in SMALL.sent.items()}
+def test_without_weights_or_without_a_generator_it_is_cross_entropy(
+    settings: dict[str, float],
+) -> None:
+    sent = (
+        sent_of(1)
+        if not settings["alpha"]
+        else {name: torch.zeros(shape) for name, shape in SMALL.sent.items()}
+    )
     ours, theirs = net(), net()
     objective_of(training(**settings)).backward(batch_of(ours, sent))
     batch = batch_of(theirs, sent)
@@ -321,13 +381,22 @@ def test_vmapped_steps_are_those_in_process() -> None:
     layout = models.layout_of(module)
     vectors = TaskVectors(link_layouts(FedGen(noise=Z, hidden=H), layout))
     images, labels = torch.randn(40, 6), torch.randint(C, (40,))
-    row = np.zeros(layout.row_bytes + 4 * sum(int(np.prod(s)) for s in vectors.shapes.values()), np.uint8)
+    row = np.zeros(
+        layout.row_bytes + 4 * sum(int(np.prod(s)) for s in vectors.shapes.values()), np.uint8
+    )
     models.write_row(module, layout, row)
     recipe = Recipe(module, vectors, images, labels, lambda each: each, settings, 0.05)
     draws = objective_of(settings).draws(vectors.shapes, C)
     assert draws == 2 * Z + 1
     turns = [
-        Turn(row, Load(n, 1), Visits(places, None, torch.rand(n, draws)), print, threading.Event(), print)
+        Turn(
+            row,
+            Load(n, 1),
+            Visits(places, None, torch.rand(n, draws)),
+            print,
+            threading.Event(),
+            print,
+        )
         for places, n in ((torch.arange(23), 23), (torch.arange(23, 40), 17))
     ]
     assert problem_of(recipe, turns) == ""
@@ -350,10 +419,15 @@ def test_batches_of_any_size_get_the_same_numbers() -> None:
 # Whole labs
 
 LAB: Final = (
-    "topology.institutions=2", "topology.devices=4", "rounds=2", "institution.rounds=2", "training.batch_size=100",
-    "model.name='mlp_digits'", "training.objective.name='fedgen'",
+    "topology.institutions=2",
+    "topology.devices=4",
+    "rounds=2",
+    "institution.rounds=2",
+    "training.batch_size=100",
+    "model.name='mlp_digits'",
+    "training.objective.name='fedgen'",
     "institution.aggregation={name='fedgen', noise=8, hidden=16, steps=5, batch_size=16}",
-)  # fmt: skip
+)
 
 
 def lab(**tree: Any) -> Experiment:
@@ -381,7 +455,9 @@ def test_a_device_returns_how_many_samples_of_each_label_it_has() -> None:
 
 
 def test_a_refiner_of_a_generator_needs_no_data(tmp_path: Path) -> None:
-    experiment = lab(data={"dataset": "cifar10", "root": str(tmp_path)}, model={"name": "lenet_cifar"})
+    experiment = lab(
+        data={"dataset": "cifar10", "root": str(tmp_path)}, model={"name": "lenet_cifar"}
+    )
     refiner = NodeRefiner(experiment, "institution-0", partition="of another split")
     made = GeneratorLayout(noise=8, hidden=16, features=6, classes=10)
     row = np.zeros(made.rows.row_bytes, np.uint8)

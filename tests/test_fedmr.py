@@ -1,4 +1,6 @@
-"""FedMR: what stays together, that nothing is lost, and that permutations are what they are drawn to be."""
+"""FedMR: what stays together, that nothing is lost, and that permutations are what they are drawn
+to be.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ GRANULARITIES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("name", ["fedmr", "fedcross"])
 def test_a_loss_ends_the_first_stage_for_good(name: str, tmp_path: Path) -> None:
-    """The mean of the uploads' losses, by the rule's weights; a loss that rises again does not begin another one."""
+    """The mean of the uploads' losses, by the rule's weights; a loss that rises again does not
+    begin another one.
+    """
     losses = [0.9, 0.61, 0.6, 2.0, 0.1]  # of children with equal weights: their mean in each round
     tree = {"name": name, "first_stage_rounds": 9, "first_stage_loss": 0.6}
     rule, stages = rules.rule_of(tree, layout=LAYOUT), []
@@ -79,7 +83,9 @@ def uploads(count: int) -> Rows:
     return rows_K
 
 
-def recombined(tree: dict[str, Any], rows_K: Rows, *, seed: int = 1, r: int = 0, in_place: bool = False) -> Rows:
+def recombined(
+    tree: dict[str, Any], rows_K: Rows, *, seed: int = 1, r: int = 0, in_place: bool = False
+) -> Rows:
     parts, _ = planned(settings_of(tree), mixing_round(rows_K, LAYOUT, r=r, seed=seed))
     out = rows_K if in_place else np.zeros_like(rows_K)
     mixing.apply(parts, rows_K, layout=LAYOUT, out=list(out))
@@ -87,14 +93,20 @@ def recombined(tree: dict[str, Any], rows_K: Rows, *, seed: int = 1, r: int = 0,
 
 
 def sources(rows_K: Rows) -> list[dict[str, int]]:
-    """Return, for each row and entry, the upload from which it came: the same one for all of its values."""
+    """Return, for each row and entry, the upload from which it came: the same one for all of its
+    values.
+    """
     found = []
     for row in rows_K:
         views = LAYOUT.views(row)
         origin: dict[str, int] = {}
         for name, _, section in ENTRIES:
             values = views[name].ravel().astype(np.int64)
-            rows = {int(v - 2**40) for v in values} if section is Section.COUNTER else set(values // LAYOUT.columns)
+            rows = (
+                {int(v - 2**40) for v in values}
+                if section is Section.COUNTER
+                else set(values // LAYOUT.columns)
+            )
             assert len(rows) == 1
             origin[name] = int(rows.pop())
         found.append(origin)
@@ -116,7 +128,9 @@ def test_a_layer_is_a_module_with_all_that_it_has() -> None:
 
 def test_keys_and_the_whole_model() -> None:
     assert sorted(names({"granularity": "key"})) == sorted([name] for name, _, _ in ENTRIES)
-    assert len(names({"granularity": "model"})) == 1 and len(names({"granularity": "model"})[0]) == len(ENTRIES)
+    assert len(names({"granularity": "model"})) == 1 and len(
+        names({"granularity": "model"})[0]
+    ) == len(ENTRIES)
 
 
 def block_twin(count: int, fraction: float) -> list[list[int]]:
@@ -131,7 +145,9 @@ def block_twin(count: int, fraction: float) -> list[list[int]]:
 
 @given(count=st.integers(1, 60), fraction=st.integers(1, 40).map(lambda part: part / 40))
 def test_blocks_are_runs_of_about_a_fraction(count: int, fraction: float) -> None:
-    layout = ModelLayout.build([(f"layer{i}.weight", (1,), Section.PARAMETER) for i in range(count)])
+    layout = ModelLayout.build(
+        [(f"layer{i}.weight", (1,), Section.PARAMETER) for i in range(count)]
+    )
     found = names({"granularity": "block", "block_fraction": fraction}, layout)
     assert found == [[f"layer{i}.weight" for i in block] for block in block_twin(count, fraction)]
 
@@ -142,15 +158,22 @@ def test_blocks_are_runs_of_about_a_fraction(count: int, fraction: float) -> Non
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("tree", GRANULARITIES, ids=lambda tree: tree["granularity"])
 @pytest.mark.parametrize("count", [2, 7])
-def test_every_tensor_of_every_upload_is_used_once(tree: dict[str, Any], count: int, in_place: bool) -> None:
+def test_every_tensor_of_every_upload_is_used_once(
+    tree: dict[str, Any], count: int, in_place: bool
+) -> None:
     rows_K = uploads(count)
     for r in range(5):
         before = rows_K.copy()
         after = recombined(tree, rows_K, r=r, in_place=in_place)
         for name, _, _ in ENTRIES:
-            tensors = [Counter(LAYOUT.views(row)[name].tobytes() for row in rows) for rows in (before, after)]
+            tensors = [
+                Counter(LAYOUT.views(row)[name].tobytes() for row in rows)
+                for rows in (before, after)
+            ]
             assert tensors[0] == tensors[1]
-        np.testing.assert_array_equal(LAYOUT.floats(after).mean(axis=0), LAYOUT.floats(before).mean(axis=0))
+        np.testing.assert_array_equal(
+            LAYOUT.floats(after).mean(axis=0), LAYOUT.floats(before).mean(axis=0)
+        )
 
 
 @pytest.mark.parametrize("tree", GRANULARITIES, ids=lambda tree: tree["granularity"])
@@ -185,13 +208,26 @@ def test_permutations_are_uniform_and_independent() -> None:
         first[index[here[0]]] += 1
         both[6 * index[here[0]] + index[here[1]]] += 1
         successive[6 * index[here[0]] + index[next_[0]]] += 1
-    # The 99.9 % points of chi-square with 5 and with 35 degrees of freedom; the seeds are always the same.
-    assert chi_square(first, 6) < 20.5 and chi_square(both, 36) < 66.6 and chi_square(successive, 36) < 66.6
+    # The 99.9 % points of chi-square with 5 and with 35 degrees of freedom; the seeds are always
+    # the same.
+    assert (
+        chi_square(first, 6) < 20.5
+        and chi_square(both, 36) < 66.6
+        and chi_square(successive, 36) < 66.6
+    )
 
 
 def test_rounds_seeds_and_nodes_draw_for_themselves() -> None:
-    drawn = [orders(1, 0, count=8), orders(1, 1, count=8), orders(2, 0, count=8), orders(1, 0, "other", count=8)]
+    drawn = [
+        orders(1, 0, count=8),
+        orders(1, 1, count=8),
+        orders(2, 0, count=8),
+        orders(1, 0, "other", count=8),
+    ]
     assert len({tuple(one) for one in drawn}) == 4
     assert drawn[0] == orders(1, 0, count=8)
-    digests = {planned(FedMR(), mixing_round(uploads(8), LAYOUT, r=r))[1]["permutations"] for r in range(20)}
+    digests = {
+        planned(FedMR(), mixing_round(uploads(8), LAYOUT, r=r))[1]["permutations"]
+        for r in range(20)
+    }
     assert len(digests) == 20

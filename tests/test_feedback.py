@@ -33,7 +33,11 @@ from tests.simulation.outcome import model_digest
 from tests.test_sent_models import LAB
 
 LAYOUT: Final = ModelLayout.build(
-    [("weight", (3000,), Section.PARAMETER), ("mean", (3,), Section.BUFFER), ("steps", (), Section.COUNTER)]
+    [
+        ("weight", (3000,), Section.PARAMETER),
+        ("mean", (3,), Section.BUFFER),
+        ("steps", (), Section.COUNTER),
+    ]
 )
 D: Final = LAYOUT.parameters
 CODECS: Final[tuple[Mapping[str, Any], ...]] = (
@@ -51,7 +55,13 @@ def ids(tree: Mapping[str, Any]) -> str:
 
 
 def experiment_of(up: Mapping[str, Any], **tables: Any) -> Any:
-    return parse({"topology": {"institutions": 0, "devices": 2}, "transfer": {"wan": {"up": dict(up)}}, **tables})
+    return parse(
+        {
+            "topology": {"institutions": 0, "devices": 2},
+            "transfer": {"wan": {"up": dict(up)}},
+            **tables,
+        }
+    )
 
 
 def drawn(seed: int, scale: float = 1.0) -> Row:
@@ -104,18 +114,27 @@ def trained(number: int, received: Row) -> Row:
 
 
 @pytest.mark.parametrize("up", CODECS, ids=ids)
-def test_a_device_sends_what_it_left_out_of_the_results_that_were_used(up: Mapping[str, Any], tmp_path: Path) -> None:
+def test_a_device_sends_what_it_left_out_of_the_results_that_were_used(
+    up: Mapping[str, Any], tmp_path: Path
+) -> None:
     """Task 3's result is not used, so task 4 follows task 2: e is as after task 2."""
-    device, plain = Device(up, tmp_path / "with"), UploadEncoder.of(experiment_of(up), "device-0", LAYOUT)
+    device, plain = (
+        Device(up, tmp_path / "with"),
+        UploadEncoder.of(experiment_of(up), "device-0", LAYOUT),
+    )
     left_out = {0: np.zeros(D, np.float32)}
     for number, follows in ((1, 0), (2, 1), (3, 2), (4, 2), (5, 4)):
         _, got = device.task(number, follows)
         received = drawn(number)
         wanted = trained(number, received)
-        columns(wanted)[:] = [x + e for x, e in zip(columns(wanted), left_out[follows], strict=True)]
+        columns(wanted)[:] = [
+            x + e for x, e in zip(columns(wanted), left_out[follows], strict=True)
+        ]
         twin = plain.decoded(wanted, received=received, task=number - 1)
         assert got.tobytes() == twin.tobytes(), number
-        left_out[number] = np.array([x - y for x, y in zip(columns(wanted), columns(twin), strict=True)], np.float32)
+        left_out[number] = np.array(
+            [x - y for x, y in zip(columns(wanted), columns(twin), strict=True)], np.float32
+        )
         assert left_out[number].any() and left_out[number].dtype == np.float32
         if number == 4:
             device.start()  # killed after a task, with its spool
@@ -146,7 +165,9 @@ def test_with_feedback_all_of_a_constant_change_arrives(tmp_path: Path) -> None:
     for feedback in (True, False):
         device, total = Device(CODECS[0], tmp_path / str(feedback), feedback=feedback), np.zeros(D)
         for number in range(1, rounds + 1):
-            total += columns(device.task(number, number - 1, change)[1]).astype(np.float64) - columns(drawn(number))
+            total += columns(device.task(number, number - 1, change)[1]).astype(
+                np.float64
+            ) - columns(drawn(number))
         sums.append(total / (rounds * change))
     assert sums[0].min() > 0.5 and sums[0].mean() == pytest.approx(0.82, abs=0.05)
     assert (np.abs(sums[1]) < 1e-3).mean() == pytest.approx(0.98, abs=0.001)
@@ -154,7 +175,9 @@ def test_with_feedback_all_of_a_constant_change_arrives(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("up", CODECS, ids=ids)
 @pytest.mark.parametrize("value", [np.nan, np.inf, 3e38])
-def test_a_model_that_diverged_does_not_spoil_later_ones(up: Mapping[str, Any], value: float) -> None:
+def test_a_model_that_diverged_does_not_spoil_later_ones(
+    up: Mapping[str, Any], value: float
+) -> None:
     """The parent refuses it, and what was left out becomes zeros, not NaN."""
     encoder = UploadEncoder.of(experiment_of({**up, "feedback": True}), "device-0", LAYOUT)
     left_out = np.ones(D, np.float32)
@@ -173,14 +196,23 @@ def test_a_model_that_diverged_does_not_spoil_later_ones(up: Mapping[str, Any], 
 # Labs
 
 UP: Final[Mapping[str, Mapping[str, Any]]] = {  # by tier
-    "both": {"wan": {"name": "topk", "share": 0.1, "feedback": True}, "lan": {"name": "qsgd", "feedback": True}},
+    "both": {
+        "wan": {"name": "topk", "share": 0.1, "feedback": True},
+        "lan": {"name": "qsgd", "feedback": True},
+    },
     "devices": {"wan": {"name": "sign"}, "lan": {"name": "topk", "share": 0.05, "feedback": True}},
-    "institutions": {"wan": {"name": "delta+int8", "feedback": True}, "lan": {"name": "qsgd", "bits": 6}},
+    "institutions": {
+        "wan": {"name": "delta+int8", "feedback": True},
+        "lan": {"name": "qsgd", "bits": 6},
+    },
 }
 
 
 def tiers(which: str, **keys: Any) -> dict[str, Any]:
-    return {"transfer": {name: {"up": dict(up), "down": "fp16"} for name, up in UP[which].items()} | keys}
+    return {
+        "transfer": {name: {"up": dict(up), "down": "fp16"} for name, up in UP[which].items()}
+        | keys
+    }
 
 
 @pytest.mark.parametrize("which", slow(UP, but=["both"]))
@@ -218,14 +250,22 @@ def test_a_killed_node_continues_with_what_it_left_out(node: str, share: float) 
 def test_senders_with_feedback_and_all_above_them_have_state() -> None:
     lab = {"topology": {"institutions": 2, "devices": 4}}
     feedback = {"up": {"name": "topk", "feedback": True}}
-    neither, above, below = (parse(lab | {"transfer": each}) for each in ({}, {"wan": feedback}, {"lan": feedback}))
+    neither, above, below = (
+        parse(lab | {"transfer": each}) for each in ({}, {"wan": feedback}, {"lan": feedback})
+    )
     assert [each.devices_remember for each in (neither, above, below)] == [False, False, True]
-    assert [each.remembers("institution-0") for each in (neither, above, below)] == [False, True, True]
+    assert [each.remembers("institution-0") for each in (neither, above, below)] == [
+        False,
+        True,
+        True,
+    ]
 
 
 def test_feddyn_has_no_feedback() -> None:
     methods = {"training": {"objective": "feddyn"}, "cloud": {"aggregation": "feddyn"}}
-    with pytest.raises(InvalidExperiment, match=r"transfer\.wan\.up\.feedback = True: the objective 'feddyn'"):
+    with pytest.raises(
+        InvalidExperiment, match=r"transfer\.wan\.up\.feedback = True: the objective 'feddyn'"
+    ):
         experiment_of({"name": "topk", "feedback": True}, **methods)
     experiment_of({"name": "topk"}, **methods)
 
@@ -233,8 +273,16 @@ def test_feddyn_has_no_feedback() -> None:
 @pytest.mark.parametrize(
     ("up", "tables", "start"),
     [
-        ({"name": "topk"}, {}, "transfer.wan.up.name = 'topk': what it leaves out of a model is lost."),
-        ({"name": "sign"}, {}, "transfer.wan.up.name = 'sign': what it leaves out of a model is lost."),
+        (
+            {"name": "topk"},
+            {},
+            "transfer.wan.up.name = 'topk': what it leaves out of a model is lost.",
+        ),
+        (
+            {"name": "sign"},
+            {},
+            "transfer.wan.up.name = 'sign': what it leaves out of a model is lost.",
+        ),
         (
             {"name": "sign", "feedback": True},
             {"cloud": {"aggregation": "fedmr"}},
@@ -245,8 +293,16 @@ def test_feddyn_has_no_feedback() -> None:
             {"cloud": {"norm_bound": {"action": "clip"}}},
             "transfer.wan.up.feedback = true: a child does not know",
         ),
-        ({"name": "topk", "feedback": True}, {"cloud": {"aggregation": "fedadp"}}, "cloud.aggregation.name = 'fedadp'"),
-        ({"name": "topk", "feedback": True}, {"cloud": {"aggregation": "median"}}, "cloud.aggregation.name = 'median'"),
+        (
+            {"name": "topk", "feedback": True},
+            {"cloud": {"aggregation": "fedadp"}},
+            "cloud.aggregation.name = 'fedadp'",
+        ),
+        (
+            {"name": "topk", "feedback": True},
+            {"cloud": {"aggregation": "median"}},
+            "cloud.aggregation.name = 'median'",
+        ),
         (
             {"name": "qsgd"},
             {"cloud": {"aggregation": "scaffold"}, "training": {"objective": "scaffold"}},
@@ -254,13 +310,24 @@ def test_feddyn_has_no_feedback() -> None:
         ),
     ],
 )
-def test_lint_names_what_a_codec_harms(up: dict[str, Any], tables: dict[str, Any], start: str) -> None:
+def test_lint_names_what_a_codec_harms(
+    up: dict[str, Any], tables: dict[str, Any], start: str
+) -> None:
     lab = {"rounds": 30, "topology": {"institutions": 0, "devices": 4}, **tables}
     without = warnings(parse(lab))
-    found = [line for line in warnings(parse(lab | {"transfer": {"wan": {"up": up}}})) if line not in without]
+    found = [
+        line
+        for line in warnings(parse(lab | {"transfer": {"wan": {"up": up}}}))
+        if line not in without
+    ]
     assert len(found) == 1 and found[0].startswith(start), found
 
 
 def test_sound_codecs_have_no_warning() -> None:
-    for up in ("qsgd", "delta+int8", {"name": "topk", "feedback": True}, {"name": "int8", "feedback": True}):
+    for up in (
+        "qsgd",
+        "delta+int8",
+        {"name": "topk", "feedback": True},
+        {"name": "int8", "feedback": True},
+    ):
         assert warnings(parse({"rounds": 30, "transfer": {"lan": {"up": up}}})) == []

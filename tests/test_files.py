@@ -54,7 +54,9 @@ def mode(path: Path) -> int:
 
 def rule_of() -> Any:
     rows: Any = lambda name, count: np.empty((count, LAYOUT.row_bytes), np.uint8)  # noqa: E731
-    return aggregator.build(FedAvg(), RuleContext(layout=LAYOUT, node="cloud", seed=1, measures=True, rows=rows))
+    return aggregator.build(
+        FedAvg(), RuleContext(layout=LAYOUT, node="cloud", seed=1, measures=True, rows=rows)
+    )
 
 
 def save(folder: Path, global_round: int) -> Path:
@@ -65,17 +67,23 @@ def save(folder: Path, global_round: int) -> Path:
 
 
 def recorded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """Return the list to which each fsync, rename and removal will be added, with its path in the folder."""
+    """Return the list to which each fsync, rename and removal will be added, with its path in the
+    folder.
+    """
     calls: list[tuple[str, str]] = []
 
-    def noting(name: str, function: Callable[..., Any], path_of: Callable[..., str]) -> Callable[..., Any]:
+    def noting(
+        name: str, function: Callable[..., Any], path_of: Callable[..., str]
+    ) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
             calls.append((name, os.path.relpath(path_of(*arguments), folder)))
             return function(*arguments, **options)
 
         return call
 
-    monkeypatch.setattr(os, "fsync", noting("sync", os.fsync, lambda file: os.readlink(f"/proc/self/fd/{file}")))
+    monkeypatch.setattr(
+        os, "fsync", noting("sync", os.fsync, lambda file: os.readlink(f"/proc/self/fd/{file}"))
+    )
     monkeypatch.setattr(os, "replace", noting("name", os.replace, lambda source, target: target))
     monkeypatch.setattr(Path, "unlink", noting("remove", Path.unlink, lambda path: path))
     return calls
@@ -91,7 +99,9 @@ def test_the_spool_is_its_users_alone(tmp_path: Path) -> None:
     assert mode(folders[-1] / "uploads") == 0o600
 
 
-def test_a_symbolic_link_in_place_of_a_file_is_not_followed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_symbolic_link_in_place_of_a_file_is_not_followed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     victim = tmp_path / "victim"
     victim.write_text("dear")
     Spool.open(tmp_path / "spool", run="r", node="n")
@@ -106,7 +116,9 @@ def test_a_symbolic_link_in_place_of_a_folder_is_refused(link: str, tmp_path: Pa
     elsewhere.mkdir()
     (tmp_path / link).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     (tmp_path / link).symlink_to(elsewhere)
-    with pytest.raises(StorageFailed, match=r"--spool = .*: a symbolic link\. Name a folder of your own"):
+    with pytest.raises(
+        StorageFailed, match=r"--spool = .*: a symbolic link\. Name a folder of your own"
+    ):
         rows_of_one(tmp_path / "spool")
     assert not list(elsewhere.iterdir())
 
@@ -116,7 +128,10 @@ def test_a_symbolic_link_in_place_of_a_folder_is_refused(link: str, tmp_path: Pa
 def test_a_folder_of_another_user_is_refused(theirs: str, tmp_path: Path) -> None:
     (tmp_path / theirs).mkdir(mode=0o700, parents=True)
     os.chown(tmp_path / theirs, NOBODY, NOBODY)
-    problem = rf"--spool = '{tmp_path / theirs}': it belongs to another user, uid {NOBODY}\. Name a folder of your own"
+    problem = (
+        rf"--spool = '{tmp_path / theirs}': it belongs to another user, uid {NOBODY}\. Name "
+        r"a folder of your own"
+    )
     with pytest.raises(StorageFailed, match=problem) as refused:
         rows_of_one(tmp_path / "spool")
     assert refused.value.exit_code == 6 and not list((tmp_path / theirs).iterdir())
@@ -124,11 +139,15 @@ def test_a_folder_of_another_user_is_refused(theirs: str, tmp_path: Path) -> Non
 
 def test_a_folder_that_others_can_write_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o1777)
-    with pytest.raises(StorageFailed, match=r"other users can write there, mode 1777\. Name a folder of your own"):
+    with pytest.raises(
+        StorageFailed, match=r"other users can write there, mode 1777\. Name a folder of your own"
+    ):
         rows_of_one(tmp_path)
 
 
-def test_the_cache_of_data_is_its_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_of_data_is_its_users_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     stored.shared("d", lambda: stored.Stored({}, {}))
     assert mode(stored.folder()) == mode(stored.folder().parent) == 0o700
@@ -142,7 +161,9 @@ def test_a_cache_of_another_user_is_not_read(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     stored.shared("d", lambda: stored.Stored({}, {"value": "theirs"}))
     os.chown(stored.folder(), NOBODY, NOBODY)
-    assert stored.shared("d", lambda: stored.Stored({}, {"value": "mine"})).facts == {"value": "mine"}
+    assert stored.shared("d", lambda: stored.Stored({}, {"value": "mine"})).facts == {
+        "value": "mine"
+    }
     assert f"it belongs to another user, uid {NOBODY}" in caplog.text
 
 
@@ -154,7 +175,9 @@ def test_all_files_of_a_run_have_the_umasks_mode(tmp_path: Path) -> None:
         folder.event("run", {})
         folder.sync()
         save(folder.checkpoints, 1)
-        checkpoint.save_model(folder.path / "model.safetensors", layout=LAYOUT, row=LAYOUT.empty(), facts={})
+        checkpoint.save_model(
+            folder.path / "model.safetensors", layout=LAYOUT, row=LAYOUT.empty(), facts={}
+        )
     finally:
         os.umask(before)
     found = {path: mode(path) for path in folder.path.rglob("*")}
@@ -168,7 +191,9 @@ def test_all_files_of_a_run_have_the_umasks_mode(tmp_path: Path) -> None:
 def test_a_checkpoint_is_on_the_disk_before_it_replaces_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unsynced writes may be lost, so content, then name, then the folder's names, and only then older ones go."""
+    """Unsynced writes may be lost, so content, then name, then the folder's names, and only then
+    older ones go.
+    """
     for number in (1, 2):
         save(tmp_path, number)
     calls = recorded(tmp_path, monkeypatch)
@@ -185,11 +210,17 @@ def test_a_checkpoint_is_on_the_disk_before_it_replaces_another(
     ]
 
 
-def test_the_rows_of_a_checkpoint_are_on_the_disk_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rows_of_a_checkpoint_are_on_the_disk_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lab = ScenarioLab(parse(SMALL))
     calls = recorded(lab.agents.runs, monkeypatch)
     assert lab.run().ok
-    made = [place for place, (name, path) in enumerate(calls) if name == "name" and path.endswith(".safetensors")]
+    made = [
+        place
+        for place, (name, path) in enumerate(calls)
+        if name == "name" and path.endswith(".safetensors")
+    ]
     assert len(made) == 3 + 1  # and the final model
     for before, place in zip([0, *made], made[:3], strict=False):
         synced = {Path(path).name for name, path in calls[before:place] if name == "sync"}
@@ -220,13 +251,17 @@ def test_a_process_without_descriptors_is_sent_to_no_disk(tmp_path: Path, number
     [
         lambda data: b"",
         lambda data: data[:-1],
-        lambda data: data[:-100] + bytes(100),  # as long as it was, but its last pages were not written
+        # as long as it was, but its last pages were not written
+        lambda data: data[:-100] + bytes(100),
         lambda data: data.replace(b'"content":', b'"_ontent":'),  # without a digest
     ],
 )
 def test_a_torn_checkpoint_is_refused(tear: Callable[[bytes], bytes], tmp_path: Path) -> None:
     path, row = save(tmp_path, 1), LAYOUT.empty()
-    assert checkpoint.load(path, layout=LAYOUT, row=row, rule=rule_of()).global_round == 1 and (row == 1).all()
+    assert (
+        checkpoint.load(path, layout=LAYOUT, row=row, rule=rule_of()).global_round == 1
+        and (row == 1).all()
+    )
     path.write_bytes(tear(path.read_bytes()))
     with pytest.raises(InvalidExperiment, match="not a checkpoint of this run"):
         checkpoint.load(path, layout=LAYOUT, row=row, rule=rule_of())
@@ -276,7 +311,10 @@ def test_a_run_passes_over_a_torn_checkpoint(rule: Mapping[str, Any], torn: str)
     assert outcome.ok and outcome.digest == ScenarioLab(longer).run().digest, outcome
     assert [row["global_round"] for row in outcome.rounds] == ["1", "2", "3", "4"]
     (warning,) = warnings
-    assert "round-000003.safetensors" in warning and "continues from the checkpoint before it" in warning
+    assert (
+        "round-000003.safetensors" in warning
+        and "continues from the checkpoint before it" in warning
+    )
 
 
 # A second cloud
@@ -287,18 +325,24 @@ def test_a_second_cloud_is_refused_before_it_writes(tmp_path: Path) -> None:
     first.event("run", {})
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in first.path.iterdir()}
     assert held(first.path)
-    with pytest.raises(InvalidExperiment, match=r"another process runs this run\. Wait for its end, or stop it"):
+    with pytest.raises(
+        InvalidExperiment, match=r"another process runs this run\. Wait for its end, or stop it"
+    ):
         RunFolder.reopen(first.path)
     done = invoke("run", "--direct", "--resume", first.path)
     assert done.exit_code == 4
-    assert before == {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in first.path.iterdir()}
+    assert before == {
+        path: (path.stat().st_mtime_ns, path.read_bytes()) for path in first.path.iterdir()
+    }
     first.release()
     assert not held(first.path)
     again = RunFolder.reopen(first.path)
     assert held(again.path)
 
 
-def test_a_reader_does_not_keep_a_cloud_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_does_not_keep_a_cloud_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whoever asks `held` has a shared lock for a moment."""
     folder = RunFolder.create(tmp_path, parse({}))
     folder.release()

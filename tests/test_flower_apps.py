@@ -1,4 +1,6 @@
-"""Apps of Flower's messages: what an experiment takes of them, and, with the marker `flower`, runs with flwr itself."""
+"""Apps of Flower's messages: what an experiment takes of them, and, with the marker `flower`, runs
+with flwr itself.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder, as the current one."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", "")])))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH", "")]))
+    )
     return tmp_path
 
 
@@ -50,7 +54,9 @@ def test_an_app_gives_what_an_experiment_does_not_set(home: Path) -> None:
         "training.trainer.serverapp": "numpy_app.server:app",
     }
     assert trainer.run_config == {"model.features": 4}  # type: ignore[attr-defined]
-    given = parse(lab({**TRAINER, "run_config": {"model.features": 5}}, rounds=7, training={"epochs": 1}))
+    given = parse(
+        lab({**TRAINER, "run_config": {"model.features": 5}}, rounds=7, training={"epochs": 1})
+    )
     assert (given.rounds, given.training.epochs, given.training.learning_rate) == (7, 1, 0.1)
     assert given.training.trainer.run_config == {"model.features": 5}  # type: ignore[attr-defined]
 
@@ -86,15 +92,23 @@ def test_a_folder_without_an_app_is_named(text: str | None, problem: str, home: 
         ({"app": "/etc"}, "app = '/etc': not below the folder"),
         ({"app": "../other"}, "app = '../other': not below the folder"),
         # what a node gets, which reads no file
-        ({"app": "/etc", "serverapp": "a:b", "clientapp": "a:c"}, "app = '/etc': not below the folder"),
+        (
+            {"app": "/etc", "serverapp": "a:b", "clientapp": "a:c"},
+            "app = '/etc': not below the folder",
+        ),
         ({"client_fn": "a:b", "app": "flowers"}, "client_fn = 'a:b': has no effect beside app"),
         ({"client_fn": "a:b", "score": "auc"}, "score = 'auc': has no effect beside client_fn"),
         ({"app": "flowers", "run_config": {"local-epochs": 3}}, "run_config.local-epochs = 3: "),
-        ({"app": "flowers", "run_config": {"num-server-rounds": 3}}, "run_config.num-server-rounds = 3: "),
+        (
+            {"app": "flowers", "run_config": {"num-server-rounds": 3}},
+            "run_config.num-server-rounds = 3: ",
+        ),
         ({}, "client_fn: neither it nor app is set"),
     ],
 )
-def test_keys_that_do_not_fit_together_are_named(trainer: Mapping[str, Any], key: str, home: Path) -> None:
+def test_keys_that_do_not_fit_together_are_named(
+    trainer: Mapping[str, Any], key: str, home: Path
+) -> None:
     write_app(home / "flowers", "numpy")
     with pytest.raises(InvalidExperiment) as caught:
         parse(lab({"name": "flower", **trainer}))
@@ -114,7 +128,9 @@ def test_an_app_learns_and_gives_the_same_model_after_a_kill(kind: str, home: Pa
     assert tensors(resumed_run(run_direct(home / "killed", tree, until=2))) == tensors(whole)
     rows = table(whole / "rounds.csv")
     losses = [float(row["loss"]) for row in rows]
-    assert losses == sorted(losses, reverse=True) and all(float(row["train_loss"]) > 0 for row in rows)
+    assert losses == sorted(losses, reverse=True) and all(
+        float(row["train_loss"]) > 0 for row in rows
+    )
     assert {int(row["samples"]) for row in table(whole / "devices.csv")} == {30, 31, 32, 33}
 
 
@@ -125,7 +141,9 @@ def test_labs_of_processes_and_of_virtual_time_give_the_model_of_one_process(
 ) -> None:
     write_app(home / "flowers", kind)
     (home / "lab.toml").write_text(to_toml(parse(lab())))
-    assert tensors(run_lab(home / "lab.toml", home / "runs", flags=flags)) == tensors(run_direct(home / "alone", lab()))
+    assert tensors(run_lab(home / "lab.toml", home / "runs", flags=flags)) == tensors(
+        run_direct(home / "alone", lab())
+    )
 
 
 @REALLY
@@ -133,7 +151,10 @@ def test_a_client_app_gets_the_messages_of_its_strategy(home: Path) -> None:
     write_app(home / "flowers", "numpy")
     package = home / "flowers" / "numpy_app"
     package.rename(home / "flowers" / "seen_app")
-    for path in [home / "flowers" / "pyproject.toml", *(home / "flowers" / "seen_app").glob("*.py")]:
+    for path in [
+        home / "flowers" / "pyproject.toml",
+        *(home / "flowers" / "seen_app").glob("*.py"),
+    ]:
         path.write_text(path.read_text().replace("numpy_app", "seen_app"))
     schedule = {"name": "exponential", "factor": 0.5}
     run_direct(home / "runs", lab(rounds=2, training={"schedule": schedule, "batch_size": 8}))
@@ -144,7 +165,8 @@ def test_a_client_app_gets_the_messages_of_its_strategy(home: Path) -> None:
     assert {node["num-partitions"] for node in nodes} == {4}
     assert [config["local-epochs"] for config in run_configs] == [1] * 4 + [2] * 8
     assert {
-        (config["batch-size"], config["model.features"], config["num-server-rounds"]) for config in run_configs
+        (config["batch-size"], config["model.features"], config["num-server-rounds"])
+        for config in run_configs
     } == {(8, 4, 2)}
 
 
@@ -156,7 +178,9 @@ def test_the_state_of_an_app_is_flowers_records_and_nothing_else(tmp_path: Path)
     state = RecordDict(
         {
             "arrays": ArrayRecord({"w": Array(draw), "count": Array(np.array(3))}),
-            "config": ConfigRecord({"a": 1, "b": [0.5, 0.25], "c": "text", "d": b"bytes", "e": True}),
+            "config": ConfigRecord(
+                {"a": 1, "b": [0.5, 0.25], "c": "text", "d": b"bytes", "e": True}
+            ),
             "metrics": MetricRecord({"loss": 0.1, "all": [1, 2]}),
         }
     )
@@ -165,7 +189,12 @@ def test_the_state_of_an_app_is_flowers_records_and_nothing_else(tmp_path: Path)
     read_state(found, tmp_path)
     assert found == state and type(found["arrays"]) is ArrayRecord
     assert found["arrays"]["w"].numpy().tobytes() == draw.tobytes()
-    for name in ("flwr.simulation:run_simulation", "flwr.app.message:Message", "flwr.serverapp:ServerApp", "os:system"):
+    for name in (
+        "flwr.simulation:run_simulation",
+        "flwr.app.message:Message",
+        "flwr.serverapp:ServerApp",
+        "os:system",
+    ):
         (tmp_path / FILE).write_bytes(msgpack.packb(["dict", [["a", [name, []]]]]))
         with pytest.raises(ValueError, match="is not one of Flower's records"):
             read_state(RecordDict(), tmp_path)
@@ -174,30 +203,85 @@ def test_the_state_of_an_app_is_flowers_records_and_nothing_else(tmp_path: Path)
 
 REPLY: Final = "return Message(RecordDict({"
 WRONG: Final = {  # replacements in the app's files, and a text of the error
-    "a grid": ("server", "strategy.start(", "grid.push_messages([])\n    strategy.start(", "calls grid.push_messages"),
-    "no strategy": ("server", "    strategy.start(", "    return\n    strategy.start(", "starts no strategy"),
-    "no arrays": ("server", "initial_arrays=ArrayRecord(", "initial_arrays=list(", "a list of 2 as initial_arrays"),
-    "no fraction": ("server", "fraction_evaluate=0.5", "fraction_evaluate=0.0", "Let its fraction_evaluate be above 0"),
-    "a server_fn": ("server", "@app.main()", "app = ServerApp(server_fn=lambda context: 1)\n", "starts no strategy"),
-    "no ClientApp": ("server", "def evaluate(", "app = 3\n\n\ndef evaluate(", "it is 3. Name Flower's"),
+    "a grid": (
+        "server",
+        "strategy.start(",
+        "grid.push_messages([])\n    strategy.start(",
+        "calls grid.push_messages",
+    ),
+    "no strategy": (
+        "server",
+        "    strategy.start(",
+        "    return\n    strategy.start(",
+        "starts no strategy",
+    ),
+    "no arrays": (
+        "server",
+        "initial_arrays=ArrayRecord(",
+        "initial_arrays=list(",
+        "a list of 2 as initial_arrays",
+    ),
+    "no fraction": (
+        "server",
+        "fraction_evaluate=0.5",
+        "fraction_evaluate=0.0",
+        "Let its fraction_evaluate be above 0",
+    ),
+    "a server_fn": (
+        "server",
+        "@app.main()",
+        "app = ServerApp(server_fn=lambda context: 1)\n",
+        "starts no strategy",
+    ),
+    "no ClientApp": (
+        "server",
+        "def evaluate(",
+        "app = 3\n\n\ndef evaluate(",
+        "it is 3. Name Flower's",
+    ),
     "no evaluate": ("client", "@app.evaluate()", "", "it has no evaluate"),
-    "no examples": ("client", '"num-examples": len(y), "train', '"train', "train replies with num-examples = None"),
-    "no score": ("client", "eval_acc", "other", r"returns no score among num-examples, eval_loss, other"),
-    "two arrays": ("client", '{"arrays": arrays,', '{"arrays": arrays, "b": arrays,', "replies with 2 ArrayRecords"),
+    "no examples": (
+        "client",
+        '"num-examples": len(y), "train',
+        '"train',
+        "train replies with num-examples = None",
+    ),
+    "no score": (
+        "client",
+        "eval_acc",
+        "other",
+        r"returns no score among num-examples, eval_loss, other",
+    ),
+    "two arrays": (
+        "client",
+        '{"arrays": arrays,',
+        '{"arrays": arrays, "b": arrays,',
+        "replies with 2 ArrayRecords",
+    ),
     "no metrics": (
         "client",
         f'{REPLY}"arrays": arrays, "metrics": metrics',
         f'{REPLY}"arrays": arrays',
         "0 MetricRecords",
     ),
-    "no message": ("client", f'{REPLY}"arrays', f'return RecordDict()\n    {REPLY}"arrays', "train returns RecordDict"),
+    "no message": (
+        "client",
+        f'{REPLY}"arrays',
+        f'return RecordDict()\n    {REPLY}"arrays',
+        "train returns RecordDict",
+    ),
     "an error": (
         "client",
         "    x, y = task.data(place)",
         "    1 / 0",
         r"ZeroDivisionError.*, in train \(.*client.py:\d+",
     ),
-    "a lock": ("client", 'context.state["last"] = arrays', "context.state = {1: object()}", "which does not persist"),
+    "a lock": (
+        "client",
+        'context.state["last"] = arrays',
+        "context.state = {1: object()}",
+        "which does not persist",
+    ),
 }
 
 
@@ -214,14 +298,18 @@ def test_an_app_that_cannot_be_used_is_one_line(kind: str, home: Path) -> None:
             assert old in text
             text = text.replace(old, new)
         path.write_text(text)
-    with pytest.raises(InvalidExperiment, match=rf"^training.trainer.(client|server)app = .*{problem}"):
+    with pytest.raises(
+        InvalidExperiment, match=rf"^training.trainer.(client|server)app = .*{problem}"
+    ):
         run_direct(home / "runs", lab(evaluation={"at": "devices"}))
 
 
 @REALLY
 def test_a_score_may_be_named(home: Path) -> None:
     write_app(home / "flowers", "numpy")
-    run = run_direct(home / "runs", lab({**TRAINER, "score": "eval_loss"}, evaluation={"at": "devices"}))
+    run = run_direct(
+        home / "runs", lab({**TRAINER, "score": "eval_loss"}, evaluation={"at": "devices"})
+    )
     assert all(row["accuracy"] == row["loss"] for row in table(run / "rounds.csv"))
 
 
@@ -231,4 +319,6 @@ def test_the_page_on_flower_shows_what_its_commands_print(home: Path) -> None:
         (home / name).write_text(text)
     rows = table(run_lab(home / "lab.toml", home / "runs", flags=["--direct"]) / "rounds.csv")
     for row in (rows[0], rows[-1]):
-        assert f"accuracy {float(row['accuracy']):.4f}  loss {float(row['loss']):.4f}" in page("docs/flower.md")
+        assert f"accuracy {float(row['accuracy']):.4f}  loss {float(row['loss']):.4f}" in page(
+            "docs/flower.md"
+        )

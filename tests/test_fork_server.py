@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from fedstrata.common.host import fork_server
-from fedstrata.common.host.fork_server import ForkedProcess, ForkServer
+from fedstrata.common.processes import fork_server
+from fedstrata.common.processes.fork_server import ForkedProcess, ForkServer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forked workers are for Linux")
 PATIENCE_S = 60.0
@@ -36,7 +36,9 @@ def forked(server: ForkServer, what: str) -> tuple[ForkedProcess, int]:
 def reports() -> None:
     """Write what the process is."""
     there = "decimal" in sys.modules, "torch" in sys.modules, os.getsid(0) == os.getpid()
-    os.write(int(sys.argv[1]), repr((os.getppid(), there, len(os.listdir("/proc/self/fd")))).encode())
+    os.write(
+        int(sys.argv[1]), repr((os.getppid(), there, len(os.listdir("/proc/self/fd")))).encode()
+    )
 
 
 def ends() -> None:
@@ -62,7 +64,8 @@ def test_a_forked_process_has_the_imports_and_its_own_descriptors(server: ForkSe
     assert found[0] == found[1]
     parent, there, descriptors = eval(found[0])
     assert psutil.Process(parent).ppid() == os.getpid() and there == (True, False, True)
-    assert descriptors <= 6  # the three, the pipe, the folder that is listed, and the interpreter's script
+    # the three, the pipe, the folder that is listed, and the interpreter's script
+    assert descriptors <= 6
 
 
 @pytest.mark.parametrize(("what", "code"), [("ends", 7), ("fails", 1)])
@@ -83,11 +86,15 @@ def test_a_killed_process_is_another_end_than_that_of_one_that_waits(server: For
     os.close(pipe)
 
 
-def test_a_server_that_is_killed_is_started_again_and_its_processes_go_on(server: ForkServer) -> None:
+def test_a_server_that_is_killed_is_started_again_and_its_processes_go_on(
+    server: ForkServer,
+) -> None:
     process, pipe = forked(server, "waits")
     assert os.read(pipe, 1) == b"r"
     (before,) = [
-        child for child in psutil.Process().children() if "fedstrata.common.host.fork_server" in child.cmdline()
+        child
+        for child in psutil.Process().children()
+        if "fedstrata.common.processes.fork_server" in child.cmdline()
     ]
     before.kill()
     before.wait(PATIENCE_S)
@@ -105,7 +112,9 @@ def test_the_server_ends_with_its_agent() -> None:
     assert process.wait(PATIENCE_S) == 7
     os.close(pipe)
     (before,) = [
-        child for child in psutil.Process().children() if "fedstrata.common.host.fork_server" in child.cmdline()
+        child
+        for child in psutil.Process().children()
+        if "fedstrata.common.processes.fork_server" in child.cmdline()
     ]
     server.close()
     assert not before.is_running()
@@ -114,7 +123,7 @@ def test_the_server_ends_with_its_agent() -> None:
 
 NO_DESCRIPTOR = """
 import os, sys
-from fedstrata.common.host import fork_server
+from fedstrata.common.processes import fork_server
 def refused(pid):
     raise PermissionError(1, "Operation not permitted")
 os.pidfd_open = refused
@@ -122,8 +131,12 @@ fork_server.main()
 """
 
 
-def test_a_process_of_which_its_agent_cannot_know_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a sandbox without descriptors of processes: the agent gets an error, and starts a process another way."""
+def test_a_process_of_which_its_agent_cannot_know_does_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in a sandbox without descriptors of processes: the agent gets an error, and starts a
+    process another way.
+    """
     monkeypatch.setattr(fork_server, "python", lambda module: [sys.executable, "-c", NO_DESCRIPTOR])
     server = ForkServer()
     ours, theirs = os.pipe()

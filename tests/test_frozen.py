@@ -109,7 +109,9 @@ def experiment(folder: Path, **changes: Any) -> Experiment:
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Experiment:
-    return experiment(tmp_path_factory.mktemp("frozen"), links={"check": "off", "lan": {"down_mbit": 1.0}})
+    return experiment(
+        tmp_path_factory.mktemp("frozen"), links={"check": "off", "lan": {"down_mbit": 1.0}}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -118,14 +120,18 @@ def undisturbed(lab: Experiment) -> tuple[LabOutcome, dict[str, int], str]:
 
 
 def played(lab: Experiment, **options: Any) -> tuple[LabOutcome, dict[str, int], str]:
-    """Play a lab of real models; return the bytes of frozen arrays to each node, over all its processes, and up."""
+    """Play a lab of real models; return the bytes of frozen arrays to each node, over all its
+    processes, and up.
+    """
     down: dict[str, int] = {}
     up: list[int] = []
     model: list[str] = []
 
     def look(played: ScenarioLab) -> None:
         for name, worlds in played.worlds.items():
-            for endpoint in (connection.user for world in worlds for connection in world.connections):
+            for endpoint in (
+                connection.user for world in worlds for connection in world.connections
+            ):
                 cells = getattr(getattr(endpoint, "link", None), "counters", None)
                 for (peer, direction, kind), tally in cells.cells.items() if cells else ():
                     if kind == "frozen" and direction == "received":
@@ -149,7 +155,10 @@ def test_devices_fetch_the_clouds_frozen_arrays_once_and_train_with_them(
     assert tester.layout.frozen is not None
     nodes = {*lab.tree.devices, *lab.tree.children["cloud"]}
     assert set(down) == nodes
-    assert all(tester.layout.frozen.nbytes <= found < 2 * tester.layout.frozen.nbytes for found in down.values())
+    assert all(
+        tester.layout.frozen.nbytes <= found < 2 * tester.layout.frozen.nbytes
+        for found in down.values()
+    )
     path = run_direct(tmp_path, lab)
     final = load_file(path / "model.safetensors")
     assert tensors.content(tensors.read(path / "model.safetensors")[0], {}) == model
@@ -159,7 +168,9 @@ def test_devices_fetch_the_clouds_frozen_arrays_once_and_train_with_them(
     assert not (path / "spool").exists() or not any((path / "spool").rglob("*"))
 
 
-@pytest.mark.parametrize("node", slow(["cloud", "institution-0", "device-0"], but=["cloud", "device-0"]))
+@pytest.mark.parametrize(
+    "node", slow(["cloud", "institution-0", "device-0"], but=["cloud", "device-0"])
+)
 def test_a_node_killed_while_it_fetches_or_serves_goes_on(
     node: str, lab: Experiment, undisturbed: tuple[LabOutcome, dict[str, int], str]
 ) -> None:
@@ -188,7 +199,9 @@ def test_a_device_with_the_arrays_of_an_earlier_run_gets_nothing() -> None:
     lab, workload = parse({**LAB, "model": {"name": "mlp_digits"}}), FrozenWorkload(10_000, 100_000)
     _, twice, _ = played(lab, workload=workload, runs=2)
     lacking = {name for name in lab.tree.devices if lacks(name)}
-    assert twice == dict.fromkeys(lacking | {lab.tree.parent(name) for name in lacking}, workload.form.nbytes)
+    assert twice == dict.fromkeys(
+        lacking | {lab.tree.parent(name) for name in lacking}, workload.form.nbytes
+    )
     assert 0 < len(lacking) < len(lab.tree.devices)
 
 
@@ -208,8 +221,15 @@ def test_a_run_does_not_go_on_with_other_frozen_arrays(tmp_path: Path) -> None:
             rows=lambda _, count: np.empty((count, tester.layout.row_bytes), np.uint8),
         ),
     )
-    assert checkpoint.load(found, layout=tester.layout, row=tester.layout.empty(), rule=rule).global_round == 1
-    with pytest.raises(InvalidExperiment, match="its frozen arrays are not those with which the cloud begins now"):
+    assert (
+        checkpoint.load(
+            found, layout=tester.layout, row=tester.layout.empty(), rule=rule
+        ).global_round
+        == 1
+    )
+    with pytest.raises(
+        InvalidExperiment, match="its frozen arrays are not those with which the cloud begins now"
+    ):
         checkpoint.load(found, layout=other.layout, row=other.layout.empty(), rule=rule)
 
 
@@ -229,7 +249,9 @@ def test_given_arrays_train_as_those_that_the_model_has(
         tensors.write(file, tester.frozen, {})
     assert path.stat().st_size == tester.layout.frozen.nbytes
     found = {}
-    devices = [HostedDevice(lab, lab.digest, node, frozen=path) for node in ("device-0", "device-1")]
+    devices = [
+        HostedDevice(lab, lab.digest, node, frozen=path) for node in ("device-0", "device-1")
+    ]
     for alone_on in (jobs.ALONE_ON, frozenset[str]()):
         monkeypatch.setattr(jobs, "ALONE_ON", alone_on)
         vmapped = most_together(lab, "cpu") > 1
@@ -238,7 +260,10 @@ def test_given_arrays_train_as_those_that_the_model_has(
         assert all(layout.differs_in_frozen(tester.layout) for layout in own)
         assert [trainers.prepare(device, "cpu").layout for device in devices] == [tester.layout] * 2
         outs = [tester.layout.empty() for _ in devices]
-        orders = [Order(tester.first, out, 1, 0, lambda *_: None, threading.Event(), scores=False) for out in outs]
+        orders = [
+            Order(tester.first, out, 1, 0, lambda *_: None, threading.Event(), scores=False)
+            for out in outs
+        ]
         ended: dict[int, Ending] = {}
         trainers.train(list(zip(devices, orders, strict=True)), "cpu", ended.__setitem__)
         results = [how for how in ended.values() if isinstance(how, LocalResult)]
@@ -258,7 +283,11 @@ def test_given_arrays_train_as_those_that_the_model_has(
 
 @pytest.mark.slow
 def test_a_refiner_gets_the_arrays_that_it_does_not_build(tmp_path: Path) -> None:
-    lab = experiment(tmp_path, institution={"aggregation": {"name": "feddf", "steps": 2}}, data={"node_samples": 20})
+    lab = experiment(
+        tmp_path,
+        institution={"aggregation": {"name": "feddf", "steps": 2}},
+        data={"node_samples": 20},
+    )
     tester, partition = ModelTester(lab), split_of(lab).digest
     assert tester.layout.frozen is not None
     files = FrozenFiles(tmp_path / "spool", "institution-0")
@@ -274,7 +303,9 @@ def test_a_refiner_gets_the_arrays_that_it_does_not_build(tmp_path: Path) -> Non
 
     asyncio.run(play())
     path = files.path(tester.layout.frozen.digest)
-    assert NodeRefiner(lab, "institution-0", partition=partition, frozen=path).layout == tester.layout
+    assert (
+        NodeRefiner(lab, "institution-0", partition=partition, frozen=path).layout == tester.layout
+    )
     alone = NodeRefiner(lab, "institution-0", partition=partition).layout
     assert alone is not None and alone.differs_in_frozen(tester.layout)
 
@@ -286,8 +317,12 @@ def test_a_cloud_without_pytorch_divides_a_runs_model_by_the_patterns(tmp_path: 
     assert found.layout == tester.layout
     assert np.array_equal(found.row, tester.first)
     assert found.frozen.keys() == tester.frozen.keys()
-    with pytest.raises(InvalidExperiment, match=r"model\.frozen = 'none\.\*': .*:Wide has no array"):
-        checkpoint.load_initial(ModelSettings(name=MODEL["name"], initial=str(path), frozen=["none.*"]))
+    with pytest.raises(
+        InvalidExperiment, match=r"model\.frozen = 'none\.\*': .*:Wide has no array"
+    ):
+        checkpoint.load_initial(
+            ModelSettings(name=MODEL["name"], initial=str(path), frozen=["none.*"])
+        )
 
 
 def test_arrays_of_another_model_are_refused(tmp_path: Path) -> None:
@@ -296,11 +331,16 @@ def test_arrays_of_another_model_are_refused(tmp_path: Path) -> None:
     own = dict(models.parts_of(models.of(lab, inputs=inputs), lab.model).frozen)
     for wrong, problem in (
         ({**own, "other": np.zeros(3)}, "other is unknown"),
-        ({name: array for name, array in own.items() if name != "wide.bias"}, "wide.bias is missing"),
+        (
+            {name: array for name, array in own.items() if name != "wide.bias"},
+            "wide.bias is missing",
+        ),
         ({**own, "wide.bias": own["wide.bias"][1:]}, r"wide.bias is float32 \[\d+\], not float32"),
         ({**own, "wide.bias": own["wide.bias"].astype(np.float16)}, "wide.bias is float16"),
     ):
-        with pytest.raises(InvalidExperiment, match=f"frozen arrays are not those of this model: {problem}"):
+        with pytest.raises(
+            InvalidExperiment, match=f"frozen arrays are not those of this model: {problem}"
+        ):
             models.of(lab, inputs=inputs, frozen=wrong)
 
 
@@ -308,9 +348,15 @@ def test_the_pages_bytes_are_those_of_its_example() -> None:
     lab = parse(tomllib.loads(FILES["finetune.toml"]))
     inputs, whole = datasets.load(lab.data).inputs, lab.model.model_copy(update={"frozen": []})
     module = models.of(lab, inputs=inputs)
-    parts, all_of_it = models.parts_of(module, lab.model).exchanged, models.parts_of(module.requires_grad_(), whole)
+    parts, all_of_it = (
+        models.parts_of(module, lab.model).exchanged,
+        models.parts_of(module.requires_grad_(), whole),
+    )
     assert parts.frozen is not None
-    assert all(f"{size:,}" in PAGES for size in (parts.row_bytes, parts.frozen.nbytes, all_of_it.exchanged.row_bytes))
+    assert all(
+        f"{size:,}" in PAGES
+        for size in (parts.row_bytes, parts.frozen.nbytes, all_of_it.exchanged.row_bytes)
+    )
 
 
 # Files
@@ -331,7 +377,9 @@ def test_any_other_bytes_are_refused(data: st.DataObject) -> None:
         flipped = bytearray(good)
         flipped[place] ^= 1 << bit
         bad = data.draw(
-            st.sampled_from([bytes(flipped), good[:place], good + b"x", bytes(len(good)), good[place:]])
+            st.sampled_from(
+                [bytes(flipped), good[:place], good + b"x", bytes(len(good)), good[place:]]
+            )
             | st.binary(max_size=200)
         )
         path.write_bytes(bad)
@@ -345,7 +393,11 @@ def test_any_other_bytes_are_refused(data: st.DataObject) -> None:
 
 
 def test_a_node_keeps_the_last_files_alone(tmp_path: Path) -> None:
-    files, other, now = FrozenFiles(tmp_path, "device-0"), FrozenFiles(tmp_path, "device-1"), time.time()
+    files, other, now = (
+        FrozenFiles(tmp_path, "device-0"),
+        FrozenFiles(tmp_path, "device-1"),
+        time.time(),
+    )
     other.row("f" * 16, 100)
     for number in range(FROZEN_KEPT + 2):
         digest = f"{number:016x}"
@@ -369,7 +421,9 @@ def test_a_node_keeps_the_last_files_alone(tmp_path: Path) -> None:
 
 
 @virtual
-async def test_what_is_not_wanted_or_not_offered_as_announced_changes_nothing(site: SimulatedSite) -> None:
+async def test_what_is_not_wanted_or_not_offered_as_announced_changes_nothing(
+    site: SimulatedSite,
+) -> None:
     layout = replace(layout_of(4000), frozen=FORM)
     parent = parent_of(site, ["device-0"], layout=layout)
     child = child_of(site, "device-0", ready=False, frozen=FORM)
@@ -399,12 +453,16 @@ async def test_what_is_not_wanted_or_not_offered_as_announced_changes_nothing(si
 
 
 @virtual
-async def test_arrays_that_are_not_the_announced_ones_end_the_device_and_leave_no_file(site: SimulatedSite) -> None:
+async def test_arrays_that_are_not_the_announced_ones_end_the_device_and_leave_no_file(
+    site: SimulatedSite,
+) -> None:
     other = {**ARRAYS, "c.double": np.arange(1.0, 4.0)}
     parent = parent_of(site, ["device-0"], layout=replace(layout_of(4000), frozen=FORM))
     parent.frozen.source = OwnFrozen(other, FORM, FrozenFiles(None, "cloud"))
     child = child_of(site, "device-0", ready=False, frozen=FORM)
     async with together(living(site, parent), living(site, child)):
-        with pytest.raises(RunFailed, match=r"institution-0's frozen arrays cannot be used: their content is not"):
+        with pytest.raises(
+            RunFailed, match=r"institution-0's frozen arrays cannot be used: their content is not"
+        ):
             await child.frozen.file()
         assert await child.frozen.held() is None

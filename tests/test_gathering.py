@@ -49,7 +49,9 @@ pytestmark = pytest.mark.usefixtures("one_thread", "vmapped_on_cpu")
 
 
 def experiment(model: str = "mlp_digits", **training: Any) -> schema.Experiment:
-    return reading.parse({"model": {"name": model}, "topology": {"devices": 4}, "training": {**QUICK, **training}})
+    return reading.parse(
+        {"model": {"name": model}, "topology": {"devices": 4}, "training": {**QUICK, **training}}
+    )
 
 
 def rows_of(lab: schema.Experiment) -> tuple[ModelLayout, list[Row]]:
@@ -73,7 +75,9 @@ def alone(lab: schema.Experiment, k: int, *, epochs: int, local_round: int) -> t
 def _alone(lab_json: str, k: int, epochs: int, local_round: int) -> tuple[Row, Work]:
     lab = reading.parse(lab_json)
     row = rows_of(lab)[1][k]
-    out, result = trained(trainer_of(lab, f"device-{k}"), row, epochs=epochs, local_round=local_round)
+    out, result = trained(
+        trainer_of(lab, f"device-{k}"), row, epochs=epochs, local_round=local_round
+    )
     out.flags.writeable = False
     return out, result
 
@@ -82,7 +86,11 @@ class Together:
     """Four devices' orders, and how each ended."""
 
     def __init__(
-        self, lab: schema.Experiment, *, rounds: tuple[int, ...] = (2, 2, 2, 2), digest: str = "digest"
+        self,
+        lab: schema.Experiment,
+        *,
+        rounds: tuple[int, ...] = (2, 2, 2, 2),
+        digest: str = "digest",
     ) -> None:
         self.lab = lab
         self.digest = digest
@@ -90,12 +98,16 @@ class Together:
         self.outs = [self.layout.empty() for _ in self.rows]
         self.endings: list[Ending | None] = [None] * 4
         self.orders = [
-            Order(row, out, 1 + k % 2, rounds[k]) for k, (row, out) in enumerate(zip(self.rows, self.outs, strict=True))
+            Order(row, out, 1 + k % 2, rounds[k])
+            for k, (row, out) in enumerate(zip(self.rows, self.outs, strict=True))
         ]
 
     def train(self, trainers: Trainers | None = None) -> list[TrainingPath]:
         """Train and check all; return the path of each."""
-        work = [(HostedDevice(self.lab, self.digest, f"device-{k}"), order) for k, order in enumerate(self.orders)]
+        work = [
+            (HostedDevice(self.lab, self.digest, f"device-{k}"), order)
+            for k, order in enumerate(self.orders)
+        ]
         (trainers or Trainers()).train(work, "cpu", self.endings.__setitem__)
         self.check(self.endings)
         return [how.work.path for how in self.endings if isinstance(how, LocalResult)]
@@ -105,7 +117,9 @@ class Together:
         """Return the sums of a model, as of one that device k receives."""
         order = Order(out, out, 0, 0, scores=True)
         found: list[Any] = []
-        Trainers().train([(HostedDevice(lab, "", f"device-{k}"), order)], "cpu", lambda _, how: found.append(how))
+        Trainers().train(
+            [(HostedDevice(lab, "", f"device-{k}"), order)], "cpu", lambda _, how: found.append(how)
+        )
         return replace(found[0].work.tests.received, seconds=0.0)
 
     def check(self, endings: Sequence[Any]) -> None:
@@ -118,7 +132,8 @@ class Together:
             apart = np.abs(self.layout.floats(self.outs[k]) - self.layout.floats(wanted))
             assert (
                 apart.max() < 1e-4
-                and np.abs(self.layout.floats(wanted) - self.layout.floats(self.rows[k])).max() > 0.01
+                and np.abs(self.layout.floats(wanted) - self.layout.floats(self.rows[k])).max()
+                > 0.01
             )
 
 
@@ -127,11 +142,15 @@ def test_models_are_scored_before_they_are_trained_together() -> None:
     work = Together(experiment())
     lab = reading.parse(work.lab.model_dump(mode="json") | scores)
     plain = Together(lab)
-    plain.orders = [replace(order, scores=k != 1, scores_trained=k != 2) for k, order in enumerate(plain.orders)]
+    plain.orders = [
+        replace(order, scores=k != 1, scores_trained=k != 2) for k, order in enumerate(plain.orders)
+    ]
     assert plain.train() == [TrainingPath.VMAPPED] * 4
     only = Together(lab, digest="only")
     only.orders = [replace(order, scores=True, epochs=0) for order in only.orders]
-    tasks = [(HostedDevice(lab, "only", f"device-{k}"), order) for k, order in enumerate(only.orders)]
+    tasks = [
+        (HostedDevice(lab, "only", f"device-{k}"), order) for k, order in enumerate(only.orders)
+    ]
     Trainers().train(tasks, "cpu", only.endings.__setitem__)
     for k, (mine, scored) in enumerate(zip(plain.endings, only.endings, strict=True)):
         assert isinstance(mine, LocalResult) and isinstance(scored, LocalResult)
@@ -154,7 +173,9 @@ def test_orders_are_trained_vmapped_as_alone(training: dict[str, Any]) -> None:
     assert Together(experiment("cnn_digits", **training)).train() == [TrainingPath.VMAPPED] * 4
 
 
-def test_each_device_has_the_seed_of_the_dropout_masks_that_it_has_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_device_has_the_seed_of_the_dropout_masks_that_it_has_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seeds: list[int] = []
     monkeypatch.setattr(
         trainer,
@@ -166,7 +187,10 @@ def test_each_device_has_the_seed_of_the_dropout_masks_that_it_has_alone(monkeyp
     )
     work = Together(experiment(), rounds=(2, 2, 5, 5))
     assert work.train() == [TrainingPath.VMAPPED] * 4
-    wanted = [dropout_seed(work.lab, node=f"device-{k}", local_round=r) for k, r in enumerate((2, 2, 5, 5))]
+    wanted = [
+        dropout_seed(work.lab, node=f"device-{k}", local_round=r)
+        for k, r in enumerate((2, 2, 5, 5))
+    ]
     assert seeds == wanted and len(set(seeds)) == 4
 
 
@@ -175,9 +199,14 @@ def test_each_learning_rate_has_a_group(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(
         trainer,
         "train",
-        lambda recipe, turns, most: (sizes.append(len(turns)), train_together(recipe, turns, most=most)),
+        lambda recipe, turns, most: (
+            sizes.append(len(turns)),
+            train_together(recipe, turns, most=most),
+        ),
     )
-    work = Together(experiment(schedule={"name": "exponential", "factor": 0.5}), rounds=(0, 1, 0, 1))
+    work = Together(
+        experiment(schedule={"name": "exponential", "factor": 0.5}), rounds=(0, 1, 0, 1)
+    )
     assert work.lab.tiers[1].rounds == 1
     assert work.train() == [TrainingPath.VMAPPED] * 4
     assert sizes == [2, 2]
@@ -219,7 +248,9 @@ def test_a_step_that_fails_before_the_run_leaves_each_to_be_trained_alone(
     "error",
     [
         torch.OutOfMemoryError("CUDA out of memory"),
-        RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"),
+        RuntimeError(
+            "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"
+        ),
     ],
 )
 def test_without_memory_for_the_data_each_is_trained_alone(
@@ -261,7 +292,9 @@ class Fault:
         monkeypatch.setattr(loop, "LOOK_S", 0.0)
 
 
-@pytest.mark.parametrize(("k", "done"), [(0, set()), (7, set()), (8, {0, 2}), (12, {0, 2}), (15, {0, 2})])
+@pytest.mark.parametrize(
+    ("k", "done"), [(0, set()), (7, set()), (8, {0, 2}), (12, {0, 2}), (15, {0, 2})]
+)
 def test_a_failed_step_leaves_those_that_are_not_done_to_be_trained_alone(
     k: int, done: set[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -273,18 +306,29 @@ def test_a_failed_step_leaves_those_that_are_not_done_to_be_trained_alone(
         for order, seen in zip(work.orders, progress, strict=True)
     ]
     paths = work.train(trainers)
-    assert paths == [TrainingPath.VMAPPED if i in done else TrainingPath.IN_PROCESS for i in range(4)]
+    assert paths == [
+        TrainingPath.VMAPPED if i in done else TrainingPath.IN_PROCESS for i in range(4)
+    ]
     for i, (order, how) in enumerate(zip(work.orders, work.endings, strict=True)):
         own, result = alone(work.lab, i, epochs=order.epochs, local_round=order.local_round)
-        assert isinstance(how, LocalResult) and how.work.steps == 8 * order.epochs and how.work.train_s > 0
+        assert (
+            isinstance(how, LocalResult)
+            and how.work.steps == 8 * order.epochs
+            and how.work.train_s > 0
+        )
         assert progress[i][-1] == (how.work.steps, how.work.steps)
         if i not in done:
             assert np.array_equal(work.outs[i], own) and how.work.loss == result.loss
-            # What the failed steps reported; the training alone reports when a step takes long, and at its end.
+            # What the failed steps reported; the training alone reports when a step takes long, and
+            # at its end.
             assert progress[i][: k + 1] == [(step, how.work.steps) for step in range(k + 1)]
             assert progress[i] == sorted(progress[i])
     assert caplog.messages == [
-        "mlp_digits on cpu: a vmapped step failed. Devices train one after another: CUDA error: invalid argument"
+        (
+            "mlp_digits on cpu: a vmapped step failed. Devices train one after another: CUDA "
+            "error: "
+            "invalid argument"
+        )
     ]
     assert work.train(trainers) == [TrainingPath.IN_PROCESS] * 4
     assert fault.trainings == 1 and len(caplog.messages) == 1
@@ -340,13 +384,18 @@ def test_a_pools_devices_are_trained_vmapped() -> None:
     results = asyncio.run(play())
     work.check(results)
     assert [result.work.path for result in results] == [TrainingPath.VMAPPED] * 4
-    assert all(result.work.wait_s >= 0 and result.wall_s >= result.work.train_s > 0 for result in results)
+    assert all(
+        result.work.wait_s >= 0 and result.wall_s >= result.work.train_s > 0 for result in results
+    )
 
 
 @pytest.mark.parametrize(
-    ("keys", "most"), [({}, VMAPPED_DEVICES_MOST), ({"vmapped": False}, 1), ({"deterministic": True}, 1)]
+    ("keys", "most"),
+    [({}, VMAPPED_DEVICES_MOST), ({"vmapped": False}, 1), ({"deterministic": True}, 1)],
 )
-def test_experiment_and_accelerator_choose(keys: dict[str, Any], most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experiment_and_accelerator_choose(
+    keys: dict[str, Any], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(jobs, "ALONE_ON", ALONE_ON)
     chosen = experiment(**keys)
     assert (most_together(chosen, "cpu"), most_together(chosen, "cuda:0")) == (1, most)
@@ -363,8 +412,12 @@ def test_executors_without_work_share_what_came(monkeypatch: pytest.MonkeyPatch)
     assert sizes_of([4], slots=2, devices=12) == [2, 2]
 
 
-def sizes_of(rounds: Sequence[int], *, slots: int, devices: int, accelerator: str = "cpu") -> list[int]:
-    """Let the first so many devices of a pool train in each round, all at once; return the sizes of the groups."""
+def sizes_of(
+    rounds: Sequence[int], *, slots: int, devices: int, accelerator: str = "cpu"
+) -> list[int]:
+    """Let the first so many devices of a pool train in each round, all at once; return the sizes of
+    the groups.
+    """
     notes = Notes(["cpu", "cuda:0"])
     notes.gate.set()
 

@@ -1,6 +1,8 @@
-"""Training on a CUDA device: near to that on a CPU, in each precision and kind of layer. Run by `pytest -m gpu`.
+"""Training on a CUDA device: near to that on a CPU, in each precision and kind of layer. Run by
+`pytest -m gpu`.
 
-Warnings are errors here as everywhere: an LSTM whose weights are not one piece of the device's memory reports so.
+Warnings are errors here as everywhere: an LSTM whose weights are not one piece of the device's
+memory reports so.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ def make(lab: schema.Experiment, node: str = "device-0", *, accelerator: str = G
 
 
 def assert_near(trainer: Trainer, one: Row, other: Row, *, apart: float) -> None:
-    np.testing.assert_allclose(trainer.layout.floats(one), trainer.layout.floats(other), rtol=0, atol=apart)
+    np.testing.assert_allclose(
+        trainer.layout.floats(one), trainer.layout.floats(other), rtol=0, atol=apart
+    )
 
 
 def test_an_lstm_trains_as_on_the_cpu_and_again_alike(tmp_path: Path) -> None:
@@ -59,7 +63,8 @@ def test_an_lstm_trains_as_on_the_cpu_and_again_alike(tmp_path: Path) -> None:
     first, result = trained(trainer, row)
     assert result.steps == wanted.steps == 4 and result.loss == pytest.approx(wanted.loss, rel=1e-2)
     assert_near(trainer, first, on_cpu, apart=1e-3)
-    # The weights moved by more than the two differ: none was left behind, or paired with another's gradient.
+    # The weights moved by more than the two differ: none was left behind, or paired with another's
+    # gradient.
     moved = np.abs(trainer.layout.floats(first) - trainer.layout.floats(row))
     assert np.quantile(moved, 0.9) > 1e-3
     # cuDNN may add up a recurrent net's gradients in another order each time.
@@ -79,7 +84,11 @@ def test_an_lstm_learns_and_leaves_no_memory_behind(tmp_path: Path) -> None:
     losses = []
     for state in (row, out):
         models.read_row(module, trainer.layout, state)
-        losses.append(evaluate(module, data.test_images, labels=data.test_labels, normalise=data.normaliser()).loss)
+        losses.append(
+            evaluate(
+                module, data.test_images, labels=data.test_labels, normalise=data.normaliser()
+            ).loss
+        )
     assert losses[1] < losses[0] - 0.2
 
 
@@ -105,7 +114,9 @@ def dropping(monkeypatch: pytest.MonkeyPatch) -> schema.Experiment:
     source = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), Dropout(0.5), nn.Linear(32, 10))
     monkeypatch.setattr(models, "build", lambda *_, **__: copy.deepcopy(source))
     # One batch: the order of the samples matters to dropout alone.
-    return reading.parse({"topology": {"devices": 4}, "training": {"batch_size": 1000, "learning_rate": 0.5}})
+    return reading.parse(
+        {"topology": {"devices": 4}, "training": {"batch_size": 1000, "learning_rate": 0.5}}
+    )
 
 
 def test_dropout_depends_on_seed_node_and_round_alone(dropping: schema.Experiment) -> None:
@@ -141,8 +152,12 @@ def test_on_a_gpu_nearly_the_same_and_nothing_left_behind() -> None:
 
 
 @pytest.mark.parametrize("model", ["cnn_digits", "mlp_digits"])
-@pytest.mark.parametrize("training", [{}, {"precision": "bf16"}, {"augmentation": {"flip": True, "crop": 1}}])
-def test_on_a_gpu_deterministic_training_gives_the_same_bits(model: str, training: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "training", [{}, {"precision": "bf16"}, {"augmentation": {"flip": True, "crop": 1}}]
+)
+def test_on_a_gpu_deterministic_training_gives_the_same_bits(
+    model: str, training: dict[str, Any]
+) -> None:
     lab = experiment(model=model, deterministic=True, **training)
     row = first_model(lab)
     try:
@@ -154,10 +169,14 @@ def test_on_a_gpu_deterministic_training_gives_the_same_bits(model: str, trainin
 
 
 def test_on_a_gpu_fp32_has_the_accuracy_of_fp32_beside_other_precisions() -> None:
-    """TF32 rounds inputs to 11 bits: a convolution of 576 products is some 1e-4 off, one in fp32 1e-6."""
+    """TF32 rounds inputs to 11 bits: a convolution of 576 products is some 1e-4 off, one in fp32
+    1e-6.
+    """
     gpu = torch.device("cuda", 0)
     source = torch.Generator().manual_seed(1)
-    images, weights = (torch.randn(shape, generator=source) for shape in ((8, 64, 16, 16), (64, 64, 3, 3)))
+    images, weights = (
+        torch.randn(shape, generator=source) for shape in ((8, 64, 16, 16), (64, 64, 3, 3))
+    )
     exact = functional.conv2d(images.double(), weights.double())
     errors = {}
     with restored():

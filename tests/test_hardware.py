@@ -1,4 +1,6 @@
-"""Devices that emulate slower machines: what the experiment defines, and results that leave no sooner than theirs."""
+"""Devices that emulate slower machines: what the experiment defines, and results that leave no
+sooner than theirs.
+"""
 
 from __future__ import annotations
 
@@ -49,13 +51,21 @@ def test_a_device_has_the_machine_that_is_said_for_it(tmp_path: Path) -> None:
     assert machines == [
         Machine(profile="raspberry-pi-5", slowdown=shipped()["raspberry-pi-5"]["slowdown"]),
         Machine(slowdown=4.0, overhead_s=0.5),
-        Machine(profile="raspberry-pi-4", slowdown=shipped()["raspberry-pi-4"]["slowdown"], overhead_s=2.0),
+        Machine(
+            profile="raspberry-pi-4",
+            slowdown=shipped()["raspberry-pi-4"]["slowdown"],
+            overhead_s=2.0,
+        ),
         Machine(profile="mine", slowdown=30.0),
         Machine(),
     ]
     assert parse(tomllib.loads(to_toml(experiment))) == experiment == parse(experiment.to_json())
-    manifest = json.loads((RunFolder.create(tmp_path / "runs", experiment).path / "manifest.json").read_text())
-    assert manifest["hardware"] == {f"device-{i}": machine.model_dump() for i, machine in enumerate(machines)}
+    manifest = json.loads(
+        (RunFolder.create(tmp_path / "runs", experiment).path / "manifest.json").read_text()
+    )
+    assert manifest["hardware"] == {
+        f"device-{i}": machine.model_dump() for i, machine in enumerate(machines)
+    }
 
 
 def test_the_profiles_that_ship_are_paces() -> None:
@@ -66,10 +76,16 @@ def test_the_profiles_that_ship_are_paces() -> None:
     assert slowdowns == sorted(slowdowns)
 
 
-def test_a_machine_keeps_its_numbers_when_a_later_release_changes_the_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_keeps_its_numbers_when_a_later_release_changes_the_profile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     experiment = parse({"hardware": {"default": "raspberry-pi-4"}})
     monkeypatch.setattr(devices, "shipped", lambda: {"raspberry-pi-4": {"slowdown": 2.0}})
-    assert parse(experiment.to_json()) == experiment != parse({"hardware": {"default": "raspberry-pi-4"}})
+    assert (
+        parse(experiment.to_json())
+        == experiment
+        != parse({"hardware": {"default": "raspberry-pi-4"}})
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,11 +96,20 @@ def test_a_machine_keeps_its_numbers_when_a_later_release_changes_the_profile(mo
             r"hardware\.default = 'raspberry-pi-9': no profile has this name.*raspberry-pi-",
         ),
         ({"of": {"device-0": "mein"}}, r"hardware\.of\.device-0 = 'mein'.*Did you mean 'mine'"),
-        ({"of": {"device-9": "mine"}}, r"hardware\.of = 'device-9': no device has this name.*Did you mean 'device-0'"),
+        (
+            {"of": {"device-9": "mine"}},
+            r"hardware\.of = 'device-9': no device has this name.*Did you mean 'device-0'",
+        ),
         ({"of": {"institution-0": "mine"}}, "no device has this name"),
-        ({"default": {"slowdown": 0.5}}, r"hardware\.default\.slowdown = 0\.5: too small. Write 1 or more"),
+        (
+            {"default": {"slowdown": 0.5}},
+            r"hardware\.default\.slowdown = 0\.5: too small. Write 1 or more",
+        ),
         ({"default": {"overhead_s": -1}}, r"hardware\.default\.overhead_s = -1"),
-        ({"default": {"slow": 2}}, r"hardware\.default\.slow = 2: unknown key.*Did you mean 'slowdown'"),
+        (
+            {"default": {"slow": 2}},
+            r"hardware\.default\.slow = 2: unknown key.*Did you mean 'slowdown'",
+        ),
         ({"profiles": {"mine": {"slow": 2}}}, r"hardware\.profiles\.mine\.slow = 2: unknown key"),
         ({"spread": -0.1}, r"hardware\.spread = -0\.1"),
         ({"default": 3}, r"hardware\.default = 3"),
@@ -98,7 +123,9 @@ def test_what_is_wrong_is_named(said: dict[str, Any], problem: str) -> None:
 def assert_spread(drawn: Iterable[float | None], middle: float) -> None:
     """Assert that values are log-normal around a median, with the spread 0.5."""
     logs = np.log([each or 0.0 for each in drawn])
-    assert np.median(logs) == pytest.approx(np.log(middle), abs=0.1) and logs.std() == pytest.approx(0.5, abs=0.05)
+    assert np.median(logs) == pytest.approx(
+        np.log(middle), abs=0.1
+    ) and logs.std() == pytest.approx(0.5, abs=0.05)
 
 
 def test_a_spread_draws_each_devices_slowdown_or_step_from_the_seed() -> None:
@@ -113,9 +140,13 @@ def test_a_spread_draws_each_devices_slowdown_or_step_from_the_seed() -> None:
     experiment, other = parse(tree), parse(tree | {"seed": 2})
     machines = [experiment.machine(f"device-{i}") for i in range(400)]
     assert machines == [parse(experiment.to_json()).machine(f"device-{i}") for i in range(400)]
-    assert machines[7] == Machine(slowdown=3.0) and {machine.overhead_s for machine in machines} == {0.0, 1.0}
+    assert machines[7] == Machine(slowdown=3.0) and {
+        machine.overhead_s for machine in machines
+    } == {0.0, 1.0}
     assert_spread((machine.slowdown for i, machine in enumerate(machines) if i != 7), 20.0)
-    steps = parse({"topology": {"devices": 400}, "hardware": {"default": {"step_s": 0.2}, "spread": 0.5}})
+    steps = parse(
+        {"topology": {"devices": 400}, "hardware": {"default": {"step_s": 0.2}, "spread": 0.5}}
+    )
     assert_spread((steps.machine(f"device-{i}").step_s for i in range(400)), 0.2)
     assert machines != [other.machine(f"device-{i}") for i in range(400)]
     low = parse({"hardware": {"spread": 3.0}, "topology": {"devices": 50}})
@@ -129,7 +160,9 @@ def test_a_spread_draws_each_devices_slowdown_or_step_from_the_seed() -> None:
 def at_a_pace(
     machine: Pace, *, train_s: float, since: float, cancel_after_s: float | None = None
 ) -> tuple[WorkResult | None, float, list[tuple[Phase, int, int]]]:
-    """Return the answer, when it left after its training had ended, and what was reported meanwhile."""
+    """Return the answer, when it left after its training had ended, and what was reported
+    meanwhile.
+    """
     reported: list[tuple[Phase, int, int]] = []
     answer = WorkResult(memoryview(b""), Work(1, 0.0, 1, 1, train_s, 0.0))
 
@@ -137,7 +170,9 @@ def at_a_pace(
         loop = asyncio.get_running_loop()
         start = loop.time()
         keeping = asyncio.create_task(
-            agent.emulate(machine, answer, since=start + since, report=lambda *words: reported.append(words))
+            agent.emulate(
+                machine, answer, since=start + since, report=lambda *words: reported.append(words)
+            )
         )
         if cancel_after_s is not None:
             await asyncio.sleep(cancel_after_s)
@@ -152,7 +187,12 @@ def at_a_pace(
     return kept, left_s, reported
 
 
-@given(slowdown=st.floats(1, 50), overhead_s=st.floats(0, 20), train_s=st.floats(0, 30), queued_s=st.floats(0, 100))
+@given(
+    slowdown=st.floats(1, 50),
+    overhead_s=st.floats(0, 20),
+    train_s=st.floats(0, 30),
+    queued_s=st.floats(0, 100),
+)
 def test_an_answer_leaves_no_sooner_than_the_slower_machines(
     slowdown: float, overhead_s: float, train_s: float, queued_s: float
 ) -> None:
@@ -175,12 +215,19 @@ def test_a_device_of_this_hosts_pace_reports_nothing_and_waits_for_nothing() -> 
 
 
 @pytest.mark.parametrize(("train_s", "pause_s"), [(1.0, 1.5), (3.0, 0.0)])
-def test_a_machine_with_seconds_of_a_step_ignores_those_of_the_host(train_s: float, pause_s: float) -> None:
+def test_a_machine_with_seconds_of_a_step_ignores_those_of_the_host(
+    train_s: float, pause_s: float
+) -> None:
     machine = Pace(slowdown=8.0, step_s=2.0, overhead_s=0.5)  # of an answer of one step
     answer, left_s, _ = at_a_pace(machine, train_s=train_s, since=-train_s)
-    assert answer is not None and (answer.work.pause_s, left_s) == (pytest.approx(pause_s), pytest.approx(pause_s))
+    assert answer is not None and (answer.work.pause_s, left_s) == (
+        pytest.approx(pause_s),
+        pytest.approx(pause_s),
+    )
 
 
 def test_a_pause_ends_at_once_with_its_task() -> None:
-    answer, left_s, _ = at_a_pace(Pace(overhead_s=3600.0), train_s=1.0, since=-1.0, cancel_after_s=0.25)
+    answer, left_s, _ = at_a_pace(
+        Pace(overhead_s=3600.0), train_s=1.0, since=-1.0, cancel_after_s=0.25
+    )
     assert answer is None and left_s == 0.25

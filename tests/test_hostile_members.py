@@ -1,4 +1,6 @@
-"""What a member of a lab may do under its own name, as an access control list allows it: it costs only itself."""
+"""What a member of a lab may do under its own name, as an access control list allows it: it costs
+only itself.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,13 @@ from fedstrata.common.model.layout import ROW_BYTES_MOST, ModelLayout
 from fedstrata.common.net.address import BrokerAddress
 from fedstrata.common.net.connection import Handlers
 from fedstrata.common.protocol import serialization, topics
-from fedstrata.common.protocol.admission import ANSWERS_MOST, MESSAGES_MOST, PRESENCES_MOST, Admission, Refusal
+from fedstrata.common.protocol.admission import (
+    ANSWERS_MOST,
+    MESSAGES_MOST,
+    PRESENCES_MOST,
+    Admission,
+    Refusal,
+)
 from fedstrata.common.protocol.events import PeerChanged, ProbeReceived
 from fedstrata.common.protocol.limits import (
     MESSAGE_MOST,
@@ -76,7 +84,18 @@ from fedstrata.common.settings.data import Data, root_below, samples_most
 from fedstrata.common.settings.links import LinkSettings
 from fedstrata.common.text import JSON_MOST
 from tests.bench import hostile
-from tests.session_lab import FORM, LAB, MODEL_BYTES, PARENT, RUN, Lab, NoMeter, manifest_of, names_of, settled
+from tests.session_lab import (
+    FORM,
+    LAB,
+    MODEL_BYTES,
+    PARENT,
+    RUN,
+    Lab,
+    NoMeter,
+    manifest_of,
+    names_of,
+    settled,
+)
 
 READY = Presence(NodeState.READY, "device", samples=10)
 MANY = Traffic(*[BYTES_MOST] * 16, TcpStats(*[BYTES_MOST] * 11))
@@ -144,27 +163,44 @@ def publish_presence(lab: Lab, name: str, session: str, presence: Presence) -> N
         ({"plans": json.dumps({"i": [{}] * 3})}, "3 decisions of 'i'"),
     ],
 )
-def test_a_result_beyond_what_its_child_can_have_done_is_refused(changes: dict[str, Any], reason: str) -> None:
+def test_a_result_beyond_what_its_child_can_have_done_is_refused(
+    changes: dict[str, Any], reason: str
+) -> None:
     limits = ChildLimits(samples=300, rounds=2, below={"d": 100}, aggregators={"i"})
     check_report(
-        result(children=(ChildReport("d", Work(100), 2),), plans=json.dumps({"i": [{}, {}]})), limits=limits, epochs=4
+        result(children=(ChildReport("d", Work(100), 2),), plans=json.dumps({"i": [{}, {}]})),
+        limits=limits,
+        epochs=4,
     )
     with pytest.raises(RefusedModel, match=reason):
         check_report(result(**changes), limits=limits, epochs=4)
 
 
 def test_what_passes_at_an_institution_passes_at_the_cloud() -> None:
-    """Else a device that exaggerates as far as it may costs its institution, and so all devices there, the round."""
+    """Else a device that exaggerates as far as it may costs its institution, and so all devices
+    there, the round.
+    """
     experiment = parse(THREE_TIERS)
     above, below = limits_below(experiment, "cloud"), limits_below(experiment, "institution-1")
     worst = {}
     for name, limit in below.items():
-        most = {"samples": limit.samples, "epochs": 4, "steps": limit.steps(4), "path_steps": limit.steps(4)}
+        most = {
+            "samples": limit.samples,
+            "epochs": 4,
+            "steps": limit.steps(4),
+            "path_steps": limit.steps(4),
+        }
         worst[name] = result(**most, loss=1e39, train_s=1e9)
         check_report(worst[name], limits=limit, epochs=4)
-    works = {name: replace(each.work, epochs=8, steps=2 * each.work.steps) for name, each in worst.items()}
+    works = {
+        name: replace(each.work, epochs=8, steps=2 * each.work.steps)
+        for name, each in worst.items()
+    }
     twice = tuple(ChildReport(name, work, rounds=2) for name, work in works.items())
-    sums = {"samples": sum(r.samples for r in worst.values()), "steps": sum(each.steps for each in works.values())}
+    sums = {
+        "samples": sum(r.samples for r in worst.values()),
+        "steps": sum(each.steps for each in works.values()),
+    }
     most = max(each.steps for each in works.values())
     whole = result(**sums, epochs=4, path_steps=most, train_s=2e9, loss=1e39, children=twice)
     check_report(whole, limits=above["institution-1"], epochs=4)
@@ -188,7 +224,9 @@ def test_no_device_can_have_more_samples_than_the_limit(data: dict[str, Any]) ->
     assert max(map(len, split.partitions)) <= most
     if data.get("partition") in ("iid", "shards", "dirichlet_overlap"):
         assert most <= max(map(len, split.partitions)) + 3
-    assert len(splits.partition(split.labels, data=experiment.data, tree=experiment.tree, seed=1)) == 7
+    assert (
+        len(splits.partition(split.labels, data=experiment.data, tree=experiment.tree, seed=1)) == 7
+    )
 
 
 def test_a_child_that_reports_more_samples_than_its_data_has_is_not_ready() -> None:
@@ -204,7 +242,9 @@ def test_a_devices_samples_change_with_its_session_alone() -> None:
     publish_presence(lab, "device-0", lab.child.process, one)
     lab.rest(0.1)
     assert samples["device-0"] == 10
-    lab.parent.receive(topics.state(LAB, RUN, "device-0"), serialization.encode(one, "its-next-one"))
+    lab.parent.receive(
+        topics.state(LAB, RUN, "device-0"), serialization.encode(one, "its-next-one")
+    )
     assert samples["device-0"] == 10, "a stranger's may be believed for a moment: it is asked first"
     lab.parent.session.to_send(lab.now + ASK_FIRST_S)
     give(lab, Alive(lab.parent.process, one), process="its-next-one")
@@ -213,10 +253,18 @@ def test_a_devices_samples_change_with_its_session_alone() -> None:
 
 @pytest.mark.parametrize("what", ["result", "progress"])
 def test_two_processes_that_use_one_session_are_noticed(what: str) -> None:
-    """Without an access control list anybody can announce a result under a session that it has seen."""
+    """Without an access control list anybody can announce a result under a session that it has
+    seen.
+    """
     lab = lab_in_a_round(slow="device-1")
-    lab.until(lambda: lab.parent.session.coordinator.children["device-0"].state is ChildState.ACCEPTED)
-    message = result() if what == "result" else Progress(Key(0, 0, 0), Phase.TRAINING, 3, 6, Traffic(), ())
+    lab.until(
+        lambda: lab.parent.session.coordinator.children["device-0"].state is ChildState.ACCEPTED
+    )
+    message = (
+        result()
+        if what == "result"
+        else Progress(Key(0, 0, 0), Phase.TRAINING, 3, 6, Traffic(), ())
+    )
     lab.publish(PARENT, "device-0", lab.child.process, message)
     lab.rest(0.1)
     assert refused(lab, Refusal.MISFIT) == 1
@@ -235,13 +283,19 @@ def test_a_child_that_counts_too_many_bytes_does_not_silence_its_institution() -
 
 def test_a_replayed_report_takes_no_bytes_back() -> None:
     ledger = Ledger(["i0"], Account(), below={"i0": ("d0",)})
-    early, late = (ChildReport("d0", traffic=Traffic(received_model_payload=count)) for count in (5, 9))
+    early, late = (
+        ChildReport("d0", traffic=Traffic(received_model_payload=count)) for count in (5, 9)
+    )
     for report in (early, late, early):
         count = report.traffic
         ledger.enter("i0", "s", link=count, below=(count,))
         ledger.enter_reports("i0", "s", [report])
     assert [tier.sent_model_payload for tier in ledger.tiers()] == [9, 0]
-    assert ledger.tiers()[1].received_model_payload == ledger.reports()["d0"].traffic.received_model_payload == 9
+    assert (
+        ledger.tiers()[1].received_model_payload
+        == ledger.reports()["d0"].traffic.received_model_payload
+        == 9
+    )
 
 
 def test_progress_with_impossible_counts_is_progress() -> None:
@@ -290,10 +344,15 @@ def test_a_flood_of_presences_costs_few_tasks_and_few_events() -> None:
     for number in range(1000):
         state = NodeState.READY if number % 2 else NodeState.INIT
         presence = Presence(state, "device", samples=1, reason=f"{number}" * 1000)
-        lab.loop.after(number / 1000, lambda n=number, p=presence: publish_presence(lab, "device-0", f"s{n}", p))  # type: ignore[misc]
+        lab.loop.after(
+            number / 1000,
+            lambda n=number, p=presence: publish_presence(lab, "device-0", f"s{n}", p),
+        )  # type: ignore[misc]
     lab.rest(3.0)
     sent = lab.kinds - before
-    assert sent["Task"] <= 6 and sent["Presence"] <= 2 * PRESENCES_MOST and sent["Question"] <= 10, sent
+    assert (
+        sent["Task"] <= 6 and sent["Presence"] <= 2 * PRESENCES_MOST and sent["Question"] <= 10
+    ), sent
     assert len(lab.parent.events) - seen <= 2 * PRESENCES_MOST + 60
     assert all(len(event.reason) <= 1000 for event in lab.parent.of(PeerChanged))
     assert refused(lab, Refusal.FLOOD) > 750
@@ -338,19 +397,30 @@ def test_answers_to_nodes_that_are_not_in_the_run_are_counted_together() -> None
         lab.parent.receive(topic, serialization.encode(Question("n"), "n"))
     lab.parent.wake()
     lab.rest(1.0)
-    assert {peer for peer, *_ in lab.parent.session.link.counters.cells} <= {*lab.names, "all", "others"}
+    assert {peer for peer, *_ in lab.parent.session.link.counters.cells} <= {
+        *lab.names,
+        "all",
+        "others",
+    }
 
 
 # Link calibrations
 
 
 def test_noise_of_one_child_is_no_noise_of_another() -> None:
-    """A blob's id is its content's: a child may know that of another one's model before it is announced."""
+    """A blob's id is its content's: a child may know that of another one's model before it is
+    announced.
+    """
     lab = lab_in_a_round()
     for name, other in itertools.permutations(lab.names):
-        lab.parent.session.link.outbox.add_aside("probe", other, manifest_of(lab.parent.expected[name]).blob)
+        lab.parent.session.link.outbox.add_aside(
+            "probe", other, manifest_of(lab.parent.expected[name]).blob
+        )
     lab.finish()
-    assert all(lab.parent.session.ledger.links()[name].sent_model_payload == MODEL_BYTES for name in lab.names)
+    assert all(
+        lab.parent.session.ledger.links()[name].sent_model_payload == MODEL_BYTES
+        for name in lab.names
+    )
 
 
 # Tasks
@@ -366,7 +436,9 @@ def test_noise_of_one_child_is_no_noise_of_another() -> None:
         (Key(0, 0, 0), 0, "0 epochs"),
     ],
 )
-def test_a_task_that_no_round_of_the_run_has_is_declined(key: Key, epochs: int, reason: str) -> None:
+def test_a_task_that_no_round_of_the_run_has_is_declined(
+    key: Key, epochs: int, reason: str
+) -> None:
     limits = task_limits(parse(THREE_TIERS), "device-0", "institution-0")
     model = manifest_of(b"1" * MODEL_BYTES)
     limits.check(Task(Key(9, 2, 1), 4, model, None))
@@ -483,7 +555,9 @@ def test_a_synthetic_data_set_beyond_its_bounds_is_not_made(key: str) -> None:
         ("a\0b", False),
     ],
 )
-def test_an_experiment_reads_nothing_outside_of_the_hosts_data_root(tmp_path: Path, root: str, read: bool) -> None:
+def test_an_experiment_reads_nothing_outside_of_the_hosts_data_root(
+    tmp_path: Path, root: str, read: bool
+) -> None:
     allowed = tmp_path / "allowed"
     allowed.mkdir()
     (allowed / "link").symlink_to("/etc")
@@ -495,12 +569,15 @@ def test_an_experiment_reads_nothing_outside_of_the_hosts_data_root(tmp_path: Pa
         root_below(data, "device-0", allowed=allowed)
 
 
-def test_the_default_data_root_is_the_folder_of_the_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_default_data_root_is_the_folder_of_the_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert root_below(Data(dataset="mnist"), "device-0", allowed=Path()) == "data"
     with pytest.raises(InvalidExperiment):
         root_below(Data(dataset="mnist", root="/etc"), "device-0", allowed=Path())
-    assert root_below(Data(root="/etc"), "device-0", allowed=Path()) == "/etc"  # digits have no files
+    # digits have no files
+    assert root_below(Data(root="/etc"), "device-0", allowed=Path()) == "/etc"
 
 
 # The roll
@@ -516,7 +593,9 @@ def test_one_that_asks_for_the_roll_all_the_time_takes_no_answer_from_another_on
     class NoWorld:
         received: Callable[[str, bytes, bool], None]
 
-        def connection(self, address: BrokerAddress, handlers: Handlers, **options: object) -> NoConnection:
+        def connection(
+            self, address: BrokerAddress, handlers: Handlers, **options: object
+        ) -> NoConnection:
             self.received = handlers.received
             return NoConnection()
 
@@ -530,16 +609,23 @@ def test_one_that_asks_for_the_roll_all_the_time_takes_no_answer_from_another_on
         world = NoWorld()
         host = Host(BrokerAddress("h"), 1.0, Metrics(), lab=LAB, world=world)  # type: ignore[arg-type]
         RollEntry(host, "d", role="device", parent="cloud")
-        for nonce in ("n" * 65, "\x1b" * 11):  # longer than 64 characters, escaped: nobody repeats it
+        # longer than 64 characters, escaped: nobody repeats it
+        for nonce in ("n" * 65, "\x1b" * 11):
             world.received(
-                topics.ask(LAB, topics.ALL, "shouter"), serialization.encode(Question(nonce, About.ENTRY), "n"), False
+                topics.ask(LAB, topics.ALL, "shouter"),
+                serialization.encode(Question(nonce, About.ENTRY), "n"),
+                False,
             )
         body = serialization.encode(Question("n", About.ENTRY), "n")
         for asker in [*["mallory"] * 1000, "person", *(f"x{number}" for number in range(100))]:
             world.received(topics.ask(LAB, topics.ALL, asker), body, False)
 
     asyncio.run(ask())
-    assert Counter(answers)["mallory"] == 1 and Counter(answers)["person"] == 1 and len(answers) == ASKERS_MOST
+    assert (
+        Counter(answers)["mallory"] == 1
+        and Counter(answers)["person"] == 1
+        and len(answers) == ASKERS_MOST
+    )
 
 
 # A lab of processes
@@ -649,16 +735,29 @@ def test_the_limits_are_those_of_the_experiment() -> None:
         (reports, True),
         (Reports(reports.children * 200), False),
         (result(plans=json.dumps({"institution-0": [{"x": "y" * 3_000_000}]})), True),
-        (replace(READY, targets=tuple(Target(f"d{i}", f"{'h' * 250}:1") for i in range(below))), True),
-        (replace(READY, targets=tuple(Target(f"d{i}", f"{'h' * 250}:1") for i in range(50))), False),
+        (
+            replace(READY, targets=tuple(Target(f"d{i}", f"{'h' * 250}:1") for i in range(below))),
+            True,
+        ),
+        (
+            replace(READY, targets=tuple(Target(f"d{i}", f"{'h' * 250}:1") for i in range(50))),
+            False,
+        ),
     ]:
         body, large = serialization.encode(message, "s1"), parent.link.refusals.of(Refusal.LARGE)
-        state, inbox = topics.state(LAB, RUN, "institution-0"), topics.inbox(LAB, RUN, "cloud", "institution-0")
-        parent.link.receive(state if isinstance(message, Presence) else inbox, body, retained=False, now=0.0)
+        state, inbox = (
+            topics.state(LAB, RUN, "institution-0"),
+            topics.inbox(LAB, RUN, "cloud", "institution-0"),
+        )
+        parent.link.receive(
+            state if isinstance(message, Presence) else inbox, body, retained=False, now=0.0
+        )
         assert (parent.link.refusals.of(Refusal.LARGE) == large) is fits, type(message)
 
 
-def test_json_of_control_characters_is_given_up_once_it_is_too_long(traced: Callable[[], int]) -> None:
+def test_json_of_control_characters_is_given_up_once_it_is_too_long(
+    traced: Callable[[], int],
+) -> None:
     body = serialization.encode(Announcement("\x1b" * JSON_MOST, ""), "s")
     traced()
     with pytest.raises(WireError, match="a text of 4000000 characters"):
@@ -688,7 +787,9 @@ def test_reports_are_counted_once_they_are_read(monkeypatch: pytest.MonkeyPatch)
     """A thousand of them take as long as a hundred messages: an institution may send five a second."""
     admission = Admission()
     admission.bounds = {"a": SenderBounds()}
-    reports = serialization.encode(Reports(tuple(ChildReport(f"d{i}") for i in range(1000))), "s" * 16)
+    reports = serialization.encode(
+        Reports(tuple(ChildReport(f"d{i}") for i in range(1000))), "s" * 16
+    )
     monkeypatch.setattr(serialization, "decode", cache(serialization.decode))
     now = read = 0
     for now in range(12):

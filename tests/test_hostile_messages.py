@@ -53,7 +53,9 @@ Change = Callable[[Result], Result]
 
 
 def rubbish(draw: random.Random) -> list[bytes]:
-    """Return bytes that are no message: random ones, cut ones, deep ones, wrong versions, kinds, fields."""
+    """Return bytes that are no message: random ones, cut ones, deep ones, wrong versions, kinds,
+    fields.
+    """
     whole = serialization.encode(Ask("0" * 16, b"\xff", 1, 1, 8, False), "s")
     packed = [
         draw.randbytes(draw.randrange(1, 300)),
@@ -72,7 +74,9 @@ def rubbish(draw: random.Random) -> list[bytes]:
 
 
 class Intruder:
-    """A client that writes on every topic of a run, again and again; it learns the blobs' ids by listening."""
+    """A client that writes on every topic of a run, again and again; it learns the blobs' ids by
+    listening.
+    """
 
     def __init__(self, site: SimulatedSite, names: list[str]) -> None:
         self._site = site
@@ -92,7 +96,9 @@ class Intruder:
     def _listen(self, topic_text: str, body: bytes) -> None:
         try:
             topic = topics.parse(topic_text)
-            message = serialization.decode(body)[1] if isinstance(topic, topics.InboxTopic) else None
+            message = (
+                serialization.decode(body)[1] if isinstance(topic, topics.InboxTopic) else None
+            )
         except WireError:
             return
         if isinstance(topic, topics.InboxTopic) and isinstance(message, (Task, Result)):
@@ -113,13 +119,21 @@ class Intruder:
         unknown = f"{draw.getrandbits(64):016x}"
         for blob in [*sorted(self._blobs[node]), unknown]:
             for stream in (topics.ALL, *self._names):
-                yield topics.chunk(LAB, RUN, node, stream, blob, 999_999_999, 10**17), draw.randbytes(50), False
+                yield (
+                    topics.chunk(LAB, RUN, node, stream, blob, 999_999_999, 10**17),
+                    draw.randbytes(50),
+                    False,
+                )
                 yield topics.chunk(LAB, RUN, node, stream, blob, 0, 10**17), LARGE, False
                 yield f"fs1/{LAB}/{RUN}/{node}/blob/{stream}/{blob}/-1/x", draw.randbytes(50), False
                 yield f"fs1/{LAB}/{RUN}/{node}/blob/{stream}/{blob}/{'9' * 30}/1", b"", False
             if blob not in self._damaged:  # one that hits: it must be asked for again
                 self._damaged.add(blob)
-                yield topics.chunk(LAB, RUN, node, topics.ALL, blob, 3, 10**17), draw.randbytes(50), False
+                yield (
+                    topics.chunk(LAB, RUN, node, topics.ALL, blob, 3, 10**17),
+                    draw.randbytes(50),
+                    False,
+                )
 
 
 @virtual
@@ -147,9 +161,18 @@ async def test_a_round_survives_any_bytes_on_any_topic(site: SimulatedSite) -> N
         assert intruder.cycles >= 5
         refused = [endpoint.session.link.refusals.total for endpoint in (parent, *children)]
         assert min(refused) > 50, refused
-        assert min(endpoint.session.link.refusals.of(Refusal.LARGE) for endpoint in (parent, *children)) > 5
+        assert (
+            min(
+                endpoint.session.link.refusals.of(Refusal.LARGE) for endpoint in (parent, *children)
+            )
+            > 5
+        )
         for endpoint, before in zip((parent, *children), refused, strict=True):
-            await until(lambda endpoint=endpoint, before=before: endpoint.session.link.refusals.total > before)
+            await until(
+                lambda endpoint=endpoint, before=before: (
+                    endpoint.session.link.refusals.total > before
+                )
+            )
     # What it left behind on the broker harms nobody who comes later.
     parent = parent_of(site, names, layout=layout)
     children = [child_of(site, name) for name in names]
@@ -164,7 +187,9 @@ async def test_a_round_survives_any_bytes_on_any_topic(site: SimulatedSite) -> N
 
 def lies(layout: ModelLayout) -> dict[str, tuple[Change, str]]:
     """Return what a child may do to its result, and what the reason of its refusal must name."""
-    huge = describe(memoryview(bytes(4_000_000)), chunk_bytes=1024, codec="fp32", layout=layout.digest)
+    huge = describe(
+        memoryview(bytes(4_000_000)), chunk_bytes=1024, codec="fp32", layout=layout.digest
+    )
 
     def model(**fields: Any) -> Change:
         return lambda result: replace(result, inline=None, model=replace(result.model, **fields))
@@ -174,9 +199,18 @@ def lies(layout: ModelLayout) -> dict[str, tuple[Change, str]]:
 
     return {
         "huge": (lambda result: replace(result, inline=None, model=huge), "4000000 bytes"),
-        "digest": (lambda result: model(digests=other_bits(result.model.digests))(result), "wrong digest"),
-        "inline": (lambda result: replace(result, inline=other_bits(result.inline or b"")), "wrong digest"),
-        "short": (lambda result: replace(result, inline=(result.inline or b"")[:-4]), "wrong digest"),
+        "digest": (
+            lambda result: model(digests=other_bits(result.model.digests))(result),
+            "wrong digest",
+        ),
+        "inline": (
+            lambda result: replace(result, inline=other_bits(result.inline or b"")),
+            "wrong digest",
+        ),
+        "short": (
+            lambda result: replace(result, inline=(result.inline or b"")[:-4]),
+            "wrong digest",
+        ),
         "layout": (model(layout="0123456789abcdef"), "wrong layout '0123456789abcdef'"),
         "codec": (model(codec="zip"), "codec 'zip'"),
         "against": (model(reference="0123456789abcdef"), "reference model '0123456789abcdef'"),
@@ -189,28 +223,42 @@ def lies(layout: ModelLayout) -> dict[str, tuple[Change, str]]:
     }
 
 
-def test_offers_that_cannot_be_used_are_refused_with_a_reason(caplog: pytest.LogCaptureFixture) -> None:
+def test_offers_that_cannot_be_used_are_refused_with_a_reason(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     @virtual
     async def run(site: SimulatedSite) -> None:
         layout = layout_of(100_000)
         observed: list[Facts] = []
-        reasons = {name: text for name, (_, text) in lies(layout).items()} | {"nan": "NaN or Inf", "inf": "NaN or Inf"}
+        reasons = {name: text for name, (_, text) in lies(layout).items()} | {
+            "nan": "NaN or Inf",
+            "inf": "NaN or Inf",
+        }
         names = ["honest", *reasons]
         parent = parent_of(site, names, layout=layout, transfer=FINE, observed=observed)
         children = {name: child_of(site, name, transfer=FINE) for name in names}
-        tasks = [lying(site, children[name], layout, change) for name, (change, _) in lies(layout).items()]
+        tasks = [
+            lying(site, children[name], layout, change)
+            for name, (change, _) in lies(layout).items()
+        ]
         tasks += [
             ending_with(site, children["nan"], layout, math.nan),
             ending_with(site, children["inf"], layout, -math.inf),
         ]
-        async with together(living(site, parent), serving(site, children["honest"], layout, 7), *tasks):
+        async with together(
+            living(site, parent), serving(site, children["honest"], layout, 7), *tasks
+        ):
             row = drawn(layout, 1)
             played = await play(parent, row)
             assert_models(played, row, layout=layout, places={"honest": 7})
             assert set(played.refused) == set(reasons)
             assert played.missing == ()
             assert parent.session.coordinator.refused == len(reasons)
-            reported = {str(facts["node"]): str(facts["reason"]) for event, facts in observed if event == "refused"}
+            reported = {
+                str(facts["node"]): str(facts["reason"])
+                for event, facts in observed
+                if event == "refused"
+            }
             for name, text in reasons.items():
                 assert text in played.refused[name], name
                 assert reported[name] == played.refused[name]
@@ -232,5 +280,7 @@ async def test_a_round_in_which_all_are_refused_fails_and_names_them(site: Simul
     parent = parent_of(site, names, layout=layout)
     tasks = [ending_with(site, child_of(site, name), layout, math.nan) for name in names]
     async with together(living(site, parent), *tasks):
-        with pytest.raises(RunFailed, match=r"device-0 and device-1 sent a model that was refused: .*NaN"):
+        with pytest.raises(
+            RunFailed, match=r"device-0 and device-1 sent a model that was refused: .*NaN"
+        ):
             await play(parent, drawn(layout, 1))

@@ -32,7 +32,7 @@ def test_imports_run_strictly_downward() -> None:
         ("aiomqtt", {"common/net/client.py"}),
         ("prometheus_client", {"common/metrics.py"}),
         ("zstandard", {"common/model/codecs.py"}),
-        ("torch", {"common/learning", "common/methods/baselines", "device/"}),
+        ("torch", {"common/learning", "common/methods/baselines", "deploy/checking", "device/"}),
         ("PIL", {"common/learning/readers/folder.py"}),
         ("matplotlib", {"deploy/results/figures.py", "deploy/results/charts.py"}),
         ("jinja2", {"deploy/results/page.py"}),
@@ -50,7 +50,11 @@ def test_libraries_stay_in_their_rooms(library: str, home: set[str]) -> None:
 
 
 def test_a_name_of_a_class_is_unique() -> None:
-    names = Counter(re.findall(r"^class ([A-Za-z]\w*)", "\n".join(path.read_text() for path in SOURCES), re.MULTILINE))
+    names = Counter(
+        re.findall(
+            r"^class ([A-Za-z]\w*)", "\n".join(path.read_text() for path in SOURCES), re.MULTILINE
+        )
+    )
     assert [name for name, count in names.items() if count > 1] == []
 
 
@@ -62,14 +66,16 @@ def test_no_json_that_users_read_may_have_a_number_that_json_has_not() -> None:
         "deploy/watching",
         "deploy/cli",
     }
-    files = [path for path in SOURCES if path.relative_to(ROOT).as_posix().startswith(tuple(written))]
+    files = [
+        path for path in SOURCES if path.relative_to(ROOT).as_posix().startswith(tuple(written))
+    ]
     assert len(files) > len(written)
     assert [path.name for path in files if "json.dumps(" in path.read_text()] == []
 
 
 def test_no_file_is_long() -> None:
     files = [*SOURCES, *(ROOT / "tests/simulation").rglob("*.py")]
-    assert {path.name: n for path in files if (n := len(path.read_text().splitlines())) > 600} == {}
+    assert {path.name: n for path in files if (n := len(path.read_text().splitlines())) > 750} == {}
 
 
 def test_the_product_imports_no_tests() -> None:
@@ -81,15 +87,20 @@ def test_an_experiment_is_read_without_numpy() -> None:
     code = (
         "import sys; from fedstrata.common.experiment.lint import warnings\n"
         "from fedstrata.common.experiment.reading import parse; "
-        "from fedstrata.common.methods.settings import BASELINES, RULES;"  # a baseline is as a user's file
+        # a baseline is as a user's file
+        "from fedstrata.common.methods.settings import BASELINES, RULES;"
         "warnings(parse({})); [RULES[name] for name in RULES if name not in BASELINES]; "
         "sys.exit('numpy' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel lists the processes of a thread on Linux alone")
-@pytest.mark.parametrize(("reason", "ends"), [("Timeout (>1.0s) from pytest-timeout.", True), ("an assertion", False)])
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="the kernel lists the processes of a thread on Linux alone"
+)
+@pytest.mark.parametrize(
+    ("reason", "ends"), [("Timeout (>1.0s) from pytest-timeout.", True), ("an assertion", False)]
+)
 def test_what_a_test_has_started_ends_if_it_times_out(reason: str, ends: bool) -> None:
     def wait_and_fail() -> None:
         started.append(subprocess.Popen(words))
@@ -110,15 +121,45 @@ def test_what_a_test_has_started_ends_if_it_times_out(reason: str, ends: bool) -
 def test_a_change_touches_the_tests_that_import_it_and_those_of_the_house() -> None:
     house, of_pages = "tests/test_house.py", "tests/test_docs.py"
     found = {*touched(["common/net/bulk.py"])}
-    assert found >= {"tests/test_packets.py", house} and not found & {of_pages, "tests/test_mixing.py"}
-    assert {*touched(["docs/own-data.md", "tests/test_own.py"])} == {"tests/test_own.py", of_pages, house}
+    assert found >= {"tests/test_packets.py", house} and not found & {
+        of_pages,
+        "tests/test_mixing.py",
+    }
+    assert {*touched(["docs/own-data.md", "tests/test_own.py"])} == {
+        "tests/test_own.py",
+        of_pages,
+        house,
+    }
 
 
 # The private dialect that fedstrata once had does not come back
 
 REFUSED: Final = (
-    *("wish", "wishes", "foretell", "foretells", "foretold", "herald", "courier", "mend", "mended", "mends"),
-    *("tells", "told", "hears", "heard", "says", "desk", "shelf", "examiner", "descent", "receipt", "stand-in"),
+    *(
+        "wish",
+        "wishes",
+        "foretell",
+        "foretells",
+        "foretold",
+        "herald",
+        "courier",
+        "mend",
+        "mended",
+        "mends",
+    ),
+    *(
+        "tells",
+        "told",
+        "hears",
+        "heard",
+        "says",
+        "desk",
+        "shelf",
+        "examiner",
+        "descent",
+        "receipt",
+        "stand-in",
+    ),
     *("iteration", "iterations"),
 )
 WORD: Final = re.compile(rf"(?<![a-z])(?:{'|'.join(REFUSED)})(?![a-z])")
@@ -126,7 +167,9 @@ THIS: Final = "tests/test_house.py"
 
 
 def test_no_refused_word_stands_in_code_messages_or_docs() -> None:
-    names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    names = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
     kinds = (".py", ".md", ".toml", ".json", ".yml", ".css", ".sh", ".svg")
     found = [
         f"{name}: {match[0]}"

@@ -22,7 +22,9 @@ CORNER[:30, 40:] = 250
 CORNER[30:, :40] = 120
 
 
-def read(folder: Path, *, channels: int = 3, size: tuple[int, int] = (60, 80)) -> tuple[npt.NDArray[np.uint8], str]:
+def read(
+    folder: Path, *, channels: int = 3, size: tuple[int, int] = (60, 80)
+) -> tuple[npt.NDArray[np.uint8], str]:
     """Return the images of a class, [N, C, H, W], and the notes."""
     found = read_folder(folder, classes=["a"], shape=(channels, *size), parts=["train"])
     return np.asarray(found.train), "\n".join(found.notes)
@@ -36,10 +38,14 @@ def place(folder: Path, name: str) -> Path:
 
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_an_image_stands_as_its_exif_data_notes(orientation: int, form: str, tmp_path: Path) -> None:
+def test_an_image_stands_as_its_exif_data_notes(
+    orientation: int, form: str, tmp_path: Path
+) -> None:
     path, exif = place(tmp_path, f"a.{form.lower()}"), Image.Exif()
     exif[ORIENTATION] = orientation
-    options: dict[str, Any] = {"tiffinfo": {ORIENTATION: orientation}} if form == "TIFF" else {"exif": exif}
+    options: dict[str, Any] = (
+        {"tiffinfo": {ORIENTATION: orientation}} if form == "TIFF" else {"exif": exif}
+    )
     Image.fromarray(CORNER).save(path, form, **options)
     upright = np.asarray(ImageOps.exif_transpose(with_orientation(orientation)))
     found, notes = read(tmp_path, channels=1, size=upright.shape)
@@ -61,7 +67,9 @@ def test_sixteen_bits_are_turned_too(tmp_path: Path) -> None:
 
 
 def test_exif_data_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    Image.fromarray(CORNER).save(place(tmp_path, "a.jpg"), exif=b"Exif\0\0MM\0*\0\0\0\x08\0\x05\x01")
+    Image.fromarray(CORNER).save(
+        place(tmp_path, "a.jpg"), exif=b"Exif\0\0MM\0*\0\0\0\x08\0\x05\x01"
+    )
     Image.fromarray(CORNER).save(place(tmp_path, "b.jpg"), exif=b"Exif\0\0II*\0\xff\xff\0\0")
     Image.fromarray(CORNER).save(place(tmp_path, "c.jpg"))
     found, notes = read(tmp_path, channels=1)
@@ -92,7 +100,12 @@ def deep_colours(value: int) -> Callable[[Path], None]:
     """Return a writer of a PNG of 16 bits in each colour, which Pillow does not write."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
-        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+        return (
+            struct.pack(">I", len(content))
+            + kind
+            + content
+            + struct.pack(">I", zlib.crc32(kind + content))
+        )
 
     def write(path: Path) -> None:
         rows = np.full((60, 80, 3), value, ">u2")
@@ -104,7 +117,10 @@ def deep_colours(value: int) -> Callable[[Path], None]:
     return write
 
 
-BELOW, SEVERAL = "transparent pixels, which count by the colours below", "more than one image, of which the first"
+BELOW, SEVERAL = (
+    "transparent pixels, which count by the colours below",
+    "more than one image, of which the first",
+)
 
 
 @pytest.mark.parametrize(
@@ -120,8 +136,18 @@ BELOW, SEVERAL = "transparent pixels, which count by the colours below", "more t
         ("a.png", frames, 200, SEVERAL),
         ("a.tiff", frames, 200, SEVERAL),
         ("a.webp", frames, 200, SEVERAL),
-        ("a.jpg", colours("CMYK", (55, 0, 0, 0)), 200, "inks (CMYK), converted to RGB without a profile"),
-        ("a.tiff", colours("CMYK", (55, 0, 0, 0)), 200, "inks (CMYK), converted to RGB without a profile"),
+        (
+            "a.jpg",
+            colours("CMYK", (55, 0, 0, 0)),
+            200,
+            "inks (CMYK), converted to RGB without a profile",
+        ),
+        (
+            "a.tiff",
+            colours("CMYK", (55, 0, 0, 0)),
+            200,
+            "inks (CMYK), converted to RGB without a profile",
+        ),
         ("a.png", deep_colours(200 * 256 + 7), 200, ""),
         ("a.png", deep_colours(4000), 15, "no pixel of its 16-bit images is above 4095 of 65535"),
         ("a.png", colours("RGB", (200, 0, 0)), 200, ""),

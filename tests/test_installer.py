@@ -1,4 +1,6 @@
-"""`install.sh` as root, in folders of its own, with stubs for what changes a machine: users, services, packages."""
+"""`install.sh` as root, in folders of its own, with stubs for what changes a machine: users,
+services, packages.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,23 @@ from tests import test_kits
 wheel = test_kits.wheel  # a fixture
 
 STUB: Final = '#!/bin/sh\necho "$(basename "$0")" "$@" >> "$STUBS/asked"\n'
-KNOWN: Final = STUB + 'if [ "$1 $2" = "passwd fedstrata" ] && [ ! -e "$STUBS/user" ]; then exit 2; fi\n'
+KNOWN: Final = (
+    STUB + 'if [ "$1 $2" = "passwd fedstrata" ] && [ ! -e "$STUBS/user" ]; then exit 2; fi\n'
+)
 ADDED: Final = STUB + 'touch "$STUBS/user"\n'
-PACKAGES: Final = STUB + 'case "$*" in *mosquitto*) cp "$STUBS/systemctl" "$STUBS/mosquitto" ;; esac\n'
+PACKAGES: Final = (
+    STUB + 'case "$*" in *mosquitto*) cp "$STUBS/systemctl" "$STUBS/mosquitto" ;; esac\n'
+)
 STUBS: Final = {
-    "systemctl": STUB, "useradd": ADDED, "chgrp": STUB, "getent": KNOWN, "apt-get": PACKAGES, "python3.13": STUB
-}  # fmt: skip
-# The folders that the installer writes are empty ones, in a namespace of mounts; what it leaves there is copied.
+    "systemctl": STUB,
+    "useradd": ADDED,
+    "chgrp": STUB,
+    "getent": KNOWN,
+    "apt-get": PACKAGES,
+    "python3.13": STUB,
+}
+# The folders that the installer writes are empty ones, in a namespace of mounts; what it leaves
+# there is copied.
 AS_ROOT: Final = """
 set -e
 mount --bind "$STUBS/etc" /etc
@@ -36,11 +48,15 @@ exec "$@"
 
 
 def namespaces() -> bool:
-    done = subprocess.run(["unshare", "-rm", "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, check=False)
+    done = subprocess.run(
+        ["unshare", "-rm", "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, check=False
+    )
     return done.returncode == 0
 
 
-pytestmark = pytest.mark.skipif(shutil.which("unshare") is None or not namespaces(), reason="no namespaces of mounts")
+pytestmark = pytest.mark.skipif(
+    shutil.which("unshare") is None or not namespaces(), reason="no namespaces of mounts"
+)
 
 
 @dataclass(frozen=True)
@@ -62,13 +78,37 @@ class Machine:
         python.chmod(0o755)
 
     def install(self, kit: Path, *options: str) -> subprocess.CompletedProcess[str]:
-        """Run a kit's installer as root, without a mosquitto on its PATH unless a stub was installed."""
+        """Run a kit's installer as root, without a mosquitto on its PATH unless a stub was
+        installed.
+        """
         tools = self.home / "commands"
-        for name in ("sh", "id", "basename", "dirname", "install", "ln", "mkdir", "rm", "env", "mount", "cp", "touch"):
+        for name in (
+            "sh",
+            "id",
+            "basename",
+            "dirname",
+            "install",
+            "ln",
+            "mkdir",
+            "rm",
+            "env",
+            "mount",
+            "cp",
+            "touch",
+        ):
             if not (tools / name).exists():
                 (tools / name).symlink_to(str(shutil.which(name)))
         env = {**os.environ, "PATH": f"{self.home}:{tools}", "STUBS": str(self.home)}
-        words = [str(shutil.which("unshare")), "-rm", "sh", "-c", AS_ROOT, "sh", str(kit / INSTALLER), *options]
+        words = [
+            str(shutil.which("unshare")),
+            "-rm",
+            "sh",
+            "-c",
+            AS_ROOT,
+            "sh",
+            str(kit / INSTALLER),
+            *options,
+        ]
         return subprocess.run(words, capture_output=True, text=True, check=False, env=env)
 
     def asked(self, *programs: str) -> list[str]:
@@ -97,7 +137,9 @@ def started(*names: str) -> list[str]:
     return lines
 
 
-def test_an_installer_makes_the_user_the_group_and_the_services(tmp_path: Path, wheel: Path) -> None:
+def test_an_installer_makes_the_user_the_group_and_the_services(
+    tmp_path: Path, wheel: Path
+) -> None:
     machine = Machine(tmp_path / "machine")
     done = machine.install(kit_of(tmp_path, wheel, "gpu-0"))
     assert done.returncode == 0, done.stderr
@@ -109,13 +151,17 @@ def test_an_installer_makes_the_user_the_group_and_the_services(tmp_path: Path, 
         *started(node.removeprefix("fedstrata-").removesuffix(".service")),
     ]
     keys = machine.home / "etc" / "fedstrata" / "tls"
-    assert {path.stat().st_mode & 0o777 for path in keys.iterdir()} == {0o640} and keys.stat().st_mode & 0o777 == 0o750
+    assert {path.stat().st_mode & 0o777 for path in keys.iterdir()} == {
+        0o640
+    } and keys.stat().st_mode & 0o777 == 0o750
     assert os.readlink(machine.home / "bin" / "fedstrata") == "/opt/fedstrata/venv/bin/fedstrata"
     assert machine.install(kit_of(tmp_path, wheel, "gpu-0")).returncode == 0
     assert machine.asked("useradd") == [], "it is there"
 
 
-def test_a_brokers_machine_gets_mosquitto_whose_own_service_ends(tmp_path: Path, wheel: Path) -> None:
+def test_a_brokers_machine_gets_mosquitto_whose_own_service_ends(
+    tmp_path: Path, wheel: Path
+) -> None:
     machine = Machine(tmp_path / "machine")
     done = machine.install(kit_of(tmp_path, wheel, "pi-0"))
     assert done.returncode == 0, done.stderr
@@ -127,7 +173,9 @@ def test_a_brokers_machine_gets_mosquitto_whose_own_service_ends(tmp_path: Path,
     ]
     assert machine.install(kit_of(tmp_path, wheel, "pi-0")).returncode == 0
     assert machine.asked("apt-get") == [], "it is there"
-    smaller = test_kits.RACK.replace('{ machine = "pi-0", port = 1884 }', '{ addresses = ["pi-0:1884"] }')
+    smaller = test_kits.RACK.replace(
+        '{ machine = "pi-0", port = 1884 }', '{ addresses = ["pi-0:1884"] }'
+    )
     done = machine.install(kit_of(tmp_path, wheel, "pi-0", smaller))
     assert done.returncode == 0 and "removed fedstrata-broker-site.service" in done.stdout
     assert machine.asked("systemctl") == [
@@ -144,7 +192,9 @@ def test_what_is_removed_is_stopped_first(tmp_path: Path, wheel: Path) -> None:
     machine.asked()
     done = machine.install(kit, "--remove")
     names = ("broker-site", "institution-0", "link")
-    assert done.returncode == 0 and done.stdout == "".join(f"removed fedstrata-{name}.service\n" for name in names)
+    assert done.returncode == 0 and done.stdout == "".join(
+        f"removed fedstrata-{name}.service\n" for name in names
+    )
     assert machine.asked("systemctl") == [
         *(f"systemctl disable --now --quiet fedstrata-{name}.service" for name in names),
         "systemctl daemon-reload",
@@ -154,7 +204,9 @@ def test_what_is_removed_is_stopped_first(tmp_path: Path, wheel: Path) -> None:
 
 
 @pytest.mark.parametrize("program", ["systemctl", "chgrp", "useradd", "apt-get"])
-def test_an_installer_ends_with_the_step_that_fails(program: str, tmp_path: Path, wheel: Path) -> None:
+def test_an_installer_ends_with_the_step_that_fails(
+    program: str, tmp_path: Path, wheel: Path
+) -> None:
     machine = Machine(tmp_path / "machine")
     (machine.home / program).write_text(STUB + "exit 9\n")
     assert machine.install(kit_of(tmp_path, wheel, "pi-0")).returncode == 9
@@ -174,6 +226,7 @@ def test_a_user_who_is_not_root_changes_nothing(tmp_path: Path, wheel: Path) -> 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 def test_shellcheck_has_no_objection_to_the_installer() -> None:
     file = Path(test_kits.__file__).parents[1] / "deploy" / "kits" / INSTALLER
-    words = ["shellcheck", "-s", "sh", "-e", "SC1091,SC2086", str(file)]  # kit.env is in a kit; lists of words
+    # kit.env is in a kit; lists of words
+    words = ["shellcheck", "-s", "sh", "-e", "SC1091,SC2086", str(file)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout

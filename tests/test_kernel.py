@@ -1,4 +1,6 @@
-"""The kernel's counts against the truth: a relay between an agent and a real broker that counts each byte."""
+"""The kernel's counts against the truth: a relay between an agent and a real broker that counts
+each byte.
+"""
 
 from __future__ import annotations
 
@@ -147,7 +149,8 @@ def test_a_tls_connection_counts_its_records() -> None:
         assert secured.recv(3) == b"all"
         sent, received = counts(secured)
         serving.join()
-    assert 100_000 < sent < 101_500 and 3 < received < 3000  # the handshake, and 29 bytes for each record of 16 kB
+    # the handshake, and 29 bytes for each record of 16 kB
+    assert 100_000 < sent < 101_500 and 3 < received < 3000
 
 
 def test_what_is_no_tcp_connection_has_no_counts() -> None:
@@ -176,10 +179,14 @@ class Kernel:
 
 @linux
 @pytest.mark.parametrize("size", [256, 248, 216, 215, 192, 152])
-def test_the_offsets_are_those_of_linux_which_counts_retransmitted_bytes_since_4_19(size: int) -> None:
+def test_the_offsets_are_those_of_linux_which_counts_retransmitted_bytes_since_4_19(
+    size: int,
+) -> None:
     kernel: Any = Kernel(size)
     known = size >= 216
-    assert tcp_info(kernel) == TcpStats(1000, 77, 4242 if known else 0, 12, 11, 3, 1, 0, int(not known), 2500, 0)
+    assert tcp_info(kernel) == TcpStats(
+        1000, 77, 4242 if known else 0, 12, 11, 3, 1, 0, int(not known), 2500, 0
+    )
 
 
 @linux
@@ -222,7 +229,9 @@ def test_a_meter_adds_up_its_connections() -> None:
 
 
 class Relay:
-    """Carries bytes between an agent and its broker, at one or more addresses, and keeps all of them."""
+    """Carries bytes between an agent and its broker, at one or more addresses, and keeps all of
+    them.
+    """
 
     def __init__(self, served: BrokerProcess) -> None:
         self._served = served
@@ -308,7 +317,9 @@ LAYOUT = ModelLayout.build([("weight", (50_000,), Section.PARAMETER)])
 
 
 class Pair:
-    """A parent at the broker and its child behind a relay, in rounds of a model of 200 kB in 4 chunks."""
+    """A parent at the broker and its child behind a relay, in rounds of a model of 200 kB in 4
+    chunks.
+    """
 
     def __init__(self, served: BrokerProcess, relay: Relay, child_at: BrokerAddress) -> None:
         self.relay = relay
@@ -340,11 +351,16 @@ class Pair:
         await self.over.wait()
 
     async def play(self, global_round: int) -> None:
-        """Play a round, and wait until the child's connection is at rest: the acknowledgement comes last."""
+        """Play a round, and wait until the child's connection is at rest: the acknowledgement comes
+        last.
+        """
         await introduced(self.child)  # else it may refuse the first task, and does not count it
-        LAYOUT.floats(self._row)[:] = 1 + global_round  # all new: what the child has would not travel
+        # all new: what the child has would not travel
+        LAYOUT.floats(self._row)[:] = 1 + global_round
         await self.parent.round(
-            Dispatch(global_round, 0, models=[(self._row, [CHILD])], epochs={CHILD: 1}, closing=Closing())
+            Dispatch(
+                global_round, 0, models=[(self._row, [CHILD])], epochs={CHILD: 1}, closing=Closing()
+            )
         )
         await until(lambda: self.child.session.participant.state is ParticipantState.DONE)
         await until(lambda: carried(self.child) == self.relay.counts)
@@ -368,7 +384,9 @@ async def pair_of(
 
 
 @linux
-def test_the_wire_bytes_are_those_that_a_relay_counts_over_reconnections_too(served: BrokerProcess) -> None:
+def test_the_wire_bytes_are_those_that_a_relay_counts_over_reconnections_too(
+    served: BrokerProcess,
+) -> None:
     async def run() -> None:
         async with pair_of(served) as (pair, (parent, child)):
             relay, end = pair.relay, pair.child
@@ -376,7 +394,12 @@ def test_the_wire_bytes_are_those_that_a_relay_counts_over_reconnections_too(ser
                 await pair.play(global_round)
                 if global_round < 2:
                     relay.end_connections()
-                    await until(lambda: end.connection.reconnects == global_round + 1 and end.connection.up)  # noqa: B023
+                    expected = global_round + 1
+                    await until(
+                        lambda end=end, n=expected: (
+                            end.connection.reconnects == n and end.connection.up
+                        )
+                    )
             assert relay.connections == 3 and min(relay.counts) > 3 * LAYOUT.row_bytes
             reported = pair.parent.ledger.links()[CHILD].wire
             assert 0 < reported.sent <= relay.counts[0] and 0 < reported.received <= relay.counts[1]
@@ -384,17 +407,23 @@ def test_the_wire_bytes_are_those_that_a_relay_counts_over_reconnections_too(ser
             await asyncio.gather(parent, child)
             await until(lambda: relay.up.endswith(b"\xe0\x00"))  # DISCONNECT
             wire, counted = end.connection.meter.sample(), pair.relay.counts
-            assert counted[0] - 16 <= wire.sent <= counted[0]  # what left with the end is not known to have arrived
+            # what left with the end is not known to have arrived
+            assert counted[0] - 16 <= wire.sent <= counted[0]
             assert counted[1] == wire.received
             assert wire.connections == 3 and wire.measured
             reported = pair.parent.ledger.links()[CHILD].wire
-            assert counted[0] - 400 < reported.sent < counted[0] and counted[1] - 500 < reported.received <= counted[1]
+            assert (
+                counted[0] - 400 < reported.sent < counted[0]
+                and counted[1] - 500 < reported.received <= counted[1]
+            )
 
     real(run())
 
 
 @linux
-def test_the_wire_bytes_are_those_of_all_addresses_that_a_connection_has_used(served: BrokerProcess) -> None:
+def test_the_wire_bytes_are_those_of_all_addresses_that_a_connection_has_used(
+    served: BrokerProcess,
+) -> None:
     async def run() -> None:
         async with pair_of(served, addresses=2) as (pair, _):
             relay, connection = pair.relay, pair.child.connection
@@ -428,14 +457,18 @@ def packets(stream: bytes) -> Iterator[tuple[int, str, int]]:
                 break
         topic = ""
         if stream[at] >> 4 == PUBLISH:
-            topic = stream[body + 2 : body + 2 + int.from_bytes(stream[body : body + 2], "big")].decode()
+            topic = stream[
+                body + 2 : body + 2 + int.from_bytes(stream[body : body + 2], "big")
+            ].decode()
         yield stream[at], topic, body + length - at
         at = body + length
     assert at == len(stream)
 
 
 @linux
-def test_what_the_wire_has_more_than_the_messages_are_mqtts_own_packets(served: BrokerProcess) -> None:
+def test_what_the_wire_has_more_than_the_messages_are_mqtts_own_packets(
+    served: BrokerProcess,
+) -> None:
     async def run() -> None:
         async with pair_of(served) as (pair, _):
             for global_round in range(3):
@@ -461,7 +494,9 @@ def test_what_the_wire_has_more_than_the_messages_are_mqtts_own_packets(served: 
                 assert carried_bytes - message_bytes == sum(size for _, size in rest)
                 assert 0 < carried_bytes - message_bytes < 2000 + 4 * len(ours)
                 more[name] = Counter(kind for kind, _ in rest)
-                qos_1[name] = sum(first >> 4 == PUBLISH and first >> 1 & 3 == 1 for first, _, _ in found)
+                qos_1[name] = sum(
+                    first >> 4 == PUBLISH and first >> 1 & 3 == 1 for first, _, _ in found
+                )
             assert set(more["up"]) <= {CONNECT, SUBSCRIBE, UNSUBSCRIBE, PUBACK, PINGREQ, PUBLISH}
             assert set(more["down"]) <= {CONNACK, SUBACK, UNSUBACK, PUBACK, PINGRESP, PUBLISH}
             assert more["up"][PUBACK] == qos_1["down"] == 0 and more["down"][PUBACK] == qos_1["up"]
@@ -482,25 +517,32 @@ def test_refused_connections_are_counted_too() -> None:
             own = f"{CHILD}-".encode() in login  # else it is a trial of what the broker lacks
             if own and len(asked) == 1:
                 server.close()  # who comes now finds nobody
-            writer.write(b"\x20\x02\x00\x03")  # the server is unavailable: a refused login would end the child
+            # the server is unavailable: a refused login would end the child
+            writer.write(b"\x20\x02\x00\x03")
             rest = await reader.read()
             if own:
                 asked.append(login + rest)
             writer.close()
 
         server = await asyncio.start_server(refuse, "127.0.0.1", 0)
-        child = child_of(RealSite(BrokerAddress(*server.sockets[0].getsockname())), CHILD, transfer=TRANSFER)
+        child = child_of(
+            RealSite(BrokerAddress(*server.sockets[0].getsockname())), CHILD, transfer=TRANSFER
+        )
         running = asyncio.create_task(child.run(connect_timeout_s=PATIENCE_S))
         await until(lambda: child.connection.reconnects > 2 and len(asked) == 2)
         running.cancel()
         await asyncio.wait((running,))
         wire = child.connection.meter.sample()
-        assert wire == replace(wire, sent=sum(map(len, asked)), received=8, connections=2, unmeasured=0)
+        assert wire == replace(
+            wire, sent=sum(map(len, asked)), received=8, connections=2, unmeasured=0
+        )
 
     real(run())
 
 
-def test_a_child_is_received_though_its_acknowledgements_wait_behind_a_chunk(served: BrokerProcess) -> None:
+def test_a_child_is_received_though_its_acknowledgements_wait_behind_a_chunk(
+    served: BrokerProcess,
+) -> None:
     async def run() -> None:
         async with pair_of(served) as (pair, _):
             await pair.play(0)
@@ -549,20 +591,29 @@ def test_links_csv_shows_the_three_counts_side_by_side(tmp_path: Path) -> None:
     assert reported(folder) == records.MEASURED
     table = links_of(folder)
     assert len(table) == 2 * (3 + 3 + 1 + 1)
-    down_line, up_line = (",".join(table[link].values()) for link in (("cloud", PARENT, "all"), (CHILD, PARENT, "all")))
+    down_line, up_line = (
+        ",".join(table[link].values())
+        for link in (("cloud", PARENT, "all"), (CHILD, PARENT, "all"))
+    )
     assert down_line == "wan,cloud,institution-0,all,10000,10200,12000,10,50,,,2.5,1.25,16,1000"
     assert up_line == "lan,device-0,institution-0,all,20400,20600,21000,2.941,40,1448,2,2.5,1.25,,"
     for kind in ("model", "control"):  # TCP knows no kinds
         row = table[CHILD, PARENT, kind]
         assert row["payload_bytes"] and not row["wire_bytes"] and not row["overhead_percent"]
     assert (
-        table["cloud", "broker", "broker"]["wire_bytes"] == table[PARENT, "broker", "broker"]["wire_bytes"] == "21000"
+        table["cloud", "broker", "broker"]["wire_bytes"]
+        == table[PARENT, "broker", "broker"]["wire_bytes"]
+        == "21000"
     )
     assert table["broker", "cloud", "broker"]["wire_bytes"] == "12000"
-    assert table["broker", "cloud", "broker"]["tier"] == "wan" and table["broker", PARENT, "broker"]["tier"] == "lan"
+    assert (
+        table["broker", "cloud", "broker"]["tier"] == "wan"
+        and table["broker", PARENT, "broker"]["tier"] == "lan"
+    )
 
 
-@pytest.mark.parametrize(("lan", "reports"), [(MEASURED, "not available on this platform: institution-0"),
+@pytest.mark.parametrize(("lan", "reports"), [(MEASURED, ("not available on this platform: "
+"institution-0")),
                                            (BLIND, "not available on this platform")])  # fmt: skip
 def test_what_no_kernel_reported_stays_empty_and_the_manifest_reports_it(
     lan: TcpStats, reports: str, tmp_path: Path
@@ -570,23 +621,31 @@ def test_what_no_kernel_reported_stays_empty_and_the_manifest_reports_it(
     folder = RunFolder.create(tmp_path, parse({}))
     ledger = Ledger([PARENT], Account(), wire=lambda: BLIND, below=BELOW)
     ledger.enter(PARENT, "s", link=a_link(BLIND), below=(Traffic(wire=BLIND),))
-    ledger.enter(PARENT, "later", link=a_link(MEASURED), below=(Traffic(wire=MEASURED),))  # half a count is none
+    # half a count is none
+    ledger.enter(PARENT, "later", link=a_link(MEASURED), below=(Traffic(wire=MEASURED),))
     ledger.enter_reports(PARENT, "later", [ChildReport(CHILD, traffic=a_link(lan))])
     folder.write_of_links(ledger)()
     assert reported(folder) == reports
     for (source, target, _), row in links_of(folder).items():
         known = CHILD in (source, target) and lan is MEASURED and row["kind"] == "all"
-        assert all(bool(row[name]) is known for name in ("wire_bytes", "segments", "overhead_percent", "rtt_ms")), row
+        assert all(
+            bool(row[name]) is known
+            for name in ("wire_bytes", "segments", "overhead_percent", "rtt_ms")
+        ), row
 
 
 @pytest.mark.parametrize(
     ("wire", "wanted", "overhead"),
     [
-        (TcpStats(21_000, 12_000, 0, 40, 50, 2, 1, 0, 1, 2500, 1250), (21_000, None, 2), True),  # before 4.19
-        (TcpStats(15_000, 9_000, connections=1), (15_000, 0, 0), False),  # counted before the last messages
+        # before 4.19
+        (TcpStats(21_000, 12_000, 0, 40, 50, 2, 1, 0, 1, 2500, 1250), (21_000, None, 2), True),
+        # counted before the last messages
+        (TcpStats(15_000, 9_000, connections=1), (15_000, 0, 0), False),
     ],
 )
-def test_a_cell_that_nothing_is_known_of_is_empty(wire: TcpStats, wanted: tuple[object, ...], overhead: bool) -> None:
+def test_a_cell_that_nothing_is_known_of_is_empty(
+    wire: TcpStats, wanted: tuple[object, ...], overhead: bool
+) -> None:
     ledger = Ledger([PARENT], Account(), below=BELOW)
     ledger.enter_reports(PARENT, "s", [ChildReport(CHILD, traffic=a_link(wire))])
     rows = records.link_records(ledger.reports(), ledger.broker(), parse({}))

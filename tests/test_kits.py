@@ -80,7 +80,9 @@ def wheel(tmp_path: Path) -> Path:
 
 
 def test_a_node_meets_its_children_on_its_own_broker_or_its_parents(lab: Lab) -> None:
-    places = {parent: lab.meeting_place(parent) for parent in ("cloud", "region-0", "institution-0")}
+    places = {
+        parent: lab.meeting_place(parent) for parent in ("cloud", "region-0", "institution-0")
+    }
     assert places == {"cloud": "main", "region-0": "cluster", "institution-0": "site"}
     assert lab.addresses() == ["10.0.0.1:8883", "a,b", "10.0.0.10:1884"]
     assert lab.address("site", machine="pi-0") == "localhost:1884"
@@ -99,10 +101,26 @@ def test_names_of_many_devices() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('broker = "main"', 'broker = "mian"', r"broker = 'mian': nothing in this lab .* Did you mean 'main'\?"),
-        ('machine = "pi-0"', 'machine = "pi-1"', r"brokers.site.machine = 'pi-1'.* Did you mean 'pi-0'\?"),
-        ('parent = "region-0"', 'parent = "region-1"', r"the parent of \S+ = 'region-1'.* Did you mean 'region-0'\?"),
-        ('{ machine = "server", b', '{ machine = "server", parent = "institution-0", b', "is below itself"),
+        (
+            'broker = "main"',
+            'broker = "mian"',
+            r"broker = 'mian': nothing in this lab .* Did you mean 'main'\?",
+        ),
+        (
+            'machine = "pi-0"',
+            'machine = "pi-1"',
+            r"brokers.site.machine = 'pi-1'.* Did you mean 'pi-0'\?",
+        ),
+        (
+            'parent = "region-0"',
+            'parent = "region-1"',
+            r"the parent of \S+ = 'region-1'.* Did you mean 'region-0'\?",
+        ),
+        (
+            '{ machine = "server", b',
+            '{ machine = "server", parent = "institution-0", b',
+            "is below itself",
+        ),
         ('"probe"', '"device-1"', "name = 'device-1': 2 nodes have this name"),
         *(
             ('"probe"', f'"{name}"', f"name = '{name}': a reserved name")
@@ -110,7 +128,11 @@ def test_names_of_many_devices() -> None:
         ),
         ('"b"]', '"b:x"]', r"brokers.cluster.addresses = \['a', 'b:x'\]: .*"),
         ("port = 1884", 'addresses = ["x"]', "Give one of machine and addresses"),
-        ('{ machine = "pi-0", port = 1884 }', "{ port = 1884 }", "Give one of machine and addresses"),
+        (
+            '{ machine = "pi-0", port = 1884 }',
+            "{ port = 1884 }",
+            "Give one of machine and addresses",
+        ),
         ('"pi-0", port = 1884', '"server"', "brokers = 'server': 2 brokers on its port 8883"),
         ("slots = 2", 'link = "lte5"', r"machines.gpu-0.link = 'lte5': no profile has this name"),
         ("plug:plugs/gpu-0", "plug:plugs/#", "a source of energy, for instance rapl or plug:TOPIC"),
@@ -121,7 +143,9 @@ def test_names_of_many_devices() -> None:
         ('name = "rack"', "name = rack", "not TOML"),
     ],
 )
-def test_mistakes_are_named_with_their_remedy(tmp_path: Path, old: str, new: str, message: str) -> None:
+def test_mistakes_are_named_with_their_remedy(
+    tmp_path: Path, old: str, new: str, message: str
+) -> None:
     assert RACK.count(old) >= 1
     with pytest.raises(InvalidExperiment, match=message):
         load(rack(tmp_path, RACK.replace(old, new, 1)))
@@ -142,11 +166,13 @@ def test_a_lab_is_reached_by_its_name_or_its_file(tmp_path: Path, lab: Lab) -> N
 
 def test_the_services_of_each_machine(lab: Lab) -> None:
     found = {
-        machine: {each.name: " ".join(each.command) for each in services(lab, machine)} for machine in lab.machines
+        machine: {each.name: " ".join(each.command) for each in services(lab, machine)}
+        for machine in lab.machines
     }
     tls = "/etc/fedstrata/tls"
     guards = {
-        name: f" --kind mosquitto --tls-cert {tls}/broker-{name}.crt --tls-key {tls}/broker-{name}.key"
+        name: f" --kind mosquitto --tls-cert {tls}/broker-{name}.crt --tls-key "
+        f"{tls}/broker-{name}.key"
         f" --rules {tls}/broker-{name}.acl --tls-ca {tls}/ca.crt --tls-crl {tls}/ca.crl"
         for name in ("main", "site")
     }
@@ -169,14 +195,21 @@ def test_the_services_of_each_machine(lab: Lab) -> None:
                 for name in ("device-0", "device-1", "device-2", "probe")
             )
             + " --name device-3 --parent region-0 --broker a,b"
-            " --accelerator cuda:0 --slots 2 --energy plug:plugs/gpu-0 --data /srv/data --allow nets.own --lab rack"
+            " --accelerator cuda:0 --slots 2 --energy plug:plugs/gpu-0 --data /srv/data --allow "
+            "nets.own --lab rack"
         },
     }
 
 
 def test_the_first_device_of_a_machine_may_read_its_plug(lab: Lab) -> None:
-    found = {(broker, name): access.receive for broker in lab.brokers for name, access in users(lab, broker).items()}
-    assert [who for who, topics in found.items() if "plugs/gpu-0" in topics] == [("site", "device-0")]
+    found = {
+        (broker, name): access.receive
+        for broker in lab.brokers
+        for name, access in users(lab, broker).items()
+    }
+    assert [who for who, topics in found.items() if "plugs/gpu-0" in topics] == [
+        ("site", "device-0")
+    ]
 
 
 def test_a_lab_without_tls_is_marked_in_its_commands(tmp_path: Path) -> None:
@@ -219,19 +252,37 @@ def test_a_unit_is_started_again_but_not_after_a_mistake(lab: Lab) -> None:
     (broker, link, institution), (devices,) = services(lab, "pi-0"), services(lab, "gpu-0")
     read = settings(unit(lab, "pi-0", institution))
     service = read["Service"]
-    assert service["ExecStart"] == "/opt/fedstrata/venv/bin/fedstrata " + " ".join(institution.command)
-    assert (service["Type"], service["Restart"], service["RestartPreventExitStatus"]) == ("notify", "on-failure", "2 4")
+    assert service["ExecStart"] == "/opt/fedstrata/venv/bin/fedstrata " + " ".join(
+        institution.command
+    )
+    assert (service["Type"], service["Restart"], service["RestartPreventExitStatus"]) == (
+        "notify",
+        "on-failure",
+        "2 4",
+    )
     assert service["SuccessExitStatus"] == "130" and service["MemoryMax"] == "768M"
-    assert read["Unit"]["After"] == "network-online.target fedstrata-broker-site.service fedstrata-link.service"
+    assert (
+        read["Unit"]["After"]
+        == "network-online.target fedstrata-broker-site.service fedstrata-link.service"
+    )
     assert service["PrivateDevices"] == "yes"
     on_gpu = settings(unit(lab, "gpu-0", devices))["Service"]
-    assert "PrivateDevices" not in on_gpu and "SystemCallFilter" not in on_gpu and "MemoryMax" not in on_gpu
+    assert (
+        "PrivateDevices" not in on_gpu
+        and "SystemCallFilter" not in on_gpu
+        and "MemoryMax" not in on_gpu
+    )
     assert "PrivateDevices" in unit(lab, "pi-0", broker)
     once = settings(unit(lab, "pi-0", link))["Service"]
-    assert (once["Type"], once["ExecStop"]) == ("oneshot", "/opt/fedstrata/venv/bin/fedstrata links clear")
+    assert (once["Type"], once["ExecStop"]) == (
+        "oneshot",
+        "/opt/fedstrata/venv/bin/fedstrata links clear",
+    )
 
 
-@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+@pytest.mark.skipif(
+    shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed"
+)
 def test_systemd_accepts_the_units(lab: Lab, tmp_path: Path) -> None:
     program = Path(lab.install) / "venv" / "bin" / "fedstrata"
     for machine in lab.machines:
@@ -239,7 +290,9 @@ def test_systemd_accepts_the_units(lab: Lab, tmp_path: Path) -> None:
             text = unit(lab, machine, service).replace(str(program), "/bin/true")
             (tmp_path / f"fedstrata-{service.name}.service").write_text(text)
     files = sorted(tmp_path.glob("*.service"))
-    done = subprocess.run(["systemd-analyze", "verify", *files], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["systemd-analyze", "verify", *files], capture_output=True, text=True, check=False
+    )
     assert len(files) == 6 and done.returncode == 0 and done.stderr == ""
 
 
@@ -252,7 +305,11 @@ def test_a_kit_has_all_that_its_machine_needs(lab: Lab, tmp_path: Path, wheel: P
     provision(lab, file, wheel=wheel, out=out)
     own = [f"fedstrata-{name}.service" for name in ("broker-site", "institution-0", "link")]
     others = ("tls", "locked")
-    found = sorted(path.name for path in (out / "pi-0").rglob("*") if path.is_file() and path.parent.name not in others)
+    found = sorted(
+        path.name
+        for path in (out / "pi-0").rglob("*")
+        if path.is_file() and path.parent.name not in others
+    )
     assert {path.name: path.read_bytes() for path in (out / "pi-0" / "locked").iterdir()} == {
         path.name: path.read_bytes() for path in FOLDER.iterdir()
     }
@@ -270,7 +327,9 @@ def test_a_kit_has_all_that_its_machine_needs(lab: Lab, tmp_path: Path, wheel: P
     ]  # fmt: skip
     own = x509.load_pem_x509_certificate((out / "cluster.crt").read_bytes())
     hosts = own.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    assert hosts.get_values_for_type(x509.DNSName) == ["a", "b"], "of a server at the broker's addresses"
+    assert hosts.get_values_for_type(x509.DNSName) == ["a", "b"], (
+        "of a server at the broker's addresses"
+    )
     assert (out / "cluster.key").stat().st_mode & 0o777 == 0o600
     assert "ssh -t pi@10.0.0.10 sudo ./pi-0/install.sh" in (out / "pi-0" / "README.md").read_text()
     assert "pi-0 ansible_host=10.0.0.10 ansible_user=pi\n" in (out / "hosts.ini").read_text()
@@ -280,15 +339,23 @@ def test_a_kit_has_all_that_its_machine_needs(lab: Lab, tmp_path: Path, wheel: P
         units = [f"fedstrata-{service.name}.service" for service in services(lab, kit.name)]
         assert sorted(path.name for path in (kit / "units").iterdir()) == sorted(units)
         assert dict(line.split("=", 1) for line in shlex.split((kit / "kit.env").read_text())) == {
-            "MACHINE": kit.name, "INSTALL": "/opt/fedstrata", "WHEEL": wheel.name, "EXTRAS": extras[kit.name],
-            "UNITS": " ".join(units), "MOSQUITTO": "no" if kit.name == "gpu-0" else "yes",
-        }  # fmt: skip
+            "MACHINE": kit.name,
+            "INSTALL": "/opt/fedstrata",
+            "WHEEL": wheel.name,
+            "EXTRAS": extras[kit.name],
+            "UNITS": " ".join(units),
+            "MOSQUITTO": "no" if kit.name == "gpu-0" else "yes",
+        }
 
 
-def test_certificates_are_kept_revoked_and_found_beside_the_file(lab: Lab, tmp_path: Path, wheel: Path) -> None:
+def test_certificates_are_kept_revoked_and_found_beside_the_file(
+    lab: Lab, tmp_path: Path, wheel: Path
+) -> None:
     file, out = rack(tmp_path), tmp_path / "kits"
     words = ["provision", str(file), "--out", str(out), "--wheel", str(wheel)]
-    with pytest.raises(InvalidExperiment, match=r"no certificates beside the lab's file. Install a kit"):
+    with pytest.raises(
+        InvalidExperiment, match=r"no certificates beside the lab's file. Install a kit"
+    ):
         reach(str(file), None, Login())
     assert invoke(*words).exit_code == 0
     first = (out / "pi-0" / "tls" / "institution-0.crt").read_bytes()
@@ -297,26 +364,37 @@ def test_certificates_are_kept_revoked_and_found_beside_the_file(lab: Lab, tmp_p
     done = invoke(*words, "--revoke", "institution-0", "--revoke", "device-1")
     assert done.exit_code == 0
     assert (
-        "revoked: institution-0, device-1. First, as the old certificates are accepted until then: give "
-        f"{tmp_path / 'rack-authority' / 'ca.crl'} to broker cluster, and install these kits: server, pi-0. "
+        "revoked: institution-0, device-1. First, as the old certificates are accepted until "
+        "then: give "
+        f"{tmp_path / 'rack-authority' / 'ca.crl'} to broker cluster, and install these kits: "
+        "server, pi-0. "
         "Then install these kits: gpu-0\n"
     ) in done.output, "the brokers' machines, and a renewed one"
     by_nodes = invoke(*words, "--revoke", "broker-site").output
     assert "and install these kits: server, pi-0, gpu-0\n" in by_nodes, "nodes refuse it"
     before = (out / "cluster.crt").read_bytes()
-    assert ". Give its new certificate and key to cluster" in invoke(*words, "--revoke", "broker-cluster").output
+    assert (
+        ". Give its new certificate and key to cluster"
+        in invoke(*words, "--revoke", "broker-cluster").output
+    )
     assert (out / "cluster.crt").read_bytes() != before
     assert (out / "pi-0" / "tls" / "institution-0.crt").read_bytes() != first
     assert invoke(*words, "--revoke", "institution-9").exit_code == 4
     kept = (tmp_path / "rack-authority" / "ca.crl").read_bytes()
     assert {(out / machine / "tls" / "ca.crl").read_bytes() for machine in lab.machines} == {kept}
     plain = rack(tmp_path, RACK.replace('broker = "main"', 'broker = "main"\ntls = false', 1))
-    assert "this lab has no certificates" in invoke("provision", plain, *words[2:], "--revoke", "device-1").output
+    assert (
+        "this lab has no certificates"
+        in invoke("provision", plain, *words[2:], "--revoke", "device-1").output
+    )
     rack(tmp_path)
     login = reach(str(file), None, Login()).login
     authority = tmp_path / "rack-authority"
     assert login.tls_of("cloud") == Tls(
-        *(str(authority / path) for path in ("ca.crt", "issued/cloud.crt", "issued/cloud.key", "ca.crl"))
+        *(
+            str(authority / path)
+            for path in ("ca.crt", "issued/cloud.crt", "issued/cloud.key", "ca.crl")
+        )
     )
     shutil.copytree(out / "server" / "tls", tmp_path / "tls")
     login = reach(str(file), None, Login()).login
@@ -332,7 +410,9 @@ def test_a_folder_that_is_no_kit_is_not_replaced(lab: Lab, tmp_path: Path, wheel
     assert kept.exists()
 
 
-def test_provision_needs_a_wheel(tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_provision_needs_a_wheel(
+    tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     newer = wheel.with_name("fedstrata-0.2.0-py3-none-any.whl")
     newer.touch()
     os.utime(wheel, (1, 1))
@@ -354,7 +434,9 @@ def test_a_wheel_has_the_exact_versions_of_its_packages(lab: Lab, tmp_path: Path
 
 
 class Host:
-    """The folder of a machine into which kits are installed; its Python only notes what it is asked."""
+    """The folder of a machine into which kits are installed; its Python only notes what it is
+    asked.
+    """
 
     def __init__(self, home: Path) -> None:
         self.root, self.asked = home / "root", home / "asked"
@@ -372,27 +454,44 @@ class Host:
         return sorted(path.name for path in (self.root / "etc" / "systemd" / "system").iterdir())
 
 
-def test_an_installer_puts_renews_and_removes_a_machines_part(lab: Lab, tmp_path: Path, wheel: Path) -> None:
+def test_an_installer_puts_renews_and_removes_a_machines_part(
+    lab: Lab, tmp_path: Path, wheel: Path
+) -> None:
     file, out, host = rack(tmp_path), tmp_path / "kits", Host(tmp_path)
     provision(lab, file, wheel=wheel, out=out)
     assert "installed fedstrata-institution-0.service" in host.install(out / "pi-0")
-    services = ["fedstrata-broker-site.service", "fedstrata-institution-0.service", "fedstrata-link.service"]
+    services = [
+        "fedstrata-broker-site.service",
+        "fedstrata-institution-0.service",
+        "fedstrata-link.service",
+    ]
     assert host.units == services
     assert (host.root / "etc" / "fedstrata" / "lab.toml").read_text() == RACK
     keys = host.root / "etc" / "fedstrata" / "tls"
-    assert {path.stat().st_mode & 0o777 for path in keys.iterdir()} == {0o640} and keys.stat().st_mode & 0o777 == 0o750
-    assert os.readlink(host.root / "usr" / "local" / "bin" / "fedstrata") == "/opt/fedstrata/venv/bin/fedstrata"
+    assert {path.stat().st_mode & 0o777 for path in keys.iterdir()} == {
+        0o640
+    } and keys.stat().st_mode & 0o777 == 0o750
+    assert (
+        os.readlink(host.root / "usr" / "local" / "bin" / "fedstrata")
+        == "/opt/fedstrata/venv/bin/fedstrata"
+    )
     sets = "".join(f" -r locked/{name}.txt" for name in ("base", "methods"))
     assert host.asked.read_text().splitlines() == [
         f"-m pip install --only-binary :all: --require-hashes{sets}",
         f"-m pip install --force-reinstall --no-deps ./{wheel.name}",
     ]
-    smaller = rack(tmp_path, RACK.replace('{ machine = "pi-0", port = 1884 }', '{ addresses = ["pi-0:1884"] }'))
+    smaller = rack(
+        tmp_path, RACK.replace('{ machine = "pi-0", port = 1884 }', '{ addresses = ["pi-0:1884"] }')
+    )
     provision(load(smaller), smaller, wheel=wheel, out=out)
     assert "removed fedstrata-broker-site.service" in host.install(out / "pi-0")
     assert host.units == services[1:]
-    assert host.install(out / "pi-0", "--remove") == "".join(f"removed {name}\n" for name in services[1:])
+    assert host.install(out / "pi-0", "--remove") == "".join(
+        f"removed {name}\n" for name in services[1:]
+    )
     assert not keys.exists()
     assert host.units == [] and not (host.root / "opt" / "fedstrata" / "venv").exists()
-    asked = subprocess.run([out / "pi-0" / INSTALLER, "--rood"], capture_output=True, text=True, check=False)
+    asked = subprocess.run(
+        [out / "pi-0" / INSTALLER, "--rood"], capture_output=True, text=True, check=False
+    )
     assert asked.returncode == 2 and "unknown option --rood" in asked.stderr

@@ -1,4 +1,6 @@
-"""Whole labs as a user starts them: one command, and separate processes, with the same model at the end."""
+"""Whole labs as a user starts them: one command, and separate processes, with the same model at the
+end.
+"""
 
 from __future__ import annotations
 
@@ -22,21 +24,39 @@ from fedstrata.common.model.codecs import codec_of
 from fedstrata.deploy.brokers import broker
 from fedstrata.deploy.simulation.hardware import NullWorkload
 from tests.helpers import direct
-from tests.helpers.commands import DEMO, PATIENCE_S, command, null_model, run_lab, sets, table, tensors
+from tests.helpers.commands import (
+    DEMO,
+    PATIENCE_S,
+    command,
+    null_model,
+    run_lab,
+    sets,
+    table,
+    tensors,
+)
 from tests.helpers.examples import slow
 from tests.helpers.null_lab import MODEL_BYTES
 from tests.helpers.plain import first_model, trained, trainer_of
 from tests.simulation.outcome import model_digest
 
 SMALL = (
-    "topology.institutions=2", "topology.devices=4", "rounds=2", "institution.rounds=2", "training.batch_size=50",
-)  # fmt: skip
-BOTH_TIERS = ('cloud.aggregation={name="fedcross", on_new_model="recentre"}', 'institution.aggregation={name="fedmr"}')
+    "topology.institutions=2",
+    "topology.devices=4",
+    "rounds=2",
+    "institution.rounds=2",
+    "training.batch_size=50",
+)
+BOTH_TIERS = (
+    'cloud.aggregation={name="fedcross", on_new_model="recentre"}',
+    'institution.aggregation={name="fedmr"}',
+)
 
 
 def coding(*, up: str, down: str) -> tuple[str, ...]:
     return tuple(
-        f"transfer.{tier}.{way}={name}" for tier in ("wan", "lan") for way, name in (("up", up), ("down", down))
+        f"transfer.{tier}.{way}={name}"
+        for tier in ("wan", "lan")
+        for way, name in (("up", up), ("down", down))
     )
 
 
@@ -46,14 +66,20 @@ LOSSLESS = coding(up="delta+fp32+zstd", down="fp32+zstd")
 Model = Mapping[str, npt.NDArray[np.float32]]
 
 
-def run_roles(runs: Path, address: str, *pairs: str, devices: list[list[str]], null: bool = False) -> Path:
-    """Run the demo as separate processes, devices grouped into processes as given, and return its folder."""
+def run_roles(
+    runs: Path, address: str, *pairs: str, devices: list[list[str]], null: bool = False
+) -> Path:
+    """Run the demo as separate processes, devices grouped into processes as given, and return its
+    folder.
+    """
     tree = load(DEMO, pairs).tree
     with ExitStack() as stack:
 
         def start(*arguments: str | Path) -> subprocess.Popen[bytes]:
             process = subprocess.Popen(
-                command(*arguments, "--broker", address, null=null), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+                command(*arguments, "--broker", address, null=null),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
             )
             stack.enter_context(process)
             stack.callback(process.kill)
@@ -62,7 +88,9 @@ def run_roles(runs: Path, address: str, *pairs: str, devices: list[list[str]], n
         processes = [start("cloud", DEMO, "--runs", runs, *sets(*pairs))]
         processes += [start("institution", "--name", name) for name in reversed(tree.aggregators)]
         for group in devices:
-            words = [word for name in group for word in ("--name", name, "--parent", tree.parent(name))]
+            words = [
+                word for name in group for word in ("--name", name, "--parent", tree.parent(name))
+            ]
             processes.append(start("device", *words, "--slots", "1"))
         for process in processes:
             _, errors = process.communicate(timeout=PATIENCE_S)
@@ -115,24 +143,33 @@ def coded(address: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_separate_processes_give_the_same_model_bit_for_bit(reference: Path, address: str, tmp_path: Path) -> None:
-    # `fedstrata run` has worker processes where there are several cores; with one slot devices train in their own.
+def test_separate_processes_give_the_same_model_bit_for_bit(
+    reference: Path, address: str, tmp_path: Path
+) -> None:
+    # `fedstrata run` has worker processes where there are several cores; with one slot devices
+    # train in their own.
     devices = [["device-3", "device-0", "device-2", "device-1"]]
     folder = run_roles(tmp_path, address, *SMALL, *BOTH_TIERS, devices=devices)
     assert tensors(folder) == tensors(reference)
 
 
 @pytest.mark.slow
-def test_a_lab_without_a_network_gives_the_same_model_bit_for_bit(reference: Path, tmp_path: Path) -> None:
+def test_a_lab_without_a_network_gives_the_same_model_bit_for_bit(
+    reference: Path, tmp_path: Path
+) -> None:
     assert_direct_equals(reference, run_direct(tmp_path, *SMALL, *BOTH_TIERS))
-    manifest, split = (json.loads((reference / name).read_text()) for name in ("manifest.json", "partition.json"))
+    manifest, split = (
+        json.loads((reference / name).read_text()) for name in ("manifest.json", "partition.json")
+    )
     assert manifest["partition"] == split["digest"] and (reference / "partition.npz").exists()
 
 
 @pytest.mark.slow
 def test_lossy_codecs_without_a_network_give_the_same_model_bit_for_bit(tmp_path: Path) -> None:
     pairs = (*SMALL, *LOSSY)
-    assert_direct_equals(run_lab(DEMO, tmp_path / "network", *pairs), run_direct(tmp_path / "direct", *pairs))
+    assert_direct_equals(
+        run_lab(DEMO, tmp_path / "network", *pairs), run_direct(tmp_path / "direct", *pairs)
+    )
 
 
 def assert_direct_equals(network: Path, direct: Path) -> None:
@@ -141,7 +178,8 @@ def assert_direct_equals(network: Path, direct: Path) -> None:
     for one, other in zip(table(network / "rounds.csv"), table(direct / "rounds.csv"), strict=True):
         kept = [key for key in one if not key.endswith("_s") and key not in reported]
         assert {key: one[key] for key in kept} == {key: other[key] for key in kept}
-        assert all(0 < int(other[key]) < int(one[key]) for key in reported)  # messages have topics besides
+        # messages have topics besides
+        assert all(0 < int(other[key]) < int(one[key]) for key in reported)
     payloads = [
         {
             (row["from"], row["to"]): row["payload_bytes"]
@@ -155,7 +193,8 @@ def assert_direct_equals(network: Path, direct: Path) -> None:
 
 @pytest.mark.slow
 def test_lossy_codecs_give_the_same_model_wherever_the_roles_run_in_any_order(coded: Path) -> None:
-    # In chunks, which the institutions pass on as they come; in virtual time the models travel inside the messages.
+    # In chunks, which the institutions pass on as they come; in virtual time the models travel
+    # inside the messages.
     assert model_digest(coded.parent) == null_model(load(DEMO, (*SMALL, *LOSSY)))
 
 
@@ -181,10 +220,14 @@ def test_lossless_codecs_change_no_bit(null_reference: str) -> None:
 
 
 @pytest.mark.slow
-def test_neither_the_embedded_broker_nor_an_emulated_slower_machine_changes_the_model(tmp_path: Path) -> None:
+def test_neither_the_embedded_broker_nor_an_emulated_slower_machine_changes_the_model(
+    tmp_path: Path,
+) -> None:
     pairs = ("topology.institutions=1", "topology.devices=2", "rounds=1", "institution.rounds=2")
     slower = "hardware.of.device-1={ slowdown = 2.0, overhead_s = 0.4 }"
-    folder = run_lab(DEMO, tmp_path, *pairs, slower, null=True, env={"FEDSTRATA_BROKER_KIND": "embedded"})
+    folder = run_lab(
+        DEMO, tmp_path, *pairs, slower, null=True, env={"FEDSTRATA_BROKER_KIND": "embedded"}
+    )
     assert model_digest(folder.parent) == null_model(load(DEMO, pairs))
     quick, slow = table(folder / "devices.csv")
     assert float(quick["pause_s"]) == 0.0
@@ -197,12 +240,17 @@ def test_neither_the_embedded_broker_nor_an_emulated_slower_machine_changes_the_
 
 def two_layer_fedavg(experiment: Experiment) -> npt.NDArray[np.float64]:
     """Return the float columns of two-layer FedAvg over all devices, in one process and in float64."""
-    row, trainers = first_model(experiment), [trainer_of(experiment, name) for name in experiment.tree.devices]
+    row, trainers = (
+        first_model(experiment),
+        [trainer_of(experiment, name) for name in experiment.tree.devices],
+    )
     layout = trainers[0].layout
     for global_round in range(experiment.rounds):
         total = np.zeros(layout.columns)
         for trainer in trainers:
-            out, _ = trained(trainer, row, epochs=experiment.training.epochs, local_round=global_round)
+            out, _ = trained(
+                trainer, row, epochs=experiment.training.epochs, local_round=global_round
+            )
             total += trainer.samples * layout.floats(out).astype(np.float64)
         layout.floats(row)[:] = total / sum(trainer.samples for trainer in trainers)
     return layout.floats(row).astype(np.float64)
@@ -212,13 +260,17 @@ LONGER = "rounds=4 training.batch_size=2000 training.momentum=0.0"
 
 
 @pytest.mark.parametrize("size", slow(["rounds=1", LONGER], but=["rounds=1"]))
-def test_three_layers_with_one_local_round_equal_two_layer_fedavg(size: str, tmp_path: Path) -> None:
-    # Many small steps of SGD enlarge the rounding of the institutions' means a hundredfold within three
-    # global rounds; so either one global round of small steps, or several of one large step.
+def test_three_layers_with_one_local_round_equal_two_layer_fedavg(
+    size: str, tmp_path: Path
+) -> None:
+    # Many small steps of SGD enlarge the rounding of the institutions' means a hundredfold within
+    # three global rounds; so either one global round of small steps, or several of one large step.
     pairs = (*SMALL, "institution.rounds=1", 'cloud.epoch_control={name="fixed"}', *size.split())
     model = model_of(run_direct(tmp_path, *pairs))
     experiment = load(DEMO, pairs)
-    layout = models.layout_of(models.build(experiment.model.name, experiment.seed, inputs=Inputs((1, 8, 8), 10)))
+    layout = models.layout_of(
+        models.build(experiment.model.name, experiment.seed, inputs=Inputs((1, 8, 8), 10))
+    )
     row = layout.empty()
     layout.flatten(model, row)
     np.testing.assert_allclose(layout.floats(row), two_layer_fedavg(experiment), rtol=0, atol=1e-6)
@@ -227,9 +279,16 @@ def test_three_layers_with_one_local_round_equal_two_layer_fedavg(size: str, tmp
 def test_a_run_leaves_its_folder(null_run: Path) -> None:
     names = {path.name for path in null_run.iterdir()}
     assert names >= {
-        "experiment.toml", "manifest.json", "rounds.csv", "links.csv", "devices.csv", "events.jsonl", "checkpoints",
-        "model.safetensors", "logs",
-    }  # fmt: skip
+        "experiment.toml",
+        "manifest.json",
+        "rounds.csv",
+        "links.csv",
+        "devices.csv",
+        "events.jsonl",
+        "checkpoints",
+        "model.safetensors",
+        "logs",
+    }
     experiment = load(null_run / "experiment.toml")
     assert experiment == load(DEMO, (*SMALL, *BOTH_TIERS))
     manifest = json.loads((null_run / "manifest.json").read_text())
@@ -237,7 +296,9 @@ def test_a_run_leaves_its_folder(null_run: Path) -> None:
     assert manifest["packages"]["aiomqtt"]
     assert manifest["links"]["enforce"] == "bucket"
     nodes = ["institution-0", "institution-1", *(f"device-{i}" for i in range(4))]
-    assert manifest["links"]["of"] == {name: experiment.link(name).model_dump(exclude={"trace"}) for name in nodes}
+    assert manifest["links"]["of"] == {
+        name: experiment.link(name).model_dump(exclude={"trace"}) for name in nodes
+    }
     rows = table(null_run / "rounds.csv")
     assert [int(row["global_round"]) for row in rows] == [1, 2]
     for row in rows:
@@ -246,7 +307,12 @@ def test_a_run_leaves_its_folder(null_run: Path) -> None:
     # A model down and one up for each link: WAN once a global round, LAN once a local round.
     size = sum(entry.nbytes for entry in model_of(null_run).values())
     for row in rows:
-        for column, models_moved in (("wan_up", 2), ("wan_down", 2), ("lan_up", 8), ("lan_down", 8)):
+        for column, models_moved in (
+            ("wan_up", 2),
+            ("wan_down", 2),
+            ("lan_up", 8),
+            ("lan_down", 8),
+        ):
             assert models_moved * size <= int(row[f"{column}_bytes"]) < models_moved * size * 1.1
     devices = table(null_run / "devices.csv")
     assert len(devices) == 2 * 4
@@ -255,7 +321,15 @@ def test_a_run_leaves_its_folder(null_run: Path) -> None:
 
 def test_the_seconds_of_the_phases_add_up(null_run: Path) -> None:
     rows = table(null_run / "rounds.csv")
-    phases = ("record_s", "dispatch_s", "train_s", "wait_s", "collect_s", "aggregate_s", "evaluate_s")
+    phases = (
+        "record_s",
+        "dispatch_s",
+        "train_s",
+        "wait_s",
+        "collect_s",
+        "aggregate_s",
+        "evaluate_s",
+    )
     total = sum(float(row[phase]) for row in rows for phase in phases)
     assert total == pytest.approx(float(rows[-1]["elapsed_s"]), rel=0.01)
 
@@ -263,7 +337,11 @@ def test_the_seconds_of_the_phases_add_up(null_run: Path) -> None:
 def test_links_csv_counts_whole_models(null_run: Path) -> None:
     size = sum(entry.nbytes for entry in model_of(null_run).values())
     links = table(null_run / "links.csv")
-    moved = {(row["from"], row["to"]): int(row["payload_bytes"]) for row in links if row["kind"] == "model"}
+    moved = {
+        (row["from"], row["to"]): int(row["payload_bytes"])
+        for row in links
+        if row["kind"] == "model"
+    }
     assert len(moved) == 2 * (2 + 4)
     for (source, target), payload in moved.items():
         global_rounds = 2 if "cloud" in (source, target) else 4
@@ -276,18 +354,31 @@ def test_links_csv_shows_what_the_kernels_carried(null_run: Path) -> None:
     links = [row for row in lines if row["kind"] == "all"]
     assert len(links) == 2 * (2 + 4)
     for row in links:
-        # What MQTT needs besides: login, subscriptions, presences, an acknowledgement for each control message.
-        assert 0 <= int(row["wire_bytes"]) - int(row["probe_bytes"]) - int(row["message_bytes"]) < 4000, row
+        # What MQTT needs besides: login, subscriptions, presences, an acknowledgement for each
+        # control message.
+        assert (
+            0 <= int(row["wire_bytes"]) - int(row["probe_bytes"]) - int(row["message_bytes"]) < 4000
+        ), row
         assert float(row["measured_mbit"]) > 0
-        assert 0 < float(row["overhead_percent"]) < 10 and float(row["rtt_ms"]) >= float(row["rtt_min_ms"]) > 0, row
-    brokers = {(row["from"], row["to"]): int(row["wire_bytes"]) for row in lines if row["kind"] == "broker"}
+        assert (
+            0 < float(row["overhead_percent"]) < 10
+            and float(row["rtt_ms"]) >= float(row["rtt_min_ms"]) > 0
+        ), row
+    brokers = {
+        (row["from"], row["to"]): int(row["wire_bytes"]) for row in lines if row["kind"] == "broker"
+    }
     parents = ("cloud", "institution-0", "institution-1")
-    assert set(brokers) == {pair for name in parents for pair in ((name, "broker"), ("broker", name))}
+    assert set(brokers) == {
+        pair for name in parents for pair in ((name, "broker"), ("broker", name))
+    }
     for name in parents:  # downward a model that all get crosses the parent's connection once
         mine = [row for row in links if row["to"] == name and row["tier"] == _tier(name)]
         up = sum(int(row["message_bytes"]) + int(row["probe_bytes"]) for row in mine)
         assert up <= brokers["broker", name] < up + 10_000
-    assert json.loads((null_run / "manifest.json").read_text())["wire_bytes"] == "counted by the kernels (TCP_INFO)"
+    assert (
+        json.loads((null_run / "manifest.json").read_text())["wire_bytes"]
+        == "counted by the kernels (TCP_INFO)"
+    )
 
 
 def _tier(parent: str) -> str:

@@ -35,8 +35,12 @@ from tests.helpers.null_roles import evaluator, hardware
 from tests.helpers.sites import in_real_time
 from tests.simulation.outcome import model_digest
 
-TINY: dict[str, Any] = {"rounds": 2, "transfer": {"inline_bytes": 0}}  # chunks, too, go by topics of the lab
-LABS = {lab: parse({**TINY, "training": {"epochs": epochs}}) for lab, epochs in (("north", 1), ("south", 2))}
+# chunks, too, go by topics of the lab
+TINY: dict[str, Any] = {"rounds": 2, "transfer": {"inline_bytes": 0}}
+LABS = {
+    lab: parse({**TINY, "training": {"epochs": epochs}})
+    for lab, epochs in (("north", 1), ("south", 2))
+}
 
 
 @pytest.fixture
@@ -81,13 +85,21 @@ class WatchedMember(SimulatedMember):
         return await super().prepare(experiment)
 
 
-async def run_lab(lab: str, folder: RunFolder, address: BrokerAddress, watched: asyncio.Event) -> None:
+async def run_lab(
+    lab: str, folder: RunFolder, address: BrokerAddress, watched: asyncio.Event
+) -> None:
     """Run a cloud, an institution and a device under the names that every lab of the test has."""
-    cloud_host, institution_host, device_host = (Host(address, 10.0, Metrics(), lab=lab) for _ in range(3))
+    cloud_host, institution_host, device_host = (
+        Host(address, 10.0, Metrics(), lab=lab) for _ in range(3)
+    )
     async with asyncio.TaskGroup() as group:
-        cloud = CloudAgent(folder, cloud_host, resume=False, observe=lambda *_: None, evaluator=evaluator)
+        cloud = CloudAgent(
+            folder, cloud_host, resume=False, observe=lambda *_: None, evaluator=evaluator
+        )
         institution = InstitutionAgent("institution-0", institution_host, child_broker=address)
-        device = DeviceAgent("device-0", device_host, parent="institution-0", pool=WatchedPool(watched))
+        device = DeviceAgent(
+            "device-0", device_host, parent="institution-0", pool=WatchedPool(watched)
+        )
         for role in (cloud, institution, device):
             group.create_task(role.run())
 
@@ -102,8 +114,12 @@ async def collect(address: BrokerAddress, ready: asyncio.Event, found: list[topi
 
 
 @in_real_time
-async def test_two_labs_with_the_same_names_share_a_broker(address: BrokerAddress, tmp_path: Path) -> None:
-    folders = {lab: RunFolder.create(tmp_path / lab, experiment) for lab, experiment in LABS.items()}
+async def test_two_labs_with_the_same_names_share_a_broker(
+    address: BrokerAddress, tmp_path: Path
+) -> None:
+    folders = {
+        lab: RunFolder.create(tmp_path / lab, experiment) for lab, experiment in LABS.items()
+    }
     found: list[topics.Topic] = []
     seen, ready = {lab: Seen() for lab in LABS}, asyncio.Event()
     collecting = asyncio.create_task(collect(address, ready, found))
@@ -116,13 +132,20 @@ async def test_two_labs_with_the_same_names_share_a_broker(address: BrokerAddres
     collecting.cancel()
     await asyncio.wait((collecting,))
     assert collecting.cancelled()  # every topic was known
-    inside = [topic for topic in found if not isinstance(topic, topics.AskTopic | topics.AnswerTopic)]
-    runs = {lab: {topic.run for topic in inside if topic.lab == lab} for lab in {topic.lab for topic in found}}
+    inside = [
+        topic for topic in found if not isinstance(topic, topics.AskTopic | topics.AnswerTopic)
+    ]
+    runs = {
+        lab: {topic.run for topic in inside if topic.lab == lab}
+        for lab in {topic.lab for topic in found}
+    }
     assert runs == {lab: {folder.run} for lab, folder in folders.items()}
     for lab, folder in folders.items():
         assert seen[lab].runs == {folder.run} and seen[lab].events[-1] == "end"
     digests = {lab: model_digest(tmp_path / lab) for lab in LABS}
-    assert digests == {lab: await asyncio.to_thread(null_model, experiment) for lab, experiment in LABS.items()}
+    assert digests == {
+        lab: await asyncio.to_thread(null_model, experiment) for lab, experiment in LABS.items()
+    }
     assert digests["north"] != digests["south"]
 
 
@@ -153,7 +176,15 @@ async def test_a_watch_shows_the_runs_of_its_lab_alone(address: BrokerAddress) -
 
 def test_a_watch_of_an_empty_lab_names_it(address: BrokerAddress) -> None:
     asyncio.run(keep(address, "north", "20260101T000000Z-aaaaaa", state=NodeState.READY))
-    done = invoke("watch", "--broker", str(address), "--once", "--timeout", "0.3", env={"FEDSTRATA_LAB": "south"})
+    done = invoke(
+        "watch",
+        "--broker",
+        str(address),
+        "--once",
+        "--timeout",
+        "0.3",
+        env={"FEDSTRATA_LAB": "south"},
+    )
     assert done.exit_code == 5 and f"no active run of lab south on broker {address}" in done.output
 
 
@@ -176,7 +207,9 @@ def test_a_lab_name_of_another_form_is_a_usage_error(command: list[str], name: s
     )
     for done in (by_option, by_environment):
         assert done.exit_code == 2
-        assert re.search(rf"--lab.*{re.escape(repr(name))} is not a lab name\. Use 1 to 64 letters", done.output)
+        assert re.search(
+            rf"--lab.*{re.escape(repr(name))} is not a lab name\. Use 1 to 64 letters", done.output
+        )
 
 
 def test_a_host_refuses_a_lab_name_that_is_a_filter(address: BrokerAddress) -> None:

@@ -1,4 +1,6 @@
-"""A run's last global round is the one that happened: whatever ends it, the model of that round has a score."""
+"""A run's last global round is the one that happened: whatever ends it, the model of that round has
+a score.
+"""
 
 from __future__ import annotations
 
@@ -49,15 +51,24 @@ INTERRUPTIONS = st.builds(
 
 
 def experiment(
-    *, rounds: int, every: int, at: str, stop: dict[str, Any], checkpoint_every: int = 1, affords: int | None = None
+    *,
+    rounds: int,
+    every: int,
+    at: str,
+    stop: dict[str, Any],
+    checkpoint_every: int = 1,
+    affords: int | None = None,
 ) -> Experiment:
     """Return a lab; `affords`: the global rounds that its privacy budget permits."""
     tree: dict[str, Any] = {
-        "rounds": rounds, "topology": {"institutions": 0, "devices": 2}, "model": {"name": "mlp_digits"},
-        "training": {"learning_rate": 0.5, "batch_size": 400}, "stop": stop,
+        "rounds": rounds,
+        "topology": {"institutions": 0, "devices": 2},
+        "model": {"name": "mlp_digits"},
+        "training": {"learning_rate": 0.5, "batch_size": 400},
+        "stop": stop,
         "cloud": {"checkpoint_every": checkpoint_every},
         "evaluation": {"at": at, "every": every} | ({} if at == "cloud" else {"data": "test"}),
-    }  # fmt: skip
+    }
     if affords is not None:
         tree["cloud"]["aggregation"] = {"name": "fedavg", "weights": "uniform"}
         tree["cloud"]["privacy"] = PRIVACY
@@ -92,7 +103,9 @@ def run(path: Path, lab: Experiment, interruption: Interruption | None = None) -
 
 
 def check(lab: Experiment, end: dict[str, Any]) -> list[dict[str, str]]:
-    """Check a finished run's end, table and model against each other; return its rows without seconds and bytes."""
+    """Check a finished run's end, table and model against each other; return its rows without
+    seconds and bytes.
+    """
     folder = end["folder"]
     rows = table(folder / "rounds.csv")
     assert end["global_round"] == len(rows) == int(rows[-1]["global_round"])
@@ -107,11 +120,18 @@ def check(lab: Experiment, end: dict[str, Any]) -> list[dict[str, str]]:
     assert end["score"] == end["accuracy"] == pytest.approx(found.score)
     assert float(rows[-1]["accuracy"]) == pytest.approx(found.score, abs=1e-6)
     assert end["loss"] == pytest.approx(found.loss, rel=1e-5)
-    return [{key: cell for key, cell in each.items() if not key.endswith(("_s", "_bytes"))} for each in rows]
+    return [
+        {key: cell for key, cell in each.items() if not key.endswith(("_s", "_bytes"))}
+        for each in rows
+    ]
 
 
 def arrays(path: Path) -> dict[str, bytes]:
-    return {name: np.asarray(array).tobytes() for name, array in load_file(path).items()} if path.exists() else {}
+    return (
+        {name: np.asarray(array).tobytes() for name, array in load_file(path).items()}
+        if path.exists()
+        else {}
+    )
 
 
 @settings(examples(30), phases=[Phase.generate])  # no smaller example: each takes seconds
@@ -121,7 +141,11 @@ def arrays(path: Path) -> dict[str, bytes]:
     at=st.sampled_from(["cloud", "devices", "both"]),
     stop=st.fixed_dictionaries(
         {"best": st.booleans()},
-        optional={"patience": st.integers(1, 2), "target": st.sampled_from([0.05, 0.6]), "min_delta": st.just(0.9)},
+        optional={
+            "patience": st.integers(1, 2),
+            "target": st.sampled_from([0.05, 0.6]),
+            "min_delta": st.just(0.9),
+        },
     ).filter(lambda stop: "min_delta" not in stop or "patience" in stop or stop["best"]),
     affords=st.none() | st.integers(1, 5),
     checkpoint_every=st.integers(1, 4),
@@ -137,8 +161,13 @@ def test_the_last_round_is_scored_whatever_ends_the_run(
     interruption: Interruption | None,
 ) -> None:
     lab = experiment(
-        rounds=rounds, every=every, at=at, stop=stop, checkpoint_every=checkpoint_every, affords=affords
-    )  # fmt: skip
+        rounds=rounds,
+        every=every,
+        at=at,
+        stop=stop,
+        checkpoint_every=checkpoint_every,
+        affords=affords,
+    )
     with TemporaryDirectory() as root:
         whole = run(Path(root, "whole"), lab)
         rows = check(lab, whole)
@@ -157,12 +186,20 @@ def test_the_last_round_is_scored_whatever_ends_the_run(
 
 
 def test_a_run_without_patience_shows_its_last_model(tmp_path: Path) -> None:
-    """The first improvement is the last one, so the second evaluation ends the run, one round later."""
+    """The first improvement is the last one, so the second evaluation ends the run, one round
+    later.
+    """
     stop = {"patience": 1, "min_delta": 0.9}
     lab = experiment(rounds=9, every=2, at="cloud", stop=stop)
     end = run(tmp_path, lab)
     rows = check(lab, end)
-    assert end["stopped"] == "patience" and [bool(row["accuracy"]) for row in rows] == [False, True, False, True, True]
+    assert end["stopped"] == "patience" and [bool(row["accuracy"]) for row in rows] == [
+        False,
+        True,
+        False,
+        True,
+        True,
+    ]
     scored = json.loads((end["folder"] / "events.jsonl").read_text().splitlines()[-1])
     assert scored["event"] == "finished" and scored["accuracy"] == pytest.approx(end["accuracy"])
 
@@ -177,7 +214,9 @@ def test_agents_score_their_last_round_in_virtual_time(
     facts = machine_speeds(lab, of=None)
     folder = RunFolder.create(tmp_path, lab, simulated=facts)
     simulated_run(folder, facts, workers=1).run()
-    events = map(json.loads, (folder.path / "events.jsonl").read_text(encoding="utf-8").splitlines())
+    events = map(
+        json.loads, (folder.path / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    )
     (end,) = (event for event in events if event["event"] == "finished")
     assert end["stopped"] == "patience"
     assert len(check(lab, end | {"folder": folder.path})) == 5

@@ -20,10 +20,18 @@ SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 
 @st.composite
 def layouts(draw: st.DrawFn) -> ModelLayout:
-    names = draw(st.lists(st.from_regex(r"[a-z]{1,3}(\.[a-z0-9]{1,3}){0,2}", fullmatch=True), min_size=1, unique=True))
+    names = draw(
+        st.lists(
+            st.from_regex(r"[a-z]{1,3}(\.[a-z0-9]{1,3}){0,2}", fullmatch=True),
+            min_size=1,
+            unique=True,
+        )
+    )
     tensors = [(name, draw(SHAPES), draw(st.sampled_from(Section))) for name in names]
     name = names[draw(st.integers(0, len(names) - 1))]
-    return ModelLayout.build([(n, (3,), Section.PARAMETER) if n == name else (n, s, k) for n, s, k in tensors])
+    return ModelLayout.build(
+        [(n, (3,), Section.PARAMETER) if n == name else (n, s, k) for n, s, k in tensors]
+    )
 
 
 def small() -> ModelLayout:
@@ -51,8 +59,12 @@ def state_of(layout: ModelLayout, seed: int = 0) -> dict[str, npt.NDArray[Any]]:
 def test_entries_come_back_module_by_module() -> None:
     names = [entry.name for entry in small().in_state_order]
     assert names == [
-        "conv.weight", "fc.weight", "bn.running_mean", "bn.num_batches_tracked", "bn2.num_batches_tracked",
-    ]  # fmt: skip
+        "conv.weight",
+        "fc.weight",
+        "bn.running_mean",
+        "bn.num_batches_tracked",
+        "bn2.num_batches_tracked",
+    ]
 
 
 def test_trainable_columns_come_first_and_counters_last() -> None:
@@ -110,7 +122,8 @@ def test_counters_behind_an_odd_number_of_columns_are_whole(columns: int, row_at
     layout.integers(row)[:] = [2**62 + 1, -7]
     layout.floats(row)[:] = 1.5
     assert (
-        layout.integers(row).tolist() == [2**62 + 1, -7] and layout.floats(rows_K)[row_at].tolist() == [1.5] * columns
+        layout.integers(row).tolist() == [2**62 + 1, -7]
+        and layout.floats(rows_K)[row_at].tolist() == [1.5] * columns
     )
     assert not np.delete(rows_K, row_at, 0).any()
     assert layout.views(row)["n"].tolist() == [2**62 + 1, -7]
@@ -122,7 +135,9 @@ def test_a_view_writes_into_the_row() -> None:
     views = layout.views(row)
     views["fc.weight"][0, 2] = 5.0
     views["bn.num_batches_tracked"][...] = 9
-    assert layout.floats(row).tolist() == [0] * 6 + [5.0, 0, 0, 0] and layout.integers(row).tolist() == [9, 0, 0]
+    assert layout.floats(row).tolist() == [0] * 6 + [5.0, 0, 0, 0] and layout.integers(
+        row
+    ).tolist() == [9, 0, 0]
 
 
 # Identity
@@ -156,9 +171,12 @@ def test_any_change_changes_the_digest(change: tuple[str, tuple[int, ...], Secti
     "text",
     [
         "", "{", "null", "5", '"text"', "[]", "[[]]", '{"abc": 1}', '["abc"]', '[["a", [2]]]',
-        '[["a", [2], "weight"]]', '[["a", [2], 7]]', '[["a", 2, "parameter"]]', '[["a", [[2]], "parameter"]]',
-        '[["a", [null], "parameter"]]', '[["a", [Infinity], "parameter"]]', '[["a", [NaN], "parameter"]]',
-        '[["a", [1e999], "parameter"]]', '[["a", [-3], "parameter"]]', '[["a", [2.5], "parameter"]]',
+        '[["a", [2], "weight"]]', '[["a", [2], 7]]', '[["a", 2, "parameter"]]',
+        '[["a", [[2]], "parameter"]]',
+        '[["a", [null], "parameter"]]', '[["a", [Infinity], "parameter"]]',
+        '[["a", [NaN], "parameter"]]',
+        '[["a", [1e999], "parameter"]]', '[["a", [-3], "parameter"]]',
+        '[["a", [2.5], "parameter"]]',
         '[["a", "22", "parameter"]]', '[["a", [true], "parameter"]]', '[[7, [2], "parameter"]]',
         '[["a", [2], "counter"]]', '[["a", [2], "parameter"], ["a", [3], "buffer"]]',
         "[" * 100_000, '[["a", ' + "[" * 5000 + "]" * 5000 + ', "parameter"]]',
@@ -189,12 +207,20 @@ def test_a_layout_knows_its_frozen_arrays_by_digest_and_size() -> None:
     assert ModelLayout.from_json(frozen.to_json()) == frozen != layout
     assert frozen.digest != layout.digest and frozen.row_bytes == layout.row_bytes
     more = frozen.with_extras({"v": (3,)})
-    assert more.frozen == LinkLayouts.plain(frozen).down.frozen == FROZEN and more.row_bytes == frozen.row_bytes + 12
+    assert (
+        more.frozen == LinkLayouts.plain(frozen).down.frozen == FROZEN
+        and more.row_bytes == frozen.row_bytes + 12
+    )
     assert layout.with_extras({}) is layout
     other = replace(layout, frozen=FROZEN._replace(digest="0" * 16))
     assert frozen.differs_in_frozen(other) and other.differs_in_frozen(frozen)
     longer = ModelLayout.build([("w", (2,), Section.PARAMETER)], other.frozen)
-    for alike in (frozen, layout, longer, replace(other, frozen=FROZEN._replace(digest="0" * 16, nbytes=1))):
+    for alike in (
+        frozen,
+        layout,
+        longer,
+        replace(other, frozen=FROZEN._replace(digest="0" * 16, nbytes=1)),
+    ):
         assert not frozen.differs_in_frozen(alike)
 
 
@@ -223,7 +249,9 @@ def test_a_misshaped_entry_is_named_with_both_shapes_and_further_ones_are_left_o
         state = {**state_of(layout), "conv.weight": np.zeros(shape, np.float32)}
         with pytest.raises(RefusedModel) as caught:
             layout.flatten(state, layout.empty())
-        assert f"conv.weight is of shape {shape}" in str(caught.value) and "(2, 2)" in str(caught.value)
+        assert f"conv.weight is of shape {shape}" in str(caught.value) and "(2, 2)" in str(
+            caught.value
+        )
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf, (np.inf, -np.inf)])

@@ -1,4 +1,6 @@
-"""LEAF's JSON: small files of its form, merged in any order; and everything that may be wrong with them."""
+"""LEAF's JSON: small files of its form, merged in any order; and everything that may be wrong with
+them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ from fedstrata.device.training.batches import LocalDataset, load_local_dataset
 
 Users = dict[str, tuple[list[Any], list[Any]]]
 
-SONNET = "Shall I compare thee to a summer's day? Thou art more lovely and more temperate: Rough winds do shake"
+SONNET = (
+    "Shall I compare thee to a summer's day? Thou art more lovely and more temperate: Rough "
+    "winds do shake"
+)
 
 
 def write(root: Path, name: str, part: str, file: str, users: Users, *, more: int = 0) -> Path:
@@ -44,7 +49,13 @@ def image(value: int) -> list[float]:
 
 
 def femnist(root: Path, *, names: tuple[str, str] = ("0", "1")) -> None:
-    write(root, "femnist", "train", names[0], {"f3": ([image(3)], [61]), "f1": ([image(1), image(9)], [0, 35])})
+    write(
+        root,
+        "femnist",
+        "train",
+        names[0],
+        {"f3": ([image(3)], [61]), "f1": ([image(1), image(9)], [0, 35])},
+    )
     write(root, "femnist", "train", names[1], {"f2": ([image(2)], [10]), "f0": ([], [])})
     write(root, "femnist", "test", names[0], {"f1": ([image(11)], [1])})
     write(root, "femnist", "test", names[1], {"f2": ([image(12)], [2]), "f9": ([image(13)], [3])})
@@ -65,7 +76,9 @@ def sent140(root: Path) -> None:
     users: Users = {"ann": ([tweet("I'm happy, happy today!"), tweet("Happy")], [1, 0])}
     write(root, "sent140", "train", "0", users)
     write(root, "sent140", "test", "0", {"ann": ([tweet("a " * 30 + "happy")], [1])})
-    (root / "sent140" / "embs.json").write_text(json.dumps({"vocab": ["happy", ",", "I'm", "!"], "emba": [[0.5] * 3]}))
+    (root / "sent140" / "embs.json").write_text(
+        json.dumps({"vocab": ["happy", ",", "I'm", "!"], "emba": [[0.5] * 3]})
+    )
 
 
 def load(name: str, root: Path) -> datasets.Dataset:
@@ -78,8 +91,17 @@ def test_femnist_merges_all_files_and_sorts_the_users(tmp_path: Path) -> None:
     assert data.inputs == Inputs((1, 28, 28), 62) and data.train_images.dtype == torch.uint8
     assert data.users == ("f1", "f2", "f3")  # f0 has no sample
     assert data.owners is not None and data.owners.tolist() == [0, 0, 1, 2]
-    assert data.train_images[:, 0, 0, 0].tolist() == [1, 9, 2, 3] and data.train_labels.tolist() == [0, 35, 10, 61]
-    assert data.test_images[:, 0, 0, 0].tolist() == [11, 12, 13] and data.test_labels.tolist() == [1, 2, 3]
+    assert data.train_images[:, 0, 0, 0].tolist() == [
+        1,
+        9,
+        2,
+        3,
+    ] and data.train_labels.tolist() == [0, 35, 10, 61]
+    assert data.test_images[:, 0, 0, 0].tolist() == [11, 12, 13] and data.test_labels.tolist() == [
+        1,
+        2,
+        3,
+    ]
 
 
 def test_the_order_of_the_files_does_not_matter(tmp_path: Path) -> None:
@@ -129,7 +151,9 @@ def test_a_character_outside_the_alphabet_is_a_space(tmp_path: Path, stranger: s
     shakespeare(tmp_path, SONNET[:80] + stranger + SONNET[81:])
     shakespeare(tmp_path / "plain", SONNET[:80] + " " + SONNET[81:])
     data, plain = load("shakespeare", tmp_path), load("shakespeare", tmp_path / "plain")
-    assert torch.equal(data.train_images, plain.train_images) and torch.equal(data.train_labels, plain.train_labels)
+    assert torch.equal(data.train_images, plain.train_images) and torch.equal(
+        data.train_labels, plain.train_labels
+    )
     assert data.train_labels[0] == leaf.ALPHABET.index(" ") == 1
 
 
@@ -154,7 +178,9 @@ def test_the_vocabulary_is_read_without_its_vectors(tmp_path: Path, place: str, 
     path = root / place
     path.parent.mkdir(parents=True, exist_ok=True)
     words = json.dumps([f"w{i}" for i in range(2000)])
-    path.write_text(f'{{"emba": [[1]], "vocab": {words}}}' if last else f'{{"vocab": {words}, "emba": [[0.5, 1')
+    path.write_text(
+        f'{{"emba": [[1]], "vocab": {words}}}' if last else f'{{"vocab": {words}, "emba": [[0.5, 1'
+    )
     assert load("sent140", root).tokens == 2001
 
 
@@ -167,12 +193,16 @@ def test_a_vocabulary_longer_than_a_piece(tmp_path: Path) -> None:
 
 def test_a_word_that_stands_twice_counts_once(tmp_path: Path) -> None:
     sent140(tmp_path)
-    (tmp_path / "sent140" / "embs.json").write_text(json.dumps({"vocab": ["happy", "happy", "!"], "emba": []}))
+    (tmp_path / "sent140" / "embs.json").write_text(
+        json.dumps({"vocab": ["happy", "happy", "!"], "emba": []})
+    )
     data = load("sent140", tmp_path)
     assert data.tokens == 3 and data.train_images[0, :6].tolist() == [2, 0, 2, 0, 2, 1]
 
 
-@pytest.mark.parametrize("raw", [b"", b"{}", b'{"vocab": []}', b'{"vocab": [1]}', b'{"vocab": ["a", ', b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "raw", [b"", b"{}", b'{"vocab": []}', b'{"vocab": [1]}', b'{"vocab": ["a", ', b"\xff\xfe"]
+)
 def test_a_damaged_vocabulary(tmp_path: Path, raw: bytes) -> None:
     sent140(tmp_path)
     (tmp_path / "sent140" / "embs.json").write_bytes(raw)
@@ -233,11 +263,36 @@ def test_a_damaged_file_is_named(tmp_path: Path, damage: Callable[[bytes], bytes
     [
         ("femnist", "test", {"f8": ([image(1)], [62])}, "labels that should be 0 to 61"),
         # a user in two files is left from another split
-        ("femnist", "train", {"f2": ([image(5)], [5])}, "the user 'f2', which is also in another file"),
-        ("shakespeare", "train", {"ZOE": (["too short"], ["a"])}, "a sample of 'ZOE' that does not fit shakespeare"),
-        ("shakespeare", "train", {"ZOE": ([SONNET[:80]], ["ab"])}, "a sample of 'ZOE' that does not fit shakespeare"),
-        ("shakespeare", "train", {"ZOE": ([5], ["a"])}, "a sample of 'ZOE' that does not fit shakespeare"),
-        ("shakespeare", "train", {"ZOE": ([None], ["a"])}, "a sample of 'ZOE' that does not fit shakespeare"),
+        (
+            "femnist",
+            "train",
+            {"f2": ([image(5)], [5])},
+            "the user 'f2', which is also in another file",
+        ),
+        (
+            "shakespeare",
+            "train",
+            {"ZOE": (["too short"], ["a"])},
+            "a sample of 'ZOE' that does not fit shakespeare",
+        ),
+        (
+            "shakespeare",
+            "train",
+            {"ZOE": ([SONNET[:80]], ["ab"])},
+            "a sample of 'ZOE' that does not fit shakespeare",
+        ),
+        (
+            "shakespeare",
+            "train",
+            {"ZOE": ([5], ["a"])},
+            "a sample of 'ZOE' that does not fit shakespeare",
+        ),
+        (
+            "shakespeare",
+            "train",
+            {"ZOE": ([None], ["a"])},
+            "a sample of 'ZOE' that does not fit shakespeare",
+        ),
         ("sent140", "train", {"bob": ([tweet("a")[:4]], [1])}, "a sample of 'bob'"),
     ],
 )
@@ -252,13 +307,18 @@ def test_a_file_that_does_not_fit_the_others_is_refused(
 
 def test_owners_and_samples_agree(tmp_path: Path) -> None:
     draw = np.random.default_rng(1)
-    users: Users = {f"u{i:02}": ([image(i)] * n, [i % 62] * n) for i, n in enumerate(draw.integers(0, 5, 30).tolist())}
+    users: Users = {
+        f"u{i:02}": ([image(i)] * n, [i % 62] * n)
+        for i, n in enumerate(draw.integers(0, 5, 30).tolist())
+    }
     shuffled = {name: users[name] for name in draw.permutation(list(users)).tolist()}
     write(tmp_path, "femnist", "train", "0", shuffled)
     write(tmp_path, "femnist", "test", "0", {"u00": ([image(0)], [0])})
     data = load("femnist", tmp_path)
     assert data.owners is not None
-    assert [f"u{value:02}" for value in data.train_images[:, 0, 0, 0].tolist()] == [data.users[i] for i in data.owners]
+    assert [f"u{value:02}" for value in data.train_images[:, 0, 0, 0].tolist()] == [
+        data.users[i] for i in data.owners
+    ]
 
 
 # A device of one user
@@ -285,19 +345,50 @@ CPU = torch.device("cpu")
 
 def samples_of(local: LocalDataset) -> list[Any]:
     tests = local.tests
-    scored = [] if tests is None else [tests.images[tests.samples].tolist(), tests.labels[tests.samples].tolist()]
-    return [local.images[local.samples].tolist(), local.labels[local.samples].tolist(), local.partition, scored]
+    scored = (
+        []
+        if tests is None
+        else [tests.images[tests.samples].tolist(), tests.labels[tests.samples].tolist()]
+    )
+    return [
+        local.images[local.samples].tolist(),
+        local.labels[local.samples].tolist(),
+        local.partition,
+        scored,
+    ]
 
 
-@pytest.mark.parametrize("evaluation", [SCORED, {"at": "devices", "data": "held_out"}, {"at": "cloud"}])
+@pytest.mark.parametrize(
+    "evaluation", [SCORED, {"at": "devices", "data": "held_out"}, {"at": "cloud"}]
+)
 def test_a_device_of_one_user_reads_its_samples_alone(
     tmp_path: Path, shared: Path, monkeypatch: pytest.MonkeyPatch, evaluation: dict[str, str]
 ) -> None:
-    write(tmp_path, "femnist", "train", "0", {"f3": ([image(3)] * 2, [61, 4]), "f1": ([image(1), image(9)], [0, 35])})
-    write(tmp_path, "femnist", "train", "1", {"f2": ([image(i) for i in range(5)], [*range(5)]), "f0": ([], [])})
-    write(tmp_path, "femnist", "test", "0", {"f1": ([image(11)], [1]), "f9": ([image(13)] * 2, [3, 4])})
+    write(
+        tmp_path,
+        "femnist",
+        "train",
+        "0",
+        {"f3": ([image(3)] * 2, [61, 4]), "f1": ([image(1), image(9)], [0, 35])},
+    )
+    write(
+        tmp_path,
+        "femnist",
+        "train",
+        "1",
+        {"f2": ([image(i) for i in range(5)], [*range(5)]), "f0": ([], [])},
+    )
+    write(
+        tmp_path,
+        "femnist",
+        "test",
+        "0",
+        {"f1": ([image(11)], [1]), "f9": ([image(13)] * 2, [3, 4])},
+    )
     write(tmp_path, "femnist", "test", "1", {"f2": ([image(12), image(14)], [2, 9])})
-    lab = by_user(tmp_path).model_copy(update={"evaluation": EvaluationSettings.model_validate(evaluation)})
+    lab = by_user(tmp_path).model_copy(
+        update={"evaluation": EvaluationSettings.model_validate(evaluation)}
+    )
     found = {}
     with monkeypatch.context() as patch:
         patch.setattr(datasets, "_load", pytest.fail)  # of all users
@@ -307,17 +398,25 @@ def test_a_device_of_one_user_reads_its_samples_alone(
             found[node] = samples_of(local)
     assert found["device-1"][1] and found["device-0"] != found["device-2"]
     monkeypatch.setattr(datasets, "load_user", lambda *_, **__: None)
-    assert found == {node: samples_of(load_local_dataset(lab, node, accelerator=CPU)) for node in found}
+    assert found == {
+        node: samples_of(load_local_dataset(lab, node, accelerator=CPU)) for node in found
+    }
 
 
-def test_a_new_user_reads_alone_and_what_needs_others_reads_all(tmp_path: Path, shared: Path) -> None:
+def test_a_new_user_reads_alone_and_what_needs_others_reads_all(
+    tmp_path: Path, shared: Path
+) -> None:
     femnist(tmp_path)
     lab = by_user(tmp_path, devices=2)
     assert load_local_dataset(lab, "device-2", accelerator=CPU).images[:, 0, 0, 0].tolist() == [3]
     assert splits.own_user(lab, node="device-2") is not None
     with pytest.raises(InvalidExperiment, match="no user 3"):
         load_local_dataset(lab, "device-3", accelerator=CPU)
-    for other in (by_user(tmp_path, normalise="own"), by_user(tmp_path, noise=0.1), by_user(tmp_path, node_samples=1)):
+    for other in (
+        by_user(tmp_path, normalise="own"),
+        by_user(tmp_path, noise=0.1),
+        by_user(tmp_path, node_samples=1),
+    ):
         assert splits.own_user(other, node="device-0") is None
     with pytest.raises(InvalidExperiment, match="has 3 users"):
         load_local_dataset(by_user(tmp_path, devices=4), "device-0", accelerator=CPU)

@@ -41,7 +41,9 @@ class _Counter:
 
 
 # Processes of a child: what each counts at each of its messages, growing within a process.
-PROCESSES = st.lists(st.lists(st.integers(0, 1000), min_size=1, max_size=4).map(sorted), min_size=1, max_size=4)
+PROCESSES = st.lists(
+    st.lists(st.integers(0, 1000), min_size=1, max_size=4).map(sorted), min_size=1, max_size=4
+)
 
 
 @given(PROCESSES, st.sets(st.integers(0, 15)))
@@ -52,7 +54,9 @@ def test_totals_are_the_sum_of_the_processes_whenever_the_parent_is_restarted(
     messages = [(f"process-{i}", count) for i, counts in enumerate(processes) for count in counts]
     for number, (session, count) in enumerate(messages):
         ledger.enter("child", session, link=down(count), below=(down(2 * count),))
-        ledger.enter_reports("child", session, [ChildReport("device", Work(7), traffic=down(3 * count))])
+        ledger.enter_reports(
+            "child", session, [ChildReport("device", Work(7), traffic=down(3 * count))]
+        )
         if number in restarts:
             books = ledger.to_json()
             ledger = Ledger(["child"], Account(), below=BELOW)
@@ -67,7 +71,12 @@ def test_totals_are_the_sum_of_the_processes_whenever_the_parent_is_restarted(
     assert reports["device"].traffic == down(3 * total)
 
 
-@given(st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from("123"), st.integers(0, 100)), max_size=30), st.data())
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("ab"), st.sampled_from("123"), st.integers(0, 100)), max_size=30
+    ),
+    st.data(),
+)
 def test_the_sums_of_the_links_are_kept_whoever_restarts(
     messages: list[tuple[str, str, int]], data: st.DataObject
 ) -> None:
@@ -100,14 +109,21 @@ def test_what_arrived_here_is_kept_over_our_own_restarts() -> None:
 
 
 @pytest.mark.parametrize(
-    "lie", [Traffic(sent_model_payload=BYTES_MOST + 1), Traffic(wire=TcpStats(retransmitted=BYTES_MOST + 1))]
+    "lie",
+    [
+        Traffic(sent_model_payload=BYTES_MOST + 1),
+        Traffic(wire=TcpStats(retransmitted=BYTES_MOST + 1)),
+    ],
 )
 def test_counts_that_cannot_be_are_refused(lie: Traffic) -> None:
     ledger = Ledger(["child"], Account(), below=BELOW)
     for link, below in ((lie, ()), (Traffic(), (lie,))):
         with pytest.raises(WireError, match="child counts more bytes than there are"):
             ledger.enter("child", "s", link=link, below=below)
-    for report in (ChildReport("device", traffic=lie), ChildReport("device", broker=lie.wire, traffic=lie)):
+    for report in (
+        ChildReport("device", traffic=lie),
+        ChildReport("device", broker=lie.wire, traffic=lie),
+    ):
         with pytest.raises(WireError, match="child counts more bytes than there are"):
             ledger.enter_reports("child", "s", [report])
     assert ledger.links()["child"] == Traffic() and list(ledger.reports()) == ["child"]
@@ -121,19 +137,35 @@ def test_a_child_counts_no_more_tiers_than_it_has_nodes() -> None:
         ledger.enter("device", "s", link=Traffic(), below=(Traffic(),))
 
 
-@given(st.lists(st.tuples(st.sampled_from(["device", "institution", "region"]), st.integers(1, 100)), max_size=30))
-def test_the_links_of_four_layers_are_counted_once_whoever_restarts(steps: list[tuple[str, int]]) -> None:
-    """Each step adds bytes to the lowest link, or restarts a node; all is reported upward before and after it."""
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["device", "institution", "region"]), st.integers(1, 100)),
+        max_size=30,
+    )
+)
+def test_the_links_of_four_layers_are_counted_once_whoever_restarts(
+    steps: list[tuple[str, int]],
+) -> None:
+    """Each step adds bytes to the lowest link, or restarts a node; all is reported upward before
+    and after it.
+    """
     device, institution, region = _Counter(), _Counter("device"), _Counter("institution", "device")
     cloud = Ledger(["region"], Account(), below={"region": ("institution", "device")})
     total = 0
 
     def report() -> None:
         institution.ledger.enter("device", device.session, link=device.counted)
-        for child, parent, name in ((institution, region.ledger, "institution"), (region, cloud, "region")):
+        for child, parent, name in (
+            (institution, region.ledger, "institution"),
+            (region, cloud, "region"),
+        ):
             mark = child.marks.setdefault(parent, child.mark())
-            parent.enter(name, child.session, link=Traffic(), below=mark.since(child.ledger.tiers()))
-            parent.enter_reports(name, child.session, mark.reports_since(child.ledger.reports().values()))
+            parent.enter(
+                name, child.session, link=Traffic(), below=mark.since(child.ledger.tiers())
+            )
+            parent.enter_reports(
+                name, child.session, mark.reports_since(child.ledger.reports().values())
+            )
 
     for who, count in steps:
         report()
@@ -151,7 +183,10 @@ def test_the_links_of_four_layers_are_counted_once_whoever_restarts(steps: list[
 
 def test_a_child_reports_on_its_own_children_alone() -> None:
     ledger = Ledger(["child", "other"], Account(), below=BELOW | {"other": ("its-device",)})
-    reports = [ChildReport(name, Work(7), traffic=down(5)) for name in ("device", "its-device", "child", "x" * 5000)]
+    reports = [
+        ChildReport(name, Work(7), traffic=down(5))
+        for name in ("device", "its-device", "child", "x" * 5000)
+    ]
     for session in ("s", "t"):
         ledger.enter_reports("child", session, reports)
     assert ledger.reports().keys() == {"child", "other", "device"}
@@ -161,14 +196,24 @@ def test_a_child_reports_on_its_own_children_alone() -> None:
 def test_ten_thousand_names_below_a_child_leave_nothing() -> None:
     ledger = Ledger(["child"], Account(), below=BELOW)
     for number in range(1000):
-        ledger.enter_reports("child", f"s{number}", [ChildReport(f"d{number}-{i}", traffic=down(1)) for i in range(10)])
+        ledger.enter_reports(
+            "child",
+            f"s{number}",
+            [ChildReport(f"d{number}-{i}", traffic=down(1)) for i in range(10)],
+        )
     assert ledger.reports() == {"child": ChildReport("child")} and len(ledger.to_json()) < 2000
 
 
 @given(st.lists(st.integers(0, 100), min_size=2, max_size=2), st.integers(0, 2))
-def test_a_child_that_counts_less_than_before_makes_no_count_negative(counts: list[int], tiers: int) -> None:
+def test_a_child_that_counts_less_than_before_makes_no_count_negative(
+    counts: list[int], tiers: int
+) -> None:
     before, now = map(down, counts)
-    mark = Mark(before, (before,) * tiers, {"device": ChildReport("device", traffic=before, broker=before.wire)})
+    mark = Mark(
+        before,
+        (before,) * tiers,
+        {"device": ChildReport("device", traffic=before, broker=before.wire)},
+    )
     (report,) = mark.reports_since([ChildReport("device", traffic=now, broker=now.wire)])
     found = Farewell(now - mark.link, mark.since((now, now)))
     for message in (found, Reports((report,))):

@@ -1,4 +1,6 @@
-"""The broker's largest packet, read from the CONNACK of MQTT 5, and what else may come in its place."""
+"""The broker's largest packet, read from the CONNACK of MQTT 5, and what else may come in its
+place.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +58,14 @@ def asked(data: bytes) -> int | None:
 
 
 @settings(max_examples=20)
-@given(st.integers(1, PACKET_MOST), st.permutations([ASSIGNED_ID, TOPIC_ALIASES, USER]), st.integers(0, 3))
-def test_the_limit_is_found_among_other_properties(limit: int, others: list[bytes], place: int) -> None:
+@given(
+    st.integers(1, PACKET_MOST),
+    st.permutations([ASSIGNED_ID, TOPIC_ALIASES, USER]),
+    st.integers(0, 3),
+)
+def test_the_limit_is_found_among_other_properties(
+    limit: int, others: list[bytes], place: int
+) -> None:
     properties = [*others[:place], b"\x27" + limit.to_bytes(4, "big"), *others[place:]]
     assert asked(connack(*properties)) == limit
 
@@ -94,7 +102,9 @@ def test_a_limit_that_is_not_reported_is_found_by_trying(
     below = PacketLimit(LEAST_BYTES, 62_564) if most > 300_000 else PacketLimit(LEAST_BYTES, 50_000)
     nothing = PacketLimit(LEAST_BYTES - 1, LEAST_BYTES)  # the caller names it
     for limit, found in ((300_000, halves), (40_000, below), (20_000, nothing)):
-        with broker.start(directory=tmp_path, kind="mosquitto", settings={"message_size_limit": limit}) as served:
+        with broker.start(
+            directory=tmp_path, kind="mosquitto", settings={"message_size_limit": limit}
+        ) as served:
             where = BrokerAddress(served.host, served.port)
             got = asyncio.run(packet_limit.packet_limit(where, topic="fs1/lab/t", most=most))
         assert got == found
@@ -102,7 +112,9 @@ def test_a_limit_that_is_not_reported_is_found_by_trying(
             assert bool(caplog.messages) is (got is not UNLIMITED)
 
 
-def test_a_size_that_the_link_would_not_carry_in_time_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_size_that_the_link_would_not_carry_in_time_is_not_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     sizes: list[int] = []
 
     def carried(_: BrokerAddress, __: str, size: int, patience_s: float) -> packet_limit._Trial:
@@ -136,16 +148,22 @@ def test_what_is_not_answered_is_tried_again_and_then_unknown(
     monkeypatch.setattr(packet_limit, "reported_limit", nothing)
     monkeypatch.setattr(packet_limit, "largest_packet", largest)
     where = BrokerAddress("slow-broker")
-    assert asyncio.run(packet_limit.packet_limit(where, topic="t", most=1_000_000)) == PacketLimit(40_000, 80_000)
+    assert asyncio.run(packet_limit.packet_limit(where, topic="t", most=1_000_000)) == PacketLimit(
+        40_000, 80_000
+    )
     assert trials == [1.0, 2.0, 4.0]
     trials.clear()
     found[2] = UNKNOWN
     assert asyncio.run(packet_limit.packet_limit(where, topic="t", most=1_000_000)) == UNKNOWN
     assert "3 trials of its largest packet stayed unanswered" in caplog.messages[-1]
-    assert UNKNOWN.passes == LEAST_BYTES and UNKNOWN.dropped > 1 << 60, "nothing is refused for its size"
+    assert UNKNOWN.passes == LEAST_BYTES and UNKNOWN.dropped > 1 << 60, (
+        "nothing is refused for its size"
+    )
 
 
-def test_a_broker_that_answers_nothing_or_is_away_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broker_that_answers_nothing_or_is_away_is_unknown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(plain_client, "LIMIT_ANSWER_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         where = BrokerAddress("127.0.0.1", server.getsockname()[1])
@@ -155,7 +173,9 @@ def test_a_broker_that_answers_nothing_or_is_away_is_unknown(monkeypatch: pytest
 
 
 class LossyClient:
-    """A client of a broker that drops packets larger than `most`, and some of the first ones whatever their size."""
+    """A client of a broker that drops packets larger than `most`, and some of the first ones
+    whatever their size.
+    """
 
     def __init__(self, most: int, lost: set[int]) -> None:
         self.messages: list[tuple[str, int, bool]] = []
@@ -174,17 +194,31 @@ class LossyClient:
 
 
 @examples(100)
-@given(st.integers(0, 20), st.none() | st.integers(0, 6), st.sampled_from([40_000, 300_000, 10_000_000]))
-def test_a_broker_that_loses_a_few_first_packets_has_no_smaller_limit(late: int, other: int | None, most: int) -> None:
-    """A cluster loses what comes right after a subscription that it has confirmed; a link may lose one more packet."""
+@given(
+    st.integers(0, 20),
+    st.none() | st.integers(0, 6),
+    st.sampled_from([40_000, 300_000, 10_000_000]),
+)
+def test_a_broker_that_loses_a_few_first_packets_has_no_smaller_limit(
+    late: int, other: int | None, most: int
+) -> None:
+    """A cluster loses what comes right after a subscription that it has confirmed; a link may lose
+    one more packet.
+    """
     lost = {*range(late), *(() if other is None else (late + other,))}
     patience = iter(float(i) for i in range(1000))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packet_limit, "connected", lambda address: nullcontext(LossyClient(most, lost)))
+        patch.setattr(
+            packet_limit, "connected", lambda address: nullcontext(LossyClient(most, lost))
+        )
         patch.setattr(packet_limit, "pump", lambda clients, done, patience_s: done())
         patch.setattr(packet_limit.time, "monotonic", lambda: next(patience) / 1000)
         found = packet_limit.largest_packet(BrokerAddress("broker"), "fs1/lab/t", 1_001_024)
-    true = {10_000_000: UNLIMITED, 300_000: PacketLimit(250_256, 500_512), 40_000: PacketLimit(LEAST_BYTES, 62_564)}
+    true = {
+        10_000_000: UNLIMITED,
+        300_000: PacketLimit(250_256, 500_512),
+        40_000: PacketLimit(LEAST_BYTES, 62_564),
+    }
     sure = found.passes <= true[most].passes and found.dropped >= true[most].dropped
     assert sure, "a lost packet may leave less known, never more"
     assert lost or found == true[most]

@@ -19,7 +19,15 @@ from fedstrata.common.accounting.tcp import tcp_info
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.settings.links import LinkSettings, Profile
 from fedstrata.deploy.links import interface
-from fedstrata.deploy.links.interface import Interface, apply, blocks, clear, filters, link_of, shapers
+from fedstrata.deploy.links.interface import (
+    Interface,
+    apply,
+    blocks,
+    clear,
+    filters,
+    link_of,
+    shapers,
+)
 from fedstrata.deploy.links.kernel import addresses_of, interface_to, query
 from tests.helpers.commands import command, invoke
 from tests.helpers.namespaces import Namespace, VethPair, joined
@@ -44,7 +52,10 @@ def test_each_direction_has_a_block_of_its_own_and_slow_senders_single_frames() 
         "link set dev fs-up-2 alias gso_max_segs=65535",
         "link set dev eth0 gso_max_segs 1",
     ]
-    assert blocks(ETH, Profile(down_mbit=1.0)) == ["link add fs-down-2 type ifb", "link set dev fs-down-2 up"]
+    assert blocks(ETH, Profile(down_mbit=1.0)) == [
+        "link add fs-down-2 type ifb",
+        "link set dev fs-down-2 up",
+    ]
     assert not any("gso" in line for line in blocks(ETH, FAST))
 
 
@@ -79,7 +90,9 @@ def test_all_traffic_is_redirected_or_that_with_the_peers() -> None:
 
 def test_numbers_of_a_command_go_before_those_of_its_profile() -> None:
     none = {"up_mbit": None, "down_mbit": None, "delay_ms": None}
-    assert link_of("lte", **none) == LinkSettings(profile="lte", up_mbit=6.0, down_mbit=13.0, delay_ms=35.0)
+    assert link_of("lte", **none) == LinkSettings(
+        profile="lte", up_mbit=6.0, down_mbit=13.0, delay_ms=35.0
+    )
     changed = link_of("lte", **none | {"down_mbit": 2.0, "delay_ms": 0.0})
     assert (changed.up_mbit, changed.down_mbit, changed.delay_ms) == (6.0, 2.0, 0.0)
     with pytest.raises(InvalidExperiment, match=r"'ltee': no profile .* Did you mean 'lte'"):
@@ -96,7 +109,9 @@ def test_numbers_of_a_command_go_before_those_of_its_profile() -> None:
         (("apply", "lte", "--to", "a" * 64), 4, "no address is known"),
     ],
 )
-def test_wrong_usage_is_one_line_with_the_remedy(arguments: tuple[str, ...], code: int, message: str) -> None:
+def test_wrong_usage_is_one_line_with_the_remedy(
+    arguments: tuple[str, ...], code: int, message: str
+) -> None:
     done = invoke("links", *arguments)
     assert done.exit_code == code
     assert message in done.stderr
@@ -122,7 +137,9 @@ def state() -> tuple[Any, Any]:
     """Return the interfaces and the qdiscs of this thread's namespace."""
     listed = query("ip", "-details", "link", "show")
     carrier = ("flags", "operstate")  # which a new veth pair gets a moment later
-    return [{key: each[key] for key in each if key not in carrier} for each in listed], query("tc", "qdisc", "show")
+    return [{key: each[key] for key in each if key not in carrier} for each in listed], query(
+        "tc", "qdisc", "show"
+    )
 
 
 def rates() -> dict[str, int]:
@@ -156,7 +173,9 @@ def test_a_second_apply_replaces_the_first_and_clear_restores_all(spaces: Spaces
 
 
 @in_namespaces
-def test_clear_leaves_the_other_interfaces_and_what_remains_of_lost_ones_goes(spaces: Spaces) -> None:
+def test_clear_leaves_the_other_interfaces_and_what_remains_of_lost_ones_goes(
+    spaces: Spaces,
+) -> None:
     with spaces["server"].entered():
         before = state()
         spaces["server"].batch("ip", ["link add spare type ifb", "link set dev spare up"])
@@ -170,20 +189,30 @@ def test_clear_leaves_the_other_interfaces_and_what_remains_of_lost_ones_goes(sp
 
 
 @in_namespaces
-@pytest.mark.parametrize(("kind", "place"), [("htb", "root"), ("ingress", "ingress"), ("clsact", "clsact")])
-def test_an_interface_that_something_else_shapes_is_refused(spaces: Spaces, kind: str, place: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "place"), [("htb", "root"), ("ingress", "ingress"), ("clsact", "clsact")]
+)
+def test_an_interface_that_something_else_shapes_is_refused(
+    spaces: Spaces, kind: str, place: str
+) -> None:
     line = f"qdisc add dev up0 root {kind}" if place == "root" else f"qdisc add dev up0 {kind}"
     spaces["pi"].batch("tc", [line])
     with spaces["pi"].entered():
         before = state()
-        with pytest.raises(InvalidExperiment, match=f"qdisc {kind} .* tc qdisc del dev up0 {place}"):
+        with pytest.raises(
+            InvalidExperiment, match=f"qdisc {kind} .* tc qdisc del dev up0 {place}"
+        ):
             apply("up0", SLOW)
         assert state() == before
 
 
 @in_namespaces
-def test_a_command_that_fails_leaves_nothing(spaces: Spaces, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interface, "filters", lambda *_: ["qdisc add dev up0 clsact", "filter add dev up0 nowhere"])
+def test_a_command_that_fails_leaves_nothing(
+    spaces: Spaces, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        interface, "filters", lambda *_: ["qdisc add dev up0 clsact", "filter add dev up0 nowhere"]
+    )
     with spaces["pi"].entered():
         before = state()
         with pytest.raises(InvalidExperiment, match=r"tc: .* modprobe"):
@@ -232,8 +261,12 @@ def test_the_commands_report_what_is_set(spaces: Spaces) -> None:
         words = ("--up", "2", "--delay", "0", "--to", WIRE.parent_address)
         done = invoke("links", "apply", "lte", *words, "--format", "json")
         assert json.loads(done.stdout) == {
-            "device": "up0", "up_mbit": 2.0, "down_mbit": 13.0, "delay_ms": 0.0, "to": WIRE.parent_address
-        }  # fmt: skip
+            "device": "up0",
+            "up_mbit": 2.0,
+            "down_mbit": 13.0,
+            "delay_ms": 0.0,
+            "to": WIRE.parent_address,
+        }
         other = invoke("links", "apply", "lte", *words, "--device", "eth9")
         assert other.exit_code == 4
         assert "reached by up0, not by eth9" in other.stderr
@@ -242,12 +275,18 @@ def test_the_commands_report_what_is_set(spaces: Spaces) -> None:
 
 
 @in_namespaces
-@pytest.mark.skipif(shutil.which("setpriv") is None, reason="setpriv (util-linux) takes away a right")
+@pytest.mark.skipif(
+    shutil.which("setpriv") is None, reason="setpriv (util-linux) takes away a right"
+)
 def test_a_user_without_the_right_learns_what_to_do(spaces: Spaces) -> None:
     words = command("links", "apply", "--up", "1", "--device", "up0")
     with spaces["pi"].entered():
         done = subprocess.run(
-            ["setpriv", "--bounding-set=-net_admin", *words], capture_output=True, text=True, timeout=60, check=False
+            ["setpriv", "--bounding-set=-net_admin", *words],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
     assert done.returncode == 4
     assert "Run as root" in done.stderr and "Traceback" not in done.stderr
@@ -269,12 +308,18 @@ def listening(space: Namespace) -> Iterator[socket.socket]:
 
 
 def rate(listening: socket.socket, host: str) -> float:
-    """Return the rate from this thread's namespace to the listener, Mbit/s of frames in the last two thirds.
+    """Return the rate from this thread's namespace to the listener, Mbit/s of frames in the last
+    two thirds.
 
-    Segments are counted as the kernel has received them: after a loss it holds back what has arrived.
+    Segments are counted as the kernel has received them: after a loss it holds back what has
+    arrived.
     """
-    with socket.create_connection((host, listening.getsockname()[1])) as sender, listening.accept()[0] as receiver:
-        receiver.send(b".")  # without a byte acknowledged there are no statistics of an accepted connection
+    with (
+        socket.create_connection((host, listening.getsockname()[1])) as sender,
+        listening.accept()[0] as receiver,
+    ):
+        # without a byte acknowledged there are no statistics of an accepted connection
+        receiver.send(b".")
         sender.setblocking(False)
         begun = time.monotonic()
         marks: list[tuple[float, int]] = []

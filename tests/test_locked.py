@@ -1,4 +1,6 @@
-"""The exact versions in `deploy/locked`: complete, with hashes, for each system that fedstrata is for."""
+"""The exact versions in `deploy/locked`: complete, with hashes, for each system that fedstrata is
+for.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,12 @@ PROJECT: Final = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").re
 INSTALLER: Final = FOLDER / "install.sh"
 EXTRA: Final = PROJECT["project"]["optional-dependencies"]
 # Each set with those that are installed with it.
-SETS: Final = {"base": [], "build": [], **{name: ["base"] for name in EXTRAS}, "dev": ["base", "build", *EXTRAS]}
+SETS: Final = {
+    "base": [],
+    "build": [],
+    **{name: ["base"] for name in EXTRAS},
+    "dev": ["base", "build", *EXTRAS],
+}
 
 
 def read(name: str) -> list[str]:
@@ -35,12 +42,16 @@ def requirement_of(block: str) -> Requirement:
 
 
 def requirements(*names: str) -> dict[str, Requirement]:
-    """Return what sets have, PyPI's build of PyTorch with the set `learning`, by their packages' names."""
+    """Return what sets have, PyPI's build of PyTorch with the set `learning`, by their packages'
+    names.
+    """
     files = [*names, *(["torch"] if "learning" in names else [])]
     found = {}
     for block in (block for name in files for block in read(name)):
         requirement = requirement_of(block)
-        assert found.get(requirement.name, requirement).specifier == requirement.specifier, "one version in all files"
+        assert found.get(requirement.name, requirement).specifier == requirement.specifier, (
+            "one version in all files"
+        )
         found[requirement.name] = requirement
     return found
 
@@ -53,10 +64,15 @@ def needed(name: str) -> list[str]:
 
 
 def closure(lines: list[str], extras: frozenset[str]) -> Iterator[Requirement]:
-    """Yield requirements, and what the packages that are installed here need of them, on this system."""
+    """Yield requirements, and what the packages that are installed here need of them, on this
+    system.
+    """
     for line in lines:
         requirement = Requirement(line)
-        if not any(requirement.marker is None or requirement.marker.evaluate({"extra": e}) for e in extras or {""}):
+        if not any(
+            requirement.marker is None or requirement.marker.evaluate({"extra": e})
+            for e in extras or {""}
+        ):
             continue
         if requirement.name == "fedstrata":
             for extra in requirement.extras:
@@ -66,7 +82,9 @@ def closure(lines: list[str], extras: frozenset[str]) -> Iterator[Requirement]:
         try:
             yield from closure(requires(requirement.name) or [], frozenset(requirement.extras))
         except PackageNotFoundError:
-            assert requirement.name in {"editables", "hatchling", "uv"}, f"{line} is not installed here"
+            assert requirement.name in {"editables", "hatchling", "uv"}, (
+                f"{line} is not installed here"
+            )
 
 
 def test_no_file_names_an_index() -> None:
@@ -75,7 +93,9 @@ def test_no_file_names_an_index() -> None:
     for path in files:
         lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
         for line in lines:
-            assert re.fullmatch(r"[a-z0-9-]+==\S+( ; .+)?( \\)?|    --hash=sha256:[0-9a-f]{64}( \\)?", line), line
+            assert re.fullmatch(
+                r"[a-z0-9-]+==\S+( ; .+)?( \\)?|    --hash=sha256:[0-9a-f]{64}( \\)?", line
+            ), line
 
 
 @pytest.mark.parametrize("name", [*SETS, "torch"])
@@ -91,7 +111,9 @@ def test_pytorch_is_in_the_files_of_its_builds_alone() -> None:
     assert {name_of(block) for block in read(CPU)} == {"torch", "torchvision"}
     for requirement in map(requirement_of, read(CPU)):
         (version,) = (each.version for each in requirement.specifier)
-        assert requirements("learning")[requirement.name].specifier.contains(version.partition("+")[0])
+        assert requirements("learning")[requirement.name].specifier.contains(
+            version.partition("+")[0]
+        )
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -118,7 +140,10 @@ esac
 
 def line(*sets: str) -> str:
     return " ".join(
-        ["-m pip install --only-binary :all: --require-hashes", *(f"-r {FOLDER / name}.txt" for name in sets)]
+        [
+            "-m pip install --only-binary :all: --require-hashes",
+            *(f"-r {FOLDER / name}.txt" for name in sets),
+        ]
     )
 
 
@@ -135,7 +160,8 @@ FROM_INDEX: Final = (
         (["index"], "cpu", "base learning", 0, [line("base", "learning"), FROM_INDEX]),
         (
             [], "cpu", "base learning methods", 0,
-            [line("base", "learning", "methods"), FROM_INDEX, line("base", "learning", "methods", "torch")],
+            [line("base", "learning", "methods"), FROM_INDEX, line("base", "learning", "methods",
+            "torch")],
         ),
         ([], "cuda", "base learning", 0, [line("base", "learning", "torch")]),
         ([], "own", "base learning", 0, [line("base", "learning")]),
@@ -153,9 +179,16 @@ def test_all_is_installed_by_its_hash_and_pytorch_comes_from_one_place(
     python.chmod(0o755)
     for name in files:
         (tmp_path / name).touch()
-    env = {name: value for name, value in os.environ.items() if name != "TORCH_CPU_INDEX"} | {"TORCH": build}
+    env = {name: value for name, value in os.environ.items() if name != "TORCH_CPU_INDEX"} | {
+        "TORCH": build
+    }
     done = subprocess.run(
-        [INSTALLER, python, *sets.split()], cwd=tmp_path, capture_output=True, text=True, check=False, env=env
+        [INSTALLER, python, *sets.split()],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=env,
     )
     assert done.returncode == code, done.stderr
     log = tmp_path / "calls"
@@ -170,7 +203,12 @@ def test_pip_refuses_a_file_with_another_hash(tmp_path: Path) -> None:
     (own,) = (block for block in blocks(text) if name_of(block) == "xxhash")
     (tmp_path / "own.txt").write_text(re.sub("==[^ ]+", "==4.1.0", own, count=1))
     (tmp_path / INSTALLER.name).write_bytes(INSTALLER.read_bytes())
-    env = {**os.environ, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path), "PIP_TARGET": str(tmp_path / "out")}
+    env = {
+        **os.environ,
+        "PIP_NO_INDEX": "1",
+        "PIP_FIND_LINKS": str(tmp_path),
+        "PIP_TARGET": str(tmp_path / "out"),
+    }
     line = ["sh", tmp_path / "install.sh", sys.executable, "own"]
     done = subprocess.run(line, capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 1 and "DO NOT MATCH THE HASHES" in done.stderr, done.stderr
@@ -180,10 +218,30 @@ def test_pip_refuses_a_file_with_another_hash(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("system", ["x86_64-manylinux_2_28", "aarch64-manylinux_2_28"])
 @pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
-def test_each_system_and_python_has_wheels_of_all_packages(python: str, system: str, tmp_path: Path) -> None:
-    uv = [sys.executable, "-m", "uv", "pip", "install", "--dry-run", "--target", tmp_path, "--only-binary", ":all:"]
+def test_each_system_and_python_has_wheels_of_all_packages(
+    python: str, system: str, tmp_path: Path
+) -> None:
+    uv = [
+        sys.executable,
+        "-m",
+        "uv",
+        "pip",
+        "install",
+        "--dry-run",
+        "--target",
+        tmp_path,
+        "--only-binary",
+        ":all:",
+    ]
     files = [word for name in (*SETS, "torch") for word in ("-r", FOLDER / f"{name}.txt")]
-    target = ["--python-platform", system, "--python-version", python, "--require-hashes", "--verify-hashes"]
+    target = [
+        "--python-platform",
+        system,
+        "--python-version",
+        python,
+        "--require-hashes",
+        "--verify-hashes",
+    ]
     done = subprocess.run([*uv, *target, *files], capture_output=True, text=True, check=False)
     if "error sending request" in done.stderr:
         pytest.skip("no package index can be reached")
@@ -194,6 +252,8 @@ def test_each_system_and_python_has_wheels_of_all_packages(python: str, system: 
 
 
 def test_a_wheel_needs_what_building_needs_alone() -> None:
-    done = subprocess.run(["make", "-nB", "wheel"], cwd=FOLDER.parents[1], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["make", "-nB", "wheel"], cwd=FOLDER.parents[1], capture_output=True, text=True, check=True
+    )
     assert re.findall(r"locked/install\.sh \S+ (.*)", done.stdout) == ["build"]
     assert "--no-deps --no-build-isolation" in done.stdout

@@ -1,4 +1,6 @@
-"""Devices that report scores that cannot be: these are left out and named, and the others' scores count."""
+"""Devices that report scores that cannot be: these are left out and named, and the others' scores
+count.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,11 @@ def test_a_device_does_not_own_the_score(
 
     def lying(self: LocalWork, result: LocalResult) -> WorkResult:
         found = honestly(self, result)
-        if self._node != "device-1" or found.work.tests is None or found.work.tests.received is None:
+        if (
+            self._node != "device-1"
+            or found.work.tests is None
+            or found.work.tests.received is None
+        ):
             return found
         received = replace(found.work.tests.received, **LIES[lie](found.work.tests))
         return with_work(found, tests=ScoredModels(received))
@@ -100,16 +106,22 @@ def test_a_device_does_not_own_the_score(
         assert int(row["devices_samples"]) == samples
         right = sum(count * score for count, score, _ in others)
         assert float(row["accuracy"]) == pytest.approx(right / samples, abs=1e-5)
-        assert float(row["loss"]) == pytest.approx(sum(n * loss for n, _, loss in others) / samples, abs=1e-4)
+        assert float(row["loss"]) == pytest.approx(
+            sum(n * loss for n, _, loss in others) / samples, abs=1e-4
+        )
     assert not any(each["test_score"] for each in devices if each["node"].endswith("device-1"))
     (named,) = [reason for reason in warnings(lied) if "left out" in reason]
     assert named.startswith("device-1's scores are left out: ")
 
 
 OWN: Final[dict[str, Any]] = {
-    "name": "owned", "rounds": 2, "evaluation": {"at": "devices"},
-    "training": {"trainer": {"name": "tests.simulation.trainer:DrawnTrainer", "columns": 8, "silent": False}},
-}  # fmt: skip
+    "name": "owned",
+    "rounds": 2,
+    "evaluation": {"at": "devices"},
+    "training": {
+        "trainer": {"name": "tests.simulation.trainer:DrawnTrainer", "columns": 8, "silent": False}
+    },
+}
 
 
 @pytest.mark.parametrize("institutions", [0, 2])
@@ -130,7 +142,9 @@ def test_a_trainer_that_knows_its_tests_does_not_own_the_score(
     assert [row["devices_samples"] for row in table(honest / "rounds.csv")] == ["18", "18"]
     assert [row["devices_samples"] for row in table(lied / "rounds.csv")] == ["14", "14"]
     (named,) = [reason for reason in warnings(lied) if "left out" in reason]
-    assert named.startswith("device-1's scores are left out: it reports 1000000000 test samples, it has ")
+    assert named.startswith(
+        "device-1's scores are left out: it reports 1000000000 test samples, it has "
+    )
 
 
 def test_devices_that_do_not_know_their_tests_score_beside_those_that_do(
@@ -160,7 +174,9 @@ def test_devices_that_all_report_what_cannot_be_end_no_run(
         found = honestly(self, result)
         if found.work.tests is None or found.work.tests.received is None:
             return found
-        return with_work(found, tests=ScoredModels(replace(found.work.tests.received, loss=math.nan)))
+        return with_work(
+            found, tests=ScoredModels(replace(found.work.tests.received, loss=math.nan))
+        )
 
     monkeypatch.setattr(LocalWork, "result", lying)
     folder = WAYS[way](tmp_path, lab(institutions))
@@ -178,6 +194,14 @@ def test_a_run_whose_devices_have_no_test_samples_is_refused_before(
     at: str, institutions: int, way: str, tmp_path: Path
 ) -> None:
     tree = lab(institutions, evaluation={"at": at}, stop={})
-    tree["data"] = {"dataset": "synthetic", "samples": 4, "test_samples": 5, "classes": 2, "image_shape": [1, 8, 8]}
-    with pytest.raises(InvalidExperiment, match=rf"^evaluation\.at = '{at}': no device has test samples\. Use"):
+    tree["data"] = {
+        "dataset": "synthetic",
+        "samples": 4,
+        "test_samples": 5,
+        "classes": 2,
+        "image_shape": [1, 8, 8],
+    }
+    with pytest.raises(
+        InvalidExperiment, match=rf"^evaluation\.at = '{at}': no device has test samples\. Use"
+    ):
         WAYS[way](tmp_path, tree)

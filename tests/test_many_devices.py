@@ -30,7 +30,9 @@ def limits(monkeypatch: pytest.MonkeyPatch, soft: int, hard: int) -> list[tuple[
     return raised
 
 
-def test_a_lab_raises_the_limit_of_open_files_as_far_as_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lab_raises_the_limit_of_open_files_as_far_as_it_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     raised = limits(monkeypatch, 1024, 4096)
     allow_connections(500)
     assert not raised
@@ -38,9 +40,14 @@ def test_a_lab_raises_the_limit_of_open_files_as_far_as_it_needs(monkeypatch: py
     assert raised == [(3011 + FILES_BESIDE, 4096)]
 
 
-def test_a_lab_that_cannot_open_its_connections_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lab_that_cannot_open_its_connections_does_not_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     limits(monkeypatch, 1024, 1024)
-    with pytest.raises(InvalidExperiment, match=r"topology = '3011 nodes': .* needs 3111 open files.*ulimit -Hn 3111"):
+    with pytest.raises(
+        InvalidExperiment,
+        match=r"topology = '3011 nodes': .* needs 3111 open files.*ulimit -Hn 3111",
+    ):
         allow_connections(3011)
     limits(monkeypatch, 1024, resource.RLIM_INFINITY)
     allow_connections(3011)
@@ -48,10 +55,14 @@ def test_a_lab_that_cannot_open_its_connections_does_not_start(monkeypatch: pyte
 
 def test_a_report_of_many_devices_has_quantiles_and_no_row_for_each(tmp_path: Path) -> None:
     many = NODES_MOST + 1
-    experiment = parse({"topology": {"institutions": 2, "devices": many}, "links": {"check": "off"}})
+    experiment = parse(
+        {"topology": {"institutions": 2, "devices": many}, "links": {"check": "off"}}
+    )
     folder = RunFolder.create(tmp_path, experiment)
     names = experiment.tree.devices
-    folder.add_devices(1, [ChildReport(n, Work(20, steps=i, train_s=float(i))) for i, n in enumerate(names)])
+    folder.add_devices(
+        1, [ChildReport(n, Work(20, steps=i, train_s=float(i))) for i, n in enumerate(names)]
+    )
     below = experiment.tree.below_each(CLOUD)
     ledger = Ledger(below, Account(), below=below)
     for child, devices in below.items():
@@ -61,7 +72,13 @@ def test_a_report_of_many_devices_has_quantiles_and_no_row_for_each(tmp_path: Pa
     table = sections.work(run)
     assert [row[0] for row in table.rows] == list(QUANTILES)
     steps = [column.name for column in table.columns].index("SGD steps")
-    assert [row[steps] for row in table.rows] == [0.0, 0.1 * (many - 1), 0.5 * (many - 1), 0.9 * (many - 1), many - 1.0]
+    assert [row[steps] for row in table.rows] == [
+        0.0,
+        0.1 * (many - 1),
+        0.5 * (many - 1),
+        0.9 * (many - 1),
+        many - 1.0,
+    ]
     links = sections.links(run)
     ends = {cell for row in links.rows for cell in row[1:3]}
     assert len(run.links) > 2 * many and "institution-1" in ends and not ends & set(names)
@@ -69,7 +86,10 @@ def test_a_report_of_many_devices_has_quantiles_and_no_row_for_each(tmp_path: Pa
 
 
 def test_a_picture_of_a_split_shows_evenly_spaced_ones_of_many_devices() -> None:
-    held = {f"device-{i}": {"parent": "institution-0", "by_class": [1, 2]} for i in range(10 * NODES_MOST)}
+    held = {
+        f"device-{i}": {"parent": "institution-0", "by_class": [1, 2]}
+        for i in range(10 * NODES_MOST)
+    }
     picture = partition({"devices": held, "data": {}, "seed": 1, "digest": "d"})
     assert picture.table is not None and len(picture.table.rows) == NODES_MOST
     assert f"{NODES_MOST} of {len(held)} devices" in picture.text

@@ -1,4 +1,6 @@
-"""FedMA and GAMF: permuted copies of a model merge back, the cost is the paper's, and the null setting is FedAvg."""
+"""FedMA and GAMF: permuted copies of a model merge back, the cost is the paper's, and the null
+setting is FedAvg.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,12 @@ def random_row(name: str, seed: int) -> tuple[ModelLayout, Row]:
 
 def uploads_of(rows: list[Row]) -> Uploads:
     children = tuple("abcd"[: len(rows)])
-    return Uploads(children, np.stack(rows), tuple(Report(10 * (k + 1), 0.5) for k in range(len(rows))), lambda: None)
+    return Uploads(
+        children,
+        np.stack(rows),
+        tuple(Report(10 * (k + 1), 0.5) for k in range(len(rows))),
+        lambda: None,
+    )
 
 
 def outputs(name: str, layout: ModelLayout, row: Row) -> torch.Tensor:
@@ -89,9 +96,14 @@ def test_permuted_copies_merge_back_to_the_same_function(name: str, keys: dict[s
         before = uploads.rows_K.copy()
         outcome = rule.aggregate(0, uploads)
         assert np.array_equal(uploads.rows_K, before)
-        apart[matches] = float((outputs(name, layout, rule.model) - wanted).abs().max() / wanted.abs().max())
+        apart[matches] = float(
+            (outputs(name, layout, rule.model) - wanted).abs().max() / wanted.abs().max()
+        )
         if matches:
-            assert set(outcome.facts["moved"]) == {"a", "b", "c"} and max(outcome.distances.values()) < 0.05
+            assert (
+                set(outcome.facts["moved"]) == {"a", "b", "c"}
+                and max(outcome.distances.values()) < 0.05
+            )
     assert apart[True] < 1e-4 and apart[False] > 0.02
 
 
@@ -101,7 +113,9 @@ def test_uploads_near_the_received_model_stay_as_they_are(name: str) -> None:
     draw, rows = np.random.default_rng(1), []
     for _ in range(3):
         rows.append(row.copy())
-        layout.floats(rows[-1])[:] += draw.normal(scale=1e-3, size=layout.columns).astype(np.float32)
+        layout.floats(rows[-1])[:] += draw.normal(scale=1e-3, size=layout.columns).astype(
+            np.float32
+        )
     matched, plain = rule_of(layout, name), rule_of(layout, name, matching=False)
     for rule in (matched, plain):
         rule.begin(row)
@@ -126,8 +140,14 @@ def test_the_order_of_the_children_does_not_matter_to_gamf() -> None:
 def test_models_trained_from_their_own_starts_merge_with_little_loss() -> None:
     """Each ends at some 93 percent of the digits' test samples, their plain mean far below."""
     digits = read_digits()
-    images, labels = torch.tensor(digits.train / 16, dtype=torch.float32), torch.tensor(digits.train_labels)
-    tests, classes = torch.tensor(digits.test / 16, dtype=torch.float32), torch.tensor(digits.test_labels)
+    images, labels = (
+        torch.tensor(digits.train / 16, dtype=torch.float32),
+        torch.tensor(digits.train_labels),
+    )
+    tests, classes = (
+        torch.tensor(digits.test / 16, dtype=torch.float32),
+        torch.tensor(digits.test_labels),
+    )
     layout, start = random_row("mlp_digits", 99)
     module = models.build("mlp_digits", 1, inputs=MODELS["mlp_digits"])
 
@@ -139,7 +159,10 @@ def test_models_trained_from_their_own_starts_merge_with_little_loss() -> None:
     rows = []
     for k in range(4):
         models.read_row(module, layout, random_row("mlp_digits", k)[1])
-        optimiser, draw = torch.optim.SGD(module.parameters(), 0.05, momentum=0.9), np.random.default_rng(k)
+        optimiser, draw = (
+            torch.optim.SGD(module.parameters(), 0.05, momentum=0.9),
+            np.random.default_rng(k),
+        )
         own = np.arange(k, len(labels), 4)
         for _ in range(60):
             for places in torch.as_tensor(draw.permutation(own)).split(25):
@@ -155,41 +178,65 @@ def test_models_trained_from_their_own_starts_merge_with_little_loss() -> None:
         rule.aggregate(0, uploads_of(rows))
         found[name, matches] = accuracy(rule.model)
     least = min(accuracy(row) for row in rows)
-    assert found["fedma", False] < least - 0.05 < least - 0.03 < min(found["fedma", True], found["gamf", True])
+    assert (
+        found["fedma", False]
+        < least - 0.05
+        < least - 0.03
+        < min(found["fedma", True], found["gamf", True])
+    )
 
 
 def test_the_assignment_minimises_the_papers_cost() -> None:
-    """All 120 permutations of five neurons, with the whole cost; neither sigma nor the number of uploads matters."""
+    """All 120 permutations of five neurons, with the whole cost; neither sigma nor the number of
+    uploads matters.
+    """
     draw = np.random.default_rng(1)
     for sigma, prior, shared in ((1.0, 1.0, 1), (0.5, 3.0, 4), (10.0, 0.1, 2)):
         others, own = draw.normal(size=(shared, 5, 7)), draw.normal(size=(5, 7))
         G, S = others.sum(0) / sigma**2, 1 / prior**2 + shared / sigma**2
 
-        def cost(i: int, neuron: int, own: Any = own, G: Any = G, S: float = S, sigma: float = sigma) -> float:
+        def cost(
+            i: int, neuron: int, own: Any = own, G: Any = G, S: float = S, sigma: float = sigma
+        ) -> float:
             joined = G[i] + own[neuron] / sigma**2
             return float(-(joined @ joined) / (S + 1 / sigma**2) + (G[i] @ G[i]) / S)
 
-        best = min(permutations(range(5)), key=lambda order: sum(cost(i, neuron) for i, neuron in enumerate(order)))
+        best = min(
+            permutations(range(5)),
+            key=lambda order: sum(cost(i, neuron) for i, neuron in enumerate(order)),
+        )
         assert tuple(fedma.assigned(others.sum(0) @ own.T)) == best
 
 
 @pytest.mark.parametrize("name", ["fedma", pytest.param("gamf", marks=pytest.mark.slow)])
 def test_without_matching_a_run_is_fedavg_bit_for_bit(name: str, tmp_path: Path) -> None:
-    tree = {"rounds": 2, "topology": {"institutions": 2, "devices": 4}, "model": {"name": "mlp_digits"}}
+    tree = {
+        "rounds": 2,
+        "topology": {"institutions": 2, "devices": 4},
+        "model": {"name": "mlp_digits"},
+    }
     tree |= {"training": {"batch_size": 500}}
     found = []
     for rule in ({}, {"name": name, "matching": False}):
-        found.append(tensors(run_direct(tmp_path, tree | {"institution": {"rounds": 2, "aggregation": rule}})))
+        found.append(
+            tensors(
+                run_direct(tmp_path, tree | {"institution": {"rounds": 2, "aggregation": rule}})
+            )
+        )
     assert found[0] == found[1]
 
 
 def test_what_cannot_be_matched_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     own = {"model": {"name": "mine:net"}, "cloud": {"aggregation": {"name": "fedma"}}}
-    with pytest.raises(InvalidExperiment, match=r"cloud\.aggregation\.name = 'fedma': .*mine:net is your own"):
+    with pytest.raises(
+        InvalidExperiment, match=r"cloud\.aggregation\.name = 'fedma': .*mine:net is your own"
+    ):
         parse(own)
     monkeypatch.setattr(aggregator, "find_spec", lambda name: None)
     for name in ("fedma", "gamf", "clusamp"):
-        with pytest.raises(InvalidExperiment, match=rf"'{name}': needs scipy.*pip install 'fedstrata\[methods\]'"):
+        with pytest.raises(
+            InvalidExperiment, match=rf"'{name}': needs scipy.*pip install 'fedstrata\[methods\]'"
+        ):
             rules.rule_of({"name": name})
 
 
@@ -202,4 +249,6 @@ def test_layers_of_another_form_stay_where_they_are() -> None:
         ("e.weight", (3, 9)),
     ]
     layout = ModelLayout.build([(name, shape, Section.PARAMETER) for name, shape in tensors])
-    assert [[place.entry.name for place in group.places] for group in groups_of(layout)] == [["d.weight", "e.weight"]]
+    assert [[place.entry.name for place in group.places] for group in groups_of(layout)] == [
+        ["d.weight", "e.weight"]
+    ]

@@ -43,11 +43,15 @@ def selection(rule: Rule) -> ClientSelection:
 
 def memory(folder: Path | None, *, rounds_back: int = 2, remembers: bool = True) -> Any:
     build: Any = Counting
-    return Memory(build, selection, remembers=remembers, spool=Spool(folder), rounds_back=rounds_back)
+    return Memory(
+        build, selection, remembers=remembers, spool=Spool(folder), rounds_back=rounds_back
+    )
 
 
 def play(one: Any, *tasks: tuple[int, int], rounds: int = 1) -> list[int]:
-    """Do tasks, each (number, follows), `rounds` in each global round; return what the last one found."""
+    """Do tasks, each (number, follows), `rounds` in each global round; return what the last one
+    found.
+    """
     before: list[int] = []
     for task, follows in tasks:
         rule, _ = one.before(follows)
@@ -96,7 +100,9 @@ def test_a_state_that_is_followed_is_kept_however_long_no_result_is_used(tmp_pat
     assert kept(tmp_path) == [2, 29]
 
 
-def test_a_parent_goes_back_to_the_start_of_its_own_task_in_the_present_global_round(tmp_path: Path) -> None:
+def test_a_parent_goes_back_to_the_start_of_its_own_task_in_the_present_global_round(
+    tmp_path: Path,
+) -> None:
     one = memory(tmp_path, rounds_back=1)
     play(one, *chain(*range(1, 12)), rounds=4)
     assert kept(tmp_path) == [4, 8, 9, 10, 11]
@@ -107,11 +113,15 @@ def test_a_parent_goes_back_to_the_start_of_its_own_task_in_the_present_global_r
 @given(st.data())
 @examples(60)
 def test_each_task_that_a_parent_may_give_finds_the_state_it_follows(data: st.DataObject) -> None:
-    """A parent that goes back and forth: it returns to a checkpoint of its history, and uses some results."""
+    """A parent that goes back and forth: it returns to a checkpoint of its history, and uses some
+    results. What was out of reach once has no checkpoint any more, wherever it returned since.
+    """
     rounds, back = data.draw(st.integers(1, 3), "rounds"), data.draw(st.integers(1, 3), "back")
+    oldest = 0
     with TemporaryDirectory() as name:
         one = memory(Path(name), rounds_back=back)
-        used: list[int] = []  # the tasks whose results were used: the history that a rule's state must equal
+        # the tasks whose results were used: the history that a rule's state must equal
+        used: list[int] = []
         histories = {0: used}  # at the start of each global round
         task = 1
         for _ in range(data.draw(st.integers(1, 25), "steps")):
@@ -119,13 +129,14 @@ def test_each_task_that_a_parent_may_give_finds_the_state_it_follows(data: st.Da
                 one = memory(Path(name), rounds_back=back)
             if data.draw(st.integers(0, 3), "return") == 0:
                 present = (task - 1) // rounds
-                returned = data.draw(st.integers(max(0, present - back), present), "to")
+                returned = data.draw(st.integers(oldest, present), "to")
                 task, used = returned * rounds + 1, histories[returned]
             follows = used[-1] if used else 0
             assert play(one, (task, follows), rounds=rounds) == used
             if data.draw(st.booleans(), "used"):
                 used = [*used, task]
             task += 1
+            oldest = max(oldest, (task - 1) // rounds - back)
             if (task - 1) % rounds == 0:
                 histories[(task - 1) // rounds] = used
 
@@ -146,7 +157,9 @@ def test_half_a_state_is_none(tmp_path: Path) -> None:
     with pytest.raises(StorageFailed, match=r"after-0+2.* no space"):
         states.write(2, broken, follows=1, global_round=1)
     states.read(1, Counting().restore)
-    with pytest.raises(StateLost, match=r"^it after its task 2 is lost\. Start nodes with the same --spool DIR"):
+    with pytest.raises(
+        StateLost, match=r"^it after its task 2 is lost\. Start nodes with the same --spool DIR"
+    ):
         states.read(2, Counting().restore)
     states.write(3, Counting().save, follows=1, global_round=2)
     assert kept(tmp_path) == [1, 3]

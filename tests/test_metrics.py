@@ -49,7 +49,9 @@ LABELS = 'node="institution-0",parent="region-0",role="institution"'
 
 def get(metrics: Metrics, path: str, **headers: str) -> tuple[int, str]:
     """Return status and text of a reply."""
-    request = urllib.request.Request(f"http://127.0.0.1:{metrics.serve('127.0.0.1', 0)}{path}", headers=headers)
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{metrics.serve('127.0.0.1', 0)}{path}", headers=headers
+    )
     try:
         with urllib.request.urlopen(request, timeout=10) as answer:
             return answer.status, answer.read().decode()
@@ -69,8 +71,12 @@ def test_an_institution_has_one_total_of_its_two_connections() -> None:
     metrics.watch("reconnects", NODE, lambda: [((), 3)])
     lines = scrape(metrics)
     assert f"fedstrata_reconnects_total{{{LABELS}}} 5.0" in lines
-    assert any(line.startswith("fedstrata_ignored_messages_total") and line.endswith(" 1.0") for line in lines)
-    assert max(Counter(line.rpartition(" ")[0] for line in lines).values()) == 1  # else Prometheus refuses them
+    assert any(
+        line.startswith("fedstrata_ignored_messages_total") and line.endswith(" 1.0")
+        for line in lines
+    )
+    # else Prometheus refuses them
+    assert max(Counter(line.rpartition(" ")[0] for line in lines).values()) == 1
 
 
 def test_what_counts_begins_at_zero_and_what_is_not_known_is_absent() -> None:
@@ -113,7 +119,9 @@ def test_a_run_that_is_over_leaves_its_counts_and_nothing_else() -> None:
     lines = scrape(metrics)
     assert f"fedstrata_reconnects_total{{{LABELS}}} 5.0" in lines
     assert [line for line in lines if LABELS in line and "_total" not in line] == []
-    assert any('fedstrata_run_info{node="device-1"' in line for line in lines), "the others' runs go on"
+    assert any('fedstrata_run_info{node="device-1"' in line for line in lines), (
+        "the others' runs go on"
+    )
     metrics.watch("reconnects", NODE, Counts(4).read)
     assert f"fedstrata_reconnects_total{{{LABELS}}} 9.0" in scrape(metrics)
 
@@ -163,7 +171,10 @@ async def test_a_process_is_healthy_while_its_loop_runs() -> None:
     clock.now += HANGS_S
     assert get(metrics, "/healthz") == (200, "ok\n")
     clock.now += 1.25
-    assert get(metrics, "/healthz") == (503, f"the event loop last ran {HANGS_S + 1.25:.1f} s ago\n")
+    assert get(metrics, "/healthz") == (
+        503,
+        f"the event loop last ran {HANGS_S + 1.25:.1f} s ago\n",
+    )
 
 
 def test_a_loop_beats_as_long_as_it_runs() -> None:
@@ -184,7 +195,9 @@ def test_a_loop_beats_as_long_as_it_runs() -> None:
 
 def test_a_role_serves_its_health() -> None:
     async def ask() -> tuple[int, str]:
-        metrics, _ = serve_metrics("127.0.0.1:0", broker=BrokerAddress("127.0.0.1"), login=Login(), insecure=False)
+        metrics, _ = serve_metrics(
+            "127.0.0.1:0", broker=BrokerAddress("127.0.0.1"), login=Login(), insecure=False
+        )
         return await asyncio.to_thread(get, metrics, "/healthz")
 
     assert asyncio.run(ask()) == (200, "ok\n")
@@ -209,16 +222,23 @@ for line in sys.stdin:
 
 
 @pytest.mark.parametrize("way", ["http", "tls without a handshake"])
-def test_idle_connections_take_neither_the_descriptors_of_a_role_nor_a_scrapes_turn(way: str, tmp_path: Path) -> None:
+def test_idle_connections_take_neither_the_descriptors_of_a_role_nor_a_scrapes_turn(
+    way: str, tmp_path: Path
+) -> None:
     files: list[str] = []
     if way != "http":
         authority = Authority.open(tmp_path, name="north")
         authority.of("metrics", hosts=[SERVER_NAME])
-        files = [str(tmp_path / path) for path in ("ca.crt", "issued/metrics.crt", "issued/metrics.key")]
+        files = [
+            str(tmp_path / path) for path in ("ca.crt", "issued/metrics.crt", "issued/metrics.key")
+        ]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     role = subprocess.Popen(
-        [sys.executable, "-c", ROLE, *files], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", ROLE, *files],
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
     with role, ExitStack() as stack:
         stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
@@ -229,14 +249,18 @@ def test_idle_connections_take_neither_the_descriptors_of_a_role_nor_a_scrapes_t
         def scraped() -> int:
             client = socket.create_connection(("127.0.0.1", port), timeout=10)
             if files:
-                client = Tls(files[0]).client_context().wrap_socket(client, server_hostname=SERVER_NAME)
+                client = (
+                    Tls(files[0]).client_context().wrap_socket(client, server_hostname=SERVER_NAME)
+                )
             with client:
                 client.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
                 return int(client.recv(4096).split()[1])
 
         idle: list[socket.socket] = []
         for number in range(1200 if hard < 0 else min(1200, hard - 300)):
-            idle.append(stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10)))
+            idle.append(
+                stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+            )
             idle[-1].sendall(b"GET /metrics HTTP/1.0\r\nX: " if not files else b"\x16\x03\x01")
             if number % 100 == 0:
                 assert scraped() == 503, "the role has no event loop, and replies"
@@ -257,7 +281,9 @@ def test_idle_connections_take_neither_the_descriptors_of_a_role_nor_a_scrapes_t
 @pytest.mark.parametrize("pace", ["drop by drop", "too much"])
 def test_a_request_has_an_end(pace: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics_server, "REQUEST_S", 1.0 if pace == "drop by drop" else 1000.0)
-    with socket.create_connection(("127.0.0.1", Metrics().serve("127.0.0.1", 0)), timeout=30) as client:
+    with socket.create_connection(
+        ("127.0.0.1", Metrics().serve("127.0.0.1", 0)), timeout=30
+    ) as client:
         client.sendall(b"GET /metrics HTTP/1.0\r\nX: ")
         if pace == "drop by drop":
             sent = 0
@@ -275,7 +301,9 @@ def test_a_request_has_an_end(pace: str, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_host_with_many_connections_takes_no_other_hosts() -> None:
     port = Metrics().serve("127.0.0.1", 0)
     with ExitStack() as stack:
-        scraper = stack.enter_context(socket.create_connection(("127.0.0.1", port), 10, ("127.0.0.2", 0)))
+        scraper = stack.enter_context(
+            socket.create_connection(("127.0.0.1", port), 10, ("127.0.0.2", 0))
+        )
         scraper.sendall(b"GET /healthz HTTP/1.0\r\n")
         for _ in range(3 * CONNECTIONS_MOST):
             stack.enter_context(socket.create_connection(("127.0.0.1", port), 10))
@@ -300,7 +328,16 @@ def test_patience_is_three_intervals_as_long_as_somebody_comes() -> None:
 
 @pytest.mark.parametrize(
     ("header", "patience_s"),
-    [("5", 15), ("0.5", 1.5), ("", 0), ("often", 0), ("-5", 0), ("nan", 0), ("inf", 0), ("1e9", SCRAPE_MOST_S)],
+    [
+        ("5", 15),
+        ("0.5", 1.5),
+        ("", 0),
+        ("often", 0),
+        ("-5", 0),
+        ("nan", 0),
+        ("inf", 0),
+        ("1e9", SCRAPE_MOST_S),
+    ],
 )
 def test_one_request_is_enough_if_it_states_its_interval(header: str, patience_s: float) -> None:
     looks = Scrapes(Hand())
@@ -310,7 +347,9 @@ def test_one_request_is_enough_if_it_states_its_interval(header: str, patience_s
 
 @in_real_time
 async def test_the_end_waits_until_the_empty_list_was_fetched_once() -> None:
-    """One earlier request for the targets, by a Prometheus that asks every 20 s, is enough to be waited for."""
+    """One earlier request for the targets, by a Prometheus that asks every 20 s, is enough to be
+    waited for.
+    """
     metrics = Metrics()
     metrics.serve_targets(lambda asked: [{"targets": ["10.0.0.1:9464"], "labels": {}}])
     ask = partial(get, metrics, "/sd", **{"X-Prometheus-Refresh-Interval-Seconds": "20"})
@@ -356,7 +395,9 @@ def test_a_process_is_counted_with_those_it_started_and_never_goes_back(tmp_path
     process("41", 50, children="42 43 ")
     process("42", 8)  # 43 has just ended
     (tmp_path / "stat").write_text("cpu  100 0 50 1000 5 0 1 0 0 0\ncpu0 1 2 3\n")
-    (tmp_path / "meminfo").write_text("MemTotal:        1000 kB\nMemFree:  1 kB\nMemAvailable:     400 kB\n")
+    (tmp_path / "meminfo").write_text(
+        "MemTotal:        1000 kB\nMemFree:  1 kB\nMemAvailable:     400 kB\n"
+    )
     zone = tmp_path / "class" / "thermal" / "thermal_zone0"
     zone.mkdir(parents=True)
     (zone / "type").write_text("cpu-thermal\n")
@@ -366,14 +407,16 @@ def test_a_process_is_counted_with_those_it_started_and_never_goes_back(tmp_path
     tick = machine.os.sysconf("SC_CLK_TCK")
     lines = {line.partition("{")[0].partition(" ")[0]: line for line in scrape(metrics)}
     assert float(lines["fedstrata_process_cpu_seconds_total"].split()[1]) == 158 / tick
-    assert float(lines["fedstrata_process_resident_bytes"].split()[1]) == 3 * 7 * machine.os.sysconf("SC_PAGE_SIZE")
+    assert float(
+        lines["fedstrata_process_resident_bytes"].split()[1]
+    ) == 3 * 7 * machine.os.sysconf("SC_PAGE_SIZE")
     assert lines["fedstrata_host_memory_available_bytes"].endswith(" 409600.0")
     assert 'sensor="cpu-thermal"' in lines["fedstrata_host_temperature_celsius"]
     assert lines["fedstrata_host_temperature_celsius"].endswith(" 48.312")
     process("42", 0)
-    assert [line for line in scrape(metrics) if line.startswith("fedstrata_process_cpu_seconds_total")] == [
-        lines["fedstrata_process_cpu_seconds_total"]
-    ]
+    assert [
+        line for line in scrape(metrics) if line.startswith("fedstrata_process_cpu_seconds_total")
+    ] == [lines["fedstrata_process_cpu_seconds_total"]]
 
 
 def filling(**values: int) -> Callable[..., int]:

@@ -40,24 +40,36 @@ def convex(draw: st.DrawFn, count: int) -> list[float]:
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[Floats, list[list[float]]]:
     models_KF = draw(MODELS)
-    return models_KF, draw(st.lists(convex(models_KF.shape[0]), min_size=1, max_size=models_KF.shape[0]))
+    return models_KF, draw(
+        st.lists(convex(models_KF.shape[0]), min_size=1, max_size=models_KF.shape[0])
+    )
 
 
 def mix(mixtures: Sequence[Mixture], models_KF: Floats, *, out: Floats) -> None:
     """Mix models that are nothing but parameters."""
     layout, rows = layout_of(models_KF.shape[1], 0, 0), list(out.view(np.uint8))
-    mixing.apply(whole(layout, mixtures), models_KF.view(np.uint8), layout=layout, out=rows[: len(mixtures)])
+    mixing.apply(
+        whole(layout, mixtures), models_KF.view(np.uint8), layout=layout, out=rows[: len(mixtures)]
+    )
 
 
 def layout_of(parameters: int, buffers: int, counters: int) -> ModelLayout:
-    sections = [(Section.PARAMETER, parameters), (Section.BUFFER, buffers), (Section.COUNTER, counters)]
-    return ModelLayout.build([(f"m.{section}", (width,), section) for section, width in sections if width])
+    sections = [
+        (Section.PARAMETER, parameters),
+        (Section.BUFFER, buffers),
+        (Section.COUNTER, counters),
+    ]
+    return ModelLayout.build(
+        [(f"m.{section}", (width,), section) for section, width in sections if width]
+    )
 
 
 def twin(weights: Sequence[float], models_KF: Floats) -> list[float]:
     """Return the weighted sum of each column, computed exactly and rounded once."""
     return [
-        float(sum(Fraction(w) * Fraction(float(x)) for w, x in zip(weights, column, strict=True) if w))
+        float(
+            sum(Fraction(w) * Fraction(float(x)) for w, x in zip(weights, column, strict=True) if w)
+        )
         for column in models_KF.T
     ]
 
@@ -77,7 +89,9 @@ def test_mixing_is_the_plain_sum(problem: tuple[Floats, list[list[float]]]) -> N
     mix([Mixture.of(row) for row in weights], models_KF, out=out)
     assert np.array_equal(models_KF, before)
     for mixed, row in zip(out, weights, strict=True):
-        np.testing.assert_allclose(mixed, twin(row, models_KF), rtol=0, atol=1e-6 * scale_of(models_KF))
+        np.testing.assert_allclose(
+            mixed, twin(row, models_KF), rtol=0, atol=1e-6 * scale_of(models_KF)
+        )
 
 
 @given(problem=problems())
@@ -131,7 +145,9 @@ def test_a_zero_weight_keeps_a_diverged_model_out(poison: float) -> None:
 
 
 def test_sums_run_in_row_order() -> None:
-    """The same numbers in the same rows give the same bits, whatever else is mixed in the same call."""
+    """The same numbers in the same rows give the same bits, whatever else is mixed in the same
+    call.
+    """
     models_KF = (np.random.default_rng(3).normal(size=(9, 1000)) * 1e3).astype(np.float32)
     weights = np.random.default_rng(4).dirichlet(np.ones(9))
     expected = np.zeros(1000)
@@ -139,7 +155,11 @@ def test_sums_run_in_row_order() -> None:
         expected += models_KF[k].astype(np.float64) * weights[k]
     alone, together = np.empty((1, 1000), np.float32), np.empty((3, 1000), np.float32)
     mix([Mixture.of(weights)], models_KF, out=alone)
-    mix([Mixture.of([1.0] + [0.0] * 8), Mixture.of(weights), Mixture.of(weights)], models_KF, out=together)
+    mix(
+        [Mixture.of([1.0] + [0.0] * 8), Mixture.of(weights), Mixture.of(weights)],
+        models_KF,
+        out=together,
+    )
     assert alone.tobytes() == expected.astype(np.float32).tobytes()
     assert together[1].tobytes() == together[2].tobytes() == alone.tobytes()
 
@@ -161,19 +181,31 @@ def test_a_mixture_keeps_what_counts() -> None:
 # Rows with counters
 
 
-@pytest.mark.parametrize(("parameters", "buffers", "counters"), [(3, 2, 2), (4, 0, 1), (5, 1, 0), (1, 0, 3)])
+@pytest.mark.parametrize(
+    ("parameters", "buffers", "counters"), [(3, 2, 2), (4, 0, 1), (5, 1, 0), (1, 0, 3)]
+)
 @pytest.mark.parametrize("place", ["apart", "in place"])
-def test_counters_come_from_the_heaviest_row(parameters: int, buffers: int, counters: int, place: str) -> None:
+def test_counters_come_from_the_heaviest_row(
+    parameters: int, buffers: int, counters: int, place: str
+) -> None:
     layout = layout_of(parameters, buffers, counters)
     rows_K = np.zeros((3, layout.row_bytes), np.uint8)
     for k, row in enumerate(rows_K):
         layout.floats(row)[:] = k + 1
         layout.integers(row)[:] = 10**15 + k
-    mixtures = [Mixture.of([0.2, 0.5, 0.3]), Mixture.of([0.5, 0.0, 0.5]), Mixture.of([0.0, 1.0, 0.0])]
+    mixtures = [
+        Mixture.of([0.2, 0.5, 0.3]),
+        Mixture.of([0.5, 0.0, 0.5]),
+        Mixture.of([0.0, 1.0, 0.0]),
+    ]
     out = rows_K if place == "in place" else np.zeros_like(rows_K)
     mixing.apply(whole(layout, mixtures), rows_K, layout=layout, out=out)
-    assert [layout.integers(row).tolist() for row in out] == [[10**15 + k] * counters for k in (1, 0, 1)]
-    np.testing.assert_allclose(layout.floats(out), np.repeat([[2.1], [2.0], [2.0]], layout.columns, 1), rtol=1e-6)
+    assert [layout.integers(row).tolist() for row in out] == [
+        [10**15 + k] * counters for k in (1, 0, 1)
+    ]
+    np.testing.assert_allclose(
+        layout.floats(out), np.repeat([[2.1], [2.0], [2.0]], layout.columns, 1), rtol=1e-6
+    )
 
 
 # Plans of parts
@@ -189,7 +221,10 @@ def test_each_part_is_mixed_by_its_own_weights(seed: int, place: str) -> None:
         layout.integers(row)[:] = [k, 10 + k, 20 + k]
     before = rows_K.copy()
     weights = [random.dirichlet(np.ones(3), 3) for _ in range(2)]
-    cuts = [((slice(0, 4), slice(7, 11)), (slice(1, 3),)), ((slice(4, 7), slice(11, 13)), (slice(0, 1),))]
+    cuts = [
+        ((slice(0, 4), slice(7, 11)), (slice(1, 3),)),
+        ((slice(4, 7), slice(11, 13)), (slice(0, 1),)),
+    ]
     plan = [
         MixedColumns(tuple(map(Mixture.of, own)), columns, counters)
         for own, (columns, counters) in zip(weights, cuts, strict=True)
@@ -203,7 +238,10 @@ def test_each_part_is_mixed_by_its_own_weights(seed: int, place: str) -> None:
         for row, weights_K in zip(out, own_KK, strict=True):
             source = before[int(np.argmax(weights_K))]
             for counters_ in counters:
-                assert layout.integers(row)[counters_].tolist() == layout.integers(source)[counters_].tolist()
+                assert (
+                    layout.integers(row)[counters_].tolist()
+                    == layout.integers(source)[counters_].tolist()
+                )
 
 
 def test_what_was_read_is_released_as_it_goes() -> None:
@@ -211,8 +249,12 @@ def test_what_was_read_is_released_as_it_goes() -> None:
     layout = layout_of(columns, 0, 0)
     rows_K = np.zeros((2, layout.row_bytes), np.uint8)
     plan = whole(layout, [Mixture.of([0.5, 0.5])])
-    mixing.apply(plan, rows_K, layout=layout, out=[layout.empty()], release=lambda: calls.append("mix"))
-    Gram.of(list(layout.floats(rows_K)), layout.floats(rows_K)[0], release=lambda: calls.append("gram"))
+    mixing.apply(
+        plan, rows_K, layout=layout, out=[layout.empty()], release=lambda: calls.append("mix")
+    )
+    Gram.of(
+        list(layout.floats(rows_K)), layout.floats(rows_K)[0], release=lambda: calls.append("gram")
+    )
     assert calls.count("mix") >= 5 and calls.count("gram") >= 2 and calls[-1] == "gram"
 
 
@@ -253,7 +295,9 @@ def test_recentred_rows_keep_their_offsets(count: int, seed: int) -> None:
     after = layout.floats(rows_K[:count])
     expected = layout.floats(received) + before - before.mean(axis=0)
     np.testing.assert_allclose(after[:, :20], expected[:, :20], rtol=0, atol=1e-6)
-    assert np.array_equal(after[:, 20:], np.repeat(layout.floats(received)[None, 20:], count, axis=0))
+    assert np.array_equal(
+        after[:, 20:], np.repeat(layout.floats(received)[None, 20:], count, axis=0)
+    )
     assert all(layout.integers(row).tolist() == [count, count] for row in rows_K)
 
 
@@ -277,14 +321,19 @@ def test_equal_rows_become_the_received_model_exactly(count: int, scale: float) 
 def test_gram_is_brute_force(models_KD: Floats, seed: int) -> None:
     reference_D = np.random.default_rng(seed).normal(size=models_KD.shape[1]).astype(np.float32)
     offset_KD = models_KD.astype(np.float64) - reference_D
-    expected = [[sum(a * b for a, b in zip(x, y, strict=True)) for y in offset_KD] for x in offset_KD]
+    expected = [
+        [sum(a * b for a, b in zip(x, y, strict=True)) for y in offset_KD] for x in offset_KD
+    ]
     products_KK = Gram.of(list(models_KD), reference_D).offsets_KK
     assert products_KK.dtype == np.float64
-    np.testing.assert_allclose(products_KK, expected, rtol=1e-12, atol=1e-12 * max(1.0, float(np.abs(expected).max())))
+    np.testing.assert_allclose(
+        products_KK, expected, rtol=1e-12, atol=1e-12 * max(1.0, float(np.abs(expected).max()))
+    )
 
 
 def brute_distances(models_KD: Floats, weights_K: npt.NDArray[np.float64]) -> list[float]:
-    exact = models_KD.astype(np.longdouble) - models_KD[0]  # so that weights that sum to almost 1 do no harm
+    # so that weights that sum to almost 1 do no harm
+    exact = models_KD.astype(np.longdouble) - models_KD[0]
     return [float(np.sqrt(((row - weights_K @ exact) ** 2).sum())) for row in exact]
 
 
@@ -296,7 +345,9 @@ def test_distances_are_brute_force(models_KD: Floats, data: st.DataObject) -> No
     products = Gram.of(list(models_KD), models_KD[0])
     largest = float(np.abs(products.offsets_KK).max())
     found = products.distances(weights_K)
-    np.testing.assert_allclose(found**2, np.square(expected), rtol=1e-9, atol=1e-13 * max(largest, 1e-30))
+    np.testing.assert_allclose(
+        found**2, np.square(expected), rtol=1e-9, atol=1e-13 * max(largest, 1e-30)
+    )
 
 
 @pytest.mark.parametrize("size", [1.0, 1e3, 1e6])
@@ -315,13 +366,16 @@ def test_equal_models_have_no_distance() -> None:
     models_KD = np.tile(np.random.default_rng(8).normal(size=1000).astype(np.float32) * 1e5, (3, 1))
     weights_K = np.array([0.2, 0.3, 0.5])
     assert Gram.of(list(models_KD), models_KD[0]).distances(weights_K).tolist() == [0, 0, 0]
-    reference = np.zeros(1000, np.float32)  # rounding may not turn into the root of a negative number
+    # rounding may not turn into the root of a negative number
+    reference = np.zeros(1000, np.float32)
     assert np.isfinite(Gram.of(list(models_KD), reference).distances(weights_K)).all()
 
 
 @given(
     models_KD=hnp.arrays(
-        np.float32, st.tuples(st.integers(1, 6), st.integers(1, 7)), elements=st.floats(-9, 9, width=32)
+        np.float32,
+        st.tuples(st.integers(1, 6), st.integers(1, 7)),
+        elements=st.floats(-9, 9, width=32),
     ),
     seed=st.integers(0, 100),
 )
@@ -329,15 +383,22 @@ def test_inner_products_come_back_whatever_the_reference(models_KD: Floats, seed
     exact = models_KD.astype(np.float64)
     norms = np.sqrt((exact**2).sum(axis=1))
     references = [np.zeros(models_KD.shape[1], np.float32), models_KD[0]]
-    references.append(np.random.default_rng(seed).normal(size=models_KD.shape[1]).astype(np.float32))
+    references.append(
+        np.random.default_rng(seed).normal(size=models_KD.shape[1]).astype(np.float32)
+    )
     for reference_D in references:
         products = Gram.of(list(models_KD), reference_D)
         np.testing.assert_allclose(products.products_KK, exact @ exact.T, rtol=1e-12, atol=1e-10)
         np.testing.assert_allclose(products.norms_K, norms, rtol=1e-6, atol=1e-5)
         if norms.min() > 1e-2:
-            np.testing.assert_allclose(products.cosines_KK(), exact @ exact.T / np.outer(norms, norms), atol=1e-7)
             np.testing.assert_allclose(
-                products.ratios_KK(), exact @ exact.T / (norms[:, None] + norms[None]), rtol=1e-7, atol=1e-7
+                products.cosines_KK(), exact @ exact.T / np.outer(norms, norms), atol=1e-7
+            )
+            np.testing.assert_allclose(
+                products.ratios_KK(),
+                exact @ exact.T / (norms[:, None] + norms[None]),
+                rtol=1e-7,
+                atol=1e-7,
             )
         assert (np.abs(products.cosines_KK()) <= 1).all()
 
@@ -369,7 +430,9 @@ def test_spread_is_that_of_the_mixed_rows(count: int, seed: int) -> None:
     mean_D = mixed_KD.mean(axis=0)
     expected = ((mixed_KD - mean_D) ** 2).sum(axis=1).mean() / (mean_D**2).sum()
     for reference_D in (models_KD[0], np.zeros(30, np.float32)):
-        assert Gram.of(list(models_KD), reference_D).spread(mixing_KK) == pytest.approx(expected, rel=1e-6, abs=1e-12)
+        assert Gram.of(list(models_KD), reference_D).spread(mixing_KK) == pytest.approx(
+            expected, rel=1e-6, abs=1e-12
+        )
     assert Gram.of([np.zeros(3, np.float32)], np.zeros(3, np.float32)).spread(np.eye(1)) == 0.0
 
 
@@ -395,7 +458,9 @@ def test_platos_distance_sums_the_tensors_norms() -> None:
 # FedAvg
 
 
-@given(samples=st.lists(st.integers(0, 10**6) | st.integers(2**62, 2**63 - 1), min_size=1, max_size=20))
+@given(
+    samples=st.lists(st.integers(0, 10**6) | st.integers(2**62, 2**63 - 1), min_size=1, max_size=20)
+)
 def test_uploads_weigh_by_samples_or_alike(samples: list[int]) -> None:
     """Alike also if there is no sample at all: 0 / 0 would be NaN in every weight of the new model."""
     total, count = sum(samples), len(samples)
@@ -411,7 +476,9 @@ def test_uploads_weigh_by_samples_or_alike(samples: list[int]) -> None:
     sizes=st.lists(st.lists(st.integers(1, 1000), min_size=1, max_size=5), min_size=1, max_size=5),
     seed=st.integers(0, 1000),
 )
-def test_the_mean_of_the_institutions_means_is_the_mean_of_all_devices(sizes: list[list[int]], seed: int) -> None:
+def test_the_mean_of_the_institutions_means_is_the_mean_of_all_devices(
+    sizes: list[list[int]], seed: int
+) -> None:
     samples = [count for institution in sizes for count in institution]
     layout = layout_of(50, 6, 1)
     generator = np.random.default_rng(seed)
@@ -428,4 +495,6 @@ def test_the_mean_of_the_institutions_means_is_the_mean_of_all_devices(sizes: li
     parts = np.split(rows, ends[:-1])
     above = np.stack([mean(part, counts) for part, counts in zip(parts, sizes, strict=True)])
     tiered = mean(above, [sum(counts) for counts in sizes])
-    np.testing.assert_allclose(layout.floats(tiered), layout.floats(mean(rows, samples)), rtol=0, atol=1e-6)
+    np.testing.assert_allclose(
+        layout.floats(tiered), layout.floats(mean(rows, samples)), rtol=0, atol=1e-6
+    )

@@ -1,4 +1,6 @@
-"""Models: their shapes, their initial weights, the way of their state into a row and back, and their neurons."""
+"""Models: their shapes, their initial weights, the way of their state into a row and back, and
+their neurons.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def row_of(module: nn.Module) -> tuple[ModelLayout, Row]:
 @pytest.mark.parametrize("name", USUAL)
 def test_entries_come_back_in_torchs_order(name: str) -> None:
     module = built(name, 1)
-    assert [entry.name for entry in models.layout_of(module).in_state_order] == list(module.state_dict())
+    assert [entry.name for entry in models.layout_of(module).in_state_order] == list(
+        module.state_dict()
+    )
 
 
 SIZES = [
@@ -82,7 +86,9 @@ SMALL = {name: inputs for name, inputs, *_ in SIZES if name != "vgg16"}
 
 
 @pytest.mark.parametrize(("name", "inputs", "parameters", "entries", "row_bytes"), SIZES)
-def test_size(name: str, inputs: Inputs, parameters: int, entries: int, row_bytes: int | None) -> None:
+def test_size(
+    name: str, inputs: Inputs, parameters: int, entries: int, row_bytes: int | None
+) -> None:
     with torch.device("meta"):
         module = ARCHITECTURES[name](inputs)
     layout = models.layout_of(module)
@@ -103,12 +109,16 @@ def test_gives_logits_from_weights_that_the_seed_gives(name: str, inputs: Inputs
 
 
 def test_a_model_is_built_without_sympy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch.fx.experimental.symbolic_shapes", None)  # torch's one way to sympy
+    # torch's one way to sympy
+    monkeypatch.setitem(sys.modules, "torch.fx.experimental.symbolic_shapes", None)
     models.build("cnn_digits", 1, inputs=Inputs((1, 8, 8), 10))
 
 
 def test_existing_models_keep_their_first_weights() -> None:
-    digests = {name: hashlib.blake2b(row_of(built(name, 1))[1], digest_size=8).hexdigest() for name in USUAL}
+    digests = {
+        name: hashlib.blake2b(row_of(built(name, 1))[1], digest_size=8).hexdigest()
+        for name in USUAL
+    }
     assert digests == {
         "mlp_digits": "11dd196a5641b345",
         "cnn_digits": "208d5a4ad203e8ae",
@@ -118,9 +128,13 @@ def test_existing_models_keep_their_first_weights() -> None:
 
 
 def test_a_model_that_does_not_take_the_data() -> None:
-    with pytest.raises(InvalidExperiment, match=r"lenet5.*images of \[1, 8, 8\].*mlp_digits or cnn_digits"):
+    with pytest.raises(
+        InvalidExperiment, match=r"lenet5.*images of \[1, 8, 8\].*mlp_digits or cnn_digits"
+    ):
         models.build("lenet5", 1, inputs=DIGITS)
-    with pytest.raises(InvalidExperiment, match=r"lenet5.*rows of 80 tokens.*char_lstm or sent_lstm"):
+    with pytest.raises(
+        InvalidExperiment, match=r"lenet5.*rows of 80 tokens.*char_lstm or sent_lstm"
+    ):
         models.build("lenet5", 1, inputs=Inputs((80,), 80, tokens=80))
     with pytest.raises(InvalidExperiment, match=r"char_lstm.*cnn_fedavg"):
         models.build("char_lstm", 1, inputs=COLOUR)
@@ -161,7 +175,11 @@ def test_shortcut_a_has_no_parameter_and_passes_the_image_through() -> None:
     x = torch.rand(1, 16, 32, 32)
     passed = block.get_submodule("shortcut")(x)
     assert not list(block.get_submodule("shortcut").parameters())
-    assert torch.equal(passed[:, 8:24], x[:, :, ::2, ::2]) and not passed[:, :8].any() and not passed[:, 24:].any()
+    assert (
+        torch.equal(passed[:, 8:24], x[:, :, ::2, ::2])
+        and not passed[:, :8].any()
+        and not passed[:, 24:].any()
+    )
 
 
 def test_recurrent_nets_read_the_last_step_of_both_layers() -> None:
@@ -170,7 +188,9 @@ def test_recurrent_nets_read_the_last_step_of_both_layers() -> None:
     other = rows.clone()
     other[0, 0] = (other[0, 0] + 1) % 80
     with torch.no_grad():
-        assert not torch.equal(module(rows)[0], module(other)[0]) and torch.allclose(module(rows)[1], module(other)[1])
+        assert not torch.equal(module(rows)[0], module(other)[0]) and torch.allclose(
+            module(rows)[1], module(other)[1]
+        )
 
 
 def test_dropout_draws_from_its_own_generator() -> None:
@@ -258,11 +278,22 @@ def test_rows_of_a_module_on_a_gpu() -> None:
 
 # Permutations
 
-# The number of groups: layers but the last; of residual nets one for each stage, and the inner ones of their blocks.
+# The number of groups: layers but the last; of residual nets one for each stage, and the inner ones
+# of their blocks.
 GROUPS = {
-    "mlp_digits": 1, "cnn_digits": 2, "lenet5": 4, "lenet_cifar": 4, "cnn_femnist": 3, "resnet20": 9, "resnet20_b": 12,
-    "resnet20_preact": 16, "resnet18_cifar": 12, "vgg16_bn": 15, "char_lstm": 2, "sent_lstm": 3,
-}  # fmt: skip
+    "mlp_digits": 1,
+    "cnn_digits": 2,
+    "lenet5": 4,
+    "lenet_cifar": 4,
+    "cnn_femnist": 3,
+    "resnet20": 9,
+    "resnet20_b": 12,
+    "resnet20_preact": 16,
+    "resnet18_cifar": 12,
+    "vgg16_bn": 15,
+    "char_lstm": 2,
+    "sent_lstm": 3,
+}
 
 
 def normed(name: str, seed: int, inputs: Inputs, *, projection: int = 0) -> nn.Module:
@@ -280,7 +311,9 @@ def normed(name: str, seed: int, inputs: Inputs, *, projection: int = 0) -> nn.M
 @pytest.mark.parametrize(
     ("name", "inputs"),
     [
-        pytest.param(name, inputs, marks=[pytest.mark.slow] if name.startswith(("vgg", "resnet18")) else [])
+        pytest.param(
+            name, inputs, marks=[pytest.mark.slow] if name.startswith(("vgg", "resnet18")) else []
+        )
         for name, inputs in SMALL.items()
     ],
 )
@@ -299,4 +332,5 @@ def test_a_permuted_model_computes_the_same(name: str, inputs: Inputs, projectio
     models.read_row(module, layout, row)
     with torch.no_grad():
         torch.testing.assert_close(module(batch), wanted, rtol=1e-3, atol=1e-4)
-    assert np.array_equal(row, before) == (not groups) and float(wanted.std(0).max()) > 1e-4  # the inputs matter
+    # the inputs matter
+    assert np.array_equal(row, before) == (not groups) and float(wanted.std(0).max()) > 1e-4

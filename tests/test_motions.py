@@ -58,13 +58,21 @@ def test_recordings_become_windows_of_their_people(tmp_path: Path) -> None:
     parts = builtin.read_motions(tmp_path)
     ends = [int(0.8 * length) for length in LENGTHS]
     counts = [(end - 128) // 64 + 1 for end in ends]
-    left = [max(0, (length - end - 128) // 64 + 1) for length, end in zip(LENGTHS, ends, strict=True)]
-    assert parts.train.shape == (sum(counts), 6, 1, 128) and parts.test.shape == (sum(left), 6, 1, 128)
+    left = [
+        max(0, (length - end - 128) // 64 + 1) for length, end in zip(LENGTHS, ends, strict=True)
+    ]
+    assert parts.train.shape == (sum(counts), 6, 1, 128) and parts.test.shape == (
+        sum(left),
+        6,
+        1,
+        128,
+    )
     assert parts.users == ("02", "07", "10") and parts.owners is not None
     assert parts.owners.tolist() == np.repeat([2, 0, 1, 2, 0, 1], counts).tolist()
     assert parts.train_labels.tolist() == np.repeat([0, 1, 2, 6, 1, 0], counts).tolist()
     first = content()["X"][0].astype(np.float32)
-    np.testing.assert_array_equal(parts.train[1, :, 0], first[64:192].T)  # the second window begins in mid of the first
+    # the second window begins in mid of the first
+    np.testing.assert_array_equal(parts.train[1, :, 0], first[64:192].T)
     np.testing.assert_array_equal(parts.test[0, :, 0], first[ends[0] : ends[0] + 128].T)
 
 
@@ -90,8 +98,12 @@ def test_another_file_is_refused(tmp_path: Path, found: Any, problem: str) -> No
         builtin.read_motions(tmp_path)
 
 
-def test_the_file_of_the_installed_package_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InvalidExperiment, match=r"watch_dataset.npy. To fetch them: pip install seglearn"):
+def test_the_file_of_the_installed_package_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(
+        InvalidExperiment, match=r"watch_dataset.npy. To fetch them: pip install seglearn"
+    ):
         builtin.read_motions(tmp_path)
     path = save(tmp_path, content())
     package = tmp_path / "seglearn"

@@ -1,4 +1,6 @@
-"""A device that has moved is neither lost nor in two places: in the metrics, the events, the status and the view."""
+"""A device that has moved is neither lost nor in two places: in the metrics, the events, the status
+and the view.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def test_a_move_is_a_state_of_its_own() -> None:
 
     def observe(lab: ScenarioLab) -> None:
         for node in ("institution-0", "institution-1"):
-            (parent,) = (each for each in endpoints(lab, node, last=True) if isinstance(each, ParentEndpoint))
+            (parent,) = (
+                each for each in endpoints(lab, node, last=True) if isinstance(each, ParentEndpoint)
+            )
             session = parent.session
             found[node] = {
                 "states": session.coordinator.states(),
@@ -36,7 +40,9 @@ def test_a_move_is_a_state_of_its_own() -> None:
                 "missing": session.readiness(lab.now()).missing,
             }
             metrics = Metrics()
-            export_parent(metrics, parent, NodeLabels("institution", node, parent="cloud"), tier="lan")
+            export_parent(
+                metrics, parent, NodeLabels("institution", node, parent="cloud"), tier="lan"
+            )
             found[node]["text"] = generate_latest(metrics._registry).decode()
 
     async def look(lab: ScenarioLab) -> None:
@@ -46,11 +52,22 @@ def test_a_move_is_a_state_of_its_own() -> None:
     outcome = ScenarioLab(parse(moving(AWAY)), seed=1, model_bytes=10_000, scenario=look).run()
     assert outcome.ok, outcome.result
     assert found["institution-1"]["states"]["device-4"] == "moved" and "moved" in STATES
-    assert "device-4" not in found["institution-1"]["listed"] and "device-4" in found["institution-0"]["listed"]
+    assert (
+        "device-4" not in found["institution-1"]["listed"]
+        and "device-4" in found["institution-0"]["listed"]
+    )
     assert found["institution-1"]["missing"] == {"device-4": "moved to institution-0"}
     assert found["institution-0"]["states"]["device-4"] == "ready"
-    up = [line for line in found["institution-1"]["text"].splitlines() if line.startswith("fedstrata_child_up{")]
-    assert len(up) == 2 and not any("device-4" in line for line in up) and all(line.endswith(" 1.0") for line in up)
+    up = [
+        line
+        for line in found["institution-1"]["text"].splitlines()
+        if line.startswith("fedstrata_child_up{")
+    ]
+    assert (
+        len(up) == 2
+        and not any("device-4" in line for line in up)
+        and all(line.endswith(" 1.0") for line in up)
+    )
 
 
 def entry(name: str, state: NodeState = NodeState.READY) -> ChildStatus:
@@ -88,10 +105,14 @@ def test_a_record_moves_no_node_where_it_cannot_be() -> None:
 
 
 def test_visitors_take_turns_in_the_view() -> None:
-    """Institution-0 has three children and two places; a visitor that left makes room for the next one."""
+    """Institution-0 has three children and two places; a visitor that left makes room for the next
+    one.
+    """
     lab = watched()
     for number in range(10, 20):
-        lab.take("institution-0", record(float(number), "device-0", f"device-{number}"), float(number))
+        lab.take(
+            "institution-0", record(float(number), "device-0", f"device-{number}"), float(number)
+        )
         assert f"device-{number}" in lab.nodes["institution-0"].children
     assert len(lab.nodes["institution-0"].children) == 4
     assert len(lab.nodes) == 1 + 2 + 6 + 1

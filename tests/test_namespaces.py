@@ -1,4 +1,6 @@
-"""Labs in network namespaces: who is where, what the kernel gets, that it keeps to it, and that nothing stays."""
+"""Labs in network namespaces: who is where, what the kernel gets, that it keeps to it, and that
+nothing stays.
+"""
 
 from __future__ import annotations
 
@@ -40,19 +42,27 @@ def experiments(draw: st.DrawFn) -> Experiment:
     devices = draw(st.integers(institutions, 40))
     topology = {"institutions": institutions, "devices": devices}
     rate = st.none() | st.floats(0.05, 1e4)
-    link = st.fixed_dictionaries({"up_mbit": rate, "down_mbit": rate, "delay_ms": st.floats(0, 500)})
+    link = st.fixed_dictionaries(
+        {"up_mbit": rate, "down_mbit": rate, "delay_ms": st.floats(0, 500)}
+    )
     single = draw(st.dictionaries(st.sampled_from([f"device-{i}" for i in range(devices)]), link))
-    return parse({"topology": topology, "links": {"wan": draw(link), "lan": draw(link), "of": single}})
+    return parse(
+        {"topology": topology, "links": {"wan": draw(link), "lan": draw(link), "of": single}}
+    )
 
 
 @given(experiments())
-def test_every_node_but_the_cloud_has_a_wire_and_addresses_of_its_own(experiment: Experiment) -> None:
+def test_every_node_but_the_cloud_has_a_wire_and_addresses_of_its_own(
+    experiment: Experiment,
+) -> None:
     plan = lay_out(experiment)
     children = experiment.tree.aggregators
     homes = {device: experiment.tree.parent(device) for device in experiment.tree.devices}
     assert set(plan.wires) == {*children, *homes}
     assert set(plan.hosts) == {CLOUD, *children, *plan.groups}
-    assert list(plan.groups.values()) == [tuple(experiment.tree.children[name]) for name in children]
+    assert list(plan.groups.values()) == [
+        tuple(experiment.tree.children[name]) for name in children
+    ]
     for child, wire in plan.wires.items():
         assert wire.child == child
         link = experiment.link(child)
@@ -64,7 +74,10 @@ def test_every_node_but_the_cloud_has_a_wire_and_addresses_of_its_own(experiment
             assert wire.parent_host == homes[child]
             assert child in plan.groups[wire.child_host]
         pair = IPv4Network(f"{wire.parent_address}/31")
-        assert {*pair.hosts()} == {IPv4Address(wire.parent_address), IPv4Address(wire.child_address)}
+        assert {*pair.hosts()} == {
+            IPv4Address(wire.parent_address),
+            IPv4Address(wire.child_address),
+        }
     addresses = [a for w in plan.wires.values() for a in (w.parent_address, w.child_address)]
     assert len(set(addresses)) == len(addresses)
     assert all(IPv4Address(address).is_private for address in addresses)
@@ -78,7 +91,9 @@ def test_cores_are_shared_out_among_processes(cores: int, processes: int) -> Non
 
 
 @given(experiments(), st.booleans())
-def test_links_are_left_to_the_kernel_with_or_without_their_delays(experiment: Experiment, delays: bool) -> None:
+def test_links_are_left_to_the_kernel_with_or_without_their_delays(
+    experiment: Experiment, delays: bool
+) -> None:
     left = by_kernel(experiment, delays=delays)
     assert left.links.enforce == "kernel"
     assert parse(left.to_json()) == left
@@ -92,7 +107,9 @@ def test_links_are_left_to_the_kernel_with_or_without_their_delays(experiment: E
 
 
 @given(st.floats(0.05, 1e4), st.floats(0.0, 500.0))
-def test_a_rate_is_reported_to_the_bit_with_a_small_bucket_and_a_larger_queue(mbit: float, delay_ms: float) -> None:
+def test_a_rate_is_reported_to_the_bit_with_a_small_bucket_and_a_larger_queue(
+    mbit: float, delay_ms: float
+) -> None:
     first, *rest = shaping("up0", mbit=mbit, delay_ms=delay_ms)
     words = first.split()
     reported = dict(pairwise(words))
@@ -101,13 +118,15 @@ def test_a_rate_is_reported_to_the_bit_with_a_small_bucket_and_a_larger_queue(mb
     assert reported["rate"] == f"{round(mbit * 1e6)}bit"
     burst, limit = int(reported["burst"]), int(reported["limit"])
     assert burst >= 2 * FRAME_BYTES
-    assert burst * 8 <= max(2 * FRAME_BYTES * 8, 0.02 * mbit * 1e6) * (1 + 1e-9)  # which floats may miss by a bit
+    # which floats may miss by a bit
+    assert burst * 8 <= max(2 * FRAME_BYTES * 8, 0.02 * mbit * 1e6) * (1 + 1e-9)
     assert limit >= burst + 32 * FRAME_BYTES
     assert len(rest) == bool(delay_ms)
     for line in rest:
         assert line.startswith("qdisc add dev up0 parent 1:1 netem delay ")
         packets = int(line.rpartition(" ")[2])
-        assert packets * FRAME_BYTES * 8 > mbit * 1e6 * delay_ms / 1e3  # what is under way is not dropped
+        # what is under way is not dropped
+        assert packets * FRAME_BYTES * 8 > mbit * 1e6 * delay_ms / 1e3
 
 
 def test_an_unlimited_link_is_delayed_alone() -> None:
@@ -125,15 +144,22 @@ def test_a_lab_on_one_machine_has_no_links_for_the_kernel(tmp_path: Path) -> Non
 
 
 def qdiscs(space: Namespace) -> dict[str, dict[str, Any]]:
-    """Return the shapers of a namespace by interface, as tc reports them; rates in bytes per second."""
+    """Return the shapers of a namespace by interface, as tc reports them; rates in bytes per
+    second.
+    """
     with space.entered():
-        reported = subprocess.run(["tc", "-json", "qdisc", "show"], capture_output=True, check=True).stdout
+        reported = subprocess.run(
+            ["tc", "-json", "qdisc", "show"], capture_output=True, check=True
+        ).stdout
     return {each["dev"]: each["options"] for each in json.loads(reported) if each["kind"] == "tbf"}
 
 
 @in_namespaces
 def test_both_ends_keep_the_rates_that_were_wanted() -> None:
-    wires = (VethPair(0, "slow", "above", "below", up_mbit=1.0, down_mbit=10.0), VethPair(1, "free", "above", "below"))
+    wires = (
+        VethPair(0, "slow", "above", "below", up_mbit=1.0, down_mbit=10.0),
+        VethPair(1, "free", "above", "below"),
+    )
     with joined(("above", "below"), wires) as spaces:
         above, below = qdiscs(spaces["above"]), qdiscs(spaces["below"])
     assert {name: options["rate"] for name, options in above.items()} == {"down0": 1_250_000}
@@ -174,7 +200,10 @@ def test_each_device_reaches_its_broker_by_its_own_wire(tmp_path: Path) -> None:
 
     def reach(host: str, broker: str) -> str:
         address, _, port = broker.partition(":")
-        with lab.inside(host), socket.create_connection((address, int(port)), timeout=10) as connection:
+        with (
+            lab.inside(host),
+            socket.create_connection((address, int(port)), timeout=10) as connection,
+        ):
             source: str = connection.getsockname()[0]
         return source
 

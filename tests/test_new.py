@@ -19,7 +19,9 @@ ROOT = Path(__file__).parents[1]
 def made(folder: Path, template: Template) -> None:
     option = [] if template is Template.NET else [f"--{template}"]
     done = invoke("new", str(folder), *option)
-    assert done.exit_code == 0 and done.stdout == f"cd {folder} && fedstrata run lab.toml --direct\n"
+    assert (
+        done.exit_code == 0 and done.stdout == f"cd {folder} && fedstrata run lab.toml --direct\n"
+    )
 
 
 OF_FLOWER = pytest.param(Template.FLOWER, marks=pytest.mark.flower)
@@ -33,7 +35,11 @@ def test_a_new_folder_has_a_run_that_learns(
     made(tmp_path / "mine", template)
     monkeypatch.chdir(tmp_path / "mine")
     found = run("lab.toml", mode="direct", progress=False)
-    assert found.experiment.name == "mine" and found.score is not None and found.score > LEAST[template]
+    assert (
+        found.experiment.name == "mine"
+        and found.score is not None
+        and found.score > LEAST[template]
+    )
     for file in Path().iterdir():
         assert file.is_dir() or "NAME" not in file.read_text(encoding="utf-8")
 
@@ -49,7 +55,9 @@ def test_its_sweep_and_its_test_pass(template: Template, tmp_path: Path) -> None
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
-    runs = [load(path) for path in (tmp_path / "mine" / "runs" / "sweep").iterdir() if path.is_dir()]
+    runs = [
+        load(path) for path in (tmp_path / "mine" / "runs" / "sweep").iterdir() if path.is_dir()
+    ]
     assert len(runs) == 4 and all(each.state == "finished" for each in runs)
 
 

@@ -1,4 +1,6 @@
-"""What devices minimise: against plain PyTorch loops, in-process and vmapped, in labs; the heads of models."""
+"""What devices minimise: against plain PyTorch loops, in-process and vmapped, in labs; the heads of
+models.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,12 @@ from tests.test_models import SIZES
 
 Batches = list[tuple[int, Tensor, Tensor]]
 SMALL = (
-    "topology.institutions=2", "topology.devices=4", "rounds=2", "institution.rounds=2", "training.batch_size=50",
-)  # fmt: skip
+    "topology.institutions=2",
+    "topology.devices=4",
+    "rounds=2",
+    "institution.rounds=2",
+    "training.batch_size=50",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +67,11 @@ def test_the_default_is_cross_entropy() -> None:
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_an_objective_is_known_by_its_name(name: str) -> None:
-    rule = {"institution": {"aggregation": {"name": OBJECTIVES[name].rule}}} if OBJECTIVES[name].rule else {}
+    rule = (
+        {"institution": {"aggregation": {"name": OBJECTIVES[name].rule}}}
+        if OBJECTIVES[name].rule
+        else {}
+    )
     lab = parse({"training": {"objective": {"name": name}}} | rule)
     assert type(lab.training.objective) is OBJECTIVES[name] and parse(lab.to_json()) == lab
     assert isinstance(objective_of(lab.training), Objective)
@@ -73,8 +83,14 @@ def test_an_objective_is_known_by_its_name(name: str) -> None:
     [
         ({"name": "fedprx"}, r"name = 'fedprx': no objective has this name.*mean 'fedprox'\?"),
         ({"name": "x"}, r"name = 'x': .*There are: cross_entropy, .*, feddyn, moon, fedgen\."),
-        ({"mu": 0.1}, r"mu = 0\.1: unknown key.*belongs to fedprox and moon; this is cross_entropy"),
-        ({"name": "fedsam", "mu": 0.1}, r"mu = 0\.1: .*belongs to fedprox and moon; this is fedsam"),
+        (
+            {"mu": 0.1},
+            r"mu = 0\.1: unknown key.*belongs to fedprox and moon; this is cross_entropy",
+        ),
+        (
+            {"name": "fedsam", "mu": 0.1},
+            r"mu = 0\.1: .*belongs to fedprox and moon; this is fedsam",
+        ),
         ({"name": "fedprox", "muu": 0.1}, r"muu = 0\.1: unknown key.*Did you mean 'mu'\?"),
         ({"name": "fedprox", "mu": -0.1}, r"mu = -0\.1: too small. Write 0 or more"),
         ({"name": "fedprox", "mu": float("nan")}, r"mu = nan: .*finite"),
@@ -103,7 +119,9 @@ def some_batches() -> Batches:
     ]
 
 
-def proximal_gradients(module: nn.Module, received: Sequence[Tensor], mu: float, inputs: Tensor, labels: Tensor) -> Any:
+def proximal_gradients(
+    module: nn.Module, received: Sequence[Tensor], mu: float, inputs: Tensor, labels: Tensor
+) -> Any:
     """Write the gradients of the whole loss, by autograd; return the cross-entropy."""
     loss = functional.cross_entropy(module(inputs), labels)
     pairs = zip(module.parameters(), received, strict=True)
@@ -131,9 +149,15 @@ def sharpness_aware_gradients(
 def stepped(module: nn.Module, training: TrainingSettings) -> Tensor:
     """Train a module on the batches; return the sum of the last epoch's losses."""
     losses, _ = run_steps(
-        module, list(module.parameters()), some_batches(), training=training, learning_rate=0.1, last_epoch=1,
-        watch=lambda _: None, buffers=list(module.buffers()),
-    )  # fmt: skip
+        module,
+        list(module.parameters()),
+        some_batches(),
+        training=training,
+        learning_rate=0.1,
+        last_epoch=1,
+        watch=lambda _: None,
+        buffers=list(module.buffers()),
+    )
     return losses
 
 
@@ -152,11 +176,20 @@ TWINS: dict[str, tuple[str, Callable[..., Any]]] = {
     clip_norm=st.sampled_from([None, 0.3]),
 )
 def test_steps_are_those_of_a_plain_loop(
-    name: str, value: float, momentum: float, nesterov: bool, weight_decay: float, clip_norm: float | None
+    name: str,
+    value: float,
+    momentum: float,
+    nesterov: bool,
+    weight_decay: float,
+    clip_norm: float | None,
 ) -> None:
     ours, theirs = net(), net()
     key, gradients = TWINS[name]
-    keys = {"momentum": momentum, "nesterov": nesterov and momentum > 0, "weight_decay": weight_decay}
+    keys = {
+        "momentum": momentum,
+        "nesterov": nesterov and momentum > 0,
+        "weight_decay": weight_decay,
+    }
     keys |= {"clip_norm": clip_norm, "objective": {"name": name, key: value}}
     training = TrainingSettings.model_validate(keys)
     losses = stepped(ours, training)
@@ -172,7 +205,9 @@ def test_steps_are_those_of_a_plain_loop(
             nn.utils.clip_grad_norm_(theirs.parameters(), clip_norm)
         optimiser.step()
         last += loss * len(labels) if epoch == 1 else 0.0
-    for (entry, mine), other in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
+    for (entry, mine), other in zip(
+        ours.state_dict().items(), theirs.state_dict().values(), strict=True
+    ):
         torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12, msg=entry)
     assert float(losses) == pytest.approx(last, rel=1e-10)
 
@@ -190,8 +225,15 @@ def test_a_layer_that_is_never_called_stays_as_it_is() -> None:
     for name in TWINS:
         module = Odd().double()
         before = copy.deepcopy(module.state_dict())
-        stepped(module, TrainingSettings.model_validate({"weight_decay": 0.1, "objective": {"name": name}}))
-        changed = {entry for entry, tensor in module.state_dict().items() if not torch.equal(tensor, before[entry])}
+        stepped(
+            module,
+            TrainingSettings.model_validate({"weight_decay": 0.1, "objective": {"name": name}}),
+        )
+        changed = {
+            entry
+            for entry, tensor in module.state_dict().items()
+            if not torch.equal(tensor, before[entry])
+        }
         assert changed == {"fc.weight", "fc.bias"}
 
 
@@ -203,7 +245,9 @@ def test_an_objective_may_have_a_loss_of_its_own(monkeypatch: pytest.MonkeyPatch
 
         def losses(self, batch: Minibatch, logits: Tensor) -> Tensor:
             pairs = zip(batch.weights, batch.received, strict=True)
-            return super().losses(batch, logits) + 0.5 * sum((w - w0).square().sum() for w, w0 in pairs)
+            return super().losses(batch, logits) + 0.5 * sum(
+                (w - w0).square().sum() for w, w0 in pairs
+            )
 
     def trained() -> list[Tensor]:
         module = net()
@@ -219,7 +263,9 @@ def test_an_objective_may_have_a_loss_of_its_own(monkeypatch: pytest.MonkeyPatch
 # Devices
 
 
-def lab_of(objective: dict[str, Any] | None, model: str = "cnn_digits", **training: Any) -> Experiment:
+def lab_of(
+    objective: dict[str, Any] | None, model: str = "cnn_digits", **training: Any
+) -> Experiment:
     chosen = {} if objective is None else {"objective": objective}
     shape = [3, 16, 16] if model == "resnet20" else [1, 8, 8]
     data = {"dataset": "synthetic", "samples": 50, "classes": 10, "image_shape": shape}
@@ -247,7 +293,11 @@ def trained(lab: Experiment) -> tuple[bytes, float]:
 )
 def test_the_null_setting_is_fedavg_bit_for_bit(model: str, training: dict[str, Any]) -> None:
     plain = trained(lab_of(None, model, **training))
-    for null in ({"name": "cross_entropy"}, {"name": "fedprox", "mu": 0.0}, {"name": "fedsam", "rho": 0.0}):
+    for null in (
+        {"name": "cross_entropy"},
+        {"name": "fedprox", "mu": 0.0},
+        {"name": "fedsam", "rho": 0.0},
+    ):
         assert trained(lab_of(null, model, **training)) == plain
     for other in ({"name": "fedprox"}, {"name": "fedsam"}):
         again = [trained(lab_of(other, model, **training)) for _ in range(2)]
@@ -261,13 +311,17 @@ def test_a_larger_mu_stays_nearer_to_the_received_model() -> None:
     models.write_row(module, layout, first)
     apart = []
     for mu in (0.0, 0.1, 1.0, 10.0):
-        row = np.frombuffer(trained(lab_of({"name": "fedprox", "mu": mu}, batch_size=1))[0], np.uint8)
+        row = np.frombuffer(
+            trained(lab_of({"name": "fedprox", "mu": mu}, batch_size=1))[0], np.uint8
+        )
         apart.append(float(np.linalg.norm(layout.floats(row) - layout.floats(first))))
     assert all(a > b for a, b in pairwise(apart)) and apart[-1] < 0.5 * apart[0]
 
 
 def test_calibration_measures_the_steps_of_the_objective(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The seconds of a step, from which plans and emulated hardware follow, include the objective's."""
+    """The seconds of a step, from which plans and emulated hardware follow, include the
+    objective's.
+    """
     passes = 0
     backward = Objective.backward
 
@@ -281,7 +335,8 @@ def test_calibration_measures_the_steps_of_the_objective(monkeypatch: pytest.Mon
     steps = []
     for objective in (None, {"name": "fedsam"}):
         passes = 0
-        lab = lab_of(objective, "mlp_digits", epochs=1)  # so short that it ends before a first progress message
+        # so short that it ends before a first progress message
+        lab = lab_of(objective, "mlp_digits", epochs=1)
         module = models.build(lab.model.name, lab.seed, inputs=datasets.load(lab.data).inputs)
         first = models.layout_of(module).empty()
         speed = trainings.train(lab, first=first, training_s=0.0)
@@ -321,31 +376,51 @@ def feature_net(seed: int = 3) -> FeatureNet:
 
 def image_batches() -> list[tuple[int, Tensor, Tensor]]:
     draw = torch.Generator().manual_seed(1)
-    return [(0, torch.randn(5, 1, 8, 8, generator=draw, dtype=torch.float64), torch.arange(5) % 3) for _ in range(4)]
+    return [
+        (0, torch.randn(5, 1, 8, 8, generator=draw, dtype=torch.float64), torch.arange(5) % 3)
+        for _ in range(4)
+    ]
 
 
 @pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize(("mu", "temperature"), [(1.0, 0.5), (5.0, 0.1)])
 def test_steps_of_moon_are_those_of_a_plain_loop(mu: float, temperature: float, kept: bool) -> None:
-    """The loss as its authors write it: a cross-entropy of two logits, of which the first one is right."""
+    """The loss as its authors write it: a cross-entropy of two logits, of which the first one is
+    right.
+    """
     ours, theirs = feature_net(), feature_net()
-    received, previous = copy.deepcopy(theirs), feature_net(seed=4) if kept else copy.deepcopy(theirs)
+    received, previous = (
+        copy.deepcopy(theirs),
+        feature_net(seed=4) if kept else copy.deepcopy(theirs),
+    )
     settings = moon(mu=mu, temperature=temperature)
     vector = [w.detach() if kept else torch.zeros_like(w) for w in previous.parameters()]
     found, _ = run_steps(
-        ours, list(ours.parameters()), image_batches(), training=settings, learning_rate=0.1, last_epoch=0,
-        watch=lambda _: None, buffers=list(ours.buffers()), vectors={"previous": vector},
+        ours,
+        list(ours.parameters()),
+        image_batches(),
+        training=settings,
+        learning_rate=0.1,
+        last_epoch=0,
+        watch=lambda _: None,
+        buffers=list(ours.buffers()),
+        vectors={"previous": vector},
         features=features_of(ours, settings, device=torch.device("cpu")),
-    )  # fmt: skip
+    )
     optimiser, losses = torch.optim.SGD(theirs.parameters(), 0.1, 0.9), 0.0
     for _, inputs, labels in image_batches():
         optimiser.zero_grad()
         z = theirs.features(inputs)
         with torch.no_grad():
             others = [other.features(inputs) for other in (received, previous)]
-        pairs = torch.stack([functional.cosine_similarity(z, other) for other in others], 1) / temperature
+        pairs = (
+            torch.stack([functional.cosine_similarity(z, other) for other in others], 1)
+            / temperature
+        )
         plain = functional.cross_entropy(theirs.out(z), labels)
-        whole = plain + mu * functional.cross_entropy(pairs, torch.zeros(len(labels), dtype=torch.long))
+        whole = plain + mu * functional.cross_entropy(
+            pairs, torch.zeros(len(labels), dtype=torch.long)
+        )
         whole.backward()  # type: ignore[no-untyped-call]
         optimiser.step()
         losses += 5 * plain.item()
@@ -360,9 +435,13 @@ def gradients(settings: TrainingSettings, previous: list[Tensor]) -> tuple[list[
     (_, inputs, labels), *_ = image_batches()
     features = features_of(module, settings, device=torch.device("cpu"))
     batch = Minibatch(
-        lambda: module(inputs), labels, weights, [w.detach() + 0.1 for w in weights], vectors={"previous": previous},
+        lambda: module(inputs),
+        labels,
+        weights,
+        [w.detach() + 0.1 for w in weights],
+        vectors={"previous": previous},
         features=lambda at: features(inputs, at),
-    )  # fmt: skip
+    )
     loss = objective_of(settings).backward(batch)
     return [weight.grad for weight in weights if weight.grad is not None], float(loss)
 
@@ -375,11 +454,17 @@ def test_without_a_previous_model_the_term_is_a_constant() -> None:
         torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
     assert loss == plain_loss
     noise = [torch.randn(w.shape, dtype=torch.float64) for w in feature_net().parameters()]
-    assert any(not torch.allclose(a, b) for a, b in zip(gradients(moon(), noise)[0], plain, strict=True))
+    assert any(
+        not torch.allclose(a, b) for a, b in zip(gradients(moon(), noise)[0], plain, strict=True)
+    )
 
 
 def test_with_mu_0_a_run_is_fedavg_bit_for_bit(tmp_path: Path) -> None:
-    tree = {"rounds": 2, "topology": {"institutions": 1, "devices": 2}, "model": {"name": "mlp_digits"}}
+    tree = {
+        "rounds": 2,
+        "topology": {"institutions": 1, "devices": 2},
+        "model": {"name": "mlp_digits"},
+    }
     found = []
     for objective in ({}, {"name": "moon", "mu": 0.0}, {"name": "moon"}):
         chosen = {"training": {"batch_size": 100, "objective": objective}}
@@ -390,9 +475,14 @@ def test_with_mu_0_a_run_is_fedavg_bit_for_bit(tmp_path: Path) -> None:
 # Features and heads
 
 
-@pytest.mark.parametrize(("name", "inputs"), {name: inputs for name, inputs, *_ in SIZES if name != "vgg16"}.items())
+@pytest.mark.parametrize(
+    ("name", "inputs"), {name: inputs for name, inputs, *_ in SIZES if name != "vgg16"}.items()
+)
 def test_every_model_has_features_and_takes_a_head(name: str, inputs: Inputs) -> None:
-    plain, module = models.build(name, 1, inputs=inputs), models.build(name, 1, inputs=inputs, projection=16)
+    plain, module = (
+        models.build(name, 1, inputs=inputs),
+        models.build(name, 1, inputs=inputs, projection=16),
+    )
     shape = (2, *inputs.shape)
     batch = torch.randint(0, inputs.tokens, shape) if inputs.tokens else torch.rand(shape)
     width = classifier_of(plain)[1].in_features
@@ -409,7 +499,10 @@ def test_every_model_has_features_and_takes_a_head(name: str, inputs: Inputs) ->
     more = width * width + width + 16 * width + 16 + (16 - width) * inputs.classes
     counts = [sum(weight.numel() for weight in each.parameters()) for each in (module, plain)]
     assert counts[0] - counts[1] == more
-    assert not any(key.startswith(f"{path}.") and key.count(".") == path.count(".") + 1 for key in module.state_dict())
+    assert not any(
+        key.startswith(f"{path}.") and key.count(".") == path.count(".") + 1
+        for key in module.state_dict()
+    )
 
 
 def test_other_parameters_take_the_place_of_the_modules() -> None:
@@ -422,9 +515,13 @@ def test_other_parameters_take_the_place_of_the_modules() -> None:
 
 
 def test_what_gives_no_features_is_refused() -> None:
-    with pytest.raises(InvalidExperiment, match=r"model\.name = 'Conv2d': it has no torch\.nn\.Linear.*End it with"):
+    with pytest.raises(
+        InvalidExperiment, match=r"model\.name = 'Conv2d': it has no torch\.nn\.Linear.*End it with"
+    ):
         classifier_of(nn.Conv2d(1, 10, 3))
-    with pytest.raises(InvalidExperiment, match=r"model\.projection = 8: .*Build the layers in its function"):
+    with pytest.raises(
+        InvalidExperiment, match=r"model\.projection = 8: .*Build the layers in its function"
+    ):
         parse({"model": {"name": "mine:net", "projection": 8}, "data": {"dataset": "digits"}})
 
 
@@ -439,8 +536,12 @@ def test_a_head_is_part_of_the_experiment() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("objective", [{"name": "fedprox", "mu": 0.0}, {"name": "fedprox", "mu": 1.0}])
-def test_real_agents_train_with_the_announced_objective(objective: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "objective", [{"name": "fedprox", "mu": 0.0}, {"name": "fedprox", "mu": 1.0}]
+)
+def test_real_agents_train_with_the_announced_objective(
+    objective: dict[str, Any], tmp_path: Path
+) -> None:
     pairs = (*SMALL, f'training.objective={{name="fedprox", mu={objective["mu"]}}}')
     plain = run_lab(DEMO, tmp_path / "plain", *SMALL, flags=["--direct"])
     direct = run_lab(DEMO, tmp_path / "direct", *pairs, flags=["--direct"])
@@ -452,13 +553,16 @@ def test_real_agents_train_with_the_announced_objective(objective: dict[str, Any
 @pytest.mark.gpu
 @needs_cuda
 def test_real_agents_train_vmapped_with_the_announced_objective(tmp_path: Path) -> None:
-    lab = (*SMALL, "topology.institutions=1", "topology.devices=8")  # so many that some come together at any load
+    # so many that some come together at any load
+    lab = (*SMALL, "topology.institutions=1", "topology.devices=8")
     pairs = (*lab, 'training.objective={name="fedprox", mu=1.0}')
     direct = run_lab(DEMO, tmp_path / "direct", *pairs, flags=["--direct", "--accelerator", "cpu"])
     real = run_lab(DEMO, tmp_path / "real", *pairs)
     assert "vmapped" in {row["path"] for row in device_rows(real / "devices.csv")}
     plain = run_lab(DEMO, tmp_path / "plain", *lab, flags=["--direct", "--accelerator", "cpu"])
-    found, wanted, without = (load_file(folder / "model.safetensors") for folder in (real, direct, plain))
+    found, wanted, without = (
+        load_file(folder / "model.safetensors") for folder in (real, direct, plain)
+    )
     for entry, tensor in found.items():
         np.testing.assert_allclose(tensor, wanted[entry], rtol=0, atol=1e-4)
     assert max(np.abs(found[entry] - without[entry]).max() for entry in found) > 1e-3

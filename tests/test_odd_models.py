@@ -1,4 +1,6 @@
-"""Users' own models of every kind: trained as in a plain loop, on several devices of a process, or refused before."""
+"""Users' own models of every kind: trained as in a plain loop, on several devices of a process, or
+refused before.
+"""
 
 from __future__ import annotations
 
@@ -27,28 +29,102 @@ ROUND = 2
 JOINING = ("Normed", "Squeezes", "scripted")  # a last batch of one sample to the one before
 
 TRAINED = (
-    "Net", "WeightStandardised", "LinearOfItsOwn", "NormOfItsOwn", "LSTMOfItsOwn", "RunningMean", "Rebound",
-    "StepCounter", "LateCounter", "closure", "ObjectState", "Remembers", "FrozenByHook", "ScaledByHook",
-    "AfterAccumulation", "BackwardHook", "ForwardHook", "HookInside", "FrozenPart", "FrozenBias", "NumpyNoise",
-    "PythonNoise", "TorchNoise", "NoiseInABranch", "AlphaDropout", "DroppedLSTM", "InPlaceDropout", "HookedDropout",
-    "Viewed", "Strided", "Normed", "Squeezes", "MomentumNone", "CentresTheBatch", "DenseEmbedding", "scripted",
-    "Unbatched", "Tied", "TwiceUsed", "Scale", "bool_table", "counter", "WeightNormed", "SpectralNormed", "Lazy",
-    "Unused", "Checkpointed", "FreezesAfterSteps", "KeepsEval", "Volume", "FixedAttribute",
-)  # fmt: skip
+    "Net",
+    "WeightStandardised",
+    "LinearOfItsOwn",
+    "NormOfItsOwn",
+    "LSTMOfItsOwn",
+    "RunningMean",
+    "Rebound",
+    "StepCounter",
+    "LateCounter",
+    "closure",
+    "ObjectState",
+    "Remembers",
+    "FrozenByHook",
+    "ScaledByHook",
+    "AfterAccumulation",
+    "BackwardHook",
+    "ForwardHook",
+    "HookInside",
+    "FrozenPart",
+    "FrozenBias",
+    "NumpyNoise",
+    "PythonNoise",
+    "TorchNoise",
+    "NoiseInABranch",
+    "AlphaDropout",
+    "DroppedLSTM",
+    "InPlaceDropout",
+    "HookedDropout",
+    "Viewed",
+    "Strided",
+    "Normed",
+    "Squeezes",
+    "MomentumNone",
+    "CentresTheBatch",
+    "DenseEmbedding",
+    "scripted",
+    "Unbatched",
+    "Tied",
+    "TwiceUsed",
+    "Scale",
+    "bool_table",
+    "counter",
+    "WeightNormed",
+    "SpectralNormed",
+    "Lazy",
+    "Unused",
+    "Checkpointed",
+    "FreezesAfterSteps",
+    "KeepsEval",
+    "Volume",
+    "FixedAttribute",
+)
 KINDS = (  # of each kind of oddness one or two; the rest is slow
-    "Net", "LinearOfItsOwn", "LSTMOfItsOwn", "Rebound", "StepCounter", "LateCounter", "closure", "Remembers",
-    "ScaledByHook", "BackwardHook", "HookInside", "FrozenPart", "PythonNoise", "TorchNoise", "InPlaceDropout", "Viewed",
-    "Normed", "Squeezes", "CentresTheBatch", "scripted", "Tied", "Scale", "counter", "Lazy", "Unused",
-    "Volume", "FixedAttribute",
-)  # fmt: skip
-# A division by the weights' deviation: on one CPU ours and the plain loop are 1.9e-5 and 1.4e-5 from one in float64.
+    "Net",
+    "LinearOfItsOwn",
+    "LSTMOfItsOwn",
+    "Rebound",
+    "StepCounter",
+    "LateCounter",
+    "closure",
+    "Remembers",
+    "ScaledByHook",
+    "BackwardHook",
+    "HookInside",
+    "FrozenPart",
+    "PythonNoise",
+    "TorchNoise",
+    "InPlaceDropout",
+    "Viewed",
+    "Normed",
+    "Squeezes",
+    "CentresTheBatch",
+    "scripted",
+    "Tied",
+    "Scale",
+    "counter",
+    "Lazy",
+    "Unused",
+    "Volume",
+    "FixedAttribute",
+)
+# A division by the weights' deviation: on one CPU ours and the plain loop are 1.9e-5 and 1.4e-5
+# from one in float64.
 APART_MOST = {"WeightStandardised": 6e-5}
 REFUSED = {
     "AllFrozen": "it has no parameter that is trained",
     "SystemNoise": "the same training twice gives other models",
     "SparseEmbedding": "the gradient of its table.weight is sparse. Use sparse=False",
-    "ExtraState": "_extra_state in its state_dict is neither a parameter nor a buffer. Keep that state in buffers",
-    "ExtraTensor": "_extra_state in its state_dict is neither a parameter nor a buffer. Keep that state in buffers",
+    "ExtraState": (
+        "_extra_state in its state_dict is neither a parameter nor a buffer. Keep that "
+        "state in buffers"
+    ),
+    "ExtraTensor": (
+        "_extra_state in its state_dict is neither a parameter nor a buffer. Keep that "
+        "state in buffers"
+    ),
     "bool_buffer": "its buffer mask is torch.bool.*model.frozen.*persistent=False",
     "half_buffer": "its buffer mask is torch.float16.*Use float32",
     "brain_buffer": "its buffer mask is torch.bfloat16.*Use float32",
@@ -66,7 +142,13 @@ REFUSED = {
 
 
 def experiment(name: str, **training: Any) -> schema.Experiment:
-    settings = {"batch_size": 10, "learning_rate": 0.02, "momentum": 0.9, "weight_decay": 0.01, **training}
+    settings = {
+        "batch_size": 10,
+        "learning_rate": 0.02,
+        "momentum": 0.9,
+        "weight_decay": 0.01,
+        **training,
+    }
     model = {"name": f"tests.helpers.odd_models:{name}"}
     return reading.parse({"model": model, "topology": {"devices": 23}, "training": settings})
 
@@ -113,21 +195,26 @@ def test_it_trains_as_a_plain_loop_on_each_device_of_a_process(name: str) -> Non
     lab = experiment(name)
     found, again = rounds_of(lab, 2)
     check(lab, found, within=APART_MOST.get(name, 3e-5))
-    assert all(np.array_equal(one, other) for (one, _), (other, _) in zip(found, again, strict=True))
+    assert all(
+        np.array_equal(one, other) for (one, _), (other, _) in zip(found, again, strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_it_is_refused_before_the_run_in_one_line(name: str) -> None:
     lab = experiment(name)
     with pytest.raises(
-        InvalidExperiment, match=rf"(?s)^model\.name = 'tests\.helpers\.odd_models:{name}': .*{REFUSED[name]}"
+        InvalidExperiment,
+        match=rf"(?s)^model\.name = 'tests\.helpers\.odd_models:{name}': .*{REFUSED[name]}",
     ) as caught:
         trained(lab)
     assert caught.value.exit_code == 4
 
 
 @pytest.mark.parametrize("name", JOINING)
-def test_a_last_batch_of_one_sample_joins_the_one_before_where_it_cannot_be_trained_on(name: str) -> None:
+def test_a_last_batch_of_one_sample_joins_the_one_before_where_it_cannot_be_trained_on(
+    name: str,
+) -> None:
     lab = experiment(name, batch_size=31)  # of 63 samples
     found = trained(lab)
     check(lab, found, within=3e-5)
@@ -135,7 +222,9 @@ def test_a_last_batch_of_one_sample_joins_the_one_before_where_it_cannot_be_trai
 
 
 def test_a_model_that_cannot_train_on_one_sample_refuses_batches_of_one() -> None:
-    with pytest.raises(InvalidExperiment, match=r"fails in training on 1 sample.*more than 1 value per channel"):
+    with pytest.raises(
+        InvalidExperiment, match=r"fails in training on 1 sample.*more than 1 value per channel"
+    ):
         trained(experiment("Normed", batch_size=1))
 
 

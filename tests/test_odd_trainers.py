@@ -1,7 +1,9 @@
-"""Trainers and Flower's clients as they are in the wild: the same model in each mode, or one line that names them.
+"""Trainers and Flower's clients as they are in the wild: the same model in each mode, or one line
+that names them.
 
-Each is a client of an app or an own trainer, changed by one line. It runs in this process, by worker processes, and in
-virtual time; a few in labs of processes. The clients are of Flower's classes where `flwr` is installed.
+Each is a client of an app or an own trainer, changed by one line. It runs in this process, by
+worker processes, and in virtual time; a few in labs of processes. The clients are of Flower's
+classes where `flwr` is installed.
 """
 
 from __future__ import annotations
@@ -22,7 +24,14 @@ import pytest
 from fedstrata.common.errors import FedstrataError
 from fedstrata.common.experiment.reading import load, parse, to_toml
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.training.array_trainer import Array, Arrays, ArrayTrainer, LocalTask, Trained, TrainingSite
+from fedstrata.common.training.array_trainer import (
+    Array,
+    Arrays,
+    ArrayTrainer,
+    LocalTask,
+    Trained,
+    TrainingSite,
+)
 from fedstrata.device.jobs import HostedDevice, LocalResult, Order
 from fedstrata.device.pool.pool import Pool
 from fedstrata.device.training import arrays
@@ -113,9 +122,15 @@ def evaluate_fn(server_round, found):
     return {evaluate_fn}
 """
 PLAIN: Final = {
-    "head": "", "made": "pass", "fit": "pass", "returns": "arrays, samples, metrics",
-    "evaluate": "loss, samples, metrics", "client_fn": "client(context)", "initial": "arrays", "evaluate_fn": "found",
-}  # fmt: skip
+    "head": "",
+    "made": "pass",
+    "fit": "pass",
+    "returns": "arrays, samples, metrics",
+    "evaluate": "loss, samples, metrics",
+    "client_fn": "client(context)",
+    "initial": "arrays",
+    "evaluate_fn": "found",
+}
 LAB: Final[dict[str, Any]] = {
     "rounds": 3,
     "topology": {"institutions": 2, "devices": 4},
@@ -138,14 +153,25 @@ SAME: Final[dict[str, tuple[dict[str, str], str]]] = {
         "fit returns numbers that are not kept: m32 is beyond the first 32, and 1 more",
     ),
     "a log of anything": (
-        {"returns": "arrays, samples, {**metrics, 'l': [1], 's': 'x', 'n': None, 'a': np.zeros(3), 3: 4}"},
+        {
+            "returns": (
+                "arrays, samples, {**metrics, 'l': [1], 's': 'x', 'n': None, 'a': "
+                "np.zeros(3), 3: 4}"
+            )
+        },
         "l is a list of 1, no number, and 4 more",
     ),
     "no log": ({"returns": "arrays, samples, None"}, ""),
     "a list as a log": ({"returns": "arrays, samples, [1, 2]"}, "it is a list of 2, not a dict"),
     "a loss of no dimension": ({"returns": "arrays, samples, {'train_loss': np.array(0.5)}"}, ""),
-    "a loss that is a list": ({"returns": "arrays, samples, {'loss': [1.0]}"}, "returns loss = a list of 1"),
-    "a loss that is NaN": ({"returns": "arrays, samples, {'loss': float('nan')}"}, "returns loss = nan"),
+    "a loss that is a list": (
+        {"returns": "arrays, samples, {'loss': [1.0]}"},
+        "returns loss = a list of 1",
+    ),
+    "a loss that is NaN": (
+        {"returns": "arrays, samples, {'loss': float('nan')}"},
+        "returns loss = nan",
+    ),
     "a step that is none": ({"returns": "arrays, samples, {**metrics, 'steps': 10**9}"}, ""),
     "float64 up": (
         {"returns": "[arrays[0].astype(float), arrays[1]], samples, metrics"},
@@ -155,29 +181,52 @@ SAME: Final[dict[str, tuple[dict[str, str], str]]] = {
         {
             "initial": "[arrays[0].astype(float), arrays[1]]",
             "fit": "assert parameters[0].dtype == float",
-            "returns": "[each.astype(parameters[i].dtype) for i, each in enumerate(arrays)], samples, metrics",
+            "returns": (
+                "[each.astype(parameters[i].dtype) for i, each in enumerate(arrays)], "
+                "samples, metrics"
+            ),
         },
         "it returns array 0 as float64: it is exchanged as float32",
     ),
-    "int32 counters": ({"returns": "[arrays[0], np.int32(arrays[1])], samples, metrics"}, "array 1 as int32"),
+    "int32 counters": (
+        {"returns": "[arrays[0], np.int32(arrays[1])], samples, metrics"},
+        "array 1 as int32",
+    ),
     "a count that is a float": ({"returns": "arrays, float(samples), metrics"}, ""),
     "a count of numpy's": ({"returns": "arrays, np.int32(samples), metrics"}, ""),
     "a list in place of a tuple": ({"returns": "[arrays, samples, metrics]"}, ""),
     "arrays in a tuple": ({"returns": "tuple(arrays), samples, metrics"}, ""),
     "no score in some rounds": ({"evaluate_fn": "None if server_round == 2 else found"}, ""),
-    "no tests on some devices": ({"evaluate": "(loss, 0, {}) if client.place == 1 else (loss, samples, metrics)"}, ""),
-    "no evaluation on some devices": ({"evaluate": "None if client.place == 1 else (loss, samples, metrics)"}, ""),
+    "no tests on some devices": (
+        {"evaluate": "(loss, 0, {}) if client.place == 1 else (loss, samples, metrics)"},
+        "",
+    ),
+    "no evaluation on some devices": (
+        {"evaluate": "None if client.place == 1 else (loss, samples, metrics)"},
+        "",
+    ),
     "a decorated fit": (
-        {"head": "def any_of(f):\n    return lambda *args: f(*args)", "made": "client.fit = any_of(client.fit)"},
+        {
+            "head": "def any_of(f):\n    return lambda *args: f(*args)",
+            "made": "client.fit = any_of(client.fit)",
+        },
         "",
     ),
     "asyncio.run in fit": ({"head": ASYNC, "fit": "arrays = asyncio.run(later(arrays))"}, ""),
-    "asyncio.run in client_fn": ({"head": ASYNC, "client_fn": "asyncio.run(later(client(context)))"}, ""),
+    "asyncio.run in client_fn": (
+        {"head": ASYNC, "client_fn": "asyncio.run(later(client(context)))"},
+        "",
+    ),
     "asyncio.run in evaluate_fn": ({"head": ASYNC, "evaluate_fn": "asyncio.run(later(found))"}, ""),
     "an event loop of its own": ({"head": ASYNC, "fit": "asyncio.new_event_loop().close()"}, ""),
     "another folder": ({"fit": "os.chdir('/')"}, ""),
     "a folder that is gone": (
-        {"fit": "os.makedirs(d := f'/tmp/gone-{os.getpid()}', exist_ok=True); os.chdir(d); shutil.rmtree(d)"},
+        {
+            "fit": (
+                "os.makedirs(d := f'/tmp/gone-{os.getpid()}', exist_ok=True); os.chdir(d); "
+                "shutil.rmtree(d)"
+            )
+        },
         "",
     ),
     "no standard output": ({"fit": "os.close(1)"}, ""),
@@ -187,7 +236,10 @@ SAME: Final[dict[str, tuple[dict[str, str], str]]] = {
     "a shallow stack": ({"fit": "sys.setrecursionlimit(150)"}, ""),
     "a fork": ({"fit": "os.fork()"}, ""),
     "a fork that fails": ({"fit": "if os.fork() == 0: raise ValueError('child')"}, ""),
-    "a thread that goes on": ({"fit": "threading.Thread(target=time.sleep, args=(0.2,)).start()"}, ""),
+    "a thread that goes on": (
+        {"fit": "threading.Thread(target=time.sleep, args=(0.2,)).start()"},
+        "",
+    ),
     "another seed": ({"fit": "random.seed(1); np.random.seed(1)"}, ""),
     "no environment": ({"fit": "os.environ.clear()"}, ""),
     "a signal that is called off": (
@@ -202,7 +254,12 @@ SAME: Final[dict[str, tuple[dict[str, str], str]]] = {
 ENDS: Final[dict[str, tuple[dict[str, str], str]]] = {
     "another shape": (
         {"returns": "[arrays[0].T, arrays[1]], samples, metrics"},
-        CLIENT + r"fit returns array 0 as float32 \[4, 3\], the model has \[3, 4\] \(device-\d\). Return arrays as",
+        CLIENT
+        + (
+            r"fit returns array 0 as float32 \[4, 3\], the model has \[3, 4\] \(device-\d\). "
+            r"Return "
+            r"arrays as"
+        ),
     ),
     "an array less": (
         {"returns": "arrays[:1], samples, metrics"},
@@ -212,7 +269,10 @@ ENDS: Final[dict[str, tuple[dict[str, str], str]]] = {
         {"returns": "[*arrays, arrays[0]], samples, metrics"},
         CLIENT + r"fit returns array 2, which `initial`",
     ),
-    "text as an array": ({"returns": "['x', arrays[1]], samples, metrics"}, CLIENT + r"fit returns array 0 as <U1"),
+    "text as an array": (
+        {"returns": "['x', arrays[1]], samples, metrics"},
+        CLIENT + r"fit returns array 0 as <U1",
+    ),
     "complex numbers": (
         {"returns": "[arrays[0] * 1j, arrays[1]], samples, metrics"},
         CLIENT + "fit returns array 0 as complex",
@@ -245,7 +305,10 @@ ENDS: Final[dict[str, tuple[dict[str, str], str]]] = {
         {"returns": "arrays, 10.5, metrics"},
         CLIENT + r"fit returns samples = 10.5 \(device-\d\). Return a whole number",
     ),
-    "samples below none": ({"returns": "arrays, -1, metrics"}, CLIENT + r"fit returns samples = -1"),
+    "samples below none": (
+        {"returns": "arrays, -1, metrics"},
+        CLIENT + r"fit returns samples = -1",
+    ),
     "an async fit": (
         {"made": "client.fit = later", "head": "async def later(*_):\n    return None"},
         CLIENT + "fit is `async`",
@@ -258,14 +321,25 @@ ENDS: Final[dict[str, tuple[dict[str, str], str]]] = {
         {"client_fn": "sys.modules['app'].FlowerClient"},
         CLIENT + "it returns the class FlowerClient",
     ),
-    "an async client_fn": ({"head": ASYNC, "client_fn": "later(client(context))"}, CLIENT + "it is `async`"),
+    "an async client_fn": (
+        {"head": ASYNC, "client_fn": "later(client(context))"},
+        CLIENT + "it is `async`",
+    ),
     "an app in place of client_fn": (
         {"client_fn": "app"},
-        r"training.trainer.client_fn = 'app:app': it is a ClientApp( \(device-\d\))?\. Name the function",
+        (
+            r"training.trainer.client_fn = 'app:app': it is a ClientApp( \(device-\d\))?\. Name "
+            r"the "
+            r"function"
+        ),
     ),
     "an app in place of evaluate_fn": (
         {"evaluate_fn": "app"},
-        r"training.trainer.evaluate_fn = 'app:app': it is a ClientApp( \(device-\d\))?\. Name the function",
+        (
+            r"training.trainer.evaluate_fn = 'app:app': it is a ClientApp( \(device-\d\))?\. Name "
+            r"the "
+            r"function"
+        ),
     ),
     "initial of nothing": (
         {"initial": "None"},
@@ -287,20 +361,32 @@ ENDS: Final[dict[str, tuple[dict[str, str], str]]] = {
         {"evaluate_fn": "1.0"},
         r"training.trainer.evaluate_fn = 'app:evaluate_fn': it returns 1.0. Return the loss and",
     ),
-    "evaluate without a score": ({"evaluate": "loss, samples, {}"}, CLIENT + "evaluate returns no accuracy or score"),
-    "an exit": ({"fit": "sys.exit(3)"}, CLIENT + r"fails on device-\d with SystemExit: 3, in FlowerClient.fit"),
+    "evaluate without a score": (
+        {"evaluate": "loss, samples, {}"},
+        CLIENT + "evaluate returns no accuracy or score",
+    ),
+    "an exit": (
+        {"fit": "sys.exit(3)"},
+        CLIENT + r"fails on device-\d with SystemExit: 3, in FlowerClient.fit",
+    ),
     "an exit at once": (
         {"fit": "os._exit(0)"},
         CLIENT + r"fails on device-\d with ProcessExit: os._exit\(0\), in FlowerClient.fit",
     ),
-    "an interruption": ({"fit": "raise GeneratorExit"}, CLIENT + r"fails on device-\d with GeneratorExit"),
+    "an interruption": (
+        {"fit": "raise GeneratorExit"},
+        CLIENT + r"fails on device-\d with GeneratorExit",
+    ),
     "an endless recursion": (
         {"fit": "fit(client, parameters, config, found)"},
         CLIENT + r"fails on device-\d with RecursionError",
     ),
     "no memory": ({"fit": "bytearray(1 << 60)"}, CLIENT + r"fails on device-\d with .*MemoryError"),
     "an error without a text": (
-        {"head": "class E(Exception):\n    def __str__(self):\n        raise ValueError", "fit": "raise E"},
+        {
+            "head": "class E(Exception):\n    def __str__(self):\n        raise ValueError",
+            "fit": "raise E",
+        },
         CLIENT + r"fails on device-\d with E",
     ),
 }
@@ -317,7 +403,10 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_app(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH", "")])))
+    monkeypatch.setenv(
+        "PYTHONPATH",
+        os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH", "")])),
+    )
     return tmp_path
 
 
@@ -341,7 +430,9 @@ MODES: Final[dict[str, list[str]]] = {
 
 
 def run(home: Path, path: Path, mode: str) -> tuple[int, str, Path | None]:
-    """Run a lab by its command; return the exit code, the errors and warnings, and the run's folder."""
+    """Run a lab by its command; return the exit code, the errors and warnings, and the run's
+    folder.
+    """
     done = fedstrata("run", path, "--runs", home / f"runs-{mode}", "--format", "json", *MODES[mode])
     folder = folder_in(done.stdout) if '"event": "run"' in done.stdout else None
     return done.returncode, done.stderr, folder
@@ -359,7 +450,13 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return tensors(folder)
 
 
-QUICK: Final = ["a log of anything", "float64 both ways", "asyncio.run in fit", "a folder that is gone", "a fork"]
+QUICK: Final = [
+    "a log of anything",
+    "float64 both ways",
+    "asyncio.run in fit",
+    "a folder that is gone",
+    "a fork",
+]
 
 
 def check_same(kind: str, mode: str, home: Path, wanted: bytes) -> None:
@@ -374,13 +471,22 @@ def check_same(kind: str, mode: str, home: Path, wanted: bytes) -> None:
 
 
 def cases(kinds: Mapping[str, Any], *, few: list[str]) -> list[Any]:
-    """Return all kinds in one process and by workers, and a few in each mode; the few in one process are quick."""
-    every = [(kind, mode) for mode in MODES for kind in kinds if mode in ("direct", "workers") or kind in few]
+    """Return all kinds in one process and by workers, and a few in each mode; the few in one
+    process are quick.
+    """
+    every = [
+        (kind, mode)
+        for mode in MODES
+        for kind in kinds
+        if mode in ("direct", "workers") or kind in few
+    ]
     return slow(every, but=[(kind, "direct") for kind in few])
 
 
 @pytest.mark.parametrize(("kind", "mode"), cases(SAME, few=QUICK))
-def test_an_odd_client_gives_the_same_model(kind: str, mode: str, home: Path, wanted: bytes) -> None:
+def test_an_odd_client_gives_the_same_model(
+    kind: str, mode: str, home: Path, wanted: bytes
+) -> None:
     check_same(kind, mode, home, wanted)
 
 
@@ -392,7 +498,9 @@ def check_refused(kind: str, mode: str, home: Path) -> None:
     assert "Traceback" not in errors and "unexpected" not in errors, errors
 
 
-@pytest.mark.parametrize(("kind", "mode"), cases(ENDS, few=["another shape", "an exit at once", "an async client_fn"]))
+@pytest.mark.parametrize(
+    ("kind", "mode"), cases(ENDS, few=["another shape", "an exit at once", "an async client_fn"])
+)
 def test_a_client_that_cannot_be_used_is_one_line(kind: str, mode: str, home: Path) -> None:
     check_refused(kind, mode, home)
 
@@ -419,13 +527,21 @@ def test_a_client_of_flwr_that_cannot_be_used_is_one_line(kind: str, home: Path)
 
 @pytest.mark.flower
 @pytest.mark.parametrize("mode", ["direct", "workers", "lab"])
-def test_the_client_is_of_flwrs_class_and_has_its_state(mode: str, home: Path, wanted: bytes) -> None:
+def test_the_client_is_of_flwrs_class_and_has_its_state(
+    mode: str, home: Path, wanted: bytes
+) -> None:
     odd = {
         "head": "import flwr.client, flwr.common",
-        "made": "assert isinstance(client, flwr.client.NumPyClient) and type(client.state) is flwr.common.RecordDict",
+        "made": (
+            "assert isinstance(client, flwr.client.NumPyClient) and type(client.state) is "
+            "flwr.common.RecordDict"
+        ),
         "client_fn": "wrapped(client(context))",
     }
-    odd["head"] += "\ndef wrapped(found):\n    assert isinstance(found, flwr.client.Client), found\n    return found"
+    odd["head"] += (
+        "\ndef wrapped(found):\n    assert isinstance(found, flwr.client.Client), found\n    "
+        "return found"
+    )
     code, errors, folder = run(home, written(home, odd), mode)
     assert code == 0 and folder is not None, errors
     assert tensors(folder) == wanted
@@ -435,9 +551,15 @@ def test_the_client_is_of_flwrs_class_and_has_its_state(mode: str, home: Path, w
 
 KILLED: Final = r"the process that trained device-\d by app:client_fn "
 PROCESS: Final[dict[str, tuple[str, str]]] = {  # what `fit` does to its process, and the one line
-    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL, and so was its replacement"),
+    "killed": (
+        "os.kill(os.getpid(), signal.SIGKILL)",
+        "was killed by SIGKILL, and so was its replacement",
+    ),
     "aborted": ("os.abort()", "was killed by SIGABRT, and so was its replacement"),
-    "an alarm": ("signal.raise_signal(signal.SIGALRM)", "was killed by SIGALRM, and so was its replacement"),
+    "an alarm": (
+        "signal.raise_signal(signal.SIGALRM)",
+        "was killed by SIGALRM, and so was its replacement",
+    ),
     "no descriptors": ("os.closerange(3, 256); time.sleep(1)", "ended with code 0"),
     "an exit of a thread": (
         "t = threading.Thread(target=os._exit, args=(3,)); t.start(); t.join(); time.sleep(1)",
@@ -481,7 +603,10 @@ def test_what_a_client_does_to_its_process_is_one_line_with_its_name(kind: str, 
 
 def test_a_client_that_kills_its_process_once_gives_the_same_model(home: Path) -> None:
     plain = asyncio.run(by_worker(load(written(home, {})), tasks=2))[0]
-    once = "os.path.exists('dead') or (open('dead', 'w').close(), os.kill(os.getpid(), signal.SIGKILL))"
+    once = (
+        "os.path.exists('dead') or (open('dead', 'w').close(), os.kill(os.getpid(), "
+        "signal.SIGKILL))"
+    )
     assert asyncio.run(by_worker(load(written(home, {"fit": once})), tasks=2))[0] == plain
     assert (home / "dead").exists()
 
@@ -509,10 +634,16 @@ class Waiting(ArrayTrainer):
         return Trained(arrays, 0.5, 1)
 
 
-def waiting(seconds: float, *, idle_s: float, expired: Callable[[FedstrataError], None]) -> list[int]:
+def waiting(
+    seconds: float, *, idle_s: float, expired: Callable[[FedstrataError], None]
+) -> list[int]:
     """Train once by a trainer that waits; return what it reported."""
     trainer = {"name": f"{__name__}:Waiting", "seconds": seconds}
-    tree = {"topology": {"devices": 1}, "transfer": {"idle_s": idle_s}, "training": {"trainer": trainer}}
+    tree = {
+        "topology": {"devices": 1},
+        "transfer": {"idle_s": idle_s},
+        "training": {"trainer": trainer},
+    }
     experiment, trainers, reported = parse(tree), ArrayTrainers(), list[int]()
     device = HostedDevice(experiment, experiment.digest, "device-0")
     rows = np.zeros((2, trainers.prepare(device, "cpu").layout.row_bytes), np.uint8)
@@ -532,24 +663,29 @@ def test_a_training_that_waits_is_reported_as_training_up_to_a_limit(
     assert 2 < len(reported) < 20
     (error,) = ended
     assert str(error) == (
-        f"training.trainer.name = '{__name__}:Waiting': it waits for 0.2 s on device-0 without using a core or "
+        f"training.trainer.name = '{__name__}:Waiting': it waits for 0.2 s on device-0 without "
+        "using a core or "
         "reporting a step. Report task.progress while it waits, or raise transfer.idle_s."
     )
     assert caplog.messages == [str(error)]
 
 
 def test_a_training_that_waits_too_long_ends_its_worker_with_one_line(home: Path) -> None:
-    (home / "sitecustomize.py").write_text("import fedstrata.device.training.arrays as arrays\narrays.WAITS_S = 0.0\n")
+    (home / "sitecustomize.py").write_text(
+        "import fedstrata.device.training.arrays as arrays\narrays.WAITS_S = 0.0\n"
+    )
     path = written(home, {"fit": "time.sleep(30)"}, transfer={"idle_s": 1.5})
     with pytest.raises(
-        FedstrataError, match=r"client_fn = 'app:client_fn': it waits for 1.5 s on device-0 .*transfer.idle_s"
+        FedstrataError,
+        match=r"client_fn = 'app:client_fn': it waits for 1.5 s on device-0 .*transfer.idle_s",
     ):
         asyncio.run(by_worker(load(path)))
 
 
 @pytest.mark.slow
 def test_a_client_that_waits_longer_than_idle_s_lives(home: Path, wanted: bytes) -> None:
-    waits = "time.sleep(20 * (client.place == 0 and config['server_round'] == 2))"  # 1: it counts its samples, too
+    # 1: it counts its samples, too
+    waits = "time.sleep(20 * (client.place == 0 and config['server_round'] == 2))"
     path = written(home, {"fit": waits}, transfer={"idle_s": 10.0})
     code, errors, folder = run(home, path, "lab")
     assert code == 0 and folder is not None, errors
@@ -560,7 +696,9 @@ def test_a_client_that_waits_longer_than_idle_s_lives(home: Path, wanted: bytes)
 
 
 @pytest.mark.parametrize("mode", slow(["direct", "workers"], but=["direct"]))
-def test_a_result_of_no_samples_is_refused_by_name_and_the_others_are_used(mode: str, home: Path) -> None:
+def test_a_result_of_no_samples_is_refused_by_name_and_the_others_are_used(
+    mode: str, home: Path
+) -> None:
     some = "arrays, samples * (client.place != 1 or config['server_round'] != 2), metrics"
     code, errors, folder = run(home, written(home, {"returns": some}), mode)
     assert code == 0 and folder is not None, errors
@@ -568,7 +706,11 @@ def test_a_result_of_no_samples_is_refused_by_name_and_the_others_are_used(mode:
     found = {(row["global_round"], row["node"].rpartition("/")[2]): row["samples"] for row in rows}
     assert found["3", "device-1"] == "11" and len(table(folder / "rounds.csv")) == LAB["rounds"]
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    without = [(event["node"], event["global_round"], event["without"]) for event in events if "without" in event]
+    without = [
+        (event["node"], event["global_round"], event["without"])
+        for event in events
+        if "without" in event
+    ]
     assert without == [("institution-0", 2, ["device-1"])]
 
 
@@ -577,24 +719,45 @@ def test_a_device_without_samples_takes_no_part(mode: str, home: Path) -> None:
     some = "arrays, samples * (client.place != 1), metrics"
     code, errors, folder = run(home, written(home, {"returns": some}), mode)
     assert code == 0 and folder is not None, errors
-    names = {row["node"].rpartition("/")[2] for row in table(folder / "devices.csv") if row["local_rounds"] != "0"}
-    assert names == {"device-0", "device-2", "device-3"} and len(table(folder / "rounds.csv")) == LAB["rounds"]
+    names = {
+        row["node"].rpartition("/")[2]
+        for row in table(folder / "devices.csv")
+        if row["local_rounds"] != "0"
+    }
+    assert (
+        names == {"device-0", "device-2", "device-3"}
+        and len(table(folder / "rounds.csv")) == LAB["rounds"]
+    )
 
 
 @pytest.mark.parametrize("institutions", [0, 2])
 @pytest.mark.parametrize("mode", slow(["direct", "workers"], but=["direct"]))
-def test_devices_none_of_which_has_samples_end_the_run_by_name(mode: str, institutions: int, home: Path) -> None:
-    path = written(home, {"returns": "arrays, 0, metrics"}, topology={"institutions": institutions, "devices": 4})
+def test_devices_none_of_which_has_samples_end_the_run_by_name(
+    mode: str, institutions: int, home: Path
+) -> None:
+    path = written(
+        home,
+        {"returns": "arrays, 0, metrics"},
+        topology={"institutions": institutions, "devices": 4},
+    )
     code, errors, _ = run(home, path, mode)
     last, children = errors.splitlines()[-1], "institution-" if institutions else "device-"
-    assert code == 1 and "no child has samples to train on, of " in last and children in last, errors
+    assert code == 1 and "no child has samples to train on, of " in last and children in last, (
+        errors
+    )
 
 
 @pytest.mark.parametrize("mode", slow(["direct", "workers"], but=["direct"]))
-def test_results_that_have_no_samples_all_of_them_end_the_run_by_name(mode: str, home: Path) -> None:
+def test_results_that_have_no_samples_all_of_them_end_the_run_by_name(
+    mode: str, home: Path
+) -> None:
     none = "arrays, samples * (config['server_round'] != 2), metrics"
     code, errors, _ = run(home, written(home, {"returns": none}), mode)
-    assert code == 1 and "it reports no samples" in errors.splitlines()[-1] and "Traceback" not in errors, errors
+    assert (
+        code == 1
+        and "it reports no samples" in errors.splitlines()[-1]
+        and "Traceback" not in errors
+    ), errors
     assert "device-" in errors.splitlines()[-1]
 
 
@@ -603,7 +766,11 @@ def test_the_number_of_examples_may_differ_from_round_to_round(mode: str, home: 
     more = "arrays, samples * config['server_round'], metrics"
     code, errors, folder = run(home, written(home, {"returns": more}), mode)
     assert code == 0 and folder is not None, errors
-    counts = {int(row["samples"]) for row in table(folder / "devices.csv") if row["node"].endswith("device-1")}
+    counts = {
+        int(row["samples"])
+        for row in table(folder / "devices.csv")
+        if row["node"].endswith("device-1")
+    }
     assert counts == {11, 22, 33}
 
 
@@ -617,7 +784,8 @@ def dying(state, folder):
 module.write_state = dying
 """
 COUNTING: Final = (
-    "client.state['n'] = client.state.get('n', 0) + 1; arrays = [arrays[0] + client.state['n'], arrays[1]]"
+    "client.state['n'] = client.state.get('n', 0) + 1; arrays = [arrays[0] + "
+    "client.state['n'], arrays[1]]"
 )
 
 

@@ -1,4 +1,6 @@
-"""docs/own-*.md: their files and commands, run as they stand there; and what own data sets may return."""
+"""docs/own-*.md: their files and commands, run as they stand there; and what own data sets may
+return.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def test_the_page_is_short() -> None:
 
 
 def test_the_files_of_the_page_are_enough_for_a_run_in_one_process(flats: Path) -> None:
-    checked, split, direct = (line for line in COMMANDS if "flats.toml" in line and "cloud" not in line)
+    checked, split, direct = (
+        line for line in COMMANDS if "flats.toml" in line and "cloud" not in line
+    )
     for line in (checked, split):
         done = invoke(*shlex.split(line)[1:])
         assert done.exit_code == 0, done.stderr
@@ -65,32 +69,53 @@ def test_the_files_of_the_page_are_enough_for_a_run_in_one_process(flats: Path) 
     assert (run.experiment.score.name, run.experiment.score.higher) == ("r2", True)
     assert run.score is not None and run.score > 0.8 and run.accuracy is None
     rows = table(run.path / "rounds.csv")
-    assert not any(row["accuracy"] for row in rows) and float(rows[-1]["score"]) == pytest.approx(run.score, rel=1e-5)
+    assert not any(row["accuracy"] for row in rows) and float(rows[-1]["score"]) == pytest.approx(
+        run.score, rel=1e-5
+    )
     frame = [row.values() for row in run.rounds]
-    assert frame[-1]["score"] == pytest.approx(run.score, rel=1e-5) and frame[-1]["accuracy"] is None
+    assert (
+        frame[-1]["score"] == pytest.approx(run.score, rel=1e-5) and frame[-1]["accuracy"] is None
+    )
     listed = json.loads(invoke("runs", "list", "--format", "json").stdout)
-    assert (listed["score_name"], listed["score"], listed["accuracy"]) == ("r2", pytest.approx(run.score), None)
+    assert (listed["score_name"], listed["score"], listed["accuracy"]) == (
+        "r2",
+        pytest.approx(run.score),
+        None,
+    )
     assert invoke("report", run.path).exit_code == 0
     page = (run.path / "report.html").read_text()
-    assert "R2 over time" in page and "test r2" in page and "ccuracy" not in re.sub(r'accuracy"?[ =:,]', "", page)
+    assert (
+        "R2 over time" in page
+        and "test r2" in page
+        and "ccuracy" not in re.sub(r'accuracy"?[ =:,]', "", page)
+    )
     costs = invoke("compare", run.path, "--target", "0.5", "--format", "json")
-    assert costs.exit_code == 0 and json.loads(costs.stdout)["groups"][0]["reached"] == 1, costs.stderr
+    assert costs.exit_code == 0 and json.loads(costs.stdout)["groups"][0]["reached"] == 1, (
+        costs.stderr
+    )
 
 
 @pytest.mark.slow
 def test_the_other_loss_and_score_of_the_page_run(flats: Path) -> None:
     blocks = re.findall(r"^```toml\n(.*?)^```", PAGES, re.MULTILINE | re.DOTALL)
     other = next(tomllib.loads(block) for block in blocks if "pinball:pinball" in block)
-    keys = {"training.loss": other["training"]["loss"], "score": '{ name = "pinball:covered", better = "higher" }'}
+    keys = {
+        "training.loss": other["training"]["loss"],
+        "score": '{ name = "pinball:covered", better = "higher" }',
+    }
     sets = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
-    done = fedstrata("run", "flats.toml", "--direct", "--format", "json", "--set", "rounds=2", *sets)
+    done = fedstrata(
+        "run", "flats.toml", "--direct", "--format", "json", "--set", "rounds=2", *sets
+    )
     assert done.returncode == 0, done.stderr
     run = Run(folder_in(done.stdout))
     assert run.score is not None and 0 < run.score <= 1 and run.experiment.score.label == "covered"
 
 
 @contextmanager
-def terminals(lines: list[str], folder: Path, env: dict[str, str]) -> Iterator[list[subprocess.Popen[bytes]]]:
+def terminals(
+    lines: list[str], folder: Path, env: dict[str, str]
+) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Run each line in a process of its own, and end all at the end."""
     program = str(Path(sys.executable).with_name("fedstrata"))
     logs = [folder / f"{number}.log" for number in range(len(lines))]
@@ -99,7 +124,9 @@ def terminals(lines: list[str], folder: Path, env: dict[str, str]) -> Iterator[l
         for line, log in zip(lines, logs, strict=True):
             with log.open("wb") as output:
                 command = [program, *shlex.split(line)[1:]]
-                started.append(subprocess.Popen(command, cwd=folder, env=env, stdout=output, stderr=output))
+                started.append(
+                    subprocess.Popen(command, cwd=folder, env=env, stdout=output, stderr=output)
+                )
         yield started
     finally:
         for process in started:
@@ -122,13 +149,17 @@ def test_the_lab_of_the_page_runs_in_terminals(flats: Path) -> None:
     run = Run(path)
     assert run.score is not None and run.score > 0.8
     direct = fedstrata("run", "flats.toml", "--direct", "--format", "json")
-    assert [row.score for row in Run(folder_in(direct.stdout)).rounds] == [row.score for row in run.rounds]
+    assert [row.score for row in Run(folder_in(direct.stdout)).rounds] == [
+        row.score for row in run.rounds
+    ]
 
 
 def test_a_file_named_as_a_room_of_fedstratas_replaces_nothing(flats: Path) -> None:
     for name in ("device", "cloud", "common", "deploy"):
         (flats / f"{name}.py").write_text("raise SystemExit('mine')\n")
-    done = subprocess.run([*python("fedstrata"), "--version"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*python("fedstrata"), "--version"], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0 and done.stdout.strip(), done.stderr
 
 
@@ -204,7 +235,11 @@ def test_own_data_are_arrays_tensors_or_data_sets(name: str, load: Callable[...,
     assert found.train_images.tolist() == np.arange(12).reshape(6, 2).tolist()
     assert found.train_labels.tolist() == [0, 1] * 3 and len(found.test_labels) == 2
     if name == "users":
-        assert found.users == ("a", "b") and found.owners is not None and found.owners.tolist() == [1, 0, 1, 0, 0, 1]
+        assert (
+            found.users == ("a", "b")
+            and found.owners is not None
+            and found.owners.tolist() == [1, 0, 1, 0, 0, 1]
+        )
 
 
 def test_own_numbers_own_shapes_and_own_data_of_each_device(load: Callable[..., Dataset]) -> None:
@@ -213,7 +248,11 @@ def test_own_numbers_own_shapes_and_own_data_of_each_device(load: Callable[..., 
     assert load("series").inputs == Inputs((3, 4, 5, 2), 2)
     nodes = ("cloud", "device-0", "device-3")
     found = [load("mine", node, partition="private", classes=2) for node in nodes]
-    assert [(len(each.train_labels), len(each.test_labels)) for each in found] == [(0, 1), (6, 1), (3, 1)]
+    assert [(len(each.train_labels), len(each.test_labels)) for each in found] == [
+        (0, 1),
+        (6, 1),
+        (3, 1),
+    ]
 
 
 def test_own_data_are_parts_of_images_texts_or_arrays(load: Callable[..., Dataset]) -> None:
@@ -222,7 +261,11 @@ def test_own_data_are_parts_of_images_texts_or_arrays(load: Callable[..., Datase
     assert torch.equal(pixels.normaliser()(pixels.train_images), torch.ones(4, 1, 2, 2))
     assert load("double").train_images.dtype == torch.float32
     assert tokens.inputs == Inputs((3,), 4, 7) and tokens.train_images.dtype == torch.int64
-    assert owned.users == ("a", "b") and owned.owners is not None and owned.owners.tolist() == [0, 1, 1, 0]
+    assert (
+        owned.users == ("a", "b")
+        and owned.owners is not None
+        and owned.owners.tolist() == [0, 1, 1, 0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -246,8 +289,12 @@ def test_own_data_are_parts_of_images_texts_or_arrays(load: Callable[..., Datase
         ("lists", "has samples that are no array"),
     ],
 )
-def test_own_data_that_do_not_fit_are_refused(name: str, problem: str, load: Callable[..., Dataset]) -> None:
-    with pytest.raises(InvalidExperiment, match=rf"^data\.dataset = 'loaders:{name}': .*{problem}") as refused:
+def test_own_data_that_do_not_fit_are_refused(
+    name: str, problem: str, load: Callable[..., Dataset]
+) -> None:
+    with pytest.raises(
+        InvalidExperiment, match=rf"^data\.dataset = 'loaders:{name}': .*{problem}"
+    ) as refused:
         load(name)
     assert "\n" not in str(refused.value)
 
@@ -272,11 +319,19 @@ def test_keys_of_own_data(data: dict[str, object], problem: str) -> None:
 
 @pytest.mark.parametrize("suffix", ["png", "jpg", "bmp", "webp", "tiff", "gif", "ppm"])
 @pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "P", "1", "CMYK", "I;16"])
-def test_images_of_any_kind_are_brought_into_one_shape(tmp_path: Path, suffix: str, mode: str) -> None:
+def test_images_of_any_kind_are_brought_into_one_shape(
+    tmp_path: Path, suffix: str, mode: str
+) -> None:
     for part, size in (("train", (9, 5)), ("test", (20, 30))):
         path = tmp_path / part / "a" / f"x.{suffix}"
         path.parent.mkdir(parents=True)
-        white = {"RGB": (255,) * 3, "RGBA": (255,) * 4, "CMYK": (0,) * 4, "I;16": 65535, "1": 1}.get(mode, 255)
+        white = {
+            "RGB": (255,) * 3,
+            "RGBA": (255,) * 4,
+            "CMYK": (0,) * 4,
+            "I;16": 65535,
+            "1": 1,
+        }.get(mode, 255)
         image = Image.new(mode, size, white)
         if mode == "P":
             image.putpalette([255] * 768)
@@ -285,7 +340,12 @@ def test_images_of_any_kind_are_brought_into_one_shape(tmp_path: Path, suffix: s
         except (OSError, KeyError, ValueError):
             pytest.skip(f"{suffix} has no mode {mode}")
     for channels in (1, 3):
-        data = {"dataset": "folder", "root": str(tmp_path), "classes": ["a"], "image_shape": [channels, 6, 8]}
+        data = {
+            "dataset": "folder",
+            "root": str(tmp_path),
+            "classes": ["a"],
+            "image_shape": [channels, 6, 8],
+        }
         found = datasets.load(parse({"data": data}).data)
         assert found.train_images.shape == found.test_images.shape == (1, channels, 6, 8)
         assert found.train_images.min() >= 250 and found.test_images.min() >= 250
@@ -295,6 +355,8 @@ def test_a_device_without_the_users_permission_imports_nothing(flats: Path) -> N
     experiment = parse(tomllib.loads(FILES["flats.toml"]))
     own = parse({**tomllib.loads(FILES["flats.toml"]), "training": {"loss": "pinball:pinball"}})
     assert experiment.code_at("device-0")["training.loss"] == "mean_squared_error"
-    with pytest.raises(InvalidExperiment, match=r"training\.loss = 'pinball:pinball': this host does not import"):
+    with pytest.raises(
+        InvalidExperiment, match=r"training\.loss = 'pinball:pinball': this host does not import"
+    ):
         permit(own.code_at("device-0"), ["flats"])
     permit(own.code_at("device-0"), ["flats", "pinball"])

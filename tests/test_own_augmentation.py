@@ -1,4 +1,6 @@
-"""Augmentations of the user's own: drawn by the experiment's seed, tried before the run, and refused in one line."""
+"""Augmentations of the user's own: drawn by the experiment's seed, tried before the run, and
+refused in one line.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,11 @@ class Noise:
         self.most = most
 
     def __call__(self, sample: Tensor) -> Tensor:
-        drawn = int(torch.randint(self.most, ())) + int(np.random.randint(self.most)) + random.randrange(self.most)
+        drawn = (
+            int(torch.randint(self.most, ()))
+            + int(np.random.randint(self.most))
+            + random.randrange(self.most)
+        )
         return (sample + drawn).to(sample.dtype)
 
 
@@ -89,7 +95,9 @@ def experiment(name: str = "", **keywords: Any) -> Experiment:
     training: dict[str, Any] = {"batch_size": 10}
     if name:
         training["augmentation"] = {"name": f"{HERE}:{name}", **keywords}
-    return parse({"topology": {"devices": 12}, "model": {"name": "mlp_digits"}, "training": training})
+    return parse(
+        {"topology": {"devices": 12}, "model": {"name": "mlp_digits"}, "training": training}
+    )
 
 
 def inputs_of(lab: Experiment, *, epochs: int = 2, local_round: int = 0) -> list[Tensor]:
@@ -104,14 +112,16 @@ def test_it_is_drawn_anew_in_each_epoch_and_round_and_the_same_again() -> None:
     assert all(map(torch.equal, once, again))
     assert not any(map(torch.equal, once, plain)) and not any(map(torch.equal, once, later))
     shifts = [changed - given for changed, given in zip(once, plain, strict=True)]
-    assert all(float(each.flatten(1).std(1).max()) < 1e-4 for each in shifts)  # one number for each sample
+    # one number for each sample
+    assert all(float(each.flatten(1).std(1).max()) < 1e-4 for each in shifts)
     drawn = torch.cat([each.flatten(1).mean(1) for each in shifts])
     assert len(drawn.round(decimals=3).unique()) == 7  # 0 to 6 levels
     half = len(drawn) // 2
     assert not torch.equal(drawn[:half].sort().values, drawn[half:].sort().values)
 
 
-@pytest.mark.parametrize("name", ["Same", "function"])  # a class, and a function that makes an object
+# a class, and a function that makes an object
+@pytest.mark.parametrize("name", ["Same", "function"])
 def test_one_that_changes_nothing_gives_the_batches_without_any(name: str) -> None:
     assert all(map(torch.equal, inputs_of(experiment(name)), inputs_of(experiment())))
 
@@ -130,24 +140,42 @@ def test_it_is_made_anew_for_each_local_round() -> None:
 
 def test_a_trainer_gives_the_same_model_twice() -> None:
     lab = experiment("Noise", most=9)
-    assert np.array_equal(*(trained(trainer_of(lab, "device-1"), first_model(lab))[0] for _ in range(2)))
+    assert np.array_equal(
+        *(trained(trainer_of(lab, "device-1"), first_model(lab))[0] for _ in range(2))
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "keywords", "problem"),
     [
-        ("Cropped", {}, r"returns torch.uint8 \[1, 8, 7\] for a sample of torch.uint8 \[1, 8, 8\]. Return a tensor of"),
+        (
+            "Cropped",
+            {},
+            (
+                r"returns torch.uint8 \[1, 8, 7\] for a sample of torch.uint8 \[1, 8, 8\]. Return "
+                r"a "
+                r"tensor of"
+            ),
+        ),
         ("Scaled", {}, r"returns torch.float32 \[1, 8, 8\] for a sample of torch.uint8"),
         ("Array", {}, "returns ndarray for a sample of"),
-        ("Fails", {}, r"fails with KeyError: 'x', in Fails.__call__ \(tests/test_own_augmentation.py:\d+\)"),
+        (
+            "Fails",
+            {},
+            r"fails with KeyError: 'x', in Fails.__call__ \(tests/test_own_augmentation.py:\d+\)",
+        ),
         ("Unseeded", {}, "the same samples twice become others"),
         ("NotCallable", {}, "makes NotCallable, which is not callable"),
         ("Absent", {}, "cannot be imported"),
     ],
 )
-def test_what_is_wrong_ends_the_run_before_it_begins(name: str, keywords: dict[str, int], problem: str) -> None:
+def test_what_is_wrong_ends_the_run_before_it_begins(
+    name: str, keywords: dict[str, int], problem: str
+) -> None:
     trainer = Trainer(experiment(name, **keywords), node="device-1", accelerator="cpu")
-    with pytest.raises(InvalidExperiment, match=rf"^training\.augmentation\.name = '{HERE}:{name}': .*{problem}"):
+    with pytest.raises(
+        InvalidExperiment, match=rf"^training\.augmentation\.name = '{HERE}:{name}': .*{problem}"
+    ):
         trainer.prepare()
 
 
@@ -170,7 +198,12 @@ def test_devices_are_trained_one_after_another() -> None:
 def test_flips_and_crops_have_the_keys_of_before() -> None:
     lab = parse({"training": {"augmentation": {"flip": True, "crop": 2}}})
     assert json.loads(lab.to_json())["training"]["augmentation"] == {"flip": True, "crop": 2}
-    with pytest.raises(InvalidExperiment, match=r"training\.augmentation\.flop = 1: unknown key. Did you mean 'flip'"):
+    with pytest.raises(
+        InvalidExperiment,
+        match=r"training\.augmentation\.flop = 1: unknown key. Did you mean 'flip'",
+    ):
         parse({"training": {"augmentation": {"flop": 1}}})
-    with pytest.raises(InvalidExperiment, match=r"training\.augmentation\.name = 'nope': no augmentation"):
+    with pytest.raises(
+        InvalidExperiment, match=r"training\.augmentation\.name = 'nope': no augmentation"
+    ):
         parse({"training": {"augmentation": "nope"}})

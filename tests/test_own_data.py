@@ -1,4 +1,6 @@
-"""Images of a node's own, and made-up ones: what is read, by whom, and what is said when it is not right."""
+"""Images of a node's own, and made-up ones: what is read, by whom, and what is said when it is not
+right.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,12 @@ def picture(path: Path, colour: Any, *, size: tuple[int, int] = (8, 6), mode: st
 
 
 def own(root: Path | str, *, channels: int = 3, **more: Any) -> Data:
-    tree = {"dataset": "folder", "root": str(root), "classes": CLASSES, "image_shape": [channels, 6, 8]}
+    tree = {
+        "dataset": "folder",
+        "root": str(root),
+        "classes": CLASSES,
+        "image_shape": [channels, 6, 8],
+    }
     return parse({"data": {**tree, "partition": "natural", **more}}).data
 
 
@@ -47,8 +54,12 @@ def test_a_device_reads_its_training_images_and_the_cloud_its_test_images(tmp_pa
     picture(tmp_path / "device-1" / "train" / "cat" / "d.png", (10, 11, 12))
     picture(tmp_path / "cloud" / "test" / "dog" / "e.png", (13, 14, 15))
     data = own(tmp_path / "{node}")
-    first, second, cloud = (datasets.load(data, node=node) for node in ("device-0", "device-1", "cloud"))
-    assert first.train_images.shape == (3, 3, 6, 8) and first.inputs == cloud.inputs == Inputs((3, 6, 8), 2)
+    first, second, cloud = (
+        datasets.load(data, node=node) for node in ("device-0", "device-1", "cloud")
+    )
+    assert first.train_images.shape == (3, 3, 6, 8) and first.inputs == cloud.inputs == Inputs(
+        (3, 6, 8), 2
+    )
     assert first.train_images[:, :, 0, 0].tolist() == [[7, 8, 9], [4, 5, 6], [1, 2, 3]]
     assert first.train_labels.tolist() == [0, 1, 1]  # in the order of the list, then of the names
     assert second.train_labels.tolist() == [1] and not len(second.test_labels)
@@ -59,9 +70,15 @@ def test_images_are_brought_into_the_shape_that_all_agree_on(tmp_path: Path) -> 
     picture(tmp_path / "train" / "dog" / "grey.png", 100, mode="L", size=(16, 12))
     picture(tmp_path / "train" / "dog" / "palette.png", 0, mode="P")
     picture(tmp_path / "train" / "dog" / "transparent.png", (50, 50, 50, 0), mode="RGBA")
-    assert datasets.load(own(tmp_path), node="d").train_images[:, :, 0, 0].tolist() == [[100] * 3, [0] * 3, [50] * 3]
+    assert datasets.load(own(tmp_path), node="d").train_images[:, :, 0, 0].tolist() == [
+        [100] * 3,
+        [0] * 3,
+        [50] * 3,
+    ]
     assert datasets.load(own(tmp_path, channels=1), node="d").train_images.shape == (3, 1, 6, 8)
-    normalised = datasets.load(own(tmp_path), node="d").normaliser()(torch.full((1, 3, 6, 8), 255, dtype=torch.uint8))
+    normalised = datasets.load(own(tmp_path), node="d").normaliser()(
+        torch.full((1, 3, 6, 8), 255, dtype=torch.uint8)
+    )
     assert (normalised == 1).all()
 
 
@@ -72,7 +89,11 @@ def test_a_class_that_is_not_listed(tmp_path: Path) -> None:
 
 
 def test_missing_or_empty_folders_name_the_layout(tmp_path: Path) -> None:
-    refused(own(tmp_path), node="device-0", match=r"not found: .*/train/<class>/\*\.png with the classes dog, cat")
+    refused(
+        own(tmp_path),
+        node="device-0",
+        match=r"not found: .*/train/<class>/\*\.png with the classes dog, cat",
+    )
     refused(own(tmp_path), match=r"not found: .*/test/<class>")
     (tmp_path / "train" / "cat").mkdir(parents=True)
     refused(own(tmp_path), node="device-0", match=r"no image in .*/train")
@@ -96,7 +117,9 @@ def reds(images: torch.Tensor) -> list[int]:
 def test_images_below_a_class_are_its_own_in_the_order_of_torchvision(tmp_path: Path) -> None:
     both_parts(tmp_path)
     train, elsewhere = tmp_path / "train", tmp_path / "elsewhere"
-    names = "cat/b/1.png cat/a-b/2.png cat/a/3.png cat/a/z/4.png cat/10.png cat/9.PNG dog/only/5.png"
+    names = (
+        "cat/b/1.png cat/a-b/2.png cat/a/3.png cat/a/z/4.png cat/10.png cat/9.PNG dog/only/5.png"
+    )
     for place, name in enumerate(names.split()):
         picture(train / name, (10 + place, 0, 0))
     picture(elsewhere / "more" / "1.png", (99, 0, 0))
@@ -106,16 +129,28 @@ def test_images_below_a_class_are_its_own_in_the_order_of_torchvision(tmp_path: 
     wanted = []
     for name in CLASSES:  # as torchvision.datasets.folder.make_dataset, whose import takes seconds
         for folder, _, files in sorted(os.walk(train / name, followlinks=True)):
-            wanted += [Image.open(Path(folder) / file).getpixel((0, 0))[0] for file in sorted(files)]  # type: ignore[index]
+            wanted += [
+                Image.open(Path(folder) / file).getpixel((0, 0))[0] for file in sorted(files)
+            ]  # type: ignore[index]
     assert reds(found.train_images) == wanted
     assert found.train_labels.tolist() == [0] * 2 + [1] * 7 and found.notes == ()
 
 
 def test_what_systems_leave_beside_images_does_not_count(tmp_path: Path) -> None:
     both_parts(tmp_path)
-    for name in ("train/.DS_Store", "train/cat/.DS_Store", "train/cat/Thumbs.db", "train/dog/desktop.ini"):
+    for name in (
+        "train/.DS_Store",
+        "train/cat/.DS_Store",
+        "train/cat/Thumbs.db",
+        "train/dog/desktop.ini",
+    ):
         (tmp_path / name).write_bytes(b"\0")
-    for name in ("train/cat/._0.png", "train/._cat", "test/__MACOSX/cat/._0.png", "train/@eaDir/x/0.jpg"):
+    for name in (
+        "train/cat/._0.png",
+        "train/._cat",
+        "test/__MACOSX/cat/._0.png",
+        "train/@eaDir/x/0.jpg",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"\0\5\x16\7")
     for name in ("train/.ipynb_checkpoints", "train/cat/@eaDir/0.png", "train/cat/.thumbnails"):
@@ -139,7 +174,8 @@ def test_what_is_not_read_is_named(tmp_path: Path) -> None:
     found = datasets.load(split(tmp_path))
     assert reds(found.train_images) == [0, 1]
     assert found.notes == (
-        f"{train}: 10 files and links are not read: labels.csv, stray.png, dog/deep/0.npy and 7 more. Names of images"
+        f"{train}: 10 files and links are not read: labels.csv, stray.png, dog/deep/0.npy and 7 "
+        "more. Names of images"
         " end in .jpg, .jpeg, .png, .ppm, .bmp, .pgm, .tif, .tiff, .webp, .gif",
     )
 
@@ -151,7 +187,10 @@ def test_a_folder_with_several_links_is_read_once(tmp_path: Path) -> None:
     for name in ("b", "a"):
         (tmp_path / "train" / "cat" / name).symlink_to(tmp_path / "album", target_is_directory=True)
     found = datasets.load(split(tmp_path))
-    assert reds(found.train_images) == [0, 1, 50, 51, 52] and "1 file or link is not read: cat/b." in found.notes[0]
+    assert (
+        reds(found.train_images) == [0, 1, 50, 51, 52]
+        and "1 file or link is not read: cat/b." in found.notes[0]
+    )
 
 
 def test_nodes_that_list_a_folder_in_another_order_have_the_same_samples(
@@ -166,23 +205,41 @@ def test_nodes_that_list_a_folder_in_another_order_have_the_same_samples(
     (tmp_path / "train" / "cat" / "z").symlink_to("x")
     listing, found = Path.iterdir, []
     for step in (1, -1):
-        monkeypatch.setattr(Path, "iterdir", lambda path, step=step: iter(sorted(listing(path))[::step]))
+        monkeypatch.setattr(
+            Path, "iterdir", lambda path, step=step: iter(sorted(listing(path))[::step])
+        )
         datasets._load.cache_clear()
         found.append(datasets.load(split(tmp_path)))
-    assert all(torch.equal(one.train_images, found[0].train_images) and one.notes == found[0].notes for one in found)
-    assert reds(found[0].train_images) == [0, 14, 13, 1, 12, 10, 11] and "3 files and links" in found[0].notes[0]
+    assert all(
+        torch.equal(one.train_images, found[0].train_images) and one.notes == found[0].notes
+        for one in found
+    )
+    assert (
+        reds(found[0].train_images) == [0, 14, 13, 1, 12, 10, 11]
+        and "3 files and links" in found[0].notes[0]
+    )
 
 
 @pytest.mark.parametrize(
     ("removed", "added", "problem"),
     [
-        ("train/cat/0.png", [], r"data\.classes = 'cat': no image in .*/train/cat\. Put its images there, or remove"),
+        (
+            "train/cat/0.png",
+            [],
+            r"data\.classes = 'cat': no image in .*/train/cat\. Put its images there, or remove",
+        ),
         ("train/cat", [], r"data\.classes = 'cat': no image in .*/train/cat\."),
         ("test/dog/0.png", [], r"data\.classes = 'dog': no image in .*/test/dog\."),
-        ("train/cat/0.png", ["train/cat/1.heic", "train/cat/a/2.heic"], r"/cat, but cat/1\.heic, cat/a/2\.heic\."),
+        (
+            "train/cat/0.png",
+            ["train/cat/1.heic", "train/cat/a/2.heic"],
+            r"/cat, but cat/1\.heic, cat/a/2\.heic\.",
+        ),
     ],
 )
-def test_a_class_without_images_is_refused(tmp_path: Path, removed: str, added: list[str], problem: str) -> None:
+def test_a_class_without_images_is_refused(
+    tmp_path: Path, removed: str, added: list[str], problem: str
+) -> None:
     both_parts(tmp_path)
     if (tmp_path / removed).is_dir():
         shutil.rmtree(tmp_path / removed)
@@ -216,7 +273,9 @@ def save(path: Path, pixels: Any) -> None:
     Image.fromarray(pixels).save(path)
 
 
-def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_listed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     both_parts(tmp_path)
     picture(tmp_path / "train" / "cat" / "secret" / "1.png", (1, 2, 3))
     listing = Path.iterdir
@@ -227,19 +286,27 @@ def test_a_folder_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: py
         return listing(path)
 
     monkeypatch.setattr(Path, "iterdir", refusing)
-    refused(split(tmp_path), match=r"data\.root = '.*/train/cat/secret': Permission denied\. Make it")
+    refused(
+        split(tmp_path), match=r"data\.root = '.*/train/cat/secret': Permission denied\. Make it"
+    )
 
 
 def test_a_link_to_nothing_is_named(tmp_path: Path) -> None:
     both_parts(tmp_path)
     (tmp_path / "train" / "cat" / "gone.png").symlink_to("nowhere.png")
-    refused(split(tmp_path), match=r"gone\.png': this file is not an image .*No such file.* Replace it")
+    refused(
+        split(tmp_path), match=r"gone\.png': this file is not an image .*No such file.* Replace it"
+    )
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.int32])
 def test_pixels_of_an_unknown_range_are_refused(tmp_path: Path, kind: Any) -> None:
     save(tmp_path / "train" / "dog" / "a.tiff", np.full((6, 8), 1, kind))
-    refused(own(tmp_path), node="device-0", match=r"a\.tiff': this .* range is unknown: convert it to 8 or 16")
+    refused(
+        own(tmp_path),
+        node="device-0",
+        match=r"a\.tiff': this .* range is unknown: convert it to 8 or 16",
+    )
 
 
 def test_images_of_16_bits_keep_their_higher_half(tmp_path: Path) -> None:
@@ -252,7 +319,8 @@ def test_images_of_16_bits_keep_their_higher_half(tmp_path: Path) -> None:
         save(tmp_path / "train" / "dog" / name, np.full((6, 8), value, np.uint16))
     dark = datasets.load(own(tmp_path, noise=0.1), node="device-0")
     assert dark.notes == (
-        f"{tmp_path}/train: no pixel of its 16-bit images is above 4095 of 65535: they are nearly black",
+        f"{tmp_path}/train: no pixel of its 16-bit images is above 4095 of 65535: they are nearly "
+        "black",
     )
 
 
@@ -265,7 +333,9 @@ def test_images_of_16_bits_keep_their_higher_half(tmp_path: Path) -> None:
         ("YCbCr", (76, 85, 255), [254, 0, 0]),
     ],
 )
-def test_images_of_any_mode_become_colours(tmp_path: Path, mode: str, colour: Any, wanted: list[int]) -> None:
+def test_images_of_any_mode_become_colours(
+    tmp_path: Path, mode: str, colour: Any, wanted: list[int]
+) -> None:
     end = "tiff" if mode in ("CMYK", "YCbCr") else "png"
     picture(tmp_path / "train" / "dog" / f"a.{end}", colour, mode=mode)
     found = datasets.load(own(tmp_path), node="device-0").train_images
@@ -301,18 +371,32 @@ def test_what_the_experiment_must_say(data: dict[str, Any], key: str) -> None:
 
 
 def synthetic(**more: Any) -> Data:
-    tree = {"dataset": "synthetic", "classes": 4, "image_shape": [1, 8, 8], "samples": 50, "test_samples": 10, **more}
+    tree = {
+        "dataset": "synthetic",
+        "classes": 4,
+        "image_shape": [1, 8, 8],
+        "samples": 50,
+        "test_samples": 10,
+        **more,
+    }
     return parse({"data": tree}).data
 
 
 def test_made_up_images_have_the_size_that_is_asked_for_and_are_always_alike() -> None:
     data = datasets.load(synthetic())
     assert data.train_images.shape == (50, 1, 8, 8) and data.test_images.shape == (10, 1, 8, 8)
-    assert data.inputs == Inputs((1, 8, 8), 4) and np.bincount(data.train_labels).tolist() == [13, 13, 12, 12]
+    assert data.inputs == Inputs((1, 8, 8), 4) and np.bincount(data.train_labels).tolist() == [
+        13,
+        13,
+        12,
+        12,
+    ]
     assert data.train_images.double().sum() == 412690
     larger = datasets.load(synthetic(samples=9000))
     assert torch.equal(larger.train_images[:50], data.train_images)
-    refused(synthetic(samples=10_000_000, image_shape=[3, 64, 64]), match=r"data\.samples.*take 123 GB")
+    refused(
+        synthetic(samples=10_000_000, image_shape=[3, 64, 64]), match=r"data\.samples.*take 123 GB"
+    )
 
 
 def test_made_up_images_can_be_distinguished() -> None:

@@ -1,4 +1,6 @@
-"""A user's code that raises: one line with file, line and function of theirs, and exit code 4, wherever it runs."""
+"""A user's code that raises: one line with file, line and function of theirs, and exit code 4,
+wherever it runs.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ from tests.helpers.commands import fedstrata, invoke
 from tests.helpers.direct import run_direct
 from tests.helpers.examples import slow
 
-# Code that fails where its name is, with the error of the environment; `fail` is the innermost frame.
+# Code that fails where its name is, with the error of the environment; `fail` is the innermost
+# frame.
 FAULTY: Final = """
 import builtins, os
 import numpy as np
@@ -156,19 +159,46 @@ FAULTS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "backward": ("model.name", {"model": {"name": "faulty:backward"}}),
     "loss": ("training.loss", {"training": {"loss": "faulty:loss"}}),
     "score": ("score.name", {"score": {"name": "faulty:score", "better": "higher"}}),
-    "data": ("data.dataset", {"data": {"dataset": "faulty:data"}, "model": {"name": "faulty:sound"}}),
-    "items": ("data.dataset", {"data": {"dataset": "faulty:items"}, "model": {"name": "faulty:sound"}}),
-    "draws": ("training.objective.name", {"training": {"objective": {"name": "faulty:Goal", "where": "draws"}}}),
-    "losses": ("training.objective.name", {"training": {"objective": {"name": "faulty:Goal", "where": "losses"}}}),
+    "data": (
+        "data.dataset",
+        {"data": {"dataset": "faulty:data"}, "model": {"name": "faulty:sound"}},
+    ),
+    "items": (
+        "data.dataset",
+        {"data": {"dataset": "faulty:items"}, "model": {"name": "faulty:sound"}},
+    ),
+    "draws": (
+        "training.objective.name",
+        {"training": {"objective": {"name": "faulty:Goal", "where": "draws"}}},
+    ),
+    "losses": (
+        "training.objective.name",
+        {"training": {"objective": {"name": "faulty:Goal", "where": "losses"}}},
+    ),
     "losses of an own model": (
         "training.objective.name",
-        {"training": {"objective": {"name": "faulty:Goal", "where": "losses"}}, "model": {"name": "faulty:sound"}},
+        {
+            "training": {"objective": {"name": "faulty:Goal", "where": "losses"}},
+            "model": {"name": "faulty:sound"},
+        },
     ),
     "finish": ("training.objective.name", {"training": {"objective": {"name": "faulty:Keeping"}}}),
-    "init": ("aggregation.name", {"cloud": {"aggregation": {"name": "faulty:Rule", "where": "init"}}}),
-    "begin": ("aggregation.name", {"cloud": {"aggregation": {"name": "faulty:Rule", "where": "begin"}}}),
-    "columns": ("aggregation.name", {"institution": {"aggregation": {"name": "faulty:Rule", "where": "columns"}}}),
-    "selector": ("selection.name", {"institution": {"participation": 0.5, "selection": {"name": "faulty:Chosen"}}}),
+    "init": (
+        "aggregation.name",
+        {"cloud": {"aggregation": {"name": "faulty:Rule", "where": "init"}}},
+    ),
+    "begin": (
+        "aggregation.name",
+        {"cloud": {"aggregation": {"name": "faulty:Rule", "where": "begin"}}},
+    ),
+    "columns": (
+        "aggregation.name",
+        {"institution": {"aggregation": {"name": "faulty:Rule", "where": "columns"}}},
+    ),
+    "selector": (
+        "selection.name",
+        {"institution": {"participation": 0.5, "selection": {"name": "faulty:Chosen"}}},
+    ),
 }
 
 
@@ -178,20 +208,25 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "faulty.py").write_text(FAULTY)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(Path(__file__).parents[1]), str(tmp_path))))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join((str(Path(__file__).parents[1]), str(tmp_path)))
+    )
     return tmp_path
 
 
 def with_fault(name: str) -> dict[str, Any]:
     _, keys = FAULTS[name]
     return {
-        key: {**found, **keys.get(key, {})} if isinstance(found, dict) else found for key, found in SMALL.items()
+        key: {**found, **keys.get(key, {})} if isinstance(found, dict) else found
+        for key, found in SMALL.items()
     } | {key: found for key, found in keys.items() if key not in SMALL}
 
 
 def line_of(key: str, error: str = "KeyError: 'a bug'") -> re.Pattern[str]:
     fails = rf"fails (in training (on \d+ samples )?)?with {error}"
-    return re.compile(rf"{re.escape(key)} = 'faulty:\w+': {fails}.*, in fail \(faulty\.py:{LINE}\)\. Correct it")
+    return re.compile(
+        rf"{re.escape(key)} = 'faulty:\w+': {fails}.*, in fail \(faulty\.py:{LINE}\)\. Correct it"
+    )
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -199,8 +234,12 @@ def test_without_a_network_the_place_is_named(name: str, home: Path) -> None:
     with pytest.raises(InvalidExperiment, match=line_of(FAULTS[name][0])) as caught:
         run_direct(home / "runs", with_fault(name))
     assert caught.value.exit_code == 4 and "\n" not in str(caught.value)
-    assert caught.value.frames[-1] == f"faulty.py:{LINE}, in fail: {FAULTY.splitlines()[LINE - 1].strip()}"
-    assert caught.value.__context__ is not None and caught.value.__context__.__traceback__ is None  # it holds tensors
+    assert (
+        caught.value.frames[-1]
+        == f"faulty.py:{LINE}, in fail: {FAULTY.splitlines()[LINE - 1].strip()}"
+    )
+    # it holds tensors
+    assert caught.value.__context__ is not None and caught.value.__context__.__traceback__ is None
     if name == "items":
         assert "its sample 3" in str(caught.value)
 
@@ -215,8 +254,13 @@ def test_without_a_network_the_place_is_named(name: str, home: Path) -> None:
         ("Numbers", r"`numbers` are what JSON cannot hold \(TypeError: .*set"),
     ],
 )
-def test_what_own_code_returns_in_another_form_is_one_line_too(name: str, problem: str, home: Path) -> None:
-    tree, table = with_fault("training") | {"model": {"name": "mlp_digits"}}, {"name": f"faulty:{name}"}
+def test_what_own_code_returns_in_another_form_is_one_line_too(
+    name: str, problem: str, home: Path
+) -> None:
+    tree, table = (
+        with_fault("training") | {"model": {"name": "mlp_digits"}},
+        {"name": f"faulty:{name}"},
+    )
     if name in ("Short", "Nothing"):
         tree["training"] = {"epochs": 1, "batch_size": 400, "objective": table}
     else:
@@ -228,8 +272,14 @@ def test_what_own_code_returns_in_another_form_is_one_line_too(name: str, proble
 @pytest.mark.parametrize(
     ("name", "error"),
     [
-        *(("images", error) for error in ("SystemExit", "KeyboardInterrupt", "GeneratorExit", "MemoryError")),
-        *((name, "StopIteration") for name in ("training", "images", "score", "columns", "data", "selector")),
+        *(
+            ("images", error)
+            for error in ("SystemExit", "KeyboardInterrupt", "GeneratorExit", "MemoryError")
+        ),
+        *(
+            (name, "StopIteration")
+            for name in ("training", "images", "score", "columns", "data", "selector")
+        ),
         *((name, "SystemExit") for name in ("training", "score", "columns", "data", "selector")),
     ],
 )
@@ -279,9 +329,13 @@ def test_the_check_of_own_code_names_the_place(name: str, where: str, home: Path
     with logs.limited("", logging.INFO):
         done = invoke("check", name, "--set", f"where={where}")
     place = rf"in fail \(faulty\.py:{LINE}\)"
-    assert done.exit_code == 4 and re.search(rf"^runs +wrong +.*{place}", done.stdout, re.MULTILINE), done.stdout
+    assert done.exit_code == 4 and re.search(
+        rf"^runs +wrong +.*{place}", done.stdout, re.MULTILINE
+    ), done.stdout
     line, *frames = done.stderr.splitlines()
-    assert re.match(rf"fedstrata: .*{place}", line) and frames[-1].startswith(f"  faulty.py:{LINE}, in fail: raise")
+    assert re.match(rf"fedstrata: .*{place}", line) and frames[-1].startswith(
+        f"  faulty.py:{LINE}, in fail: raise"
+    )
 
 
 SWEEP: Final = {
@@ -294,13 +348,21 @@ SWEEP: Final = {
 
 
 @pytest.mark.parametrize("command", slow(["plan", "sweep"], but=["plan"]))
-def test_a_model_that_cannot_be_built_is_one_line_from_a_pool_of_processes(command: str, home: Path) -> None:
-    tree = {**SWEEP, "experiment": with_fault("construction")} if command == "sweep" else with_fault("construction")
+def test_a_model_that_cannot_be_built_is_one_line_from_a_pool_of_processes(
+    command: str, home: Path
+) -> None:
+    tree = (
+        {**SWEEP, "experiment": with_fault("construction")}
+        if command == "sweep"
+        else with_fault("construction")
+    )
     (home / "file.toml").write_text(write(tree))
     with logs.limited("", logging.INFO):
         done = invoke(command, "file.toml", *(["--direct"] if command == "sweep" else []))
     *_, line, _, frame = done.stderr.splitlines()
-    assert done.exit_code == 4 and line_of("model.name").match(line.removeprefix("fedstrata: ")), done.stderr
+    assert done.exit_code == 4 and line_of("model.name").match(line.removeprefix("fedstrata: ")), (
+        done.stderr
+    )
     assert frame.startswith(f"  faulty.py:{LINE}, in fail: ") and "Traceback" not in done.stderr
 
 
@@ -310,7 +372,9 @@ def test_a_plan_that_measures_a_model_that_fails_names_the_place(name: str, home
     (home / "file.toml").write_text(write(with_fault(name)))
     done = fedstrata("plan", "file.toml")
     line = done.stderr.splitlines()[-1]
-    assert done.returncode == 4 and line_of("model.name").match(line.removeprefix("fedstrata: ")), done.stderr
+    assert done.returncode == 4 and line_of("model.name").match(line.removeprefix("fedstrata: ")), (
+        done.stderr
+    )
     assert "Traceback" not in done.stderr
 
 
@@ -320,7 +384,9 @@ def test_a_run_of_a_sweep_that_fails_has_its_place(home: Path) -> None:
     done = fedstrata("sweep", "file.toml", "--direct")
     lines = [line for line in done.stderr.splitlines() if " failed: " in line]
     assert done.returncode == 1 and len(lines) == 2, done.stderr
-    assert all(line_of("model.name").search(line) for line in lines) and "Traceback" not in done.stderr
+    assert (
+        all(line_of("model.name").search(line) for line in lines) and "Traceback" not in done.stderr
+    )
 
 
 @pytest.mark.slow
@@ -333,19 +399,25 @@ def test_a_run_of_a_sweep_that_fails_has_its_place(home: Path) -> None:
         ("begin", ""),
     ],
 )
-def test_a_lab_ends_with_the_place_and_the_node_in_the_last_line_of_its_cloud(name: str, node: str, home: Path) -> None:
+def test_a_lab_ends_with_the_place_and_the_node_in_the_last_line_of_its_cloud(
+    name: str, node: str, home: Path
+) -> None:
     (home / "lab.toml").write_text(to_toml(parse(with_fault(name))))
     done = fedstrata("--log-level", "info", "run", "lab.toml")
     lines = [line for line in done.stderr.splitlines() if line.startswith(("fedstrata: ", "  "))]
     line, *frames = lines
     assert done.returncode == 4, done.stderr
     assert re.match(rf"fedstrata: {node}{line_of(FAULTS[name][0]).pattern}", line), done.stderr
-    assert frames[-1].startswith(f"  faulty.py:{LINE}, in fail: ") and "Traceback" not in done.stderr
+    assert (
+        frames[-1].startswith(f"  faulty.py:{LINE}, in fail: ") and "Traceback" not in done.stderr
+    )
 
 
 def test_a_refiner_names_the_place(home: Path) -> None:
     rule = {"name": "feddf", "steps": 1}
-    lab = parse({**with_fault("training"), "data": {"node_samples": 20}, "cloud": {"aggregation": rule}})
+    lab = parse(
+        {**with_fault("training"), "data": {"node_samples": 20}, "cloud": {"aggregation": rule}}
+    )
     refiner = NodeRefiner(lab, "cloud", partition=split_of(lab).digest)
     layout = refiner.layout
     assert layout is not None

@@ -1,4 +1,6 @@
-"""What own code keeps in its file, in each form of run: a lab of processes, without a network, and in virtual time."""
+"""What own code keeps in its file, in each form of run: a lab of processes, without a network, and
+in virtual time.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,10 @@ def play(tmp_path: Path) -> Play:
 @pytest.mark.parametrize("form", FORMS)
 def test_a_file_that_passes_on_what_it_keeps_is_refused_by_name(form: str, play: Play) -> None:
     done = play(form, "GlobalCounter")
-    problem = f"model.name = '{RARE}:GlobalCounter': the same training twice gives other models, and changes"
+    problem = (
+        f"model.name = '{RARE}:GlobalCounter': the same training twice gives other models, "
+        "and changes"
+    )
     (error,) = [line for line in done.stderr.splitlines() if line.startswith("fedstrata: ")]
     assert f"{problem} {RARE}.CALLS. Draw" in error
     assert done.returncode == 4 and "Traceback" not in done.stderr, done.stderr
@@ -54,7 +59,10 @@ def test_what_a_file_keeps_without_an_effect_is_named_once(form: str, play: Play
     done = play(form, "LateGlobalCounter")
     assert done.returncode == 0, done.stderr
     (note,) = [line for line in done.stderr.splitlines() if NOTE in line]
-    assert f"{NOTE}model.name = '{RARE}:LateGlobalCounter': each training changes {RARE}.CALLS, which" in note
+    assert (
+        f"{NOTE}model.name = '{RARE}:LateGlobalCounter': each training changes {RARE}.CALLS, which"
+        in note
+    )
 
 
 @pytest.mark.slow

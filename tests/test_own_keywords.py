@@ -1,4 +1,6 @@
-"""The constructor of own code: each keyword of an experiment is taken by somebody, or refused with its name."""
+"""The constructor of own code: each keyword of an experiment is taken by somebody, or refused with
+its name.
+"""
 
 from __future__ import annotations
 
@@ -199,7 +201,9 @@ def rule(name: str, **keywords: Any) -> Any:
     return GuardedRule(OwnRule(name=f"{HERE}:{name}", **keywords))._rule
 
 
-@pytest.mark.parametrize("name", ["Named", "Inheriting", "Passing", "ByNew", "Data", "Pydantic", "Open", "Needy"])
+@pytest.mark.parametrize(
+    "name", ["Named", "Inheriting", "Passing", "ByNew", "Data", "Pydantic", "Open", "Needy"]
+)
 def test_a_keyword_that_somebody_takes_arrives(name: str) -> None:
     guarded = GuardedRule(OwnRule(name=f"{HERE}:{name}", beta=0.1))
     facts: Any = None
@@ -210,7 +214,10 @@ def test_a_keyword_that_somebody_takes_arrives(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("Attribute", "takes no keywords; an attribute is none. Write an __init__ that takes beta."),
+        (
+            "Attribute",
+            "takes no keywords; an attribute is none. Write an __init__ that takes beta.",
+        ),
         ("Collecting", r"collects any keyword in **rest, used or not. Name beta in its signature."),
         ("ByPlace", "takes beta by its place alone. Omit the / of its signature."),
     ],
@@ -225,18 +232,37 @@ def test_a_keyword_that_nobody_takes_is_refused(name: str, problem: str) -> None
 def test_a_mistyped_keyword_is_refused_with_those_that_are_taken(name: str) -> None:
     with pytest.raises(InvalidExperiment) as refused:
         rule(name, bta=0.1)
-    problem = f"aggregation.bta = 0.1: {HERE}:{name} takes beta, and not this keyword. Correct its name, or omit it."
+    problem = (
+        f"aggregation.bta = 0.1: {HERE}:{name} takes beta, and not this keyword. Correct "
+        "its name, or omit it."
+    )
     assert str(refused.value) == problem
 
 
 @pytest.mark.parametrize(
     ("name", "keywords", "problem"),
     [
-        ("Passing", {"bta": 1}, r"aggregation.name .* fails with TypeError: .*'bta', in Passing.__init__ \(tests"),
-        ("Pydantic", {"bta": 1}, r"aggregation.bta = 1: .* takes averages, beta, .*, and not this keyword"),
+        (
+            "Passing",
+            {"bta": 1},
+            r"aggregation.name .* fails with TypeError: .*'bta', in Passing.__init__ \(tests",
+        ),
+        (
+            "Pydantic",
+            {"bta": 1},
+            r"aggregation.bta = 1: .* takes averages, beta, .*, and not this keyword",
+        ),
         ("Open", {"bta": 1}, r"aggregation.bta = 1: .* collects any keyword in \*\*"),
-        ("Needy", {}, r"needs beta, which has no default. Set aggregation.beta, or give it a default"),
-        ("OfTable", {}, r"takes weights, which is a key of the table itself, so that the class does not get it"),
+        (
+            "Needy",
+            {},
+            r"needs beta, which has no default. Set aggregation.beta, or give it a default",
+        ),
+        (
+            "OfTable",
+            {},
+            r"takes weights, which is a key of the table itself, so that the class does not get it",
+        ),
         ("Elsewhere", {}, "makes NoneType, not ColumnRule"),
     ],
 )
@@ -304,10 +330,13 @@ def test_models_and_data_get_what_they_name() -> None:
     offered = {"shape": [1], "classes": 2}
     assert own.call("model.name", f"{HERE}:everything", offered) == offered
     with pytest.raises(
-        InvalidExperiment, match=r"model\.name = .*: needs depth, which is none of shape, classes\. Give"
+        InvalidExperiment,
+        match=r"model\.name = .*: needs depth, which is none of shape, classes\. Give",
     ):
         own.call("model.name", f"{HERE}:net", offered)
-    with pytest.raises(InvalidExperiment, match=r"model\.name = .*: takes shape by its place alone\. Omit the / of"):
+    with pytest.raises(
+        InvalidExperiment, match=r"model\.name = .*: takes shape by its place alone\. Omit the / of"
+    ):
         own.call("model.name", f"{HERE}:placed", offered)
 
 

@@ -1,4 +1,6 @@
-"""Models of one's own, named in the experiment: built from the seed, and every way in which they may be wrong."""
+"""Models of one's own, named in the experiment: built from the seed, and every way in which they
+may be wrong.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_is_built_from_the_seed_alone_and_leaves_the_global_generator() -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    first, again, other = (models.build("mynets.small:build", seed, inputs=GREY) for seed in (1, 1, 2))
+    first, again, other = (
+        models.build("mynets.small:build", seed, inputs=GREY) for seed in (1, 1, 2)
+    )
     assert torch.equal(torch.get_rng_state(), before)
     assert isinstance(first, nn.Sequential) and isinstance(first[1], Dropout) and first.training
     weights = [module.state_dict()["2.weight"] for module in (first, again, other)]
@@ -82,8 +86,14 @@ def test_text_models_know_the_number_of_tokens() -> None:
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("mynets.absent:build", "cannot be imported.*ModuleNotFoundError.*Start each command in its folder"),
-        ("mynets.needs:build", "cannot be imported.*ModuleNotFoundError.*Install nopackage wherever it runs"),
+        (
+            "mynets.absent:build",
+            "cannot be imported.*ModuleNotFoundError.*Start each command in its folder",
+        ),
+        (
+            "mynets.needs:build",
+            "cannot be imported.*ModuleNotFoundError.*Install nopackage wherever it runs",
+        ),
         ("mynets.broken:build", "cannot be imported.*ZeroDivisionError.* Correct it"),
         ("mynets.small:absent", "cannot be imported.*AttributeError.*It has: torch, nn, build"),
         ("mynets.small:buidl", r"cannot be imported.*AttributeError.*Did you mean 'build'\?"),
@@ -94,13 +104,21 @@ def test_text_models_know_the_number_of_tokens() -> None:
         ("mynets.small:fails", "fails with RuntimeError: no luck"),
         ("mynets.small:returns_a_class", "returns type, not nn.Module"),
         ("mynets.small:for_other_shapes", r"fails with RuntimeError.*on images of \[1, 8, 8\]"),
-        ("mynets.small:keeps_the_batch", r"returns \[2, 64\] for two samples, not logits of \[2, 10\]"),
-        ("mynets.small:with_nan", r"makes 2\.bias with nan or infinity, in with_nan \(.*small\.py:\d+\)"),
+        (
+            "mynets.small:keeps_the_batch",
+            r"returns \[2, 64\] for two samples, not logits of \[2, 10\]",
+        ),
+        (
+            "mynets.small:with_nan",
+            r"makes 2\.bias with nan or infinity, in with_nan \(.*small\.py:\d+\)",
+        ),
         ("mynets.small:in_double", "fails with RuntimeError"),
     ],
 )
 def test_what_is_wrong_is_said(name: str, problem: str) -> None:
-    with pytest.raises(InvalidExperiment, match=rf"(?s)^model\.name = '{name}': .*{problem}") as caught:
+    with pytest.raises(
+        InvalidExperiment, match=rf"(?s)^model\.name = '{name}': .*{problem}"
+    ) as caught:
         models.build(name, 1, inputs=GREY)
     assert caught.value.exit_code == 4
 

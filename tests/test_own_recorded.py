@@ -39,7 +39,9 @@ def lab_of(model: str, **training: Any) -> Experiment:
 
 def recorded_sizes(trainer: Trainer) -> int:
     """Return how many sizes of batches have a program."""
-    return sum(program is not None for program in trainer._prepared.source.recorded.programs.values())
+    return sum(
+        program is not None for program in trainer._prepared.source.recorded.programs.values()
+    )
 
 
 def notes(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -92,7 +94,11 @@ def test_a_changed_class_of_torchs_is_own_code(monkeypatch: pytest.MonkeyPatch) 
         ("mlp_digits", {"loss": f"{RARE}:plain_loss"}, 0),
         ("mlp_digits", {"objective": {"name": "tests.test_own_recorded:Halved"}}, 0),
         ("mlp_digits", {"loss": f"{RARE}:plain_loss", "recorded": True}, 2),
-        ("mlp_digits", {"objective": {"name": "tests.test_own_recorded:Halved"}, "recorded": True}, 2),
+        (
+            "mlp_digits",
+            {"objective": {"name": "tests.test_own_recorded:Halved"}, "recorded": True},
+            2,
+        ),
         (f"{ODD}:Net", {}, 0),
         (f"{ODD}:Net", {"recorded": True}, 2),
         (f"{ODD}:Net", {"recorded": False}, 0),
@@ -102,7 +108,9 @@ def test_a_changed_class_of_torchs_is_own_code(monkeypatch: pytest.MonkeyPatch) 
         (f"{RARE}:sequential", {"loss": f"{RARE}:plain_loss"}, 0),
     ],
 )
-def test_own_code_is_recorded_only_where_it_is_asked_for(model: str, training: Mapping[str, Any], count: int) -> None:
+def test_own_code_is_recorded_only_where_it_is_asked_for(
+    model: str, training: Mapping[str, Any], count: int
+) -> None:
     outcomes = []
     for more in ({}, {"recorded": False}):
         trainer = trainer_of(lab_of(model, **{**training, **more}))
@@ -133,7 +141,13 @@ def test_own_code_is_not_vmapped_on_a_gpu() -> None:
     [
         ("LSTMNet", "its operation aten.mkldnn_rnn_layer_backward cannot run in a program"),
         ("Masked", "its operation aten.full has the argument -inf, which a program cannot have"),
-        ("Fused", "its operation aten._scaled_dot_product_flash_attention_for_cpu may draw random numbers"),
+        (
+            "Fused",
+            (
+                "its operation aten._scaled_dot_product_flash_attention_for_cpu may draw random "
+                "numbers"
+            ),
+        ),
         ("ClampsData", "the program makes other bits"),
         ("NumpyInBackward", "the operations differ from batch to batch"),
         ("CountsByNumpy", "the operations differ from batch to batch"),
@@ -147,14 +161,18 @@ def test_a_net_that_was_asked_for_and_cannot_be_recorded_is_named_once_before_th
     name: str, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = trainer_of(lab_of(f"{RARE}:{name}", recorded=True))
-    assert notes(caplog) == [f"training.recorded = true: {RARE}:{name} is not recorded, as {reason}."]
+    assert notes(caplog) == [
+        f"training.recorded = true: {RARE}:{name} is not recorded, as {reason}."
+    ]
     assert recorded_sizes(trainer) == 0
     caplog.clear()
     trainer_of(lab_of(f"{RARE}:{name}"))
     assert notes(caplog) == []
 
 
-def test_a_net_that_ships_is_named_too(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_net_that_ships_is_named_too(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(network, "RECORDED_PARAMETERS", 100)
     trainer_of(lab_of("mlp_digits"))
     assert notes(caplog) == []
@@ -164,7 +182,9 @@ def test_a_net_that_ships_is_named_too(caplog: pytest.LogCaptureFixture, monkeyp
     ]
 
 
-def test_a_step_that_differs_later_ends_the_programs_and_repeats_the_training(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_that_differs_later_ends_the_programs_and_repeats_the_training(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     lab = lab_of(f"{RARE}:WithinABand", recorded=True)
     trainer, plain = trainer_of(lab), trainer_of(lab_of(f"{RARE}:WithinABand", recorded=False))
     assert recorded_sizes(trainer) == 2 and notes(caplog) == []
@@ -174,14 +194,19 @@ def test_a_step_that_differs_later_ends_the_programs_and_repeats_the_training(ca
         wanted, right = trained(plain, row, epochs=2, local_round=local_round)
         assert (bytes(out), result.loss, result.steps) == (bytes(wanted), right.loss, right.steps)
         row = out
-    problem = f"training.recorded = true: {RARE}:WithinABand is not recorded any more: a recorded step makes other bits"
+    problem = (
+        f"training.recorded = true: {RARE}:WithinABand is not recorded any more: a recorded "
+        "step makes other bits"
+    )
     assert notes(caplog) == [f"{problem}. Its training is repeated step by step."]
     assert recorded_sizes(trainer) == 0
     trainer.prepare()
     assert recorded_sizes(trainer) == 0
 
 
-def test_the_first_step_the_last_one_and_each_64th_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_step_the_last_one_and_each_64th_are_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     own, shipped = lab_of(f"{ODD}:Net", recorded=True), lab_of("mlp_digits", recorded=True)
     trainers = {lab.digest: trainer_of(lab) for lab in (own, shipped)}
     count, compared, take, run = 0, list[int](), Comparison.take, Program.run
@@ -217,12 +242,17 @@ def test_a_comparison_sees_what_the_model_begins_to_keep(caplog: pytest.LogCaptu
         patch.setattr("fedstrata.device.training.trainer.hidden_in", lambda *_: hidden)
         out, _ = trained(trainer, first_model(lab), epochs=10)
     (note,) = notes(caplog)
-    assert "is not recorded any more: code keeps something beside the state, or draws random numbers" in note
+    assert (
+        "is not recorded any more: code keeps something beside the state, or draws random numbers"
+        in note
+    )
     wanted, _ = trained(trainer_of(lab_of(f"{ODD}:Net")), first_model(lab), epochs=10)
     assert bytes(out) == bytes(wanted)
 
 
-def test_a_module_that_a_later_call_makes_otherwise_takes_its_own_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_a_later_call_makes_otherwise_takes_its_own_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     lab, plain = lab_of(f"{RARE}:sequential"), lab_of(f"{RARE}:sequential", recorded=False)
     trainer, row = trainer_of(lab), first_model(lab)
     assert recorded_sizes(trainer) == 2
@@ -244,7 +274,10 @@ def test_without_torchscript_one_warning_has_the_factor_of_the_slower_steps(
         assert recorded_sizes(trainer) == 0
         assert bytes(trained(trainer, first_model(lab))[0]) == bytes(wanted)
     (note,) = notes(caplog)
-    assert "has no TorchScript, so no steps are recorded. Steps of small models take 1.1 to 4 times as long" in note
+    assert (
+        "has no TorchScript, so no steps are recorded. Steps of small models take 1.1 to 4 times "
+        "as long"
+    ) in note
     network._warn_without_torchscript.cache_clear()
 
 
@@ -293,6 +326,9 @@ def test_a_lab_shows_the_warnings_of_its_training_processes_once(tmp_path: Path)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stderr.splitlines() if NOTE in line]
     kept = f"{NOTE}model.name = '{RARE}:LateGlobalCounter': each training changes {RARE}.CALLS"
-    asked = f"{NOTE}training.recorded = true: {RARE}:LateGlobalCounter is not recorded, as code keeps something"
+    asked = (
+        f"{NOTE}training.recorded = true: {RARE}:LateGlobalCounter is not recorded, as code "
+        "keeps something"
+    )
     assert [any(line.startswith(text) for line in lines) for text in (kept, asked)] == [True, True]
     assert len(lines) == 2, done.stderr

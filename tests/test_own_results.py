@@ -1,4 +1,6 @@
-"""What own code returns in place of what it should: one line, with the key, the method, the file and the line."""
+"""What own code returns in place of what it should: one line, with the key, the method, the file
+and the line.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,18 @@ FACTS: Final[Any] = RoundFacts(
     start_losses_K=np.ones(UPLOADS),
 )
 BLOCK: Final = Columns(
-    np.ones((UPLOADS, 5), np.float32), np.ones(5, np.float32), np.ones(5, np.float32), np.ones(3), {}
+    np.ones((UPLOADS, 5), np.float32),
+    np.ones(5, np.float32),
+    np.ones(5, np.float32),
+    np.ones(3),
+    {},
 )
 
 
 class Loss(Objective):
-    """An objective whose `losses` return what `make` makes of the loss of each sample, or `backward` of the loss."""
+    """An objective whose `losses` return what `make` makes of the loss of each sample, or
+    `backward` of the loss.
+    """
 
     def __init__(self, *, made: str) -> None:
         self._made = made
@@ -142,7 +150,9 @@ class Bytes(DeltaCodec):
 
 def place(method: Any) -> str:
     """Return the method, file and line, as an error has them."""
-    return f"in {method.__qualname__} (tests/test_own_results.py:{inspect.getsourcelines(method)[1]})"
+    return (
+        f"in {method.__qualname__} (tests/test_own_results.py:{inspect.getsourcelines(method)[1]})"
+    )
 
 
 def refused(make: Callable[[], object]) -> str:
@@ -164,9 +174,13 @@ def refused(make: Callable[[], object]) -> str:
         ("backward float", "backward", "backward returns float, not a tensor"),
     ],
 )
-def test_a_loss_that_is_none_is_refused_before_the_training(made: str, method: str, problem: str) -> None:
+def test_a_loss_that_is_none_is_refused_before_the_training(
+    made: str, method: str, problem: str
+) -> None:
     objective = {"name": f"{HERE}:Loss", "made": made}
-    experiment = parse({"training": {"objective": objective, "batch_size": 10}, "model": {"name": "mlp_digits"}})
+    experiment = parse(
+        {"training": {"objective": objective, "batch_size": 10}, "model": {"name": "mlp_digits"}}
+    )
     line = refused(lambda: trainer_of(experiment, "device-0"))
     assert line.startswith(f"training.objective.name = '{HERE}:Loss': {problem}")
     assert f", {place(getattr(Loss, method))}. " in line
@@ -174,7 +188,9 @@ def test_a_loss_that_is_none_is_refused_before_the_training(made: str, method: s
 
 def test_a_loss_that_is_one_trains() -> None:
     objective = {"name": f"{HERE}:Loss", "made": "mean"}
-    trainer_of(parse({"training": {"objective": objective}, "model": {"name": "mlp_digits"}}), "device-0")
+    trainer_of(
+        parse({"training": {"objective": objective}, "model": {"name": "mlp_digits"}}), "device-0"
+    )
 
 
 @pytest.mark.parametrize(
@@ -182,8 +198,16 @@ def test_a_loss_that_is_one_trains() -> None:
     [
         ("first", lambda rule: rule.first("m"), [None, "x", float("nan"), [1.0]]),
         ("begin", lambda rule: rule.begin(FACTS), [5, "x", {"x": np.ones(1)}]),
-        ("weights", lambda rule: rule.weights(FACTS), [None, "x", [1.0], [0.5, 0.5, np.nan], [1, 2, 3], [0, 0, 0]]),
-        ("columns", lambda rule: rule.columns(BLOCK), [None, "x", 1.0, [1.0] * 4, [np.nan] * 5, [[1.0] * 5] * 3]),
+        (
+            "weights",
+            lambda rule: rule.weights(FACTS),
+            [None, "x", [1.0], [0.5, 0.5, np.nan], [1, 2, 3], [0, 0, 0]],
+        ),
+        (
+            "columns",
+            lambda rule: rule.columns(BLOCK),
+            [None, "x", 1.0, [1.0] * 4, [np.nan] * 5, [[1.0] * 5] * 3],
+        ),
     ],
 )
 def test_what_a_rule_returns_is_checked(
@@ -220,20 +244,27 @@ def test_what_a_selector_returns_is_checked(value: Any, monkeypatch: pytest.Monk
     now = Situation(["a", "b", "c"], 2, {}, {}, 1, "cloud", 0)
     line = refused(lambda: GuardedSelector(OwnSelection(name=f"{HERE}:Chooser")).select(now))
     assert line.startswith(f"selection.name = '{HERE}:Chooser': selects ")
-    assert line.endswith(f" of 3 children, {place(Chooser.select)}. Return 2 different ones of `now.children`.")
+    assert line.endswith(
+        f" of 3 children, {place(Chooser.select)}. Return 2 different ones of `now.children`."
+    )
 
 
 def test_what_a_selector_may_return(monkeypatch: pytest.MonkeyPatch) -> None:
     now = Situation(["a", "b", "c"], 2, {}, {}, 1, "cloud", 0)
     for value in (["a", "c"], ("a", "c"), {"a", "c"}, np.array(["a", "c"]), {"a": 1, "c": 2}):
         monkeypatch.setattr(Chooser, "value", value)
-        assert sorted(GuardedSelector(OwnSelection(name=f"{HERE}:Chooser")).select(now)) == ["a", "c"]
+        assert sorted(GuardedSelector(OwnSelection(name=f"{HERE}:Chooser")).select(now)) == [
+            "a",
+            "c",
+        ]
 
 
 def test_first_arrays_that_are_none_are_refused() -> None:
     code = TrainerCode(parse({"training": {"trainer": {"name": f"{HERE}:Arrays"}}}))
     line = refused(lambda: code.first(1))
-    problem = f"initial returns arrays as None, {place(Arrays.initial)}. Return a dict of arrays by name."
+    problem = (
+        f"initial returns arrays as None, {place(Arrays.initial)}. Return a dict of arrays by name."
+    )
     assert line == f"training.trainer.name = '{HERE}:Arrays': {problem}"
 
 
@@ -253,11 +284,15 @@ def test_a_codec_that_cannot_decode_is_refused_where_it_encodes(made: str, probl
     line = refused(lambda: codec.encode(np.ones(3000, np.float32), np.random.default_rng(1)))
     assert line.startswith(f"up.name = '{HERE}:Bytes': {problem}")
     assert ", in Bytes.decode" in line and "(tests/test_own_results.py:" in line
-    assert len(codec.encode(np.full(3, np.nan, np.float32), np.random.default_rng(1))) == 12  # `decode` may refuse it
+    # `decode` may refuse it
+    assert len(codec.encode(np.full(3, np.nan, np.float32), np.random.default_rng(1))) == 12
 
 
 def test_a_codec_that_cannot_decode_ends_the_run_as_own_code(tmp_path: Any) -> None:
     """Not as models of the devices that were refused."""
-    tree = {"model": {"name": "mlp_digits"}, "transfer": {"wan": {"up": {"name": f"{HERE}:Bytes", "made": "fails"}}}}
+    tree = {
+        "model": {"name": "mlp_digits"},
+        "transfer": {"wan": {"up": {"name": f"{HERE}:Bytes", "made": "fails"}}},
+    }
     line = refused(lambda: run_direct(tmp_path, tree))
     assert "up.name" in line and "fails with KeyError: 'x', in Bytes.decode" in line

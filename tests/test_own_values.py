@@ -99,7 +99,9 @@ def test_a_changed_value_is_named(name: str, files: Any) -> None:
     before = kept_in_files(["keepers:Net"])
     assert changed(before, kept_in_files(["keepers:Net"])) == []
     CHANGES[name](files)
-    assert changed(before, kept_in_files(["keepers:Net"])) == ([] if name == "keepers.table" else [name])
+    assert changed(before, kept_in_files(["keepers:Net"])) == (
+        [] if name == "keepers.table" else [name]
+    )
 
 
 def test_what_an_object_keeps_beside_what_cannot_be_pickled_is_compared(files: Any) -> None:

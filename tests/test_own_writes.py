@@ -1,4 +1,6 @@
-"""Own code may write into what it is given: that changes no data set, no other score, and no other pass."""
+"""Own code may write into what it is given: that changes no data set, no other score, and no other
+pass.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,12 @@ WRITING = {  # what writes, beside the plain rest
     "numbers": {"model": "WritingAdder"},
     "loss": {"loss": "writing_loss"},
     "score": {"score": "writing_score"},
-    "all": {"model": "WritingReader", "data": "words", "loss": "writing_loss", "score": "writing_score"},
+    "all": {
+        "model": "WritingReader",
+        "data": "words",
+        "loss": "writing_loss",
+        "score": "writing_score",
+    },
 }
 
 
@@ -34,22 +41,34 @@ def lab(writing: dict[str, str], **more: Any) -> Experiment:
     training = {"loss": own["loss"], "batch_size": 8, "learning_rate": 0.1}
     return parse(
         {
-            "topology": {"institutions": 0, "devices": 2}, "rounds": 1, "data": {"dataset": own["data"]},
-            "model": {"name": own["model"]}, "score": {"name": own["score"], "better": "higher", "also": ["accuracy"]},
-            "training": training | more.pop("training", {}), **more,
+            "topology": {"institutions": 0, "devices": 2},
+            "rounds": 1,
+            "data": {"dataset": own["data"]},
+            "model": {"name": own["model"]},
+            "score": {"name": own["score"], "better": "higher", "also": ["accuracy"]},
+            "training": training | more.pop("training", {}),
+            **more,
         }
-    )  # fmt: skip
+    )
 
 
 def twin(writing: dict[str, str]) -> dict[str, str]:
     """Return the names of the code that does the same without writing."""
-    plain = {"WritingReader": "Reader", "WritingAdder": "Adder", "writing_loss": "loss", "writing_score": "score"}
+    plain = {
+        "WritingReader": "Reader",
+        "WritingAdder": "Adder",
+        "writing_loss": "loss",
+        "writing_score": "score",
+    }
     return {kind: plain.get(name, name) for kind, name in writing.items()}
 
 
 def tensors(experiment: Experiment) -> list[torch.Tensor]:
     data = datasets.load(experiment.data)
-    return [each.clone() for each in (data.train_images, data.train_labels, data.test_images, data.test_labels)]
+    return [
+        each.clone()
+        for each in (data.train_images, data.train_labels, data.test_images, data.test_labels)
+    ]
 
 
 @pytest.fixture(params=WRITING)
@@ -89,8 +108,12 @@ def test_one_model_has_one_loss_on_a_device(writing: dict[str, str]) -> None:
     assert found == [found[-1]] * 4
 
 
-@pytest.mark.parametrize("objective", [None, {"name": "fedsam"}, {"name": "moon"}, {"name": f"{HERE}:Twice"}], ids=str)
-def test_each_pass_of_a_step_has_the_same_batch(writing: dict[str, str], objective: dict[str, Any] | None) -> None:
+@pytest.mark.parametrize(
+    "objective", [None, {"name": "fedsam"}, {"name": "moon"}, {"name": f"{HERE}:Twice"}], ids=str
+)
+def test_each_pass_of_a_step_has_the_same_batch(
+    writing: dict[str, str], objective: dict[str, Any] | None
+) -> None:
     chosen = {} if objective is None else {"objective": objective}
     results = []
     for names in (writing, twin(writing)):
@@ -105,7 +128,9 @@ def first_row(trainer: Any, experiment: Experiment) -> Any:
     """Return the first model, with zeros for the vectors behind it."""
     row = trainer.layout.empty()
     row[:] = first_model(experiment)
-    behind = torch.zeros(trainer.vectors.links.down.row_bytes + trainer.vectors.kept_bytes - row.nbytes).byte()
+    behind = torch.zeros(
+        trainer.vectors.links.down.row_bytes + trainer.vectors.kept_bytes - row.nbytes
+    ).byte()
     return torch.cat([torch.from_numpy(row), behind]).numpy()
 
 

@@ -17,7 +17,15 @@ from paho.mqtt.enums import CallbackAPIVersion
 
 from fedstrata.common.net import bulk
 from fedstrata.common.net.address import BrokerAddress
-from fedstrata.common.net.bulk import HEAD_BYTES, PUBLISH_QOS0, RETAINED, Body, BulkClient, NotMqtt, PacketReader
+from fedstrata.common.net.bulk import (
+    HEAD_BYTES,
+    PUBLISH_QOS0,
+    RETAINED,
+    Body,
+    BulkClient,
+    NotMqtt,
+    PacketReader,
+)
 from fedstrata.common.net.connection import BrokerConnection, Handlers
 from fedstrata.common.protocol.limits import skip_large
 from fedstrata.deploy.brokers import broker
@@ -40,7 +48,9 @@ class Received:
     spots: list[Spot] = field(default_factory=list)
 
     def reader(self) -> PacketReader:
-        return PacketReader(find_place=self._find, landed=self._land, received=self._receive, take=self._take)
+        return PacketReader(
+            find_place=self._find, landed=self._land, received=self._receive, take=self._take
+        )
 
     def _find(self, topic: str, size: int) -> Spot | None:
         if not topic.startswith("large"):
@@ -75,7 +85,9 @@ def packet(command: int, rest: bytes) -> bytes:
 
 def publish(topic: str, payload: bytes, *, retained: bool = False) -> bytes:
     name = topic.encode()
-    return packet(PUBLISH_QOS0 | (RETAINED if retained else 0), len(name).to_bytes(2, "big") + name + payload)
+    return packet(
+        PUBLISH_QOS0 | (RETAINED if retained else 0), len(name).to_bytes(2, "big") + name + payload
+    )
 
 
 def pour(reader: PacketReader, stream: bytes, sizes: list[int]) -> None:
@@ -92,9 +104,12 @@ def pour(reader: PacketReader, stream: bytes, sizes: list[int]) -> None:
 
 
 PAYLOADS = st.one_of(
-    st.binary(max_size=40), st.integers(0, 3 * HEAD_BYTES).map(lambda n: bytes(i % 251 for i in range(n)))
+    st.binary(max_size=40),
+    st.integers(0, 3 * HEAD_BYTES).map(lambda n: bytes(i % 251 for i in range(n))),
 )
-TOPICS = st.sampled_from(["large/a", "large/b", "small", "s", "large" + "x" * 900, "y" * (HEAD_BYTES + 10)])
+TOPICS = st.sampled_from(
+    ["large/a", "large/b", "small", "s", "large" + "x" * 900, "y" * (HEAD_BYTES + 10)]
+)
 PACKETS = st.one_of(
     st.tuples(st.just("publish"), TOPICS, PAYLOADS),
     st.tuples(st.just("retained"), TOPICS, PAYLOADS),
@@ -103,7 +118,9 @@ PACKETS = st.one_of(
 
 
 @given(st.lists(PACKETS, max_size=8), st.lists(st.integers(1, 5000), min_size=1, max_size=6))
-def test_any_cut_of_the_stream_gives_the_same_packets(packets: list[tuple], sizes: list[int]) -> None:
+def test_any_cut_of_the_stream_gives_the_same_packets(
+    packets: list[tuple], sizes: list[int]
+) -> None:
     delivered = Received()
     stream, landed, messages, taken = b"", [], [], []
     for kind, name, payload in packets:
@@ -155,21 +172,29 @@ def test_a_place_taken_away_is_not_written_and_the_stream_goes_on(size: int, pie
 @pytest.mark.parametrize(
     "topic",
     [
-        "fs1/lab/r-1/cloud/inbox/device-0", "fs1/lab/r-1/device-0/state", "fs1/lab/ask/cloud/x", "fs1/lab/ask/all/x",
-        "fs1/lab/answer/x/y", "fs1/lab/r-1/cloud/spec", f"fs1/lab/r-1/d/blob/all/{16 * '0'}/0/1", "anything",
+        "fs1/lab/r-1/cloud/inbox/device-0", "fs1/lab/r-1/device-0/state", "fs1/lab/ask/cloud/x",
+        "fs1/lab/ask/all/x",
+        "fs1/lab/answer/x/y", "fs1/lab/r-1/cloud/spec", f"fs1/lab/r-1/d/blob/all/{16 * '0'}/0/1",
+        "anything",
         "fs1/lab/ask/cloud/" + "x" * 60_000,
     ],
 )  # fmt: skip
 def test_a_message_that_is_too_large_is_read_into_nothing(topic: str, retained: bool) -> None:
     delivered, dropped = Received(), []
     reader = PacketReader(
-        find_place=skip_large, landed=lambda topic, place: dropped.append(topic), received=delivered._receive,
+        find_place=skip_large,
+        landed=lambda topic, place: dropped.append(topic),
+        received=delivered._receive,
         take=delivered._take,
-    )  # fmt: skip
+    )
     small = publish("fs1/lab/ask/all/x", b"small")
     tracemalloc.start()
     name = len(topic.encode()).to_bytes(2, "big") + topic.encode()
-    pour(reader, head_of(PUBLISH_QOS0 | RETAINED * retained, len(name) + 100_000_000) + name, [100_000])
+    pour(
+        reader,
+        head_of(PUBLISH_QOS0 | RETAINED * retained, len(name) + 100_000_000) + name,
+        [100_000],
+    )
     left = 100_000_000
     while left:
         count = min(left, sum(map(len, reader.buffers())) - HEAD_BYTES) or min(left, HEAD_BYTES)
@@ -178,7 +203,11 @@ def test_a_message_that_is_too_large_is_read_into_nothing(topic: str, retained: 
     pour(reader, small, [100])
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 500_000 and delivered.messages == [("fs1/lab/ask/all/x", b"small", False)] and len(dropped) == 1
+    assert (
+        peak < 500_000
+        and delivered.messages == [("fs1/lab/ask/all/x", b"small", False)]
+        and len(dropped) == 1
+    )
 
 
 @pytest.mark.parametrize("command", [0x20, 0x32, 0x40, 0x90, 0xD0])
@@ -213,11 +242,15 @@ def test_what_this_release_of_paho_sends_and_receives_is_sent_and_received_fast(
     stock, bulk_client = (mqtt.Client(CallbackAPIVersion.VERSION2) for _ in range(2))
     client = BulkClient.adopt(
         bulk_client,
-        find_place=lambda topic, size: Body(memoryview(bytearray(size))) if topic == "large" else None,
+        find_place=lambda topic, size: (
+            Body(memoryview(bytearray(size))) if topic == "large" else None
+        ),
         landed=lambda topic, place: landed.append((topic, bytes(place.view or b""))),
         received=lambda topic, payload, retained: messages.append((payload, retained)),
     )
-    client.on_message = lambda client, userdata, message: messages.append((bytes(message.payload), message.qos))
+    client.on_message = lambda client, userdata, message: messages.append(
+        (bytes(message.payload), message.qos)
+    )
     (stock._sock, stock_end), (client._sock, end) = socket.socketpair(), socket.socketpair()
     with stock._sock, stock_end, client._sock, end:
         stock.publish("large", payload)
@@ -230,12 +263,17 @@ def test_what_this_release_of_paho_sends_and_receives_is_sent_and_received_fast(
         for piece in (wanted + drained(stock_end) + wanted[:1000], wanted[1000:]):
             end.sendall(piece)
             client.loop_read()
-        assert landed == [("large", payload)] * 2 and messages == [(b"state", True), (b"control", 1)]
+        assert landed == [("large", payload)] * 2 and messages == [
+            (b"state", True),
+            (b"control", 1),
+        ]
         assert drained(end)[:1] == b"\x40"  # the acknowledgement
         stock._sock = client._sock = None
 
 
-def test_the_stock_client_serves_where_it_is_asked_for_or_paho_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stock_client_serves_where_it_is_asked_for_or_paho_is_unknown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("FEDSTRATA_MQTT", "stock")
     assert not bulk.usable.__wrapped__()
     monkeypatch.delenv("FEDSTRATA_MQTT")
@@ -271,7 +309,9 @@ def test_a_detached_body_leaves_as_it_was() -> None:
 
 
 def test_what_is_said_after_a_subscription_does_not_overtake_it() -> None:
-    """An ask brings chunks: whoever reports it must be subscribed by then, or the first of them is lost."""
+    """An ask brings chunks: whoever reports it must be subscribed by then, or the first of them is
+    lost.
+    """
 
     async def run() -> list[bytes]:
         ours, theirs = socket.socketpair()
@@ -279,7 +319,10 @@ def test_what_is_said_after_a_subscription_does_not_overtake_it() -> None:
             ours.setblocking(False)
             theirs.setblocking(False)
             link = BrokerConnection(
-                BrokerAddress("nowhere"), Handlers(lambda *_: None, nothing), client_id="c", keepalive_s=30
+                BrokerAddress("nowhere"),
+                Handlers(lambda *_: None, nothing),
+                client_id="c",
+                keepalive_s=30,
             )
             client = link._new_client()
             client._client._sock = ours
@@ -312,7 +355,10 @@ def test_an_error_while_a_message_is_handled_is_raised(
             connection.publish("t", b"x", qos=0)
 
         connection = BrokerConnection(
-            BrokerAddress(served.host, served.port), Handlers(received, connected), client_id="c", keepalive_s=30
+            BrokerAddress(served.host, served.port),
+            Handlers(received, connected),
+            client_id="c",
+            keepalive_s=30,
         )
         with pytest.raises(ZeroDivisionError):
             await asyncio.wait_for(connection.run(connect_timeout_s=PATIENCE_S), 2 * PATIENCE_S)

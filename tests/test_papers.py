@@ -1,4 +1,6 @@
-"""The sweeps of the papers: their settings against the papers' texts, their figures, and a cell of each small form."""
+"""The sweeps of the papers: their settings against the papers' texts, their figures, and a cell of
+each small form.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +53,9 @@ SIZES: Final = {
     "tempo-figure2": (4, 3, 4, 3, 1),
     "tempo-table1": (63, 3, 12, 3, 27),
 }
-# The papers' words: devices, how many of them train in a round of their parent, epochs, batch, learning rate, momentum,
-# weight decay, global rounds; None: depends on the cell, or the paper does not state it.
+# The papers' words: devices, how many of them train in a round of their parent, epochs, batch,
+# learning rate, momentum, weight decay, global rounds; None: depends on the cell, or the paper does
+# not state it.
 TRAINING: Final = {
     "fedcross-table1": (100, 10, 5, 50, 0.01, 0.5, 0.0, None),
     "fedcross-table2": (None, None, 5, 50, 0.01, 0.5, 0.0, None),
@@ -73,24 +76,37 @@ TRAINING: Final = {
     "tempo-table1": (200, 40, None, 10, 0.01, None, 0.0, None),
     "tempo-figure2": (200, 40, None, 10, 0.01, None, 0.0, None),
 }
-# Of cells with these values, in the order of the axes: how many devices, how many of them train, global rounds.
+# Of cells with these values, in the order of the axes: how many devices, how many of them train,
+# global rounds.
 SCALES: Final = {
     "fedcross-table2": {
-        "CNN, CIFAR-10": (100, 10, 2000), "CNN, CIFAR-100": (100, 10, 2000), "CNN, FEMNIST": (180, 18, 2000),
-        "ResNet-20, CIFAR-10": (100, 10, 2000), "ResNet-20, CIFAR-100": (100, 10, 2000),
-        "ResNet-20, FEMNIST": (180, 18, 2000), "VGG-16, CIFAR-10": (100, 10, 1000),
-        "VGG-16, CIFAR-100": (100, 10, 1000), "VGG-16, FEMNIST": (180, 18, 1000),
-        "LSTM, Shakespeare": (128, 12, 1000), "LSTM, Sent140": (803, 80, 3000),
+        "CNN, CIFAR-10": (100, 10, 2000),
+        "CNN, CIFAR-100": (100, 10, 2000),
+        "CNN, FEMNIST": (180, 18, 2000),
+        "ResNet-20, CIFAR-10": (100, 10, 2000),
+        "ResNet-20, CIFAR-100": (100, 10, 2000),
+        "ResNet-20, FEMNIST": (180, 18, 2000),
+        "VGG-16, CIFAR-10": (100, 10, 1000),
+        "VGG-16, CIFAR-100": (100, 10, 1000),
+        "VGG-16, FEMNIST": (180, 18, 1000),
+        "LSTM, Shakespeare": (128, 12, 1000),
+        "LSTM, Sent140": (803, 80, 3000),
     },
     "fedcross-figure6": {
-        "5": (100, 5, 2000), "10": (100, 10, 2000), "20": (100, 20, 2000), "50": (100, 50, 2000),
+        "5": (100, 5, 2000),
+        "10": (100, 10, 2000),
+        "20": (100, 20, 2000),
+        "50": (100, 50, 2000),
         "100": (100, 100, 2000),
     },
     "fedcross-figure7": {
-        "50": (50, 5, 2000), "100": (100, 10, 2000), "200": (200, 20, 2000), "500": (500, 50, 2000),
+        "50": (50, 5, 2000),
+        "100": (100, 10, 2000),
+        "200": (200, 20, 2000),
+        "500": (500, 50, 2000),
         "1000": (1000, 100, 2000),
     },
-}  # fmt: skip
+}
 # A paper's figures, read once more: file, cell, mean and deviation.
 FIGURES: Final = [
     ("fedcross-table2", "CNN, CIFAR-10, beta 0.1, FedAvg", 46.12, 2.35),
@@ -122,7 +138,12 @@ FIGURES: Final = [
     ("tempo-figure2", "Tempo", 85.37, None),
 ]
 # Rounds of the short runs: those after which all parts of a rule have been in use.
-SHORT: Final = {"warmup_rounds": 1, "first_stage_rounds": 1, "propeller_rounds": 1, "dynamic_alpha_rounds": 1}
+SHORT: Final = {
+    "warmup_rounds": 1,
+    "first_stage_rounds": 1,
+    "propeller_rounds": 1,
+    "dynamic_alpha_rounds": 1,
+}
 
 
 @lru_cache
@@ -133,9 +154,15 @@ def grid_of(name: str, *, size: Size = FULL) -> Grid:
 def training_of(experiment: Experiment) -> tuple[float, ...]:
     training, sizes = experiment.training, experiment.sizes()[-1]
     return (
-        sum(sizes), participants(sizes[0], experiment.tiers[-1].participation), training.epochs, training.batch_size,
-        training.learning_rate, training.momentum, training.weight_decay, experiment.rounds,
-    )  # fmt: skip
+        sum(sizes),
+        participants(sizes[0], experiment.tiers[-1].participation),
+        training.epochs,
+        training.batch_size,
+        training.learning_rate,
+        training.momentum,
+        training.weight_decay,
+        experiment.rounds,
+    )
 
 
 def changed(experiment: Experiment, *pairs: str) -> dict[str, Any]:
@@ -160,7 +187,9 @@ def test_a_sweep_has_its_cells_and_the_papers_figures(name: str) -> None:
     large, small = grid_of(name), grid_of(name, size="small")
     figures = figures_of(large.file, [measure.label for measure in large.measures])
     cells = {tuple(cell.values.values()) for cell in large.rows}
-    assert {values for values, _ in figures} <= cells, "each figure belongs to a cell that is not skipped"
+    assert {values for values, _ in figures} <= cells, (
+        "each figure belongs to a cell that is not skipped"
+    )
     counted = (len(large.cells), len(large.seeds), len(small.cells), len(small.seeds), len(figures))
     assert counted == SIZES[name]
     assert large.file.paper.cite and large.file.paper.table and large.file.paper.notes
@@ -169,7 +198,9 @@ def test_a_sweep_has_its_cells_and_the_papers_figures(name: str) -> None:
 @pytest.mark.parametrize("name", SIZES)
 def test_the_page_has_the_sizes_of_each_sweep(name: str) -> None:
     begin = " | ".join([f"| `{name}`", *reproduction.sizes(grid_of(name))])
-    assert f"\n{begin} | " in PAGE.read_text(), "print the table anew: python -m docs.tools.reproduction"
+    assert f"\n{begin} | " in PAGE.read_text(), (
+        "print the table anew: python -m docs.tools.reproduction"
+    )
 
 
 @pytest.mark.parametrize("name", TRAINING)
@@ -178,23 +209,37 @@ def test_the_settings_are_the_papers(name: str) -> None:
         for stated, ours in zip(TRAINING[name], training_of(experiment), strict=True):
             assert stated is None or stated == ours, cell.label
         devices, taking_part, *_, rounds = training_of(experiment)
-        assert [sum(sizes) for sizes in experiment.sizes()] == ([5, 200] if name.startswith("tempo") else [devices])
-        scales = [scale for values, scale in SCALES.get(name, {}).items() if cell.label.startswith(f"{values}, ")]
+        assert [sum(sizes) for sizes in experiment.sizes()] == (
+            [5, 200] if name.startswith("tempo") else [devices]
+        )
+        scales = [
+            scale
+            for values, scale in SCALES.get(name, {}).items()
+            if cell.label.startswith(f"{values}, ")
+        ]
         assert scales == [(devices, taking_part, rounds)] * (name in SCALES), cell.label
 
 
 def test_tempo_has_the_papers_epochs_samples_and_targets() -> None:
     targets = {
-        ("MNIST", "IID"): 0.982, ("MNIST", "Dir 1"): 0.965, ("MNIST", "Dir 0.1"): 0.925,
-        ("FashionMNIST", "IID"): 0.859, ("FashionMNIST", "Dir 1"): 0.855, ("FashionMNIST", "Dir 0.1"): 0.85,
-        ("CIFAR-10", "IID"): 0.791, ("CIFAR-10", "Dir 1"): 0.673, ("CIFAR-10", "Dir 0.1"): 0.552,
-    }  # fmt: skip
+        ("MNIST", "IID"): 0.982,
+        ("MNIST", "Dir 1"): 0.965,
+        ("MNIST", "Dir 0.1"): 0.925,
+        ("FashionMNIST", "IID"): 0.859,
+        ("FashionMNIST", "Dir 1"): 0.855,
+        ("FashionMNIST", "Dir 0.1"): 0.85,
+        ("CIFAR-10", "IID"): 0.791,
+        ("CIFAR-10", "Dir 1"): 0.673,
+        ("CIFAR-10", "Dir 0.1"): 0.552,
+    }
     epochs = {"FedAdp 4": 4, "FedAdp 8": 8}
     for cell, experiment in experiments_of(grid_of("tempo-table1")):
         method, rules = cell.values["method"], [tier.aggregation.name for tier in experiment.tiers]
         assert cell.target == targets[cell.values["data"], cell.values["distribution"]]
         assert experiment.stop.target == cell.target
-        assert experiment.training.epochs == epochs.get(method, 6) and experiment.tiers[1].rounds == 4
+        assert (
+            experiment.training.epochs == epochs.get(method, 6) and experiment.tiers[1].rounds == 4
+        )
         assert experiment.data.partition_size == 600
         assert experiment.sizes()[-1] == [40] * 5
         control = experiment.cloud.epoch_control
@@ -204,10 +249,20 @@ def test_tempo_has_the_papers_epochs_samples_and_targets() -> None:
         assert controls.get(method, "none") == getattr(control, "control", "none")
 
 
-def test_the_dry_run_names_the_data_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_dry_run_names_the_data_that_are_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data" / "cifar-10-batches-py").mkdir(parents=True)
-    words = ["sweep", "papers/fedcross-table2", "--dry-run", "--seeds", "1", "--only", "method=FedCross"]
+    words = [
+        "sweep",
+        "papers/fedcross-table2",
+        "--dry-run",
+        "--seeds",
+        "1",
+        "--only",
+        "method=FedCross",
+    ]
     *rows, total, lacking = invoke(*words).stdout.splitlines()[1:]
     assert total.startswith("29 cells, 29 runs, ")
     assert lacking.startswith("no data on this host for cifar100 femnist sent140 shakespeare;")
@@ -226,19 +281,32 @@ def test_fedprox_fedcross_and_fedcda_have_the_papers_parameters() -> None:
     mu = {"CIFAR-10": 0.01, "CIFAR-100": 0.001, "FEMNIST": 0.1}
     for name in ("fedcross-table2", "fedmr-table1"):
         for cell, experiment in experiments_of(grid_of(name)):
-            rule, objective = experiment.tiers[0].aggregation.model_dump(), experiment.training.objective.model_dump()
+            rule, objective = (
+                experiment.tiers[0].aggregation.model_dump(),
+                experiment.training.objective.model_dump(),
+            )
             if cell.values["method"] == "FedProx" and cell.values["data"] in mu:
                 assert objective == {"name": "fedprox", "mu": mu[cell.values["data"]]}
             if cell.values["method"] == "FedCross":
-                assert (rule["name"], rule["alpha"], rule["strategy"]) == ("fedcross", 0.99, "lowest")
+                assert (rule["name"], rule["alpha"], rule["strategy"]) == (
+                    "fedcross",
+                    0.99,
+                    "lowest",
+                )
             if cell.values["method"] == "FedMR":
                 first = 0 if cell.values["model"] == "CNN" else 100
-                assert (rule["name"], rule["granularity"], rule["first_stage_rounds"]) == ("fedmr", "module", first)
+                assert (rule["name"], rule["granularity"], rule["first_stage_rounds"]) == (
+                    "fedmr",
+                    "module",
+                    first,
+                )
     for name in ("fedcda-table1", "fedcda-table2"):
         for cell, experiment in experiments_of(grid_of(name)):
             if cell.values["method"] == "FedCDA":
                 rule = experiment.tiers[0].aggregation.model_dump()
-                found = tuple(rule[key] for key in ("name", "depth", "groups", "warmup_rounds", "smoothness"))
+                found = tuple(
+                    rule[key] for key in ("name", "depth", "groups", "warmup_rounds", "smoothness")
+                )
                 assert found == ("fedcda", 3, 3, 50, 1.0)
 
 
@@ -255,11 +323,15 @@ def test_nothing_is_advised_against(name: str) -> None:
     # The papers chose batch norm; FedCDA's Figure 4 has FedAvg as a warm-up of all rounds.
     own = ("model.name", "cloud.aggregation.warmup_rounds = 200")
     for cell, experiment in experiments_of(grid_of(name)):
-        assert [reason for reason in warnings(experiment) if not reason.startswith(own)] == [], cell.label
+        assert [reason for reason in warnings(experiment) if not reason.startswith(own)] == [], (
+            cell.label
+        )
 
 
 QUICK: Final = ("fedcross-table3", "fedmr-figure5", "fedcda-table2", "fedcda-figure4")
-RUNS: Final = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SIZES]
+RUNS: Final = [
+    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SIZES
+]
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -273,9 +345,12 @@ def test_the_last_cell_of_each_small_form_runs(name: str, tmp_path: Path) -> Non
 
 
 REDUCED: Final = {
-    "tempo-table1": (63, 3), "fedcross-table2": (24, 2), "fedcross-table3": (3, 2), "fedmr-table1": (28, 2),
+    "tempo-table1": (63, 3),
+    "fedcross-table2": (24, 2),
+    "fedcross-table3": (3, 2),
+    "fedmr-table1": (28, 2),
     "fedcda-table1": (4, 3),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -283,7 +358,8 @@ def test_a_reduced_size_has_the_papers_data_and_skew(name: str) -> None:
     full = grid_of(name)
     if name not in REDUCED:
         with pytest.raises(
-            InvalidExperiment, match=r"--size = 'reduced': the sweep has no such size\. Use small or full"
+            InvalidExperiment,
+            match=r"--size = 'reduced': the sweep has no such size\. Use small or full",
         ):
             grid_of(name, size="reduced")
         return
@@ -301,13 +377,17 @@ def test_a_reduced_size_has_the_papers_data_and_skew(name: str) -> None:
 
 @pytest.mark.slow
 def test_the_bytes_of_fedcross_table_1_are_those_of_its_text(tmp_path: Path) -> None:
-    """ "FedCross needs a communication of 2K models, which is the same as FedAvg"; SCAFFOLD "2K models plus 2K global
-    control variables"; FedGen "2K models plus K generators"; FedProx and CluSamp as FedAvg.
+    """ "FedCross needs a communication of 2K models, which is the same as FedAvg"; SCAFFOLD "2K
+    models plus 2K global control variables"; FedGen "2K models plus K generators"; FedProx and
+    CluSamp as FedAvg.
     """
-    grid, rounds, models = grid_of("fedcross-table1", size="small"), 2, 2 * 6 * 2  # 10 % of 60 devices
+    # 10 % of 60 devices
+    grid, rounds, models = grid_of("fedcross-table1", size="small"), 2, 2 * 6 * 2
     found = {}
     for cell in grid.cells:
-        path = run_direct(tmp_path, changed(cell.experiments[1], f"rounds={rounds}", "training.epochs=1"))
+        path = run_direct(
+            tmp_path, changed(cell.experiments[1], f"rounds={rounds}", "training.epochs=1")
+        )
         manifest = json.loads((path / "manifest.json").read_text())
         rows = table(path / "rounds.csv")
         up, down = (sum(int(row[f"wan_{way}_bytes"]) for row in rows) for way in ("up", "down"))
@@ -327,7 +407,9 @@ def test_each_kept_cell_is_read_by_this_release() -> None:
         assert stem in stems and run.state is State.FINISHED, run.path
         assert run.rounds[-1].global_round <= run.experiment.rounds and run.cell, run.path
         assert brief(run.experiment) == tomllib.loads(run.text), run.path
-        assert re.fullmatch("[0-9a-f]{16}", run.manifest["model"]) and run.manifest["cpu_s"] > 0, run.path
+        assert re.fullmatch("[0-9a-f]{16}", run.manifest["model"]) and run.manifest["cpu_s"] > 0, (
+            run.path
+        )
         assert "-dirty" not in run.manifest["commit"], f"{run.path}: of a commit that nobody has"
 
 
@@ -337,7 +419,10 @@ def test_the_paper_s_seconds_are_drawn_beside_ours_with_its_baseline_at_ours() -
     series = [each for each in series_of(runs) if each.runs[0].cell.startswith("MNIST, Dir 0.1, ")]
     figure = dots(name, series)
     assert figure is not None and figure.title.startswith("Simulated seconds to 92.5 %")
-    seconds = {each.runs[0].cell.removeprefix("MNIST, Dir 0.1, "): reached_s(each.runs[0], 0.925) for each in series}
+    seconds = {
+        each.runs[0].cell.removeprefix("MNIST, Dir 0.1, "): reached_s(each.runs[0], 0.925)
+        for each in series
+    }
     best = min(seconds[f"FedAdp {epochs}"] for epochs in (4, 6, 8))
     canvas = drawn(figure)
     at = {
@@ -357,4 +442,6 @@ def test_the_paper_s_seconds_are_drawn_beside_ours_with_its_baseline_at_ours() -
 
 def reached_s(run: Run, target: float) -> float:
     """Return the seconds after which a run had an accuracy."""
-    return next(row.elapsed_s for row in run.rounds if row.accuracy is not None and row.accuracy >= target)
+    return next(
+        row.elapsed_s for row in run.rounds if row.accuracy is not None and row.accuracy >= target
+    )

@@ -1,4 +1,6 @@
-"""Parameters that are one number, have no numbers, or several names: each objective trains them as the usual ones."""
+"""Parameters that are one number, have no numbers, or several names: each objective trains them as
+the usual ones.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,14 @@ from tests.helpers.plain import first_model, trained, trainer_of
 HERE = "tests.helpers.shaped"
 SHAPES = ("number", "empty", "tied", "everything")
 OBJECTIVES: dict[str, dict[str, Any]] = {
-    "": {}, "fedprox": {"mu": 0.5}, "fedsam": {"rho": 0.3}, "scaffold": {}, "feddyn": {"alpha": 0.4},
-    "moon": {"mu": 2.0}, "fedgen": {},
-}  # fmt: skip
+    "": {},
+    "fedprox": {"mu": 0.5},
+    "fedsam": {"rho": 0.3},
+    "scaffold": {},
+    "feddyn": {"alpha": 0.4},
+    "moon": {"mu": 2.0},
+    "fedgen": {},
+}
 RULES = ("scaffold", "feddyn", "fedgen")
 
 
@@ -43,8 +50,12 @@ def lab(model: str, objective: str, *, unit: str = "") -> Experiment:
 
 
 def filled(layout: ModelLayout, row: Row, size: int) -> Row:
-    """Return a model with numbers behind it, as large as gradients, equal for all layouts of so many columns."""
-    behind = np.random.default_rng(3).normal(0, 0.01, (size - layout.row_bytes) // 4).astype(np.float32)
+    """Return a model with numbers behind it, as large as gradients, equal for all layouts of so
+    many columns.
+    """
+    behind = (
+        np.random.default_rng(3).normal(0, 0.01, (size - layout.row_bytes) // 4).astype(np.float32)
+    )
     return np.concatenate([row, behind.view(np.uint8)])
 
 
@@ -67,7 +78,9 @@ def test_each_objective_trains_each_shape_as_the_usual_one(model: str, objective
 
 
 def check(found: tuple[Row, float], wanted: tuple[Row, float]) -> None:
-    """Check that rows and losses are the same up to rounding: a norm of one tensor more has another order."""
+    """Check that rows and losses are the same up to rounding: a norm of one tensor more has another
+    order.
+    """
     row, expected = (np.frombuffer(each, np.float32) for each, _ in (found, wanted))
     np.testing.assert_allclose(row, expected, rtol=1e-4, atol=1e-6)
     assert found[1] == pytest.approx(wanted[1], rel=1e-5)
@@ -76,7 +89,9 @@ def check(found: tuple[Row, float], wanted: tuple[Row, float]) -> None:
 @pytest.mark.parametrize("objective", ["", "fedprox"])
 @pytest.mark.parametrize("model", SHAPES)
 def test_a_private_step_clips_each_shape_as_the_usual_one(model: str, objective: str) -> None:
-    check(after(lab(model, objective, unit="sample")), after(lab("plain", objective, unit="sample")))
+    check(
+        after(lab(model, objective, unit="sample")), after(lab("plain", objective, unit="sample"))
+    )
 
 
 def test_norms_of_numbers_and_of_nothing_are_those_of_all_together() -> None:
@@ -85,8 +100,14 @@ def test_norms_of_numbers_and_of_nothing_are_those_of_all_together() -> None:
     scale(tensors, torch.tensor([2.0, 3.0]))
     assert tensors[0].tolist() == [6.0, 0.0] and tensors[2].flatten().tolist() == [8.0, 6.0]
     sums = {"number": torch.zeros(()), "matrix": torch.zeros(1, 1)}
-    add_clipped({"number": torch.tensor([3.0, 0.3]), "matrix": torch.tensor([[[4.0]], [[0.4]]])}, sums, clip_norm=1.0)
-    assert float(sums["number"]) == pytest.approx(0.9) and float(sums["matrix"]) == pytest.approx(1.2)
+    add_clipped(
+        {"number": torch.tensor([3.0, 0.3]), "matrix": torch.tensor([[[4.0]], [[0.4]]])},
+        sums,
+        clip_norm=1.0,
+    )
+    assert float(sums["number"]) == pytest.approx(0.9) and float(sums["matrix"]) == pytest.approx(
+        1.2
+    )
 
 
 def test_a_layout_has_all_shapes() -> None:

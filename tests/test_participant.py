@@ -14,9 +14,23 @@ from fedstrata.common.accounting.traffic import Traffic
 from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.protocol.events import TaskReceived
 from fedstrata.common.protocol.messages import Acknowledgement, Key, Phase, Progress, Result
-from fedstrata.common.protocol.participant import PHASE_S, Acknowledged, Participant, ParticipantState
+from fedstrata.common.protocol.participant import (
+    PHASE_S,
+    Acknowledged,
+    Participant,
+    ParticipantState,
+)
 from fedstrata.common.protocol.round_state import Standing, Timeline, Verdict, judge
-from tests.helpers.coordinators import COUNTED, OLD, OneChild, OneParent, children_of, progress_of, result_of, task_of
+from tests.helpers.coordinators import (
+    COUNTED,
+    OLD,
+    OneChild,
+    OneParent,
+    children_of,
+    progress_of,
+    result_of,
+    task_of,
+)
 
 # Closing
 
@@ -41,7 +55,11 @@ def test_a_verdict_is_what_its_description_states(rule: str) -> None:
                 expected = Verdict.CLOSE
             else:
                 expected = Verdict.WAIT
-            assert judge(closing, standing, overdue=overdue) is expected, (closing, standing, overdue)
+            assert judge(closing, standing, overdue=overdue) is expected, (
+                closing,
+                standing,
+                overdue,
+            )
 
 
 def lab_without(*names: str, of: int = 3) -> Lab:
@@ -119,7 +137,9 @@ def test_a_quorum_does_not_wait_for_those_that_were_lost_before(seen: bool) -> N
 
 
 @pytest.mark.parametrize(("closing", "after_s"), [(quorum_of(2, 300.0), 1.0), (ALL, 30.0)])
-def test_a_child_that_comes_back_in_time_is_waited_for_again(closing: Closing, after_s: float) -> None:
+def test_a_child_that_comes_back_in_time_is_waited_for_again(
+    closing: Closing, after_s: float
+) -> None:
     lab = lab_without("device-0")
     lab.loop.after(after_s, lambda: lab.start("device-0"))
     assert set(lab.round(closing=closing).results) == set(lab.names)
@@ -132,9 +152,13 @@ MARKS = st.one_of(st.none(), st.integers(0, 1000).map(lambda n: n / 64))
 
 
 @given(
-    opened=st.integers(0, 1000).map(lambda n: n / 64), marks=st.tuples(MARKS, MARKS, MARKS), took=st.integers(0, 900)
+    opened=st.integers(0, 1000).map(lambda n: n / 64),
+    marks=st.tuples(MARKS, MARKS, MARKS),
+    took=st.integers(0, 900),
 )
-def test_the_phases_of_a_round_add_up(opened: float, marks: tuple[float | None, ...], took: int) -> None:
+def test_the_phases_of_a_round_add_up(
+    opened: float, marks: tuple[float | None, ...], took: int
+) -> None:
     closed = opened + took / 64
     inside = [None if mark is None else min(opened + mark, closed) for mark in marks]
     phases = Timeline(opened, *inside, closed).phases()
@@ -144,7 +168,12 @@ def test_the_phases_of_a_round_add_up(opened: float, marks: tuple[float | None, 
 
 def test_an_open_round_has_phases_too() -> None:
     assert sum(Timeline(5.0).phases().values()) == 0.0
-    assert Timeline(5.0, 7.0).phases() == {"dispatch": 2.0, "train": 0.0, "wait": 0.0, "collect": 0.0}
+    assert Timeline(5.0, 7.0).phases() == {
+        "dispatch": 2.0,
+        "train": 0.0,
+        "wait": 0.0,
+        "collect": 0.0,
+    }
 
 
 @pytest.mark.parametrize("start", [0.0, 100.0])
@@ -158,7 +187,12 @@ def test_the_phases_are_the_moments_seen(start: float) -> None:
     one.receive("device-1", result_of(one.key), start + 9.0)
     one.coordinator.accept("device-1", one.key, now=start + 10.0)
     one.coordinator.accept("device-0", one.key, now=start + 17.0)
-    assert one.coordinator.timeline.phases() == {"dispatch": 2.0, "train": 3.0, "wait": 4.0, "collect": 8.0}
+    assert one.coordinator.timeline.phases() == {
+        "dispatch": 2.0,
+        "train": 3.0,
+        "wait": 4.0,
+        "collect": 8.0,
+    }
 
 
 def test_a_result_without_progress_before_it_had_its_model() -> None:
@@ -175,7 +209,9 @@ def test_a_result_at_the_very_start_of_the_clock_is_the_first() -> None:
 
 
 def offer_of(key: Key) -> Result:
-    """Return a child's result as it is offered, with the bytes that its link and those below have carried."""
+    """Return a child's result as it is offered, with the bytes that its link and those below have
+    carried.
+    """
     return replace(result_of(key), traffic=COUNTED[0], below=COUNTED[1])
 
 
@@ -184,7 +220,9 @@ def test_a_task_is_begun_once() -> None:
     assert one.receive(task_of(OLD)) == [TaskReceived(task_of(OLD))]
     assert one.receive(replace(task_of(OLD), inline=b"x")) == []
     one.participant.begin_work(Phase.WAITING, now=1.0)
-    assert one.receive(task_of(OLD), 2.0) == [] and one.participant.state is ParticipantState.WORKING
+    assert (
+        one.receive(task_of(OLD), 2.0) == [] and one.participant.state is ParticipantState.WORKING
+    )
     (progress,) = one.to_send(2.0)  # but it is answered
     assert progress == Progress(OLD, Phase.WAITING, 0, 0, Traffic(1), (Traffic(2),))
 
@@ -199,7 +237,10 @@ def test_a_result_is_offered_until_its_acknowledgement() -> None:
     assert times == [0.0, 1.0, 3.0, 7.0, 12.0, 17.0, 22.0, 27.0]
     assert one.receive(Acknowledgement(Key(0, 0, 1), "")) == []
     assert one.receive(Acknowledgement(OLD, "holds NaN")) == [Acknowledged(OLD, "holds NaN")]
-    assert one.receive(Acknowledgement(OLD, "holds NaN")) == [] and one.participant.next_deadline() is None
+    assert (
+        one.receive(Acknowledgement(OLD, "holds NaN")) == []
+        and one.participant.next_deadline() is None
+    )
     assert one.to_send(100.0) == []
 
 
@@ -207,7 +248,12 @@ def test_a_small_result_travels_with_the_first_offer_only() -> None:
     one = OneChild()
     one.receive(task_of(OLD))
     one.participant.finish(replace(result_of(OLD), inline=b"x"), now=0.0)
-    inlines = [message.inline for now in (0.0, 1.0, 3.0) for message in one.to_send(now) if isinstance(message, Result)]
+    inlines = [
+        message.inline
+        for now in (0.0, 1.0, 3.0)
+        for message in one.to_send(now)
+        if isinstance(message, Result)
+    ]
     assert inlines == [b"x", None, None]
 
 
@@ -227,7 +273,10 @@ def test_another_model_or_number_of_epochs_is_another_task(change: dict[str, int
     one = OneChild()
     one.work(OLD)
     task = task_of(Key(1, 0, 0), **change)
-    assert one.receive(task) == [TaskReceived(task)] and one.participant.state is ParticipantState.FETCHING
+    assert (
+        one.receive(task) == [TaskReceived(task)]
+        and one.participant.state is ParticipantState.FETCHING
+    )
 
 
 def test_a_task_of_an_earlier_round_is_ignored() -> None:
@@ -241,7 +290,8 @@ def test_a_task_of_an_earlier_round_is_ignored() -> None:
 
 
 def test_a_parent_that_restarted_may_go_back() -> None:
-    for first in (None, Acknowledgement(Key(0, 5, 0), "the round has closed")):  # whatever its first message is
+    # whatever its first message is
+    for first in (None, Acknowledgement(Key(0, 5, 0), "the round has closed")):
         one = OneChild()
         one.work(Key(0, 5, 0))
         if first is not None:
@@ -253,7 +303,9 @@ def test_a_parent_that_restarted_may_go_back() -> None:
 
 
 def test_the_result_of_a_superseded_task_is_dropped() -> None:
-    """It may be ready in the moment in which the next task arrives: it must not pass for the next one's result."""
+    """It may be ready in the moment in which the next task arrives: it must not pass for the next
+    one's result.
+    """
     one = OneChild()
     one.receive(task_of(Key(0, 0, 0)))
     one.participant.begin_work(Phase.TRAINING, now=1.0)

@@ -29,10 +29,18 @@ def tree_of(devices: int, institutions: int) -> Tree:
 
 
 def split(
-    labels: Indices, partition: str, *, devices: int = 4, institutions: int = 1, seed: int = 1, **data: Any
+    labels: Indices,
+    partition: str,
+    *,
+    devices: int = 4,
+    institutions: int = 1,
+    seed: int = 1,
+    **data: Any,
 ) -> list[Indices]:
     tree = tree_of(devices, institutions)
-    return splits.partition(labels, data=schema.Data(partition=partition, **data), tree=tree, seed=seed)
+    return splits.partition(
+        labels, data=schema.Data(partition=partition, **data), tree=tree, seed=seed
+    )
 
 
 def check_disjoint_cover(parts: list[Indices], samples: int) -> None:
@@ -60,7 +68,14 @@ def test_dirichlet_covers_with_the_least_samples(
     samples: int, devices: int, seed: int, concentration: float, least: int
 ) -> None:
     labels = labels_of(samples)
-    parts = split(labels, "dirichlet", devices=devices, seed=seed, concentration=concentration, min_samples=least)
+    parts = split(
+        labels,
+        "dirichlet",
+        devices=devices,
+        seed=seed,
+        concentration=concentration,
+        min_samples=least,
+    )
     check_disjoint_cover(parts, samples)
     assert len(parts) == devices and min(len(part) for part in parts) >= max(1, least)
 
@@ -71,7 +86,9 @@ def test_dirichlet_covers_with_the_least_samples(
     concentration=st.sampled_from([0.1, 1.0, 100.0]),
     size=st.integers(1, 60),
 )
-def test_overlap_draws_the_exact_size_without_doubles(devices: int, seed: int, concentration: float, size: int) -> None:
+def test_overlap_draws_the_exact_size_without_doubles(
+    devices: int, seed: int, concentration: float, size: int
+) -> None:
     given_ = {"concentration": concentration, "partition_size": size}
     parts = split(labels_of(300), "dirichlet_overlap", devices=devices, seed=seed, **given_)
     assert len(parts) == devices
@@ -80,8 +97,15 @@ def test_overlap_draws_the_exact_size_without_doubles(devices: int, seed: int, c
         assert part.min() >= 0 and part.max() < 300
 
 
-@given(devices=st.integers(3, 12), institutions=st.integers(1, 3), seed=st.integers(0, 1000), least=st.integers(0, 10))
-def test_institutions_cover_and_share_equally(devices: int, institutions: int, seed: int, least: int) -> None:
+@given(
+    devices=st.integers(3, 12),
+    institutions=st.integers(1, 3),
+    seed=st.integers(0, 1000),
+    least=st.integers(0, 10),
+)
+def test_institutions_cover_and_share_equally(
+    devices: int, institutions: int, seed: int, least: int
+) -> None:
     tree = tree_of(devices, institutions)
     data = schema.Data(partition="institution_dirichlet", min_samples=least)
     parts = splits.partition(labels_of(500), data=data, tree=tree, seed=seed)
@@ -125,7 +149,9 @@ def by_user(owners: list[int], *, devices: int, seed: int = 1) -> list[Indices]:
 def test_natural_gives_each_device_its_user(owners: list[int], seed: int) -> None:
     whose = [*range(6), *owners]
     parts = by_user(whose, devices=4, seed=seed)
-    assert [part.tolist() for part in parts] == [[i for i, user in enumerate(whose) if user == d] for d in range(4)]
+    assert [part.tolist() for part in parts] == [
+        [i for i, user in enumerate(whose) if user == d] for d in range(4)
+    ]
 
 
 def test_natural_has_as_many_devices_as_users_at_most() -> None:
@@ -145,15 +171,26 @@ def test_institutions_are_split_first_and_their_devices_within(
 ) -> None:
     labels = labels_of(900)
     given_ = {"min_samples": 3, "concentration": 0.5, "shards": 2, "within_concentration": 0.5}
-    parts = split(labels, first, devices=devices, institutions=institutions, seed=seed, within=within, **given_)
+    parts = split(
+        labels,
+        first,
+        devices=devices,
+        institutions=institutions,
+        seed=seed,
+        within=within,
+        **given_,
+    )
     check_disjoint_cover(parts, 900)
     assert min(map(len, parts)) >= 3
-    # What the devices of an institution hold together does not depend on how it is split among them.
+    # What the devices of an institution hold together does not depend on how it is split among
+    # them.
     whole = split(labels, first, devices=devices, institutions=institutions, seed=seed, **given_)
     tree = tree_of(devices, institutions)
     places = {name: place for place, name in enumerate(tree.devices)}
     first_ones = tree.children[tree.aggregators[0]]
-    held, wanted = (np.sort(np.concatenate([some[places[d]] for d in first_ones])) for some in (parts, whole))
+    held, wanted = (
+        np.sort(np.concatenate([some[places[d]] for d in first_ones])) for some in (parts, whole)
+    )
     assert np.array_equal(held, wanted)
 
 
@@ -170,8 +207,14 @@ def test_within_concentration_is_the_devices_own() -> None:
     labels = labels_of(20_000)
 
     def largest(concentration: float) -> float:
-        keys: dict[str, Any] = {"within": "dirichlet", "concentration": 100.0, "within_concentration": concentration}
-        return largest_share(labels, split(labels, "institution_dirichlet", devices=8, institutions=2, **keys))
+        keys: dict[str, Any] = {
+            "within": "dirichlet",
+            "concentration": 100.0,
+            "within_concentration": concentration,
+        }
+        return largest_share(
+            labels, split(labels, "institution_dirichlet", devices=8, institutions=2, **keys)
+        )
 
     assert largest(0.1) > 0.3 and largest(1000.0) < 0.2
 
@@ -203,7 +246,9 @@ def test_a_release_splits_as_the_one_before_by_the_seed_alone(partition: str) ->
     assert digest(5) == KNOWN[partition] != digest(6)
 
 
-def test_the_processes_of_a_host_share_a_split_of_many_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_processes_of_a_host_share_a_split_of_many_draws(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     draw, drawn = splits._overlapping, list[int]()
 
@@ -213,7 +258,12 @@ def test_the_processes_of_a_host_share_a_split_of_many_draws(tmp_path: Path, mon
 
     monkeypatch.setattr(splits, "_overlapping", counted)
     facts: dict[str, Any] = {"partition_size": 50, "concentration": 0.5, "devices": 7, "seed": 5}
-    changes: list[dict[str, Any]] = [{"seed": 6}, {"devices": 6}, {"concentration": 0.4}, {"partition_size": 49}]
+    changes: list[dict[str, Any]] = [
+        {"seed": 6},
+        {"devices": 6},
+        {"concentration": 0.4},
+        {"partition_size": 49},
+    ]
     for bound, times in ((splits.SHARED_DRAWS, 2), (0, 1)):
         monkeypatch.setattr(splits, "SHARED_DRAWS", bound)
         drawn.clear()
@@ -247,7 +297,9 @@ def test_low_concentration_skews_the_devices(partition: str) -> None:
     labels = labels_of(10_000)
 
     def largest(concentration: float) -> float:
-        parts = split(labels, partition, devices=10, concentration=concentration, partition_size=200)
+        parts = split(
+            labels, partition, devices=10, concentration=concentration, partition_size=200
+        )
         return largest_share(labels, parts)
 
     assert largest(0.1) > 0.4 and largest(1000.0) < 0.2
@@ -273,10 +325,14 @@ def test_institution_membership_is_followed() -> None:
     assert abs(len(a) - len(c)) <= 1
 
 
-def test_overlapping_partitions_hold_their_own_samples_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overlapping_partitions_hold_their_own_samples_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     labels, devices, size = labels_of(20_000), 100, 50
-    monkeypatch.setattr(splits, "SHARED_DRAWS", 1 + devices * len(labels))  # as the process that computes them
-    split(labels[:500], "dirichlet_overlap", devices=1, partition_size=1)  # what is imported is no part of it
+    # as the process that computes them
+    monkeypatch.setattr(splits, "SHARED_DRAWS", 1 + devices * len(labels))
+    # what is imported is no part of it
+    split(labels[:500], "dirichlet_overlap", devices=1, partition_size=1)
     tracemalloc.start()
     try:
         parts = split(labels, "dirichlet_overlap", devices=devices, partition_size=size)
@@ -291,14 +347,17 @@ def test_overlapping_partitions_hold_their_own_samples_alone(monkeypatch: pytest
 def test_overlap_weighs_each_class_as_sequential_draws_would() -> None:
     labels = np.repeat(np.arange(2), [20, 2000])
     parts = split(labels, "dirichlet_overlap", devices=300, concentration=1000.0, partition_size=10)
-    # Near equal weights per sample: each sample is as likely as another, so 10 * 20 / 2020 of the first class.
+    # Near equal weights per sample: each sample is as likely as another, so 10 * 20 / 2020 of the
+    # first class.
     assert abs(np.mean([np.sum(labels[part] == 0) for part in parts]) - 10 * 20 / 2020) < 0.06
 
 
 def test_a_device_may_be_renamed() -> None:
     labels = labels_of(500)
     data = schema.Data(partition="dirichlet_overlap", partition_size=20)
-    numbered = splits.partition(labels, data=data, tree=Tree([{CLOUD: ["device-0", "device-1"]}]), seed=1)
+    numbered = splits.partition(
+        labels, data=data, tree=Tree([{CLOUD: ["device-0", "device-1"]}]), seed=1
+    )
     named = splits.partition(labels, data=data, tree=Tree([{CLOUD: ["left", "right"]}]), seed=1)
     assert splits.digest_of(numbered, labels=labels) == splits.digest_of(named, labels=labels)
 
@@ -309,8 +368,16 @@ def test_a_device_may_be_renamed() -> None:
         ("iid", {"devices": 101}, r"topology\.devices = 101.*100 samples"),
         ("shards", {"shards": 26}, r"data\.shards = 26.*100 samples.*Lower data\.shards"),
         ("dirichlet_overlap", {"partition_size": 101}, r"data\.partition_size = 101.*100 samples"),
-        ("dirichlet", {"min_samples": 30}, r"data\.min_samples = 30: 100 samples cannot give.*Lower data\.min_samples"),
-        ("dirichlet", {"min_samples": 25}, r"data\.min_samples = 25: none of 20 draws.*Lower data\.min_samples"),
+        (
+            "dirichlet",
+            {"min_samples": 30},
+            r"data\.min_samples = 30: 100 samples cannot give.*Lower data\.min_samples",
+        ),
+        (
+            "dirichlet",
+            {"min_samples": 25},
+            r"data\.min_samples = 25: none of 20 draws.*Lower data\.min_samples",
+        ),
     ],
 )
 def test_an_impossible_split_names_what_to_change(
@@ -326,5 +393,7 @@ def test_digest_sees_order_and_borders() -> None:
     lists = ([a, b], [b, a], [np.array([1, 2, 3])], [a, b, a[:0]])
     digests = {splits.digest_of(parts, labels=labels) for parts in lists}
     # Other files may give the same places, and their labels tell.
-    digests |= {splits.digest_of([a, b], labels=other) for other in (1 - labels, labels[:3], labels[:0])}
+    digests |= {
+        splits.digest_of([a, b], labels=other) for other in (1 - labels, labels[:3], labels[:0])
+    }
     assert len(digests) == 7

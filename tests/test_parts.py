@@ -65,16 +65,27 @@ def experiment(model: Mapping[str, Any], **changes: Any) -> Experiment:
     return parse({**LAB, "model": model, **scored, **changes})
 
 
-def plain(lab: Experiment, path: Path) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
-    """Return the shared arrays, and those of each device, after a plain loop over a run's recorded choices."""
+def plain(
+    lab: Experiment, path: Path
+) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
+    """Return the shared arrays, and those of each device, after a plain loop over a run's recorded
+    choices.
+    """
     inputs = datasets.load(lab.data).inputs
     module = models.of(lab, inputs=inputs)
     personal = models.parts_of(module, lab.model).personal
-    shared = {name: tensor.clone() for name, tensor in module.state_dict().items() if name not in personal}
-    first = {name: tensor.clone() for name, tensor in module.state_dict().items() if name in personal}
+    shared = {
+        name: tensor.clone() for name, tensor in module.state_dict().items() if name not in personal
+    }
+    first = {
+        name: tensor.clone() for name, tensor in module.state_dict().items() if name in personal
+    }
     own = dict.fromkeys(lab.tree.devices, first)
     took = {(row.global_round, row.node) for row in Run(path).devices if row.samples}
-    samples = {node: len(batches.load_local_dataset(lab, node, accelerator=CPU).samples) for node in lab.tree.devices}
+    samples = {
+        node: len(batches.load_local_dataset(lab, node, accelerator=CPU).samples)
+        for node in lab.tree.devices
+    }
     for r in range(lab.rounds):
         means, totals = [], []
         for institution in lab.tree.children["cloud"]:
@@ -92,14 +103,20 @@ def plain(lab: Experiment, path: Path) -> tuple[dict[str, torch.Tensor], dict[st
     return shared, own
 
 
-def one_round(lab: Experiment, node: str, state: dict[str, torch.Tensor], *, local_round: int) -> dict[str, Any]:
+def one_round(
+    lab: Experiment, node: str, state: dict[str, torch.Tensor], *, local_round: int
+) -> dict[str, Any]:
     module = models.of(lab, inputs=datasets.load(lab.data).inputs)
     module.load_state_dict(state)
-    train_plainly(module, lab, node, epochs=1, local_round=local_round, joins="Normed" in lab.model.name)
+    train_plainly(
+        module, lab, node, epochs=1, local_round=local_round, joins="Normed" in lab.model.name
+    )
     return {name: tensor.clone() for name, tensor in module.state_dict().items()}
 
 
-def mean(states: list[dict[str, Any]], weights: list[int], names: list[str]) -> dict[str, torch.Tensor]:
+def mean(
+    states: list[dict[str, Any]], weights: list[int], names: list[str]
+) -> dict[str, torch.Tensor]:
     def of(name: str) -> torch.Tensor:
         each = torch.stack([state[name].double() for state in states])
         shares = torch.tensor(weights, dtype=torch.float64) / sum(weights)
@@ -109,7 +126,9 @@ def mean(states: list[dict[str, Any]], weights: list[int], names: list[str]) -> 
 
 
 @pytest.mark.parametrize("name", slow(PERSONAL, but=["fedper"]))
-def test_rounds_with_partial_participation_are_those_of_a_plain_loop(name: str, tmp_path: Path) -> None:
+def test_rounds_with_partial_participation_are_those_of_a_plain_loop(
+    name: str, tmp_path: Path
+) -> None:
     lab = experiment(PERSONAL[name])
     path = run_direct(tmp_path, lab)
     shared, own = plain(lab, path)
@@ -119,12 +138,16 @@ def test_rounds_with_partial_participation_are_those_of_a_plain_loop(name: str, 
     assert len(rows) == ROUNDS * 4 and len({row.node for row in rows}) == 6
     apart = {key: float((final[key].double() - shared[key].double()).abs().max()) for key in shared}
     assert max(apart.values()) < 2e-6, apart
-    heads = [torch.cat([tensor.double().flatten() for tensor in each.values()]) for each in own.values()]
+    heads = [
+        torch.cat([tensor.double().flatten() for tensor in each.values()]) for each in own.values()
+    ]
     assert min(float((one - other).abs().max()) for one, other in pairwise(heads)) > 1e-2
 
 
 @pytest.mark.parametrize("name", PERSONAL)
-def test_each_device_scores_the_received_model_with_its_personal_parts(name: str, tmp_path: Path) -> None:
+def test_each_device_scores_the_received_model_with_its_personal_parts(
+    name: str, tmp_path: Path
+) -> None:
     lab = experiment(PERSONAL[name], rounds=2, institution={})
     path = run_direct(tmp_path, lab)
     shared, own = plain(lab, path)
@@ -145,48 +168,81 @@ def test_each_device_scores_the_received_model_with_its_personal_parts(name: str
 
 
 @pytest.mark.parametrize("name", slow(PERSONAL, but=["fedbn"]))
-def test_a_run_with_personal_parts_that_is_interrupted_and_resumed_is_the_same(name: str, tmp_path: Path) -> None:
+def test_a_run_with_personal_parts_that_is_interrupted_and_resumed_is_the_same(
+    name: str, tmp_path: Path
+) -> None:
     lab = experiment(PERSONAL[name], rounds=3, institution={"participation": 0.67, "rounds": 2})
     whole = run_direct(tmp_path / "whole", lab)
     again = resumed_run(run_direct(tmp_path / "broken", lab, until=2))
-    assert (whole / "model.safetensors").read_bytes()[-1000:] == (again / "model.safetensors").read_bytes()[-1000:]
+    assert (whole / "model.safetensors").read_bytes()[-1000:] == (
+        again / "model.safetensors"
+    ).read_bytes()[-1000:]
     found, wanted = load_file(again / "model.safetensors"), load_file(whole / "model.safetensors")
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
 
 
 KILLED: Final = KilledLab(
-    experiment(PERSONAL["fedper"], rounds=2, links={"check": "off"}, institution={"rounds": 2}), workload=RealWorkload
+    experiment(PERSONAL["fedper"], rounds=2, links={"check": "off"}, institution={"rounds": 2}),
+    workload=RealWorkload,
 )
 
 
-@pytest.mark.parametrize("node", slow(["cloud", "institution-0", "device-0", "device-5"], but=["cloud", "device-0"]))
+@pytest.mark.parametrize(
+    "node", slow(["cloud", "institution-0", "device-0", "device-5"], but=["cloud", "device-0"])
+)
 def test_a_killed_node_continues_with_the_same_personal_parts(node: str) -> None:
     KILLED.assert_same_if_killed(node, 0.4, 0.4)
 
 
 def test_a_device_that_lost_its_personal_parts_ends_the_run() -> None:
-    assert "what this device kept after its task" in KILLED.loses_files("device-0", share=0.7).result
+    assert (
+        "what this device kept after its task" in KILLED.loses_files("device-0", share=0.7).result
+    )
 
 
 @pytest.mark.slow
 def test_a_lab_of_processes_gives_the_model_of_one_process(tmp_path: Path) -> None:
     whole = ModelTester(experiment({"name": "cnn_digits"}, seed=9))
-    save_model(initial := tmp_path / "pretrained.safetensors", layout=whole.layout, row=whole.first, facts={})
-    pairs = ["rounds=2", 'model.frozen=["conv1.*"]', 'model.personal=["fc.*"]', 'evaluation.at="devices"']
+    save_model(
+        initial := tmp_path / "pretrained.safetensors",
+        layout=whole.layout,
+        row=whole.first,
+        facts={},
+    )
+    pairs = [
+        "rounds=2",
+        'model.frozen=["conv1.*"]',
+        'model.personal=["fc.*"]',
+        'evaluation.at="devices"',
+    ]
     pairs.append(f'model.initial="{initial}"')
     direct = run_lab(DEMO, tmp_path / "direct", *pairs, flags=["--direct"])
     real = run_lab(DEMO, tmp_path / "real", *pairs)
     found, wanted = (load_file(folder / "model.safetensors") for folder in (real, direct))
-    assert found.keys() == wanted.keys() == {"conv1.weight", "conv1.bias", "conv2.weight", "conv2.bias"}
+    assert (
+        found.keys()
+        == wanted.keys()
+        == {"conv1.weight", "conv1.bias", "conv2.weight", "conv2.bias"}
+    )
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
-    for folder in (direct, real):  # conv2 alone, up in each of 2 x 2 local rounds, and down once more to be scored
-        rows = [row for row in table(folder / "links.csv") if row["kind"] == "model" and row["tier"] == "lan"]
+    # conv2 alone, up in each of 2 x 2 local rounds, and down once more to be scored
+    for folder in (direct, real):
+        rows = [
+            row
+            for row in table(folder / "links.csv")
+            if row["kind"] == "model" and row["tier"] == "lan"
+        ]
         for start, times in (("device", 4), ("institution", 5)):
             sizes = {int(row["payload_bytes"]) for row in rows if row["from"].startswith(start)}
             assert sizes == {times * 4 * (32 * 16 * 9 + 32)}
-    assert all(torch.equal(wanted[key], load_file(initial)[key]) for key in ("conv1.weight", "conv1.bias"))
-    rows = [row for row in table(real / "links.csv") if row["kind"] == "frozen"]  # down each link, once
-    assert len(rows) == 3 + 12 and not any(row["from"].startswith("device") or row["to"] == "cloud" for row in rows)
+    assert all(
+        torch.equal(wanted[key], load_file(initial)[key]) for key in ("conv1.weight", "conv1.bias")
+    )
+    # down each link, once
+    rows = [row for row in table(real / "links.csv") if row["kind"] == "frozen"]
+    assert len(rows) == 3 + 12 and not any(
+        row["from"].startswith("device") or row["to"] == "cloud" for row in rows
+    )
     assert 4 * (16 * 9 + 16) < min(int(row["payload_bytes"]) for row in rows) < 1000
     assert len({row["payload_bytes"] for row in rows}) == 1
 
@@ -194,7 +250,9 @@ def test_a_lab_of_processes_gives_the_model_of_one_process(tmp_path: Path) -> No
 # Frozen
 
 
-@pytest.mark.parametrize("model", [{"name": f"{ODD}:FrozenPart"}, {"name": f"{ODD}:Net", "frozen": ["conv.*"]}])
+@pytest.mark.parametrize(
+    "model", [{"name": f"{ODD}:FrozenPart"}, {"name": f"{ODD}:Net", "frozen": ["conv.*"]}]
+)
 def test_frozen_arrays_never_travel_nor_move_and_the_final_model_has_them(
     model: Mapping[str, Any], tmp_path: Path
 ) -> None:
@@ -202,7 +260,9 @@ def test_frozen_arrays_never_travel_nor_move_and_the_final_model_has_them(
     module = models.of(lab, inputs=datasets.load(lab.data).inputs)
     path = run_direct(tmp_path, lab)
     final = load_file(path / "model.safetensors")
-    assert all(torch.equal(final[key], module.state_dict()[key]) for key in ("conv.weight", "conv.bias"))
+    assert all(
+        torch.equal(final[key], module.state_dict()[key]) for key in ("conv.weight", "conv.bias")
+    )
     assert not torch.equal(final["last.weight"], module.state_dict()["last.weight"])
     module.load_state_dict(final)
     shared, _ = plain(lab, path)
@@ -233,7 +293,9 @@ def test_constant_buffers_of_any_type_may_be_frozen(name: str, tmp_path: Path) -
 
 
 def test_frozen_statistics_of_a_norm_begin_each_training_as_they_were_built() -> None:
-    lab = experiment({"name": f"{ODD}:Normed", "frozen": ["norm.running*", "norm.num_batches_tracked"]})
+    lab = experiment(
+        {"name": f"{ODD}:Normed", "frozen": ["norm.running*", "norm.num_batches_tracked"]}
+    )
     trainer = Trainer(lab, node="device-0", accelerator="cpu")
     trainer.prepare()
     row, outs = ModelTester(lab).first, [trainer.layout.empty() for _ in range(2)]
@@ -244,8 +306,12 @@ def test_frozen_statistics_of_a_norm_begin_each_training_as_they_were_built() ->
 
 
 def test_a_parameter_without_gradients_that_training_changes_is_refused() -> None:
-    trainer = Trainer(experiment({"name": "tests.test_parts:Teacher"}), node="device-0", accelerator="cpu")
-    with pytest.raises(InvalidExperiment, match=r"training changes its parameter teacher.*Keep.*in a buffer"):
+    trainer = Trainer(
+        experiment({"name": "tests.test_parts:Teacher"}), node="device-0", accelerator="cpu"
+    )
+    with pytest.raises(
+        InvalidExperiment, match=r"training changes its parameter teacher.*Keep.*in a buffer"
+    ):
         trainer.prepare()
 
 
@@ -267,7 +333,10 @@ class Teacher(torch.nn.Module):
 def test_a_run_begins_with_the_frozen_arrays_of_a_file(tmp_path: Path) -> None:
     path = run_direct(tmp_path, experiment({"name": f"{ODD}:Net"}, rounds=1))
     model = {"name": f"{ODD}:Net", "initial": str(path)}
-    whole, parts = ModelTester(experiment(model)), ModelTester(experiment({**model, "frozen": ["conv.*"]}))
+    whole, parts = (
+        ModelTester(experiment(model)),
+        ModelTester(experiment({**model, "frozen": ["conv.*"]})),
+    )
     assert parts.frozen.keys() == {"conv.weight", "conv.bias"}
     given = load_file(path / "model.safetensors")
     assert all(np.array_equal(array, given[name].numpy()) for name, array in parts.frozen.items())
@@ -281,7 +350,9 @@ def test_a_run_begins_with_the_frozen_arrays_of_a_file(tmp_path: Path) -> None:
 
 
 def trained(lab: Experiment) -> list[tuple[np.ndarray[Any, Any], TrainingPath]]:
-    """Train two devices of one process for two tasks each; return what they upload and keep, and how they trained."""
+    """Train two devices of one process for two tasks each; return what they upload and keep, and
+    how they trained.
+    """
     trainers, nodes = Trainers(), ["device-0", "device-1"]
     devices = [HostedDevice(lab, lab.digest, node) for node in nodes]
     kept, _ = (trainers.prepare(device, "cpu").kept_bytes for device in devices)
@@ -297,7 +368,10 @@ def trained(lab: Experiment) -> list[tuple[np.ndarray[Any, Any], TrainingPath]]:
             row[tester.layout.row_bytes : links.down.row_bytes].view(np.float32)[:] = 0.01
             row[links.down.row_bytes :] = out[links.up.row_bytes :]
         pairs = zip(rows, outs, strict=True)
-        orders = [Order(row, out, 1, local_round, lambda *_: None, threading.Event()) for row, out in pairs]
+        orders = [
+            Order(row, out, 1, local_round, lambda *_: None, threading.Event())
+            for row, out in pairs
+        ]
         trainers.train(list(zip(devices, orders, strict=True)), "cpu", ended.__setitem__)
         results = [ended[number] for number in range(2)]
         assert all(isinstance(result, LocalResult) for result in results), results
@@ -312,15 +386,25 @@ MODELS: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 OBJECTIVES: Final = ("cross_entropy", "fedprox", "fedsam", "scaffold", "feddyn")
 EACH_ONCE: Final = (  # each kind of parts with a state on the devices and without one
-    ("fedper", "scaffold"), ("fedbn", "scaffold"), ("frozen", "fedprox"), ("frozen", "cross_entropy"),
-)  # fmt: skip
+    ("fedper", "scaffold"),
+    ("fedbn", "scaffold"),
+    ("frozen", "fedprox"),
+    ("frozen", "cross_entropy"),
+)
 
 
 @pytest.mark.parametrize(("model", "objective"), slow(product(MODELS, OBJECTIVES), but=EACH_ONCE))
-def test_in_common_steps_devices_train_as_alone(model: str, objective: str, request: pytest.FixtureRequest) -> None:
+def test_in_common_steps_devices_train_as_alone(
+    model: str, objective: str, request: pytest.FixtureRequest
+) -> None:
     changes: dict[str, Any] = {"training": {**LAB["training"], "objective": objective}}
     if model == "fedbn":
-        changes["data"] = {"dataset": "synthetic", "classes": 10, "image_shape": [1, 16, 16], "samples": 120}
+        changes["data"] = {
+            "dataset": "synthetic",
+            "classes": 10,
+            "image_shape": [1, 16, 16],
+            "samples": 120,
+        }
     if objective in ("scaffold", "feddyn"):
         changes["institution"] = {"aggregation": objective}
     lab = experiment(MODELS[model], **changes)
@@ -329,9 +413,13 @@ def test_in_common_steps_devices_train_as_alone(model: str, objective: str, requ
     together = trained(lab)
     assert {path for _, path in together} == {TrainingPath.VMAPPED} != {path for _, path in alone}
     for (one, _), (other, _) in zip(alone, together, strict=True):
-        difference, row = (one.view(np.float32) - other.view(np.float32))[:-4], one.view(np.float32)[:-4]
+        difference, row = (
+            (one.view(np.float32) - other.view(np.float32))[:-4],
+            one.view(np.float32)[:-4],
+        )
         known = np.isfinite(difference)  # counters are no floats
-        within = 1e-2 if model == "fedbn" else 1e-6  # batch norm over few samples amplifies rounding
+        # batch norm over few samples amplifies rounding
+        within = 1e-2 if model == "fedbn" else 1e-6
         assert np.linalg.norm(difference[known]) < within * np.linalg.norm(row[known])
         assert not np.array_equal(one, np.zeros_like(one))
 
@@ -351,7 +439,9 @@ def test_the_proximal_term_is_of_the_exchanged_parameters_alone(tmp_path: Path) 
         out = np.zeros_like(row)
         trainer.train(Order(row, out, 1, 0))
         moved = first.layout.floats(out) - first.layout.floats(row)
-        personal = out[-vectors.kept_bytes + 4 :].view(np.float32) - first.parts.first.view(np.float32)
+        personal = out[-vectors.kept_bytes + 4 :].view(np.float32) - first.parts.first.view(
+            np.float32
+        )
         found[mu] = float(np.linalg.norm(moved)), float(np.linalg.norm(personal))
     assert found[90.0][0] < 0.2 * found[0.0][0]
     assert found[90.0][1] > 0.5 * found[0.0][1]
@@ -373,11 +463,20 @@ def test_of_lora_its_factors_alone_travel(tmp_path: Path, monkeypatch: pytest.Mo
     final, first = load_file(path / "model.safetensors"), ModelTester(lab)
     sent = 4 * sum(final[name].numel() for name in factors)
     assert sent == 3232 == Run(path).manifest["model_bytes"]
-    assert Run(path).rounds[0].bytes_["lan_up_bytes"] == Run(path).rounds[0].bytes_["lan_down_bytes"] == 4 * sent
+    assert (
+        Run(path).rounds[0].bytes_["lan_up_bytes"]
+        == Run(path).rounds[0].bytes_["lan_down_bytes"]
+        == 4 * sent
+    )
     assert {entry.name for entry in first.layout.entries} == factors
     assert final.keys() - factors == first.parts.frozen.keys()
-    assert all(torch.equal(final[name], torch.from_numpy(array)) for name, array in first.parts.frozen.items())
-    assert sum(tensor.numel() for name, tensor in final.items() if name not in factors) == 19_240 // 4
+    assert all(
+        torch.equal(final[name], torch.from_numpy(array))
+        for name, array in first.parts.frozen.items()
+    )
+    assert (
+        sum(tensor.numel() for name, tensor in final.items() if name not in factors) == 19_240 // 4
+    )
     assert f"{sent:,} bytes" in PAGES
 
 
@@ -390,15 +489,47 @@ FEDDF = {"institution": {"aggregation": "feddf"}, "data": {"node_samples": 100}}
 @pytest.mark.parametrize(
     ("model", "changes", "problem"),
     [
-        (CLASSIFIER, {"evaluation": {"at": "both"}}, r"evaluation\.at = 'both': the cloud has no whole model"),
-        ({"frozen": ["conv.*"]}, {}, r"model\.frozen = 'conv\.\*': mlp_digits has no array of such .*It has: fc1"),
+        (
+            CLASSIFIER,
+            {"evaluation": {"at": "both"}},
+            r"evaluation\.at = 'both': the cloud has no whole model",
+        ),
+        (
+            {"frozen": ["conv.*"]},
+            {},
+            r"model\.frozen = 'conv\.\*': mlp_digits has no array of such .*It has: fc1",
+        ),
         ({"personal": ["head"]}, {}, r"model\.personal = 'head': mlp_digits has no array"),
-        ({"frozen": ["*"]}, {}, r"model\.frozen = '\*': they leave no parameter that devices exchange"),
-        ({"personal": ["*"]}, {}, r"model\.personal = '\*': they leave no parameter that devices exchange"),
-        ({"frozen": ["fc2.*"], "personal": ["fc2.bias"]}, {}, r"model\.personal = 'fc2.bias': fc2.bias is frozen, too"),
-        (CLASSIFIER, {"training": {"objective": "moon"}}, r"model\.personal.*'moon' needs the whole model"),
-        (CLASSIFIER, FEDDF, r"model\.personal.*institution\.aggregation\.name = 'feddf' needs the whole model"),
-        ({"frozen": ["fc1.*"]}, {"cloud": {"aggregation": "fedma"}}, r"'fedma': it permutes the neurons of all layers"),
+        (
+            {"frozen": ["*"]},
+            {},
+            r"model\.frozen = '\*': they leave no parameter that devices exchange",
+        ),
+        (
+            {"personal": ["*"]},
+            {},
+            r"model\.personal = '\*': they leave no parameter that devices exchange",
+        ),
+        (
+            {"frozen": ["fc2.*"], "personal": ["fc2.bias"]},
+            {},
+            r"model\.personal = 'fc2.bias': fc2.bias is frozen, too",
+        ),
+        (
+            CLASSIFIER,
+            {"training": {"objective": "moon"}},
+            r"model\.personal.*'moon' needs the whole model",
+        ),
+        (
+            CLASSIFIER,
+            FEDDF,
+            r"model\.personal.*institution\.aggregation\.name = 'feddf' needs the whole model",
+        ),
+        (
+            {"frozen": ["fc1.*"]},
+            {"cloud": {"aggregation": "fedma"}},
+            r"'fedma': it permutes the neurons of all layers",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_by_its_key(
@@ -409,15 +540,29 @@ def test_what_does_not_fit_is_refused_by_its_key(
 
 
 def test_an_experiment_without_parts_has_the_keys_of_before() -> None:
-    assert json.loads(experiment({"name": "mlp_digits"}).to_json())["model"].keys() == {"name", "projection", "initial"}
+    assert json.loads(experiment({"name": "mlp_digits"}).to_json())["model"].keys() == {
+        "name",
+        "projection",
+        "initial",
+    }
     assert json.loads(experiment(PERSONAL["fedper"]).to_json())["model"]["personal"] == ["fc2.*"]
 
 
-NAMES = [f"{layer}.{kind}" for layer in ("a", "b", "c") for kind in ("weight", "bias", "mean", "count")]
-SECTIONS = {"weight": Section.PARAMETER, "bias": Section.PARAMETER, "mean": Section.BUFFER, "count": Section.COUNTER}
+NAMES = [
+    f"{layer}.{kind}" for layer in ("a", "b", "c") for kind in ("weight", "bias", "mean", "count")
+]
+SECTIONS = {
+    "weight": Section.PARAMETER,
+    "bias": Section.PARAMETER,
+    "mean": Section.BUFFER,
+    "count": Section.COUNTER,
+}
 
 
-@given(st.lists(st.sampled_from(list(Part)), min_size=12, max_size=12), st.randoms(use_true_random=False))
+@given(
+    st.lists(st.sampled_from(list(Part)), min_size=12, max_size=12),
+    st.randoms(use_true_random=False),
+)
 def test_parts_join_and_split_any_arrays(chosen: list[Part], random: Any) -> None:
     parts = {**dict(zip(NAMES, chosen, strict=True)), "a.weight": Part.EXCHANGED}
     arrays = [(name, (random.randint(0, 3), 2), SECTIONS[name.partition(".")[2]]) for name in NAMES]
@@ -427,13 +572,19 @@ def test_parts_join_and_split_any_arrays(chosen: list[Part], random: Any) -> Non
         else draw.integers(0, 9, shape)
         for name, shape, section in arrays
     }  # fmt: skip
-    made = ModelParts.of(arrays, parts, {name: values[name] for name in NAMES if parts[name] is not Part.EXCHANGED})
+    made = ModelParts.of(
+        arrays, parts, {name: values[name] for name in NAMES if parts[name] is not Part.EXCHANGED}
+    )
     assert set(made.personal) == {name for name in NAMES if parts[name] is Part.PERSONAL}
     assert made.frozen.keys() == {name for name in NAMES if parts[name] is Part.FROZEN}
     assert (made.whole is made.exchanged) == (not made.personal)
     if not made.personal:
         return
-    model, kept, whole = made.exchanged.empty(), np.zeros(made.kept_bytes, np.uint8), made.whole.empty()
+    model, kept, whole = (
+        made.exchanged.empty(),
+        np.zeros(made.kept_bytes, np.uint8),
+        made.whole.empty(),
+    )
     made.exchanged.flatten(values, model)
     made.join(model, kept, whole)  # a device that has none yet begins with those of the model
     assert all(np.array_equal(view, values[name]) for name, view in made.whole.views(whole).items())
@@ -442,11 +593,16 @@ def test_parts_join_and_split_any_arrays(chosen: list[Part], random: Any) -> Non
     again = made.whole.empty()
     made.join(model, kept, again)
     assert np.array_equal(whole, again)
-    assert np.array_equal(made.whole.floats(whole)[made.columns], made.exchanged.floats(model)[: len(made.columns)])
+    assert np.array_equal(
+        made.whole.floats(whole)[made.columns], made.exchanged.floats(model)[: len(made.columns)]
+    )
 
 
 def test_patterns_match_any_name_of_an_array() -> None:
     arrays = {"first.weight": ["first.weight", "second.weight"], "last.weight": ["last.weight"]}
     found = part_of_each(ModelSettings(frozen=["second.*"]), arrays, constant=())
     assert found == {"first.weight": Part.FROZEN, "last.weight": Part.EXCHANGED}
-    assert part_of_each(ModelSettings(personal=["*"]), arrays, constant={"last.weight"})["last.weight"] is Part.FROZEN
+    assert (
+        part_of_each(ModelSettings(personal=["*"]), arrays, constant={"last.weight"})["last.weight"]
+        is Part.FROZEN
+    )

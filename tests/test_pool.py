@@ -1,4 +1,6 @@
-"""The pool: who trains when and where, with lanes that only write down; and real workers, killed and called off."""
+"""The pool: who trains when and where, with lanes that only write down; and real workers, killed
+and called off.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,21 @@ import pytest
 from fedstrata.common.accounting.work import TrainingPath, Work
 from fedstrata.common.errors import AcceleratorLost, InvalidExperiment, RunFailed
 from fedstrata.common.experiment import reading, schema
-from fedstrata.common.host import shared_rows
 from fedstrata.common.host.accelerators import choose, may_have_gpu
-from fedstrata.common.host.shared_rows import SHARED_BYTES
 from fedstrata.common.learning import splits
 from fedstrata.common.model.layout import ModelLayout, Row, Section
+from fedstrata.common.processes import shared_rows
+from fedstrata.common.processes.shared_rows import SHARED_BYTES
 from fedstrata.device import jobs
-from fedstrata.device.jobs import Cancelled, HostedDevice, Job, LocalResult, Order, PoolRequest, Prepared
+from fedstrata.device.jobs import (
+    Cancelled,
+    HostedDevice,
+    Job,
+    LocalResult,
+    Order,
+    PoolRequest,
+    Prepared,
+)
 from fedstrata.device.pool import executors
 from fedstrata.device.pool.executors import Executor, Thread, Worker
 from fedstrata.device.pool.pool import Member, Pool
@@ -74,10 +84,14 @@ def build(*, shape, classes):
 
 
 def experiment(model: str = "cnn_digits", devices: int = 4, **training: Any) -> schema.Experiment:
-    return reading.parse({"model": {"name": model}, "topology": {"devices": devices}, "training": training})
+    return reading.parse(
+        {"model": {"name": model}, "topology": {"devices": devices}, "training": training}
+    )
 
 
-def alone(lab: schema.Experiment, node: str, row: Row, *, epochs: int = 1, local_round: int = 0) -> tuple[Row, Work]:
+def alone(
+    lab: schema.Experiment, node: str, row: Row, *, epochs: int = 1, local_round: int = 0
+) -> tuple[Row, Work]:
     return trained(trainer_of(lab, node), row, epochs=epochs, local_round=local_round)
 
 
@@ -130,7 +144,11 @@ class FakeLane:
                 job.fail(Cancelled())
             else:
                 job.order.progress(1, 1)
-                job.finish(LocalResult(Work(7, 0.5, steps=1, train_s=0.0, wait_s=0.0, path=TrainingPath.VMAPPED)))
+                job.finish(
+                    LocalResult(
+                        Work(7, 0.5, steps=1, train_s=0.0, wait_s=0.0, path=TrainingPath.VMAPPED)
+                    )
+                )
 
     def forget(self, digest: str) -> None:
         self.forgotten.append(digest)
@@ -139,8 +157,12 @@ class FakeLane:
         self.closed = True
 
 
-def fake_pool(notes: Notes, *, accelerator: str = "cpu", slots: int | None = 1, devices: int = 4) -> Pool:
-    return Pool(accelerator=accelerator, slots=slots, devices=devices, thread=notes.lane, worker=notes.lane)
+def fake_pool(
+    notes: Notes, *, accelerator: str = "cpu", slots: int | None = 1, devices: int = 4
+) -> Pool:
+    return Pool(
+        accelerator=accelerator, slots=slots, devices=devices, thread=notes.lane, worker=notes.lane
+    )
 
 
 def trains(member: Member, row: Row | None = None) -> asyncio.Task[LocalResult]:
@@ -153,7 +175,9 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def members_of(pool: Pool, names: Sequence[str], lab: schema.Experiment | None = None) -> list[Member]:
+async def members_of(
+    pool: Pool, names: Sequence[str], lab: schema.Experiment | None = None
+) -> list[Member]:
     members = [pool.member(name) for name in names]
     for member in members:
         await member.prepare(lab or experiment())
@@ -245,7 +269,9 @@ def test_a_training_alone_costs_no_look_at_those_that_wait(monkeypatch: pytest.M
 
 
 @in_loop
-async def test_a_lane_that_takes_several_gets_trainings_of_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_lane_that_takes_several_gets_trainings_of_one_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def at_once(*_: object) -> None:
         """Wait for nobody."""
 
@@ -301,9 +327,14 @@ def test_an_accelerator_that_is_not_there_is_refused_at_the_start() -> None:
             pytest.fail("it began")
 
     for accelerator in ("mps", "CPU", "cuda:-1", ""):
-        with pytest.raises(InvalidExperiment, match=f"--accelerator = '{accelerator}': no accelerator has this name"):
+        with pytest.raises(
+            InvalidExperiment,
+            match=f"--accelerator = '{accelerator}': no accelerator has this name",
+        ):
             asyncio.run(play(accelerator))
-    with pytest.raises(InvalidExperiment, match=r"--accelerator = 'cuda:7'.*It has cpu, cuda:0; or use auto"):
+    with pytest.raises(
+        InvalidExperiment, match=r"--accelerator = 'cuda:7'.*It has cpu, cuda:0; or use auto"
+    ):
         asyncio.run(play("cuda:7"))
     with pytest.raises(InvalidExperiment, match="It has cpu;"):
         choose("cuda", ["cpu"])
@@ -329,7 +360,9 @@ def test_a_driver_makes_it_worth_looking_for_gpus(tmp_path: Path) -> None:
 
 @dataclass
 class Lab:
-    """Two workers on an event loop that lives as long as the module's tests; `folder` has their model's orders."""
+    """Two workers on an event loop that lives as long as the module's tests; `folder` has their
+    model's orders.
+    """
 
     runner: asyncio.Runner
     pool: Pool
@@ -347,7 +380,11 @@ class Lab:
         return self.runner.run(in_time())
 
     def pids(self) -> set[int]:
-        return {lane.pid for lane in self.pool._executors if isinstance(lane, Worker) and lane.pid is not None}
+        return {
+            lane.pid
+            for lane in self.pool._executors
+            if isinstance(lane, Worker) and lane.pid is not None
+        }
 
     def order(self, what: str, times: int = 1) -> None:
         (self.folder / f"do-{what}").write_text(str(times))
@@ -359,7 +396,10 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     (folder / "moody.py").write_text(NETS)
     with pytest.MonkeyPatch.context() as patch, asyncio.Runner() as runner:
         root = str(Path(__file__).parents[1])
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (root, str(folder), os.environ.get("PYTHONPATH")))))
+        patch.setenv(
+            "PYTHONPATH",
+            os.pathsep.join(filter(None, (root, str(folder), os.environ.get("PYTHONPATH")))),
+        )
         patch.syspath_prepend(folder)
 
         async def open_pool() -> Pool:
@@ -369,12 +409,16 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         yield Lab(runner, pool, folder)
         runner.run(pool.__aexit__())
     assert [
-        child for child in psutil.Process().children() if "fedstrata.device.pool.worker_process" in child.cmdline()
+        child
+        for child in psutil.Process().children()
+        if "fedstrata.device.pool.worker_process" in child.cmdline()
     ] == []
 
 
 @pytest.fixture(params=[SHARED_BYTES, 1], ids=["copied", "mapped"])
-def new_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[Row], Row]:
+def new_rows(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Row], Row]:
     """Make copies of rows, which workers get copied, or map."""
     monkeypatch.setattr(shared_rows, "SHARED_BYTES", request.param)
 
@@ -417,16 +461,22 @@ def test_workers_give_the_bits_of_a_trainer_alone(lab: Lab, new_rows: Callable[[
         )
 
 
-def test_workers_train_devices_vmapped(monkeypatch: pytest.MonkeyPatch, vmapped_on_cpu: None) -> None:
+def test_workers_train_devices_vmapped(
+    monkeypatch: pytest.MonkeyPatch, vmapped_on_cpu: None
+) -> None:
     monkeypatch.setattr(executors, "MODULE", "tests.helpers.vmapped_worker")
-    monkeypatch.setattr(jobs, "QUIET_S", 1.0)  # a busy machine brings both devices of a worker within it
+    # a busy machine brings both devices of a worker within it
+    monkeypatch.setattr(jobs, "QUIET_S", 1.0)
     what = experiment("mlp_digits", batch_size=50)
     row = first_model(what)
 
     async def one(member: Member) -> tuple[LocalResult, Row]:
         out, reported = np.zeros_like(row), list[tuple[int, int]]()
         result = await member.train(Order(row, out, 1, 2, lambda *done: reported.append(done)))
-        assert reported[-1] == (result.work.steps, result.work.steps) and result.wall_s >= result.work.train_s > 0
+        assert (
+            reported[-1] == (result.work.steps, result.work.steps)
+            and result.wall_s >= result.work.train_s > 0
+        )
         return result, out
 
     async def together() -> list[tuple[LocalResult, Row]]:
@@ -467,7 +517,9 @@ def test_one_slot_is_a_thread_and_gives_the_same_bits() -> None:
     )
 
 
-def test_progress_is_reported_and_a_running_training_is_called_off(lab: Lab, new_rows: Callable[[Row], Row]) -> None:
+def test_progress_is_reported_and_a_running_training_is_called_off(
+    lab: Lab, new_rows: Callable[[Row], Row]
+) -> None:
     what = experiment()
     row = new_rows(first_model(what))
     seen: list[tuple[int, int]] = []
@@ -529,7 +581,11 @@ def moody(lab: Lab) -> schema.Experiment:
 
 
 def train_moody(
-    lab: Lab, what: schema.Experiment, *, order: str = "", new_rows: Callable[[Row], Row] = lambda row: row
+    lab: Lab,
+    what: schema.Experiment,
+    *,
+    order: str = "",
+    new_rows: Callable[[Row], Row] = lambda row: row,
 ) -> Row:
     """Prepare and train; `order`: what the model does in the training."""
 
@@ -572,7 +628,9 @@ def test_a_training_that_ends_two_workers_fails_and_spares_the_others(
     assert np.array_equal(train_moody(lab, moody), alone(moody, "device-0", first_model(moody))[0])
 
 
-def test_exhausted_memory_fails_the_training_and_spares_the_worker(lab: Lab, moody: schema.Experiment) -> None:
+def test_exhausted_memory_fails_the_training_and_spares_the_worker(
+    lab: Lab, moody: schema.Experiment
+) -> None:
     train_moody(lab, moody)
     before = lab.pids()
     with pytest.raises(RunFailed, match=r"training\.batch_size = 10.*smaller"):
@@ -581,19 +639,26 @@ def test_exhausted_memory_fails_the_training_and_spares_the_worker(lab: Lab, moo
     assert before <= lab.pids()
 
 
-@pytest.mark.parametrize(("order", "error"), [("fail", "KeyError: 'a bug'"), ("exit", "SystemExit: 1")])
+@pytest.mark.parametrize(
+    ("order", "error"), [("fail", "KeyError: 'a bug'"), ("exit", "SystemExit: 1")]
+)
 def test_a_model_that_fails_is_reported_with_its_place_and_spares_the_worker(
     order: str, error: str, lab: Lab, moody: schema.Experiment
 ) -> None:
     train_moody(lab, moody)
     before = lab.pids()
-    lab.order(order, 100)  # in the trial of the model, or in its training if this worker has tried it
+    # in the trial of the model, or in its training if this worker has tried it
+    lab.order(order, 100)
     with pytest.raises(InvalidExperiment) as caught:
         train_moody(lab, moody)
     file = lab.folder / "moody.py"
-    line = next(i for i, text in enumerate(file.read_text().splitlines()) if f"do-{order}" in text) + 2
+    line = (
+        next(i for i, text in enumerate(file.read_text().splitlines()) if f"do-{order}" in text) + 2
+    )
     problem, _, where = str(caught.value).partition(f"with {error}")
-    assert re.fullmatch(r"model\.name = 'moody:build': fails (in training on \d+ samples )?", problem)
+    assert re.fullmatch(
+        r"model\.name = 'moody:build': fails (in training on \d+ samples )?", problem
+    )
     assert where == f", in Moody.forward ({file}:{line}). Correct it."
     (frame,) = caught.value.frames
     assert frame.startswith(f"{file}:{line}, in Moody.forward: ") and caught.value.exit_code == 4
@@ -666,7 +731,9 @@ asyncio.run(main())
 
 def test_workers_end_with_their_agent_which_has_no_torch() -> None:
     root = str(Path(__file__).parents[1])
-    agent = subprocess.Popen([sys.executable, "-c", AGENT], stdout=subprocess.PIPE, text=True, cwd=root)
+    agent = subprocess.Popen(
+        [sys.executable, "-c", AGENT], stdout=subprocess.PIPE, text=True, cwd=root
+    )
     assert agent.stdout is not None
     with agent:
         *pids, torch = agent.stdout.readline().split()

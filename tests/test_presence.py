@@ -54,7 +54,9 @@ def asked(proofs: PeerProofs, *, until_s: float) -> list[tuple[float, str]]:
 
 
 def brought_to(proof: Proof, *, persistent: bool = False) -> PeerProofs:
-    """Return the proofs of a peer that has come to this state, by session `old` where one proved itself."""
+    """Return the proofs of a peer that has come to this state, by session `old` where one proved
+    itself.
+    """
     proofs = proofs_of(persistent=persistent)
     if proof is Proof.CLAIMED:
         proofs.receive("a", "old", READY, retained=True, now=0.0)
@@ -76,7 +78,9 @@ def apply(proofs: PeerProofs, cause: ProofCause) -> None:
 
 
 @pytest.mark.parametrize(("proof", "cause"), list(itertools.product(Proof, ProofCause)))
-def test_a_proof_changes_as_the_table_defines_and_in_no_other_way(proof: Proof, cause: ProofCause) -> None:
+def test_a_proof_changes_as_the_table_defines_and_in_no_other_way(
+    proof: Proof, cause: ProofCause
+) -> None:
     proofs = brought_to(proof)
     session = proofs.session("a")
     apply(proofs, cause)
@@ -91,7 +95,9 @@ def test_the_picture_of_the_proofs_is_the_table() -> None:
         (Proof.PROVEN, ProofCause.RECONNECTED): Proof.DOUBTED,
         **{(proof, ProofCause.LIVE): Proof.PROVEN for proof in Proof},
     }
-    assert {(a, cause): b for cause, table in TRANSITIONS.items() for a, b in table.items()} == moves
+    assert {
+        (a, cause): b for cause, table in TRANSITIONS.items() for a, b in table.items()
+    } == moves
 
 
 @pytest.mark.parametrize("state", NodeState)
@@ -102,12 +108,16 @@ def test_a_retained_presence_proves_nothing(state: NodeState) -> None:
 
 
 @pytest.mark.parametrize("state", NodeState)
-def test_a_presence_of_a_session_that_never_proved_itself_counts_only_while_it_lives(state: NodeState) -> None:
+def test_a_presence_of_a_session_that_never_proved_itself_counts_only_while_it_lives(
+    state: NodeState,
+) -> None:
     proofs = brought_to(Proof.PROVEN)
     living = state in (NodeState.INIT, NodeState.READY)
     assert proofs.receive("a", "new", Presence(state, "device"), retained=False, now=0.0) is living
     assert proofs.session("a") == ("new" if living else "old")
-    assert proofs.receive("a", proofs.session("a"), Presence(state, "device"), retained=False, now=0.0)
+    assert proofs.receive(
+        "a", proofs.session("a"), Presence(state, "device"), retained=False, now=0.0
+    )
 
 
 def test_an_unknown_session_is_asked_about_once_in_a_while() -> None:
@@ -126,7 +136,9 @@ def test_an_answer_ends_the_questions() -> None:
     proofs.receive("a", "s", READY, retained=True, now=0.0)
     ((peer, question),) = proofs.questions(0.0)
     assert (peer, question) == ("a", Question("my-session", run="run-1"))
-    assert not proofs.answered("a", "s", Alive("another nonce", READY)) and proofs.session("a") == ""
+    assert (
+        not proofs.answered("a", "s", Alive("another nonce", READY)) and proofs.session("a") == ""
+    )
     assert proofs.answered("a", "s", Alive(question.nonce, READY))
     assert proofs.proof("a") is Proof.PROVEN and proofs.session("a") == "s"
     assert asked(proofs, until_s=1000.0) == []
@@ -154,7 +166,9 @@ def test_a_parent_asks_a_child_of_which_it_knows_nothing_a_few_times() -> None:
 @pytest.mark.parametrize(
     ("proof", "persistent"), [(Proof.CLAIMED, False), (Proof.DOUBTED, False), (Proof.UNKNOWN, True)]
 )
-def test_who_is_or_was_there_and_a_parent_are_asked_until_they_answer(proof: Proof, persistent: bool) -> None:
+def test_who_is_or_was_there_and_a_parent_are_asked_until_they_answer(
+    proof: Proof, persistent: bool
+) -> None:
     """Every answer may be lost, and a child that has nothing to do sends nothing else."""
     proofs = brought_to(proof, persistent=persistent)
     if persistent:
@@ -209,12 +223,15 @@ def test_whatever_happens_nothing_due_is_missed_and_nobody_speaks_unproved(
             proved[peer].add(session)
         else:
             state = NodeState.LOST if what == "lost" else NodeState.READY
-            proofs.receive(peer, session, Presence(state, "device"), retained=what == "retained", now=now)
+            proofs.receive(
+                peer, session, Presence(state, "device"), retained=what == "retained", now=now
+            )
             if what == "live":
                 proved[peer].add(session)
         assert proofs.session(peer) in proved[peer] | {""}
         earliest = min(min(known.ask_at, known.silent_at) for known in proofs._of.values())
-        assert proofs.next_deadline() <= earliest  # a look too many costs little, one too few never comes
+        # a look too many costs little, one too few never comes
+        assert proofs.next_deadline() <= earliest
 
 
 # Our own
@@ -242,7 +259,10 @@ def test_a_presence_is_published_on_each_connection_once() -> None:
     own = own_of()
     own.connected()
     publish(own)
-    assert [presence.state for presence in own.to_send()] == [NodeState.INIT, NodeState.READY] and not own.to_send()
+    assert [presence.state for presence in own.to_send()] == [
+        NodeState.INIT,
+        NodeState.READY,
+    ] and not own.to_send()
     publish(own, NodeState.FINISHED)  # while the broker is away
     own.connected()
     (presence,) = own.to_send()
@@ -273,15 +293,23 @@ def test_of_two_living_nodes_of_a_name_the_second_ends() -> None:
 
 @pytest.mark.parametrize("answers", ["", "another"])
 @pytest.mark.parametrize("state", FINAL)
-def test_an_end_that_another_publishes_under_our_name_is_corrected(state: NodeState, answers: str) -> None:
+def test_an_end_that_another_publishes_under_our_name_is_corrected(
+    state: NodeState, answers: str
+) -> None:
     own = published_own()
     own.receive("run-1", "other", Presence(state, "device", answers=answers), retained=False)
-    assert [(each.state, each.answers) for each in own.to_send()] == [(NodeState.READY, "other")] and not own.taken
+    assert [(each.state, each.answers) for each in own.to_send()] == [
+        (NodeState.READY, "other")
+    ] and not own.taken
 
 
 def test_what_is_left_of_an_earlier_run_is_cleared_by_whoever_holds_the_name() -> None:
     own = published_own()
-    for run, state in (("old-1", NodeState.LOST), ("old-2", NodeState.READY), ("run-1", NodeState.FAILED)):
+    for run, state in (
+        ("old-1", NodeState.LOST),
+        ("old-2", NodeState.READY),
+        ("run-1", NodeState.FAILED),
+    ):
         own.receive(run, "earlier", Presence(state, "device"), retained=True)
     assert own.remains() == ["old-1"] and not own.remains() and not own.to_send() and not own.taken
 
@@ -309,7 +337,9 @@ def test_the_last_ask_for_each_blob_counts_and_few_blobs_are_kept() -> None:
     assert asks.receive("b", ask_of(1, window=3)) and asks.receive("b", ask_of(1, window=4))
     taken = asks.take()
     assert [ask for peer, ask in taken if peer == "b"] == [ask_of(1, window=4)]
-    assert [ask for peer, ask in taken if peer == "a"] == [ask_of(number) for number in range(1000 - ASKS_KEPT, 1000)]
+    assert [ask for peer, ask in taken if peer == "a"] == [
+        ask_of(number) for number in range(1000 - ASKS_KEPT, 1000)
+    ]
     assert asks.take() == []
 
 
@@ -330,7 +360,9 @@ def test_the_last_question_of_each_node_is_answered_once_in_a_while() -> None:
         answered += [(now, question.nonce) for _, question in answers.due(now)]
     assert all(nonce == f"{round(100 * now)}" for now, nonce in answered)
     gaps = [b[0] - a[0] for a, b in itertools.pairwise(answered)]
-    assert answered[0] == (0.0, "0") and min(gaps) >= ANSWER_S - 1e-9 and max(gaps) <= ANSWER_S + 0.011
+    assert (
+        answered[0] == (0.0, "0") and min(gaps) >= ANSWER_S - 1e-9 and max(gaps) <= ANSWER_S + 0.011
+    )
 
 
 def test_unknown_nodes_that_ask_take_no_room_from_peers() -> None:
@@ -344,7 +376,7 @@ def test_a_budget_of_answers_is_spent_and_comes_back() -> None:
     budget = Budget()
     assert sum(budget.take("a", 10.0) for _ in range(1000)) == ANSWERS_MOST
     assert budget.take("b", 10.0)  # each its own
-    assert sum(budget.take("a", 10.0 + number / 1000) for number in range(1, 2001)) == pytest.approx(
-        2 / ANSWER_S, abs=1
-    )
+    assert sum(
+        budget.take("a", 10.0 + number / 1000) for number in range(1, 2001)
+    ) == pytest.approx(2 / ANSWER_S, abs=1)
     assert sum(budget.take("a", 1000.0) for _ in range(1000)) == pytest.approx(ANSWERS_MOST, abs=1)

@@ -49,7 +49,12 @@ D: Final = LAYOUT.parameters
 CHILDREN: Final = ("a", "b", "c", "d", "e")
 SECRET: Final = bytes(range(32))
 C: Final = 2.0
-DEVICE: Final[dict[str, Any]] = {"unit": "device", "clip_norm": C, "noise_multiplier": 1.5, "delta": 1e-5}
+DEVICE: Final[dict[str, Any]] = {
+    "unit": "device",
+    "clip_norm": C,
+    "noise_multiplier": 1.5,
+    "delta": 1e-5,
+}
 
 Doubles = npt.NDArray[np.float64]
 
@@ -74,16 +79,25 @@ def steps(lengths: Sequence[float], r: int = 0) -> Doubles:
 # A child's updates
 
 
-def source(privacy: PrivacySettings, *, node: str = "device-0", secret: bytes = SECRET) -> NoiseSource:
+def source(
+    privacy: PrivacySettings, *, node: str = "device-0", secret: bytes = SECRET
+) -> NoiseSource:
     return NoiseSource(privacy, seed=7, node=node, secret=lambda: secret)
 
 
 def protected(
-    privacy: PrivacySettings, step: Doubles | float, *, number: int = 3, secret: bytes = SECRET, start: float = 1.0
+    privacy: PrivacySettings,
+    step: Doubles | float,
+    *,
+    number: int = 3,
+    secret: bytes = SECRET,
+    start: float = 1.0,
 ) -> Doubles:
     """Return the update that a child sends."""
     received, result = row(start), row(start + np.asarray(step))
-    PrivateUpdates(privacy, LAYOUT, source(privacy, secret=secret)).protect(received, result, number=number)
+    PrivateUpdates(privacy, LAYOUT, source(privacy, secret=secret)).protect(
+        received, result, number=number
+    )
     return LAYOUT.floats(result).astype(np.float64) - start
 
 
@@ -93,7 +107,9 @@ def test_an_update_is_clipped_to_the_bound_and_keeps_its_direction(length: float
     step = step if length else step * 0
     found = protected(settings(noise_multiplier=0.0), step, start=0.0)
     assert np.linalg.norm(found) <= C * (1 + 1e-6)
-    np.testing.assert_allclose(found, step * (C / length if length > C else 1.0), rtol=1e-6, atol=1e-12)
+    np.testing.assert_allclose(
+        found, step * (C / length if length > C else 1.0), rtol=1e-6, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("noise", ["seeded", "system"])
@@ -106,7 +122,8 @@ def test_the_noise_of_a_million_columns_has_its_variance(noise: Any) -> None:
     std, columns = 1.5 * C, len(found)
     assert abs(found.mean()) < 4 * std / sqrt(columns)
     assert found.var() == pytest.approx(std**2, rel=4 * sqrt(2 / columns))
-    assert (found**4).mean() == pytest.approx(3 * std**4, rel=4 * sqrt(96 / columns) / 3)  # of a normal distribution
+    # of a normal distribution
+    assert (found**4).mean() == pytest.approx(3 * std**4, rel=4 * sqrt(96 / columns) / 3)
     assert abs((found[1:] * found[:-1]).mean()) < 4 * std**2 / sqrt(columns)
     within = [(np.abs(found) < times * std).mean() for times in (1, 2, 3)]
     assert within == pytest.approx([0.682689, 0.954500, 0.997300], abs=2e-3)
@@ -115,7 +132,9 @@ def test_the_noise_of_a_million_columns_has_its_variance(noise: Any) -> None:
 def test_uniform_numbers_of_a_secret_are_uniform() -> None:
     found = SecretNoise(SECRET).uniforms(1_000_000)
     assert found.min() >= 0 and found.max() < 1
-    assert found.mean() == pytest.approx(0.5, abs=2e-3) and found.var() == pytest.approx(1 / 12, abs=1e-3)
+    assert found.mean() == pytest.approx(0.5, abs=2e-3) and found.var() == pytest.approx(
+        1 / 12, abs=1e-3
+    )
 
 
 @pytest.mark.parametrize("noise", ["seeded", "system"])
@@ -142,7 +161,8 @@ def test_only_a_secret_has_other_noise_for_other_data() -> None:
 def test_a_seeded_update_is_that_of_a_plain_twin() -> None:
     (step,) = steps([10.0])
     drawn = SeededNoise(7, Purpose.PRIVACY, "device-0", 3)
-    noise = np.concatenate([drawn.normals(32_768), drawn.normals(D - 32_768)])  # by blocks of columns
+    # by blocks of columns
+    noise = np.concatenate([drawn.normals(32_768), drawn.normals(D - 32_768)])
     expected = step * C / 10.0 + 1.5 * C * noise
     np.testing.assert_allclose(protected(settings(), step), expected, atol=2e-6)
 
@@ -150,29 +170,50 @@ def test_a_seeded_update_is_that_of_a_plain_twin() -> None:
 # The parent
 
 
-def rule_of(privacy: PrivacySettings | None, tree: Mapping[str, Any] | None = None, **keys: Any) -> Rule:
+def rule_of(
+    privacy: PrivacySettings | None, tree: Mapping[str, Any] | None = None, **keys: Any
+) -> Rule:
     tree = {"name": "fedavg", "weights": "uniform"} if tree is None else tree
     keys |= {} if privacy is None else {"privacy": privacy}
-    return rules.rule_of(tree, layout=LAYOUT, start=1.0, seed=7, secret=lambda: SECRET, children=len(CHILDREN), **keys)
+    return rules.rule_of(
+        tree,
+        layout=LAYOUT,
+        start=1.0,
+        seed=7,
+        secret=lambda: SECRET,
+        children=len(CHILDREN),
+        **keys,
+    )
 
 
 def play(
-    rule: Rule, lengths: Sequence[float], *, r: int = 0, missing: str = "", samples: Sequence[int] = (10,) * 5
+    rule: Rule,
+    lengths: Sequence[float],
+    *,
+    r: int = 0,
+    missing: str = "",
+    samples: Sequence[int] = (10,) * 5,
 ) -> tuple[Doubles, Aggregated]:
-    """Let the children move so far; return the uploads' steps [K, D], in their order, and the outcome."""
+    """Let the children move so far; return the uploads' steps [K, D], in their order, and the
+    outcome.
+    """
     sent = {child: model for model, those in rule.dispatch(r, CHILDREN) for child in those}
     places = {child: CHILDREN.index(child) for child in sent}
     rows_K = np.stack(list(sent.values()))
     steps_KD = steps(lengths, r)[list(places.values())]
     LAYOUT.floats(rows_K)[:] += steps_KD.astype(np.float32)
-    reports = [None if child == missing else Report(samples[place], 0.5) for child, place in places.items()]
+    reports = [
+        None if child == missing else Report(samples[place], 0.5) for child, place in places.items()
+    ]
     return steps_KD, rules.aggregate(rule, r, sent, rows_K, reports)
 
 
 def noise_at(r: int, times: int) -> Doubles:
     """Return the seeded noise of the cloud's round r, for `times` uploads, [times, D]."""
     drawn = SeededNoise(7, Purpose.PRIVACY_OF_CHILDREN, "cloud", r)
-    return np.stack([np.concatenate([drawn.normals(32_768), drawn.normals(D - 32_768)]) for _ in range(times)])
+    return np.stack(
+        [np.concatenate([drawn.normals(32_768), drawn.normals(D - 32_768)]) for _ in range(times)]
+    )
 
 
 LENGTHS: Final = (0.5, 1.0, 3.0, 1.9, 80.0)
@@ -186,11 +227,18 @@ def moved(rule: Rule) -> Doubles:
     return LAYOUT.floats(rule.model).astype(np.float64) - 1.0
 
 
-@pytest.mark.parametrize("tree", [{"name": "fedavg"}, {"name": "fedavgm", "momentum": 0.0}], ids=["mean", "step"])
+@pytest.mark.parametrize(
+    "tree", [{"name": "fedavg"}, {"name": "fedavgm", "momentum": 0.0}], ids=["mean", "step"]
+)
 @pytest.mark.parametrize("missing", ["", "b"])
 @pytest.mark.parametrize("weights", ["data", "uniform"])
-def test_a_mean_gets_one_noise_of_its_largest_weight(tree: dict[str, Any], missing: str, weights: str) -> None:
-    rule, samples = rule_of(settings(noise_by="parent"), {**tree, "weights": weights}), (10, 20, 40, 20, 10)
+def test_a_mean_gets_one_noise_of_its_largest_weight(
+    tree: dict[str, Any], missing: str, weights: str
+) -> None:
+    rule, samples = (
+        rule_of(settings(noise_by="parent"), {**tree, "weights": weights}),
+        (10, 20, 40, 20, 10),
+    )
     steps_KD, outcome = play(rule, LENGTHS, samples=samples, missing=missing)
     counts = np.array([n if weights == "data" else 1 for n in samples], float) * [
         child != missing for child in CHILDREN
@@ -205,7 +253,9 @@ def test_a_mean_gets_one_noise_of_its_largest_weight(tree: dict[str, Any], missi
 
 @pytest.mark.parametrize("name", ["median", "fedcross", "fedmr", "independent", "read by Tempo"])
 def test_where_single_uploads_count_each_gets_noise(name: str) -> None:
-    options: dict[str, Any] = {"hides_uploads": False} if name == "read by Tempo" else {"tree": {"name": name}}
+    options: dict[str, Any] = (
+        {"hides_uploads": False} if name == "read by Tempo" else {"tree": {"name": name}}
+    )
     rule = rule_of(settings(noise_by="parent"), **options)
     steps_KD, outcome = play(rule, LENGTHS)
     noisy_KD = clipped(steps_KD) + 1.5 * C * noise_at(0, 5)
@@ -215,12 +265,18 @@ def test_where_single_uploads_count_each_gets_noise(name: str) -> None:
     assert list(outcome.distances.values()) == pytest.approx(apart.tolist(), rel=1e-4)
 
 
-ALLOWED: Final = [name for name in LEAST if name not in ("scaffold", "fedgen", "fedbuff", "qfedavg", "fedcda")]
+ALLOWED: Final = [
+    name for name in LEAST if name not in ("scaffold", "fedgen", "fedbuff", "qfedavg", "fedcda")
+]
 
 
 @pytest.mark.parametrize("name", ALLOWED)
-@pytest.mark.parametrize("keys", [{"clip_norm": None, "noise_multiplier": 0.0}, {"clip_norm": 1e6}], ids=["no", "wide"])
-def test_without_noise_and_clipping_no_bit_of_any_rule_changes(name: str, keys: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "keys", [{"clip_norm": None, "noise_multiplier": 0.0}, {"clip_norm": 1e6}], ids=["no", "wide"]
+)
+def test_without_noise_and_clipping_no_bit_of_any_rule_changes(
+    name: str, keys: dict[str, Any]
+) -> None:
     privacy = settings(noise_by="parent", **{"noise_multiplier": 0.0, **keys})
     rule, plain = rule_of(privacy, LEAST[name]), rule_of(None, LEAST[name])
     assert isinstance(rule, PrivateRule) is (keys["clip_norm"] is not None)
@@ -256,7 +312,9 @@ ROUNDS_OF_NOISE: Final = 40  # the deviation of as many numbers is within 11 % i
 
 
 def released(privacy: PrivacySettings, lengths: Sequence[float], r: int) -> tuple[Doubles, float]:
-    """Return what a round of a fresh node releases: the mean of the updates, and its count, by the next bound."""
+    """Return what a round of a fresh node releases: the mean of the updates, and its count, by the
+    next bound.
+    """
     rule = rule_of(privacy)
     play(rule, lengths, r=r)
     mean = moved(rule)
@@ -268,9 +326,13 @@ def released(privacy: PrivacySettings, lengths: Sequence[float], r: int) -> tupl
 
 @pytest.mark.parametrize("multiplier", [0.1, 1.0])
 def test_mean_and_count_cost_together_what_the_multiplier_costs(multiplier: float) -> None:
-    """Of what two neighbours release, with the same noise: (distance / deviation)^2 of all sums to 1 / z^2."""
+    """Of what two neighbours release, with the same noise: (distance / deviation)^2 of all sums to
+    1 / z^2.
+    """
     privacy = settings(noise_multiplier=multiplier, **QUANTILE)
-    means, counts = zip(*(released(privacy, LENGTHS, r) for r in range(0, 2 * ROUNDS_OF_NOISE, 2)), strict=True)
+    means, counts = zip(
+        *(released(privacy, LENGTHS, r) for r in range(0, 2 * ROUNDS_OF_NOISE, 2)), strict=True
+    )
     neighbour_mean, neighbour_count = released(privacy, (*LENGTHS[:-1], 0.0), 0)
     count_share = (neighbour_count - counts[0]) / np.std(counts)
     noise_D = means[0] - clipped(steps(LENGTHS)).mean(axis=0)
@@ -279,8 +341,12 @@ def test_mean_and_count_cost_together_what_the_multiplier_costs(multiplier: floa
 
 
 @pytest.mark.parametrize(("releases", "before", "once"), [(1, 6.55, 4.75), (100, 152.4, 96.1)])
-def test_a_count_of_half_the_sensitivity_was_charged_too_little(releases: int, before: float, once: float) -> None:
-    """Of z = 1 and 20 uploads, by the divergences of two normal distributions, which are integrated."""
+def test_a_count_of_half_the_sensitivity_was_charged_too_little(
+    releases: int, before: float, once: float
+) -> None:
+    """Of z = 1 and 20 uploads, by the divergences of two normal distributions, which are
+    integrated.
+    """
     delta, x = 1e-5, np.linspace(-40, 140, 36_001)
 
     def cost(squares: float) -> float:
@@ -316,7 +382,10 @@ def test_the_bound_comes_to_the_quantile_and_persists(tmp_path: Path) -> None:
     other.restore(tmp_path, facts)
     for each in (rule, other):
         _, outcome = play(each, lengths, r=60)
-        assert outcome.facts["clip_norm"] == pytest.approx(bound, rel=0.2) and outcome.facts["clip_norm"] != C
+        assert (
+            outcome.facts["clip_norm"] == pytest.approx(bound, rel=0.2)
+            and outcome.facts["clip_norm"] != C
+        )
     assert np.array_equal(rule.model, other.model)
 
 
@@ -331,7 +400,10 @@ def test_a_secret_is_drawn_once_and_is_its_users_alone(tmp_path: Path) -> None:
         return bytes([next(drawn)]) * nbytes
 
     first = spool.secret(draw)
-    assert first == spool.secret(draw) == Spool(tmp_path / "device-0").secret(draw) and len(first) == 32
+    assert (
+        first == spool.secret(draw) == Spool(tmp_path / "device-0").secret(draw)
+        and len(first) == 32
+    )
     assert stat.S_IMODE((tmp_path / "device-0" / "secret").stat().st_mode) == 0o600
     (tmp_path / "device-0" / "secret").write_bytes(b"")  # as after a power loss
     assert len(Spool(tmp_path / "device-0").secret(draw)) == 32
@@ -360,32 +432,43 @@ def test_a_unit_is_counted_in_the_rounds_in_which_it_is_selected() -> None:
     assert ledger.save() == {"wan": {"institution-0": 1}, "lan": {"device-0": 2, "device-1": 1}}
     assert ledger.epsilons["lan"] == accountant.epsilon(1.5, releases=2, delta=1e-5)
     ledger.take(
-        ["institution-0", "institution-1"], {"institution-0": [once, {}]}, {"institution-0": 1, "institution-1": 1}
+        ["institution-0", "institution-1"],
+        {"institution-0": [once, {}]},
+        {"institution-0": 1, "institution-1": 1},
     )
     counts = ledger.save()
     assert counts["wan"] == {"institution-0": 2, "institution-1": 1}
-    assert counts["lan"] == {"device-0": 4, "device-1": 2, "device-2": 2, "device-3": 2}  # no report: each round
+    # no report: each round
+    assert counts["lan"] == {"device-0": 4, "device-1": 2, "device-2": 2, "device-3": 2}
     again = PrivacyLedger(experiment_of(lab), LAYOUT)
     again.restore(counts)
     assert again.epsilons == ledger.epsilons
 
 
-@pytest.mark.parametrize("chosen", [["device-9"], "device-0", [["device-0"]], None, 7, {"device-0": 1}])
+@pytest.mark.parametrize(
+    "chosen", [["device-9"], "device-0", [["device-0"]], None, 7, {"device-0": 1}]
+)
 def test_a_selection_that_is_none_counts_no_unknown_device(chosen: object) -> None:
     lab = {"topology": {"institutions": 1, "devices": 2}, "institution": {"privacy": DEVICE}}
     ledger = PrivacyLedger(experiment_of(lab), LAYOUT)
-    ledger.take(["institution-0"], {"institution-0": [{"taking_part": chosen}]}, {"institution-0": 1})
+    ledger.take(
+        ["institution-0"], {"institution-0": [{"taking_part": chosen}]}, {"institution-0": 1}
+    )
     assert ledger.save()["lan"].keys() <= {"device-0", "device-1"}
 
 
-@pytest.mark.parametrize(("keys", "releases"), [({}, 3), ({"sampling_rate": 0.1}, 30)], ids=["shuffled", "poisson"])
+@pytest.mark.parametrize(
+    ("keys", "releases"), [({}, 3), ({"sampling_rate": 0.1}, 30)], ids=["shuffled", "poisson"]
+)
 def test_samples_are_released_in_each_epoch_or_step(keys: dict[str, Any], releases: int) -> None:
     privacy = {**DEVICE, "unit": "sample", **keys}
     lab = {"topology": {"institutions": 0, "devices": 2}, "cloud": {"privacy": privacy}}
     ledger = PrivacyLedger(experiment_of(lab), LAYOUT)
     ledger.take(["device-1"], {}, {"device-0": 2, "device-1": 3})
     assert ledger.save() == {"wan": {"device-1": releases}}
-    expected = accountant.epsilon(1.5, releases=releases, delta=1e-5, sampling_rate=keys.get("sampling_rate", 1.0))
+    expected = accountant.epsilon(
+        1.5, releases=releases, delta=1e-5, sampling_rate=keys.get("sampling_rate", 1.0)
+    )
     assert ledger.epsilons == {"wan": expected}
 
 
@@ -412,19 +495,27 @@ TWO: Final = {"topology": {"institutions": 2, "devices": 6}, "links": {"check": 
     ("privacy", "message"),
     [
         ({"clip_norm": 1.0}, r"institution\.privacy\.clip_norm = 1\.0: nothing is protected"),
-        ({"unit": "institution", "noise_multiplier": 1.0}, r"privacy\.unit = 'institution'.*are devices"),
+        ({"unit": "institution", "noise_multiplier": 1.0}, (r"privacy\.unit = 'institution'.*are "
+r"devices")),
         ({"unit": "device"}, r"noise_multiplier: not known"),
         ({"unit": "device", "noise_multiplier": 1.0}, r"clip_norm: the noise needs it"),
-        ({"unit": "device", "noise_multiplier": 1.0, "clip_norm": 1.0}, r"delta: the noise needs it"),
-        ({"unit": "device", "noise_multiplier": 0.0, "max_epsilon": 1.0}, r"max_epsilon = 1\.0: epsilon is infinite"),
-        ({**DEVICE, "delta": 0.9}, r"delta = 0\.9: not below 1 / 6 devices, so that it allows to publish one of them"),
-        ({**DEVICE, "delta": 1 / 6}, r"delta = 0\.1666.*: not below 1 / 6 devices.*Write far less, such as 0\.002"),
-        ({**DEVICE, "max_epsilon": 0.5}, r"max_epsilon = 0\.5: the first global round could cost 2\.\d+"),
+        ({"unit": "device", "noise_multiplier": 1.0, "clip_norm": 1.0}, (r"delta: the noise needs "
+r"it")),
+        ({"unit": "device", "noise_multiplier": 0.0, "max_epsilon": 1.0}, (r"max_epsilon = 1\.0: "
+r"epsilon is infinite")),
+        ({**DEVICE, "delta": 0.9}, (r"delta = 0\.9: not below 1 / 6 devices, so that it allows to "
+r"publish one of them")),
+        ({**DEVICE, "delta": 1 / 6}, (r"delta = 0\.1666.*: not below 1 / 6 devices.*Write far "
+r"less, such as 0\.002")),
+        ({**DEVICE, "max_epsilon": 0.5}, (r"max_epsilon = 0\.5: the first global round could cost "
+r"2\.\d+")),
         ({**DEVICE, "sampling_rate": 0.1}, r"sampling_rate = 0\.1: it is for samples"),
         ({**DEVICE, "quantile": 0.5}, r"quantile = 0\.5: the parent counts"),
         ({**DEVICE, "quantile_rate": 0.5}, r"quantile_rate = 0\.5: the bound is fixed"),
-        ({**DEVICE, "unit": "sample", "noise_by": "parent"}, r"noise_by = 'parent': a parent has no samples"),
-        ({**DEVICE, "units": 3}, r"institution\.privacy\.units = 3: unknown key\. Did you mean 'unit'"),
+        ({**DEVICE, "unit": "sample", "noise_by": "parent"}, (r"noise_by = 'parent': a parent has "
+r"no samples")),
+        ({**DEVICE, "units": 3}, (r"institution\.privacy\.units = 3: unknown key\. Did you mean "
+r"'unit'")),
         ({**DEVICE, "unit": "person"}, r"privacy\.unit = 'person': not one of its values"),
         ({**DEVICE, "noise_multiplier": -1.0}, r"noise_multiplier = -1\.0: too small"),
     ],
@@ -436,20 +527,31 @@ def test_mistakes_are_named(privacy: dict[str, Any], message: str) -> None:
 
 def below(**keys: Any) -> dict[str, Any]:
     """Return an experiment's tables with privacy of devices; keys of the tier besides."""
-    privacy = {**DEVICE, **{key: value for key, value in keys.items() if key in PrivacySettings.model_fields}}
-    return {"institution": {"privacy": privacy, **{key: keys[key] for key in keys.keys() - privacy.keys()}}}
+    privacy = {
+        **DEVICE,
+        **{key: value for key, value in keys.items() if key in PrivacySettings.model_fields},
+    }
+    return {
+        "institution": {
+            "privacy": privacy,
+            **{key: keys[key] for key in keys.keys() - privacy.keys()},
+        }
+    }
 
 
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        ({"cloud": {"privacy": DEVICE}}, r"cloud\.privacy\.unit = 'device': the children .* are institutions"),
+        ({"cloud": {"privacy": DEVICE}}, (r"cloud\.privacy\.unit = 'device': the children .* are "
+r"institutions")),
         (below(aggregation="fedcda"), r"aggregation\.name = 'fedcda'.*training losses"),
         (below() | {"cloud": {"aggregation": "fedcda"}}, r"cloud\.aggregation\.name = 'fedcda'"),
         (below(aggregation="qfedavg"), r"'qfedavg'.*training losses"),
-        (below(aggregation="scaffold") | {"training": {"objective": "scaffold"}}, r"devices return control_change"),
+        (below(aggregation="scaffold") | {"training": {"objective": "scaffold"}},
+        r"devices return control_change"),
         (below(aggregation={"name": "fedbuff", "buffer": 1}), r"'fedbuff'.*several rounds"),
-        (below(noise_by="parent", norm_bound={"action": "clip"}), r"norm_bound\.action = 'clip': it publishes"),
+        (below(noise_by="parent", norm_bound={"action": "clip"}), (r"norm_bound\.action = 'clip': "
+r"it publishes")),
         (below(unit="sample") | {"training": {"objective": "moon"}}, r"'moon'.*other terms"),
         (below(unit="sample") | {"training": {"precision": "bf16"}}, r"precision = 'bf16'"),
     ],
@@ -465,9 +567,16 @@ def test_a_tier_may_not_have_the_name_of_a_column() -> None:
 
 
 def test_the_table_is_written_and_read_again() -> None:
-    experiment = parse({**TWO, "cloud": {"privacy": {**DEVICE, "unit": "institution", **QUANTILE, "max_epsilon": 9.0}}})
+    experiment = parse(
+        {
+            **TWO,
+            "cloud": {"privacy": {**DEVICE, "unit": "institution", **QUANTILE, "max_epsilon": 9.0}},
+        }
+    )
     again = parse(tomllib.loads(to_toml(experiment)))
-    assert again.digest == experiment.digest and again.tiers[0].privacy == experiment.tiers[0].privacy
+    assert (
+        again.digest == experiment.digest and again.tiers[0].privacy == experiment.tiers[0].privacy
+    )
 
 
 def warnings(privacy: Mapping[str, Any], **tables: Any) -> str:
@@ -476,16 +585,29 @@ def warnings(privacy: Mapping[str, Any], **tables: Any) -> str:
 
 def test_what_the_rule_makes_of_the_noise_is_said_before_the_run() -> None:
     parent = {**DEVICE, "noise_by": "parent"}
-    assert "fedavg takes a mean, which alone has noise: 1 in each column with 3 equal uploads" in warnings(parent)
-    assert "each upload has noise of 3 in each column; a mean of 3 uploads 1.732" in warnings(DEVICE)
+    assert (
+        "fedavg takes a mean, which alone has noise: 1 in each column with 3 equal uploads"
+        in warnings(parent)
+    )
+    assert "each upload has noise of 3 in each column; a mean of 3 uploads 1.732" in warnings(
+        DEVICE
+    )
     several = warnings(parent, aggregation={"name": "fedcross", "on_new_model": "recentre"})
-    assert "fedcross makes models of single uploads: each of them has noise of 3 in each column" in several
+    assert (
+        "fedcross makes models of single uploads: each of them has noise of 3 in each column"
+        in several
+    )
     epsilon = accountant.epsilon(1.5, releases=10, delta=1e-5)
-    assert f"takes part in all 10 global rounds is {epsilon:.4g}, without amplification" in warnings(DEVICE)
+    assert (
+        f"takes part in all 10 global rounds is {epsilon:.4g}, without amplification"
+        in warnings(DEVICE)
+    )
     assert "without amplification by sampling" in warnings(DEVICE, participation=0.5)
     assert "Nobody is protected" in warnings({**DEVICE, "noise": "seeded"})
     assert "training losses and numbers of samples are sent without noise" in warnings(DEVICE)
-    assert "oort reads losses without noise" in warnings(DEVICE, selection="oort", participation=0.5)
+    assert "oort reads losses without noise" in warnings(
+        DEVICE, selection="oort", participation=0.5
+    )
     assert "with Poisson sampling" in warnings({**DEVICE, "unit": "sample", "sampling_rate": 0.01})
     assert "privacy" not in "\n".join(lint.warnings(parse(TWO)))
 
@@ -509,12 +631,21 @@ def test_what_the_rule_makes_of_the_noise_is_said_before_the_run() -> None:
         ({"dataset": "mine:load", "targets": "numbers"}, []),
     ],
 )
-def test_what_is_computed_of_all_samples_is_named_before_the_run(data: dict[str, Any], lines: list[str]) -> None:
+def test_what_is_computed_of_all_samples_is_named_before_the_run(
+    data: dict[str, Any], lines: list[str]
+) -> None:
     tree = {**TWO, "data": data, "model": {"name": "mine:net"}, "institution": {"privacy": DEVICE}}
-    said = "institution.privacy.unit = 'device': epsilon does not cover what is computed before the training. "
-    found = [line.removeprefix(said) for line in lint.warnings(parse(tree)) if line.startswith(said)]
+    said = (
+        "institution.privacy.unit = 'device': epsilon does not cover what is computed before "
+        "the training. "
+    )
+    found = [
+        line.removeprefix(said) for line in lint.warnings(parse(tree)) if line.startswith(said)
+    ]
     assert found == lines
-    assert not any("before the training" in line for line in lint.warnings(parse({**tree, "institution": {}})))
+    assert not any(
+        "before the training" in line for line in lint.warnings(parse({**tree, "institution": {}}))
+    )
 
 
 # Labs in virtual time
@@ -533,7 +664,10 @@ TURNED: Final[dict[str, Any]] = {
 }
 
 
-LABS: Final = {"seeded": KilledLab(LAB, model_bytes=10_000), "system": KilledLab(TURNED, model_bytes=10_000)}
+LABS: Final = {
+    "seeded": KilledLab(LAB, model_bytes=10_000),
+    "system": KilledLab(TURNED, model_bytes=10_000),
+}
 
 
 NODES: Final = ("cloud", "institution-1", "device-4")
@@ -542,9 +676,13 @@ QUICK: Final = (("seeded", "cloud", 0.5), ("seeded", "device-4", 0.9), ("system"
 
 @pytest.mark.parametrize(
     ("noise", "node", "share"),
-    slow(product(LABS, NODES, (0.3, 0.5, 0.7, 0.9)), but=[*QUICK, ("system", "institution-1", 0.5)]),
+    slow(
+        product(LABS, NODES, (0.3, 0.5, 0.7, 0.9)), but=[*QUICK, ("system", "institution-1", 0.5)]
+    ),
 )
-def test_a_killed_node_adds_the_noise_that_it_would_have_added(noise: str, node: str, share: float) -> None:
+def test_a_killed_node_adds_the_noise_that_it_would_have_added(
+    noise: str, node: str, share: float
+) -> None:
     """A secret is drawn once: by the processes that begin, in both labs alike."""
     LABS[noise].assert_same_if_killed(node, share)
 
@@ -575,7 +713,9 @@ TINY: Final[dict[str, Any]] = {
     "training": {"batch_size": 2000, "learning_rate": 0.2},
 }
 NOISY: Final[dict[str, Any]] = {
-    "cloud": {"privacy": {**DEVICE, "unit": "institution", "noise_multiplier": 0.01, "noise": "seeded"}},
+    "cloud": {
+        "privacy": {**DEVICE, "unit": "institution", "noise_multiplier": 0.01, "noise": "seeded"}
+    },
     "institution": {
         "rounds": 2,
         "privacy": {**DEVICE, "noise_by": "parent", "noise": "seeded", "noise_multiplier": 0.1},
@@ -601,7 +741,9 @@ def test_neither_noise_nor_clipping_gives_the_bits_of_no_privacy(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_lab_of_processes_has_the_model_of_one_process_and_one_in_virtual_time(tmp_path: Path) -> None:
+def test_a_lab_of_processes_has_the_model_of_one_process_and_one_in_virtual_time(
+    tmp_path: Path,
+) -> None:
     noisy = direct(tmp_path, NOISY)
     sample = {**DEVICE, "unit": "sample", "noise": "seeded"}
     of_samples = direct(tmp_path, {"institution": {"privacy": sample}})
@@ -617,7 +759,10 @@ def test_a_lab_of_processes_has_the_model_of_one_process_and_one_in_virtual_time
 
 @pytest.mark.parametrize(
     ("unit", "noise"),
-    slow(product(("device", "sample"), ("seeded", "system")), but=[("device", "system"), ("sample", "seeded")]),
+    slow(
+        product(("device", "sample"), ("seeded", "system")),
+        but=[("device", "system"), ("sample", "seeded")],
+    ),
 )
 def test_a_resumed_run_has_the_same_noise(
     unit: str, noise: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -630,7 +775,9 @@ def test_a_resumed_run_has_the_same_noise(
     killed = direct(tmp_path, privacy, until=2)
     resumed = resumed_run(killed)
     assert tensors(resumed) == tensors(whole)
-    assert [row["epsilon_lan"] for row in rows(resumed)] == [row["epsilon_lan"] for row in rows(whole)]
+    assert [row["epsilon_lan"] for row in rows(resumed)] == [
+        row["epsilon_lan"] for row in rows(whole)
+    ]
     drawn = count(100)
     assert (tensors(direct(tmp_path, privacy)) == tensors(whole)) is (noise == "seeded")
     assert not list((resumed / "spool").rglob("secret"))  # it goes with the run
@@ -644,25 +791,38 @@ def test_a_run_ends_before_the_round_that_could_exceed_its_budget(tmp_path: Path
     path = direct(tmp_path, tables, observe=lambda event, facts: seen.update({event: facts}))
     found = rows(path)
     assert len(found) == most == 2 and float(found[-1]["epsilon_lan"]) <= 3.5
-    assert seen["finished"]["stopped"] == "privacy budget" and seen["finished"]["global_round"] == most
+    assert (
+        seen["finished"]["stopped"] == "privacy budget" and seen["finished"]["global_round"] == most
+    )
     assert float(found[-1]["accuracy"]) >= 0  # the last model is evaluated
-    assert seen["finished"]["epsilon_lan"] == pytest.approx(float(found[-1]["epsilon_lan"]), rel=1e-5)
+    assert seen["finished"]["epsilon_lan"] == pytest.approx(
+        float(found[-1]["epsilon_lan"]), rel=1e-5
+    )
     assert (path / "checkpoints" / f"round-{most:06d}.safetensors").exists()
     records = [GlobalRoundRecord.read(row) for row in found]
     assert [record.epsilon["lan"] for record in records] == [
-        pytest.approx(accountant.epsilon(2.0, releases=count + 1, delta=1e-5), rel=1e-5) for count in range(most)
+        pytest.approx(accountant.epsilon(2.0, releases=count + 1, delta=1e-5), rel=1e-5)
+        for count in range(most)
     ]
     page = compose([Run(path)])
-    assert "lan: each device, epsilon" in page.html() and "no amplification by sampling" in page.html()
+    assert (
+        "lan: each device, epsilon" in page.html() and "no amplification by sampling" in page.html()
+    )
 
 
 def test_a_run_from_a_private_model_prints_that_its_epsilon_is_not_all(tmp_path: Path) -> None:
-    """Its ledger begins at none: the same epsilon as of the run before, and a line with what is missing."""
+    """Its ledger begins at none: the same epsilon as of the run before, and a line with what is
+    missing.
+    """
     private = {"institution": {"privacy": {**DEVICE, "noise": "seeded"}}}
     first = direct(tmp_path / "first", private)
-    again = direct(tmp_path / "again", private, {"model": {**TINY.get("model", {}), "initial": str(first)}})
+    again = direct(
+        tmp_path / "again", private, {"model": {**TINY.get("model", {}), "initial": str(first)}}
+    )
     assert rows(again)[-1]["epsilon_lan"] == rows(first)[-1]["epsilon_lan"]
-    said = "epsilon counts this run alone. What that model has cost the same devices is to be added."
+    said = (
+        "epsilon counts this run alone. What that model has cost the same devices is to be added."
+    )
     for path, known in ((first, True), (again, False)):
         run = Run(path)
         page = compose([run])
@@ -697,7 +857,10 @@ def test_only_seeded_noise_can_be_replayed(tmp_path: Path) -> None:
     again = replayed(Run(seeded), tmp_path, accelerator="cpu", observe=lambda event, facts: None)
     assert tensors(again) == tensors(seeded)
     secret = direct(tmp_path, {"rounds": 1, "institution": {"privacy": DEVICE}})
-    with pytest.raises(InvalidExperiment, match=r"institution\.privacy\.noise = 'system': the noise.*Use \"seeded\""):
+    with pytest.raises(
+        InvalidExperiment,
+        match=r"institution\.privacy\.noise = 'system': the noise.*Use \"seeded\"",
+    ):
         replayed(Run(secret), tmp_path, accelerator="cpu", observe=lambda event, facts: None)
 
 
@@ -714,7 +877,9 @@ def test_a_model_with_batch_statistics_is_refused(unit: str, noise_by: str, tmp_
     table = "institution" if unit == "device" else "cloud"
     tree = {table: {"privacy": {**DEVICE, "unit": unit, "noise_by": noise_by}}}
     tree |= {"model": {"name": "tests.test_privacy:Normalised"}}
-    with pytest.raises(InvalidExperiment, match=r"privacy\.unit = '(device|institution)': the model has buffers"):
+    with pytest.raises(
+        InvalidExperiment, match=r"privacy\.unit = '(device|institution)': the model has buffers"
+    ):
         direct(tmp_path, tree)
 
 
@@ -722,9 +887,13 @@ def test_a_model_with_batch_statistics_is_refused(unit: str, noise_by: str, tmp_
 def test_rules_learn_digits_at_a_mild_noise(rule: str, tmp_path: Path) -> None:
     """As the papers of FedCross and FedMR say is possible."""
     tree = {
-        "rounds": 12, "topology": {"institutions": 0, "devices": 8},
+        "rounds": 12,
+        "topology": {"institutions": 0, "devices": 8},
         "training": {"batch_size": 20, "learning_rate": 0.05, "epochs": 2},
-        "cloud": {"aggregation": {"name": rule}, "privacy": {**DEVICE, "noise_multiplier": 0.005, "noise": "seeded"}},
-    }  # fmt: skip
+        "cloud": {
+            "aggregation": {"name": rule},
+            "privacy": {**DEVICE, "noise_multiplier": 0.005, "noise": "seeded"},
+        },
+    }
     (*_, last) = rows(direct(tmp_path, tree))
     assert float(last["accuracy"]) > 0.85

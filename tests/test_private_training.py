@@ -29,7 +29,12 @@ from tests.helpers.plain import first_model, trained_together, trainer_of
 SAMPLE: Final[dict[str, Any]] = {
     "unit": "sample", "clip_norm": 0.5, "noise_multiplier": 0.8, "delta": 1e-5, "noise": "seeded"
 }  # fmt: skip
-TRAINING: Final[dict[str, Any]] = {"batch_size": 16, "learning_rate": 0.1, "momentum": 0.9, "epochs": 2}
+TRAINING: Final[dict[str, Any]] = {
+    "batch_size": 16,
+    "learning_rate": 0.1,
+    "momentum": 0.9,
+    "epochs": 2,
+}
 NODE: Final = "device-1"
 
 
@@ -54,7 +59,9 @@ def trained(
     return plain.trained(trainer, row, epochs=epochs, local_round=local_round, noise=noise)
 
 
-def plain_gradient(module: nn.Module, inputs: Tensor, labels: Tensor, *, clip_norm: float) -> list[Tensor]:
+def plain_gradient(
+    module: nn.Module, inputs: Tensor, labels: Tensor, *, clip_norm: float
+) -> list[Tensor]:
     """Return the sum of the clipped gradients of single samples, one backward pass for each."""
     weights = [weight for weight in module.parameters() if weight.requires_grad]
     sums = [torch.zeros_like(weight, dtype=torch.float64) for weight in weights]
@@ -78,7 +85,9 @@ def plain_loop(
     divisor: float | None = None,
     mu: float = 0.0,
 ) -> npt.NDArray[np.float64]:
-    """Return the weights that DP-SGD by plain loops gives, float64 [D], with momentum as torch.optim.SGD's."""
+    """Return the weights that DP-SGD by plain loops gives, float64 [D], with momentum as
+    torch.optim.SGD's.
+    """
     module = models.of(made, inputs=trainer._prepared.local.inputs)
     models.read_row(module, trainer.layout, row)
     weights = [weight for weight in module.parameters() if weight.requires_grad]
@@ -101,20 +110,31 @@ def weights_in(trainer: Trainer, row: Row) -> npt.NDArray[np.float64]:
     """Return a row's weights in the order of the module's parameters."""
     made = models.of(trainer._experiment, inputs=trainer._prepared.local.inputs)
     views = trainer.layout.views(row)
-    return np.concatenate([views[name].astype(np.float64).ravel() for name, _ in made.named_parameters()])
+    return np.concatenate(
+        [views[name].astype(np.float64).ravel() for name, _ in made.named_parameters()]
+    )
 
 
 @pytest.mark.parametrize("name", ["mlp_digits", "cnn_digits"])
 @pytest.mark.parametrize("objective", ["cross_entropy", "fedprox"])
-def test_a_local_round_is_that_of_a_plain_loop_over_single_samples(name: str, objective: str) -> None:
-    training = {**TRAINING, "objective": {"name": objective} | ({"mu": 0.3} if objective == "fedprox" else {})}
-    made = experiment(model={"name": name}, training=training, topology={"institutions": 0, "devices": 40})
+def test_a_local_round_is_that_of_a_plain_loop_over_single_samples(
+    name: str, objective: str
+) -> None:
+    training = {
+        **TRAINING,
+        "objective": {"name": objective} | ({"mu": 0.3} if objective == "fedprox" else {}),
+    }
+    made = experiment(
+        model={"name": name}, training=training, topology={"institutions": 0, "devices": 40}
+    )
     trainer = prepared(made)
     row = first_model(made)
     out, result = trained(trainer, row)
     batches = list(blocks(trainer._prepared.local, made, node=NODE, epochs=2, local_round=3))
     noise = SeededNoise(made.seed, Purpose.PRIVACY, NODE, 3)
-    expected = plain_loop(trainer, made, row, batches, noise, mu=0.3 if objective == "fedprox" else 0.0)
+    expected = plain_loop(
+        trainer, made, row, batches, noise, mu=0.3 if objective == "fedprox" else 0.0
+    )
     moved = np.linalg.norm(expected - weights_in(trainer, row))
     assert np.linalg.norm(weights_in(trainer, out) - expected) < 1e-5 * moved
     assert result.steps == 2 * len(trainer._prepared.local.sizes(16)) and result.loss is not None
@@ -150,13 +170,20 @@ def test_an_empty_batch_is_a_step_of_noise_alone() -> None:
 
 def test_batches_of_less_than_one_sample_are_refused() -> None:
     """Their steps would be more than a parent expects of so many samples."""
-    with pytest.raises(InvalidExperiment, match=r"cloud\.privacy\.sampling_rate = 0\.004: device-1 has 18\d samples"):
+    with pytest.raises(
+        InvalidExperiment,
+        match=r"cloud\.privacy\.sampling_rate = 0\.004: device-1 has 18\d samples",
+    ):
         prepared(experiment({"sampling_rate": 0.004}))
 
 
 def test_a_delta_that_permits_to_publish_a_sample_is_refused() -> None:
-    """A device of 180 samples: what publishes one of them, drawn by chance, has epsilon 0 at delta = 1 / 180."""
-    problem = r"cloud\.privacy\.delta = 0\.0057: not below 1 / \d+ samples of device-1, so that it allows"
+    """A device of 180 samples: what publishes one of them, drawn by chance, has epsilon 0 at delta
+    = 1 / 180.
+    """
+    problem = (
+        r"cloud\.privacy\.delta = 0\.0057: not below 1 / \d+ samples of device-1, so that it allows"
+    )
     with pytest.raises(InvalidExperiment, match=problem):
         prepared(experiment({"delta": 0.0057}))
     prepared(experiment({"delta": 0.0055}))
@@ -167,13 +194,18 @@ def test_samples_beyond_the_memory_are_taken_in_parts(monkeypatch: pytest.Monkey
     trainer = prepared(made)
     row = first_model(made)
     whole, _ = trained(trainer, row)
-    monkeypatch.setattr("fedstrata.device.training.private.NUMBERS_MOST", 5 * trainer.layout.parameters)
+    monkeypatch.setattr(
+        "fedstrata.device.training.private.NUMBERS_MOST", 5 * trainer.layout.parameters
+    )
     parts, _ = trained(trainer, row)
     np.testing.assert_allclose(weights_in(trainer, parts), weights_in(trainer, whole), atol=1e-5)
 
 
 def test_gradients_are_clipped_over_all_weights_of_a_sample() -> None:
-    gradients = {"a": torch.tensor([[3.0], [0.3], [0.0]]), "b": torch.tensor([[[4.0]], [[0.4]], [[0.0]]])}
+    gradients = {
+        "a": torch.tensor([[3.0], [0.3], [0.0]]),
+        "b": torch.tensor([[[4.0]], [[0.4]], [[0.0]]]),
+    }
     sums = {"a": torch.zeros(1), "b": torch.zeros(1, 1)}
     add_clipped(gradients, sums, clip_norm=1.0)
     torch.testing.assert_close(sums["a"], torch.tensor([0.6 + 0.3]))
@@ -184,7 +216,9 @@ def test_no_sample_moves_a_step_by_more_than_the_bound() -> None:
     """With one sample more, of any size, the sum differs by the bound at most."""
     gradients = {"a": torch.randn(9, 50), "b": torch.randn(9, 4, 4)}
     gradients["a"][8] *= 1e6
-    sums = [{name: torch.zeros(each.shape[1:]) for name, each in gradients.items()} for _ in range(2)]
+    sums = [
+        {name: torch.zeros(each.shape[1:]) for name, each in gradients.items()} for _ in range(2)
+    ]
     add_clipped(gradients, sums[0], clip_norm=0.7)
     add_clipped({name: each[:8] for name, each in gradients.items()}, sums[1], clip_norm=0.7)
     apart = torch.cat([(sums[0][name] - sums[1][name]).flatten() for name in gradients])
@@ -195,7 +229,9 @@ def test_the_same_key_gives_the_same_bits_and_another_others() -> None:
     made = experiment({"noise": "system"})
     trainer = prepared(made)
     row = first_model(made)
-    once, again, other = (trained(trainer, row, noise=key)[0] for key in (b"a" * 32, b"a" * 32, b"b" * 32))
+    once, again, other = (
+        trained(trainer, row, noise=key)[0] for key in (b"a" * 32, b"a" * 32, b"b" * 32)
+    )
     assert np.array_equal(once, again) and not np.array_equal(once, other)
 
 
@@ -235,7 +271,9 @@ class Dropping(nn.Sequential):
         super().__init__(nn.Flatten(), Dropout(0.9), nn.Linear(64, 10))
 
 
-def test_vmap_starts_before_the_first_round_whose_seconds_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vmap_starts_before_the_first_round_whose_seconds_are_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     sizes: list[int] = []
     take = PrivateSteps.take
 
@@ -250,7 +288,9 @@ def test_vmap_starts_before_the_first_round_whose_seconds_are_measured(monkeypat
 
 
 def test_a_model_that_mixes_samples_is_refused() -> None:
-    with pytest.raises(InvalidExperiment, match=r"cloud\.privacy\.unit = 'sample': .*its 2 mixes the samples"):
+    with pytest.raises(
+        InvalidExperiment, match=r"cloud\.privacy\.unit = 'sample': .*its 2 mixes the samples"
+    ):
         prepared(experiment(model={"name": f"{__name__}:Normalised"}))
 
 
@@ -283,18 +323,26 @@ def test_a_step_of_an_lstm_is_that_of_a_plain_loop() -> None:
     module.zero_grad()
     before = [weight.detach().clone() for weight in module.parameters()]
     private = GradientNoise(0.5, 0.0, SecretNoise(bytes(32)))
-    steps = PrivateSteps(module, dict(module.named_parameters()), made, learning_rate=1.0, private=private)
+    steps = PrivateSteps(
+        module, dict(module.named_parameters()), made, learning_rate=1.0, private=private
+    )
     steps.take([texts, labels])
     for weight, start, gradient in zip(module.parameters(), before, expected, strict=True):
-        torch.testing.assert_close((start - weight.detach()).double(), gradient, atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(
+            (start - weight.detach()).double(), gradient, atol=1e-6, rtol=1e-4
+        )
 
 
 def test_each_sample_has_its_own_dropout_mask() -> None:
-    made = experiment({"noise_multiplier": 0.0, "clip_norm": 100.0}, model={"name": f"{__name__}:Dropping"})
+    made = experiment(
+        {"noise_multiplier": 0.0, "clip_norm": 100.0}, model={"name": f"{__name__}:Dropping"}
+    )
     trainer = prepared(made)
     row = first_model(made)
     once, again = (trained(trainer, row)[0] for _ in range(2))
-    assert np.array_equal(once, again) and not np.array_equal(once, trained(trainer, row, local_round=4)[0])
+    assert np.array_equal(once, again) and not np.array_equal(
+        once, trained(trainer, row, local_round=4)[0]
+    )
 
 
 def test_neither_clipping_nor_noise_takes_the_recorded_steps() -> None:

@@ -1,4 +1,6 @@
-"""The instructions of a host's processor, on which bits depend, and where a run and its readers have them."""
+"""The instructions of a host's processor, on which bits depend, and where a run and its readers
+have them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from fedstrata.common.host.processor import LIMITS, instructions
         ("nothing that is known\n", None),
     ],
 )
-def test_the_first_kind_that_a_processor_has(text: str, expected: str | None, tmp_path: Path) -> None:
+def test_the_first_kind_that_a_processor_has(
+    text: str, expected: str | None, tmp_path: Path
+) -> None:
     (tmp_path / "cpuinfo").write_text(text)
     assert instructions(tmp_path, {}) == expected
 

@@ -1,4 +1,6 @@
-"""Who is waited for: before the run begins, in a round that may close without some, and who gave up."""
+"""Who is waited for: before the run begins, in a round that may close without some, and who gave
+up.
+"""
 
 from __future__ import annotations
 
@@ -53,19 +55,30 @@ async def test_a_child_that_failed_before_the_run_ends_nobody(
         assert not gathering.done()
         assert waited_for[-1] == "device-0 gave up: no data here"
         waiting = [facts for event, facts in observed if event == "waiting"]  # one for each change
-        assert waiting[-1] == {"for": waited_for[-1], "nodes": {"device-0": "gave up: no data here"}}
+        assert waiting[-1] == {
+            "for": waited_for[-1],
+            "nodes": {"device-0": "gave up: no data here"},
+        }
         assert len(waiting) <= 4
         async with together(serving(site, child_of(site, "device-0"), layout, 0)):
             await gathering
             row = drawn(layout, 1)
-            assert_models(await play(parent, row), row, layout=layout, places={"device-0": 0, "device-1": 1})
-    lines = [line for line in caplog.messages if "waits for its children: device-0 gave up: no data here" in line]
+            assert_models(
+                await play(parent, row), row, layout=layout, places={"device-0": 0, "device-1": 1}
+            )
+    lines = [
+        line
+        for line in caplog.messages
+        if "waits for its children: device-0 gave up: no data here" in line
+    ]
     assert 10 <= len(lines) <= 20  # one each minute
 
 
 @virtual
 async def test_an_absent_child_is_waited_for_however_long_it_takes(site: SimulatedSite) -> None:
-    parent = parent_of(site, ["device-0"], layout=layout_of(4000), transfer=TransferSettings(idle_s=20.0))
+    parent = parent_of(
+        site, ["device-0"], layout=layout_of(4000), transfer=TransferSettings(idle_s=20.0)
+    )
     waited_for: list[str] = []
     async with together(living(site, parent)):
         gathering = asyncio.create_task(parent.gather(QUORUM_OF_ONE, waiting=waited_for.append))
@@ -101,7 +114,9 @@ async def test_with_a_quorum_there_the_others_have_until_the_deadline(site: Simu
 
 
 @virtual
-async def test_a_child_that_gives_up_ends_the_round_at_once_and_not_for_lack_of_progress(site: SimulatedSite) -> None:
+async def test_a_child_that_gives_up_ends_the_round_at_once_and_not_for_lack_of_progress(
+    site: SimulatedSite,
+) -> None:
     async def fail() -> None:
         raise RunFailed("the disk is full")
 
@@ -117,13 +132,17 @@ async def test_a_child_that_gives_up_ends_the_round_at_once_and_not_for_lack_of_
 
 
 @virtual
-async def test_a_quorum_closes_by_its_deadline_and_late_results_are_answered(site: SimulatedSite) -> None:
+async def test_a_quorum_closes_by_its_deadline_and_late_results_are_answered(
+    site: SimulatedSite,
+) -> None:
     layout = layout_of(400_000)
     names = ["device-0", "device-1", "late", "never"]
     parent = parent_of(site, names, layout=layout)
     go_on = asyncio.Event()
     late = child_of(site, "late")
-    tasks = [serving(site, child_of(site, name), layout, place) for place, name in enumerate(names[:2])]
+    tasks = [
+        serving(site, child_of(site, name), layout, place) for place, name in enumerate(names[:2])
+    ]
     async with together(living(site, parent), serving(site, late, layout, 2, go_on.wait), *tasks):
         row = drawn(layout, 1)
         await until(lambda: len(parent.samples) == 3)
@@ -137,7 +156,9 @@ async def test_a_quorum_closes_by_its_deadline_and_late_results_are_answered(sit
         await until(lambda: late.refusals)
         assert "closed" in late.refusals[0]
         assert parent.session.coordinator.late == 1
-        second = await play(parent, row, global_round=1, closing=Closing(rule="quorum", quorum=3, deadline_s=0.1))
+        second = await play(
+            parent, row, global_round=1, closing=Closing(rule="quorum", quorum=3, deadline_s=0.1)
+        )
         assert_models(second, row, layout=layout, places={"device-0": 0, "device-1": 1, "late": 2})
 
 
@@ -146,7 +167,9 @@ async def test_a_quorum_closes_by_its_deadline_and_late_results_are_answered(sit
 
 @virtual
 async def test_the_goodbye_waits_for_a_slow_link(site: SimulatedSite) -> None:
-    """A farewell that still waits for its link when a node ends would be lost, and its counts with it."""
+    """A farewell that still waits for its link when a node ends would be lost, and its counts with
+    it.
+    """
     layout = layout_of(4000)
     parent = parent_of(site, ["device-0"], layout=layout)
     child = child_of(site, "device-0")

@@ -1,4 +1,6 @@
-"""More models of users': trained as in a plain loop by default and with `training.recorded = true`, or one line."""
+"""More models of users': trained as in a plain loop by default and with `training.recorded = true`,
+or one line.
+"""
 
 from __future__ import annotations
 
@@ -42,16 +44,43 @@ TRAINED = [
     and name not in APART | REFUSED.keys()
 ]
 KINDS = (
-    "ClampsData", "ClampsByNumpy", "NumpyInBackward", "WithinABand", "CounterInAList", "CounterOfPython", "Ring",
-    "HookOfTheLeaf", "NumpysGenerator", "SampledWeights", "Quantised", "GradientInside", "LSTMNet", "Masked", "Fused",
-    "RoutedInPython", "Equilibrium", "CachedTable", "sequential", "counting_hook", "parametrised", "LateGlobalCounter",
+    "ClampsData",
+    "ClampsByNumpy",
+    "NumpyInBackward",
+    "WithinABand",
+    "CounterInAList",
+    "CounterOfPython",
+    "Ring",
+    "HookOfTheLeaf",
+    "NumpysGenerator",
+    "SampledWeights",
+    "Quantised",
+    "GradientInside",
+    "LSTMNet",
+    "Masked",
+    "Fused",
+    "RoutedInPython",
+    "Equilibrium",
+    "CachedTable",
+    "sequential",
+    "counting_hook",
+    "parametrised",
+    "LateGlobalCounter",
     "DefaultList",
-)  # fmt: skip
+)
 
 
 def experiment(name: str, **training: Any) -> Experiment:
-    settings = {"batch_size": 10, "learning_rate": 0.02, "momentum": 0.9, "weight_decay": 0.01, **training}
-    return parse({"model": {"name": f"{HERE}:{name}"}, "topology": {"devices": 23}, "training": settings})
+    settings = {
+        "batch_size": 10,
+        "learning_rate": 0.02,
+        "momentum": 0.9,
+        "weight_decay": 0.01,
+        **training,
+    }
+    return parse(
+        {"model": {"name": f"{HERE}:{name}"}, "topology": {"devices": 23}, "training": settings}
+    )
 
 
 @cache
@@ -77,12 +106,20 @@ def test_there_are_many() -> None:
 
 @pytest.mark.parametrize("recorded", ["auto", True])
 @pytest.mark.parametrize("name", slow(TRAINED, but=KINDS))
-def test_it_trains_as_a_plain_loop(name: str, recorded: str | bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_it_trains_as_a_plain_loop(
+    name: str, recorded: str | bool, caplog: pytest.LogCaptureFixture
+) -> None:
     lab = experiment(name, recorded=recorded)
     found, again = trained_together(lab, DEVICES, epochs=2, local_round=ROUND, times=2)
     check(lab, name, found, within=APART_MOST)
-    assert all(np.array_equal(one, other) for (one, _), (other, _) in zip(found, again, strict=True))
-    notes = [line for line in caplog.messages if line.startswith(NOTE) and "training.recorded" not in line]
+    assert all(
+        np.array_equal(one, other) for (one, _), (other, _) in zip(found, again, strict=True)
+    )
+    notes = [
+        line
+        for line in caplog.messages
+        if line.startswith(NOTE) and "training.recorded" not in line
+    ]
     problem = "each training changes {}, which the devices of a process share"
     shared = [problem.format(f"{HERE}.{SHARED[name]}")] if name in SHARED else []
     assert [line.split(": ", 2)[2].partition(". Keep")[0] for line in notes] == shared
@@ -90,19 +127,25 @@ def test_it_trains_as_a_plain_loop(name: str, recorded: str | bool, caplog: pyte
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_file_that_passes_on_what_it_keeps_is_refused_by_name(name: str) -> None:
-    problem = rf"^model\.name = '{HERE}:{name}': the same training twice gives other models, and changes"
+    problem = (
+        rf"^model\.name = '{HERE}:{name}': the same training twice gives other models, and changes"
+    )
     with pytest.raises(InvalidExperiment, match=rf"{problem} {HERE}\.{REFUSED[name]}\. Draw"):
         trained_together(experiment(name), DEVICES)
 
 
 def test_a_loss_whose_weight_changes_is_refused_or_named(caplog: pytest.LogCaptureFixture) -> None:
     data = {"topology": {"devices": 23}, "model": {"name": "mlp_digits"}}
-    problem = rf"^training\.loss = '{HERE}:growing_loss': the same training twice gives other models, and changes"
+    problem = (
+        rf"^training\.loss = '{HERE}:growing_loss': the same training twice gives other "
+        r"models, and changes"
+    )
     with pytest.raises(InvalidExperiment, match=rf"{problem} {HERE}\.WEIGHT\. Draw"):
         trained_together(parse({**data, "training": {"loss": f"{HERE}:growing_loss"}}), DEVICES)
     trained_together(parse({**data, "training": {"loss": f"{HERE}:late_loss"}}), DEVICES)
     (note,) = [line for line in caplog.messages if line.startswith(NOTE)]
     assert note == (
-        f"{NOTE}training.loss = '{HERE}:late_loss': each training changes {HERE}.CALLS, which the devices of a process"
+        f"{NOTE}training.loss = '{HERE}:late_loss': each training changes {HERE}.CALLS, which the "
+        "devices of a process"
         " share. Keep it in the model: each training makes a new one."
     )

@@ -1,4 +1,6 @@
-"""The README's commands, each as it stands there; only the roles of a lab compute nothing, and sizes are small."""
+"""The README's commands, each as it stands there; only the roles of a lab compute nothing, and
+sizes are small.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,13 @@ from tests.helpers.kits import wheel_in
 
 ROOT: Final = Path(__file__).parents[1]
 README: Final = (ROOT / "README.md").read_text(encoding="utf-8")
-COMMANDS: Final = [found.strip() for found in re.findall(r"(?:^    |`)(fedstrata [^`\n#]+)", README, re.MULTILINE)]
+COMMANDS: Final = [
+    found.strip() for found in re.findall(r"(?:^    |`)(fedstrata [^`\n#]+)", README, re.MULTILINE)
+]
 PATIENCE_S: Final = 60
 SHORT: Final = ("--set", "rounds=2")
-ROUNDS: Final = 100  # of a lab that trains nothing: long enough to be seen by a watch on a busy host
+# of a lab that trains nothing: long enough to be seen by a watch on a busy host
+ROUNDS: Final = 100
 MakeRun = Callable[..., Path]
 
 
@@ -44,22 +49,30 @@ def test_each_command_is_tried_here() -> None:
 
 @pytest.mark.parametrize("target", ["demo", "test"])
 def test_make_has_the_targets(target: str) -> None:
-    done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        ["make", "-n", target], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0 and done.stdout, done.stderr
 
 
-def test_a_laptop_runs_and_compares_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_laptop_runs_and_compares_the_demo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     done = fedstrata(*words_of("fedstrata run demo --simulate"), *SHORT)
     assert done.returncode == 0, done.stderr
     (first,) = folders(tmp_path / "runs")
     known = first.name.rpartition("-")[2]
-    assert f"fedstrata report {known}" in done.stderr + done.stdout, "the id that the first run prints"
+    assert f"fedstrata report {known}" in done.stderr + done.stdout, (
+        "the id that the first run prints"
+    )
     words = words_of("fedstrata run demo --simulate --speeds RUN --set links.wan=lte")
     done = fedstrata(*(known if word == "RUN" else word for word in words), *SHORT)
     assert done.returncode == 0, done.stderr
     quick, slow = sorted(folders(tmp_path / "runs"), key=lambda path: Run(path).seconds)
-    assert quick == first and Run(quick).score == Run(slow).score, "the WAN changes the seconds and nothing else"
+    assert quick == first and Run(quick).score == Run(slow).score, (
+        "the WAN changes the seconds and nothing else"
+    )
     speeds = [Run(path).manifest["simulated"]["speeds"] for path in (quick, slow)]
     assert speeds[0] == speeds[1]
     done = invoke(*words_of("fedstrata compare RUN RUN")[:1], quick, slow)
@@ -69,7 +82,9 @@ def test_a_laptop_runs_and_compares_the_demo(tmp_path: Path, monkeypatch: pytest
     assert done.exit_code == 0 and Path(done.stdout.strip()).stat().st_size > 10_000, done.stderr
 
 
-def test_the_demo_runs_with_a_rule_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_runs_with_a_rule_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(README.partition("# mine.py\n")[2].partition("```")[0])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", ""))))
@@ -91,14 +106,20 @@ def test_a_rack_gets_its_kits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     wheel_in(tmp_path / "dist")
     done = invoke(*words_of("fedstrata provision rack.toml"))
     assert done.exit_code == 0, done.stderr
-    assert {path.name for path in (tmp_path / "kits").iterdir()} >= {"server", "pi-0", "pi-1", "gpu-0"}
+    assert {path.name for path in (tmp_path / "kits").iterdir()} >= {
+        "server",
+        "pi-0",
+        "pi-1",
+        "gpu-0",
+    }
 
 
 @pytest.mark.slow
 def test_a_file_sweeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "FILE").write_text(
-        'title = "Two"\nbase = "demo"\nexperiment = { rounds = 1, topology = { institutions = 1, devices = 2 } }\n'
+        'title = "Two"\nbase = "demo"\nexperiment = { rounds = 1, topology = { institutions = 1, '
+        "devices = 2 } }\n"
         "axes = { method = { FedAvg = {}, FedAvgM = { cloud = { aggregation = 'fedavgm' } } } }\n"
     )
     done = fedstrata(*words_of("fedstrata sweep FILE"), null=True)
@@ -111,7 +132,9 @@ def started() -> Iterator[Callable[[list[str]], subprocess.Popen[str]]]:
     with ExitStack() as ends:
 
         def start(words: list[str]) -> subprocess.Popen[str]:
-            process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            process = subprocess.Popen(
+                words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
             ends.callback(process.communicate)
             ends.callback(process.kill)
             return process
@@ -120,11 +143,17 @@ def started() -> Iterator[Callable[[list[str]], subprocess.Popen[str]]]:
 
 
 def test_several_machines_make_a_lab(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: Callable[[list[str]], subprocess.Popen[str]]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    started: Callable[[list[str]], subprocess.Popen[str]],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     tree = tomllib.loads(README.partition("```toml\n")[2].partition("```")[0])
-    small = {"rounds": ROUNDS, "topology": {"institutions": 1, "devices": 1}, "links": {"check": "off"}}
+    small = {
+        "rounds": ROUNDS,
+        "topology": {"institutions": 1, "devices": 1},
+        "links": {"check": "off"},
+    }
     (tmp_path / "my.toml").write_text(write({**tree, **small, "data": {"dataset": "digits"}}))
     port = free_port()
 
@@ -132,7 +161,11 @@ def test_several_machines_make_a_lab(
         return [word.replace("HOST", f"127.0.0.1:{port}") for word in words_of(text)]
 
     started(command(*words("fedstrata broker --host 0.0.0.0 --insecure"), "--port", str(port)))
-    started(command(*words("fedstrata institution --name institution-0 --broker HOST"), null=True, stay=True))
+    started(
+        command(
+            *words("fedstrata institution --name institution-0 --broker HOST"), null=True, stay=True
+        )
+    )
     device = "fedstrata device --name device-0 --parent institution-0 --broker HOST"
     started(command(*words(device), null=True, stay=True))
     watch = started(command(*words("fedstrata watch --broker HOST")))
@@ -147,12 +180,19 @@ def test_several_machines_make_a_lab(
 
 
 @pytest.mark.slow
-def test_without_a_network_it_runs_and_replays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_network_it_runs_and_replays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    for words in ([*words_of("fedstrata run demo"), "--direct"], words_of("fedstrata run demo --simulate")):
+    for words in (
+        [*words_of("fedstrata run demo"), "--direct"],
+        words_of("fedstrata run demo --simulate"),
+    ):
         done = fedstrata(*words, *SHORT)
         assert done.returncode == 0, done.stderr
     direct, _ = folders(tmp_path / "runs")
     assert Run(direct).direct
     done = fedstrata(*words_of("fedstrata replay RUN")[:1], direct)
-    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "the same model, bit for bit", done.stderr
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "the same model, bit for bit", (
+        done.stderr
+    )

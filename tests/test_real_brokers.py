@@ -40,7 +40,9 @@ from tests.helpers.sites import PATIENCE_S, RealSite, RestartableBroker, real
 
 @pytest.fixture
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokerProcess]:
-    """Return a broker of the test's own: what an earlier test left retained would speak for these nodes."""
+    """Return a broker of the test's own: what an earlier test left retained would speak for these
+    nodes.
+    """
     with broker.start(directory=tmp_path_factory.mktemp("broker")) as one:
         yield one
 
@@ -65,11 +67,18 @@ def test_a_model_passes_an_institution_in_both_directions(site: RealSite) -> Non
         layout, names = layout_of(2_000_000), ["device-0", "device-1"]
         cloud = parent_of(site, [PARENT], layout=layout, name="cloud", transfer=FINE)
         middle = Middle(site, layout, children=names)
-        devices = [serving(site, child_of(site, name), layout, place) for place, name in enumerate(names)]
+        devices = [
+            serving(site, child_of(site, name), layout, place) for place, name in enumerate(names)
+        ]
         async with together(living(site, cloud), middle.live(), *devices):
             for global_round in range(2):
                 row = drawn(layout, global_round)
-                assert_models(await play(cloud, row, global_round=global_round), row, layout=layout, places={PARENT: 0})
+                assert_models(
+                    await play(cloud, row, global_round=global_round),
+                    row,
+                    layout=layout,
+                    places={PARENT: 0},
+                )
 
     real(run())
 
@@ -77,11 +86,17 @@ def test_a_model_passes_an_institution_in_both_directions(site: RealSite) -> Non
 def test_a_real_broker_that_is_killed_in_mid_transfer_costs_no_chunk_that_had_arrived(
     breakable: RestartableBroker,
 ) -> None:
-    real(broker_killed_in_mid_transfer(RealSite(breakable.address), kill=breakable.kill, start=breakable.start))
+    real(
+        broker_killed_in_mid_transfer(
+            RealSite(breakable.address), kill=breakable.kill, start=breakable.start
+        )
+    )
 
 
 @asynccontextmanager
-async def after_a_round(site: RealSite, model_bytes: int) -> AsyncIterator[tuple[ParentEndpoint, ChildEndpoint]]:
+async def after_a_round(
+    site: RealSite, model_bytes: int
+) -> AsyncIterator[tuple[ParentEndpoint, ChildEndpoint]]:
     """Connect a parent and a child, and play a round of a model of so many bytes."""
     layout = layout_of(model_bytes)
     parent, child = parent_of(site, ["device-0"], layout=layout), child_of(site, "device-0")
@@ -113,18 +128,28 @@ def test_a_broker_that_carries_less_is_named_and_serves(
 
     async def run(site: RealSite) -> None:
         async with after_a_round(site, 2_500_000) as (parent, child):
-            chunk = 250_256 - PACKET_ROOM if "message_size_limit" in settings else TransferSettings().chunk_bytes
+            chunk = (
+                250_256 - PACKET_ROOM
+                if "message_size_limit" in settings
+                else TransferSettings().chunk_bytes
+            )
             assert parent.session.link.chunk_most == child.session.link.chunk_most == chunk
             reconnects = 0 if "message_size_limit" in settings else 1
             assert parent.connection.reconnects == child.connection.reconnects == reconnects
 
     with broker.start(directory=tmp_path, kind="mosquitto", settings=settings) as served:
         real(run(RealSite(BrokerAddress(served.host, served.port))))
-    assert [record.levelname for record in caplog.records if line in record.getMessage()] == ["WARNING"]
+    assert [record.levelname for record in caplog.records if line in record.getMessage()] == [
+        "WARNING"
+    ]
 
 
-def test_a_limit_that_stays_unknown_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under load the trials of packets stay unanswered: a model of 60 kB must not go inside its announcement."""
+def test_a_limit_that_stays_unknown_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under load the trials of packets stay unanswered: a model of 60 kB must not go inside its
+    announcement.
+    """
     if broker.choose() != "mosquitto":
         pytest.skip("mosquitto is not installed")
     monkeypatch.setattr(broker, "_MOSQUITTO", {})  # it would report its limit of packets
@@ -134,7 +159,9 @@ def test_a_limit_that_stays_unknown_is_kept(tmp_path: Path, monkeypatch: pytest.
         async with after_a_round(site, 60_000) as (parent, _):
             assert parent.session.link.chunk_most == packet_limit.LEAST_BYTES - PACKET_ROOM
 
-    with broker.start(directory=tmp_path, kind="mosquitto", settings={"message_size_limit": 50_000}) as served:
+    with broker.start(
+        directory=tmp_path, kind="mosquitto", settings={"message_size_limit": 50_000}
+    ) as served:
         real(run(RealSite(BrokerAddress(served.host, served.port))))
 
 
@@ -146,7 +173,8 @@ def test_a_child_whose_socket_is_shut_in_mid_upload_goes_on_where_it_was(site: R
 
 
 def test_a_cancellation_that_came_with_the_connection_is_not_lost(site: RealSite) -> None:
-    # Before Python 3.12 asyncio.wait_for, by which the client waits for the broker's answer, may swallow it.
+    # Before Python 3.12 asyncio.wait_for, by which the client waits for the broker's answer, may
+    # swallow it.
     async def run() -> None:
         connection: Any = child_of(site, "device-0").connection
         make = connection._new_client
@@ -187,7 +215,9 @@ def test_the_keep_alive_is_the_experiments() -> None:
     nowhere = RealSite(BrokerAddress("nowhere"))
 
     async def run() -> None:
-        connection: Any = child_of(nowhere, "device-0", transfer=TransferSettings(keepalive_s=7)).connection
+        connection: Any = child_of(
+            nowhere, "device-0", transfer=TransferSettings(keepalive_s=7)
+        ).connection
         assert connection._new_client()._keepalive == 7
 
     real(run())

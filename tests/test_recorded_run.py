@@ -1,6 +1,8 @@
-"""A real lab's messages, recorded once, replayed through the sessions: what one release sent, this one understands.
+"""A real lab's messages, recorded once, replayed through the sessions: what one release sent, this
+one understands.
 
-`tests/recordings/record.py` records them anew, which is right only where the wire's version is raised.
+`tests/recordings/record.py` records them anew, which is right only where the wire's version is
+raised.
 """
 
 from __future__ import annotations
@@ -22,7 +24,13 @@ from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.model.layout import ModelLayout
 from fedstrata.common.protocol import serialization, topics
 from fedstrata.common.protocol.child_session import ChildSession
-from fedstrata.common.protocol.events import ModelArrived, RunEnded, TaskReceived, UploadAnnounced, UploadArrived
+from fedstrata.common.protocol.events import (
+    ModelArrived,
+    RunEnded,
+    TaskReceived,
+    UploadAnnounced,
+    UploadArrived,
+)
 from fedstrata.common.protocol.limits import limits_below
 from fedstrata.common.protocol.manifest import missing
 from fedstrata.common.protocol.messages import (
@@ -88,9 +96,19 @@ def test_every_message_is_understood_and_written_as_it_was(messages: list[Record
         assert msgpack.unpackb(one.body[8:])[0] == serialization.VERSION
         kinds.append(type(one.message).__name__)
     assert len(kinds) > 50 and set(kinds) >= {
-        "Presence", "Announcement", "Task", "Progress", "Result", "Acknowledgement", "Ask", "Farewell", "Goodbye",
-        "Question", "Alive", "Preparing",
-    }  # fmt: skip
+        "Presence",
+        "Announcement",
+        "Task",
+        "Progress",
+        "Result",
+        "Acknowledgement",
+        "Ask",
+        "Farewell",
+        "Goodbye",
+        "Question",
+        "Alive",
+        "Preparing",
+    }
 
 
 def announcement_in(messages: list[Recorded]) -> Announcement:
@@ -111,18 +129,30 @@ def blobs_in(messages: list[Recorded]) -> dict[str, bytearray]:
 
 
 def session_of(messages: list[Recorded], node: str) -> str:
-    return next(one.session for one in messages if isinstance(one.topic, topics.StateTopic) and one.topic.node == node)
+    return next(
+        one.session
+        for one in messages
+        if isinstance(one.topic, topics.StateTopic) and one.topic.node == node
+    )
 
 
 def run_of(messages: list[Recorded]) -> str:
     return next(one.topic.run for one in messages if isinstance(one.topic, topics.StateTopic))
 
 
-def sent_by(node: str, messages: list[Recorded], kinds: tuple[type, ...]) -> list[tuple[str, Message]]:
-    """Return a node's messages of some kinds, each with its receiver, without those that were sent again."""
+def sent_by(
+    node: str, messages: list[Recorded], kinds: tuple[type, ...]
+) -> list[tuple[str, Message]]:
+    """Return a node's messages of some kinds, each with its receiver, without those that were sent
+    again.
+    """
     found = []
     for one in messages:
-        if isinstance(one.topic, topics.InboxTopic) and one.topic.sender == node and isinstance(one.message, kinds):
+        if (
+            isinstance(one.topic, topics.InboxTopic)
+            and one.topic.sender == node
+            and isinstance(one.message, kinds)
+        ):
             entry = one.topic.node, comparable(one.message)
             if entry not in found:
                 found.append(entry)
@@ -149,7 +179,11 @@ class Replay:
     def play(self) -> Iterator[tuple[Recorded, float]]:
         """Feed the session; yield each message of the lab before the session gets it."""
         me, peers = self.session.link.identity.name, set(self.session.link.peers)
-        first = next(o.at for o in self.messages if isinstance(o.topic, topics.StateTopic) and o.topic.node == me)
+        first = next(
+            o.at
+            for o in self.messages
+            if isinstance(o.topic, topics.StateTopic) and o.topic.node == me
+        )
         self.session.connected(first)
         for one in self.messages:
             if one.at < first:
@@ -157,7 +191,11 @@ class Replay:
             yield one, one.at
             topic = one.topic
             mine = (
-                (isinstance(topic, topics.InboxTopic) and topic.node == me and topic.sender in peers)
+                (
+                    isinstance(topic, topics.InboxTopic)
+                    and topic.node == me
+                    and topic.sender in peers
+                )
                 or (isinstance(topic, topics.StateTopic) and topic.node in {me, *peers})
                 or (isinstance(topic, topics.AskTopic) and topic.node == me)
                 or (
@@ -186,10 +224,14 @@ class Replay:
 
 
 @pytest.mark.parametrize("node", ["cloud", "institution-0"])
-def test_a_parent_plays_the_recorded_rounds_again(node: str, messages: list[Recorded], experiment: Experiment) -> None:
+def test_a_parent_plays_the_recorded_rounds_again(
+    node: str, messages: list[Recorded], experiment: Experiment
+) -> None:
     blobs = blobs_in(messages)
     children = ["institution-0"] if node == "cloud" else experiment.tree.devices
-    identity = Identity(run_of(messages), node, "cloud", session_of(messages, node), ledger=run_of(messages))
+    identity = Identity(
+        run_of(messages), node, "cloud", session_of(messages, node), ledger=run_of(messages)
+    )
     session = ParentSession(
         identity,
         ToChildren(
@@ -202,12 +244,18 @@ def test_a_parent_plays_the_recorded_rounds_again(node: str, messages: list[Reco
         first_number=1,
     )
     announcement = announcement_in(messages)
-    session.set_form(Models(sent="fp32", received="fp32").form(ModelLayout.from_json(announcement.layout)))
+    session.set_form(
+        Models(sent="fp32", received="fp32").form(ModelLayout.from_json(announcement.layout))
+    )
     session.link.announce(announcement)
     replay = Replay(session, messages)
     tasks = {}
     for one in messages:
-        if isinstance(one.topic, topics.InboxTopic) and one.topic.sender == node and isinstance(one.message, Task):
+        if (
+            isinstance(one.topic, topics.InboxTopic)
+            and one.topic.sender == node
+            and isinstance(one.message, Task)
+        ):
             tasks.setdefault(one.message.key, {})[one.topic.node] = one.message
     closed: list[Closed] = []
     uploads: dict[str, bytearray] = {}
@@ -218,7 +266,8 @@ def test_a_parent_plays_the_recorded_rounds_again(node: str, messages: list[Reco
             key = one.message.key
             opened.add(key)
             given = {
-                child: Assignment(task.model, task.epochs, follows=task.follows) for child, task in tasks[key].items()
+                child: Assignment(task.model, task.epochs, follows=task.follows)
+                for child, task in tasks[key].items()
             }
             for task in tasks[key].values():
                 session.link.offer(task.model, memoryview(blobs[task.model.blob]), children)
@@ -238,12 +287,16 @@ def test_a_parent_plays_the_recorded_rounds_again(node: str, messages: list[Reco
     assert all(set(event.results) == set(children) and not event.missing for event in closed)
     assert uploads and all(uploads[blob] == blobs[blob] for blob in uploads)
     expected = sent_by(node, messages, (Task, Acknowledgement, Goodbye))
-    assert sorted(map(repr, replay.of(Task, Acknowledgement, Goodbye))) == sorted(map(repr, expected))
+    assert sorted(map(repr, replay.of(Task, Acknowledgement, Goodbye))) == sorted(
+        map(repr, expected)
+    )
     assert not session.link.refusals.total
 
 
 @pytest.mark.parametrize("node", ["institution-0", "device-0", "device-1"])
-def test_a_child_answers_the_recorded_tasks_again(node: str, messages: list[Recorded], experiment: Experiment) -> None:
+def test_a_child_answers_the_recorded_tasks_again(
+    node: str, messages: list[Recorded], experiment: Experiment
+) -> None:
     layout, blobs = ModelLayout.from_json(announcement_in(messages).layout), blobs_in(messages)
     parent = "cloud" if node == "institution-0" else "institution-0"
     session = ChildSession(
@@ -268,12 +321,16 @@ def test_a_child_answers_the_recorded_tasks_again(node: str, messages: list[Reco
         mine = isinstance(one.topic, topics.InboxTopic) and one.topic.sender == node
         if mine and isinstance(one.message, Result):
             answer = blobs[one.message.model.blob]  # what comes back of it does not travel
-            session.link.offer(one.message.model, memoryview(blobs[one.message.model.blob]), (parent,))
+            session.link.offer(
+                one.message.model, memoryview(blobs[one.message.model.blob]), (parent,)
+            )
             session.participant.finish(one.message, now=now)
         while (event := session.next_event()) is not None:
             if isinstance(event, TaskReceived):
                 buffer = models[event.task.model.blob] = np.frombuffer(bytearray(answer), np.uint8)
-                session.fetch(event.task, buffer.data, now, lacking=missing(event.task.model, buffer.data))
+                session.fetch(
+                    event.task, buffer.data, now, lacking=missing(event.task.model, buffer.data)
+                )
             elif isinstance(event, ModelArrived):
                 session.begin_work(now)
             elif isinstance(event, RunEnded):

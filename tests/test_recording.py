@@ -1,4 +1,6 @@
-"""Recorded steps: the bits of autograd, and autograd where a step is not a function of the batch and the state."""
+"""Recorded steps: the bits of autograd, and autograd where a step is not a function of the batch
+and the state.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,12 @@ def lab_of(model: str, objective: Mapping[str, Any], **keys: Any) -> Experiment:
     return parse(
         {
             "topology": {"institutions": 0, "devices": 1},
-            "data": {"dataset": "synthetic", "image_shape": SHAPES[model], "classes": 10, "samples": 24},
+            "data": {
+                "dataset": "synthetic",
+                "image_shape": SHAPES[model],
+                "classes": 10,
+                "samples": 24,
+            },
             "model": {"name": model},
             "training": {"batch_size": 10, "objective": objective, **keys},
             "cloud": {"aggregation": {"name": rules.get(objective["name"], "fedavg")}},
@@ -51,7 +58,9 @@ def lab_of(model: str, objective: Mapping[str, Any], **keys: Any) -> Experiment:
 
 
 def trained(lab: Experiment) -> tuple[dict[int, bool], bytes, float]:
-    """Train two rounds in one trainer, each of batches of 10, 10 and 4 samples; say which sizes have a program."""
+    """Train two rounds in one trainer, each of batches of 10, 10 and 4 samples; say which sizes
+    have a program.
+    """
     trainer = trainer_of(lab)
     row, out = trainer.vectors.received.empty(), trainer.vectors.returned.empty()
     row[:] = 0
@@ -61,7 +70,11 @@ def trained(lab: Experiment) -> tuple[dict[int, bool], bytes, float]:
         row = row.copy()
         row[: trainer.layout.row_bytes] = out[: trainer.layout.row_bytes]
     programs = trainer._prepared.source.recorded.programs
-    return {size: program is not None for size, program in programs.items()}, bytes(out), result.work.loss
+    return (
+        {size: program is not None for size, program in programs.items()},
+        bytes(out),
+        result.work.loss,
+    )
 
 
 LARGE = ("cnn_fedavg", "cnn_fedavg_padded", "resnet20")
@@ -71,16 +84,36 @@ LARGE = ("cnn_fedavg", "cnn_fedavg_padded", "resnet20")
     ("model", "objective", "keys"),
     [
         *(
-            pytest.param(model, {"name": "cross_entropy"}, {}, marks=[pytest.mark.slow] if model in LARGE else [])
+            pytest.param(
+                model,
+                {"name": "cross_entropy"},
+                {},
+                marks=[pytest.mark.slow] if model in LARGE else [],
+            )
             for model in SHAPES
         ),
-        *(("cnn_digits", {"name": name}, {}) for name in ("fedprox", "fedsam", "scaffold", "feddyn", "moon", "fedgen")),
-        ("mlp_digits", {"name": "cross_entropy"}, {"momentum": 0.0, "weight_decay": 0.1, "clip_norm": 0.5}),
+        *(
+            ("cnn_digits", {"name": name}, {})
+            for name in ("fedprox", "fedsam", "scaffold", "feddyn", "moon", "fedgen")
+        ),
+        (
+            "mlp_digits",
+            {"name": "cross_entropy"},
+            {"momentum": 0.0, "weight_decay": 0.1, "clip_norm": 0.5},
+        ),
         ("mlp_digits", {"name": "fedprox", "mu": 0.5}, {"nesterov": True, "clip_norm": 0.1}),
         ("mlp_digits", {"name": "cross_entropy"}, {"optimizer": "adam"}),
-        ("mlp_digits", {"name": "fedsam"}, {"optimizer": {"name": "adamw", "beta1": 0.5}, "clip_norm": 0.1}),
+        (
+            "mlp_digits",
+            {"name": "fedsam"},
+            {"optimizer": {"name": "adamw", "beta1": 0.5}, "clip_norm": 0.1},
+        ),
         ("cnn_digits", {"name": "cross_entropy"}, {"precision": "bf16"}),
-        ("mlp_digits", {"name": "cross_entropy"}, {"schedule": {"name": "step", "every": 1, "factor": 0.1}}),
+        (
+            "mlp_digits",
+            {"name": "cross_entropy"},
+            {"schedule": {"name": "step", "every": 1, "factor": 0.1}},
+        ),
     ],
 )
 def test_training_is_that_of_autograd_bit_for_bit(
@@ -100,7 +133,10 @@ def test_a_large_model_trains_step_by_step(monkeypatch: pytest.MonkeyPatch) -> N
 
 def batches(count: int, *, seed: int = 1) -> list[list[Tensor]]:
     source = torch.Generator().manual_seed(seed)
-    return [[torch.randn(4, 6, generator=source), torch.randint(0, 3, (4,), generator=source)] for _ in range(count)]
+    return [
+        [torch.randn(4, 6, generator=source), torch.randint(0, 3, (4,), generator=source)]
+        for _ in range(count)
+    ]
 
 
 def steps_of(forward: Forward, seed: int = 3) -> LocalSteps:
@@ -108,7 +144,10 @@ def steps_of(forward: Forward, seed: int = 3) -> LocalSteps:
     layer = nn.Linear(6, 3)
     training = TrainingSettings.model_validate({"clip_norm": 1.0, "weight_decay": 0.1})
     return LocalSteps(
-        lambda inputs: forward(layer, inputs), list(layer.parameters()), training=training, learning_rate=0.1
+        lambda inputs: forward(layer, inputs),
+        list(layer.parameters()),
+        training=training,
+        learning_rate=0.1,
     )
 
 
@@ -116,7 +155,9 @@ def program(forward: Forward, *, hidden: Callable[[], bytes] = bytes) -> Program
     steps = steps_of(forward)
     before = [tensor.clone() for tensor in steps.state]
     try:
-        return program_of(steps.take, steps.state, batches(2), rate=0.1, hidden=hidden, factors=CONTRASTS)
+        return program_of(
+            steps.take, steps.state, batches(2), rate=0.1, hidden=hidden, factors=CONTRASTS
+        )
     finally:
         assert all(map(torch.equal, steps.state, before)), "a trial changes the state"
         assert not any(tensor.grad is not None for tensor in steps.state), "a gradient is left"
@@ -126,7 +167,8 @@ def program(forward: Forward, *, hidden: Callable[[], bytes] = bytes) -> Program
     "forward",
     [
         lambda layer, inputs: layer(inputs),
-        lambda layer, inputs: inputs[:, :3] + layer.bias + layer.weight.sum(1),  # weights that share a gradient
+        # weights that share a gradient
+        lambda layer, inputs: inputs[:, :3] + layer.bias + layer.weight.sum(1),
         lambda layer, inputs: functional.linear(inputs, layer.weight),  # a weight without one
     ],
     ids=["linear", "shared", "unused"],
@@ -135,7 +177,9 @@ def test_a_program_takes_the_steps_of_autograd(forward: Forward) -> None:
     found, some = program(forward), batches(5, seed=7)
     mine, theirs = steps_of(forward), steps_of(forward)
     stacked = [torch.stack(each) for each in zip(*some, strict=True)]
-    losses, taken = run_sgd(mine, [(0, *stacked)], last_epoch=0, watch=lambda _: None, programs={4: found})
+    losses, taken = run_sgd(
+        mine, [(0, *stacked)], last_epoch=0, watch=lambda _: None, programs={4: found}
+    )
     expected, _ = run_sgd(theirs, [(0, *stacked)], last_epoch=0, watch=lambda _: None)
     assert taken == 5 and torch.equal(losses, expected)
     assert all(map(torch.equal, mine.state, theirs.state))
@@ -163,17 +207,47 @@ GENERATOR = np.random.default_rng(1)
 @pytest.mark.parametrize(
     ("forward", "problem"),
     [
-        (lambda layer, inputs: layer(inputs) + 0 * torch.rand(4, 3), "aten.rand may draw random numbers"),
+        (
+            lambda layer, inputs: layer(inputs) + 0 * torch.rand(4, 3),
+            "aten.rand may draw random numbers",
+        ),
         (lambda layer, inputs: functional.dropout(layer(inputs)), "may draw random numbers"),
         (lambda layer, inputs: layer(inputs) * inputs.sum().item(), "gives Python a value"),
-        (lambda layer, inputs: layer(inputs) if inputs.sum() > -1e9 else layer(0 * inputs), "gives Python a value"),
-        (lambda layer, inputs: layer(inputs) * (1 + 0 * inputs[inputs > 0].sum()), "a shape that depends on values"),
-        (lambda layer, inputs: layer(inputs) * torch.from_numpy(inputs.numpy().max(1, keepdims=True)), "differ from"),
-        (lambda layer, inputs: layer(inputs) if max(inputs.tolist()[0]) < 50 else 2 * layer(inputs), "differ from"),
-        (lambda layer, inputs: layer(inputs) if np.asarray(inputs).max() < 50 else 2 * layer(inputs), "differ from"),
-        (lambda layer, inputs: layer(inputs) + torch.full((4, 3), -np.inf), "aten.full has the argument -inf"),
+        (
+            lambda layer, inputs: layer(inputs) if inputs.sum() > -1e9 else layer(0 * inputs),
+            "gives Python a value",
+        ),
+        (
+            lambda layer, inputs: layer(inputs) * (1 + 0 * inputs[inputs > 0].sum()),
+            "a shape that depends on values",
+        ),
+        (
+            lambda layer, inputs: (
+                layer(inputs) * torch.from_numpy(inputs.numpy().max(1, keepdims=True))
+            ),
+            "differ from",
+        ),
+        (
+            lambda layer, inputs: (
+                layer(inputs) if max(inputs.tolist()[0]) < 50 else 2 * layer(inputs)
+            ),
+            "differ from",
+        ),
+        (
+            lambda layer, inputs: (
+                layer(inputs) if np.asarray(inputs).max() < 50 else 2 * layer(inputs)
+            ),
+            "differ from",
+        ),
+        (
+            lambda layer, inputs: layer(inputs) + torch.full((4, 3), -np.inf),
+            "aten.full has the argument -inf",
+        ),
         (lambda layer, inputs: layer(inputs) * GENERATOR.random(), "differ from batch to batch"),
-        (lambda layer, inputs: layer(inputs) * torch.tensor(GENERATOR.random()), "differ from batch to batch"),
+        (
+            lambda layer, inputs: layer(inputs) * torch.tensor(GENERATOR.random()),
+            "differ from batch to batch",
+        ),
         (lambda layer, inputs: layer(inputs.clone()) * inputs.grad, "unsupported operand"),
         (lambda layer, inputs: _fails_after_backward(layer(inputs)), "later"),
     ],
@@ -193,7 +267,9 @@ GENERATOR = np.random.default_rng(1)
         "late error",
     ],
 )
-def test_what_depends_on_a_batch_in_other_ways_is_not_recorded(forward: Forward, problem: str) -> None:
+def test_what_depends_on_a_batch_in_other_ways_is_not_recorded(
+    forward: Forward, problem: str
+) -> None:
     with pytest.raises((NotRecordable, TypeError), match=problem):
         program(forward)
 
@@ -211,7 +287,9 @@ def test_what_code_keeps_beside_the_state_is_noticed() -> None:
     assert program(forward) is not None  # who looks at nothing sees nothing
 
 
-def test_progress_and_cancellation_are_looked_at_within_a_long_program(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_and_cancellation_are_looked_at_within_a_long_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sgd, "RUN_S", 0.0)
     found, some = program(lambda layer, inputs: layer(inputs)), batches(30)
     stacked = [torch.stack(each) for each in zip(*some, strict=True)]
@@ -231,7 +309,8 @@ def test_recording_does_not_import_the_compiler() -> None:
         "from fedstrata.device.training.recording import program_of\n"
         "from fedstrata.device.training.sgd import LocalSteps\n"
         "layer = nn.Linear(3, 2)\n"
-        "steps = LocalSteps(layer, list(layer.parameters()), training=TrainingSettings(), learning_rate=0.1)\n"
+        "steps = LocalSteps(layer, list(layer.parameters()), training=TrainingSettings(), "
+        "learning_rate=0.1)\n"
         "batches = [[torch.randn(2, 3), torch.arange(2)] for _ in range(2)]\n"
         "assert program_of(steps.take, steps.state, batches, rate=0.1)\n"
         "sys.exit('torch._dynamo' in sys.modules)\n"
@@ -243,7 +322,9 @@ def test_a_program_is_not_used_for_batches_of_another_form() -> None:
     found, steps, wide = program(lambda layer, inputs: layer(inputs)), [], torch.randn(3, 6, 4).mT
     labels = torch.zeros(3, 4, dtype=torch.int64)
     assert found.fits([wide.contiguous(), labels]) and not found.fits([wide, labels])
-    assert not found.fits([wide.contiguous().double(), labels]) and not found.fits([wide.contiguous(), labels.int()])
+    assert not found.fits([wide.contiguous().double(), labels]) and not found.fits(
+        [wide.contiguous(), labels.int()]
+    )
     for inputs in (wide, wide.contiguous()):
         taken = steps_of(lambda layer, inputs: layer(inputs))
         run_sgd(taken, [(0, inputs, labels)], last_epoch=0, watch=steps.append, programs={4: found})

@@ -14,7 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedstrata.cloud.global_rounds import LINKS_S
-from fedstrata.cloud.records import DeviceRecord, GlobalRoundRecord, LinkRecord, Record, link_records, rows_of, to_csv
+from fedstrata.cloud.records import (
+    DeviceRecord,
+    GlobalRoundRecord,
+    LinkRecord,
+    Record,
+    link_records,
+    rows_of,
+    to_csv,
+)
 from fedstrata.cloud.results import RunFolder
 from fedstrata.common.accounting.ledger import Ledger
 from fedstrata.common.accounting.work import TrainingPath
@@ -45,21 +53,38 @@ def global_rounds(draw: st.DrawFn) -> GlobalRoundRecord:
     some = st.lists(st.sampled_from(names), unique=True).map(tuple) if names else st.just(())
     return draw(
         st.builds(
-            GlobalRoundRecord, global_round=COUNT, elapsed_s=ROUNDED, accuracy=MAYBE, loss=MAYBE, mixed_accuracy=MAYBE,
-            mixed_loss=MAYBE, train_loss=MAYBE, phases=by_name(ROUNDED, list(GLOBAL_PHASES)), sgd_steps=COUNT,
-            path_steps=COUNT, bytes_=by_name(COUNT, list(BYTES)), missing=some, refused=some,
-            epochs=by_name(st.none() | COUNT, names), omega=by_name(MAYBE, names),
+            GlobalRoundRecord,
+            global_round=COUNT,
+            elapsed_s=ROUNDED,
+            accuracy=MAYBE,
+            loss=MAYBE,
+            mixed_accuracy=MAYBE,
+            mixed_loss=MAYBE,
+            train_loss=MAYBE,
+            phases=by_name(ROUNDED, list(GLOBAL_PHASES)),
+            sgd_steps=COUNT,
+            path_steps=COUNT,
+            bytes_=by_name(COUNT, list(BYTES)),
+            missing=some,
+            refused=some,
+            epochs=by_name(st.none() | COUNT, names),
+            omega=by_name(MAYBE, names),
             spread=by_name(MAYBE, ["cloud", *names]),
             other_scores=st.just({}) | by_name(MAYBE, ["score", "mixed_score"]),
         )
-    )  # fmt: skip
+    )
 
 
 def links() -> st.SearchStrategy[LinkRecord]:
     counts = (
-        "payload_bytes", "message_bytes", "wire_bytes", "segments", "retransmitted_bytes", "retransmitted_segments",
+        "payload_bytes",
+        "message_bytes",
+        "wire_bytes",
+        "segments",
+        "retransmitted_bytes",
+        "retransmitted_segments",
         "probe_bytes",
-    )  # fmt: skip
+    )
     numbers = ("overhead_percent", "rtt_ms", "rtt_min_ms", "measured_mbit")
     rest = dict.fromkeys(counts, st.none() | COUNT) | dict.fromkeys(numbers, MAYBE)
     return st.builds(LinkRecord, **dict.fromkeys(("tier", "from_", "to", "kind"), NAMES), **rest)
@@ -67,10 +92,19 @@ def links() -> st.SearchStrategy[LinkRecord]:
 
 def devices() -> st.SearchStrategy[DeviceRecord]:
     return st.builds(
-        DeviceRecord, global_round=COUNT, node=NAMES.map(lambda name: f"cloud/{name}"), samples=COUNT,
-        local_rounds=COUNT, epochs=COUNT, sgd_steps=COUNT, loss=MAYBE, train_s=SECONDS, wait_s=SECONDS,
-        pause_s=SECONDS, path=st.sampled_from(TrainingPath),
-    )  # fmt: skip
+        DeviceRecord,
+        global_round=COUNT,
+        node=NAMES.map(lambda name: f"cloud/{name}"),
+        samples=COUNT,
+        local_rounds=COUNT,
+        epochs=COUNT,
+        sgd_steps=COUNT,
+        loss=MAYBE,
+        train_s=SECONDS,
+        wait_s=SECONDS,
+        pause_s=SECONDS,
+        path=st.sampled_from(TrainingPath),
+    )
 
 
 def again(record: Record) -> Record:
@@ -80,9 +114,13 @@ def again(record: Record) -> Record:
 
 
 def alike(written: Any, read: Any) -> bool:
-    """Return whether a value was read again, up to the four digits that the shortest format of a number has."""
+    """Return whether a value was read again, up to the four digits that the shortest format of a
+    number has.
+    """
     if isinstance(written, dict):
-        return written.keys() == read.keys() and all(alike(written[key], read[key]) for key in written)
+        return written.keys() == read.keys() and all(
+            alike(written[key], read[key]) for key in written
+        )
     if isinstance(written, float):
         return bool(read == pytest.approx(written, rel=1e-3, abs=0))
     return bool(written == read)
@@ -134,7 +172,9 @@ def test_a_row_is_completed_without_a_look_at_all_rounds_before(tmp_path: Path) 
     assert peak < 200_000 and size > 19_000_000
 
 
-def test_links_are_written_every_few_seconds_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_are_written_every_few_seconds_and_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The byte ledger, which a resumed run continues, with each checkpoint."""
     written = Counter[str]()
 
@@ -153,13 +193,17 @@ def test_links_are_written_every_few_seconds_and_at_the_end(monkeypatch: pytest.
         down = next(user.session for user in endpoints(lab, "cloud"))
         assert isinstance(down, ParentSession)
         reports, wire = down.ledger.reports(), down.ledger.broker()
-        assert to_csv(rows, header=True) == to_csv(link_records(reports, wire, lab.agents.experiment), header=True)
+        assert to_csv(rows, header=True) == to_csv(
+            link_records(reports, wire, lab.agents.experiment), header=True
+        )
         seen.append(path)
 
     for name in ("write_of_links", "write_of_ledger"):
         monkeypatch.setattr(RunFolder, name, counting(name))
     seen: list[Path] = []
-    experiment = parse({"rounds": 40, "topology": {"institutions": 2, "devices": 4}, "links": {"check": "off"}})
+    experiment = parse(
+        {"rounds": 40, "topology": {"institutions": 2, "devices": 4}, "links": {"check": "off"}}
+    )
     lab = ScenarioLab(experiment, durations=Durations(train_s=0.2), at_end=at_end)
     outcome = lab.run()
     assert outcome.ok and seen

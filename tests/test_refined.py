@@ -1,4 +1,6 @@
-"""FedDF, FedBE and FedLAW: the rule and its refiner, null settings, the computation against plain torch, labs."""
+"""FedDF, FedBE and FedLAW: the rule and its refiner, null settings, the computation against plain
+torch, labs.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ from fedstrata.common.experiment.reading import parse
 from fedstrata.common.learning import models
 from fedstrata.common.learning.refiner import NodeRefiner, NodeSamples
 from fedstrata.common.learning.splits import split_of
-from fedstrata.common.methods.baselines.distillation import distil, distil_ensemble, moments, sharpened
+from fedstrata.common.methods.baselines.distillation import (
+    distil,
+    distil_ensemble,
+    moments,
+    sharpened,
+)
 from fedstrata.common.methods.baselines.learned_weights import learn_weights
 from fedstrata.common.methods.baselines.refined import FedBE, FedDF, FedLAW
 from fedstrata.common.methods.rule import Aggregated, Rule
@@ -34,9 +41,17 @@ from tests.helpers.examples import slow
 from tests.helpers.rules import AddingRefiner, Report, aggregate
 
 NAMES: Final = ("feddf", "fedbe", "fedlaw")
-NULL: Final[Mapping[str, dict[str, Any]]] = {"feddf": {"steps": 0}, "fedbe": {"epochs": 0}, "fedlaw": {"epochs": 0}}
+NULL: Final[Mapping[str, dict[str, Any]]] = {
+    "feddf": {"steps": 0},
+    "fedbe": {"epochs": 0},
+    "fedlaw": {"epochs": 0},
+}
 LAYOUT: Final = ModelLayout.build(
-    [("weight", (4, 5), Section.PARAMETER), ("mean", (3,), Section.BUFFER), ("steps", (), Section.COUNTER)]
+    [
+        ("weight", (4, 5), Section.PARAMETER),
+        ("mean", (3,), Section.BUFFER),
+        ("steps", (), Section.COUNTER),
+    ]
 )
 CHILDREN: Final = ("a", "b", "c", "d")
 SAMPLES: Final = (10, 20, 30, 40)
@@ -67,8 +82,13 @@ def play(rule: Rule, missing: tuple[int, ...] = (1,)) -> tuple[npt.NDArray[np.fl
 
 @pytest.mark.parametrize("weights", ["data", "uniform"])
 @pytest.mark.parametrize("name", NAMES)
-def test_without_a_step_it_is_fedavg_bit_for_bit_and_needs_no_refiner(name: str, weights: str) -> None:
-    null, plain = (rule_of(tree | {"weights": weights}) for tree in ({"name": name, **NULL[name]}, {"name": "fedavg"}))
+def test_without_a_step_it_is_fedavg_bit_for_bit_and_needs_no_refiner(
+    name: str, weights: str
+) -> None:
+    null, plain = (
+        rule_of(tree | {"weights": weights})
+        for tree in ({"name": name, **NULL[name]}, {"name": "fedavg"})
+    )
     _, found = play(null)
     _, wanted = play(plain)
     assert np.array_equal(null.model, plain.model) and found == wanted
@@ -82,7 +102,9 @@ def test_the_refiner_moves_the_parameters_of_the_mean(name: str) -> None:
     floats_K, outcome = play(rule)
     play(plain)
     D = LAYOUT.parameters
-    assert np.array_equal(LAYOUT.floats(rule.model)[:D], LAYOUT.floats(plain.model)[:D] + np.float32(1))
+    assert np.array_equal(
+        LAYOUT.floats(rule.model)[:D], LAYOUT.floats(plain.model)[:D] + np.float32(1)
+    )
     assert np.array_equal(rule.model[4 * D :], plain.model[4 * D :])  # buffers and counters
     (asked,) = refiner.asked
     assert asked.r == 3 and not asked.received.any()
@@ -114,15 +136,22 @@ def test_fedlaw_mixes_parameters_by_gamma_and_lambda_and_buffers_by_lambda() -> 
     np.testing.assert_allclose(LAYOUT.floats(rule.model)[:D], 1.5 * mixed[:D], rtol=1e-6)
     np.testing.assert_allclose(LAYOUT.floats(rule.model)[D:], mixed[D:], rtol=1e-6)
     assert LAYOUT.integers(rule.model)[0] == 0
-    assert outcome.facts["lambdas"] == dict(zip("acd", lambdas, strict=True)) and "weights" not in outcome.facts
+    assert (
+        outcome.facts["lambdas"] == dict(zip("acd", lambdas, strict=True))
+        and "weights" not in outcome.facts
+    )
     assert outcome.loss == pytest.approx(0.5 * 0.0 + 0.5 * 0.3)
 
 
 def test_fedadam_steps_towards_what_fedlaw_has_learned() -> None:
-    """Four rounds against FedAdam written out, from the dispatched model by gamma times the mean by lambda."""
+    """Four rounds against FedAdam written out, from the dispatched model by gamma times the mean by
+    lambda.
+    """
     lambdas, gamma, D = [0.2, 0.3, 0.4, 0.1], 1.2, LAYOUT.parameters
     step = {"name": "fedadam", "learning_rate": 0.1}
-    rule = rule_of({"name": "fedlaw", "step": step}, refiner=AddingRefiner(gamma=gamma, lambdas=lambdas))
+    rule = rule_of(
+        {"name": "fedlaw", "step": step}, refiner=AddingRefiner(gamma=gamma, lambdas=lambdas)
+    )
     z, m, v = np.zeros(D), np.zeros(D), np.full(D, 1e-6)
     for r in range(4):
         ((sent, _),) = rule.dispatch(r, CHILDREN)
@@ -134,8 +163,12 @@ def test_fedadam_steps_towards_what_fedlaw_has_learned() -> None:
         m, v = 0.9 * m + 0.1 * delta, 0.99 * v + 0.01 * delta**2
         z = z + 0.1 * m / (np.sqrt(v) + 1e-3)
         np.testing.assert_allclose(LAYOUT.floats(rule.model)[:D], z, rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(LAYOUT.floats(rule.model)[D:], np.array(lambdas) @ floats_K[:, D:], rtol=1e-5)
-        far = {child: float(np.linalg.norm(floats_K[k, :D] - z)) for k, child in enumerate(CHILDREN)}
+        np.testing.assert_allclose(
+            LAYOUT.floats(rule.model)[D:], np.array(lambdas) @ floats_K[:, D:], rtol=1e-5
+        )
+        far = {
+            child: float(np.linalg.norm(floats_K[k, :D] - z)) for k, child in enumerate(CHILDREN)
+        }
         assert outcome.distances == pytest.approx(far, rel=1e-5)
         assert outcome.facts["lambdas"] == dict(zip(CHILDREN, lambdas, strict=True))
 
@@ -179,7 +212,9 @@ def round_of(node: NodeSamples, count: int) -> RoundModels:
     for _ in range(count + 2):
         row = np.zeros(layout.row_bytes, np.uint8)
         layout.floats(row)[:] = 0.7 * draw.normal(size=layout.columns)
-        layout.floats(row)[layout.parameters :] = 1 + 0.5 * draw.random(layout.columns - layout.parameters)
+        layout.floats(row)[layout.parameters :] = 1 + 0.5 * draw.random(
+            layout.columns - layout.parameters
+        )
         rows.append(row)
     mean, received, *uploads = rows
     layout.floats(mean)[:] = np.mean([layout.floats(row) for row in uploads], axis=0)
@@ -203,8 +238,12 @@ def order(node: Toy, size: int) -> list[Tensor]:
     return [places for _ in range(10) for places in next(passes)]
 
 
-def assert_close(node: NodeSamples, row: Row, module: nn.Module, start: Row, *, atol: float = 2e-6) -> None:
-    """Compare parameters with a module's; buffers and counters must be those of the start, bit for bit."""
+def assert_close(
+    node: NodeSamples, row: Row, module: nn.Module, start: Row, *, atol: float = 2e-6
+) -> None:
+    """Compare parameters with a module's; buffers and counters must be those of the start, bit for
+    bit.
+    """
     found, begun = state(node, row), state(node, start)
     for name, tensor in module.state_dict().items():
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=atol)
@@ -214,7 +253,10 @@ def assert_close(node: NodeSamples, row: Row, module: nn.Module, start: Row, *, 
 
 def test_feddf_is_torchs_adam_and_cosine_on_the_divergence() -> None:
     node = toy()
-    these, settings = round_of(node, 3), FedDF(steps=15, batch_size=8, learning_rate=0.01, clip_norm=0.1)
+    these, settings = (
+        round_of(node, 3),
+        FedDF(steps=15, batch_size=8, learning_rate=0.01, clip_norm=0.1),
+    )
     start = these.mean.copy()
     inputs = node.inputs
     with torch.no_grad():
@@ -246,13 +288,18 @@ def test_feddf_stops_without_gain_and_keeps_the_best_student() -> None:
     start = these.mean.copy()
     facts = distil(node, FedDF(steps=5000, patience=100, learning_rate=50.0, clip_norm=1e6), these)
     assert facts["steps"] == 100 and facts["kept_step"] == 0  # such steps lead nowhere
-    assert facts["divergence_after"] == facts["divergence_before"] and np.array_equal(these.mean, start)
+    assert facts["divergence_after"] == facts["divergence_before"] and np.array_equal(
+        these.mean, start
+    )
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "dirichlet"])
 def test_fedbe_is_torchs_sgd_on_the_sharpened_ensemble(kind: Any) -> None:
     node = toy()
-    these, settings = round_of(node, 3), FedBE(teachers=kind, samples=4, epochs=5, batch_size=8, learning_rate=0.05)
+    these, settings = (
+        round_of(node, 3),
+        FedBE(teachers=kind, samples=4, epochs=5, batch_size=8, learning_rate=0.05),
+    )
     start, inputs, layout = these.mean.copy(), node.inputs, node.layout
     draw, rows = node.chance(5, "teachers"), [start]
     V = np.stack([layout.floats(row).astype(np.float64) for row in these.uploads])
@@ -273,13 +320,16 @@ def test_fedbe_is_torchs_sgd_on_the_sharpened_ensemble(kind: Any) -> None:
                     layout.floats(row)[part] = z[part] + norms.mean() * sampled
         rows.append(row)
     with torch.no_grad():
-        all_of_them = [functional.softmax(module_with(node, row)(inputs), 1) for row in (*rows, *these.uploads)]
+        all_of_them = [
+            functional.softmax(module_with(node, row)(inputs), 1) for row in (*rows, *these.uploads)
+        ]
         squares = (sum(all_of_them, torch.zeros(())) / 8) ** 2
         target = squares / squares.sum(1, keepdim=True)
     student = module_with(node, start)
     optimiser = torch.optim.SGD(student.parameters(), 0.05, momentum=0.9)
     ends = []
-    for step, places in enumerate(order(node, 8)[:15], 1):  # 20 samples: three batches in each of five epochs
+    # 20 samples: three batches in each of five epochs
+    for step, places in enumerate(order(node, 8)[:15], 1):
         optimiser.zero_grad()
         found = functional.softmax(student(inputs[places]), dim=1)
         (target[places] * (target[places] / found).log()).sum(1).mean().backward()
@@ -301,9 +351,13 @@ def test_an_upload_that_did_not_move_has_no_direction() -> None:
     these.uploads[0][:] = these.received
     centres, scales = moments(node, these)
     assert np.isfinite(centres).all() and np.isfinite(scales).all()
-    still = RoundModels(5, these.layout, these.mean, these.received, [these.received] * 2, these.weights_K)
+    still = RoundModels(
+        5, these.layout, these.mean, these.received, [these.received] * 2, these.weights_K
+    )
     centres, scales = moments(node, still)
-    np.testing.assert_array_equal(centres, node.layout.floats(these.received)[: node.layout.parameters])
+    np.testing.assert_array_equal(
+        centres, node.layout.floats(these.received)[: node.layout.parameters]
+    )
     assert not scales.any()
 
 
@@ -311,14 +365,17 @@ def test_sharpening_at_1_leaves_probabilities() -> None:
     probabilities = torch.tensor([[0.2, 0.8], [0.5, 0.5]])
     torch.testing.assert_close(sharpened(probabilities, 1.0), probabilities)
     torch.testing.assert_close(
-        sharpened(probabilities, 0.5), torch.tensor([[0.04, 0.64], [0.5, 0.5]]) / torch.tensor([[0.68], [1.0]])
+        sharpened(probabilities, 0.5),
+        torch.tensor([[0.04, 0.64], [0.5, 0.5]]) / torch.tensor([[0.68], [1.0]]),
     )
 
 
 def test_fedlaw_is_torchs_adam_on_gamma_and_lambda() -> None:
     node = toy()
     these = round_of(node, 3)
-    these = RoundModels(5, these.layout, these.mean, these.received, these.uploads, np.array([0.5, 0.3, 0.2]))
+    these = RoundModels(
+        5, these.layout, these.mean, these.received, these.uploads, np.array([0.5, 0.3, 0.2])
+    )
     inputs, states = node.inputs, [state(node, row) for row in these.uploads]
     x = torch.tensor([log(0.5), log(0.3), log(0.2), 0.0], dtype=torch.float64, requires_grad=True)
     optimiser = torch.optim.Adam([x], 0.05, betas=(0.5, 0.999))
@@ -351,7 +408,9 @@ def test_fedlaw_is_torchs_adam_on_gamma_and_lambda() -> None:
 
 
 def test_fedlaw_finds_the_gamma_and_the_lambda_that_are_known() -> None:
-    """Two features, each known to one upload: their best margins are ln 3 and ln 7, of 3 in 4 and 7 in 8 samples."""
+    """Two features, each known to one upload: their best margins are ln 3 and ln 7, of 3 in 4 and 7
+    in 8 samples.
+    """
     inputs = torch.eye(2).repeat_interleave(8, dim=0)
     labels = torch.tensor([1, 1, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1, 1, 1, 1, 0])
     node = Toy(nn.Linear(2, 2, bias=False), inputs, labels)
@@ -371,9 +430,15 @@ def test_fedlaw_leaves_a_child_without_samples_out() -> None:
     facts = learn_weights(
         node,
         FedLAW(epochs=3),
-        RoundModels(5, these.layout, these.mean, these.received, these.uploads, np.array([0.5, 0.0, 0.5])),
+        RoundModels(
+            5, these.layout, these.mean, these.received, these.uploads, np.array([0.5, 0.0, 0.5])
+        ),
     )
-    assert facts["lambdas"][1] == 0 and np.isfinite(facts["lambdas"]).all() and np.isfinite(facts["loss_after"])
+    assert (
+        facts["lambdas"][1] == 0
+        and np.isfinite(facts["lambdas"]).all()
+        and np.isfinite(facts["loss_after"])
+    )
 
 
 # Labs
@@ -381,10 +446,13 @@ def test_fedlaw_leaves_a_child_without_samples_out() -> None:
 
 def lab(name: str, tier: str = "institution", **keys: Any) -> dict[str, Any]:
     return {
-        "rounds": 2, "topology": {"institutions": 2, "devices": 4}, "model": {"name": "mlp_digits"},
+        "rounds": 2,
+        "topology": {"institutions": 2, "devices": 4},
+        "model": {"name": "mlp_digits"},
         "data": {"node_samples": 40, "partition": "dirichlet", "concentration": 0.1},
-        "training": {"batch_size": 50, "learning_rate": 0.05}, tier: {"aggregation": {"name": name, **keys}},
-    }  # fmt: skip
+        "training": {"batch_size": 50, "learning_rate": 0.05},
+        tier: {"aggregation": {"name": name, **keys}},
+    }
 
 
 def plans(folder: Path, node: str) -> list[dict[str, Any]]:
@@ -394,7 +462,10 @@ def plans(folder: Path, node: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("name", "tier"),
-    slow([("feddf", "cloud"), ("fedbe", "institution"), ("fedlaw", "institution")], but=[("fedbe", "institution")]),
+    slow(
+        [("feddf", "cloud"), ("fedbe", "institution"), ("fedlaw", "institution")],
+        but=[("fedbe", "institution")],
+    ),
 )
 def test_a_labs_plans_report_what_the_refinement_did(name: str, tier: str, tmp_path: Path) -> None:
     tree = lab(name, tier, **({"steps": 60} if name == "feddf" else {}))
@@ -409,7 +480,11 @@ def test_a_labs_plans_report_what_the_refinement_did(name: str, tier: str, tmp_p
             assert sum(plan["lambdas"].values()) == pytest.approx(1) and plan["gamma"] > 0
     assert tensors(run_direct(tmp_path / "two", tree)) == tensors(folder)
     null = run_direct(tmp_path / "null", lab(name, tier, **NULL[name]))
-    assert tensors(null) == tensors(run_direct(tmp_path / "plain", lab("fedavg", tier))) != tensors(folder)
+    assert (
+        tensors(null)
+        == tensors(run_direct(tmp_path / "plain", lab("fedavg", tier)))
+        != tensors(folder)
+    )
 
 
 @pytest.mark.parametrize(("name", "batches"), [("feddf", 60), ("fedbe", 0), ("fedlaw", 0)])
@@ -417,18 +492,29 @@ def test_each_batch_of_a_refinement_is_progress(name: str, batches: int) -> None
     experiment = parse(lab(name, **({"steps": batches} if batches else {})))
     counts: list[int] = []
     refiner = NodeRefiner(
-        experiment, "institution-0", partition=split_of(experiment).digest, watch=lambda: counts.append(refiner.moves)
+        experiment,
+        "institution-0",
+        partition=split_of(experiment).digest,
+        watch=lambda: counts.append(refiner.moves),
     )
     assert refiner.layout is not None
     rows = [refiner.layout.empty() for _ in range(4)]
     for seed, row in enumerate(rows):
-        refiner.layout.floats(row)[:] = np.random.default_rng(seed).normal(0, 0.1, refiner.layout.columns)
-    facts = refiner.refine(RoundModels(0, refiner.layout, rows[0], rows[1], rows[2:], np.full(2, 0.5)))
+        refiner.layout.floats(row)[:] = np.random.default_rng(seed).normal(
+            0, 0.1, refiner.layout.columns
+        )
+    facts = refiner.refine(
+        RoundModels(0, refiner.layout, rows[0], rows[1], rows[2:], np.full(2, 0.5))
+    )
     assert counts == list(range(1, refiner.moves + 1)) and len(counts) > facts["steps"] > 0
 
 
 def test_another_split_than_the_clouds_is_refused() -> None:
     experiment = parse(lab("feddf"))
-    with pytest.raises(Exception, match=r"institution-0 splits the data differently than the cloud: digest"):
+    with pytest.raises(
+        Exception, match=r"institution-0 splits the data differently than the cloud: digest"
+    ):
         NodeRefiner(experiment, "institution-0", partition="other")
-    assert NodeRefiner(experiment, "institution-0", partition=split_of(experiment).digest).moves == 0
+    assert (
+        NodeRefiner(experiment, "institution-0", partition=split_of(experiment).digest).moves == 0
+    )

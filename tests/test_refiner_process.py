@@ -1,4 +1,6 @@
-"""A node's refiner in a process of its own: the same bits as in this one, its end, and a node without torch."""
+"""A node's refiner in a process of its own: the same bits as in this one, its end, and a node
+without torch.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ async def check_same_bits(rule: dict[str, Any], refiner: RefinerProcess, here: N
 
 
 def with_both(
-    rule: dict[str, Any], work: Callable[[RefinerProcess, NodeRefiner], Coroutine[Any, Any, None]], **transfer: Any
+    rule: dict[str, Any],
+    work: Callable[[RefinerProcess, NodeRefiner], Coroutine[Any, Any, None]],
+    **transfer: Any,
 ) -> None:
     """Do something with a refiner's process and one of this process."""
     lab = experiment(rule, **transfer)
@@ -84,7 +88,9 @@ def with_both(
     asyncio.run(play())
 
 
-def test_a_process_gives_the_same_bits_and_is_replaced_if_it_is_killed(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_process_gives_the_same_bits_and_is_replaced_if_it_is_killed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     rule = {"name": "feddf", "steps": 30}
 
     async def work(refiner: RefinerProcess, here: NodeRefiner) -> None:
@@ -95,13 +101,17 @@ def test_a_process_gives_the_same_bits_and_is_replaced_if_it_is_killed(caplog: p
         process.kill()
         await check_same_bits(rule, refiner, here)
         assert not process.is_running()
-        assert caplog.messages == [f"{NODE}'s refiner process was killed by SIGKILL: it is started again"]
+        assert caplog.messages == [
+            f"{NODE}'s refiner process was killed by SIGKILL: it is started again"
+        ]
 
     with_both(rule, work)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", [{"name": "fedbe"}, {"name": "fedbe", "teachers": "dirichlet"}, {"name": "fedlaw"}])
+@pytest.mark.parametrize(
+    "rule", [{"name": "fedbe"}, {"name": "fedbe", "teachers": "dirichlet"}, {"name": "fedlaw"}]
+)
 def test_a_process_gives_the_same_bits(rule: dict[str, Any]) -> None:
     with_both(rule, partial(check_same_bits, rule))
 
@@ -125,7 +135,9 @@ def test_a_cancelled_call_ends_at_once_and_the_next_one_has_another_process() ->
         with pytest.raises(RunFailed, match="was cancelled"):
             await offload(lambda: refiner.refine(round_of(LAYOUT)))
         refiner._experiment = experiment({"name": "feddf", "steps": 50})
-        assert (await run_refining(lambda: refiner.refine(round_of(LAYOUT)), refiner))["steps"] == 50
+        assert (await run_refining(lambda: refiner.refine(round_of(LAYOUT)), refiner))[
+            "steps"
+        ] == 50
 
     with_both({"name": "feddf", "steps": 1_000_000, "patience": 1_000_000}, work)
 
@@ -170,19 +182,27 @@ def test_cancelling_a_round_cancels_its_refinement() -> None:
 
     refiner = asyncio.run(play())
     assert refiner.calls == ["allow", "work", "cancel"]
-    assert asyncio.run(run_refining(refiner.work, refiner)) == 5 and "cancel" not in refiner.calls[3:]
+    assert (
+        asyncio.run(run_refining(refiner.work, refiner)) == 5 and "cancel" not in refiner.calls[3:]
+    )
 
 
 @pytest.fixture
 def without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), str(Path(__file__).parents[1]))))
+    (tmp_path / "torch.py").write_text(
+        "raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n"
+    )
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join((str(tmp_path), str(Path(__file__).parents[1])))
+    )
 
 
 @pytest.mark.usefixtures("without_torch")
 def test_a_node_without_torch_is_an_invalid_experiment() -> None:
     async def play() -> None:
-        await RefinerProcess(experiment({"name": "fedlaw"}), NODE, partition="").prepare(LAYOUT, nothing)
+        await RefinerProcess(experiment({"name": "fedlaw"}), NODE, partition="").prepare(
+            LAYOUT, nothing
+        )
 
     with pytest.raises(InvalidExperiment) as refused:
         asyncio.run(play())
@@ -195,14 +215,22 @@ def test_a_node_without_torch_is_an_invalid_experiment() -> None:
 # Labs of processes
 
 LAB: Final = (
-    "topology.institutions=2", "topology.devices=4", "rounds=2", "institution.rounds=2", "model.name='mlp_digits'",
-    "training.batch_size=50", "training.learning_rate=0.05", "data.node_samples=40",
-)  # fmt: skip
+    "topology.institutions=2",
+    "topology.devices=4",
+    "rounds=2",
+    "institution.rounds=2",
+    "model.name='mlp_digits'",
+    "training.batch_size=50",
+    "training.learning_rate=0.05",
+    "data.node_samples=40",
+)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("cloud", "institution"), [("fedlaw", "feddf"), ("feddf", "fedbe")])
-def test_a_lab_of_processes_gives_the_model_of_one_process(cloud: str, institution: str, tmp_path: Path) -> None:
+def test_a_lab_of_processes_gives_the_model_of_one_process(
+    cloud: str, institution: str, tmp_path: Path
+) -> None:
     rules = (f"cloud.aggregation.name={cloud!r}", f"institution.aggregation.name={institution!r}")
     direct = run_lab(DEMO, tmp_path / "direct", *LAB, *rules, flags=["--direct"])
     real = run_lab(DEMO, tmp_path / "real", *LAB, *rules)
@@ -214,8 +242,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_lab(DEMO, tmp_path_factory.mktemp("runs"), *DISTURBED)
 
 
-DISTURBED: Final = (*LAB, "rounds=3", "transfer.idle_s=20", "cloud.aggregation={ name = 'feddf', steps = 100 }")
-SAME: Final = ("global_round", "accuracy", "loss", "train_loss", "sgd_steps", "missing")  # in each run, bit for bit
+DISTURBED: Final = (
+    *LAB,
+    "rounds=3",
+    "transfer.idle_s=20",
+    "cloud.aggregation={ name = 'feddf', steps = 100 }",
+)
+# in each run, bit for bit
+SAME: Final = ("global_round", "accuracy", "loss", "train_loss", "sgd_steps", "missing")
 
 
 @pytest.mark.slow
@@ -247,7 +281,8 @@ def test_a_lab_whose_evaluator_and_refiner_are_killed_or_stopped_ends_undisturbe
     for name in ("the evaluator process", "cloud's refiner process"):
         assert log.count(f"{name} {how}: it is started again") == 1, log
     rows, wanted = (
-        [{key: row[key] for key in SAME} for row in table(each / "rounds.csv")] for each in (folder, undisturbed)
+        [{key: row[key] for key in SAME} for row in table(each / "rounds.csv")]
+        for each in (folder, undisturbed)
     )
     assert rows == wanted and len(rows) == 3
     assert tensors(folder) == tensors(undisturbed)

@@ -1,4 +1,6 @@
-"""Brokers that refuse what a node asks for: it finds out what they lack, and works without it where it can."""
+"""Brokers that refuse what a node asks for: it finds out what they lack, and works without it where
+it can.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,15 @@ from fedstrata.deploy.brokers.guard import Guard
 from tests.helpers.nodes import child_of, living, together
 from tests.helpers.sites import SimulatedSite, until, virtual
 from tests.simulation.interference import InboxOf
-from tests.test_connection import SUBSCRIBE, FakeBroker, acknowledge, client_id, logged, running, scenario
+from tests.test_connection import (
+    SUBSCRIBE,
+    FakeBroker,
+    acknowledge,
+    client_id,
+    logged,
+    running,
+    scenario,
+)
 
 OK = b"\x20\x02\x00\x00"
 WILL, QOS1, RETAIN = 4, 8, 32  # flags of a CONNECT
@@ -37,7 +47,9 @@ def code(number: int) -> bytes:
 
 
 def refusing(answer: bytes | None, flags: int = 0) -> Connack:
-    """Return a broker's answer to a CONNECT: this one if it has all these flags, else that it may connect."""
+    """Return a broker's answer to a CONNECT: this one if it has all these flags, else that it may
+    connect.
+    """
     return lambda body: answer if body[7] & flags == flags else OK
 
 
@@ -53,7 +65,9 @@ def node(address: BrokerAddress, *, reads: str = "a") -> BrokerConnection:
         connection.publish(STATE, b"ready", qos=1, retain=True)
 
     handlers = Handlers(lambda *_: None, subscribe)
-    connection = BrokerConnection(address, handlers, client_id=ID, keepalive_s=30, will=(STATE, b"lost"))
+    connection = BrokerConnection(
+        address, handlers, client_id=ID, keepalive_s=30, will=(STATE, b"lost")
+    )
     return connection
 
 
@@ -93,7 +107,9 @@ async def test_what_a_broker_lacks_that_refuses_to_connect_is_named(
             await running_it
     text = str(failed.value)
     if lack is Lack.LOGIN:
-        assert "the broker refuses the login: " in text and text.endswith("Are the login and its files right?")
+        assert "the broker refuses the login: " in text and text.endswith(
+            "Are the login and its files right?"
+        )
     else:
         assert text == f"broker {fake.address}: {lack.value}."
     assert "Is it running there" not in text
@@ -145,13 +161,17 @@ async def test_a_subscription_at_which_a_broker_closes_is_named() -> None:
 
 
 @virtual
-async def test_a_subscription_that_is_refused_is_named(site: SimulatedSite, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_subscription_that_is_refused_is_named(
+    site: SimulatedSite, caplog: pytest.LogCaptureFixture
+) -> None:
     site.broker.refused = InboxOf("device-0")
     async with together(living(site, child_of(site, "device-0"))):
         await until(lambda: bool(caplog.messages))
     (line,) = caplog.messages
     assert line.startswith("device-0: broker broker:1883 refuses the subscription to fs1/")
-    assert line.endswith("/device-0/inbox/institution-0: nothing from there arrives. Let this login read it.")
+    assert line.endswith(
+        "/device-0/inbox/institution-0: nothing from there arrives. Let this login read it."
+    )
 
 
 def test_nothing_is_concluded_from_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,11 +206,15 @@ MOSQUITTO = [
 
 
 @pytest.mark.parametrize(("settings", "lack"), MOSQUITTO)
-def test_what_a_mosquitto_lacks(settings: dict[str, str | int], lack: Lack | None, tmp_path: Path) -> None:
+def test_what_a_mosquitto_lacks(
+    settings: dict[str, str | int], lack: Lack | None, tmp_path: Path
+) -> None:
     if broker.choose() != "mosquitto":
         pytest.skip("mosquitto is not installed")
     guard = Guard(login=("me", "secret"))
-    with broker.start(directory=tmp_path, kind="mosquitto", guard=guard, settings=settings) as served:
+    with broker.start(
+        directory=tmp_path, kind="mosquitto", guard=guard, settings=settings
+    ) as served:
         where = BrokerAddress(served.host, served.port, "me", "secret")
         assert find_lack(where, Asked(ID, 30, Will(STATE), "a")) is lack
 

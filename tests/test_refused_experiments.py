@@ -1,4 +1,6 @@
-"""What an experiment may not say: refused with key, value, what is wrong and what to do, in TOML and in JSON."""
+"""What an experiment may not say: refused with key, value, what is wrong and what to do, in TOML
+and in JSON.
+"""
 
 from __future__ import annotations
 
@@ -180,6 +182,8 @@ def test_it_is_refused_with_its_key_and_value_and_a_remedy(case: str) -> None:
         with pytest.raises(InvalidExperiment) as caught:
             parse(form)
         text = str(caught.value)
-        assert text.startswith(start) and re.search(".*".join(map(re.escape, ["", *parts])), text[len(start) :]), text
+        assert text.startswith(start) and re.search(
+            ".*".join(map(re.escape, ["", *parts])), text[len(start) :]
+        ), text
         assert caught.value.exit_code == 4 and caught.value.parts[0] == start.partition(" =")[0]
         assert not re.search(r"Input|Correct the value|\^", text)

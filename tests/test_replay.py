@@ -22,7 +22,13 @@ TINY: Final[dict[str, Any]] = {
     "seed": 3,
     "rounds": 3,
     "topology": {"institutions": 3, "devices": 9},
-    "data": {"dataset": "synthetic", "classes": 3, "image_shape": [1, 8, 8], "samples": 180, "test_samples": 20},
+    "data": {
+        "dataset": "synthetic",
+        "classes": 3,
+        "image_shape": [1, 8, 8],
+        "samples": 180,
+        "test_samples": 20,
+    },
     "model": {"name": "mlp_digits"},
     "training": {"batch_size": 2000, "learning_rate": 0.2},
     "cloud": {"closing": {"rule": "quorum", "quorum": 1, "deadline_s": 60}},
@@ -43,7 +49,10 @@ def plans(path: Path) -> list[Plan]:
 def decisions(path: Path) -> dict[tuple[str, int], Plan]:
     """Return what the plans record of each round, the last time that it was played."""
     names = ("taking_part", "without", "unreported")
-    return {(one["node"], one["node_round"]): {name: one[name] for name in names if name in one} for one in plans(path)}
+    return {
+        (one["node"], one["node_round"]): {name: one[name] for name in names if name in one}
+        for one in plans(path)
+    }
 
 
 def change(path: Path, edit: Callable[[Plan], Plan | None]) -> None:
@@ -86,18 +95,25 @@ def test_a_replay_takes_part_and_leaves_out_as_recorded(rule: str, tmp_path: Pat
 
 
 def test_a_device_that_is_left_out_leaves_no_trace(tmp_path: Path) -> None:
-    """Without one of two devices in each round the run is that of the other device alone, but for the samples."""
+    """Without one of two devices in each round the run is that of the other device alone, but for
+    the samples.
+    """
     tree = {**TINY, "rounds": 2, "topology": {"institutions": 1, "devices": 2}}
     tree["institution"] = {"closing": {"rule": "quorum", "quorum": 1, "deadline_s": 60}}
     both = run_direct(tmp_path, tree)
-    change(both, lambda event: event if event["node"] == "cloud" else event | {"without": ["device-1"]})
+    change(
+        both, lambda event: event if event["node"] == "cloud" else event | {"without": ["device-1"]}
+    )
     alone = replay(both)
     trained = [row["node"] for row in table(alone / "devices.csv") if int(row["local_rounds"])]
     assert trained == ["cloud/institution-0/device-0"] * 2
     weights = [one["weights"] for one in plans(alone) if one["node"] == "institution-0"]
     assert weights == [{"device-0": 1.0}] * 2
     done = invoke("replay", both, "--runs", tmp_path / "again")
-    assert done.exit_code == 1 and "another model: its values differ by up to 0." in done.stdout.splitlines()[-1]
+    assert (
+        done.exit_code == 1
+        and "another model: its values differ by up to 0." in done.stdout.splitlines()[-1]
+    )
 
 
 def test_a_selection_by_durations_is_replayed(tmp_path: Path) -> None:
@@ -108,7 +124,9 @@ def test_a_selection_by_durations_is_replayed(tmp_path: Path) -> None:
 
 
 def test_a_simulated_lab_records_whose_result_came_too_late() -> None:
-    """A device that trains for long is left out by the quorum, and its samples are known all the same."""
+    """A device that trains for long is left out by the quorum, and its samples are known all the
+    same.
+    """
     tree = TINY | {"links": {"check": "off"}, "topology": {"institutions": 2, "devices": 6}}
     tree["institution"] = {"rounds": 2, "closing": {"rule": "quorum", "quorum": 2, "deadline_s": 5}}
     tree["hardware"] = {"of": {"device-2": {"overhead_s": 40.0}}}
@@ -132,13 +150,20 @@ def leave_out_the_first_used(event: Plan) -> Plan:
 @pytest.mark.slow
 def test_a_lab_of_processes_with_quorums_and_a_slow_device_is_replayed(tmp_path: Path) -> None:
     recorded = run_lab(
-        DEMO, tmp_path, "rounds=4", "topology.devices=9", "training.batch_size=100",
+        DEMO,
+        tmp_path,
+        "rounds=4",
+        "topology.devices=9",
+        "training.batch_size=100",
         'institution={rounds=2, closing={rule="quorum", quorum=2, deadline_s=0.3}}',
-        'cloud={closing={rule="quorum", quorum=1, deadline_s=0.1}}', 'hardware.of={device-1="raspberry-pi-4"}',
-    )  # fmt: skip
+        'cloud={closing={rule="quorum", quorum=1, deadline_s=0.1}}',
+        'hardware.of={device-1="raspberry-pi-4"}',
+    )
     assert any("without" in found for found in decisions(recorded).values())
     done = fedstrata("replay", recorded, "--runs", tmp_path)
-    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "the same model, bit for bit"), done.stderr
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "the same model, bit for bit"), (
+        done.stderr
+    )
     change(recorded, leave_out_the_first_used)
     done = fedstrata("replay", recorded, "--runs", tmp_path, "--format", "json")
     last = json.loads(done.stdout.splitlines()[-1])
@@ -148,8 +173,12 @@ def test_a_lab_of_processes_with_quorums_and_a_slow_device_is_replayed(tmp_path:
 def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
     path = run_direct(tmp_path, TINY | {"rounds": 1})
     change(path, lambda event: None if event["node"] == "institution-1" else event)
-    with pytest.raises(InvalidExperiment, match=r"it has no plan of institution-1's round 0.*cannot be replayed"):
+    with pytest.raises(
+        InvalidExperiment, match=r"it has no plan of institution-1's round 0.*cannot be replayed"
+    ):
         replay(path)
-    (path / "events.jsonl").write_text((path / "events.jsonl").read_text().replace('"finished"', '"failed"'))
+    (path / "events.jsonl").write_text(
+        (path / "events.jsonl").read_text().replace('"finished"', '"failed"')
+    )
     done = invoke("replay", path, "--runs", tmp_path)
     assert done.exit_code == 4 and "not finished. Resume it first." in done.stderr

@@ -1,4 +1,6 @@
-"""The report: what it reports is what the files say, nothing in it runs or asks a network, and it can be read."""
+"""The report: what it reports is what the files say, nothing in it runs or asks a network, and it
+can be read.
+"""
 
 from __future__ import annotations
 
@@ -46,17 +48,25 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Return the folders of four tiny runs without a network: two seeds, with fixed epochs and under Tempo."""
+    """Return the folders of four tiny runs without a network: two seeds, with fixed epochs and
+    under Tempo.
+    """
     root = tmp_path_factory.mktemp("runs")
     paths = []
     for control in ("fixed", "tempo"):
         for seed in (1, 2):
-            paths.append(run_direct(root, {**LAB, "seed": seed, "cloud": {"epoch_control": {"name": control}}}))
+            paths.append(
+                run_direct(
+                    root, {**LAB, "seed": seed, "cloud": {"epoch_control": {"name": control}}}
+                )
+            )
     return paths
 
 
 class Tree:
-    """A page, parsed as XML, so that all tags are closed in order: its text, its elements, its tables by caption."""
+    """A page, parsed as XML, so that all tags are closed in order: its text, its elements, its
+    tables by caption.
+    """
 
     def __init__(self, page: str) -> None:
         root = ElementTree.fromstring(re.sub("(<meta [^>]*)>", r"\1/>", page.partition("\n")[2]))
@@ -64,7 +74,9 @@ class Tree:
         self.seen = {element.tag for element in root.iter()}
         self.attributes = [pair for element in root.iter() for pair in element.attrib.items()]
         self.tables = {
-            "".join(caption.itertext()): [["".join(cell.itertext()) for cell in row] for row in table.iter("tr")]
+            "".join(caption.itertext()): [
+                ["".join(cell.itertext()) for cell in row] for row in table.iter("tr")
+            ]
             for table in root.iter("table")
             for caption in table.iter("caption")
         }
@@ -80,15 +92,25 @@ def test_bytes_in_the_report_are_those_of_the_files(played: list[Path]) -> None:
     tree = Tree(compose([run]).html())
     wanted = table(run.path / "links.csv")
     heads, *rows = tree.tables["Bytes of each link"]
-    assert heads[:6] == ["tier", "from", "to", "kind", "payload", "MQTT"] and len(rows) == len(wanted)
+    assert heads[:6] == ["tier", "from", "to", "kind", "payload", "MQTT"] and len(rows) == len(
+        wanted
+    )
     for row, line in zip(rows, wanted, strict=True):
         assert row[:4] == [line["tier"], line["from"], line["to"], line["kind"]]
-        for cell, name in zip(row[4:7], ("payload_bytes", "message_bytes", "wire_bytes"), strict=True):
+        for cell, name in zip(
+            row[4:7], ("payload_bytes", "message_bytes", "wire_bytes"), strict=True
+        ):
             assert cell.replace(THIN, "") == (line[name] or "-")
-    tiers = {(row[0].lower(), row[1]): row for row in tree.tables["Bytes by tier and direction"][1:]}
+    tiers = {
+        (row[0].lower(), row[1]): row for row in tree.tables["Bytes by tier and direction"][1:]
+    }
     for (tier, way), row in tiers.items():
         parents = {"cloud"} if tier == "wan" else set(run.experiment.tree.aggregators)
-        mine = [x for x in wanted if (x["tier"], x["kind"], x["from"] in parents) == (tier, "all", way == "down")]
+        mine = [
+            x
+            for x in wanted
+            if (x["tier"], x["kind"], x["from"] in parents) == (tier, "all", way == "down")
+        ]
         assert number(row[2]) == sum(int(x["payload_bytes"]) for x in mine) > 0
         assert number(row[3]) == sum(int(x["message_bytes"]) for x in mine)
         assert number(row[3]) == run.totals[f"{tier}_{way}_bytes"]  # rounds.csv counts the same
@@ -108,7 +130,9 @@ def test_phases_add_up_to_the_global_rounds(played: list[Path]) -> None:
             assert row.seconds == pytest.approx(passed, rel=0.01)
         rows = {row[0]: row for row in Tree(compose([run]).html()).tables["Seconds by phase"][1:]}
         total = number(rows["sum of the phases"][1])
-        assert total == pytest.approx(sum(number(rows[phase][1]) for phase in GLOBAL_PHASES), abs=0.004)
+        assert total == pytest.approx(
+            sum(number(rows[phase][1]) for phase in GLOBAL_PHASES), abs=0.004
+        )
         assert total == pytest.approx(number(rows["elapsed"][1]), rel=0.01)
 
 
@@ -130,7 +154,8 @@ def test_nothing_is_asked_of_a_network_and_nothing_runs(played: list[Path]) -> N
 
 def hostile(path: Path) -> Path:
     with (path / "events.jsonl").open("a") as file:
-        for name, facts in (("refused", {"node": HOSTILE, "reason": "\ud800"}), (HOSTILE, {HOSTILE: [HOSTILE]}),
+        for name, facts in (("refused", {"node": HOSTILE, "reason": "\ud800"}), (HOSTILE,
+        {HOSTILE: [HOSTILE]}),
                             ("plan", {"node": HOSTILE, HOSTILE: {HOSTILE: 1.0}, "global_round": 1})):  # fmt: skip
             file.write(json.dumps({"time": HOSTILE, "event": name, **facts}) + "\n")
     manifest = json.loads((path / "manifest.json").read_text())
@@ -144,13 +169,19 @@ def hostile(path: Path) -> Path:
 
 def test_what_files_say_is_text_never_markup(tmp_path: Path, make_run: MakeRun) -> None:
     path = hostile(make_run(tmp_path, LAB, last=""))
-    (path / "experiment.toml").write_text(f"{(path / 'experiment.toml').read_text()}# {HOSTILE}\n".replace("\x00", ""))
+    (path / "experiment.toml").write_text(
+        f"{(path / 'experiment.toml').read_text()}# {HOSTILE}\n".replace("\x00", "")
+    )
     done = invoke("report", path, "--figures", tmp_path / "figures", "--figure-formats", "svg")
     assert done.exit_code == 0, done.output
     text = (path / "report.html").read_text(encoding="utf-8")
     tree = Tree(text)
     assert not {"script", "img"} & tree.seen and "<script" not in text and "alert(1)" in tree.words
-    assert "\x00" not in text and "\u202e" not in text and not any(name.startswith("on") for name, _ in tree.attributes)
+    assert (
+        "\x00" not in text
+        and "\u202e" not in text
+        and not any(name.startswith("on") for name, _ in tree.attributes)
+    )
     for file in (tmp_path / "figures").glob("*.svg"):
         ElementTree.fromstring(file.read_text(encoding="utf-8"))
 
@@ -158,7 +189,9 @@ def test_what_files_say_is_text_never_markup(tmp_path: Path, make_run: MakeRun) 
 @given(words=st.text())
 def test_any_text_is_safe_in_html_and_xml(words: str) -> None:
     table = Table("t", words, [Column(words, text=True)], [[words]])
-    text = Page(words, blocks=[("paragraph", words), ("table", ShownTable(table, folded=False, short={}))]).html()
+    text = Page(
+        words, blocks=[("paragraph", words), ("table", ShownTable(table, folded=False, short={}))]
+    ).html()
     element = Tree(text)
     assert clean(words) in element.words and "\x00" not in text and element.seen < TAGS
     text.encode()
@@ -174,16 +207,25 @@ def test_a_run_under_way_or_killed_learns_it_far(tmp_path: Path, make_run: MakeR
     del folder
     failed = make_run(tmp_path, LAB, accuracies=(), last="failed")
     tree = Tree(compose([Run(failed)]).html())
-    assert "failed: so 0 of 3 global rounds are done" in tree.words and "Seconds by phase" not in tree.tables
+    assert (
+        "failed: so 0 of 3 global rounds are done" in tree.words
+        and "Seconds by phase" not in tree.tables
+    )
     both = Tree(compose([Run(killed), Run(failed)]).html())
-    assert [row[2] for row in both.tables["The runs, bytes as MQTT packets"][1:]] == ["interrupted", "failed"]
+    assert [row[2] for row in both.tables["The runs, bytes as MQTT packets"][1:]] == [
+        "interrupted",
+        "failed",
+    ]
 
 
 @pytest.mark.usefixtures("undrawn")
 def test_predictions_stand_beside_what_was_measured(played: list[Path], tmp_path: Path) -> None:
     path = tmp_path / "run"
     shutil.copytree(played[0], path)
-    reported = {"seconds": {"train": 2.0, "wait": 0.5}, "bytes": {f"cloud institution-{i}": 5000 for i in range(2)}}
+    reported = {
+        "seconds": {"train": 2.0, "wait": 0.5},
+        "bytes": {f"cloud institution-{i}": 5000 for i in range(2)},
+    }
     (path / "prediction.json").write_text(json.dumps(reported))
     tree = Tree(compose([Run(path)]).html())
     rows = {row[0]: row[-1] for row in tree.tables["Seconds by phase"]}
@@ -193,23 +235,38 @@ def test_predictions_stand_beside_what_was_measured(played: list[Path], tmp_path
     assert tiers["WAN", "down"] == f"10{THIN}000" and tiers["LAN", "down"] == "-"
 
 
-def test_several_runs_are_laid_over_each_other_and_compared(played: list[Path], tmp_path: Path) -> None:
+def test_several_runs_are_laid_over_each_other_and_compared(
+    played: list[Path], tmp_path: Path
+) -> None:
     svg = ("--figures", tmp_path, "--figure-formats", "svg")
     done = invoke("report", *played, "--out", tmp_path / "all.html", *svg, "--format", "json")
     facts = json.loads(done.stdout)
-    assert facts["report"] == str(tmp_path / "all.html") and all(Path(file).is_file() for file in facts["files"])
+    assert facts["report"] == str(tmp_path / "all.html") and all(
+        Path(file).is_file() for file in facts["files"]
+    )
     assert len(set(facts["files"])) == len(facts["files"])
     rows = table(tmp_path / "accuracy-rounds.csv")
     assert {row["series"] for row in rows} == {"fixed", "tempo"} and len(rows) == 6
     assert "test_accuracy_percent_sd" in rows[0]
     compared = invoke("compare", *played).stdout.splitlines()  # the experiments' own target
-    assert [line.split()[:2] for line in compared] == [["experiment", "reached"], ["fixed", "0/2"], ["tempo", "0/2"]]
+    assert [line.split()[:2] for line in compared] == [
+        ["experiment", "reached"],
+        ["fixed", "0/2"],
+        ["tempo", "0/2"],
+    ]
 
 
 @pytest.mark.slow
 def test_figures_are_files_too(played: list[Path], tmp_path: Path) -> None:
     folder = tmp_path / "figures"
-    options = ("--figures", folder, "--figure-formats", "pdf, png,svg", "--out", tmp_path / "r.html")
+    options = (
+        "--figures",
+        folder,
+        "--figure-formats",
+        "pdf, png,svg",
+        "--out",
+        tmp_path / "r.html",
+    )
     assert invoke("report", played[0], *options).exit_code == 0
     files = {file.name: file.read_bytes() for file in folder.iterdir()}
     page = compose([Run(played[0])])
@@ -217,7 +274,10 @@ def test_figures_are_files_too(played: list[Path], tmp_path: Path) -> None:
     for each in page.tables:
         again |= {f"{each.name}.csv": each.csv(), f"{each.name}.tex": each.latex()}
     for figure in page.figures[:1] + page.figures[-1:]:
-        again |= {f"{figure.name}.{kind}": file for kind, file in figure.files(["pdf", "png", "svg"]).items()}
+        again |= {
+            f"{figure.name}.{kind}": file
+            for kind, file in figure.files(["pdf", "png", "svg"]).items()
+        }
     for name, content in again.items():
         assert files[name] == (content if isinstance(content, bytes) else content.encode()), name
     names = {name.partition(".")[0] for name in files if name.endswith(".png")}
@@ -227,12 +287,22 @@ def test_figures_are_files_too(played: list[Path], tmp_path: Path) -> None:
     for name in names:
         assert ElementTree.fromstring(files[f"{name}.svg"].decode()).tag.endswith("svg")
         pdf = files[f"{name}.pdf"]
-        assert pdf.startswith(b"%PDF") and b"/FontFile2" in pdf and b"/Type3" not in pdf and b"CreationDate" not in pdf
+        assert (
+            pdf.startswith(b"%PDF")
+            and b"/FontFile2" in pdf
+            and b"/Type3" not in pdf
+            and b"CreationDate" not in pdf
+        )
         with Image.open(BytesIO(files[f"{name}.png"])) as picture:
-            assert name.partition("-")[0] in ("epochs", "partition", "topology") or picture.width == 3.5 * 300
+            assert (
+                name.partition("-")[0] in ("epochs", "partition", "topology")
+                or picture.width == 3.5 * 300
+            )
             assert len(picture.getcolors(1 << 20) or ()) > 5
     latex = next(folder.glob("phases-*.tex")).read_text()
-    assert latex.startswith("{\\footnotesize") and "\\begin{tabular}" in latex and "train & $" in latex
+    assert (
+        latex.startswith("{\\footnotesize") and "\\begin{tabular}" in latex and "train & $" in latex
+    )
 
 
 def test_without_matplotlib_there_is_one_line(
@@ -247,7 +317,9 @@ def test_without_matplotlib_there_is_one_line(
     assert invoke("report", path, "--figure-formats", "gif").exit_code == 2
 
 
-def test_the_option_that_names_no_writable_place_is_reported(tmp_path: Path, make_run: MakeRun) -> None:
+def test_the_option_that_names_no_writable_place_is_reported(
+    tmp_path: Path, make_run: MakeRun
+) -> None:
     path, file = make_run(tmp_path, LAB, accuracies=()), tmp_path / "file"
     file.touch()
     for option, place in (("--figures", file), ("--out", file / "r.html")):
@@ -256,26 +328,47 @@ def test_the_option_that_names_no_writable_place_is_reported(tmp_path: Path, mak
 
 
 def requests(log: str) -> list[str]:
-    """Return what a page asked of a network, by a browser's log: what the browser asks itself has no origin."""
+    """Return what a page asked of a network, by a browser's log: what the browser asks itself has
+    no origin.
+    """
     asked = [event.get("params", {}) for event in json.loads(log)["events"]]
-    return [params["url"] for params in asked if params.get("initiator", "not an origin") != "not an origin"]
+    return [
+        params["url"]
+        for params in asked
+        if params.get("initiator", "not an origin") != "not an origin"
+    ]
 
 
 def browse(page: Path, home: Path) -> tuple[str, str, list[str]]:
     """Return a page's document, what a browser said of it, and what it asked of a network."""
     log = home / "net.json"
     done = subprocess.run(
-        [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
-         f"--user-data-dir={home / 'profile'}", "--enable-logging=stderr", f"--log-net-log={log}",
-         "--window-size=390,800", "--dump-dom", f"file://{page}"],
-        capture_output=True, text=True, timeout=100, check=True,
-    )  # fmt: skip
+        [
+            str(CHROMIUM),
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-background-networking",
+            f"--user-data-dir={home / 'profile'}",
+            "--enable-logging=stderr",
+            f"--log-net-log={log}",
+            "--window-size=390,800",
+            "--dump-dom",
+            f"file://{page}",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
     return done.stdout, done.stderr, requests(log.read_text(encoding="utf-8"))
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
-def test_a_browser_shows_it_without_an_error_or_a_request(tmp_path: Path, make_run: MakeRun) -> None:
+def test_a_browser_shows_it_without_an_error_or_a_request(
+    tmp_path: Path, make_run: MakeRun
+) -> None:
     path = hostile(make_run(tmp_path, LAB))
     assert invoke("report", path).exit_code == 0
     document, said, asked = browse(path / "report.html", tmp_path)

@@ -1,4 +1,6 @@
-"""Rules and bounds against wrong uploads: against plain twins, and what poisoned uploads can do to them."""
+"""Rules and bounds against wrong uploads: against plain twins, and what poisoned uploads can do to
+them.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +44,17 @@ Doubles = npt.NDArray[np.float64]
 
 
 def aggregated(tree: dict[str, Any], models_KD: Floats, **keys: Any) -> tuple[Doubles, Aggregated]:
-    """Return the next model's trainable columns from these uploads, which have 1, 2, 3, ... samples."""
+    """Return the next model's trainable columns from these uploads, which have 1, 2, 3, ...
+    samples.
+    """
     rule = rule_of(tree, **keys)
     rows_K = np.zeros((len(models_KD), LAYOUT.row_bytes), np.uint8)
     LAYOUT.floats(rows_K)[:, :D] = models_KD
     children = [f"c{k}" for k in range(len(models_KD))]
     rule.dispatch(0, children)
-    outcome = aggregate(rule, 0, children, rows_K, [Report(k + 1, 0.5) for k in range(len(models_KD))])
+    outcome = aggregate(
+        rule, 0, children, rows_K, [Report(k + 1, 0.5) for k in range(len(models_KD))]
+    )
     found = LAYOUT.floats(rule.model)[:D].astype(np.float64)
     if not outcome.left_out:
         far_K = np.linalg.norm(models_KD.astype(np.float64) - found, axis=1)
@@ -68,7 +74,9 @@ def test_columns_are_those_of_plain_twins(count: int) -> None:
     uploads = models(count)
     median, outcome = aggregated({"name": "median"}, uploads)
     assert "weights" not in outcome.facts, "no upload has one"
-    np.testing.assert_allclose(median, np.median(uploads.astype(np.float64), axis=0), rtol=1e-6, atol=1e-8)
+    np.testing.assert_allclose(
+        median, np.median(uploads.astype(np.float64), axis=0), rtol=1e-6, atol=1e-8
+    )
     for trim in (0.0, 0.1, 0.3, 0.34, 0.49):
         out = int(Fraction(str(trim)) * count)
         if trim and not out:
@@ -87,10 +95,14 @@ def test_shares_are_of_decimal_numbers(hundredths: int, count: int) -> None:
     assert hundredths * least >= 100 > hundredths * (least - 1)
 
 
-@pytest.mark.parametrize("tree", [{"name": "trimmed_mean", "trim": 0.0}, {"name": "krum", "wrong": 0, "keep": 7}])
+@pytest.mark.parametrize(
+    "tree", [{"name": "trimmed_mean", "trim": 0.0}, {"name": "krum", "wrong": 0, "keep": 7}]
+)
 def test_the_null_setting_is_uniform_fedavg(tree: dict[str, Any]) -> None:
     uploads = models(7)
-    np.testing.assert_allclose(aggregated(tree, uploads)[0], aggregated(UNIFORM, uploads)[0], rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(
+        aggregated(tree, uploads)[0], aggregated(UNIFORM, uploads)[0], rtol=1e-6, atol=1e-7
+    )
 
 
 @pytest.mark.parametrize(("count", "wrong", "keep"), [(5, 1, 1), (7, 2, 3), (11, 4, 2)])
@@ -98,7 +110,9 @@ def test_krum_chooses_by_its_formula(count: int, wrong: int, keep: int) -> None:
     uploads = models(count)
     found, outcome = aggregated({"name": "krum", "wrong": wrong, "keep": keep}, uploads)
     apart = np.array([[((a - b).astype(np.float64) ** 2).sum() for b in uploads] for a in uploads])
-    scores = [float(np.sort(np.delete(row, k))[: count - wrong - 2].sum()) for k, row in enumerate(apart)]
+    scores = [
+        float(np.sort(np.delete(row, k))[: count - wrong - 2].sum()) for k, row in enumerate(apart)
+    ]
     scored: Any = outcome.facts["scores"]
     assert list(scored.values()) == pytest.approx(scores, rel=1e-5)
     chosen = sorted(np.argsort(scores)[:keep])
@@ -108,7 +122,9 @@ def test_krum_chooses_by_its_formula(count: int, wrong: int, keep: int) -> None:
 
 @pytest.mark.parametrize("tree", [{"name": "median"}, {"name": "trimmed_mean", "trim": 0.3}])
 @given(seed=st.integers(0, 1000), poisoned=st.integers(0, 3))
-def test_poisoned_uploads_move_no_column_beyond_the_others(tree: dict[str, Any], seed: int, poisoned: int) -> None:
+def test_poisoned_uploads_move_no_column_beyond_the_others(
+    tree: dict[str, Any], seed: int, poisoned: int
+) -> None:
     uploads = models(11, poisoned=poisoned, seed=seed)
     honest, (found, _) = uploads[: 11 - poisoned], aggregated(tree, uploads)
     assert (found >= honest.min(axis=0) - 1e-6).all() and (found <= honest.max(axis=0) + 1e-6).all()
@@ -130,11 +146,20 @@ def test_krum_stays_within_the_bound_of_its_theorem(keep: int, seed: int) -> Non
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        ({"name": "krum", "wrong": 9}, r"wrong = 9: needs 21 uploads, of 20 children that take part. Lower it"),
+        (
+            {"name": "krum", "wrong": 9},
+            r"wrong = 9: needs 21 uploads, of 20 children that take part. Lower it",
+        ),
         ({"name": "krum", "keep": 20}, r"keep = 20: 1 of 20 uploads may be wrong. Use at most 19"),
-        ({"name": "trimmed_mean", "trim": 0.04}, r"trim = 0.04: needs 25 uploads, of 20 children .* part. Raise"),
+        (
+            {"name": "trimmed_mean", "trim": 0.04},
+            r"trim = 0.04: needs 25 uploads, of 20 children .* part. Raise",
+        ),
         ({"name": "trimmed_mean", "trim": 0.5}, r"trim = 0.5: too large. Write a number below 0.5"),
-        ({"name": "median", "weights": "data"}, r"weights = 'data': unknown key. It belongs to fedavg and"),
+        (
+            {"name": "median", "weights": "data"},
+            r"weights = 'data': unknown key. It belongs to fedavg and",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(tree: dict[str, Any], message: str) -> None:
@@ -148,28 +173,42 @@ TWO_STAGES: Final = {"name": "bulyan", "wrong": 0}
 
 
 @pytest.mark.parametrize(
-    "tree", [TWO_STAGES, {"name": "centred_clipping", "radius": 1e9}, {"name": "fltrust", "epochs": 0}]
+    "tree",
+    [TWO_STAGES, {"name": "centred_clipping", "radius": 1e9}, {"name": "fltrust", "epochs": 0}],
 )
 def test_without_a_bound_they_are_the_uniform_mean(tree: dict[str, Any]) -> None:
     uploads = models(7)
-    np.testing.assert_allclose(aggregated(tree, uploads)[0], aggregated(UNIFORM, uploads)[0], rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(
+        aggregated(tree, uploads)[0], aggregated(UNIFORM, uploads)[0], rtol=1e-6, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize(("count", "wrong"), [(7, 1), (11, 2), (13, 2)])
-def test_bulyan_is_krum_again_and_again_and_a_mean_around_the_median(count: int, wrong: int) -> None:
+def test_bulyan_is_krum_again_and_again_and_a_mean_around_the_median(
+    count: int, wrong: int
+) -> None:
     uploads = models(count, poisoned=wrong)
     left, chosen = list(range(count)), []
     while len(chosen) < count - 2 * wrong:
         few = max(len(left) - wrong - 2, 1)
-        far = {k: sorted(((uploads[k] - uploads[j]).astype(np.float64) ** 2).sum() for j in left) for k in left}
+        far = {
+            k: sorted(((uploads[k] - uploads[j]).astype(np.float64) ** 2).sum() for j in left)
+            for k in left
+        }
         chosen.append(min(left, key=lambda k: sum(far[k][1 : 1 + few])))
         left.remove(chosen[-1])
     values = uploads[sorted(chosen)].astype(np.float64)
-    order = np.argsort(np.abs(values - np.median(values, axis=0)), axis=0, kind="stable")[: len(chosen) - 2 * wrong]
+    order = np.argsort(np.abs(values - np.median(values, axis=0)), axis=0, kind="stable")[
+        : len(chosen) - 2 * wrong
+    ]
     found, outcome = aggregated({"name": "bulyan", "wrong": wrong}, uploads)
-    np.testing.assert_allclose(found, np.take_along_axis(values, order, axis=0).mean(axis=0), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(
+        found, np.take_along_axis(values, order, axis=0).mean(axis=0), rtol=1e-6, atol=1e-6
+    )
     assert outcome.facts["chosen"] == [f"c{k}" for k in sorted(chosen)]
-    assert np.abs(found).max() < 10 * SPREAD, "two of the wrong ones may be chosen, and the second stage drops them"
+    assert np.abs(found).max() < 10 * SPREAD, (
+        "two of the wrong ones may be chosen, and the second stage drops them"
+    )
 
 
 @pytest.mark.parametrize("weights", ["uniform", "data"])
@@ -180,7 +219,9 @@ def test_the_geometric_median_is_where_the_sum_of_distances_is_least(weights: st
     for _ in range(100):
         near = shares / np.maximum(np.linalg.norm(uploads - z, axis=1), 1e-6)
         z = near @ uploads / near.sum()
-    found, _ = aggregated({"name": "geometric_median", "weights": weights}, uploads.astype(np.float32))
+    found, _ = aggregated(
+        {"name": "geometric_median", "weights": weights}, uploads.astype(np.float32)
+    )
     np.testing.assert_allclose(found, z, rtol=1e-6, atol=1e-6)
 
     def far(point: Doubles) -> float:
@@ -199,7 +240,9 @@ def test_centred_clipping_clips_around_its_centre(radius: float | None) -> None:
         far = np.linalg.norm(uploads - v, axis=1)
         v = v + (np.minimum(1, tau / far)[:, None] * (uploads - v)).mean(axis=0)
     keys = {} if radius is None else {"radius": radius}
-    found, outcome = aggregated({"name": "centred_clipping", **keys}, uploads.astype(np.float32), start=0.25)
+    found, outcome = aggregated(
+        {"name": "centred_clipping", **keys}, uploads.astype(np.float32), start=0.25
+    )
     np.testing.assert_allclose(found, v, rtol=1e-6, atol=1e-6)
     assert "c10" in outcome.facts["clipped"]  # type: ignore[operator]
 
@@ -213,16 +256,26 @@ def test_fltrust_takes_steps_as_long_as_its_own_by_their_angle() -> None:
     lengths = np.linalg.norm(steps, axis=1)
     trust = np.maximum(0, steps @ own / (lengths * np.sqrt(D)))
     wanted = 0.25 + (trust / trust.sum() * np.sqrt(D) / lengths) @ steps
-    found, outcome = aggregated({"name": "fltrust"}, uploads, start=0.25, refiner=AddingRefiner(seen=1))
+    found, outcome = aggregated(
+        {"name": "fltrust"}, uploads, start=0.25, refiner=AddingRefiner(seen=1)
+    )
     np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
     weights: Any = outcome.facts["weights"]
     assert weights["c4"] == weights["c5"] == 0 and outcome.facts["seen"] == 1
-    kept, outcome = aggregated({"name": "fltrust"}, -abs(uploads) - 1, start=0.25, refiner=AddingRefiner())
-    assert (kept == 0.25).all() and outcome.left_out["c0"] == "no step is trusted: the model is kept"
+    kept, outcome = aggregated(
+        {"name": "fltrust"}, -abs(uploads) - 1, start=0.25, refiner=AddingRefiner()
+    )
+    assert (kept == 0.25).all() and outcome.left_out[
+        "c0"
+    ] == "no step is trusted: the model is kept"
 
 
 def test_fltrust_trains_plainly_on_the_samples_of_its_node() -> None:
-    tree = {"model": "mlp_digits", "data": {"node_samples": 50}, "cloud": {"aggregation": "fltrust"}}
+    tree = {
+        "model": "mlp_digits",
+        "data": {"node_samples": 50},
+        "cloud": {"aggregation": "fltrust"},
+    }
     node = NodeSamples(parse(tree), "cloud")
     row, mean = node.layout.empty(), node.layout.empty()
     node.store(row)
@@ -232,16 +285,22 @@ def test_fltrust_trains_plainly_on_the_samples_of_its_node() -> None:
     passes = node.passes(20, r=3)
     for places in [*next(passes), *next(passes)]:
         loss = torch.nn.functional.cross_entropy(node.logits(places), node.labels[places])
-        for weight, gradient in zip(node.weights, torch.autograd.grad(loss, node.weights), strict=True):
+        for weight, gradient in zip(
+            node.weights, torch.autograd.grad(loss, node.weights), strict=True
+        ):
             weight.data -= 0.1 * gradient
     again = node.layout.empty()
     node.store(again)
-    np.testing.assert_allclose(node.layout.floats(mean), node.layout.floats(again), rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(
+        node.layout.floats(mean), node.layout.floats(again), rtol=1e-6, atol=1e-7
+    )
     assert facts["steps"] == 6 and facts["loss_after"] < facts["loss_before"]
 
 
 def test_foolsgold_distrusts_children_that_always_agree(tmp_path: Path) -> None:
-    """Against algorithm 1 of the paper, over three rounds; a rule that is restored goes on in the same way."""
+    """Against algorithm 1 of the paper, over three rounds; a rule that is restored goes on in the
+    same way.
+    """
     source = np.random.default_rng(4)
     same = source.normal(size=D)
     sums = np.zeros((6, D))
@@ -256,7 +315,9 @@ def test_foolsgold_distrusts_children_that_always_agree(tmp_path: Path) -> None:
         before = LAYOUT.floats(row)[:D].astype(np.float64)
         sums += LAYOUT.floats(rows_K)[:, :D].astype(np.float64) - before
         outcome = aggregate(rule, r, children, rows_K, [Report(10, 0.5)] * 6)
-        cs = np.array([[a @ b / np.linalg.norm(a) / np.linalg.norm(b) for b in sums] for a in sums]) - 2 * np.eye(6)
+        cs = np.array(
+            [[a @ b / np.linalg.norm(a) / np.linalg.norm(b) for b in sums] for a in sums]
+        ) - 2 * np.eye(6)
         v = cs.max(axis=1)
         for i, j in product(range(6), range(6)):
             if i != j and v[j] > v[i]:
@@ -275,7 +336,8 @@ def test_foolsgold_distrusts_children_that_always_agree(tmp_path: Path) -> None:
     assert np.array_equal(other.model, rule.model)
 
 
-OUTSIDE: Final[list[tuple[dict[str, Any], int, int]]] = [  # the most wrong ones of eleven inside each theorem
+# the most wrong ones of eleven inside each theorem
+OUTSIDE: Final[list[tuple[dict[str, Any], int, int]]] = [
     ({"name": "median"}, 11, 5),
     ({"name": "trimmed_mean", "trim": 0.3}, 11, 3),
     ({"name": "krum", "wrong": 4}, 11, 4),
@@ -285,11 +347,14 @@ OUTSIDE: Final[list[tuple[dict[str, Any], int, int]]] = [  # the most wrong ones
 
 
 @pytest.mark.parametrize(("tree", "count", "most"), OUTSIDE)
-def test_rules_hold_inside_their_theorems_and_break_outside(tree: dict[str, Any], count: int, most: int) -> None:
+def test_rules_hold_inside_their_theorems_and_break_outside(
+    tree: dict[str, Any], count: int, most: int
+) -> None:
     """Colluders send the same model, far away."""
     assert RULES[tree["name"]](**tree).tolerates(count) == most
     inside, _ = aggregated(tree, models(count, poisoned=most))
-    if tree["name"] == "geometric_median":  # its bound: 2 (n - f) / (n - 2 f) times the farthest honest one
+    # its bound: 2 (n - f) / (n - 2 f) times the farthest honest one
+    if tree["name"] == "geometric_median":
         assert np.linalg.norm(inside) <= 12 * np.linalg.norm(models(count), axis=1).max()
     broken, _ = aggregated(tree, models(count, poisoned=count // 2 + 1))
     assert np.abs(inside).max() < 10 * SPREAD < 100 < np.abs(broken).max()
@@ -305,13 +370,18 @@ def test_an_experiment_names_where_the_condition_of_its_rule_holds() -> None:
     tree["topology"] = {"institutions": 3, "devices": 15}
     found = [line for line in lint.warnings(parse(tree)) if "theorem" in line]
     assert found == [
-        "cloud.aggregation.name = 'geometric_median': its theorem needs n >= 2 f + 1. It holds at cloud"
+        "cloud.aggregation.name = 'geometric_median': its theorem needs n >= 2 f + 1. It holds at "
+        "cloud"
         " (f = 0 of n = 3).",
-        "institution.aggregation.name = 'krum': its theorem needs n >= 2 f + 3, with f of the key `wrong`. It holds at"
-        " institution-0 (f = 1 of n = 5) and institution-2 (f = 0 of n = 5). It does not hold at institution-1"
+        "institution.aggregation.name = 'krum': its theorem needs n >= 2 f + 3, with f of the key "
+        "`wrong`. It holds at"
+        " institution-0 (f = 1 of n = 5) and institution-2 (f = 0 of n = 5). It does not hold at "
+        "institution-1"
         " (f = 2 of n = 5).",
     ]
-    assert not [line for line in lint.warnings(parse(tree | {"adversaries": []})) if "theorem" in line]
+    assert not [
+        line for line in lint.warnings(parse(tree | {"adversaries": []})) if "theorem" in line
+    ]
 
 
 # Too few uploads
@@ -346,28 +416,47 @@ def test_an_experiment_whose_rounds_may_have_too_few_uploads_is_refused(
 ) -> None:
     def parsed(uploads: int) -> None:
         children = uploads if by == "children" else 20
-        cloud: dict[str, Any] = {"aggregation": tree, "participation": uploads / 20 if by == "participation" else 1.0}
+        cloud: dict[str, Any] = {
+            "aggregation": tree,
+            "participation": uploads / 20 if by == "participation" else 1.0,
+        }
         if by == "quorum":
             cloud["closing"] = {"rule": "quorum", "quorum": uploads, "deadline_s": 1.0}
         parse({"cloud": cloud, "topology": {"institutions": 0, "devices": children}})
 
     parsed(least)
-    has = f"and a round closes with {least - 1}" if by == "quorum" else f"of {least - 1} children that take part"
+    has = (
+        f"and a round closes with {least - 1}"
+        if by == "quorum"
+        else f"of {least - 1} children that take part"
+    )
     keep = tree.get("keep", 1) + tree.get("wrong", 0) == least
-    with pytest.raises(InvalidExperiment, match="may be wrong" if keep else f"needs {least} uploads, {has}"):
+    with pytest.raises(
+        InvalidExperiment, match="may be wrong" if keep else f"needs {least} uploads, {has}"
+    ):
         parsed(least - 1)
 
 
 def test_a_lab_whose_uploads_are_refused_goes_on_with_its_model() -> None:
-    """Three devices, of which the bound leaves out at most one in a round: two uploads have no median."""
+    """Three devices, of which the bound leaves out at most one in a round: two uploads have no
+    median.
+    """
     tree = {
         "rounds": 2,
         "topology": {"institutions": 0, "devices": 3},
         "links": {"check": "off"},
-        "cloud": {"aggregation": {"name": "median"}, "norm_bound": {"action": "refuse", "factor": 1.0}},
+        "cloud": {
+            "aggregation": {"name": "median"},
+            "norm_bound": {"action": "refuse", "factor": 1.0},
+        },
     }
     seen: list[Any] = []
-    lab = ScenarioLab(parse(tree), seed=1, model_bytes=10_000, observe=lambda event, facts: seen.append((event, facts)))
+    lab = ScenarioLab(
+        parse(tree),
+        seed=1,
+        model_bytes=10_000,
+        observe=lambda event, facts: seen.append((event, facts)),
+    )
     outcome = lab.run()
     assert outcome.ok, outcome.result
     reasons = [facts["reason"] for event, facts in seen if event == "refused"]
@@ -386,7 +475,9 @@ def bounded(action: Any, factor: float = 3.0, tree: dict[str, Any] | None = None
 
 
 def play(rule: Rule, lengths: list[float], *, r: int = 0) -> tuple[Doubles, Aggregated]:
-    """Let the children move so far, in random directions; return the uploads' steps [K, D] and the outcome."""
+    """Let the children move so far, in random directions; return the uploads' steps [K, D] and the
+    outcome.
+    """
     sent = {child: row for row, those in rule.dispatch(r, CHILDREN) for child in those}
     rows_K = np.stack(list(sent.values()))
     steps_KD = np.random.default_rng(r).normal(size=(len(CHILDREN), D))
@@ -407,20 +498,27 @@ def test_longer_steps_are_clipped_to_the_bound() -> None:
     steps_KD[6] *= 8 / 800
     np.testing.assert_allclose(moved(rule), steps_KD.mean(axis=0), atol=2e-5)
     assert outcome.facts["clipped"] == ["f", "g"] and not outcome.left_out
-    assert outcome.facts["step_lengths"] == pytest.approx(dict(zip(CHILDREN, LENGTHS, strict=True)), rel=1e-4)
+    assert outcome.facts["step_lengths"] == pytest.approx(
+        dict(zip(CHILDREN, LENGTHS, strict=True)), rel=1e-4
+    )
 
 
 def test_longer_steps_are_left_out_and_named() -> None:
     rule = bounded("refuse", 2.0)
     steps_KD, outcome = play(rule, LENGTHS)
     np.testing.assert_allclose(moved(rule), steps_KD[:5].mean(axis=0), atol=2e-5)
-    assert outcome.left_out.keys() == {"f", "g"} and "200 times as long as the median" in outcome.left_out["g"]
+    assert (
+        outcome.left_out.keys() == {"f", "g"}
+        and "200 times as long as the median" in outcome.left_out["g"]
+    )
     assert outcome.distances.keys() == set("abcde")
 
 
 @pytest.mark.parametrize("action", ["clip", "refuse"])
 @pytest.mark.parametrize("tree", LEAST.values(), ids=LEAST)
-def test_a_bound_that_nobody_reaches_changes_no_bit_of_any_rule(tree: dict[str, Any], action: Any) -> None:
+def test_a_bound_that_nobody_reaches_changes_no_bit_of_any_rule(
+    tree: dict[str, Any], action: Any
+) -> None:
     far, plain = bounded(action, 1e6, tree), bounded("off", tree=tree)
     for r in range(3):
         for rule in (far, plain):
@@ -443,7 +541,9 @@ def test_half_of_the_uploads_stay_as_they_are_and_the_model_moves_by_the_bound_a
 
 
 def changes_of(rule: Rule, steps: list[float], changes: list[float]) -> Aggregated:
-    """Let children of SCAFFOLD move, and return changes of their control variates, so far in the first column."""
+    """Let children of SCAFFOLD move, and return changes of their control variates, so far in the
+    first column.
+    """
     ((row, children),) = rule.dispatch(0, CHILDREN)
     rows_K = np.stack([row] * len(children))
     LAYOUT.floats(rows_K)[:, 0] += np.array(steps)
@@ -462,24 +562,33 @@ def test_vectors_behind_the_model_are_bounded_as_well() -> None:
     assert outcome.facts["clipped"] == ["f", "g"] and outcome.facts["step_lengths"]["g"] == 1.0  # type: ignore[index]
     ((row, _),) = clipped.dispatch(1, CHILDREN)
     control = row[LAYOUT.row_bytes :].view(np.float32)
-    assert control[0] == pytest.approx(1 + 2 + 3 + 4 + 5 + 8 + 8) and not control[1:].any()  # over the node's one child
+    # over the node's one child
+    assert control[0] == pytest.approx(1 + 2 + 3 + 4 + 5 + 8 + 8) and not control[1:].any()
     refused = changes_of(bounded("refuse", 2.0, tree), [1.0] * 7, LENGTHS)
     assert refused.left_out["g"] == "its control_change is 200 times as long as the median"
     assert list(refused.left_out) == ["g", "f"]
 
 
 def test_at_least_half_stay_however_many_vectors_are_long() -> None:
-    """Three children are too long in their steps, and three others in the vectors behind: the farthest three go."""
+    """Three children are too long in their steps, and three others in the vectors behind: the
+    farthest three go.
+    """
     rule = bounded("refuse", 1.0, {"name": "scaffold"})
     outcome = changes_of(rule, [1, 1, 1, 1, 10, 20, 30], [40, 15, 5, 1, 1, 1, 1])
     assert set(outcome.left_out) == {"a", "f", "g"}
-    assert outcome.left_out["a"].startswith("its control_change") and outcome.left_out["f"].startswith("its step")
+    assert outcome.left_out["a"].startswith("its control_change") and outcome.left_out[
+        "f"
+    ].startswith("its step")
 
 
 def test_uploads_that_a_bound_leaves_out_do_not_protect() -> None:
     """Krum gets four of five uploads, of which one may be wrong."""
-    _, outcome = aggregated({"name": "krum"}, models(5, poisoned=1), bound=NormBound(action="refuse", factor=2.0))
-    assert outcome.left_out["c4"].startswith("its step is") and outcome.left_out["c0"].startswith("4 uploads")
+    _, outcome = aggregated(
+        {"name": "krum"}, models(5, poisoned=1), bound=NormBound(action="refuse", factor=2.0)
+    )
+    assert outcome.left_out["c4"].startswith("its step is") and outcome.left_out["c0"].startswith(
+        "4 uploads"
+    )
 
 
 def test_its_rule_keeps_its_state(tmp_path: Path) -> None:
@@ -494,32 +603,45 @@ def test_its_rule_keeps_its_state(tmp_path: Path) -> None:
 
 
 def test_a_factor_below_one_is_refused() -> None:
-    with pytest.raises(InvalidExperiment, match=r"norm_bound.factor = 0.5: too small. Write 1 or more"):
+    with pytest.raises(
+        InvalidExperiment, match=r"norm_bound.factor = 0.5: too small. Write 1 or more"
+    ):
         parse({"cloud": {"norm_bound": {"action": "clip", "factor": 0.5}}})
 
 
 @pytest.mark.parametrize(
     ("action", "rule"),
     slow(
-        product(("clip", "refuse"), ("fedavg", "fedcross", "fedcda")), but=[("clip", "fedcross"), ("refuse", "fedcda")]
+        product(("clip", "refuse"), ("fedavg", "fedcross", "fedcda")),
+        but=[("clip", "fedcross"), ("refuse", "fedcda")],
     ),
 )
 def test_a_lab_with_tempo_ends_well(action: str, rule: str) -> None:
-    """At both tiers, also for K models and for cached uploads, and with distances of those that are left out."""
+    """At both tiers, also for K models and for cached uploads, and with distances of those that are
+    left out.
+    """
     bound = {"action": action, "factor": 1.0}
     tree = {
         "rounds": 3,
         "topology": {"institutions": 3, "devices": 9},
         "links": {"check": "off"},
-        "cloud": {"aggregation": {"name": rule}, "norm_bound": bound, "epoch_control": {"name": "tempo"}},
+        "cloud": {
+            "aggregation": {"name": rule},
+            "norm_bound": bound,
+            "epoch_control": {"name": "tempo"},
+        },
         "institution": {"aggregation": {"name": rule}, "norm_bound": bound},
     }
     outcome = ScenarioLab(parse(tree), seed=1, model_bytes=10_000).run()
     assert outcome.ok, outcome.result
 
 
-@pytest.mark.parametrize("name", ["bulyan", "geometric_median", "centred_clipping", "fltrust", "foolsgold"])
-def test_at_both_tiers_a_resumed_run_with_adversaries_gives_the_same_model(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["bulyan", "geometric_median", "centred_clipping", "fltrust", "foolsgold"]
+)
+def test_at_both_tiers_a_resumed_run_with_adversaries_gives_the_same_model(
+    name: str, tmp_path: Path
+) -> None:
     rule = {"aggregation": {"name": name} | ({"wrong": 0} if name == "bulyan" else {})}
     tree = {
         "rounds": 4,
@@ -529,13 +651,20 @@ def test_at_both_tiers_a_resumed_run_with_adversaries_gives_the_same_model(name:
         "training": {"epochs": 1},
         "institution": {"rounds": 2, **rule},
         "cloud": {"checkpoint_every": 2, **rule},
-        "adversaries": [{"attack": {"name": "scaled", "factor": 5.0}, "nodes": ["device-0", "device-5"]}],
+        "adversaries": [
+            {"attack": {"name": "scaled", "factor": 5.0}, "nodes": ["device-0", "device-5"]}
+        ],
     }
-    whole, broken = run_direct(tmp_path / "whole", tree), run_direct(tmp_path / "broken", tree, until=3)
+    whole, broken = (
+        run_direct(tmp_path / "whole", tree),
+        run_direct(tmp_path / "broken", tree, until=3),
+    )
     assert tensors(resumed_run(broken)) == tensors(whole)
 
 
-SUMS: Final = KilledLab(TREE | {"institution": {"rounds": 2, "aggregation": "foolsgold"}}, model_bytes=10_000)
+SUMS: Final = KilledLab(
+    TREE | {"institution": {"rounds": 2, "aggregation": "foolsgold"}}, model_bytes=10_000
+)
 
 
 @pytest.mark.parametrize("node", ["cloud", "institution-0"])

@@ -1,4 +1,6 @@
-"""One role on a real broker that gets the wrong experiment, parent or data, or whose broker is away."""
+"""One role on a real broker that gets the wrong experiment, parent or data, or whose broker is
+away.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +47,15 @@ async def announcing(
     address: BrokerAddress, name: str, experiment: Experiment, *, children: list[str]
 ) -> AsyncIterator[ParentEndpoint]:
     """Keep a parent on the broker that announces an experiment."""
-    site, layout, over, run = RealSite(address), layout_of(400), asyncio.Event(), f"run-{secrets.token_hex(4)}"
-    parent = parent_of(site, children, layout=layout, name=name, run=run, transfer=experiment.transfer)
+    site, layout, over, run = (
+        RealSite(address),
+        layout_of(400),
+        asyncio.Event(),
+        f"run-{secrets.token_hex(4)}",
+    )
+    parent = parent_of(
+        site, children, layout=layout, name=name, run=run, transfer=experiment.transfer
+    )
     parent.announce(Announcement(experiment.to_json(), layout.to_json()))
     parenting = living(site, parent, work=over.wait())
     try:
@@ -65,8 +74,22 @@ def address(served: BrokerProcess) -> BrokerAddress:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("device-3", ["device-3 is not there", "it belongs to institution-1", "institution-0 has device-0, device-1"]),
-        ("device-9", ["device-9 is not there", "no device of this experiment", "institution-0 has device-0, device-1"]),
+        (
+            "device-3",
+            [
+                "device-3 is not there",
+                "it belongs to institution-1",
+                "institution-0 has device-0, device-1",
+            ],
+        ),
+        (
+            "device-9",
+            [
+                "device-9 is not there",
+                "no device of this experiment",
+                "institution-0 has device-0, device-1",
+            ],
+        ),
     ],
 )
 @in_real_time
@@ -106,10 +129,13 @@ def overhearing_states(address: BrokerAddress) -> Iterator[set[str]]:
 
 
 @in_real_time
-async def test_an_institution_that_the_experiment_does_not_know_ends_with_4(address: BrokerAddress) -> None:
+async def test_an_institution_that_the_experiment_does_not_know_ends_with_4(
+    address: BrokerAddress,
+) -> None:
     agent = InstitutionAgent("institution-9", Host(address, 10.0, Metrics()), child_broker=address)
     with pytest.raises(
-        InvalidExperiment, match=r"institution-9 is not there.*cloud has institution-0, institution-1"
+        InvalidExperiment,
+        match=r"institution-9 is not there.*cloud has institution-0, institution-1",
     ) as reported:
         async with announcing(address, "cloud", parse(SMALL), children=["institution-0"]):
             await agent.run()
@@ -124,11 +150,15 @@ async def test_a_device_imports_no_model_that_its_host_did_not_allow(
     monkeypatch.syspath_prepend(str(tmp_path))
     experiment = parse(SMALL | {"model": {"name": "announced:build"}})
     waits_for = [""]
-    async with announcing(address, "institution-0", experiment, children=["device-0"]) as institution:
+    async with announcing(
+        address, "institution-0", experiment, children=["device-0"]
+    ) as institution:
         gathering = asyncio.create_task(institution.gather(Closing(), waiting=waits_for.append))
         with pytest.raises(InvalidExperiment, match="--allow announced"):
             await device(address, "device-0", "institution-0")
-        await sites.until(lambda: "device-0 gave up: " in waits_for[-1] and "--allow announced" in waits_for[-1])
+        await sites.until(
+            lambda: "device-0 gave up: " in waits_for[-1] and "--allow announced" in waits_for[-1]
+        )
         gathering.cancel()
         await asyncio.wait((gathering,))
     assert "announced" not in sys.modules
@@ -147,7 +177,9 @@ def test_a_lab_without_its_data_ends_soon_and_not_by_patience(tmp_path: Path) ->
     )
     path = tmp_path / "mnist.toml"
     path.write_text(to_toml(slow))
-    said = lab_of(tmp_path / "lab.log", path, "--runs", tmp_path / "runs", NULL_LAB_EVALUATOR="real").ends(4)
+    said = lab_of(
+        tmp_path / "lab.log", path, "--runs", tmp_path / "runs", NULL_LAB_EVALUATOR="real"
+    ).ends(4)
     complaints = [line for line in said.splitlines() if "data.root" in line]
     assert len(complaints) == 1
     assert str(missing) in complaints[0]
@@ -163,7 +195,9 @@ def test_a_lab_without_its_data_ends_soon_and_not_by_patience(tmp_path: Path) ->
     ],
     ids=lambda words: words[0],
 )
-def test_a_refused_login_ends_every_role_with_3_and_names_the_address(words: list[str], tmp_path: Path) -> None:
+def test_a_refused_login_ends_every_role_with_3_and_names_the_address(
+    words: list[str], tmp_path: Path
+) -> None:
     passwords = tmp_path / "passwords"
     passwords.write_text("")
     file = tmp_path / "experiment.toml"
@@ -182,11 +216,22 @@ def test_a_refused_login_ends_every_role_with_3_and_names_the_address(words: lis
 def test_a_broker_that_stays_away_ends_a_role_with_5_and_is_named(tmp_path: Path) -> None:
     async def run(dying: BrokerProcess) -> str:
         address = BrokerAddress(dying.host, dying.port)
-        role = Role(tmp_path / "institution.log", "institution", "--name", "institution-0", "--broker", str(address))
+        role = Role(
+            tmp_path / "institution.log",
+            "institution",
+            "--name",
+            "institution-0",
+            "--broker",
+            str(address),
+        )
         try:
             experiment = parse(SMALL | {"transfer": {"idle_s": 1.0}})
-            async with announcing(address, "cloud", experiment, children=["institution-0"]) as cloud:
-                await sites.until(lambda: cloud.session.coordinator.states()["institution-0"] == "init")
+            async with announcing(
+                address, "cloud", experiment, children=["institution-0"]
+            ) as cloud:
+                await sites.until(
+                    lambda: cloud.session.coordinator.states()["institution-0"] == "init"
+                )
                 dying.stop()
                 return await asyncio.to_thread(role.ends, 5)
         finally:
@@ -195,6 +240,8 @@ def test_a_broker_that_stays_away_ends_a_role_with_5_and_is_named(tmp_path: Path
     with broker.start(directory=tmp_path) as dying:
         said = asyncio.run(run(dying))
     where = f"{dying.host}:{dying.port}"
-    assert said.splitlines()[-1].startswith(f"fedstrata: broker {where} was away for 1 s ({where}: ")
+    assert said.splitlines()[-1].startswith(
+        f"fedstrata: broker {where} was away for 1 s ({where}: "
+    )
     assert "trying again" in said
     assert "fedstrata.mqtt" not in said

@@ -1,4 +1,6 @@
-"""The roll of a lab: who answers what, across releases and under floods, and what is wrong by the answers."""
+"""The roll of a lab: who answers what, across releases and under floods, and what is wrong by the
+answers.
+"""
 
 from __future__ import annotations
 
@@ -45,10 +47,24 @@ NO_TORCH: Final = Finding("PyTorch", True, False, "not installed")
 
 def sound(node: str) -> Answer:
     role, machine, parent = (
-        ("institution", "server", "cloud") if node == "institution-0" else ("device", "pi", "institution-0")
+        ("institution", "server", "cloud")
+        if node == "institution-0"
+        else ("device", "pi", "institution-0")
     )
     has = (TORCH, Finding("data sets", False, False, "data: there is no such folder"))
-    here = Here("n", role, parent, "", version("fedstrata"), machine, "1 x cpu", "", digest(NORTH, machine), 0.0, has)
+    here = Here(
+        "n",
+        role,
+        parent,
+        "",
+        version("fedstrata"),
+        machine,
+        "1 x cpu",
+        "",
+        digest(NORTH, machine),
+        0.0,
+        has,
+    )
     return Answer(node, here, 0.1)
 
 
@@ -57,7 +73,9 @@ EVERY: Final = [sound(node) for node in NORTH.parents]
 
 def with_fault(node: str, *, ahead_s: float = 0.0, **fields: Any) -> list[Answer]:
     return [
-        replace(each, here=replace(each.here, **fields), ahead_s=ahead_s) if each.node == node else each
+        replace(each, here=replace(each.here, **fields), ahead_s=ahead_s)
+        if each.node == node
+        else each
         for each in EVERY
     ]
 
@@ -73,13 +91,25 @@ def test_a_sound_lab_has_no_fault() -> None:
     [
         (EVERY[:2] + EVERY[3:], "does not answer"),
         ([*EVERY, EVERY[2]], "2 nodes have this name, one on pi"),
-        (with_fault("device-1", parent="cloud"), "its parent is cloud, in the lab's file institution-0"),
-        (with_fault("device-1", kit="0123456789ab"), "the kit of machine pi is not that of this lab file"),
+        (
+            with_fault("device-1", parent="cloud"),
+            "its parent is cloud, in the lab's file institution-0",
+        ),
+        (
+            with_fault("device-1", kit="0123456789ab"),
+            "the kit of machine pi is not that of this lab file",
+        ),
         (with_fault("device-1", release="0.0.1"), "release 0.0.1, here "),
         (with_fault("device-1", ahead_s=312.0), "its clock is 312 s ahead of this one's"),
         (with_fault("device-1", ahead_s=-40.0), "its clock is 40 s behind this one's"),
-        (with_fault("device-1", findings=(Finding("memory", True, False, "0.1 of 1 GB"),)), "memory: 0.1 of 1 GB"),
-        (with_fault("device-1", findings=(replace(TORCH, note="2.7.1"),)), "PyTorch 2.7.1, most nodes have 2.9.0"),
+        (
+            with_fault("device-1", findings=(Finding("memory", True, False, "0.1 of 1 GB"),)),
+            "memory: 0.1 of 1 GB",
+        ),
+        (
+            with_fault("device-1", findings=(replace(TORCH, note="2.7.1"),)),
+            "PyTorch 2.7.1, most nodes have 2.9.0",
+        ),
     ],
 )
 def test_each_fault_is_named_at_its_node(found: list[Answer], line: str) -> None:
@@ -100,7 +130,13 @@ def test_a_node_of_another_lab_file_is_named_and_one_without_a_kit_is_not() -> N
 async def roll(site: SimulatedSite, expected: Sequence[str] = ()) -> list[Answer]:
     def build(world: World) -> asyncio.Task[list[Answer]]:
         asked = call_rolls(
-            [site.address], lab=LAB, name="operator", wait_s=2.0, connect_timeout_s=30.0, expected=expected, world=world
+            [site.address],
+            lab=LAB,
+            name="operator",
+            wait_s=2.0,
+            connect_timeout_s=30.0,
+            expected=expected,
+            world=world,
         )
         return asyncio.create_task(asked)
 
@@ -114,7 +150,9 @@ class Listed:
         self.entry, self.task = site.make(name, lambda world: self._build(site, name, world))
 
     @staticmethod
-    def _build(site: SimulatedSite, name: str, world: World) -> tuple[RollEntry, asyncio.Task[None]]:
+    def _build(
+        site: SimulatedSite, name: str, world: World
+    ) -> tuple[RollEntry, asyncio.Task[None]]:
         host = Host(site.address, 30.0, Metrics(), lab=LAB, kit="c0ffee", world=world)
         found = Resources("2 x cpu", "mnist", (NO_TORCH,))
         entry = RollEntry(host, name, role="device", parent=PARENT, resources=lambda: found)
@@ -127,7 +165,9 @@ class Listed:
 
 
 def of_the_next_release(message: Message, *more: object, session: str) -> bytes:
-    """Return a message of the roll as the next version of the protocol may have it: with other fields at its end."""
+    """Return a message of the roll as the next version of the protocol may have it: with other
+    fields at its end.
+    """
     fields = [getattr(message, name) for name in type(message).__match_args__]
     shared, _ = serialization.SHARED[type(message)]
     code = serialization.KINDS.index(type(message))
@@ -142,7 +182,10 @@ async def test_the_roll_is_read_and_answered_across_versions(site: SimulatedSite
     def answer(message: Routed) -> None:
         topic = topics.parse(message.topic)
         if isinstance(topic, topics.AskTopic) and topic.asker == "operator":
-            (_, asked), where = serialization.decode(message.body), topics.answer(LAB, topic.asker, "device-1")
+            (_, asked), where = (
+                serialization.decode(message.body),
+                topics.answer(LAB, topic.asker, "device-1"),
+            )
             assert isinstance(asked, Question)
             here = Here(asked.nonce, "device", PARENT, "run-9", "9.1", "h", "", "", "", 0.0, ())
             site.inject(where, of_the_next_release(here, ["b"] * 3, 1.5, None, session="s1"))
@@ -153,13 +196,22 @@ async def test_the_roll_is_read_and_answered_across_versions(site: SimulatedSite
     await asyncio.sleep(1)
     old, new = sorted(await roll(site), key=lambda each: each.node)
     assert (old.node, old.other_release) == ("device-0", "")
-    assert (new.node, new.here.role, new.here.parent, new.here.run) == ("device-1", "device", PARENT, "run-9")
+    assert (new.node, new.here.role, new.here.parent, new.here.run) == (
+        "device-1",
+        "device",
+        PARENT,
+        "run-9",
+    )
     ours = f"{version('fedstrata')} (protocol {serialization.VERSION})"
     theirs = f"9.1 (protocol {serialization.VERSION + 1})"
-    assert new.other_release == f"it is of release {theirs}, this is {ours}: install one release everywhere"
+    assert (
+        new.other_release
+        == f"it is of release {theirs}, this is {ours}: install one release everywhere"
+    )
     assert faults([old, new], None)["device-1"] == [new.other_release]
     site.inject(
-        topics.ask(LAB, topics.ALL, "next"), of_the_next_release(Question("nonce", About.ENTRY), 7, session="s2")
+        topics.ask(LAB, topics.ALL, "next"),
+        of_the_next_release(Question("nonce", About.ENTRY), 7, session="s2"),
     )
     await until(lambda: nexts)
     _, found = serialization.decode(nexts[0].body)
@@ -167,25 +219,39 @@ async def test_the_roll_is_read_and_answered_across_versions(site: SimulatedSite
     node.task.cancel()
 
 
-def test_nodes_of_another_release_are_left_out_of_the_lab_that_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nodes_of_another_release_are_left_out_of_the_lab_that_is_there(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def answer(node: str, role: str, parent: str, protocol: int = serialization.VERSION) -> Answer:
-        return Answer(node, Here("n", role, parent, "", "9.1", "h", "", "", "", 0.0, ()), 0.0, protocol)
+        return Answer(
+            node, Here("n", role, parent, "", "9.1", "h", "", "", "", 0.0, ()), 0.0, protocol
+        )
 
     line = f"device-1 is left out: it is of release 9.1 (protocol {serialization.VERSION + 1})"
-    found = [answer("device-0", "device", CLOUD), answer("device-1", "device", CLOUD, serialization.VERSION + 1)]
+    found = [
+        answer("device-0", "device", CLOUD),
+        answer("device-1", "device", CLOUD, serialization.VERSION + 1),
+    ]
     others = {each.node: each.other_release for each in found if each.other_release}
     assert roles._topology(found, others) == {"institutions": 0, "devices": ["device-0"]}
     assert line in capsys.readouterr().err
-    with pytest.raises(InvalidExperiment, match=r"no device is there .*Fix what is left out as above: 1 node"):
+    with pytest.raises(
+        InvalidExperiment, match=r"no device is there .*Fix what is left out as above: 1 node"
+    ):
         roles._topology(found[1:], others)
     assert line in capsys.readouterr().err
 
 
-def test_an_experiment_names_all_its_nodes_that_cannot_take_part(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_experiment_names_all_its_nodes_that_cannot_take_part(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     lab = reading.parse({"topology": {"institutions": 1, "devices": 4}})
     roles._check_fit(lab, {"stranger": "x"})
     old = {f"device-{i}": f"it is of release 0.{i}" for i in range(4)}
-    problem = r"nodes = 'device-0, device-1 and 2 others': 4 of the experiment's nodes cannot take part, as above"
+    problem = (
+        r"nodes = 'device-0, device-1 and 2 others': 4 of the experiment's nodes cannot "
+        r"take part, as above"
+    )
     with pytest.raises(InvalidExperiment, match=problem):
         roles._check_fit(lab, old)
     lines = capsys.readouterr().err
@@ -200,7 +266,10 @@ async def test_a_node_that_answers_the_roll_all_the_time_hides_nobody(site: Simu
     def answer(message: Routed) -> None:
         topic = topics.parse(message.topic)
         if isinstance(topic, topics.AskTopic):
-            (_, asked), where = serialization.decode(message.body), topics.answer(LAB, topic.asker, "device-6")
+            (_, asked), where = (
+                serialization.decode(message.body),
+                topics.answer(LAB, topic.asker, "device-6"),
+            )
             assert isinstance(asked, Question)
             here = Here(asked.nonce, "device", PARENT, "", "1", "h", "x" * 2000, "", "", 0.0, ())
             for _ in range(50):
@@ -212,7 +281,9 @@ async def test_a_node_that_answers_the_roll_all_the_time_hides_nobody(site: Simu
     Listed(site, "device-0")
     await asyncio.sleep(1)
     found = await roll(site)
-    assert [each.node for each in found] == ["device-0", *["device-6"] * SESSIONS_KEPT] and len(sent) == 200
+    assert [each.node for each in found] == ["device-0", *["device-6"] * SESSIONS_KEPT] and len(
+        sent
+    ) == 200
     assert {len(each.here.hardware) for each in found if each.node == "device-6"} == {1000}
 
 
@@ -229,7 +300,10 @@ async def test_the_roll_has_who_answers_and_what_they_do(site: SimulatedSite) ->
         ("device", PARENT, ""),
     ]
     has = ("2 x cpu", "mnist", "c0ffee", (NO_TORCH,), version("fedstrata"))
-    assert all((h.hardware, h.data, h.kit, h.findings, h.release) == has for h in (each.here for each in found))
+    assert all(
+        (h.hardware, h.data, h.kit, h.findings, h.release) == has
+        for h in (each.here for each in found)
+    )
     assert all(abs(each.ahead_s) < 5 for each in found)
     began = asyncio.get_running_loop().time()
     assert len(await roll(site, expected=["device-0", "device-1"])) == 2

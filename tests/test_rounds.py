@@ -12,10 +12,23 @@ from session_lab import manifest_of as blob_of
 
 from fedstrata.common.experiment.schema import TransferSettings
 from fedstrata.common.protocol.coordinator import Coordinator
-from fedstrata.common.protocol.messages import Acknowledgement, Failure, Key, NodeState, Phase, Presence
+from fedstrata.common.protocol.messages import (
+    Acknowledgement,
+    Failure,
+    Key,
+    NodeState,
+    Phase,
+    Presence,
+)
 from fedstrata.common.protocol.participant import TRANSITIONS as CHILD_TRANSITIONS
 from fedstrata.common.protocol.participant import ParticipantCause, ParticipantState
-from fedstrata.common.protocol.round_state import TRANSITIONS, ChildCause, ChildInRound, ChildState, Stalled
+from fedstrata.common.protocol.round_state import (
+    TRANSITIONS,
+    ChildCause,
+    ChildInRound,
+    ChildState,
+    Stalled,
+)
 from tests.helpers.coordinators import (
     OLD,
     OneChild,
@@ -33,7 +46,9 @@ IDLE_S = 60.0
 
 def test_no_child_is_blamed_for_our_own_absence() -> None:
     parent = Coordinator(["a"], idle_s=10.0)
-    key = parent.open(global_round=0, local_round=0, assignments=assignments(["a"]), closing=ALL, now=0.0)
+    key = parent.open(
+        global_round=0, local_round=0, assignments=assignments(["a"]), closing=ALL, now=0.0
+    )
     parent.presence("a", "s", Presence(NodeState.READY, "device"), now=0.0)
     parent.receive("a", progress_of(key), now=0.0)
     parent.reconnected(100.0)
@@ -64,7 +79,10 @@ def test_a_child_that_gave_up_before_the_round_is_not_waited_for() -> None:
     parent.open(global_round=0, local_round=0, assignments=assignments(["a"]), closing=ALL, now=1.0)
     parent.tick(1.0)
     assert parent.next_event() == Stalled(
-        "a gave up: no data", idle=False, failures=frozenset({Failure.NONE}), children=frozenset("a")
+        "a gave up: no data",
+        idle=False,
+        failures=frozenset({Failure.NONE}),
+        children=frozenset("a"),
     )
 
 
@@ -93,12 +111,16 @@ def test_rounds_follow_each_other_with_those_named_and_a_model_each() -> None:
         names = lab.names[: 3 - local_round]
         models = {name: model_of(10 * global_round + number) for number, name in enumerate(names)}
         closed = lab.round(
-            names, global_round=global_round, local_round=local_round, epochs=1 + global_round, models=models
+            names,
+            global_round=global_round,
+            local_round=local_round,
+            epochs=1 + global_round,
+            models=models,
         )
         assert closed.key == Key(0, global_round, local_round)
-        assert {name: result.work.epochs for name, result in closed.results.items()} == dict.fromkeys(
-            names, 1 + global_round
-        )
+        assert {
+            name: result.work.epochs for name, result in closed.results.items()
+        } == dict.fromkeys(names, 1 + global_round)
         assert {name: lab.children[name].trained[-1][1] for name in names} == {
             name: blob_of(model).blob for name, model in models.items()
         }
@@ -120,7 +142,14 @@ EVENTS = st.lists(
 )
 
 
-def hit(lab: Lab, what: str, who: int, will_after_s: float | None, back_s: float, store: dict[str, bytes]) -> None:
+def hit(
+    lab: Lab,
+    what: str,
+    who: int,
+    will_after_s: float | None,
+    back_s: float,
+    store: dict[str, bytes],
+) -> None:
     """Let something fail, and come back."""
     name = lab.names[who % len(lab.names)]
     if what == "parent":
@@ -138,7 +167,9 @@ def hit(lab: Lab, what: str, who: int, will_after_s: float | None, back_s: float
 
 
 @examples(40)
-@example(seed=145, children=5, loss=0.4, duplicates=0.3, jitter_s=3.0, inline=False, slots=2, events=[])
+@example(
+    seed=145, children=5, loss=0.4, duplicates=0.3, jitter_s=3.0, inline=False, slots=2, events=[]
+)
 @given(
     seed=st.integers(0, 2**32),
     children=st.integers(1, 5),
@@ -161,8 +192,17 @@ def test_whatever_happens_the_rounds_complete_with_the_right_bytes(
     events: list[tuple[float, str, int, float | None, float, str]],
 ) -> None:
     """Of 40 % lost, a dozen asks in a row are, once in many runs: so silence may be long."""
-    transfer = TransferSettings(inline_bytes=10_000 if inline else 0, idle_s=600.0, upload_slots=slots)
-    lab = Lab(names_of(children), seed=seed, loss=loss, duplicates=duplicates, jitter_s=jitter_s, transfer=transfer)
+    transfer = TransferSettings(
+        inline_bytes=10_000 if inline else 0, idle_s=600.0, upload_slots=slots
+    )
+    lab = Lab(
+        names_of(children),
+        seed=seed,
+        loss=loss,
+        duplicates=duplicates,
+        jitter_s=jitter_s,
+        transfer=transfer,
+    )
     stores: dict[str, dict[str, bytes]] = {"empty": {}, "old": {}}
     lab.loop.after(2.0, lambda: stores["old"].update(lab.broker.retained))
 
@@ -178,14 +218,22 @@ def test_whatever_happens_the_rounds_complete_with_the_right_bytes(
 
 
 def test_a_parent_that_goes_back_gets_new_results() -> None:
-    """A parent that restarts from an older checkpoint, after a child already offered it a later round's result."""
+    """A parent that restarts from an older checkpoint, after a child already offered it a later
+    round's result.
+    """
     lab = Lab(names_of(2))
     for local_round in range(2):
         lab.round(global_round=5, local_round=local_round)
     lab.open(global_round=6)
-    lab.until(lambda: all(child.session.participant.state is ParticipantState.ANNOUNCING for child in children_of(lab)))
+    lab.until(
+        lambda: all(
+            child.session.participant.state is ParticipantState.ANNOUNCING
+            for child in children_of(lab)
+        )
+    )
     lab.restart_parent(reopen_s=None)
-    lab.rest(10.0)  # long enough for each child to repeat its offer to a parent that has no round open
+    # long enough for each child to repeat its offer to a parent that has no round open
+    lab.rest(10.0)
     assert set(lab.round(global_round=4, until_s=30.0).results) == set(lab.names)
 
 
@@ -224,17 +272,23 @@ def test_the_picture_of_a_round_is_the_table() -> None:
         (s.ANNOUNCED, c.RESTART): s.ASSIGNED,
         (s.ANNOUNCED, c.RETRY): s.ASSIGNED,
     }
-    assert {(a, cause): b for cause, table in TRANSITIONS.items() for a, b in table.items()} == moves
+    assert {
+        (a, cause): b for cause, table in TRANSITIONS.items() for a, b in table.items()
+    } == moves
     assert set(TRANSITIONS) == set(ChildCause)
 
 
 def parent_with_child_in(state: ChildState) -> tuple[Coordinator, Key]:
-    """Return a coordinator that came to have its only child of two in this state, and its round's key."""
+    """Return a coordinator that came to have its only child of two in this state, and its round's
+    key.
+    """
     parent = Coordinator(["a", "b"], idle_s=10.0)
     for name in "ab":
         parent.presence(name, f"{name}-1", Presence(NodeState.READY, "device"), now=0.0)
     names = ["b"] if state is ChildState.IDLE else ["a", "b"]
-    key = parent.open(global_round=0, local_round=0, assignments=assignments(names), closing=ALL, now=0.0)
+    key = parent.open(
+        global_round=0, local_round=0, assignments=assignments(names), closing=ALL, now=0.0
+    )
     if state not in (ChildState.IDLE, ChildState.ASSIGNED):
         parent.receive("a", progress_of(key), now=1.0)
     if state in (ChildState.ANNOUNCED, ChildState.ACCEPTED, ChildState.REFUSED):
@@ -248,7 +302,9 @@ def parent_with_child_in(state: ChildState) -> tuple[Coordinator, Key]:
 
 
 @pytest.mark.parametrize(("state", "cause"), list(itertools.product(ChildState, ChildCause)))
-def test_a_coordinator_moves_a_child_as_the_table_defines(state: ChildState, cause: ChildCause) -> None:
+def test_a_coordinator_moves_a_child_as_the_table_defines(
+    state: ChildState, cause: ChildCause
+) -> None:
     parent, key = parent_with_child_in(state)
     if cause is ChildCause.MESSAGE:
         parent.receive("a", progress_of(key, done=7), now=2.0)
@@ -264,14 +320,17 @@ def test_a_coordinator_moves_a_child_as_the_table_defines(state: ChildState, cau
         parent.end()
     else:
         parent.presence("a", "a-2", Presence(NodeState.READY, "device"), now=2.0)
-    if cause is ChildCause.RESULT and state is ChildState.ASSIGNED:  # it is a message of this round, too
+    # it is a message of this round, too
+    if cause is ChildCause.RESULT and state is ChildState.ASSIGNED:
         expected = ChildState.ANNOUNCED
     else:
         expected = TRANSITIONS[cause].get(state, state)
     assert parent.children["a"].state is expected
 
 
-@pytest.mark.parametrize(("state", "cause"), list(itertools.product(ParticipantState, ParticipantCause)))
+@pytest.mark.parametrize(
+    ("state", "cause"), list(itertools.product(ParticipantState, ParticipantCause))
+)
 def test_a_participant_moves_as_the_table_defines_and_in_no_other_way(
     state: ParticipantState, cause: ParticipantCause
 ) -> None:
@@ -298,6 +357,7 @@ def test_a_participant_moves_as_the_table_defines_and_in_no_other_way(
         one.receive(Acknowledgement(OLD, ""))
     else:
         child.abandon()
-    new = state is ParticipantState.IDLE and cause is ParticipantCause.SAME_TASK  # it has none: any is a new one
+    # it has none: any is a new one
+    new = state is ParticipantState.IDLE and cause is ParticipantCause.SAME_TASK
     expected = ParticipantState.FETCHING if new else CHILD_TRANSITIONS[cause].get(state, state)
     assert child.state is expected

@@ -1,4 +1,6 @@
-"""Whether the tests of Prometheus's rules notice a change of each: of numbers, comparisons, sums, labels and times."""
+"""Whether the tests of Prometheus's rules notice a change of each: of numbers, comparisons, sums,
+labels and times.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ from tests.helpers.monitoring import SHIPPED, needs_prometheus
 
 CASES: Final = "alerts_test.yml"
 FILES: Final = ("rules.yml", "alerts.yml")
-COMPARED: Final = {"> ": (">= ", "< "), "< ": ("<= ", "> "), "== 0": ("!= 0", "== 1"), "== 1": ("!= 1", "== 0")}
+COMPARED: Final = {
+    "> ": (">= ", "< "),
+    "< ": ("<= ", "> "),
+    "== 0": ("!= 0", "== 1"),
+    "== 1": ("!= 1", "== 0"),
+}
 SUMMED: Final = {"sum by": "max by", "max by": "min by", "min by": "max by", "max_over": "min_over"}
 pytestmark = [needs_prometheus, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -29,7 +36,8 @@ def changed(expr: str) -> Iterator[str]:
             for at in (match.start() for match in re.finditer(re.escape(old), expr)):
                 for new in every:
                     yield expr[:at] + new + expr[at + len(old) :]
-    for match in re.finditer(r"(?<![\w.:])\d+(?:\.\d+)?(?:e\d+)?(?![\w.:])", expr):  # bounds and factors
+    # bounds and factors
+    for match in re.finditer(r"(?<![\w.:])\d+(?:\.\d+)?(?:e\d+)?(?![\w.:])", expr):
         if match[0] not in ("0", "1"):
             for factor in (0.9, 1.1):
                 yield expr[: match.start()] + repr(float(match[0]) * factor) + expr[match.end() :]

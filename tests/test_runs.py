@@ -24,14 +24,26 @@ MakeRun = Callable[..., Path]
 
 def test_a_run_is_read_as_it_was_written(tmp_path: Path, make_run: MakeRun) -> None:
     run = Run(make_run(tmp_path, {"name": "lab", "seed": 3, "rounds": 3}))
-    assert (run.experiment.name, run.seed, run.experiment.rounds, run.direct) == ("lab", 3, 3, False)
+    assert (run.experiment.name, run.seed, run.experiment.rounds, run.direct) == (
+        "lab",
+        3,
+        3,
+        False,
+    )
     assert [row.accuracy for row in run.rounds] == [0.5, 0.75, 0.9] and run.accuracy == 0.9
     assert run.totals == {name: 3 * count for name, count in BYTES.items()}
     assert [row.epochs for row in run.rounds] == [{"institution-0": n} for n in (1, 2, 3)]
-    assert set(run.rounds[0].phases) == set(GLOBAL_PHASES) and run.rounds[0].seconds == pytest.approx(1.58)
-    assert run.experiment.tree.children == {"cloud": ["institution-0"], "institution-0": ["device-0"]}
+    assert set(run.rounds[0].phases) == set(GLOBAL_PHASES) and run.rounds[
+        0
+    ].seconds == pytest.approx(1.58)
+    assert run.experiment.tree.children == {
+        "cloud": ["institution-0"],
+        "institution-0": ["device-0"],
+    }
     assert run.tiers == ["wan", "lan"]
-    assert run.links == [] and run.devices == [] and run.partition is None and run.prediction is None
+    assert (
+        run.links == [] and run.devices == [] and run.partition is None and run.prediction is None
+    )
     run = Run(make_run(tmp_path, {}, accuracies=(0.5, None)))  # the last one is not known yet
     assert [row.accuracy for row in run.rounds] == [0.5, None] and run.accuracy == 0.5
 
@@ -70,11 +82,16 @@ def test_a_resumed_run_forgets_a_row_that_was_cut(tmp_path: Path, make_run: Make
     assert (path / "rounds.csv").read_bytes() == whole
 
 
-def test_events_that_were_cut_are_left_out_also_in_the_middle(tmp_path: Path, make_run: MakeRun) -> None:
+def test_events_that_were_cut_are_left_out_also_in_the_middle(
+    tmp_path: Path, make_run: MakeRun
+) -> None:
     path = make_run(tmp_path, {}, last="")
     with (path / "events.jsonl").open("a") as file:
         file.write('{"time": "t", "event": "chi')  # killed here, resumed there
-        file.write('{"time": "t", "event": "run"}\n[1]\n{"event": "run"}\n{"time": "t", "event": "warning"}\n{"ti')
+        file.write(
+            '{"time": "t", "event": "run"}\n[1]\n{"event": "run"}\n{"time": "t", "event": '
+            '"warning"}\n{"ti'
+        )
     assert [event.name for event in Run(path).events] == ["run", "warning"]
 
 
@@ -96,7 +113,9 @@ def test_events_that_were_cut_are_left_out_also_in_the_middle(tmp_path: Path, ma
         ("experiment.toml", "rounds = 0", "rounds = 0"),
     ],
 )
-def test_what_is_damaged_is_named(tmp_path: Path, make_run: MakeRun, name: str, text: str | None, words: str) -> None:
+def test_what_is_damaged_is_named(
+    tmp_path: Path, make_run: MakeRun, name: str, text: str | None, words: str
+) -> None:
     path = make_run(tmp_path, {})
     (path / name).write_text(text or (path / name).read_text().replace("\n1,", "\none,", 1))
     done = invoke("report", path)
@@ -104,7 +123,9 @@ def test_what_is_damaged_is_named(tmp_path: Path, make_run: MakeRun, name: str, 
     assert re.search(words, done.stderr)
 
 
-def test_a_run_is_found_by_its_folder_or_the_beginning_of_its_id(tmp_path: Path, make_run: MakeRun) -> None:
+def test_a_run_is_found_by_its_folder_or_the_beginning_of_its_id(
+    tmp_path: Path, make_run: MakeRun
+) -> None:
     paths = [make_run(tmp_path, {"name": name}) for name in ("a", "b-c")]
     for path in paths:
         run = Run(path)
@@ -119,7 +140,9 @@ def test_a_run_is_found_by_its_folder_or_the_beginning_of_its_id(tmp_path: Path,
         folders(tmp_path / "absent")
 
 
-def test_a_folder_of_runs_names_its_runs_and_other_files_are_skipped(tmp_path: Path, make_run: MakeRun) -> None:
+def test_a_folder_of_runs_names_its_runs_and_other_files_are_skipped(
+    tmp_path: Path, make_run: MakeRun
+) -> None:
     root, sweep = tmp_path / "runs", tmp_path / "runs" / "study"
     alone = make_run(root, {"name": "alone"})
     paths = [make_run(sweep, {"name": "study", "seed": seed}) for seed in (1, 2)]
@@ -132,7 +155,12 @@ def test_a_folder_of_runs_names_its_runs_and_other_files_are_skipped(tmp_path: P
         assert find(path.name[-6:], root) == path
     everything = sorted(map(str, sweep.iterdir()))
     assert find_all(everything, root) == (sorted(paths), [str(sweep / name) for name in others])
-    for texts in ([str(sweep)], ["study"], [paths[0].name[-6:], str(sweep)], [*map(str, paths), str(paths[0])]):
+    for texts in (
+        [str(sweep)],
+        ["study"],
+        [paths[0].name[-6:], str(sweep)],
+        [*map(str, paths), str(paths[0])],
+    ):
         found, skipped = find_all(texts, root)
         assert sorted(found) == sorted(paths) and not skipped
     assert sorted(find_all([str(root)], root)[0]) == sorted([alone, *paths])
@@ -142,7 +170,9 @@ def test_a_folder_of_runs_names_its_runs_and_other_files_are_skipped(tmp_path: P
         find_all([str(paths[0]), str(sweep / "absent")], root)
 
 
-def test_each_command_on_runs_takes_what_a_shell_makes_of_a_sweeps_folder(tmp_path: Path, make_run: MakeRun) -> None:
+def test_each_command_on_runs_takes_what_a_shell_makes_of_a_sweeps_folder(
+    tmp_path: Path, make_run: MakeRun
+) -> None:
     sweep = tmp_path / "study"
     paths = [make_run(sweep, {"name": "study", "seed": seed}) for seed in (1, 2)]
     (sweep / "sweep.lock").touch()
@@ -150,12 +180,18 @@ def test_each_command_on_runs_takes_what_a_shell_makes_of_a_sweeps_folder(tmp_pa
         done = invoke("report", *sorted(sweep.iterdir()))
         skipped = done.stderr.replace(f"{done.stdout.strip()}, ", "")
         assert done.exit_code == 0 and f"skipped, no runs: {sweep / 'sweep.lock'}" in skipped
-    reached = json.loads(invoke("compare", *sorted(sweep.iterdir()), "--target", "0.7", "--format", "json").stdout)
+    reached = json.loads(
+        invoke("compare", *sorted(sweep.iterdir()), "--target", "0.7", "--format", "json").stdout
+    )
     assert [group["reached"] for group in reached["groups"]] == [2]
     listed = invoke("runs", "list", "--runs", tmp_path, "--format", "json").stdout.splitlines()
     assert {json.loads(line)["folder"] for line in listed} == set(map(str, paths))
     asked = invoke("runs", "delete", sweep, answers="n\n")
-    assert asked.exit_code == 1 and "Delete 2 runs?" in asked.output and all(path.exists() for path in paths)
+    assert (
+        asked.exit_code == 1
+        and "Delete 2 runs?" in asked.output
+        and all(path.exists() for path in paths)
+    )
 
 
 def test_runs_are_listed(tmp_path: Path, make_run: MakeRun) -> None:
@@ -164,23 +200,42 @@ def test_runs_are_listed(tmp_path: Path, make_run: MakeRun) -> None:
     done = invoke("runs", "list", "--runs", tmp_path, "--format", "json")
     rows = {row["name"]: row for row in map(json.loads, done.stdout.splitlines())}
     assert rows["first"]["state"] == "finished" and rows["first"]["global_rounds_done"] == 3
-    assert (rows["second"]["state"], rows["second"]["global_rounds"], rows["second"]["accuracy"]) == ("failed", 9, 0.25)
-    assert rows["first"]["bytes"] == Run(first).totals and rows["first"]["seconds"] == pytest.approx(3 * 1.58)
+    assert (
+        rows["second"]["state"],
+        rows["second"]["global_rounds"],
+        rows["second"]["accuracy"],
+    ) == ("failed", 9, 0.25)
+    assert rows["first"]["bytes"] == Run(first).totals and rows["first"][
+        "seconds"
+    ] == pytest.approx(3 * 1.58)
     assert (rows["first"]["aggregation"], rows["first"]["model"], rows["first"]["dataset"]) == (
         "fedavg + fedavg", "cnn_digits", "digits",
     )  # fmt: skip
     assert rows["first"]["reason"] == "" and rows["second"]["reason"] == Run(second).reason != ""
     lines = invoke("runs", "list", "--runs", tmp_path).stdout.splitlines()
-    assert lines[0].split()[:6] == ["run", "name", "state", "global", "rounds", "score"] and len(lines) == 3
+    assert (
+        lines[0].split()[:6] == ["run", "name", "state", "global", "rounds", "score"]
+        and len(lines) == 3
+    )
     line = next(line for line in lines if "second" in line)
-    assert {"failed", "1/9", "0.2500"} <= set(line.split()) and line.rstrip().endswith(rows["second"]["reason"])
+    assert {"failed", "1/9", "0.2500"} <= set(line.split()) and line.rstrip().endswith(
+        rows["second"]["reason"]
+    )
 
 
 def test_the_age_of_a_run(tmp_path: Path, make_run: MakeRun) -> None:
     run = Run(make_run(tmp_path, {"name": "old"}))
     run.started = "20261120T120000Z"
     at = datetime(2026, 11, 20, 12, tzinfo=UTC).timestamp()
-    ages = {0: "0 s", 59: "59 s", 60: "1 min", 7199: "1 h", 86_400: "1 d", 86_400 * 400: "400 d", -5: "0 s"}
+    ages = {
+        0: "0 s",
+        59: "59 s",
+        60: "1 min",
+        7199: "1 h",
+        86_400: "1 d",
+        86_400 * 400: "400 d",
+        -5: "0 s",
+    }
     assert {passed: age(run.age_s(at + passed) or 0.0) for passed in ages} == ages
     run.started = "long ago"
     assert run.age_s(at) is None
@@ -196,11 +251,18 @@ def test_runs_are_deleted_after_a_question(tmp_path: Path, make_run: MakeRun) ->
     folder = RunFolder.reopen(paths[1])  # as the cloud does
     running = invoke("runs", "delete", paths[1], "--yes")
     folder.release()
-    assert running.exit_code == 4 and "still running. Stop it first." in running.output and paths[1].exists()
+    assert (
+        running.exit_code == 4
+        and "still running. Stop it first." in running.output
+        and paths[1].exists()
+    )
 
 
 def test_runs_that_never_began_a_global_round_are_pruned(tmp_path: Path, make_run: MakeRun) -> None:
-    good, late = make_run(tmp_path, {"name": "good"}), make_run(tmp_path, {"name": "late"}, last="failed")
+    good, late = (
+        make_run(tmp_path, {"name": "good"}),
+        make_run(tmp_path, {"name": "late"}, last="failed"),
+    )
     never = make_run(tmp_path, {"name": "never"}, accuracies=(), last="failed")
     assert invoke("runs", "prune", "--runs", tmp_path, "--days", "20000", "--yes").stdout == ""
     done = invoke("runs", "prune", "--runs", tmp_path, "--yes")
@@ -208,27 +270,44 @@ def test_runs_that_never_began_a_global_round_are_pruned(tmp_path: Path, make_ru
     assert good.exists() and late.exists() and not never.exists()
 
 
-def test_a_damaged_run_is_reported_and_the_others_are_listed(tmp_path: Path, make_run: MakeRun) -> None:
+def test_a_damaged_run_is_reported_and_the_others_are_listed(
+    tmp_path: Path, make_run: MakeRun
+) -> None:
     bad, good = (make_run(tmp_path, {"name": name}) for name in ("bad", "good"))
     (bad / "manifest.json").write_text("{")
     done = invoke("runs", "list", "--runs", tmp_path)
-    assert done.exit_code == 0 and "good" in done.stdout and str(bad) in done.stderr and good.name[:8] in done.stdout
+    assert (
+        done.exit_code == 0
+        and "good" in done.stdout
+        and str(bad) in done.stderr
+        and good.name[:8] in done.stdout
+    )
 
 
 def test_a_run_is_shown(tmp_path: Path, make_run: MakeRun) -> None:
     path = make_run(tmp_path, {"name": "lab", "seed": 5})
     shown = json.loads(invoke("runs", "show", path, "--format", "json").stdout)
-    assert shown["seed"] == 5 and shown["files"]["rounds.csv"] == (path / "rounds.csv").stat().st_size
-    assert parse(shown["experiment"]) == parse({"name": "lab", "seed": 5}) and "host" in shown["manifest"]
+    assert (
+        shown["seed"] == 5 and shown["files"]["rounds.csv"] == (path / "rounds.csv").stat().st_size
+    )
+    assert (
+        parse(shown["experiment"]) == parse({"name": "lab", "seed": 5})
+        and "host" in shown["manifest"]
+    )
     assert "rounds.csv" in invoke("runs", "show", path).stdout
 
 
 @pytest.mark.parametrize("number", [None, 0, 2])
-def test_a_folder_of_another_format_is_refused(tmp_path: Path, make_run: MakeRun, number: int | None) -> None:
+def test_a_folder_of_another_format_is_refused(
+    tmp_path: Path, make_run: MakeRun, number: int | None
+) -> None:
     path = make_run(tmp_path, {}, last="")
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps(manifest | {"format": number}))
-    text = f"{str(path)!r}: a run's folder of format {number}, this release has 1. Use the release that wrote it."
+    text = (
+        f"{str(path)!r}: a run's folder of format {number}, this release has 1. Use the "
+        "release that wrote it."
+    )
     for command in (["report"], ["compare", "--target", "0.7"], ["runs", "show"]):
         result = invoke(*command, path)
         assert result.exit_code == 4 and result.output.strip() == f"fedstrata: RUN = {text}"
@@ -239,7 +318,11 @@ def test_a_folder_of_another_format_is_refused(tmp_path: Path, make_run: MakeRun
 
 @pytest.mark.parametrize(
     ("text", "problem"),
-    [(None, "No such file or directory"), ("a =", "not TOML: "), ("rounds = -1", "rounds = -1: too small. Write 1")],
+    [
+        (None, "No such file or directory"),
+        ("a =", "not TOML: "),
+        ("rounds = -1", "rounds = -1: too small. Write 1"),
+    ],
 )
 def test_an_experiment_that_cannot_be_read_is_named_with_its_file(
     tmp_path: Path, make_run: MakeRun, text: str | None, problem: str

@@ -1,4 +1,6 @@
-"""Devices that begin with initial models of their own: a plain loop, common steps, kills, and what it is for."""
+"""Devices that begin with initial models of their own: a plain loop, common steps, kills, and what
+it is for.
+"""
 
 from __future__ import annotations
 
@@ -49,15 +51,22 @@ def own_initial(lab: Experiment, node: str) -> dict[str, torch.Tensor]:
 
 
 def plain(lab: Experiment, path: Path) -> dict[str, torch.Tensor]:
-    """Return the final model of a plain loop: own initial models in the first round, the mean in the others."""
+    """Return the final model of a plain loop: own initial models in the first round, the mean in
+    the others.
+    """
     shared: dict[str, torch.Tensor] = {}
     for r in range(lab.rounds):
         rows = Run(path).devices
         took = {row.node for row in rows if row.global_round == r + 1 and row.samples}
         nodes = [node for node in lab.tree.devices if lab.tree.path(node) in took]
-        sizes = [len(batches.load_local_dataset(lab, node, accelerator=CPU).samples) for node in nodes]
+        sizes = [
+            len(batches.load_local_dataset(lab, node, accelerator=CPU).samples) for node in nodes
+        ]
         starts = [shared if r else own_initial(lab, node) for node in nodes]
-        found = [one_round(lab, node, start, local_round=r) for node, start in zip(nodes, starts, strict=True)]
+        found = [
+            one_round(lab, node, start, local_round=r)
+            for node, start in zip(nodes, starts, strict=True)
+        ]
         shared = mean(found, sizes, list(found[0]))
     return shared
 
@@ -94,13 +103,27 @@ def test_a_killed_device_begins_with_the_same_model() -> None:
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_matching_finds_the_order_of_own_initial_models_and_keeps_that_of_the_same(own: bool, tmp_path: Path) -> None:
-    """With the same initial model the rules are FedAvg bit for bit; with own ones their first means are better."""
+def test_matching_finds_the_order_of_own_initial_models_and_keeps_that_of_the_same(
+    own: bool, tmp_path: Path
+) -> None:
+    """With the same initial model the rules are FedAvg bit for bit; with own ones their first means
+    are better.
+    """
     alike = {"topology": {"institutions": 0, "devices": 4}, "data": {}, "rounds": 1}
-    training, model = {"epochs": 20 if own else 1, "momentum": 0.9}, {"name": "mlp_digits", "same_initial": not own}
+    training, model = (
+        {"epochs": 20 if own else 1, "momentum": 0.9},
+        {"name": "mlp_digits", "same_initial": not own},
+    )
     found, scores = {}, {}
     for rule in ("fedavg", "fedma", "gamf"):
-        lab = parse({**alike, "model": model, "training": training, "cloud": {"aggregation": {"name": rule}}})
+        lab = parse(
+            {
+                **alike,
+                "model": model,
+                "training": training,
+                "cloud": {"aggregation": {"name": rule}},
+            }
+        )
         path = run_direct(tmp_path, lab)
         found[rule], scores[rule] = tensors(path), Run(path).rounds[0].score or 0.0
     assert [found[rule] == found["fedavg"] for rule in ("fedma", "gamf")] == [not own] * 2
@@ -110,14 +133,28 @@ def test_matching_finds_the_order_of_own_initial_models_and_keeps_that_of_the_sa
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"model": {"initial": "runs/one", "same_initial": False}}, r"begin with model\.initial\. Omit one"),
-        ({"training": {"trainer": "mine:Trainer"}, "model": {"same_initial": False}}, r"has its arrays\. Omit it"),
-        ({"transfer": {"wan": {"up": "delta+int8"}}}, r"'delta\+int8' rounds differences.*Use fp32, or"),
+        (
+            {"model": {"initial": "runs/one", "same_initial": False}},
+            r"begin with model\.initial\. Omit one",
+        ),
+        (
+            {"training": {"trainer": "mine:Trainer"}, "model": {"same_initial": False}},
+            r"has its arrays\. Omit it",
+        ),
+        (
+            {"transfer": {"wan": {"up": "delta+int8"}}},
+            r"'delta\+int8' rounds differences.*Use fp32, or",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(changes: dict[str, Any], problem: str) -> None:
     with pytest.raises(InvalidExperiment, match=rf"model\.same_initial = False: .*{problem}"):
-        parse({**{key: value for key, value in LAB.items() if key in ("model", "topology")}, **changes})
+        parse(
+            {
+                **{key: value for key, value in LAB.items() if key in ("model", "topology")},
+                **changes,
+            }
+        )
 
 
 def test_an_experiment_with_the_same_initial_model_has_the_keys_of_before() -> None:

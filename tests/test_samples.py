@@ -1,4 +1,6 @@
-"""The samples by which an institution weighs at its parent: what its devices have prepared, whoever restarts."""
+"""The samples by which an institution weighs at its parent: what its devices have prepared, whoever
+restarts.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,13 @@ DEEP: Final[dict[str, Any]] = {
     **{key: value for key, value in LAB.items() if key not in ("topology", "institution")},
     "tiers": [
         {"name": "wan", "children": "region", "fan_out": 2},
-        {"name": "metro", "children": "institution", "fan_out": 2, "rounds": 2, "participation": 0.5},
+        {
+            "name": "metro",
+            "children": "institution",
+            "fan_out": 2,
+            "rounds": 2,
+            "participation": 0.5,
+        },
         LAN,
     ],
 }
@@ -51,13 +59,23 @@ def prepared(*devices: int) -> int:
 def drawn(tree: Mapping[str, Any]) -> DrawnLab:
     """Return a lab of equal links without faults."""
     one = draw_lab(0)
-    return replace(one, experiment=parse(tree), unequal={}, faults=(), broker_each=False, spool=True, byte_s=0.0)
+    return replace(
+        one,
+        experiment=parse(tree),
+        unequal={},
+        faults=(),
+        broker_each=False,
+        spool=True,
+        byte_s=0.0,
+    )
 
 
 def weights(
     tree: Mapping[str, Any], scenario: Scenario | None = None, *, published: bool = False
 ) -> tuple[LabRun, dict[str, list[int]]]:
-    """Run a lab; return it with the samples of each node's results, or those `published` with its state, in order."""
+    """Run a lab; return it with the samples of each node's results, or those `published` with its
+    state, in order.
+    """
     found: dict[str, dict[Any, int]] = {}
 
     def watch(lab: ScenarioLab) -> None:
@@ -95,11 +113,15 @@ def test_no_restart_changes_what_an_institution_weighs(node: str, share: float) 
 
 @pytest.mark.parametrize("share", [0.3, 0.6])
 def test_no_restart_changes_what_a_region_weighs(share: float) -> None:
-    """Half of its institutions take part in each round: of the others it has what they have published."""
+    """Half of its institutions take part in each round: of the others it has what they have
+    published.
+    """
     undisturbed, found = weights(DEEP)
     disturbed, others = weights(DEEP, restarted("region-0", share * undisturbed.outcome.virtual_s))
     for each in (found, others):
-        assert set(each["region-0"]) == {prepared(0, 1, 2, 3)} and set(each["region-1"]) == {prepared(4, 5, 6, 7)}
+        assert set(each["region-0"]) == {prepared(0, 1, 2, 3)} and set(each["region-1"]) == {
+            prepared(4, 5, 6, 7)
+        }
     assert disturbed.outcome.digest == undisturbed.outcome.digest
 
 

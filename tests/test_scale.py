@@ -1,4 +1,6 @@
-"""What a parent does for a message does not grow with its children, so joining and rounds take time in proportion."""
+"""What a parent does for a message does not grow with its children, so joining and rounds take time
+in proportion.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,16 @@ from fedstrata.deploy.simulation.broker import TopicTree
 from fedstrata.deploy.simulation.hardware import Durations
 from fedstrata.deploy.simulation.machines import MessageCosts, Placement
 from fedstrata.deploy.simulation.simulated_lab import BROKER
-from tests.helpers.nodes import child_of, drawn, layout_of, living, parent_of, play, serving, together
+from tests.helpers.nodes import (
+    child_of,
+    drawn,
+    layout_of,
+    living,
+    parent_of,
+    play,
+    serving,
+    together,
+)
 from tests.helpers.sites import SimulatedSite, virtual
 from tests.simulation.interference import kind_of
 from tests.simulation.lab import ScenarioLab
@@ -63,11 +74,18 @@ def described(model: bytes) -> Manifest:
 
 
 def opened(
-    parent: Coordinator, manifest: Manifest, number: int = 0, *, now: float = 0.0, inline: bytes | None = None
+    parent: Coordinator,
+    manifest: Manifest,
+    number: int = 0,
+    *,
+    now: float = 0.0,
+    inline: bytes | None = None,
 ) -> Key:
     """Open a round of the child a."""
     assignments = {"a": Assignment(manifest, 1, inline)}
-    return parent.open(global_round=number, local_round=0, assignments=assignments, closing=Closing(), now=now)
+    return parent.open(
+        global_round=number, local_round=0, assignments=assignments, closing=Closing(), now=now
+    )
 
 
 def test_messages_cost_no_look_at_all_children(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +104,9 @@ def test_messages_cost_no_look_at_all_children(monkeypatch: pytest.MonkeyPatch) 
         count(Coordinator, name)
     for name in ("readiness", "ask_quiet"):
         count(ParentSession, name)
-    experiment = parse({"rounds": 1, "topology": {"institutions": 0, "devices": 60}, "links": {"check": "off"}})
+    experiment = parse(
+        {"rounds": 1, "topology": {"institutions": 0, "devices": 60}, "links": {"check": "off"}}
+    )
     assert ScenarioLab(experiment, model_bytes=400, spool=False).run().ok
     assert 0 < max(looks.values()) < 20, looks
 
@@ -104,7 +124,9 @@ def test_nodes_of_one_process_share_their_experiment() -> None:
     removed=st.sets(st.integers(0, 20)),
     topic_filter=st.from_regex(r"([a+$]|#)(/[ab+]){0,3}(/#)?", fullmatch=True),
 )
-def test_a_tree_of_topics_finds_what_matches(topics: list[str], removed: set[int], topic_filter: str) -> None:
+def test_a_tree_of_topics_finds_what_matches(
+    topics: list[str], removed: set[int], topic_filter: str
+) -> None:
     tree: TopicTree[str] = TopicTree()
     for topic in topics:
         tree.setdefault(topic, topic)
@@ -112,7 +134,9 @@ def test_a_tree_of_topics_finds_what_matches(topics: list[str], removed: set[int
     for topic in set(topics) - set(left):
         tree.remove(topic)
     if not topic_filter.startswith("#/"):
-        assert sorted(tree.covered(topic_filter)) == sorted(t for t in left if topic_matches_sub(topic_filter, t))
+        assert sorted(tree.covered(topic_filter)) == sorted(
+            t for t in left if topic_matches_sub(topic_filter, t)
+        )
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=30))
@@ -137,7 +161,11 @@ def test_a_child_is_ready_and_owes_a_farewell_by_its_presence() -> None:
     assert attendance.complete and not attendance.owes_farewells
     attendance.farewells.clear()
     attendance.receive("a", "1", lost, published=True)
-    assert not attendance.complete and not attendance.owes_farewells and attendance.samples == {"a": 10}
+    assert (
+        not attendance.complete
+        and not attendance.owes_farewells
+        and attendance.samples == {"a": 10}
+    )
 
 
 def test_targets_that_did_not_change_are_not_compared() -> None:
@@ -145,7 +173,9 @@ def test_targets_that_did_not_change_are_not_compared() -> None:
     ready = Presence(NodeState.READY, "institution")
     targets.receive("institution-0", ready, now=1.0)
     assert targets.due == float("inf")  # without an address there is nothing to report
-    targets.receive("institution-0", Presence(NodeState.READY, "institution", metrics="h:1"), now=1.0)
+    targets.receive(
+        "institution-0", Presence(NodeState.READY, "institution", metrics="h:1"), now=1.0
+    )
     targets.receive("institution-0", ready, now=1.5)
     assert targets.changed(2.5) is None and targets.due == float("inf")  # as before
 
@@ -162,7 +192,9 @@ def test_targets_of_nodes_that_join_are_reported_when_they_have_joined() -> None
 
 
 def test_a_child_that_waits_reports_less_and_less_often() -> None:
-    """All devices of a host wait for one another, so a round of N devices has reports of N devices for N trainings."""
+    """All devices of a host wait for one another, so a round of N devices has reports of N devices
+    for N trainings.
+    """
     participant = Participant(idle_s=120.0)
     manifest = described(bytes(8))
     participant.receive(Task(Key(0, 0, 0), 1, manifest, None), now=0.0)
@@ -170,12 +202,17 @@ def test_a_child_that_waits_reports_less_and_less_often() -> None:
     sent, sooner, last = 0, 0, 0.0
     for tick in range(1200):
         now = 0.1 * tick
-        sooner += participant.progress(Phase.WAITING, tick, 0, now=now)  # another device of this host has trained
+        # another device of this host has trained
+        sooner += participant.progress(Phase.WAITING, tick, 0, now=now)
         if participant.to_send(now, Traffic(), ()):
             sent, last = sent + 1, now
     assert sent == 11 and not sooner  # at the model's arrival, and after 2, 4, 8 and 15 seconds
     assert participant.progress(Phase.TRAINING, 1, 2, now=last + 0.1)  # at once
-    assert waiting_most_s(120.0) == 15.0 and waiting_most_s(40.0) == 5.0 and waiting_most_s(4.0) == HEARTBEAT_S
+    assert (
+        waiting_most_s(120.0) == 15.0
+        and waiting_most_s(40.0) == 5.0
+        and waiting_most_s(4.0) == HEARTBEAT_S
+    )
 
 
 def test_a_waiting_child_does_not_get_its_task_again_meanwhile() -> None:
@@ -193,13 +230,18 @@ def test_messages_are_repeated_less_often_to_a_busy_peer() -> None:
     manifest = described(bytes(8))
     parent, child = Coordinator(["a"], idle_s=120.0), Participant(idle_s=120.0)
     parent.presence("a", "s", READY, now=0.0)
-    for number, (answer_s, task_s, result_s) in enumerate([(2.0, 1.0, 1.0), (0.1, 4.0, 4.0), (0.1, 1.0, 1.0)]):
+    for number, (answer_s, task_s, result_s) in enumerate(
+        [(2.0, 1.0, 1.0), (0.1, 4.0, 4.0), (0.1, 1.0, 1.0)]
+    ):
         begun = 100.0 * number
         opened(parent, manifest, number, now=begun)
         ((_, task),) = parent.to_send(begun)
         assert isinstance(task, Task) and parent.next_deadline() == begun + task_s
         child.receive(task, now=begun)
-        child.finish(Result(task.key, manifest, None, Work(1, 0.5, 1, 1, 0.1, 0.0, 0.0), 1, (), ""), now=begun)
+        child.finish(
+            Result(task.key, manifest, None, Work(1, 0.5, 1, 1, 0.1, 0.0, 0.0), 1, (), ""),
+            now=begun,
+        )
         (result,) = child.to_send(begun, Traffic(), ())
         child.receive(task, now=begun + 0.1)  # its repeat has crossed the result
         assert isinstance(result, Result) and child.next_deadline() == begun + result_s
@@ -210,7 +252,9 @@ def test_messages_are_repeated_less_often_to_a_busy_peer() -> None:
 
 
 def test_a_busy_host_gets_each_message_of_a_round_once() -> None:
-    experiment = parse({"rounds": 3, "topology": {"institutions": 1, "devices": 10}, "links": {"check": "off"}})
+    experiment = parse(
+        {"rounds": 3, "topology": {"institutions": 1, "devices": 10}, "links": {"check": "off"}}
+    )
     sent, lab_round = Counter[tuple[int, str]](), itertools.count(1)
     now = [0]
 
@@ -249,18 +293,27 @@ def immediately(begin: Callable[[], None], host: str) -> float:
 
 
 def test_equal_tasks_are_one_message_in_memory() -> None:
-    """A parent sends all tasks of a round at once: with a copy of the model in each they fill its memory."""
+    """A parent sends all tasks of a round at once: with a copy of the model in each they fill its
+    memory.
+    """
     model = bytes(5000)
     manifest = described(model)
     ways = LinkSet(to=dict.fromkeys("abc", LinkDirection()), from_={}, shaped=False)
     outbox = Outbox(
-        Identity("r-1", "p", "institution", "s"), sender=Sender(first_number=1), counters=Account(), ways=ways
+        Identity("r-1", "p", "institution", "s"),
+        sender=Sender(first_number=1),
+        counters=Account(),
+        ways=ways,
     )
     for name, epochs in (("a", 1), ("b", 1), ("c", 2)):
         outbox.send(name, Task(Key(0, 0, 0), epochs, manifest, model), 0.0)
-    one, other, third = (output.body for output in outbox.to_send(0.0) if isinstance(output, Publish))
+    one, other, third = (
+        output.body for output in outbox.to_send(0.0) if isinstance(output, Publish)
+    )
     assert one is other and third != one
-    assert [decode(body)[1] for body in (one, third)] == [Task(Key(0, 0, 0), e, manifest, model) for e in (1, 2)]
+    assert [decode(body)[1] for body in (one, third)] == [
+        Task(Key(0, 0, 0), e, manifest, model) for e in (1, 2)
+    ]
 
 
 def test_the_state_of_a_round_has_no_models() -> None:
@@ -276,7 +329,9 @@ def test_the_state_of_a_round_has_no_models() -> None:
     result = Result(key, manifest, model, Work(1, 0.5, 1, 1, 0.1, 0.0, 0.0), 1, (), "")
     parent.receive("a", result, now=1.0)
     assert parent.next_event() == UploadAnnounced("a", result)
-    assert all(model not in gc.get_referents(each) for each in (child._task, parent.children["a"].result))
+    assert all(
+        model not in gc.get_referents(each) for each in (child._task, parent.children["a"].result)
+    )
 
 
 @virtual
@@ -287,17 +342,26 @@ async def test_sent_messages_are_not_kept(site: SimulatedSite) -> None:
     async with together(living(site, parent), serving(site, child_of(site, "device-0"), layout, 0)):
         await play(parent, drawn(layout, seed=1))
         assert sum("pump" in task.get_name() for task in asyncio.all_tasks()) == 2
-        assert not [each for each in gc.get_objects() if isinstance(each, Publish) and len(each.body) > 4000]
+        assert not [
+            each for each in gc.get_objects() if isinstance(each, Publish) and len(each.body) > 4000
+        ]
 
 
 def test_nodes_of_a_process_share_the_model_inside_their_tasks_as_it_is_read() -> None:
     model, begun = bytes(range(256)) * 20, []
     manifest = described(model)
     for _ in range(2):
-        child, task = Participant(idle_s=120.0), Task(Key(0, 0, 0), 1, manifest, bytes(bytearray(model)))
+        child, task = (
+            Participant(idle_s=120.0),
+            Task(Key(0, 0, 0), 1, manifest, bytes(bytearray(model))),
+        )
         child.receive(task, now=0.0)
         event = child.next_event()
-        assert event == TaskReceived(task) and isinstance(event, TaskReceived) and event.row is not None
+        assert (
+            event == TaskReceived(task)
+            and isinstance(event, TaskReceived)
+            and event.row is not None
+        )
         begun.append((event.row, event.task.inline))
     (row, inline), (other, others) = begun
     assert row is other and inline is others and row.tobytes() == model

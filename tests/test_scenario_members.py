@@ -17,7 +17,15 @@ from fedstrata.common.accounting.child_report import ChildReport
 from fedstrata.common.accounting.counters import packet_bytes
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.protocol import serialization, topics
-from fedstrata.common.protocol.messages import Ask, NodeState, Presence, Question, Reports, Result, Task
+from fedstrata.common.protocol.messages import (
+    Ask,
+    NodeState,
+    Presence,
+    Question,
+    Reports,
+    Result,
+    Task,
+)
 from fedstrata.common.protocol.presence import CHALLENGED_MOST
 from fedstrata.common.settings.topology import CLOUD
 from fedstrata.deploy.local.agents import run_agents
@@ -59,7 +67,9 @@ class RefusingFactory(AgentFactory):
 # 7. The wrong experiment, the wrong device
 
 
-@pytest.mark.parametrize("other", [{}, {"rounds": 3, "seed": 9}], ids=["the same again", "another experiment"])
+@pytest.mark.parametrize(
+    "other", [{}, {"rounds": 3, "seed": 9}], ids=["the same again", "another experiment"]
+)
 def test_a_cloud_that_begins_another_run_takes_its_children_along(other: dict[str, Any]) -> None:
     experiment = parse(TREE | other)
 
@@ -76,7 +86,9 @@ def test_a_cloud_that_begins_another_run_takes_its_children_along(other: dict[st
     assert outcome.ok, outcome
     assert outcome.digest == alone.digest
     assert outcome.virtual_s < 5.0 + alone.virtual_s + 10.0
-    warned(outcome, "institution-0 leaves run .*: the parent went on to run", "device-0 leaves run .*")
+    warned(
+        outcome, "institution-0 leaves run .*: the parent went on to run", "device-0 leaves run .*"
+    )
 
 
 MINE: Final = {"model": {"name": "mine:build"}}
@@ -90,7 +102,9 @@ def test_a_device_that_is_wrong_in_three_ways_holds_up_the_lab_until_it_is_right
         other_data = NullWorkload(MODEL_BYTES)
         other_data.partition = "of other data"
         right = agents.usual
-        refusing = RefusingFactory(**{field.name: getattr(right, field.name) for field in fields(right)})
+        refusing = RefusingFactory(
+            **{field.name: getattr(right, field.name) for field in fields(right)}
+        )
         wrong_data = replace(right, hardware=SimulatedHardware(other_data, Durations(), sim.seed))
         for node in sim.names[1:]:
             if node != "device-0":
@@ -104,10 +118,18 @@ def test_a_device_that_is_wrong_in_three_ways_holds_up_the_lab_until_it_is_right
         sim.start("device-0")
 
     outcome = survived(one_after_another, tree=MINE, autostart=[CLOUD], within_s=6 * IDLE_S + 5.0)
-    for error, words in zip(wrong, ("--allow mine", "belongs to institution-0", "splits the data"), strict=True):
+    for error, words in zip(
+        wrong, ("--allow mine", "belongs to institution-0", "splits the data"), strict=True
+    ):
         assert error.startswith("InvalidExperiment") and words in error
-    warned(outcome, "institution-0 waits for its children: device-0 gave up: .*--allow mine",
-           "cloud waits for its children: institution-0 waits for .*device-0 gave up: .*splits the data")  # fmt: skip
+    warned(
+        outcome,
+        "institution-0 waits for its children: device-0 gave up: .*--allow mine",
+        (
+            "cloud waits for its children: institution-0 waits for .*device-0 gave up: .*splits "
+            "the data"
+        ),
+    )
 
 
 def test_a_device_that_is_interrupted_before_the_first_round_is_waited_for() -> None:
@@ -135,7 +157,8 @@ def test_an_institution_names_a_device_again_and_again_whose_parent_is_mistyped(
 
     outcome = lab(mistyped)
     assert outcome.ok, outcome
-    assert not [line for line in outcome.warnings if line.startswith("device-0")]  # it waits, which is normal
+    # it waits, which is normal
+    assert not [line for line in outcome.warnings if line.startswith("device-0")]
     line = "institution-0 waits for its children: device-0 has not joined yet"
     assert sum(line in warning for warning in outcome.warnings) >= 5
     assert outcome.virtual_s < 400.0 + 15.0
@@ -144,7 +167,9 @@ def test_an_institution_names_a_device_again_and_again_whose_parent_is_mistyped(
 # 8. Floods and duplicates
 
 
-async def pour(sim: ScenarioLab, bodies: Iterable[tuple[str, bytes]], *, at_once: int = 100) -> None:
+async def pour(
+    sim: ScenarioLab, bodies: Iterable[tuple[str, bytes]], *, at_once: int = 100
+) -> None:
     """Publish messages, so many in each 10 ms."""
     for number, (topic, body) in enumerate(bodies):
         sim.inject(topic, body, qos=0)
@@ -180,11 +205,23 @@ def test_a_members_flood_of_asks_does_not_delay_its_siblings() -> None:
 
 
 def kept_of(names: set[str]) -> int:
-    """Return how many of these names any set, dictionary or queue of this process holds, `names` aside."""
-    kinds = set | dict | deque  # by type(): some of torch's objects warn when they are asked for their class
+    """Return how many of these names any set, dictionary or queue of this process holds, `names`
+    aside.
+    """
+    # by type(): some of torch's objects warn when they are asked for their class
+    kinds = set | dict | deque
     gc.unfreeze()  # containers that the imports made, too
-    containers = (found for found in gc.get_objects() if issubclass(type(found), kinds) and found is not names)
-    count = len({name for container in containers for name in tuple(container) if type(name) is str and name in names})
+    containers = (
+        found for found in gc.get_objects() if issubclass(type(found), kinds) and found is not names
+    )
+    count = len(
+        {
+            name
+            for container in containers
+            for name in tuple(container)
+            if type(name) is str and name in names
+        }
+    )
     gc.freeze()
     return count
 
@@ -200,7 +237,10 @@ def test_a_flood_of_sessions_under_a_nodes_name_ends_with_the_flood() -> None:
             topic = topics.state(topics.DEFAULT_LAB, run_of(sim), node)
             presence = Presence(NodeState.INIT, "institution")
             sessions = {f"{number:016x}" for number in range(500)}
-            await pour(sim, ((topic, serialization.encode(presence, session)) for session in sorted(sessions)))
+            await pour(
+                sim,
+                ((topic, serialization.encode(presence, session)) for session in sorted(sessions)),
+            )
             await asyncio.sleep(1.0)
             kept.append(kept_of(sessions))
 
@@ -215,10 +255,15 @@ def test_a_flood_of_seekers_and_of_made_up_reports_costs_nothing() -> None:
     async def flood(sim: ScenarioLab) -> None:
         await asyncio.sleep(2.5)
         seek = serialization.encode(Question("feedface"), "feedface")
-        await pour(sim, ((topics.ask(topics.DEFAULT_LAB, "cloud", f"seeker-{n}"), seek) for n in range(500)))
+        await pour(
+            sim,
+            ((topics.ask(topics.DEFAULT_LAB, "cloud", f"seeker-{n}"), seek) for n in range(500)),
+        )
         session, topic = session_of(sim, "institution-0"), inbox(sim, "cloud", "institution-0")
         made_up = {f"made-up-{number}" for number in range(500)}
-        sim.inject(topic, serialization.encode(Reports(tuple(map(ChildReport, sorted(made_up)))), session))
+        sim.inject(
+            topic, serialization.encode(Reports(tuple(map(ChildReport, sorted(made_up)))), session)
+        )
         await asyncio.sleep(1.0)
         kept.extend([kept_of(made_up), kept_of({f"seeker-{number}" for number in range(500)})])
 
@@ -229,7 +274,10 @@ def test_a_flood_of_seekers_and_of_made_up_reports_costs_nothing() -> None:
 async def start_again(sim: ScenarioLab, *nodes: str) -> int:
     """Run a second process of one or more nodes to its end and return its exit code."""
     host = f"second {nodes[0]}"
-    world, factory = SimulatedWorld(sim.network, host, generation=99), replace(sim.agents, spool=False)
+    world, factory = (
+        SimulatedWorld(sim.network, host, generation=99),
+        replace(sim.agents, spool=False),
+    )
     codes: list[int] = []
 
     async def main() -> None:
@@ -246,7 +294,11 @@ async def start_again(sim: ScenarioLab, *nodes: str) -> int:
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [(["device-0", "device-1"], ["device-0"]), (["device-0"], ["device-0", "device-1"]), ([], ["institution-0"])],
+    [
+        (["device-0", "device-1"], ["device-0"]),
+        (["device-0"], ["device-0", "device-1"]),
+        ([], ["institution-0"]),
+    ],
     ids=["a device", "a device beside another one", "an institution"],
 )
 def test_a_second_node_of_a_name_ends_and_the_lab_does_not(
@@ -259,7 +311,9 @@ def test_a_second_node_of_a_name_ends_and_the_lab_does_not(
         codes.append(await start_again(sim, *second))
 
     others = [CLOUD, "institution-0", "institution-1", "device-2", "device-3"]
-    survived(twice, autostart=[*others, *(first or ["device-0", "device-1"])], grace_s=5.0, within_s=8.0)
+    survived(
+        twice, autostart=[*others, *(first or ["device-0", "device-1"])], grace_s=5.0, within_s=8.0
+    )
     assert codes == [3] and f"{second[0]} is already alive" in capsys.readouterr().err
 
 
@@ -310,13 +364,18 @@ def test_who_is_away_when_the_run_ends_learns_of_it_later(broker_each: bool) -> 
     assert outcome.virtual_s < back[0] + 20.0
 
 
-SHAPED: Final = ((40_000, 0.05), (1_000_000, 1.0), (10_000_000, 8.0))  # bytes of a model, Mbit/s: 6 to 10 s
+# bytes of a model, Mbit/s: 6 to 10 s
+SHAPED: Final = ((40_000, 0.05), (1_000_000, 1.0), (10_000_000, 8.0))
 QUICK: Final = (50_000, 20.0)  # 20 ms
 
 
-@pytest.mark.parametrize(("model_bytes", "mbit"), [*SHAPED, QUICK], ids=["40 kB", "1 MB", "10 MB", "50 kB in 20 ms"])
+@pytest.mark.parametrize(
+    ("model_bytes", "mbit"), [*SHAPED, QUICK], ids=["40 kB", "1 MB", "10 MB", "50 kB in 20 ms"]
+)
 @pytest.mark.parametrize("way", ["down", "up"])
-def test_a_shaped_link_takes_payload_and_headers_by_its_rate(way: str, model_bytes: int, mbit: float) -> None:
+def test_a_shaped_link_takes_payload_and_headers_by_its_rate(
+    way: str, model_bytes: int, mbit: float
+) -> None:
     sender, receiver = ("cloud", "institution-0") if way == "down" else ("institution-0", "cloud")
     announcement = Task if way == "down" else Result
     times: list[float] = []
@@ -349,7 +408,8 @@ def test_a_shaped_link_takes_payload_and_headers_by_its_rate(way: str, model_byt
     assert outcome.ok, outcome
     expected = sum(carried[:until]) / (1e6 * mbit / 8)
     assert sum(carried[:until]) >= model_bytes and (expected > 5.0 or mbit == QUICK[1])
-    assert times[-1] - times[0] == pytest.approx(expected, rel=0.01, abs=0.004)  # and two messages' round trips
+    # and two messages' round trips
+    assert times[-1] - times[0] == pytest.approx(expected, rel=0.01, abs=0.004)
 
 
 # 10. Brokers that refuse
@@ -397,4 +457,5 @@ def test_a_broker_that_drops_connections_at_once_is_not_overrun() -> None:
             broker.abort(session)
 
     survived(drop, within_s=30.0 + 10.0)
-    assert len(connects) < 15 * 9  # nine connections, which pause 2.5 to 5 s after their sixth attempt
+    # nine connections, which pause 2.5 to 5 s after their sixth attempt
+    assert len(connects) < 15 * 9

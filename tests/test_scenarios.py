@@ -1,4 +1,6 @@
-"""What labs once died of, in virtual time: each scenario has a name, and the seconds within which a lab is over it."""
+"""What labs once died of, in virtual time: each scenario has a name, and the seconds within which a
+lab is over it.
+"""
 
 from __future__ import annotations
 
@@ -52,9 +54,13 @@ ONE: Final = {"institutions": 1, "devices": 4}
 
 
 class Changed:
-    """A filter of the network that passes on something else in place of the messages that `hits` names."""
+    """A filter of the network that passes on something else in place of the messages that `hits`
+    names.
+    """
 
-    def __init__(self, sim: ScenarioLab, hits: Callable[[Routed], bool], change: Callable[[bytes], bytes]) -> None:
+    def __init__(
+        self, sim: ScenarioLab, hits: Callable[[Routed], bool], change: Callable[[bytes], bytes]
+    ) -> None:
         self.times: list[float] = []
         self._sim, self._hits, self._change = sim, hits, change
         self._passing = False
@@ -66,7 +72,9 @@ class Changed:
         self.times.append(self._sim.now())
         self._passing = True
         broker = self._sim.broker(message.broker)
-        broker.route(message.topic, self._change(message.body), qos=message.qos, retain=message.retain)
+        broker.route(
+            message.topic, self._change(message.body), qos=message.qos, retain=message.retain
+        )
         self._passing = False
         return False
 
@@ -80,7 +88,9 @@ def flipped(draw: random.Random, body: bytes) -> bytes:
 
 
 def once(hits: Callable[[Routed], object]) -> Callable[[Routed], bool]:
-    """Return a condition that is true for the first message alone of each that `hits` returns, None aside."""
+    """Return a condition that is true for the first message alone of each that `hits` returns, None
+    aside.
+    """
     seen: set[object] = set()
 
     def first(message: Routed) -> bool:
@@ -125,7 +135,9 @@ def test_a_dead_runs_retained_presence_captures_nobody(first: str, clock_offset_
 
 
 @pytest.mark.parametrize("away_s", [1.0, 0.8 * IDLE_S])
-def test_a_broker_that_is_away_as_the_run_ends_comes_back_to_nodes_that_learn_of_it(away_s: float) -> None:
+def test_a_broker_that_is_away_as_the_run_ends_comes_back_to_nodes_that_learn_of_it(
+    away_s: float,
+) -> None:
     ended = asyncio.Event()
 
     def observe(event: str, facts: dict[str, object]) -> None:
@@ -160,7 +172,13 @@ KEY: Final = Key(0, 0, 0)
 BLOB: Final = "0123456789abcdef"
 PROGRESS: Final = Progress(KEY, Phase.TRAINING, 1, 2, Traffic(), ())
 RESULT: Final = Result(
-    KEY, Manifest(BLOB, 1024, 1024, bytes(8), "fp32", "layout"), None, Work(1, 0.0, 1, 1, 0.0, 0.0, 0.0), 1, (), ""
+    KEY,
+    Manifest(BLOB, 1024, 1024, bytes(8), "fp32", "layout"),
+    None,
+    Work(1, 0.0, 1, 1, 0.0, 0.0, 0.0),
+    1,
+    (),
+    "",
 )
 
 
@@ -179,10 +197,15 @@ def test_a_message_of_an_unknown_session_changes_nothing() -> None:
         for at in (2.5, 4.0):
             await asyncio.sleep(at - sim.now())
             for message, node, sender in STRANGERS:
-                sim.inject(inbox(sim, node, sender), serialization.encode(message, "feedfacefeedface"))
+                sim.inject(
+                    inbox(sim, node, sender), serialization.encode(message, "feedfacefeedface")
+                )
 
     outcome = survived(strangers, within_s=1.0)
-    refused = [f"{node}: refused a message .unknown session. from {sender}" for _, node, sender in STRANGERS]
+    refused = [
+        f"{node}: refused a message .unknown session. from {sender}"
+        for _, node, sender in STRANGERS
+    ]
     warned(outcome, *refused)
 
 
@@ -196,7 +219,9 @@ def first_of_kind(message: Routed) -> object:
     return (message.topic.partition("/blob/")[0], kind) if message.body else None
 
 
-@pytest.mark.parametrize(("first", "least", "within_s"), [(first_task, 6, 5.0), (first_of_kind, 41, 60.0)])
+@pytest.mark.parametrize(
+    ("first", "least", "within_s"), [(first_task, 6, 5.0), (first_of_kind, 41, 60.0)]
+)
 def test_a_bit_flipped_in_the_first_message_costs_repeats(
     first: Callable[[Routed], object], least: int, within_s: float
 ) -> None:
@@ -214,7 +239,9 @@ def test_a_bit_flipped_in_the_first_message_costs_repeats(
 def test_a_lost_presence_costs_seconds(node: str, state: NodeState) -> None:
     def first(message: Routed) -> object:
         presence = decoded(message.body)[1] if f"/{node}/state" in message.topic else None
-        return message.broker if isinstance(presence, Presence) and presence.state is state else None
+        return (
+            message.broker if isinstance(presence, Presence) and presence.state is state else None
+        )
 
     async def lose(sim: ScenarioLab) -> None:
         is_first = once(first)
@@ -246,7 +273,10 @@ def test_tasks_that_never_fit_end_the_run_with_the_reason() -> None:
         Changed(sim, lambda message: is_for(message, Task, "device-0"), unfit)
 
     outcome = lab(damage)
-    assert re.search("NoProgress: .*device-0 made no progress.*declined its task: .*layout", ended_with(outcome, CLOUD))
+    assert re.search(
+        "NoProgress: .*device-0 made no progress.*declined its task: .*layout",
+        ended_with(outcome, CLOUD),
+    )
     assert outcome.virtual_s < IDLE_S + 10.0
 
 
@@ -269,7 +299,9 @@ async def black_holes(sim: ScenarioLab) -> None:
 
 
 @pytest.mark.parametrize("withhold", [uplinks_that_carry_no_chunk, black_holes])
-def test_children_that_offer_and_do_not_serve_hold_no_slots_under_a_quorum(withhold: Scenario) -> None:
+def test_children_that_offer_and_do_not_serve_hold_no_slots_under_a_quorum(
+    withhold: Scenario,
+) -> None:
     institution = {"rounds": 2, "closing": quorum(2, deadline_s=DEADLINE_S)}
     outcome = lab(withhold, tree=SERVING | {"institution": institution})
     assert outcome.ok, outcome
@@ -310,13 +342,18 @@ async def hanging(sim: ScenarioLab) -> None:
 
 def test_a_child_that_hangs_while_it_prepares_ends_a_run_that_needs_it() -> None:
     outcome = lab(hanging)
-    reason = "NoProgress: the run cannot begin: institution-0: gave up: .*device-0: no progress in preparing for 60 s"
+    reason = (
+        "NoProgress: the run cannot begin: institution-0: gave up: .*device-0: no progress "
+        "in preparing for 60 s"
+    )
     assert re.search(reason, ended_with(outcome, CLOUD))
     assert outcome.virtual_s < IDLE_S + 5.0
 
 
 def test_a_child_that_hangs_while_it_prepares_costs_a_quorum_its_first_deadline() -> None:
-    outcome = lab(hanging, tree={"institution": {"rounds": 2, "closing": quorum(1, deadline_s=20.0)}})
+    outcome = lab(
+        hanging, tree={"institution": {"rounds": 2, "closing": quorum(1, deadline_s=20.0)}}
+    )
     assert ended_with(outcome, CLOUD) == "", outcome
     warned(outcome, "institution-0 begins without: device-0 prepares")
     assert outcome.virtual_s < undisturbed().virtual_s + 20.0 + 15.0
@@ -328,11 +365,21 @@ def test_a_child_that_hangs_while_it_prepares_costs_a_quorum_its_first_deadline(
 @pytest.mark.parametrize(
     ("lost", "tree", "round_s"),
     [
-        (["device-3"], {"topology": ONE, "institution": {"rounds": 1, "closing": quorum(3, deadline_s=20.0)}}, 3.0),
-        (["institution-1", "device-2", "device-3"], {"cloud": {"closing": quorum(1, deadline_s=20.0)}}, 6.0),
+        (
+            ["device-3"],
+            {"topology": ONE, "institution": {"rounds": 1, "closing": quorum(3, deadline_s=20.0)}},
+            3.0,
+        ),
+        (
+            ["institution-1", "device-2", "device-3"],
+            {"cloud": {"closing": quorum(1, deadline_s=20.0)}},
+            6.0,
+        ),
     ],
 )
-def test_lost_nodes_cost_a_quorum_one_deadline_at_most(lost: list[str], tree: dict[str, Any], round_s: float) -> None:
+def test_lost_nodes_cost_a_quorum_one_deadline_at_most(
+    lost: list[str], tree: dict[str, Any], round_s: float
+) -> None:
     async def losing(sim: ScenarioLab) -> None:
         await asyncio.sleep(2.0)
         for node in lost:
@@ -346,12 +393,16 @@ def test_lost_nodes_cost_a_quorum_one_deadline_at_most(lost: list[str], tree: di
 
 
 def presences(sim: ScenarioLab, node: str) -> list[tuple[float, str, str]]:
-    """Return a list that grows with the presences of a node that differ from the last: time, state and reason."""
+    """Return a list that grows with the presences of a node that differ from the last: time, state
+    and reason.
+    """
     found: list[tuple[float, str, str]] = []
 
     def note(message: Routed) -> None:
         presence = decoded(message.body)[1] if message.topic.endswith(f"/{node}/state") else None
-        if isinstance(presence, Presence) and (presence.state, presence.reason) != (found[-1][1:] if found else ()):
+        if isinstance(presence, Presence) and (presence.state, presence.reason) != (
+            found[-1][1:] if found else ()
+        ):
             found.append((sim.now(), presence.state, presence.reason))
 
     sim.network.hooks.append(note)
@@ -359,7 +410,9 @@ def presences(sim: ScenarioLab, node: str) -> list[tuple[float, str, str]]:
 
 
 @pytest.mark.parametrize("broker_each", [False, True], ids=["one broker", "a broker of its own"])
-def test_an_institution_without_any_device_reports_it_until_some_come_back(broker_each: bool) -> None:
+def test_an_institution_without_any_device_reports_it_until_some_come_back(
+    broker_each: bool,
+) -> None:
     async def losing(sim: ScenarioLab) -> None:
         found.append(presences(sim, "institution-0"))
         await asyncio.sleep(3.0)
@@ -401,8 +454,10 @@ def test_an_institution_whose_devices_never_came_reports_it() -> None:
 
 
 def test_an_institution_that_still_waits_when_the_run_ends_ends_with_it() -> None:
-    outcome = lab(autostart=[CLOUD, "institution-0", "institution-1", "device-0", "device-1", "device-2"],
-                  tree={"cloud": {"closing": quorum(1, deadline_s=2.0)}})  # fmt: skip
+    outcome = lab(
+        autostart=[CLOUD, "institution-0", "institution-1", "device-0", "device-1", "device-2"],
+        tree={"cloud": {"closing": quorum(1, deadline_s=2.0)}},
+    )
     assert outcome.ok, outcome
     assert outcome.virtual_s < undisturbed().virtual_s + 2.0 + 5.0
 
@@ -429,6 +484,8 @@ def test_an_institution_that_restarts_knows_the_samples_of_a_device_that_is_lost
     closing = {"rounds": 1, "closing": quorum(1, deadline_s=5.0)}
     outcome = lab(lose, tree={"rounds": 8, "institution": closing}, at_end=read)
     assert outcome.ok and any(what == "kill institution-0" for _, what in outcome.faults), outcome
-    plans = [event for event in found if event["event"] == "plan" and event["node"] == "institution-0"]
+    plans = [
+        event for event in found if event["event"] == "plan" and event["node"] == "institution-0"
+    ]
     assert len(plans) == 8 and plans[-1]["without"] == ["device-0"]
     assert not [plan for plan in plans if "unreported" in plan]

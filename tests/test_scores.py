@@ -1,4 +1,6 @@
-"""Losses and scores against plain Python, the names an experiment may give, and where models are evaluated."""
+"""Losses and scores against plain Python, the names an experiment may give, and where models are
+evaluated.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,9 @@ def plain(name: str, o: float, t: float) -> float:
 
 NUMBER = st.floats(-8, 8, width=32)
 PAIRS = st.integers(1, 3).flatmap(
-    lambda width: st.lists(st.lists(st.tuples(NUMBER, NUMBER), min_size=width, max_size=width), min_size=1, max_size=6)
+    lambda width: st.lists(
+        st.lists(st.tuples(NUMBER, NUMBER), min_size=width, max_size=width), min_size=1, max_size=6
+    )
 )
 
 
@@ -97,12 +101,18 @@ def test_a_loss_of_numbers_is_its_formula(name: str, rows: list[list[tuple[float
 @examples(40)
 @given(rows=PAIRS)
 def test_scores_of_numbers_are_their_formulas(rows: list[list[tuple[float, float]]]) -> None:
-    outputs, targets = (np.array([[pair[i] for pair in row] for row in rows], np.float64) for i in (0, 1))
+    outputs, targets = (
+        np.array([[pair[i] for pair in row] for row in rows], np.float64) for i in (0, 1)
+    )
     count, width = targets.shape
     flat = [pair for row in rows for pair in row]
     squares, errors = ([abs(o - t) ** power for o, t in flat] for power in (2, 1))
-    assert score_of("mean_squared_error")(outputs, targets) == pytest.approx(sum(squares) / len(flat))
-    assert score_of("mean_absolute_error")(outputs, targets) == pytest.approx(sum(errors) / len(flat))
+    assert score_of("mean_squared_error")(outputs, targets) == pytest.approx(
+        sum(squares) / len(flat)
+    )
+    assert score_of("mean_absolute_error")(outputs, targets) == pytest.approx(
+        sum(errors) / len(flat)
+    )
     r2 = []
     for k in range(width):
         column = [row[k] for row in rows]
@@ -121,12 +131,16 @@ def test_accuracy_is_what_is_evaluated_batch_by_batch() -> None:
     with torch.no_grad():
         outputs = module(samples)
     assert found.score == (outputs.argmax(1) == labels).double().mean()
-    assert found.loss == pytest.approx(float(torch.nn.functional.cross_entropy(outputs, labels)), rel=1e-6)
+    assert found.loss == pytest.approx(
+        float(torch.nn.functional.cross_entropy(outputs, labels)), rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("name", ["mean_squared_error", "binary_cross_entropy", "ownscores:cubed"])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_a_step_of_several_models_has_the_losses_of_each(name: str, weighted: bool, mine: None) -> None:
+def test_a_step_of_several_models_has_the_losses_of_each(
+    name: str, weighted: bool, mine: None
+) -> None:
     objective = objective_of(parse({"data": DATA, "training": {"loss": name}}).training)
     outputs, targets = torch.randn(2, 5, 3), torch.rand(2, 5, 3)
     weights = torch.softmax(torch.randn(2, 5), 1) if weighted else None
@@ -143,40 +157,68 @@ def test_a_score_of_ones_own_gets_all_outputs_and_targets(mine: None) -> None:
     module = torch.nn.Sequential(torch.nn.Linear(3, 1))
     samples, targets = torch.randn(11, 3), torch.randn(11, 1)
     found = evaluate(
-        module, samples, labels=targets, normalise=torch.clone, batch_size=4, loss="ownscores:cubed",
+        module,
+        samples,
+        labels=targets,
+        normalise=torch.clone,
+        batch_size=4,
+        loss="ownscores:cubed",
         scores=["ownscores:worst"],
-    )  # fmt: skip
+    )
     with torch.no_grad():
         errors = (module(samples) - targets).abs()
     assert found.score == pytest.approx(float(errors.max()))
     assert found.loss == pytest.approx(float((errors**3).mean()), rel=1e-6)
-    with pytest.raises(InvalidExperiment, match=r"score\.name = 'ownscores:failing': fails with AttributeError"):
-        evaluate(module, samples, labels=targets, normalise=torch.clone, loss="huber", scores=["ownscores:failing"])
+    with pytest.raises(
+        InvalidExperiment, match=r"score\.name = 'ownscores:failing': fails with AttributeError"
+    ):
+        evaluate(
+            module,
+            samples,
+            labels=targets,
+            normalise=torch.clone,
+            loss="huber",
+            scores=["ownscores:failing"],
+        )
 
 
-def test_a_score_of_ones_own_that_is_nan_is_named_once(mine: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_score_of_ones_own_that_is_nan_is_named_once(
+    mine: None, caplog: pytest.LogCaptureFixture
+) -> None:
     module, targets = torch.nn.Sequential(torch.nn.Linear(3, 1)), torch.randn(11, 1)
     for samples in (torch.full((11, 3), torch.nan), torch.randn(11, 3), torch.randn(11, 3)):
         found = evaluate(
-            module, samples, labels=targets, normalise=torch.clone, loss="huber", scores=["ownscores:empty"]
+            module,
+            samples,
+            labels=targets,
+            normalise=torch.clone,
+            loss="huber",
+            scores=["ownscores:empty"],
         )
         assert math.isnan(found.score)
     (warning,) = (record.getMessage() for record in caplog.records)
-    assert warning.startswith("score.name = 'ownscores:empty': returns nan for finite outputs, in empty (")
+    assert warning.startswith(
+        "score.name = 'ownscores:empty': returns nan for finite outputs, in empty ("
+    )
     assert warning.endswith("ownscores.py:9). It is left out: return a number.")
 
 
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("averaged", r"returns \[\] for 2 samples, not the loss of each, \[2\], in .*\. Return no mean"),
+        (
+            "averaged",
+            r"returns \[\] for 2 samples, not the loss of each, \[2\], in .*\. Return no mean",
+        ),
         ("constant", "does not depend on the outputs"),
         ("failing", "fails with AttributeError"),
         ("absent", "cannot be imported"),
     ],
 )
 def test_a_loss_of_ones_own_that_is_wrong_is_refused(name: str, problem: str, mine: None) -> None:
-    with pytest.raises(InvalidExperiment, match=rf"^training\.loss = 'ownscores:{name}': .*{problem}"):
+    with pytest.raises(
+        InvalidExperiment, match=rf"^training\.loss = 'ownscores:{name}': .*{problem}"
+    ):
         try_loss(f"ownscores:{name}", Inputs((3,), 1, numbers=True))
     try_loss("ownscores:cubed", Inputs((3,), 1, numbers=True))
 
@@ -189,8 +231,16 @@ DATA: dict[str, Any] = {"dataset": "mine:load", "targets": "numbers"}
     [
         ({}, "cross_entropy", "accuracy"),
         ({"data": DATA}, "mean_squared_error", "r2"),
-        ({"data": DATA, "training": {"loss": "binary_cross_entropy"}}, "binary_cross_entropy", "binary_accuracy"),
-        ({"data": DATA, "score": {"name": "mean_absolute_error"}}, "mean_squared_error", "mean_absolute_error"),
+        (
+            {"data": DATA, "training": {"loss": "binary_cross_entropy"}},
+            "binary_cross_entropy",
+            "binary_accuracy",
+        ),
+        (
+            {"data": DATA, "score": {"name": "mean_absolute_error"}},
+            "mean_squared_error",
+            "mean_absolute_error",
+        ),
         ({"score": {"name": "a:b", "better": "lower"}}, "cross_entropy", "a:b"),
     ],
 )
@@ -204,19 +254,37 @@ def test_the_targets_decide_the_defaults(tree: dict[str, Any], loss: str, score:
     ("tree", "problem"),
     [
         ({"training": {"loss": "huber"}}, r"training\.loss = 'huber': data\.targets are classes"),
-        ({"data": DATA, "training": {"loss": "cross_entropy"}}, r"training\.loss .*: data\.targets are numbers"),
+        (
+            {"data": DATA, "training": {"loss": "cross_entropy"}},
+            r"training\.loss .*: data\.targets are numbers",
+        ),
         ({"data": DATA, "training": {"loss": "hubr"}}, "Did you mean 'huber'"),
         ({"score": {"name": "r2"}}, r"score\.name = 'r2': data\.targets are classes"),
         ({"score": {"name": "a:b"}}, r"score\.better: "),
         ({"data": DATA, "score": {"better": "lower"}}, "r2 is better when higher"),
         ({"score": {"target": 0.5}}, r"score\.target = 0\.5: unknown key"),
-        ({"data": DATA, "training": {"objective": {"name": "cross_entropy"}}}, r"training\.objective\.name"),
+        (
+            {"data": DATA, "training": {"objective": {"name": "cross_entropy"}}},
+            r"training\.objective\.name",
+        ),
         ({"data": DATA, "training": {"objective": {"name": "fedgen"}}}, r"fedgen.* needs labels"),
-        ({"data": DATA, "cloud": {"aggregation": {"name": "feddf"}}}, r"cloud\.aggregation\.name = 'feddf': it needs"),
-        ({"data": {**DATA, "partition": "dirichlet"}}, r"data\.partition = 'dirichlet': .*Set data\.bins"),
+        (
+            {"data": DATA, "cloud": {"aggregation": {"name": "feddf"}}},
+            r"cloud\.aggregation\.name = 'feddf': it needs",
+        ),
+        (
+            {"data": {**DATA, "partition": "dirichlet"}},
+            r"data\.partition = 'dirichlet': .*Set data\.bins",
+        ),
         ({"data": {**DATA, "partition": "shards"}}, r"data\.partition = 'shards'"),
-        ({"data": {"targets": "numbers"}}, r"data\.targets = 'numbers': the samples of digits have classes"),
-        ({"data": {"partition": "private"}}, r"data\.partition = 'private': digits is the same on every node"),
+        (
+            {"data": {"targets": "numbers"}},
+            r"data\.targets = 'numbers': the samples of digits have classes",
+        ),
+        (
+            {"data": {"partition": "private"}},
+            r"data\.partition = 'private': digits is the same on every node",
+        ),
         ({"data": {**DATA, "bins": 5}}, r"data\.bins = 5: no effect"),
     ],
 )
@@ -230,11 +298,15 @@ def test_a_target_is_reached_in_the_scores_direction() -> None:
     lower = Score(name="mean_squared_error")
     assert lower.reached(0.4, 0.5) and not lower.reached(0.6, 0.5) and not lower.reached(None, 0.5)
     assert Score(name="m:f", better="lower").reached(-1.0, 0.0) and not lower.reached(0.1, None)
-    assert not Score(name="r2").reached(math.nan, 0.0) and Score(name="m:nice_one").label == "nice one"
+    assert (
+        not Score(name="r2").reached(math.nan, 0.0) and Score(name="m:nice_one").label == "nice one"
+    )
 
 
 def numbers_recipe(training: dict[str, Any]) -> tuple[Recipe, list[Turn]]:
-    """Return what the vmapped training of two devices needs, with two numbers to predict of each sample."""
+    """Return what the vmapped training of two devices needs, with two numbers to predict of each
+    sample.
+    """
     settings = parse({"data": DATA, "training": {"momentum": 0.9, **training}}).training
     torch.manual_seed(1)
     module = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2))
@@ -243,24 +315,35 @@ def numbers_recipe(training: dict[str, Any]) -> tuple[Recipe, list[Turn]]:
     vectors = TaskVectors(LinkLayouts(layout, layout, layout), tuple(objective_of(settings).keeps))
     row = np.zeros(layout.row_bytes + 4 * layout.parameters * len(vectors.shapes), np.uint8)
     models.write_row(module, layout, row)
-    recipe, ignore = Recipe(module, vectors, samples, targets, torch.clone, settings, 0.05), lambda *_: None
+    recipe, ignore = (
+        Recipe(module, vectors, samples, targets, torch.clone, settings, 0.05),
+        lambda *_: None,
+    )
     visits = [Visits(places, None) for places in torch.arange(40).view(2, -1)]
-    return recipe, [Turn(row, Load(20, 1), each, ignore, threading.Event(), ignore) for each in visits]
+    return recipe, [
+        Turn(row, Load(20, 1), each, ignore, threading.Event(), ignore) for each in visits
+    ]
 
 
 @pytest.mark.parametrize("loss", [*LOSSES[NUMBERS], "ownscores:cubed"])
 @pytest.mark.parametrize("objective", ["", "fedprox", "fedsam", "moon"])
-def test_vmapped_steps_of_numbers_are_those_of_each_device(loss: str, objective: str, mine: None) -> None:
+def test_vmapped_steps_of_numbers_are_those_of_each_device(
+    loss: str, objective: str, mine: None
+) -> None:
     named = {"objective": {"name": objective}} if objective else {}
     assert problem_of(*numbers_recipe({"loss": loss, **named})) == ""
 
 
 @pytest.mark.parametrize("objective", ["", "fedprox"])
-def test_training_of_numbers_is_a_plain_loop(objective: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_of_numbers_is_a_plain_loop(
+    objective: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     draw = np.random.default_rng(1)
     x = draw.normal(size=(60, 3))
     np.savez(tmp_path / "t.npz", x=x, y=x @ [1.0, -2.0, 0.5] + 0.1)
-    (tmp_path / "plainnet.py").write_text("from torch import nn\ndef build(): return nn.Linear(3, 1)\n")
+    (tmp_path / "plainnet.py").write_text(
+        "from torch import nn\ndef build(): return nn.Linear(3, 1)\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     tree: dict[str, Any] = {
         "topology": {"institutions": 0, "devices": 2},
@@ -275,12 +358,20 @@ def test_training_of_numbers_is_a_plain_loop(objective: str, tmp_path: Path, mon
     trainer.prepare()
     row, out = (np.zeros(trainer.layout.row_bytes, np.uint8) for _ in range(2))
     trainer.train(Order(row, out, 2, 0))
-    weights = {"weight": torch.zeros(1, 3, requires_grad=True), "bias": torch.zeros(1, requires_grad=True)}
+    weights = {
+        "weight": torch.zeros(1, 3, requires_grad=True),
+        "bias": torch.zeros(1, requires_grad=True),
+    }
     optimiser = torch.optim.SGD(weights.values(), 0.05, momentum=0.9)
     local = load_local_dataset(experiment, "device-1", accelerator=torch.device("cpu"))
-    for _, inputs, targets in batches_of(local, experiment, node="device-1", epochs=2, local_round=0):
+    for _, inputs, targets in batches_of(
+        local, experiment, node="device-1", epochs=2, local_round=0
+    ):
         term = 0.15 * sum((weight**2).sum() for weight in weights.values()) if objective else 0.0
-        loss = torch.nn.functional.mse_loss(torch.nn.functional.linear(inputs, **weights), targets) + term
+        loss = (
+            torch.nn.functional.mse_loss(torch.nn.functional.linear(inputs, **weights), targets)
+            + term
+        )
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
@@ -321,7 +412,9 @@ def test_a_missing_gpu_is_named_with_the_key(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, fails: Exception) -> tuple[ModelTester, list[str]]:
-    """Return a tester on a GPU that fails as soon as the module arrives there, and where the module has been."""
+    """Return a tester on a GPU that fails as soon as the module arrives there, and where the module
+    has been.
+    """
     tester = ModelTester(parse({}), accelerator=torch.device("cuda", 0))
     places: list[str] = []
 
@@ -350,7 +443,8 @@ def test_without_memory_on_the_gpu_the_cpu_evaluates(
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("CUDA error: an illegal memory access was encountered", AcceleratorLost),  # the process is replaced
+        # the process is replaced
+        ("CUDA error: an illegal memory access was encountered", AcceleratorLost),
         ("CUDA error: invalid argument", RuntimeError),
     ],
 )
@@ -369,7 +463,10 @@ def test_a_run_records_where_it_was_evaluated(tmp_path: Path) -> None:
     command = ["run", "demo", "--direct", *few, "--runs", str(tmp_path), "--set"]
     refused = invoke(*command, "evaluation.accelerator=cuda")
     assert refused.exit_code == 4
-    assert "evaluation.accelerator = 'cuda': this machine has no such accelerator. It has cpu" in refused.stderr
+    assert (
+        "evaluation.accelerator = 'cuda': this machine has no such accelerator. It has cpu"
+        in refused.stderr
+    )
     assert invoke(*command, "evaluation.accelerator=auto").exit_code == 0
     (manifest,) = tmp_path.glob("*/manifest.json")
     assert json.loads(manifest.read_text())["evaluated_on"] == "cpu"
@@ -379,7 +476,12 @@ def test_a_run_records_where_it_was_evaluated(tmp_path: Path) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
 @pytest.mark.parametrize("model", ["cnn_digits", "resnet20"])
 def test_on_a_gpu_evaluation_is_near_to_the_cpus_and_leaves_no_memory_behind(model: str) -> None:
-    data: dict[str, Any] = {"dataset": "synthetic", "classes": 10, "image_shape": [1, 28, 28], "test_samples": 1200}
+    data: dict[str, Any] = {
+        "dataset": "synthetic",
+        "classes": 10,
+        "image_shape": [1, 28, 28],
+        "test_samples": 1200,
+    }
     lab = parse({"data": data if model == "resnet20" else {}, "model": {"name": model}})
     here, there = ModelTester(lab), ModelTester(lab, accelerator=torch.device("cuda", 0))
     assert np.array_equal(here.first, there.first)
@@ -388,4 +490,6 @@ def test_on_a_gpu_evaluation_is_near_to_the_cpus_and_leaves_no_memory_behind(mod
     before = torch.cuda.memory_allocated()
     found = there.evaluate(there.first)
     assert torch.cuda.memory_allocated() == before
-    assert found.loss == pytest.approx(wanted.loss, rel=1e-5) and found.score == pytest.approx(wanted.score, abs=0.005)
+    assert found.loss == pytest.approx(wanted.loss, rel=1e-5) and found.score == pytest.approx(
+        wanted.score, abs=0.005
+    )

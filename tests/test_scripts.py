@@ -37,14 +37,19 @@ print(json.dumps({
 }))
 """
 SMALL: Final = {
-    "rounds": 2, "topology": {"institutions": 1, "devices": 2}, "model.name": "mlp_digits", "training.batch_size": 100,
-}  # fmt: skip
+    "rounds": 2,
+    "topology": {"institutions": 1, "devices": 2},
+    "model.name": "mlp_digits",
+    "training.batch_size": 100,
+}
 
 
 def test_a_run_is_started_awaited_and_loaded_and_its_tables_are_data_frames(tmp_path: Path) -> None:
     seen: list[tuple[str, Mapping[str, Any]]] = []
     changes = {**SMALL, "institution.aggregation": {"name": "fedavg", "weights": "uniform"}}
-    lab = start("demo", changes, runs=tmp_path, mode="direct", observe=lambda *event: seen.append(event))
+    lab = start(
+        "demo", changes, runs=tmp_path, mode="direct", observe=lambda *event: seen.append(event)
+    )
     run = asyncio.run(_awaited(lab))
     assert run.path == lab.folder and run.state == "finished" and len(run.rounds) == 2
     assert run.tree["institution"]["aggregation"]["weights"] == "uniform"
@@ -53,7 +58,9 @@ def test_a_run_is_started_awaited_and_loaded_and_its_tables_are_data_frames(tmp_
     later = {"accuracy": None, "loss": None}  # evaluated beside the next global round
     for column, value in (run.rounds[1].values() | later).items():
         shown = events["global_round"][column]
-        assert shown == (pytest.approx(value, rel=1e-5) if isinstance(value, float) else value), column
+        assert shown == (pytest.approx(value, rel=1e-5) if isinstance(value, float) else value), (
+            column
+        )
     assert events["finished"]["accuracy"] == pytest.approx(run.accuracy, rel=1e-5)
     rounds, links, devices = (run.frame(table) for table in ("rounds", "links", "devices"))
     assert rounds["global_round"].tolist() == [1, 2] and rounds["accuracy"].dtype == float
@@ -69,7 +76,9 @@ def test_an_experiment_is_run_with_a_progress_bar_in_each_mode(
     simulated = run("demo", SMALL, mode="simulate", runs=tmp_path)
     assert direct.state == simulated.state == "finished" and len(direct.rounds) == 2
     assert direct.model().keys() == simulated.model().keys()
-    assert all(np.array_equal(array, simulated.model()[name]) for name, array in direct.model().items())
+    assert all(
+        np.array_equal(array, simulated.model()[name]) for name, array in direct.model().items()
+    )
     assert capsys.readouterr().err.count("2/2") >= 2
     with pytest.raises(ValueError, match="mode = 'netns': there are lab, direct, simulate"):
         run("demo", mode="netns", runs=tmp_path)  # type: ignore[arg-type]
@@ -88,13 +97,27 @@ FedAvgM = { cloud = { aggregation = "fedavgm" } }
 """
     )
     cells = sweep(tmp_path / "two.toml", {"training.batch_size": 100}, seeds=2, runs=tmp_path)
-    assert {name: [each.seed for each in runs] for name, runs in cells.items()} == {"FedAvg": [1, 2], "FedAvgM": [1, 2]}
-    again = sweep(tmp_path / "two.toml", {"training.batch_size": 100}, seeds=2, only={"rule": "FedAvg"}, runs=tmp_path)
+    assert {name: [each.seed for each in runs] for name, runs in cells.items()} == {
+        "FedAvg": [1, 2],
+        "FedAvgM": [1, 2],
+    }
+    again = sweep(
+        tmp_path / "two.toml",
+        {"training.batch_size": 100},
+        seeds=2,
+        only={"rule": "FedAvg"},
+        runs=tmp_path,
+    )
     assert [each.path for each in again["FedAvg"]] == [each.path for each in cells["FedAvg"]]
     compared = compare([each for runs in cells.values() for each in runs])
     assert [group["label"] for group in compared["groups"]] == ["FedAvg", "FedAvgM"]
     with pytest.raises(RunFailed, match="is not finished"):
-        sweep(tmp_path / "two.toml", {"data.root": str(tmp_path), "data.dataset": "mnist"}, seeds=1, runs=tmp_path)
+        sweep(
+            tmp_path / "two.toml",
+            {"data.root": str(tmp_path), "data.dataset": "mnist"},
+            seeds=1,
+            runs=tmp_path,
+        )
 
 
 async def _awaited(lab: Any) -> Any:
@@ -102,7 +125,9 @@ async def _awaited(lab: Any) -> Any:
 
 
 def test_what_fails_and_what_is_refused_has_the_commands_line(tmp_path: Path) -> None:
-    with pytest.raises(RunFailed, match=r"model\.name = 'cnn_digts'.*Did you mean 'cnn_digits'\?.*\(exit code 4\)"):
+    with pytest.raises(
+        RunFailed, match=r"model\.name = 'cnn_digts'.*Did you mean 'cnn_digits'\?.*\(exit code 4\)"
+    ):
         start("demo", {"model.name": "cnn_digts"}, runs=tmp_path, mode="direct").wait()
     with pytest.raises(InvalidExperiment, match="rounds = 0"):
         start({"rounds": 0}, runs=tmp_path)
@@ -115,7 +140,9 @@ def test_what_fails_and_what_is_refused_has_the_commands_line(tmp_path: Path) ->
 @pytest.mark.slow
 def test_a_run_is_interrupted(tmp_path: Path) -> None:
     begun = threading.Event()
-    lab = start("demo", {"rounds": 10_000}, runs=tmp_path, mode="direct", observe=lambda *_: begun.set())
+    lab = start(
+        "demo", {"rounds": 10_000}, runs=tmp_path, mode="direct", observe=lambda *_: begun.set()
+    )
     with pytest.raises(TimeoutError, match=r"not finished after 0\.1 s"):
         lab.wait(0.1)
     assert begun.wait(PATIENCE_S)
@@ -146,9 +173,19 @@ def test_a_row_has_numbers_lists_and_nulls() -> None:
     assert values.keys() == set(row.columns())
     assert json.loads(json.dumps(values)) == values
     short = GlobalRoundRecord(
-        global_round=1, elapsed_s=1.0, train_loss=math.inf, phases=row.phases, sgd_steps=1, path_steps=1, bytes_={},
-        missing=("a",), refused=(), epochs={"a": None}, omega={"a": math.nan}, spread={},
-    ).values()  # fmt: skip
+        global_round=1,
+        elapsed_s=1.0,
+        train_loss=math.inf,
+        phases=row.phases,
+        sgd_steps=1,
+        path_steps=1,
+        bytes_={},
+        missing=("a",),
+        refused=(),
+        epochs={"a": None},
+        omega={"a": math.nan},
+        spread={},
+    ).values()
     assert short["train_loss"] is None and short["omega_a"] is None and short["missing"] == ["a"]
     assert short["accuracy"] is None and short["epochs_a"] is None
 
@@ -169,10 +206,14 @@ def test_the_notebook_of_the_documentation_runs_as_it_is(tmp_path: Path) -> None
     path = os.pathsep.join((str(NOTEBOOK.parents[1]), os.environ.get("PYTHONPATH", "")))
     environment = os.environ | {"PYTHONPATH": path, "MPLBACKEND": "agg"}
     words = [sys.executable, "notebook.py"]
-    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        words, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout.splitlines()[-1])
-    assert facts["reached"] == [1, 1] and facts["right"] == pytest.approx(facts["scores"][1], abs=1e-6)
+    assert facts["reached"] == [1, 1] and facts["right"] == pytest.approx(
+        facts["scores"][1], abs=1e-6
+    )
     assert min(facts["scores"]) > 0.75 and facts["losses"][0] != facts["losses"][1]
     assert facts["figures"] == [1, 2]
 

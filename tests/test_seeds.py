@@ -27,10 +27,12 @@ from tests.simulation.runs import LabReport, Source, check_lab, check_many, with
 
 FEW = (0, 3, 9, 44, ATTACKED + 1)
 LIED_TO = range(ATTACKED, ATTACKED + (300 if PROFILE == "thorough" else 60))
-MANY = range(10_000, 10_300 if PROFILE == "thorough" else 10_150)  # `make simulate SEEDS=2000 FROM=20000` runs others
+# `make simulate SEEDS=2000 FROM=20000` runs others
+MANY = range(10_000, 10_300 if PROFILE == "thorough" else 10_150)
 QUICK = ("old-store-with-a-dead-device", "lost-device-without-chunks")
 
-BUGS = {name: f"bug-{name.replace('_', '-')}" for name in MUTATIONS}  # each with a lab that finds it
+# each with a lab that finds it
+BUGS = {name: f"bug-{name.replace('_', '-')}" for name in MUTATIONS}
 
 
 def kept(name: str) -> DrawnLab:
@@ -40,7 +42,11 @@ def kept(name: str) -> DrawnLab:
 def violations(sources: Sequence[Source], *, jobs: int = min(2, os.cpu_count() or 1)) -> list[str]:
     reports = list(check_many(sources, jobs=jobs))
     print(summary(reports, real_s=sum(report.real_s for report in reports)))
-    return [f"{report.drawn.title}: {name}: {wrong}" for report in reports for name, wrong in report.violations]
+    return [
+        f"{report.drawn.title}: {name}: {wrong}"
+        for report in reports
+        for name, wrong in report.violations
+    ]
 
 
 def test_drawn_labs_hold_what_is_promised() -> None:
@@ -88,13 +94,20 @@ def test_the_draw_has_labs_of_all_kinds() -> None:
     experiments = [drawn.experiment for drawn in labs]
     assert {len(experiment.tiers) for experiment in experiments} == {1, 2, 3}
     assert {drawn.timed for drawn in labs} == {True, False}  # the latter's models are compared
-    assert {drawn.runs for drawn in labs} == {1, 2, 3} and {drawn.byte_s > 0 for drawn in labs} == {True, False}
+    assert {drawn.runs for drawn in labs} == {1, 2, 3} and {drawn.byte_s > 0 for drawn in labs} == {
+        True,
+        False,
+    }
     assert {fault.kind for drawn in labs for fault in drawn.faults} == set(FaultKind)
     lasting = [[fault.kind for fault in drawn.faults if fault.permanent] for drawn in labs]
-    assert all(len(kinds) <= 1 for kinds in lasting) and {kind for kinds in lasting for kind in kinds} == set(LASTING)
+    assert all(len(kinds) <= 1 for kinds in lasting) and {
+        kind for kinds in lasting for kind in kinds
+    } == set(LASTING)
     traces = [experiment.availability.trace for experiment in experiments]
     changes = [each for trace in traces if trace is not None for each in trace.changes.values()]
-    assert {each[0] > 0 for each in changes} == {True, False} and all(len(each) % 2 for each in changes)
+    assert {each[0] > 0 for each in changes} == {True, False} and all(
+        len(each) % 2 for each in changes
+    )
     away = traces.index(next(filter(None, traces)))
     assert "leaves" in describe(labs[away]) and "leaves" not in describe(labs[traces.index(None)])
 
@@ -104,8 +117,12 @@ def test_a_tenth_of_the_labs_has_a_trainer_its_state_absences_and_deaths_togethe
     together = [drawn for drawn in labs if drawn.has_everything]
     own = [drawn for drawn in labs if not drawn.experiment.training.trainer.learns_module]
     assert len(labs) / 10 <= len(together) < len(own)
-    dying = {fault.node for drawn in together for fault in drawn.faults if fault.kind is FaultKind.WORKER}
-    assert any(drawn.spool for drawn in together) and all(node.startswith("device-") for node in dying)
+    dying = {
+        fault.node for drawn in together for fault in drawn.faults if fault.kind is FaultKind.WORKER
+    }
+    assert any(drawn.spool for drawn in together) and all(
+        node.startswith("device-") for node in dying
+    )
 
 
 def test_a_worker_that_is_killed_costs_seconds_alone() -> None:
@@ -118,7 +135,9 @@ def test_a_worker_that_is_killed_costs_seconds_alone() -> None:
 
 def test_a_training_whose_workers_are_all_killed_ends_its_device() -> None:
     lab = kept("bug-retried-on-what-it-changed")
-    report = check_lab(replace(lab, faults=tuple(replace(fault, amount=2.0) for fault in lab.faults)))
+    report = check_lab(
+        replace(lab, faults=tuple(replace(fault, amount=2.0) for fault in lab.faults))
+    )
     assert report.failed and report.violations == ()
 
 
@@ -149,7 +168,9 @@ def test_the_longest_time_without_a_quiet_moment() -> None:
     assert longest_s((kill(5, 1),), keepalive_s=10) == pytest.approx(11.0)
     assert longest_s((kill(5, 1), kill(10, 2)), keepalive_s=10) == pytest.approx(17.0)
     assert longest_s((kill(5, 1), kill(50, 2)), keepalive_s=10) == pytest.approx(12.0)
-    assert longest_s((Fault(FaultKind.STOP, 0.0, 3.0, "device-0"),), keepalive_s=10) == pytest.approx(33.0)
+    assert longest_s(
+        (Fault(FaultKind.STOP, 0.0, 3.0, "device-0"),), keepalive_s=10
+    ) == pytest.approx(33.0)
     assert longest_s((kill(5, 1), kill(7, inf)), keepalive_s=10) == pytest.approx(11.0)
 
 
@@ -170,18 +191,31 @@ def played(drawn: DrawnLab, *, closed_s: list[float], failed_s: float | None = N
     error = "NoProgress: no child is left"
     outcome = LabOutcome(
         result="ok" if failed_s is None else f"failed: cloud: {error}",
-        ended={"cloud": "" if failed_s is None else error}, digest="", virtual_s=500.0, messages=0, trace="",
-        trainings=0, errors=(), warnings=(), faults=((1.0, str(drawn.permanent)),), rounds=(),
-    )  # fmt: skip
+        ended={"cloud": "" if failed_s is None else error},
+        digest="",
+        virtual_s=500.0,
+        messages=0,
+        trace="",
+        trainings=0,
+        errors=(),
+        warnings=(),
+        faults=((1.0, str(drawn.permanent)),),
+        rounds=(),
+    )
     return LabRun(outcome, Evidence(closed_s=closed_s, failed_s=failed_s))
 
 
 def test_a_loss_excuses_no_failure_of_a_quorum_and_no_late_end() -> None:
     def wrong(drawn: DrawnLab, *, failed_s: float) -> str:
-        run, twin = played(drawn, closed_s=[5.0], failed_s=failed_s), played(drawn, closed_s=[4.0, 8.0, 12.0])
+        run, twin = (
+            played(drawn, closed_s=[5.0], failed_s=failed_s),
+            played(drawn, closed_s=[4.0, 8.0, 12.0]),
+        )
         return copes_with_a_loss(drawn, run, twin)
 
-    assert wrong(kept("lost-device-quorum"), failed_s=70.0).startswith("could continue without device")
+    assert wrong(kept("lost-device-quorum"), failed_s=70.0).startswith(
+        "could continue without device"
+    )
     needed = kept("lost-device-needed")
     idle_s = needed.experiment.transfer.idle_s
     assert wrong(needed, failed_s=5.0 + idle_s + 20.0) == ""
@@ -193,20 +227,34 @@ def test_one_deadline_is_spent_on_a_known_loss() -> None:
         deadline_s = drawn.experiment.tiers[1].closing.deadline_s
         assert deadline_s is not None
         closed_s = list(accumulate(number * deadline_s + 4.0 for number in deadlines))
-        return spends_few_deadlines(drawn, played(drawn, closed_s=closed_s), played(drawn, closed_s=[4.0, 8.0]))
+        return spends_few_deadlines(
+            drawn, played(drawn, closed_s=closed_s), played(drawn, closed_s=[4.0, 8.0])
+        )
 
     known, serves_no_chunk = kept("lost-device-one-deadline"), kept("lost-device-without-chunks")
     assert wrong(known, 1, 0, 0) == "" != wrong(known, 1, 0, 1)
     assert wrong(known, 0, 2, 0).startswith("[0, 2, 0] deadlines")
     rounds = serves_no_chunk.experiment.tiers[1].rounds
-    assert wrong(serves_no_chunk, rounds, rounds, rounds) == "" != wrong(serves_no_chunk, rounds, rounds + 1, rounds)
+    assert (
+        wrong(serves_no_chunk, rounds, rounds, rounds)
+        == ""
+        != wrong(serves_no_chunk, rounds, rounds + 1, rounds)
+    )
 
 
 @pytest.mark.parametrize(
-    "case", [("cloud", 90), ("institution-0", 60), ("device-0", 75), *(("cloud", number) for number in (292, 300, 318))]
+    "case",
+    [
+        ("cloud", 90),
+        ("institution-0", 60),
+        ("device-0", 75),
+        *(("cloud", number) for number in (292, 300, 318)),
+    ],
 )
 def test_a_kill_at_a_message_is_survived(case: tuple[str, int]) -> None:
-    """The last ones are after the last global round: the cloud does not wait for children that left."""
+    """The last ones are after the last global round: the cloud does not wait for children that
+    left.
+    """
     assert kill_at(0, case) == ""
 
 

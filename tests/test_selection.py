@@ -1,4 +1,6 @@
-"""Client selection: properties of every selector in the table, formulas, state that is kept, and whole labs."""
+"""Client selection: properties of every selector in the table, formulas, state that is kept, and
+whole labs.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,12 @@ from fedstrata.cloud.checkpoint import RunState
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.reading import load, parse
 from fedstrata.common.experiment.tiers import Tier
-from fedstrata.common.methods.selection import ClientSelection, Participation, ResultFacts, Situation
+from fedstrata.common.methods.selection import (
+    ClientSelection,
+    Participation,
+    ResultFacts,
+    Situation,
+)
 from fedstrata.common.methods.selectors import Oort, scores
 from fedstrata.common.methods.settings import SELECTORS
 from fedstrata.common.model.layout import ModelLayout, Section
@@ -50,15 +57,23 @@ def result(k: int, *, loss: float = 1.0, seconds: float = 1.0) -> ResultFacts:
 
 
 def play(
-    one: ClientSelection, rounds: Sequence[int], *, quorum: bool = False, pace_s: Sequence[float] = range(10)
+    one: ClientSelection,
+    rounds: Sequence[int],
+    *,
+    quorum: bool = False,
+    pace_s: Sequence[float] = range(10),
 ) -> list[list[str]]:
-    """Play rounds, in which child k has loss 1 / (1 + k) and takes pace_s[k]; return who was selected in each."""
+    """Play rounds, in which child k has loss 1 / (1 + k) and takes pace_s[k]; return who was
+    selected in each.
+    """
     found = []
     for r in rounds:
         chosen = one.select(NAMES, r, samples=SAMPLES)
         arrived = chosen[1:] if quorum and r % 2 else chosen
         facts = {
-            name: result(k, loss=1 / (1 + k), seconds=pace_s[k]) for k, name in enumerate(NAMES) if name in arrived
+            name: result(k, loss=1 / (1 + k), seconds=pace_s[k])
+            for k, name in enumerate(NAMES)
+            if name in arrived
         }
         one.observe(r, chosen, facts)
         found.append(chosen)
@@ -68,7 +83,9 @@ def play(
 @pytest.mark.parametrize("name", SELECTORS)
 @given(share=st.floats(0.05, 1.0), rounds=st.integers(1, 12), quorum=st.booleans())
 @examples(40)
-def test_it_selects_k_different_children_in_their_order(name: str, share: float, rounds: int, quorum: bool) -> None:
+def test_it_selects_k_different_children_in_their_order(
+    name: str, share: float, rounds: int, quorum: bool
+) -> None:
     count = max(1, int(share * len(NAMES) + 1e-9))
     for chosen in play(selection(name, share), range(rounds), quorum=quorum):
         assert len(chosen) == count and chosen == [child for child in NAMES if child in chosen]
@@ -78,7 +95,9 @@ def test_it_selects_k_different_children_in_their_order(name: str, share: float,
 def test_a_plan_records_what_seed_and_round_do_not_determine(name: str) -> None:
     one = selection(name)
     recorded = {"taking_part": NAMES[:4]} if SELECTORS[name]().remembers else {}
-    assert one.facts(NAMES[:4]) == recorded and (name in ("fraction", "round_robin", "fedcluster")) == (recorded == {})
+    assert one.facts(NAMES[:4]) == recorded and (
+        name in ("fraction", "round_robin", "fedcluster")
+    ) == (recorded == {})
 
 
 def test_a_round_that_is_repeated_counts_once() -> None:
@@ -91,7 +110,9 @@ def test_a_round_that_is_repeated_counts_once() -> None:
 
 def test_a_task_follows_the_last_one_whose_result_was_used() -> None:
     one = selection("fraction")
-    one.observe(0, NAMES[:3], {name: result(k) for k, name in enumerate(NAMES[:3])}, unused=[NAMES[1]])
+    one.observe(
+        0, NAMES[:3], {name: result(k) for k, name in enumerate(NAMES[:3])}, unused=[NAMES[1]]
+    )
     one.observe(1, NAMES[:3], {NAMES[0]: result(0)})
     assert one.follows(NAMES[:4], 2) == {NAMES[0]: 2, NAMES[1]: 0, NAMES[2]: 1, NAMES[3]: 0}
     resumed = selection("fraction")
@@ -101,7 +122,9 @@ def test_a_task_follows_the_last_one_whose_result_was_used() -> None:
 
 @pytest.mark.parametrize("name", SELECTORS)
 @pytest.mark.parametrize("quorum", [False, True])
-def test_a_cloud_that_loads_its_checkpoint_goes_on_as_the_other(name: str, quorum: bool, tmp_path: Path) -> None:
+def test_a_cloud_that_loads_its_checkpoint_goes_on_as_the_other(
+    name: str, quorum: bool, tmp_path: Path
+) -> None:
     whole = play(selection(name), range(12), quorum=quorum)
     killed, resumed = selection(name), selection(name)
     assert play(killed, range(6), quorum=quorum) == whole[:6]
@@ -124,7 +147,9 @@ def test_only_oort_depends_on_durations(name: str, pace_s: list[float], quorum: 
 
 def test_oort_depends_on_durations() -> None:
     slow_first = [100.0] * 3 + [1.0] * 7
-    assert play(selection("oort"), range(12), pace_s=slow_first) != play(selection("oort"), range(12))
+    assert play(selection("oort"), range(12), pace_s=slow_first) != play(
+        selection("oort"), range(12)
+    )
 
 
 def test_fraction_is_the_choice_of_earlier_releases() -> None:
@@ -140,7 +165,9 @@ def test_round_robin_selects_each_child_equally_often() -> None:
 
 def test_fedcluster_visits_each_cluster_once_a_cycle() -> None:
     one = selection("fedcluster", 0.2)
-    cycles = [[tuple(one.select(NAMES, r)) for r in range(start, start + 5)] for start in range(0, 60, 5)]
+    cycles = [
+        [tuple(one.select(NAMES, r)) for r in range(start, start + 5)] for start in range(0, 60, 5)
+    ]
     for found in cycles:
         assert sorted(name for cluster in found for name in cluster) == NAMES
         assert set(found) == set(cycles[0])  # the clusters stay
@@ -149,7 +176,9 @@ def test_fedcluster_visits_each_cluster_once_a_cycle() -> None:
 
 def test_fedcluster_draws_within_clusters_that_are_larger_than_k() -> None:
     one = selection("fedcluster", 0.3, clusters=3)  # of 4, 3 and 3
-    cycles = [[tuple(one.select(NAMES, r)) for r in range(start, start + 3)] for start in range(0, 60, 3)]
+    cycles = [
+        [tuple(one.select(NAMES, r)) for r in range(start, start + 3)] for start in range(0, 60, 3)
+    ]
     seen = {name for found in cycles for cluster in found for name in cluster}
     assert seen == set(NAMES)
     for found in cycles:
@@ -166,7 +195,8 @@ def test_fedcluster_of_one_cluster_is_fraction() -> None:
 def test_power_of_choice_selects_the_highest_losses_after_everybody_was_selected() -> None:
     one = selection("power_of_choice", candidates=10)
     found = play(one, range(4))
-    assert {name for chosen in found[:3] for name in chosen} == set(NAMES)  # children without a loss come first
+    # children without a loss come first
+    assert {name for chosen in found[:3] for name in chosen} == set(NAMES)
     assert found[3] == NAMES[:4]
 
 
@@ -182,7 +212,8 @@ def test_power_of_choice_of_k_candidates_is_a_weighted_draw_whatever_the_losses(
 def test_a_child_without_a_result_keeps_its_last_loss() -> None:
     one = selection("power_of_choice", candidates=10)
     one.observe(0, NAMES, {name: result(k, loss=10.0 - k) for k, name in enumerate(NAMES)})
-    one.observe(1, NAMES[:4], {name: result(k, loss=0.5) for k, name in enumerate(NAMES[:3])})  # the fourth is late
+    # the fourth is late
+    one.observe(1, NAMES[:4], {name: result(k, loss=0.5) for k, name in enumerate(NAMES[:3])})
     assert one.select(NAMES, 2, samples=SAMPLES) == NAMES[3:7]
     history = one.save()["history"]
     assert [history[name]["missed"] for name in NAMES[2:5]] == [0, 1, 0]
@@ -190,7 +221,10 @@ def test_a_child_without_a_result_keeps_its_last_loss() -> None:
 
 def test_oort_explores_unseen_children_first_then_prefers_high_losses_and_short_times() -> None:
     one = selection("oort", exploration=0.0, exploration_least=0.0, staleness=1e-9, cut_off=1.0)
-    facts = {name: result(0, loss=1 + k, seconds=100.0 if k == 9 else 1.0) for k, name in enumerate(NAMES)}
+    facts = {
+        name: result(0, loss=1 + k, seconds=100.0 if k == 9 else 1.0)
+        for k, name in enumerate(NAMES)
+    }
     one.observe(0, NAMES, facts)
     assert one.select(NAMES, 1) == NAMES[5:9]  # the last one has the highest loss, and is too slow
     unseen = selection("oort")
@@ -221,14 +255,20 @@ def test_oorts_scores_are_those_of_a_plain_twin() -> None:
             "selection.candidates = 2: 4 of 8 children take part.*Use 4 to 8",
         ),
         ({"name": "power_of_choice", "candidates": 9}, "selection.candidates = 9: 4 of 8 children"),
-        ({"name": "fedcluster", "clusters": 3}, "selection.clusters = 3: 4 of 8 children take part.*Use 1 to 2"),
+        (
+            {"name": "fedcluster", "clusters": 3},
+            "selection.clusters = 3: 4 of 8 children take part.*Use 1 to 2",
+        ),
         ({"name": "power_of_choise"}, "no selector has this name. Did you mean 'power_of_choice'"),
         ({"name": "fraction", "candidates": 4}, "unknown key. It belongs to power_of_choice"),
         ({"name": "oort", "cut_off": 0.0}, "cut_off = 0.0: too small"),
     ],
 )
 def test_what_cannot_be_is_refused(table: Mapping[str, object], problem: str) -> None:
-    tree = {"topology": {"institutions": 0, "devices": 8}, "cloud": {"participation": 0.5, "selection": table}}
+    tree = {
+        "topology": {"institutions": 0, "devices": 8},
+        "cloud": {"participation": 0.5, "selection": table},
+    }
     with pytest.raises(InvalidExperiment, match=problem):
         parse(tree)
 
@@ -275,7 +315,11 @@ def test_a_selector_of_ones_own_keeps_its_numbers() -> None:
 @pytest.mark.usefixtures("own")
 @pytest.mark.parametrize(
     ("name", "problem"),
-    [("Twice", "Return 4 different ones"), ("Few", "Return 4 different"), ("Failing", "fails with AttributeError")],
+    [
+        ("Twice", "Return 4 different ones"),
+        ("Few", "Return 4 different"),
+        ("Failing", "fails with AttributeError"),
+    ],
 )
 def test_a_selector_of_ones_own_that_is_wrong_ends_the_run(name: str, problem: str) -> None:
     with pytest.raises(InvalidExperiment, match=problem):
@@ -300,7 +344,8 @@ NODES: Final = ("cloud", "institution-0", "institution-1", "device-3")
 
 
 @pytest.mark.parametrize(
-    ("node", "share"), slow(product(NODES, (0.4, 0.8)), but=[("cloud", 0.8), ("institution-1", 0.4)])
+    ("node", "share"),
+    slow(product(NODES, (0.4, 0.8)), but=[("cloud", 0.8), ("institution-1", 0.4)]),
 )
 def test_a_node_that_is_killed_selects_as_if_it_had_not_been(node: str, share: float) -> None:
     SELECTING.assert_same_if_killed(node, share)
@@ -327,7 +372,10 @@ def test_the_selection_matters_and_is_recorded() -> None:
     assert len(recorded) == 4 and all(len(names) == 2 for names in recorded)
     assert recorded[0] | recorded[1] == {"institution-0", "institution-1", "institution-2"}
     plain = parse({**LAB, "cloud": {"participation": 0.67}})
-    assert ScenarioLab(plain, seed=1, model_bytes=MODEL_BYTES).run().digest != SELECTING.undisturbed.digest
+    assert (
+        ScenarioLab(plain, seed=1, model_bytes=MODEL_BYTES).run().digest
+        != SELECTING.undisturbed.digest
+    )
 
 
 # In this process, and in processes
@@ -355,7 +403,11 @@ def taking_part(folder: Path) -> dict[int, list[str]]:
 
 @pytest.mark.parametrize("every", slow([1, 2], but=[2]))
 def test_a_resumed_run_selects_as_an_undisturbed_one(every: int, tmp_path: Path) -> None:
-    cloud = {"participation": 0.67, "checkpoint_every": every, "selection": {"name": "power_of_choice"}}
+    cloud = {
+        "participation": 0.67,
+        "checkpoint_every": every,
+        "selection": {"name": "power_of_choice"},
+    }
     experiment = parse(TINY | {"cloud": cloud})
     undisturbed = run_direct(tmp_path, experiment)
     killed = run_direct(tmp_path, experiment, until=3)
@@ -395,8 +447,17 @@ def test_processes_select_as_one_process_does_and_know_the_same(tmp_path: Path) 
     choice = 'selection={name="power_of_choice"}'
     pairs = (
         *("rounds=3", "topology.institutions=3", "topology.devices=6", "training.batch_size=200"),
-        *("cloud.participation=0.67", f"cloud.{choice}", "institution.participation=0.5", f"institution.{choice}"),
-        *("transfer.wan.up=delta+fp32+zstd", "transfer.wan.down=fp32+zstd", "transfer.lan.up=delta+int8"),
+        *(
+            "cloud.participation=0.67",
+            f"cloud.{choice}",
+            "institution.participation=0.5",
+            f"institution.{choice}",
+        ),
+        *(
+            "transfer.wan.up=delta+fp32+zstd",
+            "transfer.wan.down=fp32+zstd",
+            "transfer.lan.up=delta+int8",
+        ),
     )
     network = run_lab(DEMO, tmp_path / "network", *pairs)
     direct = run_direct(tmp_path / "direct", load(DEMO, pairs))
@@ -409,7 +470,10 @@ def test_processes_select_as_one_process_does_and_know_the_same(tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("up", "down", "share"),
-    slow([("fp32", "fp32", 2.0), ("fp32", "fp16", 1.5), ("fp16", "fp16", 1.0)], but=[("fp32", "fp16", 1.5)]),
+    slow(
+        [("fp32", "fp32", 2.0), ("fp32", "fp16", 1.5), ("fp16", "fp16", 1.0)],
+        but=[("fp32", "fp16", 1.5)],
+    ),
 )
 def test_the_bytes_of_a_result_are_those_of_both_models_as_they_travel(
     up: str, down: str, share: float, tmp_path: Path

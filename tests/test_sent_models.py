@@ -1,4 +1,6 @@
-"""Lossy codecs: what nodes and devices remember of a model that they sent is what the other end decoded."""
+"""Lossy codecs: what nodes and devices remember of a model that they sent is what the other end
+decoded.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,11 @@ from tests.simulation.outcome import model_digest
 from tests.test_aggregators import label
 
 LAYOUT: Final = ModelLayout.build(
-    [("weight", (40, 1000), Section.PARAMETER), ("mean", (3,), Section.BUFFER), ("steps", (), Section.COUNTER)]
+    [
+        ("weight", (40, 1000), Section.PARAMETER),
+        ("mean", (3,), Section.BUFFER),
+        ("steps", (), Section.COUNTER),
+    ]
 )
 D: Final = LAYOUT.parameters
 CHILDREN: Final = tuple("abcdefg")
@@ -49,11 +55,15 @@ LOSSY: Final = [name for name in DOWN if not codec_of(name).exact]
 INT8: Final = {"up": "int8", "down": "int8"}
 
 
-def decoded(name: str, row: Row, *, layout: ModelLayout = LAYOUT, reference: Row | None = None) -> Row:
+def decoded(
+    name: str, row: Row, *, layout: ModelLayout = LAYOUT, reference: Row | None = None
+) -> Row:
     """Return what the other end makes of a row."""
     codec, found = codec_of(name), row.copy()
     if not codec.is_row:
-        codec.decode(layout, codec.encode(layout, row, reference=reference), found, reference=reference)
+        codec.decode(
+            layout, codec.encode(layout, row, reference=reference), found, reference=reference
+        )
     return found
 
 
@@ -79,7 +89,9 @@ def rule_of(tree: Mapping[str, Any], folder: Path, bound: NormBound = BOUNDS["pl
             seed=1,
             measures=True,
             children=len(CHILDREN),
-            training=TrainingSettings.model_validate({"objective": {"name": settings.objective or "cross_entropy"}}),
+            training=TrainingSettings.model_validate(
+                {"objective": {"name": settings.objective or "cross_entropy"}}
+            ),
             rows=lambda name, count: np.zeros((count, LAYOUT.row_bytes), np.uint8),
             folder=folder,
         ),
@@ -88,7 +100,9 @@ def rule_of(tree: Mapping[str, Any], folder: Path, bound: NormBound = BOUNDS["pl
 
 
 def play(rule: Rule, links: LinkLayouts, r: int) -> tuple[list[bytes], Aggregated]:
-    """Play a round over int8; return what the children received, and the outcome. One child does not answer."""
+    """Play a round over int8; return what the children received, and the outcome. One child does
+    not answer.
+    """
     dispatched = rule.dispatch(r, CHILDREN)
     for row, _ in dispatched:
         row[:] = decoded("int8", row, layout=links.down)
@@ -97,16 +111,27 @@ def play(rule: Rule, links: LinkLayouts, r: int) -> tuple[list[bytes], Aggregate
     rows_K = np.zeros((len(sent), links.up.row_bytes), np.uint8)
     rows_K[:, : LAYOUT.row_bytes] = [row[: LAYOUT.row_bytes] for row in sent.values()]
     draw = np.random.default_rng(r)
-    LAYOUT.floats(rows_K)[:] += draw.normal(scale=0.1, size=(len(sent), LAYOUT.columns)).astype(np.float32)
+    LAYOUT.floats(rows_K)[:] += draw.normal(scale=0.1, size=(len(sent), LAYOUT.columns)).astype(
+        np.float32
+    )
     links.up.extra_columns(rows_K)[:] = draw.normal(size=(len(sent), links.up.extras))
-    reports = tuple(None if child == "c" else Trained(10 * k + 9, 0.5, k + 1, k + 0.1) for k, child in enumerate(sent))
+    reports = tuple(
+        None if child == "c" else Trained(10 * k + 9, 0.5, k + 1, k + 0.1)
+        for k, child in enumerate(sent)
+    )
     return received, rule.aggregate(r, Uploads(tuple(sent), rows_K, reports, lambda: None))
 
 
 @pytest.mark.parametrize("bound", BOUNDS)
-@pytest.mark.parametrize("tree", [*LEAST.values(), {"name": "scaffold", "learning_rate": 0.5}], ids=label)
-def test_a_rule_goes_on_from_what_its_children_decode(tree: dict[str, Any], bound: str, tmp_path: Path) -> None:
-    """Its models, decisions and state are those of a rule that had the decoded model from the beginning."""
+@pytest.mark.parametrize(
+    "tree", [*LEAST.values(), {"name": "scaffold", "learning_rate": 0.5}], ids=label
+)
+def test_a_rule_goes_on_from_what_its_children_decode(
+    tree: dict[str, Any], bound: str, tmp_path: Path
+) -> None:
+    """Its models, decisions and state are those of a rule that had the decoded model from the
+    beginning.
+    """
     links = link_layouts(RULES[tree["name"]](**tree), LAYOUT)
     sent, had = (rule_of(tree, tmp_path / name, BOUNDS[bound]) for name in ("sent", "had"))
     sent.begin(drawn(1))
@@ -114,9 +139,12 @@ def test_a_rule_goes_on_from_what_its_children_decode(tree: dict[str, Any], boun
     for r in range(3):
         assert play(sent, links, r) == play(had, links, r)
         assert sent.model.tobytes() == had.model.tobytes()
-        states = [saved(rule, tmp_path / f"{name}{r}") for name, rule in (("sent", sent), ("had", had))]
+        states = [
+            saved(rule, tmp_path / f"{name}{r}") for name, rule in (("sent", sent), ("had", had))
+        ]
         assert states[0] == states[1]
-        had = rule_of(tree, tmp_path / f"resumed{r}", BOUNDS[bound])  # a resumed node, whose model is decoded already
+        # a resumed node, whose model is decoded already
+        had = rule_of(tree, tmp_path / f"resumed{r}", BOUNDS[bound])
         had.begin(decoded("int8", sent.model))
         had.restore(tmp_path / f"sent{r}", json.loads(states[0]["facts"]))
 
@@ -136,7 +164,10 @@ def adding(value: float, seen: list[bytes], up: str) -> DoTask:
         row = (await model.whole()).copy()
         seen.append(row.tobytes())
         LAYOUT.floats(row)[:] += np.float32(value)
-        return WorkResult(codec_of(up).encode(LAYOUT, row, reference=model.row), Work(5, 0.1, task.epochs, 1, 0.0, 0.0))
+        return WorkResult(
+            codec_of(up).encode(LAYOUT, row, reference=model.row),
+            Work(5, 0.1, task.epochs, 1, 0.0, 0.0),
+        )
 
     return work
 
@@ -150,7 +181,9 @@ def called(codecs: Codecs, row: Row) -> tuple[list[bytes], Mapping[str, Row]]:
         samples=dict.fromkeys(children, 5), layouts=LinkLayouts.plain(LAYOUT), codecs=codecs,
         spool=Spool(None), resident_mb=1.0, clock=Clock(),
     )  # fmt: skip
-    dispatch = Dispatch(0, 0, models=[(row, ("a", "b"))], epochs={"a": 1, "b": 1}, closing=Closing())
+    dispatch = Dispatch(
+        0, 0, models=[(row, ("a", "b"))], epochs={"a": 1, "b": 1}, closing=Closing()
+    )
     return seen, asyncio.run(calls.round(dispatch)).models
 
 
@@ -189,10 +222,16 @@ LAB: Final[dict[str, Any]] = {
     "links": {"check": "off"},
     "institution": {"rounds": 2, "participation": 0.67},
 }
-FLAT: Final[dict[str, Any]] = {"topology": {"institutions": 0, "devices": 4}, "transfer": {"wan": INT8}}
+FLAT: Final[dict[str, Any]] = {
+    "topology": {"institutions": 0, "devices": 4},
+    "transfer": {"wan": INT8},
+}
 TIERS: Final = {  # of codecs: equal ones are forwarded, others coded anew
     "equal": {"wan": INT8, "lan": INT8},
-    "other": {"wan": {"up": "delta+int8", "down": "fp16"}, "lan": {"up": "delta+fp16", "down": "int8"}},
+    "other": {
+        "wan": {"up": "delta+int8", "down": "fp16"},
+        "lan": {"up": "delta+fp16", "down": "int8"},
+    },
     "exact above": {"lan": {"up": "int8", "down": "bf16+zstd"}},
 }
 
@@ -221,10 +260,15 @@ def test_null_settings_are_fedavg_with_lossy_codecs(
     rule: Mapping[str, Any], plain: Mapping[str, Any], tmp_path: Path
 ) -> None:
     tree = merged(without(LAB, "institution"), FLAT, {"rounds": 2})
-    objective = {"training": {"objective": {"name": "feddyn", "alpha": 0.0}}} if rule["name"] == "feddyn" else {}
+    objective = (
+        {"training": {"objective": {"name": "feddyn", "alpha": 0.0}}}
+        if rule["name"] == "feddyn"
+        else {}
+    )
     found = model_of(tmp_path, tree, objective, {"cloud": {"aggregation": rule}})
     wanted = model_of(tmp_path, tree, {"cloud": {"aggregation": plain}})
-    if rule["name"] in ("fedbuff", "trimmed_mean"):  # the same sums in another order, rounded to other steps of int8
+    # the same sums in another order, rounded to other steps of int8
+    if rule["name"] in ("fedbuff", "trimmed_mean"):
         one, other = (np.frombuffer(each, np.float32) for each in (found, wanted))
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-2)
         assert np.median(np.abs(one - other)) < 1e-6
@@ -247,7 +291,11 @@ def test_feddyns_node_has_the_mean_of_what_its_devices_keep(codecs: str, tmp_pat
         if name == "cloud":
             continue
         offset = np.fromfile(newest(folder, name, "offset"), np.float32)
-        kept = [np.fromfile(file, np.float32) for device in devices if (file := newest(folder, device, "vectors"))]
+        kept = [
+            np.fromfile(file, np.float32)
+            for device in devices
+            if (file := newest(folder, device, "vectors"))
+        ]
         h = np.sum(kept, axis=0, dtype=np.float64) / len(devices)
         assert np.abs(h).max() > 1e-3
         np.testing.assert_allclose(alpha * offset, h, rtol=0, atol=2e-6 * np.abs(h).max())
@@ -261,13 +309,24 @@ def newest(folder: Path, node: str, name: str) -> Path | None:
 @pytest.mark.parametrize(
     ("rule", "codecs"),
     slow(
-        [("feddyn", "other"), ("feddyn", "equal"), ("scaffold", "other"), ("fedavgm", "exact above")],
+        [
+            ("feddyn", "other"),
+            ("feddyn", "equal"),
+            ("scaffold", "other"),
+            ("fedavgm", "exact above"),
+        ],
         but=[("feddyn", "other"), ("fedavgm", "exact above")],
     ),
 )
-def test_agents_over_a_network_compute_what_one_process_does(rule: str, codecs: str, tmp_path: Path) -> None:
+def test_agents_over_a_network_compute_what_one_process_does(
+    rule: str, codecs: str, tmp_path: Path
+) -> None:
     objective = {} if rule == "fedavgm" else {"objective": {"name": rule}}
-    methods = {"training": objective, "institution": {"aggregation": {"name": rule}}, "transfer": TIERS[codecs]}
+    methods = {
+        "training": objective,
+        "institution": {"aggregation": {"name": rule}},
+        "transfer": TIERS[codecs],
+    }
     cloud = {"cloud": {"aggregation": {"name": "fedavgm"}}}
     experiment = parse(merged(LAB, methods, cloud, {"rounds": 2}))
     outcome = ScenarioLab(experiment, workload=RealWorkload(experiment)).run()
@@ -293,14 +352,20 @@ def test_a_resumed_run_gives_the_model_of_an_undisturbed_one(
 ) -> None:
     objective = {"objective": {"name": "feddyn"}} if rule["name"] == "feddyn" else {}
     cloud = {"checkpoint_every": 2, "aggregation": {"name": "fedavgm"}}
-    methods = {"training": objective, "institution": {"aggregation": rule}, "transfer": TIERS[codecs], "cloud": cloud}
+    methods = {
+        "training": objective,
+        "institution": {"aggregation": rule},
+        "transfer": TIERS[codecs],
+        "cloud": cloud,
+    }
     tree = merged(LAB, methods, {"rounds": 4})
     broken = run_direct(tmp_path, tree, until=3)
     assert tensors(resumed_run(broken)) == model_of(tmp_path, tree)
 
 
 KILLED: Final = KilledLab(
-    merged(LAB, dynamic(0.05), {"rounds": 2, "transfer": TIERS["other"] | {"inline_bytes": 0}}), model_bytes=40_000
+    merged(LAB, dynamic(0.05), {"rounds": 2, "transfer": TIERS["other"] | {"inline_bytes": 0}}),
+    model_bytes=40_000,
 )
 
 

@@ -13,7 +13,18 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from session_lab import LAB, LAYOUT, PARENT, RUN, Lab, manifest_of, model_of, names_of, settled, sizes
+from session_lab import (
+    LAB,
+    LAYOUT,
+    PARENT,
+    RUN,
+    Lab,
+    manifest_of,
+    model_of,
+    names_of,
+    settled,
+    sizes,
+)
 
 from fedstrata.common.accounting.traffic import Traffic
 from fedstrata.common.accounting.work import Work
@@ -21,8 +32,20 @@ from fedstrata.common.errors import WireError
 from fedstrata.common.experiment.schema import TransferSettings
 from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.protocol import serialization, topics
-from fedstrata.common.protocol.admission import ANSWER_S, ANSWERS_MOST, ASKS_KEPT, SEEKERS_MOST, Refusal
-from fedstrata.common.protocol.events import BrokerAway, ParentGone, PeerChanged, ProbeReceived, TargetsChanged
+from fedstrata.common.protocol.admission import (
+    ANSWER_S,
+    ANSWERS_MOST,
+    ASKS_KEPT,
+    SEEKERS_MOST,
+    Refusal,
+)
+from fedstrata.common.protocol.events import (
+    BrokerAway,
+    ParentGone,
+    PeerChanged,
+    ProbeReceived,
+    TargetsChanged,
+)
 from fedstrata.common.protocol.messages import (
     DIGEST_BYTES,
     Alive,
@@ -72,13 +95,19 @@ def announcing(experiment: str = "{}", *, count: int = 1, **how: Any) -> Lab:
 
 
 def sent_to(lab: Lab, name: str) -> int:
-    return sum(count for (sender, receiver, _), count in lab.messages.items() if (sender, receiver) == (PARENT, name))
+    return sum(
+        count
+        for (sender, receiver, _), count in lab.messages.items()
+        if (sender, receiver) == (PARENT, name)
+    )
 
 
 FLOODS: dict[str, Callable[[random.Random], Message]] = {
     "who is there": lambda draw: Question(f"{draw.getrandbits(64):x}", run=RUN),
     "asks for anything": lambda draw: Ask(f"{draw.getrandbits(64):016x}", b"\xff", 0, 0, 64, True),
-    "asks for what never was": lambda draw: Ask("0" * 16, b"\xff", draw.getrandbits(60), 0, 64, False),
+    "asks for what never was": lambda draw: Ask(
+        "0" * 16, b"\xff", draw.getrandbits(60), 0, 64, False
+    ),
     "farewells": lambda draw: Farewell(Traffic(), ()),
     "answers": lambda draw: Alive("cloud/0", replace(READY, samples=draw.randrange(1, 9))),
     "preparing": lambda draw: Preparing(draw.randrange(9), ""),
@@ -90,13 +119,21 @@ FLOODS: dict[str, Callable[[random.Random], Message]] = {
 }
 
 
-AT_ONCE = {"who is there": 3000, "asks for anything": 10_000, "farewells": 3000, "late results": 3000}
+AT_ONCE = {
+    "who is there": 3000,
+    "asks for anything": 10_000,
+    "farewells": 3000,
+    "late results": 3000,
+}
 
 
 @pytest.mark.parametrize(
-    ("kind", "count", "seconds"), [*((kind, 1000, 2.0) for kind in FLOODS), *((*each, 0.0) for each in AT_ONCE.items())]
+    ("kind", "count", "seconds"),
+    [*((kind, 1000, 2.0) for kind in FLOODS), *((*each, 0.0) for each in AT_ONCE.items())],
 )
-def test_a_flood_costs_few_answers_and_leaves_the_others_alone(kind: str, count: int, seconds: float) -> None:
+def test_a_flood_costs_few_answers_and_leaves_the_others_alone(
+    kind: str, count: int, seconds: float
+) -> None:
     lab, draw = settled(3), random.Random(0)
     lab.round()  # with the key of the late results
     before, chunks = sent_to(lab, "device-0"), lab.parent.session.link.sender.chunks_published
@@ -106,7 +143,9 @@ def test_a_flood_costs_few_answers_and_leaves_the_others_alone(kind: str, count:
     assert set(closed.results) == {"device-1", "device-2"} and lab.now - begun < 5.0
     lab.rest(1.0)
     assert sent_to(lab, "device-0") - before <= ANSWERS_MOST + 2 + seconds / ANSWER_S
-    assert lab.parent.session.link.sender.chunks_published - chunks == manifest_of(model_of(1)).chunks
+    assert (
+        lab.parent.session.link.sender.chunks_published - chunks == manifest_of(model_of(1)).chunks
+    )
 
 
 @pytest.mark.parametrize("lies", [True, False])
@@ -123,7 +162,9 @@ def test_a_flood_of_asks_for_a_model_costs_few_chunks_of_it(lies: bool) -> None:
     begun = lab.now
     closed = lab.round(closing=Closing(rule="quorum", quorum=2, deadline_s=4.0))
     assert set(closed.results) >= {"device-1", "device-2"} and lab.now - begun < 5.0
-    assert lab.parent.session.link.sender.chunks_published <= blob.chunks * 4 + 64 * (4 if lies else 0)
+    assert lab.parent.session.link.sender.chunks_published <= blob.chunks * 4 + 64 * (
+        4 if lies else 0
+    )
 
 
 def test_an_answer_to_a_seeker_waits_until_the_last_has_left() -> None:
@@ -159,7 +200,9 @@ def test_a_child_that_clears_its_presence_has_left() -> None:
     for output in child.session.link.leave(keep_state=False):
         child._perform(output)
     lab.rest(1.0)
-    assert [event.state for event in lab.parent.of(PeerChanged) if event.child == "device-0"][-1] == "left"
+    assert [event.state for event in lab.parent.of(PeerChanged) if event.child == "device-0"][
+        -1
+    ] == "left"
     assert lab.parent.session.attendance.present() == ["device-1"]
     assert lab.parent.session.readiness(lab.now).missing == {"device-0": "was lost, or left"}
 
@@ -268,7 +311,10 @@ def test_preparing_is_reported_in_measure_and_ends_with_it() -> None:
     lab = Lab(names_of(1), start=False)
     child = lab.start("device-0", ready_s=None)
     for number in range(1000):
-        lab.loop.after(number / 100, lambda number=number: (child.session.preparing(number, now=lab.now), child.wake()))  # type: ignore[misc]
+        lab.loop.after(
+            number / 100,
+            lambda number=number: (child.session.preparing(number, now=lab.now), child.wake()),
+        )  # type: ignore[misc]
     lab.rest(10.0)
     assert 4 <= lab.kinds["Preparing"] <= 8
     lab._ready(child)
@@ -283,7 +329,9 @@ def test_a_child_that_gave_up_is_named_with_its_reason() -> None:
     lab.child.set_state(NodeState.FAILED, reason="no data")
     lab.rest(1.0)
     readiness = lab.parent.session.readiness(lab.now)
-    assert readiness.failed == {"device-0"} and readiness.missing == {"device-0": "gave up: no data"}
+    assert readiness.failed == {"device-0"} and readiness.missing == {
+        "device-0": "gave up: no data"
+    }
     lab.open()
     stalled = lab.stall()
     assert stalled.reason == "device-0 gave up: no data"
@@ -317,9 +365,29 @@ def test_a_broker_that_came_back_is_not_away_because_nobody_sends() -> None:
 
 
 LEAVES: list[Any] = [
-    None, True, -1, 0, 17, 2**63, 2**63 - 1, 0.0, float("nan"), float("inf"), "", "x", "a" * 5000, "0" * 16, RUN,
-    "device-0", b"", b"\xff" * 9, [], [[]], [1, 2, 3], {},
-]  # fmt: skip
+    None,
+    True,
+    -1,
+    0,
+    17,
+    2**63,
+    2**63 - 1,
+    0.0,
+    float("nan"),
+    float("inf"),
+    "",
+    "x",
+    "a" * 5000,
+    "0" * 16,
+    RUN,
+    "device-0",
+    b"",
+    b"\xff" * 9,
+    [],
+    [[]],
+    [1, 2, 3],
+    {},
+]
 
 
 def mutated(draw: random.Random, tree: Any) -> Any:
@@ -345,7 +413,9 @@ def any_message(draw: random.Random, lab: Lab) -> tuple[str, bytes]:
             topics.state(LAB, run, node),
             topics.spec(LAB, run, node),
             topics.ask(LAB, node, sender),
-            topics.chunk(LAB, run, node, sender, draw.choice(blobs), draw.randrange(9), draw.randrange(10**6)),
+            topics.chunk(
+                LAB, run, node, sender, draw.choice(blobs), draw.randrange(9), draw.randrange(10**6)
+            ),
             f"fs1/{LAB}/{draw.getrandbits(32):x}/{node}",
             "",
             "\0" * 9,
@@ -411,7 +481,9 @@ def is_malformed(topic: str, body: bytes) -> bool:
 @settings(max_examples=DRAWN[PROFILE] // 7)
 @given(seed=st.integers(0, 2**32))
 def test_a_storm_of_other_peoples_messages_spoils_no_round(seed: int) -> None:
-    """All that strangers, other runs and unknown sessions may publish; peers' own messages are another matter."""
+    """All that strangers, other runs and unknown sessions may publish; peers' own messages are
+    another matter.
+    """
     lab, draw = Lab(names_of(3), seed=seed, train_s=2.0), random.Random(seed)
     lab.rest(1.0)
 
@@ -436,7 +508,9 @@ def test_a_storm_of_other_peoples_messages_spoils_no_round(seed: int) -> None:
 
 
 def test_nothing_grows_without_bound() -> None:
-    """One child does all the harm that it can, with its own session and on its own topics, over a slow link."""
+    """One child does all the harm that it can, with its own session and on its own topics, over a
+    slow link.
+    """
     lab = settled(3, link=LinkSettings(up_mbit=10.0, down_mbit=0.1))
     draw, child = random.Random(1), lab.child
     mine = child.process
@@ -457,7 +531,9 @@ def test_nothing_grows_without_bound() -> None:
         lab.parent.receive(topics.state(LAB, RUN, f"x{blob}"), seek)
         target = replace(READY, reason=blob, targets=())
         body = serialization.encode(target, mine)
-        lab.parent.receive(topics.state(LAB, RUN, "device-0"), body, retained=bool(draw.randrange(2)))
+        lab.parent.receive(
+            topics.state(LAB, RUN, "device-0"), body, retained=bool(draw.randrange(2))
+        )
         lab.parent.receive(topics.state(LAB, f"run-{blob}", PARENT), body)
 
     for _ in range(300):
@@ -494,8 +570,12 @@ def test_events_of_kinds_that_shells_know() -> None:
     lab.child.session.link.own.presence = presence
     lab.child.set_state(NodeState.READY, samples=10)
     lab.rest(2.0)
-    assert [event.message for event in lab.parent.of(ProbeReceived)] == [Probed("0" * 16, 1.0, BLOB)]
-    assert [[t.metrics for t in event.targets] for event in lab.parent.of(TargetsChanged)] == [["h:1"]]
+    assert [event.message for event in lab.parent.of(ProbeReceived)] == [
+        Probed("0" * 16, 1.0, BLOB)
+    ]
+    assert [[t.metrics for t in event.targets] for event in lab.parent.of(TargetsChanged)] == [
+        ["h:1"]
+    ]
 
 
 def test_a_node_that_lost_its_name_answers_no_question() -> None:

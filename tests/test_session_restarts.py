@@ -76,7 +76,9 @@ def test_a_parent_that_restarts_costs_no_training(state: ParticipantState) -> No
 
 @pytest.mark.parametrize("will_after_s", [None, 0.0, 5.0])
 @pytest.mark.parametrize("state", ParticipantState)
-def test_a_child_that_restarts_begins_again(state: ParticipantState, will_after_s: float | None) -> None:
+def test_a_child_that_restarts_begins_again(
+    state: ParticipantState, will_after_s: float | None
+) -> None:
     lab = lab_at(state)
     lab.kill("device-0", will_after_s=will_after_s)
     lab.start("device-0")
@@ -97,7 +99,9 @@ def test_a_process_that_dies_again_and_again_is_followed(who: str) -> None:
         if who == "parent":
             lab.loop.after(at, lambda: lab.restart_parent(will_after_s=3.0))
         else:
-            lab.loop.after(at, lambda: (lab.kill("device-0", will_after_s=3.0), lab.start("device-0")))
+            lab.loop.after(
+                at, lambda: (lab.kill("device-0", will_after_s=3.0), lab.start("device-0"))
+            )
     lab.finish()
     lab.check()
 
@@ -169,7 +173,9 @@ class Meter(NoMeter):
 
 
 def test_the_count_of_a_new_connection_is_no_sign_of_the_parent() -> None:
-    """It begins at zero again, so it differs from the last one; the parent went on to another run meanwhile."""
+    """It begins at zero again, so it differs from the last one; the parent went on to another run
+    meanwhile.
+    """
     lab = settled(1)
     child = lab.child
     child.session.link.meter = meter = Meter()
@@ -192,7 +198,11 @@ def test_only_an_answer_to_its_own_question_moves_a_child() -> None:
     inject(child, PARENT, "elsewhere", Task(Key(0, 0, 0), 1, BLOB, None), run="run-2")
     inject(child, "stranger", "elsewhere", alive(child), run="run-2")
     lab.rest(1.0)
-    assert not child.of(ParentMoved) and not child.of(TaskReceived) and child.session.link.refusals.total == 3
+    assert (
+        not child.of(ParentMoved)
+        and not child.of(TaskReceived)
+        and child.session.link.refusals.total == 3
+    )
 
 
 def test_a_child_whose_parent_is_there_goes_nowhere() -> None:
@@ -237,7 +247,9 @@ def test_a_farewell_is_repeated_until_it_is_answered() -> None:
     assert lab.parent.session.farewells == {"device-0"}
     lab.broker.drop = lambda topic: False
     lab.rest(2 * FAREWELL_S)
-    assert child.session.goodbye_answered and lab.parent.of(GoodbyeReceived)[0] == GoodbyeReceived("device-0")
+    assert child.session.goodbye_answered and lab.parent.of(GoodbyeReceived)[0] == GoodbyeReceived(
+        "device-0"
+    )
     before = lab.kinds["Farewell"]
     lab.rest(10 * FAREWELL_S)
     assert lab.kinds["Farewell"] == before
@@ -270,7 +282,9 @@ def test_a_farewell_outlives_a_broker_that_restarts() -> None:
     lab.rest(2.0)
     assert lab.kinds["Farewell"] == 0
     lab.rest(2.0)
-    assert child.session.goodbye_answered and lab.kinds["Farewell"] == 1 and lab.kinds["Reports"] == 0
+    assert (
+        child.session.goodbye_answered and lab.kinds["Farewell"] == 1 and lab.kinds["Reports"] == 0
+    )
 
 
 @pytest.mark.parametrize("keep_state", [True, False])
@@ -316,7 +330,11 @@ def test_nothing_is_sent_while_the_broker_is_away_and_nothing_is_kept() -> None:
             assert node.session.to_send(lab.now + number) == [] and node.session.link.outbox.empty
         node.session.connected(lab.now)
         out = node.session.to_send(lab.now)
-        assert isinstance(out[0], Subscribe) and out[0].first and not any(isinstance(o, Subscribe) for o in out[1:2])
+        assert (
+            isinstance(out[0], Subscribe)
+            and out[0].first
+            and not any(isinstance(o, Subscribe) for o in out[1:2])
+        )
         states = [o for o in out if isinstance(o, Publish) and o.topic.endswith("/state")]
         assert len(states) == 1 and states[0].retain
 
@@ -337,7 +355,11 @@ def test_streams_are_subscribed_before_they_are_asked_for() -> None:
     lab.child.session.to_send = watched  # type: ignore[method-assign]
     lab.round()
     for out in passes:
-        asks = [place for place, o in enumerate(out) if any(isinstance(each, Ask) for each in messages_in([o]))]
+        asks = [
+            place
+            for place, o in enumerate(out)
+            if any(isinstance(each, Ask) for each in messages_in([o]))
+        ]
         streams = [place for place, o in enumerate(out) if isinstance(o, Subscribe)]
         assert not asks or not streams or max(streams) < min(asks)
     assert sum(isinstance(o, Subscribe) for out in passes for o in out) == 1
@@ -370,7 +392,11 @@ def test_a_model_that_does_not_fit_in_a_packet_with_its_reports_is_fetched() -> 
         '{"up": [' + "{}," * 700 + "{}]}",
     )
     sent = link.to_send(lab.now, [("device-0", result)])
-    (body,) = (each.body for each in sent if isinstance(each, Publish) and each.topic.endswith("/device-0/inbox/cloud"))
+    (body,) = (
+        each.body
+        for each in sent
+        if isinstance(each, Publish) and each.topic.endswith("/device-0/inbox/cloud")
+    )
     assert len(body) < 40_000 and serialization.decode(body)[1] == replace(result, inline=None)
 
 
@@ -497,7 +523,9 @@ def test_a_buffer_that_was_found_too_late_is_not_written(monkeypatch: pytest.Mon
     assert not lab.parent.session.link.receiver.wanted() and not lab.parent.session._pending
 
 
-def test_an_upload_that_is_announced_twice_at_once_is_fetched_into_one_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_upload_that_is_announced_twice_at_once_is_fetched_into_one_buffer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Two changes of the session come in one pass, each with an announcement; both fetches follow."""
     lab = settled(1)
     lab.open()
@@ -531,7 +559,9 @@ def test_an_upload_that_is_void_is_not_written_any_more(why: str) -> None:
         data = child._answer[result.model.span(index)]
         assert session.link.place(topic, len(data)) is None
         lab.parent.receive(topic, data)
-    assert buffer == bytes(len(buffer)) and not session.link.receiver.wanted() and not session._pending
+    assert (
+        buffer == bytes(len(buffer)) and not session.link.receiver.wanted() and not session._pending
+    )
 
 
 def test_a_parent_that_comes_back_learns_at_once_what_is_offered() -> None:
@@ -588,7 +618,9 @@ def test_a_child_counts_its_bytes_for_each_ledger_of_its_parent() -> None:
     child, size = lab.child.session, manifest_of(model_of(0)).size
     counted: dict[str, list[int]] = {}
     for books in ("a", "b", "a"):
-        lab.parent.session.link.own.presence = replace(lab.parent.session.link.own.presence, ledger=books)
+        lab.parent.session.link.own.presence = replace(
+            lab.parent.session.link.own.presence, ledger=books
+        )
         lab.parent.set_state(NodeState.READY)
         lab.rest(0.1)
         lab.round(model=model_of(sum(map(len, counted.values())), len(model_of(0))))

@@ -1,4 +1,6 @@
-"""What the sessions promise: parents and children joined in memory, on a hostile line, in virtual time."""
+"""What the sessions promise: parents and children joined in memory, on a hostile line, in virtual
+time.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +10,63 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from session_lab import FORM, LAB, PARENT, RUN, Lab, lab_at, manifest_of, model_of, names_of, settled, snapshot
+from session_lab import (
+    FORM,
+    LAB,
+    PARENT,
+    RUN,
+    Lab,
+    lab_at,
+    manifest_of,
+    model_of,
+    names_of,
+    settled,
+    snapshot,
+)
 
 from fedstrata.common.accounting.traffic import Traffic
 from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.protocol import serialization, topics
 from fedstrata.common.protocol.admission import MESSAGES_MOST, MessageRefused, Refusal
 from fedstrata.common.protocol.child_session import QUIET_S
-from fedstrata.common.protocol.events import ModelFailed, ParentGone, PeerChanged, RunEnded, TaskReceived
+from fedstrata.common.protocol.events import (
+    ModelFailed,
+    ParentGone,
+    PeerChanged,
+    RunEnded,
+    TaskReceived,
+)
 from fedstrata.common.protocol.limits import ChildLimits
 from fedstrata.common.protocol.manifest import ModelForm
-from fedstrata.common.protocol.messages import Ask, Gone, Key, NodeState, Phase, Presence, Progress, Question, Task
+from fedstrata.common.protocol.messages import (
+    Ask,
+    Gone,
+    Key,
+    NodeState,
+    Phase,
+    Presence,
+    Progress,
+    Question,
+    Task,
+)
 from fedstrata.common.protocol.participant import ParticipantState
 from fedstrata.common.protocol.peer_link import SILENT_MOST_S
 from fedstrata.common.protocol.presence import ASK_MOST_S, FINAL, PROOF_EVERY_S, Proof
 from tests.helpers.examples import DRAWN, PROFILE
-from tests.helpers.session_messages import BLOB, IDLE_S, inject, inject_state, leave_remains, messages_of
+from tests.helpers.session_messages import (
+    BLOB,
+    IDLE_S,
+    inject,
+    inject_state,
+    leave_remains,
+    messages_of,
+)
 
 
 def test_the_messages_of_this_test_are_all_there_are() -> None:
-    assert {type(message) for message in messages_of(Key(0, 0, 0), BLOB.blob)} == set(serialization.KINDS)
+    assert {type(message) for message in messages_of(Key(0, 0, 0), BLOB.blob)} == set(
+        serialization.KINDS
+    )
 
 
 def changed(before: object, after: object, path: str = "") -> Iterator[str]:
@@ -44,14 +83,26 @@ def changed(before: object, after: object, path: str = "") -> Iterator[str]:
 
 @settings(max_examples=DRAWN[PROFILE] // 5)
 @given(seed=st.integers(0, 2**32), moment=st.floats(0.0, 6.0), loss=st.sampled_from([0.0, 0.2]))
-def test_a_message_of_an_unknown_session_changes_nothing(seed: int, moment: float, loss: float) -> None:
+def test_a_message_of_an_unknown_session_changes_nothing(
+    seed: int, moment: float, loss: float
+) -> None:
     lab = settled(2, seed=seed, loss=loss, jitter_s=0.1, train_s=2.0)
     key = lab.open()
     lab.rest(moment)
     for node, sender in ((lab.parent, "device-0"), (lab.child, PARENT)):
-        blobs = [*node.session.link.sender._blobs, *(blob for _, blob in node.session.link.receiver.wanted()), "0" * 16]
-        messages = [each for each in messages_of(key, BLOB.blob) if not isinstance(each, Question)]  # anybody may ask
-        messages += [replace(each, blob=blob) for blob in blobs for each in messages if isinstance(each, (Ask, Gone))]
+        blobs = [
+            *node.session.link.sender._blobs,
+            *(blob for _, blob in node.session.link.receiver.wanted()),
+            "0" * 16,
+        ]
+        # anybody may ask
+        messages = [each for each in messages_of(key, BLOB.blob) if not isinstance(each, Question)]
+        messages += [
+            replace(each, blob=blob)
+            for blob in blobs
+            for each in messages
+            if isinstance(each, (Ask, Gone))
+        ]
         before = snapshot(node.session)
         for message in messages:
             refused = node.session.link.refusals.total
@@ -60,9 +111,12 @@ def test_a_message_of_an_unknown_session_changes_nothing(seed: int, moment: floa
             after = snapshot(node.session)
             places, before = set(changed(before, after)), after
             assert places <= {
-                ".link.refusals._counts", ".link.events", ".link.proofs._of", ".link.proofs._look_at",
-                    ".link.admission._messages._full_at",
-            }  # fmt: skip
+                ".link.refusals._counts",
+                ".link.events",
+                ".link.proofs._of",
+                ".link.proofs._look_at",
+                ".link.admission._messages._full_at",
+            }
             assert node.session.link.proofs.session(sender) != "unknown"
     lab.finish(until_s=3000.0)
     lab.check()
@@ -77,7 +131,9 @@ def test_an_unknown_session_is_answered_by_few_questions(count: int, seconds: fl
     for number in range(count):
         at = seconds * number / count
         message = Progress(Key(0, 0, 0), Phase.TRAINING, number, 9, Traffic(), ())
-        lab.loop.after(at, lambda message=message: inject(lab.parent, "device-0", "unknown", message))  # type: ignore[misc]
+        lab.loop.after(
+            at, lambda message=message: inject(lab.parent, "device-0", "unknown", message)
+        )  # type: ignore[misc]
     lab.finish()
     lab.rest(seconds)
     assert lab.kinds["Question"] - before <= 1 + seconds / PROOF_EVERY_S
@@ -100,7 +156,9 @@ def test_a_lost_presence_leaves_nobody_deaf() -> None:
 
 
 def test_a_child_whose_first_messages_are_all_lost_is_found_by_its_questions() -> None:
-    """Its presences are lost, and its answers to the few questions of a parent that does not know it."""
+    """Its presences are lost, and its answers to the few questions of a parent that does not know
+    it.
+    """
     lab = Lab(names_of(1), start=False)
     lab.broker.drop = lambda topic: topic.endswith(("/device-0/state", f"/{PARENT}/inbox/device-0"))
     lab.rest(1.0)
@@ -108,7 +166,10 @@ def test_a_child_whose_first_messages_are_all_lost_is_found_by_its_questions() -
     lab.rest(20.0)
     assert lab.parent.session.readiness(lab.now).missing == {"device-0": "has not joined yet"}
     lab.broker.drop = lambda topic: topic.endswith("/device-0/state")
-    lab.until(lambda: bool(lab.parent.session.readiness(lab.now).ready), within_s=QUIET_S + ASK_MOST_S + 1.0)
+    lab.until(
+        lambda: bool(lab.parent.session.readiness(lab.now).ready),
+        within_s=QUIET_S + ASK_MOST_S + 1.0,
+    )
     assert set(lab.round().results) == {"device-0"}
 
 
@@ -124,12 +185,16 @@ def test_a_child_whose_first_messages_are_all_lost_is_found_by_its_questions() -
 def test_a_child_whose_presence_was_lost_is_asked_for_it(
     will: bool, deaf_s: float, in_round: bool, within_s: float
 ) -> None:
-    """The broker sent its will, or a stranger cleared its presence; the next one is lost, for a while all it sends."""
+    """The broker sent its will, or a stranger cleared its presence; the next one is lost, for a
+    while all it sends.
+    """
     lab = settled(1)
     if in_round:
         lab.open()
         lab.rest(0.1)
-    lost = serialization.encode(Presence(NodeState.LOST, "device", reason="connection lost"), lab.child.process)
+    lost = serialization.encode(
+        Presence(NodeState.LOST, "device", reason="connection lost"), lab.child.process
+    )
     lab.broker.drop = lambda topic: topic.endswith("/device-0" if deaf_s else "/device-0/state")
     lab.parent.receive(topics.state(LAB, RUN, "device-0"), lost if will else b"")
     assert not lab.parent.session.attendance.present()
@@ -196,17 +261,25 @@ def test_a_retained_ready_of_a_dead_child_captures_no_parent() -> None:
     session = lab.parent.session
     assert session.attendance.present() == ["device-1"] and session.samples == {"device-1": 10}
     readiness = session.readiness(lab.now)
-    assert readiness.ready == {"device-1"} and readiness.missing == {"device-0": "has not joined yet"}
+    assert readiness.ready == {"device-1"} and readiness.missing == {
+        "device-0": "has not joined yet"
+    }
     assert not readiness.failed and not readiness.hanging
     lab.open()
     lab.rest(5.0)
-    assert not [name for (sender, name, _), _ in lab.messages.items() if name == "device-0" and sender != PARENT]
+    assert not [
+        name
+        for (sender, name, _), _ in lab.messages.items()
+        if name == "device-0" and sender != PARENT
+    ]
     assert lab.kinds["Task"] == 1  # none for the dead
     lab.start("device-0")
     lab.finish()
 
 
-@pytest.mark.parametrize("state", [NodeState.FAILED, NodeState.LOST, NodeState.DISCONNECTED, NodeState.FINISHED])
+@pytest.mark.parametrize(
+    "state", [NodeState.FAILED, NodeState.LOST, NodeState.DISCONNECTED, NodeState.FINISHED]
+)
 def test_a_retained_end_of_a_dead_child_reports_nothing_of_its_successor(state: NodeState) -> None:
     lab = settled(1)
     leave_remains(lab, "device-0", state)
@@ -239,8 +312,12 @@ def test_a_run_that_ended_under_a_new_parent_while_a_child_was_away_ends_it() ->
 
 
 @pytest.mark.parametrize("state", [NodeState.FINISHED, NodeState.FAILED])
-def test_a_stranger_that_takes_the_name_of_a_parent_costs_no_child_its_end(state: NodeState) -> None:
-    """A presence of the stranger comes between the parent's last two, whose process stays for farewells."""
+def test_a_stranger_that_takes_the_name_of_a_parent_costs_no_child_its_end(
+    state: NodeState,
+) -> None:
+    """A presence of the stranger comes between the parent's last two, whose process stays for
+    farewells.
+    """
     lab = settled(1)
     inject_state(lab.child, PARENT, "stranger", NodeState.READY)
     lab.parent.set_state(state, reason="it is over")
@@ -327,7 +404,11 @@ def test_a_task_that_does_not_fit_changes_nothing_at_the_child() -> None:
     child = lab.child
     lab.rest(1.0)
     manifest = manifest_of(model_of(5))
-    lies = [replace(manifest, layout="other"), replace(manifest, codec="zip"), manifest_of(model_of(5, 9000))]
+    lies = [
+        replace(manifest, layout="other"),
+        replace(manifest, codec="zip"),
+        manifest_of(model_of(5, 9000)),
+    ]
     for number, lie in enumerate(lies):
         before = snapshot(child.session)
         task = Task(Key(0, 1, number), 1, lie, None)
@@ -336,10 +417,18 @@ def test_a_task_that_does_not_fit_changes_nothing_at_the_child() -> None:
         child.receive(topic, body)
         places = set(changed(before, snapshot(child.session)))
         assert places <= {
-            ".link.refusals._counts", ".link.events", "._declined", ".link.counters.cells", ".link.counters.sums",
-            ".link.receiver._last_arrival", ".link.receiver._arrived", ".link.receiver._carried", "._quiet_at",
-            ".link.admission._messages._full_at", ".link.answers._full_at",
-        }  # fmt: skip
+            ".link.refusals._counts",
+            ".link.events",
+            "._declined",
+            ".link.counters.cells",
+            ".link.counters.sums",
+            ".link.receiver._last_arrival",
+            ".link.receiver._arrived",
+            ".link.receiver._carried",
+            "._quiet_at",
+            ".link.admission._messages._full_at",
+            ".link.answers._full_at",
+        }
         child.wake()
         lab.rest(0.1)
         assert lab.kinds["Declined"] == number + 1

@@ -38,7 +38,9 @@ def shaper_of(rate: float | None, *peers: str, delay_s: float = 0.0) -> Shaper:
     return Shaper(dict.fromkeys(peers or "abcdefgh", LinkDirection(rate, delay_s)))
 
 
-def send(rate: float, sizes: list[int], *, late_s: float = 0.0, peers: tuple[str, ...] = ("a",)) -> list[float]:
+def send(
+    rate: float, sizes: list[int], *, late_s: float = 0.0, peers: tuple[str, ...] = ("a",)
+) -> list[float]:
     """Send messages one after the other as an agent does, waking up late; return when each left."""
     shaper, randomness, now, left = shaper_of(rate), random.Random(0), 50.0, []
     for size in sizes:
@@ -46,7 +48,8 @@ def send(rate: float, sizes: list[int], *, late_s: float = 0.0, peers: tuple[str
         while not shaper.ready(peers, now):
             ready_at = shaper.next_ready(now)
             assert ready_at is not None and ready_at > now
-            now = ready_at + randomness.uniform(0, late_s)  # the wake-up that was asked for comes late
+            # the wake-up that was asked for comes late
+            now = ready_at + randomness.uniform(0, late_s)
             shaper.passed()
         due = shaper.reserve(peers, size, now)
         assert due >= now
@@ -58,10 +61,15 @@ def send(rate: float, sizes: list[int], *, late_s: float = 0.0, peers: tuple[str
 @pytest.mark.parametrize("mbit", [0.25, 1, 10, 100, 1000])
 @pytest.mark.parametrize("share", [0.5, 0.05, None])
 def test_the_long_run_rate_is_exact(mbit: float, late_s: float, share: float | None) -> None:
-    """Chunks of half a second as the agents cut them, capped at 1.9 MB, much smaller ones, and all sizes."""
+    """Chunks of half a second as the agents cut them, capped at 1.9 MB, much smaller ones, and all
+    sizes.
+    """
     rate, randomness = mbit * 1e6 / 8, random.Random(1)
     chunk = max(1024, min(1_900_000, int(rate * (share or 1))))
-    sizes = [chunk if share else randomness.choice([50, 300, 5000, 70_000, 1_000_000]) for _ in range(2000)]
+    sizes = [
+        chunk if share else randomness.choice([50, 300, 5000, 70_000, 1_000_000])
+        for _ in range(2000)
+    ]
     left = send(rate, sizes, late_s=late_s)
     assert sum(sizes[1:]) / (left[-1] - left[0]) == pytest.approx(rate, rel=0.005)
 
@@ -99,7 +107,11 @@ def test_an_idle_link_gives_nothing_away() -> None:
 
 
 @given(
-    gaps=st.lists(st.tuples(st.floats(0, 2) | st.just(1e6), st.integers(1, 3_000_000)), min_size=1, max_size=60),
+    gaps=st.lists(
+        st.tuples(st.floats(0, 2) | st.just(1e6), st.integers(1, 3_000_000)),
+        min_size=1,
+        max_size=60,
+    ),
     window=st.tuples(st.integers(0, 59), st.integers(0, 59)),
     mbit=st.sampled_from([0.25, 10, 1000]),
 )
@@ -119,7 +131,8 @@ def test_no_stretch_of_time_carries_more_than_rate_and_credit(
 def test_a_message_to_several_peers_takes_time_on_each_link() -> None:
     shaper = shaper_of(1000.0)
     busy = shaper.reserve(("a",), 2000, 10.0)
-    assert shaper.reserve(("a", "b", "c"), 500, 10.0) == pytest.approx(busy + 0.5)  # the slowest decides
+    # the slowest decides
+    assert shaper.reserve(("a", "b", "c"), 500, 10.0) == pytest.approx(busy + 0.5)
     assert shaper.next_ready(10.0) == pytest.approx(10.5 - LEAD_S)
     assert shaper.ready(("b", "c"), 10.5) and not shaper.ready(("a", "b"), 10.5)
     assert shaper.next_ready(10.5) == pytest.approx(busy + 0.5 - LEAD_S)
@@ -140,10 +153,20 @@ def test_a_link_that_is_not_shaped_never_waits() -> None:
 
 
 def test_each_peer_has_its_own_link_rate_and_delay() -> None:
-    shaper = Shaper({"slow": LinkDirection(1000.0), "fast": LinkDirection(100_000.0), "far": LinkDirection(None, 0.3)})
-    due = {peer: shaper.reserve((peer,), 1000, 10.0) for peer in ("slow", "fast", "far", "stranger")}
+    shaper = Shaper(
+        {
+            "slow": LinkDirection(1000.0),
+            "fast": LinkDirection(100_000.0),
+            "far": LinkDirection(None, 0.3),
+        }
+    )
+    due = {
+        peer: shaper.reserve((peer,), 1000, 10.0) for peer in ("slow", "fast", "far", "stranger")
+    }
     assert due == pytest.approx({"slow": 11.0, "fast": 10.01, "far": 10.3, "stranger": 10.0})
-    assert shaper.ready(("far", "fast", "stranger"), 10.0) and not shaper.ready(("slow", "fast"), 10.0)
+    assert shaper.ready(("far", "fast", "stranger"), 10.0) and not shaper.ready(
+        ("slow", "fast"), 10.0
+    )
     assert shaper.next_ready(10.0) == pytest.approx(11 - LEAD_S)
     assert shaper.next_ready(11.0) is None
 
@@ -151,16 +174,20 @@ def test_each_peer_has_its_own_link_rate_and_delay() -> None:
 def test_a_delay_does_not_cost_throughput() -> None:
     shaper = shaper_of(1000.0, delay_s=5.0)
     assert shaper.reserve(("a",), 1000, 10.0) == pytest.approx(16.0)
-    assert shaper.ready(("a",), 11.0 - LEAD_S + 1e-9)  # the link is free again long before that arrives
+    # the link is free again long before that arrives
+    assert shaper.ready(("a",), 11.0 - LEAD_S + 1e-9)
     assert shaper.reserve(("a",), 1000, 11.0) == pytest.approx(17.0)
     waited(shaper, "a", now=11.5)
     assert shaper.reserve(("a",), 1, 12.01) == pytest.approx(17.01)  # a credit is none of the delay
 
 
 MESSAGES = st.lists(
-    st.tuples(st.floats(0, 0.5), st.integers(1, 100_000), st.sets(st.sampled_from("abc"), min_size=1)),
-    min_size=1, max_size=60,
-)  # fmt: skip
+    st.tuples(
+        st.floats(0, 0.5), st.integers(1, 100_000), st.sets(st.sampled_from("abc"), min_size=1)
+    ),
+    min_size=1,
+    max_size=60,
+)
 
 
 @given(
@@ -169,10 +196,17 @@ MESSAGES = st.lists(
     delays=st.tuples(*[st.sampled_from([0.0, 0.01, 2.0])] * 3),
 )
 def test_messages_to_a_peer_keep_their_order_rate_and_delay(
-    messages: list[tuple[float, int, set[str]]], rates: tuple[float | None, ...], delays: tuple[float, ...]
+    messages: list[tuple[float, int, set[str]]],
+    rates: tuple[float | None, ...],
+    delays: tuple[float, ...],
 ) -> None:
-    """Small and large ones, to one peer or to several: control never takes what the bucket does not give."""
-    ways = {peer: LinkDirection(rate, delay) for peer, rate, delay in zip("abc", rates, delays, strict=True)}
+    """Small and large ones, to one peer or to several: control never takes what the bucket does not
+    give.
+    """
+    ways = {
+        peer: LinkDirection(rate, delay)
+        for peer, rate, delay in zip("abc", rates, delays, strict=True)
+    }
     shaper, now = Shaper(ways), 50.0
     left: dict[str, list[tuple[float, float, int]]] = {peer: [] for peer in ways}
     for gap, size, peers in messages:
@@ -185,7 +219,8 @@ def test_messages_to_a_peer_keep_their_order_rate_and_delay(
         assert times == sorted(times)
         assert all(due >= handed + way.delay_s for handed, due, _ in left[peer])
         if way.rate is not None and times:
-            # However many were handed over: all up to any one of them fit into the time until it leaves.
+            # However many were handed over: all up to any one of them fit into the time until it
+            # leaves.
             begun, carried = left[peer][0][0] - CREDIT_S, 0
             for _, due, size in left[peer]:
                 carried += size
@@ -241,8 +276,14 @@ SENT = st.lists(st.tuples(st.sampled_from("abc"), st.floats(0.0, 0.3)), max_size
 
 
 @given(sent=SENT, late_s=st.sampled_from([0.0, 0.3, 5.0]))
-def test_messages_leave_in_order_and_not_before_their_time(sent: list[tuple[str, float]], late_s: float) -> None:
-    ways = {"a": LinkDirection(None, 0.5), "b": LinkDirection(None, 0.0), "c": LinkDirection(1000.0, 0.1)}
+def test_messages_leave_in_order_and_not_before_their_time(
+    sent: list[tuple[str, float]], late_s: float
+) -> None:
+    ways = {
+        "a": LinkDirection(None, 0.5),
+        "b": LinkDirection(None, 0.0),
+        "c": LinkDirection(1000.0, 0.1),
+    }
     one, now, handed = OneOutbox(ways), 100.0, {}
     left: dict[str, list[tuple[int, float]]] = {peer: [] for peer in ways}
 
@@ -280,7 +321,9 @@ def test_a_message_is_counted_when_it_leaves() -> None:
     (output,) = one.outbox.to_send(100.5)
     assert isinstance(output, Publish)
     packet = packet_bytes(output.topic, len(output.body), qos=0)
-    assert one.counters.traffic("a") == Traffic(sent_control_payload=len(output.body), sent_control_message=packet)
+    assert one.counters.traffic("a") == Traffic(
+        sent_control_payload=len(output.body), sent_control_message=packet
+    )
 
 
 def test_few_chunks_are_in_the_client_and_each_that_leaves_makes_room() -> None:
@@ -322,13 +365,19 @@ def test_a_blob_that_is_dropped_or_a_connection_that_is_lost_leaves_nothing_behi
     one.sender.retire(first.blob)
     one.outbox.drop(first.blob)
     later = one.outbox.to_send(1000.0)
-    assert [output.chunk.blob for output in later if isinstance(output, PublishChunk)][:1] == [second.blob]
+    assert [output.chunk.blob for output in later if isinstance(output, PublishChunk)][:1] == [
+        second.blob
+    ]
     assert any(isinstance(output, Publish) for output in later)
     one.send("a", 8, 1000.0)
     one.outbox.clear()
     assert one.outbox.empty
     (blob,) = one.sender._blobs.values()
-    in_client = {(output.chunk.stream, output.chunk.index) for output in later if isinstance(output, PublishChunk)}
+    in_client = {
+        (output.chunk.stream, output.chunk.index)
+        for output in later
+        if isinstance(output, PublishChunk)
+    }
     assert blob.leaving == in_client  # those that the client still has, and no other
 
 
@@ -340,7 +389,9 @@ def test_noise_is_counted_apart_and_remembered_in_bounds() -> None:
         for output in outputs:
             assert isinstance(output, PublishChunk)
             one.outbox.sent(output.chunk)
-    assert one.counters.traffic("a") == Traffic() and one.counters.probed("a", "sent") > manifest.size
+    assert (
+        one.counters.traffic("a") == Traffic() and one.counters.probed("a", "sent") > manifest.size
+    )
     one.outbox.add_aside("frozen", "me", "arrays")
     for number in range(2 * ASIDE_KEPT):
         one.outbox.add_aside("probe", "me", f"{number:016x}")
@@ -393,12 +444,20 @@ CELLS = st.lists(
 def test_the_counts_balance(packets: list[tuple[str, str, int, int, int]]) -> None:
     account = Account()
     for peer, direction, model, control, overhead in packets:
-        account.add(peer, direction, message=model + control + overhead, model=model, control=control)  # type: ignore[arg-type]
+        account.add(
+            peer, direction, message=model + control + overhead, model=model, control=control
+        )  # type: ignore[arg-type]
     for peer, direction in itertools.product(("a", "b"), ("sent", "received")):
-        mine = [packet[2:] for packet in packets if packet[:2] == (peer, direction) and packet[2] + packet[3]]
+        mine = [
+            packet[2:]
+            for packet in packets
+            if packet[:2] == (peer, direction) and packet[2] + packet[3]
+        ]
         traffic = account.traffic(peer)
         assert getattr(traffic, f"{direction}_model_payload") == sum(model for model, _, _ in mine)
-        assert getattr(traffic, f"{direction}_control_payload") == sum(control for _, control, _ in mine)
+        assert getattr(traffic, f"{direction}_control_payload") == sum(
+            control for _, control, _ in mine
+        )
         assert getattr(traffic, direction) == sum(sum(packet) for packet in mine)
 
 
@@ -406,8 +465,14 @@ def test_the_counts_balance(packets: list[tuple[str, str, int, int, int]]) -> No
     ("packets", "expected"),
     [
         (
-            [{"message": 1050, "model": 1000}, {"message": 1600, "model": 1000, "control": 510}],  # overhead to control
-            {"model_payload": 2000, "model_message": 2050, "control_payload": 510, "control_message": 600},
+            # overhead to control
+            [{"message": 1050, "model": 1000}, {"message": 1600, "model": 1000, "control": 510}],
+            {
+                "model_payload": 2000,
+                "model_message": 2050,
+                "control_payload": 510,
+                "control_message": 600,
+            },
         ),
         (
             [
@@ -415,17 +480,26 @@ def test_the_counts_balance(packets: list[tuple[str, str, int, int, int]]) -> No
                 {"message": 1050, "extras": 1000},
                 {"message": 1300, "model": 700, "extras": 300, "control": 260},
             ],
-            {"model_payload": 1300, "model_message": 1350, "extras_payload": 1700, "extras_message": 1750}
+            {
+                "model_payload": 1300,
+                "model_message": 1350,
+                "extras_payload": 1700,
+                "extras_message": 1750,
+            }
             | {"control_payload": 260, "control_message": 300},
         ),
     ],
     ids=["overhead", "extras"],
 )
-def test_bytes_are_counted_by_their_kind(packets: list[dict[str, int]], expected: dict[str, int]) -> None:
+def test_bytes_are_counted_by_their_kind(
+    packets: list[dict[str, int]], expected: dict[str, int]
+) -> None:
     account = Account()
     for packet in packets:
         account.add("a", "sent", **packet)
-    assert account.traffic("a") == Traffic(**{f"sent_{name}": size for name, size in expected.items()})
+    assert account.traffic("a") == Traffic(
+        **{f"sent_{name}": size for name, size in expected.items()}
+    )
     assert account.traffic("b") == Traffic() and {peer for peer, _, _ in account.cells} == {"a"}
 
 
@@ -436,6 +510,11 @@ def test_every_cell_has_a_field_of_its_own() -> None:
         for kind in ("model", "extras", "frozen", "control"):
             payload = 100 * next(size)
             account.add("a", direction, message=payload + 7, **{kind: payload})  # type: ignore[arg-type]
-            expected |= {f"{direction}_{kind}_payload": payload, f"{direction}_{kind}_message": payload + 7}
+            expected |= {
+                f"{direction}_{kind}_payload": payload,
+                f"{direction}_{kind}_message": payload + 7,
+            }
     traffic = account.traffic("a")
-    assert {field.name: getattr(traffic, field.name) for field in fields(Traffic)} == expected | {"wire": TcpStats()}
+    assert {field.name: getattr(traffic, field.name) for field in fields(Traffic)} == expected | {
+        "wire": TcpStats()
+    }

@@ -12,14 +12,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedstrata.common.host import shared_rows
-from fedstrata.common.host.shared_rows import SHARED_BYTES, Row, new_row, place_of, row_at
+from fedstrata.common.processes import shared_rows
+from fedstrata.common.processes.shared_rows import SHARED_BYTES, Row, new_row, place_of, row_at
 from fedstrata.common.storage.spool import Spool
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not name open files")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="other systems do not name open files"
+)
 OTHER = """
 import sys
-from fedstrata.common.host.shared_rows import row_at
+from fedstrata.common.processes.shared_rows import row_at
 path, before, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 given, own = row_at((path, before), size, writable=False), row_at((path, before), size, writable=True)
 print(int(given.sum()), given.flags.writeable)
@@ -37,14 +39,18 @@ def in_a_file(folder: Path) -> Row:
 
 @pytest.mark.parametrize("made", [in_memory, in_a_file])
 @pytest.mark.parametrize("before", [0, 5000])
-def test_another_process_finds_a_row_or_a_part_of_it(before: int, made: Callable[[Path], Row], tmp_path: Path) -> None:
+def test_another_process_finds_a_row_or_a_part_of_it(
+    before: int, made: Callable[[Path], Row], tmp_path: Path
+) -> None:
     row = made(tmp_path)
     part = row[before:]
     part[:3] = 1, 2, 4
     place = place_of(part)
     assert place is not None and place[1] == before
     words = [sys.executable, "-c", OTHER, place[0], str(place[1]), str(part.size)]
-    done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1])
+    done = subprocess.run(
+        words, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1]
+    )
     assert done.stdout.split() == ["7", "False"] and part[-1] == row[-1] == 9
 
 
@@ -62,7 +68,8 @@ def test_descriptors_and_memory_go_with_the_last_array(monkeypatch: pytest.Monke
     assert len({place for place in places if place}) == 50
     del rows
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) <= before + 2  # of the part: its memory's own, and that of its place
+    # of the part: its memory's own, and that of its place
+    assert len(os.listdir("/proc/self/fd")) <= before + 2
     kept = place_of(part)
     assert kept is not None and not row_at(kept, part.size, writable=False).any()
 

@@ -1,4 +1,6 @@
-"""One script, run against the simulated broker and against mosquitto: every client must see the same."""
+"""One script, run against the simulated broker and against mosquitto: every client must see the
+same.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ Step = tuple[str, Any]
 
 
 def script(do: Simulated | Mosquitto) -> Iterator[Step]:
-    """Do everything that the agents rely on; after each step yield its name and what the clients saw."""
+    """Do everything that the agents rely on; after each step yield its name and what the clients
+    saw.
+    """
 
     def seen(step: str) -> Step:
         return step, do.look()
@@ -164,9 +168,13 @@ class Simulated:
     def unsubscribe(self, name: str, filters: list[str]) -> None:
         self.broker.unsubscribe(self._clients[name].session, filters)
 
-    def publish(self, name: str, topic: str, body: bytes, qos: int = 0, retain: bool = False) -> None:
+    def publish(
+        self, name: str, topic: str, body: bytes, qos: int = 0, retain: bool = False
+    ) -> None:
         client = self._clients[name]
-        client.acknowledged += self.broker.publish(client.session, topic, body, qos=qos, retain=retain)
+        client.acknowledged += self.broker.publish(
+            client.session, topic, body, qos=qos, retain=retain
+        )
 
     def disconnect(self, name: str) -> None:
         self.broker.disconnect(self._clients[name].session)
@@ -232,7 +240,9 @@ class Mosquitto:
     def unsubscribe(self, name: str, filters: list[str]) -> None:
         self._clients[name].ask(0xA2, b"\x00\x08" + b"".join(map(_text, filters)), 0xB0)
 
-    def publish(self, name: str, topic: str, body: bytes, qos: int = 0, retain: bool = False) -> None:
+    def publish(
+        self, name: str, topic: str, body: bytes, qos: int = 0, retain: bool = False
+    ) -> None:
         client = self._clients[name]
         client.send(0x30 | qos << 1 | retain, _text(topic) + (b"\x00\x09" if qos else b"") + body)
         if len(body) > PACKET_LIMIT:
@@ -264,7 +274,9 @@ class Mosquitto:
             self._clients["sender"].ping()
 
     def _start(self, port: int = 0) -> brokers.BrokerProcess:
-        return brokers.start(directory=self._store.parent, port=port, kind="mosquitto", settings=self._settings)
+        return brokers.start(
+            directory=self._store.parent, port=port, kind="mosquitto", settings=self._settings
+        )
 
     def look(self) -> Mapping[str, Any]:
         for client in self._all:
@@ -301,7 +313,9 @@ class _SocketClient(_Client):
             pass
 
     def ping(self) -> None:
-        """Wait until the broker has dealt with all that was sent, and sent what it had for this client."""
+        """Wait until the broker has dealt with all that was sent, and sent what it had for this
+        client.
+        """
         self.ask(0xC0, b"", 0xD0)
 
     def ended(self) -> None:
@@ -381,7 +395,8 @@ def test_clients_see_the_same_as_with_mosquitto(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("pattern", "topic", "covered"),
     [
-        ("a/#", "a", True), ("a/#", "a/b/c", True), ("#", "a", True), ("#", "$SYS/a", False), ("+/a", "$SYS/a", False),
+        ("a/#", "a", True), ("a/#", "a/b/c", True), ("#", "a", True), ("#", "$SYS/a", False),
+        ("+/a", "$SYS/a", False),
         ("$SYS/#", "$SYS/a", True), ("a/+", "a", False), ("a/+", "a/", True), ("+", "a/b", False),
         ("a//b", "a//b", True), ("+/+", "/", True), ("a", "b", False), ("a/b", "a", False),
     ],

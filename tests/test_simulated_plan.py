@@ -1,4 +1,6 @@
-"""The prediction of a run: the agents on machines in virtual time, against sums by hand; and samples of large labs."""
+"""The prediction of a run: the agents on machines in virtual time, against sums by hand; and
+samples of large labs.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,13 @@ from tests.helpers.commands import invoke
 
 FREE = MachineSpeeds(cores=2)
 SPEEDS = replace(REFERENCE, step_s=5e-3, training_s=0.01, evaluation_s=0.1)
-IMAGES = {"dataset": "synthetic", "classes": 10, "samples": 240, "test_samples": 20, "image_shape": [3, 32, 32]}
+IMAGES = {
+    "dataset": "synthetic",
+    "classes": 10,
+    "samples": 240,
+    "test_samples": 20,
+    "image_shape": [3, 32, 32],
+}
 SLOW = {"up_mbit": 4, "down_mbit": 6, "delay_ms": 20}
 MANY: dict[str, Any] = {"model": {"name": "mlp_digits"}, "data": {}}
 MODEL_BYTES = 1_085_000  # about a resnet20, and its messages
@@ -37,7 +45,9 @@ def planned(tree: dict[str, Any]) -> workload.PlannedWorkload:
     return workload.workload(parse(base | tree))
 
 
-def run(work: workload.PlannedWorkload, speeds: MachineSpeeds = SPEEDS, **options: Any) -> simulated.SimulatedRun:
+def run(
+    work: workload.PlannedWorkload, speeds: MachineSpeeds = SPEEDS, **options: Any
+) -> simulated.SimulatedRun:
     return simulated.simulate(work, speeds, **options)
 
 
@@ -86,7 +96,9 @@ def test_what_a_host_emulates_takes_its_seconds() -> None:
 
 
 def test_a_long_evaluation_holds_the_global_round_up() -> None:
-    assert phases(TWO_LAYERS, replace(FREE, evaluation_s=3.0))["evaluate"] == pytest.approx(3.0, rel=0.05)
+    assert phases(TWO_LAYERS, replace(FREE, evaluation_s=3.0))["evaluate"] == pytest.approx(
+        3.0, rel=0.05
+    )
 
 
 def test_rules_that_learn_at_a_node_are_predicted_without_it() -> None:
@@ -95,7 +107,9 @@ def test_rules_that_learn_at_a_node_are_predicted_without_it() -> None:
         run(planned({**TWO_LAYERS, "data": data, "cloud": {"aggregation": {"name": name}}}))
         for name in ("feddf", "fedavg")
     )
-    assert feddf.tiers() == fedavg.tiers() and simulated_s(feddf) == pytest.approx(simulated_s(fedavg), rel=0.01)
+    assert feddf.tiers() == fedavg.tiers() and simulated_s(feddf) == pytest.approx(
+        simulated_s(fedavg), rel=0.01
+    )
 
 
 def test_progress_is_the_share_of_the_global_rounds() -> None:
@@ -112,20 +126,33 @@ LAN = {"up_mbit": 20, "down_mbit": 40}
 @pytest.mark.parametrize(
     ("tree", "options"),
     [
-        ({**MANY, "topology": {"institutions": 0, "devices": 40}, "links": {"wan": SLOW}}, {"interface_mbit": 5.0}),
+        (
+            {**MANY, "topology": {"institutions": 0, "devices": 40}, "links": {"wan": SLOW}},
+            {"interface_mbit": 5.0},
+        ),
         pytest.param(
             {"topology": {"institutions": 0, "devices": 40}, "links": {"wan": SLOW}},
             {"interface_mbit": 50.0},
             marks=pytest.mark.slow,
         ),
-        ({**MANY, "topology": {"institutions": 3, "devices": 60}, "links": {"wan": SLOW, "lan": LAN}}, {}),
+        (
+            {
+                **MANY,
+                "topology": {"institutions": 3, "devices": 60},
+                "links": {"wan": SLOW, "lan": LAN},
+            },
+            {},
+        ),
     ],
 )
-def test_a_sample_of_the_branches_stands_for_the_lab(tree: dict[str, Any], options: dict[str, Any]) -> None:
+def test_a_sample_of_the_branches_stands_for_the_lab(
+    tree: dict[str, Any], options: dict[str, Any]
+) -> None:
     work = planned(tree)
     whole, some = run(work, rounds=2, **options), run(work, rounds=2, nodes=18, **options)
     assert some.sample.nodes == 18 and whole.sample.nodes >= 40
-    # A child's report is longer with more devices below it: 2.7 % in the first of these labs, whose model has 20 kB.
+    # A child's report is longer with more devices below it: 2.7 % in the first of these labs, whose
+    # model has 20 kB.
     assert simulated_s(some) == pytest.approx(simulated_s(whole), rel=0.03)
     expected = {name: count for name, count in whole.tiers().items() if count}
     assert some.tiers() == {name: pytest.approx(count, rel=0.1) for name, count in expected.items()}
@@ -135,7 +162,11 @@ def test_a_sample_has_the_fastest_branches_the_slowest_and_some_between() -> Non
     of = {f"device-{number}": {"up_mbit": 1 + number} for number in range(40)}
     closing = {"rule": "quorum", "quorum": 30, "deadline_s": 60.0}
     hardware = {"of": {"device-0": {"slowdown": 2}, "device-17": {"slowdown": 3}}}
-    tree = {"topology": {"institutions": 0, "devices": 40}, "links": {"of": of}, "hardware": hardware}
+    tree = {
+        "topology": {"institutions": 0, "devices": 40},
+        "links": {"of": of},
+        "hardware": hardware,
+    }
     found = sample.sample_of(planned(tree | {"cloud": {"closing": closing}}), SPEEDS, nodes=4)
     assert found.experiment.tree.devices == ["device-30", "device-20", "device-10", "device-0"]
     assert found.loads == {"cloud": 10.0} and found.multiples == [10.0]
@@ -145,7 +176,10 @@ def test_a_sample_has_the_fastest_branches_the_slowest_and_some_between() -> Non
 
 
 def test_a_sample_is_of_the_children_that_take_part() -> None:
-    tree = {"topology": {"institutions": 10, "devices": 1000}, "institution": {"participation": 0.25}}
+    tree = {
+        "topology": {"institutions": 10, "devices": 1000},
+        "institution": {"participation": 0.25},
+    }
     found = sample.sample_of(planned({**MANY, **tree}), SPEEDS, nodes=110)
     assert found.nodes == 10 + 10 * 10 and found.multiples == [1.0, 2.5]
     assert all(found.loads[f"institution-{number}"] == 2.5 for number in range(10))
@@ -179,7 +213,10 @@ def test_a_lab_that_cannot_be_sampled_is_refused() -> None:
     work.samples = 60  # as if the devices were too many for a list
     with pytest.raises(InvalidExperiment, match=r"fedbuff.*cannot be sampled"):
         sample.sample_of(work, SPEEDS, nodes=2)
-    krum = {"topology": {"institutions": 0, "devices": 9}, "cloud": {"aggregation": {"name": "krum", "wrong": 3}}}
+    krum = {
+        "topology": {"institutions": 0, "devices": 9},
+        "cloud": {"aggregation": {"name": "krum", "wrong": 3}},
+    }
     with pytest.raises(InvalidExperiment, match=r"--nodes = 4: no lab: .*Simulate more nodes"):
         run(planned(krum), nodes=4)
 
@@ -188,7 +225,11 @@ def test_a_lab_that_cannot_be_sampled_is_refused() -> None:
 
 
 def test_a_plan_has_the_seconds_and_bytes_of_a_simulated_run(tmp_path: Path) -> None:
-    tree = {"rounds": 3, "links": {"check": "off", "wan": SLOW}, "hardware": {"default": {"step_s": 0.01}}}
+    tree = {
+        "rounds": 3,
+        "links": {"check": "off", "wan": SLOW},
+        "hardware": {"default": {"step_s": 0.01}},
+    }
     tree |= {"model": {"name": "mlp_digits"}, "institution": {"rounds": 2}}
     experiment = parse({"topology": {"institutions": 2, "devices": 4}} | tree)
     facts = machine_speeds(experiment, of=None)
@@ -200,8 +241,14 @@ def test_a_plan_has_the_seconds_and_bytes_of_a_simulated_run(tmp_path: Path) -> 
         assert planned_round.bytes_ == pytest.approx(simulated_round.bytes_, rel=0.01)
 
 
-def test_devices_train_where_tempo_decides_by_it_and_it_takes_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = {"model": {"name": "mlp_digits"}, "data": {}, "topology": {"institutions": 2, "devices": 4}}
+def test_devices_train_where_tempo_decides_by_it_and_it_takes_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    small = {
+        "model": {"name": "mlp_digits"},
+        "data": {},
+        "topology": {"institutions": 2, "devices": 4},
+    }
     work = planned({**small, "rounds": 9, "cloud": {"epoch_control": {"name": "tempo"}}})
     found = run(work)
     assert found.trained and simulated.TRAINED_LEAST <= len(found.rounds) <= simulated.TRAINED_MOST
@@ -242,7 +289,9 @@ def test_what_changes_late_in_a_run_is_predicted(rounds: int | None) -> None:
 
 
 def test_selection_is_that_of_the_run() -> None:
-    work = planned({"topology": {"institutions": 0, "devices": 8}, "cloud": {"participation": 0.25}})
+    work = planned(
+        {"topology": {"institutions": 0, "devices": 8}, "cloud": {"participation": 0.25}}
+    )
     found = run(work, rounds=3)
     assert len(found.rounds) == 3
     down = [count for goes, count in found.bytes_().items() if goes.startswith("cloud ")]
@@ -253,7 +302,9 @@ def test_the_rest_of_the_rounds_take_the_mean() -> None:
     work = planned({"rounds": 20, **TWO_LAYERS})
     found = run(work, rounds=2)
     assert len(found.rounds) == 2
-    assert found.total_s(20) == pytest.approx(found.rounds[0].seconds + 19 * found.rounds[1].seconds)
+    assert found.total_s(20) == pytest.approx(
+        found.rounds[0].seconds + 19 * found.rounds[1].seconds
+    )
     assert len(run(work).rounds) == simulated.ROUNDS
 
 
@@ -275,12 +326,15 @@ def test_a_round_has_these_packets(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for rounds in (3, 13):
         counted.clear()
-        small = planned({**MANY, **TWO_LAYERS, "rounds": rounds, "cloud": {"checkpoint_every": rounds}})
+        small = planned(
+            {**MANY, **TWO_LAYERS, "rounds": rounds, "cloud": {"checkpoint_every": rounds}}
+        )
         run(small, rounds=rounds)
         found.append((counted[True], counted[False], counted["calls"]))
     each = [(after - before) / 10 for before, after in zip(*found, strict=True)]
     assert each[:2] == [4 * runs.AGENT_PACKETS, 4 * runs.BROKER_PACKETS]
-    assert each[2] == pytest.approx(runs.WORK_CALLS, abs=0.2)  # links.csv is written every few seconds
+    # links.csv is written every few seconds
+    assert each[2] == pytest.approx(runs.WORK_CALLS, abs=0.2)
 
 
 # Machines
@@ -292,7 +346,8 @@ def test_computations_share_the_cores_of_a_host() -> None:
     for seconds in (1.0, 2.0, 4.0):
         host.compute(seconds, lambda s=seconds: ended.append((round(loop.time() - START_S, 6), s)))  # type: ignore[misc]
     played(loop)
-    # Three at 2/3: the first ends at 1.5 s; then two with a core each: the second at 2.5 s, the third at 4.5 s.
+    # Three at 2/3: the first ends at 1.5 s; then two with a core each: the second at 2.5 s, the
+    # third at 4.5 s.
     assert ended == [(1.5, 1.0), (2.5, 2.0), (4.5, 4.0)]
 
 
@@ -314,7 +369,9 @@ def played(loop: VirtualLoop) -> None:
 
 
 def test_broker_hosts_share_their_interface() -> None:
-    few, many = ({"topology": {"institutions": 0, "devices": count}, "rounds": 2} for count in (2, 8))
+    few, many = (
+        {"topology": {"institutions": 0, "devices": count}, "rounds": 2} for count in (2, 8)
+    )
     found = [simulated_s(run(planned(tree), FREE, interface_mbit=100.0)) for tree in (few, many)]
     model_s = 2 * planned(few).layout.row_bytes / 12.5e6
     assert found == [pytest.approx(count * model_s, rel=0.01) for count in (2, 8)]
@@ -323,7 +380,9 @@ def test_broker_hosts_share_their_interface() -> None:
 # The command
 
 
-def test_the_command_has_what_was_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_has_what_was_simulated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file, speeds = tmp_path / "lab.toml", tmp_path / "speeds.json"
     experiment = parse({**TWO_LAYERS, "model": {"name": "mlp_digits"}})
     file.write_text(to_toml(experiment))

@@ -52,7 +52,10 @@ LAB: dict[str, Any] = {
     "links": {"wan": {"up_mbit": 20, "down_mbit": 20, "delay_ms": 10}},
     "hardware": {"default": {"step_s": 0.05}},
 }
-TWO_LAYERS: dict[str, Any] = {"topology": {"institutions": 0, "devices": 4}, "institution": {"rounds": 1}}
+TWO_LAYERS: dict[str, Any] = {
+    "topology": {"institutions": 0, "devices": 4},
+    "institution": {"rounds": 1},
+}
 OUTAGE = {"seconds": [0, 1, 4], "up_mbit": [20, 0, 10], "down_mbit": [20, 0, 10]}
 CROSS = {"name": "fedcross", "alpha": 0.9, "on_new_model": "recentre"}
 
@@ -100,7 +103,11 @@ def rows(root: Path, name: str = "rounds.csv") -> list[dict[str, str]]:
         {"cloud": {"aggregation": CROSS, "epoch_control": {"name": "tempo"}}},
         TWO_LAYERS,
         {"evaluation": {"at": "both", "data": "test"}},
-        {**TWO_LAYERS, "training": {"objective": {"name": "scaffold"}}, "cloud": {"aggregation": {"name": "scaffold"}}},
+        {
+            **TWO_LAYERS,
+            "training": {"objective": {"name": "scaffold"}},
+            "cloud": {"aggregation": {"name": "scaffold"}},
+        },
         {"model": {"frozen": ["fc1.bias"], "personal": ["fc2.*"]}, "evaluation": {"at": "devices"}},
     ],
     ids=[
@@ -150,11 +157,16 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("threads")
 def test_one_worker_and_two_give_the_same_events(tmp_path: Path) -> None:
-    """A straggler misses the quorum, links have an outage, a device is away: results depend on virtual time."""
+    """A straggler misses the quorum, links have an outage, a device is away: results depend on
+    virtual time.
+    """
     late = {"of": {"device-0": {"step_s": 0.5}}}
     closing = {"rule": "quorum", "quorum": 1, "deadline_s": 1.5}
     away = {"trace": {"changes": {"device-3": [0, 2, 6]}}}
-    tree = merged(LAB, {"hardware": late, "institution": {"closing": closing}, "availability": away, "rounds": 3})
+    tree = merged(
+        LAB,
+        {"hardware": late, "institution": {"closing": closing}, "availability": away, "rounds": 3},
+    )
     tree["links"] = {"wan": {"trace": OUTAGE}}
     found = [events(tmp_path / str(workers), tree, workers=workers) for workers in (1, 2)]
     assert found[0] == found[1] and found[0][0] > 100
@@ -162,16 +174,23 @@ def test_one_worker_and_two_give_the_same_events(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("seed", [seed for seed in range(820_000, 820_023) if seed not in OF_TRAINERS])
+@pytest.mark.parametrize(
+    "seed", [seed for seed in range(820_000, 820_023) if seed not in OF_TRAINERS]
+)
 def test_one_worker_and_four_give_the_same_events_in_drawn_labs(seed: int, tmp_path: Path) -> None:
     """Rules, quorums, links and absences are those of the draw.
 
-    A trainer of one's own draws from the process's generators, so several threads cannot train by one.
+    A trainer of one's own draws from the process's generators, so several threads cannot train by
+    one.
     """
     lab, rng = draw_lab(seed).experiment, random.Random(seed)
     tree = lab.model_dump(mode="json") | {
         "model": {"name": "mlp_digits"},
-        "hardware": {"of": {device: {"step_s": rng.choice([0.002, 0.01, 0.05])} for device in lab.tree.devices}},
+        "hardware": {
+            "of": {
+                device: {"step_s": rng.choice([0.002, 0.01, 0.05])} for device in lab.tree.devices
+            }
+        },
     }
     found = [events(tmp_path / str(workers), tree, workers=workers) for workers in (1, 4)]
     assert found[0] == found[1] and found[0][0] > 10
@@ -180,7 +199,9 @@ def test_one_worker_and_four_give_the_same_events_in_drawn_labs(seed: int, tmp_p
 def test_devices_are_trained_vmapped_without_a_network_and_in_virtual_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vmapped_on_cpu: None
 ) -> None:
-    """Those of a local round are given to their trainers in one call, as by the pool of a process, at no other time."""
+    """Those of a local round are given to their trainers in one call, as by the pool of a process,
+    at no other time.
+    """
     groups: dict[str, list[list[str]]] = {}
     train = Trainers.train
 
@@ -189,7 +210,9 @@ def test_devices_are_trained_vmapped_without_a_network_and_in_virtual_time(
         train(trainers, work, *rest)
 
     monkeypatch.setattr(Trainers, "train", noted)
-    tree = {mode: merged(LAB, TWO_LAYERS, {"training": {"vmapped": mode}}) for mode in (False, None)}
+    tree = {
+        mode: merged(LAB, TWO_LAYERS, {"training": {"vmapped": mode}}) for mode in (False, None)
+    }
     for mode, lab in tree.items():
         kind = f"direct {mode}"
         direct_digest(tmp_path / kind, lab)
@@ -203,21 +226,27 @@ def test_devices_are_trained_vmapped_without_a_network_and_in_virtual_time(
         for name, tensor in alone.items():
             np.testing.assert_allclose(together[name], tensor, rtol=0, atol=1e-5)
         for mode, path in {False: "in-process", None: "vmapped"}.items():
-            assert {row["path"] for row in rows(tmp_path / f"{how} {mode}", "devices.csv")} == {path}
+            assert {row["path"] for row in rows(tmp_path / f"{how} {mode}", "devices.csv")} == {
+                path
+            }
     assert model_digest(tmp_path / "simulated None") == model_digest(tmp_path / "direct None")
     tables = {kind: rows(tmp_path / kind, "devices.csv") for kind in groups}
     alone_s, together_s = (
-        [[row[key] for key in ("node", "train_s", "wait_s")] for row in tables[f"simulated {mode}"]] for mode in tree
+        [[row[key] for key in ("node", "train_s", "wait_s")] for row in tables[f"simulated {mode}"]]
+        for mode in tree
     )
     assert alone_s == together_s and len(alone_s) == 8
-    for mode in tree:  # what this machine spends is no simulated device's; without a network it is the trainings'
+    # what this machine spends is no simulated device's; without a network it is the trainings'
+    for mode in tree:
         assert {row[name] for row in tables[f"simulated {mode}"] for name in COSTS} == {""}
         for row in tables[f"direct {mode}"]:
             assert float(row["cpu_s"]) > 0 and int(row["memory_bytes"]) > 0 and row["joules"] == ""
 
 
 def test_seconds_are_those_of_machines_and_links(tmp_path: Path) -> None:
-    tree = merged(LAB, TWO_LAYERS, {"links": {"wan": {"up_mbit": 1, "down_mbit": 1, "delay_ms": 100}}})
+    tree = merged(
+        LAB, TWO_LAYERS, {"links": {"wan": {"up_mbit": 1, "down_mbit": 1, "delay_ms": 100}}}
+    )
     new(tmp_path, tree, workers=1).run()
     slowest = [0.0] * 2
     for row in rows(tmp_path, "devices.csv"):
@@ -226,13 +255,19 @@ def test_seconds_are_those_of_machines_and_links(tmp_path: Path) -> None:
         slowest[place] = max(slowest[place], float(row["train_s"]))
     model_s = 2 * Run(next(tmp_path.iterdir())).manifest["model_bytes"] * 8 / 1e6
     for row, train_s in zip(rows(tmp_path), slowest, strict=True):
-        seconds = sum(float(row[f"{phase}_s"]) for phase in ("dispatch", "train", "wait", "collect"))
+        seconds = sum(
+            float(row[f"{phase}_s"]) for phase in ("dispatch", "train", "wait", "collect")
+        )
         assert seconds == pytest.approx(train_s + model_s + 2 * 0.1, rel=0.05)
 
 
-def test_a_killed_run_is_resumed_with_its_speeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_run_is_resumed_with_its_speeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(calibration, "TRAINING_S", 0.02)
-    tree = merged(LAB, {"cloud": {"aggregation": CROSS}, "training": {"objective": {"name": "scaffold"}}})
+    tree = merged(
+        LAB, {"cloud": {"aggregation": CROSS}, "training": {"objective": {"name": "scaffold"}}}
+    )
     tree["institution"] = {"rounds": 2, "aggregation": {"name": "scaffold"}}
     tree["hardware"] = {}
 
@@ -260,9 +295,13 @@ def test_a_killed_run_is_resumed_with_its_speeds(tmp_path: Path, monkeypatch: py
             assert one[key] == other[key], key
     assert machine_speeds(experiment, of=folder.path)["speeds"] == facts["speeds"]
     by_id = Path(folder.path.name.rpartition("-")[2])
-    assert machine_speeds(experiment, of=by_id, runs=folder.path.parent)["speeds"] == facts["speeds"]
+    assert (
+        machine_speeds(experiment, of=by_id, runs=folder.path.parent)["speeds"] == facts["speeds"]
+    )
     for changes in ({"training": {"batch_size": 5}}, {"model": {"name": "cnn_digits"}}):
-        with pytest.raises(InvalidExperiment, match=r"--speeds.*of mlp_digits on digits in batches of 50, not of"):
+        with pytest.raises(
+            InvalidExperiment, match=r"--speeds.*of mlp_digits on digits in batches of 50, not of"
+        ):
             machine_speeds(parse(merged(tree, changes)), of=folder.path)
 
 
@@ -294,16 +333,33 @@ def test_options_that_contradict_are_refused(options: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_the_runs_of_a_sweep_share_one_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_runs_of_a_sweep_share_one_calibration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(calibration, "TRAINING_S", 0.02)
     file = tmp_path / "two.toml"
     words: list[str | Path] = ["--simulate", "--jobs", "2", "--runs", tmp_path, "--format", "csv"]
-    axes = {"rule": {"FedAvg": {"training": {"epochs": 1}}, "FedCross": {"cloud": {"aggregation": CROSS}}}}
+    axes = {
+        "rule": {
+            "FedAvg": {"training": {"epochs": 1}},
+            "FedCross": {"cloud": {"aggregation": CROSS}},
+        }
+    }
     lab = merged(LAB, TWO_LAYERS) | {"hardware": {}, "rounds": 1}
     for key in ("name", "seed"):
         del lab[key]
     measure = [{"name": "seconds", "unit": "s", "until": "end"}]
-    file.write_text(write({"title": "Two", "columns": ["rule"], "measure": measure, "experiment": lab, "axes": axes}))
+    file.write_text(
+        write(
+            {
+                "title": "Two",
+                "columns": ["rule"],
+                "measure": measure,
+                "experiment": lab,
+                "axes": axes,
+            }
+        )
+    )
     done = invoke("sweep", file, *words)
     assert done.exit_code == 0, done.output
     runs = [Run(path) for path in folders(tmp_path / "two")]
@@ -325,29 +381,53 @@ def as_simulated(path: Path, **speeds: float) -> Path:
     return path
 
 
-def test_every_table_and_export_names_simulated_seconds(tmp_path: Path, make_run: Callable[..., Path]) -> None:
+def test_every_table_and_export_names_simulated_seconds(
+    tmp_path: Path, make_run: Callable[..., Path]
+) -> None:
     path = as_simulated(make_run(tmp_path, {}), step_s=0.01)
     run = Run(path)
     page = compose([run])
     text = page.html()
-    assert "simulated s" in text and "These seconds are simulated" in text and "enforced by: bucket, simulated" in text
+    assert (
+        "simulated s" in text
+        and "These seconds are simulated" in text
+        and "enforced by: bucket, simulated" in text
+    )
     for one in page.tables:
         for column in one.columns:
             assert column.unit != "s", (one.title, column.name)
     assert ">time, s<" not in text
-    assert {name for name in series(run.rounds[0], time=time_of(run)) if "seconds" in name.partition("/")[0]} == {
+    assert {
+        name
+        for name in series(run.rounds[0], time=time_of(run))
+        if "seconds" in name.partition("/")[0]
+    } == {
         f"simulated_seconds/{name}" for name in ("elapsed", "global_round", *run.rounds[0].phases)
     }
     listed = invoke("runs", "list", "--runs", tmp_path)
     assert "simulated" in listed.stdout
-    assert json.loads(invoke("runs", "list", "--runs", tmp_path, "--format", "json").stdout)["simulated"] is True
+    assert (
+        json.loads(invoke("runs", "list", "--runs", tmp_path, "--format", "json").stdout)[
+            "simulated"
+        ]
+        is True
+    )
 
 
-def test_compare_names_simulated_seconds_beside_measured_ones(tmp_path: Path, make_run: Callable[..., Path]) -> None:
+def test_compare_names_simulated_seconds_beside_measured_ones(
+    tmp_path: Path, make_run: Callable[..., Path]
+) -> None:
     measured = make_run(tmp_path, {})
     one, other = (as_simulated(make_run(tmp_path, {}), step_s=step_s) for step_s in (0.01, 0.02))
-    apart = [conditions(Run(first), Run(second)) for first, second in ((measured, one), (one, other), (one, one))]
-    assert apart == [{"seconds": "seconds: measured and simulated"}, {"seconds": "speeds.step_s: 0.01 and 0.02"}, {}]
+    apart = [
+        conditions(Run(first), Run(second))
+        for first, second in ((measured, one), (one, other), (one, one))
+    ]
+    assert apart == [
+        {"seconds": "seconds: measured and simulated"},
+        {"seconds": "speeds.step_s: 0.01 and 0.02"},
+        {},
+    ]
     done = invoke("compare", measured, one, "--target", "0.9")
     assert done.exit_code == 0, done.output
     head, *rows = (line for line in done.stdout.splitlines() if line)

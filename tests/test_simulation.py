@@ -56,8 +56,16 @@ def test_an_undisturbed_lab_ends() -> None:
     [
         {"seed": 1},
         {"seed": 2, "executor_delay_s": 0.2, "durations": Durations(train_s=20.0, spread=2.0)},
-        {"seed": 3, "broker_each": True, "conditions": LinkConditions(up_rate=1e5, down_rate=2e5, delay_s=0.05)},
-        {"seed": 4, "spool": False, "conditions": LinkConditions(loss=0.1, duplication=0.1, reordering=0.1)},
+        {
+            "seed": 3,
+            "broker_each": True,
+            "conditions": LinkConditions(up_rate=1e5, down_rate=2e5, delay_s=0.05),
+        },
+        {
+            "seed": 4,
+            "spool": False,
+            "conditions": LinkConditions(loss=0.1, duplication=0.1, reordering=0.1),
+        },
     ],
     ids=["seed", "slow devices and threads", "slow links, a broker each", "losses"],
 )
@@ -84,22 +92,33 @@ def test_a_cloud_shows_its_status_twice_a_second_until_its_run_ends() -> None:
 
 
 STORM: Final = (
-    *(Fault(kind, 0.0, 60.0, "institution-0", 0.1) for kind in (FaultKind.LOSS, FaultKind.DUPLICATION)),
+    *(
+        Fault(kind, 0.0, 60.0, "institution-0", 0.1)
+        for kind in (FaultKind.LOSS, FaultKind.DUPLICATION)
+    ),
     Fault(FaultKind.REORDERING, 0.0, 60.0, "institution-1", 0.1),
-    *(Fault(FaultKind.KILL, 2.0 + place, 0.5, node) for place, node in enumerate(("device-1", CLOUD, "institution-1"))),
+    *(
+        Fault(FaultKind.KILL, 2.0 + place, 0.5, node)
+        for place, node in enumerate(("device-1", CLOUD, "institution-1"))
+    ),
     Fault(FaultKind.STOP, 6.0, 12.0, "device-2"),
 )
 
 
 def stormy(seed: int) -> str:
     outcome = lab(lambda sim: inject_faults(sim, STORM), seed=seed, executor_delay_s=0.1)
-    return f"{outcome.result} {outcome.digest} {outcome.trace} {outcome.virtual_s!r} {outcome.faults} {outcome.errors}"
+    return (
+        f"{outcome.result} {outcome.digest} {outcome.trace} {outcome.virtual_s!r} "
+        f"{outcome.faults} {outcome.errors}"
+    )
 
 
 def test_a_seed_gives_the_same_in_every_process() -> None:
     here = stormy(5)
     other = os.environ | {"PYTHONHASHSEED": "4711", "PYTHONPATH": str(Path(__file__).parents[1])}
-    done = subprocess.run([sys.executable, __file__, "5"], env=other, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, __file__, "5"], env=other, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == here and here.startswith("ok")
 
 
@@ -149,7 +168,10 @@ class Pair(SimulatedSite):
 
             self.connections[name] = connection = world.connection(
                 self.address,
-                Handlers(lambda topic, body, retained: got.append((self.loop.time(), topic, body)), subscribe),
+                Handlers(
+                    lambda topic, body, retained: got.append((self.loop.time(), topic, body)),
+                    subscribe,
+                ),
                 client_id=name,
                 keepalive_s=10,
                 will=(f"will/{name}", b"gone"),
@@ -175,14 +197,18 @@ async def test_a_link_takes_its_bytes_by_its_rate(pair: Pair, direction: str) ->
     link.change(**{f"{direction}_rate": rate, "delay_s": delay_s})
     start = pair.loop.time()
     for number in range(count):
-        sender.publish_body(topic, Body(memoryview(number.to_bytes(2) + bytes(9998))), done=lambda: None)
+        sender.publish_body(
+            topic, Body(memoryview(number.to_bytes(2) + bytes(9998))), done=lambda: None
+        )
     await asyncio.sleep(60)
     times = [at - start for at, _, _ in pair.got["receiver"]]
     packet = 1 + 2 + 2 + len(topic) + 10_000
     expected = [number * packet / rate + delay_s + 0.0005 for number in range(1, count + 1)]
     assert times == pytest.approx(expected, rel=1e-3)
     assert times[-1] == pytest.approx(expected[-1], rel=1e-6)
-    assert [body[:2] for _, _, body in pair.got["receiver"]] == [number.to_bytes(2) for number in range(count)]
+    assert [body[:2] for _, _, body in pair.got["receiver"]] == [
+        number.to_bytes(2) for number in range(count)
+    ]
     assert receiver.meter.sample().received - before == count * packet
 
 
@@ -215,7 +241,8 @@ async def test_received_bytes_never_fall(pair: Pair) -> None:
         await asyncio.sleep(0.1)
         counts.append(receiver.meter.received() - before)
     assert counts == sorted(counts)
-    assert max(b - a for a, b in itertools.pairwise(counts[:100])) <= 1100  # it flows, and a copy comes at once
+    # it flows, and a copy comes at once
+    assert max(b - a for a, b in itertools.pairwise(counts[:100])) <= 1100
     assert counts[-1] == 1000 * len(pair.got["receiver"]) > 10_000
 
 
@@ -262,7 +289,10 @@ async def test_a_packet_that_is_too_large_for_the_path_blocks_it(pair: Pair) -> 
     for size in (100, 2000, 200):
         sender.publish("t", bytes(size), qos=1)
     await asyncio.sleep(30)
-    assert [(topic, len(body)) for _, topic, body in pair.got["receiver"]] == [("t", 100), ("will/sender", 4)]
+    assert [(topic, len(body)) for _, topic, body in pair.got["receiver"]] == [
+        ("t", 100),
+        ("will/sender", 4),
+    ]
     assert sender.up and sender.reconnects == 1
     sender.publish("t", bytes(300), qos=1)
     await asyncio.sleep(1)
@@ -291,7 +321,9 @@ async def test_a_partition_ends_connections_by_their_keep_alive(pair: Pair) -> N
     await asyncio.sleep(3)
     link.change(cut=False)
     await asyncio.sleep(1)
-    assert [body for _, _, body in pair.got["receiver"]] == [b"before it heals"] and sender.reconnects == 0
+    assert [body for _, _, body in pair.got["receiver"]] == [
+        b"before it heals"
+    ] and sender.reconnects == 0
     link.change(cut=True)
     await asyncio.sleep(25)
     assert not sender.up
@@ -305,12 +337,17 @@ async def test_a_partition_ends_connections_by_their_keep_alive(pair: Pair) -> N
 @pytest.mark.parametrize("direction", ["up", "down"])
 @paired
 async def test_a_link_that_is_cut_in_one_direction(pair: Pair, direction: str) -> None:
-    node, other = await pair.client("node", "to node"), await pair.client("other", "from node", "will/#")
+    node, other = (
+        await pair.client("node", "to node"),
+        await pair.client("other", "from node", "will/#"),
+    )
     pair.link("node").change(**{f"cut_{direction}": True})
     node.publish("from node", b"up", qos=0)
     other.publish("to node", b"down", qos=0)
     await asyncio.sleep(3)
-    assert len(pair.got["node"]) == (direction == "up") and len(pair.got["other"]) == (direction == "down")
+    assert len(pair.got["node"]) == (direction == "up") and len(pair.got["other"]) == (
+        direction == "down"
+    )
     await asyncio.sleep(22)
     assert not node.up  # no answer to its pings
     assert "will/node" in [topic for _, topic, _ in pair.got["other"]]
@@ -330,14 +367,20 @@ async def test_what_signals_do_to_a_process(pair: Pair) -> None:
     assert [body for _, _, body in pair.got["receiver"]] == [b"while stopped"]
     process.stop()
     await asyncio.sleep(16)
-    assert "receiver" not in pair.broker.sessions and pair.broker.retained["will/receiver"].body == b"gone"
+    assert (
+        "receiver" not in pair.broker.sessions
+        and pair.broker.retained["will/receiver"].body == b"gone"
+    )
     assert receiver.up  # it does not know
     process.continue_()
     await asyncio.sleep(6)
     assert receiver.reconnects == 1 and "receiver" in pair.broker.sessions
     pair.processes["sender"].kill()
     await asyncio.sleep(0.1)
-    assert pair.got["receiver"][-1][1:] == ("will/sender", b"gone") and not pair.processes["sender"].alive
+    assert (
+        pair.got["receiver"][-1][1:] == ("will/sender", b"gone")
+        and not pair.processes["sender"].alive
+    )
     before = pair.broker.messages
     process.terminate()
     await process.ended.wait()
@@ -390,7 +433,9 @@ def test_time_jumps_and_timers_of_one_instant_keep_their_order() -> None:
     assert order == list(range(20))
 
 
-@pytest.mark.parametrize(("error", "seconds"), [(Deadlock, None), (Livelock, 0.0), (TimeLimit, 30.0)])
+@pytest.mark.parametrize(
+    ("error", "seconds"), [(Deadlock, None), (Livelock, 0.0), (TimeLimit, 30.0)]
+)
 def test_a_loop_that_cannot_go_on_raises(error: type[Exception], seconds: float | None) -> None:
     async def main() -> None:
         while True:

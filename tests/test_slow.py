@@ -33,11 +33,17 @@ from tests.helpers.nodes import FINE, child_of, drawn, layout_of, living, parent
 from tests.helpers.sites import PATIENCE_S, RealSite, in_real_time
 
 PARENT = "parent"
-MOSQUITTOS_DEFAULTS = {"max_queued_messages": 1000, "max_inflight_messages": 20, "max_queued_bytes": 0}
+MOSQUITTOS_DEFAULTS = {
+    "max_queued_messages": 1000,
+    "max_inflight_messages": 20,
+    "max_queued_bytes": 0,
+}
 
 
 @contextmanager
-def mosquitto(directory: Path, settings: Mapping[str, int] | None = None) -> Iterator[BrokerProcess]:
+def mosquitto(
+    directory: Path, settings: Mapping[str, int] | None = None
+) -> Iterator[BrokerProcess]:
     try:
         served = broker.start(directory=directory, kind="mosquitto", settings=settings)
     except ConnectionFailed as error:
@@ -54,7 +60,12 @@ class Sender:
     """A parent that plays one round; it begins when all have asked, and notes what it publishes."""
 
     def __init__(
-        self, served: BrokerProcess, names: Sequence[str], layout: ModelLayout, *, transfer: TransferSettings
+        self,
+        served: BrokerProcess,
+        names: Sequence[str],
+        layout: ModelLayout,
+        *,
+        transfer: TransferSettings,
     ) -> None:
         self._site, self._names = site_at(served), names
         self.parent = parent_of(self._site, names, layout=layout, name=PARENT, transfer=transfer)
@@ -105,7 +116,9 @@ def receiving(
     per_chunk: Callable[[], object] = lambda: None,
     transfer: TransferSettings,
 ) -> asyncio.Task[Any]:
-    """Serve until the run is over: return each model as it is, having called `got`, and `per_chunk` for each chunk."""
+    """Serve until the run is over: return each model as it is, having called `got`, and `per_chunk`
+    for each chunk.
+    """
     site = site_at(served)
     child = child_of(site, name, parent=PARENT, transfer=transfer)
     out = layout.empty()
@@ -134,7 +147,8 @@ async def race(
     fast_per_chunk: Callable[[], object] = lambda: None,
     transfer: TransferSettings = FINE,
 ) -> Sender:
-    """Play a round in which all get the model; `fast` have a function that is called once they have it.
+    """Play a round in which all get the model; `fast` have a function that is called once they have
+    it.
 
     Each slow one is on a loop of its own and calls `per_chunk` for each chunk.
     """
@@ -168,7 +182,9 @@ async def race(
 async def test_what_a_broker_drops_for_a_slow_subscriber_is_sent_once_more(
     settings: Mapping[str, int], nbytes: int, tmp_path: Path
 ) -> None:
-    """1 ms for a message, and none is read before another receiver has all: more than queue and sockets hold."""
+    """1 ms for a message, and none is read before another receiver has all: more than queue and
+    sockets hold.
+    """
     chunks, fast_has_it = -(-nbytes // FINE.chunk_bytes), threading.Event()
 
     def slowly() -> None:
@@ -176,7 +192,13 @@ async def test_what_a_broker_drops_for_a_slow_subscriber_is_sent_once_more(
         time.sleep(0.001)
 
     with mosquitto(tmp_path, settings) as served:
-        sender = await race(served, layout_of(nbytes), fast={"fast": fast_has_it.set}, slow=["slow"], per_chunk=slowly)
+        sender = await race(
+            served,
+            layout_of(nbytes),
+            fast={"fast": fast_has_it.set},
+            slow=["slow"],
+            per_chunk=slowly,
+        )
         again = sender.streams["slow"]
         assert sender.streams == {topics.ALL: chunks, "slow": again}
         assert again == sender.parent.session.link.sender.chunks_repeated
@@ -191,11 +213,15 @@ async def test_a_receiver_names_a_broker_that_drops_what_it_reads_slowly(
 ) -> None:
     with mosquitto(tmp_path, {"max_queued_messages": 10}) as served:
         await race(
-            served, layout_of(20_000_000), fast={"fast": lambda: None}, slow=["slow"],
+            served,
+            layout_of(20_000_000),
+            fast={"fast": lambda: None},
+            slow=["slow"],
             per_chunk=partial(time.sleep, 0.06),
             # The broadcast goes on while the slow one lags, else it has no gap to see.
-            fast_per_chunk=partial(time.sleep, 0.012), transfer=TransferSettings(chunk_bytes=250_000),
-        )  # fmt: skip
+            fast_per_chunk=partial(time.sleep, 0.012),
+            transfer=TransferSettings(chunk_bytes=250_000),
+        )
         assert "being dropped for client slow" in served.log.read_text()
         assert [m.partition(" drops")[0] for m in caplog.messages if "chunks were lost" in m] == [
             f"slow: broker 127.0.0.1:{served.port}"
@@ -205,7 +231,9 @@ async def test_a_receiver_names_a_broker_that_drops_what_it_reads_slowly(
 def peak_bytes(served: BrokerProcess) -> int:
     """Return the most memory that the broker has had resident."""
     status = Path(f"/proc/{served.process.pid}/status").read_text()
-    return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+    return 1024 * next(
+        int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")
+    )
 
 
 @in_real_time
@@ -223,8 +251,12 @@ async def test_six_fast_receivers_do_not_wait_for_four_that_read_nothing(tmp_pat
     with mosquitto(tmp_path) as served:
         idle_bytes = peak_bytes(served)  # with the libraries that it maps
         sender = await race(
-            served, layout_of(nbytes), fast=fast, slow=slow, per_chunk=partial(go_on.wait, PATIENCE_S),
+            served,
+            layout_of(nbytes),
+            fast=fast,
+            slow=slow,
+            per_chunk=partial(go_on.wait, PATIENCE_S),
             transfer=transfer,
-        )  # fmt: skip
+        )
         assert sender.streams == {topics.ALL: nbytes // 500_000}
         assert peak_bytes(served) - idle_bytes <= 100e6 + len(slow) * nbytes

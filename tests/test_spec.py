@@ -1,4 +1,6 @@
-"""The experiment file: what it states is what is run, and what cannot work is refused with a remedy."""
+"""The experiment file: what it states is what is run, and what cannot work is refused with a
+remedy.
+"""
 
 from __future__ import annotations
 
@@ -51,16 +53,26 @@ def test_the_defaults_are_an_experiment() -> None:
 @st.composite
 def experiments(draw: st.DrawFn) -> Experiment:
     """Draw numbers, texts and names; each rule and each table has a test of its own."""
-    names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,12}", fullmatch=True).filter(lambda name: name not in RESERVED)
+    names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,12}", fullmatch=True).filter(
+        lambda name: name not in RESERVED
+    )
     rate = st.none() | st.floats(1e-6, 1e5)
     own = draw(st.lists(names, min_size=4, max_size=9, unique=True))
     institutions, devices = own[: len(own) // 3], own[len(own) // 3 :]
     topology: dict[str, Any] = {"institutions": institutions, "devices": devices}
     if draw(st.booleans()):
-        topology["members"] = {name: devices[m :: len(institutions)] for m, name in enumerate(institutions)}
-    link = st.sampled_from(["lte", "mine", {"profile": "mine", "down_mbit": 3.0}, {"profile": "3g"}, {"delay_ms": 5.0}])
+        topology["members"] = {
+            name: devices[m :: len(institutions)] for m, name in enumerate(institutions)
+        }
+    link = st.sampled_from(
+        ["lte", "mine", {"profile": "mine", "down_mbit": 3.0}, {"profile": "3g"}, {"delay_ms": 5.0}]
+    )
     concentration = draw(st.floats(1e-300, 1e300))
-    data = {"root": draw(st.text(min_size=1)), "partition": "dirichlet", "concentration": concentration}
+    data = {
+        "root": draw(st.text(min_size=1)),
+        "partition": "dirichlet",
+        "concentration": concentration,
+    }
     closing = {"rule": "quorum", "quorum": 1, "deadline_s": draw(st.floats(1e-3, 1e6))}
     return parse(
         {
@@ -69,10 +81,17 @@ def experiments(draw: st.DrawFn) -> Experiment:
             "stop": {"target": draw(st.none() | st.floats(0.01, 1.0))},
             "topology": topology,
             "data": data,
-            "training": {"learning_rate": draw(st.floats(1e-12, 1e6)), "momentum": draw(st.floats(0, 0.999))},
+            "training": {
+                "learning_rate": draw(st.floats(1e-12, 1e6)),
+                "momentum": draw(st.floats(0, 0.999)),
+            },
             "institution": {"participation": draw(st.floats(1e-6, 1)), "closing": closing},
             "profiles": {"mine": {"up_mbit": draw(rate), "delay_ms": draw(st.floats(0, 1e4))}},
-            "links": {"wan": {"up_mbit": draw(rate)}, "lan": draw(link), "of": {devices[-1]: draw(link)}},
+            "links": {
+                "wan": {"up_mbit": draw(rate)},
+                "lan": draw(link),
+                "of": {devices[-1]: draw(link)},
+            },
             "transfer": {"idle_s": draw(st.floats(30, 1e9))},  # beyond twice the delay
         }
     )
@@ -92,7 +111,9 @@ def test_every_key_is_written_out(tmp_path: Path) -> None:
         return {
             key
             for name, value in tree.items()
-            for key in (keys(value, f"{path}{name}.") if isinstance(value, dict) else {f"{path}{name}"})
+            for key in (
+                keys(value, f"{path}{name}.") if isinstance(value, dict) else {f"{path}{name}"}
+            )
         }
 
     trace = {"seconds": [0], "up_mbit": [1], "down_mbit": [1], "repeat_s": 9}
@@ -101,7 +122,11 @@ def test_every_key_is_written_out(tmp_path: Path) -> None:
         "stop": {"target": 0.5, "patience": 3},
         "model": {"initial": "runs/it"},
         "data": {"dataset": "synthetic", "classes": 2},
-        "training": {"clip_norm": 1, "vmapped": False, "schedule": {"every": 1, "factor": 0.5, "halving": 1}},
+        "training": {
+            "clip_norm": 1,
+            "vmapped": False,
+            "schedule": {"every": 1, "factor": 0.5, "halving": 1},
+        },
         "availability": {"trace": {"changes": {"device-0": [0, 1]}, "repeat_s": 9}},
         "links": {tier: {"profile": "lte", "trace": trace} for tier in ("wan", "lan")},
         "hardware": {"default": {"profile": "raspberry-pi-5", "step_s": 0.1}},
@@ -122,12 +147,16 @@ def test_every_key_is_written_out(tmp_path: Path) -> None:
     without_effect = {"score.better"}  # of accuracy
     without_effect |= {"cloud.privacy.sampling_rate", "institution.privacy.quantile"}
     without_effect |= {"cloud.move_after_s", "institution.move_after_s"}  # with privacy
-    assert keys(tomllib.loads(text)) == keys(ShortForm.model_validate(given_).model_dump(mode="json")) - without_effect
+    assert (
+        keys(tomllib.loads(text))
+        == keys(ShortForm.model_validate(given_).model_dump(mode="json")) - without_effect
+    )
     assert load_text(tmp_path, text) == experiment
 
 
 @pytest.mark.parametrize(
-    "root", ["dätä", "\U0001f600", "a\\b", 'a"b', "tab\there", "line\nline", "\x7f", "\x00", "'", "# no"]
+    "root",
+    ["dätä", "\U0001f600", "a\\b", 'a"b', "tab\there", "line\nline", "\x7f", "\x00", "'", "# no"],
 )
 def test_any_text_can_be_written(tmp_path: Path, root: str) -> None:
     experiment = parse({"data": {"root": root}})
@@ -144,50 +173,103 @@ def test_names_with_dots_are_one_key(tmp_path: Path) -> None:
     assert load_text(tmp_path, to_toml(experiment)) == experiment
 
 
-# Every key is written out: what could be lost are values of keys that have an effect only beside others.
+# Every key is written out: what could be lost are values of keys that have an effect only beside
+# others.
 CHANGES: list[dict[str, Any]] = [
-    {"seed": 2}, {"topology": {"devices": 2}}, {"topology": {"institutions": ["a"]}}, {"topology": {"devices": ["a"]}},
-    {"stop": {"best": True}}, {"model": {"initial": "runs/it"}}, {"data": {"dataset": "mnist"}},
+    {"seed": 2},
+    {"topology": {"devices": 2}},
+    {"topology": {"institutions": ["a"]}},
+    {"topology": {"devices": ["a"]}},
+    {"stop": {"best": True}},
+    {"model": {"initial": "runs/it"}},
+    {"data": {"dataset": "mnist"}},
     *({"data": {"dataset": "cifar100"} | more} for more in ({}, {"labels": "coarse"})),
-    *({"data": {"dataset": "folder", "partition": "natural", "classes": names}} for names in (["a"], ["b"])),
+    *(
+        {"data": {"dataset": "folder", "partition": "natural", "classes": names}}
+        for names in (["a"], ["b"])
+    ),
     *(
         {"data": {"dataset": "synthetic", "classes": 2} | more}
-        for more in ({}, {"classes": 3}, {"image_shape": [1, 8, 8]}, {"samples": 1}, {"test_samples": 1})
+        for more in (
+            {},
+            {"classes": 3},
+            {"image_shape": [1, 8, 8]},
+            {"samples": 1},
+            {"test_samples": 1},
+        )
     ),
     *(
-        {"data": {"partition": "dirichlet"} | more} for more in ({}, {"concentration": 0.1}, {"min_samples": 0})
+        {"data": {"partition": "dirichlet"} | more}
+        for more in ({}, {"concentration": 0.1}, {"min_samples": 0})
     ),
-    *({"data": {"partition": "dirichlet_overlap"} | more} for more in ({}, {"partition_size": 601})),
+    *(
+        {"data": {"partition": "dirichlet_overlap"} | more}
+        for more in ({}, {"partition_size": 601})
+    ),
     *({"data": {"partition": "shards"} | more} for more in ({}, {"shards": 3})),
     *(
         {"data": {"partition": "institution_shards"} | more}
-        for more in ({}, {"within": "shards"}, *({"within": "dirichlet", "within_concentration": a} for a in (1, 2)))
+        for more in (
+            {},
+            {"within": "shards"},
+            *({"within": "dirichlet", "within_concentration": a} for a in (1, 2)),
+        )
     ),
-    {"training": {"momentum": 0}}, {"training": {"weight_decay": 1e-9}}, {"evaluation": {"every": 2}},
+    {"training": {"momentum": 0}},
+    {"training": {"weight_decay": 1e-9}},
+    {"evaluation": {"every": 2}},
     *({tier: {"aggregation": {"weights": "uniform"}}} for tier in ("cloud", "institution")),
-    {"institution": {"rounds": 2}}, {"cloud": {"aggregation": {"name": "fedcross", "alpha": 0.9}}},
-    {"links": {"wan": {"up_mbit": 1}}}, {"links": {"lan": {"up_mbit": 1}}}, {"links": {"lan": "lte"}},
-    {"links": {"of": {"device-0": "lte"}}}, {"links": {"of": {"institution-0": "lte"}}},
+    {"institution": {"rounds": 2}},
+    {"cloud": {"aggregation": {"name": "fedcross", "alpha": 0.9}}},
+    {"links": {"wan": {"up_mbit": 1}}},
+    {"links": {"lan": {"up_mbit": 1}}},
+    {"links": {"lan": "lte"}},
+    {"links": {"of": {"device-0": "lte"}}},
+    {"links": {"of": {"institution-0": "lte"}}},
     *(
         {tier: {"aggregation": table}}
         for tier in ("cloud", "institution")
         for table in list(LEAST.values())[1:]
-        if table["name"] not in {*WITH_OBJECTIVE, "median", "geometric_median"}  # which need more children
+        # which need more children
+        if table["name"] not in {*WITH_OBJECTIVE, "median", "geometric_median"}
     ),
-    {"hardware": {"of": {"device-0": "raspberry-pi-5"}}}, {"hardware": {"profiles": {"mine": {}}}},
-    *({"adversaries": [{"attack": "scaled", "share": 1.0} | more]} for more in ({}, {"probability": 0.5})),
+    {"hardware": {"of": {"device-0": "raspberry-pi-5"}}},
+    {"hardware": {"profiles": {"mine": {}}}},
     *(
-        {"institution": {"privacy": {"unit": "device", "noise_multiplier": 1, "clip_norm": 1, "delta": 0.1, **more}}}
-        for more in ({}, {"noise": "seeded"}, {"noise_by": "parent"}, {"delta": 0.2}, {"max_epsilon": 9.0})
+        {"adversaries": [{"attack": "scaled", "share": 1.0} | more]}
+        for more in ({}, {"probability": 0.5})
     ),
-]  # fmt: skip
+    *(
+        {
+            "institution": {
+                "privacy": {
+                    "unit": "device",
+                    "noise_multiplier": 1,
+                    "clip_norm": 1,
+                    "delta": 0.1,
+                    **more,
+                }
+            }
+        }
+        for more in (
+            {},
+            {"noise": "seeded"},
+            {"noise_by": "parent"},
+            {"delta": 0.2},
+            {"max_epsilon": 9.0},
+        )
+    ),
+]
 
 
 def test_the_digest_changes_with_any_value() -> None:
     digests = [parse({}).digest, *(parse(change).digest for change in CHANGES)]
     assert len(set(digests)) == len(digests) and all(len(digest) == 16 for digest in digests)
     assert parse({"seed": 1, "rounds": 10}).digest == parse({}).digest  # defaults, said or not
-    assert parse({"training": {"momentum": 0}}).digest == parse({"training": {"momentum": 0.0}}).digest  # a number
+    # a number
+    assert (
+        parse({"training": {"momentum": 0}}).digest == parse({"training": {"momentum": 0.0}}).digest
+    )
 
 
 # Keys of the data that do nothing
@@ -198,25 +280,40 @@ USED: dict[str, list[dict[str, Any]]] = {
     "image_shape": [{"dataset": "synthetic", "classes": 2}],
     "samples": [{"dataset": "synthetic", "classes": 2}],
     "test_samples": [{"dataset": "synthetic", "classes": 2}],
-    "concentration": [{"partition": name} for name in ("dirichlet", "dirichlet_overlap", "institution_dirichlet")],
-    "shards": [{"partition": "shards"}, {"partition": "institution_shards"},
-               {"partition": "institution_dirichlet", "within": "shards"}],
+    "concentration": [
+        {"partition": name} for name in ("dirichlet", "dirichlet_overlap", "institution_dirichlet")
+    ],
+    "shards": [
+        {"partition": "shards"},
+        {"partition": "institution_shards"},
+        {"partition": "institution_dirichlet", "within": "shards"},
+    ],
     "within": [{"partition": "institution_shards"}, {"partition": "institution_dirichlet"}],
     "within_concentration": [{"partition": "institution_shards", "within": "dirichlet"}],
-    "min_samples": [{"partition": "dirichlet"}, {"partition": "institution_dirichlet"},
-                    {"partition": "institution_shards", "within": "dirichlet"}],
+    "min_samples": [
+        {"partition": "dirichlet"},
+        {"partition": "institution_dirichlet"},
+        {"partition": "institution_shards", "within": "dirichlet"},
+    ],
     "partition_size": [{"partition": "dirichlet_overlap"}],
-}  # fmt: skip
+}
 GIVEN: dict[str, Any] = {
     "labels": "fine", "classes": 2, "image_shape": [3, 8, 8], "concentration": 1.0, "within": "iid",
     "within_concentration": 1.0,
 }  # fmt: skip
 UNUSED: dict[str, list[dict[str, Any]]] = {
-    key: [{}, {"partition": "shards", "within": "dirichlet"}] for key in ("within", "within_concentration")
+    key: [{}, {"partition": "shards", "within": "dirichlet"}]
+    for key in ("within", "within_concentration")
 } | {
     "shards": [{}, {"partition": "institution_dirichlet", "within": "iid"}],
-    "min_samples": [{"partition": "shards"}, {"partition": "institution_shards", "within": "shards"}],
-    "samples": [{"dataset": "mnist"}, {"dataset": "folder", "partition": "natural", "classes": ["a"]}],
+    "min_samples": [
+        {"partition": "shards"},
+        {"partition": "institution_shards", "within": "shards"},
+    ],
+    "samples": [
+        {"dataset": "mnist"},
+        {"dataset": "folder", "partition": "natural", "classes": ["a"]},
+    ],
 }
 
 
@@ -231,7 +328,11 @@ def test_a_key_of_the_data_that_does_nothing_is_refused_even_with_its_default(ke
     for tree in UNUSED.get(key, [{}]):
         error = refusal({"data": {key: value, **tree}})
         assert str(error).startswith(f"data.{key} = ") or key in ("within", "within_concentration")
-        assert "no effect with" in str(error) and "it belongs to data." in str(error) and error.exit_code == 4
+        assert (
+            "no effect with" in str(error)
+            and "it belongs to data." in str(error)
+            and error.exit_code == 4
+        )
 
 
 def test_keys_of_the_data_that_do_nothing_are_not_written_out() -> None:
@@ -241,7 +342,10 @@ def test_keys_of_the_data_that_do_nothing_are_not_written_out() -> None:
 
 
 def test_a_held_out_share_without_effect_is_refused_with_what_it_belongs_to() -> None:
-    problem, remedy = "no effect with evaluation.data = 'test'", 'Omit it, or set evaluation.data = "held_out".'
+    problem, remedy = (
+        "no effect with evaluation.data = 'test'",
+        'Omit it, or set evaluation.data = "held_out".',
+    )
     error = refusal({"evaluation": {"at": "devices", "data": "test", "held_out": 0.2}})
     assert str(error) == f"evaluation.held_out = 0.2: {problem}. {remedy}"
 
@@ -266,7 +370,9 @@ def test_each_form_of_a_text_has_words_for_its_error() -> None:
     assert len(found) > 5 and found <= FORMS.keys()
 
 
-@pytest.mark.parametrize(("name", "words"), [("1a", "a name of letters, digits"), ("a" * 65, "at most 64 characters")])
+@pytest.mark.parametrize(
+    ("name", "words"), [("1a", "a name of letters, digits"), ("a" * 65, "at most 64 characters")]
+)
 def test_the_name_of_a_number_by_round_has_a_form(name: str, words: str) -> None:
     with pytest.raises(InvalidExperiment, match=words):
         parse({"training": {"by_round": {name: {"1": 0.5}}}})
@@ -279,7 +385,11 @@ def test_a_rule_is_known_by_its_name(tmp_path: Path, name: str) -> None:
     assert experiment.tiers[0].aggregation == RULES[name](**LEAST[name])
     assert load_text(tmp_path, to_toml(experiment)) == experiment == parse(experiment.to_json())
     override = ", ".join(f"{key}={json.dumps(value)}" for key, value in LEAST[name].items())
-    more = [f"training.objective.name={json.dumps(WITH_OBJECTIVE[name])}"] if name in WITH_OBJECTIVE else []
+    more = (
+        [f"training.objective.name={json.dumps(WITH_OBJECTIVE[name])}"]
+        if name in WITH_OBJECTIVE
+        else []
+    )
     three = ("topology.institutions=1", "topology.devices=3")
     lab = load_text(tmp_path, "", *three, f"institution.aggregation={{{override}}}", *more)
     assert lab.tiers[1].aggregation.name == name
@@ -306,7 +416,10 @@ def test_members_are_taken_as_they_are_said() -> None:
 
 
 def test_millions_of_devices_need_no_names() -> None:
-    tree = {"topology": {"institutions": 10_000, "devices": 10_000_000}, "institution": {"participation": 0.5}}
+    tree = {
+        "topology": {"institutions": 10_000, "devices": 10_000_000},
+        "institution": {"participation": 0.5},
+    }
     tracemalloc.start()
     sizes = parse(tree).sizes()
     _, peak = tracemalloc.get_traced_memory()
@@ -322,8 +435,12 @@ def test_the_profiles_that_ship_are_complete() -> None:
     assert set(shipped()) == wanted | {"lte", "3g", "dsl", "nb-256kbit"}
     for name in shipped():
         profile = Profile.model_validate(dict(shipped()[name]))
-        assert profile.up_mbit is not None and profile.down_mbit is not None and profile.delay_ms > 0
-        assert parse({"links": {"lan": name}}).link("device-0") == LinkSettings(profile=name, **profile.model_dump())
+        assert (
+            profile.up_mbit is not None and profile.down_mbit is not None and profile.delay_ms > 0
+        )
+        assert parse({"links": {"lan": name}}).link("device-0") == LinkSettings(
+            profile=name, **profile.model_dump()
+        )
 
 
 def test_a_tier_or_a_node_has_the_link_that_is_said_for_it(tmp_path: Path) -> None:
@@ -346,7 +463,10 @@ def test_a_tier_or_a_node_has_the_link_that_is_said_for_it(tmp_path: Path) -> No
         """,
     )
     assert experiment.link("institution-0") == LinkSettings(
-        up_mbit=10.0, down_mbit=10.0, delay_ms=shipped()["wan-10mbit"]["delay_ms"], profile="wan-10mbit"
+        up_mbit=10.0,
+        down_mbit=10.0,
+        delay_ms=shipped()["wan-10mbit"]["delay_ms"],
+        profile="wan-10mbit",
     )
     assert experiment.link("institution-1") == LinkSettings(up_mbit=3.0, profile="my-link")
     assert experiment.link("device-0") == LinkSettings(up_mbit=40.0, delay_ms=2.0)
@@ -361,15 +481,22 @@ def test_a_tier_or_a_node_has_the_link_that_is_said_for_it(tmp_path: Path) -> No
     assert load_text(tmp_path, to_toml(experiment)) == experiment == parse(experiment.to_json())
 
 
-def test_a_link_keeps_its_numbers_when_a_later_release_changes_the_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_keeps_its_numbers_when_a_later_release_changes_the_profile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     experiment = parse({"links": {"wan": "lte"}})
-    monkeypatch.setattr(links, "shipped", lambda: {"lte": {"up_mbit": 1.0, "down_mbit": 1.0, "delay_ms": 1.0}})
+    monkeypatch.setattr(
+        links, "shipped", lambda: {"lte": {"up_mbit": 1.0, "down_mbit": 1.0, "delay_ms": 1.0}}
+    )
     assert parse(experiment.to_json()) == parse(tomllib.loads(to_toml(experiment))) == experiment
     assert parse({"links": {"wan": "lte"}}) != experiment
 
 
 def test_a_link_of_nobody() -> None:
-    with pytest.raises(InvalidExperiment, match=r"^topology = 'xyzzy': no institution or device has this .*, \.\.\."):
+    with pytest.raises(
+        InvalidExperiment,
+        match=r"^topology = 'xyzzy': no institution or device has this .*, \.\.\.",
+    ):
         parse({"topology": {"devices": 30}}).link("xyzzy")
 
 
@@ -401,9 +528,20 @@ def test_a_quorum_above_the_children(tree: dict[str, Any], key: str, most: int) 
 
 @pytest.mark.parametrize(
     ("children", "fraction", "expected"),
-    [(10, 0.1, 1), (10, 0.3, 3), (10, 0.29, 2), (100, 0.29, 29), (3, 0.01, 1), (40, 1.0, 40), (7, 0.7, 4), (1, 1, 1)],
+    [
+        (10, 0.1, 1),
+        (10, 0.3, 3),
+        (10, 0.29, 2),
+        (100, 0.29, 29),
+        (3, 0.01, 1),
+        (40, 1.0, 40),
+        (7, 0.7, 4),
+        (1, 1, 1),
+    ],
 )
-def test_participants_are_counted_without_rounding_errors(children: int, fraction: float, expected: int) -> None:
+def test_participants_are_counted_without_rounding_errors(
+    children: int, fraction: float, expected: int
+) -> None:
     assert participants(children, fraction) == expected
 
 
@@ -421,9 +559,22 @@ def test_a_folder_is_no_file(tmp_path: Path) -> None:
 
 
 NO_TOML = [
-    *(b"seed = ", b"seed = 1\nseed = 2", b"[training", b"\xff\xfe\xff", b"seed 1", b"\xff\xfes", b"\x80"),
-    *(b"s\x00e\x00", b"seed = " + b"9" * 5000, b"seed = " + b"[" * 5000, b"seed = 1\n\nrounds == 2"),
-]  # fmt: skip
+    *(
+        b"seed = ",
+        b"seed = 1\nseed = 2",
+        b"[training",
+        b"\xff\xfe\xff",
+        b"seed 1",
+        b"\xff\xfes",
+        b"\x80",
+    ),
+    *(
+        b"s\x00e\x00",
+        b"seed = " + b"9" * 5000,
+        b"seed = " + b"[" * 5000,
+        (b"seed = 1\n\nrounds == 2"),
+    ),
+]
 
 
 @pytest.mark.parametrize("content", NO_TOML)
@@ -433,7 +584,9 @@ def test_a_broken_file(tmp_path: Path, content: bytes) -> None:
     text = r"^experiment = .*broken\.toml': not TOML: .*Fix that line\.$"
     with pytest.raises(InvalidExperiment, match=text) as caught:
         load(path)
-    assert len(str(caught.value)) < MESSAGE_MOST and ("line 3" in str(caught.value) or b"==" not in content)
+    assert len(str(caught.value)) < MESSAGE_MOST and (
+        "line 3" in str(caught.value) or b"==" not in content
+    )
 
 
 @pytest.mark.parametrize(
@@ -451,10 +604,15 @@ def test_a_broken_file(tmp_path: Path, content: bytes) -> None:
         ('topology.institutions=["a"]', ("tree.aggregators", ["a"])),
         ("topology.devices=3", ("tree.devices", ["device-0", "device-1", "device-2"])),
         ("cloud.epoch_control.name=tempo", ("cloud.epoch_control.name", "tempo")),
-        ("links.of.device-0=lte", ("links.of", {"device-0": parse({"links": {"lan": "lte"}}).tiers[-1].link})),
+        (
+            "links.of.device-0=lte",
+            ("links.of", {"device-0": parse({"links": {"lan": "lte"}}).tiers[-1].link}),
+        ),
     ],
 )
-def test_an_override_is_read_like_the_file(tmp_path: Path, override: str, value: tuple[str, Any]) -> None:
+def test_an_override_is_read_like_the_file(
+    tmp_path: Path, override: str, value: tuple[str, Any]
+) -> None:
     experiment: Any = load_text(tmp_path, "seed = 3\n[training]\nepochs = 2\n", override)
     key, expected = value
     for part in key.split("."):
@@ -464,7 +622,10 @@ def test_an_override_is_read_like_the_file(tmp_path: Path, override: str, value:
 
 def test_overrides_change_nothing_else_and_the_last_one_wins(tmp_path: Path) -> None:
     experiment = load_text(
-        tmp_path, "[training]\nepochs = 2\nbatch_size = 5\n", "training.epochs=3", "training.epochs=4"
+        tmp_path,
+        "[training]\nepochs = 2\nbatch_size = 5\n",
+        "training.epochs=3",
+        "training.epochs=4",
     )
     assert experiment == parse({"training": {"epochs": 4, "batch_size": 5}})
 
@@ -493,7 +654,9 @@ ENCODINGS = ("utf-8-sig", "utf-16-le", "utf-16-be")  # of editors on Windows, wi
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_files_of_other_editors_are_read(tmp_path: Path, encoding: str) -> None:
     text = "" if encoding.endswith("sig") else "\ufeff"
-    (tmp_path / "it.toml").write_bytes(f"{text}seed = 3\r\nname = 'Zürich'\r\n".replace("ü", "u").encode(encoding))
+    (tmp_path / "it.toml").write_bytes(
+        f"{text}seed = 3\r\nname = 'Zürich'\r\n".replace("ü", "u").encode(encoding)
+    )
     assert load(tmp_path / "it.toml").seed == 3
     (tmp_path / "password").write_bytes(f"{text}sécret\r\n".encode(encoding))
     login = Login(username="me", password_file=str(tmp_path / "password"))
@@ -509,9 +672,15 @@ def test_a_name_stands_for_its_table(tmp_path: Path, key: str, name: str) -> Non
 
 
 def test_a_name_stands_for_its_table_in_tiers() -> None:
-    tiers = [{"name": "wan", "fan_out": 2, "aggregation": "fedcross", "selection": "oort", "link": "lte"}]
+    tiers = [
+        {"name": "wan", "fan_out": 2, "aggregation": "fedcross", "selection": "oort", "link": "lte"}
+    ]
     found = parse({"tiers": tiers}).tiers[0]
-    assert (found.aggregation.name, found.selection.name, found.link.profile) == ("fedcross", "oort", "lte")
+    assert (found.aggregation.name, found.selection.name, found.link.profile) == (
+        "fedcross",
+        "oort",
+        "lte",
+    )
 
 
 def test_all_tables_that_are_chosen_by_a_name_are_known() -> None:
@@ -529,14 +698,23 @@ def test_all_tables_that_are_chosen_by_a_name_are_known() -> None:
 
 
 def test_a_key_is_set_below_a_name_that_stands_for_its_table(tmp_path: Path) -> None:
-    text = '[cloud]\naggregation = "fedcross"\n[links]\nwan = "lte"\n[topology]\ndevices = 4\ninstitutions = 2\n'
+    text = (
+        '[cloud]\naggregation = "fedcross"\n[links]\nwan = "lte"\n[topology]\ndevices = '
+        "4\ninstitutions = 2\n"
+    )
     found = load_text(tmp_path, text, "cloud.aggregation.alpha=0.8", "links.wan.delay_ms=3")
-    assert isinstance(found.tiers[0].aggregation, FedCross) and found.tiers[0].aggregation.alpha == 0.8
+    assert (
+        isinstance(found.tiers[0].aggregation, FedCross) and found.tiers[0].aggregation.alpha == 0.8
+    )
     assert (found.tiers[0].link.profile, found.tiers[0].link.delay_ms) == ("lte", 3)
 
 
 def test_a_keyword_of_own_code_keeps_its_text() -> None:
-    rule = parse({"cloud": {"aggregation": {"name": "mine:Rule", "model": "small"}}}).tiers[0].aggregation
+    rule = (
+        parse({"cloud": {"aggregation": {"name": "mine:Rule", "model": "small"}}})
+        .tiers[0]
+        .aggregation
+    )
     assert isinstance(rule, OwnRule) and rule.keywords == {"model": "small"}
 
 
@@ -545,10 +723,15 @@ def test_a_refusal_is_no_longer_than_some_lines() -> None:
     message = str(refusal({"links": {"wan": {"trace": long}}}))
     assert len(message) <= MESSAGE_MOST and message.endswith(".")
     names = [f"institution-{i}" for i in range(5000)]
-    message = str(refusal({"topology": {"institutions": names, "devices": ["a"], "members": {"b": ["a"]}}}))
+    message = str(
+        refusal({"topology": {"institutions": names, "devices": ["a"], "members": {"b": ["a"]}}})
+    )
     assert len(message) <= MESSAGE_MOST and "topology.members.b = ['a']" in message
     assert str(InvalidExperiment("k", "x" * 250, "p", "R.")) == f"k = {'x' * 250!r}: p. R."
-    assert bounded("ab" * 500, 100) == bounded(bounded("ab" * 500, 100), 100) and len(bounded("ab" * 500, 100)) == 100
+    assert (
+        bounded("ab" * 500, 100) == bounded(bounded("ab" * 500, 100), 100)
+        and len(bounded("ab" * 500, 100)) == 100
+    )
 
 
 @pytest.mark.parametrize(
@@ -558,8 +741,14 @@ def test_a_refusal_is_no_longer_than_some_lines() -> None:
             (one, f"--set = {one!r}: not of the form key=value. Write for instance seed=3.")
             for one in ("seed", "", "=3", " =3", "seed:3")
         ),
-        *((one, f"--set = {one!r}: seed is not a table. Check the key.") for one in ("seed.x=1", "seed.x.y=1")),
-        ("training.epochs.x=1", "--set = 'training.epochs.x=1': training.epochs is not a table. Check the key."),
+        *(
+            (one, f"--set = {one!r}: seed is not a table. Check the key.")
+            for one in ("seed.x=1", "seed.x.y=1")
+        ),
+        (
+            "training.epochs.x=1",
+            "--set = 'training.epochs.x=1': training.epochs is not a table. Check the key.",
+        ),
         ("seed=one", "seed = 'one': not a whole number."),
         ("training..epochs=1", "training. = {'epochs': 1}: unknown key."),
         ("seed=1\nrounds = 2", "seed = '1\\nrounds = 2': not a whole number."),

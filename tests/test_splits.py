@@ -1,4 +1,6 @@
-"""The split of a run's data: alike at every node, kept and written, with samples held out, and with test samples."""
+"""The split of a run's data: alike at every node, kept and written, with samples held out, and with
+test samples.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,10 @@ from fedstrata.cloud import evaluator_process
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.reading import load, parse, to_toml
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.host.subprocess_channel import Record, error_in
 from fedstrata.common.learning import datasets, splits
 from fedstrata.common.learning.inputs import Inputs
 from fedstrata.common.learning.refiner import NodeSamples
+from fedstrata.common.processes.subprocess_channel import Record, error_in
 from fedstrata.common.settings.data import check_alike
 from fedstrata.deploy.planning import workload
 from fedstrata.deploy.results.maps import partition
@@ -33,7 +35,10 @@ from tests.helpers.mnist import write_mnist
 
 
 def experiment(*devices: str, **data: Any) -> Experiment:
-    tree: dict[str, Any] = {"topology": {"devices": list(devices) or ["device-0", "device-1"]}, "data": data}
+    tree: dict[str, Any] = {
+        "topology": {"devices": list(devices) or ["device-0", "device-1"]},
+        "data": data,
+    }
     return parse(tree | {"model": {"name": "lenet5"}} if data.get("dataset") == "mnist" else tree)
 
 
@@ -47,20 +52,37 @@ def copies(root: Path, *, other: str) -> Experiment:
 def test_nodes_that_share_their_files_share_the_split() -> None:
     lab = experiment()
     assert splits.split_of(lab, node="device-0") is splits.split_of(lab)
-    assert splits.split_of(lab).digest != splits.split_of(parse({"seed": 2, "topology": {"devices": 2}})).digest
+    assert (
+        splits.split_of(lab).digest
+        != splits.split_of(parse({"seed": 2, "topology": {"devices": 2}})).digest
+    )
 
 
-def test_a_node_with_other_labels_is_reported_though_its_places_are_the_same(tmp_path: Path) -> None:
+def test_a_node_with_other_labels_is_reported_though_its_places_are_the_same(
+    tmp_path: Path,
+) -> None:
     lab = copies(tmp_path, other="device-1")
     mine, clouds = splits.split_of(lab, node="device-1"), splits.split_of(lab)
-    assert all(np.array_equal(one, other) for one, other in zip(mine.partitions, clouds.partitions, strict=True))
+    assert all(
+        np.array_equal(one, other)
+        for one, other in zip(mine.partitions, clouds.partitions, strict=True)
+    )
     trainers = [Trainer(lab, node=f"device-{i}", accelerator="cpu") for i in range(2)]
     for trainer in trainers:
         trainer.prepare()
     check_alike(lab.data, "device-0", partition=trainers[0].facts.partition, clouds=clouds.digest)
     with pytest.raises(InvalidExperiment) as reported:
-        check_alike(lab.data, "device-1", partition=trainers[1].facts.partition, clouds=clouds.digest)
-    for word in ("data.root", "device-1", mine.digest, clouds.digest, "the same files", "the same release"):
+        check_alike(
+            lab.data, "device-1", partition=trainers[1].facts.partition, clouds=clouds.digest
+        )
+    for word in (
+        "data.root",
+        "device-1",
+        mine.digest,
+        clouds.digest,
+        "the same files",
+        "the same release",
+    ):
         assert word in str(reported.value)
 
 
@@ -81,14 +103,18 @@ def test_a_runs_split_is_kept_and_a_resumed_run_must_have_the_same(tmp_path: Pat
 
 
 def test_folders_have_no_split_and_nothing_to_compare(tmp_path: Path) -> None:
-    lab = experiment(dataset="folder", classes=["a"], partition="natural", root=str(tmp_path / "{node}"))
+    lab = experiment(
+        dataset="folder", classes=["a"], partition="natural", root=str(tmp_path / "{node}")
+    )
     assert splits.keep(lab, tmp_path) == "" and not any(tmp_path.iterdir())
     check_alike(lab.data, "device-0", partition="", clouds="")
 
 
 def fake_channel(sent: list[Record], **ends: Any) -> SimpleNamespace:
     """Return the process's end of a channel without an agent."""
-    return SimpleNamespace(send=lambda **record: sent.append(record), busy=nullcontext, moved=lambda: None, **ends)
+    return SimpleNamespace(
+        send=lambda **record: sent.append(record), busy=nullcontext, moved=lambda: None, **ends
+    )
 
 
 def test_a_split_that_cannot_be_is_an_invalid_experiment_before_anybody_trains(
@@ -101,10 +127,14 @@ def test_a_split_that_cannot_be_is_an_invalid_experiment_before_anybody_trains(
     evaluator_process.main()
     (record,) = sent
     error = error_in(record)
-    assert isinstance(error, InvalidExperiment) and str(error).startswith("data.min_samples = 10000")
+    assert isinstance(error, InvalidExperiment) and str(error).startswith(
+        "data.min_samples = 10000"
+    )
 
 
-def test_the_evaluator_process_passes_the_notes_on_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_evaluator_process_passes_the_notes_on_the_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_mnist(tmp_path, [*range(9)], [*range(10)])
     lab, sent = experiment(dataset="mnist", root=str(tmp_path)), list[Record]()
     requests: list[Record] = [{"experiment": lab.to_json(), "folder": str(tmp_path)}]
@@ -122,7 +152,14 @@ def test_the_evaluator_process_passes_the_notes_on_the_data(tmp_path: Path, monk
 def test_a_lab_with_a_device_of_another_split_ends_with_4_and_names_it(tmp_path: Path) -> None:
     file = tmp_path / "lab.toml"
     file.write_text(to_toml(experiment()))
-    done = fedstrata("run", file, "--runs", tmp_path / "runs", null=True, env={"NULL_LAB_SPLIT": "device-1:0ther"})
+    done = fedstrata(
+        "run",
+        file,
+        "--runs",
+        tmp_path / "runs",
+        null=True,
+        env={"NULL_LAB_SPLIT": "device-1:0ther"},
+    )
     assert done.returncode == 4, done.stderr
     said = done.stderr.strip().splitlines()[-1]
     for word in ("device-1", "0ther", NullWorkload.partition, "the same files"):
@@ -158,29 +195,53 @@ def test_a_split_is_written_as_the_devices_would_have_it(tmp_path: Path) -> None
     with np.load(out / "partition.npz") as arrays:
         parts = [arrays[name] for name in experiment.tree.devices]
         assert len(arrays) == 6
-    assert facts["digest"] == splits.digest_of(parts, labels=labels) == splits.digest_of(wanted, labels=labels)
+    assert (
+        facts["digest"]
+        == splits.digest_of(parts, labels=labels)
+        == splits.digest_of(wanted, labels=labels)
+    )
     for name, part in zip(experiment.tree.devices, parts, strict=True):
         device = facts["devices"][name]
-        assert device["samples"] == len(part) and device["by_class"] == np.bincount(labels[part], minlength=10).tolist()
-    assert [device["parent"] for device in facts["devices"].values()] == ["institution-0"] * 3 + ["institution-1"] * 3
+        assert (
+            device["samples"] == len(part)
+            and device["by_class"] == np.bincount(labels[part], minlength=10).tolist()
+        )
+    assert [device["parent"] for device in facts["devices"].values()] == ["institution-0"] * 3 + [
+        "institution-1"
+    ] * 3
     every = np.bincount(labels[np.concatenate(parts)], minlength=10)
     homes = {"device": parts, "institution": [np.concatenate(parts[:3]), np.concatenate(parts[3:])]}
     for kind, nodes in homes.items():  # Zhao et al. 2018: sum over classes |p_k(y) - p(y)|
-        apart = [abs(np.bincount(labels[own], minlength=10) / len(own) - every / every.sum()).sum() for own in nodes]
-        assert facts["label_distance"][kind] == pytest.approx(np.average(apart, weights=[*map(len, nodes)]), abs=1e-6)
+        apart = [
+            abs(np.bincount(labels[own], minlength=10) / len(own) - every / every.sum()).sum()
+            for own in nodes
+        ]
+        assert facts["label_distance"][kind] == pytest.approx(
+            np.average(apart, weights=[*map(len, nodes)]), abs=1e-6
+        )
     table = invoke("data", "partition", file, "--out", out).stdout.splitlines()
     assert len(table) == 7 and table[1].startswith("device-0\tinstitution-0\t")
 
 
 def test_the_picture_has_a_cell_for_each_class_that_a_device_has() -> None:
-    devices = {"<x>": {"parent": "a", "by_class": [5, 0, 20]}, "y": {"parent": "b", "by_class": [0, 80, 0]}}
-    facts = {"digest": "&", "seed": 1, "data": {"dataset": "d", "partition": "iid"}, "devices": devices}
+    devices = {
+        "<x>": {"parent": "a", "by_class": [5, 0, 20]},
+        "y": {"parent": "b", "by_class": [0, 80, 0]},
+    }
+    facts = {
+        "digest": "&",
+        "seed": 1,
+        "data": {"dataset": "d", "partition": "iid"},
+        "devices": devices,
+    }
     figure = partition(facts)
     canvas = drawn(figure)
     assert tooltips(canvas) == ["a / <x>, class 0: 5", "a / <x>, class 2: 20", "b / y, class 1: 80"]
     boxes = boxes_of(canvas)
     sides = [wide for *_, wide, _ in boxes]
-    assert sides == pytest.approx([box[3] for box in boxes]) and sides[0] * 4 == pytest.approx(sides[2])
+    assert sides == pytest.approx([box[3] for box in boxes]) and sides[0] * 4 == pytest.approx(
+        sides[2]
+    )
     assert sides[0] * 2 == pytest.approx(sides[1])  # areas as 1 to 4 to 16
     assert {"25", "80", "a / <x>", "b / y"} <= set(texts(figure))
 
@@ -189,7 +250,11 @@ def test_folders_are_not_split(tmp_path: Path) -> None:
     file = tmp_path / "lab.toml"
     file.write_text('[data]\ndataset = "folder"\nclasses = ["a"]\npartition = "natural"\n')
     done = invoke("data", "partition", file, "--out", tmp_path / "out")
-    assert done.exit_code == 4 and "nothing is split" in done.stderr and not (tmp_path / "out").exists()
+    assert (
+        done.exit_code == 4
+        and "nothing is split" in done.stderr
+        and not (tmp_path / "out").exists()
+    )
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
@@ -203,7 +268,9 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def holding(held_out: int, **data: Any) -> Experiment:
-    return parse({"topology": {"institutions": 2, "devices": 6}, "data": {"node_samples": held_out, **data}})
+    return parse(
+        {"topology": {"institutions": 2, "devices": 6}, "data": {"node_samples": held_out, **data}}
+    )
 
 
 FOLDER = {"dataset": "folder", "classes": ["a"], "partition": "natural"}
@@ -235,9 +302,15 @@ def test_no_device_has_a_sample_that_is_held_out(data: dict[str, Any]) -> None:
 def test_without_any_the_split_is_what_it_was(data: dict[str, Any]) -> None:
     experiment = holding(0, **data)
     split = splits.split_of(experiment)
-    wanted = splits.partition(split.labels, data=experiment.data, tree=experiment.tree, seed=experiment.seed)
-    assert all(np.array_equal(one, other) for one, other in zip(split.partitions, wanted, strict=True))
-    assert split.digest == splits.digest_of(wanted, labels=split.labels) and len(split.held_out) == 0
+    wanted = splits.partition(
+        split.labels, data=experiment.data, tree=experiment.tree, seed=experiment.seed
+    )
+    assert all(
+        np.array_equal(one, other) for one, other in zip(split.partitions, wanted, strict=True)
+    )
+    assert (
+        split.digest == splits.digest_of(wanted, labels=split.labels) and len(split.held_out) == 0
+    )
 
 
 def test_each_node_has_the_held_out_samples_and_no_other() -> None:
@@ -254,7 +327,10 @@ def test_each_node_has_the_held_out_samples_and_no_other() -> None:
 
 def test_they_are_drawn_uniformly() -> None:
     data = holding(20).data
-    counts = sum(np.bincount(splits.hold_out(100, data=data, seed=seed), minlength=100) for seed in range(500))
+    counts = sum(
+        np.bincount(splits.hold_out(100, data=data, seed=seed), minlength=100)
+        for seed in range(500)
+    )
     assert abs(np.asarray(counts) - 100).max() < 45  # standard deviation 9
 
 
@@ -271,7 +347,9 @@ def test_a_user_without_a_sample_left_is_refused(monkeypatch: pytest.MonkeyPatch
         tree = {"seed": seed, "topology": {"devices": 2}, "data": data}
         held_out = splits.hold_out(40, data=parse(tree).data, seed=seed)
         assert 0 in held_out
-        with pytest.raises(InvalidExperiment, match=r"data\.node_samples = 38: no sample remains for device-0"):
+        with pytest.raises(
+            InvalidExperiment, match=r"data\.node_samples = 38: no sample remains for device-0"
+        ):
             splits.split_of(parse(tree))
 
 
@@ -279,7 +357,9 @@ def test_a_runs_folder_and_the_command_show_them(tmp_path: Path) -> None:
     file, out = tmp_path / "lab.toml", tmp_path / "out"
     file.write_text("[topology]\ndevices = 3\n[data]\nnode_samples = 50\n")
     done = invoke("data", "partition", file, "--out", out)
-    assert done.exit_code == 0 and "50 samples are held out for the aggregating nodes" in done.stderr
+    assert (
+        done.exit_code == 0 and "50 samples are held out for the aggregating nodes" in done.stderr
+    )
     split = splits.split_of(parse({"topology": {"devices": 3}, "data": {"node_samples": 50}}))
     with np.load(out / "partition.npz") as arrays:
         assert set(arrays) == {"device-0", "device-1", "device-2", splits.HELD_OUT}
@@ -287,14 +367,22 @@ def test_a_runs_folder_and_the_command_show_them(tmp_path: Path) -> None:
     facts = json.loads((out / "partition.json").read_text())["held_out"]
     assert facts["samples"] == 50 == sum(facts["by_class"])
     done = invoke("data", "partition", file, "--out", out, "--set", "data.node_samples=0")
-    assert "held out" not in done.stderr and "held_out" not in json.loads((out / "partition.json").read_text())
+    assert "held out" not in done.stderr and "held_out" not in json.loads(
+        (out / "partition.json").read_text()
+    )
 
 
 @pytest.mark.parametrize(
     ("data", "problem"),
     [
-        ({"node_samples": 1438}, "data.node_samples = 1438: digits has 1438 training samples. Leave some"),
-        ({"node_samples": 5, "dataset": "synthetic", "classes": 2, "samples": 5}, "synthetic has 5 training samples"),
+        (
+            {"node_samples": 1438},
+            "data.node_samples = 1438: digits has 1438 training samples. Leave some",
+        ),
+        (
+            {"node_samples": 5, "dataset": "synthetic", "classes": 2, "samples": 5},
+            "synthetic has 5 training samples",
+        ),
         ({**FOLDER, "node_samples": 5}, "every device has samples of its own"),
         ({"node_samples": -1}, "data.node_samples = -1"),
     ],
@@ -306,7 +394,9 @@ def test_impossible_numbers_are_refused(data: dict[str, Any], problem: str) -> N
 
 
 def test_a_data_set_of_ones_own_may_turn_out_too_small() -> None:
-    with pytest.raises(InvalidExperiment, match=r"data\.node_samples = 20: the data set has 20 training samples"):
+    with pytest.raises(
+        InvalidExperiment, match=r"data\.node_samples = 20: the data set has 20 training samples"
+    ):
         splits.hold_out(20, data=holding(20).data, seed=1)
 
 
@@ -317,7 +407,8 @@ def test_a_rule_that_needs_samples_is_refused_without(tier: str, name: str) -> N
     with pytest.raises(InvalidExperiment) as refused:
         parse(tree)
     assert str(refused.value) == (
-        f"{tier}.aggregation.name = {name!r}: needs samples at the node, and data.node_samples is 0. "
+        f"{tier}.aggregation.name = {name!r}: needs samples at the node, and data.node_samples is "
+        "0. "
         "Set data.node_samples, for instance to 2 % of the training samples."
     )
     assert parse(tree | {"data": {"node_samples": 10}}).data.node_samples == 10
@@ -331,7 +422,9 @@ OF_USERS = {"at": "both", "data": "users"}
 
 
 def leaf(root: Path, part: str, users: dict[str, int], *, first: int) -> None:
-    """Write FEMNIST images with one dark pixel, whose place is the number of the sample from `first` on."""
+    """Write FEMNIST images with one dark pixel, whose place is the number of the sample from
+    `first` on.
+    """
     data, place = {}, first
     for user, count in users.items():
         images = [[1.0] * 784 for _ in range(count)]
@@ -346,7 +439,11 @@ def leaf(root: Path, part: str, users: dict[str, int], *, first: int) -> None:
 
 
 def of_users(root: Path, dataset: str = "femnist", **tables: Any) -> Experiment:
-    tree: dict[str, Any] = {"rounds": 1, "topology": {"institutions": 0, "devices": 3}, "evaluation": OF_USERS}
+    tree: dict[str, Any] = {
+        "rounds": 1,
+        "topology": {"institutions": 0, "devices": 3},
+        "evaluation": OF_USERS,
+    }
     tree["model"] = {"name": "cnn_fedavg" if dataset == "femnist" else "mine:Net"}
     tree["data"] = {"dataset": dataset, "root": str(root), "partition": "natural"}
     return parse(tree | tables)
@@ -359,7 +456,8 @@ def test_leafs_test_samples_of_a_user_are_those_of_its_device(tmp_path: Path) ->
     dark = {}
     for node in lab.tree.devices:
         local = load_local_dataset(lab, node, accelerator=CPU)
-        assert len(local.samples) == 2 * list(USERS.values())[lab.tree.devices.index(node)]  # all of its own
+        # all of its own
+        assert len(local.samples) == 2 * list(USERS.values())[lab.tree.devices.index(node)]
         found = () if local.tests is None else local.tests.images[local.tests.samples]
         dark[node] = [int(image.flatten().argmin()) for image in found]
     assert dark == {"device-0": [9, 10, 11], "device-1": [], "device-2": [5, 6, 7, 8]}
@@ -373,17 +471,23 @@ def test_leafs_test_samples_of_a_user_are_those_of_its_device(tmp_path: Path) ->
 def test_test_files_of_other_users_are_refused(tmp_path: Path) -> None:
     leaf(tmp_path, "train", USERS, first=0)
     leaf(tmp_path, "test", {"zoe": 5}, first=50)  # as LEAF's `-t user` writes them
-    with pytest.raises(InvalidExperiment, match=r"^evaluation\.data = 'users': no user of the training samples of fem"):
+    with pytest.raises(
+        InvalidExperiment,
+        match=r"^evaluation\.data = 'users': no user of the training samples of fem",
+    ):
         load_local_dataset(of_users(tmp_path), "device-0", accelerator=CPU)
 
 
 TABLE = {
-    user: [[float(place), float(n)] for n in range(3 * count)] for place, (user, count) in enumerate(USERS.items())
+    user: [[float(place), float(n)] for n in range(3 * count)]
+    for place, (user, count) in enumerate(USERS.items())
 }
 
 
 def owners_of(dataset: datasets.Dataset, part: str) -> list[str]:
-    """Return the user of each sample by its first feature, and check that they are those that the data set names."""
+    """Return the user of each sample by its first feature, and check that they are those that the
+    data set names.
+    """
     samples = dataset.train_images if part == "train" else dataset.test_images
     named = dataset.owners if part == "train" else dataset.test_owners
     assert named is not None
@@ -414,16 +518,28 @@ def test_the_users_of_an_npz_files_test_samples_are_read(tmp_path: Path) -> None
     np.savez(tmp_path / "drawn.npz", x=x, y=y, user=user)
     drawn = datasets.load(of_users(tmp_path, "drawn.npz").data)
     assert len(owners_of(drawn, "test")) == 5
-    np.savez(tmp_path / "own.npz", x=x, y=y, user=user, x_test=x[:2], y_test=y[:2], user_test=np.array(["cid", "zoe"]))
+    np.savez(
+        tmp_path / "own.npz",
+        x=x,
+        y=y,
+        user=user,
+        x_test=x[:2],
+        y_test=y[:2],
+        user_test=np.array(["cid", "zoe"]),
+    )
     own = datasets.load(of_users(tmp_path, "own.npz").data)
     assert own.test_owners is not None and own.test_owners.tolist() == [2, -1]
     np.savez(tmp_path / "none.npz", x=x, y=y, user=user, x_test=x[:2], y_test=y[:2])
     lab = of_users(tmp_path, "none.npz")
-    with pytest.raises(InvalidExperiment, match=r"^evaluation\.data = .*the test samples of none\.npz have no us"):
+    with pytest.raises(
+        InvalidExperiment, match=r"^evaluation\.data = .*the test samples of none\.npz have no us"
+    ):
         splits.counts_of_tests(datasets.load(lab.data), lab, samples=[1, 1, 1])
 
 
-def test_a_function_of_ones_own_names_the_users_of_both_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_of_ones_own_names_the_users_of_both_sets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "two_sets.py").write_text(
         "import numpy as np\n"
         "def load():\n"
@@ -432,5 +548,7 @@ def test_a_function_of_ones_own_names_the_users_of_both_sets(tmp_path: Path, mon
     )
     monkeypatch.syspath_prepend(tmp_path)
     data = datasets.load(of_users(tmp_path, "two_sets:load").data)
-    assert data.users == ("1", "2", "3") and data.owners is not None and data.test_owners is not None
+    assert (
+        data.users == ("1", "2", "3") and data.owners is not None and data.test_owners is not None
+    )
     assert (data.owners.tolist(), data.test_owners.tolist()) == ([2, 2, 0, 0, 1, 1], [1, -1, 0])

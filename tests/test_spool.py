@@ -77,7 +77,10 @@ def test_memory_keeps_nothing_and_releases_nothing() -> None:
 
 
 def test_a_run_that_is_over_leaves_nothing(tmp_path: Path) -> None:
-    one, other = Spool.open(tmp_path, run="r", node="one"), Spool.open(tmp_path, run="r", node="other")
+    one, other = (
+        Spool.open(tmp_path, run="r", node="one"),
+        Spool.open(tmp_path, run="r", node="other"),
+    )
     rows = one.rows("uploads", 1, 100)
     rows.array[:] = 3
     one.close()
@@ -108,7 +111,9 @@ def names(days: Iterable[int]) -> list[str]:
     return [f"202601{day:02d}T000000Z-abcdef" for day in days]
 
 
-def test_files_of_killed_runs_take_a_share_of_the_disk_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_killed_runs_take_a_share_of_the_disk_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those of the run that was used last are kept, however many they are: it may be resumed."""
     now, size = time.time(), 1 << 20
     runs = names(range(1, 7))
@@ -119,7 +124,10 @@ def test_files_of_killed_runs_take_a_share_of_the_disk_at_most(tmp_path: Path, m
         age(tmp_path / run, now - 10_000 + place)
     left = {path.name for path in tmp_path.iterdir()}
     Spool.open(tmp_path, run=names([7])[0], node="n")
-    assert left >= set(runs[-4:]) and {path.name for path in tmp_path.iterdir()} == {*runs[-3:], *names([7])}
+    assert left >= set(runs[-4:]) and {path.name for path in tmp_path.iterdir()} == {
+        *runs[-3:],
+        *names([7]),
+    }
     age(tmp_path / names([7])[0], now - 5000)
     Spool.open(tmp_path, run=names([8])[0], node="n").rows("uploads", 1, 50 * size)
     age(tmp_path / names([8])[0], now)
@@ -127,7 +135,9 @@ def test_files_of_killed_runs_take_a_share_of_the_disk_at_most(tmp_path: Path, m
     assert {path.name for path in tmp_path.iterdir()} == set(names([8, 9]))
 
 
-def test_files_of_a_run_that_a_process_uses_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_a_run_that_a_process_uses_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=0))
     living, killed, last, new = names([1, 2, 3, 4])
     used = [Spool.open(tmp_path, run=living, node=node) for node in ("n", "m")]
@@ -139,7 +149,9 @@ spools = [Spool.open(Path({str(tmp_path)!r}), run=run, node="n") for run in ({ki
 print(flush=True)
 sys.stdin.read()
 """
-    process = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     assert process.stdout is not None and process.stdout.readline()
     Spool.open(tmp_path, run=last, node="n")
     for run in (living, killed):
@@ -190,10 +202,13 @@ def test_a_scan_finds_exactly_the_chunks_that_are_not_there(data: bytes, damaged
     for index in (index for index in damaged if index < manifest.chunks):
         held[manifest.span(index).start] ^= 1
     lacking = missing(manifest, memoryview(held))
-    assert set(np.flatnonzero(lacking).tolist()) == {index for index in damaged if index < manifest.chunks}
+    assert set(np.flatnonzero(lacking).tolist()) == {
+        index for index in damaged if index < manifest.chunks
+    }
 
 
-# What need not travel: chunks in the files of a process that crashed, in the last model, in the own result
+# What need not travel: chunks in the files of a process that crashed, in the last model, in the own
+# result
 
 
 async def third_of_a_transfer(arrived: Callable[[], int], row_bytes: int) -> None:
@@ -254,24 +269,34 @@ async def test_a_child_that_crashed_in_mid_fetch_goes_on_with_what_its_file_hold
         second = child()
         async with together(serving(site, second, layout, 0), crashed):
             assert_models(await playing, row, layout=layout, places={"device-0": 0})
-        assert received(first) + received(second) <= layout.row_bytes + FINE.window * FINE.chunk_bytes
+        assert (
+            received(first) + received(second) <= layout.row_bytes + FINE.window * FINE.chunk_bytes
+        )
 
 
 @virtual
-async def test_uploads_beyond_the_resident_budget_give_the_same_models(site: SimulatedSite, tmp_path: Path) -> None:
+async def test_uploads_beyond_the_resident_budget_give_the_same_models(
+    site: SimulatedSite, tmp_path: Path
+) -> None:
     layout, names = layout_of(400_000), [f"device-{i}" for i in range(6)]
     files = Spool.open(tmp_path, run=RUN, node=PARENT)
-    parent = parent_of(site, names, layout=layout, transfer=TransferSettings(resident_mb=1.0), spool=files)
+    parent = parent_of(
+        site, names, layout=layout, transfer=TransferSettings(resident_mb=1.0), spool=files
+    )
     tasks = [serving(site, child_of(site, name), layout, place) for place, name in enumerate(names)]
     async with together(living(site, parent), *tasks):
         row = drawn(layout, 1)
         played = await play(parent, row)
         played.uploads.release()
-        assert_models(played, row, layout=layout, places={name: place for place, name in enumerate(names)})
+        assert_models(
+            played, row, layout=layout, places={name: place for place, name in enumerate(names)}
+        )
 
 
 @virtual
-async def test_chunks_that_a_child_has_in_its_last_model_or_in_its_result_do_not_travel(site: SimulatedSite) -> None:
+async def test_chunks_that_a_child_has_in_its_last_model_or_in_its_result_do_not_travel(
+    site: SimulatedSite,
+) -> None:
     """FedMR deals layers: some come back to the child that trained them, some it was given before."""
     layout, chunk = layout_of(20 * 32_768), 32_768
     transfer = TransferSettings(chunk_bytes=chunk, inline_bytes=0)
@@ -279,15 +304,22 @@ async def test_chunks_that_a_child_has_in_its_last_model_or_in_its_result_do_not
     parent = parent_of(site, names, layout=layout, transfer=transfer)
     children = [child_of(site, name, transfer=transfer) for name in names]
     watched = [Watched(child) for child in children]
-    async with together(living(site, parent), *(serving(site, child, layout, 0) for child in children)):
+    async with together(
+        living(site, parent), *(serving(site, child, layout, 0) for child in children)
+    ):
         first = drawn(layout, 1)
         answers = (await play(parent, first)).models
         dealt = {name: answers[name].copy() for name in names}
         dealt["device-0"][: 5 * chunk] = first[: 5 * chunk]  # it has these of the last model,
-        dealt["device-0"][12 * chunk :] = drawn(layout, 2)[12 * chunk :]  # these not, and the rest it made
+        # these not, and the rest it made
+        dealt["device-0"][12 * chunk :] = drawn(layout, 2)[12 * chunk :]
         before = [one.chunks for one in watched]
         models = [(row, [name]) for name, row in dealt.items()]
-        played = await parent.round(Dispatch(1, 0, models=models, epochs=dict.fromkeys(names, 1), closing=Closing()))
+        played = await parent.round(
+            Dispatch(1, 0, models=models, epochs=dict.fromkeys(names, 1), closing=Closing())
+        )
         assert [one.chunks - begun for one, begun in zip(watched, before, strict=True)] == [8, 0]
         for name in names:
-            np.testing.assert_array_equal(layout.floats(played.models[name]), changed(layout, dealt[name], 0))
+            np.testing.assert_array_equal(
+                layout.floats(played.models[name]), changed(layout, dealt[name], 0)
+            )

@@ -54,13 +54,21 @@ LAB = "lab"
 
 def made(children: dict[str, ChildInRound], **facts: Any) -> Status:
     ledger = Ledger(children, Account())
-    usual: dict[str, Any] = {"now": 1.0, "key": Key(0, 3, 1), "is_open": True, "measuring": False, "run": None}
+    usual: dict[str, Any] = {
+        "now": 1.0,
+        "key": Key(0, 3, 1),
+        "is_open": True,
+        "measuring": False,
+        "run": None,
+    }
     return status_of(children, ledger, **usual | {"waits_for": {}, "uploads": {}} | facts)
 
 
 def at_work(done: int) -> ChildInRound:
     mark = Phase.TRAINING, done
-    return ChildInRound(presence=NodeState.READY, state=ChildState.WORKING, mark=mark, total=100, loss=0.5)
+    return ChildInRound(
+        presence=NodeState.READY, state=ChildState.WORKING, mark=mark, total=100, loss=0.5
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,7 +86,9 @@ def at_work(done: int) -> ChildInRound:
         (ChildState.REFUSED, (Phase.ANNOUNCING, 0), Step.REFUSED),
     ],
 )
-def test_a_step_is_that_of_the_coordinator(state: ChildState, mark: tuple[Phase, int] | None, step: Step) -> None:
+def test_a_step_is_that_of_the_coordinator(
+    state: ChildState, mark: tuple[Phase, int] | None, step: Step
+) -> None:
     assert step_of(ChildInRound(state=state, mark=mark)) is step
 
 
@@ -87,8 +97,12 @@ def test_a_child_is_named_with_its_progress_and_why_it_waits() -> None:
         "training": at_work(25),
         "uploading": ChildInRound(presence=NodeState.READY, state=ChildState.ANNOUNCED),
         "preparing": ChildInRound(presence=NodeState.INIT),
-        "lost": ChildInRound(presence=NodeState.LOST, reason="connection lost", state=ChildState.ASSIGNED),
-        "refused": ChildInRound(presence=NodeState.READY, state=ChildState.REFUSED, refusal="x" * 1000),
+        "lost": ChildInRound(
+            presence=NodeState.LOST, reason="connection lost", state=ChildState.ASSIGNED
+        ),
+        "refused": ChildInRound(
+            presence=NodeState.READY, state=ChildState.REFUSED, refusal="x" * 1000
+        ),
         "ready": ChildInRound(presence=NodeState.READY),
     }
     texts = {"preparing": "device-1 has not joined yet", "ready": "of before"}
@@ -99,12 +113,16 @@ def test_a_child_is_named_with_its_progress_and_why_it_waits() -> None:
         "training": (25, 100), "uploading": (3, 12),
     }  # fmt: skip
     assert {name: each.text for name, each in found.items() if each.text} == {
-        "preparing": "device-1 has not joined yet", "lost": "connection lost", "refused": "x" * TEXT_MOST,
-    }  # fmt: skip
+        "preparing": "device-1 has not joined yet",
+        "lost": "connection lost",
+        "refused": "x" * TEXT_MOST,
+    }
 
 
 @given(st.integers(NAMED_MOST, 1000), st.integers(0, 3), st.integers(0, 3))
-def test_of_many_children_the_missing_and_the_slowest_are_named(count: int, lost: int, done: int) -> None:
+def test_of_many_children_the_missing_and_the_slowest_are_named(
+    count: int, lost: int, done: int
+) -> None:
     children = {f"device-{place}": at_work(place % 97) for place in range(count)}
     for place in range(lost):
         children[f"device-{place + 10}"].presence = NodeState.LOST
@@ -118,18 +136,27 @@ def test_of_many_children_the_missing_and_the_slowest_are_named(count: int, lost
     if count >= NAMED_MOST + done:
         assert counted[Step.DONE] == done
         slowest = max(each.done for each in status.children if each.state is NodeState.READY)
-        rest = [child.mark[1] for name, child in children.items() if name not in named and child.mark is not None]
+        rest = [
+            child.mark[1]
+            for name, child in children.items()
+            if name not in named and child.mark is not None
+        ]
         assert all(each >= slowest for each in rest if each not in range(20, 24))
 
 
 def test_a_record_of_any_lab_is_within_its_bound() -> None:
     children = {
         f"{place:0>64}": ChildInRound(
-            presence=NodeState.DISCONNECTED, state=ChildState.REFUSED, refusal="\N{GRINNING FACE}" * 1000,
-            mark=(Phase.TRAINING, 2**62), total=2**62, loss=1e300, worked_s=1e300,
+            presence=NodeState.DISCONNECTED,
+            state=ChildState.REFUSED,
+            refusal="\N{GRINNING FACE}" * 1000,
+            mark=(Phase.TRAINING, 2**62),
+            total=2**62,
+            loss=1e300,
+            worked_s=1e300,
         )
         for place in range(1000)
-    }  # fmt: skip
+    }
     scores = tuple(RoundScore(2**62, 0.1, 0.1, 0.1) for _ in range(ROUNDS_KEPT))
     status = made(children, run=RunStatus(2**62, 1.0, 1.0, (), scores))
     body = serialization.encode(status, "s" * 32)
@@ -141,10 +168,17 @@ def test_a_runs_progress_is_that_of_the_clouds_events() -> None:
     progress.take("run", {"done": 3})
     progress.take("begun", {"elapsed_s": 30.0})
     for closed in range(4, 44):
-        facts = {"global_round": closed, "elapsed_s": 30.0 + 5 * (closed - 3), "train_loss": 0.5, "train_s": 4.0}
+        facts = {
+            "global_round": closed,
+            "elapsed_s": 30.0 + 5 * (closed - 3),
+            "train_loss": 0.5,
+            "train_s": 4.0,
+        }
         progress.take("global_round", facts)
         if closed % 2:
-            progress.take("evaluated", {"global_round": closed, "score": closed / 100, "loss": math.inf})
+            progress.take(
+                "evaluated", {"global_round": closed, "score": closed / 100, "loss": math.inf}
+            )
     status = progress.status
     assert (status.closed, status.elapsed_s, status.round_s) == (43, 230.0, 5.0)
     assert [(each.name, each.seconds) for each in status.phases] == [("train", 4.0)]
@@ -159,7 +193,11 @@ def test_a_runs_progress_is_that_of_the_clouds_events() -> None:
 def parent_of(*children: str) -> ParentSession:
     session = ParentSession(
         Identity(RUN, "cloud", "cloud", "s", lab=LAB),
-        ToChildren(links={name: LinkSettings() for name in children}, transfer=TransferSettings(), shaped=True),
+        ToChildren(
+            links={name: LinkSettings() for name in children},
+            transfer=TransferSettings(),
+            shaped=True,
+        ),
         meter=NoMeter(),
         first_number=0,
     )
@@ -170,7 +208,9 @@ def parent_of(*children: str) -> ParentSession:
 def records(session: ParentSession, now: float) -> list[Status]:
     session.tick(now)
     topic = topics.status(LAB, RUN, "cloud")
-    out = [each for each in session.to_send(now) if isinstance(each, Publish) and each.topic == topic]
+    out = [
+        each for each in session.to_send(now) if isinstance(each, Publish) and each.topic == topic
+    ]
     found = [serialization.decode(each.body)[1] for each in out]
     assert not any(each.retain for each in out)
     return [each for each in found if isinstance(each, Status)]
@@ -217,7 +257,9 @@ def test_records_of_many_children_come_more_rarely() -> None:
         session.coordinator.presence(name, "s", Presence(NodeState.READY, "device"), now=0.0)
     ask(session, 1.0)
     times = [now for tick in range(100) if records(session, now := 1.0 + tick / 10)]
-    assert 1 <= len(times) <= WATCHED_S and all(later - now >= PUBLISH_S for now, later in pairwise(times))
+    assert 1 <= len(times) <= WATCHED_S and all(
+        later - now >= PUBLISH_S for now, later in pairwise(times)
+    )
 
 
 def test_requests_and_records_count_as_control_of_no_peer() -> None:
@@ -230,7 +272,9 @@ def test_requests_and_records_count_as_control_of_no_peer() -> None:
     size = packet_bytes(topic, len(serialization.encode(status, "s")), qos=0)
     assert counters.cells[OTHERS, "sent", "control"].message == size
     assert counters.cells[OTHERS, "received", "control"].payload == len(request)
-    assert session.ledger.links()["device-0"].sent == 0 == session.ledger.links()["device-0"].received
+    assert (
+        session.ledger.links()["device-0"].sent == 0 == session.ledger.links()["device-0"].received
+    )
     assert session.status(1.0).tiers[0].up > 0  # of all that this node received
 
 

@@ -59,11 +59,15 @@ class Staying:
         self.runs: list[str] = []
         self.ends: asyncio.Queue[Exception | None] = asyncio.Queue()
         self.usable = True
-        self.task = site.make("device-0", lambda world: asyncio.create_task(self._join(site, world)))
+        self.task = site.make(
+            "device-0", lambda world: asyncio.create_task(self._join(site, world))
+        )
 
     async def _join(self, site: SimulatedSite, world: World) -> None:
         host = Host(site.address, 30.0, Metrics(), lab=LAB, stay=True, world=world)
-        await join(host, "device-0", PARENT, self._take_part, role="device", usable=lambda: self.usable)
+        await join(
+            host, "device-0", PARENT, self._take_part, role="device", usable=lambda: self.usable
+        )
 
     async def _take_part(self, found: Found) -> None:
         self.runs.append(found.run)
@@ -109,11 +113,20 @@ async def test_a_node_waits_for_the_next_run_however_the_last_one_ended(
     end = "device-0: run run-1 finished" if how is None else f"device-0 leaves run run-1: {how}"
     if isinstance(how, LeftOut):
         end = "device-0: run run-1 began without it: its experiment has no such node"
-        assert all(record.levelno == logging.INFO for record in caplog.records if "began without" in record.message)
+        assert all(
+            record.levelno == logging.INFO
+            for record in caplog.records
+            if "began without" in record.message
+        )
     again = f"device-0: waiting for the next run of {PARENT}"
     lines = [line for line in caplog.messages if line.startswith("device-0")]
     assert lines[0].startswith("device-0: connected to broker ")
-    assert lines[1:] == ["device-0: run run-1: preparing", end, again, "device-0: run run-2: preparing"]
+    assert lines[1:] == [
+        "device-0: run run-1: preparing",
+        end,
+        again,
+        "device-0: run run-2: preparing",
+    ]
 
 
 @virtual
@@ -154,7 +167,9 @@ async def test_a_node_that_waits_outlasts_a_broker_that_is_away(site: SimulatedS
     await node.cancel()
 
 
-@pytest.mark.parametrize(("error", "usable"), [(DuplicateName("two of them"), True), (NoProgress("nothing"), False)])
+@pytest.mark.parametrize(
+    ("error", "usable"), [(DuplicateName("two of them"), True), (NoProgress("nothing"), False)]
+)
 @virtual
 async def test_what_ends_a_node(site: SimulatedSite, error: Exception, usable: bool) -> None:
     node = Staying(site)
@@ -166,15 +181,27 @@ async def test_what_ends_a_node(site: SimulatedSite, error: Exception, usable: b
 
 
 def claiming(
-    site: SimulatedSite, name: str, *, queue: bool = False, reported: list[str] | None = None, holds_s: float = 0.0
+    site: SimulatedSite,
+    name: str,
+    *,
+    queue: bool = False,
+    reported: list[str] | None = None,
+    holds_s: float = 0.0,
 ) -> asyncio.Task[None]:
-    """Let a cloud on a machine of its own ask for the lab, and hold it for a while; its run is not begun here."""
+    """Let a cloud on a machine of its own ask for the lab, and hold it for a while; its run is not
+    begun here.
+    """
     waiting = [] if reported is None else reported
 
     def build(world: World) -> asyncio.Task[None]:
         async def ask() -> None:
             async with claim(
-                site.address, lab=LAB, connect_timeout_s=30.0, queue=queue, waiting=waiting.append, world=world
+                site.address,
+                lab=LAB,
+                connect_timeout_s=30.0,
+                queue=queue,
+                waiting=waiting.append,
+                world=world,
             ):
                 await asyncio.sleep(holds_s)
 
@@ -197,9 +224,13 @@ async def test_a_free_lab_is_had_after_a_second(site: SimulatedSite) -> None:
 
 @pytest.mark.parametrize("announced", [True, False], ids=["in its rounds", "still preparing"])
 @virtual
-async def test_a_lab_with_a_run_is_refused_and_its_run_is_named(site: SimulatedSite, announced: bool) -> None:
+async def test_a_lab_with_a_run_is_refused_and_its_run_is_named(
+    site: SimulatedSite, announced: bool
+) -> None:
     living(site, cloud_of(site, "run-1", announced=announced))
-    with pytest.raises(LabInUse, match=r"lab lab on broker broker:1883 is used by run run-1\. .*--queue") as refused:
+    with pytest.raises(
+        LabInUse, match=r"lab lab on broker broker:1883 is used by run run-1\. .*--queue"
+    ) as refused:
         await claiming(site, "cloud-b")
     assert refused.value.exit_code == 3
 
@@ -219,7 +250,9 @@ async def test_a_queued_cloud_gets_the_lab_when_the_run_is_over(site: SimulatedS
 
 
 @virtual
-async def test_of_clouds_that_ask_at_once_one_gets_the_lab_and_the_queue_keeps_its_order(site: SimulatedSite) -> None:
+async def test_of_clouds_that_ask_at_once_one_gets_the_lab_and_the_queue_keeps_its_order(
+    site: SimulatedSite,
+) -> None:
     first = claiming(site, "cloud-a", holds_s=1.0)
     await asyncio.sleep(0.1)
     second, reported = claiming(site, "cloud-b"), list[str]()
@@ -233,7 +266,9 @@ async def test_of_clouds_that_ask_at_once_one_gets_the_lab_and_the_queue_keeps_i
 
 @virtual
 async def test_a_cloud_that_has_the_lab_keeps_it_until_its_run_begins(site: SimulatedSite) -> None:
-    """It calls the roll, and loads what it evaluates with: longer than a queued cloud waits for a reply."""
+    """It calls the roll, and loads what it evaluates with: longer than a queued cloud waits for a
+    reply.
+    """
     running, reported = cloud_of(site, "run-1"), (list[str](), list[str]())
     living(site, running)
     first = claiming(site, "cloud-a", queue=True, reported=reported[0], holds_s=600.0)
@@ -251,7 +286,9 @@ async def test_a_cloud_that_has_the_lab_keeps_it_until_its_run_begins(site: Simu
     await asyncio.sleep(1)
     site.routed.clear()
     await asyncio.sleep(60)
-    questions = [message for message in site.routed if message.topic == topics.ask(LAB, CLOUD, CLOUD)]
+    questions = [
+        message for message in site.routed if message.topic == topics.ask(LAB, CLOUD, CLOUD)
+    ]
     sessions = {serialization.decode(message.body)[0] for message in questions}
     assert len(sessions) == 1, "only the one that waits asks on"
     assert not second.done() and set(reported[1]) == {"run run-1", SEEKING, BEGINNING, "run run-2"}
@@ -262,7 +299,9 @@ async def test_a_cloud_that_has_the_lab_keeps_it_until_its_run_begins(site: Simu
 
 @pytest.mark.parametrize("after_s", [0.02, 0.1, 0.15, 0.2])
 @virtual
-async def test_each_of_several_clouds_that_ask_is_answered(site: SimulatedSite, after_s: float) -> None:
+async def test_each_of_several_clouds_that_ask_is_answered(
+    site: SimulatedSite, after_s: float
+) -> None:
     """They have one name: the question of one must not take the place of another one's."""
     living(site, cloud_of(site, "run-1"))
     clouds = []
@@ -318,9 +357,13 @@ async def test_a_lab_is_not_free_while_the_broker_is_away(site: SimulatedSite) -
 
 @virtual
 async def test_retained_questions_and_replies_are_nobodys(site: SimulatedSite) -> None:
-    site.inject(topics.ask(LAB, CLOUD, CLOUD), serialization.encode(Question("0" * 20), "s"), retain=True)
+    site.inject(
+        topics.ask(LAB, CLOUD, CLOUD), serialization.encode(Question("0" * 20), "s"), retain=True
+    )
     alive = Alive("0" * 20, Presence(NodeState.READY, "cloud"))
-    site.inject(topics.inbox(LAB, "run-1", CLOUD, CLOUD), serialization.encode(alive, "s"), retain=True)
+    site.inject(
+        topics.inbox(LAB, "run-1", CLOUD, CLOUD), serialization.encode(alive, "s"), retain=True
+    )
     await claiming(site, "cloud-a")
 
 
@@ -336,7 +379,8 @@ devices = 2
 """
 # Own code that the cloud finds when it checks the experiment, and no device allows.
 FOREIGN = SMALL + '[model]\nname = "tests.helpers.examples:examples"\n'
-LONG = SMALL.replace("rounds = 2", "rounds = 1000") + "[training]\nepochs = 100\n"  # a second for each
+# a second for each
+LONG = SMALL.replace("rounds = 2", "rounds = 1000") + "[training]\nepochs = 100\n"
 
 DESCRIBED = """
 name = "lab"
@@ -364,7 +408,9 @@ class Lab:
         self.nodes = {role: self._start(role, *words) for role, words in self._words.items()}
 
     def upgrade(self, *upgraded: str) -> None:
-        """Install another release on the machines of these roles: a node that waits is started again."""
+        """Install another release on the machines of these roles: a node that waits is started
+        again.
+        """
         self.upgraded |= set(upgraded)
         for role in self.nodes.keys() & set(upgraded):
             self.nodes[role].terminate()
@@ -380,7 +426,9 @@ class Lab:
         with (self.home / f"{role}.log").open("wb") as log:
             errors = subprocess.PIPE if role == "cloud" else log
             env = os.environ | self.release(role)
-            process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=errors, text=True, env=env)
+            process = subprocess.Popen(
+                line, stdout=subprocess.PIPE, stderr=errors, text=True, env=env
+            )
         self._stack.callback(process.communicate)
         self._stack.callback(process.kill)
         return process
@@ -391,7 +439,9 @@ class Lab:
     def cloud(self, text: str = SMALL, *flags: str, seed: int) -> subprocess.Popen[str]:
         file = self.home / f"{seed}.toml"
         file.write_text(text.format(seed=seed))
-        return self._start("cloud", file, "--runs", self.runs(seed), "--spool", "none", "--format", "json", *flags)
+        return self._start(
+            "cloud", file, "--runs", self.runs(seed), "--spool", "none", "--format", "json", *flags
+        )
 
     def runs(self, seed: int) -> Path:
         return self.home / f"runs-{seed}"
@@ -440,7 +490,8 @@ def test_one_run_follows_the_other_over_the_same_processes(lab: Lab) -> None:
     assert lab.run(1) == alone(1)
     foreign = lab.cloud(FOREIGN, seed=2)
     assert (
-        foreign.stderr is not None and "'tests.helpers.examples:examples'" in foreign.stderr.readline()
+        foreign.stderr is not None
+        and "'tests.helpers.examples:examples'" in foreign.stderr.readline()
     )  # no device allows it
     foreign.terminate()
     ends(foreign, 130)
@@ -452,16 +503,21 @@ def test_one_run_follows_the_other_over_the_same_processes(lab: Lab) -> None:
     for role, nodes in (("institution", ("institution-0",)), ("device", ("device-0", "device-1"))):
         for node in nodes:
             assert len(re.findall(rf"{node}: run \S+: preparing", lab.said(role))) == 5
-    assert "device-0 leaves run" in lab.said("device") and "'tests.helpers.examples:examples'" in lab.said("device")
+    assert "device-0 leaves run" in lab.said(
+        "device"
+    ) and "'tests.helpers.examples:examples'" in lab.said("device")
     assert "Traceback" not in lab.said("institution") + lab.said("device")
 
 
 @pytest.mark.slow
-def test_a_lab_has_one_run_at_a_time_a_cloud_that_dies_leaves_it_free_and_nodes_end_on_sigterm(lab: Lab) -> None:
+def test_a_lab_has_one_run_at_a_time_a_cloud_that_dies_leaves_it_free_and_nodes_end_on_sigterm(
+    lab: Lab,
+) -> None:
     first = lab.cloud(LONG, seed=1)
     assert first.stdout is not None
     assert any('"global_round"' in line for line in first.stdout)
-    threading.Thread(target=deque, args=(first.stdout, 0), daemon=True).start()  # a full pipe would stop the cloud
+    # a full pipe would stop the cloud
+    threading.Thread(target=deque, args=(first.stdout, 0), daemon=True).start()
     listed = invoke("lab", "status", "--broker", lab.address, "--format", "json")
     assert listed.exit_code == 0, listed.stderr
     rows = [json.loads(line) for line in listed.stdout.splitlines()]
@@ -478,7 +534,9 @@ def test_a_lab_has_one_run_at_a_time_a_cloud_that_dies_leaves_it_free_and_nodes_
     states = {line.split()[0]: line for line in described.stdout.splitlines()[1:]}
     assert "away" in states["device-7"] and sum("away" in line for line in states.values()) == 1
     refused = ends(lab.cloud(seed=2), 3)
-    assert re.search(r"lab lab on broker \S+ is used by run \S+\. Wait for its end with --queue", refused)
+    assert re.search(
+        r"lab lab on broker \S+ is used by run \S+\. Wait for its end with --queue", refused
+    )
     assert not lab.runs(2).exists(), "a refused run leaves no folder"
     queued = lab.cloud(SMALL, "--queue", seed=3)
     assert queued.stderr is not None and "waiting for its end" in queued.stderr.readline()
@@ -495,7 +553,9 @@ def test_a_lab_has_one_run_at_a_time_a_cloud_that_dies_leaves_it_free_and_nodes_
 def test_the_runs_of_a_sweep_follow_each_other_in_the_lab(lab: Lab) -> None:
     (lab.home / "small.toml").write_text(SMALL.format(seed=1))
     file = lab.home / "twice.toml"
-    file.write_text('title = "t"\nbase = "small.toml"\nseeds = [3]\naxes = { "training.epochs" = [1] }\n')
+    file.write_text(
+        'title = "t"\nbase = "small.toml"\nseeds = [3]\naxes = { "training.epochs" = [1] }\n'
+    )
     words = ["sweep", file, "--broker", lab.address, "--runs", lab.home]
     done = fedstrata(*words, null=True)
     assert done.returncode == 0 and "1/1: 1, seed 3" in done.stderr, done.stderr
@@ -510,10 +570,17 @@ def test_the_runs_of_a_sweep_follow_each_other_in_the_lab(lab: Lab) -> None:
 def test_an_upgrade_of_one_role_first_is_named_by_the_commands_and_ends_with_that_of_the_others(
     lab: Lab, first: str
 ) -> None:
-    """The cloud is upgraded with its machine's commands; nobody is away, and each other release is named."""
+    """The cloud is upgraded with its machine's commands; nobody is away, and each other release is
+    named.
+    """
     names = {"institution": ["institution-0"], "device": ["device-0", "device-1"]}
     nodes = [name for each in names.values() for name in each]
-    others = [name for role, each in names.items() if (role == first) != (first == "cloud") for name in each]
+    others = [
+        name
+        for role, each in names.items()
+        if (role == first) != (first == "cloud")
+        for name in each
+    ]
     present = (version("fedstrata"), serialization.VERSION)
     theirs, ours = (present, NEXT) if first == "cloud" else (NEXT, present)
     reason = "it is of release {} (protocol {}), this is {} (protocol {})".format(*theirs, *ours)
@@ -527,7 +594,8 @@ def test_an_upgrade_of_one_role_first_is_named_by_the_commands_and_ends_with_tha
     def answers_of_all() -> list[dict[str, object]]:
         rows, deadline = status(), time.monotonic() + PATIENCE_S
         while {row["node"] for row in rows} != {*nodes}:
-            assert time.monotonic() < deadline, rows  # a node that was just started has not joined yet
+            # a node that was just started has not joined yet
+            assert time.monotonic() < deadline, rows
             rows = status()
         return rows
 

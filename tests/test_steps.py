@@ -1,4 +1,6 @@
-"""FedNova, q-FedAvg and FedAdp, which weigh steps, and server optimisers: against plain twins, and in labs."""
+"""FedNova, q-FedAvg and FedAdp, which weigh steps, and server optimisers: against plain twins, and
+in labs.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def play(
     rule = rule_of(tree, start=1.0, **{"training": PLAIN} | context)
     rows_K = np.zeros((len(moves_KD), LAYOUT.row_bytes), np.uint8)
     LAYOUT.floats(rows_K)[:] = 1.0 + moves_KD
-    reports = [Report((*SAMPLES, 60, 70)[k], 0.5, steps[k], losses[k]) for k in range(len(moves_KD))]
+    reports = [
+        Report((*SAMPLES, 60, 70)[k], 0.5, steps[k], losses[k]) for k in range(len(moves_KD))
+    ]
     outcome = aggregate(rule, r, NAMES[: len(moves_KD)], rows_K, reports)
     return LAYOUT.floats(rule.model).astype(np.float64), outcome
 
@@ -77,15 +81,21 @@ def moves(count: int = 3, seed: int = 1) -> Doubles:
 @pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
 def test_steps_are_divided_by_their_norms(momentum: float) -> None:
     steps, shares = (4, 10, 25), (0.5, 0.25, 0.25)
-    found, outcome = play({"name": "fednova"}, moves(), steps=steps, training=TrainingSettings(momentum=momentum))
+    found, outcome = play(
+        {"name": "fednova"}, moves(), steps=steps, training=TrainingSettings(momentum=momentum)
+    )
     # The L1 norm of the weights that plain momentum gives the gradients of tau steps.
     a = [sum(sum(momentum**j for j in range(i)) for i in range(1, tau + 1)) for tau in steps]
     effective = sum(p * each for p, each in zip(shares, a, strict=True))
-    wanted = 1 + effective * sum(p * move / each for p, move, each in zip(shares, moves(), a, strict=True))
+    wanted = 1 + effective * sum(
+        p * move / each for p, move, each in zip(shares, moves(), a, strict=True)
+    )
     np.testing.assert_allclose(found[:D], wanted[:D], rtol=1e-6, atol=1e-6)
-    np.testing.assert_allclose(found[D:], 1 + np.array(shares) @ moves()[:, D:], rtol=1e-6)  # buffers by samples
+    # buffers by samples
+    np.testing.assert_allclose(found[D:], 1 + np.array(shares) @ moves()[:, D:], rtol=1e-6)
     assert outcome.facts["effective_steps"] == pytest.approx(effective, rel=1e-12)
-    far_K = np.linalg.norm(1 + moves()[:, :D] - found[:D], axis=1)  # Tempo's distances are those to the next model
+    # Tempo's distances are those to the next model
+    far_K = np.linalg.norm(1 + moves()[:, :D] - found[:D], axis=1)
     assert list(outcome.distances.values()) == pytest.approx(far_K.tolist(), rel=1e-5)
 
 
@@ -93,8 +103,12 @@ def test_steps_are_divided_by_their_norms(momentum: float) -> None:
 @pytest.mark.parametrize("weights", ["data", "uniform"])
 def test_equal_steps_are_fedavg(momentum: float, weights: str) -> None:
     training = TrainingSettings(momentum=momentum)
-    mine, _ = play({"name": "fednova", "weights": weights}, moves(), steps=(7, 7, 7), training=training)
-    np.testing.assert_allclose(mine, play({"name": "fedavg", "weights": weights}, moves())[0], rtol=1e-6)
+    mine, _ = play(
+        {"name": "fednova", "weights": weights}, moves(), steps=(7, 7, 7), training=training
+    )
+    np.testing.assert_allclose(
+        mine, play({"name": "fedavg", "weights": weights}, moves())[0], rtol=1e-6
+    )
 
 
 ETA: Final = 0.1
@@ -110,20 +124,35 @@ TRAININGS: Final = [
     if momentum or not nesterov
 ]
 each_training = pytest.mark.parametrize(
-    "training", TRAININGS, ids=lambda t: f"{t.momentum}-{t.nesterov}-{t.weight_decay}-{t.objective.name}"
+    "training",
+    TRAININGS,
+    ids=lambda t: f"{t.momentum}-{t.nesterov}-{t.weight_decay}-{t.objective.name}",
 )
 
 
-def trained(training: TrainingSettings, count: int, *, slope: float = 1.0, start: float = 0.0) -> tuple[float, float]:
-    """Return where so many steps on the loss `slope w` lead: those of a device, and those of torch's optimiser."""
+def trained(
+    training: TrainingSettings, count: int, *, slope: float = 1.0, start: float = 0.0
+) -> tuple[float, float]:
+    """Return where so many steps on the loss `slope w` lead: those of a device, and those of
+    torch's optimiser.
+    """
     objective = objective_of(training)
-    mine, momentum = torch.full((1,), start, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    mine, momentum = (
+        torch.full((1,), start, dtype=torch.float64),
+        torch.zeros(1, dtype=torch.float64),
+    )
     theirs = torch.full((1,), start, dtype=torch.float64, requires_grad=True)
     optimiser = torch.optim.SGD(
-        [theirs], ETA, training.momentum, weight_decay=training.weight_decay, nesterov=training.nesterov
+        [theirs],
+        ETA,
+        training.momentum,
+        weight_decay=training.weight_decay,
+        nesterov=training.nesterov,
     )
     prox = training.objective.mu if isinstance(training.objective, FedProx) else 0.0
-    batch = Minibatch(lambda: slope * mine, torch.empty(0), [mine.requires_grad_()], [mine.detach().clone()])
+    batch = Minibatch(
+        lambda: slope * mine, torch.empty(0), [mine.requires_grad_()], [mine.detach().clone()]
+    )
     objective.losses = lambda _, logits: logits.sum()  # type: ignore[method-assign]
     for _ in range(count):
         step(
@@ -137,11 +166,15 @@ def trained(training: TrainingSettings, count: int, *, slope: float = 1.0, start
 
 
 @each_training
-def test_the_weights_of_the_gradients_are_those_of_the_actual_steps(training: TrainingSettings) -> None:
+def test_the_weights_of_the_gradients_are_those_of_the_actual_steps(
+    training: TrainingSettings,
+) -> None:
     counts = [1, 2, 5, 12, 100]
     found = gradient_weights(np.array(counts, np.float64), training, ETA)
     for count, weight in zip(counts, found.tolist(), strict=True):
-        assert [-end / ETA for end in trained(training, count)] == pytest.approx([weight] * 2, rel=1e-9)
+        assert [-end / ETA for end in trained(training, count)] == pytest.approx(
+            [weight] * 2, rel=1e-9
+        )
 
 
 @pytest.mark.parametrize("m", [0.5, 0.9])
@@ -150,22 +183,37 @@ def test_the_weights_are_the_closed_forms(m: float) -> None:
     heavy = (tau - m * (1 - m**tau) / (1 - m)) / (1 - m)
     nesterov = (tau - m**2 * (1 - m**tau) / (1 - m)) / (1 - m)
     assert gradient_weights(tau, TrainingSettings(momentum=m), 0.1) == pytest.approx(heavy)
-    assert gradient_weights(tau, TrainingSettings(momentum=m, nesterov=True), 0.1) == pytest.approx(nesterov)
-    prox = TrainingSettings.model_validate({"momentum": 0.0, "objective": {"name": "fedprox", "mu": 1.0}})
-    assert gradient_weights(tau, prox, 0.1) == pytest.approx([sum(0.9**j for j in range(int(t))) for t in tau])
+    assert gradient_weights(tau, TrainingSettings(momentum=m, nesterov=True), 0.1) == pytest.approx(
+        nesterov
+    )
+    prox = TrainingSettings.model_validate(
+        {"momentum": 0.0, "objective": {"name": "fedprox", "mu": 1.0}}
+    )
+    assert gradient_weights(tau, prox, 0.1) == pytest.approx(
+        [sum(0.9**j for j in range(int(t))) for t in tau]
+    )
 
 
 def test_a_step_at_least_and_shares_of_steps() -> None:
     training = TrainingSettings(momentum=0.9)
-    assert gradient_weights(np.array([0.0, 1.0, 1.5, 2.0]), training, 0.1).tolist() == pytest.approx([1, 1, 1.95, 2.9])
+    assert gradient_weights(
+        np.array([0.0, 1.0, 1.5, 2.0]), training, 0.1
+    ).tolist() == pytest.approx([1, 1, 1.95, 2.9])
     assert gradient_weights(np.array([7.0]), PLAIN, 0.1).tolist() == [7.0]
 
 
 @each_training
-def test_children_of_linear_losses_meet_where_their_gradients_cancel(training: TrainingSettings) -> None:
-    """The next model is a step along the mean of the gradients at z = 1, whatever steps led to the uploads."""
+def test_children_of_linear_losses_meet_where_their_gradients_cancel(
+    training: TrainingSettings,
+) -> None:
+    """The next model is a step along the mean of the gradients at z = 1, whatever steps led to the
+    uploads.
+    """
     steps, slopes, shares = (1, 4, 12), (2.0, -1.0, 0.5), np.array([0.5, 0.25, 0.25])
-    ends = [trained(training, count, slope=slope, start=1.0)[0] for count, slope in zip(steps, slopes, strict=True)]
+    ends = [
+        trained(training, count, slope=slope, start=1.0)[0]
+        for count, slope in zip(steps, slopes, strict=True)
+    ]
     moved = np.array(ends)[:, None] - np.ones((3, D + 3))
     found, outcome = play({"name": "fednova"}, moved, steps=steps, training=training)
     gradient = shares @ (np.array(slopes) + training.weight_decay)
@@ -185,8 +233,13 @@ def test_an_institutions_weights_are_the_sum_of_its_local_rounds() -> None:
         return ETA
 
     context = {"training": training, "learning_rate": rate, "rounds_below": 4}
-    _, outcome = play({"name": "fednova"}, moves(), steps=(4 * 3, 4 * 12, 4 * 5 + 1), r=2, **context)
-    each = {count: float(gradient_weights(np.array([count]), training, ETA)[0]) for count in (3, 5, 6, 12)}
+    _, outcome = play(
+        {"name": "fednova"}, moves(), steps=(4 * 3, 4 * 12, 4 * 5 + 1), r=2, **context
+    )
+    each = {
+        count: float(gradient_weights(np.array([count]), training, ETA)[0])
+        for count in (3, 5, 6, 12)
+    }
     facts: Any = outcome.facts["steps"]
     assert list(facts.values()) == pytest.approx([4 * each[3], 4 * each[12], 3 * each[5] + each[6]])
     assert asked == [8]
@@ -239,14 +292,18 @@ LAB: Final[dict[str, Any]] = {
     rate=st.sampled_from([0.01, 0.1, 1.0]),
     seed=st.integers(0, 1000),
 )
-def test_the_next_model_is_that_of_a_plain_twin(q: float, losses: list[float], rate: float, seed: int) -> None:
+def test_the_next_model_is_that_of_a_plain_twin(
+    q: float, losses: list[float], rate: float, seed: int
+) -> None:
     moves_KD = moves(len(losses), seed)
     delta, h, lipschitz = np.zeros(D), 0.0, 1 / rate
     for loss, move in zip(losses, moves_KD, strict=True):
         gradient = -lipschitz * move[:D]  # L (z - v_k)
         delta += loss**q * gradient
         h += q * loss ** (q - 1) * float(gradient @ gradient) + lipschitz * loss**q
-    found, _ = play({"name": "qfedavg", "q": q}, moves_KD, losses=losses, learning_rate=lambda _: rate)
+    found, _ = play(
+        {"name": "qfedavg", "q": q}, moves_KD, losses=losses, learning_rate=lambda _: rate
+    )
     np.testing.assert_allclose(found[:D], 1 - delta / h, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(found[D:], 1 + moves_KD[:, D:].mean(0), rtol=1e-6)
 
@@ -265,7 +322,9 @@ def test_losses_are_those_of_the_model_received(tmp_path: Path) -> None:
     module = models.of(experiment, inputs=data.inputs)
     models.read_row(module, tester.layout, tester.first)
     first = next(event for event in run.events if event.name == "plan")
-    for name, part in zip(experiment.tree.devices, splits.split_of(experiment).partitions, strict=True):
+    for name, part in zip(
+        experiment.tree.devices, splits.split_of(experiment).partitions, strict=True
+    ):
         samples = torch.from_numpy(part)
         with torch.no_grad():
             outputs = module.eval()(data.normaliser()(data.train_images[samples]))
@@ -283,7 +342,16 @@ def test_the_rule_is_for_parents_of_devices() -> None:
 def test_a_result_without_the_loss_is_refused() -> None:
     limits = limits_below(parse(LAB), CLOUD)["device-0"]
     manifest = Manifest("0123456789abcdef", 1024, 1024, b"d" * 8, "fp32", "layout")
-    result = Result(Key(0, 0, 0), manifest, None, Work(100, 0.5, 1, 12, 1.0, 0.0, 0.0), 12, (), "", start_loss=2.3)
+    result = Result(
+        Key(0, 0, 0),
+        manifest,
+        None,
+        Work(100, 0.5, 1, 12, 1.0, 0.0, 0.0),
+        12,
+        (),
+        "",
+        start_loss=2.3,
+    )
     check_report(result, limits=limits)
     for loss in (None, float("nan"), 1e40):
         with pytest.raises(RefusedModel, match="model that it received"):
@@ -301,21 +369,30 @@ def weigh(
     a: float = 5.0,
     past: dict[str, Any] | None = None,
 ) -> tuple[list[float], dict[str, Any], dict[str, Any]]:
-    """Return the weights of a round, the children's angles, and what is kept of them, `past` beforehand."""
+    """Return the weights of a round, the children's angles, and what is kept of them, `past`
+    beforehand.
+    """
     layout = ModelLayout.build([("w", (models_KD.shape[1],), Section.PARAMETER)])
     rule, start = rule_of({"name": "fedadp", "a": a}, layout=layout), layout.empty()
     layout.floats(start)[:] = start_D
     rule.begin(start)
     rule.restore(Path(), {"numbers": past or {}})
-    outcome = aggregate(rule, 0, NAMES[: len(samples)], models_KD.view(np.uint8), [Report(n, 0.0) for n in samples])
+    outcome = aggregate(
+        rule, 0, NAMES[: len(samples)], models_KD.view(np.uint8), [Report(n, 0.0) for n in samples]
+    )
     facts: Any = outcome.facts
     kept: Any = rule.save(Path())["numbers"]
     return list(facts["weights"].values()), facts["angles"], kept
 
 
-def twin(deltas: list[list[float]], samples: list[int], past: list[tuple[int, float]], a: float) -> list[float]:
+def twin(
+    deltas: list[list[float]], samples: list[int], past: list[tuple[int, float]], a: float
+) -> list[float]:
     total = sum(samples)
-    mean = [sum(n / total * d[i] for n, d in zip(samples, deltas, strict=True)) for i in range(len(deltas[0]))]
+    mean = [
+        sum(n / total * d[i] for n, d in zip(samples, deltas, strict=True))
+        for i in range(len(deltas[0]))
+    ]
     raw = []
     for delta, n, (count, smoothed) in zip(deltas, samples, past, strict=True):
         norms = math.hypot(*delta) * math.hypot(*mean)
@@ -342,7 +419,9 @@ def test_weights_by_angles_are_the_formulas(
     weights, angles, kept = weigh(models_KD, samples[:count], start_D=start_D, a=a, past=before)
     deltas = (models_KD.astype(np.float64) - start_D).tolist()
     np.testing.assert_allclose(weights, twin(deltas, samples[:count], past[:count], a), rtol=1e-6)
-    assert {name: times for name, (times, _) in kept.items()} == {name: n + 1 for name, (n, _) in before.items()}
+    assert {name: times for name, (times, _) in kept.items()} == {
+        name: n + 1 for name, (n, _) in before.items()
+    }
     assert list(angles) == list(before)
 
 
@@ -386,7 +465,9 @@ SHARES: Final = np.array([0.5, 0.25, 0.25])
 
 
 def advance(rule: Rule, r: int) -> tuple[Doubles, Aggregated]:
-    """Play a round in which each child moves a random step; return the uploads [K, D] and the outcome."""
+    """Play a round in which each child moves a random step; return the uploads [K, D] and the
+    outcome.
+    """
     ((model, _),) = rule.dispatch(r, NAMES[:3])
     rows_K = np.stack([model] * 3)
     floats_K = LAYOUT.floats(rows_K)
@@ -411,7 +492,9 @@ def momentum(beta: float, eta: float) -> Callable[[Doubles, Doubles], Doubles]:
     return step
 
 
-def adaptive(kind: str, eta: float, beta_1: float, beta_2: float, tau: float) -> Callable[[Doubles, Doubles], Doubles]:
+def adaptive(
+    kind: str, eta: float, beta_1: float, beta_2: float, tau: float
+) -> Callable[[Doubles, Doubles], Doubles]:
     m, v = np.zeros(D, np.float32), np.full(D, tau**2, np.float32)
 
     def step(z: Doubles, delta: Doubles) -> Doubles:
@@ -434,7 +517,10 @@ def adaptive(kind: str, eta: float, beta_1: float, beta_2: float, tau: float) ->
         ({"name": "fedavgm", "momentum": 0.9, "learning_rate": 0.5}, momentum(0.9, 0.5)),
         ({"name": "fedadagrad", "learning_rate": 0.1}, adaptive("adagrad", 0.1, 0.0, 0.0, 1e-3)),
         ({"name": "fedadam", "learning_rate": 0.01}, adaptive("adam", 0.01, 0.9, 0.99, 1e-3)),
-        ({"name": "fedyogi", "learning_rate": 0.02, "tau": 0.01}, adaptive("yogi", 0.02, 0.9, 0.99, 1e-2)),
+        (
+            {"name": "fedyogi", "learning_rate": 0.02, "tau": 0.01},
+            adaptive("yogi", 0.02, 0.9, 0.99, 1e-2),
+        ),
     ],
     ids=lambda value: value["name"] if isinstance(value, dict) else "",
 )
@@ -450,7 +536,9 @@ def test_fifty_rounds_are_those_of_a_plain_twin(
         # The mean is rounded to float32: where v is nearly delta^2, Yogi's sign may differ.
         assert wrong.sum() <= (2 if tree["name"] == "fedyogi" else 0)
         far = [float(np.linalg.norm(upload - model_of(rule))) for upload in uploads]
-        assert list(outcome.distances.values()) == pytest.approx(far, rel=1e-6), "to the next model, not to the mean"
+        assert list(outcome.distances.values()) == pytest.approx(far, rel=1e-6), (
+            "to the next model, not to the mean"
+        )
         assert LAYOUT.integers(rule.model).tolist() == [r + 1], "counters are those of the mean"
 
 
@@ -471,14 +559,22 @@ BEHIND: Final[list[dict[str, Any]]] = [
     ("own", "twin"),
     [
         ({"name": "fedavgm", "momentum": 0.5}, lambda: momentum(0.5, 1.0)),
-        ({"name": "fedadam", "learning_rate": 0.01}, lambda: adaptive("adam", 0.01, 0.9, 0.99, 1e-3)),
+        (
+            {"name": "fedadam", "learning_rate": 0.01},
+            lambda: adaptive("adam", 0.01, 0.9, 0.99, 1e-3),
+        ),
     ],
     ids=["fedavgm", "fedadam"],
 )
 def test_a_step_follows_another_rules_result(
-    tree: dict[str, Any], own: dict[str, Any], twin: Callable[[], Callable[[Doubles, Doubles], Doubles]], tmp_path: Path
+    tree: dict[str, Any],
+    own: dict[str, Any],
+    twin: Callable[[], Callable[[Doubles, Doubles], Doubles]],
+    tmp_path: Path,
 ) -> None:
-    """Combine, then step: FedCDA or the median, then the server optimiser in place of the result itself."""
+    """Combine, then step: FedCDA or the median, then the server optimiser in place of the result
+    itself.
+    """
     rule, step = rule_of({**tree, "step": own}), twin()
     z = np.zeros(D)
     for r in range(8):
@@ -503,7 +599,12 @@ NULL: Final[dict[str, Any]] = {"name": "fedavgm", "momentum": 0.0}
     [({"name": "fedavg"}, NULL), ({"name": "fedavg"}, {"name": "fedexp", "epsilon": 1e12})]
     + [
         (tree, {**tree, "step": NULL})
-        for tree in (*BEHIND, {"name": "fedadp"}, {"name": "krum", "wrong": 0}, {"name": "feddf", "steps": 0})
+        for tree in (
+            *BEHIND,
+            {"name": "fedadp"},
+            {"name": "krum", "wrong": 0},
+            {"name": "feddf", "steps": 0},
+        )
     ],
 )
 def test_the_null_setting_is_no_step(tree: dict[str, Any], null: dict[str, Any]) -> None:
@@ -533,19 +634,37 @@ def test_fedexp_goes_as_far_as_its_formula() -> None:
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        ({"name": "fedavgm", "momentum": 1.0}, r"momentum = 1.0: too large. Write a number below 1"),
+        (
+            {"name": "fedavgm", "momentum": 1.0},
+            r"momentum = 1.0: too large. Write a number below 1",
+        ),
         ({"name": "fedadam", "tau": 0.0}, r"tau = 0.0: too small. Write a number above 0"),
         ({"name": "fedyogi", "learning_rate": -1.0}, r"learning_rate = -1.0: too small"),
-        ({"name": "fedadagrad"}, r"learning_rate = 'not set': fedadagrad needs .* Try 0.01, 0.1 and 1"),
+        (
+            {"name": "fedadagrad"},
+            r"learning_rate = 'not set': fedadagrad needs .* Try 0.01, 0.1 and 1",
+        ),
         ({"name": "fedexp", "epsilon": 0.0}, r"epsilon = 0.0: too small"),
-        ({"name": "krum", "wrong": 0, "step": {"name": "fedadam"}}, r"step.learning_rate = 'not set': fedadam needs"),
-        ({"name": "fedcda", "step": {"name": "fedavgm", "weights": "uniform"}}, r"step.weights = .* those of fedcda"),
+        (
+            {"name": "krum", "wrong": 0, "step": {"name": "fedadam"}},
+            r"step.learning_rate = 'not set': fedadam needs",
+        ),
+        (
+            {"name": "fedcda", "step": {"name": "fedavgm", "weights": "uniform"}},
+            r"step.weights = .* those of fedcda",
+        ),
         (
             {"name": "fedcda", "step": {"name": "fedavg"}},
             r"step.name = 'fedavg': no step of a server has this name. Did you mean 'fedavgm'",
         ),
-        ({"name": "fedcda", "step": {"name": "mine:Rule"}}, r"step.name = 'mine:Rule': no step of a server"),
-        ({"name": "fedavgm", "beta_2": 0.9}, r"beta_2 = 0.9: unknown key. It belongs to fedadam and fedyogi"),
+        (
+            {"name": "fedcda", "step": {"name": "mine:Rule"}},
+            r"step.name = 'mine:Rule': no step of a server",
+        ),
+        (
+            {"name": "fedavgm", "beta_2": 0.9},
+            r"beta_2 = 0.9: unknown key. It belongs to fedadam and fedyogi",
+        ),
     ],
 )
 def test_a_step_that_cannot_be_is_refused(tree: dict[str, Any], message: str) -> None:

@@ -29,7 +29,9 @@ LAB: dict[str, Any] = {
 
 # The course of the evaluations
 
-EVALUATIONS = st.lists(st.tuples(st.sampled_from([0.1, 0.1000001, 0.2, 0.5, nan]), st.floats(0, 9)), max_size=12)
+EVALUATIONS = st.lists(
+    st.tuples(st.sampled_from([0.1, 0.1000001, 0.2, 0.5, nan]), st.floats(0, 9)), max_size=12
+)
 
 
 @given(
@@ -68,7 +70,10 @@ def test_a_target_ends_a_run_and_a_resumed_run_decides_by_the_digits_of_its_tabl
     [
         ({"target": 90}, "stop.target = 90.0: no accuracy. Write a fraction"),
         ({"target": 0}, "stop.target = 0.0: no accuracy"),
-        ({"min_delta": 0.1}, "stop.min_delta = 0.1: nothing goes by it. Set stop.patience or stop.best"),
+        (
+            {"min_delta": 0.1},
+            "stop.min_delta = 0.1: nothing goes by it. Set stop.patience or stop.best",
+        ),
         ({"monitor": "loss"}, "stop.monitor = 'loss': nothing goes by it"),
     ],
 )
@@ -90,20 +95,26 @@ def rows(folder: RunFolder) -> list[dict[str, str]]:
 
 
 def finished(folder: RunFolder) -> dict[str, Any]:
-    events = map(json.loads, (folder.path / "events.jsonl").read_text(encoding="utf-8").splitlines())
+    events = map(
+        json.loads, (folder.path / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    )
     found: dict[str, Any] = next(event for event in events if event["event"] == "finished")
     return found
 
 
 def same_arrays(one: Path, other: Path) -> bool:
     found, wanted = load_file(one), load_file(other)
-    return found.keys() == wanted.keys() and all(np.array_equal(found[name], wanted[name]) for name in found)
+    return found.keys() == wanted.keys() and all(
+        np.array_equal(found[name], wanted[name]) for name in found
+    )
 
 
 PATIENT = {"stop": {"patience": 2, "min_delta": 0.02, "best": True}}
 
 
-def test_patience_ends_a_run_and_its_best_model_stays_also_if_it_is_resumed_anywhere(tmp_path: Path) -> None:
+def test_patience_ends_a_run_and_its_best_model_stays_also_if_it_is_resumed_anywhere(
+    tmp_path: Path,
+) -> None:
     whole = direct_run(new(tmp_path / "whole", PATIENT))
     facts, found = finished(whole), rows(whole)
     assert facts["stopped"] == "patience" and len(found) < LAB["rounds"]
@@ -119,20 +130,31 @@ def test_patience_ends_a_run_and_its_best_model_stays_also_if_it_is_resumed_anyw
     for until in (1, len(found) // 2, len(found) - 1):
         folder = direct_run(new(tmp_path / f"killed-{until}", PATIENT), until=until)
         again = direct_run(RunFolder.reopen(folder.path, direct=True), resume=True)
-        assert (finished(again)["best_round"], finished(again)["stopped"]) == (course.best, "patience")
+        assert (finished(again)["best_round"], finished(again)["stopped"]) == (
+            course.best,
+            "patience",
+        )
         for name in ("best.safetensors", "model.safetensors"):
             assert same_arrays(again.path / name, whole.path / name)
 
 
 def test_a_best_model_that_is_lost_is_named(tmp_path: Path) -> None:
-    folder = direct_run(new(tmp_path, {"rounds": 3, "stop": {"best": True, "min_delta": 0.9}}), until=3)
+    folder = direct_run(
+        new(tmp_path, {"rounds": 3, "stop": {"best": True, "min_delta": 0.9}}), until=3
+    )
     for path in folder.checkpoints.glob("best-*"):
         path.unlink()
     warnings: list[Any] = []
     resumed_run(
-        folder.path, observe=lambda event, facts: warnings.append(facts["reason"]) if event == "warning" else None
+        folder.path,
+        observe=lambda event, facts: (
+            warnings.append(facts["reason"]) if event == "warning" else None
+        ),
     )
-    assert any(each.startswith("the best model, of global round 1, is lost: stop.best = ") for each in warnings)
+    assert any(
+        each.startswith("the best model, of global round 1, is lost: stop.best = ")
+        for each in warnings
+    )
     assert not (folder.path / "best.safetensors").exists()
 
 
@@ -147,15 +169,23 @@ def earlier(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 def test_a_run_starts_from_the_model_of_another(earlier: RunFolder, tmp_path: Path) -> None:
     still = {"rounds": 1, "training": {"learning_rate": 1e-12}}
     of_folder, of_file = (
-        direct_run(new(tmp_path / name, still, {"model": {"name": "mlp_digits", "initial": str(path)}}))
+        direct_run(
+            new(tmp_path / name, still, {"model": {"name": "mlp_digits", "initial": str(path)}})
+        )
         for name, path in (("folder", earlier.path), ("file", earlier.path / "model.safetensors"))
     )
     (first,), (other,), last = rows(of_folder), rows(of_file), rows(earlier)[-1]
     assert first["accuracy"] == other["accuracy"] == last["accuracy"]
     assert float(first["loss"]) == pytest.approx(float(last["loss"]), rel=1e-4)
     folders = (of_folder, of_file, earlier)
-    *noted, without = (json.loads((folder.path / "manifest.json").read_text()).get("initial") for folder in folders)
-    assert without is None and noted[0]["content"] == noted[1]["content"] and noted[0]["model"] == str(earlier.path)
+    *noted, without = (
+        json.loads((folder.path / "manifest.json").read_text()).get("initial") for folder in folders
+    )
+    assert (
+        without is None
+        and noted[0]["content"] == noted[1]["content"]
+        and noted[0]["model"] == str(earlier.path)
+    )
 
 
 @pytest.mark.parametrize(
@@ -163,16 +193,24 @@ def test_a_run_starts_from_the_model_of_another(earlier: RunFolder, tmp_path: Pa
     [
         (lambda found: found.pop(min(found)), r"not a model of mlp_digits: \S+ is missing"),
         (lambda found: found.update(more=np.zeros(1, np.float32)), "more is unknown"),
-        (lambda found: found.update({min(found): np.zeros((2, 3), np.float32)}), r"float32 \[2, 3\], not float32 \["),
+        (
+            lambda found: found.update({min(found): np.zeros((2, 3), np.float32)}),
+            r"float32 \[2, 3\], not float32 \[",
+        ),
         (lambda found: found.update({min(found): found[min(found)].astype(np.int16)}), "is int16"),
         (lambda found: found[min(found)].fill(np.nan), "holds NaN or Inf"),
     ],
 )
-def test_a_file_of_another_model_is_refused(change: Any, text: str, earlier: RunFolder, tmp_path: Path) -> None:
+def test_a_file_of_another_model_is_refused(
+    change: Any, text: str, earlier: RunFolder, tmp_path: Path
+) -> None:
     found = load_file(earlier.path / "model.safetensors")
     change(found)
     save_file(found, tmp_path / "other.safetensors")
-    folder = new(tmp_path / "runs", {"model": {"name": "mlp_digits", "initial": str(tmp_path / "other.safetensors")}})
+    folder = new(
+        tmp_path / "runs",
+        {"model": {"name": "mlp_digits", "initial": str(tmp_path / "other.safetensors")}},
+    )
     with pytest.raises(InvalidExperiment, match=text):
         direct_run(folder)
 
@@ -181,6 +219,7 @@ def test_a_place_without_a_model_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "no", Path(__file__)):
         folder = new(tmp_path / "runs", {"model": {"name": "mlp_digits", "initial": str(path)}})
         with pytest.raises(
-            InvalidExperiment, match=r"model\.initial = .* (cannot be read|has no).* Name a finished run"
+            InvalidExperiment,
+            match=r"model\.initial = .* (cannot be read|has no).* Name a finished run",
         ):
             direct_run(folder)

@@ -1,4 +1,6 @@
-"""Data sets that processes share: made once, mapped by all, and made anew when they are stale or damaged."""
+"""Data sets that processes share: made once, mapped by all, and made anew when they are stale or
+damaged.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ class Maker:
 def assert_same(one: Stored, other: Stored) -> None:
     assert one.facts == other.facts and one.tensors.keys() == other.tensors.keys()
     for name, tensor in one.tensors.items():
-        assert tensor.dtype == other.tensors[name].dtype and torch.equal(tensor, other.tensors[name]), name
+        assert tensor.dtype == other.tensors[name].dtype and torch.equal(
+            tensor, other.tensors[name]
+        ), name
 
 
 def test_made_once_and_found_by_its_digest(place: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -102,7 +106,9 @@ def test_a_write_reaches_nobody_else() -> None:
         lambda raw: raw + b"\0",
         lambda raw: raw[:-1] + bytes([raw[-1] ^ 1]),
         lambda raw: b"\xff" * 64,
-        lambda raw: raw.replace(b'value\\\\": 1', b'value\\\\": 2').replace(b'value\\": 1', b'value\\": 2'),
+        lambda raw: raw.replace(b'value\\\\": 1', b'value\\\\": 2').replace(
+            b'value\\": 1', b'value\\": 2'
+        ),
     ],
 )
 def test_what_is_damaged_is_made_anew(
@@ -138,7 +144,9 @@ def test_a_full_disk_costs_no_second_reading(monkeypatch: pytest.MonkeyPatch, pl
     assert make.made == 1 and not list(place.glob("*.safetensors"))
 
 
-def test_those_that_were_not_used_for_longest_go_first(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
+def test_those_that_were_not_used_for_longest_go_first(
+    monkeypatch: pytest.MonkeyPatch, place: Path
+) -> None:
     for age, name in enumerate(("young", "old", "oldest")):
         stored.shared(name, Maker())
         os.utime(place / f"{name}.safetensors", (1e9 - age, 1e9 - age))
@@ -155,16 +163,36 @@ def test_the_digest_is_of_facts_and_files(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_text("one")
     first = stored.digest_of({"noise": 0.0}, [path])
-    assert first == stored.digest_of({"noise": 0.0}, [path]) != stored.digest_of({"noise": 0.1}, [path])
+    assert (
+        first
+        == stored.digest_of({"noise": 0.0}, [path])
+        != stored.digest_of({"noise": 0.1}, [path])
+    )
     os.utime(path, ns=(1, 1))
     touched = stored.digest_of({"noise": 0.0}, [path])
     path.write_text("longer")
     os.utime(path, ns=(1, 1))
-    assert len({first, touched, stored.digest_of({"noise": 0.0}, [path]), stored.digest_of({"noise": 0.0}, [])}) == 4
+    assert (
+        len(
+            {
+                first,
+                touched,
+                stored.digest_of({"noise": 0.0}, [path]),
+                stored.digest_of({"noise": 0.0}, []),
+            }
+        )
+        == 4
+    )
 
 
 def cifar_sized(samples: int = 4000, **more: object) -> Data:
-    tree = {"dataset": "synthetic", "image_shape": [3, 32, 32], "classes": 10, "samples": samples, "test_samples": 10}
+    tree = {
+        "dataset": "synthetic",
+        "image_shape": [3, 32, 32],
+        "classes": 10,
+        "samples": samples,
+        "test_samples": 10,
+    }
     return parse({"data": tree | more}).data
 
 
@@ -183,17 +211,24 @@ sys.stdin.read()
 def mapped_bytes(pid: int | str, path: Path) -> tuple[int, int]:
     """Return how many bytes of the file a process has mapped, and how many of them are its own."""
     part = Path(f"/proc/{pid}/smaps").read_text().partition(str(path))[2]
-    found = [int(re.search(rf"^{key}: +(\d+) kB", part, re.MULTILINE)[1]) << 10 for key in ("Size", "Anonymous")]  # type: ignore[index]
+    found = [
+        int(re.search(rf"^{key}: +(\d+) kB", part, re.MULTILINE)[1]) << 10
+        for key in ("Size", "Anonymous")
+    ]  # type: ignore[index]
     return found[0], found[1]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
-def test_processes_that_start_at_once_make_a_set_once_and_share_it(place: Path, tmp_path: Path) -> None:
+def test_processes_that_start_at_once_make_a_set_once_and_share_it(
+    place: Path, tmp_path: Path
+) -> None:
     data = cifar_sized()
     experiment = parse({"data": data.model_dump()}).to_json()
     command = [sys.executable, "-c", LOAD, experiment]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, text=True) as other:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, text=True
+    ) as other:
         assert other.stdin and other.stdout and other.stdout.readline() == "ready\n"
         other.stdin.write("load\n")
         other.stdin.flush()
@@ -209,7 +244,9 @@ def test_processes_that_start_at_once_make_a_set_once_and_share_it(place: Path, 
         assert path.stat().st_ino == born
 
 
-def test_the_set_is_the_one_that_is_not_stored(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
+def test_the_set_is_the_one_that_is_not_stored(
+    monkeypatch: pytest.MonkeyPatch, place: Path
+) -> None:
     data = cifar_sized(samples=50, noise=0.1)
     monkeypatch.setattr(stored, "SMALL_BYTES", 1)
     shared = datasets.load(data)
@@ -232,7 +269,9 @@ def test_small_sets_are_not_stored_and_the_split_does_not_matter(place: Path) ->
     assert len(list(place.glob("*.safetensors"))) == 1
 
 
-def test_another_file_makes_it_stale(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_file_makes_it_stale(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(stored, "SMALL_BYTES", 1)
     data = parse({"data": {"dataset": "mnist", "root": str(tmp_path)}}).data
     for seed in (1, 2):
@@ -240,7 +279,9 @@ def test_another_file_makes_it_stale(place: Path, tmp_path: Path, monkeypatch: p
         for path in tmp_path.glob("MNIST/raw/*"):
             os.utime(path, (seed, seed))
         datasets._load.cache_clear()
-        assert np.array_equal(datasets.load(data).train_images[:, 0], arrays["train-images-idx3-ubyte"])
+        assert np.array_equal(
+            datasets.load(data).train_images[:, 0], arrays["train-images-idx3-ubyte"]
+        )
     assert len(list(place.glob("*.safetensors"))) == 2
 
 
@@ -248,12 +289,19 @@ def test_an_image_behind_a_link_makes_it_stale_and_its_notes_are_kept(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stored, "SMALL_BYTES", 1)
-    tree = {"dataset": "folder", "root": str(tmp_path / "root"), "classes": ["a"], "image_shape": [1, 2, 2]}
+    tree = {
+        "dataset": "folder",
+        "root": str(tmp_path / "root"),
+        "classes": ["a"],
+        "image_shape": [1, 2, 2],
+    }
     for name in ("root/train/a/0.png", "root/test/a/0.png", "album/1.png"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         Image.new("L", (2, 2), 7).save(tmp_path / name)
     (tmp_path / "root" / "train" / "a" / "notes.txt").write_text("no image")
-    (tmp_path / "root" / "train" / "a" / "album").symlink_to(tmp_path / "album", target_is_directory=True)
+    (tmp_path / "root" / "train" / "a" / "album").symlink_to(
+        tmp_path / "album", target_is_directory=True
+    )
     data = parse({"data": tree}).data
     for colour in (7, 9):
         Image.new("L", (2, 2), colour).save(tmp_path / "album" / "1.png")
@@ -262,5 +310,8 @@ def test_an_image_behind_a_link_makes_it_stale_and_its_notes_are_kept(
             datasets._load.cache_clear()
             found = datasets.load(data)
             assert found.train_images[:, 0, 0, 0].tolist() == [7, colour]
-            assert len(found.notes) == 1 and "1 file or link is not read: a/notes.txt." in found.notes[0]
+            assert (
+                len(found.notes) == 1
+                and "1 file or link is not read: a/notes.txt." in found.notes[0]
+            )
     assert len(list(place.glob("*.safetensors"))) == 2

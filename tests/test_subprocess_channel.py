@@ -1,4 +1,6 @@
-"""The channel between an agent and its process: records, shared memory, and every way in which either end ends."""
+"""The channel between an agent and its process: records, shared memory, and every way in which
+either end ends.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,9 @@ from fedstrata.common.errors import (
     RunFailed,
     StorageFailed,
 )
-from fedstrata.common.host import subprocess_channel
-from fedstrata.common.host.subprocess_channel import (
+from fedstrata.common.net.plain_client import ConnectRefused
+from fedstrata.common.processes import subprocess_channel
+from fedstrata.common.processes.subprocess_channel import (
     Garbled,
     ProcessEnded,
     Record,
@@ -43,7 +46,6 @@ from fedstrata.common.host.subprocess_channel import (
     error_in,
     error_record,
 )
-from fedstrata.common.net.plain_client import ConnectRefused
 from fedstrata.common.protocol.messages import Announcement
 from fedstrata.common.runtime.discovery import Found, Moved
 from fedstrata.common.runtime.lifecycle import Away, MovesAway
@@ -58,7 +60,7 @@ PATIENCE_S = 60.0
 PEER = """
 import os, pathlib, signal, socket, subprocess, sys, threading, time
 from fedstrata.common.errors import AcceleratorLost, InvalidExperiment, RunFailed
-from fedstrata.common.host.subprocess_channel import AgentChannel, error_record
+from fedstrata.common.processes.subprocess_channel import AgentChannel, error_record
 
 cancelled = threading.Event()
 
@@ -204,20 +206,36 @@ async def test_both_ends_have_the_same_rows_which_grow(channel: SubprocessChanne
 @pytest.mark.parametrize(
     ("request_", "killed", "how"),
     [
-        ({"do": "exit", "code": 0}, False, "ended with code 0; the output of its node may have the reason"),
+        (
+            {"do": "exit", "code": 0},
+            False,
+            "ended with code 0; the output of its node may have the reason",
+        ),
         ({"do": "raise"}, False, "ended with code 1; the output of its node may have the reason"),
         ({"do": "kill"}, True, "was killed by SIGKILL"),
-        ({"do": "half", "code": 7}, False, "ended with code 7; the output of its node may have the reason"),
+        (
+            {"do": "half", "code": 7},
+            False,
+            "ended with code 7; the output of its node may have the reason",
+        ),
     ],
 )
 @with_peer
 async def test_the_end_of_the_process_is_reported_with_its_code(
-    channel: SubprocessChannel, request_: dict[str, object], killed: bool, how: str, capfd: pytest.CaptureFixture[str]
+    channel: SubprocessChannel,
+    request_: dict[str, object],
+    killed: bool,
+    how: str,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     for _ in range(2):  # and again when the process is gone
         with pytest.raises(ProcessEnded) as caught:
             await channel.request(**request_)
-        assert (str(caught.value), caught.value.how, caught.value.killed) == (f"the peer {how}", how, killed)
+        assert (str(caught.value), caught.value.how, caught.value.killed) == (
+            f"the peer {how}",
+            how,
+            killed,
+        )
         assert caught.value.exit_code == 1
     assert ("a bug" in capfd.readouterr().err) == (request_["do"] == "raise")
 
@@ -231,7 +249,9 @@ async def test_a_process_that_closes_its_end_and_does_not_end_is_killed(
         await channel.request(close=True)
 
 
-def test_a_module_that_does_not_exist_is_an_end_with_code_1(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_module_that_does_not_exist_is_an_end_with_code_1(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     async def play() -> None:
         channel = await SubprocessChannel.start("no_such_module", "the peer")
         try:
@@ -251,7 +271,11 @@ async def test_the_output_of_libraries_and_programs_never_enters_the_channel(
     assert await channel.request(do="flood") == {"read": ""}
     assert await channel.request(do="echo", x=1) == {"x": 1}
     out, err = capfd.readouterr()
-    assert out == "" and err.count("library" * 100) == err.count("not") == 1000 and err.endswith("program\n")
+    assert (
+        out == ""
+        and err.count("library" * 100) == err.count("not") == 1000
+        and err.endswith("program\n")
+    )
 
 
 @with_peer
@@ -260,7 +284,10 @@ async def test_errors_pass_with_their_parts_and_an_unexpected_one_leaves_its_tra
 ) -> None:
     with pytest.raises(InvalidExperiment, match=r"key = .*: a problem\. A remedy\.") as invalid:
         await channel.request(do="invalid")
-    assert invalid.value.parts == ("key", "{1, 2}", "a problem", "A remedy.") and invalid.value.exit_code == 4
+    assert (
+        invalid.value.parts == ("key", "{1, 2}", "a problem", "A remedy.")
+        and invalid.value.exit_code == 4
+    )
     assert invalid.value.frames == ("a frame",)
     with pytest.raises(RunFailed, match=r"^a reason$"):
         await channel.request(do="failed")
@@ -272,7 +299,9 @@ async def test_errors_pass_with_their_parts_and_an_unexpected_one_leaves_its_tra
     errors: list[FedstrataError] = [InvalidExperiment("a", 1, "b", "c"), RunFailed("d")]
     errors.append(AcceleratorLost("CUDA error: misaligned address"))
     found = [error_in(error_record(error)) for error in errors]
-    assert [(type(error), str(error)) for error in found] == [(type(error), str(error)) for error in errors]
+    assert [(type(error), str(error)) for error in found] == [
+        (type(error), str(error)) for error in errors
+    ]
 
 
 @with_peer
@@ -344,7 +373,9 @@ def test_a_request_that_fails_in_each_process_is_an_error_and_the_next_one_has_a
 ) -> None:
     (tmp_path / "left").write_text(str(replacements + 1))
     too, verb = HOWS[how]
-    others = f"and so {verb} its replacement" if replacements == 1 else "and 2 replacements failed, too"
+    others = (
+        f"and so {verb} its replacement" if replacements == 1 else "and 2 replacements failed, too"
+    )
 
     async def do(peers: ReplaceableProcess) -> None:
         work = once(tmp_path / "left", how)
@@ -361,7 +392,9 @@ def test_a_process_that_ends_by_itself_is_no_reason_to_do_a_request_again(tmp_pa
 
     async def do(peers: ReplaceableProcess) -> None:
         work = once(tmp_path / "left", "exit")
-        with pytest.raises(RunFailed, match=r"^the peer ended with code 3; the output of its node "):
+        with pytest.raises(
+            RunFailed, match=r"^the peer ended with code 3; the output of its node "
+        ):
             await peers.do(work)
         assert (await peers.do(work))["pid"] > 0
 
@@ -390,13 +423,17 @@ def test_a_cancelled_request_ends_its_process() -> None:
 
 
 @with_peer
-async def test_a_record_has_an_effect_while_the_process_computes(channel: SubprocessChannel) -> None:
+async def test_a_record_has_an_effect_while_the_process_computes(
+    channel: SubprocessChannel,
+) -> None:
     assert await channel.request(do="compute") == {"computing": True}
     assert await channel.request(cancel=True) == {"cancelled": True}
 
 
 @with_peer
-async def test_closing_kills_a_process_that_computes_and_ends_who_waits(channel: SubprocessChannel) -> None:
+async def test_closing_kills_a_process_that_computes_and_ends_who_waits(
+    channel: SubprocessChannel,
+) -> None:
     waiting: list[asyncio.Task[Record]] = []
     await channel.request(do="compute")
     channel.send(do="echo", text="x" * (1 << 20))
@@ -408,7 +445,9 @@ async def test_closing_kills_a_process_that_computes_and_ends_who_waits(channel:
 
 
 @with_peer
-async def test_a_program_of_the_process_does_not_keep_the_channel_open(channel: SubprocessChannel) -> None:
+async def test_a_program_of_the_process_does_not_keep_the_channel_open(
+    channel: SubprocessChannel,
+) -> None:
     program = psutil.Process((await channel.request(do="start"))["pid"])
     try:
         channel.process.kill()
@@ -421,7 +460,7 @@ async def test_a_program_of_the_process_does_not_keep_the_channel_open(channel: 
 
 AGENT = """
 import asyncio, sys
-from fedstrata.common.host.subprocess_channel import SubprocessChannel
+from fedstrata.common.processes.subprocess_channel import SubprocessChannel
 
 async def main():
     channel = await SubprocessChannel.start("peer", "the peer")
@@ -434,7 +473,9 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("end", [psutil.Process.kill, psutil.Process.terminate])
-def test_the_process_ends_with_its_agent_as_it_computes(end: Callable[[psutil.Process], None]) -> None:
+def test_the_process_ends_with_its_agent_as_it_computes(
+    end: Callable[[psutil.Process], None],
+) -> None:
     agent = subprocess.Popen([sys.executable, "-c", AGENT], stdout=subprocess.PIPE, text=True)
     assert agent.stdout is not None
     with agent:
@@ -470,7 +511,9 @@ MADE: Final[Mapping[str, Callable[[], BaseException]]] = {
 
 
 def _errors() -> list[type[BaseException]]:
-    """Return all exceptions that the product defines, by its source: importing all of it would have effects."""
+    """Return all exceptions that the product defines, by its source: importing all of it would have
+    effects.
+    """
     found: list[tuple[str, str, set[str]]] = []
     for package in ("cloud", "institution", "device", "common", "deploy"):
         for path in sorted((ROOT / package).rglob("*.py")):
@@ -493,5 +536,12 @@ def test_every_error_pickles_and_copies_with_all_that_it_knows() -> None:
             assert (other.args, vars(other)) == (error.args, vars(error)), kind
             assert getattr(other, "exit_code", None) == getattr(error, "exit_code", None), kind
     names = {kind.__name__ for kind in kinds}
-    assert {"InvalidExperiment", "ProcessEnded", "Moved", "CellFailed", "Cancelled", "NotMqtt"} <= names
+    assert {
+        "InvalidExperiment",
+        "ProcessEnded",
+        "Moved",
+        "CellFailed",
+        "Cancelled",
+        "NotMqtt",
+    } <= names
     assert MADE.keys() <= names and issubclass(InvalidExperiment, FedstrataError)

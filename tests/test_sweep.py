@@ -25,7 +25,14 @@ from fedstrata.common.settings.tables import write
 from fedstrata.deploy.results.kept_table import KeptRun, KeptTable, add
 from fedstrata.deploy.results.run import Run, State, find_all, folders
 from fedstrata.deploy.sweeps import execution
-from fedstrata.deploy.sweeps.execution import CellFailed, RunCommand, RunOrder, WorkerProcess, packed, unpack
+from fedstrata.deploy.sweeps.execution import (
+    CellFailed,
+    RunCommand,
+    RunOrder,
+    WorkerProcess,
+    packed,
+    unpack,
+)
 from fedstrata.deploy.sweeps.folder import MissingRun, SweepFolder
 from fedstrata.deploy.sweeps.grid import load, merged
 from fedstrata.deploy.sweeps.running import SweepProgress, Watch, fitting, run_jobs
@@ -40,7 +47,13 @@ TREE: Final[Mapping[str, Any]] = {
     "experiment": {
         "rounds": 6,
         "topology": {"institutions": 0, "devices": 3},
-        "data": {"dataset": "synthetic", "samples": 60, "test_samples": 40, "classes": 3, "image_shape": [1, 8, 8]},
+        "data": {
+            "dataset": "synthetic",
+            "samples": 60,
+            "test_samples": 40,
+            "classes": 3,
+            "image_shape": [1, 8, 8],
+        },
         "model": {"name": "mlp_digits"},
         "training": {"epochs": 1, "batch_size": 10},
     },
@@ -62,10 +75,13 @@ def sweep_file(folder: Path, *changes: Mapping[str, Any]) -> Path:
 
 @pytest.fixture(scope="module")
 def here() -> Iterator[None]:
-    """Run cells in the test's process; the processes of sweeps that are killed, and of slow tests, stay."""
+    """Run cells in the test's process; the processes of sweeps that are killed, and of slow tests,
+    stay.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fedstrata.deploy.sweeps.execution.WorkerProcess", HereProcess)
-        patch.setattr("fedstrata.deploy.local.direct.interruptible", nullcontext)  # only the main thread is
+        # only the main thread is
+        patch.setattr("fedstrata.deploy.local.direct.interruptible", nullcontext)
         yield
 
 
@@ -80,7 +96,9 @@ def test_two_at_once_give_the_same_bits_and_nothing_is_run_again(tmp_path: Path)
     found = {}
     for jobs in (1, 2):
         runs = tmp_path / str(jobs)
-        done = invoke("sweep", file, "--direct", "--jobs", str(jobs), "--runs", runs, "--format", "csv")
+        done = invoke(
+            "sweep", file, "--direct", "--jobs", str(jobs), "--runs", runs, "--format", "csv"
+        )
         assert done.exit_code == 0, done.stderr
         found[jobs] = done.stdout, models(runs / "two")
         assert len(found[jobs][1]) == 4
@@ -88,13 +106,20 @@ def test_two_at_once_give_the_same_bits_and_nothing_is_run_again(tmp_path: Path)
     before = {path: os.stat(path / "rounds.csv").st_mtime_ns for path in folders(runs / "two")}
     again = invoke("sweep", file, "--direct", "--runs", runs, "--format", "csv")
     assert again.stdout == done.stdout and "4 of 4 runs are finished" in again.stderr
-    assert before == {path: os.stat(path / "rounds.csv").st_mtime_ns for path in folders(runs / "two")}
-    alone = invoke("run", folders(runs / "two")[0] / "experiment.toml", "--direct", "--runs", tmp_path)
+    assert before == {
+        path: os.stat(path / "rounds.csv").st_mtime_ns for path in folders(runs / "two")
+    }
+    alone = invoke(
+        "run", folders(runs / "two")[0] / "experiment.toml", "--direct", "--runs", tmp_path
+    )
     assert alone.exit_code == 0  # an ordinary run has the same model
     (other,) = models(tmp_path).items()
     assert other in found[1][1].items()
     refused = invoke("sweep", file, "--runs", runs, "--set", "rounds=6")
-    assert refused.exit_code == 4 and "had no network. Add --direct, or name another folder." in refused.stderr
+    assert (
+        refused.exit_code == 4
+        and "had no network. Add --direct, or name another folder." in refused.stderr
+    )
 
 
 @pytest.mark.usefixtures("here")
@@ -105,9 +130,11 @@ def test_a_killed_sweep_goes_on_and_ends_with_the_same_table(tmp_path: Path) -> 
     process = subprocess.Popen(killed, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     with process, process.stderr as lines:
-        assert any(line.startswith("1/4: ") for line in lines)  # the short one; the long one still runs
+        # the short one; the long one still runs
+        assert any(line.startswith("1/4: ") for line in lines)
         os.kill(process.pid, signal.SIGKILL)
-        assert "Traceback" not in lines.read()  # to its end, which is that of the workers: they have it, too
+        # to its end, which is that of the workers: they have it, too
+        assert "Traceback" not in lines.read()
     grid, folder = load(file), SweepFolder(tmp_path / "killed" / "two")
     assert 0 < len(folder.finished(grid)) < 4
     partial = invoke("sweep", file, "--table", "--runs", tmp_path / "killed")
@@ -117,23 +144,35 @@ def test_a_killed_sweep_goes_on_and_ends_with_the_same_table(tmp_path: Path) -> 
     undisturbed = invoke(*words, "--jobs", "1", "--runs", tmp_path / "undisturbed")
     assert went_on.stdout == undisturbed.stdout
     assert models(folder.path) == models(tmp_path / "undisturbed" / "two")
-    assert [Run(path).state for path in folders(folder.path)] == [State.FINISHED] * 4  # none was begun twice
+    # none was begun twice
+    assert [Run(path).state for path in folders(folder.path)] == [State.FINISHED] * 4
 
 
 @pytest.mark.usefixtures("here")
-def test_runs_that_fail_or_lack_their_data_are_reported_and_tried_again_and_the_others_go_on(tmp_path: Path) -> None:
-    cifar = {"data": {"dataset": "cifar10", "root": str(tmp_path)}, "model": {"name": "lenet_cifar"}}
+def test_runs_that_fail_or_lack_their_data_are_reported_and_tried_again_and_the_others_go_on(
+    tmp_path: Path,
+) -> None:
+    cifar = {
+        "data": {"dataset": "cifar10", "root": str(tmp_path)},
+        "model": {"name": "lenet_cifar"},
+    }
     digits = {"data": {"dataset": "digits"}, "model": {"name": "mlp_digits"}}
     axes = {"data": {"C": cifar, "D": digits, "N": digits | {"model": {"name": "nowhere:build"}}}}
     file = tmp_path / "two.toml"
     file.write_text(write({"title": "Data", "seeds": 2, "experiment": {"rounds": 1}, "axes": axes}))
     words = ["sweep", file, "--direct", "--jobs", "1", "--runs", tmp_path]
     wrong = invoke(*words, "--only", "data=X")
-    assert "--only = 'data=X': the axis has no such value. There are: C, D, N." in wrong.stderr, wrong.stderr
+    assert "--only = 'data=X': the axis has no such value. There are: C, D, N." in wrong.stderr, (
+        wrong.stderr
+    )
     refused = invoke(*words, "--only", "data=C")
     assert refused.exit_code == 4, refused.stderr
     _, line = refused.stderr.splitlines()
-    assert line.startswith("fedstrata: data.root = ") and "data_batch_1" in line and not folders(tmp_path / "two")
+    assert (
+        line.startswith("fedstrata: data.root = ")
+        and "data_batch_1" in line
+        and not folders(tmp_path / "two")
+    )
     for done in ("0 of 6", "2 of 6"):
         found = invoke(*words)
         assert found.exit_code == 1
@@ -141,9 +180,13 @@ def test_runs_that_fail_or_lack_their_data_are_reported_and_tried_again_and_the_
         assert f"{done} runs are finished" in first
         assert left_out.startswith("left out: 2 runs: data.root = ")
         assert missing.startswith("failed: C, seed 1 and 1 more: data.root = ")
-        assert found.stderr.count("data_batch_1") == 2, "once before anything runs, and once at the end"
+        assert found.stderr.count("data_batch_1") == 2, (
+            "once before anything runs, and once at the end"
+        )
         assert "partial: 2 of 6 runs are finished; 2 of 3 cells lack some" in found.stdout
-        assert last.startswith("failed: N, seed 1 and 1 more: model.name = 'nowhere:build': "), found.stderr
+        assert last.startswith("failed: N, seed 1 and 1 more: model.name = 'nowhere:build': "), (
+            found.stderr
+        )
     assert sorted(Run(path).cell for path in folders(tmp_path / "two")) == ["D", "D", "N", "N"]
 
 
@@ -153,18 +196,31 @@ def test_two_sweeps_cannot_share_a_folder(tmp_path: Path) -> None:
         refused = invoke("sweep", file, "--direct", "--runs", tmp_path)
     assert refused.exit_code == 4
     (line,) = refused.stderr.strip().splitlines()
-    assert line.endswith("another sweep uses this folder. Wait for its end, or name another folder.")
+    assert line.endswith(
+        "another sweep uses this folder. Wait for its end, or name another folder."
+    )
 
 
 def test_the_runs_are_listed_without_being_run(tmp_path: Path) -> None:
     file = sweep_file(tmp_path)
-    listed = invoke("sweep", file, "--dry-run", "--only", "method=FedCross", "--seeds", "3", "--runs", tmp_path)
+    listed = invoke(
+        "sweep", file, "--dry-run", "--only", "method=FedCross", "--seeds", "3", "--runs", tmp_path
+    )
     *rows, last = listed.stdout.splitlines()[1:]
-    digests = [one.digest for one in load(file, only=["method=FedCross"], seeds=3).experiments.values()]
-    assert [row.split() for row in rows] == [["FedCross", str(s), "6", d, "missing"] for s, d in enumerate(digests, 1)]
+    digests = [
+        one.digest for one in load(file, only=["method=FedCross"], seeds=3).experiments.values()
+    ]
+    assert [row.split() for row in rows] == [
+        ["FedCross", str(s), "6", d, "missing"] for s, d in enumerate(digests, 1)
+    ]
     assert last == "1 cell, 3 runs, 18 global rounds; 3 runs missing"
-    facts = [json.loads(line) for line in invoke("sweep", file, "--dry-run", "--format", "json").stdout.splitlines()]
-    assert [fact["cell"] for fact in facts] == [{"method": "FedAvg"}] * 2 + [{"method": "FedCross"}] * 2
+    facts = [
+        json.loads(line)
+        for line in invoke("sweep", file, "--dry-run", "--format", "json").stdout.splitlines()
+    ]
+    assert [fact["cell"] for fact in facts] == [{"method": "FedAvg"}] * 2 + [
+        {"method": "FedCross"}
+    ] * 2
     assert not (tmp_path / "two").exists()
 
 
@@ -173,7 +229,9 @@ def test_each_form_of_a_table_is_there_before_anything_ran(tmp_path: Path, form:
     found = invoke("sweep", sweep_file(tmp_path), "--table", "--runs", tmp_path, "--format", form)
     assert found.exit_code == 0 and "FedCross" in found.stdout
     if form == "json":
-        assert [cell["measures"]["accuracy"]["mean"] for cell in json.loads(found.stdout)["cells"]] == [None, None]
+        assert [
+            cell["measures"]["accuracy"]["mean"] for cell in json.loads(found.stdout)["cells"]
+        ] == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -183,7 +241,10 @@ def test_each_form_of_a_table_is_there_before_anything_ran(tmp_path: Path, form:
         (["--accelerator", "cpu"], "valid only with --direct"),
         (["--lab", "rack", "--jobs", "2"], "a lab has one run at a time"),
         (["--cluster", "tcp://x:1"], "valid only with --direct or --simulate"),
-        (["--cluster", "tcp://x:1", "--direct", "--jobs", "2"], "a cluster has as many runs at once as its workers"),
+        (
+            ["--cluster", "tcp://x:1", "--direct", "--jobs", "2"],
+            "a cluster has as many runs at once as its workers",
+        ),
     ],
 )
 def test_options_that_exclude_each_other(tmp_path: Path, words: list[str], problem: str) -> None:
@@ -207,7 +268,9 @@ def test_as_many_at_once_as_memory_permits(each: int, jobs: int) -> None:
 
 
 class ScriptedExecutor:
-    """Does one run after another, in the thread that waits for it, which fail as given by their labels."""
+    """Does one run after another, in the thread that waits for it, which fail as given by their
+    labels.
+    """
 
     def __init__(self, failures: Mapping[str, Exception]) -> None:
         self.ran: list[str] = []
@@ -237,7 +300,9 @@ class ScriptedExecutor:
         CancelledError(),  # of a cluster that is lost
     ],
 )
-def test_an_error_of_the_broker_the_disk_or_the_cluster_ends_the_sweep(tmp_path: Path, error: Exception) -> None:
+def test_an_error_of_the_broker_the_disk_or_the_cluster_ends_the_sweep(
+    tmp_path: Path, error: Exception
+) -> None:
     grid = load(sweep_file(tmp_path))
     jobs = [MissingRun(f"run {i}", one, None) for i, one in enumerate(grid.experiments.values())]
     failures = {"run 0": CellFailed("no model", 1), "run 1": error}
@@ -252,18 +317,25 @@ def test_an_error_of_the_broker_the_disk_or_the_cluster_ends_the_sweep(tmp_path:
 def test_what_a_worker_of_a_cluster_raises_fails_its_run_alone(tmp_path: Path) -> None:
     grid = load(sweep_file(tmp_path))
     jobs = [MissingRun(f"run {i}", one, None) for i, one in enumerate(grid.experiments.values())]
-    executor, progress = ScriptedExecutor({"run 1": ModuleNotFoundError("no fedstrata")}), SweepProgress(4, {}, jobs=1)
+    executor, progress = (
+        ScriptedExecutor({"run 1": ModuleNotFoundError("no fedstrata")}),
+        SweepProgress(4, {}, jobs=1),
+    )
     taken: list[bytes] = []
     with progress.shown(jobs):
         run_jobs(jobs, executor, progress, take=taken.append)
     assert progress.failed == {"run 1": "ModuleNotFoundError: no fedstrata"} and taken == [b""] * 3
 
 
-def test_the_time_left_is_that_of_runs_of_the_same_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_left_is_that_of_runs_of_the_same_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = 100.0
     monkeypatch.setattr("fedstrata.deploy.sweeps.running.time.monotonic", lambda: now)
     grid = load(sweep_file(tmp_path))
-    jobs = [MissingRun(label, grid.experiments[digest], None) for digest, label in grid.labels().items()]
+    jobs = [
+        MissingRun(label, grid.experiments[digest], None) for digest, label in grid.labels().items()
+    ]
     by_label = {job.label: job for job in jobs}
     progress = SweepProgress(4, {}, jobs=1)
     with progress.shown(jobs):
@@ -279,7 +351,9 @@ def test_the_time_left_is_that_of_runs_of_the_same_kind(tmp_path: Path, monkeypa
         assert "2/4 runs, about 25 s left  FedCross, seed 2 3/6" in progress.picture().plain
 
 
-def test_what_a_lab_waits_for_is_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_lab_waits_for_is_written_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (first, *_) = load(sweep_file(tmp_path)).experiments.values()
     run, progress = MissingRun("FedAvg, seed 1", first, None), SweepProgress(4, {}, jobs=1)
     with progress.shown([run]):
@@ -297,7 +371,9 @@ def test_what_a_lab_waits_for_is_written_once(tmp_path: Path, capsys: pytest.Cap
 
 @pytest.fixture(scope="module")
 def monday(tmp_path_factory: pytest.TempPathFactory, here: None) -> Path:
-    """Return a folder with the file of a sweep, the runs of one of its two cells, and what is kept of them."""
+    """Return a folder with the file of a sweep, the runs of one of its two cells, and what is kept
+    of them.
+    """
     home = tmp_path_factory.mktemp("monday")
     words = ["--only", "method=FedAvg", "--runs", home / "monday", "--kept", home / "kept"]
     one = invoke("sweep", sweep_file(home, {"seeds": 1}), "--direct", "--jobs", "1", *words)
@@ -305,7 +381,9 @@ def monday(tmp_path_factory: pytest.TempPathFactory, here: None) -> Path:
     return home
 
 
-def test_kept_runs_are_finished_runs_on_another_day_and_machine(monday: Path, tmp_path: Path) -> None:
+def test_kept_runs_are_finished_runs_on_another_day_and_machine(
+    monday: Path, tmp_path: Path
+) -> None:
     shutil.copytree(monday, tmp_path, dirs_exist_ok=True)
     file, kept = tmp_path / "two.toml", tmp_path / "kept"
     words = ["sweep", file, "--direct", "--jobs", "1", "--kept", kept, "--format", "csv"]
@@ -318,12 +396,17 @@ def test_kept_runs_are_finished_runs_on_another_day_and_machine(monday: Path, tm
     assert both.exit_code == 0 and "1 of 2 runs are finished" in both.stderr
     (other,) = map(Run, folders(tmp_path / "tuesday" / "two"))
     assert other.experiment.tiers[0].aggregation.name == "fedcross"
-    alone = invoke(*words[:-4], "--format", "csv", "--runs", tmp_path / "wednesday")  # each run anew
+    # each run anew
+    alone = invoke(*words[:-4], "--format", "csv", "--runs", tmp_path / "wednesday")
     assert alone.exit_code == 0 and alone.stdout == both.stdout
-    shown = invoke("sweep", file, "--table", "--runs", tmp_path / "nowhere", "--kept", kept, "--format", "csv")
+    shown = invoke(
+        "sweep", file, "--table", "--runs", tmp_path / "nowhere", "--kept", kept, "--format", "csv"
+    )
     assert shown.stdout == both.stdout
     run, whole = Run(path), Run(original)
-    assert run.experiment == whole.experiment and run.cell == "FedAvg" and run.state is State.FINISHED
+    assert (
+        run.experiment == whole.experiment and run.cell == "FedAvg" and run.state is State.FINISHED
+    )
     nodes = {"epochs": {}, "omega": {}, "spread": {}}  # columns of single nodes are not kept
     assert list(run.rounds) == [replace(row, **nodes) for row in whole.rounds]
     assert run.manifest["model"] and run.manifest["cpu_s"] > 0 and "host" not in run.manifest
@@ -331,7 +414,9 @@ def test_kept_runs_are_finished_runs_on_another_day_and_machine(monday: Path, tm
     assert refused.exit_code == 4 and "had no network" in refused.stderr
 
 
-def test_a_kept_run_is_found_by_its_experiment_as_it_is_read_today(monday: Path, tmp_path: Path) -> None:
+def test_a_kept_run_is_found_by_its_experiment_as_it_is_read_today(
+    monday: Path, tmp_path: Path
+) -> None:
     shutil.copytree(monday / "kept", tmp_path / "kept")
     file, kept = monday / "two.toml", tmp_path / "kept"
     file_of_kept = kept / "two" / "sweep.json"
@@ -358,7 +443,9 @@ def test_runs_of_another_place_are_added_to_the_table(monday: Path, tmp_path: Pa
     done = invoke("sweep", monday / "two.toml", "--direct", "--jobs", "1", *words)
     assert done.exit_code == 0, done.stderr
     before = {path.name: Run(path) for path in folders(kept)}
-    earlier = {name: (run.experiment, run.manifest, list(run.rounds)) for name, run in before.items()}
+    earlier = {
+        name: (run.experiment, run.manifest, list(run.rounds)) for name, run in before.items()
+    }
     for _ in range(2):  # the second time nothing changes
         assert [run.cell for run in keep.add(tmp_path / "runs" / "two", kept)] == ["FedCross"]
         after = {path.name: Run(path) for path in folders(kept)}
@@ -368,9 +455,14 @@ def test_runs_of_another_place_are_added_to_the_table(monday: Path, tmp_path: Pa
         assert (run.experiment, run.manifest, list(run.rounds)) == facts
     (other,) = after.keys() - before.keys()
     assert after[other].experiment.rounds == len(after[other].rounds) == 1
-    assert [run.cell for run in map(Run, find_all([str(kept)], tmp_path)[0])] == ["FedAvg", "FedCross"]
+    assert [run.cell for run in map(Run, find_all([str(kept)], tmp_path)[0])] == [
+        "FedAvg",
+        "FedCross",
+    ]
     report = invoke("report", kept / other)
-    assert report.exit_code == 0 and report.stdout.strip() == str(kept / f"report-{after[other].ending}.html")
+    assert report.exit_code == 0 and report.stdout.strip() == str(
+        kept / f"report-{after[other].ending}.html"
+    )
     replay = invoke("replay", kept / other)
     assert replay.exit_code == 4 and "a kept run has no record" in replay.stderr
     deleted = invoke("runs", "delete", "--yes", kept / other)
@@ -378,12 +470,31 @@ def test_runs_of_another_place_are_added_to_the_table(monday: Path, tmp_path: Pa
 
 
 def test_kept_runs_are_the_same_in_whatever_order_they_are_added(tmp_path: Path) -> None:
-    trees = [{}, {"a": {}}, {"a": {"b": 1, "c": {"d": [1]}}}, {"a": {"b": 1, "c": {}}}, {"a": 1, "e.f": 2}]
+    trees = [
+        {},
+        {"a": {}},
+        {"a": {"b": 1, "c": {"d": [1]}}},
+        {"a": {"b": 1, "c": {}}},
+        {"a": 1, "e.f": 2},
+    ]
     order = {"order": {"axes": {"x": ["1", "2"]}, "ranked": "x", "baseline": "1"}}
     runs = [
         KeptRun(
-            {"run": f"r-{i}", "cell": str(1 + i % 2), "experiment": tree, "finished": {"event": "finished"}},
-            [{"run": f"r-{i}", "cell": str(1 + i % 2), "seed": "1", "global_round": "1", f"of_{i}": str(i)}],
+            {
+                "run": f"r-{i}",
+                "cell": str(1 + i % 2),
+                "experiment": tree,
+                "finished": {"event": "finished"},
+            },
+            [
+                {
+                    "run": f"r-{i}",
+                    "cell": str(1 + i % 2),
+                    "seed": "1",
+                    "global_round": "1",
+                    f"of_{i}": str(i),
+                }
+            ],
         )
         for i, tree in enumerate(trees)
     ]
@@ -394,7 +505,13 @@ def test_kept_runs_are_the_same_in_whatever_order_they_are_added(tmp_path: Path)
         table = KeptTable.read(folder)
         assert table is not None and list(table.runs) == ["r-0", "r-2", "r-4", "r-1", "r-3"]
         assert all(table.runs[run.id].facts == run.facts for run in runs)
-        assert [run.files()["rounds.csv"].split()[1][-1] for run in table.runs.values()] == ["0", "2", "4", "1", "3"]
+        assert [run.files()["rounds.csv"].split()[1][-1] for run in table.runs.values()] == [
+            "0",
+            "2",
+            "4",
+            "1",
+            "3",
+        ]
 
 
 @pytest.mark.usefixtures("here")
@@ -403,20 +520,31 @@ def test_cells_that_the_command_changed_are_not_compared_with_the_paper(tmp_path
     file = sweep_file(tmp_path, {"seeds": 1, "paper": paper})
     words = ["sweep", file, "--direct", "--jobs", "1", "--runs", tmp_path, "--set", "rounds=1"]
     line = "changed by --set: rounds=1"
-    found = {form: invoke(*words, "--format", form).stdout for form in ("table", "markdown", "latex", "json", "csv")}
+    found = {
+        form: invoke(*words, "--format", form).stdout
+        for form in ("table", "markdown", "latex", "json", "csv")
+    }
     assert line in found["table"] and line in found["markdown"] and f"% {line}" in found["latex"]
     apart = "what --set has changed is another experiment: it is not compared with paper"
     assert apart in found["table"] and "90" not in found["table"]
-    assert "Two rules (changed by --set)" in found["table"] and json.loads(found["json"])["changed"] == ["rounds=1"]
+    assert "Two rules (changed by --set)" in found["table"] and json.loads(found["json"])[
+        "changed"
+    ] == ["rounds=1"]
     assert {row.rpartition(",")[2] for row in found["csv"].splitlines()} == {"changed", "rounds=1"}
     assert "changed" not in invoke(*words[:-2], "--table").stdout
 
 
-def test_a_lost_process_is_named_with_where_its_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_lost_process_is_named_with_where_its_run_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (first, *_) = load(sweep_file(tmp_path)).experiments.values()
     run, progress = MissingRun("FedAvg, seed 1", first, None), SweepProgress(4, {}, jobs=1)
     with progress.shown([run]):
-        for facts in ({"event": "started"}, {"event": "run", "done": 0}, {"event": "global_round", "global_round": 4}):
+        for facts in (
+            {"event": "started"},
+            {"event": "run", "done": 0},
+            {"event": "global_round", "global_round": 4},
+        ):
             progress.take(run, facts)
         progress.take(run, {"event": "run", "done": 4})  # of another process of this host
         progress.take(run, {"event": "started"})  # on another host
@@ -432,7 +560,7 @@ def test_a_lost_process_is_named_with_where_its_run_goes_on(tmp_path: Path, caps
 DYING: Final = """
 import os, signal
 from pathlib import Path
-from fedstrata.common.host.subprocess_channel import AgentChannel
+from fedstrata.common.processes.subprocess_channel import AgentChannel
 
 channel = AgentChannel()
 while True:
@@ -448,7 +576,8 @@ while True:
 @pytest.mark.parametrize(
     ("how", "requests"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", ["new", "begun", "new"]),  # the first run is resumed
+        # the first run is resumed
+        ("os.kill(os.getpid(), signal.SIGKILL)", ["new", "begun", "new"]),
         ("raise SystemExit(7)", ["new", "new"]),  # it fails; the next one has a new process
     ],
 )
@@ -457,7 +586,9 @@ def test_a_worker_that_ends_is_replaced(
 ) -> None:
     (tmp_path / "dying.py").write_text(DYING.replace("DIES_AT", "1").replace("HOW", how))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(Path(__file__).parents[1]), str(tmp_path))))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join((str(Path(__file__).parents[1]), str(tmp_path)))
+    )
     monkeypatch.setattr(execution, "WORKER", "dying")
     worker = WorkerProcess()
     order, reported = RunOrder("{}", ["run", "--direct"], tmp_path), list[Mapping[str, Any]]()
@@ -469,7 +600,9 @@ def test_a_worker_that_ends_is_replaced(
         run()
     run()
     worker.close()
-    assert (tmp_path / "requests").read_text().split() == requests and len(reported) == len(requests)
+    assert (tmp_path / "requests").read_text().split() == requests and len(reported) == len(
+        requests
+    )
 
 
 COMMAND: Final = """
@@ -487,7 +620,9 @@ print("{", end="")
 """
 
 
-def test_a_command_that_a_signal_ends_resumes_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_that_a_signal_ends_resumes_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "own.py").write_text(COMMAND)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(execution, "ROLE", (sys.executable, "own.py"))
@@ -509,5 +644,11 @@ def test_a_folder_is_packed_whole_or_finished_and_replaces_its_former_self(tmp_p
     here.mkdir()
     for finished, count in ((False, 4), (True, 2)):
         folder = unpack(packed(tmp_path / "there" / "run-1", finished=finished), here)
-        found = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-        assert folder == here / "run-1" and sorted(found) == sorted(files[:count]) and list(here.iterdir()) == [folder]
+        found = [
+            path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
+        ]
+        assert (
+            folder == here / "run-1"
+            and sorted(found) == sorted(files[:count])
+            and list(here.iterdir()) == [folder]
+        )

@@ -37,7 +37,8 @@ TREE: dict[str, Any] = {
 
 keys = st.sampled_from(["a", "b", "c", "name"])
 trees = st.recursive(
-    st.dictionaries(keys, st.integers(0, 3), max_size=3), lambda below: st.dictionaries(keys, below, max_size=3)
+    st.dictionaries(keys, st.integers(0, 3), max_size=3),
+    lambda below: st.dictionaries(keys, below, max_size=3),
 )
 
 
@@ -50,13 +51,19 @@ def figures(rows: list[list[Any]]) -> dict[str, Any]:
 
 
 @given(trees, trees, trees)
-def test_merging_keeps_what_is_not_changed_and_takes_what_is(base: Tree, one: Tree, two: Tree) -> None:
+def test_merging_keeps_what_is_not_changed_and_takes_what_is(
+    base: Tree, one: Tree, two: Tree
+) -> None:
     assert merged(base) == base and merged(base, {}) == base and merged({}, base) == base
     assert merged(base, one, two) == merged(merged(base, one), two)
     once = merged(base, one)
     assert merged(once, one) == once
     assert base.keys() | one.keys() == once.keys()
-    assert all(once[key] == value for key, value in one.items() if not isinstance(value, dict) or "name" in value)
+    assert all(
+        once[key] == value
+        for key, value in one.items()
+        if not isinstance(value, dict) or "name" in value
+    )
 
 
 def test_a_table_with_a_name_replaces_the_other() -> None:
@@ -67,8 +74,13 @@ def test_a_table_with_a_name_replaces_the_other() -> None:
 
 
 @given(st.integers(1, 3), st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(1, 2))
-def test_each_combination_is_a_cell_with_each_seed(seeds: int, sizes: list[int], skipped: int) -> None:
-    axes = {f"axis-{i}": {f"{i}.{j}": {"rounds": 1 + j} for j in range(size)} for i, size in enumerate(sizes)}
+def test_each_combination_is_a_cell_with_each_seed(
+    seeds: int, sizes: list[int], skipped: int
+) -> None:
+    axes = {
+        f"axis-{i}": {f"{i}.{j}": {"rounds": 1 + j} for j in range(size)}
+        for i, size in enumerate(sizes)
+    }
     wheres = [{"axis-0": f"0.{skipped}", "skip": True}] if sizes[0] > skipped else []
     tree = {"title": "t", "seeds": seeds, "axes": axes, "where": wheres}
     found = expand(tree, FILE)
@@ -78,16 +90,27 @@ def test_each_combination_is_a_cell_with_each_seed(seeds: int, sizes: list[int],
         *_, last = cell.values.values()
         assert list(cell.experiments) == list(range(1, seeds + 1))
         assert all(one.seed == seed for seed, one in cell.experiments.items())
-        assert {one.rounds for one in cell.experiments.values()} == {1 + int(last.split(".")[1])}  # the last axis wins
-    assert len(found.experiments) == len({one.digest for c in found.cells for one in c.experiments.values()})
+        # the last axis wins
+        assert {one.rounds for one in cell.experiments.values()} == {1 + int(last.split(".")[1])}
+    assert len(found.experiments) == len(
+        {one.digest for c in found.cells for one in c.experiments.values()}
+    )
 
 
 def test_a_cell_has_the_keys_of_all_its_values_in_their_order() -> None:
-    where = {"method": ["FedCross 0.9, dynamic"], "split": "IID", "experiment": {"rounds": 9}, "target": 0.7}
+    where = {
+        "method": ["FedCross 0.9, dynamic"],
+        "split": "IID",
+        "experiment": {"rounds": 9},
+        "target": 0.7,
+    }
     found = grid({"where": [where], "target": 0.8, "measure": {"name": "seconds"}})
     assert [cell.label for cell in found.cells] == [
-        "Dirichlet 0.1, FedAvg", "Dirichlet 0.1, FedCross 0.9, dynamic", "IID, FedAvg", "IID, FedCross 0.9, dynamic"
-    ]  # fmt: skip
+        "Dirichlet 0.1, FedAvg",
+        "Dirichlet 0.1, FedCross 0.9, dynamic",
+        "IID, FedAvg",
+        "IID, FedCross 0.9, dynamic",
+    ]
     first, *_, last = found.cells
     wanted = {
         "name": "two-by-two", "seed": 2, "rounds": 4, "training": {"epochs": 2},
@@ -100,17 +123,34 @@ def test_a_cell_has_the_keys_of_all_its_values_in_their_order() -> None:
 
 def test_experiments_that_are_equal_are_one() -> None:
     goals = [{"goal": goal, "target": target} for goal, target in (("80 %", 0.8), ("90 %", 0.9))]
-    found = grid({"axes": {"goal": {"80 %": {}, "90 %": {}}}, "where": goals, "measure": {"name": "rounds"}})
+    found = grid(
+        {"axes": {"goal": {"80 %": {}, "90 %": {}}}, "where": goals, "measure": {"name": "rounds"}}
+    )
     assert len(found.cells) == 8 and {cell.target for cell in found.cells} == {0.8, 0.9}
     assert len(found.experiments) == 8  # of four configurations and two seeds
     assert [one.seed for one in found.experiments.values()] == [1] * 4 + [2] * 4  # seed by seed
 
 
 def test_an_axis_may_be_a_list_of_values_of_a_key() -> None:
-    found = grid({"axes": {"training.learning_rate": [0.01, 0.1], "model.name": ["mlp_digits", "cnn_digits"]}})
+    found = grid(
+        {
+            "axes": {
+                "training.learning_rate": [0.01, 0.1],
+                "model.name": ["mlp_digits", "cnn_digits"],
+            }
+        }
+    )
     assert found.axes["training.learning_rate"] == ["0.01", "0.1"]
-    assert [each.training.learning_rate for each in found.experiments.values()][:4] == [0.01, 0.01, 0.1, 0.1]
-    assert [each.model.name for each in found.experiments.values()][:2] == ["mlp_digits", "cnn_digits"]
+    assert [each.training.learning_rate for each in found.experiments.values()][:4] == [
+        0.01,
+        0.01,
+        0.1,
+        0.1,
+    ]
+    assert [each.model.name for each in found.experiments.values()][:2] == [
+        "mlp_digits",
+        "cnn_digits",
+    ]
 
 
 def test_a_base_is_an_experiment_by_name_or_file(tmp_path: Path) -> None:
@@ -118,7 +158,10 @@ def test_a_base_is_an_experiment_by_name_or_file(tmp_path: Path) -> None:
     assert demo.cells[0].experiments[1].cloud.epoch_control.name == "tempo"
     assert demo.cells[0].experiments[1].name == "two-by-two"
     (tmp_path / "own.toml").write_text("rounds = 7\n[training]\nepochs = 3\n")
-    own = expand({"title": "t", "base": "own.toml", "axes": {"training.epochs": [4]}}, tmp_path / "sweep.toml")
+    own = expand(
+        {"title": "t", "base": "own.toml", "axes": {"training.epochs": [4]}},
+        tmp_path / "sweep.toml",
+    )
     assert [(one.rounds, one.training.epochs) for one in own.experiments.values()] == [(7, 4)]
 
 
@@ -132,9 +175,13 @@ def test_the_small_form_lies_on_top_of_the_large_one() -> None:
         "measure": {"name": "bytes", "until": "end"},
     }
     where = [{"split": "IID", "experiment": {"rounds": 50}}]
-    small_grid, large = (grid({"where": where, "small": small}, size=each) for each in ("small", "full"))
+    small_grid, large = (
+        grid({"where": where, "small": small}, size=each) for each in ("small", "full")
+    )
     assert [one.rounds for one in large.experiments.values()] == [4, 4, 50, 50] * 2
-    assert {cell.target for cell in small_grid.cells} == {0.3} and {cell.target for cell in large.cells} == {None}
+    assert {cell.target for cell in small_grid.cells} == {0.3} and {
+        cell.target for cell in large.cells
+    } == {None}
     one, other = small_grid.experiments.values()
     assert (one.rounds, one.seed, one.training.epochs, one.data.node_samples) == (2, 7, 2, 29)
     assert (other.training.epochs, other.tiers[0].aggregation.name) == (1, "fedcross")
@@ -142,13 +189,17 @@ def test_the_small_form_lies_on_top_of_the_large_one() -> None:
 
 
 def test_a_small_form_has_the_figures_of_the_large_one() -> None:
-    changes = figures([["split", "FedAvg"], ["IID", 3]]) | {"small": {"only": {"split": ["IID"]}, "seeds": 1}}
+    changes = figures([["split", "FedAvg"], ["IID", 3]]) | {
+        "small": {"only": {"split": ["IID"]}, "seeds": 1}
+    }
     small_grid, large = (grid(changes, size=each) for each in ("small", "full"))
     assert small_grid.figures == large.figures != {}
 
 
 def test_overrides_lie_on_top_of_all() -> None:
-    found = grid({"where": [{"split": "IID", "experiment": {"rounds": 50}}]}, overrides=["rounds=3"])
+    found = grid(
+        {"where": [{"split": "IID", "experiment": {"rounds": 50}}]}, overrides=["rounds=3"]
+    )
     assert {one.rounds for one in found.experiments.values()} == {3}
 
 
@@ -156,7 +207,11 @@ def test_only_some_values_and_seeds() -> None:
     found = grid(only=["split=IID", "method=FedAvg"], seeds=3)
     assert [cell.label for cell in found.cells] == ["IID, FedAvg"] and found.seeds == [1, 2, 3]
     with pytest.raises(InvalidExperiment, match="method=FedAvg': not in the small size"):
-        grid({"small": {"only": {"method": ["FedCross 0.9, dynamic"]}}}, size="small", only=["method=FedAvg"])
+        grid(
+            {"small": {"only": {"method": ["FedCross 0.9, dynamic"]}}},
+            size="small",
+            only=["method=FedAvg"],
+        )
 
 
 def test_a_curve_is_a_measure_every_so_many_rounds() -> None:
@@ -167,7 +222,11 @@ def test_a_curve_is_a_measure_every_so_many_rounds() -> None:
 
 
 def test_the_papers_figures_find_their_cells() -> None:
-    rows = [["split", *TREE["axes"]["method"]], ["Dirichlet 0.1", [46.1, 2.3], {"from": 50, "to": 52}], ["IID", 60.5]]
+    rows = [
+        ["split", *TREE["axes"]["method"]],
+        ["Dirichlet 0.1", [46.1, 2.3], {"from": 50, "to": 52}],
+        ["IID", 60.5],
+    ]
     assert grid(figures(rows)).figures == {
         (("Dirichlet 0.1", "FedAvg"), "accuracy"): PaperFigure(46.1, 46.1, 2.3),
         (("Dirichlet 0.1", "FedCross 0.9, dynamic"), "accuracy"): PaperFigure(50, 52),
@@ -176,53 +235,89 @@ def test_the_papers_figures_find_their_cells() -> None:
     measures = [{"label": "final"}, {"name": "bytes", "until": "end"}]
     for table in (
         [["measure", "split", "FedAvg"], ["final", "IID", 60], ["bytes", "IID", 3]],
-        [["split", "method", "final", "bytes"], ["IID", "FedAvg", 60, 3], ["Dirichlet 0.1", "FedAvg", "", ""]],
+        [
+            ["split", "method", "final", "bytes"],
+            ["IID", "FedAvg", 60, 3],
+            ["Dirichlet 0.1", "FedAvg", "", ""],
+        ],
     ):
         both = grid({"measure": measures, **figures(table)}).figures
-        assert both == {(("IID", "FedAvg"), name): PaperFigure(n, n) for name, n in (("final", 60), ("bytes", 3))}
+        assert both == {
+            (("IID", "FedAvg"), name): PaperFigure(n, n)
+            for name, n in (("final", 60), ("bytes", 3))
+        }
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"titel": "t"}, "titel = 't': unknown key. Did you mean 'title'?"),
-        ({"axes": {"split": {"x": {"rounds": 0}}}}, "cell x, FedAvg: rounds = 0: too small. Write 1 or more."),
-        ({"axes": {"split": {"x": {"roundz": 3}}}}, "cell x, FedAvg: roundz = 3: unknown key. Did you mean 'rounds'?"),
-        ({"axes": {"target": {"80 %": {}}}}, "axes = 'target': a key of the file's own. Give the axis another name."),
+        ({"axes": {"split": {"x": {"rounds": 0}}}}, ("cell x, FedAvg: rounds = 0: too small. Write "
+"1 or more.")),
+        ({"axes": {"split": {"x": {"roundz": 3}}}}, ("cell x, FedAvg: roundz = 3: unknown key. Did "
+"you mean 'rounds'?")),
+        ({"axes": {"target": {"80 %": {}}}}, ("axes = 'target': a key of the file's own. Give the "
+"axis another name.")),
         ({"axes": {"none": {}}}, "axes = 'none': it has no values. Add some."),
-        ({"columns": ["methods"]}, "columns = 'methods': no axis has this name. Did you mean 'method'?"),
+        ({"columns": ["methods"]}, ("columns = 'methods': no axis has this name. Did you mean "
+"'method'?")),
         ({"rows": ["method"]}, "rows = 'method': this axis has two places. Name it once."),
-        ({"where": [{"split": "ID"}]}, "where.split = 'ID': the axis has no such value. Did you mean 'IID'?"),
-        ({"where": [{"splits": "IID"}]}, "where = 'splits': no axis has this name. Did you mean 'split'?"),
+        ({"where": [{"split": "ID"}]}, ("where.split = 'ID': the axis has no such value. Did you "
+"mean 'IID'?")),
+        ({"where": [{"splits": "IID"}]}, ("where = 'splits': no axis has this name. Did you mean "
+"'split'?")),
         ({"where": [{"skip": True}]}, "where = 'skip': no cell remains. Skip fewer."),
-        ({"experiment": {"seed": 3}}, "experiment.seed = 3: the sweep has seeds. Set seeds instead."),
+        ({"experiment": {"seed": 3}}, ("experiment.seed = 3: the sweep has seeds. Set seeds "
+"instead.")),
         ({"seeds": [1, 1]}, "seeds = [1, 1]: a seed twice. Write for instance 5, or [1, 2, 3]."),
-        ({"base": "demmo"}, "base = 'demmo': no file and no experiment has this name. Did you mean 'demo'?"),
-        ({"measure": {"name": "seconds"}}, "measure.name = 'seconds': cell Dirichlet 0.1, FedAvg has no target."),
+        ({"base": "demmo"}, ("base = 'demmo': no file and no experiment has this name. Did you "
+"mean 'demo'?")),
+        ({"measure": {"name": "seconds"}}, ("measure.name = 'seconds': cell Dirichlet 0.1, FedAvg "
+"has no target.")),
         (
             {"experiment": {"score": {"name": "mine:worst", "better": "lower"}}},
-            "measure.name = 'accuracy': cell Dirichlet 0.1, FedAvg has the score mine:worst, not accuracy.",
+            ("measure.name = 'accuracy': cell Dirichlet 0.1, FedAvg has the score mine:worst, not "
+"accuracy."),
         ),
-        ({"measure": {"last": 2, "best": True}}, "measure = ['last', 'best']: only one of these is possible."),
-        ({"measure": {"name": "rounds", "last": 2}}, "measure.last = 2: it belongs to name = 'accuracy'"),
+        ({"measure": {"last": 2, "best": True}}, ("measure = ['last', 'best']: only one of these "
+"is possible.")),
+        ({"measure": {"name": "rounds", "last": 2}}, ("measure.last = 2: it belongs to name = "
+"'accuracy'")),
         ({"measure": {"unit": "s"}}, "measure.unit = 's': no unit of accuracy. Remove unit."),
-        ({"measure": {"against": "FedAgv"}}, "measure.against = 'FedAgv': no axis has this value. Did you mean"),
-        ({"measure": [{}, {}]}, "measure.label = 'accuracy': two measures have it. Give one another label."),
-        ({"small": {"only": {"split": ["x"]}}}, "small.only.split = 'x': the axis has no such value."),
-        ({"paper": {"best": {"C": ["D"]}}}, "paper.best.C.method = 'D': the axis has no such value. There are: FedAvg"),
-        ({"paper": {"best": {"FedAvg": ["FedAvg"]}}}, "paper.best = 'FedAvg': a value of the axis. Use another name."),
-        ({"paper": {"best": {"C": []}}}, "paper.best = 'C': the best of nothing. Name some values."),
-        ({"paper": {"baseline": "Fed"}}, "paper.baseline.method = 'Fed': the axis has no such value."),
-        ({"axes": {"measure": {"x": {}}}}, "axes = 'measure': a key of the file's own. Give the axis another name."),
-        (figures([["split", "FedAgv"]]), "paper.figures = 'FedAgv': no axis, and no value of one. Did you mean"),
-        (figures([["IID"], [3]]), "paper.figures.1.IID = 3: it has no value of 'method'. Add a column 'method'."),
-        (figures([["split", "FedAvg"], ["IDD", 3]]), "paper.figures.1 = 'IDD': no value of 'split'. Did you mean"),
-        (figures([["split", "FedAvg"], ["IID", "x"]]), "paper.figures.1.FedAvg = 'x': no figure. Write a number"),
-        (figures([["split", "FedAvg"], ["IID", [3, -1]]]), "paper.figures.1.FedAvg = [3, -1]: no figure."),
-        (figures([["split", "FedAvg"], ["IID", 3], ["IID", 3]]), "paper.figures.2.FedAvg = 3: this cell has a figure"),
-        (figures([["split", "FedAvg"], ["IID", 3, 4]]), "paper.figures.1 = 4: no column. Give each figure a head."),
-        (figures([["split", []], ["IID", 3]]), "paper.figures = '[]': no axis, and no value of one."),
-        (figures([["split", "FedAvg"], [["IID"], 3]]), "paper.figures.1 = ['IID']: no value of 'split'."),
+        ({"measure": {"against": "FedAgv"}}, ("measure.against = 'FedAgv': no axis has this value. "
+"Did you mean")),
+        ({"measure": [{}, {}]}, ("measure.label = 'accuracy': two measures have it. Give one "
+"another label.")),
+        ({"small": {"only": {"split": ["x"]}}}, ("small.only.split = 'x': the axis has no such "
+"value.")),
+        ({"paper": {"best": {"C": ["D"]}}}, ("paper.best.C.method = 'D': the axis has no such "
+"value. There are: FedAvg")),
+        ({"paper": {"best": {"FedAvg": ["FedAvg"]}}}, ("paper.best = 'FedAvg': a value of the "
+"axis. Use another name.")),
+        ({"paper": {"best": {"C": []}}}, ("paper.best = 'C': the best of nothing. Name some "
+"values.")),
+        ({"paper": {"baseline": "Fed"}}, ("paper.baseline.method = 'Fed': the axis has no such "
+"value.")),
+        ({"axes": {"measure": {"x": {}}}}, ("axes = 'measure': a key of the file's own. Give the "
+"axis another name.")),
+        (figures([["split", "FedAgv"]]), ("paper.figures = 'FedAgv': no axis, and no value of one. "
+"Did you mean")),
+        (figures([["IID"], [3]]), ("paper.figures.1.IID = 3: it has no value of 'method'. Add a "
+"column 'method'.")),
+        (figures([["split", "FedAvg"], ["IDD", 3]]), ("paper.figures.1 = 'IDD': no value of "
+"'split'. Did you mean")),
+        (figures([["split", "FedAvg"], ["IID", "x"]]), ("paper.figures.1.FedAvg = 'x': no figure. "
+"Write a number")),
+        (figures([["split", "FedAvg"], ["IID", [3, -1]]]), ("paper.figures.1.FedAvg = [3, -1]: no "
+"figure.")),
+        (figures([["split", "FedAvg"], ["IID", 3], ["IID", 3]]), ("paper.figures.2.FedAvg = 3: "
+"this cell has a figure")),
+        (figures([["split", "FedAvg"], ["IID", 3, 4]]), ("paper.figures.1 = 4: no column. Give "
+"each figure a head.")),
+        (figures([["split", []], ["IID", 3]]), ("paper.figures = '[]': no axis, and no value of "
+"one.")),
+        (figures([["split", "FedAvg"], [["IID"], 3]]), ("paper.figures.1 = ['IID']: no value of "
+"'split'.")),
         (figures([[], ["IID"]]), "paper.figures.1 = 'IID': no column."),
     ],
 )  # fmt: skip
@@ -235,7 +330,9 @@ def test_what_cannot_be_is_refused_in_one_line(change: dict[str, Any], message: 
 def test_an_experiment_is_no_sweep(tmp_path: Path) -> None:
     file = tmp_path / "one.toml"
     file.write_text("rounds = 3\n")
-    with pytest.raises(InvalidExperiment, match=r"not a sweep: it has no \[axes\]\. Use `fedstrata run`"):
+    with pytest.raises(
+        InvalidExperiment, match=r"not a sweep: it has no \[axes\]\. Use `fedstrata run`"
+    ):
         load(file)
 
 
@@ -254,10 +351,18 @@ def test_every_cell_is_an_experiment_of_its_own(name: str) -> None:
 def test_the_study_has_the_parts_that_its_page_has() -> None:
     cells = {name: len(load(shipped_sweeps()[name], seeds=1).cells) for name in STUDY}
     assert cells == {
-        "study/two": 40, "study/methods": 72, "study/three": 192, "study/tempo": 36, "study/table1": 4,
-        "study/codecs": 76, "study/images": 8, "study/motions": 5, "study/phones": 8,
-        "study/wan": 21, "study/adversaries": 144,
-    }  # fmt: skip
+        "study/two": 40,
+        "study/methods": 72,
+        "study/three": 192,
+        "study/tempo": 36,
+        "study/table1": 4,
+        "study/codecs": 76,
+        "study/images": 8,
+        "study/motions": 5,
+        "study/phones": 8,
+        "study/wan": 21,
+        "study/adversaries": 144,
+    }
     seen = load(shipped_sweeps()["study/two"]).figures
     assert {label for _, label in seen} == {"Δ 25", "round 300"} and len(seen) == 7
 
@@ -269,6 +374,7 @@ def test_all_rows_do_equal_local_work() -> None:
             drawn = float(len(one.tree.devices))
             for tier in one.tiers:
                 drawn *= tier.participation
-            training = one.training.model_copy(update={"objective": CrossEntropy()})  # FedSAM: two gradients a step
+            # FedSAM: two gradients a step
+            training = one.training.model_copy(update={"objective": CrossEntropy()})
             work.add((one.rounds * one.device_rounds * round(drawn), training.model_dump_json()))
     assert len(work) == 1

@@ -45,15 +45,23 @@ def tables_of(found: SweepResults) -> list[Table]:
         ({"name": "steps"}, 100 + 200 + 300),
         ({"name": "path_steps", "until": "end"}, 10 + 20 + 30 + 40),
         ({"name": "seconds", "unit": "min"}, 3 * 1.58 / 60),
-        ({"name": "seconds", "phases": ["train", "wait"]}, 3 * (PHASES_S["train"] + PHASES_S["wait"])),
+        (
+            {"name": "seconds", "phases": ["train", "wait"]},
+            3 * (PHASES_S["train"] + PHASES_S["wait"]),
+        ),
         ({"name": "seconds", "phases": list(GLOBAL_PHASES), "until": "end"}, 4 * 1.58),
         ({"name": "bytes"}, 3 * sum(BYTES.values()) / 1e6),
-        ({"name": "bytes", "tier": "wan", "direction": "up", "unit": "kB"}, 3 * BYTES["wan_up_bytes"] / 1e3),
+        (
+            {"name": "bytes", "tier": "wan", "direction": "up", "unit": "kB"},
+            3 * BYTES["wan_up_bytes"] / 1e3,
+        ),
     ],
 )
 def test_a_measure_of_a_run(measure: dict[str, Any], expected: float | None) -> None:
     rows = [a_global_round(i, each) for i, each in enumerate((0.5, None, 0.8, 0.65), 1)]
-    found = value_of(rows, Measure.model_validate(measure), target=measure.get("target", 0.6), rounds=4)
+    found = value_of(
+        rows, Measure.model_validate(measure), target=measure.get("target", 0.6), rounds=4
+    )
     assert found == (None if expected is None else pytest.approx(expected))
 
 
@@ -64,22 +72,43 @@ def test_a_table_has_means_and_deviations_over_the_seeds(tmp_path: Path, make_ru
     for row, split in zip(table.rows, "ab", strict=True):
         for cell, method in zip(row[1:], ("FedAvg", "Other"), strict=True):
             last = 100 * np.array([each[-1] for each in ACCURACIES[split, method]])
-            assert (cell.mean, cell.deviation) == (pytest.approx(last.mean()), pytest.approx(last.std(ddof=1)))  # type: ignore[union-attr]
+            assert (cell.mean, cell.deviation) == (
+                pytest.approx(last.mean()),
+                pytest.approx(last.std(ddof=1)),
+            )  # type: ignore[union-attr]
 
 
-def test_differences_are_paired_by_seed_and_costs_are_of_those_that_reached(tmp_path: Path, make_run: MakeRun) -> None:
+def test_differences_are_paired_by_seed_and_costs_are_of_those_that_reached(
+    tmp_path: Path, make_run: MakeRun
+) -> None:
     speed_up = {"name": "rounds", "against": "FedAvg", "relation": "speed_up"}
-    measures = [{"last": 1, "against": "FedAvg"}, {"name": "reached"}, {"name": "rounds"}, {"name": "steps"}, speed_up]
+    measures = [
+        {"last": 1, "against": "FedAvg"},
+        {"name": "reached"},
+        {"name": "rounds"},
+        {"name": "steps"},
+        speed_up,
+    ]
     found = results(tmp_path, make_run, measure=measures, columns=[])
     (table,) = tables_of(found)
     assert [column.head for column in table.columns] == [
-        "split", "method", "accuracy, Δ, points", "reached", "global rounds", "steps", "global rounds, speed-up"
-    ]  # fmt: skip
+        "split",
+        "method",
+        "accuracy, Δ, points",
+        "reached",
+        "global rounds",
+        "steps",
+        "global rounds, speed-up",
+    ]
     for row in table.rows:
         mine, base = (np.array(ACCURACIES[row[0], method]) for method in (row[1], "FedAvg"))  # type: ignore[index]
         apart = 100 * (mine[:, -1] - base[:, -1])
-        assert row[2].mean == pytest.approx(apart.mean()) and row[2].deviation == pytest.approx(apart.std(ddof=1))  # type: ignore[union-attr]
-        both = [(b, m) for b, m in zip(base, mine, strict=True) if (b >= 0.6).any() and (m >= 0.6).any()]
+        assert row[2].mean == pytest.approx(apart.mean()) and row[2].deviation == pytest.approx(
+            apart.std(ddof=1)
+        )  # type: ignore[union-attr]
+        both = [
+            (b, m) for b, m in zip(base, mine, strict=True) if (b >= 0.6).any() and (m >= 0.6).any()
+        ]
         if both:
             ratios = [(np.argmax(b >= 0.6) + 1) / (np.argmax(m >= 0.6) + 1) for b, m in both]
             assert row[6].mean == pytest.approx(np.mean(ratios))  # type: ignore[union-attr]
@@ -87,7 +116,9 @@ def test_differences_are_paired_by_seed_and_costs_are_of_those_that_reached(tmp_
         assert row[3] == f"{len(there)}/2"
         if there:
             assert row[4].mean == pytest.approx(np.mean(there))  # type: ignore[union-attr]
-            assert row[5].mean == pytest.approx(np.mean([sum(100 * i for i in range(1, n + 1)) for n in there]))  # type: ignore[union-attr]
+            assert row[5].mean == pytest.approx(
+                np.mean([sum(100 * i for i in range(1, n + 1)) for n in there])
+            )  # type: ignore[union-attr]
         else:
             assert row[4] is None and row[5] is None
 
@@ -110,13 +141,22 @@ def test_ours_stands_beside_the_papers(tmp_path: Path, make_run: MakeRun) -> Non
     ]  # fmt: skip
     csv = long_table(found).csv().splitlines()
     assert csv[0].split(",") == [
-        "split", "method", "runs", "of", "accuracy_percent", "accuracy_percent_sd", "accuracy_paper",
-        "accuracy_paper_sd", "accuracy_difference",
-    ]  # fmt: skip
+        "split",
+        "method",
+        "runs",
+        "of",
+        "accuracy_percent",
+        "accuracy_percent_sd",
+        "accuracy_paper",
+        "accuracy_paper_sd",
+        "accuracy_difference",
+    ]
     assert len(csv) == 5
 
 
-def test_a_difference_has_an_interval_from_three_seeds_on(tmp_path: Path, make_run: MakeRun) -> None:
+def test_a_difference_has_an_interval_from_three_seeds_on(
+    tmp_path: Path, make_run: MakeRun
+) -> None:
     measures = [{"last": 1, "against": "FedAvg"}, {"last": 1, "label": "alone"}]
     tree = {**TREE, "seeds": 3, "measure": measures, "axes": {"method": TREE["axes"]["method"]}}
     grid = expand(tree, Path("two.toml"))
@@ -149,7 +189,11 @@ def test_a_table_for_each_value_and_a_curve(tmp_path: Path, make_run: MakeRun) -
     first, second = tables_of(found)
     assert (first.title, second.title) == ("Two methods: a", "Two methods: b")
     assert [column.name for column in first.columns] == ["method", "round 1", "round 2", "round 3"]
-    assert [cell.mean for cell in first.rows[1][1:]] == [pytest.approx(25), pytest.approx(60), pytest.approx(75)]  # type: ignore[union-attr]
+    assert [cell.mean for cell in first.rows[1][1:]] == [
+        pytest.approx(25),
+        pytest.approx(60),
+        pytest.approx(75),
+    ]  # type: ignore[union-attr]
 
 
 def test_machines_and_links_are_named(tmp_path: Path, make_run: MakeRun) -> None:
@@ -157,19 +201,29 @@ def test_machines_and_links_are_named(tmp_path: Path, make_run: MakeRun) -> None
     found = results(tmp_path, make_run, experiment={"rounds": 3, **links})
     hardware, network = conditions(found)
     assert re.fullmatch(r"hardware: .+ cores(, (AVX-512|AVX2|SVE|NEON))?; torch .+", hardware)
-    assert network == "links: wan: up 20 Mbit/s, down 40 Mbit/s, 10 ms; lan: unlimited; enforced by: bucket"
+    assert (
+        network
+        == "links: wan: up 20 Mbit/s, down 40 Mbit/s, 10 ms; lan: unlimited; enforced by: bucket"
+    )
 
 
 def test_markdown_has_aligned_columns_and_escaped_bars(tmp_path: Path, make_run: MakeRun) -> None:
     (table,) = tables_of(results(tmp_path, make_run, axes=TREE["axes"]))
     assert table.markdown().splitlines()[:3] == [
-        "| split | FedAvg, % | Other, % |", "| --- | ---: | ---: |", "| a | 62.50 ± 3.54 | 75.00 ± 7.07 |"
-    ]  # fmt: skip
+        "| split | FedAvg, % | Other, % |",
+        "| --- | ---: | ---: |",
+        ("| a | 62.50 ± 3.54 | 75.00 ± 7.07 |"),
+    ]
     assert "| a\\|b |" in Table("t", "t", [Column("x", text=True)], [["a|b"]]).markdown()
 
 
-def test_a_method_has_a_colour_and_the_other_values_a_dash_pattern(tmp_path: Path, make_run: MakeRun) -> None:
-    axes = {"split": {f"split-{i}": {"data": {"noise": i / 10}} for i in range(5)}, "method": TREE["axes"]["method"]}
+def test_a_method_has_a_colour_and_the_other_values_a_dash_pattern(
+    tmp_path: Path, make_run: MakeRun
+) -> None:
+    axes = {
+        "split": {f"split-{i}": {"data": {"noise": i / 10}} for i in range(5)},
+        "method": TREE["axes"]["method"],
+    }
     for own, apart in (
         (TREE["axes"], [(0, 0), (1, 0), (0, 1), (1, 1)]),
         # Two colours have four patterns each; then the next colour.
@@ -179,7 +233,9 @@ def test_a_method_has_a_colour_and_the_other_values_a_dash_pattern(tmp_path: Pat
         assert styled([(place.rank, place.rest) for place in order.places().values()]) == apart
 
 
-def test_a_small_form_is_not_compared_with_the_papers_figures(tmp_path: Path, make_run: MakeRun) -> None:
+def test_a_small_form_is_not_compared_with_the_papers_figures(
+    tmp_path: Path, make_run: MakeRun
+) -> None:
     found = results(tmp_path, make_run, paper={"figures": FIGURES}, small={})
     small = SweepResults(replace(found.grid, size="small"), found.runs)
     assert [len(table.rows) for table in tables_of(small)] == [2], "without the paper's lines"
@@ -187,7 +243,9 @@ def test_a_small_form_is_not_compared_with_the_papers_figures(tmp_path: Path, ma
     assert "paper" not in to_json(small)["cells"][0]["measures"]["accuracy"]
 
 
-def test_the_best_of_several_values_has_a_line_of_its_own(tmp_path: Path, make_run: MakeRun) -> None:
+def test_the_best_of_several_values_has_a_line_of_its_own(
+    tmp_path: Path, make_run: MakeRun
+) -> None:
     found = the_best_of_two(tmp_path, make_run)
     grid = found.grid
     assert [cell.values["method"] for cell in grid.rows] == ["Slow", "Fast", "Fixed", "New"]
@@ -197,4 +255,6 @@ def test_the_best_of_several_values_has_a_line_of_its_own(tmp_path: Path, make_r
     speed_ups = [found.values(cell, grid.measures[2])[1] for cell in grid.rows]
     assert speed_ups == [1 / 2, 1.0, 1.0, 1 / 3], "against the quickest of Fixed, not the slowest"
     (table,) = tables_of(found)
-    assert [row[0] for row in table.rows] == ["Slow", "Fast", "Fixed", "New"] and table.rows[2][2] == "75"
+    assert [row[0] for row in table.rows] == ["Slow", "Fast", "Fixed", "New"] and table.rows[2][
+        2
+    ] == "75"

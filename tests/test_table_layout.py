@@ -1,4 +1,6 @@
-"""Tables that fit: on a terminal, in a column of LaTeX, in Markdown; nothing is lost and no number is broken."""
+"""Tables that fit: on a terminal, in a column of LaTeX, in Markdown; nothing is lost and no number
+is broken.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ MakeRun = Callable[..., Path]
 CROSS = {"cloud": {"aggregation": {"name": "fedcross"}}}
 TEMPO = {"cloud": {"epoch_control": {"name": "tempo"}}}
 NUMBERS = st.one_of(
-    st.none(), st.integers(-(10**7), 10**7), st.builds(Spread, st.floats(-1e5, 1e5), st.floats(0, 1e4) | st.none())
+    st.none(),
+    st.integers(-(10**7), 10**7),
+    st.builds(Spread, st.floats(-1e5, 1e5), st.floats(0, 1e4) | st.none()),
 )
 
 
@@ -39,10 +43,16 @@ def drawn(draw: st.DrawFn) -> Table:
     columns = [Column(f"key {i}", text=True) for i in range(keys)]
     cells: list[list[Cell]] = [[f"row {row}" for row in range(count)] for _ in range(keys)]
     for i in range(draw(st.integers(1, 12))):
-        words = draw(st.lists(st.sampled_from(["time", "global", "rounds", "difference,", "paired"]), max_size=4))
+        words = draw(
+            st.lists(
+                st.sampled_from(["time", "global", "rounds", "difference,", "paired"]), max_size=4
+            )
+        )
         text = draw(st.booleans())
         columns.append(Column(" ".join([f"head-{i}", *words]), text=text))
-        sentences = st.lists(st.sampled_from(["one", "another", "word"]), min_size=1, max_size=12).map(" ".join)
+        sentences = st.lists(
+            st.sampled_from(["one", "another", "word"]), min_size=1, max_size=12
+        ).map(" ".join)
         kind = sentences if text else NUMBERS
         alike = draw(st.booleans())
         cells.append([draw(kind)] * count if alike else [draw(kind) for _ in range(count)])
@@ -64,14 +74,25 @@ def test_lines_are_no_wider_and_nothing_is_lost(table: Table, most: int) -> None
             if place in section.places:
                 at = section.places.index(place)
                 assert [" ".join(row[at]) for row in section.rows] == cells
-                assert column.text or all(len(row[at]) == 1 for row in section.rows), "no number is broken"
-    assert all(list(section.places[: table.keys]) == list(range(table.keys)) for section in layout.sections)
-    places = [place for section in layout.sections for place in section.places if place >= table.keys]
+                assert column.text or all(len(row[at]) == 1 for row in section.rows), (
+                    "no number is broken"
+                )
+    assert all(
+        list(section.places[: table.keys]) == list(range(table.keys)) for section in layout.sections
+    )
+    places = [
+        place for section in layout.sections for place in section.places if place >= table.keys
+    ]
     assert places == sorted(set(places)), "each column once, in order"
 
 
 def test_a_table_that_fits_stays_as_it_is() -> None:
-    table = Table("t", "T", [Column("a", text=True), Column("b"), Column("c")], [["x", 1, None], ["y", 1, None]])
+    table = Table(
+        "t",
+        "T",
+        [Column("a", text=True), Column("b"), Column("c")],
+        [["x", 1, None], ["y", 1, None]],
+    )
     assert table.aligned(80) == table.aligned() == "a  b  c\nx  1  -\ny  1  -\n"
     assert table.aligned(6) == "b: 1\nc: -\n\na\nx\ny\n"
     one = Table("t", "T", [Column("a", text=True), Column("bb"), Column("cc")], [["x", 1, 2]])
@@ -87,7 +108,9 @@ def in_terminal(columns: int, words: list[str]) -> str:
     """Return what a command writes to a terminal of this width."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    done = subprocess.Popen(words, stdout=theirs, stderr=subprocess.DEVNULL, env={**os.environ, "TERM": "xterm"})
+    done = subprocess.Popen(
+        words, stdout=theirs, stderr=subprocess.DEVNULL, env={**os.environ, "TERM": "xterm"}
+    )
     os.close(theirs)
     text = b""
     while True:
@@ -103,39 +126,72 @@ def in_terminal(columns: int, words: list[str]) -> str:
     return text.decode().replace("\r\n", "\n")
 
 
-@pytest.mark.parametrize("words", [["compare"], ["compare", "--target", "0.9"], ["runs", "list", "--runs"]])
-def test_a_terminal_of_80_columns_breaks_no_line(tmp_path: Path, make_run: MakeRun, words: list[str]) -> None:
+@pytest.mark.parametrize(
+    "words", [["compare"], ["compare", "--target", "0.9"], ["runs", "list", "--runs"]]
+)
+def test_a_terminal_of_80_columns_breaks_no_line(
+    tmp_path: Path, make_run: MakeRun, words: list[str]
+) -> None:
     for tree in ({}, CROSS, TEMPO):
         for seed in (1, 2, 3):
             make_run(tmp_path, {"seed": seed, "name": "a-name-of-some-length", **tree})
-    text = in_terminal(80, command(*words[:1], *words[1:], tmp_path) if words[-1] == "--runs" else command(
-        words[0], tmp_path, *words[1:]))  # fmt: skip
+    text = in_terminal(
+        80,
+        command(*words[:1], *words[1:], tmp_path)
+        if words[-1] == "--runs"
+        else command(words[0], tmp_path, *words[1:]),
+    )
     lines = text.splitlines()
     assert max(map(len, lines)) <= 80 and "" in lines, text
     piped = subprocess.run(
-        command(*words, tmp_path) if words[-1] == "--runs" else command(words[0], tmp_path, *words[1:]),
-        capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
-    assert max(map(len, piped.splitlines())) > 80 and "" not in piped.splitlines(), "a pipe has one line for a row"
+        command(*words, tmp_path)
+        if words[-1] == "--runs"
+        else command(words[0], tmp_path, *words[1:]),
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert max(map(len, piped.splitlines())) > 80 and "" not in piped.splitlines(), (
+        "a pipe has one line for a row"
+    )
 
 
-def test_methods_are_rows_where_they_do_not_fit_as_columns(tmp_path: Path, make_run: MakeRun) -> None:
+def test_methods_are_rows_where_they_do_not_fit_as_columns(
+    tmp_path: Path, make_run: MakeRun
+) -> None:
     found = results(tmp_path, make_run, paper={"figures": FIGURES})
     (wide,), (narrow,) = (tables_of(found, Width(width)) for width in (120, 40))
-    assert [column.head for column in wide.columns][2:] == ["FedAvg, %", "Other, %"] and wide.keys == 2
-    assert [column.head for column in narrow.columns] == ["split", "method", "accuracy, %", "paper", "difference"]
+    assert [column.head for column in wide.columns][2:] == [
+        "FedAvg, %",
+        "Other, %",
+    ] and wide.keys == 2
+    assert [column.head for column in narrow.columns] == [
+        "split",
+        "method",
+        "accuracy, %",
+        "paper",
+        "difference",
+    ]
     assert [row[:2] for row in narrow.rows] == [[s, m] for s in "ab" for m in ("FedAvg", "Other")]
     assert TREE["columns"] == ["method"] and narrow.keys == 2
 
 
 def test_markdown_has_tables_below_one_another() -> None:
-    columns = [Column("a", text=True), *(Column(f"{'head ' * 4}{i}") for i in range(8)), Column("same")]
+    columns = [
+        Column("a", text=True),
+        *(Column(f"{'head ' * 4}{i}") for i in range(8)),
+        Column("same"),
+    ]
     text = Table("t", "T", columns, [["x|y", *range(8), 7], ["z", *range(1, 9), 7]]).markdown()
     above, *tables = text.split("\n\n")
     assert above == "same: 7" and len(tables) > 1
     for table in tables:
         lines = table.strip().splitlines()
-        assert lines[1].startswith("| --- |") and lines[2].startswith("| x\\|y |") and max(map(len, lines)) <= 105
+        assert (
+            lines[1].startswith("| --- |")
+            and lines[2].startswith("| x\\|y |")
+            and max(map(len, lines)) <= 105
+        )
 
 
 def latex_of(tmp_path: Path, make_run: MakeRun) -> str:
@@ -151,14 +207,27 @@ def test_latex_fits_a_column(tmp_path: Path, make_run: MakeRun) -> None:
     path = Path(pytest.importorskip("matplotlib").get_data_path()) / "fonts" / "ttf" / "cmr10.ttf"
     font = fonts.FT2Font(str(path))
     font.set_size(8.5, 72)  # cmr8 is wider than cmr10 at 8 pt
-    for text in ("FedCross, DA 25", "WAN down, MB", "57.682", "critical path", "within the task", "MNIST, IID"):
+    for text in (
+        "FedCross, DA 25",
+        "WAN down, MB",
+        "57.682",
+        "critical path",
+        "within the task",
+        "MNIST, IID",
+    ):
         font.set_text(text)
-        assert font.get_width_height()[0] / 64 <= LATEX.measure(text) <= 1.35 * font.get_width_height()[0] / 64 + 4
+        assert (
+            font.get_width_height()[0] / 64
+            <= LATEX.measure(text)
+            <= 1.35 * font.get_width_height()[0] / 64 + 4
+        )
     latex = latex_of(tmp_path, make_run)
     assert latex.count(r"\begin{tabular}{@{}") > 2, "several below one another"
     for tabular in latex.split(r"\midrule")[1:]:
         for row in tabular.partition(r"\bottomrule")[0].strip().splitlines():
-            cells = [re.sub(r"[$\\{}]|pm", "", cell) for cell in row.removesuffix(r" \\").split(" & ")]
+            cells = [
+                re.sub(r"[$\\{}]|pm", "", cell) for cell in row.removesuffix(r" \\").split(" & ")
+            ]
             assert sum(map(LATEX.measure, cells)) + LATEX.gap * (len(cells) - 1) <= COLUMN_PT
 
 
@@ -175,4 +244,8 @@ def test_latex_has_no_overfull_boxes(tmp_path: Path, make_run: MakeRun) -> None:
 def test_a_run_is_listed_with_what_it_is(tmp_path: Path, make_run: MakeRun) -> None:
     run = Run(make_run(tmp_path, {}))
     head, row = invoke("runs", "list", "--runs", tmp_path).stdout.splitlines()
-    assert head.split()[:3] == ["run", "name", "state"] and row.startswith(run.id) and "measured" in row
+    assert (
+        head.split()[:3] == ["run", "name", "state"]
+        and row.startswith(run.id)
+        and "measured" in row
+    )

@@ -33,7 +33,13 @@ from fedstrata.common.settings.topology import CLOUD, Tree
 from fedstrata.deploy.brokers.broker import BrokerProcess, start
 
 TREE = Tree([{CLOUD: ["i0", "i1"]}, {"i0": ["d0", "d1", "d2"], "i1": ["d3"]}])
-FOUR = Tree([{CLOUD: ["r0", "r1"]}, {"r0": ["i0", "i1"], "r1": ["i2"]}, {"i0": ["d0"], "i1": ["d1"], "i2": ["d2"]}])
+FOUR = Tree(
+    [
+        {CLOUD: ["r0", "r1"]},
+        {"r0": ["i0", "i1"], "r1": ["i2"]},
+        {"i0": ["d0"], "i1": ["d1"], "i2": ["d2"]},
+    ]
+)
 ALIVE = dict.fromkeys(FOUR.nodes, NodeState.READY)
 
 
@@ -59,8 +65,13 @@ def found(targets: Targets) -> dict[str, tuple[str, str, str]]:
 def test_devices_of_one_process_are_one_target_with_the_labels_that_they_share() -> None:
     targets = watching(TREE)
     assert found(targets) == {"10.0.0.1:9464": ("cloud", "", "cloud")}
-    targets.receive("i0", presence(NodeState.READY, "h0:1", ("d0", "h1:1"), ("d1", "h1:1"), ("d2", "h2:1")), now=0.0)
-    targets.receive("i1", presence(NodeState.INIT, "", ("d3", "h2:1")), now=0.0)  # its own is not published
+    targets.receive(
+        "i0",
+        presence(NodeState.READY, "h0:1", ("d0", "h1:1"), ("d1", "h1:1"), ("d2", "h2:1")),
+        now=0.0,
+    )
+    # its own is not published
+    targets.receive("i1", presence(NodeState.INIT, "", ("d3", "h2:1")), now=0.0)
     assert found(targets) == {
         "10.0.0.1:9464": ("cloud", "", "cloud"),
         "h0:1": ("institution", "cloud", "i0"),
@@ -94,7 +105,9 @@ def test_who_is_reached_by_tls_is_a_target_of_that_scheme() -> None:
 
 
 @pytest.mark.parametrize("state", NodeState)
-def test_who_is_gone_is_no_target_and_devices_wait_for_an_institution_that_is_away(state: NodeState) -> None:
+def test_who_is_gone_is_no_target_and_devices_wait_for_an_institution_that_is_away(
+    state: NodeState,
+) -> None:
     targets = watching(TREE)
     targets.receive("i0", presence(NodeState.READY, "h0:1", ("d0", "h1:1")), now=0.0)
     last = (
@@ -142,7 +155,12 @@ class FourLayers:
         state = self.states[node]
         if state is NodeState.LOST:
             return Presence(state, "")
-        return Presence(state, "", f"{node}:1", targets=self.targets[node].addresses() if node in self.targets else ())
+        return Presence(
+            state,
+            "",
+            f"{node}:1",
+            targets=self.targets[node].addresses() if node in self.targets else (),
+        )
 
     def found(self) -> dict[str, object]:
         """Return the labels of each node that the cloud finds."""
@@ -154,19 +172,25 @@ def test_the_cloud_finds_the_nodes_of_all_layers() -> None:
     lab = FourLayers()
     lab.change(ALIVE)
     labels = {CLOUD: NodeLabels("cloud", CLOUD)}
-    labels |= {node: NodeLabels("institution", node, parent=FOUR.parent(node)) for node in FOUR.aggregators}
+    labels |= {
+        node: NodeLabels("institution", node, parent=FOUR.parent(node)) for node in FOUR.aggregators
+    }
     labels |= {node: NodeLabels("device", node, parent=FOUR.parent(node)) for node in FOUR.devices}
     assert lab.found() == {node: each._asdict() | {"run": "r-1"} for node, each in labels.items()}
 
 
 @given(st.lists(st.sampled_from(NodeState), min_size=len(FOUR.nodes), max_size=len(FOUR.nodes)))
-def test_nodes_below_an_absent_one_stay_targets_and_those_below_a_failed_one_do_not(drawn: list[NodeState]) -> None:
+def test_nodes_below_an_absent_one_stay_targets_and_those_below_a_failed_one_do_not(
+    drawn: list[NodeState],
+) -> None:
     states, lab = dict(zip(FOUR.nodes, drawn, strict=True)), FourLayers()
     lab.change(ALIVE)
     lab.change(states)
     living = {node for node, state in states.items() if state in STAYING}
     failed = {node for node, state in states.items() if state is NodeState.FAILED}
-    assert set(lab.found()) == {CLOUD} | {node for node in living if not failed & {*FOUR.path(node).split("/")}}
+    assert set(lab.found()) == {CLOUD} | {
+        node for node in living if not failed & {*FOUR.path(node).split("/")}
+    }
     lab.change(ALIVE)
     assert set(lab.found()) == {CLOUD, *FOUR.nodes}
 
@@ -174,13 +198,19 @@ def test_nodes_below_an_absent_one_stay_targets_and_those_below_a_failed_one_do_
 @pytest.mark.parametrize("node", [CLOUD, "r0", "r1", "i2", "d2", "unknown"])
 def test_a_child_reports_on_nodes_below_it_only(node: str) -> None:
     targets = watching(FOUR)
-    targets.receive("r0", presence(NodeState.READY, "h0:1", ("i0", "h1:1"), (node, "h2:1"), ("d0", "h3:1")), now=0.0)
+    targets.receive(
+        "r0",
+        presence(NodeState.READY, "h0:1", ("i0", "h1:1"), (node, "h2:1"), ("d0", "h3:1")),
+        now=0.0,
+    )
     assert targets.addresses() == (Target("d0", "h3:1"), Target("i0", "h1:1"), Target("r0", "h0:1"))
 
 
 def test_a_node_has_one_address() -> None:
     targets = watching(FOUR)
-    targets.receive("r0", presence(NodeState.READY, "", *(("d0", f"h{i}:1") for i in range(1000))), now=0.0)
+    targets.receive(
+        "r0", presence(NodeState.READY, "", *(("d0", f"h{i}:1") for i in range(1000))), now=0.0
+    )
     assert len(targets.addresses()) == 1
 
 
@@ -188,12 +218,16 @@ def test_many_that_come_together_are_reported_at_once() -> None:
     targets = watching(TREE)
     assert targets.changed(9.0) is None and targets.due == inf
     for i in range(100):
-        targets.receive(f"d{i:02}", Presence(NodeState.INIT, "device", f"h{i}:1"), now=10.0 + i / 1000)
+        targets.receive(
+            f"d{i:02}", Presence(NodeState.INIT, "device", f"h{i}:1"), now=10.0 + i / 1000
+        )
     targets.receive("d07", Presence(NodeState.LOST, "device"), now=10.5)
     targets.receive("d08", Presence(NodeState.READY, "device", "h8:1"), now=10.5)
     assert targets.due == 10.5 + REPORT_S and targets.changed(11.4) is None
     reported = targets.changed(11.5)
-    assert reported is not None and [target.name for target in reported] == [f"d{i:02}" for i in range(100) if i != 7]
+    assert reported is not None and [target.name for target in reported] == [
+        f"d{i:02}" for i in range(100) if i != 7
+    ]
     targets.receive("d08", Presence(NodeState.READY, "device", "h8:1"), now=12.0)
     assert targets.due == inf and targets.changed(20.0) is None  # nothing new
 
@@ -233,9 +267,15 @@ class Routes:
     """This machine's addresses, by the host that a packet goes to."""
 
     def __init__(self, patch: pytest.MonkeyPatch, **outside: str) -> None:
-        self._by = {"127.0.0.1": "127.0.0.1", "::1": "::1", "10.0.0.7": "10.0.0.7", "10.0.0.9": "10.0.0.7"} | {
-            targets_of_runs.OUTSIDE: outside.get("ipv4", ""), targets_of_runs.OUTSIDE_6: outside.get("ipv6", ""),
-        }  # fmt: skip
+        self._by = {
+            "127.0.0.1": "127.0.0.1",
+            "::1": "::1",
+            "10.0.0.7": "10.0.0.7",
+            "10.0.0.9": "10.0.0.7",
+        } | {
+            targets_of_runs.OUTSIDE: outside.get("ipv4", ""),
+            targets_of_runs.OUTSIDE_6: outside.get("ipv6", ""),
+        }
         patch.setattr(targets_of_runs, "_routes", self.find)
 
     def find(self, hosts: Iterable[tuple[str, int]], family: int) -> Iterator[tuple[str, str]]:
@@ -244,7 +284,9 @@ class Routes:
                 yield source, host
 
 
-def test_a_server_on_all_addresses_is_found_where_its_broker_is_reached_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_on_all_addresses_is_found_where_its_broker_is_reached_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     here, nowhere = BrokerAddress("127.0.0.1"), BrokerAddress("broker.invalid")
     assert reachable("0.0.0.0", here) != "", "by the routes of this machine"
     Routes(monkeypatch)
@@ -252,7 +294,10 @@ def test_a_server_on_all_addresses_is_found_where_its_broker_is_reached_from(mon
     assert reachable("::1", here) == "[::1]"
     assert reachable("0.0.0.0", here) == "127.0.0.1"
     assert reachable("", nowhere) == socket.gethostname()
-    assert reachable("0.0.0.0", BrokerAddress("broker.invalid", others=(("127.0.0.1", 1884),))) == "127.0.0.1"
+    assert (
+        reachable("0.0.0.0", BrokerAddress("broker.invalid", others=(("127.0.0.1", 1884),)))
+        == "127.0.0.1"
+    )
     assert reachable("0.0.0.0", BrokerAddress("10.0.0.9")) == "10.0.0.7"
 
 
@@ -268,13 +313,23 @@ def test_a_server_beside_its_broker_is_published_by_an_address_of_its_family_tha
     assert reachable("::", BrokerAddress("::1")) == "[::1]"
 
 
-def test_an_address_of_this_machine_alone_is_published_on_this_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert published("127.0.0.1:9464", BrokerAddress("localhost")) == "127.0.0.1:9464", "by this machine's routes"
+def test_an_address_of_this_machine_alone_is_published_on_this_machine_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert published("127.0.0.1:9464", BrokerAddress("localhost")) == "127.0.0.1:9464", (
+        "by this machine's routes"
+    )
     Routes(monkeypatch)
-    here, own, there = BrokerAddress("127.0.0.1"), BrokerAddress("10.0.0.7"), BrokerAddress("10.0.0.9")
+    here, own, there = (
+        BrokerAddress("127.0.0.1"),
+        BrokerAddress("10.0.0.7"),
+        BrokerAddress("10.0.0.9"),
+    )
     for address in ("127.0.0.1:1", "https://127.0.0.1:1", "[::1]:1"):
         assert published(address, here) == published(address, own) == address
-        assert published(address, there) == published(address, BrokerAddress("broker.invalid")) == ""
+        assert (
+            published(address, there) == published(address, BrokerAddress("broker.invalid")) == ""
+        )
     assert published("10.0.0.7:1", there) == "10.0.0.7:1" and published("", here) == ""
     below = (Target("d0", "127.0.0.1:1"), Target("d1", "10.0.0.7:1"))
     assert passed_on(below, here) == below and passed_on(below, there) == below[1:]
@@ -282,8 +337,13 @@ def test_an_address_of_this_machine_alone_is_published_on_this_machine_alone(mon
 
 def test_a_prometheus_elsewhere_gets_no_address_of_the_clouds_machine_alone() -> None:
     below = [Target("d0", "127.0.0.1:1"), Target("d1", "https://10.0.0.7:1")]
-    for cloud, wanted in (("10.0.0.1:9464", ["10.0.0.7:1"]), ("https://127.0.0.1:9464", ["127.0.0.1:1", "10.0.0.7:1"])):
-        assert [each["targets"][0] for each in discovery(below, TREE, cloud=cloud, run="r")][1:] == wanted
+    for cloud, wanted in (
+        ("10.0.0.1:9464", ["10.0.0.7:1"]),
+        ("https://127.0.0.1:9464", ["127.0.0.1:1", "10.0.0.7:1"]),
+    ):
+        assert [each["targets"][0] for each in discovery(below, TREE, cloud=cloud, run="r")][
+            1:
+        ] == wanted
 
 
 def test_devices_on_a_broker_of_their_own_are_found_lost_and_found_again(tmp_path: Path) -> None:
@@ -313,19 +373,28 @@ def test_devices_on_a_broker_of_their_own_are_found_lost_and_found_again(tmp_pat
             at[wan.port],
             identity("cloud", "cloud"),
             ToChildren(
-                links={"i0": LinkSettings()}, transfer=TransferSettings(), limits={"i0": ChildLimits(below={"d0": 1})}
+                links={"i0": LinkSettings()},
+                transfer=TransferSettings(),
+                limits={"i0": ChildLimits(below={"d0": 1})},
             ),
         )
         middle = identity("i0", "institution")
         up = ChildEndpoint(
-            at[wan.port], middle, ToParent(parent="cloud", transfer=TransferSettings(), link=LinkSettings())
+            at[wan.port],
+            middle,
+            ToParent(parent="cloud", transfer=TransferSettings(), link=LinkSettings()),
         )
         down = ParentEndpoint(
-            at[lan.port], middle, ToChildren(links={"d0": LinkSettings()}, transfer=TransferSettings())
+            at[lan.port],
+            middle,
+            ToChildren(links={"d0": LinkSettings()}, transfer=TransferSettings()),
         )
         first, second = device(), device()
         async with asyncio.timeout(30):
-            serving = [asyncio.create_task(each.run(connect_timeout_s=9)) for each in (cloud, up, down, first)]
+            serving = [
+                asyncio.create_task(each.run(connect_timeout_s=9))
+                for each in (cloud, up, down, first)
+            ]
             serving.append(asyncio.create_task(pass_on()))
             await until("i0.lab:1", "d0.lab:1")
             first.set_state(NodeState.DISCONNECTED)
@@ -344,5 +413,7 @@ def test_devices_on_a_broker_of_their_own_are_found_lost_and_found_again(tmp_pat
     with ExitStack() as stack:
         for name in ("wan", "lan"):
             (tmp_path / name).mkdir()
-        wan, lan = (stack.enter_context(start(directory=tmp_path / name)) for name in ("wan", "lan"))
+        wan, lan = (
+            stack.enter_context(start(directory=tmp_path / name)) for name in ("wan", "lan")
+        )
         asyncio.run(play(wan, lan))

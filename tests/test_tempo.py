@@ -55,10 +55,14 @@ def test_epochs_are_equation_9(omegas: list[float], c: int) -> None:
 @pytest.mark.parametrize("base", [2.0, 3.0, 5.0, 7.0, 10.0])
 @pytest.mark.parametrize("steps", range(2, 13))
 def test_exact_values_are_not_rounded_up_past_themselves(base: float, steps: int) -> None:
-    """Distances in geometric steps give u = 0, 1/n, ... 1, where floats often land just above an integer."""
+    """Distances in geometric steps give u = 0, 1/n, ... 1, where floats often land just above an
+    integer.
+    """
     omegas = [base**step for step in range(steps + 1)]
     for c in range(1, 13):
-        exact = [Fraction(c, 2) * (1 + 3 * Fraction(steps - step, steps)) for step in range(steps + 1)]
+        exact = [
+            Fraction(c, 2) * (1 + 3 * Fraction(steps - step, steps)) for step in range(steps + 1)
+        ]
         assert epochs_of(omegas, c) == [math.ceil(value) for value in exact]
 
 
@@ -71,16 +75,24 @@ def test_the_ends_and_the_range(omegas: list[float], c: int) -> None:
     assume(max(omegas) / min(omegas) > 1 + 1e-9)
     epochs = epochs_of(omegas, c)
     assert all(isinstance(tau, int) and max(1, least(c)) <= tau <= 2 * c for tau in epochs)
-    assert epochs[omegas.index(max(omegas))] == least(c) and epochs[omegas.index(min(omegas))] == 2 * c
+    assert (
+        epochs[omegas.index(max(omegas))] == least(c) and epochs[omegas.index(min(omegas))] == 2 * c
+    )
 
 
-@given(omegas=st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=8), c=EPOCHS, scale=st.integers(-200, 200))
+@given(
+    omegas=st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=8),
+    c=EPOCHS,
+    scale=st.integers(-200, 200),
+)
 def test_the_unit_of_distance_does_not_matter(omegas: list[float], c: int, scale: int) -> None:
     assert epochs_of([math.ldexp(omega, scale) for omega in omegas], c) == epochs_of(omegas, c)
 
 
 @given(omegas=OMEGAS, c=EPOCHS, data=st.data())
-def test_names_and_their_order_do_not_matter(omegas: list[float], c: int, data: st.DataObject) -> None:
+def test_names_and_their_order_do_not_matter(
+    omegas: list[float], c: int, data: st.DataObject
+) -> None:
     pairs = list(named(omegas).items())
     assert next_epochs(dict(data.draw(st.permutations(pairs))), c) == next_epochs(dict(pairs), c)
 
@@ -93,13 +105,17 @@ def test_one_institution_and_equal_distances_train_c(omega: float, count: int, c
 def test_a_spread_below_rounding_is_none() -> None:
     assert epochs_of([1.0, 1.0 + 2**-52, 1.0 - 2**-53], 6) == [6, 6, 6]
     assert epochs_of([1.0, 1.0 + 9e-6], 6) == [6, 6]
-    assert epochs_of([1.0, 1.0 + 1e-4], 6) == [12, 3]  # but the smallest real spread is stretched, as in eq. 9
+    # but the smallest real spread is stretched, as in eq. 9
+    assert epochs_of([1.0, 1.0 + 1e-4], 6) == [12, 3]
 
 
 @pytest.mark.parametrize(("variant", "samples"), [("paper", [100, 100]), ("plato", [100, 300])])
 @pytest.mark.parametrize("seed", range(5))
-def test_two_institutions_that_are_equally_far_train_c(variant: str, samples: list[int], seed: int) -> None:
-    # The weighted mean of two is equally far from both, each distance times its samples; the float32 mean is not.
+def test_two_institutions_that_are_equally_far_train_c(
+    variant: str, samples: list[int], seed: int
+) -> None:
+    # The weighted mean of two is equally far from both, each distance times its samples; the
+    # float32 mean is not.
     rng = np.random.default_rng(seed)
     both = [rng.normal(size=10_000).astype(np.float32) for _ in samples]
     mean = np.average(both, axis=0, weights=samples).astype(np.float32)
@@ -116,7 +132,9 @@ def test_a_lone_zero_trains_twice_c(c: int, largest: float) -> None:
 
 @given(c=EPOCHS)
 def test_distances_below_the_floor_are_raised_to_it(c: int) -> None:
-    assert epochs_of([1.0, 1e-12, 0.0, 1e-300, 1e-6], c) == epochs_of([1.0, 1e-12, 1e-12, 1e-12, 1e-6], c)
+    assert epochs_of([1.0, 1e-12, 0.0, 1e-300, 1e-6], c) == epochs_of(
+        [1.0, 1e-12, 1e-12, 1e-12, 1e-6], c
+    )
 
 
 @pytest.mark.parametrize("omega", [math.nan, math.inf, -math.inf, -1e-9])
@@ -131,7 +149,12 @@ def test_a_diverged_institution_is_named(omega: float) -> None:
 
 
 def decided(
-    omegas: list[float], c: int, *, ran: list[int] | None = None, samples: list[int] | None = None, **options: object
+    omegas: list[float],
+    c: int,
+    *,
+    ran: list[int] | None = None,
+    samples: list[int] | None = None,
+    **options: object,
 ) -> list[int]:
     names = list(named(omegas))
     control = EpochControl.model_validate({"name": "tempo", **options})
@@ -154,21 +177,27 @@ def test_without_options_it_is_the_paper(omegas: list[float], c: int) -> None:
 
 @examples(200)
 @given(omegas=OMEGAS, c=EPOCHS, data=st.data())
-def test_plato_has_the_institutions_in_place_of_c(omegas: list[float], c: int, data: st.DataObject) -> None:
+def test_plato_has_the_institutions_in_place_of_c(
+    omegas: list[float], c: int, data: st.DataObject
+) -> None:
     samples = data.draw(st.lists(st.integers(1, 1000), min_size=len(omegas), max_size=len(omegas)))
     weighed = [omega * n for omega, n in zip(omegas, samples, strict=True)]
     assume(max(weighed) / min(weighed) > 1 + 1e-6)
     found = decided(omegas, c, samples=samples, variant="plato")
     assert found == epochs_of(weighed, len(omegas))
     m = len(omegas)
-    assert found[weighed.index(max(weighed))] == math.ceil(m / 2) and found[weighed.index(min(weighed))] == 2 * m
+    assert (
+        found[weighed.index(max(weighed))] == math.ceil(m / 2)
+        and found[weighed.index(min(weighed))] == 2 * m
+    )
 
 
 def test_plato_of_equal_distances_is_c() -> None:
     assert decided([2.0, 2.0, 2.0], 6, variant="plato") == [6, 6, 6]
     assert decided([2.0], 6, variant="plato") == [6]
     assert decided([0.0, 0.0], 6, variant="plato") == [6, 6]
-    assert decided([1.0, 0.0], 6, variant="plato") == [1, 4]  # a zero is the nearest, in place of ln 0
+    # a zero is the nearest, in place of ln 0
+    assert decided([1.0, 0.0], 6, variant="plato") == [1, 4]
 
 
 @given(omegas=OMEGAS, c=EPOCHS, data=st.data())

@@ -36,9 +36,13 @@ from fedstrata.deploy.watching.showing import CloudLog
 from fedstrata.deploy.watching.view import View
 from tests.helpers.status import child, record
 
-# A title of the window, a colour, a cleared screen, a line of a log's own, a C1 control, a text that runs backwards.
+# A title of the window, a colour, a cleared screen, a line of a log's own, a C1 control, a text
+# that runs backwards.
 HOSTILE = "\x1b]0;owned\x07\x1b[31m\x1b[2J\n2026-01-01 fedstrata ERROR forged\x9b1m\u202e\x7f"
-SAFE = r"\u001b]0;owned\u0007\u001b[31m\u001b[2J\n2026-01-01 fedstrata ERROR forged\u009b1m\u202e\u007f"
+SAFE = (
+    r"\u001b]0;owned\u0007\u001b[31m\u001b[2J\n2026-01-01 fedstrata ERROR "
+    r"forged\u009b1m\u202e\u007f"
+)
 NAME, SAFE_NAME = "\x1b[2J\n\x9b1m", r"\u001b[2J\n\u009b1m"  # of at most 64 characters, escaped
 RUN = "20260101T000000Z-abcdef"
 
@@ -46,7 +50,9 @@ RUN = "20260101T000000Z-abcdef"
 @given(text=st.text(max_size=20))
 def test_escaped_text_is_one_printable_line(text: str) -> None:
     once = escaped(text)
-    assert len(once.splitlines()) <= 1 and not any(letter < " " or "\x7f" <= letter < "\xa0" for letter in once)
+    assert len(once.splitlines()) <= 1 and not any(
+        letter < " " or "\x7f" <= letter < "\xa0" for letter in once
+    )
     assert escaped(once) == once
     assert once == text or not text.isprintable()
 
@@ -59,17 +65,30 @@ def test_a_json_document_stays_the_same(text: str) -> None:
 
 def test_json_has_null_for_a_number_that_is_not_finite() -> None:
     nan, inf = float("nan"), float("inf")
-    value = {"loss": nan, "rows": [1, 2.5, -inf, {"x": (inf, "NaN", None, True)}], "text": "Infinity"}
-    wanted = {"loss": None, "rows": [1, 2.5, None, {"x": [None, "NaN", None, True]}], "text": "Infinity"}
+    value = {
+        "loss": nan,
+        "rows": [1, 2.5, -inf, {"x": (inf, "NaN", None, True)}],
+        "text": "Infinity",
+    }
+    wanted = {
+        "loss": None,
+        "rows": [1, 2.5, None, {"x": [None, "NaN", None, True]}],
+        "text": "Infinity",
+    }
     assert json.loads(json_text(value)) == wanted == json.loads(json_text(value, indent=1))
     finite = {"b": [1, 0.1], "a": "\u00e4"}
-    assert json_text(finite) == json.dumps(finite) and json_text(finite, indent=2) == json.dumps(finite, indent=2)
+    assert json_text(finite) == json.dumps(finite) and json_text(finite, indent=2) == json.dumps(
+        finite, indent=2
+    )
 
 
 def test_equal_causes_of_many_are_named_once() -> None:
     assert by_cause([]) == ""
     assert by_cause([("a", "fails"), ("b", "hangs"), ("c", "fails")]) == "a and c fails; b hangs"
-    many = [(f"device-{i}", f"gave up: fails in training on {60 + i} samples with KeyError") for i in range(12)]
+    many = [
+        (f"device-{i}", f"gave up: fails in training on {60 + i} samples with KeyError")
+        for i in range(12)
+    ]
     shared = "gave up: fails in training with KeyError"
     assert by_cause(many[:1]) == f"device-0 {many[0][1]}"
     assert by_cause(many[:3]) == f"device-0, device-1 and device-2 {shared}"
@@ -112,9 +131,15 @@ def test_what_watch_shows_has_no_control_characters(capsys: pytest.CaptureFixtur
     body = serialization.encode(presence, "cloud\x1b[2J")
     lab.receive(topics.StateTopic("lab", RUN, "cloud"), body, 0.0, retained=False)
     status = record(child("device-0", state=NodeState.FAILED, text=HOSTILE), at_s=1.0)
-    lab.receive(topics.StatusTopic("lab", RUN, "institution-0"), serialization.encode(status, "x\x1b[2J"), 0.0)
+    lab.receive(
+        topics.StatusTopic("lab", RUN, "institution-0"),
+        serialization.encode(status, "x\x1b[2J"),
+        0.0,
+    )
     status = record(child("institution-0", state=NodeState.INIT, text=HOSTILE), at_s=1.0)
-    lab.receive(topics.StatusTopic("lab", RUN, "cloud"), serialization.encode(status, "cloud\x1b[2J"), 0.0)
+    lab.receive(
+        topics.StatusTopic("lab", RUN, "cloud"), serialization.encode(status, "cloud\x1b[2J"), 0.0
+    )
     events = lab.new_events()
     for screen in (Lines(json_lines=False), Lines(json_lines=True)):
         screen.show(lab, events, 0.0)
@@ -127,7 +152,9 @@ def test_what_watch_shows_has_no_control_characters(capsys: pytest.CaptureFixtur
 
 
 def test_what_the_cloud_shows_has_no_control_characters() -> None:
-    _, received = serialization.decode(serialization.encode(Presence(NodeState.FAILED, "device", reason=HOSTILE), "s"))
+    _, received = serialization.decode(
+        serialization.encode(Presence(NodeState.FAILED, "device", reason=HOSTILE), "s")
+    )
     assert isinstance(received, Presence)
     facts = {"node": "device-0", "state": received.state, "reason": received.reason}
     assert CloudLog(parse({})).line("child", facts) == f"device-0: failed ({SAFE})"
@@ -141,10 +168,14 @@ def test_a_line_of_the_log_is_one_line() -> None:
         raise ValueError(HOSTILE)
     except ValueError:
         raised = sys.exc_info()
-    record = logging.LogRecord("fedstrata.x", logging.WARNING, "", 0, "device-0 failed: %s", (HOSTILE,), raised)
+    record = logging.LogRecord(
+        "fedstrata.x", logging.WARNING, "", 0, "device-0 failed: %s", (HOSTILE,), raised
+    )
     first, *others = logs.PlainLines(logs.PLAIN).format(record).split("\n")
     assert first.endswith(f"fedstrata.x WARNING device-0 failed: {SAFE}")
-    assert others[0] == "Traceback (most recent call last):" and all(escaped(line) == line for line in others)
+    assert others[0] == "Traceback (most recent call last):" and all(
+        escaped(line) == line for line in others
+    )
 
 
 def test_an_error_of_a_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,7 +189,9 @@ def test_an_unforeseen_error_is_escaped() -> None:
         "from fedstrata.deploy.console.logs import begin; begin('info', json_lines=False)\n"
         f"raise ValueError({HOSTILE!r})"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 1 and "ValueError: " in done.stderr
     assert all(escaped(line) == line for line in done.stderr.split("\n"))
 

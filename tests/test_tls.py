@@ -1,4 +1,6 @@
-"""TLS with a lab's own authority: what connects, what is refused and with which line, a lab of certified nodes."""
+"""TLS with a lab's own authority: what connects, what is refused and with which line, a lab of
+certified nodes.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,12 @@ def served(home: Path, authority: Authority, ca: str, kind: Kind) -> Iterator[Br
 
 
 def connect(
-    port: int, tls: Tls | None, *, host: str = "127.0.0.1", body: bytes = b"hello", timeout_s: float = 0.2
+    port: int,
+    tls: Tls | None,
+    *,
+    host: str = "127.0.0.1",
+    body: bytes = b"hello",
+    timeout_s: float = 0.2,
 ) -> bytes:
     """Connect, send a large body to oneself, and return what arrives. Raises ConnectionFailed."""
     arrived: list[bytes] = []
@@ -108,7 +115,10 @@ def connect(
             connection.publish("t", b"begin", qos=1)
 
         connection = BrokerConnection(
-            BrokerAddress(host, port, tls=tls), Handlers(received, connected), client_id="device-0-a", keepalive_s=30
+            BrokerAddress(host, port, tls=tls),
+            Handlers(received, connected),
+            client_id="device-0-a",
+            keepalive_s=30,
         )
         running = asyncio.create_task(connection.run(connect_timeout_s=timeout_s))
         waiting = asyncio.create_task(done.wait())
@@ -140,7 +150,9 @@ def test_a_certificate_of_the_future_names_the_clock_that_is_to_be_set(
     soon = datetime.now(UTC) + timedelta(days=2)
     brokers = Tls(ca, *written(tmp_path, "b", authority.issue("broker", hosts=HERE, now=soon)))
     with pytest.raises(ssl.SSLCertVerificationError) as refused:
-        handshake(brokers.server_context(clients=ssl.CERT_NONE), Tls(ca).client_context(), host=HERE[0])
+        handshake(
+            brokers.server_context(clients=ssl.CERT_NONE), Tls(ca).client_context(), host=HERE[0]
+        )
     assert "is not yet valid by this machine's clock. Set that" in reason_of(refused.value)
 
 
@@ -150,7 +162,9 @@ def test_what_is_refused_and_with_which_line(
     other = Authority.open(tmp_path / "other", name="other")
     own = Tls(ca, *written(tmp_path, "own", authority.issue("device-0")))
     cases = {
-        "certificate is refused: unable to get local issuer|self-signed": Tls(str(other.folder / "ca.crt")),
+        "certificate is refused: unable to get local issuer|self-signed": Tls(
+            str(other.folder / "ca.crt")
+        ),
         "requires a certificate": Tls(ca),
         "does not know the authority|refuses our certificate": Tls(
             ca, *written(tmp_path, "a", other.issue("device-0"))
@@ -173,9 +187,13 @@ def test_what_is_refused_and_with_which_line(
 # Options
 
 
-def test_the_options_name_the_files_that_cannot_be_used(tmp_path: Path, authority: Authority, ca: str) -> None:
+def test_the_options_name_the_files_that_cannot_be_used(
+    tmp_path: Path, authority: Authority, ca: str
+) -> None:
     certificate, key = written(tmp_path, "device-0", authority.issue("device-0"))
-    own = Login(tls_ca=ca, tls_cert=str(tmp_path / "{name}.crt"), tls_key=str(tmp_path / "{name}.key"))
+    own = Login(
+        tls_ca=ca, tls_cert=str(tmp_path / "{name}.crt"), tls_key=str(tmp_path / "{name}.key")
+    )
     found = own.address("localhost", node="device-0")
     assert found.port == 8883 and found.tls == Tls(ca, certificate, key)
     wrong = {
@@ -192,8 +210,19 @@ def test_the_options_name_the_files_that_cannot_be_used(tmp_path: Path, authorit
             login.address("localhost", node="device-1" if login is own else "device-0")
 
 
-def test_a_refused_certificate_ends_a_command_with_its_exit_code(served: BrokerProcess, ca: str) -> None:
-    found = invoke("lab", "status", "--broker", f"127.0.0.1:{served.port}", "--tls-ca", ca, "--connect-timeout", "0.1")
+def test_a_refused_certificate_ends_a_command_with_its_exit_code(
+    served: BrokerProcess, ca: str
+) -> None:
+    found = invoke(
+        "lab",
+        "status",
+        "--broker",
+        f"127.0.0.1:{served.port}",
+        "--tls-ca",
+        ca,
+        "--connect-timeout",
+        "0.1",
+    )
     assert found.exit_code == 3 and "requires a certificate" in found.output
 
 
@@ -203,12 +232,17 @@ def test_a_refused_certificate_ends_a_command_with_its_exit_code(served: BrokerP
 def test_certificates_are_kept_and_renewed_in_time(tmp_path: Path) -> None:
     authority = Authority.open(tmp_path, name="north", now=NOW)
     first = authority.of("broker", hosts=["10.0.0.1", "server"], now=NOW)
-    assert Authority.open(tmp_path, name="north").of("broker", hosts=["server", "10.0.0.1"], now=NOW) == first
+    assert (
+        Authority.open(tmp_path, name="north").of("broker", hosts=["server", "10.0.0.1"], now=NOW)
+        == first
+    )
     assert authority.of("broker", hosts=["10.0.0.2"], now=NOW) != first, "of another address"
     late = NOW + timedelta(days=CERTIFICATE_DAYS - RENEWED_DAYS)
     kept = authority.of("broker", hosts=["10.0.0.2"], now=late - timedelta(days=1))
     assert authority.of("broker", hosts=["10.0.0.2"], now=late + timedelta(days=1)) != kept
-    assert {path.stat().st_mode & 0o777 for path in tmp_path.rglob("*") if path.is_file()} == {0o600}
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.rglob("*") if path.is_file()} == {
+        0o600
+    }
 
 
 def handshake(server: ssl.SSLContext, client: ssl.SSLContext, *, host: str) -> None:
@@ -224,9 +258,14 @@ def handshake(server: ssl.SSLContext, client: ssl.SSLContext, *, host: str) -> N
                 side.do_handshake()
 
 
-def test_a_node_passes_as_no_server_and_a_server_as_no_other(tmp_path: Path, authority: Authority, ca: str) -> None:
+def test_a_node_passes_as_no_server_and_a_server_as_no_other(
+    tmp_path: Path, authority: Authority, ca: str
+) -> None:
     hosts = {"device-0": (), "broker": ("10.0.0.1",), "metrics": (SERVER_NAME,)}
-    own = {name: Tls(ca, *written(tmp_path, name, authority.issue(name, hosts=on))) for name, on in hosts.items()}
+    own = {
+        name: Tls(ca, *written(tmp_path, name, authority.issue(name, hosts=on)))
+        for name, on in hosts.items()
+    }
     served = {name: tls.server_context(clients=ssl.CERT_REQUIRED) for name, tls in own.items()}
     client = own["device-0"].client_context()
     handshake(served["broker"], client, host="10.0.0.1")
@@ -244,15 +283,25 @@ def test_no_broker_takes_a_servers_certificate_as_a_login(
     served: BrokerProcess, home: Path, authority: Authority, ca: str
 ) -> None:
     with pytest.raises(ConnectionFailed, match="refuses our certificate"):
-        connect(served.port, Tls(ca, *written(home, "cloud-server", authority.issue("cloud", hosts=HERE))))
+        connect(
+            served.port,
+            Tls(ca, *written(home, "cloud-server", authority.issue("cloud", hosts=HERE))),
+        )
 
 
 def spoken(log: Path, **login: str) -> bytes:
-    """Return what the embedded broker replies to a subscription to everything by NATS's own protocol."""
+    """Return what the embedded broker replies to a subscription to everything by NATS's own
+    protocol.
+    """
     (port,) = re.findall(r"Listening for client connections on 127.0.0.1:(\d+)", log.read_text())
-    with socket.create_connection(("127.0.0.1", int(port)), timeout=10) as client, client.makefile("rb") as replies:
+    with (
+        socket.create_connection(("127.0.0.1", int(port)), timeout=10) as client,
+        client.makefile("rb") as replies,
+    ):
         assert replies.readline().startswith(b"INFO ")
-        client.sendall(f"CONNECT {json.dumps({'verbose': True} | login)}\r\nSUB > 1\r\nPING\r\n".encode())
+        client.sendall(
+            f"CONNECT {json.dumps({'verbose': True} | login)}\r\nSUB > 1\r\nPING\r\n".encode()
+        )
         return replies.readline()
 
 
@@ -311,7 +360,9 @@ class Revoking:
 @pytest.fixture
 def revoking(tmp_path: Path) -> Revoking:
     (tmp_path / "installed").mkdir()
-    found = Revoking(Authority.open(tmp_path / "authority", name="north"), tmp_path / "installed" / "ca.crl")
+    found = Revoking(
+        Authority.open(tmp_path / "authority", name="north"), tmp_path / "installed" / "ca.crl"
+    )
     found.install()
     return found
 
@@ -331,20 +382,31 @@ def test_a_revoked_node_is_refused_by_the_broker_with_all_certificates_it_has_ha
         for old in (first, renewed):
             with pytest.raises(ConnectionFailed, match="is revoked"):
                 connect(served.port, old)
-        assert connect(served.port, revoking.of("device-0")) == connect(served.port, other) == b"hello"
+        assert (
+            connect(served.port, revoking.of("device-0")) == connect(served.port, other) == b"hello"
+        )
 
 
 @pytest.mark.parametrize("when", ["before its process goes on", "later"])
-def test_a_running_broker_reads_the_list_again(when: str, revoking: Revoking, tmp_path: Path) -> None:
+def test_a_running_broker_reads_the_list_again(
+    when: str, revoking: Revoking, tmp_path: Path
+) -> None:
     if broker.choose() != "mosquitto":
         pytest.skip("mosquitto is not installed")
-    node, own, port, goes_on = revoking.of("device-0"), revoking.of("broker", hosts=HERE), free_port(), tmp_path / "go"
+    node, own, port, goes_on = (
+        revoking.of("device-0"),
+        revoking.of("broker", hosts=HERE),
+        free_port(),
+        tmp_path / "go",
+    )
     os.mkfifo(goes_on)
     code = (
         "from fedstrata.common.net.tls import Tls; from fedstrata.deploy.brokers import broker\n"
         "from fedstrata.deploy.brokers.guard import Guard\n"
-        f"broker.write_line = lambda line: print(line, flush=True) or open({str(goes_on)!r}).read()\n"
-        f"broker._RENEW_S = 0.05; broker.run_foreground(port={port}, kind='mosquitto', guard=Guard(tls={own!r}))"
+        "broker.write_line = lambda line: print(line, flush=True) or "
+        f"open({str(goes_on)!r}).read()\n"
+        f"broker._RENEW_S = 0.05; broker.run_foreground(port={port}, kind='mosquitto', "
+        f"guard=Guard(tls={own!r}))"
     )
     process = spawn([sys.executable, "-c", code])
     try:
@@ -367,30 +429,43 @@ def test_a_running_broker_reads_the_list_again(when: str, revoking: Revoking, tm
         stop(process)
 
 
-def test_a_revoked_broker_is_refused_by_a_node(tmp_path: Path, revoking: Revoking, kind: Kind) -> None:
+def test_a_revoked_broker_is_refused_by_a_node(
+    tmp_path: Path, revoking: Revoking, kind: Kind
+) -> None:
     node = revoking.of("device-0")
     stolen = replace(revoking.of("broker", hosts=HERE), revoked=None)
     with broker.start(directory=tmp_path, kind=kind, guard=Guard(tls=stolen)) as served:
         assert connect(served.port, node) == b"hello"
         revoking.revoke("broker")
-        with pytest.raises(ConnectionFailed, match="the broker's certificate is refused: certificate revoked"):
+        with pytest.raises(
+            ConnectionFailed, match="the broker's certificate is refused: certificate revoked"
+        ):
             connect(served.port, node)
 
 
 def test_a_revoked_client_is_refused_by_metrics_while_it_runs(revoking: Revoking) -> None:
     own = revoking.of("metrics", hosts=(SERVER_NAME,))
-    login = Login(tls_ca=own.authority, tls_cert=own.certificate, tls_key=own.key, tls_crl=own.revoked)
+    login = Login(
+        tls_ca=own.authority, tls_cert=own.certificate, tls_key=own.key, tls_crl=own.revoked
+    )
     first, other = revoking.of("operator"), revoking.of("device-0")
 
     async def serve() -> str:
-        return serve_metrics("0.0.0.0:0", broker=BrokerAddress("127.0.0.1"), login=login, insecure=False)[1]
+        return serve_metrics(
+            "0.0.0.0:0", broker=BrokerAddress("127.0.0.1"), login=login, insecure=False
+        )[1]
 
     port = int(asyncio.run(serve()).rpartition(":")[2])
     assert scraped(port, first.client_context()) == 200
     revoking.revoke("operator")
-    with pytest.raises(OSError, match=r"certificate revoked|EOF|reset"):  # the server may close before we read why
+    # the server may close before we read why
+    with pytest.raises(OSError, match=r"certificate revoked|EOF|reset"):
         scraped(port, first.client_context())
-    assert scraped(port, revoking.of("operator").client_context()) == scraped(port, other.client_context()) == 200
+    assert (
+        scraped(port, revoking.of("operator").client_context())
+        == scraped(port, other.client_context())
+        == 200
+    )
 
 
 def test_a_list_is_valid_as_long_as_its_authority(tmp_path: Path) -> None:
@@ -401,23 +476,36 @@ def test_a_list_is_valid_as_long_as_its_authority(tmp_path: Path) -> None:
     for count, names in enumerate(([], ["a"], ["a", "b"])):
         authority.revoke(names)
         found = x509.load_pem_x509_crl(Authority.open(tmp_path, name="north").revoked)
-        assert (found.last_update_utc, found.next_update_utc) == (own.not_valid_before_utc, own.not_valid_after_utc)
-        assert len(found) == found.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number == count
+        assert (found.last_update_utc, found.next_update_utc) == (
+            own.not_valid_before_utc,
+            own.not_valid_after_utc,
+        )
+        assert (
+            len(found)
+            == found.extensions.get_extension_for_class(x509.CRLNumber).value.crl_number
+            == count
+        )
 
 
 def test_nothing_is_revoked_if_a_name_is_unknown(tmp_path: Path) -> None:
     authority = Authority.open(tmp_path, name="north")
     authority.of("device-0")
     before = authority.revoked
-    with pytest.raises(InvalidExperiment, match="--revoke = 'device-9': no certificate of this name was issued"):
+    with pytest.raises(
+        InvalidExperiment, match="--revoke = 'device-9': no certificate of this name was issued"
+    ):
         authority.revoke(["device-0", "device-9"])
     assert authority.revoked == before
     (tmp_path / "ca.crl").unlink()
-    with pytest.raises(InvalidExperiment, match=r"ca.crl: No such file or directory.* with all its files"):
+    with pytest.raises(
+        InvalidExperiment, match=r"ca.crl: No such file or directory.* with all its files"
+    ):
         Authority.open(tmp_path, name="north")
 
 
-def test_what_is_no_list_of_the_authority_is_named(tmp_path: Path, revoking: Revoking, kind: Kind) -> None:
+def test_what_is_no_list_of_the_authority_is_named(
+    tmp_path: Path, revoking: Revoking, kind: Kind
+) -> None:
     node, own = revoking.of("device-0"), revoking.of("broker", hosts=HERE)
     for path, line in (
         (node.certificate, "not a list of revoked certificates alone"),  # it would be trusted
@@ -426,17 +514,24 @@ def test_what_is_no_list_of_the_authority_is_named(tmp_path: Path, revoking: Rev
     ):
         with pytest.raises(InvalidExperiment, match=f"--tls-crl = '{path}': {line}"):
             replace(node, revoked=path).client_context()
-    with pytest.raises(InvalidExperiment, match=r"--tls-crl = 'x': a list without its authority. Give --tls-ca, too."):
+    with pytest.raises(
+        InvalidExperiment,
+        match=r"--tls-crl = 'x': a list without its authority. Give --tls-ca, too.",
+    ):
         Login(tls_crl="x").tls_of("device-0")
     if kind == "embedded":
-        with pytest.raises(InvalidExperiment, match=r"--tls-crl = .*embedded broker cannot check.*--kind mosquitto"):
+        with pytest.raises(
+            InvalidExperiment, match=r"--tls-crl = .*embedded broker cannot check.*--kind mosquitto"
+        ):
             broker.start(directory=tmp_path, kind=kind, guard=Guard(tls=own))
         own = replace(own, revoked=None)
     other = tmp_path / "other.crl"
     other.write_bytes(Authority.open(tmp_path / "other", name="other").revoked)
     with (
         broker.start(directory=tmp_path, kind=kind, guard=Guard(tls=own)) as served,
-        pytest.raises(ConnectionFailed, match="certificate is refused: unable to get certificate CRL"),
+        pytest.raises(
+            ConnectionFailed, match="certificate is refused: unable to get certificate CRL"
+        ),
     ):
         connect(served.port, replace(node, revoked=str(other)))
 
@@ -457,11 +552,15 @@ def test_a_certificate_that_ends_soon_is_reported(
 ) -> None:
     ends = {}
     for days in (-1, 10, 100):
-        issued = authority.issue("device-0", days=CERTIFICATE_DAYS, now=NOW - timedelta(days=CERTIFICATE_DAYS - days))
+        issued = authority.issue(
+            "device-0", days=CERTIFICATE_DAYS, now=NOW - timedelta(days=CERTIFICATE_DAYS - days)
+        )
         tls = Tls(ca, *written(tmp_path, f"of-{days}", issued))
         ends[days] = tls.ends_at() or 0.0
         report_certificates(BrokerAddress("127.0.0.1", tls=tls))
-    assert ends[-1] == 0.0 and ends[10] == pytest.approx((NOW + timedelta(days=10)).timestamp(), abs=2)
+    assert ends[-1] == 0.0 and ends[10] == pytest.approx(
+        (NOW + timedelta(days=10)).timestamp(), abs=2
+    )
     lines = capsys.readouterr().err.splitlines()
     ended, soon = [line for line in lines if line.startswith("certificate ")]
     assert "of--1.crt has ended" in ended and "of-10.crt ends in 10 days. Renew it" in soon
@@ -482,13 +581,17 @@ def test_a_role_without_a_list_of_revoked_certificates_reports_that(
 # Metrics
 
 
-def scraped(port: int, context: ssl.SSLContext | None, path: str = "/metrics", login: str = "") -> int:
+def scraped(
+    port: int, context: ssl.SSLContext | None, path: str = "/metrics", login: str = ""
+) -> int:
     """Return the status of a request, by TLS to a server of the name that all have."""
     head = f"GET {path} HTTP/1.0\r\n"
     if login:
         head += f"Authorization: Basic {b64encode(login.encode()).decode()}\r\n"
     with socket.create_connection(("127.0.0.1", port), timeout=10) as plain:
-        secured = plain if context is None else context.wrap_socket(plain, server_hostname=SERVER_NAME)
+        secured = (
+            plain if context is None else context.wrap_socket(plain, server_hostname=SERVER_NAME)
+        )
         with secured:
             secured.sendall(f"{head}\r\n".encode())
             return int(secured.recv(4096).split()[1])
@@ -500,7 +603,9 @@ def test_metrics_beyond_this_machine_need_a_certificate_or_a_login(
     written(tmp_path, "metrics", authority.issue("metrics", hosts=(SERVER_NAME,)))
     own = Tls(ca, *written(tmp_path, "device-0", authority.issue("device-0")))
     broker = BrokerAddress("127.0.0.1", tls=own)
-    login = Login(tls_ca=ca, tls_cert=str(tmp_path / "{name}.crt"), tls_key=str(tmp_path / "{name}.key"))
+    login = Login(
+        tls_ca=ca, tls_cert=str(tmp_path / "{name}.crt"), tls_key=str(tmp_path / "{name}.key")
+    )
     monkeypatch.setenv("FEDSTRATA_METRICS_LOGIN_FILE", str(tmp_path / "login"))
     (tmp_path / "login").write_text("prometheus:secret\n")
 
@@ -515,7 +620,10 @@ def test_metrics_beyond_this_machine_need_a_certificate_or_a_login(
     stranger = Tls(ca).client_context()
     assert scraped(port, own.client_context()) == 200
     assert (
-        scraped(port, stranger) == scraped(port, stranger, "/sd") == scraped(port, stranger, login="prometheus:") == 401
+        scraped(port, stranger)
+        == scraped(port, stranger, "/sd")
+        == scraped(port, stranger, login="prometheus:")
+        == 401
     )
     assert scraped(port, stranger, login="prometheus:secret") == 200
     assert scraped(port, stranger, "/healthz") in (200, 503)
@@ -524,11 +632,17 @@ def test_metrics_beyond_this_machine_need_a_certificate_or_a_login(
     assert scraped(int(plain.rpartition(":")[2]), None) == 200
 
 
-def test_metrics_beyond_this_machine_are_refused_without(capsys: pytest.CaptureFixture[str]) -> None:
+def test_metrics_beyond_this_machine_are_refused_without(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     async def serve(*, insecure: bool) -> None:
-        serve_metrics("0.0.0.0:0", broker=BrokerAddress("127.0.0.1"), login=Login(), insecure=insecure)
+        serve_metrics(
+            "0.0.0.0:0", broker=BrokerAddress("127.0.0.1"), login=Login(), insecure=insecure
+        )
 
-    with pytest.raises(InvalidExperiment, match=r"--metrics = '0.0.0.0:0': reachable by others.*--insecure"):
+    with pytest.raises(
+        InvalidExperiment, match=r"--metrics = '0.0.0.0:0': reachable by others.*--insecure"
+    ):
         asyncio.run(serve(insecure=False))
     asyncio.run(serve(insecure=True))
     assert "as --insecure allows" in capsys.readouterr().err
@@ -541,12 +655,17 @@ def test_a_broker_that_others_reach_needs_logins_and_tls(tmp_path: Path) -> None
         (Guard(tls=open_tls), "no login"),
         (Guard(passwords=tmp_path / "passwords"), "no TLS"),
     ):
-        with pytest.raises(InvalidExperiment, match=f"--host = '0.0.0.0': reachable by others, with {lacks}"):
+        with pytest.raises(
+            InvalidExperiment, match=f"--host = '0.0.0.0': reachable by others, with {lacks}"
+        ):
             guard.check_reach("0.0.0.0", insecure=False)
         guard.check_reach("0.0.0.0", insecure=True)
         guard.check_reach("::1", insecure=False)
     Guard(passwords=tmp_path / "passwords", tls=open_tls).check_reach("0.0.0.0", insecure=False)
     for words, needed in (("--tls-ca x", "--tls-cert"), ("--tls-cert x --tls-crl y", "--tls-ca")):
         refused = invoke("broker", *words.split())
-        assert refused.exit_code == 4 and f"of no use without {needed}. Give {needed}, too." in refused.output
+        assert (
+            refused.exit_code == 4
+            and f"of no use without {needed}. Give {needed}, too." in refused.output
+        )
     assert invoke("broker", "--host", "0.0.0.0").exit_code == 4

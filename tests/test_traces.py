@@ -1,4 +1,6 @@
-"""Links whose rates change with time: the pure replay, the keys, the token bucket, and whole labs in virtual time."""
+"""Links whose rates change with time: the pure replay, the keys, the token bucket, and whole labs
+in virtual time.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,11 @@ from tests.simulation.outcome import LabOutcome
 def traces(draw: st.DrawFn) -> RateTrace:
     lengths = draw(st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=1, max_size=5))
     starts = tuple(sum(lengths[:place]) for place in range(len(lengths)))
-    rates = draw(st.lists(st.sampled_from([0.0, 1.0, 8.0, 100.0]), min_size=len(lengths), max_size=len(lengths)))
+    rates = draw(
+        st.lists(
+            st.sampled_from([0.0, 1.0, 8.0, 100.0]), min_size=len(lengths), max_size=len(lengths)
+        )
+    )
     repeat_s = draw(st.sampled_from([None, sum(lengths)]))
     rates[-1] = rates[-1] or 2.0
     return RateTrace(starts, tuple(rates), (0.0,) * len(rates), repeat_s)
@@ -46,14 +52,23 @@ def finish_by_steps(trace: RateTrace, begin: float, nbytes: float) -> float:
 
 
 @given(trace=traces(), begin=st.integers(0, 80).map(lambda n: n / 4), nbytes=st.integers(1, 4000))
-def test_a_trace_carries_what_its_rates_carry(trace: RateTrace, begin: float, nbytes: float) -> None:
+def test_a_trace_carries_what_its_rates_carry(
+    trace: RateTrace, begin: float, nbytes: float
+) -> None:
     assert trace.finish(begin, nbytes) == pytest.approx(finish_by_steps(trace, begin, nbytes))
 
 
 def test_means_and_delays_follow_the_trace() -> None:
     trace = RateTrace((0.0, 2.0, 4.0), (10.0, 0.0, 40.0), (0.1, 0.2, 0.3), 6.0)
     assert trace.mean() == pytest.approx((20 + 0 + 80) / 6)
-    assert [trace.delay_at(t) for t in (0.0, 1.9, 2.0, 5.0, 6.5, 9.0)] == [0.1, 0.1, 0.2, 0.3, 0.1, 0.2]
+    assert [trace.delay_at(t) for t in (0.0, 1.9, 2.0, 5.0, 6.5, 9.0)] == [
+        0.1,
+        0.1,
+        0.2,
+        0.3,
+        0.1,
+        0.2,
+    ]
     held = RateTrace((0.0, 2.0), (10.0, 30.0), (0.0, 0.5))
     assert held.mean() == 10.0 and held.delay_at(100.0) == 0.5
     assert held.finish(100.0, 60.0) == 102.0
@@ -65,7 +80,8 @@ def test_the_bucket_waits_for_the_end_of_an_outage() -> None:
     assert shaper.reserve(("a",), 1000, 100.0) == 100.5  # before the run: the declared rate
     shaper.begin(200.0)
     assert shaper.reserve(("a",), 1000, 200.0) == 201.0
-    assert shaper.reserve(("a",), 1500, 201.0) == 200.0 + 12.0 + 1.0 + 1.0  # 1000 until 202, the rest after the outage
+    # 1000 until 202, the rest after the outage
+    assert shaper.reserve(("a",), 1500, 201.0) == 200.0 + 12.0 + 1.0 + 1.0
     assert not shaper.ready(("a",), 205.0) and shaper.ready(("a",), 213.0)
 
 
@@ -77,7 +93,8 @@ def test_a_trace_is_part_of_the_experiment_once_it_is_read(tmp_path: Path) -> No
     (tmp_path / "bus.csv").write_text("seconds,up_mbit,down_mbit\n0,1,1\n")
     file = tmp_path / "lab.toml"
     file.write_text(
-        '[links]\nwan = { trace = { file = "lte.csv", repeat_s = 12 } }\nof.device-0 = { trace = "bus.csv" }\n'
+        '[links]\nwan = { trace = { file = "lte.csv", repeat_s = 12 } }\nof.device-0 = { trace = '
+        '"bus.csv" }\n'
     )
     experiment = load(file)
     again = parse(experiment.to_json())
@@ -133,7 +150,9 @@ LAB: dict[str, Any] = {
 
 def run(links: dict[str, Any], **settings: Any) -> LabOutcome:
     experiment = parse(LAB | {"links": {"check": "off"} | links} | settings)
-    return ScenarioLab(experiment, seed=3, model_bytes=400_000, durations=Durations(spread=0.0)).run()
+    return ScenarioLab(
+        experiment, seed=3, model_bytes=400_000, durations=Durations(spread=0.0)
+    ).run()
 
 
 SHAPED = {"up_mbit": 2, "down_mbit": 2}
@@ -151,14 +170,20 @@ def test_a_lab_survives_an_outage_and_its_model_is_the_same(tier: str) -> None:
 
 def test_the_manifest_has_the_digest_of_each_trace() -> None:
     manifests: list[dict[str, Any]] = []
-    experiment = parse(LAB | {"rounds": 1, "links": {"check": "off", "of": {"device-0": {"trace": OUTAGE}}}})
+    experiment = parse(
+        LAB | {"rounds": 1, "links": {"check": "off", "of": {"device-0": {"trace": OUTAGE}}}}
+    )
 
     def read(lab: ScenarioLab) -> None:
-        manifests.extend(json.loads(path.read_text()) for path in lab.agents.runs.glob("*/manifest.json"))
+        manifests.extend(
+            json.loads(path.read_text()) for path in lab.agents.runs.glob("*/manifest.json")
+        )
 
     assert ScenarioLab(experiment, model_bytes=400, at_end=read).run().ok
     links = manifests[0]["links"]["of"]
-    assert links["device-0"]["trace"]["rows"] == 3 and len(links["device-0"]["trace"]["digest"]) == 16
+    assert (
+        links["device-0"]["trace"]["rows"] == 3 and len(links["device-0"]["trace"]["digest"]) == 16
+    )
     assert "trace" not in links["device-1"]
 
 
@@ -169,7 +194,9 @@ def test_an_outage_of_a_single_device_delays_the_others_by_its_length() -> None:
 
 def test_a_longer_outage_than_idle_s_ends_the_run_with_its_reason() -> None:
     ended = run({"lan": {"trace": OUTAGE | {"seconds": [0, 6, 106]}}})
-    assert not ended.ok and "made no progress for 30 s" in ended.ended["cloud"] + str(ended.ended), ended
+    assert not ended.ok and "made no progress for 30 s" in ended.ended["cloud"] + str(
+        ended.ended
+    ), ended
 
 
 def test_a_quorum_goes_on_without_a_device_in_an_outage() -> None:

@@ -39,8 +39,12 @@ from fedstrata.device.training.trainer import Trainer
 from tests.helpers.plain import first_model, row_of, trained, trainer_of
 
 
-def experiment(*, model: str = "mlp_digits", devices: int = 12, **training: Any) -> schema.Experiment:
-    return reading.parse({"model": {"name": model}, "topology": {"devices": devices}, "training": training})
+def experiment(
+    *, model: str = "mlp_digits", devices: int = 12, **training: Any
+) -> schema.Experiment:
+    return reading.parse(
+        {"model": {"name": model}, "topology": {"devices": devices}, "training": training}
+    )
 
 
 def plain_loop(lab: schema.Experiment, *, epochs: int, local_round: int) -> tuple[nn.Module, float]:
@@ -49,12 +53,18 @@ def plain_loop(lab: schema.Experiment, *, epochs: int, local_round: int) -> tupl
     parts = splits.partition(data.train_labels.numpy(), data=lab.data, tree=lab.tree, seed=lab.seed)
     part = torch.from_numpy(parts[0])
     images = (data.train_images[part].float() * data.scale - data.mean[0]) / data.std[0]
-    labels, order = data.train_labels[part], generator(lab.seed, Purpose.BATCHES, "device-0", local_round)
+    labels, order = (
+        data.train_labels[part],
+        generator(lab.seed, Purpose.BATCHES, "device-0", local_round),
+    )
     module = models.build(lab.model.name, lab.seed, inputs=data.inputs)
     optimiser = torch.optim.SGD(
-        module.parameters(), training.learning_rate, training.momentum, weight_decay=training.weight_decay,
+        module.parameters(),
+        training.learning_rate,
+        training.momentum,
+        weight_decay=training.weight_decay,
         nesterov=training.nesterov,
-    )  # fmt: skip
+    )
     for _ in range(epochs):
         total = 0.0
         for some in torch.from_numpy(order.permutation(len(part))).split(training.batch_size):
@@ -103,15 +113,24 @@ def test_equals_a_plain_loop(model: str, training: dict[str, Any]) -> None:
         ("resnet20_preact", [1, 16, 16], 1),
     ],
 )
-def test_every_kind_of_layer_is_trained_as_in_a_plain_loop(model: str, shape: list[int], steps: int) -> None:
-    size = {"dataset": "synthetic", "classes": 4, "image_shape": shape, "samples": 8 * steps, "test_samples": 1}
+def test_every_kind_of_layer_is_trained_as_in_a_plain_loop(
+    model: str, shape: list[int], steps: int
+) -> None:
+    size = {
+        "dataset": "synthetic",
+        "classes": 4,
+        "image_shape": shape,
+        "samples": 8 * steps,
+        "test_samples": 1,
+    }
     training = {"batch_size": 8, "momentum": 0.9, "weight_decay": 0.01}
     lab = reading.parse({"data": size, "model": {"name": model}, "training": training})
     trainer = trainer_of(lab)
     out, result = trained(trainer, first_model(lab), epochs=1)
     module, loss = plain_loop(lab, epochs=1, local_round=0)
     wanted = row_of(module)
-    # Where rounding moves one value over a ReLU's kink, some of the gradients behind it differ by more.
+    # Where rounding moves one value over a ReLU's kink, some of the gradients behind it differ by
+    # more.
     apart = np.abs(trainer.layout.floats(out) - trainer.layout.floats(wanted))
     assert np.quantile(apart, 0.99) < 2e-5 and apart.max() < 1e-3
     assert np.array_equal(trainer.layout.integers(out), trainer.layout.integers(wanted))
@@ -127,7 +146,8 @@ def test_partial_last_batch_is_kept() -> None:
 
 
 def test_the_loss_is_the_last_epochs() -> None:
-    lab = experiment(learning_rate=1e-9)  # nothing is learnt: the mean over an epoch is the model's loss
+    # nothing is learnt: the mean over an epoch is the model's loss
+    lab = experiment(learning_rate=1e-9)
     _, result = trained(trainer_of(lab), first_model(lab), epochs=3)
     data = datasets.load(lab.data)
     parts = splits.partition(data.train_labels.numpy(), data=lab.data, tree=lab.tree, seed=lab.seed)
@@ -151,7 +171,9 @@ def test_bits_do_not_depend_on_who_trains_at_the_same_time() -> None:
     trainers = [trainer_of(lab, f"device-{i}") for i in range(4)]
     alone = [trained(trainer, row, epochs=2)[0] for trainer in trainers]
     with ThreadPoolExecutor(4) as pool:
-        together = [out for out, _ in pool.map(lambda trainer: trained(trainer, row, epochs=2), trainers)]
+        together = [
+            out for out, _ in pool.map(lambda trainer: trained(trainer, row, epochs=2), trainers)
+        ]
     for lone, joint in zip(alone, together, strict=True):
         assert np.array_equal(lone, joint)
 
@@ -217,20 +239,32 @@ def restored() -> Iterator[None]:
 
 
 def settings() -> tuple[bool, ...]:
-    """Return this process's settings for GPUs: TF32, in both of torch's interfaces, and determinism."""
+    """Return this process's settings for GPUs: TF32, in both of torch's interfaces, and
+    determinism.
+    """
     backends = torch.backends
     older = backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32
     if hasattr(backends.cudnn, "conv"):  # from torch 2.9 on
-        newer = [each.fp32_precision == "tf32" for each in (backends.cuda.matmul, backends.cudnn.conv)]
+        newer = [
+            each.fp32_precision == "tf32" for each in (backends.cuda.matmul, backends.cudnn.conv)
+        ]
         assert (*newer, backends.cudnn.rnn.fp32_precision == "tf32") == (*older, older[1])
     return (*older, torch.are_deterministic_algorithms_enabled(), backends.cudnn.deterministic)
 
 
-def test_the_first_matrix_product_of_a_process_warns_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_matrix_product_of_a_process_warns_of_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """torch warns if it is that of a backward pass, and warnings are errors here."""
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    text = "Attempting to run cuBLAS, but there was no current CUDA context! Attempting to set the primary context..."
-    for set_up in (partial(computing.set_up, training=TrainingSettings()), computing.set_up_evaluation):
+    text = (
+        "Attempting to run cuBLAS, but there was no current CUDA context! Attempting to set "
+        "the primary context..."
+    )
+    for set_up in (
+        partial(computing.set_up, training=TrainingSettings()),
+        computing.set_up_evaluation,
+    ):
         with restored(), warnings.catch_warnings():
             with pytest.raises(UserWarning, match="no current CUDA context"):
                 warnings.warn(text, UserWarning, stacklevel=1)
@@ -238,7 +272,9 @@ def test_the_first_matrix_product_of_a_process_warns_of_nothing(monkeypatch: pyt
             warnings.warn(text, UserWarning, stacklevel=1)
 
 
-def test_a_gpu_computes_in_tf32_only_where_the_experiment_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_computes_in_tf32_only_where_the_experiment_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: True)
     gpu = torch.device("cuda", 0)
@@ -246,7 +282,9 @@ def test_a_gpu_computes_in_tf32_only_where_the_experiment_has_it(monkeypatch: py
         for precision, tf32 in (("fp32", False), ("tf32", True), ("bf16", False)):
             computing.set_up(gpu, TrainingSettings.model_validate({"precision": precision}))
             assert settings() == (tf32, tf32, False, False)
-            assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8", "torch looks for it before it is needed"
+            assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8", (
+                "torch looks for it before it is needed"
+            )
         computing.set_up(gpu, TrainingSettings(precision="tf32", deterministic=True))
         assert settings() == (True, True, True, True)
         computing.set_up_evaluation(gpu)
@@ -263,12 +301,19 @@ def test_a_gpu_computes_in_tf32_only_where_the_experiment_has_it(monkeypatch: py
         ("cuDNN error: CUDNN_STATUS_ALLOC_FAILED", True),
         ("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", True),
         ("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED", True),
-        ("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if the input is not contiguous", False),
+        (
+            "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if the input is not "
+            "contiguous",
+            False,
+        ),
         ("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR", False),
         ("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`", True),
         ("GET was unable to find an engine to execute this computation", True),
         ("Unable to find a valid cuDNN algorithm to run convolution", True),
-        ("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`", True),
+        (
+            "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`",
+            True,
+        ),
         ("HIP out of memory. Tried to allocate 20.00 MiB.", True),
         ("CUDA error: an illegal memory access was encountered", False),
     ],
@@ -281,7 +326,11 @@ def test_failures_to_allocate_count_as_out_of_memory(text: str, memory: bool) ->
 @pytest.mark.parametrize(
     ("text", "lost"),
     [
-        ("CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be asynchronously", True),
+        (
+            "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be "
+            "asynchronously",
+            True,
+        ),
         ("CUDA error: device-side assert triggered", True),
         ("CUDA error: unspecified launch failure", True),
         ("CUDA error: misaligned address", True),
@@ -306,21 +355,31 @@ def test_a_gpu_on_which_nothing_is_computed_is_named_once(
 ) -> None:
     accelerators._warn_of.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr({"mps": torch.backends.mps, "xpu": torch.xpu}[name], "is_available", lambda: True)
+    monkeypatch.setattr(
+        {"mps": torch.backends.mps, "xpu": torch.xpu}[name], "is_available", lambda: True
+    )
     assert computing.accelerators() == ["cpu", name]
     assert computing.resolve_accelerator("cpu") == torch.device("cpu") and caplog.messages == []
     for _ in range(2):
         assert computing.resolve_accelerator("auto") == torch.device("cpu")
-    assert caplog.messages == [f"the {maker} GPU of this machine ({name}) is not used: fedstrata computes on the CPU"]
-    with pytest.raises(InvalidExperiment, match=r"this machine has no such accelerator\. It has cpu; or use auto"):
+    assert caplog.messages == [
+        f"the {maker} GPU of this machine ({name}) is not used: fedstrata computes on the CPU"
+    ]
+    with pytest.raises(
+        InvalidExperiment, match=r"this machine has no such accelerator\. It has cpu; or use auto"
+    ):
         computing.resolve_accelerator("cuda")
-    assert accelerators.choose("auto", ["cpu", "cuda:0", name]) == ("cuda:0",) and len(caplog.messages) == 1
+    assert (
+        accelerators.choose("auto", ["cpu", "cuda:0", name]) == ("cuda:0",)
+        and len(caplog.messages) == 1
+    )
 
 
 def test_dropout_depends_on_seed_node_and_round_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     source = nn.Sequential(Dropout(), nn.Flatten(), nn.Linear(64, 10))
     monkeypatch.setattr(models, "build", lambda *_, **__: copy.deepcopy(source))
-    lab = experiment(batch_size=1000)  # one batch: the order of the samples matters to dropout alone
+    # one batch: the order of the samples matters to dropout alone
+    lab = experiment(batch_size=1000)
     trainers = [trainer_of(lab), trainer_of(lab), trainer_of(lab, "device-1")]
     row = row_of(source)
     torch.manual_seed(2)
@@ -333,7 +392,9 @@ def test_progress_is_monotone_and_ends_complete(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(trainer_module, "PROGRESS_S", 0.0)
     seen: list[tuple[int, int]] = []
     lab = experiment(recorded=False)
-    _, result = trained(trainer_of(lab), first_model(lab), epochs=2, progress=lambda *args: seen.append(args))
+    _, result = trained(
+        trainer_of(lab), first_model(lab), epochs=2, progress=lambda *args: seen.append(args)
+    )
     assert seen == sorted(seen) and seen[-1] == (24, 24) and len(seen) > 22
     assert {total for _, total in seen} == {24} and result.steps == 24
 
@@ -346,7 +407,9 @@ def test_progress_is_rare() -> None:
 
 
 @pytest.mark.parametrize("recorded", [False, True])
-def test_cancelled_between_steps_then_trained_again(recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancelled_between_steps_then_trained_again(
+    recorded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(trainer_module, "PROGRESS_S", 0.0)
     monkeypatch.setattr(sgd, "RUN_S", 0.0)
     monkeypatch.setattr(sgd, "FIRST_STEPS", 1)
@@ -369,7 +432,12 @@ def test_cancelled_between_steps_then_trained_again(recorded: bool, monkeypatch:
 
 
 def test_unknown_accelerator_lists_what_is_there() -> None:
-    for name, problem in (("tpu", "Use cpu"), ("cuda:99", "It has cpu"), ("cuda:-1", "Use cpu"), ("CPU", "Use cpu")):
+    for name, problem in (
+        ("tpu", "Use cpu"),
+        ("cuda:99", "It has cpu"),
+        ("cuda:-1", "Use cpu"),
+        ("CPU", "Use cpu"),
+    ):
         with pytest.raises(InvalidExperiment, match=rf"--accelerator = '{name}'.*{problem}"):
             Trainer(experiment(), node="device-0", accelerator=name)
     assert resolve_accelerator("auto").type in ("cpu", "cuda")
@@ -383,7 +451,8 @@ def test_unknown_node_and_model_that_does_not_fit() -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("no memory"), RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED")]
+    "error",
+    [torch.OutOfMemoryError("no memory"), RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED")],
 )
 def test_exhausted_memory_fails_the_run_and_spares_the_trainer(
     monkeypatch: pytest.MonkeyPatch, error: RuntimeError
@@ -403,18 +472,30 @@ def test_exhausted_memory_fails_the_run_and_spares_the_trainer(
 
 
 def write_leaf(root: Path, **rows: int) -> None:
-    """Write LEAF's Shakespeare of some users with so many rows, for training and again for the test."""
-    text = (
-        2 * "to be or not to be, that is the question: whether tis nobler in the mind to suffer the slings and arrows "
+    """Write LEAF's Shakespeare of some users with so many rows, for training and again for the
+    test.
+    """
+    text = 2 * (
+        "to be or not to be, that is the question: whether tis nobler in the mind to suffer the "
+        "slings and arrows "
     )
     for part in ("train", "test"):
         users = {}
-        for i, (name, count) in enumerate((rows or {"HAMLET": 4, "OPHELIA": 5, "YORICK": 6}).items()):
+        for i, (name, count) in enumerate(
+            (rows or {"HAMLET": 4, "OPHELIA": 5, "YORICK": 6}).items()
+        ):
             starts = range(i, i + count)
-            users[name] = {"x": [text[j : j + 80] for j in starts], "y": [text[j + 80] for j in starts]}
+            users[name] = {
+                "x": [text[j : j + 80] for j in starts],
+                "y": [text[j + 80] for j in starts],
+            }
         folder = root / "shakespeare" / "data" / part
         folder.mkdir(parents=True)
-        tree = {"users": [*users], "num_samples": [len(user["y"]) for user in users.values()], "user_data": users}
+        tree = {
+            "users": [*users],
+            "num_samples": [len(user["y"]) for user in users.values()],
+            "user_data": users,
+        }
         (folder / "all.json").write_text(json.dumps(tree))
 
 
@@ -436,7 +517,11 @@ def test_text_is_trained_and_evaluated(tmp_path: Path) -> None:
     losses = []
     for state in (row, out):
         models.read_row(module, trainer.layout, state)
-        losses.append(evaluate(module, data.test_images, labels=data.test_labels, normalise=data.normaliser()).loss)
+        losses.append(
+            evaluate(
+                module, data.test_images, labels=data.test_labels, normalise=data.normaliser()
+            ).loss
+        )
     assert losses[1] < losses[0] - 0.2 and result.steps == 10
 
 
@@ -466,43 +551,73 @@ def test_devices_with_copies_of_one_set_split_it_alike(tmp_path: Path) -> None:
         write_leaf(tmp_path / node)
     tree = {"dataset": "shakespeare", "partition": "iid"}
     shared, own = (
-        reading.parse({"data": {**tree, "root": str(root)}, "model": {"name": "char_lstm"}, "topology": {"devices": 2}})
+        reading.parse(
+            {
+                "data": {**tree, "root": str(root)},
+                "model": {"name": "char_lstm"},
+                "topology": {"devices": 2},
+            }
+        )
         for root in (tmp_path / "cloud", tmp_path / "{node}")
     )
     for node in ("device-0", "device-1"):
         assert torch.equal(local(shared, node).samples, local(own, node).samples)
 
 
-def test_an_operation_without_a_deterministic_form_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_operation_without_a_deterministic_form_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     lab = experiment(deterministic=True, recorded=False)
     trainer = trainer_of(lab)
 
     def refused(*_: object, **__: object) -> None:
-        raise RuntimeError("adaptive_avg_pool2d_backward_cuda does not have a deterministic implementation, but you")
+        raise RuntimeError(
+            "adaptive_avg_pool2d_backward_cuda does not have a deterministic implementation, but "
+            "you"
+        )
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "_fused_sgd_", refused)
-        with pytest.raises(InvalidExperiment, match=r"^training\.deterministic = True: adaptive.*cuda has no.*false"):
+        with pytest.raises(
+            InvalidExperiment,
+            match=r"^training\.deterministic = True: adaptive.*cuda has no.*false",
+        ):
             trained(trainer, first_model(lab))
         patch.setattr(torch, "_fused_sgd_", lambda *_, **__: torch.zeros(2) @ torch.zeros(3))
         with pytest.raises(RuntimeError, match="size"):
             trained(trainer, first_model(lab))
-    assert np.array_equal(trained(trainer, first_model(lab))[0], trained(trainer_of(experiment()), first_model(lab))[0])
+    assert np.array_equal(
+        trained(trainer, first_model(lab))[0],
+        trained(trainer_of(experiment()), first_model(lab))[0],
+    )
 
 
 def test_a_global_rounds_rounds_have_its_learning_rate() -> None:
     schedule = {"name": "step", "warmup": 1, "every": 1, "factor": 0.5}
     tree = {"topology": {"devices": 4}, "institution": {"rounds": 3}, "rounds": 4}
     lab = reading.parse({**tree, "training": {"learning_rate": 0.04, "schedule": schedule}})
-    assert [lab.learning_rate_in(local_round) for local_round in (0, 2, 3, 6, 11)] == [0.02, 0.02, 0.04, 0.02, 0.01]
+    assert [lab.learning_rate_in(local_round) for local_round in (0, 2, 3, 6, 11)] == [
+        0.02,
+        0.02,
+        0.04,
+        0.02,
+        0.01,
+    ]
     constant = reading.parse({**tree, "training": {"learning_rate": 0.01}})
-    one, other = (trained(trainer_of(each), first_model(lab), local_round=11)[0] for each in (lab, constant))
+    one, other = (
+        trained(trainer_of(each), first_model(lab), local_round=11)[0] for each in (lab, constant)
+    )
     assert np.array_equal(one, other)
 
 
-@pytest.mark.parametrize(("model", "batch_size"), [("cnn_digits", 10), ("cnn_digits", 20), ("mlp_digits", 20)])
+@pytest.mark.parametrize(
+    ("model", "batch_size"), [("cnn_digits", 10), ("cnn_digits", 20), ("mlp_digits", 20)]
+)
 def test_bf16_is_near_to_fp32_and_the_same_again(model: str, batch_size: int) -> None:
-    lab, low = (experiment(model=model, batch_size=batch_size, precision=precision) for precision in ("fp32", "bf16"))
+    lab, low = (
+        experiment(model=model, batch_size=batch_size, precision=precision)
+        for precision in ("fp32", "bf16")
+    )
     row = first_model(lab)
     wanted, result = trained(trainer_of(lab), row)
     trainer = trainer_of(low)
@@ -514,18 +629,30 @@ def test_bf16_is_near_to_fp32_and_the_same_again(model: str, batch_size: int) ->
     assert in_low.loss == pytest.approx(result.loss, rel=2e-2) and in_low.loss != result.loss
 
 
-@pytest.mark.parametrize("augmentation", [{}, {"flip": True}, {"crop": 1}, {"flip": True, "crop": 2}])
+@pytest.mark.parametrize(
+    "augmentation", [{}, {"flip": True}, {"crop": 1}, {"flip": True, "crop": 2}]
+)
 def test_order_and_augmentation_are_of_the_node_and_the_round(augmentation: dict[str, Any]) -> None:
     lab = experiment(augmentation=augmentation)
     row = first_model(lab)
     trainer = trainer_of(lab)
-    first, again, later = (trained(trainer, row, local_round=local_round)[0] for local_round in (0, 0, 1))
+    first, again, later = (
+        trained(trainer, row, local_round=local_round)[0] for local_round in (0, 0, 1)
+    )
     assert np.array_equal(first, again), "something was carried over from the round before"
-    assert not np.array_equal(first, later) and not np.array_equal(first, trained(trainer_of(lab, "device-1"), row)[0])
+    assert not np.array_equal(first, later) and not np.array_equal(
+        first, trained(trainer_of(lab, "device-1"), row)[0]
+    )
     assert np.array_equal(first, trained(trainer_of(experiment()), row)[0]) == (not augmentation)
 
 
-@pytest.mark.parametrize(("model", "low"), [("cnn_digits", "tf32"), ("mlp_digits", "tf32"), ("mlp_digits", "bf16")])
-def test_on_a_cpu_tf32_is_fp32_and_so_are_linear_layers_in_small_batches(model: str, low: str) -> None:
-    labs = [experiment(model=model, batch_size=10, precision=precision) for precision in ("fp32", low)]
+@pytest.mark.parametrize(
+    ("model", "low"), [("cnn_digits", "tf32"), ("mlp_digits", "tf32"), ("mlp_digits", "bf16")]
+)
+def test_on_a_cpu_tf32_is_fp32_and_so_are_linear_layers_in_small_batches(
+    model: str, low: str
+) -> None:
+    labs = [
+        experiment(model=model, batch_size=10, precision=precision) for precision in ("fp32", low)
+    ]
     assert np.array_equal(*(trained(trainer_of(lab), first_model(lab))[0] for lab in labs))

@@ -1,4 +1,6 @@
-"""Trainers of a user's own: docs/own-trainers.md, Flower's clients, what they may not return, without PyTorch."""
+"""Trainers of a user's own: docs/own-trainers.md, Flower's clients, what they may not return,
+without PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,16 @@ from fedstrata.deploy.brokers import broker
 from fedstrata.deploy.planning import workload
 from fedstrata.deploy.planning.footprint import memory_of
 from fedstrata.device.training.arrays import ArrayTraining
-from tests.helpers.commands import PATIENCE_S, command, fedstrata, folder_in, invoke, run_lab, table, tensors
+from tests.helpers.commands import (
+    PATIENCE_S,
+    command,
+    fedstrata,
+    folder_in,
+    invoke,
+    run_lab,
+    table,
+    tensors,
+)
 from tests.helpers.direct import resumed_run, run_direct
 from tests.helpers.examples import slow
 from tests.test_bare import SITE, bare
@@ -240,7 +251,10 @@ class Wrong(Counting):
 WRONG: Final = {  # what `train` returns, and a text of the error
     "Trained({**made, 'x': made['w']}, 0.5, 1)": r"train returns x, which `initial` does not",
     "Trained({'w': made['w'], 'mean': made['mean']}, 0.5, 1)": "train returns no count",
-    "Trained({**made, 'w': made['w'][1:]}, 0.5, 1)": r"train returns w as float32 \[4\], the model has \[5\]",
+    "Trained({**made, 'w': made['w'][1:]}, 0.5, 1)": (
+        r"train returns w as float32 \[4\], the "
+        r"model has \[5\]"
+    ),
     "Trained({**made, 'w': made['w'].astype(complex)}, 0.5, 1)": "train returns w as complex128",
     "Trained({**made, 'w': made['w'].astype(float) * 1e99}, 0.5, 1)": "entry w holds NaN or Inf",
     "Trained({**made, 'w': made['w'] * np.nan}, 0.5, 1)": "entry w holds NaN or Inf",
@@ -260,19 +274,31 @@ WRONG: Final = {  # what `train` returns, and a text of the error
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with trainers, and the data of a lab, as the current one."""
-    texts = {"softmax": EXAMPLES["softmax"], "app": APP, "plain": PLAIN, "others": OTHERS, "torched": TORCHED}
+    texts = {
+        "softmax": EXAMPLES["softmax"],
+        "app": APP,
+        "plain": PLAIN,
+        "others": OTHERS,
+        "torched": TORCHED,
+    }
     for name, text in texts.items():
         (tmp_path / f"{name}.py").write_text(text)
     draw = np.random.default_rng(1)
     w = draw.normal(size=(FEATURES, CLASSES))
     for place, node in enumerate((CLOUD, *(f"device-{i}" for i in range(4)))):
         (tmp_path / "data" / node).mkdir(parents=True)
-        for name, count in (("samples", 40 + 5 * place), ("tests", 20 if node == CLOUD else 3 + 2 * place)):
+        for name, count in (
+            ("samples", 40 + 5 * place),
+            ("tests", 20 if node == CLOUD else 3 + 2 * place),
+        ):
             x = draw.normal(size=(count, FEATURES))
             np.savez(tmp_path / "data" / node / f"{name}.npz", x=x, y=(x @ w).argmax(1))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH", "")])))
+    monkeypatch.setenv(
+        "PYTHONPATH",
+        os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH", "")])),
+    )
     return tmp_path
 
 
@@ -290,7 +316,9 @@ def written(home: Path, trainer: Mapping[str, Any] | str, **tables: Any) -> Path
 
 
 def direct(folder: Path, experiment: Experiment, *, stop_after: int = 0) -> Path:
-    """Run a lab in this process; `stop_after`: the global round after which it is killed, and then resumed."""
+    """Run a lab in this process; `stop_after`: the global round after which it is killed, and then
+    resumed.
+    """
 
     path = run_direct(folder, experiment, until=stop_after)
     return resumed_run(path) if stop_after else path
@@ -298,7 +326,12 @@ def direct(folder: Path, experiment: Experiment, *, stop_after: int = 0) -> Path
 
 FLOWER: Final = {"name": "flower", "client_fn": "app:client_fn", "evaluate_fn": "app:evaluate"}
 DRAWS: Final = {"name": "flower", "client_fn": "torched:client_fn", "initial": "torched:initial"}
-KINDS: Final[dict[str, Any]] = {"numpy": SOFTMAX, "state": "others:Counting", "flower": FLOWER, "torch": DRAWS}
+KINDS: Final[dict[str, Any]] = {
+    "numpy": SOFTMAX,
+    "state": "others:Counting",
+    "flower": FLOWER,
+    "torch": DRAWS,
+}
 
 
 KINDS_OF_LABS: Final = {"direct": ["--direct"], "simulated": ["--simulate"], "processes": []}
@@ -321,14 +354,18 @@ def test_a_killed_run_in_one_process_gives_the_same_model(kind: str, home: Path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_labs_of_processes_and_of_virtual_time_give_the_model_of_one_process(kind: str, home: Path) -> None:
+def test_labs_of_processes_and_of_virtual_time_give_the_model_of_one_process(
+    kind: str, home: Path
+) -> None:
     path = written(home, KINDS[kind])
     alone = run_lab(path, home / "direct", flags=["--direct"])
     real = run_lab(path, home / "real")
     simulated = run_lab(path, home / "simulated", flags=["--simulate"])
     assert tensors(real) == tensors(alone) == tensors(simulated)
     replayed = fedstrata("replay", real, "--runs", home / "replayed")
-    assert replayed.returncode == 0 and replayed.stdout.endswith("the same model, bit for bit\n"), replayed.stderr
+    assert replayed.returncode == 0 and replayed.stdout.endswith("the same model, bit for bit\n"), (
+        replayed.stderr
+    )
 
 
 def test_pytorch_in_an_own_trainer_computes_on_one_core() -> None:
@@ -340,7 +377,11 @@ def test_pytorch_in_an_own_trainer_computes_on_one_core() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["state", "torch"])
 def test_a_lab_of_killed_processes_gives_the_model_of_one_process(kind: str, home: Path) -> None:
-    tree = {**lab(KINDS[kind], topology={"institutions": 0}), "rounds": 12, "cloud": {"participation": 0.5}}
+    tree = {
+        **lab(KINDS[kind], topology={"institutions": 0}),
+        "rounds": 12,
+        "cloud": {"participation": 0.5},
+    }
     del tree["institution"]
     path = home / "lab.toml"
     path.write_text(to_toml(parse(tree)))
@@ -349,18 +390,34 @@ def test_a_lab_of_killed_processes_gives_the_model_of_one_process(kind: str, hom
 
         def start(*words: str | Path) -> subprocess.Popen[str]:
             line = command(*words, "--broker", f"{served.host}:{served.port}")
-            process = subprocess.Popen(line, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+            process = subprocess.Popen(
+                line, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            )
             stack.enter_context(process)
             stack.callback(process.kill)
             return process
 
         names = [word for i in range(4) for word in ("--name", f"device-{i}")]
-        allowed = ["--allow", "others", "--allow", "torched", "--accelerator", "cpu", "--slots", "1"]
+        allowed = [
+            "--allow",
+            "others",
+            "--allow",
+            "torched",
+            "--accelerator",
+            "cpu",
+            "--slots",
+            "1",
+        ]
         devices = ["device", *names, *allowed, "--spool", home / "spool"]
-        device, cloud = start(*devices), start("cloud", path, "--runs", home / "runs", "--format", "json")
+        device, cloud = (
+            start(*devices),
+            start("cloud", path, "--runs", home / "runs", "--format", "json"),
+        )
         assert cloud.stdout is not None
         events = map(json.loads, cloud.stdout)
-        assert any(event.get("global_round") == 3 for event in events if event["event"] == "global_round")
+        assert any(
+            event.get("global_round") == 3 for event in events if event["event"] == "global_round"
+        )
         for process in (device, cloud):
             process.kill()
             process.wait()
@@ -374,7 +431,10 @@ def test_a_lab_of_killed_processes_gives_the_model_of_one_process(kind: str, hom
 
 def scores_of(run: Path) -> list[dict[str, str]]:
     return [
-        {key: row[key] for key in ("global_round", "node", "test_samples", "test_loss", "test_score")}
+        {
+            key: row[key]
+            for key in ("global_round", "node", "test_samples", "test_loss", "test_score")
+        }
         for row in table(run / "devices.csv")
     ]
 
@@ -382,25 +442,49 @@ def scores_of(run: Path) -> list[dict[str, str]]:
 @pytest.mark.parametrize("kind", slow(["numpy", "flower"], but=["flower"]))
 def test_devices_score_by_their_trainer(kind: str, home: Path) -> None:
     experiment = parse(lab(KINDS[kind], evaluation={"at": "both"}, cloud={"checkpoint_every": 2}))
-    assert parse(experiment.to_json()).digest == experiment.digest and experiment.evaluation.data == "own"
-    run, killed = direct(home / "whole", experiment), direct(home / "killed", experiment, stop_after=3)
-    assert tensors(run) == tensors(killed) == tensors(direct(home / "cloud", parse(lab(KINDS[kind]))))
+    assert (
+        parse(experiment.to_json()).digest == experiment.digest
+        and experiment.evaluation.data == "own"
+    )
+    run, killed = (
+        direct(home / "whole", experiment),
+        direct(home / "killed", experiment, stop_after=3),
+    )
+    assert (
+        tensors(run) == tensors(killed) == tensors(direct(home / "cloud", parse(lab(KINDS[kind]))))
+    )
     assert scores_of(run) == scores_of(killed)
     scored = [row for row in table(run / "devices.csv") if row["test_samples"]]
     rows = table(run / "rounds.csv")
-    assert len(scored) == 2 * len(rows) and all(row["accuracy"] and row["devices_scored"] == "2" for row in rows)
+    assert len(scored) == 2 * len(rows) and all(
+        row["accuracy"] and row["devices_scored"] == "2" for row in rows
+    )
     for row in rows:
         each = [one for one in scored if one["global_round"] == row["global_round"]]
-        n, score = (np.array([float(one[key]) for one in each]) for key in ("test_samples", "test_score"))
+        n, score = (
+            np.array([float(one[key]) for one in each]) for key in ("test_samples", "test_score")
+        )
         assert float(row["devices_score"]) == pytest.approx(score @ n / n.sum(), abs=1e-5)
     model = load_file(run / "model.safetensors")
     for row in scored[-2:]:
-        device, found = row["node"].rpartition("/")[2], (float(row["test_loss"]), float(row["test_score"]))
+        device, found = (
+            row["node"].rpartition("/")[2],
+            (float(row["test_loss"]), float(row["test_score"])),
+        )
         if kind == "flower":
-            data = np.random.default_rng(int(device[-1])).normal(size=(10 + int(device[-1]), 4)).astype(np.float32)
-            took_part = [one for one in table(run / "devices.csv") if device in one["node"] and one["local_rounds"]]
+            data = (
+                np.random.default_rng(int(device[-1]))
+                .normal(size=(10 + int(device[-1]), 4))
+                .astype(np.float32)
+            )
+            took_part = [
+                one
+                for one in table(run / "devices.csv")
+                if device in one["node"] and one["local_rounds"]
+            ]
             fits = sum(int(one["local_rounds"]) for one in took_part)
-            wanted = float(np.square(model["0"] - data[:3].mean(0)).mean()), 0.1 * fits  # its state has these
+            # its state has these
+            wanted = float(np.square(model["0"] - data[:3].mean(0)).mean()), 0.1 * fits
         else:
             tests = np.load(home / "data" / device / "tests.npz")
             logits = tests["x"] @ model["w"] + model["b"]
@@ -412,20 +496,28 @@ def test_devices_score_by_their_trainer(kind: str, home: Path) -> None:
 
 def test_a_device_scores_its_own_model_after_its_training(home: Path) -> None:
     evaluation = {"at": "devices", "personalised": True}
-    run = direct(home / "runs", parse(lab(FLOWER, evaluation=evaluation, institution={"participation": 1.0})))
+    run = direct(
+        home / "runs", parse(lab(FLOWER, evaluation=evaluation, institution={"participation": 1.0}))
+    )
     fits: dict[str, int] = {}
     for row in table(run / "devices.csv"):
-        fits[row["node"]] = fits.get(row["node"], 0) + int(row["local_rounds"])  # its state has these
+        # its state has these
+        fits[row["node"]] = fits.get(row["node"], 0) + int(row["local_rounds"])
         assert float(row["personalised_score"]) == pytest.approx(0.1 * fits[row["node"]])
-        assert float(row["test_score"]) == pytest.approx(0.1 * fits[row["node"]])  # with the next task, before it
+        # with the next task, before it
+        assert float(row["test_score"]) == pytest.approx(0.1 * fits[row["node"]])
     assert set(fits.values()) == {8}
 
 
 def test_a_run_goes_by_the_scores_of_trainers_on_devices(home: Path) -> None:
     trainer = {**FLOWER, "evaluate_fn": None}
-    run = direct(home / "runs", parse(lab(trainer, evaluation={"at": "devices"}, stop={"target": 0.15})))
+    run = direct(
+        home / "runs", parse(lab(trainer, evaluation={"at": "devices"}, stop={"target": 0.15}))
+    )
     rows = table(run / "rounds.csv")
-    assert [row["accuracy"] for row in rows] == [row["devices_score"] for row in rows] and len(rows) < LAB["rounds"]
+    assert [row["accuracy"] for row in rows] == [row["devices_score"] for row in rows] and len(
+        rows
+    ) < LAB["rounds"]
 
 
 @pytest.mark.parametrize(
@@ -433,11 +525,21 @@ def test_a_run_goes_by_the_scores_of_trainers_on_devices(home: Path) -> None:
     [
         ("others:Counting", "devices", r"it has no evaluate \(device-0\). Write one"),
         ("others:Counting", "both", "the cloud cannot evaluate with it"),
-        ({"name": "flower", "client_fn": "app:client_fn"}, "both", "the cloud cannot evaluate with it"),
-        ({"name": "flower", "client_fn": "torched:client_fn", "initial": "torched:initial"}, "devices", "no evaluate"),
+        (
+            {"name": "flower", "client_fn": "app:client_fn"},
+            "both",
+            "the cloud cannot evaluate with it",
+        ),
+        (
+            {"name": "flower", "client_fn": "torched:client_fn", "initial": "torched:initial"},
+            "devices",
+            "no evaluate",
+        ),
     ],
 )
-def test_a_trainer_without_evaluate_is_named(trainer: Any, at: str, problem: str, home: Path) -> None:
+def test_a_trainer_without_evaluate_is_named(
+    trainer: Any, at: str, problem: str, home: Path
+) -> None:
     with pytest.raises(InvalidExperiment, match=f"^training.trainer.*{problem}"):
         direct(home / "runs", parse(lab(trainer, evaluation={"at": at})))
 
@@ -450,9 +552,16 @@ def test_a_trainer_begins_with_the_model_of_another_run(at: str, home: Path) -> 
     assert json.loads((run / "manifest.json").read_text())["initial"]["model"] == str(whole)
     losses = [float(table(each / "rounds.csv")[0]["loss"]) for each in (whole, run)]
     assert losses[1] < losses[0]
-    save_file({"w": np.zeros((8, 3), np.float32), "c": np.zeros(3, np.float32)}, home / "other.safetensors")
-    with pytest.raises(InvalidExperiment, match=r"^model\.initial = .*softmax:Softmax: b is missing; c is unknown"):
-        direct(home / "other", parse(lab(SOFTMAX, model={"initial": str(home / "other.safetensors")})))
+    save_file(
+        {"w": np.zeros((8, 3), np.float32), "c": np.zeros(3, np.float32)},
+        home / "other.safetensors",
+    )
+    with pytest.raises(
+        InvalidExperiment, match=r"^model\.initial = .*softmax:Softmax: b is missing; c is unknown"
+    ):
+        direct(
+            home / "other", parse(lab(SOFTMAX, model={"initial": str(home / "other.safetensors")}))
+        )
 
 
 @pytest.mark.slow
@@ -472,7 +581,10 @@ def test_a_plain_flower_client_is_a_trainer(home: Path) -> None:
         for name, each in (("numpy", FLOWER), ("plain", plain))
     ]
     assert tensors(runs[0]) == tensors(runs[1]) and scores_of(runs[0]) == scores_of(runs[1])
-    for client, problem in (("failing_fn", "fit fails: no data"), ("unkept_fn", r"context.state\['lock'\] is object")):
+    for client, problem in (
+        ("failing_fn", "fit fails: no data"),
+        ("unkept_fn", r"context.state\['lock'\] is object"),
+    ):
         with pytest.raises(InvalidExperiment, match=f"^training.trainer.client_fn = .*{problem}"):
             direct(home / client, parse(lab({**FLOWER, "client_fn": f"plain:{client}"})))
 
@@ -502,7 +614,11 @@ def test_flowers_records_persist(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     packed = msgpack.packb(flower_state.packed(dict(given), "context.state"))
     found = records.RecordDict(flower_state.unpacked(msgpack.unpackb(packed)))
-    assert found == given and type(found["model"]) is records.ArrayRecord and found["model"]["w"].shape == (2,)
+    assert (
+        found == given
+        and type(found["model"]) is records.ArrayRecord
+        and found["model"]["w"].shape == (2,)
+    )
 
 
 @pytest.mark.parametrize(
@@ -529,28 +645,45 @@ def test_the_file_of_a_flower_client_calls_nothing_but_flowers_records(
     monkeypatch.setitem(sys.modules, "flwr", library)
     monkeypatch.setitem(sys.modules, "flwr.common", records)
     called: list[object] = []
-    vars(records).update(run_simulation=called.append, os=os, Context=dict, called=called, dict=dict)
-    exec(RECORDS + "class Grid:\n    def __init__(self):\n        called.append(self)\n", records.__dict__)
+    vars(records).update(
+        run_simulation=called.append, os=os, Context=dict, called=called, dict=dict
+    )
+    exec(
+        RECORDS + "class Grid:\n    def __init__(self):\n        called.append(self)\n",
+        records.__dict__,
+    )
     file = home / "context.state"
     file.write_bytes(msgpack.packb(["dict", [["a", packed]]]))
     trainer = flower.ClientTrainer(parse(lab(FLOWER)))
     trainer.prepare(site(home))
-    with pytest.raises(InvalidExperiment, match=r"^training.trainer.client_fn = .*context.state cannot be read"):
+    with pytest.raises(
+        InvalidExperiment, match=r"^training.trainer.client_fn = .*context.state cannot be read"
+    ):
         trainer.train({"0": np.zeros(4, np.float32), "1": np.array(0)}, task(home))
     assert not called and not (home / "called").exists()
 
 
 def site(home: Path) -> TrainingSite:
     training = parse(lab(FLOWER)).settings_in(0)
-    return TrainingSite(node="device-0", place=0, places=4, data=home, seed=1, epochs=2, settings=training)
+    return TrainingSite(
+        node="device-0", place=0, places=4, data=home, seed=1, epochs=2, settings=training
+    )
 
 
 def task(home: Path) -> LocalTask:
     settings = parse(lab(FLOWER)).settings_in(0)
     return LocalTask(
-        node="device-0", data=home, seed=1, epochs=2, global_round=1, local_round=1, settings=settings,
-        deadline_s=None, state=home, progress=lambda done, of: None,
-    )  # fmt: skip
+        node="device-0",
+        data=home,
+        seed=1,
+        epochs=2,
+        global_round=1,
+        local_round=1,
+        settings=settings,
+        deadline_s=None,
+        state=home,
+        progress=lambda done, of: None,
+    )
 
 
 def test_a_flower_client_is_made_anew_for_each_task(home: Path) -> None:
@@ -572,7 +705,9 @@ def test_a_flower_client_is_made_anew_for_each_task(home: Path) -> None:
 
 
 @pytest.mark.parametrize(("node", "place"), [("device-2", 2), ("device-7", 4 + 7), ("visitor", 4)])
-def test_a_device_that_enters_has_a_place_behind_those_of_the_experiment(node: str, place: int, home: Path) -> None:
+def test_a_device_that_enters_has_a_place_behind_those_of_the_experiment(
+    node: str, place: int, home: Path
+) -> None:
     training = ArrayTraining(parse(lab("others:Counting")), node=node, accelerator="cpu")
     assert training.prepare().samples == 1 + place
 
@@ -586,20 +721,31 @@ LOSSES: Final = {  # of `Wrong`, where device-0 or every device knows no loss
 @pytest.mark.parametrize("known", slow(LOSSES, but=["some"]))
 def test_an_unknown_loss_stays_unknown(known: str, home: Path) -> None:
     tables = {"topology": {"institutions": 2, "devices": 4}, "institution": {"participation": 1.0}}
-    run = direct(home / "runs", parse(lab({"name": "others:Wrong", "how": LOSSES[known]}, **tables)))
+    run = direct(
+        home / "runs", parse(lab({"name": "others:Wrong", "how": LOSSES[known]}, **tables))
+    )
     counts = np.array([1, 2, 3, 4])  # samples of the devices
     for row in table(run / "devices.csv"):
         place = int(row["node"][-1])
         assert row["loss"] == ("" if known == "none" or place == 0 else str(0.5 + place))
     above = np.array([1.5, (2.5 * 3 + 3.5 * 4) / 7])  # institution-0 knows that of device-1
-    wanted = "" if known == "none" else f"{above @ [counts[:2].sum(), counts[2:].sum()] / counts.sum():.6g}"
+    wanted = (
+        ""
+        if known == "none"
+        else f"{above @ [counts[:2].sum(), counts[2:].sum()] / counts.sum():.6g}"
+    )
     assert [row["train_loss"] for row in table(run / "rounds.csv")] == [wanted] * LAB["rounds"]
     assert invoke("report", run).exit_code == 0
 
 
 def test_a_flower_client_may_know_no_loss(home: Path) -> None:
     run = direct(home / "runs", parse(lab(FLOWER, training={"by_round": {"silent": {"3": 1.0}}})))
-    assert [bool(row["train_loss"]) for row in table(run / "rounds.csv")] == [True, True, False, False]
+    assert [bool(row["train_loss"]) for row in table(run / "rounds.csv")] == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -607,14 +753,20 @@ def test_a_flower_client_may_know_no_loss(home: Path) -> None:
     [
         ({"cloud": {"aggregation": "fedcda"}}, "cloud.aggregation.name = 'fedcda'"),
         ({"institution": {"selection": "oort"}}, "institution.selection.name = 'oort'"),
-        ({"cloud": {"selection": "power_of_choice", "participation": 0.5}}, "cloud.selection.name = 'power_of_choice'"),
+        (
+            {"cloud": {"selection": "power_of_choice", "participation": 0.5}},
+            "cloud.selection.name = 'power_of_choice'",
+        ),
     ],
 )
 def test_what_compares_losses_needs_them(tables: dict[str, Any], key: str, home: Path) -> None:
     trainer = {"name": "others:Wrong", "how": LOSSES["none"]}
     with pytest.raises(
         InvalidExperiment,
-        match=rf"train returns no loss \(device-\d\), in .*others.py:\d+\). Return one: {key} compares losses",
+        match=(
+            rf"train returns no loss \(device-\d\), in .*others.py:\d+\). Return one: {key} "
+            r"compares losses"
+        ),
     ):
         direct(home / "runs", parse(lab(trainer, **tables)))
 
@@ -623,8 +775,14 @@ def test_a_result_without_a_loss_is_refused_where_losses_are_compared() -> None:
     manifest = Manifest("0123456789abcdef", 1024, 1024, b"d" * 8, "fp32", "layout")
     result = Result(Key(0, 0, 0), manifest, None, Work(5, None, 1, 1, 1.0, 0.0, 0.0), 1, (), "")
     for selection in ("fraction", "oort"):
-        limits = limits_below(parse(lab("m:T", institution={"selection": selection})), "institution-0")["device-0"]
-        with pytest.raises(RefusedModel, match="no training loss") if selection == "oort" else nullcontext():
+        limits = limits_below(
+            parse(lab("m:T", institution={"selection": selection})), "institution-0"
+        )["device-0"]
+        with (
+            pytest.raises(RefusedModel, match="no training loss")
+            if selection == "oort"
+            else nullcontext()
+        ):
             check_report(result, limits=limits)
 
 
@@ -632,18 +790,26 @@ def test_the_settings_of_a_round_reach_the_trainer(home: Path) -> None:
     by_round = {"mu": {"2": 0.25, "4": 0.5}}
     run = direct(home / "runs", parse(lab("others:Counting", training={"by_round": by_round})))
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    found = {event["global_round"]: event["numbers"]["mu"] for event in events if event["event"] == "trained"}
+    found = {
+        event["global_round"]: event["numbers"]["mu"]
+        for event in events
+        if event["event"] == "trained"
+    }
     assert found == {1: -1.0, 2: 0.25, 3: 0.25, 4: 0.5}
 
 
 def test_stop_needs_evaluations(home: Path) -> None:
-    with pytest.raises(InvalidExperiment, match=r"stop\.patience = 2: the trainer has no `evaluate`"):
+    with pytest.raises(
+        InvalidExperiment, match=r"stop\.patience = 2: the trainer has no `evaluate`"
+    ):
         direct(home / "runs", parse(lab("others:Counting", stop={"patience": 2})))
 
 
 @pytest.mark.parametrize("how", WRONG)
 def test_what_a_trainer_must_not_return_is_named(how: str, home: Path) -> None:
-    with pytest.raises(InvalidExperiment, match=f"^training.trainer.name = 'others:Wrong': .*({WRONG[how]})"):
+    with pytest.raises(
+        InvalidExperiment, match=f"^training.trainer.name = 'others:Wrong': .*({WRONG[how]})"
+    ):
         direct(home / "runs", parse(lab({"name": "others:Wrong", "how": how})))
 
 
@@ -652,7 +818,8 @@ def test_a_lab_of_processes_ends_with_the_error_of_a_trainer(home: Path) -> None
     path = written(home, {"name": "others:Wrong", "how": "sys.exit(3)"})
     done = fedstrata("run", path, "--runs", home / "runs")
     assert done.returncode == 4 and re.search(
-        r"training.trainer.name = 'others:Wrong': fails on device-\d with SystemExit: 3", done.stderr
+        r"training.trainer.name = 'others:Wrong': fails on device-\d with SystemExit: 3",
+        done.stderr,
     )
 
 
@@ -684,7 +851,9 @@ def test_a_lab_of_processes_ends_with_the_error_of_a_trainer(home: Path) -> None
         ({"cloud": {"aggregation": "fedma"}}, "cloud.aggregation.name"),
     ],
 )
-def test_what_needs_fedstratas_training_is_refused_by_name(tables: dict[str, Any], key: str) -> None:
+def test_what_needs_fedstratas_training_is_refused_by_name(
+    tables: dict[str, Any], key: str
+) -> None:
     with pytest.raises(InvalidExperiment) as caught:
         parse(lab(SOFTMAX, **tables))
     assert str(caught.value).startswith(f"{key} = ")
@@ -713,14 +882,18 @@ def test_an_experiment_with_a_trainer_is_read_again(trainer: Mapping[str, Any]) 
         ("others:Wrong", ["how=\"made['w'] * np.nan\""], "runs"),
     ],
 )
-def test_check_examines_a_trainer(name: str, keywords: list[str], wrong: str | None, home: Path) -> None:
+def test_check_examines_a_trainer(
+    name: str, keywords: list[str], wrong: str | None, home: Path
+) -> None:
     words = [word for each in keywords for word in ("--set", each)]
     done = invoke("check", name, *words, "--data", "data/device-0", "--format", "json")
     found = {one["item"]: one["right"] for one in map(json.loads, done.stdout.splitlines())}
     assert done.exit_code == (0 if wrong is None else 4 if wrong == "runs" else 1), done.output
-    assert (wrong is None and all(found.values()) and len(found) == 7 + ("the same score twice" in found)) or (
-        wrong is not None and not found[wrong]
-    )
+    assert (
+        wrong is None
+        and all(found.values())
+        and len(found) == 7 + ("the same score twice" in found)
+    ) or (wrong is not None and not found[wrong])
 
 
 def test_a_plan_counts_the_samples_of_devices(home: Path) -> None:
@@ -765,5 +938,7 @@ async def main():
 asyncio.run(main())
 """
     written(home, SOFTMAX)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
     assert done.stdout.split("\n")[0] == "45 1 x cpu False", done.stderr

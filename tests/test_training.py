@@ -1,5 +1,6 @@
-"""A local round's settings: learning rates as PyTorch's schedulers give them, steps as torch.optim.SGD takes them, and
-images changed as a loop over pixels changes them."""
+"""A local round's settings: learning rates as PyTorch's schedulers give them, steps as
+torch.optim.SGD takes them, and images changed as a loop over pixels changes them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,12 @@ from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.learning import datasets
-from fedstrata.common.settings.training import Augmentation, Schedule, TrainingSettings, learning_rate
+from fedstrata.common.settings.training import (
+    Augmentation,
+    Schedule,
+    TrainingSettings,
+    learning_rate,
+)
 from fedstrata.device.training import batches
 from tests.helpers.steps import batches_of, run_steps
 
@@ -37,7 +43,10 @@ def one_thread() -> None:
 
 def rates(schedule: Schedule, global_rounds: int, *, start: float = 0.1) -> list[float]:
     training = TrainingSettings(learning_rate=start, schedule=schedule)
-    return [learning_rate(training, global_round=t, global_rounds=global_rounds) for t in range(global_rounds)]
+    return [
+        learning_rate(training, global_round=t, global_rounds=global_rounds)
+        for t in range(global_rounds)
+    ]
 
 
 def by_pytorch(schedule: Schedule, global_rounds: int, *, start: float = 0.1) -> list[float]:
@@ -54,7 +63,9 @@ def by_pytorch(schedule: Schedule, global_rounds: int, *, start: float = 0.1) ->
         after = lr_scheduler.CosineAnnealingLR(optimiser, length, start * schedule.final)
     else:
         after = lr_scheduler.ConstantLR(optimiser, 1.0)
-    found = [start * (t + 1) / (schedule.warmup + 1) for t in range(min(schedule.warmup, global_rounds))]
+    found = [
+        start * (t + 1) / (schedule.warmup + 1) for t in range(min(schedule.warmup, global_rounds))
+    ]
     with warnings.catch_warnings(action="ignore"):  # of schedulers without steps
         while len(found) < global_rounds:
             found.append(optimiser.param_groups[0]["lr"])
@@ -86,8 +97,12 @@ def test_rates_written_out() -> None:
     assert rates(Schedule(warmup=3), 5) == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1])
     assert rates(Schedule(name="step", every=2, factor=0.5), 5) == [0.1, 0.1, 0.05, 0.05, 0.025]
     assert rates(Schedule(name="exponential", factor=0.5, warmup=1), 4) == [0.05, 0.1, 0.05, 0.025]
-    assert rates(Schedule(name="inverse", halving=2, warmup=1), 4) == pytest.approx([0.05, 0.1, 0.1 * 2 / 3, 0.05])
-    assert rates(Schedule(name="cosine", final=0.2), 4) == pytest.approx([0.1, 0.08828427, 0.06, 0.03171573])
+    assert rates(Schedule(name="inverse", halving=2, warmup=1), 4) == pytest.approx(
+        [0.05, 0.1, 0.1 * 2 / 3, 0.05]
+    )
+    assert rates(Schedule(name="cosine", final=0.2), 4) == pytest.approx(
+        [0.1, 0.08828427, 0.06, 0.03171573]
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,13 +110,25 @@ def test_rates_written_out() -> None:
     [
         ({"nesterov": True, "momentum": 0.0}, r"training\.nesterov = True: .*momentum above 0"),
         *(
-            ({"vmapped": was}, rf"training\.vmapped = '{was}': not one of its values\. There are: false")
+            (
+                {"vmapped": was},
+                rf"training\.vmapped = '{was}': not one of its values\. There are: false",
+            )
             for was in ("never", "auto", "always")
         ),
-        ({"schedule": {"name": "step", "factor": 0.5}}, r"training\.schedule\.every: .*'step' needs it.*Set"),
-        ({"schedule": {"name": "step", "every": 2}}, r"training\.schedule\.factor: .*'step' needs it.*Set"),
+        (
+            {"schedule": {"name": "step", "factor": 0.5}},
+            r"training\.schedule\.every: .*'step' needs it.*Set",
+        ),
+        (
+            {"schedule": {"name": "step", "every": 2}},
+            r"training\.schedule\.factor: .*'step' needs it.*Set",
+        ),
         ({"schedule": {"name": "inverse"}}, r"training\.schedule\.halving: .*'inverse' needs it"),
-        ({"schedule": {"name": "exponential"}}, r"training\.schedule\.factor: .*'exponential' needs it"),
+        (
+            {"schedule": {"name": "exponential"}},
+            r"training\.schedule\.factor: .*'exponential' needs it",
+        ),
         ({"schedule": {"name": "linear"}}, r"training\.schedule\.name = 'linear': .*inverse"),
         ({"schedule": {"warm_up": 3}}, r"training\.schedule\.warm_up = 3: unknown key.*'warmup'"),
         ({"schedule": {"final": 1.5}}, r"training\.schedule\.final = 1\.5: .*Write 1 or less"),
@@ -118,7 +145,10 @@ def test_what_cannot_be_is_refused(settings: dict[str, Any], problem: str) -> No
 def test_text_is_not_flipped() -> None:
     tree: dict[str, Any] = {"data": {"dataset": "shakespeare"}, "model": {"name": "char_lstm"}}
     for key, value in (("flip", True), ("crop", 2)):
-        with pytest.raises(InvalidExperiment, match=rf"training\.augmentation\.{key} = {value}: shakespeare is text"):
+        with pytest.raises(
+            InvalidExperiment,
+            match=rf"training\.augmentation\.{key} = {value}: shakespeare is text",
+        ):
             parse({**tree, "training": {"augmentation": {key: value}}})
     parse({**tree, "training": {"augmentation": {"flip": False, "crop": 0}}})
 
@@ -129,9 +159,15 @@ def small_net() -> nn.Sequential:
 
 
 def by_torch(
-    module: nn.Module, optimiser: torch.optim.Optimizer, batches: Sequence[Any], *, clip_norm: float | None
+    module: nn.Module,
+    optimiser: torch.optim.Optimizer,
+    batches: Sequence[Any],
+    *,
+    clip_norm: float | None,
 ) -> float:
-    """Take a step of each batch with an optimiser; return the sum of the losses of epoch 1 over its samples."""
+    """Take a step of each batch with an optimiser; return the sum of the losses of epoch 1 over its
+    samples.
+    """
     last = 0.0
     for epoch, inputs, labels in batches:
         optimiser.zero_grad()
@@ -166,13 +202,23 @@ def test_a_sgd_is_that_of_torchs_optimiser(
         for epoch, size in ((0, 5), (0, 2), (1, 5), (1, 2))
     ]
     nesterov = nesterov and momentum > 0
-    training = TrainingSettings(momentum=momentum, nesterov=nesterov, weight_decay=weight_decay, clip_norm=clip_norm)
+    training = TrainingSettings(
+        momentum=momentum, nesterov=nesterov, weight_decay=weight_decay, clip_norm=clip_norm
+    )
     seen: list[int] = []
     weights = list(ours.parameters())
     losses, steps = run_steps(
-        ours, weights, batches, training=training, learning_rate=rate, last_epoch=1, watch=seen.append
+        ours,
+        weights,
+        batches,
+        training=training,
+        learning_rate=rate,
+        last_epoch=1,
+        watch=seen.append,
     )
-    optimiser = torch.optim.SGD(theirs.parameters(), rate, momentum, weight_decay=weight_decay, nesterov=nesterov)
+    optimiser = torch.optim.SGD(
+        theirs.parameters(), rate, momentum, weight_decay=weight_decay, nesterov=nesterov
+    )
     last = by_torch(theirs, optimiser, batches, clip_norm=clip_norm)
     assert_equal(ours, theirs, within=1e-12)
     assert float(losses) == pytest.approx(last, rel=1e-12) and steps == 4 and seen == [0, 1, 2, 3]
@@ -187,16 +233,40 @@ def test_a_sgd_is_that_of_torchs_optimiser(
     clip_norm=st.sampled_from([None, 0.3]),
 )
 def test_local_rounds_of_adam_are_those_of_torchs_optimiser(
-    name: str, beta1: float, beta2: float, epsilon: float, weight_decay: float, clip_norm: float | None
+    name: str,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    weight_decay: float,
+    clip_norm: float | None,
 ) -> None:
     """Each local round begins with a fresh optimiser, from the weights of the one before."""
     ours, theirs = small_net(), small_net()
-    keys = {"name": name, "beta1": beta1, "beta2": beta2, "epsilon": epsilon, "weight_decay": weight_decay}
+    keys = {
+        "name": name,
+        "beta1": beta1,
+        "beta2": beta2,
+        "epsilon": epsilon,
+        "weight_decay": weight_decay,
+    }
     training = TrainingSettings.model_validate({"clip_norm": clip_norm, "optimizer": keys})
-    source, kind = torch.Generator().manual_seed(1), torch.optim.Adam if name == "adam" else torch.optim.AdamW
+    source, kind = (
+        torch.Generator().manual_seed(1),
+        torch.optim.Adam if name == "adam" else torch.optim.AdamW,
+    )
     for _ in range(3):
-        batches = [(0, torch.randn(4, 6, generator=source, dtype=torch.float64), torch.arange(4) % 3) for _ in range(4)]
-        run_steps(ours, list(ours.parameters()), batches, training=training, learning_rate=0.01, last_epoch=0)
+        batches = [
+            (0, torch.randn(4, 6, generator=source, dtype=torch.float64), torch.arange(4) % 3)
+            for _ in range(4)
+        ]
+        run_steps(
+            ours,
+            list(ours.parameters()),
+            batches,
+            training=training,
+            learning_rate=0.01,
+            last_epoch=0,
+        )
         optimiser = kind(theirs.parameters(), 0.01, (beta1, beta2), epsilon, weight_decay)
         by_torch(theirs, optimiser, batches, clip_norm=clip_norm)
     assert_equal(ours, theirs, within=1e-10)
@@ -204,24 +274,46 @@ def test_local_rounds_of_adam_are_those_of_torchs_optimiser(
 
 def test_the_keys_of_sgd_may_stand_in_its_table() -> None:
     short = parse({"training": {"momentum": 0.5, "weight_decay": 0.1}})
-    table = parse({"training": {"optimizer": {"name": "sgd", "momentum": 0.5, "weight_decay": 0.1}}})
+    table = parse(
+        {"training": {"optimizer": {"name": "sgd", "momentum": 0.5, "weight_decay": 0.1}}}
+    )
     assert table == short and table.digest == short.digest
     assert parse({"training": {"optimizer": "sgd"}}) == parse({})
     adam = parse({"training": {"optimizer": "adam"}})
-    assert parse(adam.to_json()) == adam and "momentum" not in json.loads(adam.to_json())["training"]
+    assert (
+        parse(adam.to_json()) == adam and "momentum" not in json.loads(adam.to_json())["training"]
+    )
 
 
 @pytest.mark.parametrize(
     ("tree", "problem"),
     [
-        ({"training": {"momentum": 0.5, "optimizer": {"momentum": 0.1}}}, r"momentum = 0\.5: .*is 0\.1.*Omit"),
-        ({"training": {"momentum": 0.5, "optimizer": "adam"}}, r"training\.momentum = 0\.5: adam does not.*Omit"),
-        ({"training": {"weight_decay": 0.5, "optimizer": "adamw"}}, r"decay = 0\.5: .*Set training\.optimizer\."),
-        ({"training": {"optimizer": {"name": "sgd", "beta1": 0.5}}}, r"training\.optimizer\.beta1 = 0\.5: unknown key"),
-        ({"training": {"optimizer": {"name": "adam", "beta2": 1.0}}}, r"training\.optimizer\.beta2 = 1\.0: .*below 1"),
+        (
+            {"training": {"momentum": 0.5, "optimizer": {"momentum": 0.1}}},
+            r"momentum = 0\.5: .*is 0\.1.*Omit",
+        ),
+        (
+            {"training": {"momentum": 0.5, "optimizer": "adam"}},
+            r"training\.momentum = 0\.5: adam does not.*Omit",
+        ),
+        (
+            {"training": {"weight_decay": 0.5, "optimizer": "adamw"}},
+            r"decay = 0\.5: .*Set training\.optimizer\.",
+        ),
+        (
+            {"training": {"optimizer": {"name": "sgd", "beta1": 0.5}}},
+            r"training\.optimizer\.beta1 = 0\.5: unknown key",
+        ),
+        (
+            {"training": {"optimizer": {"name": "adam", "beta2": 1.0}}},
+            r"training\.optimizer\.beta2 = 1\.0: .*below 1",
+        ),
         ({"training": {"optimizer": "rmsprop"}}, r"training\.optimizer\.name = 'rmsprop': .*adam"),
         (
-            {"training": {"optimizer": "adam", "objective": "scaffold"}, "cloud": {"aggregation": "scaffold"}},
+            {
+                "training": {"optimizer": "adam", "objective": "scaffold"},
+                "cloud": {"aggregation": "scaffold"},
+            },
             r"training\.optimizer\.name = 'adam': scaffold estimates gradients",
         ),
         (
@@ -235,7 +327,9 @@ def test_optimisers_that_do_not_fit_are_refused(tree: dict[str, Any], problem: s
         parse({"topology": {"institutions": 0, "devices": 2}, **tree})
 
 
-def changed_by_hand(image: np.ndarray, *, flip: bool, shift: tuple[int, int], crop: int) -> np.ndarray:
+def changed_by_hand(
+    image: np.ndarray, *, flip: bool, shift: tuple[int, int], crop: int
+) -> np.ndarray:
     channels, height, width = image.shape
     out = np.zeros_like(image)
     for c in range(channels):
@@ -258,7 +352,9 @@ def test_images_change_as_in_a_loop_over_pixels(
 ) -> None:
     images = np.random.default_rng(1).integers(1, 256, shape).astype(dtype)
     settings = Augmentation(flip=flip, crop=crop)
-    changes = batches.draw_changes(settings, len(images), source=np.random.default_rng(2), device=CPU)
+    changes = batches.draw_changes(
+        settings, len(images), source=np.random.default_rng(2), device=CPU
+    )
     found = batches.change_images(torch.from_numpy(images), changes, crop=crop)
     assert found.shape == images.shape and found.is_contiguous()
     for i, image in enumerate(images):
@@ -269,7 +365,9 @@ def test_images_change_as_in_a_loop_over_pixels(
 
 def test_half_are_flipped_and_all_windows_alike_likely() -> None:
     def draw(**settings: Any) -> batches.Changes:
-        return batches.draw_changes(Augmentation(**settings), 9000, source=np.random.default_rng(1), device=CPU)
+        return batches.draw_changes(
+            Augmentation(**settings), 9000, source=np.random.default_rng(1), device=CPU
+        )
 
     both = draw(flip=True, crop=1)
     assert abs(float(both.flips.float().mean()) - 0.5) < 0.02
@@ -286,20 +384,33 @@ def lab_of(**settings: Any) -> Experiment:
 def rounds_inputs(
     lab: Experiment, *, node: str = "device-0", local_round: int = 0, epochs: int = 2
 ) -> list[torch.Tensor]:
-    device = batches.load_local_dataset(parse({"topology": {"devices": 1}}), "device-0", accelerator=CPU)
-    return [inputs for _, inputs, _ in batches_of(device, lab, node=node, epochs=epochs, local_round=local_round)]
+    device = batches.load_local_dataset(
+        parse({"topology": {"devices": 1}}), "device-0", accelerator=CPU
+    )
+    return [
+        inputs
+        for _, inputs, _ in batches_of(
+            device, lab, node=node, epochs=epochs, local_round=local_round
+        )
+    ]
 
 
 def test_a_device_makes_no_list_of_all_samples_of_a_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With many devices it would leave holes in the process's memory, each as large as all devices' samples."""
+    """With many devices it would leave holes in the process's memory, each as large as all devices'
+    samples.
+    """
     lab, made = parse({"topology": {"devices": 4}}), []
     batches.load_local_dataset(lab, "device-0", accelerator=CPU)  # caches
     arange = torch.arange
-    monkeypatch.setattr(torch, "arange", lambda *sizes, **options: made.append(sizes) or arange(*sizes, **options))
+    monkeypatch.setattr(
+        torch, "arange", lambda *sizes, **options: made.append(sizes) or arange(*sizes, **options)
+    )
     assert len(batches.load_local_dataset(lab, "device-1", accelerator=CPU).samples) and not made
 
 
-def test_a_rounds_images_depend_on_seed_node_and_round_and_not_on_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rounds_images_depend_on_seed_node_and_round_and_not_on_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     lab = lab_of(flip=True, crop=1)
     first = torch.cat(rounds_inputs(lab))
     assert torch.equal(torch.cat(rounds_inputs(lab)), first)

@@ -1,4 +1,6 @@
-"""Pulling: owner and receivers joined in memory by a line that loses, duplicates and reorders, on a virtual clock."""
+"""Pulling: owner and receivers joined in memory by a line that loses, duplicates and reorders, on a
+virtual clock.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,27 @@ from hypothesis import strategies as st
 
 from fedstrata.common.protocol.manifest import describe
 from fedstrata.common.protocol.messages import Ask
-from fedstrata.common.protocol.receiver import ASKS_LEAST, PATIENCE_MOST_S, PATIENCE_S, REPAIR_S, Receiver
+from fedstrata.common.protocol.receiver import (
+    ASKS_LEAST,
+    PATIENCE_MOST_S,
+    PATIENCE_S,
+    REPAIR_S,
+    Receiver,
+)
 from fedstrata.common.protocol.sender import Publication, Sender
 from fedstrata.common.protocol.topics import ALL
 from fedstrata.common.settings.links import LinkDirection
 from tests.helpers.examples import examples
-from tests.helpers.transfer_line import CHUNK, OWNER, Line, Peer, blob_of, broadcast, check_complete, published
+from tests.helpers.transfer_line import (
+    CHUNK,
+    OWNER,
+    Line,
+    Peer,
+    blob_of,
+    broadcast,
+    check_complete,
+    published,
+)
 from tests.session_lab import names_of
 
 # Without loss
@@ -31,7 +48,9 @@ def test_a_broadcast_crosses_each_link_once(receivers: int, chunks: int) -> None
     manifest, data = broadcast(line, chunks, names_of(receivers))
     line.run()
     check_complete(line, manifest, data)
-    assert [(p.stream, p.index) for p in line.published] == [(ALL, index) for index in range(chunks)]
+    assert [(p.stream, p.index) for p in line.published] == [
+        (ALL, index) for index in range(chunks)
+    ]
     assert all(receiver.got == chunks for receiver in line.receivers.values())
     assert line.owner.chunks_published == chunks and line.owner.chunks_repeated == 0
     assert line.owner.chunks_delivered == receivers * chunks
@@ -45,7 +64,8 @@ def test_a_broadcast_waits_for_those_announced_but_not_for_ever() -> None:
     for name in names_of(2):
         line.fetch(line.add(name), manifest)
     begun = line.now
-    line.lose = lambda publication: not begun + 0.1 <= line.now <= begun + 0.2  # nothing before a tenth of a second
+    # nothing before a tenth of a second
+    line.lose = lambda publication: not begun + 0.1 <= line.now <= begun + 0.2
     line.run()
     check_complete(line, manifest, data)
     assert len(line.published) == 5
@@ -107,7 +127,9 @@ def test_slow_receivers_stop_nobody_and_cost_nothing() -> None:
 
 @pytest.mark.parametrize("slow_s", [1.0, 2.05, 4.1, 10.0])
 def test_a_link_that_is_declared_slow_is_not_asked_twice(slow_s: float) -> None:
-    """128 kbit/s and less, upward: a broker passes on whole chunks, so the parent's connection is silent meanwhile."""
+    """128 kbit/s and less, upward: a broker passes on whole chunks, so the parent's connection is
+    silent meanwhile.
+    """
     line = Line()
     manifest, data = blob_of(30)
     line.owner.offer(manifest, data, ["parent"])
@@ -126,7 +148,8 @@ def test_a_link_slower_than_the_repair_time_is_not_flooded(slow_s: float) -> Non
     manifest, data = broadcast(line, 100, ["device-0"], slow_s=slow_s)
     line.run(until_s=4000.0)
     check_complete(line, manifest, data)
-    assert len(line.published) <= 100 + 4 * 8  # what the first silences cost, and nothing for each chunk
+    # what the first silences cost, and nothing for each chunk
+    assert len(line.published) <= 100 + 4 * 8
 
 
 @given(
@@ -137,11 +160,19 @@ def test_a_link_slower_than_the_repair_time_is_not_flooded(slow_s: float) -> Non
 )
 @examples(50)
 @example(rate=8000.0, chunk_bytes=1_000_000, chunks=12, window=8)  # 64 kbit/s: 125 s for a chunk
-def test_no_chunk_is_asked_for_twice_while_bytes_flow(rate: float, chunk_bytes: int, chunks: int, window: int) -> None:
+def test_no_chunk_is_asked_for_twice_while_bytes_flow(
+    rate: float, chunk_bytes: int, chunks: int, window: int
+) -> None:
     line = Line()
     slow_s = chunk_bytes / rate
     manifest, data = broadcast(
-        line, chunks, ["device-0"], chunk_bytes=chunk_bytes, slow_s=slow_s, kernel=True, window=window
+        line,
+        chunks,
+        ["device-0"],
+        chunk_bytes=chunk_bytes,
+        slow_s=slow_s,
+        kernel=True,
+        window=window,
     )
     line.run(until_s=10 + (chunks + 1) * slow_s)
     check_complete(line, manifest, data)
@@ -149,14 +180,21 @@ def test_no_chunk_is_asked_for_twice_while_bytes_flow(rate: float, chunk_bytes: 
     assert [ask.restart for _, ask in line.asked] == [True] + [False] * (len(line.asked) - 1)
 
 
-@given(rate=st.floats(1000.0, 1e7), chunk_bytes=st.integers(32_768, 1_900_000), chunks=st.integers(1, 12))
+@given(
+    rate=st.floats(1000.0, 1e7),
+    chunk_bytes=st.integers(32_768, 1_900_000),
+    chunks=st.integers(1, 12),
+)
 @examples(50)
 @example(rate=8000.0, chunk_bytes=1_000_000, chunks=12)
 def test_when_bytes_stop_it_is_asked_again(rate: float, chunk_bytes: int, chunks: int) -> None:
     line = Line()
     slow_s = chunk_bytes / rate
-    manifest, data = broadcast(line, chunks, ["device-0"], chunk_bytes=chunk_bytes, slow_s=slow_s, kernel=True)
-    line.lose = lambda publication: len(line.published) == chunks  # the last, which only silence shows
+    manifest, data = broadcast(
+        line, chunks, ["device-0"], chunk_bytes=chunk_bytes, slow_s=slow_s, kernel=True
+    )
+    # the last, which only silence shows
+    line.lose = lambda publication: len(line.published) == chunks
     line.run(until_s=10 + PATIENCE_MOST_S + (chunks + 2) * slow_s)
     check_complete(line, manifest, data)
     assert [p.index for p in line.published] == [*range(chunks), chunks - 1]
@@ -174,7 +212,12 @@ def test_a_late_receiver_gets_what_it_missed_on_its_own_stream() -> None:
 
 
 @examples(40)
-@given(st.integers(1, 30), st.integers(1, 4), st.randoms(use_true_random=False), st.sampled_from([0.0, 0.2]))
+@given(
+    st.integers(1, 30),
+    st.integers(1, 4),
+    st.randoms(use_true_random=False),
+    st.sampled_from([0.0, 0.2]),
+)
 def test_chunks_are_passed_on_as_they_come_and_never_before(
     chunks: int, receivers: int, draw: random.Random, loss: float
 ) -> None:
@@ -223,7 +266,9 @@ def test_a_model_on_its_way_reaches_the_next_tier_a_chunk_later() -> None:
 
 
 def test_what_has_not_left_its_owner_is_not_published_twice() -> None:
-    """An undeclared slow way out: the receiver receives nothing for long and asks again from the start."""
+    """An undeclared slow way out: the receiver receives nothing for long and asks again from the
+    start.
+    """
     owner = Sender(first_number=0)
     manifest, data = blob_of(6)
     owner.offer(manifest, data, ["a"])
@@ -257,8 +302,12 @@ FAST, SLOW = [f"fast-{i}" for i in range(6)], [f"slow-{i}" for i in range(2)]
 WAYS = dict.fromkeys(FAST, LinkDirection(1e6)) | dict.fromkeys(SLOW, LinkDirection(2e4))
 
 
-def broadcast_to(names: Sequence[str], *streams: Sequence[str], chunks: int = 100) -> tuple[Line, dict[str, float]]:
-    """Send a blob over links of their own rates, one stream for each group; return the seconds that each took."""
+def broadcast_to(
+    names: Sequence[str], *streams: Sequence[str], chunks: int = 100
+) -> tuple[Line, dict[str, float]]:
+    """Send a blob over links of their own rates, one stream for each group; return the seconds that
+    each took.
+    """
     line = Line(ways=WAYS)
     for number, group in enumerate(streams):
         data = memoryview(random.Random(0).randbytes(CHUNK * chunks))
@@ -310,7 +359,11 @@ def test_nothing_is_published_while_links_have_no_room() -> None:
 
     assert owner.next_publication(0.0, busy) is None and seen == [{"a", "b"}]
     publication = owner.next_publication(0.0, lambda peers: True)
-    assert publication is not None and publication.index == 0 and set(publication.receivers) == {"a", "b"}
+    assert (
+        publication is not None
+        and publication.index == 0
+        and set(publication.receivers) == {"a", "b"}
+    )
 
 
 # With loss
@@ -359,7 +412,8 @@ def test_a_receiver_that_came_back_after_its_death_is_served_within_its_window()
         line.add(name)
     line.owner.offer(manifest, data, [])
     line.fetch(line.receivers["device-1"], manifest)
-    line.after(1.0, lambda: line.fetch(line.receivers["device-0"], manifest))  # all of it on its own stream
+    # all of it on its own stream
+    line.after(1.0, lambda: line.fetch(line.receivers["device-0"], manifest))
     line.after(1.2, lambda: line.reconnect(line.receivers["device-0"], noticed=True))
     line.run()
     check_complete(line, manifest, data)
@@ -380,7 +434,9 @@ def test_an_owner_that_restarts_is_asked_for_the_rest(moment: float) -> None:
 
 
 def test_full_windows_of_others_do_not_hold_back_a_receiver() -> None:
-    """Two that hang lack the chunk at the cursor, the third lacks only later ones: it must not wait for them."""
+    """Two that hang lack the chunk at the cursor, the third lacks only later ones: it must not wait
+    for them.
+    """
     manifest, data = blob_of(16)
     owner = Sender(first_number=1)
     owner.offer(manifest, data, [])
@@ -394,14 +450,20 @@ def test_full_windows_of_others_do_not_hold_back_a_receiver() -> None:
             break
         if publication.stream in (ALL, "lives"):
             lacking.discard(publication.index)
-            bits = np.packbits([index in lacking for index in range(16)]).tobytes() if lacking else b""
-            numbers = (publication.number, 0) if publication.stream == ALL else (0, publication.number)
+            bits = (
+                np.packbits([index in lacking for index in range(16)]).tobytes() if lacking else b""
+            )
+            numbers = (
+                (publication.number, 0) if publication.stream == ALL else (0, publication.number)
+            )
             owner.receive("lives", Ask(manifest.blob, bits, *numbers, 8, False), now=0.0)
     assert not lacking
 
 
 def test_losses_are_repaired_on_a_connection_that_is_never_silent() -> None:
-    """At a parent the heartbeats of other children go on for ever: they must not hide a lost window."""
+    """At a parent the heartbeats of other children go on for ever: they must not hide a lost
+    window.
+    """
     line = Line()
     manifest, data = broadcast(line, 30, ["device-0"])
     core = line.receivers["device-0"].core
@@ -429,8 +491,12 @@ def test_silence_is_answered_at_growing_intervals() -> None:
     assert asked[0] == 2.0 and (np.diff(gaps) >= 0).all() and gaps[-1] == 15.0
 
 
-def asked_at(carried: Callable[[float], int], *, until_s: float, exclusive: bool = True, **how: float) -> list[float]:
-    """Return when a fetch that gets no message asks, over a connection that carries so many bytes by the time."""
+def asked_at(
+    carried: Callable[[float], int], *, until_s: float, exclusive: bool = True, **how: float
+) -> list[float]:
+    """Return when a fetch that gets no message asks, over a connection that carries so many bytes
+    by the time.
+    """
     core = Receiver(window=8, slots=4, exclusive=exclusive, **how)
     manifest, _ = blob_of(4, chunk_bytes=2_000_000)
     core.fetch(OWNER, manifest, memoryview(bytearray(manifest.size)), now=0.0)
@@ -453,9 +519,13 @@ def asked_at(carried: Callable[[float], int], *, until_s: float, exclusive: bool
         (lambda now: 10**9 if now < 1 else -1, 0.0),
     ],
 )
-def test_a_connection_is_silent_when_the_bytes_of_a_chunk_stop(carried: Callable[[float], int], flows_s: float) -> None:
+def test_a_connection_is_silent_when_the_bytes_of_a_chunk_stop(
+    carried: Callable[[float], int], flows_s: float
+) -> None:
     first, second, *_ = asked_at(carried, until_s=600.0)
-    assert first == 0.0 and flows_s + REPAIR_S <= second <= flows_s + (2 if flows_s else 1) * REPAIR_S
+    assert (
+        first == 0.0 and flows_s + REPAIR_S <= second <= flows_s + (2 if flows_s else 1) * REPAIR_S
+    )
 
 
 def test_bytes_that_may_be_for_others_buy_no_more_than_patience() -> None:
@@ -464,12 +534,18 @@ def test_bytes_that_may_be_for_others_buy_no_more_than_patience() -> None:
     assert PATIENCE_S == 15.0 and PATIENCE_MOST_S == 60.0
 
 
-@pytest.mark.parametrize(("idle_s", "pauses"), [(30.0, [5.0] * 6), (60.0, [10.0] * 6), (120.0, [15.0, *[20.0] * 5])])
-def test_the_longest_pause_follows_the_time_after_which_a_node_is_given_up(idle_s: float, pauses: list[float]) -> None:
+@pytest.mark.parametrize(
+    ("idle_s", "pauses"), [(30.0, [5.0] * 6), (60.0, [10.0] * 6), (120.0, [15.0, *[20.0] * 5])]
+)
+def test_the_longest_pause_follows_the_time_after_which_a_node_is_given_up(
+    idle_s: float, pauses: list[float]
+) -> None:
     for shared, carried in ((True, lambda now: int(8000 * now)), (False, lambda now: -1)):
         asked = asked_at(carried, until_s=idle_s, exclusive=False, idle_s=idle_s)
         assert len(asked) > ASKS_LEAST - shared
-        assert not shared or [b - a for a, b in itertools.pairwise(asked)] == pauses[: len(asked) - 1]
+        assert (
+            not shared or [b - a for a, b in itertools.pairwise(asked)] == pauses[: len(asked) - 1]
+        )
 
 
 def test_a_new_connection_is_counted_from_its_own_beginning() -> None:
@@ -508,7 +584,9 @@ SCHEDULE = st.fixed_dictionaries(
         "jitter_s": st.sampled_from([0.0, 0.003, 0.1]),
         "slow_s": st.sampled_from([0.0, 0.05, 0.4]),
         "joins": st.lists(st.floats(0.0, 0.5), max_size=3),
-        "reconnects": st.lists(st.tuples(st.floats(0.0, 3.0), st.integers(0, 7), st.booleans()), max_size=3),
+        "reconnects": st.lists(
+            st.tuples(st.floats(0.0, 3.0), st.integers(0, 7), st.booleans()), max_size=3
+        ),
         "restarts": st.lists(st.floats(0.0, 3.0), max_size=2),
     }
 )
@@ -517,16 +595,25 @@ SCHEDULE = st.fixed_dictionaries(
 @examples(200)
 @given(how=SCHEDULE)
 def test_whatever_happens_everybody_gets_the_blob(how: dict[str, object]) -> None:
-    line = Line(seed=how["seed"], loss=how["loss"], duplicates=how["duplicates"], jitter_s=how["jitter_s"])  # type: ignore[arg-type]
+    line = Line(
+        seed=how["seed"], loss=how["loss"], duplicates=how["duplicates"], jitter_s=how["jitter_s"]
+    )  # type: ignore[arg-type]
     names, joins = names_of(how["receivers"]), list(how["joins"])  # type: ignore[arg-type, call-overload]
     manifest, data = blob_of(how["chunks"])  # type: ignore[arg-type]
     line.owner.offer(manifest, data, names)
     for number, name in enumerate(names):
-        receiver = line.add(name, window=how["window"], slow_s=how["slow_s"] if number % 3 == 1 else 0.0)  # type: ignore[arg-type]
-        line.after(joins.pop() if joins else 0.0, lambda receiver=receiver: line.fetch(receiver, manifest))  # type: ignore[misc]
+        receiver = line.add(
+            name, window=how["window"], slow_s=how["slow_s"] if number % 3 == 1 else 0.0
+        )  # type: ignore[arg-type]
+        line.after(
+            joins.pop() if joins else 0.0, lambda receiver=receiver: line.fetch(receiver, manifest)
+        )  # type: ignore[misc]
     for moment, who, noticed in how["reconnects"]:  # type: ignore[attr-defined]
         receiver = line.receivers[names[who % len(names)]]
-        line.after(moment, lambda receiver=receiver, noticed=noticed: line.reconnect(receiver, noticed=noticed))  # type: ignore[misc]
+        line.after(
+            moment,
+            lambda receiver=receiver, noticed=noticed: line.reconnect(receiver, noticed=noticed),
+        )  # type: ignore[misc]
     for moment in how["restarts"]:  # type: ignore[attr-defined]
         first = 10_000 + int(moment * 1000)
         line.after(moment, lambda first=first: line.restart_owner(first, (manifest, data)))  # type: ignore[misc]

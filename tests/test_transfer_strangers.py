@@ -1,4 +1,6 @@
-"""A sender and receivers: damage, strangers, slots, receivers that are gone, inline models, manifests."""
+"""A sender and receivers: damage, strangers, slots, receivers that are gone, inline models,
+manifests.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedstrata.common.errors import RefusedModel
-from fedstrata.common.protocol.manifest import ModelForm, chunk_bytes_for, chunk_digest, describe, window_for
+from fedstrata.common.protocol.manifest import (
+    ModelForm,
+    chunk_bytes_for,
+    chunk_digest,
+    describe,
+    window_for,
+)
 from fedstrata.common.protocol.messages import Ask, Gone
 from fedstrata.common.protocol.receiver import (
     LOST_LEAST,
@@ -29,7 +37,15 @@ from fedstrata.common.protocol.sender import RESTART_S, Sender
 from fedstrata.common.protocol.topics import ALL
 from fedstrata.common.settings.links import LinkDirection
 from tests.helpers.examples import examples
-from tests.helpers.transfer_line import CHUNK, OWNER, Line, blob_of, broadcast, check_complete, published
+from tests.helpers.transfer_line import (
+    CHUNK,
+    OWNER,
+    Line,
+    blob_of,
+    broadcast,
+    check_complete,
+    published,
+)
 from tests.session_lab import names_of
 
 # Damage and strangers
@@ -52,12 +68,22 @@ class Fetches:
         """Return the last ask that is due to each owner."""
         return dict(self.core.to_send())
 
-    def chunk(self, index: int, data: bytes | None = None, *, owner: str = OWNER, blob: str | None = None) -> bool:
-        """Receive the next publication of an owner: a chunk of its blob, or other bytes in its place."""
+    def chunk(
+        self, index: int, data: bytes | None = None, *, owner: str = OWNER, blob: str | None = None
+    ) -> bool:
+        """Receive the next publication of an owner: a chunk of its blob, or other bytes in its
+        place.
+        """
         self.number += 1
         body = bytes(self.data[self.manifest.span(index)]) if data is None else data
         return self.core.receive_chunk(
-            owner, blob or self.manifest.blob, stream=ALL, index=index, number=self.number, data=body, now=self.now
+            owner,
+            blob or self.manifest.blob,
+            stream=ALL,
+            index=index,
+            number=self.number,
+            data=body,
+            now=self.now,
         )
 
     def serve(self, owner: str) -> bool:
@@ -65,7 +91,9 @@ class Fetches:
         return all(self.chunk(index, owner=owner) for index in range(self.manifest.chunks))
 
     def wait(self, seconds: float, *, busy: bool = True) -> dict[str, Ask]:
-        """Let time pass on a connection that others keep `busy`, or that is silent; return what is asked meanwhile."""
+        """Let time pass on a connection that others keep `busy`, or that is silent; return what is
+        asked meanwhile.
+        """
         asked: dict[str, Ask] = {}
         for _ in range(int(seconds)):
             self.now += 1.0
@@ -120,7 +148,10 @@ def test_damaged_chunks_alone_fail_the_fetch() -> None:
     one.now = begun + SPOILT_S
     assert not one.chunk(5, b"x")
     event = one.core.next_event()
-    assert isinstance(event, FetchFailed) and (event.owner, event.blob) == (OWNER, one.manifest.blob)
+    assert isinstance(event, FetchFailed) and (event.owner, event.blob) == (
+        OWNER,
+        one.manifest.blob,
+    )
     assert event.cause is FetchFailure.DAMAGED
     assert "wrong digests" in event.reason
     assert one.core.next_event() is None and not one.core.wanted() and not one.core.to_send()
@@ -214,17 +245,33 @@ def test_hundreds_of_hostile_chunks_are_refused_and_the_blob_is_exact(
 
     def attack(kind: str) -> None:
         nonlocal refused, duplicate, true
-        it = forged(draw, kind, manifest, data, published=[(p.stream, p.index, p.number) for p in line.published])
+        it = forged(
+            draw,
+            kind,
+            manifest,
+            data,
+            published=[(p.stream, p.index, p.number) for p in line.published],
+        )
         before = victim.core.chunks_refused
         known = (it.owner, it.blob) in victim.core.wanted() and it.index < chunks
         sound = known and it.data == data[manifest.span(it.index)]
         fresh = victim.core.receive_chunk(
-            it.owner, it.blob, stream=it.stream, index=it.index, number=it.number, data=it.data, now=line.now
+            it.owner,
+            it.blob,
+            stream=it.stream,
+            index=it.index,
+            number=it.number,
+            data=it.data,
+            now=line.now,
         )
         assert fresh == (sound and it.index not in victim.has[manifest.blob])
         if fresh:
             victim.has[manifest.blob].add(it.index)
-        refused, duplicate, true = refused + (not sound), duplicate + (sound and not fresh), true + fresh
+        refused, duplicate, true = (
+            refused + (not sound),
+            duplicate + (sound and not fresh),
+            true + fresh,
+        )
         assert victim.core.chunks_refused - before == (not sound)
 
     for kind in draw.choices([forged.kinds[place] for place in sorted(some)], k=400):
@@ -294,7 +341,9 @@ def test_any_ask_leaves_the_owner_sane(
         if (publication := owner.next_publication(1.0, lambda peers: True)) is not None:
             owner.left(publication)
     owner.receive("a", Ask(manifest.blob, b"\xff\xc0", 0, 0, 64, True), now=0.0)
-    assert {each.index for each in published(owner, 1.0) if each.stream in (ALL, "a")} == set(range(10))
+    assert {each.index for each in published(owner, 1.0) if each.stream in (ALL, "a")} == set(
+        range(10)
+    )
 
 
 # Gone, slots, drop, inline
@@ -337,9 +386,14 @@ def test_uploads_take_slots_in_order(slots: int) -> None:
         for index in range(2):
             span = manifest.span(index)
             assert core.receive_chunk(
-                f"device-{number}", manifest.blob, stream="parent", index=index, number=index, data=bytes(data[span]),
+                f"device-{number}",
+                manifest.blob,
+                stream="parent",
+                index=index,
+                number=index,
+                data=bytes(data[span]),
                 now=0.0,
-            )  # fmt: skip
+            )
         assert core.next_event() == Fetched(f"device-{number}", manifest.blob)
     assert not core.wanted() and core.next_deadline() is None
 
@@ -352,7 +406,8 @@ def test_slow_links_share_slots() -> None:
     for number in range(14):
         manifest, _ = blob_of(2, number)
         core.fetch(f"device-{number}", manifest, memoryview(bytearray(manifest.size)), now=0.0)
-    # Ten of 20 Mbit/s take 0.8 of a slot, one of 1 Gbit/s a whole one, the next one more; undeclared ones wait.
+    # Ten of 20 Mbit/s take 0.8 of a slot, one of 1 Gbit/s a whole one, the next one more;
+    # undeclared ones wait.
     assert {owner for owner, _ in core.wanted()} == {f"device-{n}" for n in range(12)}
 
 
@@ -396,7 +451,11 @@ def test_an_inline_blob_is_taken_whole_or_refused(how: str) -> None:
         assert event == Fetched(OWNER, manifest.blob) and buffer == data
         assert not core.to_send() and not core.wanted() and not core.chunks_refused
         return
-    assert isinstance(event, FetchFailed) and event.cause is FetchFailure.DAMAGED and "wrong digest" in event.reason
+    assert (
+        isinstance(event, FetchFailed)
+        and event.cause is FetchFailure.DAMAGED
+        and "wrong digest" in event.reason
+    )
     assert buffer == bytes(manifest.size) and core.chunks_refused == 1
 
 
@@ -414,8 +473,12 @@ def test_a_row_of_an_array_is_assembled_in_place() -> None:
 def test_a_blob_is_named_by_its_content() -> None:
     manifest, data = blob_of(5)
     assert manifest.chunks == 5 and manifest.size == len(data)
-    assert manifest.digests == b"".join(chunk_digest(data[manifest.span(index)]) for index in range(5))
-    assert describe(memoryview(bytes(data)), chunk_bytes=CHUNK, codec="fp32", layout="l") == manifest
+    assert manifest.digests == b"".join(
+        chunk_digest(data[manifest.span(index)]) for index in range(5)
+    )
+    assert (
+        describe(memoryview(bytes(data)), chunk_bytes=CHUNK, codec="fp32", layout="l") == manifest
+    )
     changed = bytes([data[0] ^ 1]) + bytes(data[1:])
     others = [
         describe(memoryview(changed), chunk_bytes=CHUNK, codec="fp32", layout="l"),
@@ -438,7 +501,10 @@ def test_a_blob_is_named_by_its_content() -> None:
         ({"size": 4821}, "4821 bytes"),
         ({"layout": "x" * 5000}, "wrong layout"),
         ({"codec": "x" * 5000}, "is not used here"),
-        ({"reference": "0123456789abcdef"}, "wrong reference model '0123456789abcdef', expected ''"),
+        (
+            {"reference": "0123456789abcdef"},
+            "wrong reference model '0123456789abcdef', expected ''",
+        ),
     ],
 )
 def test_a_manifest_of_another_run_is_refused(lie: dict[str, object], reports: str) -> None:
@@ -450,13 +516,18 @@ def test_a_manifest_of_another_run_is_refused(lie: dict[str, object], reports: s
     assert reports in str(caught.value) and len(str(caught.value)) < 200
 
 
-def test_a_manifest_may_be_smaller_where_sizes_vary_and_names_its_reference_where_it_is_a_delta() -> None:
+def test_a_manifest_may_be_smaller_where_sizes_vary_and_names_its_reference_where_it_is_a_delta() -> (
+    None
+):
     manifest, _ = blob_of(5)
     against = "0123456789abcdef"
     ModelForm("l", "fp32", 9000, exact=False, delta=False).check(manifest)
     delta = ModelForm("l", "fp32", 4820, exact=True, delta=True)
     delta.check(replace(manifest, reference=against), reference=against)
-    for form, reference in ((delta, against), (ModelForm("l", "fp32", 4819, exact=False, delta=False), "")):
+    for form, reference in (
+        (delta, against),
+        (ModelForm("l", "fp32", 4819, exact=False, delta=False), ""),
+    ):
         with pytest.raises(RefusedModel):
             form.check(manifest, reference=reference)
 
@@ -474,11 +545,14 @@ def test_chunks_follow_the_link() -> None:
     most=st.integers(2, 64),
     keepalive_s=st.integers(5, 65_535),
 )
-def test_a_window_leaves_room_for_pings(rate: float, chunk_bytes: int, most: int, keepalive_s: int) -> None:
+def test_a_window_leaves_room_for_pings(
+    rate: float, chunk_bytes: int, most: int, keepalive_s: int
+) -> None:
     window = window_for(LinkDirection(rate), chunk_bytes, most, keepalive_s)
     third = keepalive_s / 3 * (1 + 1e-9)
     assert 2 <= window <= most and (window == 2 or window * chunk_bytes / rate <= third)
-    assert window == most or (window + 1) * chunk_bytes / rate > keepalive_s / 3  # not smaller than it must be
+    # not smaller than it must be
+    assert window == most or (window + 1) * chunk_bytes / rate > keepalive_s / 3
     assert window_for(LinkDirection(), chunk_bytes, most, keepalive_s) == most
 
 
@@ -497,10 +571,21 @@ def test_a_receiver_asks_for_what_its_link_can_carry() -> None:
     core = Receiver(window=8, slots=4, ways=ways, keepalive_s=30)
     for owner in (*ways, "stranger"):
         core.fetch(owner, manifest, memoryview(bytearray(manifest.size)), now=0.0)
-    assert {owner: ask.window for owner, ask in core.to_send()} == {"slow": 2, "fast": 8, "free": 8, "stranger": 8}
+    assert {owner: ask.window for owner, ask in core.to_send()} == {
+        "slow": 2,
+        "fast": 8,
+        "free": 8,
+        "stranger": 8,
+    }
     for index in range(2):
         core.receive_chunk(
-            "slow", manifest.blob, stream=ALL, index=index, number=index + 1, data=bytes(32_768), now=1.0
+            "slow",
+            manifest.blob,
+            stream=ALL,
+            index=index,
+            number=index + 1,
+            data=bytes(32_768),
+            now=1.0,
         )
         assert [ask.window for _, ask in core.to_send()] == [2]  # a quarter of two is each one
 
@@ -580,18 +665,24 @@ def test_a_parked_fetch_can_be_dropped_and_written_no_more() -> None:
     slots.asked()
     slots.wait(PATIENCE_S + 1)
     slots.core.drop("silent", now=slots.now)
-    assert slots.core.wanted() == {("second", slots.manifest.blob)} and not slots.chunk(0, owner="silent")
+    assert slots.core.wanted() == {("second", slots.manifest.blob)} and not slots.chunk(
+        0, owner="silent"
+    )
     assert slots.core.lacks("silent", slots.manifest.blob) == 0
 
 
 def test_parked_chunks_on_their_way_are_asked_for_again_only_after_two_turns() -> None:
-    """On a slow link a chunk may take longer than a turn; asked for again each time, it would never be here."""
+    """On a slow link a chunk may take longer than a turn; asked for again each time, it would never
+    be here.
+    """
     slots = Fetches("silent", "other")
     first = slots.asked()["silent"]
     assert first.restart
     restarts = []
     for _ in range(6):
-        restarts += [ask.restart for owner, ask in slots.wait(PATIENCE_S).items() if owner == "silent"]
+        restarts += [
+            ask.restart for owner, ask in slots.wait(PATIENCE_S).items() if owner == "silent"
+        ]
     assert restarts[0] is False and any(restarts)
 
 
@@ -602,7 +693,9 @@ def test_parked_chunks_on_their_way_are_asked_for_again_only_after_two_turns() -
     serving=st.integers(1, 20),
     draw=st.randoms(use_true_random=False),
 )
-def test_owners_that_never_serve_hold_nobody_back(slots: int, silent: int, serving: int, draw: random.Random) -> None:
+def test_owners_that_never_serve_hold_nobody_back(
+    slots: int, silent: int, serving: int, draw: random.Random
+) -> None:
     owners = [*(f"silent-{i}" for i in range(silent)), *(f"serves-{i}" for i in range(serving))]
     draw.shuffle(owners)
     case = Fetches(*owners, slots=slots)

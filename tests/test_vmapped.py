@@ -25,32 +25,57 @@ from fedstrata.device.vmapped.models import VmappedModels, keep_batch_norm_fp32
 from fedstrata.device.vmapped.schedule import Load
 from fedstrata.device.vmapped.vmapped_trainer import most_in_memory
 from tests.helpers.examples import slow
-from tests.helpers.vmapped import CASES, CPU, Case, dropping, mlp, needs_cuda, of, quick, resnet_in, rows_of
+from tests.helpers.vmapped import (
+    CASES,
+    CPU,
+    Case,
+    dropping,
+    mlp,
+    needs_cuda,
+    of,
+    quick,
+    resnet_in,
+    rows_of,
+)
 from tests.helpers.vmapped_steps import problem_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize("name", slow(CASES, but=CASES.keys() - {"fedsam, resnet20", "resnet20_preact"}))
-def test_vmapped_training_gives_what_each_gives_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name", slow(CASES, but=CASES.keys() - {"fedsam, resnet20", "resnet20_preact"})
+)
+def test_vmapped_training_gives_what_each_gives_alone(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = CASES[name]()
     states = case.states(monkeypatch)
     for k, (state, how) in enumerate(zip(states, case.ended, strict=True)):
         wanted, loss, steps = case.alone(k)
         before = torch.from_numpy(case.layout.floats(case.rows[k]).copy())
-        assert isinstance(how, VmappedResult) and how.steps == steps and how.loss == pytest.approx(loss, abs=1e-10)
+        assert (
+            isinstance(how, VmappedResult)
+            and how.steps == steps
+            and how.loss == pytest.approx(loss, abs=1e-10)
+        )
         for entry, tensor in state.items():
             torch.testing.assert_close(tensor, wanted[entry], rtol=0, atol=1e-10)
         views = case.layout.views(how.row)
         for entry, view in views.items():
-            np.testing.assert_allclose(view, wanted[entry], rtol=2.0**-23, atol=1e-6)  # a view is float32
+            # a view is float32
+            np.testing.assert_allclose(view, wanted[entry], rtol=2.0**-23, atol=1e-6)
         assert np.abs(case.layout.floats(how.row) - before.numpy()).max() > 1e-3
 
 
 @pytest.mark.parametrize("name", ["lenet5", "resnet20"])
 def test_one_step_in_float32(name: str) -> None:
     case = CASES[name]()
-    case = Case(case.module.float(), case.shape, loads=(Load(4, 1), Load(3, 1), Load(4, 1)), dtype=torch.float32)
+    case = Case(
+        case.module.float(),
+        case.shape,
+        loads=(Load(4, 1), Load(3, 1), Load(4, 1)),
+        dtype=torch.float32,
+    )
     for k, how in enumerate(case.train()):
         wanted, loss, _ = case.alone(k)
         assert how.loss == pytest.approx(loss, rel=1e-5)
@@ -59,7 +84,8 @@ def test_one_step_in_float32(name: str) -> None:
 
 
 def test_bf16_is_near_its_own_training() -> None:
-    # In smaller batches a CPU's linear layers compute in fp32 (`device.training.sgd`), but not vmapped.
+    # In smaller batches a CPU's linear layers compute in fp32 (`device.training.sgd`), but not
+    # vmapped.
     training = TrainingSettings(batch_size=32, learning_rate=0.05, precision="bf16")
     case = Case(mlp(Inputs((1, 8, 8), 10)), (1, 8, 8), training=training, dtype=torch.float32)
     for k, how in enumerate(case.train()):
@@ -89,7 +115,9 @@ def test_on_a_gpu_batch_norm_computes_in_fp32_beside_bf16() -> None:
     assert problem_of(case.recipe, case.turns) == ""  # nor does it change the trial in float64
 
 
-def test_each_reports_its_own_progress_and_ends_with_its_own_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_reports_its_own_progress_and_ends_with_its_own_last_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(loop, "LOOK_S", 0.0)
     case = quick()
     ends: list[int] = []
@@ -117,7 +145,9 @@ class _Clock:
 
 
 @pytest.mark.parametrize("look_s", [0.0, 3.0, 100.0])
-def test_a_steps_time_is_shared_among_those_who_take_it(monkeypatch: pytest.MonkeyPatch, look_s: float) -> None:
+def test_a_steps_time_is_shared_among_those_who_take_it(
+    monkeypatch: pytest.MonkeyPatch, look_s: float
+) -> None:
     monkeypatch.setattr(loop, "LOOK_S", look_s)
     _Clock(monkeypatch)
     case = quick()
@@ -173,8 +203,12 @@ EXHAUSTED = (
 )
 
 
-def short_of_memory(monkeypatch: pytest.MonkeyPatch, fails: Callable[[int, int], bool]) -> list[int]:
-    """Let passes run out of memory by their number, from 1, and their places; return the places of the others."""
+def short_of_memory(
+    monkeypatch: pytest.MonkeyPatch, fails: Callable[[int, int], bool]
+) -> list[int]:
+    """Let passes run out of memory by their number, from 1, and their places; return the places of
+    the others.
+    """
     errors, numbers, sizes = itertools.cycle(EXHAUSTED), itertools.count(1), list[int]()
     outputs_of = VmappedModels._outputs
 
@@ -191,10 +225,18 @@ def short_of_memory(monkeypatch: pytest.MonkeyPatch, fails: Callable[[int, int],
 
 def assert_alike(case: Case, plenty: Case) -> None:
     for mine, its in zip(case.ended, plenty.ended, strict=True):
-        assert isinstance(mine, VmappedResult) and isinstance(its, VmappedResult) and mine.steps == its.steps
-        np.testing.assert_allclose(case.layout.floats(mine.row), case.layout.floats(its.row), rtol=0, atol=1e-6)
+        assert (
+            isinstance(mine, VmappedResult)
+            and isinstance(its, VmappedResult)
+            and mine.steps == its.steps
+        )
+        np.testing.assert_allclose(
+            case.layout.floats(mine.row), case.layout.floats(its.row), rtol=0, atol=1e-6
+        )
         assert np.array_equal(case.layout.integers(mine.row), case.layout.integers(its.row))
-        assert mine.loss == pytest.approx(its.loss, abs=1e-6 if case.dtype == torch.float32 else 1e-9)
+        assert mine.loss == pytest.approx(
+            its.loss, abs=1e-6 if case.dtype == torch.float32 else 1e-9
+        )
 
 
 @pytest.mark.parametrize(
@@ -206,7 +248,9 @@ def assert_alike(case: Case, plenty: Case) -> None:
         pytest.param("resnet20", 2, marks=pytest.mark.slow),
     ],
 )
-def test_a_group_without_memory_is_halved(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_without_memory_is_halved(
+    name: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case, plenty = CASES[name](), CASES[name]()
     plenty.train()
     sizes = short_of_memory(monkeypatch, lambda _, places: places > most)
@@ -215,14 +259,18 @@ def test_a_group_without_memory_is_halved(name: str, most: int, monkeypatch: pyt
     assert_alike(case, plenty)
 
 
-def test_no_step_is_taken_again_where_memory_runs_out_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_step_is_taken_again_where_memory_runs_out_half_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     case, sizes = quick(), short_of_memory(monkeypatch, lambda number, _: number == 3)
     assert [how.steps for how in case.train()] == [4, 3, 3, 5, 4]
     assert sum(sizes) == 4 + 3 + 3 + 5 + 4
 
 
 @pytest.mark.parametrize("failing", [3, 4, 9, 10])  # passes: two for each step
-def test_a_second_pass_without_memory_leaves_the_weights(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_pass_without_memory_leaves_the_weights(
+    failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case, plenty = CASES["fedsam"](), CASES["fedsam"]()
     plenty.train()
     short_of_memory(monkeypatch, lambda number, _: number == failing)
@@ -273,7 +321,9 @@ def test_a_cap_follows_from_what_a_few_devices_take(monkeypatch: pytest.MonkeyPa
         *(pytest.param(name, "cuda:0", marks=[pytest.mark.gpu, needs_cuda]) for name in CASES),
     ],
 )
-def test_on_a_gpu_as_alone_on_the_cpu(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_as_alone_on_the_cpu(
+    name: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = CASES[name]()
     case = replace(case, module=case.module.float(), device=torch.device(device))
     # A GPU's generator draws other masks from a seed than the CPU's.
@@ -315,9 +365,18 @@ def test_a_gpu_has_kernels_for_vmapped_batch_norm(precision: str) -> None:
 @pytest.mark.gpu
 @needs_cuda
 def test_a_gpu_that_runs_out_of_memory_halves_the_group() -> None:
-    """The process may have some 400 MB, of which 64 models of 2.3 MB, three times each, are too much."""
+    """The process may have some 400 MB, of which 64 models of 2.3 MB, three times each, are too
+    much.
+    """
     training, where = TrainingSettings(batch_size=4), torch.device("cuda", 0)
-    case = Case(of("cnn_fedavg", (1, 28, 28)), (1, 28, 28), (Load(8, 1),) * 64, training, torch.float32, where)
+    case = Case(
+        of("cnn_fedavg", (1, 28, 28)),
+        (1, 28, 28),
+        (Load(8, 1),) * 64,
+        training,
+        torch.float32,
+        where,
+    )
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(where).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, 4e8 / total), where)

@@ -1,4 +1,6 @@
-"""All nets that ship can be vmapped: their steps are those of a device alone; and the comparison finds a difference."""
+"""All nets that ship can be vmapped: their steps are those of a device alone; and the comparison
+finds a difference.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,20 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 TEXTS: Final = ("char_lstm", "sent_lstm")
 SHAPES: Final = {  # of nets that do not take images of 3 x 32 x 32
     **dict.fromkeys(("linear_digits", "mlp_digits", "cnn_digits"), (1, 8, 8)),
-    **dict.fromkeys(("lenet5", "cnn_fedavg", "cnn_fedavg_padded", "cnn_femnist", "vgg_femnist"), (1, 28, 28)),
+    **dict.fromkeys(
+        ("lenet5", "cnn_fedavg", "cnn_fedavg_padded", "cnn_femnist", "vgg_femnist"), (1, 28, 28)
+    ),
     "cnn_motions": (6, 1, 128),
 }
-SMALL: Final = ("linear_digits", "mlp_digits", "cnn_digits", "lenet5", "cnn_motions", "char_lstm", "sent_lstm")
+SMALL: Final = (
+    "linear_digits",
+    "mlp_digits",
+    "cnn_digits",
+    "lenet5",
+    "cnn_motions",
+    "char_lstm",
+    "sent_lstm",
+)
 LOADS: Final = (Load(2, 1), Load(2, 1))
 
 
@@ -63,7 +75,9 @@ def plain_objective(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def received_that_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give the objective the present weights as the received ones: its term is zero, without an error."""
+    """Give the objective the present weights as the received ones: its term is zero, without an
+    error.
+    """
     start = VmappedModels.__init__
 
     def moving(state: VmappedModels, *given: Any) -> None:
@@ -93,7 +107,10 @@ def no_momentum(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_term_that_one_path_lacks_is_found(
-    objective: Any, ignore: Callable[[pytest.MonkeyPatch], None], precision: str, monkeypatch: pytest.MonkeyPatch
+    objective: Any,
+    ignore: Callable[[pytest.MonkeyPatch], None],
+    precision: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     training = settings_of(weight_decay=0.01, objective=objective, precision=precision)
     case = Case(mlp(Inputs((1, 8, 8), 10)), (1, 8, 8), RAGGED[:2], training, torch.float32)
@@ -107,7 +124,9 @@ def test_samples_that_depend_on_others_are_found() -> None:
     assert "vmapped steps in float64 that differ by" in problem_of(case.recipe, case.turns)
 
 
-def test_both_paths_take_the_objective_of_one_step_function(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_paths_take_the_objective_of_one_step_function(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     losses_of = Objective.losses
     case, plain = CASES["nesterov, clipped"](), CASES["nesterov, clipped"]()
     monkeypatch.setattr(Objective, "losses", lambda *batch: 0.1 * losses_of(*batch))
@@ -117,7 +136,9 @@ def test_both_paths_take_the_objective_of_one_step_function(monkeypatch: pytest.
     for k, state in enumerate(states):
         for entry, tensor in state.items():
             torch.testing.assert_close(tensor, own[k][entry], rtol=0, atol=1e-10)
-        assert not torch.allclose(state["1.weight"], plain.alone(k)[0]["1.weight"], rtol=0, atol=1e-3)
+        assert not torch.allclose(
+            state["1.weight"], plain.alone(k)[0]["1.weight"], rtol=0, atol=1e-3
+        )
 
 
 def test_comparing_leaves_the_turns_as_they_were() -> None:

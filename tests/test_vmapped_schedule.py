@@ -20,7 +20,9 @@ sizes = st.integers(1, 12)
 
 
 def alone(load: Load, batch_size: int) -> list[Visit]:
-    """Return the first sample and the size of each batch, as a loop over one device's epochs cuts them."""
+    """Return the first sample and the size of each batch, as a loop over one device's epochs cuts
+    them.
+    """
     visits = []
     for epoch in range(load.epochs):
         left = list(range(epoch * load.samples, (epoch + 1) * load.samples))
@@ -46,14 +48,18 @@ def useful_share(made: VmappedSchedule) -> float:
 
 
 @given(loads, sizes, st.booleans())
-def test_every_batch_of_every_epoch_is_taken_once_and_in_order(work: list[Load], batch: int, pad: bool) -> None:
+def test_every_batch_of_every_epoch_is_taken_once_and_in_order(
+    work: list[Load], batch: int, pad: bool
+) -> None:
     made = plan(work, batch_size=batch, pad=pad)
     assert visits(made, len(work)) == [alone(load, batch) for load in work]
     assert made.totals.tolist() == [len(alone(work[k], batch)) for k in made.order]
 
 
 @given(loads, sizes, st.booleans())
-def test_places_ascend_and_who_has_finished_is_in_no_step(work: list[Load], batch: int, pad: bool) -> None:
+def test_places_ascend_and_who_has_finished_is_in_no_step(
+    work: list[Load], batch: int, pad: bool
+) -> None:
     made = plan(work, batch_size=batch, pad=pad)
     left = made.totals.copy()
     for step in made.steps:
@@ -65,7 +71,9 @@ def test_places_ascend_and_who_has_finished_is_in_no_step(work: list[Load], batc
 
 
 @given(loads, sizes)
-def test_padded_schedules_are_views_and_take_the_longest_devices_steps(work: list[Load], batch: int) -> None:
+def test_padded_schedules_are_views_and_take_the_longest_devices_steps(
+    work: list[Load], batch: int
+) -> None:
     made = plan(work, batch_size=batch, pad=True)
     assert all(step.prefix for step in made.steps)
     assert len(made.steps) == max(len(alone(load, batch)) for load in work)
@@ -91,7 +99,9 @@ def test_padding_is_a_sample_of_the_same_batch(work: list[Load], batch: int) -> 
 
 
 @given(loads, sizes, st.booleans(), st.data())
-def test_what_is_left_for_some_of_them(work: list[Load], batch: int, pad: bool, data: st.DataObject) -> None:
+def test_what_is_left_for_some_of_them(
+    work: list[Load], batch: int, pad: bool, data: st.DataObject
+) -> None:
     made = plan(work, batch_size=batch, pad=pad)
     done = data.draw(st.integers(0, len(made.steps)))
     places = sorted(data.draw(st.sets(st.integers(0, len(work) - 1), min_size=1)))
@@ -106,7 +116,11 @@ def test_what_is_left_for_some_of_them(work: list[Load], batch: int, pad: bool, 
 
 def test_devices_of_one_size_take_their_partial_batches_together() -> None:
     made = plan([Load(25, 2)] * 40, batch_size=10, pad=False)
-    assert [(len(step.places), step.width) for step in made.steps] == [(40, 10), (40, 10), (40, 5)] * 2
+    assert [(len(step.places), step.width) for step in made.steps] == [
+        (40, 10),
+        (40, 10),
+        (40, 5),
+    ] * 2
 
 
 def split(samples: int, devices: int, institutions: int) -> list[Load]:
@@ -119,12 +133,19 @@ def split(samples: int, devices: int, institutions: int) -> list[Load]:
     labels = np.random.default_rng(1).integers(0, 10, samples)
     parts: Sequence[splits.Indices] = splits.partition(labels, data=lab.data, tree=lab.tree, seed=1)
     epochs = np.random.default_rng(2).permutation(np.linspace(3, 12, institutions).astype(int))
-    return [Load(len(part), int(epochs[k * institutions // devices])) for k, part in enumerate(parts)]
+    return [
+        Load(len(part), int(epochs[k * institutions // devices])) for k, part in enumerate(parts)
+    ]
 
 
 @pytest.mark.parametrize(
     ("samples", "devices", "institutions", "batch", "share"),
-    [(60_000, 40, 5, 10, 0.99), (60_000, 40, 5, 50, 0.95), (1437, 12, 3, 10, 0.95), (1437, 40, 5, 10, 0.88)],
+    [
+        (60_000, 40, 5, 10, 0.99),
+        (60_000, 40, 5, 50, 0.95),
+        (1437, 12, 3, 10, 0.95),
+        (1437, 40, 5, 10, 0.88),
+    ],
 )
 def test_useful_slots_of_a_skewed_split(
     samples: int, devices: int, institutions: int, batch: int, share: float

@@ -1,4 +1,6 @@
-"""`model.initial`: files as wrappers, compilers, distributed training, mixed precision and model hubs leave them."""
+"""`model.initial`: files as wrappers, compilers, distributed training, mixed precision and model
+hubs leave them.
+"""
 
 from __future__ import annotations
 
@@ -44,23 +46,42 @@ FILES: Final[dict[str, tuple[Arrays, str]]] = {
     "as it is": (ARRAYS, ""),
     "distributed": (renamed("module.{}".format), "its names have `module.`, which is left out"),
     "compiled": (renamed("_orig_mod.{}".format), "its names have `_orig_mod.`, which is left out"),
-    "both": (renamed("module._orig_mod.{}".format), "its names have `_orig_mod.`, `module.`, which is left out"),
+    "both": (
+        renamed("module._orig_mod.{}".format),
+        "its names have `_orig_mod.`, `module.`, which is left out",
+    ),
     "compiled inside": (
         renamed(lambda name: name.replace("fc1.", "fc1._orig_mod.")),
         "its names have `_orig_mod.`, which is left out",
     ),
-    "sharded": (renamed("_fsdp_wrapped_module.{}".format), "its names have `_fsdp_wrapped_module.`"),
-    "in a trainer": (renamed("model.{}".format), "its names begin with `model.`, which is left out"),
+    "sharded": (
+        renamed("_fsdp_wrapped_module.{}".format),
+        "its names have `_fsdp_wrapped_module.`",
+    ),
+    "in a trainer": (
+        renamed("model.{}".format),
+        "its names begin with `model.`, which is left out",
+    ),
     "in a trainer of a wrapper": (
         renamed("net.module.backbone.{}".format),
         "its names begin with `net.backbone.`, which is left out",
     ),
     "half": (
-        {**ARRAYS, "fc1.weight": ARRAYS["fc1.weight"].astype(np.float16), "fc1.bias": np.float16([0.5, -1])},
+        {
+            **ARRAYS,
+            "fc1.weight": ARRAYS["fc1.weight"].astype(np.float16),
+            "fc1.bias": np.float16([0.5, -1]),
+        },
         "2 of its 3 arrays are float16, cast to float32",
     ),
-    "double": ({**ARRAYS, "fc1.bias": np.array([0.5, -1.0])}, "1 of its 3 arrays are float64, cast to float32"),
-    "a small counter": ({**ARRAYS, "norm.count": np.array(3, np.int32)}, "1 of its 3 arrays are int32, cast to int64"),
+    "double": (
+        {**ARRAYS, "fc1.bias": np.array([0.5, -1.0])},
+        "1 of its 3 arrays are float64, cast to float32",
+    ),
+    "a small counter": (
+        {**ARRAYS, "norm.count": np.array(3, np.int32)},
+        "1 of its 3 arrays are int32, cast to int64",
+    ),
 }
 
 
@@ -72,7 +93,9 @@ def test_a_file_of_the_same_model_is_taken_with_a_note(kind: str, tmp_path: Path
     found = read_initial(str(path), LAYOUT, row, model="net")
     for name, view in LAYOUT.views(row).items():
         assert np.array_equal(view, ARRAYS[name])
-    assert [each.startswith(f"model.initial = {str(path)!r}: {note}") for each in found.notes] == [True] * bool(note)
+    assert [each.startswith(f"model.initial = {str(path)!r}: {note}") for each in found.notes] == [
+        True
+    ] * bool(note)
 
 
 def test_a_file_with_a_digest_and_another_content_is_refused(tmp_path: Path) -> None:
@@ -81,7 +104,10 @@ def test_a_file_with_a_digest_and_another_content_is_refused(tmp_path: Path) -> 
         write(file, ARRAYS, {"run": "earlier"})
     assert not read_initial(str(tmp_path), LAYOUT, LAYOUT.empty(), model="net").notes
     content = path.read_bytes()
-    for changed in (content[:-1] + bytes([content[-1] ^ 1]), content.replace(b"earlier", b"another")):
+    for changed in (
+        content[:-1] + bytes([content[-1] ^ 1]),
+        content.replace(b"earlier", b"another"),
+    ):
         path.write_bytes(changed)
         with pytest.raises(InvalidExperiment, match="cannot be read: its content is damaged"):
             read_initial(str(tmp_path), LAYOUT, LAYOUT.empty(), model="net")
@@ -94,12 +120,18 @@ def test_bfloat16_is_cast_with_a_note(tmp_path: Path) -> None:
     row = LAYOUT.empty()
     found = read_initial(str(path), LAYOUT, row, model="net")
     assert np.array_equal(LAYOUT.views(row)["fc1.weight"], ARRAYS["fc1.weight"])
-    assert found.notes == [f"model.initial = {str(path)!r}: 1 of its 3 arrays are bfloat16, cast to float32"]
+    assert found.notes == [
+        f"model.initial = {str(path)!r}: 1 of its 3 arrays are bfloat16, cast to float32"
+    ]
 
 
 def test_a_model_in_a_wrapper_takes_the_file_of_the_model(tmp_path: Path) -> None:
-    layout = ModelLayout.build([("net.w", (2,), Section.PARAMETER), ("net.b", (1,), Section.PARAMETER)])
-    save_file({"w": np.float32([1, 2]), "b": np.float32([3])}, path := tmp_path / "given.safetensors")
+    layout = ModelLayout.build(
+        [("net.w", (2,), Section.PARAMETER), ("net.b", (1,), Section.PARAMETER)]
+    )
+    save_file(
+        {"w": np.float32([1, 2]), "b": np.float32([3])}, path := tmp_path / "given.safetensors"
+    )
     row = layout.empty()
     found = read_initial(str(path), layout, row, model="net")
     assert layout.views(row)["net.w"].tolist() == [1, 2]
@@ -107,11 +139,23 @@ def test_a_model_in_a_wrapper_takes_the_file_of_the_model(tmp_path: Path) -> Non
 
 
 REFUSED: Final[dict[str, tuple[Arrays, str]]] = {
-    "another shape": ({**ARRAYS, "fc1.bias": np.zeros(3, np.float32)}, r"fc1.bias is float32 \[3\], not float32 \[2\]"),
+    "another shape": (
+        {**ARRAYS, "fc1.bias": np.zeros(3, np.float32)},
+        r"fc1.bias is float32 \[3\], not float32 \[2\]",
+    ),
     "another name": (renamed(lambda name: name.replace("fc1", "fc2")), "fc1.weight is missing"),
-    "two of a name": (renamed("module.{}".format) | {"_orig_mod.fc1.bias": np.zeros(2, np.float32)}, "is missing"),
-    "whole weights": ({**ARRAYS, "fc1.bias": np.array([1, 2])}, r"fc1.bias is int64 \[2\], not float32"),
-    "a count of floats": ({**ARRAYS, "norm.count": np.array(3.0)}, r"norm.count is float64 \[\], not int64"),
+    "two of a name": (
+        renamed("module.{}".format) | {"_orig_mod.fc1.bias": np.zeros(2, np.float32)},
+        "is missing",
+    ),
+    "whole weights": (
+        {**ARRAYS, "fc1.bias": np.array([1, 2])},
+        r"fc1.bias is int64 \[2\], not float32",
+    ),
+    "a count of floats": (
+        {**ARRAYS, "norm.count": np.array(3.0)},
+        r"norm.count is float64 \[\], not int64",
+    ),
     "too large": ({**ARRAYS, "fc1.bias": np.array([1e99, 0])}, "fc1.bias holds NaN or Inf"),
 }
 
@@ -138,23 +182,41 @@ def _folder(path: Path) -> None:
 
 
 OTHERS: Final[dict[str, tuple[Callable[[Path], Any], str]]] = {
-    "model.pt": (_torch, r"is a file of torch.save. It is not read, .*torch.load\(\"model.pt\", weights_only=True\)"),
+    "model.pt": (
+        _torch,
+        r"is a file of torch.save. It is not read, .*torch.load\(\"model.pt\", weights_only=True\)",
+    ),
     "model.pth": (
         _older_torch,
         r"is a pickle. It is not read, .*safetensors.torch.save_file\(torch.load\(\"model.pth\"",
     ),
-    "model.npz": (lambda path: np.savez(path, w=np.zeros(2)), "is a file of numpy.savez. Convert it"),
+    "model.npz": (
+        lambda path: np.savez(path, w=np.zeros(2)),
+        "is a file of numpy.savez. Convert it",
+    ),
     "model.npy": (lambda path: np.save(path, np.zeros(2)), "is one array of numpy's"),
-    "model.h5": (lambda path: path.write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(99)), "is an HDF5 file"),
+    "model.h5": (
+        lambda path: path.write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(99)),
+        "is an HDF5 file",
+    ),
     "model.gguf": (lambda path: path.write_bytes(b"GGUF" + bytes(99)), "is a GGUF file"),
     "lfs.safetensors": (
         lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n"),
         "is a pointer of Git LFS, not the file. Fetch the file: git lfs pull",
     ),
-    "model.safetensors.gz": (lambda path: path.write_bytes(gzip.compress(b"x")), "is compressed. Unpack it"),
+    "model.safetensors.gz": (
+        lambda path: path.write_bytes(gzip.compress(b"x")),
+        "is compressed. Unpack it",
+    ),
     "empty.safetensors": (lambda path: path.touch(), "is empty"),
     "text.safetensors": (lambda path: path.write_text("hello" * 9), "cannot be read"),
-    "hub": (_folder, "the folder has no model.safetensors; it has pytorch_model.bin. Name a finished run's folder"),
+    "hub": (
+        _folder,
+        (
+            "the folder has no model.safetensors; it has pytorch_model.bin. Name a finished run's "
+            "folder"
+        ),
+    ),
     "absent/org": (lambda path: None, "no such file. Name a .*downloaded first"),
 }
 
@@ -166,4 +228,6 @@ def test_each_other_kind_of_file_has_its_remedy(name: str, tmp_path: Path) -> No
     with pytest.raises(InvalidExperiment) as caught:
         read_initial(str(tmp_path / name), LAYOUT, LAYOUT.empty(), model="net")
     text = str(caught.value)
-    assert text.startswith("model.initial = ") and "\n" not in text and re.search(problem, text), text
+    assert text.startswith("model.initial = ") and "\n" not in text and re.search(problem, text), (
+        text
+    )

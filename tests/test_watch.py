@@ -56,7 +56,9 @@ def test_a_device_is_as_its_parents_record_has_it_whatever_its_presence() -> Non
 def test_children_that_a_record_only_counts_have_the_state_that_all_of_these_have() -> None:
     watched = Watched(experiment_of(1, 100))
     counted = ChildCount(NodeState.READY, Step.DONE, 98)
-    watched.status("institution-0", child("device-0"), child("device-1", state=None), others=(counted,))
+    watched.status(
+        "institution-0", child("device-0"), child("device-1", state=None), others=(counted,)
+    )
     assert Counter(node.state for node in watched.lab.nodes.values() if node.role == "device") == {
         "ready": 99, "absent": 1
     }  # fmt: skip
@@ -73,14 +75,19 @@ def test_a_child_that_prepares_is_shown_with_those_whom_it_waits_for() -> None:
     for _ in range(3):
         watched.now += 1.0
         watched.status("cloud", child("institution-0", state=NodeState.INIT, text=text))
-        gone, prepares = child("device-0", state=NodeState.FAILED), child("device-1", state=NodeState.INIT)
+        gone, prepares = (
+            child("device-0", state=NodeState.FAILED),
+            child("device-1", state=NodeState.INIT),
+        )
         watched.status("institution-0", gone, prepares)
     waiting = {"node": "institution-0", "waits_for": text}
     assert [event for event in watched.events() if event[0] != "state"] == [("waiting", waiting)]
     assert formatting.line(watched.lab, "waiting", waiting) == f"institution-0: waits for {text}"
     assert f"1/2 present, waits for {text}" in line_of(watched, "institution-0")
     assert formatting.branch(watched["institution-0"], 0.0)["text"] == text
-    assert "prepares" in line_of(watched, "device-1") and "waits" not in line_of(watched, "device-1")
+    assert "prepares" in line_of(watched, "device-1") and "waits" not in line_of(
+        watched, "device-1"
+    )
     watched.state("cloud", NodeState.READY)
     watched.status("cloud", child("institution-0"), at_s=10.0)
     assert formatting.activity(watched["institution-0"]) == "ready"
@@ -92,12 +99,17 @@ def test_what_is_refused_or_declined_is_reported_once_with_its_reason() -> None:
     watched.all_ready()
     for _ in range(3):
         watched.now += 1.0
-        declined, refused = child("device-0", Step.ASSIGNED, text="why"), child("device-1", Step.REFUSED, text="so")
+        declined, refused = (
+            child("device-0", Step.ASSIGNED, text="why"),
+            child("device-1", Step.REFUSED, text="so"),
+        )
         watched.status("institution-0", declined, refused)
     events = watched.events()
     reasons = {"device-0": "why", "device-1": "so"}
     assert [event for event, _ in events] == ["declined", "refused"]
-    assert [facts for _, facts in events] == [{"node": node, "reason": reason} for node, reason in reasons.items()]
+    assert [facts for _, facts in events] == [
+        {"node": node, "reason": reason} for node, reason in reasons.items()
+    ]
     assert [formatting.note(watched.lab, *event) for event in events] == [
         "device-0: declined (why)", "device-1: refused (so)"
     ]  # fmt: skip
@@ -131,7 +143,11 @@ def test_a_restart_is_reported_and_the_earlier_process_is_not_received() -> None
 
 def test_a_node_on_a_broker_that_is_not_watched_is_as_its_parent_reports() -> None:
     watched = Watched()
-    watched.status("institution-0", child("device-0", Step.TRAINING, done=1, total=4), child("device-1", state=None))
+    watched.status(
+        "institution-0",
+        child("device-0", Step.TRAINING, done=1, total=4),
+        child("device-1", state=None),
+    )
     states = {name: watched[name].state for name in ("institution-0", "device-0", "device-1")}
     assert states == {"institution-0": "ready", "device-0": "ready", "device-1": "absent"}
     assert ("state", {"node": "device-0", "role": "device", "state": "ready"}) in watched.events()
@@ -192,7 +208,9 @@ def test_without_the_clouds_record_those_of_institutions_are_summed() -> None:
 def test_a_cloud_that_hangs_is_shown_with_the_age_of_its_last_record() -> None:
     watched = Watched()
     watched.state("cloud", NodeState.READY)
-    watched.status("cloud", child("institution-0", Step.TRAINING), child("institution-1"), key=Key(0, 0, 0))
+    watched.status(
+        "cloud", child("institution-0", Step.TRAINING), child("institution-1"), key=Key(0, 0, 0)
+    )
     watched.status("institution-0", child("device-0", Step.TRAINING), key=Key(0, 0, 0))
     for now, shown in ((SILENT_S - 1, False), (SILENT_S, True), (WARN_S, True), (3 * WARN_S, True)):
         watched.now = now
@@ -231,7 +249,9 @@ def ended(watched: Watched) -> bool:
 
 
 @pytest.mark.parametrize("root", ["cloud", "institution-1"])
-def test_it_ends_when_the_cloud_or_the_institution_of_a_site_alone_has_finished_and_left(root: str) -> None:
+def test_it_ends_when_the_cloud_or_the_institution_of_a_site_alone_has_finished_and_left(
+    root: str,
+) -> None:
     watched = Watched()
     if root == "cloud":
         watched.all_ready()
@@ -275,7 +295,9 @@ def test_it_gives_up_a_cloud_that_stays_away_when_its_nodes_do(how: str) -> None
     assert not ended(watched)
     watched.now = idle_s
     assert ended(watched)
-    assert isinstance(watched.lab.end, NoProgress) and ("broker b0" in str(watched.lab.end)) == (how == "broker")
+    assert isinstance(watched.lab.end, NoProgress) and ("broker b0" in str(watched.lab.end)) == (
+        how == "broker"
+    )
 
 
 def test_a_cloud_that_comes_back_is_waited_for_again() -> None:
@@ -316,13 +338,17 @@ def test_another_broker_that_restarts_has_lost_no_cloud() -> None:
 
 
 TOPICS = st.one_of(
-    st.builds(topics.StateTopic, st.just(LAB), st.sampled_from([RUN, "other-1"]), st.sampled_from(NAMES)),
+    st.builds(
+        topics.StateTopic, st.just(LAB), st.sampled_from([RUN, "other-1"]), st.sampled_from(NAMES)
+    ),
     st.builds(topics.StatusTopic, st.just(LAB), st.just(RUN), st.sampled_from(NAMES)),
     st.sampled_from([topics.SpecTopic(LAB, RUN, "cloud"), topics.AskTopic(LAB, "a", "b")]),
 )
 
 
-@given(said=st.lists(st.tuples(TOPICS, BODIES, st.sampled_from([0.0, 0.5, 30.0, 1e9])), max_size=30))
+@given(
+    said=st.lists(st.tuples(TOPICS, BODIES, st.sampled_from([0.0, 0.5, 30.0, 1e9])), max_size=30)
+)
 def test_no_message_is_fatal(said: list[tuple[topics.Topic, bytes, float]]) -> None:
     watched = Watched()
     for topic, body, later in said:
@@ -354,6 +380,9 @@ def test_strangers_and_rubbish_change_nothing() -> None:
     ):  # fmt: skip
         with pytest.raises(WireError):
             watched.lab.receive(topic, body, 0.0)
-    for other in (topics.StateTopic(LAB, "other-1", "cloud"), topics.StateTopic("other", RUN, "cloud")):
+    for other in (
+        topics.StateTopic(LAB, "other-1", "cloud"),
+        topics.StateTopic("other", RUN, "cloud"),
+    ):
         watched.lab.receive(other, b"\xff", 0.0)
     assert not watched.events()

@@ -54,7 +54,9 @@ def announce(runs: Runs, run: str, *, node: str = "cloud", text: str | None = No
 
 
 def live(runs: Runs, run: str, *, node: str = "cloud", state: NodeState = NodeState.READY) -> None:
-    receive(runs, topics.StateTopic(LAB, run, node), serialization.encode(Presence(state, "cloud"), "s"))
+    receive(
+        runs, topics.StateTopic(LAB, run, node), serialization.encode(Presence(state, "cloud"), "s")
+    )
 
 
 def receive(runs: Runs, topic: topics.Topic, body: bytes) -> None:
@@ -71,7 +73,11 @@ def chosen(runs: Runs, now: float = 99.0) -> str | None:
 
 def test_the_newest_living_run_is_watched() -> None:
     runs = Runs(None)
-    for run, state in (("r-1", NodeState.READY), ("r-2", NodeState.INIT), ("r-3", NodeState.FAILED)):
+    for run, state in (
+        ("r-1", NodeState.READY),
+        ("r-2", NodeState.INIT),
+        ("r-3", NodeState.FAILED),
+    ):
         live(runs, run, state=state)
         assert chosen(runs) is None or run != "r-1"
         announce(runs, run)
@@ -116,10 +122,13 @@ def test_an_institutions_announcement_serves_where_the_cloud_is_not_received() -
 
 RUN_TOPICS = st.sampled_from(
     [
-        topics.SpecTopic(LAB, "a-1", "n"), topics.StateTopic(LAB, "a-1", "n"), topics.SpecTopic(LAB, "b-1", "m"),
-        topics.AskTopic(LAB, "a", "b"), topics.SpecTopic("x", "a-1", "n"),
+        topics.SpecTopic(LAB, "a-1", "n"),
+        topics.StateTopic(LAB, "a-1", "n"),
+        topics.SpecTopic(LAB, "b-1", "m"),
+        topics.AskTopic(LAB, "a", "b"),
+        topics.SpecTopic("x", "a-1", "n"),
     ]
-)  # fmt: skip
+)
 
 
 @given(said=st.lists(st.tuples(RUN_TOPICS, BODIES)))
@@ -167,8 +176,14 @@ def test_a_run_that_is_asked_for_is_kept_whatever_its_age() -> None:
     assert chosen(runs) == "r-000"
 
 
-@given(sent=st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 9), st.integers(0, 300), st.booleans())))
-def test_any_order_of_announcements_keeps_the_bounds(sent: list[tuple[str, int, int, bool]]) -> None:
+@given(
+    sent=st.lists(
+        st.tuples(st.sampled_from("abc"), st.integers(0, 9), st.integers(0, 300), st.booleans())
+    )
+)
+def test_any_order_of_announcements_keeps_the_bounds(
+    sent: list[tuple[str, int, int, bool]],
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(watched_runs, "HELD_MOST", 2000)
         patch.setattr(watched_runs, "RUNS_MOST", 3)
@@ -179,14 +194,18 @@ def test_any_order_of_announcements_keeps_the_bounds(sent: list[tuple[str, int, 
             announce(runs, f"r-{run}", node=node, text="x" * size)
             each = {name: list(held.values()) for name, held in runs._of.items()}
             assert all(1 <= len(held) <= 3 for held in each.values())
-            assert sum(len(one.text) for held in each.values() for one in held) == runs._held <= 2000
+            assert (
+                sum(len(one.text) for held in each.values() for one in held) == runs._held <= 2000
+            )
 
 
 # The picture
 
 
 def scene() -> Watched:
-    """Return two institutions of two devices in the third global round: one trains, one has been reported."""
+    """Return two institutions of two devices in the third global round: one trains, one has been
+    reported.
+    """
     watched = Watched()
     watched.all_ready()
     scores = tuple(RoundScore(each, 1 / each, 0.3 * each, 1.2 / each) for each in (1, 2))
@@ -195,14 +214,25 @@ def scene() -> Watched:
         watched.now = 18.0 + second
         watched.status(
             "cloud",
-            child("institution-0", Step.TRAINING, epochs=3, up=1_500_000 + 3000 * second, down=900_000, loss=0.4321,
-                  seconds=2.0),
+            child(
+                "institution-0",
+                Step.TRAINING,
+                epochs=3,
+                up=1_500_000 + 3000 * second,
+                down=900_000,
+                loss=0.4321,
+                seconds=2.0,
+            ),
             child("institution-1", Step.ASSIGNED, epochs=3),
-            key=Key(0, 2, 0), tiers=((1_500_000 + 3000 * second, 930_000), (4_000_000, 3_000_000 + second)), run=run,
-        )  # fmt: skip
+            key=Key(0, 2, 0),
+            tiers=((1_500_000 + 3000 * second, 930_000), (4_000_000, 3_000_000 + second)),
+            run=run,
+        )
         watched.status(
             "institution-0",
-            child("device-0", Step.TRAINING, done=30, total=120, epochs=3, up=50, down=60_000 * second),
+            child(
+                "device-0", Step.TRAINING, done=30, total=120, epochs=3, up=50, down=60_000 * second
+            ),
             child("device-1", Step.FETCHING, done=4, total=16, size=16_000, epochs=3),
             key=Key(0, 2, 1),
         )
@@ -245,27 +275,48 @@ cloud              ready      3/10                                         â–‘â–
     device-2       lost                  0 B/s       0 B/s                 connection lost; last seen 20 s ago
     device-3       ready                 0 B/s       0 B/s
 device-2: lost
-""",  # noqa: E501
+""",
 }
 
 
 def test_a_lab_of_four_layers_has_its_own_words_rounds_and_flows() -> None:
-    tiers = [{"name": "wan", "children": "region", "fan_out": 2}, {"name": "metro", "children": "institution",
-             "rounds": 3}, {"name": "lan", "fan_out": 2, "rounds": 2}]  # fmt: skip
+    tiers = [
+        {"name": "wan", "children": "region", "fan_out": 2},
+        {"name": "metro", "children": "institution", "rounds": 3},
+        {"name": "lan", "fan_out": 2, "rounds": 2},
+    ]
     watched = Watched(parse({"tiers": tiers}))
     watched.all_ready()
     region = "region-0"
-    watched.status("cloud", child(region, Step.TRAINING), key=Key(0, 0, 0), tiers=((7, 8), (41, 32), (1200, 1000)))
+    watched.status(
+        "cloud",
+        child(region, Step.TRAINING),
+        key=Key(0, 0, 0),
+        tiers=((7, 8), (41, 32), (1200, 1000)),
+    )
     watched.status(region, child("institution-0", Step.TRAINING), key=Key(0, 0, 1))
     watched.status("institution-0", child("device-0", Step.TRAINING), key=Key(0, 0, 3))
     totals = {name: flow.total for name, flow in watched.lab.flows().items()}
     assert totals == {
-        "wan_up": 7, "wan_down": 8, "metro_up": 41, "metro_down": 32, "lan_up": 1200, "lan_down": 1000,
-    }  # fmt: skip
+        "wan_up": 7,
+        "wan_down": 8,
+        "metro_up": 41,
+        "metro_down": 32,
+        "lan_up": 1200,
+        "lan_down": 1000,
+    }
     for width in (80, 100, 200):
-        lines = {line.split()[0]: line.split() for line in drawn(watched, width).splitlines() if line.strip()}
+        lines = {
+            line.split()[0]: line.split()
+            for line in drawn(watched, width).splitlines()
+            if line.strip()
+        }
         assert lines["METRO"][1:4] == ["up", "41", "B"] and "2/3" in lines[region]
-        assert lines[region][-1] == "institutions" and "4/6" in lines["institution-0"] and "1.4" in lines["device-0"]
+        assert (
+            lines[region][-1] == "institutions"
+            and "4/6" in lines["institution-0"]
+            and "1.4" in lines["device-0"]
+        )
 
 
 def test_a_lab_of_two_layers_has_devices_below_its_cloud() -> None:
@@ -275,7 +326,9 @@ def test_a_lab_of_two_layers_has_devices_below_its_cloud() -> None:
     children = [child(f"device-{place}", step, done=1, total=2) for place, step in enumerate(steps)]
     watched.status("cloud", *children, key=Key(0, 4, 0), tiers=((10, 20),))
     for width in (80, 200):
-        lines = {line.split()[0]: line for line in drawn(watched, width).splitlines() if line.strip()}
+        lines = {
+            line.split()[0]: line for line in drawn(watched, width).splitlines() if line.strip()
+        }
         assert lines["cloud"].endswith("1/3 results") and lines["device-0"].endswith("done")
         assert lines["device-1"].endswith("training 50 %") and "5.1" in lines["device-2"]
 
@@ -297,22 +350,33 @@ def test_a_large_lab_is_drawn_as_the_height_permits_lost_and_slow_devices_first(
     watched.all_ready()
     assert drawn(watched, 80, height=30, devices=False).count("40 devices: 40 ready") == 5
     assert len(drawn(watched, 80, height=30).splitlines()) <= 30
-    entries = [child(f"device-{place}", Step.TRAINING, done=place, total=40) for place in range(1, 30) if place != 7]
+    entries = [
+        child(f"device-{place}", Step.TRAINING, done=place, total=40)
+        for place in range(1, 30)
+        if place != 7
+    ]
     watched.now = 1.0
     watched.status(
         "institution-0",
         child("device-0", Step.TRAINING, state=NodeState.LOST),
         *entries,
         key=Key(0, 0, 0),
-        others=(ChildCount(NodeState.READY, Step.OFFERING, 1), ChildCount(NodeState.READY, Step.DONE, 10)),
+        others=(
+            ChildCount(NodeState.READY, Step.OFFERING, 1),
+            ChildCount(NodeState.READY, Step.DONE, 10),
+        ),
     )
     counts = formatting.counts(watched["institution-0"], watched["institution-0"].children.values())
     assert counts == "1 lost, 28 training, 1 offering, 10 done; slowest device-1, training 2 %"
     lines = drawn(watched, 80, height=20).splitlines()
     rows = [line.split()[0] for line in lines if line.startswith("    device-")]
     assert rows == [f"device-{device}" for device in range(len(rows))] and len(rows) >= 2
-    hidden = next(line for line in lines if line.split()[:3] == [str(40 - len(rows)), "more", "devices:"])
-    assert hidden.startswith(f"    {40 - len(rows)} more devices: {29 - len(rows)} training, 1 offering, 10 done")
+    hidden = next(
+        line for line in lines if line.split()[:3] == [str(40 - len(rows)), "more", "devices:"]
+    )
+    assert hidden.startswith(
+        f"    {40 - len(rows)} more devices: {29 - len(rows)} training, 1 offering, 10 done"
+    )
     assert len(lines) <= 20
     assert drawn(watched, 80, height=300).count("device-") >= 189  # ten of them are only counted
 
@@ -335,7 +399,9 @@ class Seen:
         self.changed.set()
 
     async def sees(self, event: str, **facts: object) -> None:
-        while not any(name == event and facts.items() <= reported.items() for name, reported in self.events):
+        while not any(
+            name == event and facts.items() <= reported.items() for name, reported in self.events
+        ):
             self.changed.clear()
             await self.changed.wait()
 
@@ -356,12 +422,16 @@ def finish(site: SimulatedSite) -> None:
     keep(site, Presence(NodeState.FINISHED, "cloud"), None)
 
 
-def follower(site: SimulatedSite, follow: Callable[[Follower], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
+def follower(
+    site: SimulatedSite, follow: Callable[[Follower], Coroutine[Any, Any, None]]
+) -> asyncio.Task[None]:
     """Start a watch in a process of its own."""
 
     def build(world: World) -> asyncio.Task[None]:
         address = replace(site.address, username="guest")
-        return asyncio.create_task(follow(Follower([address], run=None, connect_timeout_s=9.0, world=world)))
+        return asyncio.create_task(
+            follow(Follower([address], run=None, connect_timeout_s=9.0, world=world))
+        )
 
     return site.make("operator", build)
 
@@ -393,10 +463,16 @@ async def test_a_watch_asks_for_the_status_and_receives_no_models(site: Simulate
     assert {type(topics.parse(each.replace("+", "x-1"))) for each in session.filters} == {
         topics.SpecTopic, topics.StateTopic, topics.StatusTopic
     }  # fmt: skip
-    asked = next(message for message in site.routed if message.topic == topics.ask(LAB, "cloud", "operator"))
+    asked = next(
+        message for message in site.routed if message.topic == topics.ask(LAB, "cloud", "operator")
+    )
     _, question = serialization.decode(asked.body)
     assert isinstance(question, Question) and (question.about, question.run) == (About.STATUS, RUN)
-    status = record(child("institution-0"), at_s=1.0, run=RunStatus(1, 1.0, 1.0, (), (RoundScore(1, 0.5, 0.25, 1.0),)))
+    status = record(
+        child("institution-0"),
+        at_s=1.0,
+        run=RunStatus(1, 1.0, 1.0, (), (RoundScore(1, 0.5, 0.25, 1.0),)),
+    )
     site.inject(topics.status(LAB, RUN, "cloud"), serialization.encode(status, "cloud-1"), qos=1)
     await seen.sees("evaluated", global_round=1, score=0.25)
     finish(site)
@@ -406,12 +482,16 @@ async def test_a_watch_asks_for_the_status_and_receives_no_models(site: Simulate
 @virtual
 async def test_a_login_that_may_not_read_learns_it(site: SimulatedSite) -> None:
     site.broker.refused = [topics.spec(LAB, "+", "+")]
-    with pytest.raises(ConnectionFailed, match=r"does not let login 'guest' read fs1/lab/\+/\+/spec"):
+    with pytest.raises(
+        ConnectionFailed, match=r"does not let login 'guest' read fs1/lab/\+/\+/spec"
+    ):
         await follower(site, lambda watch: watch.follow(Seen()))
 
 
 @virtual
-async def test_a_look_shows_the_present_state(site: SimulatedSite, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_look_shows_the_present_state(
+    site: SimulatedSite, capsys: pytest.CaptureFixture[str]
+) -> None:
     begin(site)
     for json_lines in (False, True):
         show = partial(look, json_lines=json_lines, devices=None)
@@ -420,11 +500,14 @@ async def test_a_look_shows_the_present_state(site: SimulatedSite, capsys: pytes
     assert picture[0] == "small  global round 0/10"
     assert any(line.split() == ["cloud", "ready?", "0/10"] for line in picture)
     cloud = json.loads(tree)["nodes"]["cloud"]
-    assert (cloud["state"], cloud["proven"]) == ("ready", False)  # nobody has sent anything: it may be a dead run's
+    # nobody has sent anything: it may be a dead run's
+    assert (cloud["state"], cloud["proven"]) == ("ready", False)
     assert cloud["children"]["institution-1"]["children"]["device-3"]["state"] == "unknown"
 
 
-def test_off_a_terminal_it_is_reported_once_that_there_is_no_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_off_a_terminal_it_is_reported_once_that_there_is_no_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     lines = Lines(json_lines=False)
     for _ in range(2):
         lines.waiting(Runs(None), "b:1883")
@@ -432,7 +515,9 @@ def test_off_a_terminal_it_is_reported_once_that_there_is_no_run(capsys: pytest.
 
 
 def test_a_look_at_a_broker_that_is_not_there_ends_with_3() -> None:
-    done = invoke("watch", "--broker", "127.0.0.1:1", "--once", "--timeout", "0.1", "--connect-timeout", "0.3")
+    done = invoke(
+        "watch", "--broker", "127.0.0.1:1", "--once", "--timeout", "0.1", "--connect-timeout", "0.3"
+    )
     assert done.exit_code == 3 and "connection refused" in done.stderr
 
 
@@ -440,13 +525,22 @@ def test_a_look_at_a_broker_that_is_not_there_ends_with_3() -> None:
 @pytest.mark.slow
 def test_a_lab_of_processes_is_watched_to_its_end(tmp_path: Path) -> None:
     """Its devices are killed in the second global round, and started again."""
-    slow = "hardware.default.overhead_s=1.5"  # a global round: else a record every second may miss some
-    pairs = ("topology.institutions=1", "topology.devices=2", "rounds=3", "institution.rounds=1", slow)
+    # a global round: else a record every second may miss some
+    slow = "hardware.default.overhead_s=1.5"
+    pairs = (
+        "topology.institutions=1",
+        "topology.devices=2",
+        "rounds=3",
+        "institution.rounds=1",
+        slow,
+    )
     names = ("device-0", "device-1")
     with ExitStack() as stack:
         served = stack.enter_context(broker.start(directory=tmp_path))
 
-        def start(*arguments: str | Path, output: int = subprocess.DEVNULL) -> subprocess.Popen[str]:
+        def start(
+            *arguments: str | Path, output: int = subprocess.DEVNULL
+        ) -> subprocess.Popen[str]:
             words = command(*arguments, "--broker", f"{served.host}:{served.port}", null=True)
             process = subprocess.Popen(words, stdout=output, stderr=subprocess.DEVNULL, text=True)
             stack.enter_context(process)
@@ -454,7 +548,12 @@ def test_a_lab_of_processes_is_watched_to_its_end(tmp_path: Path) -> None:
             return process
 
         def start_devices() -> subprocess.Popen[str]:
-            return start("device", "--parent", "institution-0", *(w for name in names for w in ("--name", name)))
+            return start(
+                "device",
+                "--parent",
+                "institution-0",
+                *(w for name in names for w in ("--name", name)),
+            )
 
         watch = start("watch", "--format", "json", output=subprocess.PIPE)
         start("cloud", DEMO, "--runs", tmp_path, *sets(*pairs))
@@ -473,18 +572,32 @@ def test_a_lab_of_processes_is_watched_to_its_end(tmp_path: Path) -> None:
                     start_devices()
         assert watch.wait(PATIENCE_S) == 0
     states = {
-        name: [line["state"] for line in reported if line["event"] == "state" and line["node"] == name]
+        name: [
+            line["state"] for line in reported if line["event"] == "state" and line["node"] == name
+        ]
         for name in ("cloud", "institution-0", *names)
     }
     for name in names:  # whose last state is that of a record after which its parent has left
         seen = [state for state in states[name] if state in ("ready", "lost")]
         assert seen[-3:] == ["ready", "lost", "ready"]
     assert states["cloud"] == ["ready", "finished", "left"]
-    assert [line["node"] for line in reported if line["event"] == "restarted"] in ([*names], [*reversed(names)])
-    assert [line["global_round"] for line in reported if line["event"] == "global_round"] == [1, 2, 3]
-    scores = {line["global_round"]: line["score"] for line in reported if line["event"] == "evaluated"}
+    assert [line["node"] for line in reported if line["event"] == "restarted"] in (
+        [*names],
+        [*reversed(names)],
+    )
+    assert [line["global_round"] for line in reported if line["event"] == "global_round"] == [
+        1,
+        2,
+        3,
+    ]
+    scores = {
+        line["global_round"]: line["score"] for line in reported if line["event"] == "evaluated"
+    }
     assert list(scores) == [1, 2, 3]
     last = reported[-1]
     assert (last["event"], last["state"]) == ("end", "finished")
     assert last["train_loss"] > 0 and last["score"] == scores[3]
-    assert min(last[f"{tier}_{way}_bytes"] for tier in ("wan", "lan") for way in ("up", "down")) > 3 * MODEL_BYTES
+    assert (
+        min(last[f"{tier}_{way}_bytes"] for tier in ("wan", "lan") for way in ("up", "down"))
+        > 3 * MODEL_BYTES
+    )

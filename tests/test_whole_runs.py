@@ -1,4 +1,6 @@
-"""Runs compared without a target: finals, bests, costs, and differences seed by seed with their interval."""
+"""Runs compared without a target: finals, bests, costs, and differences seed by seed with their
+interval.
+"""
 
 from __future__ import annotations
 
@@ -37,15 +39,21 @@ def paths(tmp_path: Path, make_run: MakeRun) -> list[Path]:
     ]
 
 
-def test_two_runs_of_the_demo_are_compared_without_a_target(tmp_path: Path, make_run: MakeRun) -> None:
+def test_two_runs_of_the_demo_are_compared_without_a_target(
+    tmp_path: Path, make_run: MakeRun
+) -> None:
     demo = load(shipped()["demo"], ())
     slow = load(shipped()["demo"], ["links.wan=lte"])
-    runs = [make_run(tmp_path, one.model_dump(mode="json", exclude_none=True)) for one in (demo, slow)]
+    runs = [
+        make_run(tmp_path, one.model_dump(mode="json", exclude_none=True)) for one in (demo, slow)
+    ]
     done = invoke("compare", *runs)
     assert done.exit_code == 0, done.stderr
     head, *rows = done.stdout.splitlines()
     assert len(rows) == 2 and "test accuracy, %" in head and "difference, paired" in head
-    assert done.stderr.startswith("no target: whole runs are compared. --target gives the costs of reaching a score\n")
+    assert done.stderr.startswith(
+        "no target: whole runs are compared. --target gives the costs of reaching a score\n"
+    )
 
 
 def test_numbers_are_those_of_numpy(paths: list[Path]) -> None:
@@ -62,24 +70,35 @@ def test_numbers_are_those_of_numpy(paths: list[Path]) -> None:
     apart = finals[1] - finals[0]
     assert float(rows[1]["difference,_paired_points"]) == pytest.approx(apart.mean())
     half = 4.302653 * apart.std(ddof=1) / 3**0.5
-    assert rows[1]["difference,_95_%_interval"] == f"{apart.mean() - half:.2f} to {apart.mean() + half:.2f}"
+    assert (
+        rows[1]["difference,_95_%_interval"]
+        == f"{apart.mean() - half:.2f} to {apart.mean() + half:.2f}"
+    )
     assert rows[0]["difference,_paired_points"] == "", "the baseline is not compared with itself"
     facts = json.loads(invoke("compare", *paths, "--format", "json").stdout)
     assert facts["target"] is None
     _, tempo = facts["groups"]
     assert tempo["score"]["mean"] == pytest.approx(finals[1].mean() / 100)
-    assert tempo["difference"]["by_seed"] == {str(i): pytest.approx(a / 100) for i, a in enumerate(apart, 1)}
-    assert tempo["difference"]["interval"] == pytest.approx([(apart.mean() - half) / 100, (apart.mean() + half) / 100])
+    assert tempo["difference"]["by_seed"] == {
+        str(i): pytest.approx(a / 100) for i, a in enumerate(apart, 1)
+    }
+    assert tempo["difference"]["interval"] == pytest.approx(
+        [(apart.mean() - half) / 100, (apart.mean() + half) / 100]
+    )
     assert tempo["seconds_ratio"]["mean"] == pytest.approx(1)
 
 
 def test_a_score_of_zero_is_paired(tmp_path: Path, make_run: MakeRun) -> None:
-    both = [make_run(tmp_path, tree, accuracies=[score]) for tree, score in (({}, 0.5), (TEMPO, 0.0))]
+    both = [
+        make_run(tmp_path, tree, accuracies=[score]) for tree, score in (({}, 0.5), (TEMPO, 0.0))
+    ]
     _, tempo = json.loads(invoke("compare", *both, "--format", "json").stdout)["groups"]
     assert tempo["difference"]["mean"] == -0.5 and tempo["difference"]["interval"] is None
 
 
-def test_unfinished_runs_are_in_no_mean_and_named(tmp_path: Path, make_run: MakeRun, paths: list[Path]) -> None:
+def test_unfinished_runs_are_in_no_mean_and_named(
+    tmp_path: Path, make_run: MakeRun, paths: list[Path]
+) -> None:
     killed = make_run(tmp_path, {"seed": 4}, accuracies=(0.1,), last="")
     done = invoke("compare", *paths, killed, "--format", "json")
     fixed, _ = json.loads(done.stdout)["groups"]
@@ -87,7 +106,9 @@ def test_unfinished_runs_are_in_no_mean_and_named(tmp_path: Path, make_run: Make
     assert "(seed 4) is in no mean: interrupted, 1 of 10 global rounds" in done.stderr
 
 
-def test_epsilon_and_energy_have_columns_where_they_are_known(tmp_path: Path, make_run: MakeRun) -> None:
+def test_epsilon_and_energy_have_columns_where_they_are_known(
+    tmp_path: Path, make_run: MakeRun
+) -> None:
     path = make_run(tmp_path, {})
     head, *rows = (path / "rounds.csv").read_text().splitlines()
     for epsilon, wanted in (("2.5", "2.500"), ("", "inf")):
@@ -100,7 +121,11 @@ def test_epsilon_and_energy_have_columns_where_they_are_known(tmp_path: Path, ma
 
 def test_the_best_is_the_lowest_where_lower_is_better(tmp_path: Path, make_run: MakeRun) -> None:
     numbers = {"dataset": "flats.csv", "targets": "numbers", "target_column": "price"}
-    tree = {"data": numbers, "model": {"name": "mine:build"}, "score": {"name": "mean_absolute_error"}}
+    tree = {
+        "data": numbers,
+        "model": {"name": "mine:build"},
+        "score": {"name": "mean_absolute_error"},
+    }
     run = Run(make_run(tmp_path, tree, accuracies=(None, None, None)))
     head, *rows = (run.path / "rounds.csv").read_text().splitlines()
     lines = [f"{row},{score}" for row, score in zip(rows, (3.0, 1.0, 2.0), strict=True)]
@@ -113,5 +138,14 @@ def test_the_best_is_the_lowest_where_lower_is_better(tmp_path: Path, make_run: 
 def test_an_interval_needs_three_seeds() -> None:
     assert Pairs({"1": 1.0, "2": 2.0}).interval is None and Pairs({}).interval is None
     assert Pairs({"1": 1.0, "2": 1.0, "3": 1.0}).interval == (1.0, 1.0)
-    known = {1: 12.7062, 2: 4.302653, 3: 3.182446, 4: 2.776445, 5: 2.570582, 9: 2.262157, 10: 2.228139, 30: 2.042272}
+    known = {
+        1: 12.7062,
+        2: 4.302653,
+        3: 3.182446,
+        4: 2.776445,
+        5: 2.570582,
+        9: 2.262157,
+        10: 2.228139,
+        30: 2.042272,
+    }
     assert {freedom: quantile(freedom) for freedom in known} == pytest.approx(known, rel=1e-5)

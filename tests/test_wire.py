@@ -1,4 +1,6 @@
-"""The wire: every record survives the way, and any other bytes are a WireError, never another exception."""
+"""The wire: every record survives the way, and any other bytes are a WireError, never another
+exception.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,16 @@ from fedstrata.common.host.examination import Finding
 from fedstrata.common.model.codecs import CODECS, codec_of
 from fedstrata.common.protocol import messages, serialization, topics
 from fedstrata.common.protocol.limits import NOISE_CHUNKS_MOST, SMALL_BYTES, STRANGER, SenderBounds
-from fedstrata.common.protocol.messages import About, Key, Manifest, NodeState, Phase, Presence, Progress, Task
+from fedstrata.common.protocol.messages import (
+    About,
+    Key,
+    Manifest,
+    NodeState,
+    Phase,
+    Presence,
+    Progress,
+    Task,
+)
 from fedstrata.common.protocol.status import NAMED_MOST
 from fedstrata.common.text import JSON_MOST, escaped
 from tests.helpers.examples import examples
@@ -35,7 +46,8 @@ SESSION = "c0ffee"
 COUNTS = st.integers(0, serialization.MAX_INT)
 NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", fullmatch=True)
 
-TEXT = st.text(max_size=20).map(escaped).filter(lambda text: len(text) <= 64)  # else `decode` escapes or refuses it
+# else `decode` escapes or refuses it
+TEXT = st.text(max_size=20).map(escaped).filter(lambda text: len(text) <= 64)
 
 
 @st.composite
@@ -46,7 +58,16 @@ def manifests(draw: st.DrawFn) -> Manifest:
     blob = draw(st.text("0123456789abcdef", min_size=16, max_size=16))
     digests = draw(st.binary(min_size=length, max_size=length))
     reference = draw(st.sampled_from(["", "0123456789abcdef"]))
-    return Manifest(blob, size, chunk_bytes, digests, draw(TEXT), draw(TEXT), reference, draw(st.integers(0, size)))
+    return Manifest(
+        blob,
+        size,
+        chunk_bytes,
+        digests,
+        draw(TEXT),
+        draw(TEXT),
+        reference,
+        draw(st.integers(0, size)),
+    )
 
 
 SCALARS: dict[Any, st.SearchStrategy[Any]] = {
@@ -63,7 +84,9 @@ def strategy(hint: Any) -> st.SearchStrategy[Any]:
     if hint in SCALARS:
         return SCALARS[hint]
     if get_origin(hint) is UnionType:
-        return st.one_of(*(st.none() if arg is NoneType else strategy(arg) for arg in get_args(hint)))
+        return st.one_of(
+            *(st.none() if arg is NoneType else strategy(arg) for arg in get_args(hint))
+        )
     if get_origin(hint) is tuple:
         return st.lists(strategy(get_args(hint)[0]), max_size=3).map(tuple)
     if issubclass(hint, StrEnum):
@@ -77,12 +100,20 @@ MESSAGES = {kind: strategy(kind) for kind in serialization.KINDS}
 ANY_MESSAGE = st.one_of(*MESSAGES.values())
 ANY_VALUE = st.recursive(
     st.one_of(
-        st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), st.floats(), st.text(max_size=5),
-        st.binary(max_size=5), st.just(msgpack.Timestamp(1, 2)), st.just(msgpack.ExtType(5, b"x")),
+        st.none(),
+        st.booleans(),
+        st.integers(-(2**63), 2**64 - 1),
+        st.floats(),
+        st.text(max_size=5),
+        st.binary(max_size=5),
+        st.just(msgpack.Timestamp(1, 2)),
+        st.just(msgpack.ExtType(5, b"x")),
     ),
-    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=2), inner, max_size=2)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=2), inner, max_size=2)
+    ),
     max_leaves=6,
-)  # fmt: skip
+)
 
 
 def same(one: Any, other: Any) -> bool:
@@ -92,7 +123,9 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, tuple):
         return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
     if hasattr(one, "__dataclass_fields__"):
-        return type(one) is type(other) and all(same(getattr(one, f.name), getattr(other, f.name)) for f in fields(one))
+        return type(one) is type(other) and all(
+            same(getattr(one, f.name), getattr(other, f.name)) for f in fields(one)
+        )
     return type(one) is type(other) and bool(one == other)
 
 
@@ -106,7 +139,9 @@ def pack(tree: Any) -> bytes:
 
 
 def survives(data: bytes) -> messages.Message | None:
-    """Return the record, or None where it was refused as it should be; also by those who allow a sender nothing."""
+    """Return the record, or None where it was refused as it should be; also by those who allow a
+    sender nothing.
+    """
     for decode in (partial(serialization.decode, sender=STRANGER), serialization.decode_shared):
         with suppress(WireError):
             decode(data)
@@ -125,7 +160,9 @@ def refusal(data: bytes) -> str:
 
 
 def tree_of(message: messages.Message) -> list[Any]:
-    tree: list[Any] = msgpack.unpackb(serialization.encode(message, SESSION)[8:], use_list=True, strict_map_key=False)
+    tree: list[Any] = msgpack.unpackb(
+        serialization.encode(message, SESSION)[8:], use_list=True, strict_map_key=False
+    )
     return tree
 
 
@@ -145,7 +182,8 @@ def test_every_kind_survives_the_way(kind: type[messages.Message], data: st.Data
 
 def test_the_codes_of_the_kinds_are_what_another_process_uses() -> None:
     assert " ".join(kind.__name__ for kind in serialization.KINDS) == (
-        "Presence Announcement Task Progress Result Acknowledgement Ask Gone Reports Farewell Probe Probed Question "
+        "Presence Announcement Task Progress Result Acknowledgement Ask Gone Reports Farewell "
+        "Probe Probed Question "
         "Alive Preparing Declined Goodbye Here Status FrozenOffered"
     )
 
@@ -193,7 +231,9 @@ def test_bytes_without_their_digest_are_refused_as_damage(data: bytes) -> None:
 
 
 @given(message=ANY_MESSAGE, tail=st.binary(min_size=1, max_size=4), cut=st.integers(0, 2**31))
-def test_truncated_and_prolonged_messages_are_refused(message: messages.Message, tail: bytes, cut: int) -> None:
+def test_truncated_and_prolonged_messages_are_refused(
+    message: messages.Message, tail: bytes, cut: int
+) -> None:
     data = serialization.encode(message, SESSION)
     assert survives(data[: cut % len(data)]) is None
     assert survives(data + tail) is None
@@ -254,7 +294,9 @@ def test_a_lie_about_the_session_is_refused(session: Any) -> None:
     assert "session" in refusal(pack([serialization.VERSION, session, 7, "0" * 16]))
 
 
-@pytest.mark.parametrize("kind", [-1, len(serialization.KINDS), 255, True, False, 0.0, "0", None, [0]], ids=repr)
+@pytest.mark.parametrize(
+    "kind", [-1, len(serialization.KINDS), 255, True, False, 0.0, "0", None, [0]], ids=repr
+)
 def test_an_unknown_kind_is_refused(kind: Any) -> None:
     assert "kind" in refusal(pack([serialization.VERSION, SESSION, kind, "0" * 16]))
 
@@ -264,7 +306,26 @@ def test_an_error_names_the_field() -> None:
         "Acknowledgement.key: Key.local_round: -1 is not a count"
     )
     assert refusal(
-        pack([serialization.VERSION, SESSION, 0, "dozing", "device", "", 0, "", "", "", False, [], 0.0, "", 0, 0])
+        pack(
+            [
+                serialization.VERSION,
+                SESSION,
+                0,
+                "dozing",
+                "device",
+                "",
+                0,
+                "",
+                "",
+                "",
+                False,
+                [],
+                0.0,
+                "",
+                0,
+                0,
+            ]
+        )
     ) == ("Presence.state: 'dozing' is not a NodeState")
 
 
@@ -282,7 +343,10 @@ def test_numbers_at_the_caps_pass_and_above_are_refused() -> None:
     key = Key(serialization.MAX_INT, 0, serialization.MAX_INT)
     most = messages.Acknowledgement(key, "")
     assert survives(serialization.encode(most, SESSION)) == most
-    assert survives(pack([serialization.VERSION, SESSION, 5, [serialization.MAX_INT + 1, 0, 0], ""])) is None
+    assert (
+        survives(pack([serialization.VERSION, SESSION, 5, [serialization.MAX_INT + 1, 0, 0], ""]))
+        is None
+    )
 
 
 def test_long_lists_and_texts_are_refused() -> None:
@@ -292,16 +356,23 @@ def test_long_lists_and_texts_are_refused() -> None:
     with pytest.raises(TooLarge):
         serialization.decode(serialization.encode(reports, SESSION), sender=few)
     with pytest.raises(WireError, match="not msgpack"):
-        serialization.decode(pack([serialization.VERSION, SESSION, 8, [None] * (serialization.ITEMS + 4)]), sender=few)
+        serialization.decode(
+            pack([serialization.VERSION, SESSION, 8, [None] * (serialization.ITEMS + 4)]),
+            sender=few,
+        )
     nonce = messages.Question("x" * 64, About.ENTRY)
     assert survives(serialization.encode(nonce, SESSION)) == nonce
     assert refusal(serialization.encode(messages.Question("x" * 65, About.ENTRY), SESSION)) == (
         "Question.nonce: a text of 65 characters, at most 64 are possible"
     )
-    assert "at most 64" in refusal(serialization.encode(messages.Question("x" * 54 + "\x1b" * 2, About.ENTRY), SESSION))
+    assert "at most 64" in refusal(
+        serialization.encode(messages.Question("x" * 54 + "\x1b" * 2, About.ENTRY), SESSION)
+    )
     most = messages.Announcement("x" * JSON_MOST, "y" * JSON_MOST)
     assert survives(serialization.encode(most, SESSION)) == most
-    assert "at most 4000000" in refusal(serialization.encode(messages.Announcement("x" * (JSON_MOST + 1), ""), SESSION))
+    assert "at most 4000000" in refusal(
+        serialization.encode(messages.Announcement("x" * (JSON_MOST + 1), ""), SESSION)
+    )
 
 
 def test_a_text_for_people_is_cut() -> None:
@@ -332,7 +403,11 @@ def largest(hint: Any, *, nodes: int) -> Any:
         return LARGEST.get(hint)
     if get_origin(hint) is tuple:
         item = get_args(hint)[0]
-        bounded = {Traffic: TIERS_MOST, messages.LinkBytes: TIERS_MOST, messages.ChildStatus: NAMED_MOST}
+        bounded = {
+            Traffic: TIERS_MOST,
+            messages.LinkBytes: TIERS_MOST,
+            messages.ChildStatus: NAMED_MOST,
+        }
         bounded |= dict.fromkeys((Finding, messages.ChildCount), serialization.ITEMS)
         count = bounded.get(item, nodes)
         return (largest(item, nodes=nodes),) * count
@@ -344,9 +419,18 @@ def largest(hint: Any, *, nodes: int) -> Any:
 
 @pytest.mark.parametrize("nodes", [0, 100])
 @pytest.mark.parametrize("kind", serialization.KINDS, ids=lambda kind: kind.__name__)
-def test_the_largest_message_of_each_kind_is_within_its_limit(kind: type[messages.Message], nodes: int) -> None:
+def test_the_largest_message_of_each_kind_is_within_its_limit(
+    kind: type[messages.Message], nodes: int
+) -> None:
     """Of a node with a manifest of one chunk, no model inside, and no JSON."""
-    bounds = SenderBounds(nodes=nodes, blob_bytes=1024, inline_bytes=0, frozen_bytes=1024, plans=False, announces=False)
+    bounds = SenderBounds(
+        nodes=nodes,
+        blob_bytes=1024,
+        inline_bytes=0,
+        frozen_bytes=1024,
+        plans=False,
+        announces=False,
+    )
     message = largest(kind, nodes=nodes)
     tiers = getattr(message, "below", ())
     if tiers and len(tiers) > nodes:
@@ -357,7 +441,9 @@ def test_the_largest_message_of_each_kind_is_within_its_limit(kind: type[message
 
 
 def test_each_part_of_a_message_has_its_room() -> None:
-    few = SenderBounds(nodes=0, blob_bytes=0, inline_bytes=0, frozen_bytes=0, plans=False, announces=False)
+    few = SenderBounds(
+        nodes=0, blob_bytes=0, inline_bytes=0, frozen_bytes=0, plans=False, announces=False
+    )
     for more, kinds, room in [
         ({"blob_bytes": 1024 * 1000}, {messages.Task, messages.Result}, 8 * 1000),
         ({"inline_bytes": 5000}, {messages.Task, messages.Result}, 5000),
@@ -366,9 +452,14 @@ def test_each_part_of_a_message_has_its_room() -> None:
         ({"announces": True}, {messages.Alive, messages.Announcement}, 2 * JSON_MOST),
     ]:
         fields: dict[str, Any] = {
-            "nodes": 0, "blob_bytes": 0, "inline_bytes": 0, "frozen_bytes": 0, "plans": False, "announces": False,
+            "nodes": 0,
+            "blob_bytes": 0,
+            "inline_bytes": 0,
+            "frozen_bytes": 0,
+            "plans": False,
+            "announces": False,
             **more,
-        }  # fmt: skip
+        }
         bounds = SenderBounds(**fields)
         grown = {kind: bounds.most(kind) - few.most(kind) for kind in serialization.KINDS}
         assert all(grown[kind] >= room for kind in kinds)
@@ -377,9 +468,15 @@ def test_each_part_of_a_message_has_its_room() -> None:
 
 def test_a_diverged_loss_is_received() -> None:
     manifest = Manifest("0" * 16, 1, 1024, b"d" * 8, "fp32", "l")
-    result = messages.Result(Key(0, 0, 0), manifest, None, Work(1, math.nan, 1, 1, math.inf, 0.0, 0.0), 1, (), "")
+    result = messages.Result(
+        Key(0, 0, 0), manifest, None, Work(1, math.nan, 1, 1, math.inf, 0.0, 0.0), 1, (), ""
+    )
     decoded = survives(serialization.encode(result, SESSION))
-    assert isinstance(decoded, messages.Result) and math.isnan(decoded.loss) and decoded.work.train_s == math.inf
+    assert (
+        isinstance(decoded, messages.Result)
+        and math.isnan(decoded.loss)
+        and decoded.work.train_s == math.inf
+    )
 
 
 def test_traffic_adds_and_subtracts_field_by_field() -> None:
@@ -390,7 +487,9 @@ def test_traffic_adds_and_subtracts_field_by_field() -> None:
     assert one.sent == 2 + 4 and one.received == 6 + 8
 
 
-WIRES = st.builds(TcpStats, *[st.integers(0, 2**50)] * 6, *[st.integers(0, 3)] * 3, *[st.integers(0, 10**6)] * 2)
+WIRES = st.builds(
+    TcpStats, *[st.integers(0, 2**50)] * 6, *[st.integers(0, 3)] * 3, *[st.integers(0, 10**6)] * 2
+)
 
 
 @given(WIRES, WIRES, WIRES)
@@ -399,17 +498,29 @@ def test_connections_add_up_in_any_grouping(one: TcpStats, two: TcpStats, three:
     assert TcpStats() + one == one + TcpStats() == one
     both = one + two
     assert (both.sent, both.received) == (one.sent + two.sent, one.received + two.received)
-    assert both.rtt_us in (one.rtt_us, two.rtt_us) and both.rtt_min_us in (one.rtt_min_us, two.rtt_min_us)
-    assert both.measured == (one.connections + two.connections > 0 and not one.unmeasured + two.unmeasured)
+    assert both.rtt_us in (one.rtt_us, two.rtt_us) and both.rtt_min_us in (
+        one.rtt_min_us,
+        two.rtt_min_us,
+    )
+    assert both.measured == (
+        one.connections + two.connections > 0 and not one.unmeasured + two.unmeasured
+    )
 
 
 @given(WIRES, WIRES)
 def test_what_was_carried_since_is_no_more_and_no_less(before: TcpStats, since: TcpStats) -> None:
     found = (before + since) - before
     assert (found.sent, found.received) == (since.sent, since.received)
-    assert (found.retransmitted, found.retransmitted_segments) == (since.retransmitted, since.retransmitted_segments)
-    assert (found.sent_segments, found.received_segments) == (since.sent_segments, since.received_segments)
-    backward = before - (before + since)  # a kernel that no longer reports: a message has no negative count
+    assert (found.retransmitted, found.retransmitted_segments) == (
+        since.retransmitted,
+        since.retransmitted_segments,
+    )
+    assert (found.sent_segments, found.received_segments) == (
+        since.sent_segments,
+        since.received_segments,
+    )
+    # a kernel that no longer reports: a message has no negative count
+    backward = before - (before + since)
     assert (backward.sent, backward.received, backward.retransmitted) == (0, 0, 0)
 
 
@@ -419,7 +530,9 @@ def test_the_least_round_trip_counts_only_where_there_is_one() -> None:
         == (TcpStats() + TcpStats(rtt_min_us=9)).rtt_min_us
         == 9
     )
-    assert TcpStats(rtt_us=30, rtt_min_us=9) + TcpStats(rtt_us=20, rtt_min_us=12) == TcpStats(rtt_us=20, rtt_min_us=9)
+    assert TcpStats(rtt_us=30, rtt_min_us=9) + TcpStats(rtt_us=20, rtt_min_us=12) == TcpStats(
+        rtt_us=20, rtt_min_us=9
+    )
 
 
 # Manifest
@@ -444,7 +557,10 @@ GOOD = Manifest("0123456789abcdef", 2500, 1024, b"d" * 24, "fp32", "layout")
         ({"digests": b"d" * 23}, "23 digest bytes for 3 chunks"),
         ({"digests": b"d" * 32}, "32 digest bytes for 3 chunks"),
         ({"digests": b""}, "0 digest bytes for 3 chunks"),
-        ({"size": serialization.MAX_INT, "chunk_bytes": messages.MAX_CHUNK_BYTES}, "digest bytes for"),
+        (
+            {"size": serialization.MAX_INT, "chunk_bytes": messages.MAX_CHUNK_BYTES},
+            "digest bytes for",
+        ),
     ],
 )
 def test_a_manifest_beyond_its_caps_is_refused(lie: dict[str, Any], reports: str) -> None:
@@ -474,7 +590,9 @@ def test_a_presence_task_and_progress_by_hand() -> None:
     task = Task(Key(1, 2, 3), 4, replace(GOOD, size=1, digests=b"d" * 8), None, 5)
     assert serialization.encode(task, "s") == (
         bytes.fromhex("331569b0d1a42ae2")
-        + b"\x98\x03\xa1s\x02\x93\x01\x02\x03\x04\x98\xb00123456789abcdef\x01\xcd\x04\x00\xc4\x08ddddddddd"[:-1]
+        + b"\x98\x03\xa1s\x02\x93\x01\x02\x03\x04\x98\xb00123456789abcdef\x01\xcd\x04\x00\xc4\x08ddddddddd"[
+            :-1
+        ]
         + b"\xa4fp32\xa6layout\xa0\x00\xc0\x05"
     )
     progress = Progress(Key(0, 0, 0), Phase.TRAINING, 1, 2, Traffic(), (Traffic(),))
@@ -506,7 +624,9 @@ def test_topics_are_parsed_as_they_were_built(
     node, peer = names
     assert topics.parse(topics.state(lab, run, node)) == topics.StateTopic(lab, run, node)
     assert topics.parse(topics.spec(lab, run, node)) == topics.SpecTopic(lab, run, node)
-    assert topics.parse(topics.inbox(lab, run, node, peer)) == topics.InboxTopic(lab, run, node, peer)
+    assert topics.parse(topics.inbox(lab, run, node, peer)) == topics.InboxTopic(
+        lab, run, node, peer
+    )
     assert topics.parse(topics.ask(lab, node, peer)) == topics.AskTopic(lab, node, peer)
     chunk = topics.chunk(lab, run, node, peer, blob, index, number)
     assert topics.parse(chunk) == topics.ChunkTopic(lab, run, node, peer, blob, index, number)
@@ -518,7 +638,23 @@ def test_any_string_is_a_topic_or_a_wire_error(text: str) -> None:
         topics.parse(text)
 
 
-LEVELS = ["fs1", "lab", "r-1", "ask", "state", "spec", "inbox", "blob", "all", "0" * 16, "7", "", "+", "#", "n"]
+LEVELS = [
+    "fs1",
+    "lab",
+    "r-1",
+    "ask",
+    "state",
+    "spec",
+    "inbox",
+    "blob",
+    "all",
+    "0" * 16,
+    "7",
+    "",
+    "+",
+    "#",
+    "n",
+]
 
 
 @examples(500)
@@ -547,15 +683,20 @@ def test_any_levels_are_a_topic_or_a_wire_error(levels: list[str]) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "fs2/l/r-1/n/state", "fs1/l/r-1/n/state/", "fs1/l/r-1/n/state\n", " fs1/l/r-1/n/state", "fs1/l/r-1//state",
+        "fs2/l/r-1/n/state", "fs1/l/r-1/n/state/", "fs1/l/r-1/n/state\n", " fs1/l/r-1/n/state",
+        "fs1/l/r-1//state",
         "fs1//r-1/n/state", "fs1/+/r-1/n/state", "fs1/#", "fs1/-l/r-1/n/state", "fs1/ñ/r-1/n/state",
         "fs1/l /r-1/n/state",
         f"fs1/{'l' * 65}/r-1/n/state", "fs1/r-1/n/state", "fs1/r-1/n/inbox/m",
-        "fs1/l/+/n/state", "fs1/l/r/n/state", "fs1/l/ask/n/inbox/m", f"fs1/l/{'r-' * 33}/n/state", "fs1/l/-r/n/state",
-        "fs1/l/r-1/-n/state", "fs1/l/r-1/n/inbox", "fs1/l/r-1/n/inbox/a/b", f"fs1/l/r-1/{'n' * 65}/state",
-        "fs1/l/r-1/ñ/state", "fs1/l/ask/n", "fs1/l/ask/n/", "fs1/l/ask/n/+", "fs1/l/ask/n/m/x", "fs1/ask/n/m",
+        "fs1/l/+/n/state", "fs1/l/r/n/state", "fs1/l/ask/n/inbox/m", f"fs1/l/{'r-' * 33}/n/state",
+        "fs1/l/-r/n/state",
+        "fs1/l/r-1/-n/state", "fs1/l/r-1/n/inbox", "fs1/l/r-1/n/inbox/a/b",
+        f"fs1/l/r-1/{'n' * 65}/state",
+        "fs1/l/r-1/ñ/state", "fs1/l/ask/n", "fs1/l/ask/n/", "fs1/l/ask/n/+", "fs1/l/ask/n/m/x",
+        "fs1/ask/n/m",
         "fs1/l/r-1/n/blob/all/0123456789abcde/0/0", "fs1/l/r-1/n/blob/all/0123456789abcdef/-1/0",
-        "fs1/l/r-1/n/blob/all/0123456789abcdef/0/٣", f"fs1/l/r-1/n/blob/all/0123456789abcdef/0/{'1' * 19}",
+        "fs1/l/r-1/n/blob/all/0123456789abcdef/0/٣",
+        f"fs1/l/r-1/n/blob/all/0123456789abcdef/0/{'1' * 19}",
         "fs1/l/r-1/n/blob/all/0123456789abcdef/0", "$SYS/broker/uptime", "",
     ],
 )  # fmt: skip

@@ -11,7 +11,8 @@ from fedstrata.common.text import NameText
 
 @dataclass(frozen=True, slots=True)
 class ChildReport:
-    """Work of one node in a global round, its link's calibration before the run, and the link's bytes since then.
+    """Work of one node in a global round, its link's calibration before the run, and the link's
+    bytes since then.
 
     Both directions are counted on arrival: `up` at the parent, `down` at the child.
     """
@@ -26,20 +27,30 @@ class ChildReport:
 
     @property
     def link(self) -> str:
-        """What identifies its link: its name, behind that of its parent if it entered; who moves has several links."""
-        return f"{self.parent}/{self.name}" if self.parent else self.name
+        """What identifies its link: its name, behind that of its parent if it entered; who moves
+        has several links.
+        """
+        if self.parent:
+            return f"{self.parent}/{self.name}"
+        return self.name
 
     def with_work_of(self, earlier: ChildReport) -> ChildReport:
         """Return this report with the work of an earlier one added."""
-        return replace(self, work=self.work.after(earlier.work), rounds=earlier.rounds + self.rounds)
+        return replace(
+            self, work=self.work.after(earlier.work), rounds=earlier.rounds + self.rounds
+        )
 
     def with_bytes_of(self, earlier: ChildReport) -> ChildReport:
         """Return this report with the bytes of an earlier session added."""
-        return replace(self, traffic=earlier.traffic + self.traffic, broker=earlier.broker + self.broker)
+        return replace(
+            self, traffic=earlier.traffic + self.traffic, broker=earlier.broker + self.broker
+        )
 
     def without_bytes_of(self, earlier: ChildReport) -> ChildReport:
         """Return this report with only the bytes since an earlier one."""
-        return replace(self, traffic=self.traffic - earlier.traffic, broker=self.broker - earlier.broker)
+        return replace(
+            self, traffic=self.traffic - earlier.traffic, broker=self.broker - earlier.broker
+        )
 
     def without_bytes(self) -> ChildReport:
         """Return this report with no bytes."""

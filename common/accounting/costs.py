@@ -34,13 +34,15 @@ class DeviceCosts:
     energy_source: EnergySource = EnergySource.NONE
 
     def after(self, earlier: DeviceCosts) -> DeviceCosts:
-        """Return these costs with those of earlier work: sums, the most memory, the highest temperature.
+        """Return these costs with those of earlier work: sums, the most memory, the highest
+        temperature.
 
         A sum with an unknown part is unknown, and so is energy by different sources.
         """
         joules = train_joules = None
         if self.energy_source is earlier.energy_source:
-            joules, train_joules = added(earlier.joules, self.joules), added(earlier.train_joules, self.train_joules)
+            joules = added(earlier.joules, self.joules)
+            train_joules = added(earlier.train_joules, self.train_joules)
         memory = [each.memory_bytes for each in (earlier, self) if each.memory_bytes is not None]
         celsius = [each.celsius for each in (earlier, self) if each.celsius is not None]
         return DeviceCosts(
@@ -72,9 +74,13 @@ UNKNOWN_COSTS: Final = DeviceCosts()
 
 def _within(value: _T | None, least: _T, most: _T) -> _T | None:
     """Return a value within bounds, None for another one; NaN is in none."""
-    return value if value is not None and least <= value <= most else None
+    if value is not None and least <= value <= most:
+        return value
+    return None
 
 
 def added(one: float | None, other: float | None) -> float | None:
     """Return the sum, None if one of both is not known."""
-    return None if one is None or other is None else one + other
+    if one is None or other is None:
+        return None
+    return one + other

@@ -1,8 +1,9 @@
-"""Bytes by peer, direction and kind, counted when a message is passed to or received from the MQTT client.
+"""Bytes by peer, direction and kind, counted when a message is passed to or received from the MQTT
+client.
 
-`payload`: the bytes of a blob, or the body of a control message; `message`: the whole MQTT packet. Everything else on
-the connection (login, subscriptions, presences, acknowledgements, pings) appears only in the kernel's count:
-`common.accounting.tcp`.
+`payload`: the bytes of a blob, or the body of a control message; `message`: the whole MQTT packet.
+Everything else on the connection (login, subscriptions, presences, acknowledgements, pings) appears
+only in the kernel's count: `common.accounting.tcp`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ Direction: TypeAlias = Literal["sent", "received"]
 Kind: TypeAlias = Literal["control", "model", "extras", "frozen", "probe"]
 
 DIRECTIONS: Final[tuple[Direction, ...]] = ("sent", "received")
-LINK_KINDS: Final[tuple[Kind, ...]] = ("model", "extras", "frozen", "control")  # those of a run; probes precede it
+# those of a run; probes precede it
+LINK_KINDS: Final[tuple[Kind, ...]] = ("model", "extras", "frozen", "control")
 
 
 def packet_bytes(topic: str, body: int, *, qos: int) -> int:
@@ -37,7 +39,8 @@ class Tally:
 
 _NONE: Final = Tally()
 _IN_ORDER: Final = tuple(  # of the fields of Traffic, two for each
-    (cast(Direction, direction), cast(Kind, kind)) for direction, kind, _ in (n.split("_") for n in BYTE_FIELDS[::2])
+    (cast(Direction, direction), cast(Kind, kind))
+    for direction, kind, _ in (n.split("_") for n in BYTE_FIELDS[::2])
 )
 
 
@@ -45,8 +48,13 @@ _IN_ORDER: Final = tuple(  # of the fields of Traffic, two for each
 class Account:
     """The bytes of one connection since its creation, across reconnections."""
 
-    cells: defaultdict[tuple[str, Direction, Kind], Tally] = field(default_factory=lambda: defaultdict(Tally))
-    sums: defaultdict[tuple[Direction, Kind], Tally] = field(default_factory=lambda: defaultdict(Tally))  # over peers
+    cells: defaultdict[tuple[str, Direction, Kind], Tally] = field(
+        default_factory=lambda: defaultdict(Tally)
+    )
+    # over peers
+    sums: defaultdict[tuple[Direction, Kind], Tally] = field(
+        default_factory=lambda: defaultdict(Tally)
+    )
 
     def add(
         self,
@@ -62,12 +70,18 @@ class Account:
     ) -> None:
         """Count one packet of `message` bytes by its payload of each kind.
 
-        The overhead of a packet with several (a small model inside its announcement, a chunk with the end of a model
-        and the first extras) counts for the first kind in this order.
+        The overhead of a packet with several (a small model inside its announcement, a chunk with
+        the end of a model and the first extras) counts for the first kind in this order.
         """
         overhead = message - control - model - extras - frozen - probe
         payloads: tuple[tuple[Kind, int], ...]
-        payloads = ("control", control), ("model", model), ("extras", extras), ("frozen", frozen), ("probe", probe)
+        payloads = (
+            ("control", control),
+            ("model", model),
+            ("extras", extras),
+            ("frozen", frozen),
+            ("probe", probe),
+        )
         for kind, payload in payloads:
             if payload:
                 for tally in (self.cells[peer, direction, kind], self.sums[direction, kind]):
@@ -102,4 +116,6 @@ class Account:
     def total(self) -> Traffic:
         """Return the bytes to and from all peers."""
         tallies = [self.sums.get(each, _NONE) for each in _IN_ORDER]
-        return Traffic.of((count for tally in tallies for count in (tally.payload, tally.message)), NO_WIRE)
+        return Traffic.of(
+            (count for tally in tallies for count in (tally.payload, tally.message)), NO_WIRE
+        )

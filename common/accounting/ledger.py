@@ -1,8 +1,10 @@
-"""A parent's byte ledger: the bytes of all links below it over a run, each direction counted on arrival.
+"""A parent's byte ledger: the bytes of all links below it over a run, each direction counted on
+arrival.
 
-A child counts from its first contact with the ledger (`Presence.ledger`), within its own session: its own link, and the
-links below it. A restarted parent in the middle begins a new ledger. A cloud keeps its ledger in the run's folder, so a
-resumed run continues it and no byte is lost or counted twice. The unreported counts of a killed child are lost.
+A child counts from its first contact with the ledger (`Presence.ledger`), within its own session:
+its own link, and the links below it. A restarted parent in the middle begins a new ledger. A cloud
+keeps its ledger in the run's folder, so a resumed run continues it and no byte is lost or counted
+twice. The unreported counts of a killed child are lost.
 """
 
 from __future__ import annotations
@@ -16,17 +18,28 @@ from typing import Any, Final
 
 from fedstrata.common.accounting.child_report import ChildReport
 from fedstrata.common.accounting.counters import Account
-from fedstrata.common.accounting.traffic import BYTE_FIELDS, BYTES, NOTHING, WIRE_COUNTS, Measured, TcpStats, Traffic
+from fedstrata.common.accounting.traffic import (
+    BYTE_FIELDS,
+    BYTES,
+    NOTHING,
+    WIRE_COUNTS,
+    Measured,
+    TcpStats,
+    Traffic,
+)
 from fedstrata.common.errors import WireError
 
 BYTES_MOST: Final = 2**50
-LEFT_MOST: Final = 1000  # nodes that had entered and left, of which counts are kept: one that returns goes on from them
+# nodes that had entered and left, of which counts are kept: one that returns goes on from them
+LEFT_MOST: Final = 1000
 REPORTS_MOST: Final = 1_000_000  # of nodes below a child, over its sessions
 
 
 @dataclass(slots=True)
 class _Page:
-    """One child. `before`: sums over the child's earlier sessions; `here`: over this node's earlier processes."""
+    """One child. `before`: sums over the child's earlier sessions; `here`: over this node's earlier
+    processes.
+    """
 
     session: str = ""
     link: Traffic = NOTHING
@@ -44,21 +57,31 @@ class _Page:
         """Begin a new session of the child, which counts from zero."""
         if session == self.session:
             return
-        self.link_before, self.below_before = self.link_before + self.link, added(self.below_before, self.below)
+        self.link_before, self.below_before = (
+            self.link_before + self.link,
+            added(self.below_before, self.below),
+        )
         room = REPORTS_MOST - len(self.reports_before)
-        kept = [link for link in self.reports if link in self.reports_before or (room := room - 1) >= 0]
+        kept = [
+            link for link in self.reports if link in self.reports_before or (room := room - 1) >= 0
+        ]
         self.reports_before |= {link: self.whole(self.reports[link]) for link in kept}
-        self.session, self.link, self.below = session, NOTHING, ()
+        self.session = session
+        self.link = NOTHING
+        self.below = ()
         self.reports = {name: report.without_bytes() for name, report in self.reports.items()}
 
     def whole(self, report: ChildReport) -> ChildReport:
         """Return a report with the bytes of the whole run."""
         before = self.reports_before.get(report.link)
-        return report if before is None else report.with_bytes_of(before)
+        if before is None:
+            return report
+        return report.with_bytes_of(before)
 
 
 class Ledger:
-    """Each child's counts of its own link and of the links below it, and the arrivals here, across all sessions.
+    """Each child's counts of its own link and of the links below it, and the arrivals here, across
+    all sessions.
 
     `below`: the names of all nodes below each child; a child may only report on these.
     """
@@ -85,7 +108,8 @@ class Ledger:
         self._pages.setdefault(child, _Page(parent=parent)).left = False
 
     def retire(self, child: str) -> None:
-        """Note that a child that had entered has given back its place. Beyond LEFT_MOST the first one is forgotten.
+        """Note that a child that had entered has given back its place. Beyond LEFT_MOST the first
+        one is forgotten.
 
         Its bytes stay in the sums.
         """
@@ -96,8 +120,11 @@ class Ledger:
             del self._pages[left[0]]
             self._account.forget(left[0])
 
-    def enter(self, child: str, session: str, *, link: Traffic, below: tuple[Traffic, ...] = ()) -> None:
-        """Record a child's counts, which grow within a session; `below`: of the tiers below it, the highest first.
+    def enter(
+        self, child: str, session: str, *, link: Traffic, below: tuple[Traffic, ...] = ()
+    ) -> None:
+        """Record a child's counts, which grow within a session; `below`: of the tiers below it, the
+        highest first.
 
         Raises WireError on impossible counts.
         """
@@ -107,17 +134,21 @@ class Ledger:
             _check(child, counts, counts.wire)
         page = self._pages[child]
         page.turn(session)
-        if _size(link, *below) >= _size(page.link, *page.below):  # an earlier message may come again
+        # an earlier message may come again
+        if _size(link, *below) >= _size(page.link, *page.below):
             self._there = [*map(add, self._there, map(sub, BYTES(link), BYTES(page.link)))]
-            page.link, page.below = link, below
+            page.link = link
+            page.below = below
 
     def enter_reports(self, child: str, session: str, reports: Iterable[ChildReport]) -> None:
-        """Record a child's reports on the nodes below it, whose counts grow within the child's session.
+        """Record a child's reports on the nodes below it, whose counts grow within the child's
+        session.
 
-        Reports on nodes that the experiment does not assign to the child are ignored. Raises WireError on impossible
-        counts.
+        Reports on nodes that the experiment does not assign to the child are ignored. Raises
+        WireError on impossible counts.
         """
-        page, known = self._pages[child], self._below.get(child, ())
+        page = self._pages[child]
+        known = self._below.get(child, ())
         found = {report.link: report for report in reports if report.name in known or report.parent}
         for report in found.values():
             _check(child, report.traffic, report.traffic.wire, report.broker)
@@ -125,14 +156,18 @@ class Ledger:
         page.latest = frozenset(found)
         for link, report in found.items():
             before = page.reports.get(link)
-            if before is None or _size(report.traffic) >= _size(before.traffic):  # an earlier list may come again
+            # an earlier list may come again
+            if before is None or _size(report.traffic) >= _size(before.traffic):
                 page.reports[link] = report
-        left = [link for link in page.reports if link not in page.latest and page.reports[link].parent]
+        left = [
+            link for link in page.reports if link not in page.latest and page.reports[link].parent
+        ]
         for link in left[: max(0, len(left) - LEFT_MOST)]:
             del page.reports[link]
 
     def links(self) -> dict[str, Traffic]:
-        """Return each child's link: `received_*` as counted here (up), `sent_*` as counted at the child (down).
+        """Return each child's link: `received_*` as counted here (up), `sent_*` as counted at the
+        child (down).
 
         `wire` is in the child's own direction: it sends upward.
         """
@@ -147,24 +182,32 @@ class Ledger:
     def tiers(self) -> tuple[Traffic, ...]:
         """Return the sums of the links to the children, then of those of each tier below.
 
-        `wire` is that of the parents' connections, all links together. No sum exceeds what a parent accepts: a child
-        that counts too much must not silence this node. Those of the links to the children are kept: a node reports
-        twice a second, and may have thousands.
+        `wire` is that of the parents' connections, all links together. No sum exceeds what a parent
+        accepts: a child that counts too much must not silence this node. Those of the links to the
+        children are kept: a node reports twice a second, and may have thousands.
         """
-        counts = (each for page in self._pages.values() for each in (page.below_before, page.below) if each)
+        counts = (
+            each
+            for page in self._pages.values()
+            for each in (page.below_before, page.below)
+            if each
+        )
         below = added(*counts)
         link = _link(self._there, self._here_before + self._account.total(), self.broker())
         return tuple(map(_bounded, (link, *below)))
 
     def broker(self) -> TcpStats:
-        """Return the bytes of this node's own connection to the children's broker, all children together."""
+        """Return the bytes of this node's own connection to the children's broker, all children
+        together.
+        """
         return self._wire_before + self._wire()
 
     def reports(self, *, present: bool = False) -> dict[str, ChildReport]:
-        """Return the last report on each node below by its link, children first, with the bytes of the whole run.
+        """Return the last report on each node below by its link, children first, with the bytes of
+        the whole run.
 
-        The work of the children themselves is not in the ledger. `present`: not on those that had entered and have
-        given back their places.
+        The work of the children themselves is not in the ledger. `present`: not on those that had
+        entered and have given back their places.
         """
         links = self.links()
         found: dict[str, ChildReport] = {}
@@ -174,10 +217,16 @@ class Ledger:
             broker = added(page.below_before, page.below)[:1]
             measured = self.measured.get(name, Measured())
             wire = broker[0].wire if broker else TcpStats()
-            report = ChildReport(name, measured=measured, traffic=links[name], broker=wire, parent=page.parent)
+            report = ChildReport(
+                name, measured=measured, traffic=links[name], broker=wire, parent=page.parent
+            )
             found[report.link] = report
         for page in self._pages.values():
-            reports = (report for link, report in page.reports.items() if link in page.latest or not present)
+            reports = (
+                report
+                for link, report in page.reports.items()
+                if link in page.latest or not present
+            )
             found |= {report.link: page.whole(report) for report in reports}
         return {link: _bounded_report(report) for link, report in found.items()}
 
@@ -200,7 +249,9 @@ class Ledger:
         return json.dumps({"broker": WIRE_COUNTS(self.broker()), "pages": pages})
 
     def restore(self, text: str) -> None:
-        """Continue the ledger of an earlier process of this node. Raises ValueError, KeyError or TypeError."""
+        """Continue the ledger of an earlier process of this node. Raises ValueError, KeyError or
+        TypeError.
+        """
         tree: Mapping[str, Any] = json.loads(text)
         self._wire_before = TcpStats(*tree["broker"])
         for name, kept in tree["pages"].items():
@@ -261,39 +312,59 @@ def _bounded(traffic: Traffic) -> Traffic:
     """Return counts of which none exceeds BYTES_MOST."""
     if max(*BYTES(traffic), *WIRE_COUNTS(traffic.wire)) <= BYTES_MOST:
         return traffic
-    return Traffic.of((min(count, BYTES_MOST) for count in BYTES(traffic)), _bounded_wire(traffic.wire))
+    return Traffic.of(
+        (min(count, BYTES_MOST) for count in BYTES(traffic)), _bounded_wire(traffic.wire)
+    )
 
 
 def _bounded_wire(wire: TcpStats) -> TcpStats:
     counts = WIRE_COUNTS(wire)
-    return wire if max(counts) <= BYTES_MOST else TcpStats(*(min(count, BYTES_MOST) for count in counts))
+    if max(counts) <= BYTES_MOST:
+        return wire
+    return TcpStats(*(min(count, BYTES_MOST) for count in counts))
 
 
 def _bounded_report(report: ChildReport) -> ChildReport:
-    traffic, broker = _bounded(report.traffic), _bounded_wire(report.broker)
+    traffic = _bounded(report.traffic)
+    broker = _bounded_wire(report.broker)
     same = traffic is report.traffic and broker is report.broker
-    return report if same else replace(report, traffic=traffic, broker=broker)
+    if same:
+        return report
+    return replace(report, traffic=traffic, broker=broker)
 
 
 def _check(child: str, traffic: Traffic, *wires: TcpStats) -> None:
     """Check counts. Raises WireError."""
     if max(*BYTES(traffic), *(count for wire in wires for count in WIRE_COUNTS(wire))) > BYTES_MOST:
-        raise WireError(f"{child} counts more bytes than there are")  # the sums must fit in a message
+        # the sums must fit in a message
+        raise WireError(f"{child} counts more bytes than there are")
 
 
 def _traffic(row: list[Any]) -> Traffic:
-    return replace(Traffic(*row[:-1]), wire=TcpStats(*row[-1])) if row else NOTHING
+    if row:
+        return replace(Traffic(*row[:-1]), wire=TcpStats(*row[-1]))
+    return NOTHING
 
 
 def _traffic_row(traffic: Traffic) -> tuple[Any, ...]:
-    """Return what `astuple` does, which copies deeply: it would take seconds for thousands of nodes. Nothing is ()."""
-    return () if traffic == NOTHING else (*BYTES(traffic), WIRE_COUNTS(traffic.wire))
+    """Return what `astuple` does, which copies deeply: it would take seconds for thousands of
+    nodes. Nothing is ().
+    """
+    if traffic == NOTHING:
+        return ()
+    return (*BYTES(traffic), WIRE_COUNTS(traffic.wire))
 
 
 def _report_row(report: ChildReport) -> tuple[Any, ...]:
     """Return a report without its work, which is of one round."""
     measured = _MEASURED(report.measured)
-    return report.name, report.parent, measured, _traffic_row(report.traffic), WIRE_COUNTS(report.broker)
+    return (
+        report.name,
+        report.parent,
+        measured,
+        _traffic_row(report.traffic),
+        WIRE_COUNTS(report.broker),
+    )
 
 
 def _reports(rows: list[list[Any]]) -> dict[str, ChildReport]:
@@ -303,13 +374,19 @@ def _reports(rows: list[list[Any]]) -> dict[str, ChildReport]:
 def _report(row: list[Any]) -> ChildReport:
     name, parent, measured, traffic, broker = row
     return ChildReport(
-        name, measured=Measured(*measured), traffic=_traffic(traffic), broker=TcpStats(*broker), parent=parent
+        name,
+        measured=Measured(*measured),
+        traffic=_traffic(traffic),
+        broker=TcpStats(*broker),
+        parent=parent,
     )
 
 
 _MEASURED: Final = attrgetter(*(f.name for f in fields(Measured)))
-# The place of each count of a link among those of the child, where `sent` is what it received, and those here.
+# The place of each count of a link among those of the child, where `sent` is what it received, and
+# those here.
 _OF_LINK: Final = tuple(
-    BYTE_FIELDS.index(name.replace("sent", "received")) + (len(BYTE_FIELDS) if name.startswith("received") else 0)
+    BYTE_FIELDS.index(name.replace("sent", "received"))
+    + (len(BYTE_FIELDS) if name.startswith("received") else 0)
     for name in BYTE_FIELDS
 )

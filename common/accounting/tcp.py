@@ -1,12 +1,14 @@
 """TCP statistics of a broker connection: Linux's TCP_INFO, read from the connected socket.
 
-Compared with interface counters the byte counts were within 0.003 % at 10-100 Mbit/s and 0.17 % on slower links. They
-are `bytes_acked` and `bytes_received`. `bytes_sent` would also count bytes that this host's own queue dropped, twice
-the true number on a shaped slow link. The counts exclude TCP and IP headers; retransmissions are counted separately. On
-a TLS connection they are the bytes of TLS records.
+Compared with interface counters the byte counts were within 0.003 % at 10-100 Mbit/s and 0.17 % on
+slower links. They are `bytes_acked` and `bytes_received`. `bytes_sent` would also count bytes that
+this host's own queue dropped, twice the true number on a shaped slow link. The counts exclude TCP
+and IP headers; retransmissions are counted separately. On a TLS connection they are the bytes of
+TLS records.
 
-Bytes that were not acknowledged at the end of a connection are not counted, because their arrival is unknown. After a
-clean end these are MQTT's DISCONNECT, two bytes, and whatever left together with it.
+Bytes that were not acknowledged at the end of a connection are not counted, because their arrival
+is unknown. After a clean end these are MQTT's DISCONNECT, two bytes, and whatever left together
+with it.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ from fedstrata.common.accounting.traffic import TcpStats
 if TYPE_CHECKING:
     import paho.mqtt.client as mqtt
 
-# struct tcp_info of linux/tcp.h, which is only extended at its end: state, rtt at byte 68, total_retrans at 100,
-# bytes_acked and bytes_received (Linux 4.1) at 120, segs_out and segs_in (4.2) at 136, min_rtt (4.6) at 148.
+# struct tcp_info of linux/tcp.h, which is only extended at its end: state, rtt at byte 68,
+# total_retrans at 100, bytes_acked and bytes_received (Linux 4.1) at 120, segs_out and segs_in
+# (4.2) at 136, min_rtt (4.6) at 148.
 _FIELDS: Final = struct.Struct("=B67xI28xI16xQQII4xI")
 _BYTES_RETRANS: Final = struct.Struct("=208xQ")  # Linux 4.19
 _NO_RTT: Final = 2**32 - 1
@@ -35,17 +38,19 @@ _MeterState: TypeAlias = tuple[TcpStats, socket.socket | None]
 def tcp_info(sock: socket.socket) -> TcpStats | None:
     """Return the statistics of one connection; None if this platform or kernel has none.
 
-    The socket must have connected, not accepted. The peer may have closed it, this process must not.
+    The socket must have connected, not accepted. The peer may have closed it, this process must
+    not.
     """
     data = _read(sock)
     if data is None:
         return None
-    _, rtt_us, retransmitted_segments, acked, _, sent_segments, received_segments, rtt_min_us = _FIELDS.unpack_from(
-        data
+    _, rtt_us, retransmitted_segments, acked, _, sent_segments, received_segments, rtt_min_us = (
+        _FIELDS.unpack_from(data)
     )
     has_bytes = len(data) >= _BYTES_RETRANS.size
     return TcpStats(
-        sent=acked - 1,  # SYN and FIN count as one byte each; this side's FIN is sent after the last sample
+        # SYN and FIN count as one byte each; this side's FIN is sent after the last sample
+        sent=acked - 1,
         received=_received(data),
         retransmitted=_BYTES_RETRANS.unpack_from(data)[0] if has_bytes else 0,
         sent_segments=sent_segments,
@@ -66,7 +71,9 @@ def _read(sock: socket.socket) -> bytes | None:
     except OSError:  # not TCP, or closed
         return None
     if len(data) < _FIELDS.size or _FIELDS.unpack_from(data)[3] == 0:
-        return None  # a connected socket has had its SYN acknowledged; an emulated kernel may leave all fields zero
+        # a connected socket has had its SYN acknowledged; an emulated kernel may leave all fields
+        # zero
+        return None
     return data
 
 
@@ -86,7 +93,8 @@ class WireMeter:
 
     def follow(self, client: mqtt.Client) -> None:
         """Attach each socket of an MQTT client when it opens and detach it before it closes."""
-        opened, closing = client.on_socket_open, client.on_socket_close
+        opened = client.on_socket_open
+        closing = client.on_socket_close
 
         def on_open(paho: mqtt.Client, data: object, sock: Any) -> None:
             self.attach(sock)
@@ -99,7 +107,8 @@ class WireMeter:
             if closing is not None:
                 closing(paho, data, sock)
 
-        client.on_socket_open, client.on_socket_close = on_open, on_close
+        client.on_socket_open = on_open
+        client.on_socket_close = on_close
 
     def attach(self, sock: socket.socket) -> None:
         """Start counting a connected socket in place of the previous one."""
@@ -121,7 +130,11 @@ class WireMeter:
                 return settled + (present or _UNMEASURED)
 
     def received(self) -> int:
-        """Return the bytes received on the present connection; -1 without a connection or without statistics."""
+        """Return the bytes received on the present connection; -1 without a connection or without
+        statistics.
+        """
         sock = self._state[1]
         data = _read(sock) if sock is not None else None
-        return _received(data) if data is not None else -1
+        if data is not None:
+            return _received(data)
+        return -1

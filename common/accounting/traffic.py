@@ -12,10 +12,11 @@ from typing import Any, Final
 class TcpStats:
     """Kernel statistics of a node's connections to one broker, summed across reconnections.
 
-    Bytes are TCP payload, each counted once: `sent` as acknowledged by the broker's kernel, `received` as arrived.
-    `retransmitted` bytes come on top. Segments are packets on the wire, including bare acknowledgements. `rtt_us` is
-    the last smoothed round trip time, `rtt_min_us` the smallest, 0 if unknown. Of the `connections`, `unmeasured` had
-    no statistics and `retransmitted_unknown` no count of retransmitted bytes.
+    Bytes are TCP payload, each counted once: `sent` as acknowledged by the broker's kernel,
+    `received` as arrived. `retransmitted` bytes come on top. Segments are packets on the wire,
+    including bare acknowledgements. `rtt_us` is the last smoothed round trip time, `rtt_min_us` the
+    smallest, 0 if unknown. Of the `connections`, `unmeasured` had no statistics and
+    `retransmitted_unknown` no count of retransmitted bytes.
     """
 
     sent: int = 0
@@ -39,7 +40,10 @@ class TcpStats:
 
     def __sub__(self, earlier: TcpStats) -> TcpStats:
         """Return the difference since an earlier sample; the connection of both samples counts."""
-        since = (max(0, mine - others) for mine, others in zip(_GROWING(self), _GROWING(earlier), strict=True))
+        since = (
+            max(0, mine - others)
+            for mine, others in zip(_GROWING(self), _GROWING(earlier), strict=True)
+        )
         return TcpStats(*since, *_STATE(self))
 
     @property
@@ -50,7 +54,9 @@ class TcpStats:
 
 NO_WIRE: Final = TcpStats()
 _NAMES: Final = tuple(f.name for f in fields(TcpStats))
-_GROWING, _STATE, _SUMMED = attrgetter(*_NAMES[:6]), attrgetter(*_NAMES[6:]), attrgetter(*_NAMES[:9])
+_GROWING = attrgetter(*_NAMES[:6])
+_STATE = attrgetter(*_NAMES[6:])
+_SUMMED = attrgetter(*_NAMES[:9])
 WIRE_COUNTS: Final = attrgetter(*_NAMES)
 
 
@@ -58,9 +64,9 @@ WIRE_COUNTS: Final = attrgetter(*_NAMES)
 class Traffic:
     """Bytes of one link, counted by one end since its first contact with the other end's ledger.
 
-    `payload`: bytes of blobs, or message bodies; `message`: whole MQTT packets; `wire`: the connection of the link's
-    lower end, which carries only this link. `extras`: vectors behind a model in its blob. `frozen`: the model's frozen
-    arrays, which go down once.
+    `payload`: bytes of blobs, or message bodies; `message`: whole MQTT packets; `wire`: the
+    connection of the link's lower end, which carries only this link. `extras`: vectors behind a
+    model in its blob. `frozen`: the model's frozen arrays, which go down once.
     """
 
     sent_model_payload: int = 0
@@ -94,7 +100,9 @@ class Traffic:
         """Return the difference, at least 0: a child may report less than before."""
         if other == NOTHING:
             return self
-        counts = (max(0, mine - others) for mine, others in zip(BYTES(self), BYTES(other), strict=True))
+        counts = (
+            max(0, mine - others) for mine, others in zip(BYTES(self), BYTES(other), strict=True)
+        )
         return Traffic.of(counts, self.wire - other.wire)
 
     @property
@@ -106,7 +114,11 @@ class Traffic:
     @property
     def received(self) -> int:
         """All MQTT bytes received."""
-        blobs = self.received_model_message + self.received_extras_message + self.received_frozen_message
+        blobs = (
+            self.received_model_message
+            + self.received_extras_message
+            + self.received_frozen_message
+        )
         return blobs + self.received_control_message
 
     @property
@@ -116,7 +128,9 @@ class Traffic:
         Includes acknowledgements and similar packets, a few bytes per message.
         """
         control = self.sent_control_message + self.received_control_message
-        return max(0, self.wire.sent + self.wire.received - control) if self.wire.measured else 0
+        if self.wire.measured:
+            return max(0, self.wire.sent + self.wire.received - control)
+        return 0
 
 
 _COUNTS: Final = attrgetter(*(f.name for f in fields(Traffic)))
@@ -127,7 +141,9 @@ NOTHING: Final = Traffic()
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Calibration of a link before the run: bytes per second, 0 if unknown, and the MQTT bytes of its probes."""
+    """Calibration of a link before the run: bytes per second, 0 if unknown, and the MQTT bytes of
+    its probes.
+    """
 
     up: float = 0.0
     down: float = 0.0

@@ -13,7 +13,9 @@ from fedstrata.common.training.scores import ScoredModels, summed
 
 
 class TrainingPath(StrEnum):
-    """How a device trained: in its agent's process, in a worker process, or vmapped with other devices."""
+    """How a device trained: in its agent's process, in a worker process, or vmapped with other
+    devices.
+    """
 
     NONE = ""
     IN_PROCESS = "in-process"
@@ -23,14 +25,16 @@ class TrainingPath(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The work of a node in one task of its parent, or the sum over several. Seconds are durations on its own clock.
+    """The work of a node in one task of its parent, or the sum over several. Seconds are durations
+    on its own clock.
 
-    Of an institution `epochs` are those of its task, `steps` the sum over the devices below it, and the seconds sums
-    over its rounds of its children's maximum.
+    Of an institution `epochs` are those of its task, `steps` the sum over the devices below it, and
+    the seconds sums over its rounds of its children's maximum.
     """
 
     samples: int = 0  # that the node trained on
-    loss: float | None = None  # the mean training loss of the last epoch; None: not known, or it did not train
+    # the mean training loss of the last epoch; None: not known, or it did not train
+    loss: float | None = None
     epochs: int = 0
     steps: int = 0  # of SGD
     train_s: float = 0.0
@@ -56,23 +60,32 @@ class Work:
     def to_json(self) -> dict[str, Any]:
         """Return what JSON can hold."""
         tests = None if self.tests is None else self.tests.to_json()
-        return {**{name: getattr(self, name) for name in self.__slots__}, "tests": tests, "costs": asdict(self.costs)}
+        return {
+            **{name: getattr(self, name) for name in self.__slots__},
+            "tests": tests,
+            "costs": asdict(self.costs),
+        }
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Self:
         """Return the work of `to_json`."""
-        tests, costs = found["tests"], found["costs"]
+        tests = found["tests"]
+        costs = found["costs"]
         known = {
             "path": TrainingPath(found["path"]),
             "tests": None if tests is None else ScoredModels.from_json(tests),
-            "costs": DeviceCosts(**{**costs, "energy_source": EnergySource(costs["energy_source"])}),
+            "costs": DeviceCosts(
+                **{**costs, "energy_source": EnergySource(costs["energy_source"])}
+            ),
         }
         return cls(**{**found, **known})
 
     def _costs_after(self, earlier: Work) -> DeviceCosts:
         if not self.epochs:  # it only scored
             return earlier.costs
-        return self.costs.after(earlier.costs) if earlier.epochs else self.costs
+        if earlier.epochs:
+            return self.costs.after(earlier.costs)
+        return self.costs
 
 
 NO_WORK: Final = Work()

@@ -1,4 +1,5 @@
-"""The adversaries of an experiment in its tree: who they are, who is near them, and whether they can attack so.
+"""The adversaries of an experiment in its tree: who they are, who is near them, and whether they
+can attack so.
 
 The tree is asked for only where there are adversaries: a plan may have more nodes than have names.
 """
@@ -11,7 +12,13 @@ from math import inf, prod
 from typing import Final
 
 from fedstrata.common.experiment.tiers import Tier
-from fedstrata.common.methods.adversary import Adversaries, Adversary, NearAdversaries, placed, refuse
+from fedstrata.common.methods.adversary import (
+    Adversaries,
+    Adversary,
+    NearAdversaries,
+    placed,
+    refuse,
+)
 from fedstrata.common.settings.own import is_own
 from fedstrata.common.settings.topology import CLOUD, Tree, participants
 
@@ -20,7 +27,9 @@ SUCCESS: Final = "attack_success"  # column; with several such attacks `attack_s
 
 
 class Attackers:
-    """The adversaries of an experiment. `learns_classes`: its devices train on labels of fedstrata's."""
+    """The adversaries of an experiment. `learns_classes`: its devices train on labels of
+    fedstrata's.
+    """
 
     def __init__(
         self,
@@ -45,21 +54,26 @@ class Attackers:
         """Each adversary by its name. Raises InvalidExperiment."""
         if not self._tables:
             return {}
-        tree, found = self._tree(), {}
+        tree = self._tree()
+        found = {}
         for name, settings in placed(self._tables, tree, seed=self._seed).items():
             rounds = prod(tier.rounds for tier in self._tiers[1 : tree.depth(name)])
             found[name] = Adversary(name, settings, self._seed, rounds)
         return found
 
     def adversary(self, node: str) -> Adversary | None:
-        """Return the adversary that a node is, checked, None if it is honest. Raises InvalidExperiment."""
+        """Return the adversary that a node is, checked, None if it is honest. Raises
+        InvalidExperiment.
+        """
         found = self.at.get(node)
         if found is not None:
             self._check(found)
         return found
 
     def near(self, parent: str) -> NearAdversaries | None:
-        """Return those near a parent, None in an experiment without any. Raises InvalidExperiment."""
+        """Return those near a parent, None in an experiment without any. Raises
+        InvalidExperiment.
+        """
         if not self._tables:
             return None
         tree = self._tree()
@@ -70,27 +84,44 @@ class Attackers:
 
     @cached_property
     def targeted(self) -> Mapping[str, Adversary]:
-        """An adversary of each attack that has tests of its own, by the column of its success in rounds.csv."""
-        tables = {id(each.settings): each for each in self.at.values() if each.attack.does("targets")}
+        """An adversary of each attack that has tests of its own, by the column of its success in
+        rounds.csv.
+        """
+        tables = {
+            id(each.settings): each for each in self.at.values() if each.attack.does("targets")
+        }
         found = [tables[id(table)] for table in self._tables if id(table) in tables]
-        return {SUCCESS + (f"_{place}" if place > 1 else ""): each for place, each in enumerate(found, 1)}
+        return {
+            SUCCESS + (f"_{place}" if place > 1 else ""): each
+            for place, each in enumerate(found, 1)
+        }
 
     def code_at(self, node: str) -> dict[str, str]:
-        """Return the users' own attacks that a node computes, by key: its own, its children's, all to evaluate them."""
+        """Return the users' own attacks that a node computes, by key: its own, its children's, all
+        to evaluate them.
+        """
         children = self._tree().children.get(node, ()) if self._tables else ()
         here = [self.at[name] for name in children if name in self.at and self.at[name].hosted]
         here += [each for name, each in self.at.items() if node in (name, CLOUD)]
         names = {self._tables.index(each.settings): each.settings.attack.name for each in here}
-        return {f"adversaries[{place}].attack.name": name for place, name in names.items() if is_own(name)}
+        return {
+            f"adversaries[{place}].attack.name": name
+            for place, name in names.items()
+            if is_own(name)
+        }
 
     def check(self) -> None:
-        """Check what is known without a user's own code, which nodes check that run it. Raises InvalidExperiment."""
+        """Check what is known without a user's own code, which nodes check that run it. Raises
+        InvalidExperiment.
+        """
         shipped = [each for each in self.at.values() if not is_own(each.settings.attack.name)]
         for each in shipped:
             self._check(each)
         silent = [each.node for each in shipped if each.attack.delay_s() == inf]
         for parent in dict.fromkeys(self._tree().parent(name) for name in silent):
-            self._check_quorum(parent, [name for name in silent if self._tree().parent(name) == parent])
+            self._check_quorum(
+                parent, [name for name in silent if self._tree().parent(name) == parent]
+            )
 
     def _check(self, adversary: Adversary) -> None:
         tree = self._tree()
@@ -102,12 +133,18 @@ class Attackers:
         )
 
     def _check_quorum(self, parent: str, silent: Sequence[str]) -> None:
-        """Check that rounds of a parent close without its silent children. Raises InvalidExperiment."""
+        """Check that rounds of a parent close without its silent children. Raises
+        InvalidExperiment.
+        """
         tree = self._tree()
-        tier, children = self._tiers[tree.depth(parent)], tree.children[parent]
+        tier = self._tiers[tree.depth(parent)]
+        children = tree.children[parent]
         selected = participants(len(children), tier.participation)
         answer = selected - min(len(silent), selected)
         if tier.closing.rule != "quorum" or tier.closing.uploads_of(selected) > answer:
             problem = f"rounds of {parent} would wait for {', '.join(silent)} for ever"
-            remedy = f'Use closing.rule = "quorum" with a quorum of {answer} or less.' if answer else "Keep one honest."
+            if answer:
+                remedy = f'Use closing.rule = "quorum" with a quorum of {answer} or less.'
+            else:
+                remedy = "Keep one honest."
             refuse("attack.name", SILENT, problem, remedy)

@@ -32,15 +32,21 @@ SELECTED: Final[Mapping[str, tuple[str, Mapping[str, type[BaseModel]]]]] = {
     "warmup": ("rule of a warm-up", WARMUPS),
 }
 NOT_A_TABLE: Final = ("model_type", "model_attributes_type", "dict_type")
-# By pydantic's type of error. {gt} and the like are the bound; `string_pattern_mismatch` and `literal_error` are below.
+# By pydantic's type of error. {gt} and the like are the bound; `string_pattern_mismatch` and
+# `literal_error` are below.
 _KINDS: Final[Mapping[str, tuple[str, str]]] = {
-    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), ("not a whole number", "Write for instance 5.")),
+    **dict.fromkeys(
+        ("int_type", "int_parsing", "int_from_float"),
+        ("not a whole number", "Write for instance 5."),
+    ),
     **dict.fromkeys(("float_type", "float_parsing"), ("not a number", "Write for instance 0.5.")),
     "finite_number": ("not a finite number", "Write for instance 0.5."),
     "bool_type": ("neither true nor false", "Write true or false, without quotes."),
     "string_type": ("not a text", "Write it in quotes."),
     "list_type": ("not a list", 'Write for instance ["a", "b"].'),
-    **dict.fromkeys(NOT_A_TABLE, ("not a table", "Write {{ key = value }}, or the keys below [table].")),
+    **dict.fromkeys(
+        NOT_A_TABLE, ("not a table", "Write {{ key = value }}, or the keys below [table].")
+    ),
     "missing": ("missing", "Add this key."),
     "union_tag_not_found": ("has no name", 'Add name = "...".'),
     "none_required": ("not for this", "Omit it."),
@@ -66,48 +72,77 @@ def explain(error: ValidationError, root: type[BaseModel]) -> InvalidExperiment:
     """Return the first error of a tree that `root` rejected."""
     errors = [(_path(details["loc"]), details) for details in error.errors(include_url=False)]
     top = errors[0][0]
-    # If a key accepts two forms, the error that is nested deepest belongs to the form that was meant.
+    # If a key accepts two forms, the error that is nested deepest belongs to the form that was
+    # meant.
     path, first = max((e for e in errors if e[0][: len(top)] == top), key=lambda e: len(e[0]))
-    if first["type"] == "missing":  # if the table has an unknown key, that is the one, with another name
-        unknown = [e for e in errors if e[1]["type"] == "extra_forbidden" and e[0][:-1] == path[:-1]]
+    # if the table has an unknown key, that is the one, with another name
+    if first["type"] == "missing":
+        unknown = [
+            e for e in errors if e[1]["type"] == "extra_forbidden" and e[0][:-1] == path[:-1]
+        ]
         path, first = unknown[0] if unknown else (path, first)
     key = ".".join(path) or "experiment"
     if first["type"] == "extra_forbidden":
         return _unknown(key, first["loc"], first["input"], root)
     if first["type"] == "union_tag_invalid":
-        name, (kind, tables) = first["ctx"]["tag"], SELECTED[path[-1]]
+        name = first["ctx"]["tag"]
+        (kind, tables) = SELECTED[path[-1]]
         problem = f"no {kind} has this name"
-        return InvalidExperiment(f"{key}.name", name, problem, proposal(name, tables, what="There are"))
-    value = None if first["type"] == "missing" else first["input"]  # else the table in which it is missing
+        return InvalidExperiment(
+            f"{key}.name", name, problem, proposal(name, tables, what="There are")
+        )
+    # else the table in which it is missing
+    value = None if first["type"] == "missing" else first["input"]
     problem, remedy = problem_of(first)
-    shares = [details for place, details in errors if place == path and details["type"] in _OF_SHARES]
+    shares = [
+        details for place, details in errors if place == path and details["type"] in _OF_SHARES
+    ]
     if first["type"] in _OF_COUNTS and shares:  # it may be either
         _, other = problem_of(shares[0])
         remedy = f"{remedy.removesuffix('.')}, or {other[:1].lower()}{other[1:]}"
     if first["type"] in NOT_A_TABLE and (keys := _known_keys(path, root)):
-        name = {"name": "a name, or ", "profile": "the name of a profile, or "}.get(stands_for(path) or "", "")
-        remedy = f"Write {name}a table of {', '.join(keys)}." if len(keys) > 1 else f"Write {name}a table."
-    elif first["type"] == "list_type" and get_args(kind := _at(path, root)) and _is_table(get_args(kind)[0]):
+        name = {"name": "a name, or ", "profile": "the name of a profile, or "}.get(
+            stands_for(path) or "", ""
+        )
+        if len(keys) > 1:
+            remedy = f"Write {name}a table of {', '.join(keys)}."
+        else:
+            remedy = f"Write {name}a table."
+    elif (
+        first["type"] == "list_type"
+        and get_args(kind := _at(path, root))
+        and _is_table(get_args(kind)[0])
+    ):
         remedy = f"Write a table [[{key}]] for each."
     return InvalidExperiment(key, value, problem, remedy)
 
 
 def problem_of(error: ErrorDetails) -> tuple[str, str]:
     """Return what is wrong with the value of one of pydantic's errors, and the remedy."""
-    kind, bound, value = error["type"], error.get("ctx", {}), error["input"]
+    kind = error["type"]
+    bound = error.get("ctx", {})
+    value = error["input"]
     if kind == "string_pattern_mismatch":
         return "not of the form that is needed", f"Write {FORMS[bound['pattern']]}."
     if kind == "literal_error":
-        return "not one of its values", proposal(str(value), _expected(bound["expected"]), what="There are")
+        return "not one of its values", proposal(
+            str(value), _expected(bound["expected"]), what="There are"
+        )
     if kind in _KINDS:
         problem, remedy = _KINDS[kind]
-        whole = {name: int(each) for name, each in bound.items() if isinstance(each, float) and each.is_integer()}
+        whole = {
+            name: int(each)
+            for name, each in bound.items()
+            if isinstance(each, float) and each.is_integer()
+        }
         return problem, remedy.format_map(bound | whole)
     return error["msg"][:1].lower() + error["msg"][1:], "Correct the value."
 
 
 def places(key: str, root: type[BaseModel]) -> list[str]:
-    """Return where an experiment has a key of this name, the outermost places first, as `cloud.aggregation`."""
+    """Return where an experiment has a key of this name, the outermost places first, as
+    `cloud.aggregation`.
+    """
     found: list[str] = []
     level: list[tuple[str, type[BaseModel]]] = [("", root)]
     while level:
@@ -123,20 +158,30 @@ def places(key: str, root: type[BaseModel]) -> list[str]:
     return found
 
 
-def _unknown(key: str, loc: tuple[int | str, ...], value: object, root: type[BaseModel]) -> InvalidExperiment:
+def _unknown(
+    key: str, loc: tuple[int | str, ...], value: object, root: type[BaseModel]
+) -> InvalidExperiment:
     *parents, last = map(str, loc)
     _, tables = SELECTED.get(".".join(parents[-2:-1]), ("", {}))
     owners = [name for name, table in tables.items() if last in table.model_fields]
     if owners:
         remedy = f"It belongs to {' and '.join(owners)}; this is {parents[-1]}."
     else:
-        remedy = proposal(last, _known_keys(parents, root), what="Known keys", elsewhere=places(last, root))
+        remedy = proposal(
+            last, _known_keys(parents, root), what="Known keys", elsewhere=places(last, root)
+        )
     return InvalidExperiment(key, value, "unknown key", remedy)
 
 
 def _path(loc: tuple[int | str, ...]) -> list[str]:
-    """Return the key as in the file: without pydantic's forms, and without the name that selected a table."""
-    return [str(part) for i, part in enumerate(loc) if not _is_form(part) and (i < 2 or loc[i - 1] not in SELECTED)]
+    """Return the key as in the file: without pydantic's forms, and without the name that selected a
+    table.
+    """
+    return [
+        str(part)
+        for i, part in enumerate(loc)
+        if not _is_form(part) and (i < 2 or loc[i - 1] not in SELECTED)
+    ]
 
 
 def _is_form(part: int | str) -> bool:
@@ -145,7 +190,9 @@ def _is_form(part: int | str) -> bool:
 
 def _known_keys(path: list[str], root: type[BaseModel]) -> list[str]:
     table = _at(path, root)
-    return list(table.model_fields) if _is_table(table) else []
+    if _is_table(table):
+        return list(table.model_fields)
+    return []
 
 
 def _at(path: list[str], root: type[BaseModel]) -> Any:
@@ -160,7 +207,11 @@ def _at(path: list[str], root: type[BaseModel]) -> Any:
 
 
 def _is_table(annotation: Any) -> bool:
-    return isinstance(annotation, type) and get_origin(annotation) is None and issubclass(annotation, BaseModel)
+    return (
+        isinstance(annotation, type)
+        and get_origin(annotation) is None
+        and issubclass(annotation, BaseModel)
+    )
 
 
 def _below(table: Any, part: str) -> Any:
@@ -171,7 +222,9 @@ def _below(table: Any, part: str) -> Any:
     for _, tables in SELECTED.values():
         if part in tables and issubclass(tables[part], table):
             return tables[part]
-    return table.model_fields[part].annotation if part in table.model_fields else None
+    if part in table.model_fields:
+        return table.model_fields[part].annotation
+    return None
 
 
 def _expected(text: str) -> list[str]:

@@ -1,9 +1,11 @@
 """The experiment as typed data: the keys of a TOML file under `deploy/experiments/`.
 
-Every key has its default here or in the file of its table, and nowhere else. An unknown key, a value of the wrong type
-and a lab that cannot work are errors that name the key, the value and the remedy (`InvalidExperiment`, exit code 4).
+Every key has its default here or in the file of its table, and nowhere else. An unknown key, a
+value of the wrong type and a lab that cannot work are errors that name the key, the value and the
+remedy (`InvalidExperiment`, exit code 4).
 
-The comment above a key, or behind it, is its meaning in docs/experiment.md (`docs.tools.experiment`).
+The comment above a key, or behind it, is its meaning in docs/experiment.md
+(`docs.tools.experiment`).
 """
 
 from __future__ import annotations
@@ -48,10 +50,24 @@ from fedstrata.common.settings.devices import (
     with_machines,
 )
 from fedstrata.common.settings.evaluation import EvaluationSettings, check_evaluation
-from fedstrata.common.settings.links import Links, LinkSettings, Profile, check_speed, check_trace, with_profiles
+from fedstrata.common.settings.links import (
+    Links,
+    LinkSettings,
+    Profile,
+    check_speed,
+    check_trace,
+    with_profiles,
+)
 from fedstrata.common.settings.own import is_own
 from fedstrata.common.settings.stopping import Stop, check_stop
-from fedstrata.common.settings.tables import Count, Name, Positive, SettingsTable, proposal, with_tables
+from fedstrata.common.settings.tables import (
+    Count,
+    Name,
+    Positive,
+    SettingsTable,
+    proposal,
+    with_tables,
+)
 from fedstrata.common.settings.topology import CLOUD, RESERVED, Tree
 from fedstrata.common.settings.trainers import check_trainer, with_trainer
 from fedstrata.common.settings.training import (
@@ -70,13 +86,16 @@ class TransferSettings(SettingsTable):
 
     # Models up to this size travel inside messages, on slow links only up to half a second's bytes.
     inline_bytes: Annotated[int, Field(ge=0, le=1_000_000)] = 262_144
-    # Bytes of a chunk at most. A link with a declared rate gets chunks of half a second, 32 KB or more.
+    # Bytes of a chunk at most. A link with a declared rate gets chunks of half a second, 32 KB or
+    # more.
     chunk_bytes: Annotated[int, Field(ge=32_768, le=1_900_000)] = 1_000_000
-    # Chunks in flight from one sender; more, or fewer, where the link's delay or the keep-alive requires it.
+    # Chunks in flight from one sender; more, or fewer, where the link's delay or the keep-alive
+    # requires it.
     window: Annotated[int, Field(ge=2, le=64)] = 8
-    upload_slots: Count = 4  # uploads that a parent fetches at once; one link below 250 Mbit/s takes a part of a slot
-    # Seconds without progress (bytes, training steps) after which a node counts as failed. A process of the cloud that
-    # ends no batch of an evaluation meanwhile is replaced.
+    # uploads that a parent fetches at once; one link below 250 Mbit/s takes a part of a slot
+    upload_slots: Count = 4
+    # Seconds without progress (bytes, training steps) after which a node counts as failed. A
+    # process of the cloud that ends no batch of an evaluation meanwhile is replaced.
     idle_s: Positive = 120.0
     # Megabytes of uploads in memory; those beyond it stay in the spool until they are mixed.
     resident_mb: Positive = 512.0
@@ -84,14 +103,16 @@ class TransferSettings(SettingsTable):
 
 
 ROUNDS_MOST: Final = 10**12  # of a device in a run; their numbers fit into messages
-SHORT: Final = (("wan", "institution"), ("lan", DEVICE))  # the tiers that the short form stands for: name, children
+# the tiers that the short form stands for: name, children
+SHORT: Final = (("wan", "institution"), ("lan", DEVICE))
 
 
 class ExperimentSettings(SettingsTable):
     """The keys of both forms of an experiment."""
 
     name: Name = "experiment"  # it is part of the name of the run's folder
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1  # of the split, the first model, client selection, batches, mixing
+    # of the split, the first model, client selection, batches, mixing
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1
     rounds: Count = 10  # global rounds
     score: Score = Score()
     evaluation: EvaluationSettings = EvaluationSettings()
@@ -120,7 +141,9 @@ class ExperimentSettings(SettingsTable):
 
 
 class Experiment(ExperimentSettings):
-    """All that defines a run. Equal experiments with equal seeds give equal models, bit for bit, on CPUs."""
+    """All that defines a run. Equal experiments with equal seeds give equal models, bit for bit, on
+    CPUs.
+    """
 
     tiers: Annotated[list[Tier], Field(min_length=1)]
 
@@ -129,10 +152,14 @@ class Experiment(ExperimentSettings):
         check_tiers(self.tiers)
         if self.rounds * self.device_rounds > ROUNDS_MOST:
             problem = "too many local rounds of each device"
-            raise InvalidExperiment("rounds", self.rounds, problem, f"Use at most {ROUNDS_MOST:,} in all.")
+            raise InvalidExperiment(
+                "rounds", self.rounds, problem, f"Use at most {ROUNDS_MOST:,} in all."
+            )
         if len(self.tiers) == 1 and self.data.partition.startswith("institution_"):
             problem = "this lab has no institution"
-            raise InvalidExperiment("data.partition", self.data.partition, problem, "Use a partition over the devices.")
+            raise InvalidExperiment(
+                "data.partition", self.data.partition, problem, "Use a partition over the devices."
+            )
         check_trainer(self.training.trainer, self.data, self.model)
         check_data(self.data, self.model)
         check_training(self.training, self.data)
@@ -155,12 +182,17 @@ class Experiment(ExperimentSettings):
         buffering = next((tier for tier in self.tiers if tier.aggregation.buffers), None)
         if buffering is not None and self.evaluation.on_devices:
             problem = (
-                f"{self.key(buffering)}.aggregation.name = {buffering.aggregation.name!r} has tasks of several rounds"
+                f"{self.key(buffering)}.aggregation.name = {buffering.aggregation.name!r} "
+                "has tasks of several rounds"
             )
             raise InvalidExperiment("evaluation.at", self.evaluation.at, problem, 'Use "cloud".')
         if rule.buffers and self.cloud.epoch_control.name != "fixed":
-            problem = f"it compares the uploads of a global round, and {rule.name} has uploads of several"
-            raise InvalidExperiment("cloud.epoch_control.name", "tempo", problem, "Use another rule at the cloud.")
+            problem = (
+                f"it compares the uploads of a global round, and {rule.name} has uploads of several"
+            )
+            raise InvalidExperiment(
+                "cloud.epoch_control.name", "tempo", problem, "Use another rule at the cloud."
+            )
         self._check_personal()
         for child in self.links.of:
             self._check_node("links.of", child)
@@ -172,15 +204,23 @@ class Experiment(ExperimentSettings):
         self._check_links()
         for tier in self.tiers:
             check_codecs(self.key(tier, "transfer"), tier.transfer)
-        up, last = self.tiers[-1].transfer.up, self.key(self.tiers[-1], "transfer")
+        up = self.tiers[-1].transfer.up
+        last = self.key(self.tiers[-1], "transfer")
         if not self.model.same_initial and up.delta and not up.exact:
-            problem = f"{last}.up = {up.name!r} rounds differences to the model received, and devices begin with others"
-            raise InvalidExperiment("model.same_initial", False, problem, "Use fp32, or delta+fp32+zstd.")
+            problem = (
+                f"{last}.up = {up.name!r} rounds differences to the model received, and "
+                "devices begin with others"
+            )
+            raise InvalidExperiment(
+                "model.same_initial", False, problem, "Use fp32, or delta+fp32+zstd."
+            )
         return self
 
     @property
     def is_short(self) -> bool:
-        """Whether the short form (`short_form.py`) can say it: so it is written, and errors have its keys."""
+        """Whether the short form (`short_form.py`) can say it: so it is written, and errors have
+        its keys.
+        """
         shape = tuple((tier.name, tier.children) for tier in self.tiers)
         counted = all(tier.members or tier.number for tier in self.tiers)
         return counted and shape in (SHORT, (("wan", DEVICE),))
@@ -191,7 +231,9 @@ class Experiment(ExperimentSettings):
             return f"tiers.{tier.name}.{table}".rstrip(".")
         if table:
             return f"{'links' if table == 'link' else table}.{tier.name}"
-        return CLOUD if tier.name == "wan" else "institution"
+        if tier.name == "wan":
+            return CLOUD
+        return "institution"
 
     def link(self, child: str) -> LinkSettings:
         """Return the link between a node and its parent. Raises InvalidExperiment."""
@@ -200,10 +242,11 @@ class Experiment(ExperimentSettings):
         return self.links.of.get(child) or self.tier_above(child).link
 
     def onward_rates(self, parent: str) -> dict[str, float]:
-        """Return the lowest rate, bytes per second, at which each child of a node forwards models that go down.
+        """Return the lowest rate, bytes per second, at which each child of a node forwards models
+        that go down.
 
-        It forwards them in their chunks where its tier has the codec of the one above. Children without such a limit
-        are left out.
+        It forwards them in their chunks where its tier has the codec of the one above. Children
+        without such a limit are left out.
         """
         found = {}
         for child in self.tree.children[parent]:
@@ -227,7 +270,9 @@ class Experiment(ExperimentSettings):
     def online(self, device: str) -> OnlineTimes | None:
         """Return when a device is available, None: always."""
         trace = self.availability.trace
-        return None if trace is None else trace.times(device)
+        if trace is None:
+            return None
+        return trace.times(device)
 
     def moves(self, device: str) -> Moves:
         """Return a device's moves by its trace."""
@@ -239,17 +284,24 @@ class Experiment(ExperimentSettings):
 
     @cached_property
     def tree(self) -> Tree:
-        """The nodes of the lab. Raises InvalidExperiment if there are too many to give them names."""
+        """The nodes of the lab. Raises InvalidExperiment if there are too many to give them
+        names.
+        """
         count = sum(map(sum, self.sizes()))
         if count > NODES_MOST:
             problem = "too many nodes for a run; only a plan may have more"
             raise InvalidExperiment(
-                "topology" if self.is_short else "tiers", count, problem, f"Use at most {NODES_MOST:,}."
+                "topology" if self.is_short else "tiers",
+                count,
+                problem,
+                f"Use at most {NODES_MOST:,}.",
             )
         return Tree(layers_of(self.tiers))
 
     def takes(self, device: str, parent: str) -> bool:
-        """Return whether a device may take part below this parent: its own, or one that takes in others."""
+        """Return whether a device may take part below this parent: its own, or one that takes in
+        others.
+        """
         tree = self.tree
         if parent not in tree.parents or device in RESERVED:
             return False
@@ -259,12 +311,18 @@ class Experiment(ExperimentSettings):
         return moves or tree.parent(device) == parent
 
     def enters(self, node: str) -> bool:
-        """Return whether a node is a device that the experiment does not name, and may take part."""
+        """Return whether a node is a device that the experiment does not name, and may take
+        part.
+        """
         return self.tiers[-1].entering > 0 and node not in self.tree
 
     def depth(self, node: str) -> int:
-        """Return the number of links between a node and the cloud, of a device that enters too. Raises KeyError."""
-        return len(self.tiers) if self.enters(node) else self.tree.depth(node)
+        """Return the number of links between a node and the cloud, of a device that enters too.
+        Raises KeyError.
+        """
+        if self.enters(node):
+            return len(self.tiers)
+        return self.tree.depth(node)
 
     def tier_above(self, child: str) -> Tier:
         """Return the tier between a node and its parent. Raises KeyError."""
@@ -275,15 +333,17 @@ class Experiment(ExperimentSettings):
         return self.tiers[self.tree.depth(parent)]
 
     def rounds_below(self, parent: str) -> int:
-        """Return a device's local rounds in each round of a node above it, 1 for its own parent. Raises KeyError."""
+        """Return a device's local rounds in each round of a node above it, 1 for its own parent.
+        Raises KeyError.
+        """
         return self.device_rounds // self.rounds_of(self.tree.depth(parent))
 
     def remembers(self, parent: str) -> bool:
         """Return whether a parent below the cloud has state between its tasks. Raises KeyError.
 
-        Its rule or its selection may have some, and its codec has with feedback. So may a node below it: then it must
-        know what that node's next task follows. Devices have some if the objective, the trainer, the model or the codec
-        has.
+        Its rule or its selection may have some, and its codec has with feedback. So may a node
+        below it: then it must know what that node's next task follows. Devices have some if the
+        objective, the trainer, the model or the codec has.
         """
         above, *below = self.tiers[self.tree.depth(parent) - 1 :]
         sends = any(tier.transfer.up.feedback for tier in (above, *below))
@@ -300,7 +360,11 @@ class Experiment(ExperimentSettings):
         """Return whether a node draws noise from a secret of its own. Raises KeyError."""
         depth = self.depth(node)
         above = self.tiers[depth - 1].privacy if depth else None
-        if depth < len(self.tiers) and self.tiers[depth].privacy.by_parent and self.tiers[depth].privacy.secret:
+        if (
+            depth < len(self.tiers)
+            and self.tiers[depth].privacy.by_parent
+            and self.tiers[depth].privacy.secret
+        ):
             return True
         return above is not None and above.secret and (above.by_child or above.on_samples)
 
@@ -308,14 +372,18 @@ class Experiment(ExperimentSettings):
     def devices_remember(self) -> bool:
         """Whether a device has state that persists between its tasks.
 
-        Its objective or its trainer may have some. Personal arrays are some, and so is what its codec leaves out.
+        Its objective or its trainer may have some. Personal arrays are some, and so is what its
+        codec leaves out.
         """
         feedback = self.tiers[-1].transfer.up.feedback
         return self.training.remembers or bool(self.model.personal) or feedback
 
     def count_by_kind(self) -> dict[str, int]:
         """Return the number of nodes by what they are: `{"institutions": 3, "devices": 12}`."""
-        return {f"{tier.children}s": sum(sizes) for tier, sizes in zip(self.tiers, self.sizes(), strict=True)}
+        return {
+            f"{tier.children}s": sum(sizes)
+            for tier, sizes in zip(self.tiers, self.sizes(), strict=True)
+        }
 
     @property
     def tier_names(self) -> list[str]:
@@ -323,11 +391,15 @@ class Experiment(ExperimentSettings):
         return [tier.name for tier in self.tiers]
 
     def sizes(self) -> list[list[int]]:
-        """Return the number of children of each parent, by tier: without names, there may be millions."""
+        """Return the number of children of each parent, by tier: without names, there may be
+        millions.
+        """
         return sizes_of(self.tiers)
 
     def rounds_of(self, depth: int) -> int:
-        """Return how many rounds a parent at this depth runs in a global round, the cloud's depth being 0."""
+        """Return how many rounds a parent at this depth runs in a global round, the cloud's depth
+        being 0.
+        """
         return prod(tier.rounds for tier in self.tiers[1 : depth + 1])
 
     @property
@@ -336,14 +408,18 @@ class Experiment(ExperimentSettings):
         return self.rounds_of(len(self.tiers) - 1)
 
     def learning_rate_in(self, local_round: int) -> float:
-        """Return the devices' learning rate in one of their local rounds, counted over the run from 0."""
+        """Return the devices' learning rate in one of their local rounds, counted over the run from
+        0.
+        """
         global_round = local_round // self.device_rounds
         return learning_rate(self.training, global_round=global_round, global_rounds=self.rounds)
 
     def scores(self, node: str, *, global_round: int, local_round: int, last: bool) -> bool:
-        """Return whether a device scores the model that it receives with a task, both rounds from 0.
+        """Return whether a device scores the model that it receives with a task, both rounds from
+        0.
 
-        `last`: the task is to score the run's last model. The first model of a run has no row, and is not scored.
+        `last`: the task is to score the run's last model. The first model of a run has no row, and
+        is not scored.
         """
         evaluation = self.evaluation
         if not evaluation.on_devices or local_round or not global_round:
@@ -369,7 +445,9 @@ class Experiment(ExperimentSettings):
             return True
         if node not in devices:
             return False
-        drawn = generator(self.seed, Purpose.SCORING, CLOUD, global_round).permutation(len(devices))[:count]
+        drawn = generator(self.seed, Purpose.SCORING, CLOUD, global_round).permutation(
+            len(devices)
+        )[:count]
         return devices.index(node) in drawn
 
     @cached_property
@@ -377,47 +455,69 @@ class Experiment(ExperimentSettings):
         """The adversaries, and their places."""
         learns_classes = self.training.trainer.learns_module and self.data.targets != NUMBERS
         tree = partial(getattr, self, "tree")
-        return Attackers(self.adversaries, tree, self.tiers, seed=self.seed, learns_classes=learns_classes)
+        return Attackers(
+            self.adversaries, tree, self.tiers, seed=self.seed, learns_classes=learns_classes
+        )
 
     @property
     def score_label(self) -> str:
-        """The name for people of the score of a run's models: with personal parts, devices score each with theirs."""
-        return f"{self.score.label} with personal parts" if self.model.personal else self.score.label
+        """The name for people of the score of a run's models: with personal parts, devices score
+        each with theirs.
+        """
+        if self.model.personal:
+            return f"{self.score.label} with personal parts"
+        return self.score.label
 
     @property
     def several_models(self) -> bool:
-        """Whether devices begin a global round with one of several models, and not with the global one."""
+        """Whether devices begin a global round with one of several models, and not with the global
+        one.
+        """
         first, *below = (tier.aggregation for tier in self.tiers)
         return first.several or any(rule.several and rule.remembers for rule in below)
 
     @property
     def compares_losses(self) -> str:
-        """What needs the training loss of each result, as text: a rule or a selector; empty if nothing does."""
+        """What needs the training loss of each result, as text: a rule or a selector; empty if
+        nothing does.
+        """
         found = {f"{self.key(tier)}.aggregation.name": tier.aggregation for tier in self.tiers} | {
             f"{self.key(tier)}.selection.name": tier.selection for tier in self.tiers
         }
-        return next((f"{key} = {each.name!r}" for key, each in found.items() if each.compares_losses), "")
+        return next(
+            (f"{key} = {each.name!r}" for key, each in found.items() if each.compares_losses), ""
+        )
 
     def code_at(self, node: str) -> dict[str, str]:
-        """Return the names of what runs at a node, by key: fedstrata's own, or `package.module:Name`.
+        """Return the names of what runs at a node, by key: fedstrata's own, or
+        `package.module:Name`.
 
         Of codecs it returns the user's own alone.
         """
-        depth, attacks = self.depth(node), self.attackers.code_at(node)
+        depth = self.depth(node)
+        attacks = self.attackers.code_at(node)
         near = self.tiers[max(0, depth - 1) : depth + 1]  # a codec runs at both ends of its links
         up = {f"{self.key(tier, 'transfer')}.up.name": tier.transfer.up.name for tier in near}
         codecs = {key: name for key, name in up.items() if is_own(name)} | attacks
         if depth < len(self.tiers):
             tier = self.tier_below(node)
             key = self.key(tier)
-            names = {f"{key}.aggregation.name": tier.aggregation.name, f"{key}.selection.name": tier.selection.name}
+            names = {
+                f"{key}.aggregation.name": tier.aggregation.name,
+                f"{key}.selection.name": tier.selection.name,
+            }
             return names | codecs | (self._learned if tier.aggregation.reads_samples else {})
-        training, tier = self.training, self.tiers[-1]
-        if tier.aggregation.shaped and is_own(tier.aggregation.name):  # its class knows the shapes of the vectors
+        training = self.training
+        tier = self.tiers[-1]
+        # its class knows the shapes of the vectors
+        if tier.aggregation.shaped and is_own(tier.aggregation.name):
             codecs[f"{self.key(tier)}.aggregation.name"] = tier.aggregation.name
         if not training.trainer.learns_module:
             return dict(training.trainer.code) | codecs
-        names = codecs | {"training.loss": training.loss, "training.objective.name": training.objective.name}
+        names = codecs | {
+            "training.loss": training.loss,
+            "training.objective.name": training.objective.name,
+        }
         if self.evaluation.on_devices:
             names |= {"score.name": self.score.name}
             names |= {f"score.also[{place}]": name for place, name in enumerate(self.score.also)}
@@ -426,8 +526,11 @@ class Experiment(ExperimentSettings):
         return self._learned | names
 
     def settings_in(self, local_round: int) -> dict[str, float]:
-        """Return the numbers of one of the devices' local rounds for a trainer, counted as in `learning_rate_in`."""
-        global_round, rate = local_round // self.device_rounds, self.learning_rate_in(local_round)
+        """Return the numbers of one of the devices' local rounds for a trainer, counted as in
+        `learning_rate_in`.
+        """
+        global_round = local_round // self.device_rounds
+        rate = self.learning_rate_in(local_round)
         return settings_in(self.training, global_round=global_round, rate=rate)
 
     @property
@@ -435,7 +538,9 @@ class Experiment(ExperimentSettings):
         return {"model.name": self.model.name, "data.dataset": self.data.dataset}
 
     def to_json(self) -> str:
-        """Return the effective experiment as canonical JSON, the form in which the nodes receive it."""
+        """Return the effective experiment as canonical JSON, the form in which the nodes receive
+        it.
+        """
         return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
 
     @property
@@ -455,11 +560,21 @@ class Experiment(ExperimentSettings):
         """Check that a tier can take in devices. Raises InvalidExperiment."""
         if not tier.entering:
             problem = "no parent takes in a device that moves"
-            raise InvalidExperiment(f"{key}.move_after_s", tier.move_after_s, problem, f"Set {key}.entering.")
+            raise InvalidExperiment(
+                f"{key}.move_after_s", tier.move_after_s, problem, f"Set {key}.entering."
+            )
         for refused, problem, remedy in (
-            (tier is not self.tiers[-1], "its children must be devices", f"Use it in {self.key(self.tiers[-1])}."),
+            (
+                tier is not self.tiers[-1],
+                "its children must be devices",
+                f"Use it in {self.key(self.tiers[-1])}.",
+            ),
             (tier.min_available is None, "rounds wait for each child", f"Set {key}.min_available."),
-            (tier.aggregation.buffers, f"the rule {tier.aggregation.name} has tasks of several rounds", "Use another."),
+            (
+                tier.aggregation.buffers,
+                f"the rule {tier.aggregation.name} has tasks of several rounds",
+                "Use another.",
+            ),
             (
                 len(self.tiers) == 1 and self.cloud.epoch_control.name != "fixed",
                 "the epoch control compares the children that the experiment names",
@@ -487,9 +602,13 @@ class Experiment(ExperimentSettings):
             for move in moves:
                 if move.parent not in self.tree.parents:
                     remedy = proposal(move.parent, self.tree.parents, what="There are")
-                    raise InvalidExperiment(key, move.parent, "no parent of devices has this name", remedy)
+                    raise InvalidExperiment(
+                        key, move.parent, "no parent of devices has this name", remedy
+                    )
             if any(after.at_s <= before.at_s for before, after in pairwise(moves)):
-                raise InvalidExperiment(key, moves[0].at_s, "does not grow", "Sort the moves by their seconds.")
+                raise InvalidExperiment(
+                    key, moves[0].at_s, "does not grow", "Sort the moves by their seconds."
+                )
 
     def _check_refined(self, key: str, rule: RuleSettings) -> None:
         """Check that the data are those that a rule with a refiner's process needs."""
@@ -503,56 +622,89 @@ class Experiment(ExperimentSettings):
 
     def _check_objective(self) -> None:
         """Check that the objective and the rule of the devices' tier belong together."""
-        objective, key = self.training.objective, "training.objective.name"
+        objective = self.training.objective
+        key = "training.objective.name"
         *above, last = self.tiers
         last_key = self.key(last)
         trainer = self.training.trainer
         for tier in () if trainer.learns_module else self.tiers:
             given = tier.aggregation
-            if given.objective or given.sends or given.returns or given.refines or given.reads_losses:
-                problem = f"it needs fedstrata's own training, and training.trainer is {trainer.whose}"
+            if (
+                given.objective
+                or given.sends
+                or given.returns
+                or given.refines
+                or given.reads_losses
+            ):
+                problem = (
+                    f"it needs fedstrata's own training, and training.trainer is {trainer.whose}"
+                )
                 at = f"{self.key(tier)}.aggregation.name"
-                raise InvalidExperiment(at, given.name, problem, "Use another rule, or omit training.trainer.")
+                raise InvalidExperiment(
+                    at, given.name, problem, "Use another rule, or omit training.trainer."
+                )
         for tier in above:
             rule = tier.aggregation
             if rule.objective or rule.sends or rule.returns or rule.reads_losses:
-                at, remedy = f"{self.key(tier)}.aggregation.name", f"Use it in {last_key}.aggregation."
-                raise InvalidExperiment(at, tier.aggregation.name, "its children must be devices", remedy)
+                at = f"{self.key(tier)}.aggregation.name"
+                remedy = f"Use it in {last_key}.aggregation."
+                raise InvalidExperiment(
+                    at, tier.aggregation.name, "its children must be devices", remedy
+                )
         rule = last.aggregation
         if rule.objective not in (None, objective.name):
-            problem, remedy = f"{last_key}.aggregation.name = {rule.name!r} needs another", f"Use {rule.objective!r}."
+            problem = f"{last_key}.aggregation.name = {rule.name!r} needs another"
+            remedy = f"Use {rule.objective!r}."
             raise InvalidExperiment(key, objective.name, problem, remedy)
         if last.transfer.up.feedback and objective.reads_upload:
-            at, remedy = f"{self.key(last, 'transfer')}.up.feedback", "Omit it, or use another objective."
+            at = f"{self.key(last, 'transfer')}.up.feedback"
+            remedy = "Omit it, or use another objective."
             problem = (
-                f"the objective {objective.name!r} keeps the change that it sends, which has what was left out before"
+                f"the objective {objective.name!r} keeps the change that it sends, which "
+                "has what was left out before"
             )
             raise InvalidExperiment(at, True, problem, remedy)
         if objective.rule not in (None, rule.name):
-            problem = f"needs the rule {objective.rule!r}, {last_key}.aggregation.name is {rule.name!r}"
-            raise InvalidExperiment(key, objective.name, problem, f"Set {last_key}.aggregation.name.")
+            problem = (
+                f"needs the rule {objective.rule!r}, {last_key}.aggregation.name is {rule.name!r}"
+            )
+            raise InvalidExperiment(
+                key, objective.name, problem, f"Set {last_key}.aggregation.name."
+            )
 
     def _check_privacy(self) -> None:
         """Check what is protected, and that nothing else depends on it."""
-        unit, last = "", self.tiers[-1]
+        unit = ""
+        last = self.tiers[-1]
         for place, tier in reversed(list(enumerate(self.tiers))):
-            key, settings, rule = f"{self.key(tier)}.privacy", tier.privacy, tier.aggregation
+            key = f"{self.key(tier)}.privacy"
+            settings = tier.privacy
+            rule = tier.aggregation
             privacy.check_privacy(
-                key, settings, children=tier.children, count=sum(self.sizes()[place]), devices=tier is last,
-                rounds=self.rounds_of(place), epochs=self.training.epochs,
-            )  # fmt: skip
+                key,
+                settings,
+                children=tier.children,
+                count=sum(self.sizes()[place]),
+                devices=tier is last,
+                rounds=self.rounds_of(place),
+                epochs=self.training.epochs,
+            )
             if settings.on_samples:
                 privacy.check_training(key, settings, self.training)
             if settings.by_parent and tier.norm_bound.action != "off":
-                at, problem = f"{self.key(tier)}.norm_bound.action", "it publishes the lengths of updates without noise"
-                raise InvalidExperiment(at, tier.norm_bound.action, problem, "Omit it: clip_norm bounds them.")
+                at = f"{self.key(tier)}.norm_bound.action"
+                problem = "it publishes the lengths of updates without noise"
+                raise InvalidExperiment(
+                    at, tier.norm_bound.action, problem, "Omit it: clip_norm bounds them."
+                )
             unit = settings.unit if settings.acts else unit
             if unit:
                 check_private(f"{self.key(tier)}.aggregation", rule, unit=unit)
 
     def _check_personal(self) -> None:
         """Check that nothing needs the arrays that devices keep for themselves."""
-        objective, patterns = self.training.objective, ", ".join(self.model.personal)
+        objective = self.training.objective
+        patterns = ", ".join(self.model.personal)
         if not patterns:
             return
         if self.evaluation.on_cloud:
@@ -563,12 +715,17 @@ class Experiment(ExperimentSettings):
             raise InvalidExperiment("model.personal", patterns, problem, "Use another objective.")
         for tier in self.tiers:
             if tier.aggregation.reads_samples:
-                problem = f"{self.key(tier)}.aggregation.name = {tier.aggregation.name!r} needs the whole model"
+                problem = (
+                    f"{self.key(tier)}.aggregation.name = {tier.aggregation.name!r} needs "
+                    "the whole model"
+                )
                 raise InvalidExperiment("model.personal", patterns, problem, "Use another rule.")
 
     def _check_links(self) -> None:
         tiers = {self.key(tier, "link"): tier.link for tier in self.tiers}
-        for key, link in (tiers | {f"links.of.{name}": link for name, link in self.links.of.items()}).items():
+        for key, link in (
+            tiers | {f"links.of.{name}": link for name, link in self.links.of.items()}
+        ).items():
             if link.trace is not None:
                 check_trace(f"{key}.trace", link.trace)
                 if self.links.enforce != "bucket":
@@ -585,4 +742,6 @@ class Experiment(ExperimentSettings):
     def _check_device(self, key: str, name: str) -> None:
         devices = self.tree.layers[-1]
         if name not in self.tree or self.tree.depth(name) != len(self.tiers):
-            raise InvalidExperiment(key, name, "no device has this name", proposal(name, devices, what="There are"))
+            raise InvalidExperiment(
+                key, name, "no device has this name", proposal(name, devices, what="There are")
+            )

@@ -1,8 +1,9 @@
 """The short form of a lab of one or two tiers: a cloud, institutions or none, and devices.
 
-Files have either form. Inside there are `[[tiers]]` only (`schema.py`): the short form becomes tiers when it is read,
-`wan` between the cloud and its children and `lan` between institutions and devices, and is written again for people.
-The nodes may be those that are present when the cloud begins, `topology = "lab"`.
+Files have either form. Inside there are `[[tiers]]` only (`schema.py`): the short form becomes
+tiers when it is read, `wan` between the cloud and its children and `lan` between institutions and
+devices, and is written again for people. The nodes may be those that are present when the cloud
+begins, `topology = "lab"`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,12 @@ from typing import Annotated, Any, Final
 from pydantic import Field
 
 from fedstrata.common.errors import DuplicateName, InvalidExperiment
-from fedstrata.common.experiment.schema import SHORT, Experiment, ExperimentSettings, TransferSettings
+from fedstrata.common.experiment.schema import (
+    SHORT,
+    Experiment,
+    ExperimentSettings,
+    TransferSettings,
+)
 from fedstrata.common.experiment.tiers import DEVICE, RoundSettings, Tier, shares
 from fedstrata.common.model.codec_settings import Codecs
 from fedstrata.common.settings.cloud import CloudSettings
@@ -33,15 +39,17 @@ INSTITUTION: Final = "institution"
 class Topology(SettingsTable):
     """The nodes of a lab of one or two tiers, and the institution of each device.
 
-    `topology = "lab"` stands for all institutions and devices that are present when `fedstrata cloud` begins.
+    `topology = "lab"` stands for all institutions and devices that are present when `fedstrata
+    cloud` begins.
     """
 
-    # A number makes the names `institution-0`, `institution-1`, ...; a list gives them; 0 = devices below the cloud.
+    # A number makes the names `institution-0`, `institution-1`, ...; a list gives them; 0 = devices
+    # below the cloud.
     institutions: Annotated[int, Field(ge=0, le=1_000_000)] | list[Name] = 1
     # All devices of the lab: a number makes `device-0`, `device-1`, ...; a list gives names.
     devices: Annotated[int, Field(ge=1, le=100_000_000)] | list[Name] = 1
-    # The devices of each institution. Without it, institutions get consecutive devices, in numbers that differ by at
-    # most one.
+    # The devices of each institution. Without it, institutions get consecutive devices, in numbers
+    # that differ by at most one.
     members: dict[Name, list[Name]] = Field(default_factory=dict)
 
     def tiers(self) -> list[dict[str, Any]]:
@@ -49,8 +57,15 @@ class Topology(SettingsTable):
         devices = {CLOUD: self.device_names()} if isinstance(self.devices, list) else {}
         if self.institutions == 0:
             return [{"name": "wan", "children": DEVICE, **_children(self.devices, devices)}]
-        institutions = {CLOUD: self.institution_names()} if isinstance(self.institutions, list) else {}
-        upper = {"name": "wan", "children": INSTITUTION, **_children(self.institutions, institutions)}
+        if isinstance(self.institutions, list):
+            institutions = {CLOUD: self.institution_names()}
+        else:
+            institutions = {}
+        upper = {
+            "name": "wan",
+            "children": INSTITUTION,
+            **_children(self.institutions, institutions),
+        }
         if devices or self.members:
             devices = self.homes()
         return [upper, {"name": "lan", "children": DEVICE, **_children(self.devices, devices)}]
@@ -64,12 +79,18 @@ class Topology(SettingsTable):
         return _names(DEVICE, self.devices)
 
     def homes(self) -> dict[str, list[str]]:
-        """Return each institution's devices: those of `members`, else contiguous blocks, sizes within 1."""
-        institutions, devices = self.institution_names(), self.device_names()
+        """Return each institution's devices: those of `members`, else contiguous blocks, sizes
+        within 1.
+        """
+        institutions = self.institution_names()
+        devices = self.device_names()
         if self.members or not institutions:
             return {name: list(self.members.get(name, [])) for name in institutions}
         ends = accumulate(shares(len(devices), len(institutions)), initial=0)
-        return {name: devices[start:end] for name, (start, end) in zip(institutions, pairwise(ends), strict=True)}
+        return {
+            name: devices[start:end]
+            for name, (start, end) in zip(institutions, pairwise(ends), strict=True)
+        }
 
 
 class Cloud(CloudSettings, RoundSettings):
@@ -83,9 +104,11 @@ class Institution(RoundSettings):
 
 
 class LinksOfTiers(Links):
-    """The links of the two tiers: `wan` between cloud and institution, `lan` between institution and device.
+    """The links of the two tiers: `wan` between cloud and institution, `lan` between institution
+    and device.
 
-    `links.of.NODE` is the link of a single node to its parent. A link is a table, or the name of a profile.
+    `links.of.NODE` is the link of a single node to its parent. A link is a table, or the name of a
+    profile.
     """
 
     wan: LinkSettings = LinkSettings()
@@ -100,7 +123,9 @@ class TransferOfTiers(TransferSettings):
 
 
 class ShortForm(ExperimentSettings):
-    """All that defines a run. Equal experiments with equal seeds give equal models, bit for bit, on CPUs."""
+    """All that defines a run. Equal experiments with equal seeds give equal models, bit for bit, on
+    CPUs.
+    """
 
     topology: Topology = Topology()
     cloud: Cloud = Cloud()
@@ -113,12 +138,21 @@ class ShortForm(ExperimentSettings):
         check_topology(self.topology)
         rounds = (_values(RoundSettings, self.cloud), _values(Institution, self.institution))
         tiers = [
-            Tier(**nodes, **own, link=getattr(self.links, name), transfer=getattr(self.transfer, name))
+            Tier(
+                **nodes,
+                **own,
+                link=getattr(self.links, name),
+                transfer=getattr(self.transfer, name),
+            )
             for nodes, own, (name, _) in zip(self.topology.tiers(), rounds, SHORT, strict=False)
         ]
         if len(tiers) == 1:
             self._check_no_institution()
-        parts: dict[str, type[SettingsTable]] = {"cloud": CloudSettings, "links": Links, "transfer": TransferSettings}
+        parts: dict[str, type[SettingsTable]] = {
+            "cloud": CloudSettings,
+            "links": Links,
+            "transfer": TransferSettings,
+        }
         plain = {key: table(**_values(table, getattr(self, key))) for key, table in parts.items()}
         return Experiment(**{**_values(ExperimentSettings, self), **plain, "tiers": tiers})
 
@@ -135,7 +169,9 @@ class ShortForm(ExperimentSettings):
 
 
 def short_key(path: Sequence[str]) -> list[str]:
-    """Return the short form's key of `tiers.NAME.KEY...`. Raises InvalidExperiment where it has none."""
+    """Return the short form's key of `tiers.NAME.KEY...`. Raises InvalidExperiment where it has
+    none.
+    """
     _, name, key, *below = path
     table = {"wan": CLOUD, "lan": INSTITUTION}.get(name)
     if key in ("link", "transfer") and table:
@@ -151,7 +187,8 @@ def as_written(experiment: Experiment) -> dict[str, Any]:
     tree: dict[str, Any] = experiment.model_dump(mode="json", exclude_none=True)
     if not experiment.is_short:
         return tree
-    first, last = experiment.tiers[0], experiment.tiers[-1]
+    first = experiment.tiers[0]
+    last = experiment.tiers[-1]
     topology: dict[str, Any] = {"institutions": 0}
     if last is not first:
         topology = {"institutions": first.number or first.members[CLOUD]}
@@ -162,7 +199,8 @@ def as_written(experiment: Experiment) -> dict[str, Any]:
 
 
 def by_table(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an experiment's tree with a table of rounds for each kind of parent, as the short form has them.
+    """Return an experiment's tree with a table of rounds for each kind of parent, as the short form
+    has them.
 
     The links and transfers of tiers are below their names. The nodes are left out.
     """
@@ -170,7 +208,10 @@ def by_table(tree: Mapping[str, Any]) -> dict[str, Any]:
     parent = CLOUD
     for tier in tree["tiers"]:
         keys = RoundSettings.model_fields.keys() | ({"rounds"} if parent != CLOUD else set())
-        tables[parent] = {**tables.get(parent, {}), **{key: tier[key] for key in tier if key in keys}}
+        tables[parent] = {
+            **tables.get(parent, {}),
+            **{key: tier[key] for key in tier if key in keys},
+        }
         for table, key in (("links", "link"), ("transfer", "transfer")):
             tables[table] = {**tables.get(table, {}), tier["name"]: tier.get(key, {})}
         parent = tier.get("children", DEVICE)
@@ -188,31 +229,45 @@ class PresentNode:
 
 
 def check_topology(topology: Topology) -> None:
-    """Check that all names differ, and that each institution has a device. Raises InvalidExperiment."""
-    if isinstance(topology.institutions, list) or isinstance(topology.devices, list) or topology.members:
+    """Check that all names differ, and that each institution has a device. Raises
+    InvalidExperiment.
+    """
+    if (
+        isinstance(topology.institutions, list)
+        or isinstance(topology.devices, list)
+        or topology.members
+    ):
         _check_names(topology)
-    institutions, devices = _count(topology.institutions), _count(topology.devices)
+    institutions = _count(topology.institutions)
+    devices = _count(topology.devices)
     without = ""
     if topology.members:
         without = next((name for name, names in topology.homes().items() if not names), "")
     elif devices < max(1, institutions):
         without = topology.institution_names()[0] if institutions else CLOUD
     if without:
-        problem, remedy = f"{without} would have no device", "Use at least one device per institution."
+        problem = f"{without} would have no device"
+        remedy = "Use at least one device per institution."
         raise InvalidExperiment("topology.devices", devices, problem, remedy)
 
 
-def topology_of(nodes: Sequence[PresentNode], *, unfit: int = 0) -> tuple[dict[str, Any], list[str]]:
-    """Return the `topology` table of the nodes that are there, and one line for each node that has no place in it.
+def topology_of(
+    nodes: Sequence[PresentNode], *, unfit: int = 0
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the `topology` table of the nodes that are there, and one line for each node that has
+    no place in it.
 
-    All institutions with a device and all devices whose parent is there take part. Names are in the order of their
-    numbers, device-2 before device-10. `unfit`: how many others are there and cannot take part, as was reported. Raises
-    DuplicateName; InvalidExperiment if no device could take part, or if the lab has no form of one or two tiers.
+    All institutions with a device and all devices whose parent is there take part. Names are in the
+    order of their numbers, device-2 before device-10. `unfit`: how many others are there and cannot
+    take part, as was reported. Raises DuplicateName; InvalidExperiment if no device could take
+    part, or if the lab has no form of one or two tiers.
     """
     for name, count in Counter(n.name for n in nodes).items():
         if count > 1:
             hosts = " and ".join(n.host for n in nodes if n.name == name)
-            raise DuplicateName(f"{count} nodes of the lab are called {name!r}, on {hosts}. Give each its own name.")
+            raise DuplicateName(
+                f"{count} nodes of the lab are called {name!r}, on {hosts}. Give each its own name."
+            )
     institutions = [n for n in _in_order(nodes) if n.role == "institution"]
     devices = [n for n in _in_order(nodes) if n.role == "device"]
     names = {n.name for n in institutions}
@@ -220,7 +275,10 @@ def topology_of(nodes: Sequence[PresentNode], *, unfit: int = 0) -> tuple[dict[s
         if n.parent in names:
             problem = f"{n.name} is below {n.parent}, so the lab has more than two tiers"
             raise InvalidExperiment("topology", LAB, problem, "Describe it by [[tiers]].")
-    below: dict[str, list[str]] = {CLOUD: [], **{n.name: [] for n in institutions if n.parent == CLOUD}}
+    below: dict[str, list[str]] = {
+        CLOUD: [],
+        **{n.name: [] for n in institutions if n.parent == CLOUD},
+    }
     left_out = []
     for n in (*institutions, *devices):
         if n.parent not in below:
@@ -228,22 +286,33 @@ def topology_of(nodes: Sequence[PresentNode], *, unfit: int = 0) -> tuple[dict[s
         elif n.role == "device":
             below[n.parent].append(n.name)
     direct = below.pop(CLOUD)
-    left_out += [f"{name} is left out: it has no device" for name, each in below.items() if not each]
+    left_out += [
+        f"{name} is left out: it has no device" for name, each in below.items() if not each
+    ]
     members = {name: each for name, each in below.items() if each}
     if direct and members:
-        problem = f"some devices are below institutions, others below the cloud ({', '.join(direct[:LISTED_MOST])})"
-        raise InvalidExperiment("topology", LAB, problem, "Start all with an institution as --parent, or none.")
+        problem = (
+            "some devices are below institutions, others below the cloud "
+            f"({', '.join(direct[:LISTED_MOST])})"
+        )
+        raise InvalidExperiment(
+            "topology", LAB, problem, "Start all with an institution as --parent, or none."
+        )
     if direct:
         return {"institutions": 0, "devices": direct}, left_out
     if not members:
-        remedy = f"Fix what is left out as above: {counted(unfit, 'nodes')}." if unfit else "Start devices first."
+        if unfit:
+            remedy = f"Fix what is left out as above: {counted(unfit, 'nodes')}."
+        else:
+            remedy = "Start devices first."
         raise InvalidExperiment("topology", LAB, "no device is there that could take part", remedy)
     taking_part = [n.name for n in devices if n.parent in members]
     return {"institutions": list(members), "devices": taking_part, "members": members}, left_out
 
 
 def _check_names(topology: Topology) -> None:
-    institutions, devices = topology.institution_names(), topology.device_names()
+    institutions = topology.institution_names()
+    devices = topology.device_names()
     if topology.institutions == []:
         remedy = "Use at least one institution, or 0 for a cloud and devices."
         raise InvalidExperiment("topology.institutions", [], "no institution", remedy)
@@ -258,37 +327,56 @@ def _check_names(topology: Topology) -> None:
             raise InvalidExperiment("topology", name, problem, "Give every node its own name.")
     children = topology.homes()
     for unknown in (name for name in topology.members if name not in children):
-        key, remedy = f"topology.members.{unknown}", f"Use one of topology.institutions: {', '.join(institutions)}."
+        key = f"topology.members.{unknown}"
+        remedy = f"Use one of topology.institutions: {', '.join(institutions)}."
         remedy = remedy if institutions else "Remove it."
-        raise InvalidExperiment(key, topology.members[unknown], "no institution has this name", remedy)
+        raise InvalidExperiment(
+            key, topology.members[unknown], "no institution has this name", remedy
+        )
     homes = Counter(device for members in children.values() for device in members)
     for device in devices if institutions else ():
         if homes[device] != 1:
-            problem = "is in no institution" if device not in homes else "is in more than one institution"
-            raise InvalidExperiment("topology.members", device, problem, "List each device in exactly one institution.")
+            if device not in homes:
+                problem = "is in no institution"
+            else:
+                problem = "is in more than one institution"
+            raise InvalidExperiment(
+                "topology.members", device, problem, "List each device in exactly one institution."
+            )
     for device in homes.keys() - set(devices):
-        raise InvalidExperiment("topology.members", device, "not a device of topology.devices", "Add it there.")
+        raise InvalidExperiment(
+            "topology.members", device, "not a device of topology.devices", "Add it there."
+        )
 
 
 def _count(given: int | list[str]) -> int:
-    return given if isinstance(given, int) else len(given)
+    if isinstance(given, int):
+        return given
+    return len(given)
 
 
 def _names(kind: str, given: int | list[str]) -> list[str]:
-    return [f"{kind}-{i}" for i in range(given)] if isinstance(given, int) else list(given)
+    if isinstance(given, int):
+        return [f"{kind}-{i}" for i in range(given)]
+    return list(given)
 
 
 def _in_order(nodes: Iterable[PresentNode]) -> list[PresentNode]:
     """Return nodes by name, numbers in names compared as numbers."""
 
     def parts(node: PresentNode) -> list[tuple[int, str]]:
-        return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"([0-9]+)", node.name)]
+        return [
+            (int(part), "") if part.isdigit() else (-1, part)
+            for part in re.split(r"([0-9]+)", node.name)
+        ]
 
     return sorted(nodes, key=parts)
 
 
 def _children(given: int | list[str], members: Mapping[str, list[str]]) -> dict[str, Any]:
-    return {"members": members} if members else {"number": _count(given)}
+    if members:
+        return {"members": members}
+    return {"number": _count(given)}
 
 
 def _values(table: type[SettingsTable], found: SettingsTable) -> dict[str, Any]:
@@ -300,7 +388,8 @@ def _difference(key: str, found: object, default: object) -> tuple[str, object]:
     """Return the first key below a table that is not its default, and the value there."""
     if isinstance(found, SettingsTable) and type(found) is type(default):
         for name in type(found).model_fields:
-            one, other = getattr(found, name), getattr(default, name)
+            one = getattr(found, name)
+            other = getattr(default, name)
             if one != other:
                 return _difference(f"{key}.{name}", one, other)
     if isinstance(found, SettingsTable):  # of another name, as rules and selectors have one

@@ -45,8 +45,12 @@ class Finding:
     note: ShortText
 
 
-def examine_host(folders: Mapping[str, Path], *, learns: bool, proc: Path = Path("/proc")) -> list[Finding]:
-    """Return findings of this machine: `folders` are those written to, by use; `learns`: PyTorch is needed."""
+def examine_host(
+    folders: Mapping[str, Path], *, learns: bool, proc: Path = Path("/proc")
+) -> list[Finding]:
+    """Return findings of this machine: `folders` are those written to, by use; `learns`: PyTorch is
+    needed.
+    """
     found = [*_clock(), *_memory(proc)]
     found += [_disk(use, folder) for use, folder in folders.items()]
     return [*found, _torch(needed=learns)]
@@ -62,7 +66,10 @@ def _clock() -> list[Finding]:
     if ask(ctypes.byref(record)) < 0:
         return []
     kept = not record.status & _UNSYNCHRONISED
-    note = "" if kept else "nothing synchronises it: certificates are refused by a wrong clock; install chrony"
+    if kept:
+        note = ""
+    else:
+        note = "nothing synchronises it: certificates are refused by a wrong clock; install chrony"
     return [Finding("clock is synchronised", False, kept, note)]
 
 
@@ -71,15 +78,21 @@ def _memory(proc: Path) -> list[Finding]:
         lines = (proc / "meminfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
-    amounts = {name: 1024 * int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
-    free, total = amounts.get("MemAvailable", 0), amounts.get("MemTotal", 0)
+    amounts = {
+        name: 1024 * int(rest.split()[0])
+        for name, _, rest in (line.partition(":") for line in lines)
+    }
+    free = amounts.get("MemAvailable", 0)
+    total = amounts.get("MemTotal", 0)
     note = f"{free / GB:.1f} of {total / GB:.1f} GB available"
     return [Finding("memory", True, free >= MEMORY_LEAST, note)]
 
 
 def _disk(use: str, folder: Path) -> Finding:
     item = f"disk of {use}"
-    there = next((each for each in (folder, *folder.absolute().parents) if each.exists()), Path("/"))
+    there = next(
+        (each for each in (folder, *folder.absolute().parents) if each.exists()), Path("/")
+    )
     try:
         free = shutil.disk_usage(there).free
     except OSError as error:
@@ -87,7 +100,9 @@ def _disk(use: str, folder: Path) -> Finding:
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
         return Finding(item, True, False, f"{there} is not writable for this user")
     room = free >= DISK_LEAST
-    return Finding(item, True, room, f"{free / GB:.1f} GB free at {there}" + ("" if room else ": make room"))
+    return Finding(
+        item, True, room, f"{free / GB:.1f} GB free at {there}" + ("" if room else ": make room")
+    )
 
 
 def _torch(*, needed: bool) -> Finding:

@@ -1,4 +1,6 @@
-"""Files of this machine: folders that belong to one user, writes that survive a power loss, and their errors."""
+"""Files of this machine: folders that belong to one user, writes that survive a power loss, and
+their errors.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,11 @@ from fedstrata.common.errors import StorageFailed
 PARTIAL: Final = ".partial"
 TEXT_MB: Final = 1  # of a file of the user's that is read as a whole
 RETRY_S: Final = 1.0
-_MARKS: Final = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
+_MARKS: Final = {
+    codecs.BOM_UTF8: "utf-8-sig",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
 _OTHERS_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 _ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 _DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE)
@@ -29,8 +35,8 @@ _OTHER_KIND: Final = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, e
 def private_folder(path: Path) -> None:
     """Create a folder that only this user can read, mode 0700, or check an existing one.
 
-    Raises OSError, also if it is a symbolic link, belongs to another user, or can be written by others: they could
-    replace the files in it.
+    Raises OSError, also if it is a symbolic link, belongs to another user, or can be written by
+    others: they could replace the files in it.
     """
     with suppress(FileExistsError):
         path.mkdir(mode=0o700, parents=True)
@@ -40,14 +46,20 @@ def private_folder(path: Path) -> None:
     if not stat.S_ISDIR(found.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, "not a folder", str(path))
     if found.st_uid != os.geteuid():
-        raise PermissionError(errno.EPERM, f"it belongs to another user, uid {found.st_uid}", str(path))
+        raise PermissionError(
+            errno.EPERM, f"it belongs to another user, uid {found.st_uid}", str(path)
+        )
     if found.st_mode & _OTHERS_WRITE:
         mode = stat.S_IMODE(found.st_mode)
-        raise PermissionError(errno.EPERM, f"other users can write there, mode {mode:04o}", str(path))
+        raise PermissionError(
+            errno.EPERM, f"other users can write there, mode {mode:04o}", str(path)
+        )
 
 
 def private(path: str, flags: int) -> int:
-    """Open a file that only this user can read, mode 0600; the `opener` of `open`. Symbolic links are an OSError."""
+    """Open a file that only this user can read, mode 0600; the `opener` of `open`. Symbolic links
+    are an OSError.
+    """
     return os.open(path, flags | os.O_NOFOLLOW, 0o600)
 
 
@@ -61,16 +73,20 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file of the user's: UTF-8, or as its byte order mark has it, which editors on Windows write.
+    """Return the text of a file of the user's: UTF-8, or as its byte order mark has it, which
+    editors on Windows write.
 
-    Raises OSError, also if it is longer than any such file, which may have no end; UnicodeDecodeError.
+    Raises OSError, also if it is longer than any such file, which may have no end;
+    UnicodeDecodeError.
     """
     most = TEXT_MB << 20
     with path.open("rb") as file:
         content = file.read(most + 1)
     if len(content) > most:
         raise OSError(errno.EFBIG, f"larger than {TEXT_MB} MB", str(path))
-    return content.decode(next((codec for mark, codec in _MARKS.items() if content.startswith(mark)), "utf-8"))
+    return content.decode(
+        next((codec for mark, codec in _MARKS.items() if content.startswith(mark)), "utf-8")
+    )
 
 
 @contextmanager
@@ -83,7 +99,9 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def check_writable(path: Path) -> None:
-    """Make a file's folder, and check that it can be written, before the work that fills it. Raises StorageFailed."""
+    """Make a file's folder, and check that it can be written, before the work that fills it. Raises
+    StorageFailed.
+    """
     there = path.exists()
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,7 +123,10 @@ def failure(error: OSError, path: Path) -> StorageFailed:
     elif error.errno in _READ_ONLY:
         remedy = "Make that folder writable."
     elif error.errno in _DESCRIPTORS:
-        remedy = "Let this process have more open files and connections: ulimit -n, or LimitNOFILE of its service."
+        remedy = (
+            "Let this process have more open files and connections: ulimit -n, or "
+            "LimitNOFILE of its service."
+        )
     elif error.errno in _OTHER_KIND:
         remedy = "Name another place, in a folder that exists."
     return StorageFailed("file", str(path), error.strerror or str(error), remedy)
@@ -115,7 +136,8 @@ def failure(error: OSError, path: Path) -> StorageFailed:
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """Yield a new file that replaces `path` when the `with` block ends, completely or not at all.
 
-    That holds for a power loss, too: the content is on the disk before the name. Raises StorageFailed.
+    That holds for a power loss, too: the content is on the disk before the name. Raises
+    StorageFailed.
     """
     partial = path.with_name(path.name + PARTIAL)
     with writing(path):
@@ -133,7 +155,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder, if there is one, whatever own code has made of the modes in it. Raises OSError."""
+    """Remove a folder, if there is one, whatever own code has made of the modes in it. Raises
+    OSError.
+    """
     if not os.path.lexists(path):
         return
     if path.is_symlink() or not path.is_dir():
@@ -170,7 +194,8 @@ def sync(path: Path) -> None:
 async def until_written(
     write: Callable[[], Awaitable[None]], *, patience_s: float, warn: Callable[[str], None]
 ) -> None:
-    """Call `write` until it succeeds, with one warning: the run waits for room instead of losing what it has computed.
+    """Call `write` until it succeeds, with one warning: the run waits for room instead of losing
+    what it has computed.
 
     Raises its last StorageFailed after `patience_s`.
     """

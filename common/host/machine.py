@@ -1,4 +1,5 @@
-"""CPU, memory, temperature, energy and disk of the host, from Linux's /proc and /sys; absent where unknown.
+"""CPU, memory, temperature, energy and disk of the host, from Linux's /proc and /sys; absent where
+unknown.
 
 And what other processes take of this machine while something is measured on it.
 """
@@ -22,7 +23,8 @@ from fedstrata.common.host.energy import EnergyMeter, PlugMeter, pmic, text_of
 from fedstrata.common.host.nvidia import Gpu, Gpus
 from fedstrata.common.metrics import Metrics, Reading
 
-MODES: Final = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")  # of /proc/stat, in its order
+# of /proc/stat, in its order
+MODES: Final = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")
 IDLE: Final = ("idle", "iowait")
 GPU: Final[Mapping[str, Callable[[Gpu], float | None]]] = {
     "gpu_memory_bytes": attrgetter("memory_bytes"),
@@ -33,9 +35,14 @@ GPU: Final[Mapping[str, Callable[[Gpu], float | None]]] = {
 
 
 def export_machine(
-    metrics: Metrics, *, folders: Mapping[str, Path] | None = None, proc: Path = Path("/proc"), sys: Path = Path("/sys")
+    metrics: Metrics,
+    *,
+    folders: Mapping[str, Path] | None = None,
+    proc: Path = Path("/proc"),
+    sys: Path = Path("/sys"),
 ) -> None:
-    """Export the metrics of this process, its host and the host's GPUs, as far as this platform provides them.
+    """Export the metrics of this process, its host and the host's GPUs, as far as this platform
+    provides them.
 
     `folders`: those whose disk usage is exported, by what they hold.
     """
@@ -71,12 +78,16 @@ def available_bytes(proc: Path = Path("/proc")) -> float | None:
 def hottest_celsius(gpus: Gpus | None, sys: Path = Path("/sys")) -> float | None:
     """Return the highest temperature of the host's sensors and GPUs, None without any."""
     found = [celsius for _, celsius in _temperatures(sys)]
-    found += [gpu.celsius for gpu in (() if gpus is None else gpus.states()) if gpu.celsius is not None]
+    found += [
+        gpu.celsius for gpu in (() if gpus is None else gpus.states()) if gpu.celsius is not None
+    ]
     return max(found, default=None)
 
 
 def _processes(proc: Path) -> Iterator[Path]:
-    """Yield the folders of this process and of all its descendants, except those that end meanwhile."""
+    """Yield the folders of this process and of all its descendants, except those that end
+    meanwhile.
+    """
     left = [proc / "self"]
     while left:
         folder = left.pop()
@@ -93,10 +104,13 @@ class _CpuTime:
         self._most = 0.0
 
     def read(self) -> Reading:
-        """Return the time in seconds, never less than before: a child may end between two reads of the files."""
+        """Return the time in seconds, never less than before: a child may end between two reads of
+        the files.
+        """
         ticks = 0
         for folder in _processes(self._proc):
-            fields = text_of(folder / "stat").rpartition(")")[2].split()  # a name may contain spaces and brackets
+            # a name may contain spaces and brackets
+            fields = text_of(folder / "stat").rpartition(")")[2].split()
             ticks += sum(map(int, fields[11:15]))
         self._most = max(self._most, ticks / os.sysconf("SC_CLK_TCK"))
         return [((), self._most)]
@@ -109,7 +123,10 @@ def _resident_bytes(proc: Path) -> int:
 
 def _host_cpu(proc: Path) -> Reading:
     ticks = text_of(proc / "stat").partition("\n")[0].split()[1:]
-    return [((mode,), int(count) / os.sysconf("SC_CLK_TCK")) for mode, count in zip(MODES, ticks, strict=False)]
+    return [
+        ((mode,), int(count) / os.sysconf("SC_CLK_TCK"))
+        for mode, count in zip(MODES, ticks, strict=False)
+    ]
 
 
 def _memory(proc: Path, key: str) -> Reading:
@@ -126,7 +143,9 @@ def _temperatures(sys: Path) -> Reading:
         millidegrees = text_of(zone / "temp")
         if zone.name.startswith("thermal_zone") and millidegrees.lstrip("-").isdecimal():
             name = text_of(zone / "type") or zone.name
-            found[name if (name,) not in found else f"{name} {zone.name}",] = int(millidegrees) / 1000
+            found[name if (name,) not in found else f"{name} {zone.name}",] = (
+                int(millidegrees) / 1000
+            )
     return found.items()
 
 
@@ -134,8 +153,12 @@ def _of_gpus(gpus: Gpus, read: Callable[[Gpu], float | None]) -> Reading:
     return [((str(gpu.index),), value) for gpu in gpus.states() if (value := read(gpu)) is not None]
 
 
-def _of_folders(usages: Mapping[str, FolderUsage], read: Callable[[FolderUsage], int | None]) -> Reading:
-    return [((name,), value) for name, usage in usages.items() if (value := read(usage)) is not None]
+def _of_folders(
+    usages: Mapping[str, FolderUsage], read: Callable[[FolderUsage], int | None]
+) -> Reading:
+    return [
+        ((name,), value) for name, usage in usages.items() if (value := read(usage)) is not None
+    ]
 
 
 def _listed(folder: Path) -> list[Path]:
@@ -151,10 +174,13 @@ BLOCK_BYTES: Final = 512  # of st_blocks, by POSIX
 
 
 class FolderUsage:
-    """The bytes of a folder's files on disk, counted from time to time, and the free bytes of its file system."""
+    """The bytes of a folder's files on disk, counted from time to time, and the free bytes of its
+    file system.
+    """
 
     def __init__(self, folder: Path, now: Callable[[], float] = time.monotonic) -> None:
-        self._folder, self._now = folder, now
+        self._folder = folder
+        self._now = now
         self._used: int | None = None
         self._next = -float("inf")
         self._counting = Lock()  # by one thread at a time; others get the last count
@@ -166,13 +192,18 @@ class FolderUsage:
                 begun = self._now()
                 self._used = _bytes_below(self._folder) if self._folder.is_dir() else None
                 took_s = self._now() - begun
-                self._next = begun + max(REST_S, REST_RATIO * took_s) if self._used is not None else begun
+                if self._used is not None:
+                    self._next = begun + max(REST_S, REST_RATIO * took_s)
+                else:
+                    self._next = begun
             finally:
                 self._counting.release()
         return self._used
 
     def free_bytes(self) -> int | None:
-        """Return the bytes that this user can still write to its file system, None if there is no folder."""
+        """Return the bytes that this user can still write to its file system, None if there is no
+        folder.
+        """
         try:
             found = os.statvfs(self._folder)
         except OSError:
@@ -181,8 +212,11 @@ class FolderUsage:
 
 
 def _bytes_below(folder: Path) -> int:
-    """Return the bytes of all files below a folder, except those that cannot be read or disappear meanwhile."""
-    count, left = 0, [str(folder)]
+    """Return the bytes of all files below a folder, except those that cannot be read or disappear
+    meanwhile.
+    """
+    count = 0
+    left = [str(folder)]
     while left:
         try:
             with os.scandir(left.pop()) as entries:
@@ -210,7 +244,9 @@ class MachineLoad:
 
 
 class LoadMeter:
-    """Measures the load from its construction on. `own`: CPU seconds of this process and of its ended children."""
+    """Measures the load from its construction on. `own`: CPU seconds of this process and of its
+    ended children.
+    """
 
     def __init__(
         self,
@@ -228,7 +264,8 @@ class LoadMeter:
     def read(self) -> MachineLoad:
         """Return the load since the construction."""
         start, busy_s, own_s = self._start
-        now_s, passed = self._busy_s(), self._clock() - start
+        now_s = self._busy_s()
+        passed = self._clock() - start
         others = None
         if busy_s is not None and now_s is not None and passed > 0:
             others = max(0.0, now_s - busy_s - (self._own() - own_s)) / passed
@@ -237,4 +274,6 @@ class LoadMeter:
     def _busy_s(self) -> float | None:
         """Return the seconds that all cores were busy, also for other guests of the same host."""
         busy_s = [seconds for (mode,), seconds in _host_cpu(self._proc) if mode not in IDLE]
-        return math.fsum(busy_s) if busy_s else None
+        if busy_s:
+            return math.fsum(busy_s)
+        return None

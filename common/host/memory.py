@@ -1,7 +1,8 @@
 """Reuse of large buffers in the heap, and imports without garbage collection.
 
-glibc returns every large buffer to the kernel when it is freed, so each new one causes page faults for all its pages.
-These are the largest single cost of transferring models. Drawback: resident memory stays at its peak.
+glibc returns every large buffer to the kernel when it is freed, so each new one causes page faults
+for all its pages. These are the largest single cost of transferring models. Drawback: resident
+memory stays at its peak.
 """
 
 from __future__ import annotations
@@ -26,12 +27,16 @@ _MMAP_MAX: Final = -4
 def keep_large_buffers() -> bool:
     """Make glibc's malloc reuse large buffers; return whether it accepted all options.
 
-    Call it once at the start of a process. FEDSTRATA_MALLOC=system leaves malloc unchanged, as do other C libraries.
+    Call it once at the start of a process. FEDSTRATA_MALLOC=system leaves malloc unchanged, as do
+    other C libraries.
     """
     if os.environ.get("FEDSTRATA_MALLOC") == "system" or platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    return all(mallopt(*option) for option in ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, 1 << 30), (_TOP_PAD, 16 << 20)))
+    return all(
+        mallopt(*option)
+        for option in ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, 1 << 30), (_TOP_PAD, 16 << 20))
+    )
 
 
 def release_freed() -> None:
@@ -41,23 +46,29 @@ def release_freed() -> None:
 
 
 def peak_bytes(proc: Path = Path("/proc")) -> int | None:
-    """Return the most memory that was resident in this process since it began, None where it is not known.
+    """Return the most memory that was resident in this process since it began, None where it is not
+    known.
 
     `getrusage` would also count what the parent had when it started this process.
     """
     try:
-        with open(proc / "self" / "status", "rb", buffering=0) as status:  # after each training: no text is decoded
+        # after each training: no text is decoded
+        with open(proc / "self" / "status", "rb", buffering=0) as status:
             found = re.search(rb"^VmHWM:\s*(\d+) kB$", status.read(), re.MULTILINE)
     except OSError:
         return None
-    return None if found is None else 1024 * int(found[1])
+    if found is None:
+        return None
+    return 1024 * int(found[1])
 
 
 @contextmanager
 def frozen_imports() -> Iterator[None]:
-    """Import large libraries with garbage collection off; later collections skip all objects that then exist.
+    """Import large libraries with garbage collection off; later collections skip all objects that
+    then exist.
 
-    For the start of a process. Collections take a tenth of the time of importing torch and find no garbage.
+    For the start of a process. Collections take a tenth of the time of importing torch and find no
+    garbage.
     """
     gc.disable()
     try:

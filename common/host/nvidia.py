@@ -1,7 +1,7 @@
 """NVIDIA GPUs by NVML, the library of the driver: needs no GPU context and no Python package.
 
-Declarations follow nvml.h of CUDA 12. The functions and structures used here, but for the energy, exist in every driver
-since 2013.
+Declarations follow nvml.h of CUDA 12. The functions and structures used here, but for the energy,
+exist in every driver since 2013.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ _TEMPERATURE_OF_CHIP: Final = 0
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU's state; `busy`: the fraction of the last sample period in which it had work. None = unknown."""
+    """A GPU's state; `busy`: the fraction of the last sample period in which it had work. None =
+    unknown.
+    """
 
     index: int
     memory_bytes: int | None
@@ -29,7 +31,11 @@ class Gpu:
 
 
 class _Memory(ctypes.Structure):
-    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+    _fields_ = (
+        ("total", ctypes.c_ulonglong),
+        ("free", ctypes.c_ulonglong),
+        ("used", ctypes.c_ulonglong),
+    )
 
 
 class _Utilization(ctypes.Structure):
@@ -43,7 +49,10 @@ class Gpus:
         self._library = library
         self._handles: list[ctypes.c_void_p] = []
         count = ctypes.c_uint()
-        if library.nvmlInit_v2() == _SUCCESS and library.nvmlDeviceGetCount_v2(ctypes.byref(count)) == _SUCCESS:
+        if (
+            library.nvmlInit_v2() == _SUCCESS
+            and library.nvmlDeviceGetCount_v2(ctypes.byref(count)) == _SUCCESS
+        ):
             for index in range(count.value):
                 handle = ctypes.c_void_p()
                 if library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) == _SUCCESS:
@@ -54,12 +63,19 @@ class Gpus:
         return [self._state(index, handle) for index, handle in enumerate(self._handles)]
 
     def _state(self, index: int, handle: ctypes.c_void_p) -> Gpu:
-        memory, used, celsius, millijoules = _Memory(), _Utilization(), ctypes.c_uint(), ctypes.c_ulonglong()
-        library, by = self._library, ctypes.byref
+        memory = _Memory()
+        used = _Utilization()
+        celsius = ctypes.c_uint()
+        millijoules = ctypes.c_ulonglong()
+        library = self._library
+        by = ctypes.byref
         has_memory = library.nvmlDeviceGetMemoryInfo(handle, by(memory)) == _SUCCESS
         has_use = library.nvmlDeviceGetUtilizationRates(handle, by(used)) == _SUCCESS
-        warm = library.nvmlDeviceGetTemperature(handle, _TEMPERATURE_OF_CHIP, by(celsius)) == _SUCCESS
-        energy = getattr(library, "nvmlDeviceGetTotalEnergyConsumption", None)  # not in every driver
+        warm = (
+            library.nvmlDeviceGetTemperature(handle, _TEMPERATURE_OF_CHIP, by(celsius)) == _SUCCESS
+        )
+        # not in every driver
+        energy = getattr(library, "nvmlDeviceGetTotalEnergyConsumption", None)
         counts = energy is not None and energy(handle, by(millijoules)) == _SUCCESS
         return Gpu(
             index,

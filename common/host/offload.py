@@ -15,12 +15,15 @@ _T = TypeVar("_T")
 
 
 async def offload(
-    function: Callable[[], _T], *, executor: Executor | None = None, cancel: Callable[[], None] = lambda: None
+    function: Callable[[], _T],
+    *,
+    executor: Executor | None = None,
+    cancel: Callable[[], None] = lambda: None,
 ) -> _T:
     """Run a function in a thread and return its result.
 
-    If the caller is cancelled, `cancel` is called and the call still waits for the function's end, because the function
-    reads and writes the caller's buffers.
+    If the caller is cancelled, `cancel` is called and the call still waits for the function's end,
+    because the function reads and writes the caller's buffers.
     """
     running = asyncio.get_running_loop().run_in_executor(executor, function)
     try:
@@ -35,7 +38,9 @@ async def offload(
 
 @asynccontextmanager
 async def beside(work: Coroutine[Any, Any, _T], *, name: str) -> AsyncIterator[asyncio.Task[_T]]:
-    """Run a coroutine as a task while the `with` block lasts, then cancel it; an unexpected error of it is logged."""
+    """Run a coroutine as a task while the `with` block lasts, then cancel it; an unexpected error
+    of it is logged.
+    """
     task = asyncio.create_task(work, name=name)
     try:
         yield task

@@ -13,8 +13,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-# Run by a bare interpreter that then becomes the child. A preexec_fn would do the same, but may deadlock in a process
-# with threads. The parent may die before prctl is called, hence the second check of getppid.
+# Run by a bare interpreter that then becomes the child. A preexec_fn would do the same, but may
+# deadlock in a process with threads. The parent may die before prctl is called, hence the second
+# check of getppid.
 _BOUND = """\
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -35,7 +36,9 @@ def python(module: str) -> list[str]:
 
 
 def bound(argv: Sequence[str]) -> list[str]:
-    """Return the command that runs `argv`, whose program is a path, until the calling *thread* ends, on Linux."""
+    """Return the command that runs `argv`, whose program is a path, until the calling *thread*
+    ends, on Linux.
+    """
     if sys.platform != "linux":
         return [*argv]
     return [sys.executable, "-I", "-S", "-c", _BOUND, str(os.getpid()), argv[0], *argv]
@@ -51,15 +54,19 @@ def spawn(
 ) -> subprocess.Popen[bytes]:
     """Start `argv` in its own session with standard input closed, and return the process.
 
-    Both outputs are appended to the file `log`; without one, or with `read_output`, read standard output from
-    `process.stdout`. `env` extends this process's environment. On Linux the kernel kills the child when the calling
-    *thread* ends, however it ends: call from a thread that lives as long as the child should. Raises
+    Both outputs are appended to the file `log`; without one, or with `read_output`, read standard
+    output from `process.stdout`. `env` extends this process's environment. On Linux the kernel
+    kills the child when the calling *thread* ends, however it ends: call from a thread that lives
+    as long as the child should. Raises
     FileNotFoundError if there is no such program.
     """
     program = shutil.which(argv[0])
     if program is None:
         raise FileNotFoundError(f"no program {argv[0]!r} on PATH")
-    errors = subprocess.STDOUT if log is None else os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    if log is None:
+        errors = subprocess.STDOUT
+    else:
+        errors = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         return subprocess.Popen(
             bound([program, *argv[1:]]),
@@ -76,13 +83,17 @@ def spawn(
 
 
 def stop(process: subprocess.Popen[bytes], *, grace_s: float = 5.0) -> int:
-    """Terminate a spawned process, kill its whole session after `grace_s` seconds, and return its exit code."""
+    """Terminate a spawned process, kill its whole session after `grace_s` seconds, and return its
+    exit code.
+    """
     stop_all((process,), grace_s=grace_s)
     return process.returncode
 
 
 def stop_all(processes: Collection[subprocess.Popen[bytes]], *, grace_s: float = 5.0) -> None:
-    """Terminate spawned processes, all at once, and kill the sessions of those that remain after `grace_s` seconds."""
+    """Terminate spawned processes, all at once, and kill the sessions of those that remain after
+    `grace_s` seconds.
+    """
     for process in processes:
         process.terminate()
     deadline = time.monotonic() + grace_s
@@ -97,7 +108,9 @@ def stop_all(processes: Collection[subprocess.Popen[bytes]], *, grace_s: float =
 
 
 def ending_signals() -> list[signal.Signals]:
-    """Return the signals that interrupt a command: SIGHUP, of a closed terminal, unless nohup has it ignored."""
+    """Return the signals that interrupt a command: SIGHUP, of a closed terminal, unless nohup has
+    it ignored.
+    """
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])]
 
@@ -118,7 +131,9 @@ def interruptible() -> Iterator[None]:
 
 
 def free_port() -> int:
-    """Return a TCP port that is free on loopback; another process may still take it before the caller does."""
+    """Return a TCP port that is free on loopback; another process may still take it before the
+    caller does.
+    """
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
     return port

@@ -1,4 +1,6 @@
-"""The processor of this host: which of its instructions decide the last bits of what PyTorch computes."""
+"""The processor of this host: which of its instructions decide the last bits of what PyTorch
+computes.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +16,30 @@ KINDS: Final = (
     ("SVE", frozenset({"sve"})),
     ("NEON", frozenset({"asimd"})),
 )
-# PyTorch and oneDNN use no newer ones than these variables permit; MKL has its own, which only Intel's processors heed.
-LIMITS: Final = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+# PyTorch and oneDNN use no newer ones than these variables permit; MKL has its own, which only
+# Intel's processors heed.
+LIMITS: Final = {
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+}
 
 
-def instructions(proc: Path = Path("/proc"), environment: Mapping[str, str] = os.environ) -> str | None:
+def instructions(
+    proc: Path = Path("/proc"), environment: Mapping[str, str] = os.environ
+) -> str | None:
     """Return the vector instructions that trainings use on this host, None if they are not known.
 
-    They are the processor's; AVX2 where `LIMITS` hold AVX-512 back. The same training with two kinds differs in the
-    last bits, which further training enlarges.
+    They are the processor's; AVX2 where `LIMITS` hold AVX-512 back. The same training with two
+    kinds differs in the last bits, which further training enlarges.
     """
     found = _of_processor(proc)
-    limited = all(environment.get(name, "").lower() == value.lower() for name, value in LIMITS.items())
-    return "AVX2" if limited and found == "AVX-512" else found
+    limited = all(
+        environment.get(name, "").lower() == value.lower() for name, value in LIMITS.items()
+    )
+    if limited and found == "AVX-512":
+        return "AVX2"
+    return found
 
 
 def _of_processor(proc: Path) -> str | None:

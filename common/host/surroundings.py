@@ -1,7 +1,9 @@
-"""The process around own code: what that changes of it is put back, so that nothing else depends on it.
+"""The process around own code: what that changes of it is put back, so that nothing else depends on
+it.
 
-Own code finds its current folder as it left it, and no running event loop, so that it may call `asyncio.run`. If it
-ends the process by `os._exit`, that is an error of it. A child that it forks ends with its call.
+Own code finds its current folder as it left it, and no running event loop, so that it may call
+`asyncio.run`. If it ends the process by `os._exit`, that is an error of it. A child that it forks
+ends with its call.
 """
 
 from __future__ import annotations
@@ -44,9 +46,14 @@ class OwnSurroundings:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Run own code in the `with` block."""
-        thread, process, loop = threading.get_ident(), os.getpid(), events._get_running_loop()
-        here, streams, limit = _folder(), (sys.stdout, sys.stderr), sys.getrecursionlimit()
-        timeout, mask = socket.getdefaulttimeout(), os.umask(0o077)
+        thread = threading.get_ident()
+        process = os.getpid()
+        loop = events._get_running_loop()
+        here = _folder()
+        streams = (sys.stdout, sys.stderr)
+        limit = sys.getrecursionlimit()
+        timeout = socket.getdefaulttimeout()
+        mask = os.umask(0o077)
         os.umask(mask)
         if self._folder:
             with suppress(OSError):  # it has removed it
@@ -76,7 +83,9 @@ class OwnSurroundings:
 
 @contextmanager
 def _descriptors_kept() -> Iterator[None]:
-    """Open the standard descriptors again if the `with` block closes them: other files would take their numbers."""
+    """Open the standard descriptors again if the `with` block closes them: other files would take
+    their numbers.
+    """
     copies = {}
     for number in STANDARD:
         with suppress(OSError):  # a service may have none

@@ -1,4 +1,6 @@
-"""This machine's accelerators according to torch, and the settings and seeds of a process that computes on one."""
+"""This machine's accelerators according to torch, and the settings and seeds of a process that
+computes on one.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +39,18 @@ _T = TypeVar("_T")
 def own_code(experiment: Experiment) -> dict[str, str]:
     """Return the names of what computes with tensors, by key, of fedstrata's own too."""
     training = experiment.training
-    names = {"model.name": experiment.model.name, "training.objective.name": training.objective.name}
+    names = {
+        "model.name": experiment.model.name,
+        "training.objective.name": training.objective.name,
+    }
     if training.own_augmentation is not None:
         names |= {"training.augmentation.name": training.augmentation.name}
     return names | {"training.loss": training.loss}
 
 
 def calls_own_code(method: Callable[Concatenate[_S, _P], _T]) -> Callable[Concatenate[_S, _P], _T]:
-    """Make a method that calls an experiment's model, objective or loss raise InvalidExperiment for own code's errors.
+    """Make a method that calls an experiment's model, objective or loss raise InvalidExperiment for
+    own code's errors.
 
     It raises AcceleratorLost where each later call of the accelerator would fail.
     """
@@ -63,28 +69,38 @@ def calls_own_code(method: Callable[Concatenate[_S, _P], _T]) -> Callable[Concat
 
 
 def accelerators() -> list[str]:
-    """Return the names of this machine's accelerators, the CPU first; `choose` knows which of them are used."""
+    """Return the names of this machine's accelerators, the CPU first; `choose` knows which of them
+    are used.
+    """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     others = {"mps": torch.backends.mps.is_available(), "xpu": torch.xpu.is_available()}
-    return ["cpu", *(f"cuda:{i}" for i in range(gpus)), *(name for name, there in others.items() if there)]
+    return [
+        "cpu",
+        *(f"cuda:{i}" for i in range(gpus)),
+        *(name for name, there in others.items() if there),
+    ]
 
 
 def resolve_accelerator(name: str, *, key: str = OPTION) -> torch.device:
-    """Return the first device selected by 'cpu', 'cuda', 'cuda:N' or 'auto'. Raises InvalidExperiment naming `key`."""
+    """Return the first device selected by 'cpu', 'cuda', 'cuda:N' or 'auto'. Raises
+    InvalidExperiment naming `key`.
+    """
     return torch.device(choose(name, accelerators(), key=key)[0])
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, which has many with torch, or the name of its type without a text."""
+    """Return the first line of an error's text, which has many with torch, or the name of its type
+    without a text.
+    """
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def set_up(accelerator: torch.device, training: TrainingSettings) -> None:
     """Apply an experiment's settings to this thread and its process. Raises InvalidExperiment.
 
-    Sums must not depend on the number of cores, and a call that names no GPU would open a context on the first one. The
-    number of threads and the current GPU are each thread's own, and the process may train for other experiments too. So
-    all is applied before every training.
+    Sums must not depend on the number of cores, and a call that names no GPU would open a context
+    on the first one. The number of threads and the current GPU are each thread's own, and the
+    process may train for other experiments too. So all is applied before every training.
     """
     if accelerator.type == "cpu" and torch.get_num_threads() != 1:
         torch.set_num_threads(1)
@@ -93,7 +109,9 @@ def set_up(accelerator: torch.device, training: TrainingSettings) -> None:
     torch.cuda.set_device(accelerator)
     if training.precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
         name = torch.cuda.get_device_name(accelerator)
-        raise InvalidExperiment("training.precision", "bf16", f"{name} does not support it", "Use fp32.")
+        raise InvalidExperiment(
+            "training.precision", "bf16", f"{name} does not support it", "Use fp32."
+        )
     _set_up_gpu(tf32=training.precision == "tf32", deterministic=training.deterministic)
 
 
@@ -109,7 +127,8 @@ _SEEDING = threading.RLock()  # all threads share these generators
 
 @contextmanager
 def seeded(seed: int, accelerator: torch.device = CPU) -> Iterator[None]:
-    """Seed the generators of torch, numpy and Python that own code may use, for one block of a process at a time.
+    """Seed the generators of torch, numpy and Python that own code may use, for one block of a
+    process at a time.
 
     Those of the CPU are restored.
     """
@@ -129,17 +148,23 @@ def seeded(seed: int, accelerator: torch.device = CPU) -> Iterator[None]:
 
 
 def _set_up_gpu(*, tf32: bool, deterministic: bool) -> None:
-    # Releases of torch before 2.10 look for it at the process's first matrix product, and refuse deterministic ones
-    # later, though it has been set meanwhile.
+    # Releases of torch before 2.10 look for it at the process's first matrix product, and refuse
+    # deterministic ones later, though it has been set meanwhile.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if torch.are_deterministic_algorithms_enabled() != deterministic:  # setting it imports the compiler's settings
+    # setting it imports the compiler's settings
+    if torch.are_deterministic_algorithms_enabled() != deterministic:
         torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.deterministic = deterministic
-    # Once in a process, where the first matrix product is that of a backward pass: autograd's thread has no context
-    # yet, and torch sets it.
-    warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context", UserWarning)
-    # By default torch computes convolutions and recurrent layers in TF32. Of its two interfaces this is the older: it
-    # sets what both return. After the newer one alone, torch's compiler fails where it reads the older.
-    warnings.filterwarnings("ignore", "Please use the new API settings to control TF32", UserWarning)
+    # Once in a process, where the first matrix product is that of a backward pass: autograd's
+    # thread has no context yet, and torch sets it.
+    warnings.filterwarnings(
+        "ignore", "Attempting to run cuBLAS, but there was no current CUDA context", UserWarning
+    )
+    # By default torch computes convolutions and recurrent layers in TF32. Of its two interfaces
+    # this is the older: it sets what both return. After the newer one alone, torch's compiler fails
+    # where it reads the older.
+    warnings.filterwarnings(
+        "ignore", "Please use the new API settings to control TF32", UserWarning
+    )
     torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.backends.cudnn.allow_tf32 = tf32

@@ -1,10 +1,11 @@
 """Data sets, loaded once per process: images as uint8, or float32 with added noise; text as int64.
 
-fedstrata never downloads data: the files are expected below `data.root`, where torchvision or LEAF put them (`readers/`
-has each layout). The processes of a host share larger data sets (`stored.py`).
+fedstrata never downloads data: the files are expected below `data.root`, where torchvision or LEAF
+put them (`readers/` has each layout). The processes of a host share larger data sets (`stored.py`).
 
-Normalised pixels are (pixel * scale - mean) / deviation, with constants for each channel, or feature. One that never
-changes has the deviation 1: that of its rounding errors would make any other value enormous.
+Normalised pixels are (pixel * scale - mean) / deviation, with constants for each channel, or
+feature. One that never changes has the deviation 1: that of its rounding errors would make any
+other value enormous.
 """
 
 from __future__ import annotations
@@ -32,45 +33,73 @@ from fedstrata.common.learning.readers import builtin, folder, leaf
 from fedstrata.common.learning.readers.parts import Labels, Parts, Samples, Targets, read_own, some
 from fedstrata.common.learning.readers.tables import read_csv, read_npz
 from fedstrata.common.randomness import Purpose, generator
-from fedstrata.common.settings.data import FOLDERS, NONE, NUMBERS, OWN, PUBLISHED, WITH_USERS, Data, is_csv, is_table
+from fedstrata.common.settings.data import (
+    FOLDERS,
+    NONE,
+    NUMBERS,
+    OWN,
+    PUBLISHED,
+    WITH_USERS,
+    Data,
+    is_csv,
+    is_table,
+)
 from fedstrata.common.settings.own import is_own
 from fedstrata.common.settings.topology import CLOUD
 
 Constants: TypeAlias = tuple[tuple[float, ...], tuple[float, ...]]
 Normalise = Callable[[Tensor], Tensor]
 BLOCK_SAMPLES: Final = 1_000  # converted to float64 at once
-DIGITS: Final = 4  # significant ones, as published constants have: sums differ in the last bits between machines
-ROUNDING: Final = 2.0**-23  # the deviation, as a part of the mean, up to which it is float32's rounding alone
+# significant ones, as published constants have: sums differ in the last bits between machines
+DIGITS: Final = 4
+# the deviation, as a part of the mean, up to which it is float32's rounding alone
+ROUNDING: Final = 2.0**-23
 
 # Keys that determine the split, or how samples are normalised, not the samples.
 _NOT_OF_SAMPLES: Final = {
-    "root", "partition", "concentration", "shards", "within", "within_concentration", "min_samples", "partition_size",
-    "node_samples", "bins", "normalise",
-}  # fmt: skip
+    "root",
+    "partition",
+    "concentration",
+    "shards",
+    "within",
+    "within_concentration",
+    "min_samples",
+    "partition_size",
+    "node_samples",
+    "bins",
+    "normalise",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Normaliser:
-    """Normalisation of raw samples on one device: value * factor + offset, per channel or feature."""
+    """Normalisation of raw samples on one device: value * factor + offset, per channel or
+    feature.
+    """
 
     factor: Tensor
     offset: Tensor
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Return uint8 or float32 [B, C, ...] as normalised float32 of the same shape, on the same device."""
+        """Return uint8 or float32 [B, C, ...] as normalised float32 of the same shape, on the same
+        device.
+        """
         return images.mul(self.factor).add_(self.offset)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dataset:
-    """Samples and labels, int64 [N] or float32 [N, T], all on the CPU and shared: never write into them.
+    """Samples and labels, int64 [N] or float32 [N, T], all on the CPU and shared: never write into
+    them.
 
-    Samples are images, uint8 or, with noise, float32 [N, C, H, W]; or texts, uint8, int32 or int64 [N, L], with
-    values below `tokens` (0 = images); or of tables and own data float32 [N, ...]. `scale` maps a pixel into [0,
-    1]; `mean` and `std` are per channel or feature, or one for all, after scaling (`data.normalise`). If the
-    samples have users, `owners` int64 [N] are the indices in `users` of the training samples' users, and if they
-    have some `test_owners` of the test samples', -1 for one without training samples. `notes`: what the user should
-    know of the files, a line each; one node of a run shows them.
+    Samples are images, uint8 or, with noise, float32 [N, C, H, W]; or texts, uint8, int32 or int64
+    [N, L], with values below `tokens` (0 = images); or of tables and own data float32 [N, ...].
+    `scale` maps a pixel into [0,
+    1]; `mean` and `std` are per channel or feature, or one for all, after scaling
+    (`data.normalise`). If the samples have users, `owners` int64 [N] are the indices in `users` of
+    the training samples' users, and if they have some `test_owners` of the test samples', -1 for
+    one without training samples. `notes`: what the user should know of the files, a line each; one
+    node of a run shows them.
     """
 
     train_images: Tensor
@@ -94,7 +123,8 @@ class Dataset:
         return Inputs(tuple(self.train_images.shape[1:]), self.classes, self.tokens, numbers)
 
     def normaliser(self, device: torch.device | str = "cpu") -> Normalise:
-        """Return (pixel * scale - mean) / std as a function for images on the device; texts become int64.
+        """Return (pixel * scale - mean) / std as a function for images on the device; texts become
+        int64.
 
         It returns new tensors always: a user's own model may write into what it is given.
         """
@@ -102,19 +132,23 @@ class Dataset:
             return partial(torch.Tensor.to, dtype=torch.int64, copy=True)
         if (self.scale, self.mean, self.std) == (_AS_IT_IS.scale, _AS_IT_IS.mean, _AS_IT_IS.std):
             return torch.clone
-        mean, std = torch.tensor(self.mean, dtype=torch.float64), torch.tensor(self.std, dtype=torch.float64)
-        factor, offset = self.scale / std, -mean / std
+        mean = torch.tensor(self.mean, dtype=torch.float64)
+        std = torch.tensor(self.std, dtype=torch.float64)
+        factor = self.scale / std
+        offset = -mean / std
         shape = (len(self.mean), *(1 for _ in self.inputs.shape[1:]))
         return Normaliser(
-            factor.to(device, torch.float32).reshape(shape), offset.to(device, torch.float32).reshape(shape)
+            factor.to(device, torch.float32).reshape(shape),
+            offset.to(device, torch.float32).reshape(shape),
         )
 
 
 def load(data: Data, *, node: str = CLOUD) -> Dataset:
     """Return the node's data set; callers in this process with the same files share one object.
 
-    Of private data a device has only training samples, the cloud only test samples. Raises InvalidExperiment naming the
-    files that are missing or damaged, and the command that fetches them.
+    Of private data a device has only training samples, the cloud only test samples. Raises
+    InvalidExperiment naming the files that are missing or damaged, and the command that fetches
+    them.
     """
     root = data.root.replace("{node}", node)
     reader = CLOUD if not data.private or node == CLOUD else node if is_own(data.dataset) else ""
@@ -122,13 +156,15 @@ def load(data: Data, *, node: str = CLOUD) -> Dataset:
         return _load(data.model_dump_json(), root, reader)
 
 
-_LOADING = threading.Lock()  # lru_cache alone would allow several devices to load the same files at once
+# lru_cache alone would allow several devices to load the same files at once
+_LOADING = threading.Lock()
 
 
 @lru_cache(maxsize=2)
 def _load(data_json: str, root: str, reader: str) -> Dataset:
     """`reader`: the node that reads, "" for any device."""
-    data, place = Data.model_validate_json(data_json), Path(root)
+    data = Data.model_validate_json(data_json)
+    place = Path(root)
     files = list(_files(data, place, reader))
     make = partial(_make_stored, data, place, reader)
     if _size(data, files) < stored.SMALL_BYTES:
@@ -136,10 +172,14 @@ def _load(data_json: str, root: str, reader: str) -> Dataset:
     return _dataset(data, stored.shared(_digest(data, files, reader), make))
 
 
-def load_user(data: Data, user: int, *, devices: int, node: str = CLOUD) -> tuple[Dataset, str] | None:
-    """Return the samples of one user alone, and the digest of the split of the first users, one for each of `devices`.
+def load_user(
+    data: Data, user: int, *, devices: int, node: str = CLOUD
+) -> tuple[Dataset, str] | None:
+    """Return the samples of one user alone, and the digest of the split of the first users, one for
+    each of `devices`.
 
-    None for a small set, and where they need the samples of others, too: `load` has all. Raises InvalidExperiment.
+    None for a small set, and where they need the samples of others, too: `load` has all. Raises
+    InvalidExperiment.
     """
     if data.dataset not in WITH_USERS or data.partition != "natural" or data.node_samples:
         return None
@@ -158,13 +198,16 @@ def load_user(data: Data, user: int, *, devices: int, node: str = CLOUD) -> tupl
         return None  # `load` creates a damaged file again
     tensors, facts = found
     alone = stored.Stored(tensors, {**facts, "users": [facts["users"][user]], "notes": []})
-    return None if digest is None else (_dataset(data, alone), digest)
+    if digest is None:
+        return None
+    return (_dataset(data, alone), digest)
 
 
 def _digest(data: Data, files: list[Path], reader: str) -> str:
     """Return the digest of a stored set."""
     what = data.model_dump(mode="json", exclude=_NOT_OF_SAMPLES)
-    code = Path(readers.__file__).parent.rglob("*.py")  # another release may read the files differently
+    # another release may read the files differently
+    code = Path(readers.__file__).parent.rglob("*.py")
     return stored.digest_of([what, reader, np.__version__], [*files, *code])
 
 
@@ -173,9 +216,15 @@ def _files(data: Data, root: Path, reader: str) -> Iterator[Path]:
     if data.dataset == "folder":
         for part in _image_parts(data, reader):
             found = folder.files_of(root / part, _names(data))
-            yield from (path for path in (*chain(*found.images.values()), *found.others) if path.is_file())
+            yield from (
+                path for path in (*chain(*found.images.values()), *found.others) if path.is_file()
+            )
     elif is_table(data.dataset):
-        yield from (path for name in (data.dataset, data.test_file) if name and (path := root / name).is_file())
+        yield from (
+            path
+            for name in (data.dataset, data.test_file)
+            if name and (path := root / name).is_file()
+        )
     elif data.dataset in FOLDERS:
         yield from (path for path in (root / FOLDERS[data.dataset]).rglob("*") if path.is_file())
     if data.dataset == "sent140":
@@ -194,8 +243,16 @@ def _make_stored(data: Data, root: Path, reader: str) -> stored.Stored:
     source = _source(data)
     parts = source.read(data, root, reader)
     cloud = reader == CLOUD  # every node has only training or only test samples of private data
-    _check(data, parts.train, parts.train_labels, classes=parts.classes, needed=not (data.private and cloud))
-    _check(data, parts.test, parts.test_labels, classes=parts.classes, needed=not data.private or cloud)
+    _check(
+        data,
+        parts.train,
+        parts.train_labels,
+        classes=parts.classes,
+        needed=not (data.private and cloud),
+    )
+    _check(
+        data, parts.test, parts.test_labels, classes=parts.classes, needed=not data.private or cloud
+    )
     tensors = {
         "train": _noisy(parts.train, data.noise / source.scale, f"{data.dataset}/train"),
         "train_labels": torch.from_numpy(parts.train_labels),
@@ -213,9 +270,13 @@ def _make_stored(data: Data, root: Path, reader: str) -> stored.Stored:
 
 def _dataset(data: Data, made: stored.Stored) -> Dataset:
     tensors = made.tensors
-    as_it_is = (is_own(data.dataset) or is_table(data.dataset)) and tensors["train"].is_floating_point()
+    as_it_is = (is_own(data.dataset) or is_table(data.dataset)) and tensors[
+        "train"
+    ].is_floating_point()
     source = _AS_IT_IS if as_it_is else _source(data)
-    owners, test_owners = (None if (each := tensors.get(name)) is None else each.numpy() for name in users.OWNERS)
+    owners, test_owners = (
+        None if (each := tensors.get(name)) is None else each.numpy() for name in users.OWNERS
+    )
     published = source.mean, source.std
     samples = tensors["train"] if len(tensors["train"]) else tensors["test"]
     mean, std = constants_of(data, samples, scale=source.scale, published=published)
@@ -237,7 +298,8 @@ def _dataset(data: Data, made: stored.Stored) -> Dataset:
 
 
 def constants_of(data: Data, samples: Tensor, *, scale: float, published: Constants) -> Constants:
-    """Return mean and deviation by `data.normalise`; `samples` [N, C, ...] are those for training, if there are any.
+    """Return mean and deviation by `data.normalise`; `samples` [N, C, ...] are those for training,
+    if there are any.
 
     Raises InvalidExperiment.
     """
@@ -251,7 +313,9 @@ def constants_of(data: Data, samples: Tensor, *, scale: float, published: Consta
     channels = samples.shape[1]
     if len(mean) not in (1, channels):
         problem = f"the samples have {channels} channels or features"
-        raise InvalidExperiment("data.normalise", data.normalise, problem, f"List one number, or {channels}.")
+        raise InvalidExperiment(
+            "data.normalise", data.normalise, problem, f"List one number, or {channels}."
+        )
     return mean, deviation
 
 
@@ -281,17 +345,23 @@ def _rounded(mean: float, deviation: float) -> tuple[float, float]:
 
 def _blocks(train: Tensor) -> Iterator[Tensor]:
     """Yield blocks of the samples, float64 [n, C, places]."""
-    return (block.double().reshape(len(block), block.shape[1], -1) for block in torch.split(train, BLOCK_SAMPLES))
+    return (
+        block.double().reshape(len(block), block.shape[1], -1)
+        for block in torch.split(train, BLOCK_SAMPLES)
+    )
 
 
 def _source(data: Data) -> _Source:
     if is_table(data.dataset):
-        return _CSV if is_csv(data.dataset) else _NPZ
+        if is_csv(data.dataset):
+            return _CSV
+        return _NPZ
     return _SOURCES.get(data.dataset, _OWN)
 
 
 def _noisy(samples: Samples, deviation: float, name: str) -> Tensor:
-    """Return images with Gaussian noise that is always the same: it belongs to the data, not to a run's seed.
+    """Return images with Gaussian noise that is always the same: it belongs to the data, not to a
+    run's seed.
 
     Values are not clipped, so a pixel may leave its range.
     """
@@ -312,41 +382,66 @@ def _check(data: Data, samples: Samples, labels: Targets, *, classes: int, neede
             raise InvalidExperiment("data.root", data.root, problem, "Give this node some.")
         wrong = np.flatnonzero((labels < 0) | (labels >= classes))[:1].tolist()
         which = f", and are {labels[wrong[0]]} too" if wrong else ""
-        problem = f"{data.dataset} has {len(samples)} samples, and {len(labels)} labels that should be 0 to"
-        remedy = "Correct the targets." if is_own(data.dataset) or is_table(data.dataset) else "Fetch the files again."
+        problem = (
+            f"{data.dataset} has {len(samples)} samples, and {len(labels)} labels that "
+            "should be 0 to"
+        )
+        if is_own(data.dataset) or is_table(data.dataset):
+            remedy = "Correct the targets."
+        else:
+            remedy = "Fetch the files again."
         raise InvalidExperiment("data.root", data.root, f"{problem} {classes - 1}{which}", remedy)
 
 
 def _unlearned(data: Data, parts: Parts) -> list[str]:
-    """Return a line if test samples have classes that no training sample has, and one for the reverse."""
+    """Return a line if test samples have classes that no training sample has, and one for the
+    reverse.
+    """
     if data.private or data.targets == NUMBERS:
         return []
-    train, test = (np.bincount(labels, minlength=parts.classes) for labels in (parts.train_labels, parts.test_labels))
+    train, test = (
+        np.bincount(labels, minlength=parts.classes)
+        for labels in (parts.train_labels, parts.test_labels)
+    )
     lines = []
-    for lacking, having, one, other in ((train, test, "training", "test"), (test, train, "test", "training")):
+    for lacking, having, one, other in (
+        (train, test, "training", "test"),
+        (test, train, "test", "training"),
+    ):
         if found := np.flatnonzero((lacking == 0) & (having > 0)).tolist():
             named = len(parts.names) == parts.classes
             names = some([repr(parts.names[label]) if named else label for label in found])
-            lines.append(f"{data.dataset}: no {one} sample has these classes of the {other} samples: {names}")
+            lines.append(
+                f"{data.dataset}: no {one} sample has these classes of the {other} samples: {names}"
+            )
     return lines
 
 
 def _own_images(data: Data, root: Path, reader: str) -> Parts:
-    shape, parts = tuple(data.image_shape), _image_parts(data, reader)
+    shape = tuple(data.image_shape)
+    parts = _image_parts(data, reader)
     return folder.read_folder(root, classes=_names(data), shape=shape, parts=parts)
 
 
 def _image_parts(data: Data, reader: str) -> tuple[str, ...]:
-    return ("train", "test") if not data.private else ("test",) if reader == CLOUD else ("train",)
+    if not data.private:
+        return ("train", "test")
+    if reader == CLOUD:
+        return ("test",)
+    return ("train",)
 
 
 def _names(data: Data) -> list[str]:
-    return data.classes if isinstance(data.classes, list) else []
+    if isinstance(data.classes, list):
+        return data.classes
+    return []
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """The reader of a data set (its last argument: the node that reads), and the scaling of its pixels."""
+    """The reader of a data set (its last argument: the node that reads), and the scaling of its
+    pixels.
+    """
 
     read: Callable[[Data, Path, str], Parts]
     scale: float = 1 / 255
@@ -363,8 +458,15 @@ _SOURCES = MappingProxyType(
     {
         "digits": _Source(lambda *_: builtin.read_digits(), 1 / 16, (0.305,), (0.376,)),
         "mnist": _Source(lambda _, root, __: builtin.read_mnist_like(root, "MNIST"), *_GREY),
-        "fashionmnist": _Source(lambda _, root, __: builtin.read_mnist_like(root, "FashionMNIST"), *_GREY),
-        "cifar10": _Source(lambda _, root, __: builtin.read_cifar10(root), 1 / 255, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
+        "fashionmnist": _Source(
+            lambda _, root, __: builtin.read_mnist_like(root, "FashionMNIST"), *_GREY
+        ),
+        "cifar10": _Source(
+            lambda _, root, __: builtin.read_cifar10(root),
+            1 / 255,
+            (0.5, 0.5, 0.5),
+            (0.5, 0.5, 0.5),
+        ),
         "cifar100": _Source(
             lambda data, root, _: builtin.read_cifar100(root, labels=data.labels),
             1 / 255,

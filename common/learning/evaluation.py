@@ -1,11 +1,11 @@
 """Score and loss of a module on a set of samples, and of an experiment's models on its test set.
 
-A score is one number of all outputs [N, K] and all targets, [N] classes or [N, T] numbers. An experiment may have
-several:
+A score is one number of all outputs [N, K] and all targets, [N] classes or [N, T] numbers. An
+experiment may have several:
 
     accuracy               share of samples with argmax(o) = y
-    r2                     1 - sum (o - t)^2 / sum (t - mean t)^2, the mean over the T targets; a constant target adds 1
-                           if it is met, else 0
+    r2                     1 - sum (o - t)^2 / sum (t - mean t)^2, the mean over the T targets; a
+                           constant target adds 1 if it is met, else 0
     mean_squared_error     mean of (o - t)^2
     mean_absolute_error    mean of |o - t|
     binary_accuracy        share of targets with (o > 0) = (t > 1/2)
@@ -30,7 +30,13 @@ from torch.nn import functional
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.host.accelerators import choose, out_of_memory
 from fedstrata.common.learning import datasets, models
-from fedstrata.common.learning.computing import CPU, accelerators, calls_own_code, seeded, set_up_evaluation
+from fedstrata.common.learning.computing import (
+    CPU,
+    accelerators,
+    calls_own_code,
+    seeded,
+    set_up_evaluation,
+)
 from fedstrata.common.learning.losses import loss_of, try_loss
 from fedstrata.common.methods.attack import LabelledSamples
 from fedstrata.common.model.layout import Row
@@ -45,19 +51,23 @@ ScoreFunction: TypeAlias = Callable[[npt.NDArray[Any], npt.NDArray[Any]], float]
 SCORE_KEY: Final = "score.name"
 ALSO: Final = "score.also"
 BATCH: Final = 500
-CPU_BATCH: Final = 100  # on a slow machine 500 samples may take longer than the progress that is expected of a process
+# on a slow machine 500 samples may take longer than the progress that is expected of a process
+CPU_BATCH: Final = 100
 
 log = logging.getLogger("fedstrata.evaluation")
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The scores, accuracy as a fraction of 1; the mean loss, of cross-entropy in nats; the sums over the samples."""
+    """The scores, accuracy as a fraction of 1; the mean loss, of cross-entropy in nats; the sums
+    over the samples.
+    """
 
     scores: tuple[float, ...]
     loss: float
     sums: ScoreSums
-    attacks: tuple[float, ...] = ()  # the success of each attack that has tests, NaN without any sample of its own
+    # the success of each attack that has tests, NaN without any sample of its own
+    attacks: tuple[float, ...] = ()
 
     @property
     def score(self) -> float:
@@ -84,21 +94,26 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate in batches, in eval mode and without gradients; the module's mode is restored.
 
-    `images` [N, ...] and `labels`, int64 [N] or float32 [N, T], may be on another device than the module; `normalise`
-    belongs to the module's device. The batch size changes the result only by rounding. `classes`: how many to count one
-    by one, of accuracy. `watch` is called after each batch. Raises InvalidExperiment for own code that fails.
+    `images` [N, ...] and `labels`, int64 [N] or float32 [N, T], may be on another device than the
+    module; `normalise` belongs to the module's device. The batch size changes the result only by
+    rounding. `classes`: how many to count one by one, of accuracy. `watch` is called after each
+    batch. Raises InvalidExperiment for own code that fails.
     """
     device = next(module.parameters()).device
     was_training = module.training
     correct = torch.zeros((), dtype=torch.int64, device=device)
     total = torch.zeros((), dtype=torch.float64, device=device)
-    each_loss, outputs = loss_of(loss), list[Tensor]()
+    each_loss = loss_of(loss)
+    outputs = list[Tensor]()
     keeps = any(name != ACCURACY for name in scores)
-    counts = torch.zeros((2, classes), dtype=torch.int64, device=device)  # of the samples, and of the right ones
+    # of the samples, and of the right ones
+    counts = torch.zeros((2, classes), dtype=torch.int64, device=device)
     module.eval()
     try:
         with torch.inference_mode():
-            batches = zip(torch.split(images, batch_size), torch.split(labels, batch_size), strict=True)
+            batches = zip(
+                torch.split(images, batch_size), torch.split(labels, batch_size), strict=True
+            )
             for some_images, some_labels in batches:
                 wanted = some_labels.to(device)
                 found = module(normalise(some_images.to(device)))
@@ -107,7 +122,10 @@ def evaluate(
                     correct += right.sum()
                     if classes:
                         counts += torch.stack(
-                            [wanted.bincount(minlength=classes), wanted[right].bincount(minlength=classes)]
+                            [
+                                wanted.bincount(minlength=classes),
+                                wanted[right].bincount(minlength=classes),
+                            ]
                         )
                 if keeps:
                     outputs.append(found.float().cpu())
@@ -118,8 +136,10 @@ def evaluate(
                 watch()
     finally:
         module.train(was_training)
-    count, loss_sum = len(labels), float(total)
-    values, sums = list[float](), list[float]()
+    count = len(labels)
+    loss_sum = float(total)
+    values = list[float]()
+    sums = list[float]()
     whole = torch.cat(outputs).double() if keeps else torch.empty(0)
     wanted = labels.cpu()
     targets = wanted.double() if wanted.is_floating_point() else wanted
@@ -136,14 +156,18 @@ def evaluate(
         else:
             sums.append(count * values[-1])
     by_class = packed(counts.t().flatten().tolist()) if ACCURACY in scores else b""
-    return Evaluation(tuple(values), loss_sum / count, ScoreSums(count, loss_sum, packed_sums(sums), classes=by_class))
+    return Evaluation(
+        tuple(values),
+        loss_sum / count,
+        ScoreSums(count, loss_sum, packed_sums(sums), classes=by_class),
+    )
 
 
 def accelerator_of(experiment: Experiment, *, beside: torch.device = CPU) -> torch.device:
     """Return where to evaluate an experiment's models: `evaluation.accelerator` of this machine.
 
-    If that has several GPUs, it is the one on which this process trains, `beside`, else the first. Raises
-    InvalidExperiment.
+    If that has several GPUs, it is the one on which this process trains, `beside`, else the first.
+    Raises InvalidExperiment.
     """
     name = experiment.evaluation.accelerator
     if name == CPU.type:  # no driver is asked
@@ -153,36 +177,47 @@ def accelerator_of(experiment: Experiment, *, beside: torch.device = CPU) -> tor
 
 
 class ModelTester:
-    """An experiment's test set, and a module to evaluate models with, on `accelerator`; `watch`: of progress.
+    """An experiment's test set, and a module to evaluate models with, on `accelerator`; `watch`: of
+    progress.
 
     Raises InvalidExperiment.
     """
 
     def __init__(
-        self, experiment: Experiment, *, accelerator: torch.device = CPU, watch: Callable[[], None] = lambda: None
+        self,
+        experiment: Experiment,
+        *,
+        accelerator: torch.device = CPU,
+        watch: Callable[[], None] = lambda: None,
     ) -> None:
         self._experiment = experiment
         self._watch = watch
         self._data = datasets.load(experiment.data)
-        self._loss, self._scores = experiment.training.loss, experiment.score.names
+        self._loss = experiment.training.loss
+        self._scores = experiment.score.names
         try_loss(self._loss, self._data.inputs)
         scores_of(self._scores)
         self._module = models.of(experiment, inputs=self._data.inputs)
         self._accelerator = accelerator
         self.parts, self.first, self.initial, notes = models.first_of(experiment, self._module)
-        self.layout, self.frozen = self.parts.exchanged, self.parts.frozen
+        self.layout = self.parts.exchanged
+        self.frozen = self.parts.frozen
         self.notes = [*self._data.notes, *notes]
         tests = self._data.test_images.numpy(), self._data.test_labels.numpy()
         targeted = experiment.attackers.targeted if experiment.evaluation.on_cloud else {}
-        wanted = [each.wanted(LabelledSamples(*tests, self._data.classes)) for each in targeted.values()]
-        self._attacks = [(torch.from_numpy(each.images), torch.from_numpy(each.labels)) for each in wanted]
+        wanted = [
+            each.wanted(LabelledSamples(*tests, self._data.classes)) for each in targeted.values()
+        ]
+        self._attacks = [
+            (torch.from_numpy(each.images), torch.from_numpy(each.labels)) for each in wanted
+        ]
 
     @calls_own_code
     def evaluate(self, row: Row) -> Evaluation:
         """Return score and loss of a flat model, uint8 [row_bytes], on the test set.
 
-        If the accelerator has not enough free memory, because others train on it, this model is evaluated on the CPU.
-        Raises InvalidExperiment, AcceleratorLost.
+        If the accelerator has not enough free memory, because others train on it, this model is
+        evaluated on the CPU. Raises InvalidExperiment, AcceleratorLost.
         """
         with seeded(torch_seed(self._experiment.seed, Purpose.OWN_CODE), self._accelerator):
             if is_own(self._experiment.model.name):  # it may keep anything beside its state
@@ -192,7 +227,9 @@ class ModelTester:
             if self._accelerator.type != "cpu":
                 if (found := self._on_accelerator()) is not None:
                     return found
-                log.warning("%s has not enough free memory: evaluated on the CPU", self._accelerator)
+                log.warning(
+                    "%s has not enough free memory: evaluated on the CPU", self._accelerator
+                )
             return self._on(CPU)
 
     def _on_accelerator(self) -> Evaluation | None:
@@ -212,7 +249,8 @@ class ModelTester:
 
     def _on(self, device: torch.device) -> Evaluation:
         data = self._data
-        batch, normalise = CPU_BATCH if device == CPU else BATCH, data.normaliser(device)
+        batch = CPU_BATCH if device == CPU else BATCH
+        normalise = data.normaliser(device)
         found = evaluate(
             self._module,
             data.test_images,
@@ -228,25 +266,39 @@ class ModelTester:
             success = math.nan
             if len(labels):
                 success = evaluate(
-                    self._module, images, labels=labels, normalise=normalise, batch_size=batch, watch=self._watch
+                    self._module,
+                    images,
+                    labels=labels,
+                    normalise=normalise,
+                    batch_size=batch,
+                    watch=self._watch,
                 ).score
             successes.append(success)
         return replace(found, attacks=tuple(successes))
 
 
 def scores_of(names: Sequence[str]) -> dict[str, ScoreFunction]:
-    """Return an experiment's scores by name, but accuracy, which batches count. Raises InvalidExperiment."""
-    return {name: score_of(name, ALSO if place else SCORE_KEY) for place, name in enumerate(names) if name != ACCURACY}
+    """Return an experiment's scores by name, but accuracy, which batches count. Raises
+    InvalidExperiment.
+    """
+    return {
+        name: score_of(name, ALSO if place else SCORE_KEY)
+        for place, name in enumerate(names)
+        if name != ACCURACY
+    }
 
 
 def score_of(name: str, key: str = SCORE_KEY) -> ScoreFunction:
-    """Return the score of this name, or the user's own function as one. Raises InvalidExperiment."""
+    """Return the score of this name, or the user's own function as one. Raises
+    InvalidExperiment.
+    """
     if not is_own(name):
         return _SCORES[name]
     found = own.load(key, name)
 
     def score(outputs: npt.NDArray[Any], targets: npt.NDArray[Any]) -> float:
-        with own.guarded({key: name}):  # of copies: it may write into them, and other scores read them
+        # of copies: it may write into them, and other scores read them
+        with own.guarded({key: name}):
             value = float(found(outputs.copy(), targets.copy()))
         if math.isnan(value) and np.isfinite(outputs).all():
             _warn_of_nan(key, name, own.place(found))
@@ -257,8 +309,15 @@ def score_of(name: str, key: str = SCORE_KEY) -> ScoreFunction:
 
 @cache  # once
 def _warn_of_nan(key: str, name: str, place: str) -> None:
-    """Warn of an own score of outputs that are finite: its function is the cause, or a device's few samples."""
-    log.warning("%s = %r: returns nan for finite outputs%s. It is left out: return a number.", key, name, place)
+    """Warn of an own score of outputs that are finite: its function is the cause, or a device's few
+    samples.
+    """
+    log.warning(
+        "%s = %r: returns nan for finite outputs%s. It is left out: return a number.",
+        key,
+        name,
+        place,
+    )
 
 
 def r2(outputs: Numbers, targets: Numbers) -> float:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class Inputs:
     """A sample's shape, and the number of classes, or of the numbers to predict: a model's outputs.
 
-    Images have shape (C, H, W), rows of a table (F,), own data any, with `tokens` 0, float32 once normalised. Text has
-    shape (L,), int64, below `tokens`.
+    Images have shape (C, H, W), rows of a table (F,), own data any, with `tokens` 0, float32 once
+    normalised. Text has shape (L,), int64, below `tokens`.
     """
 
     shape: tuple[int, ...]
@@ -24,6 +24,11 @@ class Inputs:
         return not self.tokens and len(self.shape) == 3
 
     def __str__(self) -> str:
-        kind = f"images of {list(self.shape)}" if self.are_images else f"samples of {list(self.shape)}"
+        if self.are_images:
+            kind = f"images of {list(self.shape)}"
+        else:
+            kind = f"samples of {list(self.shape)}"
         kind = f"rows of {self.shape[0]} tokens" if self.tokens else kind
-        return f"{kind} with {self.classes} numbers to predict" if self.numbers else f"{kind} in {self.classes} classes"
+        if self.numbers:
+            return f"{kind} with {self.classes} numbers to predict"
+        return f"{kind} in {self.classes} classes"

@@ -1,19 +1,24 @@
-"""Where a model ended: how the loss rises around it, its curvature, and the distance to a centralised run's model.
+"""Where a model ended: how the loss rises around it, its curvature, and the distance to a
+centralised run's model.
 
-Sharpness. A direction d moves the parameters to w + r d. It has the length of the parameters filter by filter, so that
-the rises of two models are comparable, whatever the scales of their layers (Li et al., NeurIPS 2018, section 4):
+Sharpness. A direction d moves the parameters to w + r d. It has the length of the parameters filter
+by filter, so that the rises of two models are comparable, whatever the scales of their layers (Li
+et al., NeurIPS 2018, section 4):
 
     d_i = g_i ||w_i|| / ||g_i||        w_i: the weights into one neuron or channel i
 
-Of a random direction g is drawn from a normal distribution. Parameters with one dimension, such as biases and those of
-norms, stay as they are, as in the authors' code (tomgoldstein/loss-landscape). The steepest way up to the distance r is
-found by projected gradient ascent, in ASCENT steps: g is the gradient of the loss at the point reached, and no filter
-moves by more than r ||w_i||. Statistics of norms are the model's, as in its evaluation.
+Of a random direction g is drawn from a normal distribution. Parameters with one dimension, such as
+biases and those of norms, stay as they are, as in the authors' code (tomgoldstein/loss-landscape).
+The steepest way up to the distance r is found by projected gradient ascent, in ASCENT steps: g is
+the gradient of the loss at the point reached, and no filter moves by more than r ||w_i||.
+Statistics of norms are the model's, as in its evaluation.
 
-Curvature. The eigenvalue of the Hessian of the mean loss that is largest in magnitude, by the power method over all
-trainable parameters: v <- H v / ||H v||, lambda = v.H v. H v = grad(grad(loss).v) is summed over blocks of samples.
+Curvature. The eigenvalue of the Hessian of the mean loss that is largest in magnitude, by the power
+method over all trainable parameters: v <- H v / ||H v||, lambda = v.H v. H v = grad(grad(loss).v)
+is summed over blocks of samples.
 
-Divergence (Tempo, left side of eq. 8). ||w - w*||, w* of a run of one device that has all data, from the same start.
+Divergence (Tempo, left side of eq. 8). ||w - w*||, w* of a run of one device that has all data,
+from the same start.
 """
 
 from __future__ import annotations
@@ -46,7 +51,9 @@ REACH: Final = 2.0  # distances that the steps of an ascent go together: some of
 
 @dataclass(frozen=True, slots=True)
 class Around:
-    """Loss and score at a distance from a model: the means over random directions, and along the steepest way up."""
+    """Loss and score at a distance from a model: the means over random directions, and along the
+    steepest way up.
+    """
 
     distance: float
     loss: float
@@ -57,30 +64,37 @@ class Around:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The length of the difference of two models, over trainable parameters, and its share of the second one's."""
+    """The length of the difference of two models, over trainable parameters, and its share of the
+    second one's.
+    """
 
     length: float
     relative: float
 
 
 class Surroundings:
-    """A model of an experiment, `model.initial`, and training samples on which its surroundings are evaluated.
+    """A model of an experiment, `model.initial`, and training samples on which its surroundings are
+    evaluated.
 
-    `samples`: how many are drawn by the experiment's seed, at most; they and the directions are the same for all models
-    of a seed and a data set. On the CPU. Raises InvalidExperiment.
+    `samples`: how many are drawn by the experiment's seed, at most; they and the directions are the
+    same for all models of a seed and a data set. On the CPU. Raises InvalidExperiment.
     """
 
     def __init__(self, experiment: Experiment, *, samples: int) -> None:
-        training, model = experiment.training, experiment.model
+        training = experiment.training
+        model = experiment.model
         if not training.trainer.learns_module:
-            problem, remedy = "its models are no PyTorch modules", "Name a run of the trainer sgd."
+            problem = "its models are no PyTorch modules"
+            remedy = "Name a run of the trainer sgd."
             raise InvalidExperiment("training.trainer", training.trainer.whose, problem, remedy)
         if model.personal:
-            problem, remedy = "no file has a whole model, as devices keep these arrays", "Name a run without."
+            problem = "no file has a whole model, as devices keep these arrays"
+            remedy = "Name a run without."
             raise InvalidExperiment("model.personal", ", ".join(model.personal), problem, remedy)
         data = datasets.load(experiment.data)
         if not len(data.train_labels):
-            problem, remedy = "the training samples are on the devices alone", "Name a run on a shared data set."
+            problem = "the training samples are on the devices alone"
+            remedy = "Name a run on a shared data set."
             raise InvalidExperiment("data.partition", experiment.data.partition, problem, remedy)
         self._experiment = experiment
         self._module = models.of(experiment, inputs=data.inputs).eval()
@@ -90,7 +104,8 @@ class Surroundings:
         self._start = [weight.detach().clone() for weight in self._weights]
         draw = generator(experiment.seed, Purpose.SHARPNESS)
         chosen = torch.from_numpy(draw.permutation(len(data.train_labels))[:samples])
-        self._samples, self._labels = data.train_images[chosen], data.train_labels[chosen]
+        self._samples = data.train_images[chosen]
+        self._labels = data.train_labels[chosen]
         self._normalise = data.normaliser()
 
     @classmethod
@@ -100,18 +115,27 @@ class Surroundings:
         return cls(experiment.model_copy(update={"model": model}), samples=samples)
 
     def at(self, distance: float, *, directions: int) -> Around:
-        """Return loss and score at a distance, in shares of each filter's length. Raises InvalidExperiment."""
+        """Return loss and score at a distance, in shares of each filter's length. Raises
+        InvalidExperiment.
+        """
         found = []
         for number in range(directions if distance else 1):
-            draw = torch.Generator().manual_seed(torch_seed(self._experiment.seed, Purpose.SHARPNESS, "", 1 + number))
+            draw = torch.Generator().manual_seed(
+                torch_seed(self._experiment.seed, Purpose.SHARPNESS, "", 1 + number)
+            )
             drawn = [torch.randn(weight.shape, generator=draw) for weight in self._start]
             found.append(self._evaluated([distance * each for each in self._scaled(drawn)]))
         worst = self._evaluated(self._ascent(distance)) if distance else found[0]
-        loss, score = (fmean(values) for values in zip(*((each.loss, each.score) for each in found), strict=True))
+        loss, score = (
+            fmean(values)
+            for values in zip(*((each.loss, each.score) for each in found), strict=True)
+        )
         return Around(distance, loss, worst.loss, score, worst.score)
 
     def eigenvalue(self) -> float:
-        """Return the eigenvalue of the Hessian that is largest in magnitude, at the model. Raises InvalidExperiment."""
+        """Return the eigenvalue of the Hessian that is largest in magnitude, at the model. Raises
+        InvalidExperiment.
+        """
         draw = torch.Generator().manual_seed(torch_seed(self._experiment.seed, Purpose.SHARPNESS))
         vector = [torch.randn(weight.shape, generator=draw) for weight in self._start]
         found = 0.0
@@ -121,17 +145,24 @@ class Surroundings:
                 return 0.0
             vector = [each / length for each in vector]
             product = self._hessian_product(vector)
-            before, found = found, sum(float((one * other).sum()) for one, other in zip(vector, product, strict=True))
+            before = found
+            found = sum(
+                float((one * other).sum()) for one, other in zip(vector, product, strict=True)
+            )
             if abs(found - before) <= TOLERANCE * abs(found):
                 break
             vector = product
         return found
 
     def divergence(self, central: Surroundings) -> Divergence:
-        """Return the divergence from the model of a centralised run. Raises InvalidExperiment for another model."""
+        """Return the divergence from the model of a centralised run. Raises InvalidExperiment for
+        another model.
+        """
         if [weight.shape for weight in self._start] != [weight.shape for weight in central._start]:
             name = central._experiment.model.name
-            raise InvalidExperiment("model.name", name, "the centralised run has another model", "Name another run.")
+            raise InvalidExperiment(
+                "model.name", name, "the centralised run has another model", "Name another run."
+            )
         apart = [one - other for one, other in zip(self._start, central._start, strict=True)]
         return Divergence(_norm(apart), _norm(apart) / _norm(central._start))
 
@@ -140,7 +171,10 @@ class Surroundings:
         moves = [torch.zeros_like(weight) for weight in self._start]
         for _ in range(ASCENT):
             steps = self._scaled(self._gradient(moves))
-            moves = [move + REACH * distance / ASCENT * step for move, step in zip(moves, steps, strict=True)]
+            moves = [
+                move + REACH * distance / ASCENT * step
+                for move, step in zip(moves, steps, strict=True)
+            ]
             ends = self._scaled(moves)  # of the same directions, at the distance 1
             moves = [
                 torch.where(_lengths(move) > distance * _lengths(end), distance * end, move)
@@ -158,22 +192,33 @@ class Surroundings:
 
     def _gradient(self, moves: Sequence[Tensor]) -> list[Tensor]:
         """Return the gradient of the mean loss over the samples, where some moves lead."""
-        return self._summed(moves, lambda loss: torch.autograd.grad(loss, self._weights, allow_unused=True))
+        return self._summed(
+            moves, lambda loss: torch.autograd.grad(loss, self._weights, allow_unused=True)
+        )
 
     def _hessian_product(self, vector: Sequence[Tensor]) -> list[Tensor]:
         """Return the product of the Hessian, at the model, and a vector."""
 
         def product(loss: Tensor) -> Sequence[Tensor | None]:
             found = torch.autograd.grad(loss, self._weights, create_graph=True, allow_unused=True)
-            along = sum((part * each).sum() for part, each in zip(found, vector, strict=True) if part is not None)
-            if not isinstance(along, Tensor) or not along.requires_grad:  # a loss without weights, or linear in them
+            along = sum(
+                (part * each).sum()
+                for part, each in zip(found, vector, strict=True)
+                if part is not None
+            )
+            # a loss without weights, or linear in them
+            if not isinstance(along, Tensor) or not along.requires_grad:
                 return [None] * len(vector)
             return torch.autograd.grad(along, self._weights, allow_unused=True)
 
         return self._summed([torch.zeros_like(weight) for weight in self._start], product)
 
-    def _summed(self, moves: Sequence[Tensor], derived: Callable[[Tensor], Sequence[Tensor | None]]) -> list[Tensor]:
-        """Return what is derived of the mean loss over the samples, where some moves lead, block by block."""
+    def _summed(
+        self, moves: Sequence[Tensor], derived: Callable[[Tensor], Sequence[Tensor | None]]
+    ) -> list[Tensor]:
+        """Return what is derived of the mean loss over the samples, where some moves lead, block by
+        block.
+        """
         loss = loss_of(self._experiment.training.loss)
         with own.guarded(own_code(self._experiment)), self._seeded():
             self._go(moves)
@@ -186,13 +231,19 @@ class Surroundings:
         return total
 
     def _evaluated(self, moves: Sequence[Tensor]) -> Evaluation:
-        training, score = self._experiment.training, self._experiment.score.name
+        training = self._experiment.training
+        score = self._experiment.score.name
         with own.guarded(own_code(self._experiment)), self._seeded():
             self._go(moves)
             return evaluate(
-                self._module, self._samples, labels=self._labels, normalise=self._normalise, batch_size=CPU_BATCH,
-                loss=training.loss, scores=[score],
-            )  # fmt: skip
+                self._module,
+                self._samples,
+                labels=self._labels,
+                normalise=self._normalise,
+                batch_size=CPU_BATCH,
+                loss=training.loss,
+                scores=[score],
+            )
 
     @torch.no_grad()
     def _go(self, moves: Sequence[Tensor]) -> None:
@@ -209,6 +260,8 @@ def _norm(tensors: Sequence[Tensor]) -> float:
 
 
 def _lengths(weight: Tensor) -> Tensor:
-    """Return the length of each filter of a tensor, [F, 1, ...]; of one with a single dimension, of each number."""
+    """Return the length of each filter of a tensor, [F, 1, ...]; of one with a single dimension, of
+    each number.
+    """
     inner = tuple(range(1, weight.dim()))
     return torch.linalg.vector_norm(weight, dim=inner, keepdim=True) if inner else weight.abs()

@@ -6,7 +6,8 @@
     huber                  mean of e^2 / 2 with e = |o - t| up to 1, else e - 1/2
     binary_cross_entropy   mean of -t ln s(o) - (1 - t) ln(1 - s(o)), s the logistic function
 
-Cross-entropy takes outputs [N, classes] and targets int64 [N], the others outputs and targets float32 [N, T].
+Cross-entropy takes outputs [N, classes] and targets int64 [N], the others outputs and targets
+float32 [N, T].
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ _LOSSES: Final[Mapping[str, Loss]] = MappingProxyType(
 def loss_of(name: str) -> Loss:
     """Return the loss of this name, or the user's own function as one. Raises InvalidExperiment.
 
-    The user's function raises InvalidExperiment, and what it raises for lack of memory. It may write into its
-    arguments, which are copies: the outputs are scored, too, and the targets are those of the data set.
+    The user's function raises InvalidExperiment, and what it raises for lack of memory. It may
+    write into its arguments, which are copies: the outputs are scored, too, and the targets are
+    those of the data set.
     """
     if not is_own(name):
         return _LOSSES[name]
@@ -64,9 +66,12 @@ def loss_of(name: str) -> Loss:
         if not isinstance(each, Tensor) or each.shape != outputs.shape[:1]:
             shape = list(each.shape) if isinstance(each, Tensor) else type(each).__name__
             problem = (
-                f"returns {shape} for {len(outputs)} samples, not the loss of each, [{len(outputs)}]{own.place(found)}"
+                f"returns {shape} for {len(outputs)} samples, not the loss of each, "
+                f"[{len(outputs)}]{own.place(found)}"
             )
-            own.refuse(LOSS_KEY, name, problem, "Return no mean (of torch's losses: reduction='none').")
+            own.refuse(
+                LOSS_KEY, name, problem, "Return no mean (of torch's losses: reduction='none')."
+            )
         return each
 
     return loss
@@ -76,9 +81,15 @@ def try_loss(name: str, inputs: Inputs) -> None:
     """Take the user's own loss and its gradient of two samples. Raises InvalidExperiment."""
     if is_own(name):
         outputs = torch.zeros(2, inputs.classes, requires_grad=True)
-        targets = torch.zeros(2, inputs.classes) if inputs.numbers else torch.zeros(2, dtype=torch.int64)
+        if inputs.numbers:
+            targets = torch.zeros(2, inputs.classes)
+        else:
+            targets = torch.zeros(2, dtype=torch.int64)
         each = loss_of(name)(outputs, targets)
         if not each.requires_grad:
             own.refuse(
-                LOSS_KEY, name, "its result does not depend on the outputs", "Compute it with torch, from outputs."
+                LOSS_KEY,
+                name,
+                "its result does not depend on the outputs",
+                "Compute it with torch, from outputs.",
             )

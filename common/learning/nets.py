@@ -1,8 +1,10 @@
-"""The architectures: each function creates a module for given inputs with uninitialised weights; then their parts.
+"""The architectures: each function creates a module for given inputs with uninitialised weights;
+then their parts.
 
-Small nets are convolutions and pools, then linear layers, no batch norm. Residual nets are for small images (He et al.
-2016), beside the pre-activation net of FedCross's and FedMR's code. VGG nets (Simonyan and Zisserman 2015) are as in
-torchvision and in the same code. Recurrent nets are for LEAF's text tasks: token rows, int64 [B, L], to logits.
+Small nets are convolutions and pools, then linear layers, no batch norm. Residual nets are for
+small images (He et al. 2016), beside the pre-activation net of FedCross's and FedMR's code. VGG
+nets (Simonyan and Zisserman 2015) are as in torchvision and in the same code. Recurrent nets are
+for LEAF's text tasks: token rows, int64 [B, L], to logits.
 """
 
 from __future__ import annotations
@@ -36,7 +38,12 @@ def linear_digits(inputs: Inputs) -> nn.Module:
 
 def mlp_digits(inputs: Inputs) -> nn.Module:
     """Return a net with one hidden layer of 32."""
-    return sequence(flatten=nn.Flatten(), fc1=nn.Linear(64, 32), relu1=nn.ReLU(), fc2=nn.Linear(32, inputs.classes))
+    return sequence(
+        flatten=nn.Flatten(),
+        fc1=nn.Linear(64, 32),
+        relu1=nn.ReLU(),
+        fc2=nn.Linear(32, inputs.classes),
+    )
 
 
 def cnn_digits(inputs: Inputs) -> nn.Module:
@@ -112,7 +119,10 @@ def _two_and_two(inputs: Inputs, *, widths: tuple[int, int, int], padding: int) 
     for _ in range(2):
         sides = [(side - 4 + 2 * padding) // 2 for side in sides]
     first, second, hidden = widths
-    convolutions = nn.Conv2d(channels, first, 5, padding=padding), nn.Conv2d(first, second, 5, padding=padding)
+    convolutions = (
+        nn.Conv2d(channels, first, 5, padding=padding),
+        nn.Conv2d(first, second, 5, padding=padding),
+    )
     return sequence(
         **_two_convolutions(*convolutions),
         fc1=nn.Linear(second * sides[0] * sides[1], hidden),
@@ -121,10 +131,18 @@ def _two_and_two(inputs: Inputs, *, widths: tuple[int, int, int], padding: int) 
     )
 
 
-def _two_convolutions(first: nn.Module, second: nn.Module, *, pool: int | tuple[int, int] = 2) -> dict[str, nn.Module]:
+def _two_convolutions(
+    first: nn.Module, second: nn.Module, *, pool: int | tuple[int, int] = 2
+) -> dict[str, nn.Module]:
     """Return two convolutions, each with a ReLU and a max pool, by name."""
     layers = {"conv1": first, "relu1": nn.ReLU(), "pool1": nn.MaxPool2d(pool)}
-    return {**layers, "conv2": second, "relu2": nn.ReLU(), "pool2": nn.MaxPool2d(pool), "flatten": nn.Flatten()}
+    return {
+        **layers,
+        "conv2": second,
+        "relu2": nn.ReLU(),
+        "pool2": nn.MaxPool2d(pool),
+        "flatten": nn.Flatten(),
+    }
 
 
 def resnet18_cifar(inputs: Inputs) -> nn.Module:
@@ -138,7 +156,9 @@ def resnet20(inputs: Inputs) -> nn.Module:
 
 
 def resnet20_b(inputs: Inputs) -> nn.Module:
-    """Return ResNet-20 with He's shortcut B: 1x1 convolution and batch norm where the shape changes."""
+    """Return ResNet-20 with He's shortcut B: 1x1 convolution and batch norm where the shape
+    changes.
+    """
     return _resnet(inputs, widths=(16, 32, 64), blocks=3, pad=False)
 
 
@@ -155,7 +175,9 @@ def _resnet(inputs: Inputs, *, widths: tuple[int, ...], blocks: int, pad: bool) 
     stages: dict[str, nn.Module] = {}
     for stage, width in enumerate(widths, start=1):
         first = _Block(before, width, 1 if stage == 1 else 2, pad=pad)
-        stages[f"stage{stage}"] = nn.Sequential(first, *(_Block(width, width, 1, pad=pad) for _ in range(1, blocks)))
+        stages[f"stage{stage}"] = nn.Sequential(
+            first, *(_Block(width, width, 1, pad=pad) for _ in range(1, blocks))
+        )
         before = width
     return sequence(
         conv1=nn.Conv2d(inputs.shape[0], widths[0], 3, padding=1, bias=False),
@@ -177,7 +199,10 @@ class _Block(nn.Module):
         self.bn2 = nn.BatchNorm2d(outputs)
         self.shortcut: nn.Module = nn.Sequential()
         if stride != 1 or inputs != outputs:
-            self.shortcut = _Padded(stride, outputs - inputs) if pad else _projection(inputs, outputs, stride)
+            if pad:
+                self.shortcut = _Padded(stride, outputs - inputs)
+            else:
+                self.shortcut = _projection(inputs, outputs, stride)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
         inner = functional.relu(self.bn1(self.conv1(x_BCHW)))
@@ -191,7 +216,8 @@ def _projection(inputs: int, outputs: int, stride: int) -> nn.Module:
 class _Padded(nn.Module):
     def __init__(self, stride: int, more: int) -> None:
         super().__init__()
-        self.stride, self.more = stride, more
+        self.stride = stride
+        self.more = more
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
         x_BCHW = x_BCHW[:, :, :: self.stride, :: self.stride]
@@ -239,25 +265,42 @@ class _Bottleneck(nn.Module):
 
 
 def vgg16(inputs: Inputs) -> nn.Module:
-    """Return torchvision's VGG-16 without batch norm: the same names, shapes and initial distribution."""
+    """Return torchvision's VGG-16 without batch norm: the same names, shapes and initial
+    distribution.
+    """
     classifier = nn.Sequential(*_hidden_layers(25_088), nn.Linear(4096, inputs.classes))
     features = _features(inputs.shape[0], batch_norm=False)
-    return sequence(features=features, avgpool=nn.AdaptiveAvgPool2d(7), flatten=nn.Flatten(), classifier=classifier)
+    return sequence(
+        features=features,
+        avgpool=nn.AdaptiveAvgPool2d(7),
+        flatten=nn.Flatten(),
+        classifier=classifier,
+    )
 
 
 def vgg16_bn(inputs: Inputs) -> nn.Module:
     """Return VGG-16 with batch norm for images of 32x32, as in FedCross's and FedMR's code."""
-    features, classifier = _features(inputs.shape[0], batch_norm=True), nn.Sequential(*_hidden_layers(512))
+    features = _features(inputs.shape[0], batch_norm=True)
+    classifier = nn.Sequential(*_hidden_layers(512))
     fc = nn.Linear(4096, inputs.classes)
     return sequence(features=features, flatten=nn.Flatten(), classifier=classifier, fc=fc)
 
 
 def _hidden_layers(features: int) -> list[nn.Module]:
-    return [nn.Linear(features, 4096), nn.ReLU(), Dropout(), nn.Linear(4096, 4096), nn.ReLU(), Dropout()]
+    return [
+        nn.Linear(features, 4096),
+        nn.ReLU(),
+        Dropout(),
+        nn.Linear(4096, 4096),
+        nn.ReLU(),
+        Dropout(),
+    ]
 
 
 def vgg_femnist(inputs: Inputs) -> nn.Module:
-    """Return the "VGG-16" of the same code for images of one channel: five convolutions, two linear layers in a row."""
+    """Return the "VGG-16" of the same code for images of one channel: five convolutions, two linear
+    layers in a row.
+    """
     features = nn.Sequential(
         nn.Conv2d(inputs.shape[0], 64, 1, padding=1),
         nn.ReLU(),
@@ -291,19 +334,24 @@ def _features(channels: int, *, batch_norm: bool) -> nn.Sequential:
 
 
 def char_lstm(inputs: Inputs) -> nn.Module:
-    """Return a model of the next character, as for Shakespeare: embedding of 8, two layers of 256."""
+    """Return a model of the next character, as for Shakespeare: embedding of 8, two layers of
+    256.
+    """
     return _Recurrent(inputs, width=8, hidden=256, narrow=None)
 
 
 def sent_lstm(inputs: Inputs) -> nn.Module:
-    """Return LEAF's sentiment model for Sent140: embedding of 100, two layers of 100, 128 without activation."""
+    """Return LEAF's sentiment model for Sent140: embedding of 100, two layers of 100, 128 without
+    activation.
+    """
     return _Recurrent(inputs, width=100, hidden=100, narrow=128)
 
 
 class _Recurrent(nn.Module):
     def __init__(self, inputs: Inputs, *, width: int, hidden: int, narrow: int | None) -> None:
         super().__init__()
-        # nn.Embedding would initialise it at once, which without storage imports torch's compiler: 2.4 s, 115 MB.
+        # nn.Embedding would initialise it at once, which without storage imports torch's compiler:
+        # 2.4 s, 115 MB.
         empty = torch.empty(inputs.tokens, width)
         self.embedding = nn.Embedding.from_pretrained(empty, freeze=False)  # type: ignore[no-untyped-call]
         self.lstm = nn.LSTM(width, hidden, num_layers=2, batch_first=True)
@@ -322,7 +370,8 @@ def sequence(**layers: nn.Module) -> nn.Sequential:
 
 
 class Dropout(nn.Module):
-    """Dropout with its own generator, `source`, set for each training; all threads share that of torch's layer.
+    """Dropout with its own generator, `source`, set for each training; all threads share that of
+    torch's layer.
 
     With `whole`, channels [B, C, ...] are dropped as one, as in torch's Dropout1d, 2d and 3d.
     """
@@ -339,29 +388,42 @@ class Dropout(nn.Module):
         return x * self.mask(x) / (1 - self.p)
 
     def mask(self, x: Tensor) -> Tensor:
-        """Draw which of the values to keep: 1, else 0. The result does not depend on the memory format."""
+        """Draw which of the values to keep: 1, else 0. The result does not depend on the memory
+        format.
+        """
         return x.new_empty(self.mask_shape(x)).bernoulli_(1 - self.p, generator=self.source)
 
     def mask_shape(self, x: Tensor) -> tuple[int, ...]:
         """Return the shape of a batch's mask."""
-        return (*x.shape[:2], *(1 for _ in x.shape[2:])) if self.whole else tuple(x.shape)
+        if self.whole:
+            return (*x.shape[:2], *(1 for _ in x.shape[2:]))
+        return tuple(x.shape)
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """Return whether a layer is as its class: its user has set no `forward` of its own, and no hooks."""
+    """Return whether a layer is as its class: its user has set no `forward` of its own, and no
+    hooks.
+    """
     own = vars(layer)
-    return "forward" not in own and not any(value for name, value in own.items() if name.endswith("_hooks"))
+    return "forward" not in own and not any(
+        value for name, value in own.items() if name.endswith("_hooks")
+    )
 
 
 def layers_in(module: nn.Module) -> object:
-    """Return what the layers are of a module that is nothing but PyTorch's own in nn.Sequential, to be compared.
+    """Return what the layers are of a module that is nothing but PyTorch's own in nn.Sequential, to
+    be compared.
 
-    None for any other: one with a class, a hook, a parametrisation, a function or a type of tensor of its user's.
+    None for any other: one with a class, a hook, a parametrisation, a function or a type of tensor
+    of its user's.
     """
     found: list[object] = []
     for name, layer in module.named_modules(remove_duplicate=False):
-        kind, tensors = type(layer), (*layer._parameters.values(), *layer._buffers.values())
-        torchs = getattr(nn, kind.__name__, None) is kind and kind.forward.__module__.startswith("torch.nn.")
+        kind = type(layer)
+        tensors = (*layer._parameters.values(), *layer._buffers.values())
+        torchs = getattr(nn, kind.__name__, None) is kind and kind.forward.__module__.startswith(
+            "torch.nn."
+        )
         contains = kind is nn.Sequential
         if not torchs or not is_plain(layer) or contains != bool(name == "" or layer._modules):
             return None
@@ -388,7 +450,9 @@ def _is_users(tensor: Tensor) -> bool:
 
 
 def own_dropout(module: nn.Module) -> None:
-    """Replace dropout layers of a module that are torch's as they are by Dropout, which vmapped training can batch."""
+    """Replace dropout layers of a module that are torch's as they are by Dropout, which vmapped
+    training can batch.
+    """
     for parent in module.modules():
         for name, child in parent.named_children():
             if type(child) in _WHOLE and is_plain(child) and not child.inplace:
@@ -407,8 +471,8 @@ def reseed(module: nn.Module, seed: int, device: torch.device) -> None:
 def draw_default(module: nn.Module, source: torch.Generator) -> None:
     """Initialise the weights as PyTorch does by default, layer by layer.
 
-    Convolutions and linear layers: weights and biases uniform in +-1/sqrt(fan_in). LSTM: all in +-1/sqrt(hidden).
-    Embeddings: standard normal. Batch norm: ones and zeros.
+    Convolutions and linear layers: weights and biases uniform in +-1/sqrt(fan_in). LSTM: all in
+    +-1/sqrt(hidden). Embeddings: standard normal. Batch norm: ones and zeros.
     """
     for layer in module.modules():
         if isinstance(layer, (nn.Conv2d, nn.Linear)):
@@ -425,7 +489,9 @@ def draw_default(module: nn.Module, source: torch.Generator) -> None:
 
 
 def draw_by_fan_out(module: nn.Module, source: torch.Generator) -> None:
-    """Initialise convolutions normal with variance 2 / (k * k * outputs) (He et al. 2015), others by default."""
+    """Initialise convolutions normal with variance 2 / (k * k * outputs) (He et al. 2015), others
+    by default.
+    """
     draw_default(module, source)
     for layer in module.modules():
         if isinstance(layer, nn.Conv2d):
@@ -444,7 +510,9 @@ def draw_preact(module: nn.Module, source: torch.Generator) -> None:
 
 
 def draw_vgg16(module: nn.Module, source: torch.Generator) -> None:
-    """Initialise as torchvision: convolutions by fan-out, linear weights with deviation 0.01, biases zero."""
+    """Initialise as torchvision: convolutions by fan-out, linear weights with deviation 0.01,
+    biases zero.
+    """
     draw_by_fan_out(module, source)
     for layer in module.modules():
         if isinstance(layer, nn.Linear):
@@ -464,7 +532,18 @@ ARCHITECTURES: Final[Mapping[str, Construct]] = {
     for each in (
         *(linear_digits, mlp_digits, cnn_digits, lenet5, lenet_cifar, cnn_femnist, cnn_motions),
         *(cnn_fedavg, cnn_fedavg_padded),
-        *(resnet20, resnet20_b, resnet20_preact, resnet18_cifar, vgg16_bn, vgg16, vgg_femnist, char_lstm, sent_lstm),
+        *(
+            resnet20,
+            resnet20_b,
+            resnet20_preact,
+            resnet18_cifar,
+            vgg16_bn,
+            vgg16,
+            vgg_femnist,
+            char_lstm,
+            sent_lstm,
+        ),
     )
 }
-DRAWS: Final[Mapping[str, Draw]] = {"resnet20_preact": draw_preact, "vgg16": draw_vgg16}  # the others: draw_default
+# the others: draw_default
+DRAWS: Final[Mapping[str, Draw]] = {"resnet20_preact": draw_preact, "vgg16": draw_vgg16}

@@ -1,8 +1,9 @@
 """The optimisers of local training: PyTorch's fused kernels, of one model or of A models at once.
 
-An `Optimizer` object would import torch's compiler, 1.3 s and 150 MB, and its functional form sorts the weights at each
-step. Each gradient must have its weight's strides, or the result is silently wrong: those that autograd.backward writes
-to `.grad` have them, those of torch.autograd.grad may not.
+An `Optimizer` object would import torch's compiler, 1.3 s and 150 MB, and its functional form sorts
+the weights at each step. Each gradient must have its weight's strides, or the result is silently
+wrong: those that autograd.backward writes to `.grad` have them, those of torch.autograd.grad may
+not.
 """
 
 from __future__ import annotations
@@ -19,12 +20,23 @@ Moments = dict[str, list[Tensor]]
 
 
 class Optimizer(Protocol):
-    """Steps of weights, in place. Its state has one tensor for each weight under each name, zeros at first."""
+    """Steps of weights, in place. Its state has one tensor for each weight under each name, zeros
+    at first.
+    """
 
     def begin(self, weights: Sequence[Tensor], *, models: int = 0) -> Moments:
-        """Return the state of a fresh optimiser, of weights of A `models`, [A, ...], if it is not 0."""
+        """Return the state of a fresh optimiser, of weights of A `models`, [A, ...], if it is not
+        0.
+        """
 
-    def step(self, weights: Sequence[Tensor], gradients: Sequence[Tensor], moments: Moments, *, rate: float) -> None:
+    def step(
+        self,
+        weights: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        moments: Moments,
+        *,
+        rate: float,
+    ) -> None:
         """Take one step at this learning rate; the lists have the same length."""
 
 
@@ -38,9 +50,18 @@ class SgdOptimizer:
 
     def begin(self, weights: Sequence[Tensor], *, models: int = 0) -> Moments:
         """Return the momenta, none without momentum."""
-        return {"momentum": list(map(_zeros, weights))} if self._momentum else {}
+        if self._momentum:
+            return {"momentum": list(map(_zeros, weights))}
+        return {}
 
-    def step(self, weights: Sequence[Tensor], gradients: Sequence[Tensor], moments: Moments, *, rate: float) -> None:
+    def step(
+        self,
+        weights: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        moments: Moments,
+        *,
+        rate: float,
+    ) -> None:
         """Take one step."""
         torch._fused_sgd_(
             list(weights),
@@ -57,9 +78,11 @@ class SgdOptimizer:
 
 
 class AdaptiveMoments:
-    """torch.optim.Adam (Kingma and Ba 2015) and torch.optim.AdamW (Loshchilov and Hutter 2019), by their kernel.
+    """torch.optim.Adam (Kingma and Ba 2015) and torch.optim.AdamW (Loshchilov and Hutter 2019), by
+    their kernel.
 
-    Each weight counts its own steps, as models that are trained together may have taken different numbers.
+    Each weight counts its own steps, as models that are trained together may have taken different
+    numbers.
     """
 
     def __init__(self, settings: Adam | AdamW) -> None:
@@ -67,14 +90,30 @@ class AdaptiveMoments:
         self._kernel = torch._fused_adamw_ if isinstance(settings, AdamW) else torch._fused_adam_
 
     def begin(self, weights: Sequence[Tensor], *, models: int = 0) -> Moments:
-        """Return the means of the gradients and of their squares, and the steps taken, [] or [A] of each weight."""
+        """Return the means of the gradients and of their squares, and the steps taken, [] or [A] of
+        each weight.
+        """
         shape = (models,) if models else ()
-        steps = [torch.zeros(shape, dtype=torch.float32, device=weight.device) for weight in weights]
-        return {"mean": list(map(_zeros, weights)), "square": list(map(_zeros, weights)), "steps": steps}
+        steps = [
+            torch.zeros(shape, dtype=torch.float32, device=weight.device) for weight in weights
+        ]
+        return {
+            "mean": list(map(_zeros, weights)),
+            "square": list(map(_zeros, weights)),
+            "steps": steps,
+        }
 
-    def step(self, weights: Sequence[Tensor], gradients: Sequence[Tensor], moments: Moments, *, rate: float) -> None:
+    def step(
+        self,
+        weights: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        moments: Moments,
+        *,
+        rate: float,
+    ) -> None:
         """Take one step."""
-        settings, parts = self._settings, [moments["mean"], moments["square"], moments["steps"]]
+        settings = self._settings
+        parts = [moments["mean"], moments["square"], moments["steps"]]
         torch._foreach_add_(parts[2], 1.0)
         lists = [list(weights), list(gradients), *parts]
         if parts[2] and parts[2][0].dim():  # the kernel has one count for each tensor

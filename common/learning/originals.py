@@ -1,7 +1,9 @@
-"""Whether a data set is the original: by the digest of its samples and labels, or by the means of its images.
+"""Whether a data set is the original: by the digest of its samples and labels, or by the means of
+its images.
 
-The digests of MNIST and Fashion-MNIST are those of the files of their authors. Copies of CIFAR have the images in other
-orders, so theirs are the means over all pixels of each channel, 0 to 255: what is published of the originals, exact.
+The digests of MNIST and Fashion-MNIST are those of the files of their authors. Copies of CIFAR have
+the images in other orders, so theirs are the means over all pixels of each channel, 0 to 255: what
+is published of the originals, exact.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ MEANS: Final = MappingProxyType(  # for training, for testing
 
 
 class Original(StrEnum):
-    """What is known of a data set. IN_SOME_ORDER: another order than in the original gives other splits."""
+    """What is known of a data set. IN_SOME_ORDER: another order than in the original gives other
+    splits.
+    """
 
     YES = "yes"
     IN_SOME_ORDER = "yes, in some order"
@@ -45,17 +49,23 @@ class Original(StrEnum):
 def original(name: str, dataset: Dataset) -> Original:
     """Return whether the data set of this name is the original one."""
     if name in DIGESTS:
-        return Original.YES if digest_of(dataset) == DIGESTS[name] else Original.NO
+        if digest_of(dataset) == DIGESTS[name]:
+            return Original.YES
+        return Original.NO
     if name in MEANS:
         found = tuple(map(_means, (dataset.train_images, dataset.test_images)))
         counts = (torch.bincount(each) for each in (dataset.train_labels, dataset.test_labels))
         even = all(bool((each == each[0]).all()) for each in counts)
-        return Original.IN_SOME_ORDER if even and found == MEANS[name] else Original.NO
+        if even and found == MEANS[name]:
+            return Original.IN_SOME_ORDER
+        return Original.NO
     return Original.UNKNOWN
 
 
 def digest_of(dataset: Dataset) -> str:
-    """Return a digest of the samples and labels, 16 hexadecimal digits, to compare the files of two machines."""
+    """Return a digest of the samples and labels, 16 hexadecimal digits, to compare the files of two
+    machines.
+    """
     total = xxh3_64()
     for tensor in _tensors(dataset):
         if tensor.numel():  # of private data a node has only one part
@@ -64,10 +74,19 @@ def digest_of(dataset: Dataset) -> str:
 
 
 def _tensors(dataset: Dataset) -> Iterator[Tensor]:
-    yield from (dataset.train_images, dataset.train_labels, dataset.test_images, dataset.test_labels)
+    yield from (
+        dataset.train_images,
+        dataset.train_labels,
+        dataset.test_images,
+        dataset.test_labels,
+    )
 
 
 def _means(images: Tensor) -> tuple[float, ...]:
-    """Return the mean of each channel of images, uint8 [N, C, H, W]: a quotient of two whole numbers."""
+    """Return the mean of each channel of images, uint8 [N, C, H, W]: a quotient of two whole
+    numbers.
+    """
     count = images[:, 0].numel()
-    return tuple(int(channel.sum(dtype=torch.int64)) / max(1, count) for channel in images.unbind(1))
+    return tuple(
+        int(channel.sum(dtype=torch.int64)) / max(1, count) for channel in images.unbind(1)
+    )

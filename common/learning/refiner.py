@@ -1,4 +1,5 @@
-"""A node's refiner in this process, and what methods refine with: held-out samples and a module, draws, an optimiser.
+"""A node's refiner in this process, and what methods refine with: held-out samples and a module,
+draws, an optimiser.
 
 The module computes on the CPU, in one thread, in eval mode.
 """
@@ -39,8 +40,8 @@ Refine = Callable[[Any, Any, RoundModels], Mapping[str, Any]]
 class NodeRefiner:
     """The method of one node, and its samples if it reads some.
 
-    `partition`: the digest of the cloud's split; `frozen`: a file of the cloud's frozen arrays, if this node builds
-    others; `watch`: of progress.
+    `partition`: the digest of the cloud's split; `frozen`: a file of the cloud's frozen arrays, if
+    this node builds others; `watch`: of progress.
     Raises InvalidExperiment, also if the node's split differs from the cloud's.
     """
 
@@ -59,7 +60,8 @@ class NodeRefiner:
         load = partial(own.load, RULE_KEY) if is_own(settings.name) else named_in_module
         self._refine: Refine = load(settings.refiner)
         self._watch = watch
-        self._seed, self._name = experiment.seed, node
+        self._seed = experiment.seed
+        self._name = node
         self._moves = 0
         self.layout: ModelLayout | None = None  # of its own model, if it builds one
         if not self._settings.reads_samples:
@@ -76,7 +78,9 @@ class NodeRefiner:
 
     @calls_own_code
     def refine(self, models: RoundModels) -> Mapping[str, Any]:
-        """Refine the mean, or learn weights or a generator; return facts, with the seconds that it took."""
+        """Refine the mean, or learn weights or a generator; return facts, with the seconds that it
+        took.
+        """
         started = time.monotonic()
         own_seed = torch_seed(self._seed, Purpose.OWN_CODE, self._name, models.r)
         name = self._settings.name
@@ -100,7 +104,9 @@ class NodeRefiner:
 class NodeDraws:
     """The random numbers of a node. `moved` is called after each batch."""
 
-    def __init__(self, experiment: Experiment, node: str, *, moved: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, experiment: Experiment, node: str, *, moved: Callable[[], None] = lambda: None
+    ) -> None:
         self.moved = moved
         self._node = node
         self._seed = experiment.seed
@@ -109,8 +115,12 @@ class NodeDraws:
         """Return the node's random generator of a round and a purpose of `randomness.py`."""
         return generator(self._seed, Purpose[purpose.upper()], self._node, r)
 
-    def adam(self, weights: Sequence[Tensor], *, weight_decay: float = 0.0) -> Callable[[float], None]:
-        """Return what takes a step of Adam at a learning rate, by the weights' gradients, which it removes."""
+    def adam(
+        self, weights: Sequence[Tensor], *, weight_decay: float = 0.0
+    ) -> Callable[[float], None]:
+        """Return what takes a step of Adam at a learning rate, by the weights' gradients, which it
+        removes.
+        """
         optimizer = AdaptiveMoments(Adam(weight_decay=weight_decay))
         moments = optimizer.begin(weights)
         return lambda rate: take(optimizer, weights, moments, rate=rate)
@@ -123,14 +133,22 @@ class NodeSamples(NodeDraws):
     """
 
     def __init__(
-        self, experiment: Experiment, node: str, *, frozen: Path | None = None, moved: Callable[[], None] = lambda: None
+        self,
+        experiment: Experiment,
+        node: str,
+        *,
+        frozen: Path | None = None,
+        moved: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(experiment, node, moved=moved)
         self._frozen = given_arrays(frozen)
-        dataset, split = datasets.load(experiment.data, node=node), splits.split_of(experiment, node=node)
+        dataset = datasets.load(experiment.data, node=node)
+        split = splits.split_of(experiment, node=node)
         places = torch.from_numpy(split.held_out)
         self.partition = split.digest
-        self._anew = partial(models.anew, experiment, inputs=dataset.inputs) if is_own(experiment.model.name) else None
+        self._anew = None
+        if is_own(experiment.model.name):
+            self._anew = partial(models.anew, experiment, inputs=dataset.inputs)
         self.module = models.of(experiment, inputs=dataset.inputs, frozen=self._frozen).eval()
         self.layout = models.layout_of(self.module, experiment.model)
         self.weights = list(self.module.parameters())
@@ -139,7 +157,9 @@ class NodeSamples(NodeDraws):
         self._normalise = dataset.normaliser()
 
     def load(self, row: Row) -> None:
-        """Copy a flat model, uint8 [row_bytes], into the module, anew if it is the user's own (see `models.py`)."""
+        """Copy a flat model, uint8 [row_bytes], into the module, anew if it is the user's own (see
+        `models.py`).
+        """
         if self._anew is not None:
             self.module = self._anew().eval()
             models.read_frozen(self.module, self._frozen)
@@ -151,7 +171,9 @@ class NodeSamples(NodeDraws):
         models.write_row(self.module, self.layout, row)
 
     def logits(self, places: Tensor) -> Tensor:
-        """Return the module's logits, float32 [n, classes], for samples with these indices, int64 [n]."""
+        """Return the module's logits, float32 [n, classes], for samples with these indices, int64
+        [n].
+        """
         logits: Tensor = self.module(self._normalise(self._samples.index_select(0, places)))
         self.moved()
         return logits
@@ -159,10 +181,14 @@ class NodeSamples(NodeDraws):
     @torch.no_grad()
     def all_logits(self) -> Tensor:
         """Return the module's logits for all samples, float32 [N, classes], without gradients."""
-        return torch.cat([self.logits(places) for places in torch.split(torch.arange(len(self.labels)), BATCH)])
+        return torch.cat(
+            [self.logits(places) for places in torch.split(torch.arange(len(self.labels)), BATCH)]
+        )
 
     def divergence(self, target: Tensor) -> float:
-        """Return the mean over the samples of KL(target || softmax(logits)), in nats; `target` [N, classes]."""
+        """Return the mean over the samples of KL(target || softmax(logits)), in nats; `target` [N,
+        classes].
+        """
         logs = functional.log_softmax(self.all_logits().double(), dim=1)
         return float(functional.kl_div(logs, target.double(), reduction="batchmean"))
 
@@ -171,7 +197,8 @@ class NodeSamples(NodeDraws):
         return float(functional.cross_entropy(self.all_logits().double(), self.labels))
 
     def passes(self, size: int, *, r: int) -> Iterator[list[Tensor]]:
-        """Yield one pass over the samples after another, in a new order: batches of indices, the last one smaller.
+        """Yield one pass over the samples after another, in a new order: batches of indices, the
+        last one smaller.
 
         The orders depend on seed, node and round alone.
         """
@@ -182,7 +209,9 @@ class NodeSamples(NodeDraws):
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute in one thread inside the `with` block: sums must not depend on the number of cores."""
+    """Compute in one thread inside the `with` block: sums must not depend on the number of
+    cores.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

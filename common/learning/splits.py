@@ -1,6 +1,8 @@
-"""The split of a run's data: computed by every node from its files, compared by digest, saved in the run's folder.
+"""The split of a run's data: computed by every node from its files, compared by digest, saved in
+the run's folder.
 
-A device's position in `tree.devices` is the number of its partition. All random numbers come from (seed, PARTITION).
+A device's position in `tree.devices` is the number of its partition. All random numbers come from
+(seed, PARTITION).
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from fedstrata.common.text import json_text
 Indices: TypeAlias = npt.NDArray[np.int64]
 
 ATTEMPTS: Final = 10_000  # of a Dirichlet partition
-SHARED_DRAWS: Final = 1_000_000  # random numbers of a split from which on the processes of a host share it: 30 ms
+# random numbers of a split from which on the processes of a host share it: 30 ms
+SHARED_DRAWS: Final = 1_000_000
 ARRAYS: Final = "partition.npz"
 FACTS: Final = "partition.json"
 HELD_OUT: Final = "held out"  # no device can have a name with a space
@@ -41,11 +44,12 @@ HELD_OUT: Final = "held out"  # no device can have a name with a space
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Split:
-    """The devices' `partitions` of the training samples, in order; `labels` int64 [N] are below `classes`.
+    """The devices' `partitions` of the training samples, in order; `labels` int64 [N] are below
+    `classes`.
 
-    Of numbers the labels are their bins, all 0 without `data.bins`. `held_out`: the samples of the aggregating nodes,
-    which no device has. `digest` identifies partitions, held-out samples and labels: other files, or the random numbers
-    of another release, change it.
+    Of numbers the labels are their bins, all 0 without `data.bins`. `held_out`: the samples of the
+    aggregating nodes, which no device has. `digest` identifies partitions, held-out samples and
+    labels: other files, or the random numbers of another release, change it.
     """
 
     labels: Indices
@@ -57,20 +61,24 @@ class Split:
 
 
 def split_of(experiment: schema.Experiment, *, node: str = CLOUD) -> Split:
-    """Return the split of the node's files; nodes of this process with the same files share one object.
+    """Return the split of the node's files; nodes of this process with the same files share one
+    object.
 
     Raises InvalidExperiment, also if every device has its own images and nothing is split.
     """
     if experiment.data.private:
         problem = "every device has samples of its own, nothing is split"
-        raise InvalidExperiment("data.partition", experiment.data.partition, problem, "Use another data.partition.")
+        raise InvalidExperiment(
+            "data.partition", experiment.data.partition, problem, "Use another data.partition."
+        )
     home = node if "{node}" in experiment.data.root else CLOUD  # the owner of the files
     with _SPLITTING:  # one device of a process computes the split, the others find it in the cache
         return _split(experiment.to_json(), home)
 
 
 def keep(experiment: schema.Experiment, folder: Path) -> str:
-    """Write the cloud's split into the run's folder and return its digest; for private data write nothing, return "".
+    """Write the cloud's split into the run's folder and return its digest; for private data write
+    nothing, return "".
 
     Raises InvalidExperiment, also if the run was started with another split.
     """
@@ -84,10 +92,17 @@ def keep(experiment: schema.Experiment, folder: Path) -> str:
     try:
         begun = json.loads(facts.read_text(encoding="utf-8"))["digest"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise InvalidExperiment("--resume", str(facts), f"it is damaged: {error!r:.200}", "Remove it.") from None
+        raise InvalidExperiment(
+            "--resume", str(facts), f"it is damaged: {error!r:.200}", "Remove it."
+        ) from None
     if begun != split.digest:
-        problem = f"it was started with other data or another split, digest {begun}; now it is {split.digest}"
-        raise InvalidExperiment("--resume", str(folder), problem, "Restore the files of the data set.")
+        problem = (
+            f"it was started with other data or another split, digest {begun}; now it is "
+            f"{split.digest}"
+        )
+        raise InvalidExperiment(
+            "--resume", str(folder), problem, "Restore the files of the data set."
+        )
     return split.digest
 
 
@@ -113,7 +128,8 @@ def write(experiment: schema.Experiment, split: Split, folder: Path) -> dict[str
         facts["held_out"] = _described(split, split.held_out)
         arrays[HELD_OUT] = split.held_out
     with writing(folder):
-        with zipfile.ZipFile(folder / ARRAYS, "w", zipfile.ZIP_DEFLATED) as archive:  # savez rejects the name `file`
+        # savez rejects the name `file`
+        with zipfile.ZipFile(folder / ARRAYS, "w", zipfile.ZIP_DEFLATED) as archive:
             for name, part in arrays.items():
                 with archive.open(f"{name}.npy", "w") as file:
                     np.lib.format.write_array(file, part)
@@ -129,12 +145,17 @@ _SPLITTING = threading.Lock()
 def _split(experiment_json: str, node: str) -> Split:
     experiment = reading.parse(experiment_json)
     dataset = datasets.load(experiment.data, node=node)
-    data, tree, seed = experiment.data, experiment.tree, experiment.seed
+    data = experiment.data
+    tree = experiment.tree
+    seed = experiment.seed
     labels = dataset.train_labels.numpy()
-    classes, identity, kind = dataset.classes, labels, "class"
+    classes = dataset.classes
+    identity = labels
+    kind = "class"
     if dataset.inputs.numbers:
         kind = "bin"
-        classes, identity = data.bins or 1, labels.view(np.int32).astype(np.int64).ravel()
+        classes = data.bins or 1
+        identity = labels.view(np.int32).astype(np.int64).ravel()
         labels = quantiles(labels, bins=classes) if data.bins else np.zeros(len(labels), np.int64)
     if not data.node_samples:
         parts = partition(labels, data=data, tree=tree, seed=seed, owners=dataset.owners)
@@ -143,31 +164,46 @@ def _split(experiment_json: str, node: str) -> Split:
     held_out = hold_out(len(labels), data=data, seed=seed)
     rest = np.delete(np.arange(len(labels)), held_out)
     owners = None if dataset.owners is None else dataset.owners[rest]
-    parts = [rest[part] for part in partition(labels[rest], data=data, tree=tree, seed=seed, owners=owners)]
+    parts = [
+        rest[part]
+        for part in partition(labels[rest], data=data, tree=tree, seed=seed, owners=owners)
+    ]
     if not all(map(len, parts)):
-        problem = f"no sample remains for {tree.devices[min(i for i, part in enumerate(parts) if not len(part))]}"
-        raise InvalidExperiment("data.node_samples", data.node_samples, problem, "Hold out fewer samples.")
+        problem = (
+            "no sample remains for "
+            f"{tree.devices[min(i for i, part in enumerate(parts) if not len(part))]}"
+        )
+        raise InvalidExperiment(
+            "data.node_samples", data.node_samples, problem, "Hold out fewer samples."
+        )
     digest = digest_of([*parts, held_out], labels=identity)
     return Split(labels, classes, parts, held_out, digest, kind)
 
 
 def samples_of(experiment: schema.Experiment, split: Split, *, node: str) -> Indices:
-    """Return a device's samples, ascending int64: those of its place among the devices, or of the number in its name.
+    """Return a device's samples, ascending int64: those of its place among the devices, or of the
+    number in its name.
 
-    Of a device that the experiment does not name, the number stands for a user, or for another draw of an overlapping
-    partition. Raises InvalidExperiment if it has no share.
+    Of a device that the experiment does not name, the number stands for a user, or for another draw
+    of an overlapping partition. Raises InvalidExperiment if it has no share.
     """
-    devices, data = experiment.tree.devices, experiment.data
+    devices = experiment.tree.devices
+    data = experiment.data
     if node in devices:
         return split.partitions[devices.index(node)]
     dataset = datasets.load(data, node=node)
     place = -1 if (number := number_of(node)) is None else number
-    problem = f"data.partition = {data.partition!r} divides the samples among the devices of the experiment"
+    problem = (
+        f"data.partition = {data.partition!r} divides the samples among the devices of the "
+        "experiment"
+    )
     remedy = "Use 'private', 'natural' or 'dirichlet_overlap'."
     rest = np.setdiff1d(np.arange(len(split.labels)), split.held_out)
     new = place >= len(devices)
     if data.partition == "dirichlet_overlap" and new:
-        return np.sort(rest[_overlapping(split.labels[rest], data=data, seed=experiment.seed, place=place)])
+        return np.sort(
+            rest[_overlapping(split.labels[rest], data=data, seed=experiment.seed, place=place)]
+        )
     if data.partition == "natural" and dataset.owners is not None and new:
         found: Indices = rest[dataset.owners[rest] == place]
         if len(found):
@@ -180,11 +216,14 @@ def samples_of(experiment: schema.Experiment, split: Split, *, node: str) -> Ind
 
 
 def own_user(experiment: schema.Experiment, *, node: str) -> tuple[datasets.Dataset, str] | None:
-    """Return the samples of a device that is one user, read without those of the others, and the split's digest.
+    """Return the samples of a device that is one user, read without those of the others, and the
+    split's digest.
 
-    None if it needs others' samples too, or is no user: `split_of` and `samples_of` have all. Raises InvalidExperiment.
+    None if it needs others' samples too, or is no user: `split_of` and `samples_of` have all.
+    Raises InvalidExperiment.
     """
-    devices, evaluation = experiment.tree.devices, experiment.evaluation
+    devices = experiment.tree.devices
+    evaluation = experiment.evaluation
     if evaluation.on_devices and evaluation.data == "test":
         return None
     if node in devices:
@@ -198,10 +237,11 @@ def own_user(experiment: schema.Experiment, *, node: str) -> tuple[datasets.Data
 
 
 def label_distances(split: Split, tree: Tree) -> list[float]:
-    """Return how far the labels of the nodes of each layer below the cloud are from those of all devices together.
+    """Return how far the labels of the nodes of each layer below the cloud are from those of all
+    devices together.
 
-    sum over classes |p_k - p| (Zhao et al. 2018), from 0 to 2; the mean over the layer's nodes by their samples. A node
-    above devices has the samples of all devices below it.
+    sum over classes |p_k - p| (Zhao et al. 2018), from 0 to 2; the mean over the layer's nodes by
+    their samples. A node above devices has the samples of all devices below it.
     """
     counts = {
         name: np.bincount(split.labels[part], minlength=split.classes).astype(np.float64)
@@ -212,7 +252,8 @@ def label_distances(split: Split, tree: Tree) -> list[float]:
     found = []
     for layer in tree.layers[1:]:
         counts_NC = np.array([counts[name] for name in layer])
-        samples_N, all_C = counts_NC.sum(axis=1), counts_NC.sum(axis=0)
+        samples_N = counts_NC.sum(axis=1)
+        all_C = counts_NC.sum(axis=0)
         apart_N = np.abs(counts_NC / samples_N[:, None] - all_C / all_C.sum()).sum(axis=1)
         found.append(round(float(samples_N @ apart_N / samples_N.sum()), 6))
     return found
@@ -223,12 +264,14 @@ def _described(split: Split, part: Indices) -> dict[str, Any]:
     return {"samples": len(part), f"by_{split.kind}": counts.tolist()}
 
 
-def partition(labels: Indices, *, data: Data, tree: Tree, seed: int, owners: Indices | None = None) -> list[Indices]:
+def partition(
+    labels: Indices, *, data: Data, tree: Tree, seed: int, owners: Indices | None = None
+) -> list[Indices]:
     """Return the sample indices of each device, ascending int64, in the order of `tree.devices`.
 
-    `labels` and `owners` are int64 [N]; with `natural` the i-th device gets the samples of owner i. Every partition
-    has at least one sample, with the Dirichlet splits at least `data.min_samples`. Raises InvalidExperiment if such a
-    split is impossible.
+    `labels` and `owners` are int64 [N]; with `natural` the i-th device gets the samples of owner i.
+    Every partition has at least one sample, with the Dirichlet splits at least `data.min_samples`.
+    Raises InvalidExperiment if such a split is impossible.
     """
     devices = len(tree.devices)
     parts: Iterable[Indices]
@@ -251,45 +294,61 @@ def partition(labels: Indices, *, data: Data, tree: Tree, seed: int, owners: Ind
 
 
 def quantiles(numbers: npt.NDArray[np.float32], *, bins: int) -> Indices:
-    """Return each number's bin, int64 [N] below `bins`, of as many numbers each, within 1; `numbers` [N, 1].
+    """Return each number's bin, int64 [N] below `bins`, of as many numbers each, within 1;
+    `numbers` [N, 1].
 
-    Equal numbers may be in different bins. Raises InvalidExperiment if there are several to predict.
+    Equal numbers may be in different bins. Raises InvalidExperiment if there are several to
+    predict.
     """
     if numbers.shape[1] != 1:
         problem = f"each sample has {numbers.shape[1]} numbers to predict"
         raise InvalidExperiment("data.bins", bins, problem, "Omit it, and use another partition.")
     found = np.empty(len(numbers), np.int64)
-    found[np.argsort(numbers[:, 0], kind="stable")] = np.arange(len(numbers)) * bins // max(1, len(numbers))
+    found[np.argsort(numbers[:, 0], kind="stable")] = (
+        np.arange(len(numbers)) * bins // max(1, len(numbers))
+    )
     return found
 
 
 def hold_out(count: int, *, data: Data, seed: int) -> Indices:
-    """Return the indices of the samples that no device has, ascending int64 [`data.node_samples`], of `count` samples.
+    """Return the indices of the samples that no device has, ascending int64 [`data.node_samples`],
+    of `count` samples.
 
-    Uniform without replacement, from (seed, HELD_OUT). Raises InvalidExperiment if none would remain.
+    Uniform without replacement, from (seed, HELD_OUT). Raises InvalidExperiment if none would
+    remain.
     """
     if data.node_samples >= count:
         problem = f"the data set has {count} training samples"
-        raise InvalidExperiment("data.node_samples", data.node_samples, problem, "Leave some to the devices.")
-    return np.sort(generator(seed, Purpose.HELD_OUT).choice(count, data.node_samples, replace=False))
+        raise InvalidExperiment(
+            "data.node_samples", data.node_samples, problem, "Leave some to the devices."
+        )
+    return np.sort(
+        generator(seed, Purpose.HELD_OUT).choice(count, data.node_samples, replace=False)
+    )
 
 
 def taken_of(samples: Indices, *, evaluation: EvaluationSettings, seed: int, node: str) -> Indices:
-    """Return which of a device's samples, ascending int64, it holds out to score models on: from (seed, TESTS)."""
+    """Return which of a device's samples, ascending int64, it holds out to score models on: from
+    (seed, TESTS).
+    """
     count = evaluation.taken_of(len(samples))
     return np.sort(generator(seed, Purpose.TESTS, node).choice(samples, count, replace=False))
 
 
 def tests_of(count: int, *, devices: int, place: int, seed: int) -> Indices:
-    """Return the device's part of `count` test samples, ascending int64; sizes differ by at most 1, from (seed, TESTS).
+    """Return the device's part of `count` test samples, ascending int64; sizes differ by at most 1,
+    from (seed, TESTS).
 
     With more devices than samples some have none.
     """
-    return np.sort(np.array_split(generator(seed, Purpose.TESTS).permutation(count), devices)[place])
+    return np.sort(
+        np.array_split(generator(seed, Purpose.TESTS).permutation(count), devices)[place]
+    )
 
 
 def users_of_tests(dataset: datasets.Dataset, name: str) -> Indices:
-    """Return whose each test sample is, int64 [N]: the place of a device under `natural`, -1 for a user without one.
+    """Return whose each test sample is, int64 [N]: the place of a device under `natural`, -1 for a
+    user without one.
 
     `name`: of the data set. Raises InvalidExperiment.
     """
@@ -302,9 +361,15 @@ def users_of_tests(dataset: datasets.Dataset, name: str) -> Indices:
     raise InvalidExperiment("evaluation.data", "users", problem, "Use held_out.")
 
 
-def counts_of_tests(dataset: datasets.Dataset, experiment: schema.Experiment, *, samples: Sequence[int]) -> list[int]:
-    """Return how many test samples each device has, in order; `samples`: of each, before it holds out some."""
-    evaluation, devices, count = experiment.evaluation, len(samples), len(dataset.test_labels)
+def counts_of_tests(
+    dataset: datasets.Dataset, experiment: schema.Experiment, *, samples: Sequence[int]
+) -> list[int]:
+    """Return how many test samples each device has, in order; `samples`: of each, before it holds
+    out some.
+    """
+    evaluation = experiment.evaluation
+    devices = len(samples)
+    count = len(dataset.test_labels)
     if not evaluation.on_devices:
         return [0] * devices
     if evaluation.data == "held_out":
@@ -317,7 +382,9 @@ def counts_of_tests(dataset: datasets.Dataset, experiment: schema.Experiment, *,
 
 
 def digest_of(parts: Sequence[Indices], *, labels: Indices) -> str:
-    """Return 16 hexadecimal digits over the labels, int64 [N], or numbers' bits, and the partitions, in order."""
+    """Return 16 hexadecimal digits over the labels, int64 [N], or numbers' bits, and the
+    partitions, in order.
+    """
     total = hashlib.blake2b(digest_size=8)
     for places in (labels, *parts):
         total.update(len(places).to_bytes(8, "little"))
@@ -329,7 +396,9 @@ def _equal(samples: Indices, draw: np.random.Generator, parts: int) -> list[Indi
     """Shuffle once and cut into parts whose sizes differ by at most 1."""
     if parts > len(samples):
         problem = f"there are only {len(samples)} samples to distribute"
-        raise InvalidExperiment("topology.devices", parts, problem, "Use fewer devices, or another data.dataset.")
+        raise InvalidExperiment(
+            "topology.devices", parts, problem, "Use fewer devices, or another data.dataset."
+        )
     return np.array_split(draw.permutation(samples), parts)
 
 
@@ -337,19 +406,25 @@ def _natural(owners: Indices, devices: int) -> list[Indices]:
     """Give each device one user's samples; users beyond the number of devices are not used."""
     users = int(owners.max(initial=-1)) + 1
     if devices > users:
-        problem, remedy = f"the data set has {users} users, one for each device", f"Use at most {users} devices"
-        raise InvalidExperiment("topology.devices", devices, problem, f"{remedy}, or another data.partition.")
+        problem = f"the data set has {users} users, one for each device"
+        remedy = f"Use at most {users} devices"
+        raise InvalidExperiment(
+            "topology.devices", devices, problem, f"{remedy}, or another data.partition."
+        )
     return [np.flatnonzero(owners == user) for user in range(devices)]
 
 
 def _shards(labels: Indices, draw: np.random.Generator, *, parts: int, each: int) -> list[Indices]:
-    """Sort by label, cut into parts * each pieces of equal size within 1, and give `each` pieces to every part.
+    """Sort by label, cut into parts * each pieces of equal size within 1, and give `each` pieces to
+    every part.
 
     FedCDA's split (section 5 of its paper), before that McMahan et al. (2017).
     """
     if parts * each > len(labels):
         problem = f"{parts} parts with {each} shards each need more than the {len(labels)} samples"
-        raise InvalidExperiment("data.shards", each, problem, "Lower data.shards or use fewer devices.")
+        raise InvalidExperiment(
+            "data.shards", each, problem, "Lower data.shards or use fewer devices."
+        )
     shards = np.array_split(np.argsort(labels, kind="stable"), parts * each)
     dealt = draw.permutation(parts * each).reshape(parts, each)
     return [np.concatenate([shards[shard] for shard in mine]) for mine in dealt]
@@ -360,15 +435,18 @@ def _dirichlet(
 ) -> list[Indices]:
     """Split disjointly by class, each part having at least `least` [parts] samples.
 
-    The split of FedCross and FedMR (their public code): per class, shares q ~ Dir(concentration), where a part that
-    already has its equal share of all samples gets none. Counts are drawn until they suffice, indices once.
+    The split of FedCross and FedMR (their public code): per class, shares q ~ Dir(concentration),
+    where a part that already has its equal share of all samples gets none. Counts are drawn until
+    they suffice, indices once.
     """
     sizes = np.bincount(labels)
     counts = _dirichlet_counts(sizes, draw, data=data, concentration=concentration, least=least)
     parts: list[list[Indices]] = [[] for _ in least]
     for label, counts_of_class in enumerate(counts):
         shuffled = draw.permutation(np.flatnonzero(labels == label))
-        for part, piece in zip(parts, np.split(shuffled, np.cumsum(counts_of_class)[:-1]), strict=True):
+        for part, piece in zip(
+            parts, np.split(shuffled, np.cumsum(counts_of_class)[:-1]), strict=True
+        ):
             part.append(piece)
     return [np.concatenate(part) for part in parts]
 
@@ -377,7 +455,8 @@ def _dirichlet_counts(
     sizes: Indices, draw: np.random.Generator, *, data: Data, concentration: float, least: Indices
 ) -> Indices:
     """Return the number of samples of each class in each part, int64 [classes, parts]."""
-    parts, total = len(least), int(sizes.sum())
+    parts = len(least)
+    total = int(sizes.sum())
     if int(least.sum()) <= total:
         alpha = np.full(parts, concentration)
         for _ in range(ATTEMPTS):
@@ -395,14 +474,24 @@ def _dirichlet_counts(
             else:
                 if (held >= least).all():
                     return counts
-    tried = f"none of {ATTEMPTS} draws gave" if int(least.sum()) <= total else f"{total} samples cannot give"
-    problem = f"{tried} each of {parts} parts its minimum number of samples at concentration {concentration}"
+    if int(least.sum()) <= total:
+        tried = f"none of {ATTEMPTS} draws gave"
+    else:
+        tried = f"{total} samples cannot give"
+    problem = (
+        f"{tried} each of {parts} parts its minimum number of samples at concentration "
+        f"{concentration}"
+    )
     remedy = "Lower data.min_samples, raise the concentration, or use fewer devices."
     raise InvalidExperiment("data.min_samples", data.min_samples, problem, remedy)
 
 
-def _by_institution(labels: Indices, draw: np.random.Generator, *, data: Data, tree: Tree) -> list[Indices]:
-    """Split over the institutions by Dirichlet or shards, then within each over its devices following `data.within`."""
+def _by_institution(
+    labels: Indices, draw: np.random.Generator, *, data: Data, tree: Tree
+) -> list[Indices]:
+    """Split over the institutions by Dirichlet or shards, then within each over its devices
+    following `data.within`.
+    """
     homes = [tree.children[parent] for parent in tree.layers[-2]]
     least = np.array([len(devices) * max(1, data.min_samples) for devices in homes])
     if data.partition == "institution_shards":
@@ -411,11 +500,19 @@ def _by_institution(labels: Indices, draw: np.random.Generator, *, data: Data, t
         shares = _dirichlet(labels, draw, data=data, concentration=data.concentration, least=least)
     parts: dict[str, Indices] = {}
     for devices, samples in zip(homes, shares, strict=True):
-        parts.update(zip(devices, _within(labels, samples, draw, data=data, devices=len(devices)), strict=True))
+        parts.update(
+            zip(
+                devices,
+                _within(labels, samples, draw, data=data, devices=len(devices)),
+                strict=True,
+            )
+        )
     return [parts[device] for device in tree.devices]
 
 
-def _within(labels: Indices, samples: Indices, draw: np.random.Generator, *, data: Data, devices: int) -> list[Indices]:
+def _within(
+    labels: Indices, samples: Indices, draw: np.random.Generator, *, data: Data, devices: int
+) -> list[Indices]:
     if data.within == "iid":
         return _equal(samples, draw, devices)
     own = labels[samples]
@@ -423,33 +520,47 @@ def _within(labels: Indices, samples: Indices, draw: np.random.Generator, *, dat
         places = _shards(own, draw, parts=devices, each=data.shards)
     else:
         least = np.full(devices, max(1, data.min_samples))
-        places = _dirichlet(own, draw, data=data, concentration=data.within_concentration, least=least)
+        places = _dirichlet(
+            own, draw, data=data, concentration=data.within_concentration, least=least
+        )
     return [samples[part] for part in places]
 
 
 def _all_overlapping(labels: Indices, *, data: Data, seed: int, devices: int) -> Indices:
-    """Return each device's partition, [devices, `partition_size`]; if they need many draws, once for all of a host."""
+    """Return each device's partition, [devices, `partition_size`]; if they need many draws, once
+    for all of a host.
+    """
 
     def make() -> stored.Stored:
         # One at a time: each keeps the indices of all samples alive until it is copied.
-        parts = (np.sort(_overlapping(labels, data=data, seed=seed, place=place)) for place in range(devices))
+        parts = (
+            np.sort(_overlapping(labels, data=data, seed=seed, place=place))
+            for place in range(devices)
+        )
         return stored.Stored({"parts": torch.from_numpy(np.stack(list(parts)))}, {})
 
     if devices * len(labels) < SHARED_DRAWS:
         made = make()
     else:
         settings = [data.concentration, data.partition_size, seed, devices, np.__version__]
-        what = [hashlib.blake2b(np.ascontiguousarray(labels).data, digest_size=16).hexdigest(), *settings]
-        made = stored.shared(stored.digest_of(what, map(Path, (__file__, randomness.__file__))), make)
+        what = [
+            hashlib.blake2b(np.ascontiguousarray(labels).data, digest_size=16).hexdigest(),
+            *settings,
+        ]
+        made = stored.shared(
+            stored.digest_of(what, map(Path, (__file__, randomness.__file__))), make
+        )
     parts_DS: Indices = made.tensors["parts"].numpy()
     return parts_DS
 
 
 def _overlapping(labels: Indices, *, data: Data, seed: int, place: int) -> Indices:
-    """Sample one device's partition from all samples without replacement, weighted by its own class shares.
+    """Sample one device's partition from all samples without replacement, weighted by its own class
+    shares.
 
-    Tempo's sampling. The `partition_size` largest values of log(weight) + Gumbel noise are a sample without
-    replacement (Yellott 1977; Efraimidis and Spirakis 2006), in one pass even for very skewed weights.
+    Tempo's sampling. The `partition_size` largest values of log(weight) + Gumbel noise are a sample
+    without replacement (Yellott 1977; Efraimidis and Spirakis 2006), in one pass even for very
+    skewed weights.
     """
     draw = generator(seed, Purpose.PARTITION, round_number=place + 1)
     shares = draw.dirichlet(np.full(int(labels.max()) + 1, data.concentration))

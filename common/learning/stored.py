@@ -1,9 +1,11 @@
-"""Data sets and splits that the processes of one host share: each is stored once, in a file that they map.
+"""Data sets and splits that the processes of one host share: each is stored once, in a file that
+they map.
 
-A file in safetensors' format is named by a digest of everything its content depends on, so a stale file is never found.
-Its content is checked against its own digest, and a damaged file is recreated. Mapped pages are part of the kernel's
-cache: all processes share them, and the kernel drops them when memory is short. The least recently used files are
-removed when all files together exceed MOST_BYTES; processes that have mapped them can still use them.
+A file in safetensors' format is named by a digest of everything its content depends on, so a stale
+file is never found. Its content is checked against its own digest, and a damaged file is recreated.
+Mapped pages are part of the kernel's cache: all processes share them, and the kernel drops them
+when memory is short. The least recently used files are removed when all files together exceed
+MOST_BYTES; processes that have mapped them can still use them.
 """
 
 from __future__ import annotations
@@ -49,13 +51,19 @@ def folder() -> Path:
 
 
 def digest_of(facts: object, files: Iterable[Path]) -> str:
-    """Return 32 hexadecimal digits over facts and the files' paths, sizes and modification times."""
-    stats = [(str(path.absolute()), (stat := path.stat()).st_size, stat.st_mtime_ns) for path in sorted(files)]
+    """Return 32 hexadecimal digits over facts and the files' paths, sizes and modification
+    times.
+    """
+    stats = [
+        (str(path.absolute()), (stat := path.stat()).st_size, stat.st_mtime_ns)
+        for path in sorted(files)
+    ]
     return blake2b(json.dumps([facts, stats], default=str).encode(), digest_size=16).hexdigest()
 
 
 def shared(digest: str, make: Callable[[], Stored]) -> Stored:
-    """Return the content of this digest's file; the first process creates it, others wait meanwhile.
+    """Return the content of this digest's file; the first process creates it, others wait
+    meanwhile.
 
     If the folder cannot be used, `make` is called in this process only. Raises what `make` raises.
     """
@@ -77,14 +85,17 @@ def shared(digest: str, make: Callable[[], Stored]) -> Stored:
                 raise OSError(f"{path} cannot be read again")
     except (OSError, RuntimeError) as error:  # no home is a RuntimeError
         log.warning("this process keeps its own copy of the data: %s", in_words(error))
-        return make() if made is None else made
+        if made is None:
+            return make()
+        return made
     made = None
     _give_back()
     return found
 
 
 def file_of(digest: str, make: Callable[[], Stored]) -> Path | None:
-    """Return this digest's file, which is created if it is missing, unchecked; None if the folder cannot be used.
+    """Return this digest's file, which is created if it is missing, unchecked; None if the folder
+    cannot be used.
 
     Raises what `make` raises.
     """
@@ -107,7 +118,8 @@ def file_of(digest: str, make: Callable[[], Stored]) -> Path | None:
 def _read(path: Path) -> Stored | None:
     """Return a file's content, mapped; None if the file is missing or damaged.
 
-    It is checked in a mapping of its own, so that a process holds only the pages that it uses later.
+    It is checked in a mapping of its own, so that a process holds only the pages that it uses
+    later.
     """
     try:
         checked, meta = _mapped(path)
@@ -142,7 +154,9 @@ def _write(path: Path, stored: Stored) -> None:
 
 
 def _remove_old(place: Path, *, but: Path) -> None:
-    """Remove unfinished files of other processes, and files beyond the limit, least recently used first."""
+    """Remove unfinished files of other processes, and files beyond the limit, least recently used
+    first.
+    """
     for partial in place.glob(f"*{PARTIAL}"):
         partial.unlink()
     files = [(path.stat(), path) for path in place.glob("*.safetensors") if path != but]

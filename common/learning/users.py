@@ -1,7 +1,8 @@
 """One user's samples, read from a stored data set without those of the others.
 
-A stored set whose samples are in the order of their users has each user's span in its facts, with a digest of it. So a
-device of one user reads and checks its own rows, and of the others the labels alone, in blocks, for the split's digest.
+A stored set whose samples are in the order of their users has each user's span in its facts, with a
+digest of it. So a device of one user reads and checks its own rows, and of the others the labels
+alone, in blocks, for the split's digest.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ Span: TypeAlias = tuple[int, int, str]  # its begin and its end, and the digest 
 
 
 def spans_of(tensors: Mapping[str, Tensor], users: int) -> dict[str, list[Span]]:
-    """Return each user's span of the training and of the test samples; empty without users, or if they are mixed."""
+    """Return each user's span of the training and of the test samples; empty without users, or if
+    they are mixed.
+    """
     if not 0 < users <= USERS_MOST or not all(name in tensors for name in OWNERS):
         return {}
     found = {}
@@ -49,7 +52,8 @@ def spans_of(tensors: Mapping[str, Tensor], users: int) -> dict[str, list[Span]]
 
 
 def read(path: Path, user: int) -> tuple[dict[str, Tensor], Mapping[str, Any]] | None:
-    """Return a user's rows of the samples and labels of a stored set, and the set's facts; None if it has no spans.
+    """Return a user's rows of the samples and labels of a stored set, and the set's facts; None if
+    it has no spans.
 
     Raises ValueError for other rows than were stored, OSError, SafetensorError.
     """
@@ -69,7 +73,8 @@ def read(path: Path, user: int) -> tuple[dict[str, Tensor], Mapping[str, Any]] |
 
 @lru_cache(maxsize=4)
 def split_digest(path: Path, devices: int) -> str | None:
-    """Return what `splits.digest_of` returns of the first users' samples, one for each device; None with fewer users.
+    """Return what `splits.digest_of` returns of the first users' samples, one for each device; None
+    with fewer users.
 
     Raises OSError, SafetensorError.
     """

@@ -1,11 +1,16 @@
-"""Building a node's rule, behind a bound for the length of a child's step: c times the median of the round's lengths.
+"""Building a node's rule, behind a bound for the length of a child's step: c times the median of
+the round's lengths.
 
-    ||v_k - z_k|| <= c median of ||v_i - z_i||          over trainable columns, z_k: the model that child k received
-    ||e_k||       <= c median of ||e_i||                for each vector behind the model (SCAFFOLD's `control_change`)
+    ||v_k - z_k|| <= c median of ||v_i - z_i||
+    ||e_k||       <= c median of ||e_i||
 
-What is longer is clipped to the bound (Sun et al. 2019, with a bound that follows the round), or the upload is left out
-as if it had not come. c is at least 1, so half of the steps always stay as they are, and half of each of the vectors.
-At most half of the uploads are left out, those that are farthest beyond a bound.
+The first is over trainable columns, z_k is the model that child k received; the second is for each
+vector behind the model (SCAFFOLD's `control_change`).
+
+What is longer is clipped to the bound (Sun et al. 2019, with a bound that follows the round), or
+the upload is left out as if it had not come. c is at least 1, so half of the steps always stay as
+they are, and half of each of the vectors. At most half of the uploads are left out, those that are
+farthest beyond a bound.
 """
 
 from __future__ import annotations
@@ -24,7 +29,14 @@ from fedstrata.common.methods.mixing import Floats
 from fedstrata.common.methods.optimisers import stepped
 from fedstrata.common.methods.own_rule import GuardedOwn, OwnTable
 from fedstrata.common.methods.private import NoiseSource, PrivateRule, lengths, no_secret, shorten
-from fedstrata.common.methods.rule import Aggregated, Rule, RuleContext, Uploads, WrappedRule, link_layouts
+from fedstrata.common.methods.rule import (
+    Aggregated,
+    Rule,
+    RuleContext,
+    Uploads,
+    WrappedRule,
+    link_layouts,
+)
 from fedstrata.common.methods.settings import CombiningSettings, NormBound, RuleSettings
 from fedstrata.common.model.layout import LinkLayouts
 from fedstrata.common.randomness import Purpose
@@ -44,15 +56,18 @@ def build(
     hides_uploads: bool = True,
     adversaries: NearAdversaries | None = None,
 ) -> Rule:
-    """Return a node's rule, behind the bound of its children's steps, or their privacy, and what `adversaries` do.
+    """Return a node's rule, behind the bound of its children's steps, or their privacy, and what
+    `adversaries` do.
 
-    `secret`: the node's own, for noise. `hides_uploads`: nothing reads the uploads but the rule, so that a mean may
-    have noise alone. Raises InvalidExperiment without a package of an extra.
+    `secret`: the node's own, for noise. `hides_uploads`: nothing reads the uploads but the rule, so
+    that a mean may have noise alone. Raises InvalidExperiment without a package of an extra.
     """
-    given, settings = settings, settings.resolved
+    given = settings
+    settings = settings.resolved
     for package in settings.packages:
         if find_spec(package) is None:
-            problem, remedy = f"needs {package}, which is not installed", f"{installing('methods')}."
+            problem = f"needs {package}, which is not installed"
+            remedy = f"{installing('methods')}."
             raise InvalidExperiment("aggregation.name", settings.name, problem, remedy)
     rule = given.build(context)
     if isinstance(settings, CombiningSettings) and settings.step is not None:
@@ -61,13 +76,19 @@ def build(
         rule = GuardedOwn(given.name, rule, context.layout)
     if privacy.by_parent:
         source = NoiseSource(
-            privacy, seed=context.seed, node=context.node, secret=secret, purpose=Purpose.PRIVACY_OF_CHILDREN
+            privacy,
+            seed=context.seed,
+            node=context.node,
+            secret=secret,
+            purpose=Purpose.PRIVACY_OF_CHILDREN,
         )
         mean = settings.of_mean if hides_uploads else None
         rule = PrivateRule(rule, privacy, layout=context.layout, source=source, mean=mean)
     elif bound.action != "off":
         rule = NormBoundedRule(rule, bound, link_layouts(settings, context.layout))
-    return rule if adversaries is None else AttackedRule(rule, context.layout, adversaries)
+    if adversaries is None:
+        return rule
+    return AttackedRule(rule, context.layout, adversaries)
 
 
 class NormBoundedRule(WrappedRule):
@@ -79,7 +100,9 @@ class NormBoundedRule(WrappedRule):
         self._links = links
 
     def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
-        """Bound the uploads in their rows, then aggregate them. Facts: all lengths, and whose was too long."""
+        """Bound the uploads in their rows, then aggregate them. Facts: all lengths, and whose was
+        too long.
+        """
         found = [(vectors, self._lengths(vectors, uploads)) for vectors in self._vectors(uploads)]
         medians = [float(np.median(list(each.values()))) for _, each in found]
         facts: dict[str, object] = {f"{vectors.name}_lengths": each for vectors, each in found}
@@ -96,9 +119,12 @@ class NormBoundedRule(WrappedRule):
 
     def _vectors(self, uploads: Uploads) -> list[_BoundedVectors]:
         """Return the uploads' trainable columns, then each of their extras."""
-        model, size = self._links.model, self._links.model.parameters
+        model = self._links.model
+        size = self._links.model.parameters
         steps_K = model.floats(uploads.rows_K)[:, :size]
-        found = [_BoundedVectors(STEP, steps_K, lambda child: model.floats(self._received[child])[:size])]
+        found = [
+            _BoundedVectors(STEP, steps_K, lambda child: model.floats(self._received[child])[:size])
+        ]
         for name, values_K in self._links.up.extras_of(uploads.rows_K).items():
             found.append(_BoundedVectors(name, values_K, lambda child: None))
         return found
@@ -106,10 +132,15 @@ class NormBoundedRule(WrappedRule):
     def _lengths(self, vectors: _BoundedVectors, uploads: Uploads) -> dict[str, float]:
         """Return the lengths of the uploads that came, by child."""
         names = uploads.senders
-        pairs = [(vectors.floats_K[k], vectors.origin(name)) for k, name in zip(uploads.answered, names, strict=True)]
+        pairs = [
+            (vectors.floats_K[k], vectors.origin(name))
+            for k, name in zip(uploads.answered, names, strict=True)
+        ]
         return dict(zip(names, lengths(pairs, release=uploads.release), strict=True))
 
-    def _clipped(self, found: Sequence[Measured], medians: Sequence[float], uploads: Uploads) -> list[str]:
+    def _clipped(
+        self, found: Sequence[Measured], medians: Sequence[float], uploads: Uploads
+    ) -> list[str]:
         """Shorten what is beyond its bound; return the children."""
         clipped = set()
         for (vectors, found_lengths), median in zip(found, medians, strict=True):
@@ -119,11 +150,15 @@ class NormBoundedRule(WrappedRule):
                 if found_lengths[name] > most:
                     clipped.add(name)
                     share = most / found_lengths[name]
-                    shorten(vectors.floats_K[k], vectors.origin(name), share, release=uploads.release)
+                    shorten(
+                        vectors.floats_K[k], vectors.origin(name), share, release=uploads.release
+                    )
         return [name for name in uploads.children if name in clipped]
 
     def _left_out(self, found: Sequence[Measured], medians: Sequence[float]) -> dict[str, str]:
-        """Return the reasons of the children to be left out: of those beyond a bound the farthest, at most half."""
+        """Return the reasons of the children to be left out: of those beyond a bound the farthest,
+        at most half.
+        """
         beyond = []
         for (vectors, found_lengths), median in zip(found, medians, strict=True):
             for name, length in found_lengths.items():
@@ -138,14 +173,17 @@ class NormBoundedRule(WrappedRule):
 
 @dataclass(frozen=True, slots=True)
 class _BoundedVectors:
-    """One vector of each upload, float32 [K, D], and from where its length is measured: None is zero."""
+    """One vector of each upload, float32 [K, D], and from where its length is measured: None is
+    zero.
+    """
 
     name: str
     floats_K: Floats
     origin: Callable[[str], Floats | None]
 
 
-Measured = tuple[_BoundedVectors, Mapping[str, float]]  # with the lengths of the uploads that came, by child
+# with the lengths of the uploads that came, by child
+Measured = tuple[_BoundedVectors, Mapping[str, float]]
 
 
 def _reason(vector: str, times: float) -> str:

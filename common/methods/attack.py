@@ -1,8 +1,10 @@
-"""What an adversary does in place of honest work: the base of fedstrata's attacks and of a user's own.
+"""What an adversary does in place of honest work: the base of fedstrata's attacks and of a user's
+own.
 
-A shipped attack is one file of `attacks/` and a line of `table.py`; a user's own is `attack.name = "mine:Attack"`. The
-fields of its class are the experiment's keys, pydantic's. What it does not replace is honest. Everything random comes
-from the generators that it gets, so a node that was killed does the same again.
+A shipped attack is one file of `attacks/` and a line of `table.py`; a user's own is `attack.name =
+"mine:Attack"`. The fields of its class are the experiment's keys, pydantic's. What it does not
+replace is honest. Everything random comes from the generators that it gets, so a node that was
+killed does the same again.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ ATTACK_KEY: Final = "adversaries.attack.name"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LabelledSamples:
-    """`images` [n, ...], as the data set has them before normalisation, and `labels`, int64 [n], below `classes`."""
+    """`images` [n, ...], as the data set has them before normalisation, and `labels`, int64 [n],
+    below `classes`.
+    """
 
     images: npt.NDArray[Any]
     labels: npt.NDArray[np.int64]
@@ -36,11 +40,12 @@ class LabelledSamples:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttackedUpload:
-    """What an adversary knows when it sends a model; models are their trainable columns, float32 [D].
+    """What an adversary knows when it sends a model; models are their trainable columns, float32
+    [D].
 
-    `trained_D`: what honest work has made of `received_D`. `known`: with `knows = "colluders"` the honest work of all
-    `colluders`, with `knows = "siblings"` that of the honest children; without either none. `children`: how many
-    uploads the parent has in this round, 0 if that is not known.
+    `trained_D`: what honest work has made of `received_D`. `known`: with `knows = "colluders"` the
+    honest work of all `colluders`, with `knows = "siblings"` that of the honest children; without
+    either none. `children`: how many uploads the parent has in this round, 0 if that is not known.
     """
 
     trained_D: Floats
@@ -52,18 +57,24 @@ class AttackedUpload:
 
 
 class Attack(SettingsTable):
-    """Base of attacks. `colludes`: it needs what the experiment's `knows` gives, and all colluders send the same."""
+    """Base of attacks. `colludes`: it needs what the experiment's `knows` gives, and all colluders
+    send the same.
+    """
 
     colludes: ClassVar[bool] = False
 
     name: str = ""
 
     def poison(self, samples: LabelledSamples, chance: np.random.Generator) -> LabelledSamples:
-        """Return as many samples on which a device trains in place of its own, which must not be written."""
+        """Return as many samples on which a device trains in place of its own, which must not be
+        written.
+        """
         return samples
 
     def targets(self, tests: LabelledSamples) -> LabelledSamples:
-        """Return samples with the labels that the attack wants for them; those predicted so are its success."""
+        """Return samples with the labels that the attack wants for them; those predicted so are its
+        success.
+        """
         return tests
 
     def upload(self, now: AttackedUpload) -> Floats | Doubles:
@@ -79,7 +90,9 @@ class Attack(SettingsTable):
         return model_D
 
     def delay_s(self) -> float:
-        """Return the seconds for which a device holds its result back; infinite: it never sends one."""
+        """Return the seconds for which a device holds its result back; infinite: it never sends
+        one.
+        """
         return 0.0
 
     @property
@@ -102,7 +115,12 @@ class OwnAttack(Attack, OwnSettings):
         """The attack. Raises InvalidExperiment."""
         found = own.load(ATTACK_KEY, self.name)
         if not (isinstance(found, type) and issubclass(found, Attack)):
-            own.refuse(ATTACK_KEY, self.name, "is not a class of Attack", "Let it inherit from fedstrata.Attack.")
+            own.refuse(
+                ATTACK_KEY,
+                self.name,
+                "is not a class of Attack",
+                "Let it inherit from fedstrata.Attack.",
+            )
         with own.guarded({ATTACK_KEY: self.name}):
             try:
                 made: Attack = found.model_validate({**self.keywords, "name": self.name})

@@ -1,7 +1,9 @@
-"""A node's rule among adversaries: what colluding children send in place of their work, and different models to them.
+"""A node's rule among adversaries: what colluding children send in place of their work, and
+different models to them.
 
-Colluders compute with the uploads of others, which the parent's process alone has. So it computes what they send: their
-honest work comes up the links, through the codecs, and is replaced before any bound and rule reads it.
+Colluders compute with the uploads of others, which the parent's process alone has. So it computes
+what they send: their honest work comes up the links, through the codecs, and is replaced before any
+bound and rule reads it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ class AttackedRule(WrappedRule):
     def __init__(self, rule: Rule, layout: ModelLayout, near: NearAdversaries) -> None:
         super().__init__(rule)
         self._layout = layout
-        self._node = near.node if near.node is not None and near.node.attack.does("dispatch") else None
+        self._node = None
+        if near.node is not None and near.node.attack.does("dispatch"):
+            self._node = near.node
         self._hosted = {name: each for name, each in near.children.items() if each.hosted}
         self._rounds = near.rounds
 
@@ -43,12 +47,16 @@ class AttackedRule(WrappedRule):
         found = super().dispatch(r, children)
         if self._node is None or not self._node.acts(r // self._rounds):
             return found
-        self._received = {child: self._changed(self._node, r, child, row) for child, row in self._received.items()}
+        self._received = {
+            child: self._changed(self._node, r, child, row) for child, row in self._received.items()
+        }
         return [(self._received[child], [child]) for _, those in found for child in those]
 
     def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
         """Replace the uploads of colluders, then aggregate."""
-        acting = {k: self._hosted[name] for k, name in enumerate(uploads.children) if name in self._hosted}
+        acting = {
+            k: self._hosted[name] for k, name in enumerate(uploads.children) if name in self._hosted
+        }
         acting = {k: acting[k] for k in uploads.answered if k in acting and acting[k].acts(r)}
         sent: dict[int, Floats] = {}
         for k, adversary in acting.items():
@@ -84,7 +92,15 @@ class AttackedRule(WrappedRule):
 
 
 def refused_in(plan: Mapping[str, Any]) -> set[str]:
-    """Return the children whose uploads a rule left out, or gave no weight, by the plan that it published."""
-    weights, left_out = plan.get("weights"), plan.get(LEFT_OUT)
-    found = {child for child, weight in weights.items() if weight == 0} if isinstance(weights, Mapping) else set()
-    return found.union(map(str, left_out)) if isinstance(left_out, list) else found
+    """Return the children whose uploads a rule left out, or gave no weight, by the plan that it
+    published.
+    """
+    weights = plan.get("weights")
+    left_out = plan.get(LEFT_OUT)
+    if isinstance(weights, Mapping):
+        found = {child for child, weight in weights.items() if weight == 0}
+    else:
+        found = set()
+    if isinstance(left_out, list):
+        return found.union(map(str, left_out))
+    return found

@@ -1,7 +1,9 @@
-"""Bulyan (El Mhamdi et al. 2018): uploads chosen one after another by Krum, then a mean around their median.
+"""Bulyan (El Mhamdi et al. 2018): uploads chosen one after another by Krum, then a mean around
+their median.
 
     S: theta = K - 2 f uploads, each the one of the least Krum score among those that are left
-    w_next[c] = mean of the beta = theta - 2 f values of S that are nearest to the median of S in column c
+    w_next[c] = mean of the beta = theta - 2 f values of S that are nearest to the median of S in
+    column c
 
 Over trainable columns and without weights; buffers are the mean of those of S.
 """
@@ -26,27 +28,36 @@ PIECE_COLUMNS: Final = 4096  # sorted at once: places take twice the memory of v
 
 
 class Bulyan(CombiningSettings):
-    """One model: in each column the mean of the values nearest to the median, of uploads that Krum chooses."""
+    """One model: in each column the mean of the values nearest to the median, of uploads that Krum
+    chooses.
+    """
 
     step_models = 1.0
     condition: ClassVar[str] = "n >= 4 f + 3, with f of the key `wrong`"
 
     name: Literal["bulyan"] = "bulyan"  # the rule
-    wrong: Annotated[int, Field(ge=0)] = 1  # wrong uploads that are expected (f); 0 is the uniform mean
+    # wrong uploads that are expected (f); 0 is the uniform mean
+    wrong: Annotated[int, Field(ge=0)] = 1
 
     @property
     def uploads_least(self) -> int:
         """4 f + 3, of its theorem; any number if none is expected to be wrong."""
-        return 4 * self.wrong + 3 if self.wrong else 1
+        if self.wrong:
+            return 4 * self.wrong + 3
+        return 1
 
     def tolerates(self, uploads: int) -> int:
         """Return f, if there are so many uploads."""
-        return self.wrong if uploads >= self.uploads_least else 0
+        if uploads >= self.uploads_least:
+            return self.wrong
+        return 0
 
     def check(self, key: str, children: int, uploads: int) -> None:
         """Check that enough uploads come. Raises InvalidExperiment."""
         super().check(key, children, uploads)
-        check_uploads(f"{key}.wrong", self.wrong, self.uploads_least, children, uploads, instead="Lower it")
+        check_uploads(
+            f"{key}.wrong", self.wrong, self.uploads_least, children, uploads, instead="Lower it"
+        )
 
     def build(self, context: RuleContext) -> Rule:
         return single_model(self, context, NearMedian(wrong=self.wrong))
@@ -73,17 +84,23 @@ class NearMedian(ColumnRule):
         self._chosen = sorted(chosen)
         self._weights_K = np.zeros(len(offsets_KK))
         self._weights_K[self._chosen] = 1 / len(chosen)
-        return {"chosen": [facts.children[k] for k in self._chosen], "weights": facts.by_child(self._weights_K)}
+        return {
+            "chosen": [facts.children[k] for k in self._chosen],
+            "weights": facts.by_child(self._weights_K),
+        }
 
     def weights(self, facts: RoundFacts) -> Doubles:
         return self._weights_K
 
     def columns(self, block: Columns) -> Doubles:
         """Return the means [C] of the values nearest to the medians."""
-        count, found = max(len(self._chosen) - 2 * self._wrong, 1), np.empty(len(block.model_C))
+        count = max(len(self._chosen) - 2 * self._wrong, 1)
+        found = np.empty(len(block.model_C))
         for piece in cut(0, len(found), PIECE_COLUMNS):
             chosen_SP = block.uploads_KC[self._chosen, piece]
             far_SP = np.abs(chosen_SP - np.median(chosen_SP, axis=0))
             nearest = np.argsort(far_SP, axis=0, kind="stable")[:count]
-            found[piece] = np.take_along_axis(chosen_SP, nearest, axis=0).mean(axis=0, dtype=np.float64)
+            found[piece] = np.take_along_axis(chosen_SP, nearest, axis=0).mean(
+                axis=0, dtype=np.float64
+            )
         return found

@@ -1,4 +1,6 @@
-"""Uploads of earlier rounds that a rule keeps: in memory up to a limit, the others in a folder, mapped when read."""
+"""Uploads of earlier rounds that a rule keeps: in memory up to a limit, the others in a folder,
+mapped when read.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from fedstrata.common.model.layout import Row
 class CachedUpload:
     """One upload of a child, the round of its arrival, and its loss. The row is read-only."""
 
-    def __init__(self, child: str, r: int, loss: float, *, row: Row | None, path: Path | None) -> None:
+    def __init__(
+        self, child: str, r: int, loss: float, *, row: Row | None, path: Path | None
+    ) -> None:
         self.name = f"{child}@{r}"
         self.child = child
         self.r = r
@@ -55,7 +59,8 @@ class CachedUpload:
 class UploadCache:
     """Storage of uploads: up to `memory_bytes` in memory, the others in a folder.
 
-    Without a folder of the node all uploads are kept in memory. Files of an earlier process are removed from it.
+    Without a folder of the node all uploads are kept in memory. Files of an earlier process are
+    removed from it.
     """
 
     def __init__(self, context: RuleContext, *, memory_bytes: float) -> None:
@@ -106,7 +111,9 @@ class UploadCache:
         return CachedUpload(child, r, loss, row=None, path=own / path.name)
 
     def _folder_beyond_memory(self) -> Path | None:
-        return None if self._held + self._row_bytes <= self._memory_bytes else self._folder
+        if self._held + self._row_bytes <= self._memory_bytes:
+            return None
+        return self._folder
 
 
 def _write(path: Path, row: Row) -> None:

@@ -1,9 +1,11 @@
-"""Centred clipping (Karimireddy et al. 2021): the mean of steps that are clipped around a centre, a few times.
+"""Centred clipping (Karimireddy et al. 2021): the mean of steps that are clipped around a centre, a
+few times.
 
-    v <- v + sum w_k (v_k - v) min(1, tau / ||v_k - v||)        from v = z, the model that the children received
+    v <- v + sum w_k (v_k - v) min(1, tau / ||v_k - v||)        from v = z, the model that the
+    children received
 
-The paper's centre is the last aggregate of momentum, which is z for steps. v is z plus a mixture of the steps, so
-all distances follow from the inner products of these.
+The paper's centre is the last aggregate of momentum, which is z for steps. v is z plus a mixture of
+the steps, so all distances follow from the inner products of these.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ class CentredClipping(CombiningSettings):
 
     name: Literal["centred_clipping"] = "centred_clipping"  # the rule
     weights: Weights = "uniform"  # of the steps: shares of the samples, or 1/K
-    radius: Positive | None = None  # the longest step (tau); omitted: the median length of the round's steps
+    # the longest step (tau); omitted: the median length of the round's steps
+    radius: Positive | None = None
     steps: Count = 3  # how often they are clipped
 
     def tolerates(self, uploads: int) -> int:
@@ -46,12 +49,14 @@ class ClippedSteps(ColumnRule):
     compares = True
 
     def __init__(self, *, radius: float | None, steps: int) -> None:
-        self._radius, self._steps = radius, steps
+        self._radius = radius
+        self._steps = steps
 
     def begin(self, facts: RoundFacts) -> Mapping[str, object]:
         """Compute the mixture; return the radius, and whose steps were clipped in the end."""
         assert facts.products is not None
-        inner_KK, weights_K = facts.products.offsets_KK, facts.weights_K
+        inner_KK = facts.products.offsets_KK
+        weights_K = facts.weights_K
         lengths_K = np.sqrt(np.diagonal(inner_KK))
         radius = float(np.median(lengths_K)) if self._radius is None else self._radius
         mixed_K = shares_K = np.zeros(len(weights_K))
@@ -62,10 +67,14 @@ class ClippedSteps(ColumnRule):
             moves_K = weights_K * shares_K
             mixed_K = mixed_K * (1 - moves_K.sum()) + moves_K
         self._mixed_K = mixed_K
-        clipped = [child for child, share in zip(facts.children, shares_K, strict=True) if share < 1]
+        clipped = [
+            child for child, share in zip(facts.children, shares_K, strict=True) if share < 1
+        ]
         return {"radius": radius, "clipped": clipped}
 
     def columns(self, block: Columns) -> Doubles:
         """Return the model plus the mixture of the steps, [C]."""
-        found: Doubles = block.model_C + self._mixed_K @ (block.uploads_KC - block.model_C).astype(np.float64)
+        found: Doubles = block.model_C + self._mixed_K @ (block.uploads_KC - block.model_C).astype(
+            np.float64
+        )
         return found

@@ -1,10 +1,13 @@
-"""CluSamp: client selection by clusters of similar steps (Fraboni et al. 2021), and FedAvg of the draws.
+"""CluSamp: client selection by clusters of similar steps (Fraboni et al. 2021), and FedAvg of the
+draws.
 
-    next = 1/m sum over the m draws of v_k                    a child that is drawn twice trains once, with weight 2/m
+    next = 1/m sum over the m draws of v_k                    a child that is drawn twice trains
+    once, with weight 2/m
 
-The node keeps the last step of each child, float32 [N, D], zeros for one without. From the distances of the steps
-Ward's linkage makes a dendrogram, and that makes m distributions over the children (Algorithm 2), one for each draw. As
-in the authors' code the rows of the distance matrix are the points that are linked.
+The node keeps the last step of each child, float32 [N, D], zeros for one without. From the
+distances of the steps Ward's linkage makes a dendrogram, and that makes m distributions over the
+children (Algorithm 2), one for each draw. As in the authors' code the rows of the distance matrix
+are the points that are linked.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ PAIRS_FILE: Final = "pairs"
 NUMBERS: Final = 2**20  # of a block of all steps
 
 Merges = Sequence[tuple[int, int]]
-"""The nodes 0 .. N - 1 are the children; merge i makes node N + i of two nodes. Empty: nothing is known of them."""
+"""The nodes 0 .. N - 1 are the children; merge i makes node N + i of two nodes. Empty: nothing is
+known of them.
+"""
 
 
 class CluSamp(RuleSettings):
@@ -40,10 +45,13 @@ class CluSamp(RuleSettings):
     packages: ClassVar[Sequence[str]] = ("scipy",)
 
     name: Literal["clusamp"] = "clusamp"  # the rule
-    # Of two children's last steps: the angle between them, the sum of the absolute differences, or of their squares.
+    # Of two children's last steps: the angle between them, the sum of the absolute differences, or
+    # of their squares.
     distance: Literal["cosine", "l1", "l2"] = "cosine"
 
-    def held_bytes(self, row_bytes: int, *, children: int, taking_part: int, resident_bytes: float) -> float:
+    def held_bytes(
+        self, row_bytes: int, *, children: int, taking_part: int, resident_bytes: float
+    ) -> float:
         """Return the bytes of all children's last steps."""
         return min(children * row_bytes, resident_bytes)
 
@@ -51,7 +59,8 @@ class CluSamp(RuleSettings):
         """Yield a warning for uploads that change few columns."""
         if use.sparse:
             yield (
-                f"{use.key}.aggregation.name = 'clusamp': the codec of the uploads sends few columns, each child"
+                f"{use.key}.aggregation.name = 'clusamp': the codec of the uploads sends few "
+                "columns, each child"
                 " others, so steps of children that learn alike are compared in different columns."
             )
 
@@ -61,7 +70,9 @@ class CluSamp(RuleSettings):
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A child's training statistics, with its draws in place of its samples: the mean weights by them."""
+    """A child's training statistics, with its draws in place of its samples: the mean weights by
+    them.
+    """
 
     samples: int
     loss: float | None
@@ -89,7 +100,9 @@ class ClusteredSampling(WrappedRule):
         return self._choose
 
     def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
-        """Keep the steps and link the children anew; then write the mean of the draws. Facts: each child's draws."""
+        """Keep the steps and link the children anew; then write the mean of the draws. Facts: each
+        child's draws.
+        """
         self._keep(uploads)
         draws = {child: self._draws.get(child, 1) for child in uploads.children}
         reports = tuple(
@@ -109,7 +122,9 @@ class ClusteredSampling(WrappedRule):
 
     def restore(self, folder: Path, facts: Mapping[str, Any]) -> None:
         """Read both."""
-        self._steps_ND[:] = np.fromfile(folder / STEPS_FILE, np.float32).reshape(self._steps_ND.shape)
+        self._steps_ND[:] = np.fromfile(folder / STEPS_FILE, np.float32).reshape(
+            self._steps_ND.shape
+        )
         self._pairs_NN[:] = np.fromfile(folder / PAIRS_FILE).reshape(self._pairs_NN.shape)
         self._rule.restore(folder, facts)
         self._merges = linked(self._distance, self._pairs_NN)
@@ -132,10 +147,8 @@ class ClusteredSampling(WrappedRule):
         if not answered:
             return
         places = [self._places[uploads.children[k]] for k in answered]
-        floats_K, received = (
-            self._layout.floats(uploads.rows_K),
-            self._layout.floats(self._received[uploads.children[0]]),
-        )
+        floats_K = self._layout.floats(uploads.rows_K)
+        received = self._layout.floats(self._received[uploads.children[0]])
         steps_ND = self._steps_ND
 
         def block(columns: slice) -> Doubles:
@@ -143,7 +156,9 @@ class ClusteredSampling(WrappedRule):
                 np.subtract(floats_K[k, columns], received[columns], out=steps_ND[place, columns])
             steps_NC = steps_ND[:, columns].astype(np.float64)
             if self._distance == "l1":
-                return np.stack([np.abs(steps_NC - steps_NC[place]).sum(axis=1) for place in places])
+                return np.stack(
+                    [np.abs(steps_NC - steps_NC[place]).sum(axis=1) for place in places]
+                )
             found: Doubles = steps_NC[places] @ steps_NC.T
             return found
 
@@ -155,7 +170,9 @@ class ClusteredSampling(WrappedRule):
 
 
 def linked(distance: str, pairs_NN: Doubles) -> Merges:
-    """Return Ward's dendrogram of the children, from the products of their steps, of `l1` from their distances."""
+    """Return Ward's dendrogram of the children, from the products of their steps, of `l1` from
+    their distances.
+    """
     if len(pairs_NN) < 2:
         return ()
     from scipy.cluster.hierarchy import ward  # of an extra, and slow to import
@@ -165,7 +182,9 @@ def linked(distance: str, pairs_NN: Doubles) -> Merges:
 
 
 def distances(distance: str, pairs_NN: Doubles) -> Doubles:
-    """Return the distances [N, N] of the steps; by cosine a step of zeros is at distance 0 from every other."""
+    """Return the distances [N, N] of the steps; by cosine a step of zeros is at distance 0 from
+    every other.
+    """
     if distance == "l1":
         return pairs_NN
     squares_N = np.diagonal(pairs_NN)
@@ -183,16 +202,20 @@ def _columns(children: int) -> int:
 
 
 def distributions(samples_N: Sequence[int], draws: int, merges: Merges) -> list[dict[int, int]]:
-    """Return `draws` distributions: children with their masses, which sum to sum(samples_N). All samples are positive.
+    """Return `draws` distributions: children with their masses, which sum to sum(samples_N). All
+    samples are positive.
 
-    Each distribution r_k sums to 1, and sum_k r_k[i] = m p_i, so that the expected weight of child i in a mean of the m
-    draws is p_i. Masses are whole numbers, in units of 1 / (sum of n): both hold exactly.
+    Each distribution r_k sums to 1, and sum_k r_k[i] = m p_i, so that the expected weight of child
+    i in a mean of the m draws is p_i. Masses are whole numbers, in units of 1 / (sum of n): both
+    hold exactly.
 
-    A child with a share of 1 / m or more has distributions of its own first. Of the clusters the heaviest ones begin a
-    distribution each, and the members of the others take the room that is left.
+    A child with a share of 1 / m or more has distributions of its own first. Of the clusters the
+    heaviest ones begin a distribution each, and the members of the others take the room that is
+    left.
     """
     whole = sum(samples_N)
-    own, left = [], [0] * len(samples_N)
+    own = []
+    left = [0] * len(samples_N)
     for k, samples in enumerate(samples_N):
         times, left[k] = divmod(draws * samples, whole)
         own += [{k: whole}] * times
@@ -214,7 +237,9 @@ def distributions(samples_N: Sequence[int], draws: int, merges: Merges) -> list[
 
 
 def clusters_below(merges: Merges, masses_N: Sequence[int], most: int) -> list[list[int]]:
-    """Return the largest clusters of a dendrogram whose mass is at most `most`, which no child alone exceeds."""
+    """Return the largest clusters of a dendrogram whose mass is at most `most`, which no child
+    alone exceeds.
+    """
     members = [[k] for k in range(len(masses_N))]
     masses = list(masses_N)
     tops = set(range(len(masses_N)))

@@ -1,11 +1,13 @@
-"""FedAdp (Wu and Wang 2021): a child's weight grows with the alignment of its step and the mean step.
+"""FedAdp (Wu and Wang 2021): a child's weight grows with the alignment of its step and the mean
+step.
 
     theta_k = angle between d_k = v_k - g and dbar = sum of p_i d_i       over trainable columns
-    s_k     = ((j - 1) s_k + theta_k) / j                                 at child k's j-th participation at this node
-    f_k     = a (1 - exp(-exp(-a (s_k - 1))))
+    s_k     = ((j - 1) s_k + theta_k) / j                                 at child k's j-th
+    participation at this node f_k     = a (1 - exp(-exp(-a (s_k - 1))))
     w_k     = n_k exp(f_k) / sum of the same
 
-j counts the child's participations, not the rounds. The angle of a child that did not move is a right angle.
+j counts the child's participations, not the rounds. The angle of a child that did not move is a
+right angle.
 """
 
 from __future__ import annotations
@@ -32,18 +34,23 @@ class FedAdp(CombiningSettings):
     remembers: ClassVar[bool] = True  # the angles
 
     name: Literal["fedadp"] = "fedadp"  # the rule
-    a: Annotated[float, Field(ge=0)] = 5.0  # height and steepness of the weight over the angle; 0 is FedAvg
+    # height and steepness of the weight over the angle; 0 is FedAvg
+    a: Annotated[float, Field(ge=0)] = 5.0
 
     def advice(self, use: RuleUse) -> Iterator[str]:
-        """Yield a warning for few children with unlike labels, and for uploads that change few columns."""
+        """Yield a warning for few children with unlike labels, and for uploads that change few
+        columns.
+        """
         if use.over_devices and use.partial and use.skew <= STRONGLY_SKEWED_CONCENTRATION:
             yield (
-                f"{use.key}.aggregation.name = 'fedadp': with partial participation and strong label skew it is worse"
+                f"{use.key}.aggregation.name = 'fedadp': with partial participation and strong "
+                "label skew it is worse"
                 " than fedavg."
             )
         if use.sparse:
             yield (
-                f"{use.key}.aggregation.name = 'fedadp': the codec of the uploads sends few columns, each child others,"
+                f"{use.key}.aggregation.name = 'fedadp': the codec of the uploads sends few "
+                "columns, each child others,"
                 " so all steps are nearly at right angles, whatever the devices learn."
             )
 
@@ -52,7 +59,9 @@ class FedAdp(CombiningSettings):
 
 
 class AngleMean(MeanRule):
-    """The mean by angles. `numbers` has each child's participations j, and its smoothed angle s in radians."""
+    """The mean by angles. `numbers` has each child's participations j, and its smoothed angle s in
+    radians.
+    """
 
     compares = True
 
@@ -76,7 +85,8 @@ class AngleMean(MeanRule):
         counts_K = facts.samples_K.astype(np.float64)
         if not counts_K.any():
             counts_K[:] = 1.0
-        return shares(counts_K * np.exp(gains_K - gains_K.max()))  # relative to the largest: equal angles give p_k
+        # relative to the largest: equal angles give p_k
+        return shares(counts_K * np.exp(gains_K - gains_K.max()))
 
 
 def angles(products: Gram, shares_K: Doubles) -> Doubles:

@@ -1,4 +1,6 @@
-"""FedAvg (McMahan et al. 2017; eqs. 4 and 6 of the Tempo paper): one mean, weighted by data or uniform."""
+"""FedAvg (McMahan et al. 2017; eqs. 4 and 6 of the Tempo paper): one mean, weighted by data or
+uniform.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,14 @@
 """FedBuff (Nguyen et al. 2022, Algorithm 1): asynchronous aggregation of a buffer of K results.
 
-    next = w + eta sum of p_k s(t_k) (v_k - z_k)          over trainable columns; z_k: the model that child k received
-    s(t) = 1 / (1 + t)^a                                  t_k: the node's rounds since then
+    next = w + eta sum of p_k s(t_k) (v_k - z_k)          over trainable columns; z_k: the model
+    that child k received s(t) = 1 / (1 + t)^a                                  t_k: the node's
+    rounds since then
 
-p_k is 1/K, or the share of the samples in the buffer. The children that are not in the buffer go on training; one that
-is in it gets the next model at once. Each model that a child in flight received is kept: at most as many as train at
-once. None is kept on disk: after a restart all children get the present model. Buffers of the model, such as batch
-statistics, are the mean by p_k s(t_k), normalised.
+p_k is 1/K, or the share of the samples in the buffer. The children that are not in the buffer go on
+training; one that is in it gets the next model at once. Each model that a child in flight received
+is kept: at most as many as train at once. None is kept on disk: after a restart all children get
+the present model. Buffers of the model, such as batch statistics, are the mean by p_k s(t_k),
+normalised.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from fedstrata.common.settings.tables import Count, Positive
 
 
 class FedBuff(RuleSettings):
-    """One model: a step by each `buffer` results, while the other children go on training; asynchronous."""
+    """One model: a step by each `buffer` results, while the other children go on training;
+    asynchronous.
+    """
 
     step_models = 2.0
 
@@ -36,7 +40,8 @@ class FedBuff(RuleSettings):
     weights: Weights = "uniform"  # of the steps in a buffer: 1/K, or shares of their samples
     buffer: Count = 2  # results that make a step (K)
     learning_rate: Positive = 1.0  # of the server (eta)
-    staleness: Annotated[float, Field(ge=0)] = 0.5  # exponent a of the weight 1 / (1 + t)^a of a step t rounds old
+    # exponent a of the weight 1 / (1 + t)^a of a step t rounds old
+    staleness: Annotated[float, Field(ge=0)] = 0.5
 
     @property
     def closes_with(self) -> int:
@@ -47,9 +52,13 @@ class FedBuff(RuleSettings):
         """Check that so many children train at once. Raises InvalidExperiment."""
         if self.buffer > children:
             problem = f"more than the {children} children that train at once"
-            raise InvalidExperiment(f"{key}.buffer", self.buffer, problem, f"Use at most {children}.")
+            raise InvalidExperiment(
+                f"{key}.buffer", self.buffer, problem, f"Use at most {children}."
+            )
 
-    def held_bytes(self, row_bytes: int, *, children: int, taking_part: int, resident_bytes: float) -> float:
+    def held_bytes(
+        self, row_bytes: int, *, children: int, taking_part: int, resident_bytes: float
+    ) -> float:
         """Return the bytes of the step, and of the models that children in flight received."""
         return (self.step_models + taking_part) * row_bytes
 
@@ -69,7 +78,8 @@ class BufferedRule(OneModel):
     def begin(self, model: Row) -> None:
         """Dispatch this model next; no child is in flight."""
         super().begin(model)
-        self._versions, self._received = {}, {}
+        self._versions = {}
+        self._received = {}
 
     def dispatch(self, r: int, children: Sequence[str]) -> Dispatched:
         """Return the present model for these children, in memory of its own."""
@@ -81,7 +91,9 @@ class BufferedRule(OneModel):
 
     def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
         """Take the step of the uploads. Facts: each one's weight p_k s(t_k), and its age t_k."""
-        statistics, settings, children = uploads.statistics, self._settings, uploads.senders
+        statistics = uploads.statistics
+        settings = self._settings
+        children = uploads.senders
         ages_K = np.array([r - self._received[child] for child in children])
         shares_K = statistics.weights_K(settings.weights)
         weights_K: Doubles = shares_K / (1.0 + ages_K) ** settings.staleness
@@ -91,7 +103,9 @@ class BufferedRule(OneModel):
         self.current = self.mean
         for child in children:
             del self._received[child]
-        self._versions = {version: self._versions[version] for version in sorted(set(self._received.values()))}
+        self._versions = {
+            version: self._versions[version] for version in sorted(set(self._received.values()))
+        }
         facts = {
             "weights": dict(zip(children, weights_K.tolist(), strict=True)),
             "ages": dict(zip(children, ages_K.tolist(), strict=True)),
@@ -101,14 +115,18 @@ class BufferedRule(OneModel):
 
     def _step(self, uploads: Uploads, weights_K: Doubles, starts: Sequence[Row]) -> None:
         """Write the trainable columns of the next model."""
-        floats_K, rate = self._layout.floats(uploads.rows_K), self._settings.learning_rate
-        before_D, next_D = self._trainable(self.current), self._trainable(self.mean)
+        floats_K = self._layout.floats(uploads.rows_K)
+        rate = self._settings.learning_rate
+        before_D = self._trainable(self.current)
+        next_D = self._trainable(self.mean)
         versions = [self._trainable(row) for row in starts]
 
         def block(columns: slice) -> None:
             total = before_D[columns].astype(np.float64)
             for k, weight, version in zip(uploads.answered, weights_K, versions, strict=True):
-                total += rate * weight * (floats_K[k, columns].astype(np.float64) - version[columns])
+                total += (
+                    rate * weight * (floats_K[k, columns].astype(np.float64) - version[columns])
+                )
             next_D[columns] = total
 
         by_block(self._layout.parameters, block, release=uploads.release)

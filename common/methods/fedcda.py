@@ -1,18 +1,23 @@
 """FedCDA (Wang et al., ICLR 2024): select cached uploads that are close together at a low loss.
 
-    (5)  min  (1/n) sum F(x_c) + (L/2n) sum ||x_c - xbar||^2,   xbar = (1/n) sum x_c,   over one upload of each child
+    (5)  min  (1/n) sum F(x_c) + (L/2n) sum ||x_c - xbar||^2,   xbar = (1/n) sum x_c,   over one
+    upload of each child
 
-The round's participants are searched group by group, with all other selections fixed. A common shift changes no
-distance, so with e = x - z, s0 = the sum of e over the fixed selections, G = e e^T, u = e.s0 and q = s0.s0:
+The round's participants are searched group by group, with all other selections fixed. A common
+shift changes no distance, so with e = x - z, s0 = the sum of e over the fixed selections, G = e
+e^T, u = e.s0 and q = s0.s0:
 
-    J = (1/n) sum F_c + (L/2) [ (1/n) sum G_cc - (q + 2 sum u_c + sum sum G_cc') / n^2 ]  + a constant of the group
+    J = (1/n) sum F_c + (L/2) [ (1/n) sum G_cc - (q + 2 sum u_c + sum sum G_cc') / n^2 ]  + a
+    constant of the group
 
-The paper has one smoothness L for all children, and names unequal ones as future work. With L_c of each child, the
-bound F_c(x_c) + (L_c/2) ||x_c - xbar||^2 of its loss at xbar makes (5) a weighted sum. With t0 = the sum of L e over
-the fixed selections, v = e.t0, and Lambda = the sum of L over all n:
+The paper has one smoothness L for all children, and names unequal ones as future work. With L_c of
+each child, the bound F_c(x_c) + (L_c/2) ||x_c - xbar||^2 of its loss at xbar makes (5) a weighted
+sum. With t0 = the sum of L e over the fixed selections, v = e.t0, and Lambda = the sum of L over
+all n:
 
     J = (1/n) sum F_c + (1/2n) [ sum L_c G_cc - (2/n) (sum v_c + sum L_c u_c + sum sum L_c G_cc')
-                                 + (Lambda/n^2) (q + 2 sum u_c + sum sum G_cc') ]  + a constant of the group
+                                 + (Lambda/n^2) (q + 2 sum u_c + sum sum G_cc') ]  + a constant of
+                                 the group
 """
 
 from __future__ import annotations
@@ -44,7 +49,9 @@ TIE: Final = 1e-12  # of the terms' scale
 
 
 class FedCDA(StagedSettings):
-    """One model: the mean of one cached upload of each child, chosen to lie close together at a low loss."""
+    """One model: the mean of one cached upload of each child, chosen to lie close together at a low
+    loss.
+    """
 
     compares_losses: ClassVar[bool] = True
 
@@ -54,13 +61,15 @@ class FedCDA(StagedSettings):
     smoothness: NonNegativeFloat = 1.0  # weight of closeness beside the loss (L)
     # That of single children, by name, in place of `smoothness`.
     smoothness_of: dict[Name, NonNegativeFloat] = Field(default_factory=dict)
-    # How an upload is chosen: `close`, by (5), or `random`, each cached one with the same chance, a control.
+    # How an upload is chosen: `close`, by (5), or `random`, each cached one with the same chance, a
+    # control.
     choice: Literal["close", "random"] = "close"
     # Most combinations of a group; each takes 8 bytes for every candidate.
     combinations: Annotated[int, Field(ge=1, le=4_000_000)] = 1_000_000
     # What an institution does with its cached uploads when a global model comes.
     history: Literal["clear", "keep"] = "clear"
-    memory_mb: NonNegativeFloat = 512.0  # megabytes of cached uploads in memory; those beyond it are files
+    # megabytes of cached uploads in memory; those beyond it are files
+    memory_mb: NonNegativeFloat = 512.0
 
     @property
     def remembers(self) -> bool:
@@ -69,17 +78,26 @@ class FedCDA(StagedSettings):
 
     @property
     def acts_from(self) -> int:
-        """The round after the warm-up, at least the second: in the first one there is nothing to choose.
+        """The round after the warm-up, at least the second: in the first one there is nothing to
+        choose.
 
         A warm-up with steps of the server differs from the first one on.
         """
-        return 1 if self.begins_with.remembers else max(self.warmup_rounds, 1) + 1
+        if self.begins_with.remembers:
+            return 1
+        return max(self.warmup_rounds, 1) + 1
 
-    def held_bytes(self, row_bytes: int, *, children: int, taking_part: int, resident_bytes: float) -> float:
+    def held_bytes(
+        self, row_bytes: int, *, children: int, taking_part: int, resident_bytes: float
+    ) -> float:
         """Return the bytes of the cached uploads, and of one or two sums in float64."""
         sums = 4 if self.smoothness_of else 2
-        rest = super().held_bytes(row_bytes, children=children, taking_part=taking_part, resident_bytes=resident_bytes)
-        return min(self.depth * children * row_bytes, self.memory_mb * 1e6) + sums * row_bytes + rest
+        rest = super().held_bytes(
+            row_bytes, children=children, taking_part=taking_part, resident_bytes=resident_bytes
+        )
+        return (
+            min(self.depth * children * row_bytes, self.memory_mb * 1e6) + sums * row_bytes + rest
+        )
 
     @property
     def named_children(self) -> Mapping[str, Iterable[str]]:
@@ -94,7 +112,10 @@ class FedCDA(StagedSettings):
             raise InvalidExperiment(
                 f"{key}.combinations",
                 self.combinations,
-                f"a group of {group} children with {self.depth} uploads each has {self.depth}^{group} combinations",
+                (
+                    f"a group of {group} children with {self.depth} uploads each has "
+                    f"{self.depth}^{group} combinations"
+                ),
                 f"Raise {key}.groups or lower {key}.depth.",
             )
 
@@ -106,19 +127,25 @@ class FedCDA(StagedSettings):
         key = f"{use.key}.aggregation"
         if use.feedback:
             yield (
-                f"{key}.name = 'fedcda': an upload may be used in several rounds or in none, and what a codec with"
+                f"{key}.name = 'fedcda': an upload may be used in several rounds or in none, and "
+                "what a codec with"
                 " feedback leaves out of it is added to the next one as if it was used once."
             )
         if use.rounds <= self.warmup_rounds:
             yield (
-                f"{key}.warmup_rounds = {self.warmup_rounds}: all {use.rounds} rounds belong to the warm-up, which is"
+                f"{key}.warmup_rounds = {self.warmup_rounds}: all {use.rounds} rounds belong to "
+                "the warm-up, which is"
                 f" the same as {self.begins_with.name}. In short runs use about half of the rounds."
             )
         if use.depth and self.history == "keep" and not use.alone:
-            yield f"{key}.history = 'keep': uploads of past global models ruin training (53 % on digits against 92 %)."
+            yield (
+                f"{key}.history = 'keep': uploads of past global models ruin training (53 % on "
+                "digits against 92 %)."
+            )
         if use.depth and self.history == "clear" and use.tier_rounds == 1:
             yield (
-                f"{key}.name = 'fedcda': with {use.key}.rounds = 1 a history is cleared before it has a second"
+                f"{key}.name = 'fedcda': with {use.key}.rounds = 1 a history is cleared before it "
+                "has a second"
                 " upload, so there is nothing to choose from."
             )
 
@@ -126,8 +153,9 @@ class FedCDA(StagedSettings):
 class CachedUploadRule(SingleModelRule):
     """One model at one node, and each child's last uploads.
 
-    A running float64 sum of all selected uploads is kept, so that a round reads only the participants' candidates.
-    Children without any upload are in no mean. The selection of a child that fails does not change.
+    A running float64 sum of all selected uploads is kept, so that a round reads only the
+    participants' candidates. Children without any upload are in no mean. The selection of a child
+    that fails does not change.
     """
 
     def __init__(self, settings: FedCDA, context: RuleContext) -> None:
@@ -142,7 +170,9 @@ class CachedUploadRule(SingleModelRule):
         self._selected: dict[str, CachedUpload] = {}
         self._sum_F: Doubles = np.zeros(layout.columns)
         # sum of L x over the selected uploads, if L differs
-        self._weighted_D: Doubles | None = np.zeros(layout.parameters) if settings.smoothness_of else None
+        self._weighted_D: Doubles | None = (
+            np.zeros(layout.parameters) if settings.smoothness_of else None
+        )
 
     def begin(self, model: Row) -> None:
         """Dispatch this model next, and drop the cached uploads unless the history is kept."""
@@ -150,11 +180,14 @@ class CachedUploadRule(SingleModelRule):
         if self._settings.history == "clear":
             for kept in (kept for queue in self._queues.values() for kept in queue):
                 self._cache.drop(kept)
-            self._queues, self._selected = {}, {}
+            self._queues = {}
+            self._selected = {}
             self._forget_sums()
 
     def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
-        """Add the uploads to their histories, select one per participant, and take the mean of all selected ones."""
+        """Add the uploads to their histories, select one per participant, and take the mean of all
+        selected ones.
+        """
         participants = uploads.senders
         old = [self._selected.pop(child) for child in participants if child in self._selected]
         if self._selected:
@@ -179,14 +212,19 @@ class CachedUploadRule(SingleModelRule):
         return outcome
 
     def save(self, folder: Path) -> dict[str, object]:
-        """Write the histories, as links if they are files already, and the sum of the selected uploads."""
+        """Write the histories, as links if they are files already, and the sum of the selected
+        uploads.
+        """
         self._cache.save(folder, (kept for queue in self._queues.values() for kept in queue))
         (folder / "sum").write_bytes(self._sum_F.data)  # `tofile` hides the errno of a full disk
         if self._weighted_D is not None:
             (folder / "weighted").write_bytes(self._weighted_D.data)
         return {
             "warmup": self._warmup.save(folder),
-            "queues": {child: [[kept.r, kept.loss] for kept in queue] for child, queue in self._queues.items()},
+            "queues": {
+                child: [[kept.r, kept.loss] for kept in queue]
+                for child, queue in self._queues.items()
+            },
             "selected": {child: kept.r for child, kept in self._selected.items()},
         }
 
@@ -198,7 +236,8 @@ class CachedUploadRule(SingleModelRule):
             for child, queue in facts["queues"].items()
         }
         self._selected = {
-            child: next(kept for kept in self._queues[child] if kept.r == r) for child, r in facts["selected"].items()
+            child: next(kept for kept in self._queues[child] if kept.r == r)
+            for child, r in facts["selected"].items()
         }
         self._sum_F[:] = np.fromfile(folder / "sum")
         if self._weighted_D is not None:
@@ -211,11 +250,15 @@ class CachedUploadRule(SingleModelRule):
         self._add(list(newest.values()), 1)
         self._warmup.begin(self.current)
         outcome = self._warmup.aggregate(r, uploads)
-        return replace(outcome, facts={**outcome.facts, "stage": "warm-up", "seen": len(self._selected)})
+        return replace(
+            outcome, facts={**outcome.facts, "stage": "warm-up", "seen": len(self._selected)}
+        )
 
     def _select(self, r: int, uploads: Uploads, participants: list[str]) -> Aggregated:
         """Select one upload from each participant's history; take the mean of all selected ones."""
-        layout, settings, fixed = self.context.layout, self._settings, len(self._selected)
+        layout = self.context.layout
+        settings = self._settings
+        fixed = len(self._selected)
         kept = [kept for child in participants for kept in reversed(self._queues[child])]
         places = iter(range(len(kept)))
         of = [[next(places) for _ in self._queues[child]] for child in participants]
@@ -236,7 +279,9 @@ class CachedUploadRule(SingleModelRule):
         weighted_C = smooth_C * products.along_K
         if self._weighted_D is not None:
             weighted_D = self._weighted_D
-            products_L = Gram.of(rows, z[: layout.parameters], along=lambda at: weighted_D[at] - fixed_L * z[at])
+            products_L = Gram.of(
+                rows, z[: layout.parameters], along=lambda at: weighted_D[at] - fixed_L * z[at]
+            )
             weighted_C = products_L.along_K
         losses_C = np.array([candidate.loss for candidate in kept])
         candidates = Candidates(products, losses_C, of, fixed, smooth_C, weighted_C, fixed_L)
@@ -254,20 +299,27 @@ class CachedUploadRule(SingleModelRule):
         n = len(self._selected)
         received = self.current if self._refiner is None else self.current.copy()
         np.divide(self._sum_F, n, out=layout.floats(self.mean), casting="same_kind")
-        first = self._selected[min(self._selected)]  # equal weights: the counters are those of the first
+        # equal weights: the counters are those of the first
+        first = self._selected[min(self._selected)]
         layout.integers(self.mean)[:] = layout.integers(first.row)
         first.close()
         facts: dict[str, object] = {
             "stage": "selection",
             "seen": n,
             "groups": [[participants[p] for p in members] for members in groups],
-            "selected": {child: candidate.r for child, candidate in zip(participants, chosen, strict=True)},
+            "selected": {
+                child: candidate.r for child, candidate in zip(participants, chosen, strict=True)
+            },
         }
-        distances = dict(zip(participants, choice.distances([own[0] for own in of], n), strict=True))
+        distances = dict(
+            zip(participants, choice.distances([own[0] for own in of], n), strict=True)
+        )
         selected = [self._selected[child] for child in sorted(self._selected)]
         if self._refiner is not None:
             teachers = [candidate.row for candidate in selected]
-            facts |= self._refiner.refine(RoundModels(r, layout, self.mean, received, teachers, np.full(n, 1 / n)))
+            facts |= self._refiner.refine(
+                RoundModels(r, layout, self.mean, received, teachers, np.full(n, 1 / n))
+            )
             distances = self.distances(uploads) if self.context.measures else {}
             for candidate in selected:
                 candidate.close()
@@ -306,8 +358,9 @@ class CachedUploadRule(SingleModelRule):
 class Candidates:
     """The cached uploads of the round's participants: G, u and q, their losses, and their owners.
 
-    `of[p]`: participant p's candidates as rows of G, newest first. `fixed`: the number of other children with uploads,
-    and `fixed_L` the sum of their L. `smooth_C`: L of each candidate's child; `weighted_C`: v.
+    `of[p]`: participant p's candidates as rows of G, newest first. `fixed`: the number of other
+    children with uploads, and `fixed_L` the sum of their L. `smooth_C`: L of each candidate's
+    child; `weighted_C`: v.
     """
 
     products: Gram
@@ -319,9 +372,15 @@ class Candidates:
     fixed_L: float
 
     def beside(self, found: list[int]) -> Candidates:
-        """Return the candidates beside what was fixed and these ones, which are fixed from now on."""
-        g_KK, u_K, smooth_K = self.products.offsets_KK, self.products.along_K, self.smooth_C[found]
-        square = self.products.square + float(2 * u_K[found].sum() + g_KK[np.ix_(found, found)].sum())
+        """Return the candidates beside what was fixed and these ones, which are fixed from now
+        on.
+        """
+        g_KK = self.products.offsets_KK
+        u_K = self.products.along_K
+        smooth_K = self.smooth_C[found]
+        square = self.products.square + float(
+            2 * u_K[found].sum() + g_KK[np.ix_(found, found)].sum()
+        )
         return replace(
             self,
             products=Gram(g_KK, u_K + g_KK[:, found].sum(axis=1), square),
@@ -333,24 +392,35 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Each participant's selected candidate, and the products with the sum of all selected uploads."""
+    """Each participant's selected candidate, and the products with the sum of all selected
+    uploads.
+    """
 
     chosen: tuple[int, ...]
     products: Gram
 
     def distances(self, rows: Sequence[int], n: int) -> list[float]:
         """Return ||x_c - xbar|| of candidates, for the mean xbar of all n selected uploads."""
-        g, u, q = self.products.offsets_KK, self.products.along_K, self.products.square
+        g = self.products.offsets_KK
+        u = self.products.along_K
+        q = self.products.square
         return [float(np.sqrt(max(g[c, c] - 2 * u[c] / n + q / n**2, 0.0))) for c in rows]
 
 
 def group(participants: int, groups: int, draw: np.random.Generator) -> list[list[int]]:
-    """Return the participants 0 .. P-1, shuffled, in groups of near-equal size; the first P mod B are larger by one."""
-    return [part.tolist() for part in np.array_split(draw.permutation(participants), min(groups, participants))]
+    """Return the participants 0 .. P-1, shuffled, in groups of near-equal size; the first P mod B
+    are larger by one.
+    """
+    return [
+        part.tolist()
+        for part in np.array_split(draw.permutation(participants), min(groups, participants))
+    ]
 
 
 def plan(candidates: Candidates, groups: Sequence[Sequence[int]]) -> Choice:
-    """Return each participant's selection: one group after another, without the groups that follow."""
+    """Return each participant's selection: one group after another, without the groups that
+    follow.
+    """
     chosen = [-1] * len(candidates.of)
     for members in groups:
         found = search(candidates, [candidates.of[p] for p in members])
@@ -363,25 +433,37 @@ def plan(candidates: Candidates, groups: Sequence[Sequence[int]]) -> Choice:
 def search(candidates: Candidates, members: Sequence[Sequence[int]]) -> list[int]:
     """Return the candidate of each member whose combination minimises J, n = fixed + members.
 
-    Combinations run from all newest to all oldest. Of those within 1e-12 of the minimum the first one is returned.
+    Combinations run from all newest to all oldest. Of those within 1e-12 of the minimum the first
+    one is returned.
     """
-    n, products, losses_C = candidates.fixed + len(members), candidates.products, candidates.losses_C
-    g_CC, u_C, v_C, smooth_C = products.offsets_KK, products.along_K, candidates.weighted_C, candidates.smooth_C
+    n = candidates.fixed + len(members)
+    products = candidates.products
+    losses_C = candidates.losses_C
+    g_CC = products.offsets_KK
+    u_C = products.along_K
+    v_C = candidates.weighted_C
+    smooth_C = candidates.smooth_C
     squares_C = np.diagonal(g_CC)
     share = (candidates.fixed_L + sum(float(smooth_C[own[0]]) for own in members)) / n  # mean L
     spread_C = (
-        smooth_C * squares_C - (2 * (v_C + smooth_C * (u_C + squares_C)) - share * (2 * u_C + squares_C)) / n
+        smooth_C * squares_C
+        - (2 * (v_C + smooth_C * (u_C + squares_C)) - share * (2 * u_C + squares_C)) / n
     ) / (2 * n)
-    pair_C = (smooth_C - share / 2) / n**2  # half of each unordered pair's: the other half is the other one's
+    # half of each unordered pair's: the other half is the other one's
+    pair_C = (smooth_C - share / 2) / n**2
     values = np.zeros(1)
     pulls = np.zeros((1, len(losses_C)))  # [combinations, C]: those of the candidates chosen so far
     scale = share / 2 * products.square / n**2
     for own in map(list, members):
         pull = pulls[:, own]
         step = losses_C[own] / n + spread_C[own] - pull
-        scale += float(np.abs(losses_C[own] / n).max() + np.abs(spread_C[own]).max() + np.abs(pull).max())
+        scale += float(
+            np.abs(losses_C[own] / n).max() + np.abs(spread_C[own]).max() + np.abs(pull).max()
+        )
         values = (values[:, None] + step).ravel()
-        pulls = (pulls[:, None, :] + (pair_C[own][:, None] + pair_C) * g_CC[own]).reshape(len(values), -1)
+        pulls = (pulls[:, None, :] + (pair_C[own][:, None] + pair_C) * g_CC[own]).reshape(
+            len(values), -1
+        )
     best = int(np.argmax(values <= values.min() + TIE * scale))
     chosen: list[int] = []
     for own in map(list, reversed(members)):

@@ -1,8 +1,10 @@
-"""FedCross (Hu et al., ICDE 2024, Algorithm 1): each of K models is mixed with a partner that changes every round.
+"""FedCross (Hu et al., ICDE 2024, Algorithm 1): each of K models is mixed with a partner that
+changes every round.
 
     w_j = alpha * v_j + (1 - alpha) * v_co(j)
 
-The papers leave the propellers' weights and offsets and the schedule of dynamic alpha open; fedstrata defines them.
+The papers leave the propellers' weights and offsets and the schedule of dynamic alpha open;
+fedstrata defines them.
 """
 
 from __future__ import annotations
@@ -29,24 +31,31 @@ RECENTRE_ALPHA_MOST: Final = 0.9  # above which recentred models diverge from ea
 class FedCross(TwoStageRule):
     """K models, each mixed with a partner: w_j = alpha v_j + (1 - alpha) v_co(j).
 
-    In the first stage all models become their mean. Propellers take rounds 0 .. propeller_rounds - 1, dynamic alpha the
-    dynamic_alpha_rounds after those. A first stage takes precedence over both.
+    In the first stage all models become their mean. Propellers take rounds 0 .. propeller_rounds -
+    1, dynamic alpha the dynamic_alpha_rounds after those. A first stage takes precedence over both.
     """
 
     name: Literal["fedcross"] = "fedcross"  # the rule
     alpha: Annotated[float, Field(ge=0.5, le=1)] = 0.99  # weight of the model's own upload
-    strategy: Literal["in_order", "lowest", "highest"] = "lowest"  # the partner: in turn, or by similarity
-    # Between whole models; `pairwise` by state entries. Of distances, the smaller is the more similar.
+    # the partner: in turn, or by similarity
+    strategy: Literal["in_order", "lowest", "highest"] = "lowest"
+    # Between whole models; `pairwise` by state entries. Of distances, the smaller is the more
+    # similar.
     similarity: Literal["cosine", "sum_norm", "pairwise", "euclidean", "manhattan"] = "cosine"
-    normalise: bool = False  # of `pairwise`: the mean over the pairs in place of their sum; the ranking is the same
-    propeller_rounds: NonNegativeInt = 0  # first rounds, in which each model mixes with several partners in order
+    # of `pairwise`: the mean over the pairs in place of their sum; the ranking is the same
+    normalise: bool = False
+    # first rounds, in which each model mixes with several partners in order
+    propeller_rounds: NonNegativeInt = 0
     propellers: Annotated[int, Field(ge=1)] = 2  # partners in those rounds, at most K - 1
     # Own weight in those rounds; not set: 1 / (propellers + 1).
     propeller_alpha: Annotated[float, Field(gt=0, le=1)] | None = None
-    dynamic_alpha_rounds: NonNegativeInt = 0  # the rounds after those, in which alpha rises from 0.5 to `alpha`
+    # the rounds after those, in which alpha rises from 0.5 to `alpha`
+    dynamic_alpha_rounds: NonNegativeInt = 0
 
     def plan(self, now: MixingRound) -> tuple[Doubles, dict[str, object]]:
-        """Return W: alpha for the own upload, the rest in equal parts for the partners of each model."""
+        """Return W: alpha for the own upload, the rest in equal parts for the partners of each
+        model.
+        """
         found = stage(self, now.r, now.count)
         if found.similar:
             partners = [by_similarity(similarity(self, now), lowest=self.strategy == "lowest")]
@@ -64,10 +73,14 @@ class FedCross(TwoStageRule):
         """Yield what has no effect, too."""
         key = f"{use.key}.aggregation"
         if self.alpha == 1.0:
-            yield f"{key}.alpha = 1.0: the models are never mixed; the rule `independent` does the same."
+            yield (
+                f"{key}.alpha = 1.0: the models are never mixed; the rule `independent` does "
+                "the same."
+            )
         if self.propeller_rounds and (self.propeller_alpha or 0) >= PROPELLER_ALPHA_MOST:
             yield (
-                f"{key}.propeller_alpha = {self.propeller_alpha}: propellers with so little weight have no measurable"
+                f"{key}.propeller_alpha = {self.propeller_alpha}: propellers with so little "
+                "weight have no measurable"
                 " effect. Omit the key for equal weights."
             )
         if self.normalise and self.similarity != "pairwise":
@@ -78,14 +91,16 @@ class FedCross(TwoStageRule):
         """Yield a warning for models that hardly mix."""
         if self.alpha > RECENTRE_ALPHA_MOST:
             yield (
-                f"{key}.on_new_model = 'recentre': hurts fedcross with alpha above {RECENTRE_ALPHA_MOST}, here"
+                f"{key}.on_new_model = 'recentre': hurts fedcross with alpha above "
+                f"{RECENTRE_ALPHA_MOST}, here"
                 f" {self.alpha}."
             )
 
 
 @dataclass(frozen=True, slots=True)
 class FedCrossStage:
-    """Mixing in one round: the weight of the own model, and the number of partners that share the rest.
+    """Mixing in one round: the weight of the own model, and the number of partners that share the
+    rest.
 
     Partners are chosen in order, or by similarity (`similar`) following the strategy.
     """
@@ -97,17 +112,25 @@ class FedCrossStage:
 
 
 def stage(settings: FedCross, r: int, count: int) -> FedCrossStage:
-    """Return the stage of `count` models in round r (0-based, never reset), after any first stage."""
+    """Return the stage of `count` models in round r (0-based, never reset), after any first
+    stage.
+    """
     similar = settings.strategy != "in_order"
     if r < settings.propeller_rounds:
         propellers = min(settings.propellers, count - 1)
-        alpha = 1 / (propellers + 1) if settings.propeller_alpha is None else settings.propeller_alpha
+        if settings.propeller_alpha is None:
+            alpha = 1 / (propellers + 1)
+        else:
+            alpha = settings.propeller_alpha
         return FedCrossStage("propellers", alpha, propellers, similar=False)
-    position, length = r - settings.propeller_rounds, settings.dynamic_alpha_rounds
+    position = r - settings.propeller_rounds
+    length = settings.dynamic_alpha_rounds
     if position < length - 1:
         alpha = LEAST_ALPHA + (settings.alpha - LEAST_ALPHA) * position / (length - 1)
         return FedCrossStage("dynamic alpha", alpha, 1, similar)
-    return FedCrossStage("dynamic alpha" if position < length else "plain", settings.alpha, 1, similar)
+    return FedCrossStage(
+        "dynamic alpha" if position < length else "plain", settings.alpha, 1, similar
+    )
 
 
 def in_order(r: int, count: int, place: int = 0) -> list[int]:
@@ -148,16 +171,19 @@ def similarity(settings: FedCross, now: MixingRound) -> Doubles:
 
 
 def pairwise(entries: Sequence[Gram], *, normalise: bool) -> Doubles:
-    """Return the similarity of the authors' code: the sum of the cosines of pairs of the state's entries.
+    """Return the similarity of the authors' code: the sum of the cosines of pairs of the state's
+    entries.
 
-    The last term counts twice: it is the leftover entry of an odd number, else the last pair. `normalise` divides by
-    ceil(n/2) for odd n, n/2 + 1 for even n.
+    The last term counts twice: it is the leftover entry of an odd number, else the last pair.
+    `normalise` divides by ceil(n/2) for odd n, n/2 + 1 for even n.
     """
     pairs = [one + other for one, other in zip(entries[:-1:2], entries[1::2], strict=True)]
     odd = len(entries) % 2
     total_KK = sum((pair.cosines_KK() for pair in pairs), np.zeros_like(entries[0].offsets_KK))
     total_KK = total_KK + (entries[-1] if odd else pairs[-1]).cosines_KK()
-    return total_KK / (len(pairs) + 1) if normalise else total_KK
+    if normalise:
+        return total_KK / (len(pairs) + 1)
+    return total_KK
 
 
 def mixing_matrix(found: FedCrossStage, partners: Sequence[Sequence[int]], count: int) -> Doubles:

@@ -1,10 +1,12 @@
-"""FedDyn (Acar et al. 2021, Algorithm 1): the mean of the uploads, moved by the sum of all steps so far.
+"""FedDyn (Acar et al. 2021, Algorithm 1): the mean of the uploads, moved by the sum of all steps so
+far.
 
     h    = h - alpha (1 / N) sum of (v_k - z)                 N: all children
     next = mean of v_k - h / alpha                            over trainable columns
 
-alpha is the objective's (`device/training/objectives/feddyn.py`). The state is u = h / alpha, in which alpha cancels.
-With alpha = 0 it is FedAvg, uniform, by definition. Buffers are the uniform mean.
+alpha is the objective's (`device/training/objectives/feddyn.py`). The state is u = h / alpha, in
+which alpha cancels. With alpha = 0 it is FedAvg, uniform, by definition. Buffers are the uniform
+mean.
 """
 
 from __future__ import annotations

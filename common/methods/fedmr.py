@@ -1,4 +1,5 @@
-"""FedMR (Hu et al. 2022): the layers of K models are permuted among the models, each layer by its own permutation.
+"""FedMR (Hu et al. 2022): the layers of K models are permuted among the models, each layer by its
+own permutation.
 
     w_k[l] = v_pi_l(k)[l]
 
@@ -25,8 +26,10 @@ class FedMR(TwoStageRule):
     """K models whose layers are permuted among them in every round after the first stage."""
 
     name: Literal["fedmr"] = "fedmr"  # the rule
-    granularity: Literal["module", "key", "block", "model"] = "module"  # which entries of a model stay together
-    block_fraction: Annotated[float, Field(gt=0, le=1)] = 0.1  # of `block`: the share of the state's entries in a block
+    # which entries of a model stay together
+    granularity: Literal["module", "key", "block", "model"] = "module"
+    # of `block`: the share of the state's entries in a block
+    block_fraction: Annotated[float, Field(gt=0, le=1)] = 0.1
 
     def plan(self, now: MixingRound) -> tuple[Permutations, dict[str, object]]:
         """Return a permutation of the uploads for each layer, and a digest of all permutations."""
@@ -34,17 +37,24 @@ class FedMR(TwoStageRule):
         digest = blake2b(digest_size=8)
         for place, layer in enumerate(layers(self, now.context.layout)):
             # A node's name contains no slash, so each layer has its own random stream.
-            order = now.context.chance(now.r, "recombination", place=str(place)).permutation(now.count)
+            order = now.context.chance(now.r, "recombination", place=str(place)).permutation(
+                now.count
+            )
             digest.update(repr(order.tolist()).encode())
             parts.append((layer, order))
-        return parts, {"stage": "recombination", "layers": len(parts), "permutations": digest.hexdigest()}
+        return parts, {
+            "stage": "recombination",
+            "layers": len(parts),
+            "permutations": digest.hexdigest(),
+        }
 
 
 def layers(settings: FedMR, layout: ModelLayout) -> tuple[Layer, ...]:
     """Return the state's entries in groups that stay together.
 
-    `module`: a layer's weight, bias, statistics and counter (the paper); `key`: single entries (the authors' code);
-    `block`: runs of about block_fraction of the entries; `model`: all entries, so nothing is recombined.
+    `module`: a layer's weight, bias, statistics and counter (the paper); `key`: single entries (the
+    authors' code); `block`: runs of about block_fraction of the entries; `model`: all entries, so
+    nothing is recombined.
     """
     entries = layout.in_state_order
     if settings.granularity == "module":
@@ -55,7 +65,8 @@ def layers(settings: FedMR, layout: ModelLayout) -> tuple[Layer, ...]:
         return (entries,)
     runs: list[list[Entry]] = [[]]
     for i, entry in enumerate(entries):
-        if i + 1e-9 >= len(entries) * settings.block_fraction * len(runs):  # 10 * 0.1 * 3 is a little above 3
+        # 10 * 0.1 * 3 is a little above 3
+        if i + 1e-9 >= len(entries) * settings.block_fraction * len(runs):
             runs.append([])
         runs[-1].append(entry)
     return tuple(map(tuple, runs))

@@ -1,11 +1,14 @@
-"""FoolsGold (Fung et al. 2020, algorithm 1): children whose steps resemble each other over all rounds count less.
+"""FoolsGold (Fung et al. 2020, algorithm 1): children whose steps resemble each other over all
+rounds count less.
 
-    h_k: the sum of child k's steps so far        c_kj = cos(h_k, h_j), k != j        m_k = max_j c_kj
-    c_kj <- c_kj m_k / m_j  where m_j > m_k       a_k = 1 - max_j c_kj, of the largest one, in 0 to 1
+    h_k: the sum of child k's steps so far        c_kj = cos(h_k, h_j), k != j        m_k = max_j
+    c_kj
+    c_kj <- c_kj m_k / m_j  where m_j > m_k       a_k = 1 - max_j c_kj, of the largest one, in 0 to
+    1
     a_k <- ln(a_k / (1 - a_k)) + 1/2, in 0 to 1
 
-The next model is the mean of the uploads with the weights a_k / sum a; the paper adds the sum of a_k times the steps.
-Over all trainable columns. If all weights are zero, the model stays.
+The next model is the mean of the uploads with the weights a_k / sum a; the paper adds the sum of
+a_k times the steps. Over all trainable columns. If all weights are zero, the model stays.
 """
 
 from __future__ import annotations
@@ -32,9 +35,13 @@ class FoolsGold(CombiningSettings):
 
     name: Literal["foolsgold"] = "foolsgold"  # the rule
 
-    def held_bytes(self, row_bytes: int, *, children: int, taking_part: int, resident_bytes: float) -> float:
+    def held_bytes(
+        self, row_bytes: int, *, children: int, taking_part: int, resident_bytes: float
+    ) -> float:
         """Return those of a vector for each child, too."""
-        rest = super().held_bytes(row_bytes, children=children, taking_part=taking_part, resident_bytes=resident_bytes)
+        rest = super().held_bytes(
+            row_bytes, children=children, taking_part=taking_part, resident_bytes=resident_bytes
+        )
         return rest + children * row_bytes
 
     def build(self, context: RuleContext) -> Rule:
@@ -60,14 +67,17 @@ class FoolsGoldRule(SingleModelRule):
 
     def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
         """Add the steps, then take the mean."""
-        received_D, children = self._trainable(self.current), uploads.senders
+        received_D = self._trainable(self.current)
+        children = uploads.senders
         for k, child in zip(uploads.answered, children, strict=True):
             total_D = self._sums.setdefault(child, np.zeros_like(received_D))
             total_D += self._trainable(uploads.rows_K[k]) - received_D
         products = Gram.of([self._sums[child] for child in children], np.zeros_like(received_D))
         weights_K = trust(products.cosines_KK())
         if not weights_K.any():
-            return self._keep(children, uploads.statistics, "all children resemble each other: the model is kept")
+            return self._keep(
+                children, uploads.statistics, "all children resemble each other: the model is kept"
+            )
         self._mean.weights_K = weights_K / weights_K.sum()
         return super().aggregate(r, uploads)
 
@@ -90,8 +100,12 @@ def trust(cosines_KK: Doubles) -> Doubles:
     alike_KK = cosines_KK.copy()
     np.fill_diagonal(alike_KK, -np.inf)
     most_K = alike_KK.max(axis=1)
-    pardon_KK = np.where(most_K[None, :] > most_K[:, None], most_K[:, None] / _nonzero(most_K)[None, :], 1.0)
-    trust_K = np.clip(1 - (alike_KK * np.where(np.isfinite(alike_KK), pardon_KK, 1.0)).max(axis=1), 0.0, 1.0)
+    pardon_KK = np.where(
+        most_K[None, :] > most_K[:, None], most_K[:, None] / _nonzero(most_K)[None, :], 1.0
+    )
+    trust_K = np.clip(
+        1 - (alike_KK * np.where(np.isfinite(alike_KK), pardon_KK, 1.0)).max(axis=1), 0.0, 1.0
+    )
     trust_K = np.minimum(trust_K / max(trust_K.max(), 1e-300), SURE)
     with np.errstate(divide="ignore"):
         found: Doubles = np.clip(np.log(trust_K / (1 - trust_K)) + 0.5, 0.0, 1.0)

@@ -1,4 +1,5 @@
-"""The geometric median of the uploads (RFA, Pillutla et al. 2022), by smoothed Weiszfeld steps from their mean.
+"""The geometric median of the uploads (RFA, Pillutla et al. 2022), by smoothed Weiszfeld steps from
+their mean.
 
     z <- sum b_k v_k / sum b_k,    b_k = a_k / max(nu, ||z - v_k||)
 
@@ -38,7 +39,14 @@ class GeometricMedian(CombiningSettings):
     def check(self, key: str, children: int, uploads: int) -> None:
         """Check that enough uploads come. Raises InvalidExperiment."""
         super().check(key, children, uploads)
-        check_uploads(f"{key}.name", self.name, self.uploads_least, children, uploads, instead="Use another rule")
+        check_uploads(
+            f"{key}.name",
+            self.name,
+            self.uploads_least,
+            children,
+            uploads,
+            instead="Use another rule",
+        )
 
     def build(self, context: RuleContext) -> Rule:
         rule = MedianPoint(steps=self.steps, smoothing=self.smoothing)
@@ -51,14 +59,17 @@ class MedianPoint(MeanRule):
     compares = True
 
     def __init__(self, *, steps: int, smoothing: float) -> None:
-        self._steps, self._smoothing = steps, smoothing
+        self._steps = steps
+        self._smoothing = smoothing
 
     def begin(self, facts: RoundFacts) -> Mapping[str, object] | None:
         """Take the steps."""
         assert facts.products is not None
         weights_K = facts.weights_K
         for _ in range(self._steps):
-            near_K = facts.weights_K / np.maximum(facts.products.distances(weights_K), self._smoothing)
+            near_K = facts.weights_K / np.maximum(
+                facts.products.distances(weights_K), self._smoothing
+            )
             weights_K = near_K / near_K.sum()
         self._weights_K = weights_K
         return None

@@ -1,11 +1,11 @@
 """The mixing kernel: out = W @ X, one block of columns after another, by a few threads.
 
-W is stored as (index, weight) lists, one `Mixture` per output row. Zero weights are skipped and never multiplied
-(0 * NaN = NaN: one diverged model must not affect the others). A plan is one W for all columns, or one for each
-`MixedColumns`.
+W is stored as (index, weight) lists, one `Mixture` per output row. Zero weights are skipped and
+never multiplied (0 * NaN = NaN: one diverged model must not affect the others). A plan is one W for
+all columns, or one for each `MixedColumns`.
 
-numpy releases the interpreter's lock. The blocks depend only on the columns, and results are returned in their order.
-So no number depends on the number of threads.
+numpy releases the interpreter's lock. The blocks depend only on the columns, and results are
+returned in their order. So no number depends on the number of threads.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ Result = TypeVar("Result")
 
 FLOAT32_TERMS: Final = 3
 THREADS_MOST: Final = 4  # more threads are limited by the memory bus
-BLOCK_COLUMNS: Final = 32_768  # per block: the pieces of three rows in float64 fit into a core's second-level cache
+# per block: the pieces of three rows in float64 fit into a core's second-level cache
+BLOCK_COLUMNS: Final = 32_768
 RELEASE_BLOCKS: Final = 8
 
 
@@ -64,7 +65,9 @@ Mixtures = tuple[Mixture, ...]
 
 @dataclass(frozen=True, slots=True)
 class MixedColumns:
-    """Some columns of the float section and of the counters, and the mixture of each output row in these columns."""
+    """Some columns of the float section and of the counters, and the mixture of each output row in
+    these columns.
+    """
 
     mixtures: Mixtures
     columns: tuple[slice, ...]
@@ -73,7 +76,9 @@ class MixedColumns:
     @classmethod
     def of(cls, mixtures: Mixtures, entries: Sequence[Entry]) -> MixedColumns:
         """Return the columns of these entries of the state."""
-        places = [(entry.section is Section.COUNTER, slice(entry.start, entry.stop)) for entry in entries]
+        places = [
+            (entry.section is Section.COUNTER, slice(entry.start, entry.stop)) for entry in entries
+        ]
         return cls(mixtures, tuple(s for q, s in places if not q), tuple(s for q, s in places if q))
 
     def with_first(self, mixture: Mixture) -> MixedColumns:
@@ -83,7 +88,9 @@ class MixedColumns:
 
 def whole(layout: ModelLayout, mixtures: Sequence[Mixture]) -> tuple[MixedColumns, ...]:
     """Return the plan that mixes all columns in the same way."""
-    return (MixedColumns(tuple(mixtures), (slice(0, layout.columns),), (slice(0, layout.counters),)),)
+    return (
+        MixedColumns(tuple(mixtures), (slice(0, layout.columns),), (slice(0, layout.counters),)),
+    )
 
 
 def apply(
@@ -94,28 +101,40 @@ def apply(
     out: Sequence[Row],
     release: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write each mixture of whole rows, uint8 [K, row_bytes], into its row of `out`, which may be rows of `rows_K`.
+    """Write each mixture of whole rows, uint8 [K, row_bytes], into its row of `out`, which may be
+    rows of `rows_K`.
 
-    Float columns: up to three terms are summed in float32, more terms in float64 and rounded once, always in row order.
-    A single weight of 1 copies the row bit for bit. Counters are never averaged: they are copied from the input row
-    with the largest weight. A block is read for all rows before it is written. `release` is called every few blocks;
-    the pages that were read may leave memory then.
+    Float columns: up to three terms are summed in float32, more terms in float64 and rounded once,
+    always in row order. A single weight of 1 copies the row bit for bit. Counters are never
+    averaged: they are copied from the input row with the largest weight. A block is read for all
+    rows before it is written. `release` is called every few blocks; the pages that were read may
+    leave memory then.
     """
-    models_KF, targets = layout.floats(rows_K), [layout.floats(row) for row in out]
+    models_KF = layout.floats(rows_K)
+    targets = [layout.floats(row) for row in out]
     in_place = any(np.may_share_memory(target, models_KF) for target in targets)
     for part in plan:
         _mix_counters(part, rows_K, layout, out)
         for span in part.columns:
 
             def mix(columns: slice, mixtures: Mixtures = part.mixtures) -> None:
-                _mix_block(mixtures, models_KF[:, columns], [target[columns] for target in targets], in_place)
+                _mix_block(
+                    mixtures,
+                    models_KF[:, columns],
+                    [target[columns] for target in targets],
+                    in_place,
+                )
 
             over(list(cut(span.start, span.stop)), mix, release=release)
 
 
-def _mix_counters(part: MixedColumns, rows_K: npt.NDArray[np.uint8], layout: ModelLayout, out: Sequence[Row]) -> None:
+def _mix_counters(
+    part: MixedColumns, rows_K: npt.NDArray[np.uint8], layout: ModelLayout, out: Sequence[Row]
+) -> None:
     for span in part.counters:
-        found = [layout.integers(rows_K[mixture.heaviest])[span].copy() for mixture in part.mixtures]
+        found = [
+            layout.integers(rows_K[mixture.heaviest])[span].copy() for mixture in part.mixtures
+        ]
         for row, values in zip(out, found, strict=True):
             layout.integers(row)[span] = values
 
@@ -123,36 +142,47 @@ def _mix_counters(part: MixedColumns, rows_K: npt.NDArray[np.uint8], layout: Mod
 def _mix_block(mixtures: Mixtures, block_KC: Floats, out: Sequence[Floats], in_place: bool) -> None:
     if in_place:
         block_KC = block_KC.copy()
-    term, total = np.empty(block_KC.shape[1], np.float32), np.empty(block_KC.shape[1])
+    term = np.empty(block_KC.shape[1], np.float32)
+    total = np.empty(block_KC.shape[1])
     for mixture, target in zip(mixtures, out, strict=True):
         if mixture.weights == (1.0,):
             target[:] = block_KC[mixture.indices[0]]
         elif len(mixture.indices) <= FLOAT32_TERMS:
-            for place, (index, weight) in enumerate(zip(mixture.indices, mixture.weights, strict=True)):
+            for place, (index, weight) in enumerate(
+                zip(mixture.indices, mixture.weights, strict=True)
+            ):
                 np.multiply(block_KC[index], np.float32(weight), out=term if place else target)
                 if place:
                     np.add(target, term, out=target)
         else:
-            chosen_KC = block_KC if len(mixture.indices) == len(block_KC) else block_KC[list(mixture.indices)]
+            if len(mixture.indices) == len(block_KC):
+                chosen_KC = block_KC
+            else:
+                chosen_KC = block_KC[list(mixture.indices)]
             np.einsum("k,kc->c", mixture.weights, chosen_KC, dtype=np.float64, out=total)
             target[:] = total
 
 
 def recentre(rows: Sequence[Row], received: Row, *, layout: ModelLayout) -> None:
-    """Move rows so that their mean is the received model: w_k <- received + (w_k - mean_j w_j), in place.
+    """Move rows so that their mean is the received model: w_k <- received + (w_k - mean_j w_j), in
+    place.
 
-    Applies to parameters; buffers and counters take the received values. Equal rows become exactly the received model.
+    Applies to parameters; buffers and counters take the received values. Equal rows become exactly
+    the received model.
     """
     parameters = layout.parameters
-    target, models = layout.floats(received), [layout.floats(row) for row in rows]
+    target = layout.floats(received)
+    models = [layout.floats(row) for row in rows]
 
     def move(columns: slice) -> None:
-        mean, offset = np.zeros(columns.stop - columns.start), np.empty(columns.stop - columns.start)
+        mean = np.zeros(columns.stop - columns.start)
+        offset = np.empty(columns.stop - columns.start)
         for model in models:
             mean += model[columns]
         mean /= len(models)
         for model in models:
-            np.subtract(model[columns], mean, out=offset)  # first: exactly 0 where the rows are equal
+            # first: exactly 0 where the rows are equal
+            np.subtract(model[columns], mean, out=offset)
             offset += target[columns]
             model[columns] = offset
 
@@ -170,15 +200,20 @@ def cut(start: int, stop: int, width: int = BLOCK_COLUMNS) -> Iterator[slice]:
 def by_block(
     columns: int, work: Callable[[slice], Result], *, release: Callable[[], None] = lambda: None
 ) -> list[Result]:
-    """Return the results of `work` for each block of the columns 0 .. `columns`, in order; threads share the blocks.
+    """Return the results of `work` for each block of the columns 0 .. `columns`, in order; threads
+    share the blocks.
 
-    `work` reads and writes its own columns alone. `release` is called every few blocks: see `Uploads.release`.
+    `work` reads and writes its own columns alone. `release` is called every few blocks: see
+    `Uploads.release`.
     """
     return over(list(cut(0, columns)), work, release=release)
 
 
 def over(
-    blocks: Sequence[slice], work: Callable[[slice], Result], *, release: Callable[[], None] = lambda: None
+    blocks: Sequence[slice],
+    work: Callable[[slice], Result],
+    *,
+    release: Callable[[], None] = lambda: None,
 ) -> list[Result]:
     """Return the results of `work` for each block, in order; call `release` every few blocks."""
     if len(blocks) < 2 or _threads() < 2:
@@ -196,7 +231,10 @@ def _released(results: Iterator[Result], release: Callable[[], None]) -> Iterato
 
 @cache
 def _threads() -> int:
-    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        available = len(os.sched_getaffinity(0))
+    else:
+        available = os.cpu_count() or 1
     return min(THREADS_MOST, available)
 
 

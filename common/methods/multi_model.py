@@ -1,8 +1,9 @@
 """Multi-model rules, K models at one node: FedCross, FedMR and models that are never mixed.
 
-Model j is trained by a child that is selected at random in each round (the papers' shuffle), returns as upload j, and
-is mixed with others into the next model j. The mean of the uploads is evaluated, uploaded and deployed, but never
-trained. The model dispatched to a child that fails is used as its upload (fallback model).
+Model j is trained by a child that is selected at random in each round (the papers' shuffle),
+returns as upload j, and is mixed with others into the next model j. The mean of the uploads is
+evaluated, uploaded and deployed, but never trained. The model dispatched to a child that fails is
+used as its upload (fallback model).
 """
 
 from __future__ import annotations
@@ -17,7 +18,15 @@ from typing import Any, ClassVar, Final, Literal, TypeAlias
 from fedstrata.common.lazy import np, npt
 from fedstrata.common.methods import mixing
 from fedstrata.common.methods.mixing import Floats, MixedColumns, Mixture, whole
-from fedstrata.common.methods.rule import RULE_KEY, SUM_TOLERANCE, Aggregated, Dispatched, Rule, RuleContext, Uploads
+from fedstrata.common.methods.rule import (
+    RULE_KEY,
+    SUM_TOLERANCE,
+    Aggregated,
+    Dispatched,
+    Rule,
+    RuleContext,
+    Uploads,
+)
 from fedstrata.common.methods.settings import Rounds, RuleSettings, RuleUse, Weights
 from fedstrata.common.methods.statistics import Doubles, Gram, gram_by_entry, manhattan_KK, spread
 from fedstrata.common.model.layout import Entry, Row
@@ -34,21 +43,26 @@ FAST_LEARNING_RATE: Final = 0.1
 
 
 class MixingRule(RuleSettings):
-    """Base of the rules of K models, one for each child that takes part: keys, and how the models are mixed."""
+    """Base of the rules of K models, one for each child that takes part: keys, and how the models
+    are mixed.
+    """
 
     several: ClassVar[bool] = True
 
-    weights: Weights = "uniform"  # of the mean that is evaluated and sent up: shares of the samples, or 1/K
-    # How an institution's K models start its next global round: all from the model received, or each at its old offset
-    # from their mean.
+    # of the mean that is evaluated and sent up: shares of the samples, or 1/K
+    weights: Weights = "uniform"
+    # How an institution's K models start its next global round: all from the model received, or
+    # each at its old offset from their mean.
     on_new_model: OnNewModel = "reset"
 
     def plan(self, now: MixingRound) -> MixingPlan:
-        """Return how a round's uploads become the next K models, and if you like facts for the published plan.
+        """Return how a round's uploads become the next K models, and if you like facts for the
+        published plan.
 
-        W, float64 [K, K], whose rows sum to 1: model j becomes sum_k W[j, k] v_k. Or an int array [K]: model j becomes
-        v_k of its number. Or a list of pairs: entries of the layout, and either of these for them alone; each entry is
-        in one pair. None: all models become the mean. Facts: what JSON can hold, in a tuple with the former.
+        W, float64 [K, K], whose rows sum to 1: model j becomes sum_k W[j, k] v_k. Or an int array
+        [K]: model j becomes v_k of its number. Or a list of pairs: entries of the layout, and
+        either of these for them alone; each entry is in one pair. None: all models become the mean.
+        Facts: what JSON can hold, in a tuple with the former.
         """
         raise NotImplementedError
 
@@ -70,7 +84,9 @@ class MixingRule(RuleSettings):
         """Whether the offsets of the models persist."""
         return self.on_new_model == "recentre"
 
-    def held_bytes(self, row_bytes: int, *, children: int, taking_part: int, resident_bytes: float) -> float:
+    def held_bytes(
+        self, row_bytes: int, *, children: int, taking_part: int, resident_bytes: float
+    ) -> float:
         """Return the bytes of the K models."""
         return min(taking_part * row_bytes, resident_bytes)
 
@@ -78,43 +94,60 @@ class MixingRule(RuleSettings):
         """Yield what a short run, a fast rate or the rule's place makes of several models."""
         key = f"{use.key}.aggregation"
         if use.fewest == 1:
-            yield f"{key}.name = {self.name!r}: with one child there is one model, and nothing to mix."
+            yield (
+                f"{key}.name = {self.name!r}: with one child there is one model, and nothing to "
+                "mix."
+            )
         if not self.mixes and use.learning_rate >= FAST_LEARNING_RATE:
             yield (
-                f"training.learning_rate = {use.learning_rate}: models that hardly mix ({key}.name = {self.name!r})"
+                f"training.learning_rate = {use.learning_rate}: models that hardly mix "
+                f"({key}.name = {self.name!r})"
                 " collapsed at such rates where fedavg trained well."
             )
         if use.depth == 0 and self.on_new_model != "reset":
-            yield f"{key}.on_new_model = {self.on_new_model!r}: the cloud has no parent that sends it a model."
+            yield (
+                f"{key}.on_new_model = {self.on_new_model!r}: the cloud has no parent that "
+                "sends it a model."
+            )
         if use.depth and self.on_new_model == "reset" and use.tier_rounds == 1:
             yield (
-                f"{key}.name = {self.name!r}: with {use.key}.rounds = 1 and on_new_model 'reset' the mixed models are"
-                f" discarded before any device trains on them; this is fedavg with {self.weights} weights."
+                f"{key}.name = {self.name!r}: with {use.key}.rounds = 1 and on_new_model 'reset' "
+                "the mixed models are"
+                f" discarded before any device trains on them; this is fedavg with {self.weights} "
+                "weights."
             )
         if use.depth and self.on_new_model == "recentre" and not use.alone:
             yield from self.recentred(key)
 
     def first_stage_advice(self, use: RuleUse, first_stage_rounds: int) -> Iterator[str]:
-        """Yield a warning if all rounds belong to a first stage, in which all models become their mean."""
+        """Yield a warning if all rounds belong to a first stage, in which all models become their
+        mean.
+        """
         if 0 < use.rounds <= first_stage_rounds:
             yield (
-                f"{use.key}.aggregation.first_stage_rounds = {first_stage_rounds}: all {use.rounds} rounds belong to"
+                f"{use.key}.aggregation.first_stage_rounds = {first_stage_rounds}: all "
+                f"{use.rounds} rounds belong to"
                 " the first stage, which is the same as fedavg."
             )
 
     def recentred(self, key: str) -> Iterator[str]:
         """Yield what recentred models do to the rule."""
-        yield f"{key}.on_new_model = 'recentre': hurts {self.name} (fedmr on digits: 85 % against 93 %)."
+        yield (
+            f"{key}.on_new_model = 'recentre': hurts {self.name} (fedmr on digits: 85 % against "
+            "93 %)."
+        )
 
 
 class TwoStageRule(MixingRule):
     """K models that are mixed after a first stage, in which all become their mean.
 
-    It ends before round `first_stage_rounds`, or with the first round whose training loss is small enough.
+    It ends before round `first_stage_rounds`, or with the first round whose training loss is small
+    enough.
     """
 
     first_stage_rounds: Rounds = 0  # first rounds, in which all models become their mean
-    # Training loss, the mean over the uploads, that ends these rounds early: those of a round with less are mixed.
+    # Training loss, the mean over the uploads, that ends these rounds early: those of a round with
+    # less are mixed.
     first_stage_loss: Positive | None = None
 
     @property
@@ -130,7 +163,9 @@ class TwoStageRule(MixingRule):
     @property
     def acts_from(self) -> int:
         """The second round after the first stage, at least."""
-        return 2 if self.compares_losses else self.first_stage_rounds + 2
+        if self.compares_losses:
+            return 2
+        return self.first_stage_rounds + 2
 
     def advice(self, use: RuleUse) -> Iterator[str]:
         """Yield a warning for a run that is a first stage, too, and for a loss that ends none."""
@@ -140,7 +175,8 @@ class TwoStageRule(MixingRule):
             yield f"{key}.first_stage_loss = {self.first_stage_loss}: {problem}"
         elif 0 < use.rounds <= self.first_stage_rounds and not self.compares_losses:
             yield (
-                f"{key}.first_stage_rounds = {self.first_stage_rounds}: all {use.rounds} rounds belong to the first"
+                f"{key}.first_stage_rounds = {self.first_stage_rounds}: all {use.rounds} rounds "
+                "belong to the first"
                 " stage, which is the same as fedavg."
             )
         yield from super().advice(use)
@@ -150,8 +186,8 @@ class TwoStageRule(MixingRule):
 class MixingRound:
     """One round of K models at a node: their uploads, and what a plan may compare of them.
 
-    `r`: the node's round, from 0, never reset. `uploads`: row k is the upload of model k; where a child failed, it is
-    the model that was sent.
+    `r`: the node's round, from 0, never reset. `uploads`: row k is the upload of model k; where a
+    child failed, it is the model that was sent.
     """
 
     r: int
@@ -165,7 +201,9 @@ class MixingRound:
 
     @property
     def floats_KF(self) -> Floats:
-        """The uploads' parameters and buffers, float32 [K, F]; the first `context.layout.parameters` are trained."""
+        """The uploads' parameters and buffers, float32 [K, F]; the first
+        `context.layout.parameters` are trained.
+        """
         return self.context.layout.floats(self.uploads.rows_K)
 
     @cached_property
@@ -176,7 +214,9 @@ class MixingRound:
 
     @cached_property
     def products_by_entry(self) -> list[Gram]:
-        """The inner products of each entry of the state, in the order of `layout.in_state_order`."""
+        """The inner products of each entry of the state, in the order of
+        `layout.in_state_order`.
+        """
         return gram_by_entry(self.uploads.rows_K, self.context.layout, release=self.uploads.release)
 
     @cached_property
@@ -224,7 +264,9 @@ class MultiModelRule(Rule):
 
     @property
     def mixed(self) -> Row | None:
-        """The mean of the models after mixing, in a new row, if the last plan changed it; else None."""
+        """The mean of the models after mixing, in a new row, if the last plan changed it; else
+        None.
+        """
         if self._mixed is None or self._rows is None:
             return None
         row = self._layout.empty()
@@ -232,15 +274,20 @@ class MultiModelRule(Rule):
         return row
 
     def begin(self, model: Row) -> None:
-        """Start all models from this one, or shift them so that it becomes their mean (`on_new_model`)."""
+        """Start all models from this one, or shift them so that it becomes their mean
+        (`on_new_model`).
+        """
         if self.reads_start and self._rows is not None:
             mixing.recentre(list(self._rows), model, layout=self._layout)
         else:
-            self._start, self._distinct = model, False
+            self._start = model
+            self._distinct = False
         self._mixed = None
 
     def dispatch(self, r: int, children: Sequence[str]) -> Dispatched:
-        """Return model j for the j-th of the children in a random order, or the one model while all are equal."""
+        """Return model j for the j-th of the children in a random order, or the one model while all
+        are equal.
+        """
         order = self._context.chance(r, "dispatch").permutation(len(children))
         dealt = [children[place] for place in order]
         if not self._distinct:
@@ -249,11 +296,13 @@ class MultiModelRule(Rule):
 
     def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
         """Mix the uploads into the next models and compute their mean."""
-        count, answered = len(uploads.children), uploads.answered
+        count = len(uploads.children)
+        answered = uploads.answered
         for k, row in enumerate(self._models(count)):
             if k not in answered:
                 uploads.rows_K[k] = row
-        statistics, weights_K = uploads.statistics, np.full(count, 1 / count)
+        statistics = uploads.statistics
+        weights_K = np.full(count, 1 / count)
         loss = statistics.mean_loss(statistics.weights_K(self._settings.weights))
         if self._settings.weights == "data":  # a fallback model has none
             weights_K[:] = 0.0
@@ -263,7 +312,9 @@ class MultiModelRule(Rule):
         facts: Mapping[str, object] = {"stage": "one model" if count == 1 else "first"}
         if not self._first_stage(r, loss) and count > 1:
             parts, facts = self._planned(now)
-        compares = self._context.measures or self._settings.weights == "data" or "products" in vars(now)
+        compares = (
+            self._context.measures or self._settings.weights == "data" or "products" in vars(now)
+        )
         products = now.products if compares else None
         apart = self._mix(parts, weights_K, products, uploads)
         distances: dict[str, float] = {}
@@ -277,13 +328,20 @@ class MultiModelRule(Rule):
         """Return whether a round belongs to the first stage; what has ended stays so."""
         settings = self._settings
         if self._in_first_stage and isinstance(settings, TwoStageRule):
-            reached = settings.first_stage_loss is not None and loss is not None and loss <= settings.first_stage_loss
+            reached = (
+                settings.first_stage_loss is not None
+                and loss is not None
+                and loss <= settings.first_stage_loss
+            )
             self._in_first_stage = r < settings.first_stage_rounds and not reached
         return self._in_first_stage
 
     def _planned(self, now: MixingRound) -> tuple[list[_Part], Mapping[str, object]]:
-        """Return the settings' plan, none if all models become the mean, and its facts. Raises InvalidExperiment."""
-        plan, name = self._settings.plan, self._settings.name
+        """Return the settings' plan, none if all models become the mean, and its facts. Raises
+        InvalidExperiment.
+        """
+        plan = self._settings.plan
+        name = self._settings.name
         with own.guarded({RULE_KEY: name}):
             found: Any = plan(now)
         mixing, facts = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
@@ -294,7 +352,9 @@ class MultiModelRule(Rule):
                 return [], facts
             if isinstance(mixing, np.ndarray):
                 return [_Part.of(entries, mixing, now.count)], facts
-            if not isinstance(mixing, Sequence) or not all(isinstance(each, tuple) for each in mixing):
+            if not isinstance(mixing, Sequence) or not all(
+                isinstance(each, tuple) for each in mixing
+            ):
                 raise ValueError(f"returns {type(mixing).__name__}, not an array")
             parts = [_Part.of(chosen, each, now.count) for chosen, each in mixing]
             names = Counter(entry.name for chosen, _ in mixing for entry in chosen)
@@ -303,14 +363,20 @@ class MultiModelRule(Rule):
                     raise ValueError(f"mixes {entry.name} {names[entry.name]} times")
         except (AttributeError, TypeError, ValueError) as error:
             remedy = (
-                f"Return an array [{now.count}, {now.count}] whose rows sum to 1, or one for each part of the layout."
+                f"Return an array [{now.count}, {now.count}] whose rows sum to 1, or one for "
+                "each part of the layout."
             )
             own.refuse(RULE_KEY, name, f"plan {error}{own.place(plan)}", remedy)
         return parts, facts
 
-    def _mix(self, parts: Sequence[_Part], weights_K: Doubles, products: Gram | None, uploads: Uploads) -> float:
-        """Write the mean and the next models; return their spread. Without parts all models become the mean."""
-        mean, count = Mixture.of(weights_K), len(weights_K)
+    def _mix(
+        self, parts: Sequence[_Part], weights_K: Doubles, products: Gram | None, uploads: Uploads
+    ) -> float:
+        """Write the mean and the next models; return their spread. Without parts all models become
+        the mean.
+        """
+        mean = Mixture.of(weights_K)
+        count = len(weights_K)
         rows: list[Row] = []
         if parts:
             if self._rows is None or len(self._rows) != count:
@@ -322,16 +388,23 @@ class MultiModelRule(Rule):
         mixing.apply(plan, uploads.rows_K, layout=self._layout, out=out, release=uploads.release)
         if not parts:
             return 0.0
-        if not all(np.allclose(part.mixing_KK.mean(axis=0), weights_K, rtol=0, atol=1e-12) for part in parts):
+        if not all(
+            np.allclose(part.mixing_KK.mean(axis=0), weights_K, rtol=0, atol=1e-12)
+            for part in parts
+        ):
             self._mixed = Mixture.of([1 / count] * count)
         if products is not None and (len(parts) == 1 or all(part.permutes for part in parts)):
             return products.spread(parts[0].mixing_KK)  # permutations do not change the spread
-        mixed, parameters, floats = self.mixed, self._layout.parameters, self._layout.floats
+        mixed = self.mixed
+        parameters = self._layout.parameters
+        floats = self._layout.floats
         centre = self._mean if mixed is None else mixed
         return spread([floats(row)[:parameters] for row in rows], floats(centre)[:parameters])
 
     def save(self, folder: Path) -> dict[str, object]:
-        """Write the models, unless they are all equal to the model that is saved with this state."""
+        """Write the models, unless they are all equal to the model that is saved with this
+        state.
+        """
         stage = {"first_stage": self._in_first_stage}
         if not self._distinct or self._rows is None:
             return {"models": 0, **stage}
@@ -362,7 +435,9 @@ class MultiModelRule(Rule):
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Some columns of the next models, and `found`, float64 [K, K] or int64 [K]: the uploads that they are made of."""
+    """Some columns of the next models, and `found`, float64 [K, K] or int64 [K]: the uploads that
+    they are made of.
+    """
 
     columns: MixedColumns
     found: npt.NDArray[Any]

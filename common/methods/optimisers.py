@@ -3,15 +3,16 @@
     delta = mean - z                                       over trainable columns
 
     FedAvgM (Hsu, Qi, Brown 2019)        m = beta m + delta                  next = z + eta m
-    Reddi et al. 2021, Algorithm 2       m = beta_1 m + (1 - beta_1) delta   next = z + eta m / (sqrt(v) + tau)
-        FedAdagrad                       v = v + delta^2
+    Reddi et al. 2021, Algorithm 2       m = beta_1 m + (1 - beta_1) delta   next = z + eta m /
+        (sqrt(v) + tau) FedAdagrad                       v = v + delta^2
         FedAdam                          v = beta_2 v + (1 - beta_2) delta^2
         FedYogi                          v = v - (1 - beta_2) delta^2 sign(v - delta^2)
     FedExP (Jhunjhunwala et al. 2023)    next = z + eta delta
         eta = max(1, sum of p_k ||v_k - z||^2 / (2 (||delta||^2 + S epsilon)))
 
-S uploads; their authors' code has it, their paper has epsilon alone. FedExP is judged by the mean of its last two
-models, as both ask. v begins at tau^2, m at zero. Buffers and counters are those of the mean.
+S uploads; their authors' code has it, their paper has epsilon alone. FedExP is judged by the mean
+of its last two models, as both ask. v begins at tau^2, m at zero. Buffers and counters are those of
+the mean.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ from fedstrata.common.settings.tables import Positive
 
 
 class StepSettings(RuleSettings):
-    """The settings of a rule that is a step of the server from the mean, or from another rule's result."""
+    """The settings of a rule that is a step of the server from the mean, or from another rule's
+    result.
+    """
 
     remembers: ClassVar[bool] = True  # the moments
 
@@ -58,7 +61,8 @@ class FedAvgM(StepSettings):
 
     name: Literal["fedavgm"] = "fedavgm"  # the rule
     learning_rate: Positive = 1.0  # of the server (eta); 1 without momentum is FedAvg
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9  # share of the last move that is kept (beta)
+    # share of the last move that is kept (beta)
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
 
     def step(self) -> ServerStep:
         return Momentum(**self.keywords)
@@ -70,7 +74,8 @@ class AdaptiveSettings(StepSettings):
     step_models = 4.0
 
     name: str  # the rule
-    learning_rate: Positive | None = None  # of the server (eta): none suits all, the paper tunes it from 0.003 to 1
+    # of the server (eta): none suits all, the paper tunes it from 0.003 to 1
+    learning_rate: Positive | None = None
     beta_1: Annotated[float, Field(ge=0, lt=1)] = 0.9  # decay of the first moments
     tau: Positive = 0.001  # added to the root of the second moments: small values adapt more
 
@@ -78,7 +83,9 @@ class AdaptiveSettings(StepSettings):
         """Check that there is a learning rate. Raises InvalidExperiment."""
         if self.learning_rate is None:
             problem = f"{self.name} needs the server's learning rate; the paper tunes it"
-            raise InvalidExperiment(f"{key}.learning_rate", "not set", problem, "Try 0.01, 0.1 and 1.")
+            raise InvalidExperiment(
+                f"{key}.learning_rate", "not set", problem, "Try 0.01, 0.1 and 1."
+            )
 
 
 class FedAdagrad(AdaptiveSettings):
@@ -92,7 +99,9 @@ class FedAdagrad(AdaptiveSettings):
 
 
 class FedAdam(AdaptiveSettings):
-    """One model: the server moves it by Adam, without bias correction, or by Yogi, whose second moments fall slowly."""
+    """One model: the server moves it by Adam, without bias correction, or by Yogi, whose second
+    moments fall slowly.
+    """
 
     name: Literal["fedadam", "fedyogi"]  # the rule
     beta_2: Annotated[float, Field(ge=0, lt=1)] = 0.99  # decay of the second moments
@@ -108,7 +117,8 @@ class FedExP(RuleSettings):
 
     name: Literal["fedexp"] = "fedexp"  # the rule
     weights: Weights = "data"  # of the mean: shares of the samples, or 1/K
-    epsilon: Positive = 0.001  # times the children that took part, added to the squared length of the mean step
+    # times the children that took part, added to the squared length of the mean step
+    epsilon: Positive = 0.001
 
     def build(self, context: RuleContext) -> Rule:
         return single_model(self, context, Extrapolation(**self.keywords), weights=self.weights)
@@ -116,7 +126,8 @@ class FedExP(RuleSettings):
 
 def stepped(rule: Rule, settings: RuleSettings, context: RuleContext) -> Rule:
     """Return a rule of one model behind whose result the server takes a step."""
-    assert isinstance(rule, OneModel) and isinstance(settings, StepSettings)  # as their settings are checked
+    # as their settings are checked
+    assert isinstance(rule, OneModel) and isinstance(settings, StepSettings)
     return SteppedRule(rule, settings.step(), context)
 
 
@@ -134,12 +145,15 @@ class Momentum(ServerStep):
     vectors = ("momentum",)
 
     def __init__(self, *, learning_rate: float, momentum: float) -> None:
-        self._learning_rate, self._momentum = learning_rate, momentum
+        self._learning_rate = learning_rate
+        self._momentum = momentum
 
     def columns(self, block: Columns) -> Doubles:
         """Return z + eta m."""
         z = block.model_C.astype(np.float64)
-        moved: Doubles = self._momentum * block.state["momentum"].astype(np.float64) + (block.mean_C - z)
+        moved: Doubles = self._momentum * block.state["momentum"].astype(np.float64) + (
+            block.mean_C - z
+        )
         block.state["momentum"][:] = moved
         return z + self._learning_rate * moved
 
@@ -150,20 +164,26 @@ class Adaptive(ServerStep):
     vectors = ("first_moments", "second_moments")
 
     def __init__(self, *, learning_rate: float, beta_1: float, tau: float) -> None:
-        self._learning_rate, self._beta_1, self._tau = learning_rate, beta_1, tau
+        self._learning_rate = learning_rate
+        self._beta_1 = beta_1
+        self._tau = tau
 
     def first(self, vector: str) -> float:
         """Return tau^2 for v."""
-        return self._tau**2 if vector == "second_moments" else 0.0
+        if vector == "second_moments":
+            return self._tau**2
+        return 0.0
 
     def columns(self, block: Columns) -> Doubles:
         """Return z + eta m / (sqrt(v) + tau)."""
         z = block.model_C.astype(np.float64)
         delta = block.mean_C - z
-        first_C, second_C = block.state["first_moments"], block.state["second_moments"]
+        first_C = block.state["first_moments"]
+        second_C = block.state["second_moments"]
         m: Doubles = self._beta_1 * first_C.astype(np.float64) + (1 - self._beta_1) * delta
         v = self.second(second_C.astype(np.float64), delta * delta)
-        first_C[:], second_C[:] = m, v
+        first_C[:] = m
+        second_C[:] = v
         return z + self._learning_rate * m / (np.sqrt(v) + self._tau)
 
     def second(self, v: Doubles, squares: Doubles) -> Doubles:
@@ -202,7 +222,8 @@ class Extrapolation(ServerStep):
     def begin(self, facts: RoundFacts) -> Mapping[str, object]:
         """Compute eta."""
         assert facts.products is not None
-        weights_K, offsets_KK = facts.weights_K, facts.products.offsets_KK
+        weights_K = facts.weights_K
+        offsets_KK = facts.products.offsets_KK
         squares = float(weights_K @ np.diagonal(offsets_KK))
         together = float(weights_K @ offsets_KK @ weights_K)
         self._eta = max(1.0, squares / (2 * (together + len(weights_K) * self._epsilon)))

@@ -1,8 +1,10 @@
-"""A rule of the user's own, `aggregation.name = "package.module:Class"`: a class of `RuleSettings` or `ColumnRule`.
+"""A rule of the user's own, `aggregation.name = "package.module:Class"`: a class of `RuleSettings`
+or `ColumnRule`.
 
-A class of `RuleSettings` is a table as fedstrata's own rules are: its fields are keys, and `build` returns its `Rule`.
-What all nodes must know of it, it declares where its user's experiment is read; this travels with the experiment, so
-that nodes which do not run the rule never import it. A class of `ColumnRule` gets the keys as keywords.
+A class of `RuleSettings` is a table as fedstrata's own rules are: its fields are keys, and `build`
+returns its `Rule`. What all nodes must know of it, it declares where its user's experiment is read;
+this travels with the experiment, so that nodes which do not run the rule never import it. A class
+of `ColumnRule` gets the keys as keywords.
 """
 
 from __future__ import annotations
@@ -42,14 +44,16 @@ from fedstrata.common.settings.own import OwnName, OwnSettings
 from fedstrata.common.settings.tables import SettingsTable, form
 from fedstrata.common.settings.training import TrainingSettings
 
-ExtraName = Annotated[str, form(r"^[a-z][a-z0-9_]{0,31}$", "lower-case letters, digits and _, a letter first")]
+ExtraName = Annotated[
+    str, form(r"^[a-z][a-z0-9_]{0,31}$", "lower-case letters, digits and _, a letter first")
+]
 
 
 def settings_of(tree: Mapping[str, Any]) -> RuleSettings:
     """Return the table of an own rule. Raises InvalidExperiment, ValidationError.
 
-    The class is imported, unless the tree has what it declares; where it cannot or must not be, the table is that of
-    a `ColumnRule`, and the error is that of whoever builds it.
+    The class is imported, unless the tree has what it declares; where it cannot or must not be, the
+    table is that of a `ColumnRule`, and the error is that of whoever builds it.
     """
     if "declared" in tree:
         return OwnTable.model_validate(tree)
@@ -63,7 +67,9 @@ def settings_of(tree: Mapping[str, Any]) -> RuleSettings:
 
 
 class Declared(SettingsTable):
-    """What the class of an own rule declares to all nodes: the answers of `RuleSettings` of these names."""
+    """What the class of an own rule declares to all nodes: the answers of `RuleSettings` of these
+    names.
+    """
 
     objective: str | None = None
     reads_losses: bool = False
@@ -83,7 +89,8 @@ class Declared(SettingsTable):
 
     @model_serializer(mode="wrap")
     def _of_note(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {key: value for key, value in dump(self).items() if value or key == "several"}  # TOML has no empty table
+        # TOML has no empty table
+        return {key: value for key, value in dump(self).items() if value or key == "several"}
 
 
 def _declared(key: str) -> Any:
@@ -114,12 +121,15 @@ class OwnTable(RuleSettings, OwnSettings):
 
     @classmethod
     def of(cls, table: type[RuleSettings], tree: Mapping[str, Any]) -> OwnTable:
-        """Return the table of a class, all keys included. Raises InvalidExperiment, ValidationError."""
+        """Return the table of a class, all keys included. Raises InvalidExperiment,
+        ValidationError.
+        """
         made = _made(table, tree)
         name = made.name
         with own.guarded({RULE_KEY: name}):
             dumped = made.model_dump(mode="json", exclude={"name"}, exclude_none=True)
-            keys = {key: value for key, value in dumped.items() if value != {}}  # TOML has no empty tables here
+            # TOML has no empty tables here
+            keys = {key: value for key, value in dumped.items() if value != {}}
             answers = {key: getattr(made, key) for key in Declared.model_fields}
         if "declared" in keys:
             own.refuse(RULE_KEY, name, "has a key `declared`, which is fedstrata's", "Rename it.")
@@ -128,7 +138,10 @@ class OwnTable(RuleSettings, OwnSettings):
             declared = Declared.model_validate(answers)
         except ValidationError as error:
             wrong = error.errors(include_url=False)[0]
-            problem = f"answers {wrong['input']!r:.60} for {wrong['loc'][0]}, which is wrong: {wrong['msg']}"
+            problem = (
+                f"answers {wrong['input']!r:.60} for {wrong['loc'][0]}, which is wrong: "
+                f"{wrong['msg']}"
+            )
             own.refuse(RULE_KEY, name, problem, "Correct it.")
         found = cls(name=name, declared=declared, **keys)
         vars(found)["resolved"] = made
@@ -136,20 +149,32 @@ class OwnTable(RuleSettings, OwnSettings):
 
     @cached_property
     def resolved(self) -> RuleSettings:
-        """The table itself; its class is imported when it is first used. Raises InvalidExperiment."""
+        """The table itself; its class is imported when it is first used. Raises
+        InvalidExperiment.
+        """
         found = own.load(RULE_KEY, self.name)
         if not (isinstance(found, type) and issubclass(found, RuleSettings)):
-            own.refuse(RULE_KEY, self.name, "is not a class of RuleSettings", "Use one file on all nodes.")
+            own.refuse(
+                RULE_KEY, self.name, "is not a class of RuleSettings", "Use one file on all nodes."
+            )
         try:
             again = OwnTable.of(found, {"name": self.name, **self.keywords})
         except ValidationError as error:
             wrong = error.errors(include_url=False)[0]
             key = ".".join(map(str, wrong["loc"]))
-            own.refuse(f"aggregation.{key}", wrong["input"], f"{self.name}: {wrong['msg']}", "Correct the value.")
+            own.refuse(
+                f"aggregation.{key}",
+                wrong["input"],
+                f"{self.name}: {wrong['msg']}",
+                "Correct the value.",
+            )
         if again.declared != self.declared:
             problem = "declares something else than where the experiment was read"
             own.refuse(
-                RULE_KEY, self.name, problem, "Use one file on all nodes, and omit the table `declared` in yours."
+                RULE_KEY,
+                self.name,
+                problem,
+                "Use one file on all nodes, and omit the table `declared` in yours.",
             )
         return again.resolved
 
@@ -166,7 +191,12 @@ class OwnTable(RuleSettings, OwnSettings):
         with own.guarded({RULE_KEY: self.name}):
             rule: object = self.resolved.build(context)
         if not isinstance(rule, Rule):
-            own.refuse(RULE_KEY, self.name, f"builds {type(rule).__name__}, not Rule", "Return the rule of a node.")
+            own.refuse(
+                RULE_KEY,
+                self.name,
+                f"builds {type(rule).__name__}, not Rule",
+                "Return the rule of a node.",
+            )
         return rule
 
     @property
@@ -185,7 +215,9 @@ class OwnTable(RuleSettings, OwnSettings):
         found: Mapping[str, Sequence[int]] = self._asked("shapes", model) if self.shaped else {}
         return found
 
-    def held_bytes(self, row_bytes: int, *, children: int, taking_part: int, resident_bytes: float) -> float:
+    def held_bytes(
+        self, row_bytes: int, *, children: int, taking_part: int, resident_bytes: float
+    ) -> float:
         given = {"children": children, "taking_part": taking_part, "resident_bytes": resident_bytes}
         return float(self._asked("held_bytes", row_bytes, **given))
 
@@ -210,12 +242,17 @@ class OwnTable(RuleSettings, OwnSettings):
         table = self.resolved
         with own.guarded({RULE_KEY: self.name}):
             found = getattr(table, key)
-            return found(*arguments, **keywords) if arguments else found
+            if arguments:
+                return found(*arguments, **keywords)
+            return found
 
 
 def _made(table: type[RuleSettings], tree: Mapping[str, Any]) -> RuleSettings:
-    """Return an object of a class, under the name of the user's. Raises InvalidExperiment, ValidationError."""
-    name, field = str(tree["name"]), table.model_fields["name"]
+    """Return an object of a class, under the name of the user's. Raises InvalidExperiment,
+    ValidationError.
+    """
+    name = str(tree["name"])
+    field = table.model_fields["name"]
     keys = {key: value for key, value in tree.items() if key != "name"}
     for key, value in keys.items():
         if key not in table.model_fields:
@@ -224,7 +261,9 @@ def _made(table: type[RuleSettings], tree: Mapping[str, Any]) -> RuleSettings:
             own.refuse(f"aggregation.{key}", value, refusal, "Correct its name, or omit it.")
     with own.guarded({RULE_KEY: name}):
         try:
-            found = table.model_validate({**keys, **({"name": name} if field.is_required() else {})})
+            found = table.model_validate(
+                {**keys, **({"name": name} if field.is_required() else {})}
+            )
             return found.model_copy(update={"name": name})
         except ValidationError as error:
             wrong = error
@@ -232,7 +271,9 @@ def _made(table: type[RuleSettings], tree: Mapping[str, Any]) -> RuleSettings:
 
 
 class GuardedOwn(WrappedRule):
-    """A rule that own code has built, and checks of what it returns. Its errors are InvalidExperiment."""
+    """A rule that own code has built, and checks of what it returns. Its errors are
+    InvalidExperiment.
+    """
 
     def __init__(self, name: str, rule: Rule, layout: ModelLayout) -> None:
         super().__init__(rule)
@@ -274,16 +315,25 @@ class GuardedOwn(WrappedRule):
             found = [(row, list(those)) for row, those in super().dispatch(r, children)]
         given = sorted(child for _, those in found for child in those)
         if given != sorted(children):
-            _refuse(self._name, self._rule.dispatch, f"gives models to {given!r:.100}", "Give each of `children` one.")
+            _refuse(
+                self._name,
+                self._rule.dispatch,
+                f"gives models to {given!r:.100}",
+                "Give each of `children` one.",
+            )
         return found
 
     def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
-        """Aggregate by the rule. Raises InvalidExperiment unless its model is finite and its facts are for JSON."""
+        """Aggregate by the rule. Raises InvalidExperiment unless its model is finite and its facts
+        are for JSON.
+        """
         method = self._rule.aggregate
         with self._guarded():
             found: object = method(r, uploads)
             if not isinstance(found, Aggregated):
-                _refuse(self._name, method, f"returns {type(found).__name__}", "Return `Aggregated`.")
+                _refuse(
+                    self._name, method, f"returns {type(found).__name__}", "Return `Aggregated`."
+                )
             model = self._rule.model
         at = own.place(method)
         own.kept(RULE_KEY, self._name, found.facts, "`facts` are", at=at)
@@ -291,7 +341,12 @@ class GuardedOwn(WrappedRule):
         try:
             self._layout.check_finite(model)
         except RefusedModel as error:
-            _refuse(self._name, method, f"computes a model whose {error}", "Look for a division by zero.")
+            _refuse(
+                self._name,
+                method,
+                f"computes a model whose {error}",
+                "Look for a division by zero.",
+            )
         return found
 
     def save(self, folder: Path) -> dict[str, object]:
@@ -315,7 +370,8 @@ class OwnRule(RuleSettings, OwnSettings):
     remembers: ClassVar[bool] = True  # it may have state
 
     name: OwnName  # the class, `package.module:Name`
-    weights: Weights = "data"  # of the buffers, and of the loss that is reported: shares of the samples, or 1/K
+    # of the buffers, and of the loss that is reported: shares of the samples, or 1/K
+    weights: Weights = "data"
     # Vectors of the rule that devices get with each model.
     extras_down: list[ExtraName] = Field(default_factory=list)
     # Vectors that the devices' objective returns with each model.
@@ -340,7 +396,9 @@ class OwnRule(RuleSettings, OwnSettings):
         """Check that no vector is named twice. Raises InvalidExperiment."""
         for direction, names in (("extras_down", self.extras_down), ("extras_up", self.extras_up)):
             if len(set(names)) < len(names):
-                raise InvalidExperiment(f"{key}.{direction}", names, "duplicate name", "Name each vector once.")
+                raise InvalidExperiment(
+                    f"{key}.{direction}", names, "duplicate name", "Name each vector once."
+                )
 
     def build(self, context: RuleContext) -> Rule:
         return single_model(self, context, GuardedRule(self), weights=self.weights)
@@ -355,25 +413,41 @@ class GuardedRule(ColumnRule):
         self.compares = rule.compares
         self.averages = rule.averages
         with own.guarded({RULE_KEY: self._name}):
-            self.numbers = deepcopy(rule.numbers)  # those of a class would be shared by all nodes of a process
+            # those of a class would be shared by all nodes of a process
+            self.numbers = deepcopy(rule.numbers)
             vectors: object = rule.vectors
-        if not isinstance(vectors, Collection) or not all(isinstance(each, str) for each in vectors):
+        if not isinstance(vectors, Collection) or not all(
+            isinstance(each, str) for each in vectors
+        ):
             vectors = str(vectors)
         if isinstance(vectors, str):
-            own.refuse(RULE_KEY, self._name, f"its `vectors` are {vectors!r:.60}", "List their names, each a text.")
+            own.refuse(
+                RULE_KEY,
+                self._name,
+                f"its `vectors` are {vectors!r:.60}",
+                "List their names, each a text.",
+            )
         self.vectors = tuple(dict.fromkeys((*vectors, *settings.sends)))
 
     def first(self, vector: str) -> float:
-        """Return the rule's first value of a vector. Raises InvalidExperiment unless it is a finite number."""
+        """Return the rule's first value of a vector. Raises InvalidExperiment unless it is a finite
+        number.
+        """
         with own.guarded({RULE_KEY: self._name}):
             found: object = self._rule.first(vector)
         if not isinstance(found, float | int | np.number) or not np.isfinite(found):
-            _refuse(self._name, self._rule.first, f"returns {found!r:.60} for {vector}", "Return a finite number.")
+            _refuse(
+                self._name,
+                self._rule.first,
+                f"returns {found!r:.60} for {vector}",
+                "Return a finite number.",
+            )
         return float(found)
 
     def begin(self, facts: RoundFacts) -> Mapping[str, object]:
         """Return the rule's facts, and keep its numbers."""
-        name, rule = self._name, self._rule
+        name = self._name
+        rule = self._rule
         with own.guarded({RULE_KEY: name}):
             rule.numbers = self.numbers
             found = rule.begin(facts) or {}
@@ -383,42 +457,76 @@ class GuardedRule(ColumnRule):
         return published
 
     def weights(self, facts: RoundFacts) -> Doubles:
-        """Return the rule's weights. Raises InvalidExperiment unless they are K finite numbers of sum 1."""
+        """Return the rule's weights. Raises InvalidExperiment unless they are K finite numbers of
+        sum 1.
+        """
         with own.guarded({RULE_KEY: self._name}):
             found: object = self._rule.weights(facts)
         wanted = f"Return one number for each of {len(facts.weights_K)} uploads, of sum 1."
         weights_K = self._numbers(self._rule.weights, found, facts.weights_K.shape, wanted)
         if abs(float(weights_K.sum()) - 1) > SUM_TOLERANCE:
-            _refuse(self._name, self._rule.weights, f"returns weights of sum {weights_K.sum():.6g}", wanted)
+            _refuse(
+                self._name,
+                self._rule.weights,
+                f"returns weights of sum {weights_K.sum():.6g}",
+                wanted,
+            )
         return weights_K
 
     def columns(self, block: Columns) -> Doubles:
-        """Return the rule's columns as float64. Raises InvalidExperiment unless they are C finite numbers."""
+        """Return the rule's columns as float64. Raises InvalidExperiment unless they are C finite
+        numbers.
+        """
         name = self._name
         with own.guarded({RULE_KEY: name}):
-            state = _KeptVectors(block.state, named_in="its `vectors`, or in extras_down of the experiment")
+            state = _KeptVectors(
+                block.state, named_in="its `vectors`, or in extras_down of the experiment"
+            )
             extras = _KeptVectors(block.extras, named_in="extras_up of the experiment")
             given = replace(block, uploads_KC=block.uploads_KC.copy(), state=state, extras=extras)
             found: object = self._rule.columns(given)
-        return self._numbers(self._rule.columns, found, block.model_C.shape, "Return one number for each column.")
+        return self._numbers(
+            self._rule.columns, found, block.model_C.shape, "Return one number for each column."
+        )
 
-    def _numbers(self, method: Callable[..., object], found: object, shape: Sequence[int], remedy: str) -> Doubles:
-        """Return what a method has returned, as float64. Raises InvalidExperiment unless it has this shape, finite."""
+    def _numbers(
+        self, method: Callable[..., object], found: object, shape: Sequence[int], remedy: str
+    ) -> Doubles:
+        """Return what a method has returned, as float64. Raises InvalidExperiment unless it has
+        this shape, finite.
+        """
         try:
             numbers = None if found is None else np.asarray(found, np.float64)
         except (TypeError, ValueError):
             numbers = None
         if numbers is None:
-            _refuse(self._name, method, f"returns {type(found).__name__} for {list(shape)} numbers", remedy)
+            _refuse(
+                self._name,
+                method,
+                f"returns {type(found).__name__} for {list(shape)} numbers",
+                remedy,
+            )
         if numbers.shape != tuple(shape):
-            _refuse(self._name, method, f"returns {list(numbers.shape)} for {list(shape)} numbers", remedy)
+            _refuse(
+                self._name,
+                method,
+                f"returns {list(numbers.shape)} for {list(shape)} numbers",
+                remedy,
+            )
         if not np.isfinite(numbers).all():
-            _refuse(self._name, method, "computes numbers that are not finite", "Look for a division by zero.")
+            _refuse(
+                self._name,
+                method,
+                "computes numbers that are not finite",
+                "Look for a division by zero.",
+            )
         return numbers
 
 
 class _KeptVectors(dict[str, Floats]):
-    """Vectors of a block by name; an assignment writes into the vector, which is kept, and not into this table."""
+    """Vectors of a block by name; an assignment writes into the vector, which is kept, and not into
+    this table.
+    """
 
     def __init__(self, vectors: Mapping[str, Floats], *, named_in: str) -> None:
         super().__init__(vectors)

@@ -3,17 +3,21 @@
     update      d_k = v_k - z_k over trainable columns, z_k: the model that child k received
     clipping    d_k min(1, C / ||d_k||)
     child       v_k = z_k + clipped d_k + N(0, (z C)^2)
-    parent      the same for each upload before the rule; the rule then computes with noisy uploads alone
-    mean        sum of p_k v_k + N(0, (z C max p_k)^2), where the next model depends on the mean alone
+    parent      the same for each upload before the rule; the rule then computes with noisy uploads
+    alone
+    mean        sum of p_k v_k + N(0, (z C max p_k)^2), where the next model depends on the mean
+    alone
 
-The noise of a mean is that of one upload, of the largest weight. C is fixed, or follows the quantile g of the lengths
-(Andrew et al. 2021, Algorithm 1), with m uploads and b_k = 1 where ||d_k|| <= C:
+The noise of a mean is that of one upload, of the largest weight. C is fixed, or follows the
+quantile g of the lengths (Andrew et al. 2021, Algorithm 1), with m uploads and b_k = 1 where
+||d_k|| <= C:
 
     s = max(m / 20, 2 z)    share = (sum of b_k + N(0, s^2)) / m    C = C exp(-rate (share - g))
     z of the updates = (z^-2 - s^-2)^(-1/2), so that updates and count together cost what z costs
 
-A neighbour has a zero update in place of one child's. That is within every bound, so the count's sensitivity is 1. In
-the paper a neighbour lacks the child, and the sum of b_k - 1/2 has sensitivity 1/2: then the count costs a quarter.
+A neighbour has a zero update in place of one child's. That is within every bound, so the count's
+sensitivity is 1. In the paper a neighbour lacks the child, and the sum of b_k - 1/2 has sensitivity
+1/2: then the count costs a quarter.
 """
 
 from __future__ import annotations
@@ -47,14 +51,21 @@ def no_secret() -> bytes:
 
 def check_covered(key: str, settings: PrivacySettings, layout: ModelLayout) -> None:
     """Check that updates are all that children send of a model. Raises InvalidExperiment."""
-    if (settings.by_child or settings.by_parent) and (layout.columns > layout.parameters or layout.counters):
-        problem = "the model has buffers, such as batch statistics, which are not clipped and have no noise"
+    if (settings.by_child or settings.by_parent) and (
+        layout.columns > layout.parameters or layout.counters
+    ):
+        problem = (
+            "the model has buffers, such as batch statistics, which are not clipped and "
+            "have no noise"
+        )
         remedy = "Use a model without, or name them in model.personal."
         raise InvalidExperiment(f"{key}.unit", settings.unit, problem, remedy)
 
 
 class NoiseSource:
-    """A node's noise, for its own updates or its children's: of the experiment's seed, or of a secret of the node's."""
+    """A node's noise, for its own updates or its children's: of the experiment's seed, or of a
+    secret of the node's.
+    """
 
     def __init__(
         self,
@@ -72,7 +83,9 @@ class NoiseSource:
         self._secret = secret
 
     def key(self, number: int, content: Iterable[Floats | Row]) -> bytes:
-        """Return the secret key of a task's noise, for this content; empty if noise comes from the seed."""
+        """Return the secret key of a task's noise, for this content; empty if noise comes from the
+        seed.
+        """
         if not self._settings.secret:
             return b""
         digest = hashlib.blake2b(digest_size=32)
@@ -86,9 +99,13 @@ class NoiseSource:
         return noise_of(key, seed=self._seed, node=self._node, number=number, purpose=self._purpose)
 
 
-def noise_of(key: bytes, *, seed: int, node: str, number: int, purpose: Purpose = Purpose.PRIVACY) -> Noise:
+def noise_of(
+    key: bytes, *, seed: int, node: str, number: int, purpose: Purpose = Purpose.PRIVACY
+) -> Noise:
     """Return the noise of a task's key, of the seed if that is empty."""
-    return SecretNoise(key) if key else SeededNoise(seed, purpose, node, number)
+    if key:
+        return SecretNoise(key)
+    return SeededNoise(seed, purpose, node, number)
 
 
 class PrivateUpdates:
@@ -101,8 +118,10 @@ class PrivateUpdates:
 
     def protect(self, received: Row, result: Row, *, number: int) -> None:
         """Clip the update of task `number` in its row, uint8 [row_bytes], and add noise to it."""
-        settings, size = self._settings, self._layout.parameters
-        own, origin = self._layout.floats(result)[:size], self._layout.floats(received)[:size]
+        settings = self._settings
+        size = self._layout.parameters
+        own = self._layout.floats(result)[:size]
+        origin = self._layout.floats(received)[:size]
         assert settings.clip_norm is not None
         noise = self._source.of(number, (own, origin))
         (length,) = lengths([(own, origin)])
@@ -112,7 +131,9 @@ class PrivateUpdates:
 
 
 class PrivateRule(WrappedRule):
-    """A rule whose parent clips the uploads and adds noise. `mean`: the weights of the mean that alone gets noise."""
+    """A rule whose parent clips the uploads and adds noise. `mean`: the weights of the mean that
+    alone gets noise.
+    """
 
     def __init__(
         self,
@@ -137,12 +158,19 @@ class PrivateRule(WrappedRule):
         return self._mean is not None
 
     def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
-        """Clip the uploads in their rows and add noise, then aggregate them. Facts: the bound, and the noise."""
-        size, floats, bound, z = self._layout.parameters, self._layout.floats, self._bound, self._settings.multiplier
+        """Clip the uploads in their rows and add noise, then aggregate them. Facts: the bound, and
+        the noise.
+        """
+        size = self._layout.parameters
+        floats = self._layout.floats
+        bound = self._bound
+        z = self._settings.multiplier
         answered = uploads.answered
         own = [floats(uploads.rows_K[k])[:size] for k in answered]
         origins = [floats(self._received[child])[:size] for child in uploads.senders]
-        noise = self._source.of(r, (each for pair in zip(own, origins, strict=True) for each in pair))
+        noise = self._source.of(
+            r, (each for pair in zip(own, origins, strict=True) for each in pair)
+        )
         found = lengths(list(zip(own, origins, strict=True)), release=uploads.release)
         for vector, origin, length in zip(own, origins, found, strict=True):
             if length > bound:
@@ -152,13 +180,18 @@ class PrivateRule(WrappedRule):
             counted = max(len(own) / COUNT_SHARE, COUNT_LEAST * z)
             z /= sqrt(1 - (z / counted) ** 2)
         std = bound * z
-        noisy = own if self._mean is None else [own[np.argmax(uploads.statistics.weights_K(self._mean))]]
+        if self._mean is None:
+            noisy = own
+        else:
+            noisy = [own[np.argmax(uploads.statistics.weights_K(self._mean))]]
         for vector in noisy:
             add_noise(vector, noise, std, release=uploads.release)
         if self._settings.quantile is not None:
             within = sum(length <= bound for length in found)
             share = (within + counted * float(noise.normals(1)[0])) / len(found)
-            self._bound = bound * exp(-self._settings.quantile_rate * (share - self._settings.quantile))
+            self._bound = bound * exp(
+                -self._settings.quantile_rate * (share - self._settings.quantile)
+            )
         done = self._rule.aggregate(r, uploads)
         facts = {**done.facts, "clip_norm": bound, "noise": std}
         return replace(done, facts=facts, distances={} if self.hides_uploads else done.distances)
@@ -166,15 +199,21 @@ class PrivateRule(WrappedRule):
     def save(self, folder: Path) -> dict[str, object]:
         """Write the rule's state, and the bound that follows a quantile."""
         found = self._rule.save(folder)
-        return found if self._settings.quantile is None else {**found, BOUND: self._bound}
+        if self._settings.quantile is None:
+            return found
+        return {**found, BOUND: self._bound}
 
     def restore(self, folder: Path, facts: Mapping[str, Any]) -> None:
         self._rule.restore(folder, facts)
         self._bound = float(facts.get(BOUND, self._bound))
 
 
-def add_noise(own: Floats, noise: Noise, std: float, *, release: Callable[[], None] = lambda: None) -> None:
-    """Add noise of a standard deviation to a vector, float32 [D]: summed in float64, rounded once."""
+def add_noise(
+    own: Floats, noise: Noise, std: float, *, release: Callable[[], None] = lambda: None
+) -> None:
+    """Add noise of a standard deviation to a vector, float32 [D]: summed in float64, rounded
+    once.
+    """
     if std == 0:
         return
     for columns in cut(0, len(own)):
@@ -185,7 +224,9 @@ def add_noise(own: Floats, noise: Noise, std: float, *, release: Callable[[], No
 def lengths(
     vectors: Sequence[tuple[Floats, Floats | None]], *, release: Callable[[], None] = lambda: None
 ) -> list[float]:
-    """Return ||v - z|| of each v, float32 [D], and z, from where its length is measured; None is zero."""
+    """Return ||v - z|| of each v, float32 [D], and z, from where its length is measured; None is
+    zero.
+    """
 
     def block(columns: slice) -> Doubles:
         squares = []
@@ -198,11 +239,15 @@ def lengths(
 
     size = len(vectors[0][0]) if vectors else 0
     squares = by_block(size, block, release=release)
-    found: list[float] = np.sqrt(np.sum(squares, axis=0)).tolist() if squares else [0.0] * len(vectors)
+    found: list[float] = (
+        np.sqrt(np.sum(squares, axis=0)).tolist() if squares else [0.0] * len(vectors)
+    )
     return found
 
 
-def shorten(own: Floats, origin: Floats | None, share: float, *, release: Callable[[], None] = lambda: None) -> None:
+def shorten(
+    own: Floats, origin: Floats | None, share: float, *, release: Callable[[], None] = lambda: None
+) -> None:
     """Replace a vector v by z + share (v - z)."""
 
     def block(columns: slice) -> None:

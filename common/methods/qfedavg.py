@@ -1,10 +1,13 @@
-"""q-FedAvg (Li et al., ICLR 2020, algorithm 2): devices with higher losses weigh more, for a fairer model.
+"""q-FedAvg (Li et al., ICLR 2020, algorithm 2): devices with higher losses weigh more, for a fairer
+model.
 
-    Delta_k = F_k^q L (z - v_k)    h_k = q F_k^(q-1) L^2 ||z - v_k||^2 + L F_k^q    next = z - sum Delta_k / sum h_k
+    Delta_k = F_k^q L (z - v_k)    h_k = q F_k^(q-1) L^2 ||z - v_k||^2 + L F_k^q    next = z - sum
+    Delta_k / sum h_k
 
-z: the dispatched model; F_k: the training loss of device k at z, which it computes before it trains; L = 1 / eta, eta
-the devices' learning rate in this round. With q = 0 the next model is the uniform mean. A loss of 0 counts as 1e-10, as
-in the authors' code (litian96/fair_flearn). Over trainable columns; buffers are the uniform mean.
+z: the dispatched model; F_k: the training loss of device k at z, which it computes before it
+trains; L = 1 / eta, eta the devices' learning rate in this round. With q = 0 the next model is the
+uniform mean. A loss of 0 counts as 1e-10, as in the authors' code (litian96/fair_flearn). Over
+trainable columns; buffers are the uniform mean.
 """
 
 from __future__ import annotations
@@ -25,13 +28,16 @@ LOSS_LEAST: Final = 1e-10
 
 
 class QFedAvg(RuleSettings):
-    """One model: steps weighted by the q-th power of the devices' losses at the model that they received."""
+    """One model: steps weighted by the q-th power of the devices' losses at the model that they
+    received.
+    """
 
     step_models = 2.0
     reads_losses = True
 
     name: Literal["qfedavg"] = "qfedavg"  # the rule
-    q: Annotated[float, Field(ge=0)] = 1.0  # 0 is the uniform mean; the paper has 0.001 to 5, fairer with more
+    # 0 is the uniform mean; the paper has 0.001 to 5, fairer with more
+    q: Annotated[float, Field(ge=0)] = 1.0
 
     def build(self, context: RuleContext) -> Rule:
         return single_model(self, context, WeightedByLoss(q=self.q))
@@ -48,12 +54,16 @@ class WeightedByLoss(ColumnRule):
     def begin(self, facts: RoundFacts) -> Mapping[str, object]:
         """Return each device's share of its step, and its loss."""
         assert facts.products is not None
-        q, lipschitz = self._q, 1 / facts.learning_rate
+        q = self._q
+        lipschitz = 1 / facts.learning_rate
         losses_K = np.maximum(facts.start_losses_K, LOSS_LEAST)
         squares_K = np.diagonal(facts.products.offsets_KK)
         h_K = q * losses_K ** (q - 1) * lipschitz**2 * squares_K + lipschitz * losses_K**q
         self._shares_K: Doubles = lipschitz * losses_K**q / h_K.sum()
-        return {"shares": facts.by_child(self._shares_K), "start_losses": facts.by_child(facts.start_losses_K)}
+        return {
+            "shares": facts.by_child(self._shares_K),
+            "start_losses": facts.by_child(facts.start_losses_K),
+        }
 
     def columns(self, block: Columns) -> Doubles:
         """Return z + sum of shares (v_k - z)."""

@@ -1,12 +1,16 @@
 """Rules that bound what some wrong uploads can do: median, trimmed mean, Krum and multi-Krum.
 
-    median         the median of each column                                                  (Yin et al. 2018)
-    trimmed mean   the mean of each column without its floor(trim K) largest and smallest     (Yin et al. 2018)
-    Krum           s_k = sum of the K - f - 2 least ||v_k - v_i||^2, i != k                   (Blanchard et al. 2017)
-                   the upload of the least s_k; multi-Krum: the mean of the m of the least
+    median         the median of each column                                                  (Yin
+    et al. 2018)
+    trimmed mean   the mean of each column without its floor(trim K) largest and smallest     (Yin
+    et al. 2018)
+    Krum           s_k = sum of the K - f - 2 least ||v_k - v_i||^2, i != k
+                   (Blanchard et al. 2017) the upload of the least s_k; multi-Krum: the mean of the
+                   m of the least
 
-Over trainable columns and without weights. Buffers are those of the uniform mean; with Krum of the chosen uploads. With
-fewer uploads than protect (`uploads_least` of the settings) the node keeps its model.
+Over trainable columns and without weights. Buffers are those of the uniform mean; with Krum of the
+chosen uploads. With fewer uploads than protect (`uploads_least` of the settings) the node keeps its
+model.
 """
 
 from __future__ import annotations
@@ -45,7 +49,14 @@ class Median(CombiningSettings):
     def check(self, key: str, children: int, uploads: int) -> None:
         """Check that enough uploads come. Raises InvalidExperiment."""
         super().check(key, children, uploads)
-        check_uploads(f"{key}.name", self.name, self.uploads_least, children, uploads, instead="Use another rule")
+        check_uploads(
+            f"{key}.name",
+            self.name,
+            self.uploads_least,
+            children,
+            uploads,
+            instead="Use another rule",
+        )
 
     def advice(self, use: RuleUse) -> Iterator[str]:
         """Yield a warning for uploads that change few columns."""
@@ -62,14 +73,16 @@ class TrimmedMean(CombiningSettings):
     condition: ClassVar[str] = "f <= floor(trim n)"
 
     name: Literal["trimmed_mean"] = "trimmed_mean"  # the rule
-    # Share of the uploads left out at each end, rounded down. It must be at least one, of all uploads that close a
-    # round; 0 is the uniform mean.
+    # Share of the uploads left out at each end, rounded down. It must be at least one, of all
+    # uploads that close a round; 0 is the uniform mean.
     trim: Annotated[float, Field(ge=0, lt=0.5)] = 0.1
 
     @property
     def uploads_least(self) -> int:
         """The least number of which one is left out at each end."""
-        return ceil(1 / self.trim - 1e-9) if self.trim else 1
+        if self.trim:
+            return ceil(1 / self.trim - 1e-9)
+        return 1
 
     def tolerates(self, uploads: int) -> int:
         """Return f: as many as are left out at each end."""
@@ -78,7 +91,9 @@ class TrimmedMean(CombiningSettings):
     def check(self, key: str, children: int, uploads: int) -> None:
         """Check that enough uploads come. Raises InvalidExperiment."""
         super().check(key, children, uploads)
-        check_uploads(f"{key}.trim", self.trim, self.uploads_least, children, uploads, instead="Raise it")
+        check_uploads(
+            f"{key}.trim", self.trim, self.uploads_least, children, uploads, instead="Raise it"
+        )
 
     def advice(self, use: RuleUse) -> Iterator[str]:
         """Yield a warning for uploads that change few columns."""
@@ -100,12 +115,18 @@ class Krum(CombiningSettings):
 
     @property
     def uploads_least(self) -> int:
-        """2 f + 3, and so many that f may be left out; any number if none is expected to be wrong."""
-        return max(2 * self.wrong + 3, self.wrong + self.keep) if self.wrong else 1
+        """2 f + 3, and so many that f may be left out; any number if none is expected to be
+        wrong.
+        """
+        if self.wrong:
+            return max(2 * self.wrong + 3, self.wrong + self.keep)
+        return 1
 
     def tolerates(self, uploads: int) -> int:
         """Return f, if there are so many uploads."""
-        return self.wrong if uploads >= self.uploads_least else 0
+        if uploads >= self.uploads_least:
+            return self.wrong
+        return 0
 
     def check(self, key: str, children: int, uploads: int) -> None:
         """Check that enough uploads come. Raises InvalidExperiment."""
@@ -121,21 +142,31 @@ class Krum(CombiningSettings):
 
 
 def sparse_advice(name: str, use: RuleUse) -> Iterator[str]:
-    """Yield a warning for uploads that change few columns: most others leave a column as it is, and they decide."""
+    """Yield a warning for uploads that change few columns: most others leave a column as it is, and
+    they decide.
+    """
     if use.sparse:
         yield (
-            f"{use.key}.aggregation.name = {name!r}: the codec of the uploads sends few columns, each child others, so"
-            " the rule takes most changes for outliers and leaves the columns as they are. Use krum, or a dense codec."
+            f"{use.key}.aggregation.name = {name!r}: the codec of the uploads sends few columns, "
+            "each child others, so"
+            " the rule takes most changes for outliers and leaves the columns as they are. Use "
+            "krum, or a dense codec."
         )
 
 
-def check_uploads(key: str, value: object, least: int, children: int, uploads: int, *, instead: str) -> None:
+def check_uploads(
+    key: str, value: object, least: int, children: int, uploads: int, *, instead: str
+) -> None:
     """Check that enough uploads come. Raises InvalidExperiment."""
     if uploads < least:
-        has, more = f"of {children} children that take part", "let more children take part"
+        has = f"of {children} children that take part"
+        more = "let more children take part"
         if uploads < children:
-            has, more = f"and a round closes with {uploads}", "raise the quorum"
-        raise InvalidExperiment(key, value, f"needs {least} uploads, {has}", f"{instead}, or {more}.")
+            has = f"and a round closes with {uploads}"
+            more = "raise the quorum"
+        raise InvalidExperiment(
+            key, value, f"needs {least} uploads, {has}", f"{instead}, or {more}."
+        )
 
 
 class Medians(ColumnRule):
@@ -157,7 +188,9 @@ class TrimmedMeans(ColumnRule):
         """Return the means [C] of the values that are left."""
         count = len(block.uploads_KC)
         out = share_of(count, self._trim)
-        found: Doubles = np.sort(block.uploads_KC, axis=0)[out : count - out].mean(axis=0, dtype=np.float64)
+        found: Doubles = np.sort(block.uploads_KC, axis=0)[out : count - out].mean(
+            axis=0, dtype=np.float64
+        )
         return found
 
 
@@ -167,7 +200,8 @@ class CloseMean(MeanRule):
     compares = True
 
     def __init__(self, *, wrong: int, keep: int) -> None:
-        self._wrong, self._keep = wrong, keep
+        self._wrong = wrong
+        self._keep = keep
 
     def begin(self, facts: RoundFacts) -> Mapping[str, object]:
         """Choose uploads; return each child's score, and the chosen children."""

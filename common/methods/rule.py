@@ -1,9 +1,9 @@
 """A node's aggregation rule, what it is built for, what it gets and what it returns.
 
-Call order: `begin` with the parent's model (at the cloud once, with the initial model), then `dispatch` and `aggregate`
-in each of the node's rounds. An institution calls `begin` in every global round. To resume from a checkpoint, the cloud
-calls `begin` with the saved model and then `restore`; an institution calls `restore`, and `begin` when the next model
-arrives.
+Call order: `begin` with the parent's model (at the cloud once, with the initial model), then
+`dispatch` and `aggregate` in each of the node's rounds. An institution calls `begin` in every
+global round. To resume from a checkpoint, the cloud calls `begin` with the saved model and then
+`restore`; an institution calls `restore`, and `begin` when the next model arrives.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ Dispatched: TypeAlias = Sequence[tuple[Row, Sequence[str]]]
 class Uploads:
     """A round's uploads: row k of `rows_K`, uint8 [K, row_bytes], is the upload of `children[k]`.
 
-    The order is that of the dispatched models' children, so it does not depend on arrivals. The rows of missing
-    children (`reports` has None) are undefined; at least one upload is present. `release` lets the rows that were read
-    leave memory (see `mixing.apply`). `extras`: the vectors behind the models, float32 [K, ...] each, if they
-    were separated from the rows.
+    The order is that of the dispatched models' children, so it does not depend on arrivals. The
+    rows of missing children (`reports` has None) are undefined; at least one upload is present.
+    `release` lets the rows that were read leave memory (see `mixing.apply`). `extras`: the vectors
+    behind the models, float32 [K, ...] each, if they were separated from the rows.
     """
 
     children: tuple[str, ...]
@@ -67,11 +67,12 @@ class Uploads:
 class RuleContext:
     """What a rule is built for: the node, the form of its models, and memory.
 
-    `measures`: the distances of the uploads to the next model are wanted, which Tempo reads. `rows(name, count)`
-    allocates memory for models, uint8 [count, row_bytes]. `folder`: where a rule stores what exceeds its memory limit;
-    None: all stays in memory. `children`: how many the node has. `training`: that of the devices below, with their
-    `learning_rate` in each of their local rounds, of which they do `rounds_below` in a round of the node. `refiner`: of
-    a rule that needs one.
+    `measures`: the distances of the uploads to the next model are wanted, which Tempo reads.
+    `rows(name, count)` allocates memory for models, uint8 [count, row_bytes]. `folder`: where a
+    rule stores what exceeds its memory limit; None: all stays in memory. `children`: how many the
+    node has. `training`: that of the devices below, with their `learning_rate` in each of their
+    local rounds, of which they do `rounds_below` in a round of the node. `refiner`: of a rule that
+    needs one.
     """
 
     layout: ModelLayout
@@ -90,22 +91,29 @@ class RuleContext:
         """Return the refiner of a rule that needs one, None for the others."""
         if settings.refines and self.refiner is None:
             raise RuntimeError(f"the rule {settings.name} needs a refiner")
-        return self.refiner if settings.refines else None
+        if settings.refines:
+            return self.refiner
+        return None
 
     def chance(self, r: int, purpose: str = "rule", *, place: str = "") -> np.random.Generator:
-        """Return the node's random generator of a round, of a purpose of `randomness.py`, for one of several places."""
-        return generator(self.seed, Purpose[purpose.upper()], self.node + (place and f"/{place}"), r)
+        """Return the node's random generator of a round, of a purpose of `randomness.py`, for one
+        of several places.
+        """
+        return generator(
+            self.seed, Purpose[purpose.upper()], self.node + (place and f"/{place}"), r
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Aggregated:
     """Results and decisions of a node's rule.
 
-    `loss`: the mean of the training losses that are known, weighted like the node's own mean, None if none is.
-    `distances`: ||upload - new mean|| of each child
-    with an upload, over trainable columns; empty at an institution whose rule does not need them. `spread`:
-    mean_k ||w_k - mean||^2 / ||mean||^2 of K models after mixing, None for rules of one model. `facts`: the decisions
-    of the plan, in a form that JSON can hold. `left_out`: why these children's uploads were not used.
+    `loss`: the mean of the training losses that are known, weighted like the node's own mean, None
+    if none is. `distances`: ||upload - new mean|| of each child with an upload, over trainable
+    columns; empty at an institution whose rule does not need them. `spread`:
+    mean_k ||w_k - mean||^2 / ||mean||^2 of K models after mixing, None for rules of one model.
+    `facts`: the decisions of the plan, in a form that JSON can hold. `left_out`: why these
+    children's uploads were not used.
     """
 
     loss: float | None
@@ -131,12 +139,16 @@ class Rule:
 
     @property
     def choose(self) -> Choose | None:
-        """The client selection of a rule that selects the children itself; None: the tier's selector does."""
+        """The client selection of a rule that selects the children itself; None: the tier's
+        selector does.
+        """
         return None
 
     @property
     def hides_uploads(self) -> bool:
-        """Whether the uploads have no noise that the next model has: then nobody else may read them."""
+        """Whether the uploads have no noise that the next model has: then nobody else may read
+        them.
+        """
         return False
 
     @property
@@ -152,26 +164,33 @@ class Rule:
     def begin(self, model: Row) -> None:
         """Start from a model, uint8 [row_bytes], which must not change until the next `begin`.
 
-        Unless `reads_start`, it may still be arriving: all children receive it in the next round. It must be complete
-        when the first uploads are aggregated.
+        Unless `reads_start`, it may still be arriving: all children receive it in the next round.
+        It must be complete when the first uploads are aggregated.
         """
         raise NotImplementedError
 
     def dispatch(self, r: int, children: Sequence[str]) -> Dispatched:
-        """Return the models of round r with their children, whose order is that of the uploads' rows.
+        """Return the models of round r with their children, whose order is that of the uploads'
+        rows.
 
-        Equal models are one. The arrays are valid until the next `aggregate` or `begin`. They are overwritten with what
-        the children decode of them, so a rule that remembers what it sent keeps these arrays, not others.
-        Raises ValueError if a multi-model rule has another number of models than there are children.
+        Equal models are one. The arrays are valid until the next `aggregate` or `begin`. They are
+        overwritten with what the children decode of them, so a rule that remembers what it sent
+        keeps these arrays, not others.
+        Raises ValueError if a multi-model rule has another number of models than there are
+        children.
         """
         raise NotImplementedError
 
     def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
-        """Compute the next models from round r's uploads, whose values are finite. May overwrite missing rows."""
+        """Compute the next models from round r's uploads, whose values are finite. May overwrite
+        missing rows.
+        """
         raise NotImplementedError
 
     def save(self, folder: Path) -> dict[str, object]:
-        """Write the state besides `model` as files into a new folder; return facts that JSON can hold."""
+        """Write the state besides `model` as files into a new folder; return facts that JSON can
+        hold.
+        """
         return {}
 
     def restore(self, folder: Path, facts: Mapping[str, Any]) -> None:
@@ -179,7 +198,9 @@ class Rule:
 
 
 class WrappedRule(Rule):
-    """A rule around another one: what it does not replace is the other's. `_received`: the model of each child."""
+    """A rule around another one: what it does not replace is the other's. `_received`: the model of
+    each child.
+    """
 
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
@@ -220,7 +241,9 @@ class WrappedRule(Rule):
 
 
 def link_layouts(settings: RuleSettings, model: ModelLayout) -> LinkLayouts:
-    """Return what goes down and up the links of a tier with a rule; vectors are float32, [D] by default."""
+    """Return what goes down and up the links of a tier with a rule; vectors are float32, [D] by
+    default.
+    """
     shapes = settings.shapes(model)
     down, up = (
         model.with_extras({name: shapes.get(name, (model.parameters,)) for name in names})

@@ -1,10 +1,13 @@
-"""SCAFFOLD (Karimireddy et al. 2020, Algorithm 1): a step towards the mean of the uploads, and control variates.
+"""SCAFFOLD (Karimireddy et al. 2020, Algorithm 1): a step towards the mean of the uploads, and
+control variates.
 
-    next = x + eta (mean of y_k - x)                          over trainable columns, of the S children with an upload
+    next = x + eta (mean of y_k - x)                          over trainable columns, of the S
+    children with an upload
     c    = c + (1 / N) sum of (c_k+ - c_k)                    N: all children
 
-The children receive x and c, and return y_k and c_k+ - c_k (`device/training/objectives/scaffold.py`). If all take part
-c is the mean of the c_k. Buffers are the uniform mean.
+The children receive x and c, and return y_k and c_k+ - c_k
+(`device/training/objectives/scaffold.py`). If all take part c is the mean of the c_k. Buffers are
+the uniform mean.
 """
 
 from __future__ import annotations
@@ -35,8 +38,12 @@ class Scaffold(RuleSettings):
 
     @property
     def acts_from(self) -> int:
-        """The first round with control variates, unless the server's step is another one than the mean."""
-        return 2 if self.learning_rate == 1.0 else 1
+        """The first round with control variates, unless the server's step is another one than the
+        mean.
+        """
+        if self.learning_rate == 1.0:
+            return 2
+        return 1
 
     def build(self, context: RuleContext) -> Rule:
         return single_model(self, context, ControlledMean(**self.keywords))

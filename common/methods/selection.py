@@ -1,7 +1,9 @@
-"""Client selection at one node: what a selector sees, what it is, and what the node knows of earlier rounds.
+"""Client selection at one node: what a selector sees, what it is, and what the node knows of
+earlier rounds.
 
-A selector is one of fedstrata's (`selectors.py`), or the user's own: `selection.name = "package.module:Class"`, a class
-that inherits from `Selector`. Either is named by the tier's settings, which build it.
+A selector is one of fedstrata's (`selectors.py`), or the user's own: `selection.name =
+"package.module:Class"`, a class that inherits from `Selector`. Either is named by the tier's
+settings, which build it.
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ NOTHING: Final[Mapping[str, int]] = MappingProxyType({})
 class ResultFacts(NamedTuple):
     """One result: its samples and mean training loss, its seconds, its bytes.
 
-    `loss`: None if the child does not know it, unless the selector's settings say that it compares losses. `seconds`:
-    from the round's opening to the announcement of the result, by the parent's monotonic clock. `bytes`: of the two
-    encoded models, sent and returned, each counted once; so they are the same wherever the roles run.
+    `loss`: None if the child does not know it, unless the selector's settings say that it compares
+    losses. `seconds`: from the round's opening to the announcement of the result, by the parent's
+    monotonic clock. `bytes`: of the two encoded models, sent and returned, each counted once; so
+    they are the same wherever the roles run.
     """
 
     samples: int
@@ -41,10 +44,12 @@ class ResultFacts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Participation:
-    """A child's earlier rounds. `rounds`: in how many it was selected; `missed`: those without its result.
+    """A child's earlier rounds. `rounds`: in how many it was selected; `missed`: those without its
+    result.
 
-    `last_round`: the last one in which it was selected; `used_round`: the last one whose aggregation used its result.
-    Both are -1 if there is none. `result`: its last result; None if there is none yet.
+    `last_round`: the last one in which it was selected; `used_round`: the last one whose
+    aggregation used its result. Both are -1 if there is none. `result`: its last result; None if
+    there is none yet.
     """
 
     rounds: int = 0
@@ -58,7 +63,8 @@ class Participation:
 class Situation:
     """A node before its round r, in which `count` of its children are to take part.
 
-    `samples`: of each child that has reported them. `history`: of each child that was selected before.
+    `samples`: of each child that has reported them. `history`: of each child that was selected
+    before.
     """
 
     children: Sequence[str]
@@ -76,7 +82,9 @@ class Situation:
     def last_result(self, child: str) -> ResultFacts | None:
         """Return a child's last result, or None."""
         past = self.history.get(child)
-        return None if past is None else past.result
+        if past is None:
+            return None
+        return past.result
 
 
 Choose: TypeAlias = Callable[[Situation], Sequence[str]]
@@ -87,7 +95,9 @@ class Selector(own.Kept):
     """A selector. Its keywords are the experiment's keys."""
 
     def select(self, now: Situation) -> Sequence[str]:
-        """Return `now.count` different children. Random numbers come from `now.chance()`, so that a run repeats."""
+        """Return `now.count` different children. Random numbers come from `now.chance()`, so that a
+        run repeats.
+        """
         raise NotImplementedError
 
 
@@ -107,7 +117,8 @@ class GuardedSelector(Selector):
         self._name = settings.name
         self._selector = own.build(SELECTOR_KEY, settings, Selector)
         with own.guarded({SELECTOR_KEY: self._name}):
-            self.numbers = deepcopy(self._selector.numbers)  # those of a class would be shared by all nodes
+            # those of a class would be shared by all nodes
+            self.numbers = deepcopy(self._selector.numbers)
 
     def select(self, now: Situation) -> Sequence[str]:
         """Return its choice, checked, and keep its numbers. Raises InvalidExperiment."""
@@ -120,8 +131,16 @@ class GuardedSelector(Selector):
         known = len(named) == len(chosen) and set(named) <= set(now.children)
         if not known or len(set(named)) != now.count or len(named) != now.count:
             shown = chosen if isinstance(found, Iterable) else found
-            problem = f"selects {shown!r:.200} of {len(now.children)} children{own.place(self._selector.select)}"
-            own.refuse(SELECTOR_KEY, self._name, problem, f"Return {now.count} different ones of `now.children`.")
+            problem = (
+                f"selects {shown!r:.200} of {len(now.children)} "
+                f"children{own.place(self._selector.select)}"
+            )
+            own.refuse(
+                SELECTOR_KEY,
+                self._name,
+                problem,
+                f"Return {now.count} different ones of `now.children`.",
+            )
         return named
 
 
@@ -141,12 +160,19 @@ class SelectingTier(Protocol):
 class ClientSelection:
     """One node's client selection. Its state is the history of the children.
 
-    `choose`: in place of the tier's selector, from a rule that selects the children itself, or as recorded. `named`:
-    the children that the experiment names, None: all; a rule of K models has K of them, whoever enters.
+    `choose`: in place of the tier's selector, from a rule that selects the children itself, or as
+    recorded. `named`: the children that the experiment names, None: all; a rule of K models has K
+    of them, whoever enters.
     """
 
     def __init__(
-        self, tier: SelectingTier, *, seed: int, node: str, choose: Choose | None = None, named: int | None = None
+        self,
+        tier: SelectingTier,
+        *,
+        seed: int,
+        node: str,
+        choose: Choose | None = None,
+        named: int | None = None,
     ) -> None:
         self._named = named
         self._tier = tier
@@ -163,31 +189,48 @@ class ClientSelection:
     @property
     def in_flight(self) -> list[str] | None:
         """The children whose tasks of earlier rounds go on, None if tasks end with their rounds."""
-        return list(self._in_flight) if self._tier.aggregation.buffers else None
+        if self._tier.aggregation.buffers:
+            return list(self._in_flight)
+        return None
 
     def begin(self) -> None:
         """Begin rounds in which no child has a task of an earlier one."""
         self._in_flight = {}
 
     def select(
-        self, children: Sequence[str], r: int, *, samples: Mapping[str, int] = NOTHING, absent: Collection[str] = ()
+        self,
+        children: Sequence[str],
+        r: int,
+        *,
+        samples: Mapping[str, int] = NOTHING,
+        absent: Collection[str] = (),
     ) -> list[str]:
-        """Return K = max(1, floor(participation * children)) of the children, in their order, for the node's round r.
+        """Return K = max(1, floor(participation * children)) of the children, in their order, for
+        the node's round r.
 
-        A rule may select fewer. Where tasks go on, K children train at once, and so many are selected as those in
-        flight leave. `samples`: of each child that has reported them. `absent` ones are not selected, but as the last
-        of K children that get a model each: a rule of K models has K of them. Raises InvalidExperiment if own code
-        fails.
+        A rule may select fewer. Where tasks go on, K children train at once, and so many are
+        selected as those in flight leave. `samples`: of each child that has reported them. `absent`
+        ones are not selected, but as the last of K children that get a model each: a rule of K
+        models has K of them. Raises InvalidExperiment if own code fails.
         """
-        among = len(children) if self._named is None or not self._tier.aggregation.several else self._named
+        if self._named is None or not self._tier.aggregation.several:
+            among = len(children)
+        else:
+            among = self._named
         count = participants(among, self._tier.participation) - len(self._in_flight)
-        present = [child for child in children if child not in self._in_flight and child not in absent]
+        present = [
+            child for child in children if child not in self._in_flight and child not in absent
+        ]
         if count >= len(present) and self._selector is not None:
             chosen = set(present)
             if self._tier.aggregation.several:
-                chosen |= set([child for child in children if child in absent][: count - len(present)])
+                chosen |= set(
+                    [child for child in children if child in absent][: count - len(present)]
+                )
         else:
-            now = Situation(present, min(count, len(present)), samples, self._history, self._seed, self._node, r)
+            now = Situation(
+                present, min(count, len(present)), samples, self._history, self._seed, self._node, r
+            )
             chosen = set(self._choose(now))
         return [child for child in children if child in chosen]
 
@@ -200,21 +243,32 @@ class ClientSelection:
         unused: Collection[str] = (),
         refused: Collection[str] = (),
     ) -> None:
-        """Take note of a closed round; one that is repeated counts once. Children without a result keep their last.
+        """Take note of a closed round; one that is repeated counts once. Children without a result
+        keep their last.
 
         `unused`: whose results the aggregation left out; `refused`: whose models were refused.
         """
         if self._tier.aggregation.buffers:
             self._in_flight |= dict.fromkeys(selected, r)
-            ended = {name: since for name, since in self._in_flight.items() if name in results or name in refused}
-            self._in_flight = {name: since for name, since in self._in_flight.items() if name not in ended}
+            ended = {
+                name: since
+                for name, since in self._in_flight.items()
+                if name in results or name in refused
+            }
+            self._in_flight = {
+                name: since for name, since in self._in_flight.items() if name not in ended
+            }
             for name, since in ended.items():
                 self._note(since, [name], results, unused)
         else:
             self._note(r, selected, results, unused)
 
     def _note(
-        self, r: int, selected: Sequence[str], results: Mapping[str, ResultFacts], unused: Collection[str]
+        self,
+        r: int,
+        selected: Sequence[str],
+        results: Mapping[str, ResultFacts],
+        unused: Collection[str],
     ) -> None:
         for name in selected:
             past = self._history.get(name, Participation())
@@ -224,12 +278,15 @@ class ClientSelection:
                 rounds=past.rounds + is_new,
                 missed=past.missed + (is_new and name not in results),
                 last_round=max(r, past.last_round),
-                used_round=max(r, past.used_round) if name in results and name not in unused else past.used_round,
+                used_round=max(r, past.used_round)
+                if name in results and name not in unused
+                else past.used_round,
                 result=results.get(name, past.result),
             )
 
     def follows(self, selected: Sequence[str], r: int) -> dict[str, int]:
-        """Return for each of these children the number of its last round before r whose result was used, from 1.
+        """Return for each of these children the number of its last round before r whose result was
+        used, from 1.
 
         0 for those without one. A node that repeats rounds knows it only if its state was restored.
         """
@@ -237,15 +294,21 @@ class ClientSelection:
         return {name: round_ + 1 if (round_ := used.get(name, -1)) < r else 0 for name in selected}
 
     def facts(self, selected: Sequence[str]) -> dict[str, object]:
-        """Return what a round's plan records: who was selected, unless seed and round alone determine it."""
+        """Return what a round's plan records: who was selected, unless seed and round alone
+        determine it.
+        """
         tier = self._tier
         remembers = self._selector is None or tier.selection.remembers or tier.aggregation.buffers
-        return {TAKING_PART: list(selected)} if remembers or tier.privacy.accounted else {}
+        if remembers or tier.privacy.accounted:
+            return {TAKING_PART: list(selected)}
+        return {}
 
     def save(self) -> dict[str, Any]:
         """Return the state, in a form that JSON can hold."""
         keys = Participation.__slots__
-        history = {name: {key: getattr(past, key) for key in keys} for name, past in self._history.items()}
+        history = {
+            name: {key: getattr(past, key) for key in keys} for name, past in self._history.items()
+        }
         found: dict[str, Any] = {"history": history}
         if self._selector is not None and self._selector.numbers:
             found["numbers"] = self._selector.numbers
@@ -254,7 +317,9 @@ class ClientSelection:
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Restore what `save` returned; {}, before the first checkpoint, is no state."""
         self._history = {
-            name: Participation(**{**past, "result": past["result"] and ResultFacts(*past["result"])})
+            name: Participation(
+                **{**past, "result": past["result"] and ResultFacts(*past["result"])}
+            )
             for name, past in facts.get("history", {}).items()
         }
         if self._selector is not None:

@@ -1,27 +1,31 @@
 """The selectors: K = `now.count` of a node's N children take part in its round r.
 
     fraction         K by chance, without replacement
-    round_robin      in turn, in an order drawn once for the node: each takes part once in N / K rounds
-    fedcluster       (Chen et al. 2020) round r visits cluster order_c[r mod G], c = r div G; order_c: a permutation of
-                     the G clusters, for each cycle c
-    power_of_choice  (Cho et al. 2020) of d candidates, drawn with probabilities p_k = n_k / sum of n, the K with the
-                     highest last loss
-    oort             (Lai et al., OSDI 2021, Algorithm 1) high losses that are quick, and some never selected
+    round_robin      in turn, in an order drawn once for the node: each takes part once in N / K
+    rounds
+    fedcluster       (Chen et al. 2020) round r visits cluster order_c[r mod G], c = r div G;
+                     order_c: a permutation of the G clusters, for each cycle c
+    power_of_choice  (Cho et al. 2020) of d candidates, drawn with probabilities p_k = n_k / sum of
+                     n, the K with the highest last loss
+    oort             (Lai et al., OSDI 2021, Algorithm 1) high losses that are quick, and some never
+    selected
 
-FedCluster's clusters are drawn once, of equal size but for one child. K children of the cluster take part; they start
-from the model that the cluster before has made, so that one cycle has several aggregations. One cluster is `fraction`.
+FedCluster's clusters are drawn once, of equal size but for one child. K children of the cluster
+take part; they start from the model that the cluster before has made, so that one cycle has several
+aggregations. One cluster is `fraction`.
 
-Power-of-choice goes by the last known losses, without another exchange: the authors' rpow-d. A child without a result
-has an infinite loss. Equal losses are decided by the order of the draw.
+Power-of-choice goes by the last known losses, without another exchange: the authors' rpow-d. A
+child without a result has an infinite loss. Equal losses are decided by the order of the draw.
 
     Oort: score_i = norm(n_i F_i) + sqrt(staleness ln(r + 1) / (last round + 1))
           score_i = score_i (T / t_i)^penalty        where t_i > T
 
-n_i samples; F_i the mean loss of the last result, where the paper has the root of the mean square of the samples'
-losses, which no child reports. norm: cut at the 95th percentile and scaled to 0 .. 1. t_i: seconds of the last result.
-T: the `duration_share` quantile of t; the paper moves T along with the sum of the utilities. A share of K that falls
-from round to round goes to children without a result, by chance; the paper prefers quick ones, by a hint that no child
-gives. The others are drawn by their scores from those above cut_off times the K-th best score. The choice depends on
+n_i samples; F_i the mean loss of the last result, where the paper has the root of the mean square
+of the samples' losses, which no child reports. norm: cut at the 95th percentile and scaled to 0 ..
+1. t_i: seconds of the last result. T: the `duration_share` quantile of t; the paper moves T along
+with the sum of the utilities. A share of K that falls from round to round goes to children without
+a result, by chance; the paper prefers quick ones, by a hint that no child gives. The others are
+drawn by their scores from those above cut_off times the K-th best score. The choice depends on
 durations, so a run does not repeat bit for bit. Who was selected is in each round's plan.
 """
 
@@ -87,7 +91,8 @@ class FedCluster(SelectionSettings):
     remembers = False
 
     name: Literal["fedcluster"] = "fedcluster"  # the selector
-    clusters: Count | None = None  # clusters of a parent's children (G), each of at least K; not set: N / K
+    # clusters of a parent's children (G), each of at least K; not set: N / K
+    clusters: Count | None = None
 
     def check(self, key: str, children: int, taking_part: int) -> None:
         """Check that each cluster has enough children. Raises InvalidExperiment."""
@@ -124,13 +129,19 @@ class PowerOfChoice(SelectionSettings):
     compares_losses = True
 
     name: Literal["power_of_choice"] = "power_of_choice"  # the selector
-    candidates: Count | None = None  # children among which the losses decide (d), at least K; not set: 2 K
+    # children among which the losses decide (d), at least K; not set: 2 K
+    candidates: Count | None = None
 
     def check(self, key: str, children: int, taking_part: int) -> None:
-        """Check that as many candidates as take part exist, and not more than children. Raises InvalidExperiment."""
+        """Check that as many candidates as take part exist, and not more than children. Raises
+        InvalidExperiment.
+        """
         d = self.candidates
         if d is not None and not taking_part <= d <= children:
-            problem = f"{taking_part} of {children} children take part, and are chosen among the candidates"
+            problem = (
+                f"{taking_part} of {children} children take part, and are chosen among the "
+                "candidates"
+            )
             remedy = f"Use {taking_part} to {children}."
             raise InvalidExperiment(f"{key}.candidates", d, problem, remedy)
 
@@ -149,12 +160,20 @@ class LossSelector(Selector):
 
         def loss(child: str) -> float:
             last = now.last_result(child)
-            return inf if last is None else _loss(last)
+            if last is None:
+                return inf
+            return _loss(last)
 
         d = min(self._candidates or 2 * now.count, len(now.children))
-        samples_N = np.array([max(now.samples.get(child, 1), 1) for child in now.children], np.float64)
-        places = now.chance().choice(len(now.children), d, replace=False, p=samples_N / samples_N.sum())
-        return sorted((now.children[place] for place in places), key=loss, reverse=True)[: now.count]
+        samples_N = np.array(
+            [max(now.samples.get(child, 1), 1) for child in now.children], np.float64
+        )
+        places = now.chance().choice(
+            len(now.children), d, replace=False, p=samples_N / samples_N.sum()
+        )
+        return sorted((now.children[place] for place in places), key=loss, reverse=True)[
+            : now.count
+        ]
 
 
 class Oort(SelectionSettings):
@@ -163,11 +182,14 @@ class Oort(SelectionSettings):
     compares_losses = True
 
     name: Literal["oort"] = "oort"  # the selector
-    exploration: Annotated[float, Field(ge=0, le=1)] = 0.9  # share of unseen children in the first round
+    # share of unseen children in the first round
+    exploration: Annotated[float, Field(ge=0, le=1)] = 0.9
     exploration_decay: Fraction = 0.98  # factor of that share from round to round
     exploration_least: Annotated[float, Field(ge=0, le=1)] = 0.2  # it does not fall below
-    duration_share: Fraction = 0.8  # share of the children seen that are quick enough: the others pay the penalty
-    penalty: Annotated[float, Field(ge=0)] = 2.0  # exponent of (T / t) for a child that takes t > T seconds
+    # share of the children seen that are quick enough: the others pay the penalty
+    duration_share: Fraction = 0.8
+    # exponent of (T / t) for a child that takes t > T seconds
+    penalty: Annotated[float, Field(ge=0)] = 2.0
     cut_off: Fraction = 0.95  # of the K-th best score: children above it are drawn by their scores
     staleness: Positive = 0.1  # weight of the bonus for children that were not selected for long
 
@@ -183,18 +205,27 @@ class OortSelector(Selector):
 
     def select(self, now: Situation) -> list[str]:
         """Draw some without a result, and the others by their scores."""
-        settings, chance = self._settings, now.chance()
+        settings = self._settings
+        chance = now.chance()
         seen = [child for child in now.children if now.last_result(child) is not None]
         unseen = [child for child in now.children if now.last_result(child) is None]
-        share = max(settings.exploration_least, settings.exploration * settings.exploration_decay**now.r)
+        share = max(
+            settings.exploration_least, settings.exploration * settings.exploration_decay**now.r
+        )
         explored = min(len(unseen), max(int(share * now.count + 0.5 + 1e-9), now.count - len(seen)))
-        found = [unseen[place] for place in chance.choice(len(unseen), explored, replace=False)] if explored else []
+        if explored:
+            found = [unseen[place] for place in chance.choice(len(unseen), explored, replace=False)]
+        else:
+            found = []
         if best := now.count - explored:
             scores_S = scores(settings, now, seen)
             enough = settings.cut_off * np.sort(scores_S)[-best]
             above = np.flatnonzero(scores_S >= enough)
             weights = scores_S[above] + 1e-12  # a score may be zero
-            found += [seen[place] for place in chance.choice(above, best, replace=False, p=weights / weights.sum())]
+            found += [
+                seen[place]
+                for place in chance.choice(above, best, replace=False, p=weights / weights.sum())
+            ]
         return found
 
 
@@ -203,7 +234,8 @@ def scores(settings: Oort, now: Situation, seen: list[str]) -> npt.NDArray[np.fl
     results = [last for child in seen if (last := now.last_result(child)) is not None]
     utilities_S = np.array([last.samples * _loss(last) for last in results], np.float64)
     utilities_S = np.minimum(utilities_S, np.quantile(utilities_S, CLIP_QUANTILE))
-    low, high = float(utilities_S.min()), float(utilities_S.max())
+    low = float(utilities_S.min())
+    high = float(utilities_S.max())
     normal_S = (utilities_S - low) / (high - low) if high > low else np.ones_like(utilities_S)
     rounds = [now.history[child].last_round + 1 for child in seen]
     stale_S = np.array([sqrt(settings.staleness * log(now.r + 1) / last) for last in rounds])

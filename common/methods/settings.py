@@ -1,12 +1,15 @@
-"""The `aggregation` and `selection` tables of an experiment: one per rule and per selector, selected by `name`.
+"""The `aggregation` and `selection` tables of an experiment: one per rule and per selector,
+selected by `name`.
 
-Each is in the file of its method, `common/methods/`. Here is what the experiment and the nodes ask of all. Rounds are
-counted by the node and never reset: global rounds at the cloud, local rounds at an institution.
+Each is in the file of its method, `common/methods/`. Here is what the experiment and the nodes ask
+of all. Rounds are counted by the node and never reset: global rounds at the cloud, local rounds at
+an institution.
 
-`weights` applies where a tier takes a plain mean. `data` weights a child by its samples, p_k = n_k / sum of n, and
-`uniform` by 1/K. The default is `data` for FedAvg and FedCDA's warm-up. It is `uniform`, as in the authors' code, for
-the mean that a multi-model rule evaluates, uploads and uses in its first stage. FedAdp starts from p_k, and FedCDA is
-uniform after its warm-up: there is nothing to choose.
+`weights` applies where a tier takes a plain mean. `data` weights a child by its samples, p_k = n_k
+/ sum of n, and `uniform` by 1/K. The default is `data` for FedAvg and FedCDA's warm-up. It is
+`uniform`, as in the authors' code, for the mean that a multi-model rule evaluates, uploads and uses
+in its first stage. FedAdp starts from p_k, and FedCDA is uniform after its warm-up: there is
+nothing to choose.
 """
 
 from __future__ import annotations
@@ -37,11 +40,12 @@ Rounds = Annotated[int, Field(ge=0)]
 class RuleUse:
     """Where an experiment uses a rule.
 
-    key: of the tier's settings    depth: of the nodes, the cloud's is 0    tier_rounds: in each round of the tier above
-    rounds: of a node, over the run    fewest: children of a node that take part, at least    partial: some do not
-    alone: there is one such node    over_devices: its children are devices    learning_rate: of the devices
-    skew: concentration of the labels' distribution over the devices, infinite without skew
-    sparse: the children's uploads change some columns, each child's others    feedback: they have error feedback
+    key: of the tier's settings    depth: of the nodes, the cloud's is 0    tier_rounds: in each
+    round of the tier above rounds: of a node, over the run    fewest: children of a node that take
+    part, at least    partial: some do not alone: there is one such node    over_devices: its
+    children are devices    learning_rate: of the devices skew: concentration of the labels'
+    distribution over the devices, infinite without skew sparse: the children's uploads change some
+    columns, each child's others    feedback: they have error feedback
     """
 
     key: str
@@ -61,15 +65,16 @@ class RuleUse:
 class RuleSettings(SettingsTable):
     """The settings of a rule, what they build, and the answers of a rule that has nothing special.
 
-    `objective`: that of the devices below, which it needs. `reads_losses`: whether it needs the training loss of the
-    model that a device received, which devices then compute. `step_models`: models that its state and its step
-    take in memory.
+    `objective`: that of the devices below, which it needs. `reads_losses`: whether it needs the
+    training loss of the model that a device received, which devices then compute. `step_models`:
+    models that its state and its step take in memory.
     """
 
     objective: ClassVar[str | None] = None
     reads_losses: ClassVar[bool] = False
     step_models: ClassVar[float] = 0.0
-    condition: ClassVar[str] = ""  # of its theorem, on f wrong ones among n uploads; empty: it has none
+    # of its theorem, on f wrong ones among n uploads; empty: it has none
+    condition: ClassVar[str] = ""
 
     name: str  # the rule
 
@@ -79,12 +84,20 @@ class RuleSettings(SettingsTable):
 
     @property
     def keywords(self) -> Mapping[str, Any]:
-        """The keys besides `name` and `weights`, as a rule gets them that is written as users write theirs."""
-        return {key: getattr(self, key) for key in type(self).model_fields if key not in ("name", "weights")}
+        """The keys besides `name` and `weights`, as a rule gets them that is written as users write
+        theirs.
+        """
+        return {
+            key: getattr(self, key)
+            for key in type(self).model_fields
+            if key not in ("name", "weights")
+        }
 
     @property
     def compares_losses(self) -> bool:
-        """Whether the rule needs the training loss of each result, which a trainer of the user's own may not return."""
+        """Whether the rule needs the training loss of each result, which a trainer of the user's
+        own may not return.
+        """
         return False
 
     @property
@@ -99,7 +112,9 @@ class RuleSettings(SettingsTable):
 
     @property
     def of_mean(self) -> Weights | None:
-        """The weights of the mean on which alone the next model depends, None if it depends on single uploads."""
+        """The weights of the mean on which alone the next model depends, None if it depends on
+        single uploads.
+        """
         return None
 
     def shapes(self, model: ModelLayout) -> Mapping[str, Sequence[int]]:
@@ -113,7 +128,9 @@ class RuleSettings(SettingsTable):
 
     @property
     def resolved(self) -> RuleSettings:
-        """These settings; of a user's own rule the object of its class, which is imported for that."""
+        """These settings; of a user's own rule the object of its class, which is imported for
+        that.
+        """
         return self
 
     @property
@@ -128,7 +145,9 @@ class RuleSettings(SettingsTable):
 
     @property
     def acts_from(self) -> int:
-        """The first round of a node, from 1, whose model can differ from that of the plain mean with these weights."""
+        """The first round of a node, from 1, whose model can differ from that of the plain mean
+        with these weights.
+        """
         return 1
 
     @property
@@ -143,7 +162,9 @@ class RuleSettings(SettingsTable):
 
     @property
     def closes_with(self) -> int | None:
-        """The results that close a round while the other tasks go on; None: rounds close by the tier's `closing`."""
+        """The results that close a round while the other tasks go on; None: rounds close by the
+        tier's `closing`.
+        """
         return None
 
     @property
@@ -176,8 +197,11 @@ class RuleSettings(SettingsTable):
         """Whether that needs samples at the node."""
         return self.refines
 
-    def held_bytes(self, row_bytes: int, *, children: int, taking_part: int, resident_bytes: float) -> float:
-        """Return the most that a node holds in memory beside a round's uploads, their mean and the model received.
+    def held_bytes(
+        self, row_bytes: int, *, children: int, taking_part: int, resident_bytes: float
+    ) -> float:
+        """Return the most that a node holds in memory beside a round's uploads, their mean and the
+        model received.
 
         `row_bytes`: of a model. `resident_bytes`: of models in a file, what may stay in memory.
         """
@@ -193,21 +217,28 @@ class RuleSettings(SettingsTable):
         return 0
 
     def check(self, key: str, children: int, uploads: int) -> None:
-        """Check the settings against the children that take part in a round, and the uploads that close it.
+        """Check the settings against the children that take part in a round, and the uploads that
+        close it.
 
         Raises InvalidExperiment.
         """
 
     def check_devices(self, key: str, training: TrainingSettings, model: ModelSettings) -> None:
-        """Check that the rule can aggregate what devices make of the model. Raises InvalidExperiment."""
+        """Check that the rule can aggregate what devices make of the model. Raises
+        InvalidExperiment.
+        """
 
     def advice(self, use: RuleUse) -> Iterable[str]:
-        """Return one line for each setting that works badly there, or has no effect: key, value, effect."""
+        """Return one line for each setting that works badly there, or has no effect: key, value,
+        effect.
+        """
         return ()
 
 
 class NormBound(SettingsTable):
-    """A bound for the length of a child's step, before any rule: `factor` times the median of the round's lengths."""
+    """A bound for the length of a child's step, before any rule: `factor` times the median of the
+    round's lengths.
+    """
 
     # What happens to a longer step: nothing, it is clipped to the bound, or the upload is left out.
     action: Literal["off", "clip", "refuse"] = "off"
@@ -217,9 +248,9 @@ class NormBound(SettingsTable):
 class SelectionSettings(SettingsTable):
     """The settings of a selector, and what they build.
 
-    A tier's `participation` gives the number of children in a round, K; the selector chooses them. `remembers`: whether
-    it reads what earlier rounds reported, so that its state persists. `compares_losses`: whether it needs the training
-    loss of each result.
+    A tier's `participation` gives the number of children in a round, K; the selector chooses them.
+    `remembers`: whether it reads what earlier rounds reported, so that its state persists.
+    `compares_losses`: whether it needs the training loss of each result.
     """
 
     remembers: ClassVar[bool] = True
@@ -228,7 +259,9 @@ class SelectionSettings(SettingsTable):
     name: str  # the selector
 
     def check(self, key: str, children: int, taking_part: int) -> None:
-        """Check the settings against a parent's children and how many take part. Raises InvalidExperiment."""
+        """Check the settings against a parent's children and how many take part. Raises
+        InvalidExperiment.
+        """
 
     def build(self) -> Selector:
         """Return a node's selector. Raises InvalidExperiment."""
@@ -239,15 +272,20 @@ RULES: Final = NamedTables[RuleSettings](table.RULES)
 SELECTORS: Final = NamedTables[SelectionSettings](table.SELECTORS)
 
 STEPS: Final = NamedTables[RuleSettings]({name: table.RULES[name] for name in table.STEPS})
-WARMUPS: Final = NamedTables[RuleSettings]({name: table.RULES[name] for name in ("fedavg", *table.STEPS)})
+WARMUPS: Final = NamedTables[RuleSettings](
+    {name: table.RULES[name] for name in ("fedavg", *table.STEPS)}
+)
 REFINING: Final = NamedTables[RuleSettings]({name: BASELINES[name] for name in REFINEMENTS})
 
 
 class CombiningSettings(RuleSettings):
-    """The settings of a rule of one model, after which the server may take the step of another one."""
+    """The settings of a rule of one model, after which the server may take the step of another
+    one.
+    """
 
-    # What the node makes of the rule's result: the step of `fedavgm`, `fedadagrad`, `fedadam` or `fedyogi` from the
-    # model before it, in place of the result itself. A table with the keys of that rule.
+    # What the node makes of the rule's result: the step of `fedavgm`, `fedadagrad`, `fedadam` or
+    # `fedyogi` from the model before it, in place of the result itself. A table with the keys of
+    # that rule.
     step: Annotated[RuleSettings, Selected(STEPS, table.OWN_RULE)] | None = None
 
     @property
@@ -260,9 +298,13 @@ class CombiningSettings(RuleSettings):
         """Whether the step's moments persist."""
         return self.step is not None
 
-    def held_bytes(self, row_bytes: int, *, children: int, taking_part: int, resident_bytes: float) -> float:
+    def held_bytes(
+        self, row_bytes: int, *, children: int, taking_part: int, resident_bytes: float
+    ) -> float:
         """Return those of the rule and of the step."""
-        rest = super().held_bytes(row_bytes, children=children, taking_part=taking_part, resident_bytes=resident_bytes)
+        rest = super().held_bytes(
+            row_bytes, children=children, taking_part=taking_part, resident_bytes=resident_bytes
+        )
         return rest + (self.step.step_models * row_bytes if self.step is not None else 0.0)
 
     def check(self, key: str, children: int, uploads: int) -> None:
@@ -272,26 +314,35 @@ class CombiningSettings(RuleSettings):
             return
         if self.step.name not in STEPS:
             remedy = f"Use one of {', '.join(STEPS)}."
-            raise InvalidExperiment(f"{key}.step.name", self.step.name, "no step of a server", remedy)
+            raise InvalidExperiment(
+                f"{key}.step.name", self.step.name, "no step of a server", remedy
+            )
         self.check_inner(f"{key}.step", self.step, children, uploads)
 
     def check_inner(self, key: str, inner: RuleSettings, children: int, uploads: int) -> None:
         """Check another rule inside this one, whose weights hold. Raises InvalidExperiment."""
         if (weights := inner.model_dump()["weights"]) != "data":
-            raise InvalidExperiment(f"{key}.weights", weights, f"the weights are those of {self.name}", "Remove it.")
+            raise InvalidExperiment(
+                f"{key}.weights", weights, f"the weights are those of {self.name}", "Remove it."
+            )
         if isinstance(inner, CombiningSettings) and inner.step is not None:
-            raise InvalidExperiment(f"{key}.step", inner.step.name, "no place for a step", "Remove it.")
+            raise InvalidExperiment(
+                f"{key}.step", inner.step.name, "no place for a step", "Remove it."
+            )
         inner.check(key, children, uploads)
 
 
 class StagedSettings(CombiningSettings):
-    """The settings of a rule of one model that begins with another one, and behind which a distillation may stand."""
+    """The settings of a rule of one model that begins with another one, and behind which a
+    distillation may stand.
+    """
 
     warmup_rounds: Rounds = 50  # first rounds, which are FedAvg
-    # Their rule in place of FedAvg: `fedavgm`, `fedadagrad`, `fedadam` or `fedyogi`, a table with its keys.
+    # Their rule in place of FedAvg: `fedavgm`, `fedadagrad`, `fedadam` or `fedyogi`, a table with
+    # its keys.
     warmup: Annotated[RuleSettings, Selected(WARMUPS)] | None = None
-    # What learns from the ensemble of the selected uploads, beginning as their mean: `feddf` or `fedbe`, a table with
-    # its keys. The warm-up has none.
+    # What learns from the ensemble of the selected uploads, beginning as their mean: `feddf` or
+    # `fedbe`, a table with its keys. The warm-up has none.
     refine: Annotated[RuleSettings, Selected(REFINING)] | None = None
     weights: Weights = "data"  # of the warm-up: shares of the samples, or 1/K
 
@@ -302,7 +353,9 @@ class StagedSettings(CombiningSettings):
 
     @property
     def refiner(self) -> str | None:
-        return None if self.refine is None else self.refine.refiner
+        if self.refine is None:
+            return None
+        return self.refine.refiner
 
     @property
     def refined_by(self) -> RuleSettings:
@@ -313,9 +366,13 @@ class StagedSettings(CombiningSettings):
         """Whether the moments of a step or of the warm-up persist."""
         return super().remembers or self.begins_with.remembers
 
-    def held_bytes(self, row_bytes: int, *, children: int, taking_part: int, resident_bytes: float) -> float:
+    def held_bytes(
+        self, row_bytes: int, *, children: int, taking_part: int, resident_bytes: float
+    ) -> float:
         """Return those of the warm-up and of the step."""
-        rest = super().held_bytes(row_bytes, children=children, taking_part=taking_part, resident_bytes=resident_bytes)
+        rest = super().held_bytes(
+            row_bytes, children=children, taking_part=taking_part, resident_bytes=resident_bytes
+        )
         return rest + self.begins_with.step_models * row_bytes
 
     def check(self, key: str, children: int, uploads: int) -> None:

@@ -1,4 +1,6 @@
-"""What runs a rule of one model at a node: dispatch, the mean or the columns of the uploads, checkpoints."""
+"""What runs a rule of one model at a node: dispatch, the mean or the columns of the uploads,
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,24 @@ from fedstrata.common.lazy import np
 from fedstrata.common.methods import mixing
 from fedstrata.common.methods.column_rule import ColumnRule, Columns, MeanRule, RoundFacts
 from fedstrata.common.methods.mixing import Floats, MixedColumns, Mixture, by_block, whole
-from fedstrata.common.methods.rule import Aggregated, Dispatched, Rule, RuleContext, Uploads, WrappedRule, link_layouts
+from fedstrata.common.methods.rule import (
+    Aggregated,
+    Dispatched,
+    Rule,
+    RuleContext,
+    Uploads,
+    WrappedRule,
+    link_layouts,
+)
 from fedstrata.common.methods.settings import RuleSettings, Weights
 from fedstrata.common.methods.statistics import Doubles, Gram, Statistics
 from fedstrata.common.model.layout import Row
 
 
 class OneModel(Rule):
-    """Base of the rules of one model: `current` is dispatched to the children, `mean` is the result."""
+    """Base of the rules of one model: `current` is dispatched to the children, `mean` is the
+    result.
+    """
 
     def __init__(self, context: RuleContext) -> None:
         self.context = context
@@ -41,23 +53,33 @@ class OneModel(Rule):
         return [(self.current, children)]
 
     def average(self, uploads: Uploads, weights_K: Doubles, *, scale: float = 1.0) -> None:
-        """Write the sum of w_k v_k over the uploads that came into the model, `scale` times it in the parameters.
+        """Write the sum of w_k v_k over the uploads that came into the model, `scale` times it in
+        the parameters.
 
-        `weights_K`: float64, in the order of `uploads.answered`. Counters are those of the largest weight.
+        `weights_K`: float64, in the order of `uploads.answered`. Counters are those of the largest
+        weight.
         """
-        answered, layout, mixture = uploads.answered, self._layout, Mixture.of(weights_K)
+        answered = uploads.answered
+        layout = self._layout
+        mixture = Mixture.of(weights_K)
         convex = Mixture(tuple(answered[i] for i in mixture.indices), mixture.weights)
         plan = whole(layout, [convex])
         if scale != 1.0:
             scaled = Mixture(convex.indices, tuple(scale * weight for weight in convex.weights))
             plan = (
                 MixedColumns((scaled,), (slice(0, layout.parameters),), ()),
-                MixedColumns((convex,), (slice(layout.parameters, layout.columns),), (slice(0, layout.counters),)),
+                MixedColumns(
+                    (convex,),
+                    (slice(layout.parameters, layout.columns),),
+                    (slice(0, layout.counters),),
+                ),
             )
         mixing.apply(plan, uploads.rows_K, layout=layout, out=[self.mean], release=uploads.release)
 
     def products(self, uploads: Uploads, model: Row) -> Gram:
-        """Return the products of the uploads' steps from a model, in the order of `uploads.answered`."""
+        """Return the products of the uploads' steps from a model, in the order of
+        `uploads.answered`.
+        """
         rows = [self._trainable(uploads.rows_K[k]) for k in uploads.answered]
         return Gram.of(rows, self._trainable(model), release=uploads.release)
 
@@ -73,10 +95,13 @@ class OneModel(Rule):
 class SingleModelRule(OneModel):
     """The mean of the uploads by a rule, and the columns that it replaces, if it does.
 
-    `weights`: of the mean, unless the rule has its own. `uploads_least`: with fewer the node keeps its model.
+    `weights`: of the mean, unless the rule has its own. `uploads_least`: with fewer the node keeps
+    its model.
     """
 
-    def __init__(self, context: RuleContext, rule: MeanRule, *, weights: Weights, uploads_least: int = 1) -> None:
+    def __init__(
+        self, context: RuleContext, rule: MeanRule, *, weights: Weights, uploads_least: int = 1
+    ) -> None:
         super().__init__(context)
         self._rule = rule
         self._columns = rule if isinstance(rule, ColumnRule) else None
@@ -86,11 +111,15 @@ class SingleModelRule(OneModel):
         self.vectors: dict[str, Floats] = {}
         if self._columns is not None:
             for name in self._columns.vectors:
-                self.vectors[name] = np.full(context.layout.parameters, self._columns.first(name), np.float32)
+                self.vectors[name] = np.full(
+                    context.layout.parameters, self._columns.first(name), np.float32
+                )
 
     @property
     def mixed(self) -> Row | None:
-        """The mean of the last two models, in a new row, of a rule that is judged by it; else None."""
+        """The mean of the last two models, in a new row, of a rule that is judged by it; else
+        None.
+        """
         if self._columns is None or not self._columns.averages or self._before_D is None:
             return None
         row = self.mean.copy()
@@ -101,14 +130,18 @@ class SingleModelRule(OneModel):
 
     def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
         """Write the mean of the uploads, then the rule's columns."""
-        statistics, rule, children = uploads.statistics, self._rule, uploads.senders
+        statistics = uploads.statistics
+        rule = self._rule
+        children = uploads.senders
         if len(children) < self._uploads_least:
             return self._keep(children, statistics)
         mixes = self._columns is None  # then the next model is a mixture of the uploads
         compares = rule.compares or (mixes and self.context.measures)
         products = self.products(uploads, self.current) if compares else None
         given = products if rule.compares else None
-        known = RoundFacts.of(self.context, r, children, statistics, weights=self._weights, products=given)
+        known = RoundFacts.of(
+            self.context, r, children, statistics, weights=self._weights, products=given
+        )
         facts = dict(rule.begin(known) or {})
         weights_K = rule.weights(known)
         if mixes:  # else the weights are those of buffers and of the loss
@@ -134,18 +167,33 @@ class SingleModelRule(OneModel):
         read_vectors(self.vectors, folder)
         self._rule.numbers = facts["numbers"]
 
-    def _keep(self, children: Sequence[str], statistics: Statistics, reason: str = "") -> Aggregated:
-        """Keep the model of a round that has fewer uploads than protect from wrong ones, or for another reason."""
+    def _keep(
+        self, children: Sequence[str], statistics: Statistics, reason: str = ""
+    ) -> Aggregated:
+        """Keep the model of a round that has fewer uploads than protect from wrong ones, or for
+        another reason.
+        """
         if self.current is not self.mean:
             self.mean[:] = self.current
             self.current = self.mean
-        few = f"{len(children)} uploads do not protect from wrong ones, {self._uploads_least} do: the model is kept"
+        few = (
+            f"{len(children)} uploads do not protect from wrong ones, {self._uploads_least} do: "
+            "the model is kept"
+        )
         facts = {"uploads": len(children), "uploads_least": self._uploads_least}
-        return Aggregated(float(statistics.losses_K.mean()), {}, None, facts, dict.fromkeys(children, reason or few))
+        return Aggregated(
+            float(statistics.losses_K.mean()),
+            {},
+            None,
+            facts,
+            dict.fromkeys(children, reason or few),
+        )
 
     def _replace(self, rule: ColumnRule, uploads: Uploads, weights_K: Doubles) -> None:
         """Write the rule's columns over those of the mean."""
-        floats_K, next_D, before_D = self._layout.floats(uploads.rows_K), self._trainable(self.mean), self._before_D
+        floats_K = self._layout.floats(uploads.rows_K)
+        next_D = self._trainable(self.mean)
+        before_D = self._before_D
         assert before_D is not None
         missing = len(uploads.answered) < len(uploads.children)
         rows = list(uploads.answered) if missing else slice(None)  # a slice copies nothing
@@ -154,7 +202,12 @@ class SingleModelRule(OneModel):
             state = {name: values[columns] for name, values in self.vectors.items()}
             extras = {name: values_K[rows, columns] for name, values_K in uploads.extras.items()}
             found = Columns(
-                floats_K[rows, columns], before_D[columns], next_D[columns], weights_K, state=state, extras=extras
+                floats_K[rows, columns],
+                before_D[columns],
+                next_D[columns],
+                weights_K,
+                state=state,
+                extras=extras,
             )
             next_D[columns] = rule.columns(found)
 
@@ -162,7 +215,8 @@ class SingleModelRule(OneModel):
 
 
 class SteppedRule(WrappedRule):
-    """A rule of one model, and a step of the server from the model before, by the rule's result in place of the mean.
+    """A rule of one model, and a step of the server from the model before, by the rule's result in
+    place of the mean.
 
     The result is replaced where it stands, so the rule dispatches what the step has made of it.
     """
@@ -177,12 +231,15 @@ class SteppedRule(WrappedRule):
 
     def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
         """Aggregate by the rule, then take the step; a rule that keeps its model takes none."""
-        size, floats = self._context.layout.parameters, self._context.layout.floats
+        size = self._context.layout.parameters
+        floats = self._context.layout.floats
         before_D = floats(self._received[uploads.children[0]])[:size].copy()
         outcome = self._rule.aggregate(r, uploads)
         if uploads.answered and len(outcome.left_out) == len(uploads.answered):
             return outcome
-        next_D, none_KC, weights_K = floats(self._rule.model)[:size], np.empty((0, 0), np.float32), np.empty(0)
+        next_D = floats(self._rule.model)[:size]
+        none_KC = np.empty((0, 0), np.float32)
+        weights_K = np.empty(0)
 
         def block(columns: slice) -> None:
             state = {name: values[columns] for name, values in self._vectors.items()}
@@ -191,7 +248,9 @@ class SteppedRule(WrappedRule):
             )
 
         by_block(size, block)
-        return replace(outcome, distances=self._one.distances(uploads) if self._context.measures else {})
+        return replace(
+            outcome, distances=self._one.distances(uploads) if self._context.measures else {}
+        )
 
     def save(self, folder: Path) -> dict[str, object]:
         """Write the step's vectors, too."""
@@ -206,11 +265,17 @@ class SteppedRule(WrappedRule):
 class ExtrasRule(WrappedRule):
     """A rule of one model whose children receive vectors behind the model, and return others.
 
-    `sent`: the vectors by name, in the shapes that the settings give them, as they are at each dispatch.
+    `sent`: the vectors by name, in the shapes that the settings give them, as they are at each
+    dispatch.
     """
 
     def __init__(
-        self, rule: SingleModelRule, settings: RuleSettings, context: RuleContext, *, sent: Mapping[str, Floats]
+        self,
+        rule: SingleModelRule,
+        settings: RuleSettings,
+        context: RuleContext,
+        *,
+        sent: Mapping[str, Floats],
     ) -> None:
         super().__init__(rule)
         self._links = links = link_layouts(settings, context.layout)
@@ -234,13 +299,20 @@ class ExtrasRule(WrappedRule):
 
     def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
         """Aggregate the models; the rule sees the extras beside them."""
-        rows_K, up = uploads.rows_K, self._links.up
+        rows_K = uploads.rows_K
+        up = self._links.up
         models_K = rows_K[:, : up.model_bytes]
-        return self._rule.aggregate(r, replace(uploads, rows_K=models_K, extras=up.extras_of(rows_K)))
+        return self._rule.aggregate(
+            r, replace(uploads, rows_K=models_K, extras=up.extras_of(rows_K))
+        )
 
 
-def single_model(settings: RuleSettings, context: RuleContext, rule: MeanRule, *, weights: Weights = "uniform") -> Rule:
-    """Return a rule of one model, with the extras that its settings name; those sent are vectors of its state."""
+def single_model(
+    settings: RuleSettings, context: RuleContext, rule: MeanRule, *, weights: Weights = "uniform"
+) -> Rule:
+    """Return a rule of one model, with the extras that its settings name; those sent are vectors of
+    its state.
+    """
     made = SingleModelRule(context, rule, weights=weights, uploads_least=settings.uploads_least)
     if not (settings.sends or settings.returns):
         return made

@@ -1,6 +1,8 @@
-"""The methods by name, each with its class, which is imported when it is needed, as a user's own `package.module:Name`.
+"""The methods by name, each with its class, which is imported when it is needed, as a user's own
+`package.module:Name`.
 
-A class in a file of this folder and a line here make a rule, a selector or an attack one of fedstrata's.
+A class in a file of this folder and a line here make a rule, a selector or an attack one of
+fedstrata's.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ RULES: Final[Mapping[str, str]] = {
     "centred_clipping": "fedstrata.common.methods.clipping:CentredClipping",
     "foolsgold": "fedstrata.common.methods.foolsgold:FoolsGold",
 }
-STEPS: Final = ("fedavgm", "fedadagrad", "fedadam", "fedyogi")  # whose step may follow another rule of one model
+# whose step may follow another rule of one model
+STEPS: Final = ("fedavgm", "fedadagrad", "fedadam", "fedyogi")
 OWN_RULE: Final = "fedstrata.common.methods.own_rule:settings_of"
 SELECTORS: Final[Mapping[str, str]] = {
     "fraction": "fedstrata.common.methods.selectors:FractionSelection",

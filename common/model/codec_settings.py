@@ -1,8 +1,8 @@
 """The codecs of a tier's models: their names, and the tables of those that go up.
 
 A codec is the form in which a model is transferred. `[delta+]FORM[+zstd]` is a form of each number
-(`common/model/codecs.py`). The others send a part of what a node's work has changed, and are a file of `common/model/`
-and a line of `common/model/table.py` each, or `package.module:Name`.
+(`common/model/codecs.py`). The others send a part of what a node's work has changed, and are a file
+of `common/model/` and a line of `common/model/table.py` each, or `package.module:Name`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from fedstrata.common.settings.tables import NamedTables, Selected, SettingsTabl
 if TYPE_CHECKING:
     from fedstrata.common.model.delta_codecs import DeltaCodec
 
-# Two combinations are not codecs: `delta+fp32` without zstd is as large as fp32, and deltas are not used downward.
+# Two combinations are not codecs: `delta+fp32` without zstd is as large as fp32, and deltas are not
+# used downward.
 FORMS: Final = ("fp32", "fp16", "bf16", "int8")
 DELTA: Final = "delta"
 ZSTD: Final = "zstd"
 USELESS: Final = f"{DELTA}+fp32"
 
-# From a parent to its children. A delta is against a model that both ends hold. Upward that is the model of the task
-# that is being answered. Downward it would be the last model that this one child fetched: one child drawn anew or
-# restarted would need another blob than the others, which ends the broadcast, and under a lossy form it would train
-# from another model than had it not restarted, which ends reproducibility.
+# From a parent to its children. A delta is against a model that both ends hold. Upward that is the
+# model of the task that is being answered. Downward it would be the last model that this one child
+# fetched: one child drawn anew or restarted would need another blob than the others, which ends the
+# broadcast, and under a lossy form it would train from another model than had it not restarted,
+# which ends reproducibility.
 DOWN: Final = tuple(form + end for form in FORMS for end in ("", f"+{ZSTD}"))
 # From a child to its parent, but for those of the table.
 UP: Final = (*DOWN, *(f"{DELTA}+{name}" for name in DOWN if name != "fp32"))
@@ -44,7 +46,8 @@ class CodecSettings(SettingsTable):
     sparse: ClassVar[bool] = False
 
     name: str  # the codec
-    # Whether a sender keeps what the codec leaves out of a model, and adds it to the next one (error feedback).
+    # Whether a sender keeps what the codec leaves out of a model, and adds it to the next one
+    # (error feedback).
     feedback: bool = False
 
     @property
@@ -70,7 +73,9 @@ class CodecSettings(SettingsTable):
         """Check the settings. Raises InvalidExperiment."""
         if self.feedback and self.exact:
             problem = f"{self.name} leaves out nothing that could be added next time"
-            raise InvalidExperiment(f"{key}.feedback", True, problem, "Use a lossy codec, or omit it.")
+            raise InvalidExperiment(
+                f"{key}.feedback", True, problem, "Use a lossy codec, or omit it."
+            )
 
 
 class FormSettings(CodecSettings):
@@ -99,7 +104,8 @@ class Codecs(SettingsTable):
     """The codecs of a tier's models. `fp32` is bit for bit."""
 
     up: UpCodec = FormSettings()  # towards the cloud: one of the tables below, or its name
-    down: str = "fp32"  # towards the devices: `FORM[+zstd]`, FORM is `fp32`, `fp16`, `bf16` or `int8`
+    # towards the devices: `FORM[+zstd]`, FORM is `fp32`, `fp16`, `bf16` or `int8`
+    down: str = "fp32"
 
     @field_validator("up", mode="before")
     @classmethod
@@ -119,8 +125,14 @@ def check_codecs(key: str, codecs: Codecs) -> None:
     if name in DOWN:
         return
     if name in CODECS:
-        remedy = "Children may hold different models. Use a delta for `up`, and here one of " + ", ".join(DOWN) + "."
+        remedy = (
+            "Children may hold different models. Use a delta for `up`, and here one of "
+            + ", ".join(DOWN)
+            + "."
+        )
         raise InvalidExperiment(f"{key}.down", name, "deltas are not used downward", remedy)
     close = difflib.get_close_matches(name, DOWN, 1)
     remedy = f"Did you mean {close[0]!r}? " if close else ""
-    raise InvalidExperiment(f"{key}.down", name, "no such codec", f"{remedy}Known here: {', '.join(DOWN)}.")
+    raise InvalidExperiment(
+        f"{key}.down", name, "no such codec", f"{remedy}Known here: {', '.join(DOWN)}."
+    )

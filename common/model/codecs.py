@@ -1,20 +1,22 @@
 """Codecs: conversion of a flat model to the bytes of a blob and back.
 
-    blob = [ trainable columns in the codec's form | float32 buffers | int64 buffers ] [ float32 extras ]
+    blob = [ trainable columns in the codec's form | float32 buffers | int64 buffers ] [ float32
+    extras ]
 
-With zstd all before the extras is one frame. Buffers and extras are always transferred exactly. Buffers are few, and a
-variance of a normalisation layer that rounding made zero or negative would ruin the model. `codec_settings.py` lists
-the codecs. Those that send a part of a change are in `delta_codecs.py`.
+With zstd all before the extras is one frame. Buffers and extras are always transferred exactly.
+Buffers are few, and a variance of a normalisation layer that rounding made zero or negative would
+ruin the model. `codec_settings.py` lists the codecs. Those that send a part of a change are in
+`delta_codecs.py`.
 
-A form converts float32 columns to fewer bytes, in pieces. A piece is small enough that it, its packed form and the
-scratch memory fit into a core's second-level cache (1 MB). Pieces are packed one after another; each form defines the
-bytes per piece, which depend only on the layout. All arithmetic uses integers or single float32 operations, so every
-machine computes the same bits.
+A form converts float32 columns to fewer bytes, in pieces. A piece is small enough that it, its
+packed form and the scratch memory fit into a core's second-level cache (1 MB). Pieces are packed
+one after another; each form defines the bytes per piece, which depend only on the layout. All
+arithmetic uses integers or single float32 operations, so every machine computes the same bits.
 
-A codec whose blob *is* the flat model (`fp32`, bit for bit) needs no copy at either end: chunks are slices of the model
-that the node holds, and are assembled in the row that the algorithm reads. The other forms are assembled at the end of
-the row and unpacked from its start, so that a parent of many children needs no further memory. Only zstd's blobs are in
-separate memory.
+A codec whose blob *is* the flat model (`fp32`, bit for bit) needs no copy at either end: chunks are
+slices of the model that the node holds, and are assembled in the row that the algorithm reads. The
+other forms are assembled at the end of the row and unpacked from its start, so that a parent of
+many children needs no further memory. Only zstd's blobs are in separate memory.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from fedstrata.common.model.delta_codecs import PIECE_COLUMNS, SCALE_COLUMNS, Lo
 from fedstrata.common.model.layout import ModelLayout, Row, Section
 
 PIECE_BYTES: Final = 4 * PIECE_COLUMNS  # packed, at most
-ZSTD_LEVEL: Final = 1  # level 3 takes twice the time for the same bytes: after the forms only entropy is left
+# level 3 takes twice the time for the same bytes: after the forms only entropy is left
+ZSTD_LEVEL: Final = 1
 ZSTD_PIECE_BYTES: Final = 131_072
 ZSTD_WINDOW_BYTES: Final = 8_388_608  # limit of a receiver's memory; level 1 uses 512 kB
 
@@ -56,18 +59,24 @@ class Piece:
 
 
 class Form:
-    """One encoding of float32 columns: as it is, `column_bytes` for each, its deltas float32 differences."""
+    """One encoding of float32 columns: as it is, `column_bytes` for each, its deltas float32
+    differences.
+    """
 
     column_bytes: int
 
     def pieces(self, layout: ModelLayout) -> Iterator[Piece]:
-        """Yield the pieces, which cover the trainable columns 0..D in order and may span several tensors."""
+        """Yield the pieces, which cover the trainable columns 0..D in order and may span several
+        tensors.
+        """
         for start in range(0, layout.parameters, PIECE_COLUMNS):
             stop = min(start + PIECE_COLUMNS, layout.parameters)
             yield Piece(start, stop, self.column_bytes * (stop - start))
 
     def pack(self, x: Floats, out: Bytes, scratch: Scratch) -> None:
-        """Write a piece's columns [n] into `out`, uint8 [nbytes]. `scratch`: uint32 [2, PIECE_COLUMNS]."""
+        """Write a piece's columns [n] into `out`, uint8 [nbytes]. `scratch`: uint32 [2,
+        PIECE_COLUMNS].
+        """
         raise NotImplementedError
 
     def unpack(self, packed: Bytes, x: Floats) -> None:
@@ -75,7 +84,9 @@ class Form:
         raise NotImplementedError
 
     def difference(self, x: Floats, reference: Floats, out: Floats) -> None:
-        """Write the difference that `restore` adds to the reference to get x, rounded to 2^-24 of the sum."""
+        """Write the difference that `restore` adds to the reference to get x, rounded to 2^-24 of
+        the sum.
+        """
         np.subtract(x, reference, out=out)
 
     def restore(self, x: Floats, reference: Floats) -> None:
@@ -84,10 +95,12 @@ class Form:
 
 
 class Planes(Form):
-    """float32 with the four bytes of the columns separated: all lowest bytes of a piece, then the next ones, ...
+    """float32 with the four bytes of the columns separated: all lowest bytes of a piece, then the
+    next ones, ...
 
-    For zstd, which compresses whole floats badly: this order groups signs and exponents. A trained ResNet-18 is
-    compressed to 0.84 instead of 0.92, its exclusive or with its predecessor to 0.74 instead of 0.83, in less time.
+    For zstd, which compresses whole floats badly: this order groups signs and exponents. A trained
+    ResNet-18 is compressed to 0.84 instead of 0.92, its exclusive or with its predecessor to 0.74
+    instead of 0.83, in less time.
     A difference is the exclusive or of the bit patterns. Error: none.
     """
 
@@ -97,7 +110,8 @@ class Planes(Form):
         np.copyto(out.reshape(4, -1), x.view(np.uint8).reshape(-1, 4).T)
 
     def unpack(self, packed: Bytes, x: Floats) -> None:
-        planes, bits = packed.reshape(4, -1), x.view(np.uint32)
+        planes = packed.reshape(4, -1)
+        bits = x.view(np.uint32)
         np.copyto(bits, planes[3])
         for plane in planes[2::-1]:  # shifts are four times as fast as writing every fourth byte
             np.left_shift(bits, 8, out=bits)
@@ -114,20 +128,23 @@ class Planes(Form):
 class Half(Form):
     """IEEE 754 binary16, rounded to nearest, ties to even.
 
-    Error: at most 2^-11 |x| for 2^-14 <= |x| <= 65504, at most 2^-25 below that. Values that would round above 65504
-    (|x| >= 65520) become infinite, following the standard, and the receiver refuses the model with the entry's name.
+    Error: at most 2^-11 |x| for 2^-14 <= |x| <= 65504, at most 2^-25 below that. Values that would
+    round above 65504 (|x| >= 65520) become infinite, following the standard, and the receiver
+    refuses the model with the entry's name.
 
-    Implemented with integers: numpy's casts take 1.5 times as long, and 10 times for a delta, whose columns are mostly
-    subnormal, because each raises a flag. After F. Giesen, float_to_half_fast3_rtne (public domain), but without
-    branches. Below 2^-14 the addition of 0.5 rounds to multiples of 2^-24; from there on the exponent is shifted and
-    the significand rounded. The first result is at most 1024, the second at least 1024 where it is valid and less where
-    it is not, so the maximum is correct.
+    Implemented with integers: numpy's casts take 1.5 times as long, and 10 times for a delta, whose
+    columns are mostly subnormal, because each raises a flag. After F. Giesen,
+    float_to_half_fast3_rtne (public domain), but without branches. Below 2^-14 the addition of 0.5
+    rounds to multiples of 2^-24; from there on the exponent is shifted and the significand rounded.
+    The first result is at most 1024, the second at least 1024 where it is valid and less where it
+    is not, so the maximum is correct.
     """
 
     column_bytes = 2
 
     def pack(self, x: Floats, out: Bytes, scratch: Scratch) -> None:
-        bits, halves = x.view(np.int32), out.view(np.uint16)
+        bits = x.view(np.int32)
+        halves = out.view(np.uint16)
         normal, other = scratch.view(np.int32)[:, : x.size]
         np.bitwise_and(bits, 0x7FFF_FFFF, out=normal)
         np.right_shift(normal, 13, out=other)
@@ -156,14 +173,15 @@ class Half(Form):
 class Brain(Form):
     """bfloat16: the upper half of a float32, rounded to nearest, ties to even.
 
-    Error: at most 2^-8 |x| for |x| >= 2^-126 (8 bits of significand: half of 2^-7), at most 2^-134 below that. Values
-    that would round above 3.39e38 become infinite. NaN stays NaN.
+    Error: at most 2^-8 |x| for |x| >= 2^-126 (8 bits of significand: half of 2^-7), at most 2^-134
+    below that. Values that would round above 3.39e38 become infinite. NaN stays NaN.
     """
 
     column_bytes = 2
 
     def pack(self, x: Floats, out: Bytes, scratch: Scratch) -> None:
-        bits, rounded = x.view(np.uint32), scratch[0, : x.size]
+        bits = x.view(np.uint32)
+        rounded = scratch[0, : x.size]
         np.right_shift(bits, 16, out=rounded)
         np.bitwise_and(rounded, 1, out=rounded)
         np.add(rounded, 0x7FFF, out=rounded)
@@ -181,15 +199,18 @@ class Brain(Form):
 
 
 class Scaled(Form):
-    """int8: x = scale * q with integers -127..127, and a float32 scale, max |x| / 127, for each 1024 columns.
+    """int8: x = scale * q with integers -127..127, and a float32 scale, max |x| / 127, for each
+    1024 columns.
 
-    A block of columns ends with its tensor: a layer's biases would lose all precision with the scale of its neighbour's
-    weights. (1024 instead of 4096: the error of a ResNet-18's delta is a fifth smaller for 0.3 % more bytes.) A piece
-    has its scales first, then its integers. A scale is rounded up to 17 significant bits, so that scale * q is exact
-    and encoding a decoded model gives the same bytes again.
+    A block of columns ends with its tensor: a layer's biases would lose all precision with the
+    scale of its neighbour's weights. (1024 instead of 4096: the error of a ResNet-18's delta is a
+    fifth smaller for 0.3 % more bytes.) A piece has its scales first, then its integers. A scale is
+    rounded up to 17 significant bits, so that scale * q is exact and encoding a decoded model gives
+    the same bytes again.
 
-    Error: at most scale/2 (1 + 2^-16), the bracket for the rounding of the division, while |x| <= 2^127; a block
-    whose scale would be below 2^-126 becomes zeros. A block with NaN or infinity gets such a scale and is refused.
+    Error: at most scale/2 (1 + 2^-16), the bracket for the rounding of the division, while |x| <=
+    2^127; a block whose scale would be below 2^-126 becomes zeros. A block with NaN or infinity
+    gets such a scale and is refused.
     """
 
     def pieces(self, layout: ModelLayout) -> Iterator[Piece]:
@@ -205,7 +226,8 @@ class Scaled(Form):
             np.abs(columns, out=quotients)
             scale = _scales(quotients.max(axis=1))
             scales[:] = scale
-            divisor = np.where(np.isfinite(scale) & (scale > 0), scale, np.float32(np.inf))  # x / inf = 0
+            # x / inf = 0
+            divisor = np.where(np.isfinite(scale) & (scale > 0), scale, np.float32(np.inf))
             with np.errstate(invalid="ignore"):  # inf / inf, NaN: their scale is refused
                 np.divide(columns, divisor[:, None], out=quotients)
                 np.rint(quotients, out=quotients)
@@ -215,16 +237,22 @@ class Scaled(Form):
         for columns, scales, integers in self._parts(x, packed):
             scale = scales.copy()  # aligned
             if not (scale.min() >= 0 and scale.max() < np.inf):  # NaN is neither
-                raise RefusedModel(f"a scale of int8 is {scale[~((scale >= 0) & (scale < np.inf))][0]}")
+                raise RefusedModel(
+                    f"a scale of int8 is {scale[~((scale >= 0) & (scale < np.inf))][0]}"
+                )
             np.copyto(columns, integers)
             with np.errstate(over="ignore"):  # overflows are refused as infinite
                 np.multiply(columns, scale[:, None], out=columns)
 
     @staticmethod
     def _parts(x: Floats, packed: Bytes) -> Iterator[tuple[Floats, Floats, npt.NDArray[np.int8]]]:
-        """Yield the full blocks [k, 1024] and the rest [1, r], each with its scales [k] and integers."""
-        blocks, whole = blocks_of(x.size), x.size // SCALE_COLUMNS
-        scales, integers = packed[: 4 * blocks].view(np.float32), packed[4 * blocks :].view(np.int8)
+        """Yield the full blocks [k, 1024] and the rest [1, r], each with its scales [k] and
+        integers.
+        """
+        blocks = blocks_of(x.size)
+        whole = x.size // SCALE_COLUMNS
+        scales = packed[: 4 * blocks].view(np.float32)
+        integers = packed[4 * blocks :].view(np.int8)
         end = whole * SCALE_COLUMNS
         if whole:
             shape = whole, SCALE_COLUMNS
@@ -243,18 +271,25 @@ def _scales(largest: Floats) -> Floats:
 _HALVES: Final = np.arange(65_536, dtype=np.uint16).view(np.float16).astype(np.float32)
 
 
-_FORMS: Final[dict[str, Form]] = {"fp32": Planes(), "fp16": Half(), "bf16": Brain(), "int8": Scaled()}
+_FORMS: Final[dict[str, Form]] = {
+    "fp32": Planes(),
+    "fp16": Half(),
+    "bf16": Brain(),
+    "int8": Scaled(),
+}
 
 
 # Codecs
 
 
 class Codec(Protocol):
-    """One form of a model for transfer. Rows are uint8 [row_bytes]; methods may be called from any thread.
+    """One form of a model for transfer. Rows are uint8 [row_bytes]; methods may be called from any
+    thread.
 
-    `is_row`: the blob is the row, nothing is encoded. `exact`: the decoded model equals the original bit for bit.
-    `delta`: `encode` and `decode` need a `reference`, a row that both ends hold. `fixed`: every blob has exactly `size`
-    bytes, else at most. Except for deltas, encoding a decoded model gives the same bytes again.
+    `is_row`: the blob is the row, nothing is encoded. `exact`: the decoded model equals the
+    original bit for bit. `delta`: `encode` and `decode` need a `reference`, a row that both ends
+    hold. `fixed`: every blob has exactly `size` bytes, else at most. Except for deltas, encoding a
+    decoded model gives the same bytes again.
     """
 
     name: str
@@ -275,18 +310,24 @@ class Codec(Protocol):
         out: Row | None = None,
         chance: np.random.Generator | None = None,
     ) -> memoryview:
-        """Return the blob, in `out` (uint8 [size] or more; None: new memory) or sharing the row's memory.
+        """Return the blob, in `out` (uint8 [size] or more; None: new memory) or sharing the row's
+        memory.
 
         `chance`: random numbers, which codecs of changes need.
         """
 
     def buffer(self, layout: ModelLayout, row: Row, *, size: int) -> memoryview:
-        """Return the memory in which to assemble a blob of `size` bytes for this row; it may be part of the row."""
+        """Return the memory in which to assemble a blob of `size` bytes for this row; it may be
+        part of the row.
+        """
 
-    def decode(self, layout: ModelLayout, blob: memoryview, row: Row, *, reference: Row | None = None) -> None:
+    def decode(
+        self, layout: ModelLayout, blob: memoryview, row: Row, *, reference: Row | None = None
+    ) -> None:
         """Decode the assembled blob into the row; does nothing if they share memory.
 
-        Raises WireError or RefusedModel if the blob is invalid. NaN and Inf pass, see `ModelLayout.check_finite`.
+        Raises WireError or RefusedModel if the blob is invalid. NaN and Inf pass, see
+        `ModelLayout.check_finite`.
         """
 
 
@@ -294,7 +335,10 @@ class Fp32:
     """float32 and int64 columns as in the row, little-endian. Error: none."""
 
     name = "fp32"
-    is_row, exact, delta, fixed = True, True, False, True
+    is_row = True
+    exact = True
+    delta = False
+    fixed = True
 
     def size(self, layout: ModelLayout) -> int:
         return layout.row_bytes
@@ -313,14 +357,18 @@ class Fp32:
     def buffer(self, layout: ModelLayout, row: Row, *, size: int) -> memoryview:
         return row.data
 
-    def decode(self, layout: ModelLayout, blob: memoryview, row: Row, *, reference: Row | None = None) -> None:
+    def decode(
+        self, layout: ModelLayout, blob: memoryview, row: Row, *, reference: Row | None = None
+    ) -> None:
         pass  # assembled in place
 
 
 class Packed:
-    """A form of the trainable columns, of a difference if `delta`, and zstd over the whole blob if not `fixed`.
+    """A form of the trainable columns, of a difference if `delta`, and zstd over the whole blob if
+    not `fixed`.
 
-    Error: the form's; for a lossy delta the error of the difference plus that of its addition: 2^-24 of each.
+    Error: the form's; for a lossy delta the error of the difference plus that of its addition:
+    2^-24 of each.
     """
 
     is_row = False
@@ -350,19 +398,26 @@ class Packed:
         if self.fixed:
             end = sum(packed.size for packed in self._pack(layout, row, reference, blob))
         else:
-            end = _compress(self._pack(layout, row, reference, None), blob, self._plain_size(layout))
+            end = _compress(
+                self._pack(layout, row, reference, None), blob, self._plain_size(layout)
+            )
         whole = end + 4 * layout.extras
         blob[end:whole] = row[layout.model_bytes :]
         return blob.data[:whole]
 
     def buffer(self, layout: ModelLayout, row: Row, *, size: int) -> memoryview:
-        # Unpacking from the start of the row must not overtake the packed bytes at its end. It cannot if no piece is
-        # larger than its columns. int8's pieces of a single column are larger by a byte.
-        if self.fixed and all(piece.nbytes <= 4 * (piece.stop - piece.start) for piece in self._pieces(layout)):
+        # Unpacking from the start of the row must not overtake the packed bytes at its end. It
+        # cannot if no piece is larger than its columns. int8's pieces of a single column are larger
+        # by a byte.
+        if self.fixed and all(
+            piece.nbytes <= 4 * (piece.stop - piece.start) for piece in self._pieces(layout)
+        ):
             return row.data[layout.row_bytes - size :]
         return np.empty(size, np.uint8).data
 
-    def decode(self, layout: ModelLayout, blob: memoryview, row: Row, *, reference: Row | None = None) -> None:
+    def decode(
+        self, layout: ModelLayout, blob: memoryview, row: Row, *, reference: Row | None = None
+    ) -> None:
         extras = 4 * layout.extras
         if len(blob) < extras:
             raise WireError(f"a blob of {len(blob)} bytes is too short")
@@ -373,12 +428,17 @@ class Packed:
         against_D = layout.floats(self._required(reference)) if self.delta else None
         piece_bytes = np.empty(PIECE_BYTES, np.uint8)
         for piece in self._pieces(layout):
-            packed, columns = piece_bytes[: piece.nbytes], columns_D[piece.start : piece.stop]
+            packed = piece_bytes[: piece.nbytes]
+            columns = columns_D[piece.start : piece.stop]
             source.read(packed)  # a copy: the source may be part of the row
             try:
                 self._form.unpack(packed, columns)
             except RefusedModel as error:
-                name = next(entry.name for entry in layout.entries if entry.start <= piece.start < entry.stop)
+                name = next(
+                    entry.name
+                    for entry in layout.entries
+                    if entry.start <= piece.start < entry.stop
+                )
                 raise RefusedModel(f"entry {name}: {error}") from None
             if against_D is not None:
                 with np.errstate(over="ignore", invalid="ignore"):
@@ -386,11 +446,16 @@ class Packed:
         source.read(row[4 * layout.parameters : layout.model_bytes])
         source.close()
 
-    def _pack(self, layout: ModelLayout, row: Row, reference: Row | None, blob: Bytes | None) -> Iterator[Bytes]:
-        """Yield the parts of the blob in order, written into `blob`, or else valid until the next one."""
+    def _pack(
+        self, layout: ModelLayout, row: Row, reference: Row | None, blob: Bytes | None
+    ) -> Iterator[Bytes]:
+        """Yield the parts of the blob in order, written into `blob`, or else valid until the next
+        one.
+        """
         columns_D = layout.floats(row)
         against_D = layout.floats(self._required(reference)) if self.delta else None
-        scratch, differences = np.empty((2, PIECE_COLUMNS), np.uint32), np.empty(PIECE_COLUMNS, np.float32)
+        scratch = np.empty((2, PIECE_COLUMNS), np.uint32)
+        differences = np.empty(PIECE_COLUMNS, np.float32)
         piece_bytes = np.empty(PIECE_BYTES, np.uint8)
         at = 0
         for piece in self._pieces(layout):
@@ -448,7 +513,9 @@ class _Plain:
 
 
 class _ZstdFrame:
-    """A blob of one zstd frame, decompressed only as far as requested, whatever size its header declares."""
+    """A blob of one zstd frame, decompressed only as far as requested, whatever size its header
+    declares.
+    """
 
     def __init__(self, blob: memoryview) -> None:
         inflate = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW_BYTES)
@@ -471,7 +538,9 @@ class _ZstdFrame:
 
 def _compress(parts: Iterator[Bytes], blob: Bytes, size: int) -> int:
     """Write the parts, `size` bytes together, as one frame into `blob` and return its length."""
-    chunker = zstandard.ZstdCompressor(level=ZSTD_LEVEL).chunker(size=size, chunk_size=ZSTD_PIECE_BYTES)
+    chunker = zstandard.ZstdCompressor(level=ZSTD_LEVEL).chunker(
+        size=size, chunk_size=ZSTD_PIECE_BYTES
+    )
     at = 0
 
     def write(chunks: Iterator[bytes]) -> None:
@@ -487,7 +556,9 @@ def _compress(parts: Iterator[Bytes], blob: Bytes, size: int) -> int:
 
 
 def _bound(size: int) -> int:
-    """Return the upper limit of zstd's output for this input size (`ZSTD_COMPRESSBOUND` in zstd.h)."""
+    """Return the upper limit of zstd's output for this input size (`ZSTD_COMPRESSBOUND` in
+    zstd.h).
+    """
     return size + (size >> 8) + (max(0, 131_072 - size) >> 11)
 
 
@@ -496,11 +567,15 @@ def _pieces(form: str, layout: ModelLayout) -> tuple[Piece, ...]:
     return tuple(_FORMS[form].pieces(layout))
 
 
-CODECS: Final[dict[str, Codec]] = {name: Fp32() if name == Fp32.name else Packed(name) for name in UP}
+CODECS: Final[dict[str, Codec]] = {
+    name: Fp32() if name == Fp32.name else Packed(name) for name in UP
+}
 
 
 def codec_of(name: str | CodecSettings) -> Codec:
-    """Return a codec by its wire name, or by its settings. Raises WireError; InvalidExperiment for own code."""
+    """Return a codec by its wire name, or by its settings. Raises WireError; InvalidExperiment for
+    own code.
+    """
     if isinstance(name, CodecSettings):
         return CODECS.get(name.name) or LossyDelta(name)
     try:

@@ -1,13 +1,16 @@
-"""Codecs of changes: the arithmetic of one, fedstrata's or the user's own, and the blob that it makes.
+"""Codecs of changes: the arithmetic of one, fedstrata's or the user's own, and the blob that it
+makes.
 
     blob = [ the codec's bytes | float32 buffers | int64 buffers ] [ float32 extras ]
 
-The codec's bytes are of d = x - z: the trainable columns of the model that a node sends, minus those of the model that
-it received. The receiver has y = z + C(d). Buffers and extras are always transferred exactly. A codec encodes all
-columns at once, or each tensor by itself, and then the bytes of the tensors lie one after another.
+The codec's bytes are of d = x - z: the trainable columns of the model that a node sends, minus
+those of the model that it received. The receiver has y = z + C(d). Buffers and extras are always
+transferred exactly. A codec encodes all columns at once, or each tensor by itself, and then the
+bytes of the tensors lie one after another.
 
-C is unbiased, E[C(d)] = d, or a contraction, ||d - C(d)||^2 <= (1 - delta) ||d||^2 with some delta > 0. What a
-contraction leaves out is lost, unless the sender adds it next time (`common/runtime/uploads.py`).
+C is unbiased, E[C(d)] = d, or a contraction, ||d - C(d)||^2 <= (1 - delta) ||d||^2 with some delta
+> 0. What a contraction leaves out is lost, unless the sender adds it next time
+(`common/runtime/uploads.py`).
 """
 
 from __future__ import annotations
@@ -23,16 +26,19 @@ from fedstrata.common.settings.own import OwnName, OwnSettings
 from fedstrata.common.settings.tables import OWN
 
 CODEC_KEY: Final = "up.name"
-PIECE_COLUMNS: Final = 65_536  # encoded at once: they, and what becomes of them, fit into a core's cache
+# encoded at once: they, and what becomes of them, fit into a core's cache
+PIECE_COLUMNS: Final = 65_536
 SCALE_COLUMNS: Final = 1024  # with a scale of their own
 
 
 class DeltaCodec:
-    """The arithmetic of a codec of changes. One's own inherits from it; its keywords are the experiment's keys.
+    """The arithmetic of a codec of changes. One's own inherits from it; its keywords are the
+    experiment's keys.
 
-    It has no state: methods may be called from any thread. `unbiased`: whether the mean of what it decodes, over its
-    random numbers, is the change; else it is a contraction. `by_tensor`: whether it encodes each tensor by itself, in
-    exactly `nbytes`: a layer's biases would lose all precision with a scale that they share with its weights.
+    It has no state: methods may be called from any thread. `unbiased`: whether the mean of what it
+    decodes, over its random numbers, is the change; else it is a contraction. `by_tensor`: whether
+    it encodes each tensor by itself, in exactly `nbytes`: a layer's biases would lose all precision
+    with a scale that they share with its weights.
     """
 
     unbiased: bool = False
@@ -43,14 +49,17 @@ class DeltaCodec:
         raise NotImplementedError
 
     def encode(self, delta_D: npt.NDArray[np.float32], chance: np.random.Generator) -> bytes:
-        """Return the bytes of a change, float32 [D]. `chance`: of this node and this task, so that a run repeats.
+        """Return the bytes of a change, float32 [D]. `chance`: of this node and this task, so that
+        a run repeats.
 
-        A change with a number that is not finite must give bytes that `decode` refuses, or that have such a number.
+        A change with a number that is not finite must give bytes that `decode` refuses, or that
+        have such a number.
         """
         raise NotImplementedError
 
     def decode(self, data: bytes, columns: int) -> npt.NDArray[np.float32]:
-        """Return the change, float32 [columns], of bytes from the network, at most `nbytes` of them.
+        """Return the change, float32 [columns], of bytes from the network, at most `nbytes` of
+        them.
 
         Raises WireError, or ValueError, if they are invalid.
         """
@@ -67,9 +76,11 @@ class OwnCodec(CodecSettings, OwnSettings):
 
 
 class GuardedCodec(DeltaCodec):
-    """The user's codec. An error in it ends the run as InvalidExperiment, or refuses bytes from the network.
+    """The user's codec. An error in it ends the run as InvalidExperiment, or refuses bytes from the
+    network.
 
-    What it encodes is decoded at once, at the sender: if that fails, the codec is wrong, not the bytes.
+    What it encodes is decoded at once, at the sender: if that fails, the codec is wrong, not the
+    bytes.
     """
 
     def __init__(self, settings: OwnCodec) -> None:
@@ -100,10 +111,15 @@ class GuardedCodec(DeltaCodec):
             problem = f"encode returns {type(found).__name__}{own.place(self._codec.encode)}"
             own.refuse(CODEC_KEY, self._name, problem, "Return bytes.")
         if len(found) > most:
-            problem = f"encode returns {len(found)} bytes of {delta_D.size} columns, and nbytes is {most}"
+            problem = (
+                f"encode returns {len(found)} bytes of {delta_D.size} columns, and nbytes is {most}"
+            )
             own.refuse(CODEC_KEY, self._name, problem, "Return the most that it may be in nbytes.")
         if self.by_tensor and len(found) < most:
-            problem = f"encode returns {len(found)} bytes of a tensor of {delta_D.size} columns, and nbytes is {most}"
+            problem = (
+                f"encode returns {len(found)} bytes of a tensor of {delta_D.size} columns, "
+                f"and nbytes is {most}"
+            )
             own.refuse(CODEC_KEY, self._name, problem, "Return as many, or omit by_tensor.")
         if np.isfinite(delta_D).all():  # else `decode` may refuse it
             self._check(found, delta_D.size)
@@ -115,10 +131,17 @@ class GuardedCodec(DeltaCodec):
             found: object = self._codec.decode(data, columns)
         if problem := _misfit(found, columns):
             at = own.place(self._codec.decode)
-            own.refuse(CODEC_KEY, self._name, f"decode returns {problem}{at}", "Return as many float32 numbers.")
+            own.refuse(
+                CODEC_KEY,
+                self._name,
+                f"decode returns {problem}{at}",
+                "Return as many float32 numbers.",
+            )
 
     def decode(self, data: bytes, columns: int) -> npt.NDArray[np.float32]:
-        """Return its change. Raises WireError if it raises ValueError, RefusedModel for whatever else it raises."""
+        """Return its change. Raises WireError if it raises ValueError, RefusedModel for whatever
+        else it raises.
+        """
         try:
             with own.guarded({CODEC_KEY: self._name}, everything=True):
                 return self._decode(data, columns)
@@ -133,9 +156,14 @@ class GuardedCodec(DeltaCodec):
 
 
 class LossyDelta:
-    """The codec of blobs with changes, see `common.model.codecs.Codec`; one of the user's own is `own` on the wire."""
+    """The codec of blobs with changes, see `common.model.codecs.Codec`; one of the user's own is
+    `own` on the wire.
+    """
 
-    is_row, exact, delta, fixed = False, False, True, False
+    is_row = False
+    exact = False
+    delta = True
+    fixed = False
 
     def __init__(self, settings: CodecSettings) -> None:
         self.name = OWN if own.is_own(settings.name) else settings.name
@@ -154,11 +182,15 @@ class LossyDelta:
         out: Row | None = None,
         chance: np.random.Generator | None = None,
     ) -> memoryview:
-        assert reference is not None and chance is not None, f"{self.name} needs a reference, and random numbers"
+        assert reference is not None and chance is not None, (
+            f"{self.name} needs a reference, and random numbers"
+        )
         columns = slice(0, layout.parameters)
         with np.errstate(over="ignore", invalid="ignore"):
             delta_D = layout.floats(row)[columns] - layout.floats(reference)[columns]
-        changes = b"".join([self._changes.encode(delta_D[each], chance) for each in self._parts(layout)])
+        changes = b"".join(
+            [self._changes.encode(delta_D[each], chance) for each in self._parts(layout)]
+        )
         rest = row[4 * layout.parameters : layout.row_bytes]
         size = len(changes) + rest.size
         blob = np.empty(size, np.uint8) if out is None else out[:size]
@@ -169,7 +201,9 @@ class LossyDelta:
     def buffer(self, layout: ModelLayout, row: Row, *, size: int) -> memoryview:
         return np.empty(size, np.uint8).data
 
-    def decode(self, layout: ModelLayout, blob: memoryview, row: Row, *, reference: Row | None = None) -> None:
+    def decode(
+        self, layout: ModelLayout, blob: memoryview, row: Row, *, reference: Row | None = None
+    ) -> None:
         assert reference is not None, f"{self.name} needs a reference"
         parts = self._parts(layout)
         rest = layout.row_bytes - 4 * layout.parameters
@@ -216,5 +250,7 @@ def _misfit(found: object, columns: int) -> str:
 
 
 def blocks_of(columns: int) -> int:
-    """Return the number of blocks of SCALE_COLUMNS columns, the last one of which may be shorter."""
+    """Return the number of blocks of SCALE_COLUMNS columns, the last one of which may be
+    shorter.
+    """
     return -(-columns // SCALE_COLUMNS)

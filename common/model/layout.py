@@ -3,10 +3,11 @@
     row = [ trainable float32 columns | float32 buffers | int64 buffers | float32 extras ]
             D                            Db               Q               E
 
-Entries keep the order of the model's state_dict *within* each section. So the trainable columns are contiguous: norms
-and similarities read `row[:D]` and never need a mask. Extras are vectors that some methods send behind the model, such
-as SCAFFOLD's control variates; without them the row is the model. This module depends only on numpy;
-`common.learning.models.layout_of` creates layouts of torch modules.
+Entries keep the order of the model's state_dict *within* each section. So the trainable columns are
+contiguous: norms and similarities read `row[:D]` and never need a mask. Extras are vectors that
+some methods send behind the model, such as SCAFFOLD's control variates; without them the row is the
+model. This module depends only on numpy; `common.learning.models.layout_of` creates layouts of
+torch modules.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class Section(StrEnum):
 class Entry:
     """One tensor of the state: `start` and `stop` are columns in the numbering of its section.
 
-    PARAMETER and BUFFER share the numbering 0 .. D+Db of the float32 part. COUNTER has its own, 0 .. Q, and EXTRA its
-    own, 0 .. E.
+    PARAMETER and BUFFER share the numbering 0 .. D+Db of the float32 part. COUNTER has its own, 0
+    .. Q, and EXTRA its own, 0 .. E.
     """
 
     name: str
@@ -65,7 +66,9 @@ class Entry:
 
 
 class FrozenForm(NamedTuple):
-    """A model's frozen arrays: the digest of their content, 16 hexadecimal digits, and the bytes of a file of them."""
+    """A model's frozen arrays: the digest of their content, 16 hexadecimal digits, and the bytes of
+    a file of them.
+    """
 
     digest: str
     nbytes: int
@@ -75,7 +78,8 @@ class FrozenForm(NamedTuple):
 class ModelLayout:
     """Names, shapes and places of a model's exchanged tensors; equal layouts have equal digests.
 
-    `frozen`: of the arrays that no row holds because all nodes have them (`parts.py`), None without any.
+    `frozen`: of the arrays that no row holds because all nodes have them (`parts.py`), None without
+    any.
     """
 
     entries: tuple[Entry, ...]
@@ -83,7 +87,9 @@ class ModelLayout:
 
     @classmethod
     def build(
-        cls, tensors: Iterable[tuple[str, Sequence[int], Section | str]], frozen: FrozenForm | None = None
+        cls,
+        tensors: Iterable[tuple[str, Sequence[int], Section | str]],
+        frozen: FrozenForm | None = None,
     ) -> ModelLayout:
         """Place the tensors, given in state_dict order, into the row."""
         listed = [(name, shape, Section(kind)) for name, shape, kind in tensors]
@@ -97,7 +103,9 @@ class ModelLayout:
                     used[numbering] += prod(shape)
                     entries.append(Entry(name, tuple(shape), section, start, used[numbering]))
         if not any(entry.section is Section.PARAMETER for entry in entries):
-            raise InvalidExperiment("model.name", "", "the model has no trainable parameter", "Choose another model.")
+            raise InvalidExperiment(
+                "model.name", "", "the model has no trainable parameter", "Choose another model."
+            )
         return cls(tuple(entries), frozen)
 
     @classmethod
@@ -105,7 +113,11 @@ class ModelLayout:
         """Read what `to_json` wrote. Raises WireError."""
         try:
             read = json.loads(text)
-            listed, frozen = (read["exchanged"], _frozen(*read["frozen"])) if isinstance(read, dict) else (read, None)
+            listed, frozen = (
+                (read["exchanged"], _frozen(*read["frozen"]))
+                if isinstance(read, dict)
+                else (read, None)
+            )
             tensors = [(name, shape, Section(kind)) for name, shape, kind in listed]
             if not all(_is_name(name) and _is_shape(shape) for name, shape, _ in tensors):
                 raise ValueError("no name or no shape")
@@ -121,7 +133,8 @@ class ModelLayout:
         """Return the layout as JSON, the form for nodes without torch."""
         listed = [[e.name, e.shape, e.section] for e in self.entries]
         return json.dumps(
-            {"exchanged": listed, "frozen": self.frozen} if self.frozen else listed, separators=(",", ":")
+            {"exchanged": listed, "frozen": self.frozen} if self.frozen else listed,
+            separators=(",", ":"),
         )
 
     @cached_property
@@ -163,18 +176,25 @@ class ModelLayout:
         return self.build([*listed, *added], self.frozen)
 
     def differs_in_frozen(self, other: ModelLayout) -> bool:
-        """Return whether two layouts are equal but for the content of their frozen arrays, which have one size."""
+        """Return whether two layouts are equal but for the content of their frozen arrays, which
+        have one size.
+        """
         if self.frozen is None or other.frozen is None or self.frozen.nbytes != other.frozen.nbytes:
             return False
         return self.entries == other.entries and self.frozen != other.frozen
 
     @cached_property
     def in_state_order(self) -> tuple[Entry, ...]:
-        """The entries in the order of torch's state: by module, parameters before buffers and counters.
+        """The entries in the order of torch's state: by module, parameters before buffers and
+        counters.
 
-        Modules are in the order of their first entry here, so modules without a parameter come last.
+        Modules are in the order of their first entry here, so modules without a parameter come
+        last.
         """
-        modules = {module: i for i, module in enumerate(dict.fromkeys(entry.module for entry in self.entries))}
+        modules = {
+            module: i
+            for i, module in enumerate(dict.fromkeys(entry.module for entry in self.entries))
+        }
         return tuple(sorted(self.entries, key=lambda entry: modules[entry.module]))
 
     @cached_property
@@ -186,11 +206,18 @@ class ModelLayout:
 
     @property
     def head(self) -> tuple[Entry, Entry | None]:
-        """The weight [C, F] and the bias [C] of the model's last linear layer. Raises InvalidExperiment."""
+        """The weight [C, F] and the bias [C] of the model's last linear layer. Raises
+        InvalidExperiment.
+        """
         named = {entry.name: entry for entry in self.entries if entry.section is Section.PARAMETER}
-        weights = [entry for entry in named.values() if entry.name.endswith("weight") and len(entry.shape) == 2]
+        weights = [
+            entry
+            for entry in named.values()
+            if entry.name.endswith("weight") and len(entry.shape) == 2
+        ]
         if not weights:
-            problem, remedy = "it has no linear layer, whose inputs are the features", "Use another model."
+            problem = "it has no linear layer, whose inputs are the features"
+            remedy = "Use another model."
             raise InvalidExperiment("model.name", "", problem, remedy)
         return weights[-1], named.get(f"{weights[-1].name.removesuffix('weight')}bias")
 
@@ -213,13 +240,19 @@ class ModelLayout:
     @cached_property
     def extra_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the vectors behind the model, by name."""
-        return {e.name.removeprefix(EXTRAS): e.shape for e in self.entries if e.section is Section.EXTRA}
+        return {
+            e.name.removeprefix(EXTRAS): e.shape for e in self.entries if e.section is Section.EXTRA
+        }
 
     def extras_of(self, rows: Row) -> dict[str, npt.NDArray[np.float32]]:
-        """Return the vectors behind the model of a row, or of rows [K, row_bytes], as views [..., *shape], by name."""
+        """Return the vectors behind the model of a row, or of rows [K, row_bytes], as views [...,
+        *shape], by name.
+        """
         columns = self.extra_columns(rows)
         return {
-            e.name.removeprefix(EXTRAS): columns[..., e.start : e.stop].reshape(*columns.shape[:-1], *e.shape)
+            e.name.removeprefix(EXTRAS): columns[..., e.start : e.stop].reshape(
+                *columns.shape[:-1], *e.shape
+            )
             for e in self.entries
             if e.section is Section.EXTRA
         }
@@ -229,7 +262,10 @@ class ModelLayout:
         floats = self.floats(row)
         sections: dict[Section, npt.NDArray[np.float32] | npt.NDArray[np.int64]]
         sections = {Section.COUNTER: self.integers(row), Section.EXTRA: self.extra_columns(row)}
-        return {e.name: sections.get(e.section, floats)[e.start : e.stop].reshape(e.shape) for e in self.entries}
+        return {
+            e.name: sections.get(e.section, floats)[e.start : e.stop].reshape(e.shape)
+            for e in self.entries
+        }
 
     def flatten(self, state: Mapping[str, npt.NDArray[np.generic]], row: Row) -> None:
         """Write named arrays into a row. Raises RefusedModel on a missing name or another shape."""
@@ -237,14 +273,19 @@ class ModelLayout:
             source = state.get(name)
             if source is None or source.shape != view.shape:
                 have = "missing" if source is None else f"of shape {source.shape}"
-                raise RefusedModel(f"entry {name} is {have}, the model's layout requires {view.shape}")
+                raise RefusedModel(
+                    f"entry {name} is {have}, the model's layout requires {view.shape}"
+                )
             np.copyto(view, source, casting="same_kind")
 
     def check_finite(self, row: Row) -> None:
         """Refuse a row with NaN or Inf. Raises RefusedModel naming the entry."""
-        with np.errstate(over="ignore", invalid="ignore"):  # large finite values overflow here, and pass below
+        # large finite values overflow here, and pass below
+        with np.errstate(over="ignore", invalid="ignore"):
             # One pass, no temporary: any NaN or Inf survives the sum.
-            sums = [np.dot(columns, columns) for columns in (self.floats(row), self.extra_columns(row))]
+            sums = [
+                np.dot(columns, columns) for columns in (self.floats(row), self.extra_columns(row))
+            ]
         if np.isfinite(sums).all():
             return
         for name, values in self.views(row).items():
@@ -254,7 +295,9 @@ class ModelLayout:
 
 @dataclass(frozen=True, slots=True)
 class LinkLayouts:
-    """What the rows of a tier's links hold: the model, and the model with the extras that go down and up."""
+    """What the rows of a tier's links hold: the model, and the model with the extras that go down
+    and up.
+    """
 
     model: ModelLayout
     down: ModelLayout
@@ -267,10 +310,11 @@ class LinkLayouts:
 
 
 def shared_row(blob: str, data: bytes) -> Row:
-    """Return a model's bytes as a row, read-only, without a copy; equal ones of this process share one.
+    """Return a model's bytes as a row, read-only, without a copy; equal ones of this process share
+    one.
 
-    An institution's devices get the same model. The row's `base` is the bytes that are shared. They are freed with the
-    last such row.
+    An institution's devices get the same model. The row's `base` is the bytes that are shared. They
+    are freed with the last such row.
     """
     row = _SHARED.get(blob)
     if row is None or row.base != data:  # equal ids prove nothing
@@ -287,7 +331,8 @@ def _frozen(digest: object, nbytes: object) -> FrozenForm:
 
 
 def _is_name(value: object) -> bool:
-    return isinstance(value, str) and len(value) <= NAME_MOST and value.isprintable()  # no lone surrogate is
+    # no lone surrogate is
+    return isinstance(value, str) and len(value) <= NAME_MOST and value.isprintable()
 
 
 def _is_shape(value: object) -> bool:

@@ -1,10 +1,13 @@
-"""The parts of a model: which of its arrays nodes exchange, which are frozen, and which each device keeps; their files.
+"""The parts of a model: which of its arrays nodes exchange, which are frozen, and which each device
+keeps; their files.
 
-Arrays have the names of the model's state. Frozen ones are the same at every node. The layout has their digest: a node
-that builds others with its model fetches those of its parent, once, as a file in safetensors' format. Personal ones are
-in no row that is sent. A device trains the exchanged and the personal ones, whose row has the layout `whole`.
+Arrays have the names of the model's state. Frozen ones are the same at every node. The layout has
+their digest: a node that builds others with its model fetches those of its parent, once, as a file
+in safetensors' format. Personal ones are in no row that is sent. A device trains the exchanged and
+the personal ones, whose row has the layout `whole`.
 
-The first model of a run may be a file's, `model.initial`: its arrays must be those of the model that the run trains.
+The first model of a run may be a file's, `model.initial`: its arrays must be those of the model
+that the run trains.
 """
 
 from __future__ import annotations
@@ -47,26 +50,36 @@ def part_of_each(
 ) -> dict[str, Part]:
     """Return the part of each array, by its first name; `arrays` has all names of each.
 
-    `constant`: those that are frozen in any case. Raises InvalidExperiment for a pattern without an array, and an array
-    of two parts.
+    `constant`: those that are frozen in any case. Raises InvalidExperiment for a pattern without an
+    array, and an array of two parts.
     """
     found = dict.fromkeys(arrays, Part.EXCHANGED)
     for part, patterns in ((Part.FROZEN, model.frozen), (Part.PERSONAL, model.personal)):
         for pattern in patterns:
             key = f"model.{part}"
-            named = [first for first, names in arrays.items() if any(fnmatchcase(name, pattern) for name in names)]
+            named = [
+                first
+                for first, names in arrays.items()
+                if any(fnmatchcase(name, pattern) for name in names)
+            ]
             if not named:
                 remedy = proposal(pattern, list(arrays), what="It has")
-                raise InvalidExperiment(key, pattern, f"{model.name} has no array of such a name", remedy)
+                raise InvalidExperiment(
+                    key, pattern, f"{model.name} has no array of such a name", remedy
+                )
             for name in named:
                 if part is Part.PERSONAL and found[name] is Part.FROZEN:
-                    raise InvalidExperiment(key, pattern, f"{name} is frozen, too", "Let the patterns differ.")
+                    raise InvalidExperiment(
+                        key, pattern, f"{name} is frozen, too", "Let the patterns differ."
+                    )
                 found[name] = part
     return found | dict.fromkeys(constant, Part.FROZEN)
 
 
 def read_frozen_file(path: Path, digest: str) -> dict[str, npt.NDArray[Any]]:
-    """Return the frozen arrays of a file, by name. Raises RefusedModel if its content has another digest."""
+    """Return the frozen arrays of a file, by name. Raises RefusedModel if its content has another
+    digest.
+    """
     try:
         found, _ = tensors.read(path)
     except (SafetensorError, OSError, ValueError, TypeError) as error:
@@ -85,9 +98,13 @@ def differences(found: Tensors, wanted: Tensors, *, known: Container[str] = ()) 
         *(f"{name} is missing" for name in wanted if name not in found),
         *(f"{name} is unknown" for name in found if name not in wanted and name not in known),
         *(
-            f"{name} is {found[name].dtype} {list(found[name].shape)}, not {array.dtype} {list(array.shape)}"
+            (
+                f"{name} is {found[name].dtype} {list(found[name].shape)}, not {array.dtype} "
+                f"{list(array.shape)}"
+            )
             for name, array in wanted.items()
-            if name in found and (found[name].shape, found[name].dtype) != (array.shape, array.dtype)
+            if name in found
+            and (found[name].shape, found[name].dtype) != (array.shape, array.dtype)
         ),
     ]
     more = f" and {len(wrong) - NAMED_MOST} more" if len(wrong) > NAMED_MOST else ""
@@ -95,16 +112,22 @@ def differences(found: Tensors, wanted: Tensors, *, known: Container[str] = ()) 
 
 
 def given_arrays(path: Path | None) -> dict[str, npt.NDArray[Any]]:
-    """Return the frozen arrays of a file that is named by their digest, none without a file. Raises RefusedModel."""
-    return {} if path is None else read_frozen_file(path, path.name)
+    """Return the frozen arrays of a file that is named by their digest, none without a file. Raises
+    RefusedModel.
+    """
+    if path is None:
+        return {}
+    return read_frozen_file(path, path.name)
 
 
 @dataclass(frozen=True, eq=False)
 class ModelParts:
-    """A model's layouts: of what is exchanged, and of the `whole` that a device trains; the same without personal ones.
+    """A model's layouts: of what is exchanged, and of the `whole` that a device trains; the same
+    without personal ones.
 
-    `frozen`: the arrays by name, of any type. `first`: the personal arrays with which a device begins, one after
-    another in the order of `whole`, uint8. `constant`: names of parameters that are frozen because of `requires_grad`.
+    `frozen`: the arrays by name, of any type. `first`: the personal arrays with which a device
+    begins, one after another in the order of `whole`, uint8. `constant`: names of parameters that
+    are frozen because of `requires_grad`.
     """
 
     exchanged: ModelLayout
@@ -122,8 +145,12 @@ class ModelParts:
         *,
         constant: Collection[str] = (),
     ) -> ModelParts:
-        """Return the parts of arrays, names with shapes in the order of the state; `values`: of those not exchanged."""
-        frozen = {name: array.copy() for name, array in values.items() if parts[name] is Part.FROZEN}
+        """Return the parts of arrays, names with shapes in the order of the state; `values`: of
+        those not exchanged.
+        """
+        frozen = {
+            name: array.copy() for name, array in values.items() if parts[name] is Part.FROZEN
+        }
         form = FrozenForm(tensors.content(frozen, {}), tensors.size(frozen, {})) if frozen else None
         listed = [(name, shape, section) for name, shape, section in arrays if name not in frozen]
         exchanged = [each for each in listed if parts[each[0]] is Part.EXCHANGED]
@@ -146,25 +173,34 @@ class ModelParts:
     @property
     def kept_bytes(self) -> int:
         """Bytes of what a device keeps of its personal arrays, 0 without any."""
-        return MARK_BYTES + self.first.size if self.personal else 0
+        if self.personal:
+            return MARK_BYTES + self.first.size
+        return 0
 
     @cached_property
     def columns(self) -> npt.NDArray[np.int64]:
         """The places in `whole` of the exchanged trainable columns, int64 [D]."""
         places = {entry.name: np.arange(entry.start, entry.stop) for entry in self.whole.entries}
-        named = [entry.name for entry in self.exchanged.entries if entry.section is Section.PARAMETER]
+        named = [
+            entry.name for entry in self.exchanged.entries if entry.section is Section.PARAMETER
+        ]
         return np.concatenate([places[name] for name in named])
 
     def join(self, model: Row, kept: Row, whole: Row) -> None:
-        """Write a row of `whole`: the exchanged arrays of a model, and the personal ones that a device has kept."""
-        exchanged, personal = self.exchanged.views(model), kept[MARK_BYTES:] if kept[:MARK_BYTES].any() else self.first
+        """Write a row of `whole`: the exchanged arrays of a model, and the personal ones that a
+        device has kept.
+        """
+        exchanged = self.exchanged.views(model)
+        personal = kept[MARK_BYTES:] if kept[:MARK_BYTES].any() else self.first
         start = 0
         for name, view in self.whole.views(whole).items():
             if name in exchanged:
                 view[...] = exchanged[name]
             else:
                 stop = start + view.nbytes
-                view[...] = np.frombuffer(personal[start:stop].tobytes(), view.dtype).reshape(view.shape)
+                view[...] = np.frombuffer(personal[start:stop].tobytes(), view.dtype).reshape(
+                    view.shape
+                )
                 start = stop
 
     def split(self, whole: Row, model: Row, kept: Row) -> None:
@@ -178,5 +214,7 @@ class ModelParts:
     def personal_of(self, whole: Row) -> Row:
         """Return the personal arrays of a row of `whole`, one after another, uint8."""
         views = self.whole.views(whole)
-        parts = [np.ascontiguousarray(views[name]).reshape(-1).view(np.uint8) for name in self.personal]
+        parts = [
+            np.ascontiguousarray(views[name]).reshape(-1).view(np.uint8) for name in self.personal
+        ]
         return np.concatenate(parts)

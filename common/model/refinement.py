@@ -1,4 +1,6 @@
-"""What a rule and its refiner exchange: the rule is numpy only, the refiner computes with samples and torch."""
+"""What a rule and its refiner exchange: the rule is numpy only, the refiner computes with samples
+and torch.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ Doubles: TypeAlias = "npt.NDArray[np.float64]"
 class RoundModels:
     """What a refiner gets in round `r`: rows of a layout, uint8 [row_bytes] each.
 
-    `mean`: that of the uploads by `weights_K`, into which a refined model is written. `received`: what the children
-    received. A rule may define rows that are no models.
+    `mean`: that of the uploads by `weights_K`, into which a refined model is written. `received`:
+    what the children received. A rule may define rows that are no models.
     """
 
     r: int
@@ -29,20 +31,25 @@ class RoundModels:
 
 
 class Refiner(Protocol):
-    """One node's means to compute with its samples. Called outside the event loop, one call at a time."""
+    """One node's means to compute with its samples. Called outside the event loop, one call at a
+    time.
+    """
 
     @property
     def moves(self) -> int:
         """Counter of progress, also during a call."""
 
     def refine(self, models: RoundModels) -> Mapping[str, Any]:
-        """Do what the node's rule asks for, write parameters of the mean, and return facts that JSON can hold.
+        """Do what the node's rule asks for, write parameters of the mean, and return facts that
+        JSON can hold.
 
         The same models give the same bits. Raises FedstrataError.
         """
 
     def cancel(self) -> None:
-        """End a running call, and refuse others, both with FedstrataError; called from another thread."""
+        """End a running call, and refuse others, both with FedstrataError; called from another
+        thread.
+        """
 
     def allow(self) -> None:
         """Allow calls again."""

@@ -1,10 +1,12 @@
-"""Scaled signs: a bit for each column, and for each 1024 of a tensor the mean magnitude (Bernstein et al. 2018).
+"""Scaled signs: a bit for each column, and for each 1024 of a tensor the mean magnitude (Bernstein
+et al. 2018).
 
-    C(d) = mean |d| sign(d) of each block;  ||d - C(d)||^2 = ||d||^2 - n (mean |d|)^2 <= (1 - 1 / n) ||d||^2
+    C(d) = mean |d| sign(d) of each block;  ||d - C(d)||^2 = ||d||^2 - n (mean |d|)^2 <= (1 - 1 / n)
+    ||d||^2
 
-for a block of n columns, as with Karimireddy et al. (2019). A block ends with its tensor, as those of int8: the mean
-magnitude of a layer's weights is not that of its biases. Bytes of each tensor: the means, float32, then the bits, 1
-for negative.
+for a block of n columns, as with Karimireddy et al. (2019). A block ends with its tensor, as those
+of int8: the mean magnitude of a layer's weights is not that of its biases. Bytes of each tensor:
+the means, float32, then the bits, 1 for negative.
 All sums are of pairs, in one order, so that every machine computes the same bits.
 """
 
@@ -19,7 +21,9 @@ from fedstrata.common.model.delta_codecs import PIECE_COLUMNS, SCALE_COLUMNS, De
 
 
 class SignSettings(CodecSettings):
-    """The sign of each change, and for each 1024 of a tensor their mean magnitude: 32 times smaller than fp32."""
+    """The sign of each change, and for each 1024 of a tensor their mean magnitude: 32 times smaller
+    than fp32.
+    """
 
     name: Literal["sign"] = "sign"  # the codec
 
@@ -43,7 +47,9 @@ class ScaledSigns(DeltaCodec):
 
     def encode(self, delta_D: npt.NDArray[np.float32], chance: np.random.Generator) -> bytes:
         """Return the means and the bits."""
-        means = [_means(delta_D[at : at + PIECE_COLUMNS]) for at in range(0, delta_D.size, PIECE_COLUMNS)]
+        means = [
+            _means(delta_D[at : at + PIECE_COLUMNS]) for at in range(0, delta_D.size, PIECE_COLUMNS)
+        ]
         return np.concatenate(means).tobytes() + np.packbits(np.signbit(delta_D)).tobytes()
 
     def decode(self, data: bytes, columns: int) -> npt.NDArray[np.float32]:
@@ -67,7 +73,9 @@ class ScaledSigns(DeltaCodec):
 
 
 def _means(piece: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Return the mean magnitude of each block of a piece; halves are added until one number is left."""
+    """Return the mean magnitude of each block of a piece; halves are added until one number is
+    left.
+    """
     blocks = blocks_of(piece.size)
     sums = np.zeros((blocks, SCALE_COLUMNS), np.float32)
     np.multiply(np.abs(piece), np.float32(1 / SCALE_COLUMNS), out=sums.reshape(-1)[: piece.size])

@@ -1,4 +1,5 @@
-"""The codecs of changes by name, each with its settings' class, which is imported when it is needed, as a user's own.
+"""The codecs of changes by name, each with its settings' class, which is imported when it is
+needed, as a user's own.
 
 A file of this folder and a line here make a codec one of fedstrata's.
 """

@@ -1,6 +1,8 @@
-"""Files of named tensors in safetensors' format, which any tool can read, with a digest of their content.
+"""Files of named tensors in safetensors' format, which any tool can read, with a digest of their
+content.
 
-Its own `save_file` is not used: it gives the file mode 0600, whatever the umask, and hides the errno of a full disk.
+Its own `save_file` is not used: it gives the file mode 0600, whatever the umask, and hides the
+errno of a full disk.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ TYPES: Final = {
     **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
     **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
 }  # numpy's names, and those of the format
-_DTYPES: Final = {kind: BFLOAT16 if kind == "BF16" else np.dtype(name) for name, kind in TYPES.items()}
+_DTYPES: Final = {
+    kind: BFLOAT16 if kind == "BF16" else np.dtype(name) for name, kind in TYPES.items()
+}
 
 
 def write(file: BinaryIO, tensors: Tensors, metadata: Mapping[str, str]) -> None:
@@ -59,7 +63,8 @@ def content(tensors: Tensors, metadata: Mapping[str, str]) -> str:
 def read(path: Path) -> tuple[dict[str, npt.NDArray[Any]], dict[str, str]]:
     """Return a file's tensors and its metadata.
 
-    Raises SafetensorError, OSError, TypeError, and ValueError, also if it has a digest and another content.
+    Raises SafetensorError, OSError, TypeError, and ValueError, also if it has a digest and another
+    content.
     """
     with safe_open(path, framework="numpy") as file:
         metadata = file.metadata() or {}
@@ -73,18 +78,26 @@ def read(path: Path) -> tuple[dict[str, npt.NDArray[Any]], dict[str, str]]:
 
 
 def parse(data: bytes) -> dict[str, npt.NDArray[Any]]:
-    """Return the tensors of a file's bytes. Raises SafetensorError, and ValueError for a type not in `TYPES`."""
+    """Return the tensors of a file's bytes. Raises SafetensorError, and ValueError for a type not
+    in `TYPES`.
+    """
     found = {}
     for name, tensor in deserialize(data):  # type: ignore[no-untyped-call]
         if tensor["dtype"] not in _DTYPES:
             raise ValueError(f"{name} is {tensor['dtype']}, which numpy does not have")
-        found[name] = np.frombuffer(tensor["data"], _DTYPES[tensor["dtype"]]).reshape(tensor["shape"])
+        found[name] = np.frombuffer(tensor["data"], _DTYPES[tensor["dtype"]]).reshape(
+            tensor["shape"]
+        )
     return found
 
 
 def file_of(run: str) -> Path:
-    """Return the file of a run's folder that has its final model, or the file that was named itself."""
-    return Path(run) / FINAL if Path(run).is_dir() else Path(run)
+    """Return the file of a run's folder that has its final model, or the file that was named
+    itself.
+    """
+    if Path(run).is_dir():
+        return Path(run) / FINAL
+    return Path(run)
 
 
 def _ordered(tensors: Tensors) -> list[tuple[str, npt.NDArray[Any]]]:
@@ -95,8 +108,13 @@ def _head(tensors: Tensors, metadata: Mapping[str, str]) -> bytes:
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name, tensor in _ordered(tensors):
-        start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": TYPES[tensor.dtype.name], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        start = end
+        end = end + tensor.nbytes
+        header[name] = {
+            "dtype": TYPES[tensor.dtype.name],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text

@@ -1,10 +1,12 @@
-"""Top-k: the k columns of largest magnitude, exactly, and nothing of the others (Stich et al. 2018).
+"""Top-k: the k columns of largest magnitude, exactly, and nothing of the others (Stich et al.
+2018).
 
     k = max(1, ceil(share D));  ties go to the lowest column;  ||d - C(d)||^2 <= (1 - k / D) ||d||^2
 
-Bytes: k float32 values in the order of their columns, then the columns in Elias and Fano's form (Elias 1974). Of each
-column p_i the lowest s = floor(log2(D / k)) bits are packed. A bit vector has a one at floor(p_i / 2^s) + i and zeros
-elsewhere. That is at most s + 2 bits for a column, 8.6 with share = 0.01, where its entropy is 8.1. The size is fixed.
+Bytes: k float32 values in the order of their columns, then the columns in Elias and Fano's form
+(Elias 1974). Of each column p_i the lowest s = floor(log2(D / k)) bits are packed. A bit vector has
+a one at floor(p_i / 2^s) + i and zeros elsewhere. That is at most s + 2 bits for a column, 8.6 with
+share = 0.01, where its entropy is 8.1. The size is fixed.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ class TopKSettings(CodecSettings):
 
 
 class TopK(DeltaCodec):
-    """The columns of largest magnitude. A NaN is larger than any number, so that the receiver refuses it."""
+    """The columns of largest magnitude. A NaN is larger than any number, so that the receiver
+    refuses it.
+    """
 
     def __init__(self, share: float) -> None:
         self._share = share
@@ -51,7 +55,8 @@ class TopK(DeltaCodec):
         """Return the largest columns."""
         columns = delta_D.size
         count, low = self._form(columns)
-        magnitudes_D = delta_D.view(np.uint32) & np.uint32(0x7FFF_FFFF)  # ordered as the numbers are
+        # ordered as the numbers are
+        magnitudes_D = delta_D.view(np.uint32) & np.uint32(0x7FFF_FFFF)
         least = np.partition(magnitudes_D, columns - count)[columns - count]
         places = np.flatnonzero(magnitudes_D >= least)
         if (more := places.size - count) > 0:
@@ -60,9 +65,13 @@ class TopK(DeltaCodec):
         ones = np.zeros(_ones_most(columns, count, low), np.uint8)
         ones[(places >> low) + np.arange(count)] = 1
         word = _word(low)
-        words_K = (places & ((1 << low) - 1)).astype(word).view(np.uint8).reshape(count, word.itemsize)
+        words_K = (
+            (places & ((1 << low) - 1)).astype(word).view(np.uint8).reshape(count, word.itemsize)
+        )
         bits_KL = np.unpackbits(words_K, axis=1)[:, 8 * word.itemsize - low :]
-        return delta_D[places].tobytes() + np.packbits(bits_KL).tobytes() + np.packbits(ones).tobytes()
+        return (
+            delta_D[places].tobytes() + np.packbits(bits_KL).tobytes() + np.packbits(ones).tobytes()
+        )
 
     def decode(self, data: bytes, columns: int) -> npt.NDArray[np.float32]:
         """Return the columns, zeros where none was sent. Raises WireError."""
@@ -78,7 +87,9 @@ class TopK(DeltaCodec):
         places = (ones - np.arange(count)) << low
         word = _word(low)
         bits_KL = np.zeros((count, 8 * word.itemsize), np.uint8)
-        bits_KL[:, 8 * word.itemsize - low :] = np.unpackbits(lowest, count=count * low).reshape(count, low)
+        bits_KL[:, 8 * word.itemsize - low :] = np.unpackbits(lowest, count=count * low).reshape(
+            count, low
+        )
         places |= np.packbits(bits_KL, axis=1).view(word)[:, 0].astype(np.int64)
         if places[-1] >= columns or (np.diff(places) <= 0).any():
             raise WireError("columns that do not grow, or that the model does not have")
@@ -88,7 +99,8 @@ class TopK(DeltaCodec):
 
     def _form(self, columns: int) -> tuple[int, int]:
         """Return k, and the number of low bits."""
-        count = max(1, ceil(self._share * columns - 1e-9))  # the product of floats may lie above a whole number
+        # the product of floats may lie above a whole number
+        count = max(1, ceil(self._share * columns - 1e-9))
         return count, (columns // count).bit_length() - 1
 
 

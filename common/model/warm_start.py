@@ -1,4 +1,6 @@
-"""Files of first models as wrappers, distributed training, mixed precision and model hubs leave them."""
+"""Files of first models as wrappers, distributed training, mixed precision and model hubs leave
+them.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +21,37 @@ from fedstrata.common.model.layout import ModelLayout, Row
 from fedstrata.common.model.parts import INITIAL, NO_ARRAYS, differences
 from fedstrata.common.model.tensors import BFLOAT16, Tensors
 
-WRAPPERS: Final = ("module", "_orig_mod", "_fsdp_wrapped_module", "_forward_module", "_checkpoint_wrapped_module")
+WRAPPERS: Final = (
+    "module",
+    "_orig_mod",
+    "_fsdp_wrapped_module",
+    "_forward_module",
+    "_checkpoint_wrapped_module",
+)
 HEAD_BYTES: Final = 64
 TO_SAFETENSORS: Final = (
     "It is not read, as a pickle may run code. Convert its state_dict: "
     'safetensors.torch.save_file(torch.load("{}", weights_only=True), "model.safetensors").'
 )
-KINDS: Final[Mapping[bytes, tuple[str, str]]] = {  # of files, by their first bytes: what each is, and the remedy
+# of files, by their first bytes: what each is, and the remedy
+KINDS: Final[Mapping[bytes, tuple[str, str]]] = {
     b"\x80": ("a pickle", TO_SAFETENSORS),
-    b"\x93NUMPY": ("one array of numpy's", "Name its arrays: safetensors.numpy.save_file(dict, FILE)."),
-    b"\x89HDF": ("an HDF5 file", "Convert it: safetensors.numpy.save_file(dict of its arrays, FILE)."),
-    b"GGUF": ("a GGUF file of quantised weights", "Name the file of the model in safetensors' format."),
-    b"version https://git-lfs": ("a pointer of Git LFS, not the file", "Fetch the file: git lfs pull."),
+    b"\x93NUMPY": (
+        "one array of numpy's",
+        "Name its arrays: safetensors.numpy.save_file(dict, FILE).",
+    ),
+    b"\x89HDF": (
+        "an HDF5 file",
+        "Convert it: safetensors.numpy.save_file(dict of its arrays, FILE).",
+    ),
+    b"GGUF": (
+        "a GGUF file of quantised weights",
+        "Name the file of the model in safetensors' format.",
+    ),
+    b"version https://git-lfs": (
+        "a pointer of Git LFS, not the file",
+        "Fetch the file: git lfs pull.",
+    ),
     b"\x1f\x8b": ("compressed", "Unpack it."),
     b"": ("empty", "Name another file."),
 }
@@ -38,7 +59,9 @@ KINDS: Final[Mapping[bytes, tuple[str, str]]] = {  # of files, by their first by
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WarmStart:
-    """The arrays of a file by the model's names, the digest of the file's content, and what its user should know."""
+    """The arrays of a file by the model's names, the digest of the file's content, and what its
+    user should know.
+    """
 
     arrays: Tensors
     content: str
@@ -46,13 +69,19 @@ class WarmStart:
 
 
 def read_initial(
-    initial: str, layout: ModelLayout, row: Row, *, model: str, known: Container[str] = (), frozen: Tensors = NO_ARRAYS
+    initial: str,
+    layout: ModelLayout,
+    row: Row,
+    *,
+    model: str,
+    known: Container[str] = (),
+    frozen: Tensors = NO_ARRAYS,
 ) -> WarmStart:
     """Read a safetensors file, or that of a run's folder, into a flat model, uint8 [row_bytes].
 
-    Its arrays have the shapes of the layout, and its names, but for a prefix or the names of wrappers. Other floats and
-    other whole numbers are cast. The file may also have arrays that are `known`, and `frozen` ones in their form.
-    `model`: its name in errors. Raises InvalidExperiment.
+    Its arrays have the shapes of the layout, and its names, but for a prefix or the names of
+    wrappers. Other floats and other whole numbers are cast. The file may also have arrays that are
+    `known`, and `frozen` ones in their form. `model`: its name in errors. Raises InvalidExperiment.
     """
     path = tensors.file_of(initial)
     try:
@@ -66,7 +95,9 @@ def read_initial(
     optional = {name: array for name, array in frozen.items() if name in found}
     others = {name for name in found if name in known and name not in views}
     if wrong := differences(found, {**optional, **views}, known=others):
-        raise InvalidExperiment(INITIAL, initial, f"not a model of {model}: {wrong}", "Name a file of the same model.")
+        raise InvalidExperiment(
+            INITIAL, initial, f"not a model of {model}: {wrong}", "Name a file of the same model."
+        )
     layout.flatten(found, row)
     try:
         layout.check_finite(row)
@@ -81,17 +112,24 @@ def _renamed(read: Tensors, wanted: list[str]) -> tuple[Tensors, list[str]]:
     if all(name in read for name in wanted):
         return read, []
     for names, note in _candidates(read, wanted):
-        if len(set(names.values())) == len(names) and all(name in names.values() for name in wanted):
+        if len(set(names.values())) == len(names) and all(
+            name in names.values() for name in wanted
+        ):
             return {name: read[old] for old, name in names.items()}, [note]
     return read, []
 
 
 def _candidates(read: Iterable[str], wanted: list[str]) -> Iterable[tuple[dict[str, str], str]]:
     """Yield other names for a file's arrays, and how each note describes them."""
-    names = {name: ".".join(part for part in name.split(".") if part not in WRAPPERS) for name in read}
+    names = {
+        name: ".".join(part for part in name.split(".") if part not in WRAPPERS) for name in read
+    }
     left_out = sorted({part for name in read for part in name.split(".") if part in WRAPPERS})
     if left_out:
-        yield names, f"its names have {', '.join(f'`{part}.`' for part in left_out)}, which is left out"
+        yield (
+            names,
+            f"its names have {', '.join(f'`{part}.`' for part in left_out)}, which is left out",
+        )
     prefix = ""
     while True:
         heads = {name.partition(".")[0] for name in names.values()}
@@ -103,11 +141,16 @@ def _candidates(read: Iterable[str], wanted: list[str]) -> Iterable[tuple[dict[s
     heads = {name.partition(".")[0] for name in wanted if "." in name}
     if len(heads) == 1:
         added = f"{heads.pop()}."
-        yield {name: f"{added}{name}" for name in read}, f"its names do not begin with `{added}`, which is added"
+        yield (
+            {name: f"{added}{name}" for name in read},
+            f"its names do not begin with `{added}`, which is added",
+        )
 
 
 def _cast(found: Tensors, wanted: Tensors) -> tuple[Tensors, list[str]]:
-    """Return arrays with the types of the model's, where both are floats or whole numbers, and notes of it."""
+    """Return arrays with the types of the model's, where both are floats or whole numbers, and
+    notes of it.
+    """
     made: dict[str, npt.NDArray[Any]] = {}
     changes: dict[str, int] = {}
     for name, array in found.items():
@@ -117,15 +160,21 @@ def _cast(found: Tensors, wanted: Tensors) -> tuple[Tensors, list[str]]:
             continue
         if array.dtype == BFLOAT16 and like.dtype.kind == "f":
             values = (array[BFLOAT16.names[0]].astype(np.uint32) << 16).view(np.float32)  # type: ignore[index]
-        elif array.dtype.kind == like.dtype.kind or (array.dtype.kind in "iub" and like.dtype.kind == "i"):
+        elif array.dtype.kind == like.dtype.kind or (
+            array.dtype.kind in "iub" and like.dtype.kind == "i"
+        ):
             values = array
         else:
             continue
         with np.errstate(over="ignore"):  # what is not finite then is refused
             made[name] = values.astype(like.dtype)
-        change = f"{array.dtype.name if array.dtype != BFLOAT16 else 'bfloat16'}, cast to {like.dtype}"
+        change = (
+            f"{array.dtype.name if array.dtype != BFLOAT16 else 'bfloat16'}, cast to {like.dtype}"
+        )
         changes[change] = changes.get(change, 0) + 1
-    return made, [f"{count} of its {len(found)} arrays are {change}" for change, count in changes.items()]
+    return made, [
+        f"{count} of its {len(found)} arrays are {change}" for change, count in changes.items()
+    ]
 
 
 def _unread(path: Path, error: Exception) -> tuple[str, str]:
@@ -134,8 +183,14 @@ def _unread(path: Path, error: Exception) -> tuple[str, str]:
     if not path.exists():
         if path.parent.is_dir() and path.name == tensors.FINAL:
             others = sorted(each.name for each in path.parent.iterdir())[:5]
-            return f"the folder has no {tensors.FINAL}; it has {', '.join(others) or 'nothing'}", remedy
-        return f"{path} cannot be read: no such file", f"{remedy} A hub's model is downloaded first."
+            return (
+                f"the folder has no {tensors.FINAL}; it has {', '.join(others) or 'nothing'}",
+                remedy,
+            )
+        return (
+            f"{path} cannot be read: no such file",
+            f"{remedy} A hub's model is downloaded first.",
+        )
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()

@@ -14,17 +14,20 @@ if TYPE_CHECKING:
 
 PORT: Final = 1883
 # A name or an IPv4 address, or an IPv6 address in brackets; and a port.
-_ITEM: Final = re.compile(r"(?:\[([^\[\]]+)\]|([\w-]{1,63}(?:\.[\w-]{1,63})*\.?))(?::([0-9]{1,5}))?", re.ASCII)
+_ITEM: Final = re.compile(
+    r"(?:\[([^\[\]]+)\]|([\w-]{1,63}(?:\.[\w-]{1,63})*\.?))(?::([0-9]{1,5}))?", re.ASCII
+)
 
 HostPort: TypeAlias = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class BrokerAddress:
-    """Host, port and login of a broker; the password comes from a file or the environment. `tls`: None without TLS.
+    """Host, port and login of a broker; the password comes from a file or the environment. `tls`:
+    None without TLS.
 
-    `others` are further addresses of the same broker, in the order in which they are tried: the other nodes of a
-    cluster, or the second address of a server.
+    `others` are further addresses of the same broker, in the order in which they are tried: the
+    other nodes of a cluster, or the second address of a server.
     """
 
     host: str
@@ -64,11 +67,15 @@ def is_loopback(host: str) -> bool:
 
 def host_port(host: str, port: int) -> str:
     """Return host:port, an IPv6 address in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    if ":" in host:
+        return f"[{host}]:{port}"
+    return f"{host}:{port}"
 
 
 def parse_hosts(text: str, *, port: int = PORT) -> tuple[HostPort, ...]:
-    """Return the hosts and ports of a list such as `nats-0,nats-1:1884,[::1]:1883`, or this port. Raises ValueError."""
+    """Return the hosts and ports of a list such as `nats-0,nats-1:1884,[::1]:1883`, or this port.
+    Raises ValueError.
+    """
     found = tuple(parse_host(item, port=port) for item in text.split(","))
     for one in found:
         if found.count(one) > 1:

@@ -15,19 +15,24 @@ BACKOFF_S: Final = 0.1
 BACKOFF_MOST_S: Final = 5.0
 HINT: Final = "Is it running there, and are the login and --broker right?"
 HINT_FINAL: Final = "Are the login and its files right?"
-THROWN_OUT: Final = (  # MQTT 3.1.1 ends a connection without a reason when another one has its client id
-    "Another client has its id, or the broker makes ids of logins, or refuses what was sent last. `fedstrata doctor` "
+# MQTT 3.1.1 ends a connection without a reason when another one has its client id
+THROWN_OUT: Final = (
+    "Another client has its id, or the broker makes ids of logins, or refuses what was sent last. "
+    "`fedstrata doctor` "
     "examines it."
 )
-THROWN_LEAST: Final = 8  # in a row; a broker that is restarted, or a bad link, refuses or times out in between
+# in a row; a broker that is restarted, or a bad link, refuses or times out in between
+THROWN_LEAST: Final = 8
 REPEAT_S: Final = 60.0
 KINDS_MOST: Final = 32  # a broker may have several addresses
 
 
 def pause_s(attempt: int, draw: Callable[[float, float], float] = random.uniform) -> float:
-    """Return the seconds to wait before another attempt to connect: doubling each time, minus a random part up to half.
+    """Return the seconds to wait before another attempt to connect: doubling each time, minus a
+    random part up to half.
 
-    Nodes that lost the same broker wait for different times, so that they do not reconnect all at once.
+    Nodes that lost the same broker wait for different times, so that they do not reconnect all at
+    once.
     """
     most = min(BACKOFF_MOST_S, BACKOFF_S * 2 ** min(attempt, 16))
     return draw(most / 2, most)
@@ -36,12 +41,15 @@ def pause_s(attempt: int, draw: Callable[[float, float], float] = random.uniform
 class Attempts:
     """The attempts to connect to the addresses of one broker.
 
-    An address is kept until it fails; then the next one is tried at once, after the last one the first. There is a
-    pause when as many attempts have failed as there are addresses. The pauses grow until a connection has lasted: two
-    clients of one id are each accepted, and throw each other out.
+    An address is kept until it fails; then the next one is tried at once, after the last one the
+    first. There is a pause when as many attempts have failed as there are addresses. The pauses
+    grow until a connection has lasted: two clients of one id are each accepted, and throw each
+    other out.
     """
 
-    def __init__(self, broker: BrokerAddress, *, draw: Callable[[float, float], float] = random.uniform) -> None:
+    def __init__(
+        self, broker: BrokerAddress, *, draw: Callable[[float, float], float] = random.uniform
+    ) -> None:
         self._each = broker.each
         self._draw = draw
         self._place = 0
@@ -66,8 +74,11 @@ class Attempts:
         return self._place
 
     def begin(self, now: float, *, timeout_s: float) -> None:
-        """Begin to connect; the attempts end after `timeout_s` without success, but try each address once."""
-        self._timeout_s, self._give_up = timeout_s, now + timeout_s
+        """Begin to connect; the attempts end after `timeout_s` without success, but try each
+        address once.
+        """
+        self._timeout_s = timeout_s
+        self._give_up = now + timeout_s
         self._failed = self._pauses = self._thrown = 0
 
     def failed(
@@ -81,14 +92,15 @@ class Attempts:
         final: bool = False,
         explained: bool = False,
     ) -> float:
-        """Note the end of a connection or attempt; return the pause before the next attempt, in seconds.
+        """Note the end of a connection or attempt; return the pause before the next attempt, in
+        seconds.
 
-        `accepted`: the broker had acknowledged its subscriptions; `lasted`: it was no short one; `thrown_out`: the
-        broker ended it soon after its CONNACK; `final`: another attempt at this address would fail, too; `explained`:
-        the reason has its remedy.
+        `accepted`: the broker had acknowledged its subscriptions; `lasted`: it was no short one;
+        `thrown_out`: the broker ended it soon after its CONNACK; `final`: another attempt at this
+        address would fail, too; `explained`: the reason has its remedy.
 
-        Raises ConnectionFailed with all reasons: after the time limit if no connection was accepted or each is thrown
-        out, and at once if none was accepted and all addresses fail for good.
+        Raises ConnectionFailed with all reasons: after the time limit if no connection was accepted
+        or each is thrown out, and at once if none was accepted and all addresses fail for good.
         """
         if accepted or lasted:
             self._give_up = math.inf
@@ -118,12 +130,15 @@ class Attempts:
             hint = THROWN_OUT if self._thrown else HINT
             raise self._ended(hint)
         pause = min(pause_s(self._pauses, self._draw), max(0.0, self._give_up - now))
-        self._failed, self._pauses = 0, self._pauses + 1
+        self._failed = 0
+        self._pauses = self._pauses + 1
         return pause
 
     @property
     def thrown_out(self) -> bool:
-        """Whether the broker has ended several connections in a row soon after it had accepted them."""
+        """Whether the broker has ended several connections in a row soon after it had accepted
+        them.
+        """
         return self._thrown > 1
 
     def _ended(self, hint: str) -> ConnectionFailed:
@@ -133,15 +148,19 @@ class Attempts:
 
     def reasons(self) -> str:
         """Return why each address failed, since a connection was accepted."""
-        return "; ".join(f"{address}: {self._reasons[address]}" for address in self._each if address in self._reasons)
+        return "; ".join(
+            f"{address}: {self._reasons[address]}"
+            for address in self._each
+            if address in self._reasons
+        )
 
 
 class FailureLog:
     """A connection's failures as few log lines; `recovered` forgets them.
 
-    A broker that drops a client immediately causes some hundred equal failures an hour, and one that is away as many as
-    a process has devices. A failure is reported when its kind is new, and then at most once a minute, with the number
-    of equal ones.
+    A broker that drops a client immediately causes some hundred equal failures an hour, and one
+    that is away as many as a process has devices. A failure is reported when its kind is new, and
+    then at most once a minute, with the number of equal ones.
     """
 
     def __init__(self) -> None:
@@ -150,7 +169,8 @@ class FailureLog:
         self._since = 0.0
 
     def failed(self, kind: str, text: str, now: float) -> str | None:
-        """Count a failure. Return the line to log, `text` with the number of equal failures, or None.
+        """Count a failure. Return the line to log, `text` with the number of equal failures, or
+        None.
 
         `kind` defines which failures are equal; their `text` may differ.
         """
@@ -167,15 +187,20 @@ class FailureLog:
         elapsed_s = now - known.reported_at
         if elapsed_s < REPEAT_S:
             return None
-        count, known.unreported, known.reported_at = known.unreported, 0, now
+        count = known.unreported
+        known.unreported = 0
+        known.reported_at = now
         return f"{text} ({count} times in {elapsed_s:.0f} s)"
 
     def recovered(self, now: float) -> str | None:
         """Forget all failures. Return their number and duration, or None without failures."""
-        total, elapsed_s = self._total, now - self._since
+        total = self._total
+        elapsed_s = now - self._since
         self._kinds.clear()
         self._total = 0
-        return f"{total} failure{'s' * (total > 1)} in {elapsed_s:.0f} s" if total else None
+        if total:
+            return f"{total} failure{'s' * (total > 1)} in {elapsed_s:.0f} s"
+        return None
 
 
 @dataclass(slots=True)

@@ -1,11 +1,13 @@
 """Large payloads through paho-mqtt's socket without copies.
 
-paho copies the unsent rest of a packet at every partial write, and each received payload several times. `BulkClient` is
-paho's client with replaced socket operations: a chunk is sent by scatter-gather from its own memory, and received
-directly in its destination. Everything else (connecting, acknowledgements, keep-alives) remains paho's.
+paho copies the unsent rest of a packet at every partial write, and each received payload several
+times. `BulkClient` is paho's client with replaced socket operations: a chunk is sent by
+scatter-gather from its own memory, and received directly in its destination. Everything else
+(connecting, acknowledgements, keep-alives) remains paho's.
 
-It uses private names of paho, so it is only enabled for known versions (`usable`). Otherwise the stock client is used,
-which is slower, and which reads messages of any size into memory before they can be refused.
+It uses private names of paho, so it is only enabled for known versions (`usable`). Otherwise the
+stock client is used, which is slower, and which reads messages of any size into memory before they
+can be refused.
 FEDSTRATA_MQTT=stock selects the stock client.
 """
 
@@ -30,15 +32,19 @@ from fedstrata.common.net.tls import is_final, reason_of
 from fedstrata.common.protocol.limits import SKIPPED
 
 HEAD_BYTES: Final = 4096
-_SCRATCH: Final = memoryview(bytearray(65_536))  # for bytes that nobody reads, of all connections of this process
+# for bytes that nobody reads, of all connections of this process
+_SCRATCH: Final = memoryview(bytearray(65_536))
 PUBLISH_QOS0: Final = 0x30
 RETAINED: Final = 0x01
-OTHER_MOST: Final = 1 << 20  # bytes of a packet without a payload, such as an acknowledgement of subscriptions
+# bytes of a packet without a payload, such as an acknowledgement of subscriptions
+OTHER_MOST: Final = 1 << 20
 _QOS0: Final = (PUBLISH_QOS0, PUBLISH_QOS0 | RETAINED)
-_STAMPS: Final = {"2.1.0": "_last_msg_in", "2.2.0": "_last_bytes_received"}  # the keep-alive's timestamp, by version
+# the keep-alive's timestamp, by version
+_STAMPS: Final = {"2.1.0": "_last_msg_in", "2.2.0": "_last_bytes_received"}
 CLOSED: Final = "closed by the broker"
 _TURN_BYTES: Final = 4_000_000  # limit of the bytes read in one turn of the event loop
-_READ_LEAST: Final = 100_000  # one read counts as so many: it may have a hundred messages, which take as long
+# one read counts as so many: it may have a hundred messages, which take as long
+_READ_LEAST: Final = 100_000
 
 log = logging.getLogger("fedstrata.connection")
 
@@ -48,7 +54,9 @@ class NotMqtt(Exception):
 
 
 class Place(Protocol):
-    """Destination of a payload. Its owner sets `view` to None when it needs the memory otherwise."""
+    """Destination of a payload. Its owner sets `view` to None when it needs the memory
+    otherwise.
+    """
 
     @property
     def view(self) -> memoryview | None:
@@ -56,7 +64,8 @@ class Place(Protocol):
 
 
 FindPlace: TypeAlias = Callable[[str, int], Place | None]
-Received: TypeAlias = Callable[[str, bytes, bool], None]  # takes a message: topic, payload, whether it was retained
+# takes a message: topic, payload, whether it was retained
+Received: TypeAlias = Callable[[str, bytes, bool], None]
 
 
 class Body:
@@ -86,7 +95,9 @@ class _Packet:
 
     def __getitem__(self, rest: slice) -> tuple[memoryview, ...]:
         sent = rest.start - len(self._head)
-        return (self._head[sent:], self._body.view) if sent < 0 else (self._body.view[sent:],)
+        if sent < 0:
+            return (self._head[sent:], self._body.view)
+        return (self._body.view[sent:],)
 
 
 class _SentInfo:
@@ -101,7 +112,8 @@ class _SentInfo:
 class BulkClient(mqtt.Client):
     """paho's client with a faster path for large payloads; `adopt` converts a stock client.
 
-    `ended`: why the connection ended, if the reason was seen here; `final`: another attempt would fail, too.
+    `ended`: why the connection ended, if the reason was seen here; `final`: another attempt would
+    fail, too.
     """
 
     ended: str
@@ -111,30 +123,47 @@ class BulkClient(mqtt.Client):
 
     @classmethod
     def adopt(
-        cls, client: mqtt.Client, *, find_place: FindPlace, landed: Callable[[str, Place], None], received: Received
+        cls,
+        client: mqtt.Client,
+        *,
+        find_place: FindPlace,
+        landed: Callable[[str, Place], None],
+        received: Received,
     ) -> BulkClient:
         """Convert a stock client that is not yet connected; for the callbacks see PacketReader."""
         client.__class__ = cls
         assert isinstance(client, cls)
-        client.ended, client.final = "", False
+        client.ended = ""
+        client.final = False
         client._taken = MQTTErrorCode.MQTT_ERR_SUCCESS
-        client._reader = PacketReader(find_place=find_place, landed=landed, received=received, take=client._take)
+        client._reader = PacketReader(
+            find_place=find_place, landed=landed, received=received, take=client._take
+        )
         return client
 
     def publish_body(self, topic: str, body: Body, *, done: Callable[[], None]) -> None:
-        """Send a QoS 0 message, or queue it; `done` is called when the socket has taken all of it."""
+        """Send a QoS 0 message, or queue it; `done` is called when the socket has taken all of
+        it.
+        """
         name = topic.encode()
         head = bytearray([PUBLISH_QOS0])
         self._pack_remaining_length(head, 2 + len(name) + len(body.view))
         self._pack_str16(head, name)
         packet: Any = _Packet(head, body)
         info: Any = _SentInfo(done)
-        entry: Any = {"command": mqtt.PUBLISH, "mid": 0, "qos": 0, "pos": 0, "to_process": len(packet)}
+        entry: Any = {
+            "command": mqtt.PUBLISH,
+            "mid": 0,
+            "qos": 0,
+            "pos": 0,
+            "to_process": len(packet),
+        }
         self._out_packet.append(entry | {"packet": packet, "info": info})
         if len(self._out_packet) == 1:
             self._packet_write()
         if self._out_packet:
-            self._call_socket_register_write()  # also after an error, which the event loop's call handles
+            # also after an error, which the event loop's call handles
+            self._call_socket_register_write()
 
     def loop_read(self, max_packets: int = 1) -> MQTTErrorCode:
         """Read from the socket; aiomqtt calls it whenever there is data."""
@@ -144,7 +173,8 @@ class BulkClient(mqtt.Client):
             if sock is None:
                 return MQTTErrorCode.MQTT_ERR_NO_CONN
             plain = type(sock) is socket.socket  # TLS has no scatter-gather
-            if budget <= 0 and (plain or not sock.pending()):  # what TLS has decrypted wakes no event loop
+            # what TLS has decrypted wakes no event loop
+            if budget <= 0 and (plain or not sock.pending()):
                 break
             buffers = self._reader.buffers()
             try:
@@ -171,12 +201,19 @@ class BulkClient(mqtt.Client):
     def _take(self, command: int, packet: bytearray) -> None:
         """Pass a packet to paho, unless an earlier packet ended the connection."""
         if self._taken == MQTTErrorCode.MQTT_ERR_SUCCESS:
-            whole: Any = {"command": command, "remaining_length": len(packet), "packet": packet, "pos": 0}
+            whole: Any = {
+                "command": command,
+                "remaining_length": len(packet),
+                "packet": packet,
+                "pos": 0,
+            }
             self._in_packet = whole
             self._taken = self._packet_handle()
 
     def _packet_write(self) -> MQTTErrorCode:
-        """Send the queued packets, as paho does, but without creating MQTT 5's reason and properties for each."""
+        """Send the queued packets, as paho does, but without creating MQTT 5's reason and
+        properties for each.
+        """
         queue: Any = self._out_packet
         while queue and isinstance(queue[0]["packet"], _Packet):
             entry = queue[0]
@@ -192,11 +229,15 @@ class BulkClient(mqtt.Client):
                 queue.popleft()
                 entry["info"]._set_as_published()
             self._last_msg_out = time.monotonic()
-        return super()._packet_write() if queue else MQTTErrorCode.MQTT_ERR_SUCCESS
+        if queue:
+            return super()._packet_write()
+        return MQTTErrorCode.MQTT_ERR_SUCCESS
 
     def _sock_send(self, buf: Any) -> int:
         try:
-            return self._send_parts(buf) if isinstance(buf, tuple) else super()._sock_send(buf)
+            if isinstance(buf, tuple):
+                return self._send_parts(buf)
+            return super()._sock_send(buf)
         except BlockingIOError:
             raise
         except OSError as error:
@@ -222,18 +263,26 @@ class BulkClient(mqtt.Client):
 
 @functools.cache
 def usable() -> bool:
-    """Return whether the faster path can be used: it is not disabled, and this release of paho is known."""
+    """Return whether the faster path can be used: it is not disabled, and this release of paho is
+    known.
+    """
     if os.environ.get("FEDSTRATA_MQTT") == "stock":
         return False
     if PAHO_VERSION not in _STAMPS:
-        log.warning("paho-mqtt %s is unknown (known: %s): large models are slower", PAHO_VERSION, ", ".join(_STAMPS))
+        log.warning(
+            "paho-mqtt %s is unknown (known: %s): large models are slower",
+            PAHO_VERSION,
+            ", ".join(_STAMPS),
+        )
         return False
     return True
 
 
 @dataclass(slots=True)
 class _Body:
-    """The current packet: `left` bytes are still to come, into its payload's place or into `packet`."""
+    """The current packet: `left` bytes are still to come, into its payload's place or into
+    `packet`.
+    """
 
     command: int
     topic: str
@@ -244,19 +293,22 @@ class _Body:
 
 
 class PacketReader:
-    """Parser of MQTT packets that writes each payload once, in its destination. No socket, no clock.
+    """Parser of MQTT packets that writes each payload once, in its destination. No socket, no
+    clock.
 
-        buffers()  destinations of the next bytes: the rest of the current packet, then the head of the following one
-        feed(n)    parses n bytes that were written there: complete packets are passed on
+        buffers()  destinations of the next bytes: the rest of the current packet, then the head of
+        the following one feed(n)    parses n bytes that were written there: complete packets are
+        passed on
 
-    Messages of QoS 0 need no answer, so they are passed on here. All other packets are paho's. So a chunk of 1 MB is
-    copied once, from the kernel to the model's row, and the system call that completes it also reads the next packet's
-    head.
+    Messages of QoS 0 need no answer, so they are passed on here. All other packets are paho's. So a
+    chunk of 1 MB is copied once, from the kernel to the model's row, and the system call that
+    completes it also reads the next packet's head.
 
-    `find_place(topic, bytes)` is called for the payload of each QoS 0 message before it arrives, `landed(topic, place)`
-    when it has. A place without memory drops the payload. If there is no place, `received` gets the message; a retained
-    one has no other place than one that drops it. For all other packets, `take(command, packet)` gets the first byte
-    and the bytes after the remaining length.
+    `find_place(topic, bytes)` is called for the payload of each QoS 0 message before it arrives,
+    `landed(topic, place)` when it has. A place without memory drops the payload. If there is no
+    place, `received` gets the message; a retained one has no other place than one that drops it.
+    For all other packets, `take(command, packet)` gets the first byte and the bytes after the
+    remaining length.
     """
 
     def __init__(
@@ -277,22 +329,28 @@ class PacketReader:
 
     def buffers(self) -> list[memoryview]:
         """Return the destinations of the next bytes, in this order."""
-        body, head = self._body, self._head[self._filled :]
+        body = self._body
+        head = self._head[self._filled :]
         if body is None:
             return [head]
         if body.place is None:
             return [memoryview(body.packet)[body.at :], head]
         if body.place.view is None:  # no longer wanted
             rest = _SCRATCH[: body.left]
-            return [rest, head] if len(rest) == body.left else [rest]
+            if len(rest) == body.left:
+                return [rest, head]
+            return [rest]
         return [body.place.view[body.at :], head]
 
     def feed(self, count: int) -> None:
-        """Parse the next `count` bytes, which are in `buffers()`. Raises NotMqtt, and what the callbacks raise."""
+        """Parse the next `count` bytes, which are in `buffers()`. Raises NotMqtt, and what the
+        callbacks raise.
+        """
         body = self._body
         if body is not None:
             here = min(count, body.left)
-            body.at, body.left = body.at + here, body.left - here
+            body.at = body.at + here
+            body.left = body.left - here
             count -= here
             if body.left:
                 return
@@ -310,8 +368,11 @@ class PacketReader:
         self._filled = len(rest)
 
     def _begin(self, start: int) -> tuple[_Body, int] | None:
-        """Return the packet at `start` with its available bytes, and their end; None if its head is incomplete."""
-        head, stop = self._head, self._filled
+        """Return the packet at `start` with its available bytes, and their end; None if its head is
+        incomplete.
+        """
+        head = self._head
+        stop = self._filled
         length = 0
         for at in range(start + 1, start + 6):
             if at == start + 5:
@@ -323,11 +384,14 @@ class PacketReader:
                 break
         begin = at + 1
         end = begin + length
-        command, topic, place = head[start], "", None
+        command = head[start]
+        topic = ""
+        place = None
         if command in _QOS0 and length > 2:
             payload = min(begin + 2 + int.from_bytes(head[begin : begin + 2], "big"), end)
             if max(begin + 2, payload) > stop and (start or stop < HEAD_BYTES):
-                return None  # the topic is incomplete; a topic longer than `_head` is not fedstrata's
+                # the topic is incomplete; a topic longer than `_head` is not fedstrata's
+                return None
             if begin + 2 < payload <= stop and payload < end:
                 topic = str(head[begin + 2 : payload], "utf-8", "replace")
                 place = self._find_place(topic, end - payload)
@@ -335,7 +399,8 @@ class PacketReader:
                     place = None
                 begin = begin if place is None else payload
             elif payload > stop and length > OTHER_MOST:
-                place = SKIPPED  # whoever may publish below one of our filters may also use such a topic
+                # whoever may publish below one of our filters may also use such a topic
+                place = SKIPPED
         if place is None and not topic and length > OTHER_MOST:
             raise NotMqtt(f"a packet of {length} bytes without a topic")
         here = head[begin : min(end, stop)]
@@ -343,7 +408,9 @@ class PacketReader:
         target = memoryview(packet) if place is None else place.view
         if target is not None:
             target[: len(here)] = here
-        return _Body(command, topic, place, packet, len(here), end - begin - len(here)), begin + len(here)
+        return _Body(
+            command, topic, place, packet, len(here), end - begin - len(here)
+        ), begin + len(here)
 
     def _end(self, body: _Body) -> None:
         self._body = None

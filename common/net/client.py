@@ -1,20 +1,25 @@
-"""One connection of aiomqtt (the present name of asyncio-mqtt), which drives paho-mqtt from the event loop.
+"""One connection of aiomqtt (the present name of asyncio-mqtt), which drives paho-mqtt from the
+event loop.
 
 The only module that imports aiomqtt. It changes these behaviours of aiomqtt:
 
 - it leaves Nagle's algorithm on (stalls of 40 ms);
-- it stops sending after 20 messages without an acknowledgement, which on a slow link waits behind a chunk for minutes;
+- it stops sending after 20 messages without an acknowledgement, which on a slow link waits behind a
+  chunk for minutes;
 - it passes each message on by a task of its own;
-- it registers a socket for writing one turn of the event loop late, when the socket may already be closed;
-- it notices only after ten seconds that the broker closes the connection before it answers the connect;
+- it registers a socket for writing one turn of the event loop late, when the socket may already be
+  closed;
+- it notices only after ten seconds that the broker closes the connection before it answers the
+  connect;
 - after a failed connect or disconnect it leaves the socket open;
 - it forgets the end of a connection that comes together with the CONNACK, and waits for ever;
 - it wakes up once a second for each connection only to see whether a ping is due;
-- it closes its socket right after DISCONNECT. If the broker still sends something, the reply is a reset, which may
-  reach the broker before it has read DISCONNECT. It then publishes the will of a node that has left regularly.
+- it closes its socket right after DISCONNECT. If the broker still sends something, the reply is a
+  reset, which may reach the broker before it has read DISCONNECT. It then publishes the will of a
+  node that has left regularly.
 
-Callers must handle two more: its time-outs end publications on slow links, so use none (`math.inf`). Then a call that
-waits when the connection ends waits forever, so cancel it.
+Callers must handle two more: its time-outs end publications on slow links, so use none
+(`math.inf`). Then a call that waits when the connection ends waits forever, so cancel it.
 """
 
 from __future__ import annotations
@@ -58,7 +63,8 @@ _log.addFilter(lambda record: logging.getLogger("fedstrata.connection").isEnable
 
 
 class MqttClient(aiomqtt.Client):
-    """An asynchronous context, connected inside it. It serves one connection; call `close` after that.
+    """An asynchronous context, connected inside it. It serves one connection; call `close` after
+    that.
 
     `find_place`, `landed` and `received` are PacketReader's, called as the socket is read.
     """
@@ -123,10 +129,14 @@ class MqttClient(aiomqtt.Client):
         return self
 
     async def __aexit__(self, *error: Any) -> None:
-        """Disconnect: send DISCONNECT, then read until the broker has closed, for at most `CLOSE_S`."""
-        ours, rest = self._client.socket(), None
+        """Disconnect: send DISCONNECT, then read until the broker has closed, for at most
+        `CLOSE_S`.
+        """
+        ours = self._client.socket()
+        rest = None
         if isinstance(ours, socket.socket) and not self._disconnected.done():
-            rest = socket.socket(fileno=os.dup(ours.fileno()))  # keeps the connection open when paho closes its socket
+            # keeps the connection open when paho closes its socket
+            rest = socket.socket(fileno=os.dup(ours.fileno()))
             rest.setblocking(False)
         try:
             await super().__aexit__(*error)
@@ -140,22 +150,29 @@ class MqttClient(aiomqtt.Client):
         """Return why the connection ended, or could not be made."""
         ended = self._client.ended if isinstance(self._client, BulkClient) else ""
         if ended and not self._disconnected.done():
-            return f"{ended} before CONNACK" if ended == CLOSED else ended
+            if ended == CLOSED:
+                return f"{ended} before CONNACK"
+            return ended
         cause = _cause(error)
         if isinstance(cause, MqttConnectError):
             lack = lack_of(cause.rc)
             if lack is Lack.LOGIN:
                 text = f"the broker refuses the login: {cause.rc}"
+            elif lack is None:
+                text = f"the broker refuses the connection: {cause.rc}"
             else:
-                text = f"the broker refuses the connection: {cause.rc}" if lack is None else lack.value
-        elif isinstance(cause, aiomqtt.MqttCodeError) and str(cause.rc) == "Unspecified error":  # paho's only hint
+                text = lack.value
+        # paho's only hint
+        elif isinstance(cause, aiomqtt.MqttCodeError) and str(cause.rc) == "Unspecified error":
             text = "connection lost"
         else:
             text = reason_of(cause) if isinstance(cause, OSError) else str(cause)
         return ended or text
 
     def is_final(self, error: MqttError) -> bool:
-        """Return whether another attempt would fail, too: the login, the version or a certificate is refused."""
+        """Return whether another attempt would fail, too: the login, the version or a certificate
+        is refused.
+        """
         if isinstance(self._client, BulkClient) and self._client.final:
             return True
         cause = _cause(error)
@@ -193,8 +210,9 @@ class MqttClient(aiomqtt.Client):
     def _on_socket_register_write(self, client: object, userdata: object, sock: Any) -> None:
         """Register the socket at once.
 
-        aiomqtt passes the file descriptor's number to the event loop's next turn. If the connection ends within this
-        turn, the number is then unused, which asyncio logs as an error, or belongs to another socket.
+        aiomqtt passes the file descriptor's number to the event loop's next turn. If the connection
+        ends within this turn, the number is then unused, which asyncio logs as an error, or belongs
+        to another socket.
         """
         if threading.get_ident() == self._loop_thread:
             self._register(sock)

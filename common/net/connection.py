@@ -21,16 +21,26 @@ from fedstrata.common.net.attempts import BACKOFF_MOST_S, REPEAT_S, Attempts, Fa
 from fedstrata.common.net.bulk import CLOSED, Body, BulkClient, FindPlace, Place, Received
 from fedstrata.common.net.client import MqttClient, MqttError
 from fedstrata.common.net.plain_client import Will
-from fedstrata.common.net.refusals import DONE_WITHOUT, FINAL, ID_MOST, Asked, Lack, find_lack, short_id
+from fedstrata.common.net.refusals import (
+    DONE_WITHOUT,
+    FINAL,
+    ID_MOST,
+    Asked,
+    Lack,
+    find_lack,
+    short_id,
+)
 from fedstrata.common.protocol.limits import skip_large
 
 OPTIONAL_S: Final = 10.0  # timeout of an optional subscription
 ANSWER_S: Final = 2.0  # without any answer, before the first attempt is reported
-# A connection that is up for so long has lasted. Of two clients of one id, each is up while the other one pauses.
+# A connection that is up for so long has lasted. Of two clients of one id, each is up while the
+# other one pauses.
 LASTED_S: Final = 2 * BACKOFF_MOST_S
 REFUSED: Final = 0x80  # of a SUBACK
 
-_FAILURES: Final = WeakValueDictionary[tuple[HostPort, ...], FailureLog]()  # of the brokers of this process
+# of the brokers of this process
+_FAILURES: Final = WeakValueDictionary[tuple[HostPort, ...], FailureLog]()
 
 log = logging.getLogger("fedstrata.connection")
 
@@ -57,10 +67,12 @@ class _Sent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Handlers:
-    """What a connection calls: `received` for each message, `connected` after each connect, `lost` when it breaks.
+    """What a connection calls: `received` for each message, `connected` after each connect, `lost`
+    when it breaks.
 
-    `find_place(topic, bytes)` may return memory for the payload of a QoS 0 message, where it is written as it arrives;
-    then `landed(topic, place)` is called in place of `received`. By default what is too large for its topic is dropped.
+    `find_place(topic, bytes)` may return memory for the payload of a QoS 0 message, where it is
+    written as it arrives; then `landed(topic, place)` is called in place of `received`. By default
+    what is too large for its topic is dropped.
     """
 
     received: Received
@@ -73,11 +85,12 @@ class Handlers:
 class BrokerConnection:
     """A connection that is restored when it breaks. Its handlers run in the loop of `run`.
 
-    A connection is *accepted* once the broker acknowledged its subscriptions, and has *lasted* after `LASTED_S`. Only
-    that resets the pauses between attempts, so a broker that drops a client immediately is not flooded. It is not lost
-    when `run` is cancelled. `attempts` has the broker's address that is connected or tried. Each address gets a client
-    id of its own: when a server of a RabbitMQ cluster dies, the others delete the queues of its clients by their ids,
-    also of one that has come to them meanwhile, without a word to it.
+    A connection is *accepted* once the broker acknowledged its subscriptions, and has *lasted*
+    after `LASTED_S`. Only that resets the pauses between attempts, so a broker that drops a client
+    immediately is not flooded. It is not lost when `run` is cancelled. `attempts` has the broker's
+    address that is connected or tried. Each address gets a client id of its own: when a server of a
+    RabbitMQ cluster dies, the others delete the queues of its clients by their ids, also of one
+    that has come to them meanwhile, without a word to it.
     """
 
     def __init__(
@@ -122,14 +135,18 @@ class BrokerConnection:
     async def run(self, *, connect_timeout_s: float) -> None:
         """Keep the connection until cancelled.
 
-        Raises ConnectionFailed if no connection was accepted within `connect_timeout_s`, or each one is ended soon for
-        so long. Otherwise it reconnects forever; the caller's progress rule decides when to give up.
+        Raises ConnectionFailed if no connection was accepted within `connect_timeout_s`, or each
+        one is ended soon for so long. Otherwise it reconnects forever; the caller's progress rule
+        decides when to give up.
         """
-        loop, attempts = asyncio.get_running_loop(), self.attempts
+        loop = asyncio.get_running_loop()
+        attempts = self.attempts
         attempts.begin(loop.time(), timeout_s=connect_timeout_s)
         while True:
             client = self._new_client()
-            self._last_sent, self._unacknowledged, self._reads = None, 0, ""
+            self._last_sent = None
+            self._unacknowledged = 0
+            self._reads = ""
             self._accepted = self._lasted = False
             try:
                 async with self._connection(client):
@@ -143,13 +160,16 @@ class BrokerConnection:
                         lasting.cancel()
                         self._drop()
             except MqttError as error:
-                now, sent = loop.time(), self._last_sent
+                now = loop.time()
+                sent = self._last_sent
                 if sent is not None:
                     self._handlers.lost()
                 reason = client.reason(error)
                 thrown_out = sent is not None and reason.startswith(CLOSED)
                 lack = None
-                if thrown_out or (sent is None and (client.is_refused(error) or reason.startswith(CLOSED))):
+                if thrown_out or (
+                    sent is None and (client.is_refused(error) or reason.startswith(CLOSED))
+                ):
                     lack = await self._lack(sent)
                 text = reason if sent is None else f"{reason} {sent.describe(now)}"
                 if lack not in (None, Lack.LOGIN):
@@ -161,10 +181,14 @@ class BrokerConnection:
                     accepted=self._accepted,
                     lasted=self._lasted,
                     thrown_out=thrown_out,
-                    final=sent is None and lack not in DONE_WITHOUT and (lack in FINAL or client.is_final(error)),
+                    final=sent is None
+                    and lack not in DONE_WITHOUT
+                    and (lack in FINAL or client.is_final(error)),
                     explained=lack not in (None, Lack.LOGIN),
                 )
-                if line := self._failures.failed(f"{failed} {lack or reason} {sent and sent.packet}", text, now):
+                if line := self._failures.failed(
+                    f"{failed} {lack or reason} {sent and sent.packet}", text, now
+                ):
                     following = attempts.address if attempts.address != failed else "again"
                     log.warning("broker %s: %s; trying %s", failed, line, following)
             self.meter.detach()
@@ -186,7 +210,9 @@ class BrokerConnection:
             self._call(self._client.publish(topic, body, qos=qos, retain=retain, timeout=math.inf))
 
     def publish_body(self, topic: str, body: Body, *, done: Callable[[], None]) -> None:
-        """Publish a large QoS 0 message without a copy; `done` is called when it has left or the connection died."""
+        """Publish a large QoS 0 message without a copy; `done` is called when it has left or the
+        connection died.
+        """
 
         def left() -> None:
             if left in self._leaving:
@@ -212,17 +238,21 @@ class BrokerConnection:
         acknowledged: Callable[[], None] = lambda: None,
         optional: bool = False,
     ) -> None:
-        """Subscribe without waiting: a later publish follows on the same connection, so no message is missed.
+        """Subscribe without waiting: a later publish follows on the same connection, so no message
+        is missed.
 
-        After the broker's acknowledgement `refused` is called for each topic that this login may not read, if the
-        broker reports it, and then `acknowledged`. Neither is called if the connection ends before. An `optional`
-        subscription may stay unanswered: the connection works without it, and `flush` does not wait for it.
+        After the broker's acknowledgement `refused` is called for each topic that this login may
+        not read, if the broker reports it, and then `acknowledged`. Neither is called if the
+        connection ends before. An `optional` subscription may stay unanswered: the connection works
+        without it, and `flush` does not wait for it.
         """
         if self._client is not None and topics:
             self._sent("SUBSCRIBE", topics[0], len(topics))
             self._unacknowledged += not optional
             self._reads = topics[0]
-            call = self._subscribe(self._client, topics, qos, refused, acknowledged, optional=optional)
+            call = self._subscribe(
+                self._client, topics, qos, refused, acknowledged, optional=optional
+            )
             self._call(call, optional=optional)
 
     def unsubscribe(self, topics: list[str]) -> None:
@@ -240,8 +270,8 @@ class BrokerConnection:
     async def _connection(self, client: MqttClient) -> AsyncIterator[None]:
         """Connect a client, and disconnect it at the end.
 
-        If cancelled while it connects, wait for the attempt: a thread of aiomqtt opens the socket, which would be
-        leaked.
+        If cancelled while it connects, wait for the attempt: a thread of aiomqtt opens the socket,
+        which would be leaked.
         """
         entering = asyncio.create_task(client.__aenter__(), name="connect")
         slow = asyncio.get_running_loop().call_later(ANSWER_S, self._no_answer_yet)
@@ -269,9 +299,11 @@ class BrokerConnection:
                 client.close()
 
     async def _lack(self, sent: _Sent | None) -> Lack | None:
-        """Return what the broker lacks, as far as it can be found out, and work without it from now on.
+        """Return what the broker lacks, as far as it can be found out, and work without it from now
+        on.
 
-        A connection that ends after its CONNACK is examined when it is not the first one; both kinds once a minute.
+        A connection that ends after its CONNACK is examined when it is not the first one; both
+        kinds once a minute.
         """
         now = asyncio.get_running_loop().time()
         kind = "later"
@@ -293,15 +325,20 @@ class BrokerConnection:
             case Lack.RETAINED:
                 self._retains = False
             case _:
-                self._lacks[kind], self._examined[kind] = lack, now
+                self._lacks[kind] = lack
+                self._examined[kind] = now
         return lack
 
     def _id(self) -> str:
         place = self.attempts.place
-        return f"{self._short_id[: ID_MOST - 2]}{place:02d}" if self._short_id else f"{self._client_id}-{place}"
+        if self._short_id:
+            return f"{self._short_id[: ID_MOST - 2]}{place:02d}"
+        return f"{self._client_id}-{place}"
 
     def _own_will(self) -> Will | None:
-        return None if self._will is None else Will(self._will[0], qos=self._qos_most, retain=self._retains)
+        if self._will is None:
+            return None
+        return Will(self._will[0], qos=self._qos_most, retain=self._retains)
 
     def _no_answer_yet(self) -> None:
         if self.reconnects == 0:
@@ -315,7 +352,8 @@ class BrokerConnection:
             except InvalidExperiment:
                 if self._tls is None:
                     raise  # later the files are about to be renewed: the old ones go on
-        own_will, will = self._own_will(), None
+        own_will = self._own_will()
+        will = None
         if own_will is not None and self._will is not None:
             will = own_will, self._will[1]
         client = MqttClient(
@@ -332,7 +370,11 @@ class BrokerConnection:
         return client
 
     def _call(
-        self, call: Coroutine[Any, Any, Any], done: Callable[[], None] | None = None, *, optional: bool = False
+        self,
+        call: Coroutine[Any, Any, Any],
+        done: Callable[[], None] | None = None,
+        *,
+        optional: bool = False,
     ) -> None:
         tasks = self._optional if optional else self._calls
 
@@ -341,7 +383,8 @@ class BrokerConnection:
             try:
                 await call
             except (MqttError, ValueError) as error:
-                log.debug("broker %s: %s", self.attempts.address, error)  # the connection's own loop handles it
+                # the connection's own loop handles it
+                log.debug("broker %s: %s", self.attempts.address, error)
 
         def ended(task: asyncio.Task[None]) -> None:
             call.close()  # if it was cancelled before it began
@@ -373,7 +416,8 @@ class BrokerConnection:
         if not optional:
             self._unacknowledged -= 1
             if self._unacknowledged == 0:
-                self._accepted, self._reads = True, ""
+                self._accepted = True
+                self._reads = ""
         for topic, code in zip(topics, codes, strict=False):
             if (code if isinstance(code, int) else code.value) >= REFUSED:
                 refused(topic)

@@ -1,7 +1,8 @@
 """The largest packet that a broker takes: as it reports by MQTT 5, or as packets to ourselves show.
 
-Some brokers report no limit and drop what is larger without a word (mosquitto by `message_size_limit`). On a loaded
-machine or a slow link a trial may stay unanswered, which is neither a limit nor its absence.
+Some brokers report no limit and drop what is larger without a word (mosquitto by
+`message_size_limit`). On a loaded machine or a slow link a trial may stay unanswered, which is
+neither a limit nor its absence.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ log = logging.getLogger("fedstrata.connection")
 class PacketLimit:
     """What is known of a broker's largest packet, bytes.
 
-    Packets of up to `passes` bytes pass; those of `dropped` bytes and more are dropped, inf: none that is known. What
-    lies in between may pass.
+    Packets of up to `passes` bytes pass; those of `dropped` bytes and more are dropped, inf: none
+    that is known. What lies in between may pass.
     """
 
     passes: float
@@ -50,7 +51,8 @@ UNKNOWN: Final = PacketLimit(LEAST_BYTES)
 
 
 async def packet_limit(address: BrokerAddress, *, topic: str, most: int) -> PacketLimit:
-    """Return the packets that a broker takes, as reported or, up to `most` bytes, as tried on a topic of our own.
+    """Return the packets that a broker takes, as reported or, up to `most` bytes, as tried on a
+    topic of our own.
 
     A trial without an answer is repeated; if all are, the limit is unknown.
     """
@@ -60,7 +62,9 @@ async def packet_limit(address: BrokerAddress, *, topic: str, most: int) -> Pack
     found = UNKNOWN
     for trial in range(TRIALS):
         try:
-            found = await asyncio.to_thread(largest_packet, address, topic, most, patience=2.0**trial)
+            found = await asyncio.to_thread(
+                largest_packet, address, topic, most, patience=2.0**trial
+            )
         except (ConnectionFailed, InvalidExperiment, OSError, ValueError):
             continue
         if not found.unknown:
@@ -75,23 +79,30 @@ async def packet_limit(address: BrokerAddress, *, topic: str, most: int) -> Pack
 @cache  # once a process, which may have many devices
 def _warn_dropped(broker: str, size: int) -> None:
     log.warning(
-        "broker %s drops packets of %d bytes and does not report it: models are sent in smaller ones. Raise its limit "
+        "broker %s drops packets of %d bytes and does not report it: models are sent in smaller "
+        "ones. Raise its limit "
         "(mosquitto: message_size_limit).",
-        broker, size,
-    )  # fmt: skip
+        broker,
+        size,
+    )
 
 
 @cache
 def _warn_unknown(broker: str) -> None:
     log.warning(
-        "broker %s: %d trials of its largest packet stayed unanswered: models are sent in packets of %d bytes",
-        broker, TRIALS, LEAST_BYTES,
-    )  # fmt: skip
+        "broker %s: %d trials of its largest packet stayed unanswered: models are sent in packets "
+        "of %d bytes",
+        broker,
+        TRIALS,
+        LEAST_BYTES,
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """Whether a packet passes, None if that cannot be found out; `carried_s`: what it took beyond a small packet."""
+    """Whether a packet passes, None if that cannot be found out; `carried_s`: what it took beyond a
+    small packet.
+    """
 
     passes: bool | None
     carried_s: float = 0.0
@@ -100,35 +111,42 @@ class _Trial:
 _NO_ANSWER: Final = _Trial(None)
 
 
-def largest_packet(address: BrokerAddress, topic: str, most: int, *, patience: float = 1.0) -> PacketLimit:
+def largest_packet(
+    address: BrokerAddress, topic: str, most: int, *, patience: float = 1.0
+) -> PacketLimit:
     """Try packets of `most` bytes, its halves, and the smallest one; UNLIMITED if `most` passes.
 
-    A size that the link would not carry in time, by the smallest packet's seconds, is not tried. `patience`: times the
-    usual seconds. Raises ConnectionFailed.
+    A size that the link would not carry in time, by the smallest packet's seconds, is not tried.
+    `patience`: times the usual seconds. Raises ConnectionFailed.
     """
     least = _try(address, topic, LEAST_BYTES, ANSWER_S * patience)
     if least.passes is None:
         return UNKNOWN
     if not least.passes:
         return PacketLimit(LEAST_BYTES - 1, LEAST_BYTES)
-    size, dropped = most, inf
+    size = most
+    dropped = inf
     while size > LEAST_BYTES:
         if least.carried_s * size <= TRY_S * patience * LEAST_BYTES:
             passes = _try(address, topic, size, TRY_S * patience).passes
             if passes is None:
                 return PacketLimit(LEAST_BYTES, dropped)
             if passes:
-                return UNLIMITED if size == most else PacketLimit(size, dropped)
+                if size == most:
+                    return UNLIMITED
+                return PacketLimit(size, dropped)
             dropped = size
         size //= 2
-    return UNLIMITED if most <= LEAST_BYTES else PacketLimit(LEAST_BYTES, dropped)
+    if most <= LEAST_BYTES:
+        return UNLIMITED
+    return PacketLimit(LEAST_BYTES, dropped)
 
 
 def _try(address: BrokerAddress, topic: str, size: int, patience_s: float) -> _Trial:
     """Try a packet, with small ones before and after it.
 
-    A cluster of brokers may lose what comes right after a subscription that it has confirmed, and any broker may lose
-    one message: a packet is dropped when it is twice.
+    A cluster of brokers may lose what comes right after a subscription that it has confirmed, and
+    any broker may lose one message: a packet is dropped when it is twice.
     """
     with connected(address) as client:
         if not client.subscribe([topic]):
@@ -146,12 +164,16 @@ def _try(address: BrokerAddress, topic: str, size: int, patience_s: float) -> _T
                 return _Trial(True, max(0.0, time.monotonic() - began - trip_s))
             if not dropped:
                 ended = size > LEAST_BYTES and not client.turn()  # some disconnect who sends it
-                return _Trial(False) if ended else _NO_ANSWER
+                if ended:
+                    return _Trial(False)
+                return _NO_ANSWER
         return _Trial(False)
 
 
 def _begins(client: PlainClient, topic: str, patience_s: float) -> float | None:
-    """Return the seconds of a small packet's round trip, sent until one comes back; None if none does."""
+    """Return the seconds of a small packet's round trip, sent until one comes back; None if none
+    does.
+    """
     deadline = time.monotonic() + patience_s
     while (began := time.monotonic()) < deadline:
         client.publish(topic, b"?")

@@ -1,8 +1,10 @@
-"""A plain client of MQTT 3.1.1 for examinations of a broker, and the limit of packets that a broker reports.
+"""A plain client of MQTT 3.1.1 for examinations of a broker, and the limit of packets that a broker
+reports.
 
-MQTT 5 reports in its CONNACK the largest packet. The agents use MQTT 3.1.1, which every broker supports, so an extra
-connection asks once, before the first model is sent: a broker disconnects a publisher that exceeds a limit, each time
-and without a reason. The bytes of these connections are in no account.
+MQTT 5 reports in its CONNACK the largest packet. The agents use MQTT 3.1.1, which every broker
+supports, so an extra connection asks once, before the first model is sent: a broker disconnects a
+publisher that exceeds a limit, each time and without a reason. The bytes of these connections are
+in no account.
 """
 
 from __future__ import annotations
@@ -28,12 +30,15 @@ CONNECT_S: Final = 10.0
 KEEPALIVE_S: Final = 10
 TURN_S: Final = 0.02
 REFUSED: Final = 0x80
-OTHER_VERSION: Final = 0x84  # of a CONNACK; paho passes that one on as an error of the protocol alone
+# of a CONNACK; paho passes that one on as an error of the protocol alone
+OTHER_VERSION: Final = 0x84
 LIMIT_ANSWER_S: Final = 2.0
 
 
 class ConnectRefused(ConnectionFailed):
-    """The broker has refused a CONNECT: by a CONNACK with `code`, None: it closed the connection."""
+    """The broker has refused a CONNECT: by a CONNACK with `code`, None: it closed the
+    connection.
+    """
 
     def __init__(self, text: str, code: int | None) -> None:
         super().__init__(text)
@@ -56,7 +61,12 @@ class PlainClient:
     """
 
     def __init__(
-        self, address: BrokerAddress, *, will: Will | None = None, client_id: str = "", keepalive_s: int = KEEPALIVE_S
+        self,
+        address: BrokerAddress,
+        *,
+        will: Will | None = None,
+        client_id: str = "",
+        keepalive_s: int = KEEPALIVE_S,
     ) -> None:
         self.messages: list[tuple[str, int, bool]] = []
         self._replies: list[Any] = []
@@ -72,11 +82,15 @@ class PlainClient:
         self._mqtt.connect_timeout = CONNECT_S
         if will is not None:
             self._mqtt.will_set(will.topic, b"lost", qos=will.qos, retain=will.retain)
-        self._mqtt.on_connect = lambda _client, _data, _flags, reason, _properties: self._replies.append(reason)
+        self._mqtt.on_connect = lambda _client, _data, _flags, reason, _properties: (
+            self._replies.append(reason)
+        )
         self._mqtt.on_message = lambda _client, _data, message: self.messages.append(
             (message.topic, len(message.payload), message.retain)
         )
-        self._mqtt.on_subscribe = lambda _client, _data, number, codes, _: self._granted.update({number: codes})
+        self._mqtt.on_subscribe = lambda _client, _data, number, codes, _: self._granted.update(
+            {number: codes}
+        )
         try:
             self._mqtt.connect(address.host, address.port, keepalive=keepalive_s)
         except (ConnectionResetError, BrokenPipeError):
@@ -84,14 +98,18 @@ class PlainClient:
             raise ConnectRefused(f"broker {address}: closed before CONNACK", None) from None
         except OSError as error:
             hang_up(self._mqtt)
-            raise ConnectionFailed(f"broker {address}: {reason_of(error)}. Is it running there?") from None
+            raise ConnectionFailed(
+                f"broker {address}: {reason_of(error)}. Is it running there?"
+            ) from None
         if not pump((self,), lambda: bool(self._replies), CONNECT_S):
             ended = not self.turn()
             hang_up(self._mqtt)
             if ended:
                 code = OTHER_VERSION if self._ended is mqtt.MQTT_ERR_PROTOCOL else None
                 raise ConnectRefused(f"broker {address}: closed before CONNACK", code)
-            raise ConnectionFailed(f"broker {address}: no CONNACK within {CONNECT_S:g} s. Is it an MQTT broker?")
+            raise ConnectionFailed(
+                f"broker {address}: no CONNACK within {CONNECT_S:g} s. Is it an MQTT broker?"
+            )
         if self._replies[0].is_failure:
             hang_up(self._mqtt)
             problem = f"{self._replies[0]}. Are the login and --broker right?"
@@ -105,7 +123,9 @@ class PlainClient:
         return code == mqtt.MQTT_ERR_SUCCESS
 
     def topics(self, *, retained: bool = False) -> set[str]:
-        """Return the topics of the messages received so far; with `retained`, of those from the broker's store."""
+        """Return the topics of the messages received so far; with `retained`, of those from the
+        broker's store.
+        """
         return {topic for topic, _, stored in self.messages if stored or not retained}
 
     def publish(self, topic: str, body: bytes, *, retain: bool = False) -> None:
@@ -117,12 +137,16 @@ class PlainClient:
         return bool(self.granted(filters))
 
     def granted(self, filters: Sequence[str]) -> bool | None:
-        """Subscribe at QoS 0; return whether all filters are granted, None without an answer of a living broker."""
+        """Subscribe at QoS 0; return whether all filters are granted, None without an answer of a
+        living broker.
+        """
         _, number = self._mqtt.subscribe([(each, 0) for each in filters])
         if number is None:
             return False
         if not pump((self,), lambda: number in self._granted):
-            return None if self.turn() else False
+            if self.turn():
+                return None
+            return False
         return all(code.value < REFUSED for code in self._granted[number])
 
     def die(self) -> None:
@@ -160,8 +184,12 @@ def hang_up(client: mqtt.Client) -> None:
     client._reset_sockets()
 
 
-def pump(clients: Sequence[PlainClient], done: Callable[[], bool], patience_s: float = PATIENCE_S) -> bool:
-    """Let clients read and write until it is done; return whether it was, before the time or a connection ended."""
+def pump(
+    clients: Sequence[PlainClient], done: Callable[[], bool], patience_s: float = PATIENCE_S
+) -> bool:
+    """Let clients read and write until it is done; return whether it was, before the time or a
+    connection ended.
+    """
     deadline = time.monotonic() + patience_s
     while not done():
         alive = [client.turn() for client in clients]
@@ -171,7 +199,9 @@ def pump(clients: Sequence[PlainClient], done: Callable[[], bool], patience_s: f
 
 
 async def reported_limit(address: BrokerAddress) -> int | None:
-    """Return the most bytes of a packet that a broker reports by MQTT 5; None if it reports none."""
+    """Return the most bytes of a packet that a broker reports by MQTT 5; None if it reports
+    none.
+    """
     return await asyncio.to_thread(_ask, address)
 
 
@@ -179,12 +209,17 @@ def _ask(address: BrokerAddress) -> int | None:
     answers: list[Any] = []
     client = mqtt.Client(CallbackAPIVersion.VERSION2, client_id=_new_id(), protocol=mqtt.MQTTv5)
     client.connect_timeout = LIMIT_ANSWER_S
-    client.on_connect = lambda _client, _data, _flags, _reason, properties: answers.append(properties)
+    client.on_connect = lambda _client, _data, _flags, _reason, properties: answers.append(
+        properties
+    )
     deadline = time.monotonic() + LIMIT_ANSWER_S
     try:
         address.identify(client)
         client.connect(address.host, address.port, keepalive=10)
-        while not answers and client.loop(max(0.0, deadline - time.monotonic())) == mqtt.MQTT_ERR_SUCCESS:
+        while (
+            not answers
+            and client.loop(max(0.0, deadline - time.monotonic())) == mqtt.MQTT_ERR_SUCCESS
+        ):
             if time.monotonic() >= deadline:
                 break
         client.disconnect()

@@ -1,7 +1,8 @@
-"""What a broker lacks that refuses us: MQTT 3.1.1 has five codes for a CONNECT, and for the rest a closed socket.
+"""What a broker lacks that refuses us: MQTT 3.1.1 has five codes for a CONNECT, and for the rest a
+closed socket.
 
-So a refused client tries what it has asked for piece by piece, over connections of its own: the first piece that fails
-is what the broker lacks. Most of it a node can do without.
+So a refused client tries what it has asked for piece by piece, over connections of its own: the
+first piece that fails is what the broker lacks. Most of it a node can do without.
 """
 
 from __future__ import annotations
@@ -29,21 +30,26 @@ class Lack(Enum):
     """What a broker lacks, and the remedy."""
 
     VERSION = "it does not take MQTT 3.1.1. Allow that version"
-    UNAVAILABLE = "it reports that it is unavailable. Wait until it has started, or look into its log"
+    UNAVAILABLE = (
+        "it reports that it is unavailable. Wait until it has started, or look into its log"
+    )
     LOGIN = "it refuses the login. Give the login and the certificate that it knows"
     CLIENTS = (
-        "closed by the broker before CONNACK, whatever is asked for. Raise its number of clients (mosquitto: "
+        "closed by the broker before CONNACK, whatever is asked for. Raise its number of clients "
+        "(mosquitto: "
         "max_connections), or give its port of plain MQTT: not that of TLS or websockets"
     )
     ID = "it takes short client ids of letters and digits only: such a one is used"
     WILL = (
-        "it takes no will of this login: a dead node is noticed after transfer.idle_s only. Let each node write its "
+        "it takes no will of this login: a dead node is noticed after transfer.idle_s only. Let "
+        "each node write its "
         "own state"
     )
     QOS1 = "it has no QoS 1: it may forget states"
     RETAINED = "it retains no messages: who comes late asks, which takes up to 2 s"
     BESIDE = (
-        "it ends a connection when another one has the same login: it makes ids of logins. Turn that off (mosquitto, "
+        "it ends a connection when another one has the same login: it makes ids of logins. Turn "
+        "that off (mosquitto, "
         "EMQX: use_username_as_clientid)"
     )
     READING = "it refuses a subscription. Let this login read the topic"
@@ -73,20 +79,26 @@ class Asked:
 
 def lack_of(code: object) -> Lack | None:
     """Return what the code of a CONNACK means, None if it is another one."""
-    return CODES.get(code.value) if isinstance(code, ReasonCode) else None
+    if isinstance(code, ReasonCode):
+        return CODES.get(code.value)
+    return None
 
 
 def short_id(client_id: str) -> str:
-    """Return an id of letters and digits that every broker takes, which another client hardly has."""
+    """Return an id of letters and digits that every broker takes, which another client hardly
+    has.
+    """
     letters = [each for each in client_id if each in string.ascii_letters + string.digits]
     drawn = secrets.token_hex(_DRAWN)
     return "".join(letters)[: ID_MOST - len(drawn)] + drawn
 
 
 def find_lack(address: BrokerAddress, asked: Asked) -> Lack | None:
-    """Return the first piece of what a client asks that a broker refuses; None if there is none, or no answer.
+    """Return the first piece of what a client asks that a broker refuses; None if there is none, or
+    no answer.
 
-    It takes some connections. Nothing is published: no will is left behind, as each client disconnects.
+    It takes some connections. Nothing is published: no will is left behind, as each client
+    disconnects.
     """
     try:
         return _connect(address, asked) or _beside(address, asked)
@@ -97,7 +109,9 @@ def find_lack(address: BrokerAddress, asked: Asked) -> Lack | None:
 def _connect(address: BrokerAddress, asked: Asked) -> Lack | None:
     """Connect with one piece more each time."""
     similar = asked.client_id[:-_DRAWN] + secrets.token_hex(_DRAWN // 2)
-    if (refused := _refusal(address, short_id(asked.client_id), asked.keepalive_s, None)) is not None:
+    if (
+        refused := _refusal(address, short_id(asked.client_id), asked.keepalive_s, None)
+    ) is not None:
         return CODES.get(refused.code or 0, Lack.CLIENTS)
     pieces: list[tuple[Lack, Will | None]] = [(Lack.ID, None)]
     if (own := asked.will) is not None:
@@ -112,7 +126,9 @@ def _connect(address: BrokerAddress, asked: Asked) -> Lack | None:
     return None
 
 
-def _refusal(address: BrokerAddress, client_id: str, keepalive_s: int, will: Will | None) -> ConnectRefused | None:
+def _refusal(
+    address: BrokerAddress, client_id: str, keepalive_s: int, will: Will | None
+) -> ConnectRefused | None:
     try:
         PlainClient(address, will=will, client_id=client_id, keepalive_s=keepalive_s).leave()
     except ConnectRefused as refused:
@@ -132,12 +148,16 @@ def _beside(address: BrokerAddress, asked: Asked) -> Lack | None:
             if not first.turn():
                 continue
             reads = not asked.reads or second.granted([asked.reads]) is not False
-            return None if reads or not first.turn() else Lack.READING
+            if reads or not first.turn():
+                return None
+            return Lack.READING
     return None
 
 
 def both_last(both: tuple[PlainClient, PlainClient]) -> bool:
-    """Wait whether the broker ends the first of two connections of one login, whose ids differ, and not the second."""
+    """Wait whether the broker ends the first of two connections of one login, whose ids differ, and
+    not the second.
+    """
     began = time.monotonic()
     pump(both, lambda: time.monotonic() > began + ALIVE_S)
     first, second = both

@@ -1,4 +1,6 @@
-"""TLS: which authority, certificate and key a connection uses, and what went wrong in plain words."""
+"""TLS: which authority, certificate and key a connection uses, and what went wrong in plain
+words.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from typing import Final
 from fedstrata.common.errors import InvalidExperiment, in_words
 
 PORT: Final = 8883
-REQUIRED, OPTIONAL = ssl.CERT_REQUIRED, ssl.CERT_OPTIONAL  # of a server: whether clients need a certificate
+# of a server: whether clients need a certificate
+REQUIRED = ssl.CERT_REQUIRED
+OPTIONAL = ssl.CERT_OPTIONAL
 HANDSHAKE_TURNS: Final = 3
 SOON_S: Final = 30 * 86_400.0  # before its end a certificate is to be renewed
 
@@ -19,26 +23,40 @@ _CERTIFICATE: Final = "Give a certificate of the broker's own authority: --tls-c
 _REASONS: Final = {  # OpenSSL's names of the alerts and faults that users meet
     "TLSV13_ALERT_CERTIFICATE_REQUIRED": f"the broker requires a certificate. {_CERTIFICATE}",
     "SSLV3_ALERT_HANDSHAKE_FAILURE": f"the broker refuses the handshake. {_CERTIFICATE}",
-    "TLSV1_ALERT_UNKNOWN_CA": f"the broker does not know the authority of our certificate. {_CERTIFICATE}",
+    "TLSV1_ALERT_UNKNOWN_CA": (
+        f"the broker does not know the authority of our certificate. {_CERTIFICATE}"
+    ),
     "SSLV3_ALERT_BAD_CERTIFICATE": f"the broker refuses our certificate. {_CERTIFICATE}",
     "SSLV3_ALERT_CERTIFICATE_EXPIRED": (
-        "our certificate has expired, or is not yet valid, by the clock of the broker's machine. Renew it, or set that."
+        "our certificate has expired, or is not yet valid, by the clock of the broker's machine. "
+        "Renew it, or set that."
     ),
     "SSLV3_ALERT_CERTIFICATE_REVOKED": f"our certificate is revoked. {_CERTIFICATE}",
-    "SSLV3_ALERT_UNSUPPORTED_CERTIFICATE": f"the broker refuses our certificate, which is no client's. {_CERTIFICATE}",
+    "SSLV3_ALERT_UNSUPPORTED_CERTIFICATE": (
+        f"the broker refuses our certificate, which is no client's. {_CERTIFICATE}"
+    ),
     "SSLV3_ALERT_CERTIFICATE_UNKNOWN": f"the broker refuses our certificate. {_CERTIFICATE}",
     "TLSV1_ALERT_DECRYPT_ERROR": f"the broker refuses our certificate. {_CERTIFICATE}",
-    "WRONG_VERSION_NUMBER": "no TLS on this port. Use the broker's TLS port, or omit the --tls options.",
-    "RECORD_LAYER_FAILURE": "no TLS on this port. Use the broker's TLS port, or omit the --tls options.",
-    "UNEXPECTED_EOF_WHILE_READING": "closed during the TLS handshake. Is this the broker's TLS port?",
+    "WRONG_VERSION_NUMBER": (
+        "no TLS on this port. Use the broker's TLS port, or omit the --tls options."
+    ),
+    "RECORD_LAYER_FAILURE": (
+        "no TLS on this port. Use the broker's TLS port, or omit the --tls options."
+    ),
+    "UNEXPECTED_EOF_WHILE_READING": (
+        "closed during the TLS handshake. Is this the broker's TLS port?"
+    ),
 }
-_PASSING: Final = frozenset({"SSLV3_ALERT_CERTIFICATE_EXPIRED", "UNEXPECTED_EOF_WHILE_READING"})  # may be a clock's
-_NOT_YET_VALID: Final = frozenset({9, 11})  # OpenSSL's codes: a certificate, a list; the clock may not be set yet
+# may be a clock's
+_PASSING: Final = frozenset({"SSLV3_ALERT_CERTIFICATE_EXPIRED", "UNEXPECTED_EOF_WHILE_READING"})
+# OpenSSL's codes: a certificate, a list; the clock may not be set yet
+_NOT_YET_VALID: Final = frozenset({9, 11})
 
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """Paths of PEM files: the authority that signs the other side (default: the system's), and our certificate.
+    """Paths of PEM files: the authority that signs the other side (default: the system's), and our
+    certificate.
 
     `revoked`: the authority's list of revoked certificates, which are refused.
     """
@@ -49,9 +67,11 @@ class Tls:
     revoked: str | None = None
 
     def client_context(self) -> ssl.SSLContext:
-        """Return a context that checks the server's certificate and host name. Raises InvalidExperiment.
+        """Return a context that checks the server's certificate and host name. Raises
+        InvalidExperiment.
 
-        The files are read at each call, so that a renewed certificate is used from the next connection on.
+        The files are read at each call, so that a renewed certificate is used from the next
+        connection on.
         """
         if self.authority is None:
             context = ssl.create_default_context()  # reads some 140 authorities
@@ -82,20 +102,25 @@ class Tls:
             return None
 
     def ends_at(self) -> float | None:
-        """Return when our certificate of a client ends, Unix seconds; None without one. Raises InvalidExperiment.
+        """Return when our certificate of a client ends, Unix seconds; None without one. Raises
+        InvalidExperiment.
 
-        The standard library decodes the certificates of others only, after a handshake: so this is one with ourselves.
+        The standard library decodes the certificates of others only, after a handshake: so this is
+        one with ourselves.
         """
         if self.certificate is None:
             return None
-        ours, theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        ours.check_hostname, ours.verify_mode = False, ssl.CERT_NONE
+        ours = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        ours.check_hostname = False
+        ours.verify_mode = ssl.CERT_NONE
         for context in (ours, theirs):
             replace(self, authority=None, revoked=None)._load(context)
         theirs.verify_mode = ssl.CERT_REQUIRED
         theirs.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         theirs.load_verify_locations(self.certificate)
-        to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
+        to_client = ssl.MemoryBIO()
+        to_server = ssl.MemoryBIO()
         server = theirs.wrap_bio(to_server, to_client, server_side=True)
         client = ours.wrap_bio(to_client, to_server)
         try:
@@ -113,13 +138,17 @@ class Tls:
             try:
                 context.load_verify_locations(self.authority)
             except OSError as error:
-                raise _unusable("--tls-ca", self.authority, error, "the authority's certificate") from None
+                raise _unusable(
+                    "--tls-ca", self.authority, error, "the authority's certificate"
+                ) from None
         if self.certificate is not None:
             try:
                 context.load_cert_chain(self.certificate, self.key, password=_no_password)
             except OSError as error:
                 named = f"{self.certificate} {self.key or ''}".strip()
-                raise _unusable("--tls-cert, --tls-key", named, error, "a certificate and its own key") from None
+                raise _unusable(
+                    "--tls-cert, --tls-key", named, error, "a certificate and its own key"
+                ) from None
         if self.revoked is not None:
             self._refuse_revoked(context, self.revoked)
 
@@ -128,22 +157,32 @@ class Tls:
         try:
             context.load_verify_locations(path)
         except OSError as error:
-            raise _unusable("--tls-crl", path, error, "the authority's list of revoked certificates") from None
-        if context.cert_store_stats() != before | {"crl": before["crl"] + 1}:  # a certificate would be trusted
+            raise _unusable(
+                "--tls-crl", path, error, "the authority's list of revoked certificates"
+            ) from None
+        # a certificate would be trusted
+        if context.cert_store_stats() != before | {"crl": before["crl"] + 1}:
             problem = "not a list of revoked certificates alone"
-            raise InvalidExperiment("--tls-crl", path, problem, "Name the list of the authority of --tls-ca.")
+            raise InvalidExperiment(
+                "--tls-crl", path, problem, "Name the list of the authority of --tls-ca."
+            )
         context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
 
 
 class RenewedContext:
-    """A server's context, made anew when its files have changed. Raises InvalidExperiment at first."""
+    """A server's context, made anew when its files have changed. Raises InvalidExperiment at
+    first.
+    """
 
     def __init__(self, tls: Tls, *, clients: ssl.VerifyMode) -> None:
-        self._tls, self._clients = tls, clients
+        self._tls = tls
+        self._clients = clients
         self._stamp, self._context = tls.stamp(), tls.server_context(clients=clients)
 
     def __call__(self) -> ssl.SSLContext:
-        """Return the context of the files as they are, the one before while they are being replaced."""
+        """Return the context of the files as they are, the one before while they are being
+        replaced.
+        """
         if (stamp := self._tls.stamp()) not in (self._stamp, None):
             with suppress(InvalidExperiment):
                 self._context = self._tls.server_context(clients=self._clients)
@@ -166,8 +205,13 @@ def reason_of(error: OSError) -> str:
     """Return what an error of a connection means, by TLS or without."""
     if isinstance(error, ssl.SSLCertVerificationError):
         text = f"the broker's certificate is refused: {error.verify_message.rstrip('.')}"
-        early = " by this machine's clock. Set that, or the one of the machine that made the certificate."
-        return f"{text}{early}" if error.verify_code in _NOT_YET_VALID else text
+        early = (
+            " by this machine's clock. Set that, or the one of the machine that made the "
+            "certificate."
+        )
+        if error.verify_code in _NOT_YET_VALID:
+            return f"{text}{early}"
+        return text
     if isinstance(error, ssl.SSLError) and error.reason:
         return _REASONS.get(error.reason, f"TLS: {error.reason.lower().replace('_', ' ')}")
     return in_words(error)
@@ -181,8 +225,13 @@ def is_final(error: OSError) -> bool:
 
 
 def _unusable(option: str, path: str, error: OSError, wanted: str) -> InvalidExperiment:
-    known = error.strerror if not isinstance(error, ssl.SSLError) else (error.reason or "not PEM").lower()
-    return InvalidExperiment(option, path, (known or str(error)).replace("_", " "), f"Name {wanted}, PEM files.")
+    if not isinstance(error, ssl.SSLError):
+        known = error.strerror
+    else:
+        known = (error.reason or "not PEM").lower()
+    return InvalidExperiment(
+        option, path, (known or str(error)).replace("_", " "), f"Name {wanted}, PEM files."
+    )
 
 
 def _no_password() -> str:

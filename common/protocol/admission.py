@@ -1,8 +1,8 @@
 """What a peer may send, and what happens to the rest.
 
-Before a message is read, its bytes and its sender's budget are checked. Questions are kept, the last one of each peer,
-until they are answered, so a flood of questions costs one reply. A refused message is counted with its reason and
-changes nothing else.
+Before a message is read, its bytes and its sender's budget are checked. Questions are kept, the
+last one of each peer, until they are answered, so a flood of questions costs one reply. A refused
+message is counted with its reason and changes nothing else.
 """
 
 from __future__ import annotations
@@ -19,20 +19,33 @@ from typing import Final, TypeAlias
 from fedstrata.common.errors import Flooded, Misfit, TooLarge, WireError
 from fedstrata.common.protocol import serialization, topics
 from fedstrata.common.protocol.limits import ANYBODY, STRANGER, SenderBounds, bytes_on
-from fedstrata.common.protocol.messages import DIGEST_BYTES, Alive, Ask, Message, Presence, Question, Reports, Result
+from fedstrata.common.protocol.messages import (
+    DIGEST_BYTES,
+    Alive,
+    Ask,
+    Message,
+    Presence,
+    Question,
+    Reports,
+    Result,
+)
 
 ASK: Final = bytes([serialization.KINDS.index(Ask)])  # as it follows the session
 HEAD_BYTES: Final = 48  # of a message, which contain its sender's session
 COUNTED_BYTES: Final = 32_768  # of a message that count as another one
-COUNTED_ITEMS: Final = 10  # reports or addresses in a message that count as another one: to read them takes as long
+# reports or addresses in a message that count as another one: to read them takes as long
+COUNTED_ITEMS: Final = 10
 ASKS_KEPT: Final = 16  # per peer, each for another blob
 ANSWER_S: Final = 0.2  # between two replies to one node's questions
-SEEKERS_MOST: Final = 256  # answers in a burst to nodes that are not peers, then one per SEEKER_S: each is large
+# answers in a burst to nodes that are not peers, then one per SEEKER_S: each is large
+SEEKERS_MOST: Final = 256
 SEEKER_S: Final = 0.05
 ANSWERS_MOST: Final = 16  # to one peer in a burst; then one per ANSWER_S
-MESSAGES_MOST: Final = 2048  # of one session in a burst, then one per MESSAGE_S: a hundred rounds a second have fewer
+# of one session in a burst, then one per MESSAGE_S: a hundred rounds a second have fewer
+MESSAGES_MOST: Final = 2048
 MESSAGE_S: Final = 0.002
-# Of one session in a burst, then one per ASK_COSTS_S: more than a fast transfer of small chunks has.
+# Of one session in a burst, then one per ASK_COSTS_S: more than a fast transfer of small chunks
+# has.
 ASKS_MOST: Final = 8192
 ASK_COSTS_S: Final = 0.0005
 PRESENCES_MOST: Final = 32  # of one name in a burst, then one per PRESENCE_S
@@ -43,7 +56,9 @@ Asker: TypeAlias = tuple[str, str]  # a node's name, and the nonce of a namesake
 
 
 class Admission:
-    """The limits of one session's peers. `bounds`: of each peer's messages, as far as the experiment decides them."""
+    """The limits of one session's peers. `bounds`: of each peer's messages, as far as the
+    experiment decides them.
+    """
 
     def __init__(self) -> None:
         self.bounds: dict[str, SenderBounds] = {}
@@ -65,18 +80,24 @@ class Admission:
             raise TooLarge(f"{size} bytes, at most {most} are possible")
 
     def read(self, peer: str, session: str, body: bytes, now: float) -> tuple[str, Message]:
-        """Return the sender's session and a control message, counted under the name of a peer with this session.
+        """Return the sender's session and a control message, counted under the name of a peer with
+        this session.
 
-        `peer`: "" for a node that is none. Asks have a budget of their own: only they grow with the chunks of a
-        transfer. What a message cost beyond its bytes is counted once it is read: the next one waits for that. Raises
-        WireError.
+        `peer`: "" for a node that is none. Asks have a budget of their own: only they grow with the
+        chunks of a transfer. What a message cost beyond its bytes is counted once it is read: the
+        next one waits for that. Raises WireError.
         """
         at = body.find(session.encode(), DIGEST_BYTES, HEAD_BYTES) if session else -1
-        budget = self._asks if at >= 0 and body.startswith(ASK, at + len(session)) else self._messages
+        if at >= 0 and body.startswith(ASK, at + len(session)):
+            budget = self._asks
+        else:
+            budget = self._messages
         source = _source(peer, session, body)
         if not budget.take(source, now, 1 + len(body) // COUNTED_BYTES):
             raise Flooded("too many messages at once")
-        found = serialization.decode(body, sender=self.bounds.get(peer, ANYBODY) if peer else STRANGER)
+        found = serialization.decode(
+            body, sender=self.bounds.get(peer, ANYBODY) if peer else STRANGER
+        )
         if items := _items(found[1]):
             budget.owe(source, items // COUNTED_ITEMS)
         return found
@@ -84,13 +105,18 @@ class Admission:
     def read_presence(
         self, node: str, session: str, body: bytes, now: float, *, retained: bool
     ) -> tuple[str, Presence | None]:
-        """Return the sender's session and a presence of a node with this session, None if the node has cleared it.
+        """Return the sender's session and a presence of a node with this session, None if the node
+        has cleared it.
 
         Retained ones are not counted: they come with a subscription. Raises WireError.
         """
         if not retained and not self._presences.take(_source(node, session, body), now):
             raise Flooded("too many presences at once")
-        found, message = serialization.decode(body, sender=self.bounds.get(node, ANYBODY)) if body else ("", None)
+        found, message = (
+            serialization.decode(body, sender=self.bounds.get(node, ANYBODY))
+            if body
+            else ("", None)
+        )
         if not (message is None or isinstance(message, Presence)):
             raise WireError("no presence on a state topic")
         return found, message
@@ -101,12 +127,18 @@ def _items(message: Message) -> int:
     if isinstance(message, Result | Reports):
         return len(message.children)
     presence = message.presence if isinstance(message, Alive) else message
-    return len(presence.targets) if isinstance(presence, Presence) else 0
+    if isinstance(presence, Presence):
+        return len(presence.targets)
+    return 0
 
 
 def _source(name: str, session: str, body: bytes) -> str:
-    """Return what a message is counted for: others that use a node's name must not spend what its session may send."""
-    return name if session.encode() in body[:HEAD_BYTES] else _of_another(name)
+    """Return what a message is counted for: others that use a node's name must not spend what its
+    session may send.
+    """
+    if session.encode() in body[:HEAD_BYTES]:
+        return name
+    return _of_another(name)
 
 
 def _of_another(name: str) -> str:
@@ -117,7 +149,8 @@ class Budget:
     """Limit of what each peer may cause: `most` in a burst, then one per `each_s`."""
 
     def __init__(self, most: int = ANSWERS_MOST, each_s: float = ANSWER_S) -> None:
-        self._most_s, self._each_s = most * each_s, each_s
+        self._most_s = most * each_s
+        self._each_s = each_s
         self._full_at: dict[str, float] = {}
 
     def take(self, peer: str, now: float, units: int = 1) -> bool:
@@ -164,17 +197,19 @@ class PendingAsks:
 
 
 class PendingAnswers:
-    """Pending questions for this node's presence: the last one of each node, answered at most once per ANSWER_S.
+    """Pending questions for this node's presence: the last one of each node, answered at most once
+    per ANSWER_S.
 
-    `namesake`: a node's own name. Several processes may use it, such as clouds that want the lab: each of their nonces
-    is answered.
+    `namesake`: a node's own name. Several processes may use it, such as clouds that want the lab:
+    each of their nonces is answered.
     """
 
     def __init__(self, peers: Collection[str], *, namesake: str = "") -> None:
         self._peers = peers
         self._namesake = namesake
         self._questions: dict[Asker, Question] = {}
-        self._due: list[tuple[float, int, Asker]] = []  # a heap: when each is answered, in order, and its asker
+        # a heap: when each is answered, in order, and its asker
+        self._due: list[tuple[float, int, Asker]] = []
         self._numbers = count()
         self._answered: dict[Asker, float] = {}  # the last one last
         self._strangers = Budget(SEEKERS_MOST, SEEKER_S)
@@ -201,7 +236,9 @@ class PendingAnswers:
             asker = heapq.heappop(self._due)[2]
             ready.append((asker, self._questions.pop(asker)))
             self.sent(asker, now)
-        while self._answered and now >= self._answered[first := next(iter(self._answered))] + ANSWER_S:
+        while (
+            self._answered and now >= self._answered[first := next(iter(self._answered))] + ANSWER_S
+        ):
             del self._answered[first]
         return ready
 
@@ -212,7 +249,9 @@ class PendingAnswers:
 
     def next_deadline(self) -> float:
         """Return when `due` has something."""
-        return self._due[0][0] if self._due else inf
+        if self._due:
+            return self._due[0][0]
+        return inf
 
 
 class Refusal(Enum):
@@ -234,7 +273,9 @@ def refusal_of(error: WireError) -> Refusal:
 
 @dataclass(frozen=True, slots=True)
 class MessageRefused:
-    """One of `count` messages of a sender that were refused for this reason so far; reported at 1, 2, 4, 8 ..."""
+    """One of `count` messages of a sender that were refused for this reason so far; reported at 1,
+    2, 4, 8 ...
+    """
 
     refusal: Refusal
     sender: str
@@ -243,7 +284,9 @@ class MessageRefused:
 
 
 class Refusals:
-    """The refused messages of one session, by sender; all senders that are not peers are counted together."""
+    """The refused messages of one session, by sender; all senders that are not peers are counted
+    together.
+    """
 
     def __init__(self, peers: Collection[str]) -> None:
         self._peers = peers
@@ -254,7 +297,9 @@ class Refusals:
         known = sender if sender in self._peers else ""
         self._counts[known, refusal] += 1
         count = self._counts[known, refusal]
-        return MessageRefused(refusal, sender, reason, count) if count & (count - 1) == 0 else None
+        if count & (count - 1) == 0:
+            return MessageRefused(refusal, sender, reason, count)
+        return None
 
     @property
     def total(self) -> int:
@@ -262,5 +307,7 @@ class Refusals:
         return self._counts.total()
 
     def of(self, refusal: Refusal) -> int:
-        """Return the number of messages refused for this reason. May be called from another thread."""
+        """Return the number of messages refused for this reason. May be called from another
+        thread.
+        """
         return sum(count for (_, kind), count in list(self._counts.items()) if kind is refusal)

@@ -1,4 +1,6 @@
-"""What a link passes on to its session: what has come from its peers, and from nodes that may become some."""
+"""What a link passes on to its session: what has come from its peers, and from nodes that may
+become some.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Proven:
-    """A peer's proven presence, None: it left. `published`: on its topic, else a reply to this node."""
+    """A peer's proven presence, None: it left. `published`: on its topic, else a reply to this
+    node.
+    """
 
     peer: str
     session: str

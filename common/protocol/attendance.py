@@ -1,4 +1,5 @@
-"""What a parent knows from its children's presences: who can take part, their samples, farewells and addresses.
+"""What a parent knows from its children's presences: who can take part, their samples, farewells
+and addresses.
 
 It is kept so that a message costs no look at all children.
 """
@@ -20,8 +21,10 @@ AWAITED: Final = (NodeState.LOST, NodeState.DISCONNECTED)
 QUIET_S: Final = 5.0  # without a report of a child that prepares; it reports every two seconds
 LOOK_S: Final = 1.0
 LOOKS: Final = 4
-REPORT_S: Final = 1.0  # without a change, before a report: devices that join together are in one message
-REPORT_MOST_S: Final = 10.0  # after the first change; each report goes to all children, as part of the presence
+# without a change, before a report: devices that join together are in one message
+REPORT_S: Final = 1.0
+# after the first change; each report goes to all children, as part of the presence
+REPORT_MOST_S: Final = 10.0
 HTTPS: Final = "https://"  # before the address of a server that others reach by TLS only
 NOBODY: Final[Mapping[str, int]] = MappingProxyType({})
 ADDRESS: Final = re.compile(r"(https://)?(\[[0-9A-Fa-f:.%]{2,45}\]|[\w.-]{1,253}):[0-9]{1,5}")
@@ -31,9 +34,9 @@ ADDRESS: Final = re.compile(r"(https://)?(\[[0-9A-Fa-f:.%]{2,45}\]|[\w.-]{1,253}
 class Readiness:
     """Which children can take part: the `ready` ones; the `missing` ones, each with the reason.
 
-    The missing ones include the `failed` ones, which gave up or are of another release: somebody has to act; and the
-    `hanging` ones, which have prepared for `idle_s` without progress, or failed for lack of progress below them. Those
-    that the experiment names come first.
+    The missing ones include the `failed` ones, which gave up or are of another release: somebody
+    has to act; and the `hanging` ones, which have prepared for `idle_s` without progress, or failed
+    for lack of progress below them. Those that the experiment names come first.
     """
 
     ready: frozenset[str]
@@ -43,17 +46,21 @@ class Readiness:
 
     @property
     def text(self) -> str:
-        """The missing ones with their reasons, empty if there are none; first those for which somebody has to act."""
+        """The missing ones with their reasons, empty if there are none; first those for which
+        somebody has to act.
+        """
         act = self.failed | self.hanging
         found = sorted(self.missing.items(), key=lambda each: each[0] not in act)
         return "; ".join(f"{name} {reason}" for name, reason in found)
 
 
 class Attendance:
-    """The last presences of a parent's children. `varying`: those whose samples may change, as they have children.
+    """The last presences of a parent's children. `varying`: those whose samples may change, as they
+    have children.
 
-    `samples`, `tests`: of the children that have reported them; `farewells`: the children that have sent theirs;
-    `after`: of those that have come from another parent, the task that this one used last.
+    `samples`, `tests`: of the children that have reported them; `farewells`: the children that have
+    sent theirs; `after`: of those that have come from another parent, the task that this one used
+    last.
     """
 
     def __init__(self, children: Iterable[str], *, varying: Collection[str] = ()) -> None:
@@ -89,23 +96,38 @@ class Attendance:
         for names in (self._entered, self._gone, self._ready, self._owing, self.farewells):
             names.discard(child)
         found: dict[str, Any]
-        for found in (self.last, self.samples, self.tests, self.after, self._met, self._counted, self.waits_for):
+        for found in (
+            self.last,
+            self.samples,
+            self.tests,
+            self.after,
+            self._met,
+            self._counted,
+            self.waits_for,
+        ):
             found.pop(child, None)
         self._prepared_at.pop(child, None)
 
-    def receive(self, child: str, session: str, presence: Presence | None, *, published: bool) -> bool:
-        """Note a child's presence; return whether it must be asked for its samples. One that is ready may have none.
+    def receive(
+        self, child: str, session: str, presence: Presence | None, *, published: bool
+    ) -> bool:
+        """Note a child's presence; return whether it must be asked for its samples. One that is
+        ready may have none.
 
-        What is published is possibly a stranger's: new samples of a session that was not met before are taken from an
-        answer only.
+        What is published is possibly a stranger's: new samples of a session that was not met before
+        are taken from an answer only.
         """
-        met, self._met[child] = session == self._met.get(child), session
-        samples, doubtful = 0 if presence is None else presence.samples, False
-        reported = samples or (presence is not None and presence.state is NodeState.READY)  # of none
+        met = session == self._met.get(child)
+        self._met[child] = session
+        samples = 0 if presence is None else presence.samples
+        doubtful = False
+        # of none
+        reported = samples or (presence is not None and presence.state is NodeState.READY)
         if reported and (child in self._varying or session != self._counted.get(child)):
             doubtful = published and self.samples.get(child, samples if met else -1) != samples
             if not doubtful:
-                self.samples[child], self._counted[child] = samples, session
+                self.samples[child] = samples
+                self._counted[child] = session
                 self.tests[child] = 0 if presence is None else presence.tests
         self.last[child] = presence
         if presence is not None and presence.after:
@@ -122,7 +144,8 @@ class Attendance:
 
     def preparing(self, child: str, waits_for: str, now: float) -> None:
         """Note a report of a child that prepares, and for whom it waits."""
-        self.waits_for[child], self._prepared_at[child] = waits_for, now
+        self.waits_for[child] = waits_for
+        self._prepared_at[child] = now
 
     def farewell(self, child: str) -> None:
         """Note that a child has sent its final counts."""
@@ -141,22 +164,36 @@ class Attendance:
 
     def present(self) -> list[str]:
         """Return the children that are present."""
-        return [name for name, last in self.last.items() if last is not None and last.state in LIVING]
+        return [
+            name for name, last in self.last.items() if last is not None and last.state in LIVING
+        ]
 
     def quiet(self, now: float) -> list[str]:
-        """Return the children that stopped reporting their preparation, each again after QUIET_S."""
-        preparing = [name for name, last in self.last.items() if last is not None and last.state is NodeState.INIT]
-        quiet = [name for name in preparing if now >= self._prepared_at.setdefault(name, now) + QUIET_S]
+        """Return the children that stopped reporting their preparation, each again after
+        QUIET_S.
+        """
+        preparing = [
+            name
+            for name, last in self.last.items()
+            if last is not None and last.state is NodeState.INIT
+        ]
+        quiet = [
+            name for name in preparing if now >= self._prepared_at.setdefault(name, now) + QUIET_S
+        ]
         self._prepared_at.update(dict.fromkeys(quiet, now))
         return quiet
 
-    def readiness(self, *, hanging: set[str], other_releases: Mapping[str, str], idle_s: float) -> Readiness:
+    def readiness(
+        self, *, hanging: set[str], other_releases: Mapping[str, str], idle_s: float
+    ) -> Readiness:
         """Return which children can take part. Those that had entered and are gone are not missing.
 
-        `hanging`: those that prepare without progress; `other_releases`: both versions of the protocol, for children of
-        another release.
+        `hanging`: those that prepare without progress; `other_releases`: both versions of the
+        protocol, for children of another release.
         """
-        ready, failed, missing = set(), set(), {}
+        ready = set()
+        failed = set()
+        missing = {}
         for name in self._children:
             if name in self._gone:
                 continue
@@ -179,14 +216,18 @@ class Attendance:
             elif seen is not None and seen.failure is Failure.MOVED:
                 missing[name] = seen.reason
             else:
-                missing[name] = "has not joined yet" if name not in self.last else "was lost, or left"
+                missing[name] = (
+                    "has not joined yet" if name not in self.last else "was lost, or left"
+                )
         return Readiness(frozenset(ready), missing, frozenset(hanging), frozenset(failed))
 
 
 class AwayWatch:
-    """Whether a round waits for devices all of which are away by their traces; `idle_s`, inf: there are no traces.
+    """Whether a round waits for devices all of which are away by their traces; `idle_s`, inf: there
+    are no traces.
 
-    It is looked at several times in `idle_s`, because the waiting is reported to this node's own parent.
+    It is looked at several times in `idle_s`, because the waiting is reported to this node's own
+    parent.
     """
 
     def __init__(self, *, idle_s: float) -> None:
@@ -195,21 +236,28 @@ class AwayWatch:
         self._away: frozenset[str] = frozenset()
 
     def look(self, away: Collection[str], now: float) -> bool:
-        """Note the devices for which the round waits; return whether there are others than at the last look."""
+        """Note the devices for which the round waits; return whether there are others than at the
+        last look.
+        """
         self.due = now + self._pause_s
-        before, self._away = self._away, frozenset(away)
+        before = self._away
+        self._away = frozenset(away)
         return not self._away <= before
 
 
 class Targets:
-    """Scrape targets: the /metrics addresses of a parent's living children, and of all nodes below them.
+    """Scrape targets: the /metrics addresses of a parent's living children, and of all nodes below
+    them.
 
-    A parent knows its children by their presence. It knows the nodes below them, which may be on another broker, from
-    the children's presences, and so on up to the cloud. All of this is retained state, so it survives a restart of any
-    node. `below`: the names of all nodes below each child; a child may only report on these, and on so many `guests`.
+    A parent knows its children by their presence. It knows the nodes below them, which may be on
+    another broker, from the children's presences, and so on up to the cloud. All of this is
+    retained state, so it survives a restart of any node. `below`: the names of all nodes below each
+    child; a child may only report on these, and on so many `guests`.
     """
 
-    def __init__(self, below: Mapping[str, Collection[str]], guests: Mapping[str, int] = NOBODY) -> None:
+    def __init__(
+        self, below: Mapping[str, Collection[str]], guests: Mapping[str, int] = NOBODY
+    ) -> None:
         self._guests = guests
         self._below = {child: frozenset(names) for child, names in below.items()}
         self._own: dict[str, str] = {}
@@ -221,20 +269,31 @@ class Targets:
     def receive(self, child: str, presence: Presence | None, *, now: float) -> None:
         """Handle a child's presence.
 
-        An absent child may return, and the nodes below wait for it: until then its last report on them remains valid.
+        An absent child may return, and the nodes below wait for it: until then its last report on
+        them remains valid.
         """
         before = self._own.get(child, ""), self._reports.get(child, {})
-        own, report = "", before[1]
+        own = ""
+        report = before[1]
         if presence is not None and presence.state in STAYING:
             below = self._below.get(child, ())
             own = presence.metrics
-            report = {target.name: target.metrics for target in presence.targets if target.name in below}
-            others = [target for target in presence.targets if target.name not in below and is_node(target.name)]
-            report |= {target.name: target.metrics for target in others[: self._guests.get(child, 0)]}
+            report = {
+                target.name: target.metrics for target in presence.targets if target.name in below
+            }
+            others = [
+                target
+                for target in presence.targets
+                if target.name not in below and is_node(target.name)
+            ]
+            report |= {
+                target.name: target.metrics for target in others[: self._guests.get(child, 0)]
+            }
         elif presence is None or presence.state not in AWAITED:
             report = {}
         if (own, report) != before:
-            self._own[child], self._reports[child] = own, report
+            self._own[child] = own
+            self._reports[child] = report
             self._changed_at = min(self._changed_at, now)
             self.due = min(self._changed_at + REPORT_MOST_S, now + REPORT_S)
 
@@ -249,12 +308,19 @@ class Targets:
         if now < self.due:
             return None
         self.due = self._changed_at = inf
-        before, self._reported = self._reported, self.addresses()
-        return None if self._reported == before else self._reported
+        before = self._reported
+        self._reported = self.addresses()
+        if self._reported == before:
+            return None
+        return self._reported
 
     def addresses(self) -> tuple[Target, ...]:
         """Return the address of each node below that has one. May be called from another thread."""
         found = dict(self._own)
         for report in list(self._reports.values()):
             found |= report
-        return tuple(Target(name, address) for name, address in sorted(found.items()) if ADDRESS.fullmatch(address))
+        return tuple(
+            Target(name, address)
+            for name, address in sorted(found.items())
+            if ADDRESS.fullmatch(address)
+        )

@@ -1,7 +1,8 @@
 """A child's session with its parent, without I/O: tasks, results, and the parent's presence.
 
-For each task the endpoint answers `TaskReceived` with a buffer (`fetch`). After `ModelArrived` it reports the start of
-the work (`begin_work`), its progress (`progress`), and the result (`participant.finish`).
+For each task the endpoint answers `TaskReceived` with a buffer (`fetch`). After `ModelArrived` it
+reports the start of the work (`begin_work`), its progress (`progress`), and the result
+(`participant.finish`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ from fedstrata.common.accounting.traffic import Traffic
 from fedstrata.common.errors import Misfit, RefusedModel, WireError
 from fedstrata.common.model.layout import ROW_BYTES_MOST
 from fedstrata.common.protocol import topics
-from fedstrata.common.protocol.arrivals import Arrival, Elsewhere, Living, Proven, Received, Unproven
+from fedstrata.common.protocol.arrivals import (
+    Arrival,
+    Elsewhere,
+    Living,
+    Proven,
+    Received,
+    Unproven,
+)
 from fedstrata.common.protocol.events import (
     BlobFetched,
     FrozenFound,
@@ -72,15 +80,26 @@ from fedstrata.common.text import short
 
 FAREWELL_S: Final = 1.0  # between two farewells
 QUIET_S: Final = 30.0  # without a message from the parent, before it is asked for proof of life
-QUIET_BYTES: Final = 1024  # of acknowledgements and pings in that time; more bytes are a model in transfer
+# of acknowledgements and pings in that time; more bytes are a model in transfer
+QUIET_BYTES: Final = 1024
 LEDGERS_KEPT: Final = 16  # of the parent: one per process
 
 
 class ChildSession:
     """One child's session with its parent on one broker."""
 
-    def __init__(self, identity: Identity, above: ToParent, *, meter: ByteMeter, first_number: int, now: float) -> None:
-        parent, link, transfer = above.parent, above.link, above.transfer
+    def __init__(
+        self,
+        identity: Identity,
+        above: ToParent,
+        *,
+        meter: ByteMeter,
+        first_number: int,
+        now: float,
+    ) -> None:
+        parent = above.parent
+        link = above.link
+        transfer = above.transfer
         ways = LinkSet(to={parent: link.up}, from_={parent: link.down}, shaped=above.shaped)
         self.link = PeerLink(
             identity,
@@ -95,7 +114,9 @@ class ChildSession:
         )
         self.parent = parent
         # When the institutions have a model is measured: they report it at once.
-        self.participant = Participant(idle_s=transfer.idle_s, phase_s=PHASE_S if above.below is None else 0.0)
+        self.participant = Participant(
+            idle_s=transfer.idle_s, phase_s=PHASE_S if above.below is None else 0.0
+        )
         self._form: ModelForm | None = None
         self._frozen = above.frozen
         self._limits = above.limits
@@ -129,19 +150,22 @@ class ChildSession:
     # Before the rounds
 
     def preparing(self, done: int, *, waits_for: str = "", now: float) -> bool:
-        """Report preparation; `done` grows with its progress, `waits_for` names the nodes that this node waits for.
+        """Report preparation; `done` grows with its progress, `waits_for` names the nodes that this
+        node waits for.
 
         Return whether a message is due sooner than before.
         """
         waits_for = short(waits_for)
         changed = self._preparing is None or waits_for != self._preparing.waits_for
-        before, self._preparing = self._prepare_at, Preparing(done, waits_for)
+        before = self._prepare_at
+        self._preparing = Preparing(done, waits_for)
         self._prepare_at = now if changed else min(self._prepare_at, now + HEARTBEAT_S)
         return self._prepare_at < before
 
     def prepared(self) -> None:
         """Stop reporting preparation."""
-        self._preparing, self._prepare_at = None, inf
+        self._preparing = None
+        self._prepare_at = inf
 
     def want_frozen(self, now: float) -> None:
         """Ask the parent for its frozen arrays until it offers them: `FrozenFound` follows."""
@@ -153,7 +177,9 @@ class ChildSession:
         self._bound()
 
     def _bound(self) -> None:
-        """Set the bounds of the parent's messages, and of the presences under this node's own name."""
+        """Set the bounds of the parent's messages, and of the presences under this node's own
+        name.
+        """
         if (limits := self._limits) is None:
             return
         blob_bytes = ROW_BYTES_MOST if self._form is None else self._form.size
@@ -172,12 +198,18 @@ class ChildSession:
     # A task
 
     def fetch(
-        self, task: Task, buffer: memoryview | None, now: float, *, lacking: npt.NDArray[np.bool_] | None = None
+        self,
+        task: Task,
+        buffer: memoryview | None,
+        now: float,
+        *,
+        lacking: npt.NDArray[np.bool_] | None = None,
     ) -> None:
-        """Fetch a task's model into `buffer`, uint8 [its size]; None: check it where it is, inside the task.
+        """Fetch a task's model into `buffer`, uint8 [its size]; None: check it where it is, inside
+        the task.
 
-        `lacking`, bool [chunks], marks the chunks that the buffer lacks, None: all. It is kept up to date, so that
-        others may follow the fetch.
+        `lacking`, bool [chunks], marks the chunks that the buffer lacks, None: all. It is kept up
+        to date, so that others may follow the fetch.
         """
         self._fetching = task
         if task.inline is not None:
@@ -203,8 +235,11 @@ class ChildSession:
     # The end
 
     def send_goodbye(self, children: tuple[ChildReport, ...], now: float) -> None:
-        """Send the final reports and the final byte counts of this link until the parent replies."""
-        self._farewell, self._farewell_at = children, now
+        """Send the final reports and the final byte counts of this link until the parent
+        replies.
+        """
+        self._farewell = children
+        self._farewell_at = now
 
     @property
     def goodbye_answered(self) -> bool:
@@ -212,7 +247,13 @@ class ChildSession:
         return self._farewell is None
 
     def set_state(
-        self, state: NodeState, *, reason: str = "", samples: int = 0, tests: int = 0, failure: Failure = Failure.NONE
+        self,
+        state: NodeState,
+        *,
+        reason: str = "",
+        samples: int = 0,
+        tests: int = 0,
+        failure: Failure = Failure.NONE,
     ) -> None:
         """Publish this node's state, retained."""
         self.link.own.set_state(state, reason=reason, samples=samples, tests=tests, failure=failure)
@@ -224,8 +265,10 @@ class ChildSession:
 
         What may have been lost with the old one is repeated; the parent is asked for proof of life.
         """
-        lab, name = self.link.identity.lab, self.link.identity.name
-        inboxes = [topics.inbox(lab, "+", name, self.parent)]  # any run: a parent that moved replies from its new one
+        lab = self.link.identity.lab
+        name = self.link.identity.name
+        # any run: a parent that moved replies from its new one
+        inboxes = [topics.inbox(lab, "+", name, self.parent)]
         self.link.connected(now, inboxes=inboxes, packet_most=packet_most)
         self.participant.reconnected(now)
         if self._gone_since is None:
@@ -240,7 +283,8 @@ class ChildSession:
     def tick(self, now: float) -> None:
         """Evaluate the state machines at this time."""
         self._now = now
-        if self.link.tick(now) and self._found_end is not None:  # else the parent's absence is counted already
+        # else the parent's absence is counted already
+        if self.link.tick(now) and self._found_end is not None:
             self._end(self._found_end)
         if self.link.up and now >= self._quiet_at:
             self._quiet(now)
@@ -250,10 +294,14 @@ class ChildSession:
         self._collect(now)
 
     def next_event(self) -> object | None:
-        """Return the next event; an event that follows from the handling of another one is returned too."""
+        """Return the next event; an event that follows from the handling of another one is returned
+        too.
+        """
         if not self.link.events:
             self._collect(self._now)
-        return self.link.events.popleft() if self.link.events else None
+        if self.link.events:
+            return self.link.events.popleft()
+        return None
 
     def next_deadline(self, now: float) -> float | None:
         """Return when `tick` or `to_send` next has something to do."""
@@ -264,7 +312,9 @@ class ChildSession:
             quiet = inf if self._ended else self._quiet_at
             at = min(at, self._prepare_at, self._want_at, self._farewell_at, declined, quiet)
             at = at if due is None else min(at, due)
-        return at if at < inf else None
+        if at < inf:
+            return at
+        return None
 
     # Handling of what has come
 
@@ -290,7 +340,8 @@ class ChildSession:
         elif isinstance(message, Probe):
             self.link.events.append(ProbeReceived(sender, message))
         elif isinstance(message, Goodbye):
-            self._farewell, self._farewell_at = None, inf
+            self._farewell = None
+            self._farewell_at = inf
         else:
             raise WireError(f"a parent does not send a {type(message).__name__}")
 
@@ -301,7 +352,8 @@ class ChildSession:
             if self._limits is not None:
                 self._limits.check(task)
         except RefusedModel as error:
-            if self.link.answers.take(self.parent, now):  # the task is repeated until it is answered
+            # the task is repeated until it is answered
+            if self.link.answers.take(self.parent, now):
                 self._declined = Declined(task.key, short(str(error)))
             raise Misfit(f"a task: {error}") from None
         else:
@@ -309,12 +361,16 @@ class ChildSession:
             self.participant.receive(task, now=now)
 
     def _take_frozen(self, offered: Manifest) -> None:
-        """Take the parent's offer of frozen arrays; one that nobody waits for is late. Raises Misfit."""
+        """Take the parent's offer of frozen arrays; one that nobody waits for is late. Raises
+        Misfit.
+        """
         if self._frozen is None:
             raise Misfit("frozen arrays, which this run does not have")
         if self._want_at == inf:
             return
-        form = ModelForm(self._frozen.digest, FROZEN_CODEC, self._frozen.nbytes, exact=True, delta=False)
+        form = ModelForm(
+            self._frozen.digest, FROZEN_CODEC, self._frozen.nbytes, exact=True, delta=False
+        )
         try:
             form.check(offered)
         except RefusedModel as error:
@@ -323,11 +379,16 @@ class ChildSession:
         self.link.events.append(FrozenFound(offered))
 
     def _presence(self, proven: Proven, now: float) -> None:
-        peer, session, presence, published = proven.peer, proven.session, proven.presence, proven.published
+        peer = proven.peer
+        session = proven.session
+        presence = proven.presence
+        published = proven.published
         if presence is not None and presence.state in LIVING:
             self._begin_count(presence.ledger)
             self._lives(peer, session, now)
-            if (begun := self._zero.note(presence.elapsed_s, session, now, published=published)) is not None:
+            if (
+                begun := self._zero.note(presence.elapsed_s, session, now, published=published)
+            ) is not None:
                 self.link.begin(begun)
                 self.link.events.append(RunBegan(begun))
         else:
@@ -340,10 +401,11 @@ class ChildSession:
             self._end(presence)
 
     def _state_of_the_dead(self, peer: str, presence: Presence) -> None:
-        """Handle the parent's retained final state, kept for children that were away when the run ended.
+        """Handle the parent's retained final state, kept for children that were away when the run
+        ended.
 
-        An old broker store may have the state of a run that was resumed later: a parent that was present before is
-        asked first.
+        An old broker store may have the state of a run that was resumed later: a parent that was
+        present before is asked first.
         """
         proof = self.link.proofs.proof(peer)
         if presence.state is not NodeState.FINISHED or proof is Proof.PROVEN:
@@ -389,17 +451,22 @@ class ChildSession:
             self.link.events.append(ModelFailed(event.blob, event.reason))
 
     def _quiet(self, now: float) -> None:
-        """Ask a parent that has been silent for proof of life: the message of its end may be lost."""
+        """Ask a parent that has been silent for proof of life: the message of its end may be
+        lost.
+        """
         carried = self.link.meter.received()
         if abs(carried - self._carried) > QUIET_BYTES:
             self._gone_since = None if not self._lost else self._gone_since
         elif self._gone_since is None:
             self._gone_since = now
             self.link.proofs.doubt(self.parent, now)
-        self._carried, self._quiet_at = carried, now + self._quiet_s
+        self._carried = carried
+        self._quiet_at = now + self._quiet_s
 
     def _due(self, now: float) -> Iterator[tuple[str, Message]]:
-        """Yield the messages that are due, each with the parent; asked when the link is about to send them."""
+        """Yield the messages that are due, each with the parent; asked when the link is about to
+        send them.
+        """
         messages: list[Message] = []
         if self._declined is not None:
             messages.append(self._declined)
@@ -411,7 +478,9 @@ class ChildSession:
             messages.append(Question(self.link.proofs.nonce, About.FROZEN, self.link.identity.run))
             self._want_at = now + HEARTBEAT_S
         if self._farewell is not None and now >= self._farewell_at:
-            messages += [Reports(self._mark.reports_since(self._farewell))] if self._farewell else []
+            messages += (
+                [Reports(self._mark.reports_since(self._farewell))] if self._farewell else []
+            )
             messages.append(Farewell(*self._traffic()))
             self._farewell_at = now + FAREWELL_S
         due = self.participant.next_deadline()
@@ -422,7 +491,9 @@ class ChildSession:
     def _gone_at(self) -> float:
         gone = self._gone_since is not None and self.link.away_since is None and not self._ended
         patience_s = self.link.transfer.idle_s if self.link.own.begun is None else self._patience_s
-        return (self._gone_since or 0.0) + patience_s if gone else inf
+        if gone:
+            return (self._gone_since or 0.0) + patience_s
+        return inf
 
     def _lives(self, peer: str, session: str, now: float) -> None:
         self._gone_since = self._found_end = None
@@ -448,7 +519,9 @@ class ChildSession:
         if ledger != self._ledger:
             below = self._below
             reports = below.reports() if below is not None else {}
-            self._marks.setdefault(ledger, Mark(*self._counted(), reports) if self._ledger else Mark())
+            self._marks.setdefault(
+                ledger, Mark(*self._counted(), reports) if self._ledger else Mark()
+            )
             self._ledger = ledger
             if len(self._marks) > LEDGERS_KEPT:
                 del self._marks[next(iter(self._marks))]

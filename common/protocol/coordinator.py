@@ -1,9 +1,10 @@
-"""The parent's side of a round: resends each task until it is answered; drops a child for lack of progress.
+"""The parent's side of a round: resends each task until it is answered; drops a child for lack of
+progress.
 
-A `Task` is repeated while a child is ASSIGNED and present, and whenever a child falls silent, so a lost message costs
-only a repeat. A child is dropped only after `idle_s` without progress, also while it prepares. The states of a child
-and their transitions are in `common.protocol.round_state`. Which session represents a child is decided by its presence
-(`common.protocol.presence`), not here.
+A `Task` is repeated while a child is ASSIGNED and present, and whenever a child falls silent, so a
+lost message costs only a repeat. A child is dropped only after `idle_s` without progress, also
+while it prepares. The states of a child and their transitions are in `common.protocol.round_state`.
+Which session represents a child is decided by its presence (`common.protocol.presence`), not here.
 """
 
 from __future__ import annotations
@@ -57,12 +58,15 @@ _C = TypeVar("_C")
 
 
 class Coordinator:
-    """One parent's rounds with its children, one round at a time; `online`: when each is there by its trace.
+    """One parent's rounds with its children, one round at a time; `online`: when each is there by
+    its trace.
 
     `children`: the state of each in the last round, `key`, which may be open.
     """
 
-    def __init__(self, children: Iterable[str], *, idle_s: float, online: Online | None = None) -> None:
+    def __init__(
+        self, children: Iterable[str], *, idle_s: float, online: Online | None = None
+    ) -> None:
         self.children = {name: ChildInRound(online=(online or {}).get(name)) for name in children}
         self._begun: float | None = None
         self._idle_s = idle_s
@@ -89,7 +93,9 @@ class Coordinator:
 
     def begin(self, begun: float) -> None:
         """Note when the run, and so the children's traces, began."""
-        self._begun, self._judged, self._quiet_until = begun, -inf, -inf
+        self._begun = begun
+        self._judged = -inf
+        self._quiet_until = -inf
 
     def open(
         self,
@@ -101,10 +107,11 @@ class Coordinator:
         now: float,
         carried: Collection[str] | None = None,
     ) -> Key:
-        """Open a round for the assigned children; a round earlier than the last one begins a new attempt.
+        """Open a round for the assigned children; a round earlier than the last one begins a new
+        attempt.
 
-        `carried`: the children whose tasks of earlier rounds go on, and count in this one; its own unfinished tasks
-        will go on too. None: a task ends with its round.
+        `carried`: the children whose tasks of earlier rounds go on, and count in this one; its own
+        unfinished tasks will go on too. None: a task ends with its round.
         """
         self.end(but=carried or ())
         attempt = 0
@@ -113,25 +120,36 @@ class Coordinator:
             attempt = self.key.attempt + back
         self.key = Key(attempt, global_round, local_round)
         self._closing = closing
-        self.is_open, self._buffered = True, carried is not None
+        self.is_open = True
+        self._buffered = carried is not None
         self._judged = self._collected = self._quiet_until = -inf
         self.timeline = Timeline(now)
         for name, child in self.children.items():
             if child.carried and name in (carried or ()):
                 continue
-            child.key, child.carried, child.assigned = self.key, False, now
+            child.key = self.key
+            child.carried = False
+            child.assigned = now
             child.assignment = assignments.get(name)
-            child.result, child.refusal, child.declined, child.mark, child.has_model = None, "", "", None, False
+            child.result = None
+            child.refusal = ""
+            child.declined = ""
+            child.mark = None
+            child.has_model = False
             child.absent = child.presence is not NodeState.READY
             child.moved = now - self._idle_s if child.presence is NodeState.FAILED else now
             child.state = ChildState.IDLE if child.assignment is None else ChildState.ASSIGNED
             self._send_task(child, now)
         self._at_work = Lacking()
-        self._without_model, self._without_result = Lacking(self._taking_part()), Lacking(self._taking_part())
+        self._without_model, self._without_result = (
+            Lacking(self._taking_part()),
+            Lacking(self._taking_part()),
+        )
         return self.key
 
     def receive(self, name: str, message: Progress | Result, *, now: float) -> str:
-        """Handle a message of a child's present session; one for another round is acknowledged or ignored.
+        """Handle a message of a child's present session; one for another round is acknowledged or
+        ignored.
 
         Return why it is refused, empty if it is not.
         """
@@ -140,23 +158,31 @@ class Coordinator:
         if not self._serves(child, message.key):
             if isinstance(message, Result):
                 self._acknowledge_old(name, child, message, now)
-            return "of a round that was never open" if self.key is not None and message.key > self.key else ""
+            if self.key is not None and message.key > self.key:
+                return "of a round that was never open"
+            return ""
         if reason := child.contradiction(message):
             return reason
         waits = isinstance(message, Progress) and message.phase is Phase.WAITING
-        child.repeat_at = now + REPEAT_MOST_S + waits * self._waiting_most_s  # repeated only after silence
+        # repeated only after silence
+        child.repeat_at = now + REPEAT_MOST_S + waits * self._waiting_most_s
         if child.go(ChildCause.MESSAGE):
-            child.moved, child.declined, child.answer_s = now, "", now - child.assigned
+            child.moved = now
+            child.declined = ""
+            child.answer_s = now - child.assigned
         child.note_progress(message, now)
         if isinstance(message, Progress):
             if message.phase is not Phase.FETCHING:
                 self._received_model(child, now)
         elif child.go(ChildCause.RESULT):
             self._received_model(child, now)
-            child.result, child.moved = replace(message, inline=None), now  # the event has the model
+            # the event has the model
+            child.result = replace(message, inline=None)
+            child.moved = now
             child.seconds = now - child.assigned
             work = message.work
-            child.loss, child.worked_s = work.loss, work.train_s + work.wait_s + work.pause_s
+            child.loss = work.loss
+            child.worked_s = work.train_s + work.wait_s + work.pause_s
             first = self.timeline.first_result
             self.timeline.first_result = now if first is None else first
             if not self._without_result.any(lambda c: c.result is None):
@@ -169,13 +195,19 @@ class Coordinator:
         return ""
 
     def end(self, *, but: Collection[str] = ()) -> None:
-        """End the open round, if any, in whatever state, and all tasks `but` those that go on with these children.
+        """End the open round, if any, in whatever state, and all tasks `but` those that go on with
+        these children.
 
-        Later messages for them are late. A result that was accepted, and is in no closed round, is taken back.
+        Later messages for them are late. A result that was accepted, and is in no closed round, is
+        taken back.
         """
         for name in self.unsettled():
             child = self.children[name]
-            if name not in but and child.acknowledged is not None and child.go(ChildCause.TAKE_BACK):
+            if (
+                name not in but
+                and child.acknowledged is not None
+                and child.go(ChildCause.TAKE_BACK)
+            ):
                 self.taken_back += 1
                 child.acknowledged = child.acknowledged[0], TAKEN_BACK
                 self._acknowledgements.append((name, Acknowledgement(*child.acknowledged)))
@@ -185,28 +217,38 @@ class Coordinator:
 
     def unsettled(self) -> list[str]:
         """Return the children whose results are accepted, and not yet in a closed round."""
-        pending = ((name, self.is_open or child.carried, child.state) for name, child in self.children.items())
-        return [name for name, goes_on, state in pending if goes_on and state is ChildState.ACCEPTED]
+        pending = (
+            (name, self.is_open or child.carried, child.state)
+            for name, child in self.children.items()
+        )
+        return [
+            name for name, goes_on, state in pending if goes_on and state is ChildState.ACCEPTED
+        ]
 
     def in_flight(self) -> list[str]:
         """Return the children whose tasks go on after their round has closed."""
         return [name for name, child in self.children.items() if child.carried]
 
     def declined(self, name: str, key: Key, reason: str) -> None:
-        """Note why a child declined its task; the task is repeated, and the reason reported if the child stalls."""
+        """Note why a child declined its task; the task is repeated, and the reason reported if the
+        child stalls.
+        """
         if self._serves(child := self.children[name], key) and child.state is ChildState.ASSIGNED:
             child.declined = reason
 
     def preparing(self, name: str, done: int, *, waits: bool, now: float) -> bool:
-        """Note a report of a child that is not ready; return whether it has made progress since the last one.
+        """Note a report of a child that is not ready; return whether it has made progress since the
+        last one.
 
-        Before a round is open, a child that waits for its own children is not idle: a person may be starting them.
+        Before a round is open, a child that waits for its own children is not idle: a person may be
+        starting them.
         """
         self._received_at = now
         child = self.children[name]
         progress = done != child.prepared
         if (waits and not self.is_open) or progress:
-            child.prepared, child.moved = done, now
+            child.prepared = done
+            child.moved = now
         return progress
 
     def hanging(self, now: float) -> list[str]:
@@ -221,16 +263,21 @@ class Coordinator:
         if presence is None:
             child.presence = None
             if child.entered:
-                child.absent, self._judged, self._quiet_until = True, -inf, -inf
+                child.absent = True
+                self._judged = -inf
+                self._quiet_until = -inf
             return
         moved = presence.failure is Failure.MOVED
         returns = not child.present
-        child.presence, child.reason, child.failure = presence.state, presence.reason, presence.failure
+        child.presence = presence.state
+        child.reason = presence.reason
+        child.failure = presence.failure
         self._judged = self._quiet_until = -inf
         if presence.state is NodeState.FAILED:
             child.moved = now - self._idle_s  # it has reported that it will not return
         gone = moved or (child.entered and not child.present)
-        child.absent = child.absent or gone  # it may return, and is not waited for if there are enough others
+        # it may return, and is not waited for if there are enough others
+        child.absent = child.absent or gone
         if child.present:
             child.absent = child.absent and presence.state is not NodeState.READY
             if returns:
@@ -240,27 +287,35 @@ class Coordinator:
                 child.repeat_at = min(child.repeat_at, self._again_at(child, now))
 
     def moved(self, name: str, *, now: float) -> None:
-        """Note that chunks of a model were transferred between this node and a child: that is progress."""
+        """Note that chunks of a model were transferred between this node and a child: that is
+        progress.
+        """
         child = self.children[name]
         child.moved = now
         if child.state is ChildState.ANNOUNCED:
             self._collected = now
-            child.carried_from, child.carried_best = None, 0
+            child.carried_from = None
+            child.carried_best = 0
 
     def reconnected(self, now: float) -> None:
         """Note that this node's own connection is new: without it no child could make progress.
 
-        A child that has made none since the connection before is excused for the time since the last message alone: a
-        link that swallows chunks breaks one connection after the other for ever.
+        A child that has made none since the connection before is excused for the time since the
+        last message alone: a link that swallows chunks breaks one connection after the other for
+        ever.
         """
         for child in self.children.values():
             if child.presence is not NodeState.FAILED:
                 idle = child.moved == child.excused
-                child.excused = child.moved = min(now, child.moved + now - self._received_at) if idle else now
+                child.excused = child.moved = (
+                    min(now, child.moved + now - self._received_at) if idle else now
+                )
         self._received_at = now
 
     def accept(self, name: str, key: Key, *, now: float) -> None:
-        """Accept the result that a child announced under `key`, whose model has arrived and is valid."""
+        """Accept the result that a child announced under `key`, whose model has arrived and is
+        valid.
+        """
         if self.is_announced(name, key) and self.children[name].go(ChildCause.ACCEPT):
             self.children[name].moved = now
             self.accepted += 1
@@ -296,7 +351,8 @@ class Coordinator:
             # Repeats omit an inline model: a child that did not get it fetches it.
             inline = None if child.sent else given.inline
             due.append((name, Task(child.key, given.epochs, given.model, inline, given.follows)))
-            child.sent, child.sent_at = True, now
+            child.sent = True
+            child.sent_at = now
             child.repeat_s = min(2 * child.repeat_s, REPEAT_MOST_S)
             child.repeat_at = now + child.repeat_s
         self._quiet_until = self._earliest()
@@ -307,11 +363,15 @@ class Coordinator:
         if not self.is_open:
             return None
         at = self._quiet_until if self._quiet_until > -inf else self._earliest()
-        return at if at < inf else None
+        if at < inf:
+            return at
+        return None
 
     def next_event(self) -> CoordinatorEvent | None:
         """Return the next event."""
-        return self._events.popleft() if self._events else None
+        if self._events:
+            return self._events.popleft()
+        return None
 
     def states(self) -> dict[str, str]:
         """Return each child's state, for the metrics."""
@@ -319,28 +379,46 @@ class Coordinator:
 
     def expected(self) -> dict[str, str]:
         """Return the states of the children but those that had entered and are gone."""
-        return {name: child.stands for name, child in self.children.items() if child.present or not child.entered}
+        return {
+            name: child.stands
+            for name, child in self.children.items()
+            if child.present or not child.entered
+        }
 
     def idle(self, now: float) -> dict[str, float]:
-        """Return the seconds without progress of each child; 0 for children that the round does not wait for."""
-        waiting = {name: self.is_open and child.state in UNFINISHED for name, child in self.children.items()}
+        """Return the seconds without progress of each child; 0 for children that the round does not
+        wait for.
+        """
+        waiting = {
+            name: self.is_open and child.state in UNFINISHED
+            for name, child in self.children.items()
+        }
         since = {name: self._idle_at(child) - self._idle_s for name, child in self.children.items()}
         return {name: max(0.0, now - since[name]) if waiting[name] else 0.0 for name in since}
 
     def away(self, now: float) -> tuple[dict[str, float], bool]:
-        """Return the seconds until each child returns for which the round, or the first one, waits; are all away?"""
+        """Return the seconds until each child returns for which the round, or the first one, waits;
+        are all away?
+        """
         begun = self._begun if self.is_open or self.key is None else None
         idle = {name for name, seconds in self.idle(now).items() if seconds >= self._idle_s}
-        return ({}, False) if begun is None else returning(self.children, now - begun, in_round=self.is_open, idle=idle)
+        if begun is None:
+            return ({}, False)
+        return returning(self.children, now - begun, in_round=self.is_open, idle=idle)
 
     def is_announced(self, name: str, key: Key) -> bool:
         """Return whether a child's result under this key is to be accepted or refused."""
-        return self._serves(child := self.children[name], key) and child.state is ChildState.ANNOUNCED
+        return (
+            self._serves(child := self.children[name], key) and child.state is ChildState.ANNOUNCED
+        )
 
     def _earliest(self) -> float:
-        """Return when a message or a decision becomes due in the present state; later events only delay it."""
+        """Return when a message or a decision becomes due in the present state; later events only
+        delay it.
+        """
         times = [child.repeat_at for child in self._taking_part() if child.needs_task]
-        # Deadlines that were evaluated do not count: a dropped child must not keep the event loop spinning.
+        # Deadlines that were evaluated do not count: a dropped child must not keep the event loop
+        # spinning.
         idle = (self._idle_at(child) for child in self._taking_part() if child.state in UNFINISHED)
         times += [at for at in idle if at > self._judged]
         deadline_at = self._deadline_at()
@@ -350,20 +428,26 @@ class Coordinator:
 
     def _deadline_at(self) -> float:
         deadline_s = self._closing.deadline_s
-        return inf if deadline_s is None else self.timeline.opened + deadline_s
+        if deadline_s is None:
+            return inf
+        return self.timeline.opened + deadline_s
 
     def _idle_at(self, child: ChildInRound) -> float:
         return child.idle_at(self._idle_s, collected=self._collected, begun=self._begun)
 
     def _serves(self, child: ChildInRound, key: Key) -> bool:
-        """Return whether a child has a task under this key that its round, or a later one, waits for."""
+        """Return whether a child has a task under this key that its round, or a later one, waits
+        for.
+        """
         return child.assignment is not None and key == child.key and (self.is_open or child.carried)
 
     def _taking_part(self) -> list[ChildInRound]:
         return [child for child in self.children.values() if child.assignment is not None]
 
     def _send_task(self, child: ChildInRound, now: float) -> None:
-        child.repeat_at, child.repeat_s, child.sent = now, child.first_repeat_s / 2, False
+        child.repeat_at = now
+        child.repeat_s = child.first_repeat_s / 2
+        child.sent = False
         self._quiet_until = -inf
 
     def _send_task_again(self, child: ChildInRound, now: float) -> None:
@@ -373,7 +457,9 @@ class Coordinator:
 
     @staticmethod
     def _again_at(child: ChildInRound, now: float) -> float:
-        """Return when a task may be sent again: once per REPEAT_S, as it is far larger than what asks for it."""
+        """Return when a task may be sent again: once per REPEAT_S, as it is far larger than what
+        asks for it.
+        """
         return max(now, child.sent_at + REPEAT_S)
 
     def _meet(self, name: str, child: ChildInRound, session: str, now: float) -> None:
@@ -381,15 +467,21 @@ class Coordinator:
             return
         if child.session:
             self._events.append(Restarted(name))
-        child.session, child.moved, child.mark, child.prepared = session, now, None, -1
+        child.session = session
+        child.moved = now
+        child.mark = None
+        child.prepared = -1
         if (self.is_open or child.carried) and child.go(ChildCause.RESTART):
             self._send_task_again(child, now)
 
     def _acknowledge(self, name: str, key: Key, reason: str, now: float) -> None:
         self.children[name].acknowledged = key, reason
         self._acknowledgements.append((name, Acknowledgement(key, reason)))
-        # Before its deadline a round stays open after one more accepted result if another child is at work.
-        at_work = self._at_work.any(lambda c: self._is_at_work(c, now)) and now < self._deadline_at()
+        # Before its deadline a round stays open after one more accepted result if another child is
+        # at work.
+        at_work = (
+            self._at_work.any(lambda c: self._is_at_work(c, now)) and now < self._deadline_at()
+        )
         if self.is_open and (reason or not at_work):
             self._judge(now)
 
@@ -398,7 +490,8 @@ class Coordinator:
 
     def _acknowledge_again(self, name: str, acknowledgement: Acknowledgement, now: float) -> None:
         child = self.children[name]
-        if now >= child.acknowledge_at:  # limits the replies to a flood of results; a lost reply is requested again
+        # limits the replies to a flood of results; a lost reply is requested again
+        if now >= child.acknowledge_at:
             child.acknowledge_at = now + ACKNOWLEDGE_S
             self._acknowledgements.append((name, acknowledgement))
 
@@ -409,13 +502,21 @@ class Coordinator:
         if last is None or last[0] < result.key:
             self.late += 1
             last = child.acknowledged = result.key, CLOSED
-        # A repeat of an earlier result must not replace the answer to the last one, which may be asked for again.
-        answer = Acknowledgement(*last) if last[0] == result.key else Acknowledgement(result.key, CLOSED)
+        # A repeat of an earlier result must not replace the answer to the last one, which may be
+        # asked for again.
+        if last[0] == result.key:
+            answer = Acknowledgement(*last)
+        else:
+            answer = Acknowledgement(result.key, CLOSED)
         self._acknowledge_again(name, answer, now)
 
     def _received_model(self, child: ChildInRound, now: float) -> None:
-        child.has_model, child.absent = True, False  # it is working, regardless of its presence
-        if self.timeline.dispatched is None and not self._without_model.any(lambda c: not c.has_model):
+        # it is working, regardless of its presence
+        child.has_model = True
+        child.absent = False
+        if self.timeline.dispatched is None and not self._without_model.any(
+            lambda c: not c.has_model
+        ):
             self.timeline.dispatched = now
 
     def _judge(self, now: float) -> None:
@@ -440,16 +541,21 @@ class Coordinator:
         self.used += len(closed.results)
         self.timeline.seconds = {name: self.children[name].seconds for name in closed.results}
         if self._buffered:
-            carried, closed = set(closed.missing), replace(closed, missing=())
+            carried = set(closed.missing)
+            closed = replace(closed, missing=())
             for name, child in self.children.items():
                 child.carried = name in carried
                 if not child.carried:
-                    child.assignment, child.refusal, child.state = None, "", ChildState.IDLE
+                    child.assignment = None
+                    child.refusal = ""
+                    child.state = ChildState.IDLE
         self._events.append(closed)
 
 
 class Lacking(Generic[_C]):
-    """The children that lack something. Asking costs little, as the next one to look at stays the same meanwhile."""
+    """The children that lack something. Asking costs little, as the next one to look at stays the
+    same meanwhile.
+    """
 
     def __init__(self, children: Iterable[_C] = ()) -> None:
         self._children = list(children)

@@ -1,4 +1,6 @@
-"""What a session reports to its endpoint: events of the link, of a parent's session, and of a child's."""
+"""What a session reports to its endpoint: events of the link, of a parent's session, and of a
+child's.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fedstrata.common.model.layout import Row
-from fedstrata.common.protocol.messages import Announcement, Manifest, NodeState, Probe, Probed, Result, Target, Task
+from fedstrata.common.protocol.messages import (
+    Announcement,
+    Manifest,
+    NodeState,
+    Probe,
+    Probed,
+    Result,
+    Target,
+    Task,
+)
 from fedstrata.common.protocol.receiver import ReceiverEvent
 
 # Of the link
@@ -14,7 +25,9 @@ from fedstrata.common.protocol.receiver import ReceiverEvent
 
 @dataclass(frozen=True, slots=True)
 class CostsUnknown:
-    """A node reports costs that cannot be, which are therefore not known; reported once for each node."""
+    """A node reports costs that cannot be, which are therefore not known; reported once for each
+    node.
+    """
 
     node: str
 
@@ -40,7 +53,9 @@ class BrokerAway:
 
 @dataclass(frozen=True, slots=True)
 class BrokerDrops:
-    """The broker has dropped `lost` chunks for this node, while `arrived` others came; reported once."""
+    """The broker has dropped `lost` chunks for this node, while `arrived` others came; reported
+    once.
+    """
 
     lost: int
     arrived: int
@@ -73,7 +88,9 @@ class FrozenAsked:
 
 @dataclass(frozen=True, slots=True)
 class UploadAnnounced:
-    """A child announces a result; the session has checked its description. Call `fetch`, or `refuse` it."""
+    """A child announces a result; the session has checked its description. Call `fetch`, or
+    `refuse` it.
+    """
 
     child: str
     result: Result
@@ -81,7 +98,9 @@ class UploadAnnounced:
 
 @dataclass(frozen=True, slots=True)
 class UploadArrived:
-    """The blob of that model is complete in its buffer, with every chunk checked: `accept` or `refuse` it."""
+    """The blob of that model is complete in its buffer, with every chunk checked: `accept` or
+    `refuse` it.
+    """
 
     child: str
     result: Result
@@ -106,7 +125,9 @@ class PeerChanged:
 
 @dataclass(frozen=True, slots=True)
 class DevicesAway:
-    """The round waits for devices all of which are away by their traces; `returns_s`: seconds until each returns."""
+    """The round waits for devices all of which are away by their traces; `returns_s`: seconds until
+    each returns.
+    """
 
     returns_s: Mapping[str, float]
 
@@ -137,7 +158,9 @@ class FrozenFound:
 
 @dataclass(frozen=True, slots=True)
 class TaskReceived:
-    """A new task whose model is valid: call `fetch`. Any earlier task is void. `row`: the model inside it, shared."""
+    """A new task whose model is valid: call `fetch`. Any earlier task is void. `row`: the model
+    inside it, shared.
+    """
 
     task: Task
     row: Row | None = field(default=None, compare=False)
@@ -145,7 +168,9 @@ class TaskReceived:
 
 @dataclass(frozen=True, slots=True)
 class RunBegan:
-    """The parent reports when the run's first global round began, in monotonic seconds of this node."""
+    """The parent reports when the run's first global round began, in monotonic seconds of this
+    node.
+    """
 
     begun: float
 

@@ -1,11 +1,13 @@
-"""What a node may send at most: bytes of a message, before it is read, and numbers in a task or a result.
+"""What a node may send at most: bytes of a message, before it is read, and numbers in a task or a
+result.
 
-A message is as large as what it may hold: short texts, an entry for each node below its sender, digests of a model's
-chunks, a model inside it, JSON of the experiment. Both ends know the experiment, so a message beyond these limits is no
-mistake of a link. Of a sender of whom nothing is known, the limits are what no lab exceeds.
+A message is as large as what it may hold: short texts, an entry for each node below its sender,
+digests of a model's chunks, a model inside it, JSON of the experiment. Both ends know the
+experiment, so a message beyond these limits is no mistake of a link. Of a sender of whom nothing is
+known, the limits are what no lab exceeds.
 
-The limit of a parent is at least the sum of those below it: what passes at one node must not be refused at the next
-one, with the work of its siblings.
+The limit of a parent is at least the sum of those below it: what passes at one node must not be
+refused at the next one, with the work of its siblings.
 """
 
 from __future__ import annotations
@@ -23,20 +25,36 @@ from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.experiment.tiers import TIERS_MOST
 from fedstrata.common.model.layout import ROW_BYTES_MOST
 from fedstrata.common.protocol import messages, topics
-from fedstrata.common.protocol.messages import DIGEST_BYTES, MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, Message, Result, Task
+from fedstrata.common.protocol.messages import (
+    DIGEST_BYTES,
+    MAX_CHUNK_BYTES,
+    MIN_CHUNK_BYTES,
+    Message,
+    Result,
+    Task,
+)
 from fedstrata.common.settings.data import samples_most
 from fedstrata.common.settings.devices import OnlineTimes
 from fedstrata.common.settings.links import LinkSettings
 from fedstrata.common.settings.training import SCORES_MOST
 from fedstrata.common.text import JSON_MOST
-from fedstrata.common.training.scores import CLASSES_MOST, COUNT_BYTES, R2, ScoredModels, ScoreSums, bytes_most
+from fedstrata.common.training.scores import (
+    CLASSES_MOST,
+    COUNT_BYTES,
+    R2,
+    ScoredModels,
+    ScoreSums,
+    bytes_most,
+)
 
-SMALL_BYTES: Final = 8192  # of a message without lists, digests, models and JSON: a few short texts, counts
+# of a message without lists, digests, models and JSON: a few short texts, counts
+SMALL_BYTES: Final = 8192
 TARGET_BYTES: Final = 400
 REPORT_BYTES: Final = 704
 TRAFFIC_BYTES: Final = 256
 FINDINGS_BYTES: Final = 131_072
-STATUS_BYTES: Final = 131_072  # short names and texts of the children that a status names, numbers of the rounds
+# short names and texts of the children that a status names, numbers of the rounds
+STATUS_BYTES: Final = 131_072
 NODES_MOST: Final = 50_000
 NOISE_MOST: Final = 1 << 26  # bytes that calibrate a link
 NOISE_CHUNKS_MOST: Final = 4096
@@ -55,9 +73,10 @@ MODELS: Final = 2  # that a report has scores of
 class SenderBounds:
     """What the messages of one sender may hold, and so the most bytes of each.
 
-    `nodes`: entries of its lists, one for each node below it; `blob_bytes`: of a model; `inline_bytes`: of one inside a
-    message; `frozen_bytes`: of a file of frozen arrays. `plans`: it aggregates, and reports its decisions; `announces`:
-    it is a parent. `score_bytes`: of the sums of scores, and the counts of classes, in each of its reports.
+    `nodes`: entries of its lists, one for each node below it; `blob_bytes`: of a model;
+    `inline_bytes`: of one inside a message; `frozen_bytes`: of a file of frozen arrays. `plans`: it
+    aggregates, and reports its decisions; `announces`: it is a parent. `score_bytes`: of the sums
+    of scores, and the counts of classes, in each of its reports.
     """
 
     def __init__(
@@ -88,7 +107,8 @@ class SenderBounds:
             messages.Ask: SMALL_BYTES + chunks // 8,
             messages.Reports: SMALL_BYTES + reports,
             messages.Farewell: tiers,
-            messages.FrozenOffered: SMALL_BYTES + -(-frozen_bytes // MIN_CHUNK_BYTES) * DIGEST_BYTES,
+            messages.FrozenOffered: SMALL_BYTES
+            + -(-frozen_bytes // MIN_CHUNK_BYTES) * DIGEST_BYTES,
             messages.Probe: noise,
             messages.Probed: noise,
             messages.Alive: presence + announces * announcement,
@@ -106,7 +126,9 @@ class SenderBounds:
 ANYBODY: Final = SenderBounds(  # of any lab
     score_bytes=MODELS * (bytes_most([R2] * SCORES_MOST) + CLASSES_MOST * CLASS_BYTES)
 )
-STRANGER: Final = SenderBounds(nodes=0, blob_bytes=0, inline_bytes=0, frozen_bytes=0, plans=False, announces=False)
+STRANGER: Final = SenderBounds(
+    nodes=0, blob_bytes=0, inline_bytes=0, frozen_bytes=0, plans=False, announces=False
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,27 +162,32 @@ def bytes_on(topic: topics.Topic, sender: SenderBounds = ANYBODY) -> int:
 
 
 def skip_large(topic_text: str, size: int) -> Skipped | None:
-    """Return SKIPPED for a payload that is larger than any lab has on its topic, for connections without models."""
+    """Return SKIPPED for a payload that is larger than any lab has on its topic, for connections
+    without models.
+    """
     if size <= SMALL_BYTES:
         return None
     try:
         most = bytes_on(topics.parse(topic_text))
     except WireError:
         most = MESSAGE_MOST
-    return SKIPPED if size > most else None
+    if size > most:
+        return SKIPPED
+    return None
 
 
 @dataclass(frozen=True, slots=True)
 class ChildLimits:
     """Limits of one child's presence and results.
 
-    `samples`: of its training data; `rounds`: local rounds of a device below it for each of its tasks; `below`: the
-    most samples of each node below it, and `aggregators` the names of those of them, and itself, that have children, or
-    whose trainer may report numbers.
-    `guests`: how many devices besides those may enter below `guest_parents`, each with `guest_samples` at most.
-    `online`: when a device is there by its trace; at other times nothing is expected of it. `scores`: the names of
-    those in a report, none if devices do not score; `class_bytes`: of the counts of classes in it. `loss`: whether its
-    results have a training loss; `start_loss`: that of the model received.
+    `samples`: of its training data; `rounds`: local rounds of a device below it for each of its
+    tasks; `below`: the most samples of each node below it, and `aggregators` the names of those of
+    them, and itself, that have children, or whose trainer may report numbers.
+    `guests`: how many devices besides those may enter below `guest_parents`, each with
+    `guest_samples` at most. `online`: when a device is there by its trace; at other times nothing
+    is expected of it. `scores`: the names of those in a report, none if devices do not score;
+    `class_bytes`: of the counts of classes in it. `loss`: whether its results have a training loss;
+    `start_loss`: that of the model received.
     """
 
     samples: int = COUNT_MOST
@@ -177,10 +204,14 @@ class ChildLimits:
     start_loss: bool = False
 
     def most_samples(self, report: ChildReport) -> int | None:
-        """Return the most samples of a node on which the child reports; None if it cannot be below the child."""
+        """Return the most samples of a node on which the child reports; None if it cannot be below
+        the child.
+        """
         if not report.parent:
             return self.below.get(report.name)
-        return self.guest_samples if report.parent in self.guest_parents and topics.is_node(report.name) else None
+        if report.parent in self.guest_parents and topics.is_node(report.name):
+            return self.guest_samples
+        return None
 
     @property
     def score_bytes(self) -> int:
@@ -199,8 +230,8 @@ ANY: Final = ChildLimits()  # of a node below which there is nobody, with any da
 class TaskLimits:
     """Limits of a parent's tasks: global rounds, local rounds in each, and epochs.
 
-    `below_parent`, `below_node`: the numbers of nodes below the parent, and below the node that gets the tasks.
-    `scored`: whether devices score the run's last model, in a task without epochs.
+    `below_parent`, `below_node`: the numbers of nodes below the parent, and below the node that
+    gets the tasks. `scored`: whether devices score the run's last model, in a task without epochs.
     """
 
     global_rounds: int
@@ -215,7 +246,9 @@ class TaskLimits:
         key = task.key
         if not task.epochs and self.scored:
             if key.global_round > self.global_rounds or key.local_round:
-                raise RefusedModel(f"round {key.global_round}.{key.local_round} to score, this run has none")
+                raise RefusedModel(
+                    f"round {key.global_round}.{key.local_round} to score, this run has none"
+                )
             return
         if key.global_round >= self.global_rounds or key.local_round >= self.local_rounds:
             least = f"{self.global_rounds} global rounds of {self.local_rounds}"
@@ -229,12 +262,18 @@ class TaskLimits:
 
 def limits_below(experiment: Experiment, parent: str) -> dict[str, ChildLimits]:
     """Return the limits of each child of a node."""
-    tree, each = experiment.tree, samples_most(experiment.data, devices=len(experiment.tree.devices))
+    tree = experiment.tree
+    each = samples_most(experiment.data, devices=len(experiment.tree.devices))
     rounds = experiment.device_rounds // experiment.rounds_of(tree.depth(parent))
-    numbers, found = not experiment.training.trainer.learns_module, {}
+    numbers = not experiment.training.trainer.learns_module
+    found = {}
     for child, names in tree.below_each(parent).items():
-        everybody, guests = (child, *names), guests_below(experiment, child)
-        devices = {name: sum(below not in tree.children for below in (name, *tree.below(name))) for name in everybody}
+        everybody = (child, *names)
+        guests = guests_below(experiment, child)
+        devices = {
+            name: sum(below not in tree.children for below in (name, *tree.below(name)))
+            for name in everybody
+        }
         found[child] = ChildLimits(
             samples=each * (devices[child] + guests),
             rounds=rounds,
@@ -256,8 +295,8 @@ def limits_below(experiment: Experiment, parent: str) -> dict[str, ChildLimits]:
 class Entering:
     """Who may become a parent's child besides those that the experiment names there.
 
-    `most`: children in all. `parents`: those to which devices may move. By name, `admits`: whether a node may enter;
-    `link`: to it; `limits`: what it may report.
+    `most`: children in all. `parents`: those to which devices may move. By name, `admits`: whether
+    a node may enter; `link`: to it; `limits`: what it may report.
     """
 
     most: int
@@ -268,22 +307,29 @@ class Entering:
 
 
 def entering_below(experiment: Experiment, parent: str) -> Entering | None:
-    """Return who may become a node's child besides those that the experiment names, None if nobody may."""
-    tier, children = experiment.tier_below(parent), experiment.tree.children[parent]
+    """Return who may become a node's child besides those that the experiment names, None if nobody
+    may.
+    """
+    tier = experiment.tier_below(parent)
+    children = experiment.tree.children[parent]
     if not tier.entering:
         return None
-    usual, numbers = limits_below(experiment, parent)[children[0]], not experiment.training.trainer.learns_module
+    usual = limits_below(experiment, parent)[children[0]]
+    numbers = not experiment.training.trainer.learns_module
 
     def limits(name: str) -> ChildLimits:
         return replace(usual, online=experiment.online(name), aggregators={name} if numbers else ())
 
     admits = partial(experiment.takes, parent=parent)
-    return Entering(len(children) + tier.entering, experiment.tree.parents, admits, experiment.link, limits)
+    return Entering(
+        len(children) + tier.entering, experiment.tree.parents, admits, experiment.link, limits
+    )
 
 
 def guests_below(experiment: Experiment, node: str) -> int:
     """Return how many devices may enter below a node, which the experiment does not name there."""
-    tree, entering = experiment.tree, experiment.tiers[-1].entering
+    tree = experiment.tree
+    entering = experiment.tiers[-1].entering
     return entering and entering * sum(name in tree.parents for name in (node, *tree.below(node)))
 
 
@@ -305,11 +351,15 @@ def task_limits(experiment: Experiment, node: str, parent: str) -> TaskLimits:
 
 
 def check_report(result: Result, *, limits: ChildLimits = ANY, epochs: int = COUNT_MOST) -> None:
-    """Check a result against the limits of its child and the epochs of its task. Raises RefusedModel."""
+    """Check a result against the limits of its child and the epochs of its task. Raises
+    RefusedModel.
+    """
     work = result.work
     if work.samples < 1:
         raise RefusedModel("it reports no samples")
-    _check_work("it", result.work_of(""), samples=limits.samples, epochs=epochs, rounds=1, limits=limits)
+    _check_work(
+        "it", result.work_of(""), samples=limits.samples, epochs=epochs, rounds=1, limits=limits
+    )
     if result.path_steps > limits.steps(epochs):
         raise RefusedModel(f"it reports {result.path_steps} steps of SGD in a row")
     if limits.loss and work.epochs and work.loss is None:
@@ -324,14 +374,25 @@ def check_report(result: Result, *, limits: ChildLimits = ANY, epochs: int = COU
         if (of := limits.most_samples(report)) is None:
             raise RefusedModel(f"it reports on {report.name[:64]!r}, which is not below it")
         rounds = limits.rounds
-        _check_work(f"{report.name!r}", report, samples=of, epochs=epochs * rounds, rounds=rounds, limits=limits)
+        _check_work(
+            f"{report.name!r}",
+            report,
+            samples=of,
+            epochs=epochs * rounds,
+            rounds=rounds,
+            limits=limits,
+        )
     for name, found in plans_of(result).items():
-        guest = limits.guests and any(report.name == name and report.parent for report in result.children)
+        guest = limits.guests and any(
+            report.name == name and report.parent for report in result.children
+        )
         if not (guest or name in limits.aggregators) or len(found) > limits.rounds:
             raise RefusedModel(f"it reports {len(found)} decisions of {name[:64]!r}")
 
 
-def _check_work(who: str, report: ChildReport, *, samples: int, epochs: int, rounds: int, limits: ChildLimits) -> None:
+def _check_work(
+    who: str, report: ChildReport, *, samples: int, epochs: int, rounds: int, limits: ChildLimits
+) -> None:
     work = report.work
     for what, count, most in (
         ("samples", work.samples, samples),
@@ -343,24 +404,34 @@ def _check_work(who: str, report: ChildReport, *, samples: int, epochs: int, rou
             raise RefusedModel(f"{who} reports {count} {what}, at most {most} are possible")
     seconds = (work.train_s, work.wait_s, work.pause_s)
     if not all(0 <= value <= SECONDS_MOST * limits.rounds for value in seconds):
-        raise RefusedModel("{} reports {} s of training, {} s of waiting and a pause of {} s".format(who, *seconds))
+        raise RefusedModel(
+            "{} reports {} s of training, {} s of waiting and a pause of {} s".format(who, *seconds)
+        )
     if not abs(work.loss or 0.0) <= LOSS_MOST:
-        raise RefusedModel(f"its training loss is {work.loss}" if who == "it" else f"{who} has a loss of {work.loss}")
+        raise RefusedModel(
+            f"its training loss is {work.loss}"
+            if who == "it"
+            else f"{who} has a loss of {work.loss}"
+        )
 
 
 def possible_scores(
     results: Mapping[str, Result], limits: Mapping[str, ChildLimits], *, tests: Mapping[str, int]
 ) -> tuple[dict[str, Result], dict[str, str]]:
-    """Return results without the scores that cannot be, and the nodes that reported these, each with the reason.
+    """Return results without the scores that cannot be, and the nodes that reported these, each
+    with the reason.
 
-    `tests`: the test samples of each child, by its presence, 0 if they are not known; those of the devices below a
-    child, all together, are no more. A score is a number beside a model, and costs no model.
+    `tests`: the test samples of each child, by its presence, 0 if they are not known; those of the
+    devices below a child, all together, are no more. A score is a number beside a model, and costs
+    no model.
     """
     found: dict[str, Result] = {}
     wrong: dict[str, str] = {}
     for child, result in results.items():
         found[child] = result
-        if result.work.tests is None and all(report.work.tests is None for report in result.children):
+        if result.work.tests is None and all(
+            report.work.tests is None for report in result.children
+        ):
             continue
         most = tests.get(child, 0) or COUNT_MOST
         own, why = _possible_scores(result.work.tests, limits[child], most=most)
@@ -386,27 +457,39 @@ def _with_tests(report: ChildReport, tests: ScoredModels | None) -> ChildReport:
 
 
 def tests_below(experiment: Experiment, tests: Mapping[str, int]) -> int:
-    """Return the test samples of all children, by those of each; 0 if one of them does not know its own."""
+    """Return the test samples of all children, by those of each; 0 if one of them does not know its
+    own.
+    """
     unknown = not experiment.training.trainer.learns_module and not all(tests.values())
-    return 0 if unknown else sum(tests.values())
+    if unknown:
+        return 0
+    return sum(tests.values())
 
 
 def _most_samples(tests: ScoredModels | None) -> int:
     """Return the number of a device's test samples."""
-    return max((sums.samples for sums in tests.each), default=0) if tests is not None else 0
+    if tests is not None:
+        return max((sums.samples for sums in tests.each), default=0)
+    return 0
 
 
-def _possible_scores(tests: ScoredModels | None, limits: ChildLimits, *, most: int) -> tuple[ScoredModels | None, str]:
+def _possible_scores(
+    tests: ScoredModels | None, limits: ChildLimits, *, most: int
+) -> tuple[ScoredModels | None, str]:
     """Return the scores of a node that can be, and why one cannot, "" if all can."""
     if tests is None:
         return None, ""
-    received, trained = (_impossible(sums, limits, most=most) for sums in (tests.received, tests.trained))
+    received, trained = (
+        _impossible(sums, limits, most=most) for sums in (tests.received, tests.trained)
+    )
     kept = ScoredModels(None if received else tests.received, None if trained else tests.trained)
     return kept if kept.each else None, received or trained
 
 
 def _impossible(sums: ScoreSums | None, limits: ChildLimits, *, most: int) -> str:
-    """Return why sums cannot be those of a device with at most this many test samples, "" if they can."""
+    """Return why sums cannot be those of a device with at most this many test samples, "" if they
+    can.
+    """
     if sums is None:
         return ""
     reason = ""
@@ -423,12 +506,16 @@ def _impossible(sums: ScoreSums | None, limits: ChildLimits, *, most: int) -> st
     return reason or sums.impossible(limits.scores)
 
 
-def with_plausible_costs(result: Result, *, child: str, limits: ChildLimits) -> tuple[Result, tuple[str, ...]]:
+def with_plausible_costs(
+    result: Result, *, child: str, limits: ChildLimits
+) -> tuple[Result, tuple[str, ...]]:
     """Return a result without costs that cannot be, and the names of the nodes that reported such.
 
     What a device's work cost is a side number: it is then not known, and the model counts.
     """
-    work, liars, reports = _plausible(result.work, limits), [], []
+    work = _plausible(result.work, limits)
+    liars = []
+    reports = []
     if work is not result.work:
         liars.append(child)
     for report in result.children:
@@ -444,11 +531,15 @@ def with_plausible_costs(result: Result, *, child: str, limits: ChildLimits) -> 
 def _plausible(work: Work, limits: ChildLimits) -> Work:
     """Return the work itself if its costs can be, else without those that cannot."""
     costs = work.costs.plausible(rounds=limits.rounds)
-    return work if costs == work.costs else replace(work, costs=costs)
+    if costs == work.costs:
+        return work
+    return replace(work, costs=costs)
 
 
 def plans_of(result: Result) -> dict[str, list[dict[str, Any]]]:
-    """Return the aggregation decisions of the child and of those below it, one per round. Raises RefusedModel."""
+    """Return the aggregation decisions of the child and of those below it, one per round. Raises
+    RefusedModel.
+    """
     try:
         plans = json.loads(result.plans or "{}")
     except (ValueError, RecursionError):

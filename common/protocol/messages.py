@@ -34,10 +34,11 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Description of a blob: its content id, size, chunks (xxh3-64 of each), codec and model layout digest.
+    """Description of a blob: its content id, size, chunks (xxh3-64 of each), codec and model layout
+    digest.
 
-    `reference`: the blob id of the model that a delta is based on, else empty. `extras`: how many of the last bytes are
-    no model, but the vectors behind it.
+    `reference`: the blob id of the model that a delta is based on, else empty. `extras`: how many
+    of the last bytes are no model, but the vectors behind it.
     """
 
     blob: NameText
@@ -56,7 +57,9 @@ class Manifest:
         if self.size < 1:
             raise WireError("a blob of no bytes")
         if not MIN_CHUNK_BYTES <= self.chunk_bytes <= MAX_CHUNK_BYTES:
-            raise WireError(f"chunk_bytes {self.chunk_bytes} is outside {MIN_CHUNK_BYTES}..{MAX_CHUNK_BYTES}")
+            raise WireError(
+                f"chunk_bytes {self.chunk_bytes} is outside {MIN_CHUNK_BYTES}..{MAX_CHUNK_BYTES}"
+            )
         if self.extras > self.size:
             raise WireError(f"{self.extras} bytes of extras in a blob of {self.size}")
         if len(self.digests) != DIGEST_BYTES * self.chunks:
@@ -77,7 +80,8 @@ class Manifest:
 
     def extras_in(self, index: int) -> int:
         """Return how many bytes of chunk `index` are extras."""
-        begin, end = index * self.chunk_bytes, min(self.size, (index + 1) * self.chunk_bytes)
+        begin = index * self.chunk_bytes
+        end = min(self.size, (index + 1) * self.chunk_bytes)
         return max(0, end - max(begin, self.size - self.extras))
 
 
@@ -114,14 +118,16 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """A node's retained state; its will has LOST. `answers`: the session of a second node with this node's name.
+    """A node's retained state; its will has LOST. `answers`: the session of a second node with this
+    node's name.
 
-    `samples`: a device's training samples, 0 if unknown; `metrics`: the address of its /metrics, `targets` those of
-    the nodes below; `ledger`: the id of the byte ledger that its children count for. `failure`: why it failed.
-    `elapsed_s`: seconds since the run's first global round began, over all its sessions; negative before that.
-    `parent`: whose child it is, of a device, which may move. `after`: the task that another parent used last; 0 for
-    none. `tests`: the test samples of a device that scores models, or of all devices below a node; 0 if it scores none,
-    or their number is not known.
+    `samples`: a device's training samples, 0 if unknown; `metrics`: the address of its /metrics,
+    `targets` those of the nodes below; `ledger`: the id of the byte ledger that its children count
+    for. `failure`: why it failed. `elapsed_s`: seconds since the run's first global round began,
+    over all its sessions; negative before that. `parent`: whose child it is, of a device, which may
+    move. `after`: the task that another parent used last; 0 for none. `tests`: the test samples of
+    a device that scores models, or of all devices below a node; 0 if it scores none, or their
+    number is not known.
     """
 
     state: NodeState
@@ -162,9 +168,11 @@ class About(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question, repeated until it is answered. The answer has its nonce, unless it is for all who ask.
+    """A question, repeated until it is answered. The answer has its nonce, unless it is for all who
+    ask.
 
-    `run`: the run that it is about, and of a presence that of the asking node, empty during discovery.
+    `run`: the run that it is about, and of a presence that of the asking node, empty during
+    discovery.
     """
 
     nonce: NameText
@@ -185,9 +193,10 @@ class Alive:
 class Task:
     """Assignment of a model and a number of epochs to a child, resent until it is answered.
 
-    `follows`: the child's last task whose result was used, counted over the run from 1; 0 if there is none. Its state
-    after that task is the one that this task starts from. With no epochs the model is to be scored only, and its result
-    has no model of its own: its manifest is that of the task.
+    `follows`: the child's last task whose result was used, counted over the run from 1; 0 if there
+    is none. Its state after that task is the one that this task starts from. With no epochs the
+    model is to be scored only, and its result has no model of its own: its manifest is that of the
+    task.
     """
 
     key: Key
@@ -208,10 +217,11 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A child's progress; `done` grows with chunks, steps or, at an institution, with its children's progress.
+    """A child's progress; `done` grows with chunks, steps or, at an institution, with its
+    children's progress.
 
-    `below`: the sums of the links below it by tier, from those to its own children down. Their `wire` is that of the
-    parents' connections, which all of a parent's links share.
+    `below`: the sums of the links below it by tier, from those to its own children down. Their
+    `wire` is that of the parents' connections, which all of a parent's links share.
     """
 
     key: Key
@@ -226,11 +236,12 @@ class Progress:
 class Result:
     """A child's result announcement, repeated until it is acknowledged.
 
-    `work`: of its task. `path_steps`: the SGD steps on the critical path: in each local round those of the slowest
-    device. `children`: reports on all nodes below it. `plans`: the decisions of the child's own aggregation, and of
-    those below it, in each of their rounds: a JSON object of lists of objects, by node. `traffic` and `below` as in
-    Progress, at the time of the announcement. `start_loss`: a device's training loss of the model that came with the
-    task, where the parent's rule reads it.
+    `work`: of its task. `path_steps`: the SGD steps on the critical path: in each local round those
+    of the slowest device. `children`: reports on all nodes below it. `plans`: the decisions of the
+    child's own aggregation, and of those below it, in each of their rounds: a JSON object of lists
+    of objects, by node. `traffic` and `below` as in Progress, at the time of the announcement.
+    `start_loss`: a device's training loss of the model that came with the task, where the parent's
+    rule reads it.
     """
 
     key: Key
@@ -263,7 +274,8 @@ class Result:
 class Preparing:
     """A child's progress before it can take part: `done` grows with any progress.
 
-    `waits_for`: which of its own children are absent or failed, and why; empty if it does not wait for them.
+    `waits_for`: which of its own children are absent or failed, and why; empty if it does not wait
+    for them.
     """
 
     done: int
@@ -272,7 +284,9 @@ class Preparing:
 
 @dataclass(frozen=True, slots=True)
 class Declined:
-    """A child's rejection of an invalid task, with the reason; the task has changed nothing at the child."""
+    """A child's rejection of an invalid task, with the reason; the task has changed nothing at the
+    child.
+    """
 
     key: Key
     reason: ShortText
@@ -280,7 +294,9 @@ class Declined:
 
 @dataclass(frozen=True, slots=True)
 class Acknowledgement:
-    """A parent's reply to a result: accepted if `reason` is empty, else refused or late, with the reason."""
+    """A parent's reply to a result: accepted if `reason` is empty, else refused or late, with the
+    reason.
+    """
 
     key: Key
     reason: ShortText
@@ -288,10 +304,12 @@ class Acknowledgement:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A receiver's complete state of one blob: the chunks it lacks, the last numbers it saw, and its window.
+    """A receiver's complete state of one blob: the chunks it lacks, the last numbers it saw, and
+    its window.
 
-    `lacking` is a bitmap, chunk 0 in the highest bit; empty = complete. `seen_all` and `seen_own` are the last
-    publication numbers seen on the broadcast and the unicast stream. `restart`: nothing is in flight any more.
+    `lacking` is a bitmap, chunk 0 in the highest bit; empty = complete. `seen_all` and `seen_own`
+    are the last publication numbers seen on the broadcast and the unicast stream. `restart`:
+    nothing is in flight any more.
     """
 
     blob: NameText
@@ -304,21 +322,27 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class FrozenOffered:
-    """The frozen arrays of the model, which the child may fetch. The manifest's layout is their digest."""
+    """The frozen arrays of the model, which the child may fetch. The manifest's layout is their
+    digest.
+    """
 
     model: Manifest
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A parent's link calibration: noise that the child fetches and times; repeated until it is answered."""
+    """A parent's link calibration: noise that the child fetches and times; repeated until it is
+    answered.
+    """
 
     model: Manifest
 
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """The reply to the probe `asked`: the measured bytes per second, 0 if unknown, and noise for the way back."""
+    """The reply to the probe `asked`: the measured bytes per second, 0 if unknown, and noise for
+    the way back.
+    """
 
     asked: NameText
     rate: float
@@ -341,7 +365,8 @@ class Reports:
 
 @dataclass(frozen=True, slots=True)
 class Farewell:
-    """A child's last message: the final byte counts, as in `Progress`. It is small, because it cannot count itself.
+    """A child's last message: the final byte counts, as in `Progress`. It is small, because it
+    cannot count itself.
 
     It is repeated until the parent replies with `Goodbye`.
     """
@@ -359,8 +384,9 @@ class Goodbye:
 class Here:
     """A node's entry in the roll of the lab. `run` is empty while the node waits for one.
 
-    `hardware` are the accelerators of a device, `data` the data sets on its host. `kit` is the digest of the machine's
-    part of the lab's file, "" outside kits, `clock_s` the time there, Unix seconds.
+    `hardware` are the accelerators of a device, `data` the data sets on its host. `kit` is the
+    digest of the machine's part of the lab's file, "" outside kits, `clock_s` the time there, Unix
+    seconds.
     """
 
     nonce: NameText
@@ -393,9 +419,10 @@ class Step(StrEnum):
 class ChildStatus:
     """A child as its parent knows it. `state`: its presence, None if there is none.
 
-    `done` of `total`: its progress within its step, 0 of 0 if it is unknown; `size`: bytes of the model in transfer.
-    `up`, `down`: MQTT bytes of its link, each counted on arrival. `loss` and `seconds`: of its last training, None and
-    0 before the first. `text`: whom it waits for, or why it failed or is refused.
+    `done` of `total`: its progress within its step, 0 of 0 if it is unknown; `size`: bytes of the
+    model in transfer. `up`, `down`: MQTT bytes of its link, each counted on arrival. `loss` and
+    `seconds`: of its last training, None and 0 before the first. `text`: whom it waits for, or why
+    it failed or is refused.
     """
 
     name: NameText
@@ -431,7 +458,8 @@ class LinkBytes:
 
 @dataclass(frozen=True, slots=True)
 class RoundScore:
-    """A closed global round: its training loss, and the score and loss of its model, None until it is evaluated.
+    """A closed global round: its training loss, and the score and loss of its model, None until it
+    is evaluated.
 
     A loss that is not finite is None, too.
     """
@@ -452,7 +480,9 @@ class PhaseSeconds:
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """A run's progress: closed global rounds, their seconds, and of the last ones the scores and the mean seconds."""
+    """A run's progress: closed global rounds, their seconds, and of the last ones the scores and
+    the mean seconds.
+    """
 
     closed: int = 0
     elapsed_s: float = 0.0
@@ -465,10 +495,10 @@ class RunStatus:
 class Status:
     """What a parent knows of its round and of its children, published while somebody asks for it.
 
-    `at_s`: seconds of its clock, which only differences have a meaning of. `key`: its children's last round, and
-    whether it is `open`; `measuring`: it calibrates the links. `tiers`: those below it, from its own links down.
-    `children`: all of them, or of many the missing and the slowest ones; `others`: the number of the rest. `run`: at
-    the cloud.
+    `at_s`: seconds of its clock, which only differences have a meaning of. `key`: its children's
+    last round, and whether it is `open`; `measuring`: it calibrates the links. `tiers`: those below
+    it, from its own links down. `children`: all of them, or of many the missing and the slowest
+    ones; `others`: the number of the rest. `run`: at the cloud.
     """
 
     at_s: float
@@ -483,6 +513,24 @@ class Status:
 
 # In the order of their codes on the wire.
 Message: TypeAlias = (
-    Presence | Announcement | Task | Progress | Result | Acknowledgement | Ask | Gone | Reports | Farewell | Probe
-    | Probed | Question | Alive | Preparing | Declined | Goodbye | Here | Status | FrozenOffered
-)  # fmt: skip
+    Presence
+    | Announcement
+    | Task
+    | Progress
+    | Result
+    | Acknowledgement
+    | Ask
+    | Gone
+    | Reports
+    | Farewell
+    | Probe
+    | Probed
+    | Question
+    | Alive
+    | Preparing
+    | Declined
+    | Goodbye
+    | Here
+    | Status
+    | FrozenOffered
+)

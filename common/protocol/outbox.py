@@ -1,4 +1,6 @@
-"""A node's outbox: control messages and chunks for its peers, each sent at its link's pace and counted then."""
+"""A node's outbox: control messages and chunks for its peers, each sent at its link's pace and
+counted then.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,10 @@ from fedstrata.common.settings.links import LinkDirection, LinkSet
 
 CHUNKS_IN_CLIENT: Final = 4
 ASIDE_KEPT: Final = 4096  # blobs: two for each of 2,000 links
-OTHERS: Final = "others"  # in the counts: nodes that look for a run and are not in it, and those that watch
-EARLY_S: Final = 0.0005  # the event loop sleeps whole milliseconds: half of one early is as accurate as half late
+# in the counts: nodes that look for a run and are not in it, and those that watch
+OTHERS: Final = "others"
+# the event loop sleeps whole milliseconds: half of one early is as accurate as half late
+EARLY_S: Final = 0.0005
 CREDIT_S: Final = 0.02
 LEAD_S: Final = 0.02
 
@@ -28,7 +32,9 @@ Aside: TypeAlias = Literal["probe", "frozen"]  # noise of a calibration, frozen 
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Publish this message: at QoS 1 if it is retained, else at QoS 0, as everything is sent until it is answered."""
+    """Publish this message: at QoS 1 if it is retained, else at QoS 0, as everything is sent until
+    it is answered.
+    """
 
     topic: str
     body: bytes
@@ -74,7 +80,9 @@ class _Departure:
 class Outbox:
     """One session's outbox. `aside`: the kinds of blobs that are no models, by (owner, blob)."""
 
-    def __init__(self, identity: Identity, *, sender: Sender, counters: Account, ways: LinkSet) -> None:
+    def __init__(
+        self, identity: Identity, *, sender: Sender, counters: Account, ways: LinkSet
+    ) -> None:
         self._identity = identity
         self._sender = sender
         self._counters = counters
@@ -85,7 +93,8 @@ class Outbox:
         self._in_client = 0
         self._last_task: tuple[Task, bytes] | None = None
         self.packet_most = inf  # bytes of a message that the broker accepts
-        self._early: dict[str, tuple[int, int]] = {}  # sent to nodes that may join: payload and message bytes
+        # sent to nodes that may join: payload and message bytes
+        self._early: dict[str, tuple[int, int]] = {}
         self.aside: dict[tuple[str, str], Aside] = {}
 
     def begin(self, begun: float) -> None:
@@ -93,12 +102,14 @@ class Outbox:
         self._shaper.begin(begun)
 
     def add_aside(self, kind: Aside, owner: str, blob: str) -> None:
-        """Count this blob's bytes as of this kind; with ASIDE_KEPT others the first one of noise is forgotten.
+        """Count this blob's bytes as of this kind; with ASIDE_KEPT others the first one of noise is
+        forgotten.
 
         Of its owner alone: another one's model may have the same id.
         """
         self.aside[owner, blob] = kind
-        if kind == "probe" and len(self.aside) > ASIDE_KEPT:  # frozen arrays stay: they may be fetched at any time
+        # frozen arrays stay: they may be fetched at any time
+        if kind == "probe" and len(self.aside) > ASIDE_KEPT:
             del self.aside[next(key for key, each in self.aside.items() if each == "probe")]
 
     def expect(self, name: str) -> None:
@@ -111,7 +122,9 @@ class Outbox:
         self._counters.reassign(OTHERS, name, payload=payload, message=message)
 
     def forget(self, peer: str) -> None:
-        """Forget when a peer's link is free, and what was sent to a node that has not become one."""
+        """Forget when a peer's link is free, and what was sent to a node that has not become
+        one.
+        """
         self._early.pop(peer, None)
         self._shaper.forget(peer)
 
@@ -125,8 +138,13 @@ class Outbox:
         identity = self._identity
         topic = topics.inbox(identity.lab, identity.run, peer, identity.name)
         body = self._encoded(message)
-        if isinstance(message, Task | Result) and message.inline is not None and len(body) > self.packet_most:
-            body = self._encoded(message := replace(message, inline=None))  # its receiver fetches the model
+        if (
+            isinstance(message, Task | Result)
+            and message.inline is not None
+            and len(body) > self.packet_most
+        ):
+            # its receiver fetches the model
+            body = self._encoded(message := replace(message, inline=None))
         size = packet_bytes(topic, len(body), qos=0)
         due = self._shaper.reserve((peer,), size, now)
         counted = peer if peer in self._peers else OTHERS
@@ -136,14 +154,18 @@ class Outbox:
         return due
 
     def publish(self, topic: str, message: Message, now: float) -> int:
-        """Publish a message for those that read a topic of this node; return its bytes. It waits for no peer's link."""
+        """Publish a message for those that read a topic of this node; return its bytes. It waits
+        for no peer's link.
+        """
         body = self._encoded(message)
         size = packet_bytes(topic, len(body), qos=0)
         self._put(now, _Departure(Publish(topic, body), OTHERS, size, _parts_of(message, body)))
         return size
 
     def count_received(self, sender: str, topic: str, body: bytes, message: Message) -> None:
-        """Count a peer's message, but no Goodbye: it answers the last count of this end, which cannot include it."""
+        """Count a peer's message, but no Goodbye: it answers the last count of this end, which
+        cannot include it.
+        """
         if not isinstance(message, Goodbye):
             size = packet_bytes(topic, len(body), qos=0)
             self._counters.add(sender, "received", message=size, **_parts_of(message, body))
@@ -151,7 +173,9 @@ class Outbox:
     def count_chunk(self, owner: str, blob: str, topic: str, size: int, *, extras: int) -> None:
         """Count a chunk of `size` bytes that a peer has sent."""
         packet = packet_bytes(topic, size, qos=0)
-        self._counters.add(owner, "received", message=packet, **self._chunk_parts(owner, blob, size, extras))
+        self._counters.add(
+            owner, "received", message=packet, **self._chunk_parts(owner, blob, size, extras)
+        )
 
     def to_send(self, now: float) -> list[Output]:
         """Return what is due, including chunks that receivers lack and links have room for."""
@@ -180,22 +204,32 @@ class Outbox:
         self._sender.left(chunk)
 
     def drop(self, blob: str) -> None:
-        """Drop a blob's chunks that wait for their link; its memory may be overwritten afterwards."""
+        """Drop a blob's chunks that wait for their link; its memory may be overwritten
+        afterwards.
+        """
         outputs = ((entry, entry[2].output) for entry in self._waiting)
-        kept = [entry for entry, out in outputs if not (isinstance(out, PublishChunk) and out.chunk.blob == blob)]
+        kept = [
+            entry
+            for entry, out in outputs
+            if not (isinstance(out, PublishChunk) and out.chunk.blob == blob)
+        ]
         if len(kept) < len(self._waiting):
             heapq.heapify(kept)
             self._waiting = kept
 
     def clear(self) -> None:
-        """Drop everything that waits: the connection is lost, and needed messages are sent again on the next one."""
+        """Drop everything that waits: the connection is lost, and needed messages are sent again on
+        the next one.
+        """
         for _, _, departure in self._waiting:
             if isinstance(departure.output, PublishChunk):
                 self._sender.left(departure.output.chunk)
         self._waiting.clear()
 
     def _encoded(self, message: Message) -> bytes:
-        """Return a message's bytes; tasks that follow one another and are equal share them, with the model inside."""
+        """Return a message's bytes; tasks that follow one another and are equal share them, with
+        the model inside.
+        """
         if not isinstance(message, Task):
             return serialization.encode(message, self._identity.session)
         if self._last_task is None or self._last_task[0] != message:
@@ -205,7 +239,13 @@ class Outbox:
     def _reserve(self, chunk: Publication, now: float) -> None:
         identity = self._identity
         topic = topics.chunk(
-            identity.lab, identity.run, identity.name, chunk.stream, chunk.blob, chunk.index, chunk.number
+            identity.lab,
+            identity.run,
+            identity.name,
+            chunk.stream,
+            chunk.blob,
+            chunk.index,
+            chunk.number,
         )
         size = packet_bytes(topic, len(chunk.data), qos=0)
         peer = chunk.receivers[0] if len(chunk.receivers) == 1 else topics.ALL
@@ -222,7 +262,8 @@ class Outbox:
             departure = heapq.heappop(self._waiting)[2]
             self._counters.add(departure.peer, "sent", message=departure.size, **departure.parts)
             if isinstance(departure.output, PublishChunk):
-                self._in_client += 1  # counted late, so that chunks for a slow link do not block other links
+                # counted late, so that chunks for a slow link do not block other links
+                self._in_client += 1
             out.append(departure.output)
 
     def _chunk_parts(self, owner: str, blob: str, size: int, extras: int) -> dict[str, int]:
@@ -233,14 +274,16 @@ class Outbox:
 
 
 class Shaper:
-    """Emulated links from one node to its peers, without privileges; a peer without a link here is sent to at once.
+    """Emulated links from one node to its peers, without privileges; a peer without a link here is
+    sent to at once.
 
-    Each token bucket is stored as the time at which the emulated link will be free. A message of n bytes leaves when
-    its last bit would have arrived, n / rate after the link became free, so a transfer takes bytes / rate; the link's
-    delay is added. All messages to a peer pass its bucket, control messages too, and leave in the order in which they
-    were reserved. A late wake-up of the event loop is compensated by a short credit. Only a link that something waited
-    for has credit: an idle link accumulates none. A link with a trace has its rates and delays from the beginning of
-    the run on; in an outage its messages wait.
+    Each token bucket is stored as the time at which the emulated link will be free. A message of n
+    bytes leaves when its last bit would have arrived, n / rate after the link became free, so a
+    transfer takes bytes / rate; the link's delay is added. All messages to a peer pass its bucket,
+    control messages too, and leave in the order in which they were reserved. A late wake-up of the
+    event loop is compensated by a short credit. Only a link that something waited for has credit:
+    an idle link accumulates none. A link with a trace has its rates and delays from the beginning
+    of the run on; in an outage its messages wait.
     """
 
     def __init__(self, ways: Mapping[str, LinkDirection]) -> None:
@@ -263,18 +306,25 @@ class Shaper:
         self._waiting.discard(peer)
 
     def passed(self) -> None:
-        """Note that all bulk messages that may leave were considered: a waiting one has waited at the next call."""
+        """Note that all bulk messages that may leave were considered: a waiting one has waited at
+        the next call.
+        """
         self._waited, self._waiting = self._waiting, set()
 
     def ready(self, peers: Iterable[str], now: float) -> bool:
-        """Return whether the next bulk message to these peers may be reserved; if not, it waits for them."""
+        """Return whether the next bulk message to these peers may be reserved; if not, it waits for
+        them.
+        """
         busy = [peer for peer in peers if self._free_at.get(peer, 0.0) - LEAD_S > now]
         self._waiting.update(busy)
         return not busy
 
     def next_ready(self, now: float) -> float | None:
         """Return when the next busy link becomes ready."""
-        return min((at for free_at in self._free_at.values() if (at := free_at - LEAD_S) > now), default=None)
+        return min(
+            (at for free_at in self._free_at.values() if (at := free_at - LEAD_S) > now),
+            default=None,
+        )
 
     def reserve(self, peers: Iterable[str], nbytes: int, now: float) -> float:
         """Reserve the peers' links for a message and return when it leaves, in monotonic seconds.
@@ -284,7 +334,8 @@ class Shaper:
         ways = {peer: way for peer in peers if (way := self._ways.get(peer)) is not None}
         due = now
         for peer, way in ways.items():
-            free_at, delay_s = now, way.delay_s
+            free_at = now
+            delay_s = way.delay_s
             if way.rate is not None:
                 credit_s = CREDIT_S if peer in self._waited or peer in self._waiting else 0.0
                 begin = max(self._free_at.get(peer, 0.0), now - credit_s)
@@ -292,7 +343,8 @@ class Shaper:
                     free_at = begin + nbytes / way.rate
                 else:
                     passed_s = way.trace.finish(max(0.0, begin - self._begun), nbytes)
-                    free_at, delay_s = self._begun + passed_s, way.trace.delay_at(passed_s)
+                    free_at = self._begun + passed_s
+                    delay_s = way.trace.delay_at(passed_s)
                 self._free_at[peer] = free_at
             due = max(due, max(free_at, now) + delay_s, self._last.get(peer, 0.0))
         self._last.update(dict.fromkeys(ways, due))
@@ -303,5 +355,6 @@ def _parts_of(message: Message, body: bytes) -> dict[str, int]:
     """Return the bytes of a control message by kind: a model and its extras may be inside."""
     if not isinstance(message, (Task, Result)) or message.inline is None:
         return {"control": len(body)}
-    size, extras = len(message.inline), min(message.model.extras, len(message.inline))
+    size = len(message.inline)
+    extras = min(message.model.extras, len(message.inline))
     return {"control": len(body) - size, "model": size - extras, "extras": extras}

@@ -1,7 +1,7 @@
 """A parent's session with its children, without I/O: rounds, uploads, and the children's presence.
 
-For each upload the endpoint answers `UploadAnnounced` with a buffer (`fetch`), and `UploadArrived` with a decision
-(`accept`, `refuse`).
+For each upload the endpoint answers `UploadAnnounced` with a buffer (`fetch`), and `UploadArrived`
+with a decision (`accept`, `refuse`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,15 @@ from fedstrata.common.errors import Misfit, RefusedModel, WireError
 from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.model.layout import FrozenForm
 from fedstrata.common.protocol import topics
-from fedstrata.common.protocol.arrivals import Arrival, Elsewhere, Joined, Living, Proven, Received, Sought
+from fedstrata.common.protocol.arrivals import (
+    Arrival,
+    Elsewhere,
+    Joined,
+    Living,
+    Proven,
+    Received,
+    Sought,
+)
 from fedstrata.common.protocol.attendance import Attendance, AwayWatch, Readiness, Targets
 from fedstrata.common.protocol.coordinator import Coordinator
 from fedstrata.common.protocol.events import (
@@ -83,8 +91,11 @@ RATED_CHUNKS: Final = 8  # smaller models do not show the rate of their link
 class ParentSession:
     """One parent's session with its children on one broker."""
 
-    def __init__(self, identity: Identity, below: ToChildren, *, meter: ByteMeter, first_number: int) -> None:
-        links, transfer = below.links, below.transfer
+    def __init__(
+        self, identity: Identity, below: ToChildren, *, meter: ByteMeter, first_number: int
+    ) -> None:
+        links = below.links
+        transfer = below.transfer
         ways = LinkSet(
             to={name: link.down for name, link in links.items()},
             from_={name: link.up for name, link in links.items()},
@@ -113,8 +124,11 @@ class ParentSession:
         self._bound()
         self.ledger = Ledger(links, self.link.counters, wire=meter.sample, below=nodes)
         self.targets = Targets(nodes, {name: limit.guests for name, limit in self._limits.items()})
-        self.attendance = Attendance(links, varying=[name for name, names in nodes.items() if names])
-        self.samples, self.farewells = self.attendance.samples, self.attendance.farewells
+        self.attendance = Attendance(
+            links, varying=[name for name, names in nodes.items() if names]
+        )
+        self.samples = self.attendance.samples
+        self.farewells = self.attendance.farewells
         self.rates: dict[str, float] = {}
         self.moves = 0
         self.frozen: FrozenForm | None = None  # the run's frozen arrays
@@ -161,13 +175,21 @@ class ParentSession:
         )
 
     def fetch(
-        self, upload: UploadAnnounced, buffer: memoryview, now: float, *, lacking: npt.NDArray[np.bool_] | None = None
+        self,
+        upload: UploadAnnounced,
+        buffer: memoryview,
+        now: float,
+        *,
+        lacking: npt.NDArray[np.bool_] | None = None,
     ) -> bool:
-        """Fetch an announced model into `buffer`, uint8 [its size]; `lacking`, bool [chunks]: chunks it lacks.
+        """Fetch an announced model into `buffer`, uint8 [its size]; `lacking`, bool [chunks]:
+        chunks it lacks.
 
-        Return False if the buffer is not used: the upload is void, or is being fetched into another one.
+        Return False if the buffer is not used: the upload is void, or is being fetched into another
+        one.
         """
-        child, result = upload.child, upload.result
+        child = upload.child
+        result = upload.result
         if not self.is_announced(upload):
             return False  # its process ended, or the round closed, while the buffer was allocated
         self._pending[child, result.model.blob] = result
@@ -177,7 +199,9 @@ class ParentSession:
         return self.link.receiver.fetch(child, result.model, buffer, lacking=lacking, now=now)
 
     def is_announced(self, upload: UploadAnnounced | UploadArrived) -> bool:
-        """Return whether an upload may still be accepted: its child's process lives, and its round is open."""
+        """Return whether an upload may still be accepted: its child's process lives, and its round
+        is open.
+        """
         return self.coordinator.is_announced(upload.child, upload.result.key)
 
     def accept(self, upload: UploadArrived, now: float) -> None:
@@ -191,7 +215,8 @@ class ParentSession:
         self.link.events.append(UploadRefused(child, reason))
 
     def end_round(self, now: float, *, in_flight: Collection[str] = ()) -> list[str]:
-        """Stop all transfers with the children but those in flight; return the blobs that are not served any more.
+        """Stop all transfers with the children but those in flight; return the blobs that are not
+        served any more.
 
         The buffers of these children and blobs may be overwritten afterwards.
         """
@@ -203,13 +228,21 @@ class ParentSession:
             self.link.retire(blob)
         for name in ended:
             self.link.receiver.drop(name, now=now)
-        self._pending = {key: result for key, result in self._pending.items() if key[0] in in_flight}
+        self._pending = {
+            key: result for key, result in self._pending.items() if key[0] in in_flight
+        }
         self._assignments = kept
         self.coordinator.end(but=in_flight)
         return sorted(retired)
 
     def set_state(
-        self, state: NodeState, *, reason: str = "", samples: int = 0, tests: int = 0, failure: Failure = Failure.NONE
+        self,
+        state: NodeState,
+        *,
+        reason: str = "",
+        samples: int = 0,
+        tests: int = 0,
+        failure: Failure = Failure.NONE,
     ) -> None:
         """Publish this node's state, retained. One that ends the run ends all tasks."""
         if state not in LIVING:
@@ -248,13 +281,19 @@ class ParentSession:
         )
 
     def ask_quiet(self, now: float) -> None:
-        """Ask children that stopped reporting their preparation: the message that they are ready may be lost."""
+        """Ask children that stopped reporting their preparation: the message that they are ready
+        may be lost.
+        """
         for name in self.attendance.quiet(now):
             self.link.proofs.doubt(name, now)
 
     def give_back_places(self, now: float) -> list[str]:
-        """Forget the children that had entered and have been away for `idle_s`, between two tasks; return them."""
-        left = [name for name, since in self._left.items() if now >= since + self.link.transfer.idle_s]
+        """Forget the children that had entered and have been away for `idle_s`, between two tasks;
+        return them.
+        """
+        left = [
+            name for name, since in self._left.items() if now >= since + self.link.transfer.idle_s
+        ]
         own = self.link.identity
         for name in left:
             del self._left[name], self._limits[name]
@@ -264,7 +303,9 @@ class ParentSession:
             self.targets.remove(name, now=now)
             self.ledger.retire(name)
             self._bound()
-            self.link.remove_peer(name, inbox=topics.inbox(own.lab, own.run, own.name, name), now=now)
+            self.link.remove_peer(
+                name, inbox=topics.inbox(own.lab, own.run, own.name, name), now=now
+            )
         return left
 
     def _check_place(self, entering: Entering) -> None:
@@ -273,7 +314,9 @@ class ParentSession:
             raise Misfit(f"it wants to enter, and all places are taken: {entering.most} children")
 
     def _sought(self, name: str, now: float) -> None:
-        """Expect a node that looks for a run here, if it may enter. Raises Misfit if there is no room, or Flooded."""
+        """Expect a node that looks for a run here, if it may enter. Raises Misfit if there is no
+        room, or Flooded.
+        """
         if self._entering is not None and self._entering.admits(name):
             self._check_place(self._entering)
             self.link.expect(name, now)
@@ -295,7 +338,9 @@ class ParentSession:
         self.link.events.append(Entered(name))
 
     def _bound(self) -> None:
-        """Set the bounds of the children's messages, and of the presences under this node's own name."""
+        """Set the bounds of the children's messages, and of the presences under this node's own
+        name.
+        """
         inline_bytes = self.link.transfer.inline_bytes
         self.link.admission.bounds = {
             name: SenderBounds(
@@ -319,8 +364,13 @@ class ParentSession:
 
         The children's idle times begin again: without the broker nothing could arrive from them.
         """
-        lab, run, me = self.link.identity.lab, self.link.identity.run, self.link.identity.name
-        inboxes = [*(topics.inbox(lab, run, me, peer) for peer in self.link.peers), topics.ask(lab, me, "+")]
+        lab = self.link.identity.lab
+        run = self.link.identity.run
+        me = self.link.identity.name
+        inboxes = [
+            *(topics.inbox(lab, run, me, peer) for peer in self.link.peers),
+            topics.ask(lab, me, "+"),
+        ]
         self.link.connected(now, inboxes=inboxes, packet_most=packet_most)
         self.coordinator.reconnected(now)
 
@@ -329,7 +379,9 @@ class ParentSession:
         link = self.link
         if link.up and link.publishing.due(now):
             own = link.identity
-            size = link.outbox.publish(topics.status(own.lab, own.run, own.name), self.status(now), now)
+            size = link.outbox.publish(
+                topics.status(own.lab, own.run, own.name), self.status(now), now
+            )
             link.publishing.published(size, now)
         return link.to_send(now, self._due(now))
 
@@ -352,18 +404,29 @@ class ParentSession:
         self._collect(now)
 
     def next_event(self) -> object | None:
-        """Return the next event; an event that follows from the handling of another one is returned too."""
+        """Return the next event; an event that follows from the handling of another one is returned
+        too.
+        """
         if not self.link.events:
             self._collect(self._now)
-        return self.link.events.popleft() if self.link.events else None
+        if self.link.events:
+            return self.link.events.popleft()
+        return None
 
     def next_deadline(self, now: float) -> float | None:
         """Return when `tick` or `to_send` next has something to do."""
         at = min(self.link.next_deadline(now), self.targets.due)
         if self.link.up:
             due = self.coordinator.next_deadline()
-            at = min(at, self._absence.due, self.link.publishing.next_deadline(), inf if due is None else due)
-        return at if at < inf else None
+            at = min(
+                at,
+                self._absence.due,
+                self.link.publishing.next_deadline(),
+                inf if due is None else due,
+            )
+        if at < inf:
+            return at
+        return None
 
     # Handling of what has come
 
@@ -373,7 +436,8 @@ class ParentSession:
         elif isinstance(arrival, Living):
             last = self.attendance.last.get(arrival.peer)
             if last is None or last.state is NodeState.LOST:
-                self.link.proofs.want(arrival.peer, now)  # its presence was lost, refused, or cleared by a stranger
+                # its presence was lost, refused, or cleared by a stranger
+                self.link.proofs.want(arrival.peer, now)
         elif isinstance(arrival, Proven):
             self._presence(arrival, now)
         elif isinstance(arrival, Sought):
@@ -386,7 +450,8 @@ class ParentSession:
 
     def _message(self, sender: str, session: str, message: Message, now: float) -> None:
         if isinstance(message, Progress):
-            self._receive(sender, message, now)  # first: an error in its counts must not hide its progress
+            # first: an error in its counts must not hide its progress
+            self._receive(sender, message, now)
             self._count(sender, session, message.traffic, message.below)
         elif isinstance(message, Result):
             self._receive(sender, message, now)
@@ -394,7 +459,9 @@ class ParentSession:
             self._enter_reports(sender, session, message.children)
         elif isinstance(message, Preparing):
             self.attendance.preparing(sender, short(message.waits_for), now)
-            self.moves += self.coordinator.preparing(sender, message.done, waits=bool(message.waits_for), now=now)
+            self.moves += self.coordinator.preparing(
+                sender, message.done, waits=bool(message.waits_for), now=now
+            )
         elif isinstance(message, Question) and message.about is About.FROZEN:
             if self.frozen is None:
                 raise Misfit("it asks for frozen arrays, which this run does not have")
@@ -422,7 +489,10 @@ class ParentSession:
 
     def _presence(self, proven: Proven, now: float) -> None:
         """Handle a child's proven presence. Raises Misfit."""
-        peer, session, presence, published = proven.peer, proven.session, proven.presence, proven.published
+        peer = proven.peer
+        session = proven.session
+        presence = proven.presence
+        published = proven.published
         if presence is not None:
             most = self._limits[peer].samples
             if presence.samples > most:
@@ -430,16 +500,22 @@ class ParentSession:
             presence = replace(presence, reason=short(presence.reason))
             if presence.parent not in ("", self.link.identity.name):
                 if self._entering is None or presence.parent not in self._entering.parents:
-                    raise Misfit(f"it names {presence.parent!r} as its parent, which takes in no devices of others")
+                    raise Misfit(
+                        f"it names {presence.parent!r} as its parent, which takes in no devices "
+                        "of others"
+                    )
                 elsewhere = f"moved to {presence.parent}"
-                presence = replace(presence, state=NodeState.DISCONNECTED, reason=elsewhere, failure=Failure.MOVED)
+                presence = replace(
+                    presence, state=NodeState.DISCONNECTED, reason=elsewhere, failure=Failure.MOVED
+                )
         self.coordinator.presence(peer, session, presence, now=now)
         self.targets.receive(peer, presence, now=now)
         if self.attendance.has_entered(peer):
             self._note_stay(peer, presence is not None and presence.state in LIVING, now)
         before = self.attendance.last.get(peer)
         if presence is None and before is not None and before.state in LIVING:
-            self.link.proofs.want(peer, now)  # a node finishes before it leaves: a stranger may have cleared it
+            # a node finishes before it leaves: a stranger may have cleared it
+            self.link.proofs.want(peer, now)
         if presence is None or presence.state not in LIVING:
             self.link.sender.forget(peer)
             self.link.receiver.yield_slot(peer, now=now)
@@ -447,8 +523,14 @@ class ParentSession:
             self.link.receiver.ask_again(peer, now=now)
         if self.attendance.receive(peer, session, presence, published=published):
             self.link.proofs.want(peer, now)
-        if presence is None or before is None or (before.state, before.reason) != (presence.state, presence.reason):
-            state, reason = ("left", "") if presence is None else (str(presence.state), presence.reason)
+        if (
+            presence is None
+            or before is None
+            or (before.state, before.reason) != (presence.state, presence.reason)
+        ):
+            state, reason = (
+                ("left", "") if presence is None else (str(presence.state), presence.reason)
+            )
             state = MOVED if presence is not None and presence.failure is Failure.MOVED else state
             self.link.events.append(PeerChanged(peer, state, reason))
 
@@ -473,12 +555,16 @@ class ParentSession:
             elif isinstance(event, Restarted):
                 self.link.receiver.drop(event.child, now=now)
                 self.link.sender.forget(event.child)
-                self._pending = {key: result for key, result in self._pending.items() if key[0] != event.child}
+                self._pending = {
+                    key: result for key, result in self._pending.items() if key[0] != event.child
+                }
             else:
                 self.link.events.append(event)
 
     def _due(self, now: float) -> Iterator[tuple[str, Message]]:
-        """Yield the messages that are due, each with its child; asked when the link is about to send them."""
+        """Yield the messages that are due, each with its child; asked when the link is about to
+        send them.
+        """
         yield from self.coordinator.to_send(now)
 
     def _transferred(self, event: ReceiverEvent, now: float) -> None:
@@ -503,7 +589,8 @@ class ParentSession:
             raise Misfit(f"a report on {unknown[:64]!r}, which is not below it")
 
     def _announced(self, announced: UploadAnnounced, now: float) -> None:
-        child, result = announced.child, announced.result
+        child = announced.child
+        result = announced.result
         try:
             if self._form is None:
                 raise RefusedModel("no model is expected yet")
@@ -527,6 +614,8 @@ class ParentSession:
                 self._without_costs.add(node)
                 self.link.events.append(CostsUnknown(node))
 
-    def _count(self, child: str, session: str, traffic: Traffic, below: tuple[Traffic, ...]) -> None:
+    def _count(
+        self, child: str, session: str, traffic: Traffic, below: tuple[Traffic, ...]
+    ) -> None:
         self.ledger.enter(child, session, link=traffic, below=below)
         self.moves += 1

@@ -1,11 +1,16 @@
-"""The child's side of a round: receives a task, reports progress, announces its result until that is acknowledged.
+"""The child's side of a round: receives a task, reports progress, announces its result until that
+is acknowledged.
 
-    IDLE --new task--> FETCHING --model here--> WORKING --finish--> ANNOUNCING --Acknowledgement--> DONE
-                          ^                                            ^                              |
-                          +-- a new task, from any state               +----- the same task again ----+
+    IDLE --new task--> FETCHING --model here--> WORKING --finish--> ANNOUNCING --Acknowledgement-->
+    DONE
+                          ^                                            ^
+                          |
+                          +-- a new task, from any state               +----- the same task again
+                          ----+
 
-`TRANSITIONS` defines this diagram. A task that is already being served is not started twice. A task with a result gets
-the same result again, without training. A task of a newer round, or of a restarted parent, replaces the present one.
+`TRANSITIONS` defines this diagram. A task that is already being served is not started twice. A task
+with a result gets the same result again, without training. A task of a newer round, or of a
+restarted parent, replaces the present one.
 """
 
 from __future__ import annotations
@@ -23,9 +28,12 @@ from fedstrata.common.protocol.messages import Acknowledgement, Key, Phase, Prog
 from fedstrata.common.protocol.round_state import HEARTBEAT_S, first_repeat_s, waiting_most_s
 
 PROGRESS_S: Final = 0.5
-PHASE_S: Final = 0.02  # before a device reports a new phase: what a result follows at once needs no report
-FIRST_PROGRESS_S: Final = 0.2  # shorter than the repeat of the task; a small model that arrives sooner is reported too
-ANNOUNCE_S: Final = 1.0  # before a result is repeated; twice the last answer's time, if a busy parent needs longer
+# before a device reports a new phase: what a result follows at once needs no report
+PHASE_S: Final = 0.02
+# shorter than the repeat of the task; a small model that arrives sooner is reported too
+FIRST_PROGRESS_S: Final = 0.2
+# before a result is repeated; twice the last answer's time, if a busy parent needs longer
+ANNOUNCE_S: Final = 1.0
 ANNOUNCE_MOST_S: Final = 5.0
 
 
@@ -63,7 +71,9 @@ TRANSITIONS: Final[Mapping[ParticipantCause, Mapping[ParticipantState, Participa
 
 @dataclass(frozen=True, slots=True)
 class Acknowledged:
-    """The parent has replied to the result; `reason` is empty if it was accepted. It may take that back later."""
+    """The parent has replied to the result; `reason` is empty if it was accepted. It may take that
+    back later.
+    """
 
     key: Key
     reason: str
@@ -75,13 +85,14 @@ ParticipantEvent: TypeAlias = TaskReceived | Acknowledged
 class Participant:
     """One child's side of the rounds with one parent.
 
-    A child that waits for its turn reports less and less often: all devices of a host wait for one another, so reports
-    at a fixed rate would take a share of a round that grows with the devices. A new phase is reported `phase_s` after
-    its beginning.
+    A child that waits for its turn reports less and less often: all devices of a host wait for one
+    another, so reports at a fixed rate would take a share of a round that grows with the devices. A
+    new phase is reported `phase_s` after its beginning.
     """
 
     def __init__(self, *, idle_s: float, phase_s: float = PHASE_S) -> None:
-        self._waiting_most_s, self._phase_s = waiting_most_s(idle_s), phase_s
+        self._waiting_most_s = waiting_most_s(idle_s)
+        self._phase_s = phase_s
         self._heartbeat_s = HEARTBEAT_S
         self.state = ParticipantState.IDLE
         self._task: Task | None = None
@@ -106,9 +117,11 @@ class Participant:
             self._take(message, now)
 
     def parent_restarted(self, now: float, *, again: bool = False) -> None:
-        """Note the parent's new session, whose keys may be smaller; repeat what it has not received.
+        """Note the parent's new session, whose keys may be smaller; repeat what it has not
+        received.
 
-        `again`: it is the session of the present task, after another one in between; its keys only grow.
+        `again`: it is the session of the present task, after another one in between; its keys only
+        grow.
         """
         self._new_parent = not again
         self.reconnected(now)
@@ -121,28 +134,33 @@ class Participant:
     def progress(self, phase: Phase, done: int, total: int, *, now: float) -> bool:
         """Note the progress of the work; return whether a message is due sooner than before.
 
-        It is sent `phase_s` after a change of phase, at most twice a second, and at least every two seconds; while the
-        child waits, every two to `waiting_most_s`.
+        It is sent `phase_s` after a change of phase, at most twice a second, and at least every two
+        seconds; while the child waits, every two to `waiting_most_s`.
         """
         if self.state not in (ParticipantState.FETCHING, ParticipantState.WORKING):
             return False  # of work that has ended
         before = self._send_at
         if phase is not self._phase:
-            self._send_at, self._heartbeat_s = min(self._send_at, now + self._phase_s), HEARTBEAT_S
+            self._send_at = min(self._send_at, now + self._phase_s)
+            self._heartbeat_s = HEARTBEAT_S
         elif done != self._done and phase is not Phase.WAITING:
             self._send_at = min(self._send_at, now + PROGRESS_S)
-        self._phase, self._done, self._total = phase, done, total
+        self._phase = phase
+        self._done = done
+        self._total = total
         return self._send_at < before
 
     def finish(self, result: Result, *, now: float) -> None:
-        """Announce the result of the task that began with its key, from now until it is acknowledged.
+        """Announce the result of the task that began with its key, from now until it is
+        acknowledged.
 
-        Its model must have been offered. The key is replaced here, because a task that was sent again may have another
-        one. The result of a replaced task is dropped.
+        Its model must have been offered. The key is replaced here, because a task that was sent
+        again may have another one. The result of a replaced task is dropped.
         """
         if self._task is None or result.key != self._begun or not self._go(ParticipantCause.FINISH):
             return
-        self._result, self._announced_at = replace(result, key=self._task.key), now
+        self._result = replace(result, key=self._task.key)
+        self._announced_at = now
         self._announce(now)
 
     def abandon(self) -> None:
@@ -154,7 +172,9 @@ class Participant:
         """Repeat what may have been lost with the old connection."""
         self._send_at = now
 
-    def to_send(self, now: float, traffic: Traffic, below: tuple[Traffic, ...]) -> list[Progress | Result]:
+    def to_send(
+        self, now: float, traffic: Traffic, below: tuple[Traffic, ...]
+    ) -> list[Progress | Result]:
         """Return what is due to the parent."""
         due = self.next_deadline()
         if self._task is None or due is None or now < due:
@@ -163,7 +183,8 @@ class Participant:
             self._send_at = now + self._announce_s
             self._announce_s = min(2 * self._announce_s, ANNOUNCE_MOST_S)
             # A repeat omits the model; a parent that did not get it fetches it.
-            result, self._result = self._result, replace(self._result, inline=None)
+            result = self._result
+            self._result = replace(self._result, inline=None)
             return [replace(result, traffic=traffic, below=below)]
         self._send_at = now + self._heartbeat_s
         if self._phase is Phase.WAITING:
@@ -178,7 +199,9 @@ class Participant:
 
     def next_event(self) -> ParticipantEvent | None:
         """Return the next event."""
-        return self._events.popleft() if self._events else None
+        if self._events:
+            return self._events.popleft()
+        return None
 
     def _go(self, cause: ParticipantCause) -> bool:
         """Apply a transition of the table; return whether there is one."""
@@ -196,12 +219,31 @@ class Participant:
         self._events.append(Acknowledged(answer.key, answer.reason))
 
     def _take(self, task: Task, now: float) -> None:
-        mine, self._task = self._task, replace(task, inline=None)  # only the event has the model
+        # only the event has the model
+        mine = self._task
+        self._task = replace(task, inline=None)
         same = mine is not None and (
-            (mine.key.global_round, mine.key.local_round, mine.model.blob, mine.epochs, mine.follows)
-            == (task.key.global_round, task.key.local_round, task.model.blob, task.epochs, task.follows)
+            (
+                mine.key.global_round,
+                mine.key.local_round,
+                mine.model.blob,
+                mine.epochs,
+                mine.follows,
+            )
+            == (
+                task.key.global_round,
+                task.key.local_round,
+                task.model.blob,
+                task.epochs,
+                task.follows,
+            )
         )
-        crossed = same and mine is not None and mine.key == task.key and self.state is ParticipantState.ANNOUNCING
+        crossed = (
+            same
+            and mine is not None
+            and mine.key == task.key
+            and self.state is ParticipantState.ANNOUNCING
+        )
         if crossed and self._result is not None:
             return  # it is repeated anyway
         if same and self._result is not None and self._go(ParticipantCause.SAME_TASK):
@@ -212,20 +254,25 @@ class Participant:
         else:
             self._go(ParticipantCause.NEW_TASK)
             self._result = None
-            self._phase, self._done, self._total = Phase.FETCHING, 0, 0
+            self._phase = Phase.FETCHING
+            self._done = 0
+            self._total = 0
             self._heartbeat_s = HEARTBEAT_S
             self._send_at = now + FIRST_PROGRESS_S
             self._begun = task.key
             self._events.append(_with_shared(task))
 
     def _announce(self, now: float) -> None:
-        self._send_at, self._announce_s = now, self._first_announce_s
+        self._send_at = now
+        self._announce_s = self._first_announce_s
 
 
 def _with_shared(task: Task) -> TaskReceived:
-    """Return the event of a task, with the model that the nodes of this process share, and that as a row.
+    """Return the event of a task, with the model that the nodes of this process share, and that as
+    a row.
 
-    At once, before the next message is read: all tasks of a round arrive together, each with a copy of the model.
+    At once, before the next message is read: all tasks of a round arrive together, each with a copy
+    of the model.
     """
     if task.inline is None:
         return TaskReceived(task)

@@ -4,10 +4,10 @@
                                           |
                      messages of peers' present sessions --> the session
 
-A `ParentSession` and a `ChildSession` hold one, and their side of the rounds. A link knows no side: it passes on what
-has come from a peer, and sends what it is given. It sends only state, which is repeated until it is answered. So
-nothing is sent or queued while the broker is away. Invalid messages are refused, counted and reported, and change
-nothing else.
+A `ParentSession` and a `ChildSession` hold one, and their side of the rounds. A link knows no side:
+it passes on what has come from a peer, and sends what it is given. It sends only state, which is
+repeated until it is answered. So nothing is sent or queued while the broker is away. Invalid
+messages are refused, counted and reported, and change nothing else.
 """
 
 from __future__ import annotations
@@ -34,7 +34,16 @@ from fedstrata.common.protocol.admission import (
     Refusals,
     refusal_of,
 )
-from fedstrata.common.protocol.arrivals import Arrival, Elsewhere, Joined, Living, Proven, Received, Sought, Unproven
+from fedstrata.common.protocol.arrivals import (
+    Arrival,
+    Elsewhere,
+    Joined,
+    Living,
+    Proven,
+    Received,
+    Sought,
+    Unproven,
+)
 from fedstrata.common.protocol.events import BrokerAway, BrokerDrops, NameTaken
 from fedstrata.common.protocol.limits import SKIPPED, SMALL_BYTES, Skipped
 from fedstrata.common.protocol.manifest import chunk_bytes_for, renamed
@@ -49,7 +58,15 @@ from fedstrata.common.protocol.messages import (
     Message,
     Question,
 )
-from fedstrata.common.protocol.outbox import OTHERS, Aside, Outbox, Output, Publish, Subscribe, Unsubscribe
+from fedstrata.common.protocol.outbox import (
+    OTHERS,
+    Aside,
+    Outbox,
+    Output,
+    Publish,
+    Subscribe,
+    Unsubscribe,
+)
 from fedstrata.common.protocol.presence import Identity, OwnPresence, PeerProofs
 from fedstrata.common.protocol.receiver import Landing, Receiver
 from fedstrata.common.protocol.sender import Publication, Sender
@@ -59,7 +76,8 @@ from fedstrata.common.settings.links import LinkSet
 SILENT_MOST_S: Final = 30.0
 SEEKERS_READ_MOST: Final = 64  # nodes that may join, whose states are read
 SEEKER_READ_S: Final = 10.0  # after its last question one is forgotten if others ask
-READ_AGAIN_S: Final = 1.0  # between two subscriptions to one's state, each of which brings what the broker retains
+# between two subscriptions to one's state, each of which brings what the broker retains
+READ_AGAIN_S: Final = 1.0
 LIVED_S: Final = 5.0  # a connection that lasts this long is none that the broker drops at once
 
 
@@ -74,11 +92,13 @@ class ByteMeter(Protocol):
 
 
 class PeerLink:
-    """One node's connection to its peers. `seeks`: it asks for their proof of life where nodes look for a run, forever.
+    """One node's connection to its peers. `seeks`: it asks for their proof of life where nodes look
+    for a run, forever.
 
-    `first_number`: of the chunks' publications, from a clock, so that numbers grow over restarts. `take` handles what
-    has come from a peer; it raises WireError for a message that does not fit, which is refused. `moved`: a chunk of a
-    model was transferred to or from this peer. `events`: what the endpoint has to know, in order.
+    `first_number`: of the chunks' publications, from a clock, so that numbers grow over restarts.
+    `take` handles what has come from a peer; it raises WireError for a message that does not fit,
+    which is refused. `moved`: a chunk of a model was transferred to or from this peer. `events`:
+    what the endpoint has to know, in order.
     """
 
     def __init__(
@@ -122,13 +142,17 @@ class PeerLink:
         self.events: deque[object] = deque()
         self.up = False
         self.away_since: float | None = None
-        self.chunk_most, self._inline_most = transfer.chunk_bytes, transfer.inline_bytes
-        self._seeks, self._take, self._moved = seeks, take, moved
+        self.chunk_most = transfer.chunk_bytes
+        self._inline_most = transfer.inline_bytes
+        self._seeks = seeks
+        self._take = take
+        self._moved = moved
         self._connected_at = -inf
         self._lossy = False
         self._first: list[Output] = []  # first outputs on a new connection
         self._new: list[Output] = []  # subscriptions to peers that came later, and their ends
-        self._expected: dict[str, float] = {}  # nodes that may join, and when each asked last; in this order
+        # nodes that may join, and when each asked last; in this order
+        self._expected: dict[str, float] = {}
         self._streams: frozenset[tuple[str, str]] = frozenset()  # of chunks, subscribed to
         self._announcement: Announcement | None = None
         self._announce = False
@@ -136,7 +160,9 @@ class PeerLink:
         self._questions = PendingAnswers(self._known, namesake=identity.name)
 
     def add_peer(self, name: str, *, inbox: str) -> None:
-        """Add an expected node as a peer, whose link is known; read its messages on `inbox`, too."""
+        """Add an expected node as a peer, whose link is known; read its messages on `inbox`,
+        too.
+        """
         del self._expected[name]
         self.outbox.join(name)
         self.peers = (*self.peers, name)
@@ -187,14 +213,20 @@ class PeerLink:
 
         `inboxes`: the topics of messages to this node.
         """
-        lab, name = self.identity.lab, self.identity.name
-        self.up, self._connected_at = True, now
+        lab = self.identity.lab
+        name = self.identity.name
+        self.up = True
+        self._connected_at = now
         self.chunk_most = int(min(self.transfer.chunk_bytes, packet_most))
         self._inline_most = int(min(self.transfer.inline_bytes, packet_most))
         self.outbox.packet_most = packet_most
         self._streams = frozenset()
-        states = [topics.state(lab, "+", name), *map(self._state_of, (*self.peers, *self._expected))]
-        self._first, self._new = [Subscribe((*states, *inboxes), first=True)], []
+        states = [
+            topics.state(lab, "+", name),
+            *map(self._state_of, (*self.peers, *self._expected)),
+        ]
+        self._first = [Subscribe((*states, *inboxes), first=True)]
+        self._new = []
         self.own.connected()
         self._announce = self._announcement is not None
         self.receiver.reconnected(now)
@@ -209,13 +241,17 @@ class PeerLink:
         self._asks.take()  # they are void
 
     def place(self, topic_text: str, size: int) -> Landing | Skipped | None:
-        """Return the destination of an arriving chunk, None if it is not wanted; SKIPPED for what is too large."""
+        """Return the destination of an arriving chunk, None if it is not wanted; SKIPPED for what
+        is too large.
+        """
         if size <= SMALL_BYTES and not self.receiver.wanted():
             return None
         try:
             topic = topics.parse(topic_text)
         except WireError as error:
-            return self._skip("", topic_text, size, error) if size > SMALL_BYTES else None
+            if size > SMALL_BYTES:
+                return self._skip("", topic_text, size, error)
+            return None
         try:
             self.admission.check_size(topic, size)
         except WireError as error:
@@ -225,14 +261,17 @@ class PeerLink:
         return self.receiver.place(topic, size)
 
     def landed(self, topic_text: str, landing: Landing, now: float) -> bool:
-        """Handle a chunk that was written to its destination; return whether something follows from it at once."""
+        """Handle a chunk that was written to its destination; return whether something follows from
+        it at once.
+        """
         if landing.view is not None:
             self._chunk(landing.topic, topic_text, landing.view, now)
         return self.receiver.is_due() or bool(self.events)
 
     def receive(self, topic_text: str, body: bytes, *, retained: bool, now: float) -> None:
         """Handle a message with any content; an invalid one is refused."""
-        self.away_since = None  # reset here: a broker that accepts a connection and drops it is still away
+        # reset here: a broker that accepts a connection and drops it is still away
+        self.away_since = None
         sender = ""
         try:
             topic = topics.parse(topic_text)
@@ -256,19 +295,27 @@ class PeerLink:
     # To the broker
 
     def to_send(self, now: float, messages: Iterable[tuple[str, Message]]) -> list[Output]:
-        """Return what is due, in order, with the session's messages, each with its peer; not while the broker is away.
+        """Return what is due, in order, with the session's messages, each with its peer; not while
+        the broker is away.
 
         The messages are made after the replies to questions have been counted.
         """
         if not self.up:
             return []
-        out, self._first, self._new = [*self._first, *self._new], [], []
-        lab, run, name = self.identity.lab, self.identity.run, self.identity.name
+        out = [*self._first, *self._new]
+        self._first = []
+        self._new = []
+        lab = self.identity.lab
+        run = self.identity.run
+        name = self.identity.name
         for presence in self.own.to_send():
             body = serialization.encode(self.own.timed(presence, now), self.identity.session)
             out.append(Publish(topics.state(lab, run, name), body, retain=True))
         for old in self.own.remains():
-            out += [Publish(topic(lab, old, name), b"", retain=True) for topic in (topics.state, topics.spec)]
+            out += [
+                Publish(topic(lab, old, name), b"", retain=True)
+                for topic in (topics.state, topics.spec)
+            ]
         if self._announce and self._announcement is not None:
             self._announce = False
             body = serialization.encode(self._announcement, self.identity.session)
@@ -302,12 +349,14 @@ class PeerLink:
         """
         silent: list[str] = []
         if self.up:
-            fetches = self.receiver.next_deadline() is not None  # else nothing asks for the bytes, a system call
+            # else nothing asks for the bytes, a system call
+            fetches = self.receiver.next_deadline() is not None
             self.receiver.tick(now, carried=self.meter.received() if fetches else -1)
             silent = list(self.proofs.silent(now))
         if now >= self._away_at():
             self.away_since = None
-            if not self.up or now < self._connected_at + LIVED_S:  # else nobody has sent anything since
+            # else nobody has sent anything since
+            if not self.up or now < self._connected_at + LIVED_S:
                 self.events.append(BrokerAway())
         return silent
 
@@ -321,21 +370,31 @@ class PeerLink:
 
     def _away_at(self) -> float:
         """Return when the broker will have been away for too long."""
-        return inf if self.away_since is None else self.away_since + self.transfer.idle_s
+        if self.away_since is None:
+            return inf
+        return self.away_since + self.transfer.idle_s
 
     # What this node offers
 
     def largest(self) -> int:
-        """Return the most bytes of a chunk, or of a model inside its announcement, on the links of all receivers."""
-        chunks = (chunk_bytes_for(way.rate, self.transfer.chunk_bytes) for way in self.ways.to.values())
+        """Return the most bytes of a chunk, or of a model inside its announcement, on the links of
+        all receivers.
+        """
+        chunks = (
+            chunk_bytes_for(way.rate, self.transfer.chunk_bytes) for way in self.ways.to.values()
+        )
         return max(self.transfer.inline_bytes, *chunks)
 
     def cut(self, receivers: Sequence[str]) -> tuple[int, str]:
-        """Return the chunk size and the salt of a blob for receivers with equal links and chunks."""
+        """Return the chunk size and the salt of a blob for receivers with equal links and
+        chunks.
+        """
         return self.chunk_bytes(receivers[0]), str(self.ways.to[receivers[0]])
 
     def chunk_bytes(self, peer: str) -> int:
-        """Return the chunk size for the slowest link on the way to a peer, and to those to which it forwards."""
+        """Return the chunk size for the slowest link on the way to a peer, and to those to which it
+        forwards.
+        """
         return chunk_bytes_for(self.ways.chunk_rate(peer), self.chunk_most)
 
     def offer(self, manifest: Manifest, blob: memoryview, receivers: Sequence[str]) -> bytes | None:
@@ -344,17 +403,33 @@ class PeerLink:
         Return its bytes if they are few enough to be sent inside the announcement.
         """
         self.sender.offer(manifest, blob, receivers)
-        inline_most = min(self._inline_most, chunk_bytes_for(self.ways.to[receivers[0]].rate, self._inline_most))
-        return bytes(blob) if manifest.size <= inline_most else None
+        inline_most = min(
+            self._inline_most, chunk_bytes_for(self.ways.to[receivers[0]].rate, self._inline_most)
+        )
+        if manifest.size <= inline_most:
+            return bytes(blob)
+        return None
 
     def forwards(self, manifest: Manifest, receivers: Sequence[str]) -> bool:
-        """Return whether to forward a model before it is complete: it is large, and its chunks suit the links."""
-        return manifest.chunk_bytes <= self.chunk_bytes(receivers[0]) and manifest.size > self._inline_most
+        """Return whether to forward a model before it is complete: it is large, and its chunks suit
+        the links.
+        """
+        return (
+            manifest.chunk_bytes <= self.chunk_bytes(receivers[0])
+            and manifest.size > self._inline_most
+        )
 
     def forward(
-        self, manifest: Manifest, buffer: memoryview, receivers: Sequence[str], *, lacking: npt.NDArray[np.bool_]
+        self,
+        manifest: Manifest,
+        buffer: memoryview,
+        receivers: Sequence[str],
+        *,
+        lacking: npt.NDArray[np.bool_],
     ) -> Manifest:
-        """Forward an arriving model to receivers with equal links until it is retired; return its new manifest."""
+        """Forward an arriving model to receivers with equal links until it is retired; return its
+        new manifest.
+        """
         passed = renamed(manifest, salt=str(self.ways.to[receivers[0]]))
         self.sender.offer(passed, buffer, receivers, to_come=lacking)
         return passed
@@ -388,18 +463,27 @@ class PeerLink:
     # This node
 
     def begin(self, begun: float) -> None:
-        """Note when the run's first global round began, in monotonic seconds: the time zero of all traces."""
+        """Note when the run's first global round began, in monotonic seconds: the time zero of all
+        traces.
+        """
         self.own.begin(begun)
         self.outbox.begin(begun)
 
     def announce(self, announcement: Announcement) -> None:
         """Publish the experiment, retained, and send it to nodes that look for a run."""
-        self._announcement, self._announce = announcement, True
+        self._announcement = announcement
+        self._announce = True
 
     def leave(self, *, keep_state: bool) -> list[Output]:
-        """Return the messages that clear this node's topics; `keep_state` keeps its state for nodes that were away."""
-        lab, run, name = self.identity.lab, self.identity.run, self.identity.name
-        out: list[Output] = [] if keep_state else [Publish(topics.state(lab, run, name), b"", retain=True)]
+        """Return the messages that clear this node's topics; `keep_state` keeps its state for nodes
+        that were away.
+        """
+        lab = self.identity.lab
+        run = self.identity.run
+        name = self.identity.name
+        out: list[Output] = (
+            [] if keep_state else [Publish(topics.state(lab, run, name), b"", retain=True)]
+        )
         if self._announcement is not None:
             out.append(Publish(topics.spec(lab, run, name), b"", retain=True))
             self._announcement = None
@@ -407,14 +491,22 @@ class PeerLink:
 
     # Handling of received messages
 
-    def _chunk(self, topic: topics.ChunkTopic, text: str, body: bytes | memoryview, now: float) -> None:
+    def _chunk(
+        self, topic: topics.ChunkTopic, text: str, body: bytes | memoryview, now: float
+    ) -> None:
         if topic.node not in self._known or topic.run != self.identity.run:
             self._refuse(Refusal.STRANGER, topic.node, f"a chunk on {text[:80]}")
             return
         extras = min(len(body), self.receiver.extras_in(topic.node, topic.blob, topic.index))
         self.outbox.count_chunk(topic.node, topic.blob, text, len(body), extras=extras)
         fresh = self.receiver.receive_chunk(
-            topic.node, topic.blob, stream=topic.stream, index=topic.index, number=topic.number, data=body, now=now
+            topic.node,
+            topic.blob,
+            stream=topic.stream,
+            index=topic.index,
+            number=topic.number,
+            data=body,
+            now=now,
         )
         if fresh:
             self._moved(topic.node, now)
@@ -441,7 +533,9 @@ class PeerLink:
                 raise Misfit("a reply without a question")
             self._take(Proven(sender, session, message.presence, published=False), now)
         elif not self.proofs.speaks(sender, session, now):
-            self._refuse(Refusal.SESSION, sender, f"a {type(message).__name__} of session {session[:16]!r}")
+            self._refuse(
+                Refusal.SESSION, sender, f"a {type(message).__name__} of session {session[:16]!r}"
+            )
             return
         else:
             self._take(Living(sender, session), now)
@@ -456,14 +550,21 @@ class PeerLink:
             self._take(Received(sender, session, message), now)
 
     def _state(self, topic: topics.StateTopic, body: bytes, now: float, *, retained: bool) -> None:
-        own, here = topic.node == self.identity.name, topic.run == self.identity.run
-        if here and topic.node in self._expected and not self._joins(topic.node, body, now, retained=retained):
+        own = topic.node == self.identity.name
+        here = topic.run == self.identity.run
+        if (
+            here
+            and topic.node in self._expected
+            and not self._joins(topic.node, body, now, retained=retained)
+        ):
             return
         if not own and (topic.node not in self._known or not here):
             self._refuse(Refusal.STRANGER, topic.node, "a presence")
             return
         mine = self.identity.session if own else self.proofs.session(topic.node)
-        session, message = self.admission.read_presence(topic.node, mine, body, now, retained=retained)
+        session, message = self.admission.read_presence(
+            topic.node, mine, body, now, retained=retained
+        )
         if own:
             self.own.receive(topic.run, session, message, retained=retained)
             if self.own.taken:
@@ -478,17 +579,30 @@ class PeerLink:
     def _joins(self, name: str, body: bytes, now: float, *, retained: bool) -> bool:
         """Take in an expected node that takes part as a child of this node, by its presence."""
         _, presence = self.admission.read_presence(name, "", body, now, retained=retained)
-        if presence is None or presence.state not in LIVING or presence.parent != self.identity.name:
+        if (
+            presence is None
+            or presence.state not in LIVING
+            or presence.parent != self.identity.name
+        ):
             return False
         self._take(Joined(name), now)
         return True
 
-    def _asked(self, topic: topics.AskTopic, text: str, body: bytes, now: float, *, retained: bool) -> None:
-        """Handle a question to this node: somebody watches it, or a child, or who may become one, looks for it."""
+    def _asked(
+        self, topic: topics.AskTopic, text: str, body: bytes, now: float, *, retained: bool
+    ) -> None:
+        """Handle a question to this node: somebody watches it, or a child, or who may become one,
+        looks for it.
+        """
         asker = topic.asker
         known = asker if asker in self._known else ""
-        session, question = self.admission.read(known, self.proofs.session(known) if known else "", body, now)
-        if not isinstance(question, Question) or question.about not in (About.PRESENCE, About.STATUS):
+        session, question = self.admission.read(
+            known, self.proofs.session(known) if known else "", body, now
+        )
+        if not isinstance(question, Question) or question.about not in (
+            About.PRESENCE,
+            About.STATUS,
+        ):
             raise WireError(f"nobody asks a node for this: {str(question)[:80]}")
         if topic.node != self.identity.name or retained:
             return
@@ -515,7 +629,8 @@ class PeerLink:
                 continue  # the name belongs to another process, which answers for it
             inside = question.run == self.identity.run
             namesake = peer == self.identity.name  # another cloud asks whether the lab is free
-            if inside or namesake or self._announcement is not None:  # else there is nothing to join; it asks again
+            # else there is nothing to join; it asks again
+            if inside or namesake or self._announcement is not None:
                 announcement = None if inside or namesake else self._announcement
                 answer = Alive(question.nonce, self.own.timed(self.own.presence, now), announcement)
                 self._questions.sent(asker, self.outbox.send(peer, answer, now))
@@ -530,18 +645,29 @@ class PeerLink:
                 self.outbox.send(peer, answer, now)
 
     def _subscriptions(self) -> list[Output]:
-        """Return the outputs that change the subscriptions to streams of chunks to those of the active fetches."""
+        """Return the outputs that change the subscriptions to streams of chunks to those of the
+        active fetches.
+        """
         wanted = self.receiver.wanted()
         if wanted == self._streams:
             return []
-        ended, begun = self._streams - wanted, wanted - self._streams
+        ended = self._streams - wanted
+        begun = wanted - self._streams
         self._streams = frozenset(wanted)
         out: list[Output] = [Unsubscribe(self._filters(ended))] if ended else []
-        return [*out, Subscribe(self._filters(begun))] if begun else out
+        if begun:
+            return [*out, Subscribe(self._filters(begun))]
+        return out
 
     def _filters(self, fetches: Iterable[tuple[str, str]]) -> tuple[str, ...]:
-        lab, run, me = self.identity.lab, self.identity.run, self.identity.name
-        return tuple(each for owner, blob in sorted(fetches) for each in topics.streams(lab, run, owner, me, blob))
+        lab = self.identity.lab
+        run = self.identity.run
+        me = self.identity.name
+        return tuple(
+            each
+            for owner, blob in sorted(fetches)
+            for each in topics.streams(lab, run, owner, me, blob)
+        )
 
     def _skip(self, sender: str, topic_text: str, size: int, error: WireError) -> Skipped:
         self._refuse_message(sender, topic_text, size, error)

@@ -1,4 +1,6 @@
-"""What a node is to its parent, and to its children: who they are, the links to them, and what they may send."""
+"""What a node is to its parent, and to its children: who they are, the links to them, and what they
+may send.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ class ToParent:
     below: Ledger | None = None  # the byte ledger of this node's own children, if it has any
     # Of `gone_after_s`; None, and before the run has begun: `idle_s`.
     patience_s: float | None = None
-    # The experiment names another parent or none, so each process of this one has to be asked to take the node in.
+    # The experiment names another parent or none, so each process of this one has to be asked to
+    # take the node in.
     entered: bool = False
 
     @property
@@ -49,7 +52,8 @@ class ToChildren:
     links: Mapping[str, LinkSettings]  # of each child, by its name, in order
     transfer: TransferSettings
     shaped: bool = True  # this end enforces the links' rates and delays
-    limits: Mapping[str, ChildLimits] = field(default_factory=dict)  # what each may report, and the nodes below it
+    # what each may report, and the nodes below it
+    limits: Mapping[str, ChildLimits] = field(default_factory=dict)
     entering: Entering | None = None  # who else may become a child
     onward: Mapping[str, float] = field(default_factory=dict)  # see `LinkSet`
 
@@ -65,7 +69,9 @@ def to_parent(
     patience_s: float | None = None,
     entered: bool = False,
 ) -> ToParent:
-    """Return a node's side of the link to this parent. Raises KeyError if the experiment has no such nodes."""
+    """Return a node's side of the link to this parent. Raises KeyError if the experiment has no
+    such nodes.
+    """
     return ToParent(
         parent=parent,
         link=experiment.link(node),

@@ -1,14 +1,16 @@
 """Presence: a node's identity and its own retained state, and the proof of life of its peers.
 
-A retained presence outlives its process: a broker that restarts after a power failure has the presences of dead
-processes. So a peer counts as present only once its session has proved itself on the present connection, by
-`TRANSITIONS`:
+A retained presence outlives its process: a broker that restarts after a power failure has the
+presences of dead processes. So a peer counts as present only once its session has proved itself on
+the present connection, by `TRANSITIONS`:
 
     UNKNOWN --retained--> CLAIMED --live--> PROVEN --reconnected--> DOUBTED --live--> PROVEN
-       +---------------------live-------------^                        +----retained----+ (asked for, not believed)
+       +---------------------live-------------^                        +----retained----+ (asked
+       for, not believed)
 
-`live` is a presence published during the connection, a reply to a question with its nonce, or any message of a
-session that was proved before. The order of presences at the broker decides which session represents a name.
+`live` is a presence published during the connection, a reply to a question with its nonce, or any
+message of a session that was proved before. The order of presences at the broker decides which
+session represents a name.
 """
 
 from __future__ import annotations
@@ -20,7 +22,15 @@ from enum import Enum
 from math import inf
 from typing import Final
 
-from fedstrata.common.protocol.messages import LIVING, Alive, Failure, NodeState, Presence, Question, Target
+from fedstrata.common.protocol.messages import (
+    LIVING,
+    Alive,
+    Failure,
+    NodeState,
+    Presence,
+    Question,
+    Target,
+)
 from fedstrata.common.protocol.topics import DEFAULT_LAB
 from fedstrata.common.text import short
 
@@ -28,7 +38,8 @@ CHALLENGED_MOST: Final = 16  # sessions; a peer with access to the state topic c
 PROOF_EVERY_S: Final = 0.5
 ASK_MOST_S: Final = 5.0
 ASK_FIRST_S: Final = 0.2  # time for a living peer's presence to arrive before it is asked for
-ASK_UNKNOWN_S: Final = 2.0  # the same for a child of which nothing is known: many of them may be starting
+# the same for a child of which nothing is known: many of them may be starting
+ASK_UNKNOWN_S: Final = 2.0
 ELAPSED_MOST_S: Final = 1e10
 MOVED_S: Final = 0.25  # by which a later report of time zero must differ to count
 FINAL: Final = (NodeState.FINISHED, NodeState.FAILED, NodeState.LOST, NodeState.DISCONNECTED)
@@ -36,7 +47,9 @@ FINAL: Final = (NodeState.FINISHED, NodeState.FAILED, NodeState.LOST, NodeState.
 
 @dataclass(slots=True)
 class Claim:
-    """One process's claim to its name: the last sessions that it challenged, and whether it lost the name."""
+    """One process's claim to its name: the last sessions that it challenged, and whether it lost
+    the name.
+    """
 
     challenged: deque[str] = field(default_factory=lambda: deque(maxlen=CHALLENGED_MOST))
     lost: bool = False
@@ -46,8 +59,9 @@ class Claim:
 class Identity:
     """A node's identity in a run of a lab.
 
-    `session` and `claim` are shared by its endpoints; `metrics` is its /metrics address. `ledger`: the id of the byte
-    ledger that its children count for, empty: the session, because the ledger is not kept across restarts.
+    `session` and `claim` are shared by its endpoints; `metrics` is its /metrics address. `ledger`:
+    the id of the byte ledger that its children count for, empty: the session, because the ledger is
+    not kept across restarts.
     """
 
     run: str
@@ -63,14 +77,17 @@ class Identity:
 class OwnPresence:
     """One node's presence on one broker, and the defence of its name.
 
-    A living node replies to the first presence of a second node with its name. The broker's order of messages decides
-    which node is the second one; no timer is involved.
+    A living node replies to the first presence of a second node with its name. The broker's order
+    of messages decides which node is the second one; no timer is involved.
     """
 
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
         self.presence = Presence(
-            NodeState.INIT, identity.role, identity.metrics, ledger=identity.ledger or identity.session
+            NodeState.INIT,
+            identity.role,
+            identity.metrics,
+            ledger=identity.ledger or identity.session,
         )
         self._due: deque[Presence] = deque()
         self._remains: deque[str] = deque()
@@ -79,10 +96,17 @@ class OwnPresence:
         self.leaving = False
         self.taken = ""
 
-    def set_state(self, state: NodeState, *, reason: str, samples: int, failure: Failure, tests: int = 0) -> None:
+    def set_state(
+        self, state: NodeState, *, reason: str, samples: int, failure: Failure, tests: int = 0
+    ) -> None:
         """Publish this node's state."""
         self.presence = replace(
-            self.presence, state=state, reason=short(reason), samples=samples, tests=tests, failure=failure
+            self.presence,
+            state=state,
+            reason=short(reason),
+            samples=samples,
+            tests=tests,
+            failure=failure,
         )
         self._due.append(self.presence)
 
@@ -101,14 +125,19 @@ class OwnPresence:
         self._due.append(self.presence)
 
     def connected(self) -> None:
-        """Publish the presence on a new connection. The name is claimed once the broker has sent it back."""
+        """Publish the presence on a new connection. The name is claimed once the broker has sent it
+        back.
+        """
         self._established = False
         self._due.clear()
         self._due.append(self.presence)
 
     def receive(self, run: str, session: str, presence: Presence | None, *, retained: bool) -> None:
-        """Handle a message on this name's state topic, in any run; `taken` is set if another node has the name."""
-        claim, mine = self._identity.claim, self._identity.session
+        """Handle a message on this name's state topic, in any run; `taken` is set if another node
+        has the name.
+        """
+        claim = self._identity.claim
+        mine = self._identity.session
         if session == mine:
             if presence is not None and presence.state is NodeState.LOST is not self.presence.state:
                 self._due.append(self.presence)  # the will of this node's own broken connection
@@ -116,7 +145,8 @@ class OwnPresence:
                 self._established = True
         elif retained:
             if run != self._identity.run and presence is not None and presence.state in FINAL:
-                self._remains.append(run)  # left by a run that has ended; the present owner of the name clears it
+                # left by a run that has ended; the present owner of the name clears it
+                self._remains.append(run)
         elif self.leaving or claim.lost or (presence is None and run != self._identity.run):
             return
         elif presence is not None and presence.answers == mine:
@@ -124,19 +154,26 @@ class OwnPresence:
                 return  # both started at once and challenged each other: one of them stays
             claim.lost = True
             self.taken = run
-        elif self._established and (presence is None or not presence.answers or presence.state in FINAL):
+        elif self._established and (
+            presence is None or not presence.answers or presence.state in FINAL
+        ):
             if session not in claim.challenged:
                 claim.challenged.append(session)
-            self._due.append(replace(self.presence, answers=session))  # the second node reads it and ends
+            # the second node reads it and ends
+            self._due.append(replace(self.presence, answers=session))
 
     def begin(self, begun: float) -> None:
-        """Note when the run's first global round began, and publish the presence again with the seconds since then."""
+        """Note when the run's first global round began, and publish the presence again with the
+        seconds since then.
+        """
         self.begun = begun
         self.repeat()
 
     def timed(self, presence: Presence, now: float) -> Presence:
         """Return a presence as of now."""
-        return presence if self.begun is None else replace(presence, elapsed_s=max(0.0, now - self.begun))
+        if self.begun is None:
+            return presence
+        return replace(presence, elapsed_s=max(0.0, now - self.begun))
 
     def to_send(self) -> list[Presence]:
         """Return the presences to publish, in order."""
@@ -154,8 +191,8 @@ class OwnPresence:
 class TimeZero:
     """When the run's first global round began, in monotonic seconds of this node, None: it has not.
 
-    Clocks of machines are never compared: a presence has the seconds that have passed when it is sent, so the error is
-    the time for which it travels.
+    Clocks of machines are never compared: a presence has the seconds that have passed when it is
+    sent, so the error is the time for which it travels.
     """
 
     def __init__(self) -> None:
@@ -163,13 +200,16 @@ class TimeZero:
         self._session = ""
 
     def note(self, elapsed_s: float, session: str, now: float, *, published: bool) -> float | None:
-        """Note the seconds in a presence of the parent's session; return time zero if it has changed.
+        """Note the seconds in a presence of the parent's session; return time zero if it has
+        changed.
 
-        `published`: by itself; a reply may have waited for its link, and counts only for a session that is new.
+        `published`: by itself; a reply may have waited for its link, and counts only for a session
+        that is new.
         """
         if not 0 <= elapsed_s <= ELAPSED_MOST_S or (session == self._session and not published):
             return None
-        self._session, begun = session, now - elapsed_s
+        self._session = session
+        begun = now - elapsed_s
         if self.begun is not None and abs(begun - self.begun) < MOVED_S:
             return None
         self.begun = begun
@@ -217,12 +257,14 @@ class _Peer:
 class PeerProofs:
     """The proofs of life of one session's peers.
 
-    `silent_s`: a peer that was alive before a reconnection and does not prove itself within this time counts as lost.
-    `persistent`: ask without end, as a child asks for its parent. A parent asks an unknown child only a few times,
-    because a child publishes its presence when it joins.
+    `silent_s`: a peer that was alive before a reconnection and does not prove itself within this
+    time counts as lost. `persistent`: ask without end, as a child asks for its parent. A parent
+    asks an unknown child only a few times, because a child publishes its presence when it joins.
     """
 
-    def __init__(self, peers: Iterable[str], identity: Identity, *, silent_s: float, persistent: bool) -> None:
+    def __init__(
+        self, peers: Iterable[str], identity: Identity, *, silent_s: float, persistent: bool
+    ) -> None:
         self._of = {peer: _Peer() for peer in peers}
         self._identity = identity
         self._silent_s = silent_s
@@ -251,9 +293,11 @@ class PeerProofs:
         return self._of[peer].session
 
     def speaks(self, peer: str, session: str, now: float) -> bool:
-        """Return whether this session represents the peer; any message of it proves that it is alive.
+        """Return whether this session represents the peer; any message of it proves that it is
+        alive.
 
-        Another session is asked for its presence, which may be lost or delayed, at most once per PROOF_EVERY_S.
+        Another session is asked for its presence, which may be lost or delayed, at most once per
+        PROOF_EVERY_S.
         """
         known = self._of[peer]
         if session == known.session:
@@ -263,16 +307,21 @@ class PeerProofs:
             self._ask(known, now + known.ask_s)
         return False
 
-    def receive(self, peer: str, session: str, presence: Presence, *, retained: bool, now: float) -> bool:
-        """Handle a presence; return whether it counts, because it was published during this connection.
+    def receive(
+        self, peer: str, session: str, presence: Presence, *, retained: bool, now: float
+    ) -> bool:
+        """Handle a presence; return whether it counts, because it was published during this
+        connection.
 
-        The last message of another session may be the late will of a replaced process, or the end of a process whose
-        name a stranger has taken: who answers the question that follows represents the peer.
+        The last message of another session may be the late will of a replaced process, or the end
+        of a process whose name a stranger has taken: who answers the question that follows
+        represents the peer.
         """
         known = self._of[peer]
         if not retained:
             if presence.state in LIVING:
-                known.session, known.unclear = session, False
+                known.session = session
+                known.unclear = False
                 self._live(known)
             elif known.session not in ("", session):
                 self._ask(known, now + known.ask_s)
@@ -288,18 +337,21 @@ class PeerProofs:
     def answered(self, peer: str, session: str, answer: Alive) -> bool:
         """Handle a reply to a question; return whether it belongs to a question of this node.
 
-        Only an open question admits another session: a late reply of a process that ended must not replace its
-        successor.
+        Only an open question admits another session: a late reply of a process that ended must not
+        replace its successor.
         """
         known = self._of[peer]
         if answer.nonce != self.nonce or not (known.asked or session == known.session):
             return False
-        known.session, known.unclear = session, False
+        known.session = session
+        known.unclear = False
         self._live(known)
         return True
 
     def know(self, peer: str, session: str) -> None:
-        """Add a session that proved itself elsewhere; it must prove itself on this connection too."""
+        """Add a session that proved itself elsewhere; it must prove itself on this connection
+        too.
+        """
         self._of[peer].session = session
         self._of[peer].proof = Proof.DOUBTED
 
@@ -308,7 +360,9 @@ class PeerProofs:
         for known in self._of.values():
             known.go(ProofCause.RECONNECTED)
             likely = self._persistent or known.proof is Proof.DOUBTED
-            first_s, known.ask_s = (ASK_FIRST_S, PROOF_EVERY_S) if likely else (ASK_UNKNOWN_S, ASK_UNKNOWN_S)
+            first_s, known.ask_s = (
+                (ASK_FIRST_S, PROOF_EVERY_S) if likely else (ASK_UNKNOWN_S, ASK_UNKNOWN_S)
+            )
             known.ask_at = now + first_s
             known.silent_at = now + self._silent_s if known.proof is Proof.DOUBTED else inf
         self._look_at = now
@@ -318,7 +372,9 @@ class PeerProofs:
         self._ask(self._of[peer], now + ASK_FIRST_S)
 
     def want(self, peer: str, now: float) -> None:
-        """Ask a peer for its presence until it answers, or publishes one, whatever else it sends."""
+        """Ask a peer for its presence until it answers, or publishes one, whatever else it
+        sends.
+        """
         self._of[peer].unclear = True
         self.doubt(peer, now)
 
@@ -331,16 +387,21 @@ class PeerProofs:
             if now >= known.ask_at:
                 due.append((peer, Question(self.nonce, run=self._identity.run)))
                 known.asked = True
-                likely = known.proof in (Proof.CLAIMED, Proof.DOUBTED)  # it may have nothing else to send
+                # it may have nothing else to send
+                likely = known.proof in (Proof.CLAIMED, Proof.DOUBTED)
                 again = self._persistent or likely or known.ask_s < ASK_MOST_S
                 known.ask_s = min(2 * known.ask_s, ASK_MOST_S)
                 known.ask_at = now + known.ask_s if again else inf
                 known.unclear = known.unclear and again
-        self._look_at = min((min(known.ask_at, known.silent_at) for known in self._of.values()), default=inf)
+        self._look_at = min(
+            (min(known.ask_at, known.silent_at) for known in self._of.values()), default=inf
+        )
         return due
 
     def silent(self, now: float) -> list[str]:
-        """Return the peers that were alive before and have not proved themselves since the reconnection, each once."""
+        """Return the peers that were alive before and have not proved themselves since the
+        reconnection, each once.
+        """
         if now < self._look_at:
             return []
         found = [peer for peer, known in self._of.items() if now >= known.silent_at]
@@ -361,4 +422,6 @@ class PeerProofs:
         known.go(ProofCause.LIVE)
         known.silent_at = inf
         if not known.unclear:
-            known.ask_at, known.ask_s, known.asked = inf, PROOF_EVERY_S, False
+            known.ask_at = inf
+            known.ask_s = PROOF_EVERY_S
+            known.asked = False

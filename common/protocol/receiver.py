@@ -1,21 +1,26 @@
-"""The receiver's side of transfers: fetches blobs, asks for missing chunks, checks each chunk on arrival.
+"""The receiver's side of transfers: fetches blobs, asks for missing chunks, checks each chunk on
+arrival.
 
-An `Ask` is sent at the start, after each quarter of a window, when a gap in the publication numbers shows a loss, and
-when the connection falls silent. It always has the complete state, so any ask may be lost.
+An `Ask` is sent at the start, after each quarter of a window, when a gap in the publication numbers
+shows a loss, and when the connection falls silent. It always has the complete state, so any ask may
+be lost.
 
-Silence is relative to the link's own pace: if publications arrive in order every 8 s, 2 s of silence are no loss. A
-connection on which bytes flow, by the kernel's count, is not silent either, even if no message is complete: a chunk of
-1 MB takes two minutes on a link of 64 kbit/s. A connection that is kept busy by others is never silent. So a fetch that
-received nothing for `PATIENCE_S` asks again, unless everything on the connection is for this fetch.
+Silence is relative to the link's own pace: if publications arrive in order every 8 s, 2 s of
+silence are no loss. A connection on which bytes flow, by the kernel's count, is not silent either,
+even if no message is complete: a chunk of 1 MB takes two minutes on a link of 64 kbit/s. A
+connection that is kept busy by others is never silent. So a fetch that received nothing for
+`PATIENCE_S` asks again, unless everything on the connection is for this fetch.
 
-Pauses between asks become longer, up to `PATIENCE_MOST_S`, but `ASKS_LEAST` of them fit into the time without progress
-after which a node is given up: several losses in a row must not end a run.
+Pauses between asks become longer, up to `PATIENCE_MOST_S`, but `ASKS_LEAST` of them fit into the
+time without progress after which a node is given up: several losses in a row must not end a run.
 
-Damaged or unknown chunks are refused and change nothing. While valid chunks arrive, a fetch continues, whatever else is
-published under its owner's name. A fetch that got only damaged chunks for `SPOILT_S` has failed.
+Damaged or unknown chunks are refused and change nothing. While valid chunks arrive, a fetch
+continues, whatever else is published under its owner's name. A fetch that got only damaged chunks
+for `SPOILT_S` has failed.
 
-No owner can block a slot: a starved fetch moves to the end of the queue when others wait for a slot. It keeps its
-chunks and still accepts further ones, because on a slow link a chunk may be in transit for minutes.
+No owner can block a slot: a starved fetch moves to the end of the queue when others wait for a
+slot. It keeps its chunks and still accepts further ones, because on a slow link a chunk may be in
+transit for minutes.
 """
 
 from __future__ import annotations
@@ -44,10 +49,12 @@ ASKS_LEAST: Final = 6  # for each `idle_s`
 DAMAGED_MOST: Final = 3
 SPOILT_S: Final = 30.0  # a disturbance of some seconds may damage every chunk
 ASKS_PER_WINDOW: Final = 2
-SLOT_BYTES_S: Final = 31_250_000  # 250 Mbit/s: a link with a lower declared rate uses a fraction of a slot
+# 250 Mbit/s: a link with a lower declared rate uses a fraction of a slot
+SLOT_BYTES_S: Final = 31_250_000
 LOST_LEAST: Final = 8
 LOST_SHARE: Final = 0.01
-FLOW_BYTES_S: Final = 256  # more than the acknowledgements and pings of a connection without models, TLS included
+# more than the acknowledgements and pings of a connection without models, TLS included
+FLOW_BYTES_S: Final = 256
 BLOBS_KNOWN: Final = 4  # of each owner, of those with extras
 
 
@@ -55,7 +62,8 @@ BLOBS_KNOWN: Final = 4  # of each owner, of those with extras
 class Fetched:
     """Blob `blob` of `owner` is complete in its buffer, with every chunk checked.
 
-    `rate`: bytes per second between the arrivals of the first and the last chunk, None if they arrived together.
+    `rate`: bytes per second between the arrivals of the first and the last chunk, None if they
+    arrived together.
     """
 
     owner: str
@@ -96,7 +104,8 @@ class Fetch:
     pace_s: float = 0.0  # the time of a chunk on the owner's link, if its rate is declared
     share: float = 1.0  # of a slot
     seen: dict[str, int] = field(default_factory=dict)
-    trusted: set[str] = field(default_factory=set)  # streams with a number since the last restart, which undoes others'
+    # streams with a number since the last restart, which undoes others'
+    trusted: set[str] = field(default_factory=set)
     since_ask: int = 0
     due: bool = True
     restart: bool = True
@@ -112,23 +121,28 @@ class Fetch:
     def rate(self, now: float) -> float | None:
         """Return bytes per second from the first chunk's arrival to now, None if unknown."""
         seconds = now - self.first_at if self.first_at is not None else 0.0
-        return self.since_first / seconds if self.since_first and seconds > 0 else None
+        if self.since_first and seconds > 0:
+            return self.since_first / seconds
+        return None
 
 
 @dataclass(slots=True)
 class Landing:
-    """A chunk that is being written to its destination; `view` is set to None when its fetch ends."""
+    """A chunk that is being written to its destination; `view` is set to None when its fetch
+    ends.
+    """
 
     topic: ChunkTopic
     view: memoryview | None
 
 
 class Receiver:
-    """All fetches of one node over one connection, at most `slots` of them active at a time; slow links share slots.
+    """All fetches of one node over one connection, at most `slots` of them active at a time; slow
+    links share slots.
 
-    `window`: limit of the chunks in flight; less if they would delay the keep-alive on the owner's link. `exclusive`:
-    the connection serves one owner only, so everything it carries is a reply to this node's asks. `idle_s`: seconds
-    without progress after which this node is given up.
+    `window`: limit of the chunks in flight; less if they would delay the keep-alive on the owner's
+    link. `exclusive`: the connection serves one owner only, so everything it carries is a reply to
+    this node's asks. `idle_s`: seconds without progress after which this node is given up.
     """
 
     def __init__(
@@ -157,7 +171,8 @@ class Receiver:
         self._last_arrival = self._arrived = 0.0
         self._gap_s = 0.0
         self._repair_s = REPAIR_S
-        self._carried: tuple[int, int, float] | None = None  # at the last message, at the last check, and its time
+        # at the last message, at the last check, and its time
+        self._carried: tuple[int, int, float] | None = None
         self.chunks_refused = 0
         self.chunks_arrived = 0
         self.chunks_lost = 0  # by gaps in the numbers of what arrived
@@ -171,12 +186,16 @@ class Receiver:
         now: float,
         lacking: npt.NDArray[np.bool_] | None = None,
     ) -> bool:
-        """Start or queue a fetch into `buffer`, uint8 [manifest.size]; return False if a known fetch continues.
+        """Start or queue a fetch into `buffer`, uint8 [manifest.size]; return False if a known
+        fetch continues.
 
-        `lacking`, bool [chunks], marks the missing chunks, None: all. It is kept up to date, so that others may follow
-        the fetch.
+        `lacking`, bool [chunks], marks the missing chunks, None: all. It is kept up to date, so
+        that others may follow the fetch.
         """
-        if any((f.owner, f.manifest.blob) == (owner, manifest.blob) for f in (*self._active.values(), *self._queued)):
+        if any(
+            (f.owner, f.manifest.blob) == (owner, manifest.blob)
+            for f in (*self._active.values(), *self._queued)
+        ):
             return False
         if manifest.extras:
             self._with_extras.setdefault(owner, deque(maxlen=BLOBS_KNOWN)).append(manifest)
@@ -184,8 +203,11 @@ class Receiver:
         way = self._ways.get(owner, LinkDirection())
         window = window_for(way, manifest.chunk_bytes, self._window, self._keepalive_s)
         pace_s = manifest.chunk_bytes / way.rate if way.rate else 0.0
-        left, share = int(lacking.sum()), min(1.0, way.rate / SLOT_BYTES_S) if way.rate else 1.0
-        self._queued.append(Fetch(owner, manifest, buffer.cast("B"), lacking, left, window, pace_s, share))
+        left = int(lacking.sum())
+        share = min(1.0, way.rate / SLOT_BYTES_S) if way.rate else 1.0
+        self._queued.append(
+            Fetch(owner, manifest, buffer.cast("B"), lacking, left, window, pace_s, share)
+        )
         self._queued[-1].patience_s = min(PATIENCE_S, self._most_s)
         if not lacking.any():  # complete from the start: only report that to the owner
             self._complete(self._queued[-1], now)
@@ -193,7 +215,9 @@ class Receiver:
         return True
 
     def take(self, owner: str, manifest: Manifest, buffer: memoryview | None, data: bytes) -> None:
-        """Handle a blob that was sent inside its announcement; without a buffer it is used where it is."""
+        """Handle a blob that was sent inside its announcement; without a buffer it is used where it
+        is.
+        """
         view = memoryview(data)
         if len(data) != manifest.size or missing(manifest, view).any():
             self.chunks_refused += 1
@@ -205,14 +229,22 @@ class Receiver:
         self._events.append(Fetched(owner, manifest.blob))
 
     def drop(self, owner: str, *, blob: str | None = None, now: float) -> None:
-        """Drop the fetches from an owner, or one of them. Their buffers are not written any more."""
+        """Drop the fetches from an owner, or one of them. Their buffers are not written any
+        more.
+        """
         landing = self._landing
-        if landing is not None and landing.topic.node == owner and blob in (None, landing.topic.blob):
+        if (
+            landing is not None
+            and landing.topic.node == owner
+            and blob in (None, landing.topic.blob)
+        ):
             self._landing = landing.view = None
         for fetches in (self._active, self._parked):
             for key in [k for k in fetches if k[0] == owner and blob in (None, k[1])]:
                 del fetches[key]
-        self._queued = deque(f for f in self._queued if f.owner != owner or blob not in (None, f.manifest.blob))
+        self._queued = deque(
+            f for f in self._queued if f.owner != owner or blob not in (None, f.manifest.blob)
+        )
         self._promote(now)
 
     def yield_slot(self, owner: str, *, now: float) -> None:
@@ -231,15 +263,24 @@ class Receiver:
     def lacks(self, owner: str, blob: str) -> int:
         """Return the number of missing chunks of a fetch, 0 if there is no such fetch."""
         fetch = self._begun((owner, blob))
-        return fetch.left if fetch else 0
+        if fetch:
+            return fetch.left
+        return 0
 
     def arrived(self) -> dict[str, tuple[int, int]]:
-        """Return by owner how many chunks of each fetch under way have arrived, and how many it has."""
+        """Return by owner how many chunks of each fetch under way have arrived, and how many it
+        has.
+        """
         fetches = (*self._active.values(), *self._parked.values())
-        return {fetch.owner: (fetch.manifest.chunks - fetch.left, fetch.manifest.chunks) for fetch in fetches}
+        return {
+            fetch.owner: (fetch.manifest.chunks - fetch.left, fetch.manifest.chunks)
+            for fetch in fetches
+        }
 
     def extras_in(self, owner: str, blob: str, index: int) -> int:
-        """Return how many bytes of a chunk are extras, even if it is late; 0 for a blob that was not fetched lately."""
+        """Return how many bytes of a chunk are extras, even if it is late; 0 for a blob that was
+        not fetched lately.
+        """
         for manifest in self._with_extras.get(owner, ()):
             if manifest.blob == blob and index < manifest.chunks:
                 return manifest.extras_in(index)
@@ -254,7 +295,8 @@ class Receiver:
 
         Only one at a time: a connection carries its messages one after another.
         """
-        fetch, index = self._begun((topic.node, topic.blob)), topic.index
+        fetch = self._begun((topic.node, topic.blob))
+        index = topic.index
         if fetch is None or index >= fetch.manifest.chunks or not fetch.lacking[index]:
             return None
         span = fetch.manifest.span(index)
@@ -264,13 +306,22 @@ class Receiver:
         return self._landing
 
     def receive_chunk(
-        self, owner: str, blob: str, *, stream: str, index: int, number: int, data: bytes | memoryview, now: float
+        self,
+        owner: str,
+        blob: str,
+        *,
+        stream: str,
+        index: int,
+        number: int,
+        data: bytes | memoryview,
+        now: float,
     ) -> bool:
         """Handle one publication; return whether it was new. Never raises on unknown input.
 
         `data` may be the view of its `place`, which is already in its destination.
         """
-        landing, self._landing = self._landing, None
+        landing = self._landing
+        self._landing = None
         silent_s = now - self._arrived
         fetch = self._begun((owner, blob))
         if fetch is None or index >= fetch.manifest.chunks:
@@ -278,16 +329,21 @@ class Receiver:
             self.chunks_refused += 1
             return False
         span = fetch.manifest.span(index)
-        sound = len(data) == span.stop - span.start and chunk_digest(data) == fetch.manifest.digest(index)
+        sound = len(data) == span.stop - span.start and chunk_digest(data) == fetch.manifest.digest(
+            index
+        )
         if not sound:
             self._damaged(fetch, index, now)
         self._count(fetch, ALL if stream == ALL else "own", number, silent_s, sound=sound)
         if not sound:
             return False  # damaged chunks alone are silence: they are asked for less and less often
         self.note_arrival(now)
-        fetch.waits_since, fetch.damaged = now, 0
-        if fetch.lacking[index] or not self._queued:  # repeats must not block a slot that others wait for
-            fetch.moved, fetch.starved = now, 0
+        fetch.waits_since = now
+        fetch.damaged = 0
+        # repeats must not block a slot that others wait for
+        if fetch.lacking[index] or not self._queued:
+            fetch.moved = now
+            fetch.starved = 0
         if not fetch.lacking[index]:
             return False
         if landing is None or data is not landing.view:
@@ -318,10 +374,13 @@ class Receiver:
         self._listen(now)
         for fetch in (*self._active.values(), *self._parked.values()):
             fetch.due = fetch.restart = True
-            fetch.waits_since, fetch.moved, fetch.damaged = now, now, 0
+            fetch.waits_since = now
+            fetch.moved = now
+            fetch.damaged = 0
 
     def tick(self, now: float, *, carried: int = -1) -> None:
-        """Ask again if the connection has been silent: only silence shows the loss of the last chunks.
+        """Ask again if the connection has been silent: only silence shows the loss of the last
+        chunks.
 
         `carried`: bytes that the present connection has received so far, -1 if unknown.
         """
@@ -345,17 +404,23 @@ class Receiver:
                     fetch.waits_since = now
         if silent:
             self._last_arrival = now
-            self._repair_s = max(self._repair_s, min(2 * self._repair_s, REPAIR_MOST_S, self._most_s))
+            self._repair_s = max(
+                self._repair_s, min(2 * self._repair_s, REPAIR_MOST_S, self._most_s)
+            )
         self._promote(now)
 
     def next_deadline(self) -> float | None:
         """Return when `tick` has something to do."""
         starved = (self._starves_at(fetch) for fetch in self._active.values())
-        return min(self._last_arrival + self._repair_s, *starved) if self._active else None
+        if self._active:
+            return min(self._last_arrival + self._repair_s, *starved)
+        return None
 
     def is_due(self) -> bool:
         """Return whether an ask is due, or an event has not been taken."""
-        return bool(self._completed or self._events) or any(fetch.due for fetch in self._active.values())
+        return bool(self._completed or self._events) or any(
+            fetch.due for fetch in self._active.values()
+        )
 
     def to_send(self) -> list[tuple[str, Ask]]:
         """Return the asks that are due, each with its receiving owner."""
@@ -377,12 +442,15 @@ class Receiver:
 
     def next_event(self) -> ReceiverEvent | None:
         """Return the next finished or failed fetch."""
-        return self._events.popleft() if self._events else None
+        if self._events:
+            return self._events.popleft()
+        return None
 
     def _look(self, carried: int, now: float) -> None:
         """Treat bytes that have arrived since the last check as a sign of life.
 
-        Messages arrive one after another. So more than about one chunk since the last message is no chunk.
+        Messages arrive one after another. So more than about one chunk since the last message is no
+        chunk.
         """
         first, before, since = self._carried or (carried, carried, now)
         self._carried = first, carried, now
@@ -399,8 +467,12 @@ class Receiver:
         self._gap_s, self._repair_s = 0.0, self._least_repair_s()
 
     def _least_repair_s(self) -> float:
-        """Return the shortest silence that counts: a broker forwards whole chunks, each as slow as its link."""
-        slowest = max((fetch.pace_s for fetch in (*self._active.values(), *self._queued)), default=0.0)
+        """Return the shortest silence that counts: a broker forwards whole chunks, each as slow as
+        its link.
+        """
+        slowest = max(
+            (fetch.pace_s for fetch in (*self._active.values(), *self._queued)), default=0.0
+        )
         return min(max(REPAIR_S, CHUNKS_OF_SILENCE * slowest), self._most_s)
 
     def _promote(self, now: float) -> None:
@@ -409,7 +481,8 @@ class Receiver:
                 self._listen(now)
             fetch = self._queued.popleft()
             key = fetch.owner, fetch.manifest.blob
-            # A parked fetch may have chunks in flight: they are requested again after it starved in two turns.
+            # A parked fetch may have chunks in flight: they are requested again after it starved in
+            # two turns.
             was_parked = self._parked.pop(key, None) is not None
             fetch.restart = fetch.restart or not was_parked or fetch.starved > 1
             fetch.waits_since = fetch.moved = now
@@ -425,7 +498,8 @@ class Receiver:
         return self._active.get(key) or self._parked.get(key)
 
     def _starves_at(self, fetch: Fetch) -> float:
-        """Return when a fetch must ask again, or release its slot, because it has received nothing valid.
+        """Return when a fetch must ask again, or release its slot, because it has received nothing
+        valid.
 
         Its own repeated asks do not extend its hold on a slot that others wait for.
         """
@@ -436,10 +510,21 @@ class Receiver:
     def _ask(self, fetch: Fetch) -> Ask:
         lacking = np.packbits(fetch.lacking).tobytes() if fetch.left else b""
         seen = fetch.seen
-        return Ask(fetch.manifest.blob, lacking, seen.get(ALL, 0), seen.get("own", 0), fetch.window, fetch.restart)
+        return Ask(
+            fetch.manifest.blob,
+            lacking,
+            seen.get(ALL, 0),
+            seen.get("own", 0),
+            fetch.window,
+            fetch.restart,
+        )
 
-    def _count(self, fetch: Fetch, stream: str, number: int, silent_s: float, *, sound: bool) -> None:
-        """Count a publication's number: it occupies the window until it is reported, and a gap is a loss."""
+    def _count(
+        self, fetch: Fetch, stream: str, number: int, silent_s: float, *, sound: bool
+    ) -> None:
+        """Count a publication's number: it occupies the window until it is reported, and a gap is a
+        loss.
+        """
         last = fetch.seen.get(stream)
         in_order = last is None or number == last + 1
         if not sound and (not in_order or fetch.damaged > DAMAGED_MOST):
@@ -467,7 +552,9 @@ class Receiver:
             if fetch.damaged == 1:
                 fetch.spoilt_at = now
             elif fetch.damaged > DAMAGED_MOST and now >= fetch.spoilt_at + SPOILT_S:
-                reason = f"{FetchFailure.DAMAGED.value}: {fetch.damaged} damaged chunks and no valid one"
+                reason = (
+                    f"{FetchFailure.DAMAGED.value}: {fetch.damaged} damaged chunks and no valid one"
+                )
                 self._fail(fetch, FetchFailure.DAMAGED, reason, now)
 
     def _fail(self, fetch: Fetch, cause: FetchFailure, reason: str, now: float) -> None:

@@ -1,11 +1,14 @@
-"""The state of an open round: each child's, with its transitions; when the round closes; its events and its times.
+"""The state of an open round: each child's, with its transitions; when the round closes; its events
+and its times.
 
     ASSIGNED --message of this round--> WORKING --Result--> ANNOUNCED --accept--> ACCEPTED
-       ^                                   |                    |                    | its task ends unused
+       ^                                   |                    |                    | its task ends
+       unused
        |                                   |                    +-----refuse-----> REFUSED
        +------- a new session, or its model is gone ------------+
 
-`TRANSITIONS` defines this diagram; `common.protocol.coordinator` uses it. A child without a task is IDLE.
+`TRANSITIONS` defines this diagram; `common.protocol.coordinator` uses it. A child without a task is
+IDLE.
 """
 
 from __future__ import annotations
@@ -18,21 +21,35 @@ from typing import Final, TypeAlias
 
 from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.protocol.events import UploadAnnounced
-from fedstrata.common.protocol.messages import LIVING, Failure, Key, Manifest, NodeState, Phase, Progress, Result
+from fedstrata.common.protocol.messages import (
+    LIVING,
+    Failure,
+    Key,
+    Manifest,
+    NodeState,
+    Phase,
+    Progress,
+    Result,
+)
 from fedstrata.common.settings.devices import OnlineTimes
 from fedstrata.common.text import by_cause
 
-REPEAT_S: Final = 1.0  # before a task is repeated; twice the time until its child's last answer, if that is longer
+# before a task is repeated; twice the time until its child's last answer, if that is longer
+REPEAT_S: Final = 1.0
 REPEAT_MOST_S: Final = 5.0
 HEARTBEAT_S: Final = 2.0  # between two reports of a child at work
-WAITING_MOST_S: Final = 15.0  # of one that waits for its turn: a thousand devices of one host wait for minutes
-ACKNOWLEDGE_S: Final = 0.2  # between two acknowledgements of one child's results, repeated once a second at most
+# of one that waits for its turn: a thousand devices of one host wait for minutes
+WAITING_MOST_S: Final = 15.0
+# between two acknowledgements of one child's results, repeated once a second at most
+ACKNOWLEDGE_S: Final = 0.2
 CHUNKS_CARRIED: Final = 2
-CARRIED_BYTES: Final = 16_384  # of a partial chunk; acknowledgements and pings need an hour for as many bytes
+# of a partial chunk; acknowledgements and pings need an hour for as many bytes
+CARRIED_BYTES: Final = 16_384
 TAKEN_BACK: Final = "its task ended before a round used it"  # the result, which had been accepted
 MOVED: Final = "moved"  # the state of a child that takes part below another parent
 PHASES: Final = ("dispatch", "train", "wait", "collect")
-GLOBAL_PHASES: Final = ("record", *PHASES, "aggregate", "evaluate")  # in order; they add up to a global round
+# in order; they add up to a global round
+GLOBAL_PHASES: Final = ("record", *PHASES, "aggregate", "evaluate")
 
 
 def first_repeat_s(answer_s: float) -> float:
@@ -44,7 +61,9 @@ def first_repeat_s(answer_s: float) -> float:
 
 
 def waiting_most_s(idle_s: float) -> float:
-    """Return the longest time between two reports of a child that waits; after `idle_s` without any it has failed."""
+    """Return the longest time between two reports of a child that waits; after `idle_s` without any
+    it has failed.
+    """
     return max(HEARTBEAT_S, min(WAITING_MOST_S, idle_s / 8))
 
 
@@ -114,7 +133,8 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class Stalled:
-    """The round can never close, as `children` made no progress; `idle`: one of them without having failed.
+    """The round can never close, as `children` made no progress; `idle`: one of them without having
+    failed.
 
     `reason` names the causes. `failures`: those of the children that gave up.
     """
@@ -130,7 +150,9 @@ CoordinatorEvent: TypeAlias = UploadAnnounced | Restarted | Closed | Stalled
 
 @dataclass(slots=True)
 class ChildInRound:
-    """The state of one child in its parent's open round, or in the task of an earlier one that goes on (`carried`)."""
+    """The state of one child in its parent's open round, or in the task of an earlier one that goes
+    on (`carried`).
+    """
 
     session: str = ""
     presence: NodeState | None = None
@@ -154,11 +176,13 @@ class ChildInRound:
     repeat_s: float = REPEAT_S
     sent: bool = False
     sent_at: float = -inf  # time of the last task
-    absent: bool = False  # not ready since before the round opened, moved to another parent, or had entered and is lost
+    # not ready since before the round opened, moved to another parent, or had entered and is lost
+    absent: bool = False
     entered: bool = False  # the experiment does not name it here
     mark: tuple[Phase, int] | None = None
     total: int = 0  # at which its phase is done, 0 if unknown
-    carried_from: int | None = None  # bytes carried when the present attempt at a transfer began; None = at its report
+    # bytes carried when the present attempt at a transfer began; None = at its report
+    carried_from: int | None = None
     carried_best: int = 0  # bytes of the longest attempt since the last progress
     prepared: int = -1
     acknowledged: tuple[Key, str] | None = None
@@ -179,7 +203,9 @@ class ChildInRound:
     @property
     def stands(self) -> str:
         """Its state, for people: its presence, `absent` if none was seen, or `moved`."""
-        return MOVED if self.has_moved else str(self.presence or "absent")
+        if self.has_moved:
+            return MOVED
+        return str(self.presence or "absent")
 
     @property
     def needs_task(self) -> bool:
@@ -195,13 +221,16 @@ class ChildInRound:
     def chunk_bytes(self) -> int:
         """The largest chunk of the model that it uploads, or else receives."""
         transferred = self.assignment if self.result is None else self.result
-        return 0 if transferred is None else min(transferred.model.size, transferred.model.chunk_bytes)
+        if transferred is None:
+            return 0
+        return min(transferred.model.size, transferred.model.chunk_bytes)
 
     def idle_at(self, idle_s: float, *, collected: float, begun: float | None) -> float:
         """Return when it will have been idle for too long, in the present state.
 
-        A child whose upload waits for a slot shares the progress of the others' uploads, at `collected`. The time in
-        which a device is away by its trace does not count; traces have `begun`.
+        A child whose upload waits for a slot shares the progress of the others' uploads, at
+        `collected`. The time in which a device is away by its trace does not count; traces have
+        `begun`.
         """
         moved = max(self.moved, collected) if self.state is ChildState.ANNOUNCED else self.moved
         if self.online is None or begun is None or self.presence is NodeState.FAILED:
@@ -209,12 +238,17 @@ class ChildInRound:
         return begun + self.online.after(moved - begun, idle_s)
 
     def returns(self, t: float) -> float:
-        """Return when a device that is away by its trace comes back, seconds from t on; 0 if it is not, or never."""
+        """Return when a device that is away by its trace comes back, seconds from t on; 0 if it is
+        not, or never.
+        """
         back = t if self.online is None else self.online.returns(t)
-        return back - t if back < inf else 0.0
+        if back < inf:
+            return back - t
+        return 0.0
 
     def contradiction(self, message: Progress | Result) -> str:
-        """Return how a message of the open round contradicts this child's result, empty if it does not.
+        """Return how a message of the open round contradicts this child's result, empty if it does
+        not.
 
         A process sends one result, and no progress after it: another one uses its session.
         """
@@ -222,19 +256,27 @@ class ChildInRound:
             return ""
         if isinstance(message, Progress):
             return "progress after its result"
-        return "" if message.model.blob == self.result.model.blob else "a result after another one"
+        if message.model.blob == self.result.model.blob:
+            return ""
+        return "a result after another one"
 
     def note_progress(self, message: Progress | Result, now: float) -> None:
         """Update the progress from a message.
 
-        Bytes of models since the last change count up to two chunks: on a slow link a chunk takes minutes. More bytes
-        without an arriving chunk are repeats, and so are those of a new connection up to what an earlier one carried.
+        Bytes of models since the last change count up to two chunks: on a slow link a chunk takes
+        minutes. More bytes without an arriving chunk are repeats, and so are those of a new
+        connection up to what an earlier one carried.
         """
-        mark = (message.phase, message.done) if isinstance(message, Progress) else (Phase.ANNOUNCING, 0)
+        if isinstance(message, Progress):
+            mark = (message.phase, message.done)
+        else:
+            mark = (Phase.ANNOUNCING, 0)
         carried = message.traffic.carried_models
         self.total = message.total if isinstance(message, Progress) else 0
         if self.mark != mark:
-            self.mark, self.carried_from, self.carried_best = mark, carried, 0
+            self.mark = mark
+            self.carried_from = carried
+            self.carried_best = 0
             if self.state is not ChildState.ANNOUNCED:
                 self.moved = now
         elif self.carried_from is None:
@@ -262,9 +304,11 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """The state of a round as numbers of children. `refused` ones count as answered: the round continues without them.
+    """The state of a round as numbers of children. `refused` ones count as answered: the round
+    continues without them.
 
-    `absent`: not ready since before the round opened, or moved. The other expected children are `waiting`.
+    `absent`: not ready since before the round opened, or moved. The other expected children are
+    `waiting`.
     """
 
     accepted: int
@@ -275,11 +319,12 @@ class Standing:
 
 
 def judge(closing: Closing, standing: Standing, *, overdue: bool) -> Verdict:
-    """Return whether the round closes, waits, or can never close; `overdue`: its `deadline_s` has passed.
+    """Return whether the round closes, waits, or can never close; `overdue`: its `deadline_s` has
+    passed.
 
-    Rule `all`: it closes when every child has answered; one idle child makes it impossible. Rule `quorum`: it closes
-    when the quorum is reached and either all present children have answered or the deadline has passed; it is
-    impossible if the remaining children cannot reach the quorum.
+    Rule `all`: it closes when every child has answered; one idle child makes it impossible. Rule
+    `quorum`: it closes when the quorum is reached and either all present children have answered or
+    the deadline has passed; it is impossible if the remaining children cannot reach the quorum.
     """
     s = standing
     by_quorum = closing.rule == "quorum"
@@ -296,21 +341,28 @@ def judge(closing: Closing, standing: Standing, *, overdue: bool) -> Verdict:
 
 
 def standing_of(part: Sequence[tuple[str, ChildInRound]], idle: Collection[str]) -> Standing:
-    """Return the counts of the children that take part; `idle`: those of them that have made no progress."""
+    """Return the counts of the children that take part; `idle`: those of them that have made no
+    progress.
+    """
     absent = sum(c.absent and c.state in UNFINISHED and n not in idle for n, c in part)
     accepted = sum(c.state is ChildState.ACCEPTED for _, c in part)
     refused = sum(c.state is ChildState.REFUSED for _, c in part)
-    return Standing(accepted, refused, len(idle), len(part) - accepted - refused - len(idle) - absent, absent)
+    return Standing(
+        accepted, refused, len(idle), len(part) - accepted - refused - len(idle) - absent, absent
+    )
 
 
 def returning(
     children: Mapping[str, ChildInRound], t: float, *, in_round: bool, idle: Collection[str]
 ) -> tuple[dict[str, float], bool]:
-    """Return the seconds until each child returns that is still to answer and away by its trace; are all of them away?
+    """Return the seconds until each child returns that is still to answer and away by its trace;
+    are all of them away?
 
     `idle` ones are given up. Without `in_round`: each that is not present.
     """
-    waiting = (n for n, c in children.items() if (c.state in UNFINISHED if in_round else not c.present))
+    waiting = (
+        n for n, c in children.items() if (c.state in UNFINISHED if in_round else not c.present)
+    )
     lacking = [name for name in waiting if name not in idle]
     found = {name: left_s for name in lacking if (left_s := children[name].returns(t))}
     return found, len(found) == len(lacking)
@@ -319,13 +371,19 @@ def returning(
 def closed_of(key: Key, children: Mapping[str, ChildInRound]) -> Closed:
     """Return the closed round of these children."""
     part = [(n, c) for n, c in children.items() if c.assignment is not None]
-    results = {n: c.result for n, c in part if c.state is ChildState.ACCEPTED and c.result is not None}
+    results = {
+        n: c.result for n, c in part if c.state is ChildState.ACCEPTED and c.result is not None
+    }
     refused = {n: c.refusal for n, c in part if c.refusal}
-    return Closed(key, results, tuple(n for n, _ in part if n not in results and n not in refused), refused)
+    return Closed(
+        key, results, tuple(n for n, _ in part if n not in results and n not in refused), refused
+    )
 
 
 def blame(children: Mapping[str, ChildInRound], idle: Iterable[str], *, idle_s: float) -> str:
-    """Return why a round can never close: the causes of its idle children, and whose models were refused."""
+    """Return why a round can never close: the causes of its idle children, and whose models were
+    refused.
+    """
     reasons = []
     for name in idle:
         child = children[name]
@@ -351,17 +409,23 @@ class Timeline:
     first_result: float | None = None
     last_result: float | None = None
     closed: float | None = None
-    seconds: dict[str, float] = field(default_factory=dict)  # of each result, from its task to its announcement
+    # of each result, from its task to its announcement
+    seconds: dict[str, float] = field(default_factory=dict)
 
     def phases(self) -> dict[str, float]:
         """Return the round's seconds by phase; they add up to closed - opened.
 
-        dispatch: until every child has its model; train: until the first result is announced; wait: until the last
-        result is announced; collect: until the last upload has arrived. A phase that is overtaken by others has length
+        dispatch: until every child has its model; train: until the first result is announced; wait:
+        until the last result is announced; collect: until the last upload has arrived. A phase that
+        is overtaken by others has length
         0.
         """
-        marks, closed = [self.opened], inf if self.closed is None else self.closed  # later events are of other rounds
+        # later events are of other rounds
+        marks = [self.opened]
+        closed = inf if self.closed is None else self.closed
         for mark in (self.dispatched, self.first_result, self.last_result, self.closed):
             end = min(closed, inf if mark is None else mark)
             marks.append(max(marks[-1], end) if end < inf else marks[-1])
-        return {name: end - start for name, start, end in zip(PHASES, marks, marks[1:], strict=False)}
+        return {
+            name: end - start for name, start, end in zip(PHASES, marks, marks[1:], strict=False)
+        }

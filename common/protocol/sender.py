@@ -1,11 +1,13 @@
-"""The owner's side of transfers: holds the blobs it announced and selects the chunk to publish next.
+"""The owner's side of transfers: holds the blobs it announced and selects the chunk to publish
+next.
 
-For each blob a cursor passes once over its chunks on the broadcast stream, as long as most of the asking receivers lack
-the chunk. A chunk that a single receiver lost, or missed because it started late, is sent on the receiver's own stream.
-So a broadcast model crosses each link once, and a slow receiver delays nobody: the fastest receiver sets the pace.
+For each blob a cursor passes once over its chunks on the broadcast stream, as long as most of the
+asking receivers lack the chunk. A chunk that a single receiver lost, or missed because it started
+late, is sent on the receiver's own stream. So a broadcast model crosses each link once, and a slow
+receiver delays nobody: the fastest receiver sets the pace.
 
-A chunk whose publication number is above the last one that a receiver saw is in flight. With a smaller number, and
-still missing, it is lost and published again at once.
+A chunk whose publication number is above the last one that a receiver saw is in flight. With a
+smaller number, and still missing, it is lost and published again at once.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from fedstrata.common.protocol.messages import Ask, Gone, Manifest
 from fedstrata.common.protocol.topics import ALL
 
 GATHER_S: Final = 0.1
-RESTART_S: Final = 1.0  # between two restarts of one receiver; limits the cost of a flood of restarts
+# between two restarts of one receiver; limits the cost of a flood of restarts
+RESTART_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,8 @@ class _Asker:
     def may_repeat(self, now: float) -> bool:
         """Return whether it may get another repeat: at most one window of repeats per RESTART_S."""
         if now >= self.repeats_from + RESTART_S:
-            self.repeats, self.repeats_from = 0, now
+            self.repeats = 0
+            self.repeats_from = now
         return self.repeats < WINDOW_MOST
 
 
@@ -79,7 +83,8 @@ class _Blob:
         self.published = np.full(manifest.chunks, -1, np.int64)
         self.first = first
         self.last_all = first
-        self.last_own: dict[str, int] = {}  # outlives an asker: its receiver remembers the numbers that it saw
+        # outlives an asker: its receiver remembers the numbers that it saw
+        self.last_own: dict[str, int] = {}
         self.cursor = 0
         self.leaving: set[tuple[str, int]] = set()
         self.gather_until: float | None = None
@@ -89,7 +94,9 @@ class _Blob:
 
 
 class Sender:
-    """All blobs of one node on one connection. `first_number`: from a clock, so that numbers grow over restarts."""
+    """All blobs of one node on one connection. `first_number`: from a clock, so that numbers grow
+    over restarts.
+    """
 
     def __init__(self, *, first_number: int) -> None:
         self._first = first_number
@@ -109,13 +116,15 @@ class Sender:
     ) -> None:
         """Offer a blob to these receivers; `data` must not change until `retire`.
 
-        `to_come`, bool [chunks], marks chunks of a blob that is still arriving: they are published once the fetch has
-        cleared their marks.
+        `to_come`, bool [chunks], marks chunks of a blob that is still arriving: they are published
+        once the fetch has cleared their marks.
         """
         if manifest.blob in self._blobs:
             self._blobs[manifest.blob].awaited |= set(receivers)
         else:
-            self._blobs[manifest.blob] = _Blob(manifest, data, frozenset(receivers), self._first, to_come)
+            self._blobs[manifest.blob] = _Blob(
+                manifest, data, frozenset(receivers), self._first, to_come
+            )
 
     def retire(self, blob: str) -> None:
         """Stop serving a blob and release its memory."""
@@ -129,7 +138,9 @@ class Sender:
         """Handle an ask; return the reply if the blob is not held."""
         blob = self._blobs.get(ask.blob)
         if blob is None:
-            return Gone(ask.blob) if ask.lacking else None
+            if ask.lacking:
+                return Gone(ask.blob)
+            return None
         blob.awaited.discard(receiver)
         if not ask.lacking:
             if (asker := blob.askers.pop(receiver, None)) is not None:
@@ -146,17 +157,21 @@ class Sender:
         if asker is None:
             own = np.full(chunks, -1, np.int64)
             last_own = blob.last_own.get(receiver, blob.first)
-            asker = _Asker(lacking, np.zeros(chunks, np.bool_), own, 1, blob.last_all, last_own, last_own, -inf)
+            asker = _Asker(
+                lacking, np.zeros(chunks, np.bool_), own, 1, blob.last_all, last_own, last_own, -inf
+            )
             blob.askers[receiver] = asker
         restart = ask.restart and now >= asker.restarted_at + RESTART_S
         self.chunks_delivered += max(0, int(asker.lacking.sum()) - int(lacking.sum()))
-        asker.lacking = lacking if restart else lacking & asker.lacking  # a late ask must not undo a newer one
+        # a late ask must not undo a newer one
+        asker.lacking = lacking if restart else lacking & asker.lacking
         asker.window = min(max(ask.window, 1), WINDOW_MOST)
         asker.seen_all = max(asker.seen_all, min(ask.seen_all, blob.last_all))
         asker.seen_own = max(asker.seen_own, min(ask.seen_own, asker.last_own))
         if restart:
             asker.restarted_at = now
-            asker.seen_all, asker.seen_own = blob.last_all, asker.last_own
+            asker.seen_all = blob.last_all
+            asker.seen_own = asker.last_own
         passed = np.arange(chunks) < blob.cursor
         in_flight = (blob.published > asker.seen_all) | (asker.own > asker.seen_own)
         in_flight[[index for stream, index in blob.leaving if stream in (ALL, receiver)]] = True
@@ -166,7 +181,8 @@ class Sender:
     def left(self, publication: Publication) -> None:
         """Note that a publication has left this node, or was lost with its connection.
 
-        Before that no receiver can have it, so it is not repeated for receivers that ask for it again.
+        Before that no receiver can have it, so it is not repeated for receivers that ask for it
+        again.
         """
         blob = self._blobs.get(publication.blob)
         if blob is not None:
@@ -182,8 +198,12 @@ class Sender:
         """Return whether a blob is being sent to this receiver."""
         return any(receiver in blob.askers for blob in self._blobs.values())
 
-    def next_publication(self, now: float, ready: Callable[[Iterable[str]], bool]) -> Publication | None:
-        """Return the chunk to publish now, taking blobs in turn; `ready` returns whether links have room."""
+    def next_publication(
+        self, now: float, ready: Callable[[Iterable[str]], bool]
+    ) -> Publication | None:
+        """Return the chunk to publish now, taking blobs in turn; `ready` returns whether links have
+        room.
+        """
         blobs = list(self._blobs.values())
         for offset in range(len(blobs)):
             blob = blobs[(self._turn + offset) % len(blobs)]
@@ -195,13 +215,21 @@ class Sender:
         return None
 
     def next_deadline(self, now: float) -> float | None:
-        """Return when a broadcast may start without receivers that have not asked, or a delayed repeat is due."""
-        waits = [b.gather_until for b in self._blobs.values() if b.awaited and b.gather_until is not None]
+        """Return when a broadcast may start without receivers that have not asked, or a delayed
+        repeat is due.
+        """
+        waits = [
+            b.gather_until for b in self._blobs.values() if b.awaited and b.gather_until is not None
+        ]
         askers = (asker for blob in self._blobs.values() for asker in blob.askers.values())
-        waits += [asker.repeats_from + RESTART_S for asker in askers if asker.repeats >= WINDOW_MOST]
+        waits += [
+            asker.repeats_from + RESTART_S for asker in askers if asker.repeats >= WINDOW_MOST
+        ]
         return min((at for at in waits if at > now), default=None)
 
-    def _advance(self, blob: _Blob, now: float, ready: Callable[[Iterable[str]], bool]) -> Publication | None:
+    def _advance(
+        self, blob: _Blob, now: float, ready: Callable[[Iterable[str]], bool]
+    ) -> Publication | None:
         askers = blob.askers
         if not askers or (blob.awaited and blob.cursor == 0 and now < (blob.gather_until or now)):
             return None
@@ -214,14 +242,20 @@ class Sender:
                         return None
                     blob.cursor += 1
                     return self._publish_all(blob, index, lacking)
-                if not any(asker.lacking[index:].any() and self._room(blob, asker) for asker in askers.values()):
+                if not any(
+                    asker.lacking[index:].any() and self._room(blob, asker)
+                    for asker in askers.values()
+                ):
                     return None
-            blob.cursor += 1  # few lack it, or none with room: each gets it on its own stream, or by a repair
+            # few lack it, or none with room: each gets it on its own stream, or by a repair
+            blob.cursor += 1
             for name in lacking:
                 askers[name].lost[index] = True
         return self._repair(blob, now, ready)
 
-    def _repair(self, blob: _Blob, now: float, ready: Callable[[Iterable[str]], bool]) -> Publication | None:
+    def _repair(
+        self, blob: _Blob, now: float, ready: Callable[[Iterable[str]], bool]
+    ) -> Publication | None:
         for name, asker in blob.askers.items():
             if not asker.lost.any() or not self._room(blob, asker):
                 continue
@@ -257,7 +291,11 @@ class Sender:
         return in_flight < asker.window
 
 
-def _publication(blob: _Blob, stream: str, index: int, number: int, receivers: tuple[str, ...]) -> Publication:
+def _publication(
+    blob: _Blob, stream: str, index: int, number: int, receivers: tuple[str, ...]
+) -> Publication:
     manifest = blob.manifest
     data = blob.data[manifest.span(index)]
-    return Publication(stream, manifest.blob, index, number, data, receivers, manifest.extras_in(index))
+    return Publication(
+        stream, manifest.blob, index, number, data, receivers, manifest.extras_in(index)
+    )

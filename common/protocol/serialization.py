@@ -1,11 +1,12 @@
 """Messages as bytes: msgpack, checked field by field.
 
-On the wire a message is the 8-byte xxh3-64 digest of the rest, then the array `[VERSION, session, kind, field, ...]`.
-`session` identifies the sender's process; the fields follow in the order of the record. The digest detects damage and
-proves nothing about the sender. A message is read only if it is not larger than its kind can be (`bounds`). Every field
-is checked against its annotation before a record is created, its length before its content. Anything else is a
-`WireError`, never another exception. Control characters of texts are escaped: all texts enter here, whereas they end in
-many logs, terminals and files. JSON stays the same JSON.
+On the wire a message is the 8-byte xxh3-64 digest of the rest, then the array `[VERSION, session,
+kind, field, ...]`. `session` identifies the sender's process; the fields follow in the order of the
+record. The digest detects damage and proves nothing about the sender. A message is read only if it
+is not larger than its kind can be (`bounds`). Every field is checked against its annotation before
+a record is created, its length before its content. Anything else is a `WireError`, never another
+exception. Control characters of texts are escaped: all texts enter here, whereas they end in many
+logs, terminals and files. JSON stays the same JSON.
 """
 
 from __future__ import annotations
@@ -30,11 +31,15 @@ MAX_INT: Final = 2**63 - 1
 ITEMS: Final = 64  # of a list that does not grow with the nodes: fields, tiers, findings
 HEAD: Final = 3  # items before the fields: the version, the session, the kind
 HEAD_BYTES: Final = 160  # which contain them: a session has at most 32 characters
-FIXARRAY, ARRAY16, FIXSTR = 0x90, b"\xdc", 0xA0  # of msgpack
+# of msgpack
+FIXARRAY = 0x90
+ARRAY16 = b"\xdc"
+FIXSTR = 0xA0
 
 KINDS: Final[tuple[type[Message], ...]] = get_args(Message)
 _CODES: Final = {kind: code for code, kind in enumerate(KINDS)}
-# Of the messages that all versions can read: how many of their fields never change, and values of the others.
+# Of the messages that all versions can read: how many of their fields never change, and values of
+# the others.
 SHARED: Final[Mapping[type[Message], tuple[int, tuple[Any, ...]]]] = {
     Question: (3, ()),
     Here: (5, ("", "", "", "", 0.0, ())),
@@ -45,11 +50,15 @@ _Record = TypeVar("_Record")
 
 def encode(message: Message, session: str) -> bytes:
     """Return the message's bytes."""
-    packed: bytes = msgpack.packb([VERSION, session, _CODES[type(message)], *_values(message)], default=_values)
+    packed: bytes = msgpack.packb(
+        [VERSION, session, _CODES[type(message)], *_values(message)], default=_values
+    )
     return xxh3_64_digest(packed) + packed
 
 
-def decode(data: bytes | bytearray | memoryview, *, sender: SenderBounds = ANYBODY) -> tuple[str, Message]:
+def decode(
+    data: bytes | bytearray | memoryview, *, sender: SenderBounds = ANYBODY
+) -> tuple[str, Message]:
     """Return the sender's session and the record, which is within the sender's bounds.
 
     Raises WireError, whatever the bytes.
@@ -62,7 +71,8 @@ def decode(data: bytes | bytearray | memoryview, *, sender: SenderBounds = ANYBO
 
 
 def decode_shared(data: bytes, *, sender: SenderBounds = ANYBODY) -> tuple[int, str, Message]:
-    """Return the version, the sender's session, and a message, of another version one that all versions can read.
+    """Return the version, the sender's session, and a message, of another version one that all
+    versions can read.
 
     Of that only the first fields are read. Raises WireError.
     """
@@ -77,7 +87,9 @@ def decode_shared(data: bytes, *, sender: SenderBounds = ANYBODY) -> tuple[int, 
 
 
 def from_facts(kind: type[_Record], facts: Any) -> _Record:
-    """Return a record from its fields by name, as `dataclasses.asdict` and JSON have them. Raises WireError."""
+    """Return a record from its fields by name, as `dataclasses.asdict` and JSON have them. Raises
+    WireError.
+    """
     return _record_decoder(kind)(_tree(facts))
 
 
@@ -93,7 +105,9 @@ def _read(
 ) -> tuple[int, str, type[Message], tuple[Any, ...]]:
     """Return a message's version, session and kind, and its fields unchecked. Raises WireError."""
     if len(data) > sender.most_of_all:
-        raise TooLarge(f"a message of {len(data)} bytes: its sender's have at most {sender.most_of_all}")
+        raise TooLarge(
+            f"a message of {len(data)} bytes: its sender's have at most {sender.most_of_all}"
+        )
     body = memoryview(data)[DIGEST_BYTES:]  # no copy: a small model may be inside
     if data[:DIGEST_BYTES] != xxh3_64_digest(body):
         raise WireError("damaged message")
@@ -114,20 +128,25 @@ def _read(
 
 
 def _head(body: memoryview) -> tuple[int, str, int]:
-    """Return the version, the sender's session and the kind's code of a message, of which nothing else is read."""
+    """Return the version, the sender's session and the kind's code of a message, of which nothing
+    else is read.
+    """
     head = bytes(body[:HEAD_BYTES])
     at = 3 if head[:1] == ARRAY16 else 1
     end = at + 2 + head[at + 1] - FIXSTR if len(head) > at + 1 else 0
     if at + 2 < end < min(len(head), at + 34) and head[at] == VERSION and head[end] < len(KINDS):
         session = head[at + 2 : end]
         if session.isalnum() and (at == 3 or head[0] & 0xF0 == FIXARRAY):
-            return VERSION, session.decode(), head[end]  # as our nodes write it; others may write it differently
+            # as our nodes write it; others may write it differently
+            return VERSION, session.decode(), head[end]
     unpacker = msgpack.Unpacker(use_list=False)
     unpacker.feed(head)
     try:
         if unpacker.read_array_header() < HEAD:
             raise WireError("not a message")
-        version, session, code = unpacker.unpack(), unpacker.unpack(), unpacker.unpack()
+        version = unpacker.unpack()
+        session = unpacker.unpack()
+        code = unpacker.unpack()
     except (ValueError, TypeError, msgpack.UnpackException):
         raise WireError("not a message") from None
     if type(version) is not int:
@@ -190,10 +209,14 @@ def _value_decoder(hint: Any) -> Callable[[Any], Any]:
 
 
 def _brief(value: Any) -> str:
-    """Return an unchecked value for an error's text; `repr` of a deeply nested one would be a RecursionError."""
+    """Return an unchecked value for an error's text; `repr` of a deeply nested one would be a
+    RecursionError.
+    """
     if isinstance(value, (str, bytes)):
         return repr(value[:32])
-    return repr(value) if value is None or isinstance(value, (bool, int, float)) else f"a {type(value).__name__}"
+    if value is None or isinstance(value, (bool, int, float)):
+        return repr(value)
+    return f"a {type(value).__name__}"
 
 
 def _integer(value: Any) -> int:
@@ -231,8 +254,11 @@ def _enum(kind: type[StrEnum], value: Any) -> StrEnum:
 _tuple: Final = _exactly(tuple, "a list")
 _SCALARS: Final[dict[Any, Callable[[Any], Any]]] = {
     int: _integer,
-    float: _exactly(float, "a number"),  # NaN is allowed: a diverged child's result must arrive to be refused
+    # NaN is allowed: a diverged child's result must arrive to be refused
+    float: _exactly(float, "a number"),
     bytes: _exactly(bytes, "a byte string"),
     bool: _exactly(bool, "a flag"),
 }
-_DECODERS: Final[dict[type[Message], Callable[[Any], Any]]] = {kind: _record_decoder(kind) for kind in KINDS}
+_DECODERS: Final[dict[type[Message], Callable[[Any], Any]]] = {
+    kind: _record_decoder(kind) for kind in KINDS
+}

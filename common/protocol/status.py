@@ -1,7 +1,8 @@
-"""A parent's status record: made from what it knows of its children, and published while somebody asks for it.
+"""A parent's status record: made from what it knows of its children, and published while somebody
+asks for it.
 
-Nothing is sent when nobody looks. A record is bounded whatever the number of children: those that are missing, refused
-or slow are named, the others are counted by what they do.
+Nothing is sent when nobody looks. A record is bounded whatever the number of children: those that
+are missing, refused or slow are named, the others are counted by what they do.
 """
 
 from __future__ import annotations
@@ -39,16 +40,24 @@ ROUNDS_TIMED: Final = 10  # for the mean seconds of a global round
 
 STEPS: Final = tuple(Step)
 _STEP_OF: Final[Mapping[str, Step]] = {
-    "fetching": Step.FETCHING, "waiting": Step.WAITING, "training": Step.TRAINING, "announcing": Step.OFFERING,
-}  # fmt: skip
+    "fetching": Step.FETCHING,
+    "waiting": Step.WAITING,
+    "training": Step.TRAINING,
+    "announcing": Step.OFFERING,
+}
 _OF_STATE: Final[Mapping[ChildState, Step]] = {
-    ChildState.IDLE: Step.IDLE, ChildState.ASSIGNED: Step.ASSIGNED, ChildState.ANNOUNCED: Step.OFFERING,
-    ChildState.ACCEPTED: Step.DONE, ChildState.REFUSED: Step.REFUSED,
-}  # fmt: skip
+    ChildState.IDLE: Step.IDLE,
+    ChildState.ASSIGNED: Step.ASSIGNED,
+    ChildState.ANNOUNCED: Step.OFFERING,
+    ChildState.ACCEPTED: Step.DONE,
+    ChildState.REFUSED: Step.REFUSED,
+}
 
 
 class Publishing:
-    """When a parent publishes its status: at once when it is asked, then every `PUBLISH_S` until nobody asks."""
+    """When a parent publishes its status: at once when it is asked, then every `PUBLISH_S` until
+    nobody asks.
+    """
 
     def __init__(self) -> None:
         self._until = self._at = -inf
@@ -71,7 +80,9 @@ class Publishing:
 
     def next_deadline(self) -> float:
         """Return when a record is due, inf if nobody asks."""
-        return self._at if self._at < self._until else inf
+        if self._at < self._until:
+            return self._at
+        return inf
 
 
 def status_of(
@@ -86,14 +97,18 @@ def status_of(
     uploads: Mapping[str, tuple[int, int]],
     run: RunStatus | None,
 ) -> Status:
-    """Return a parent's status at `now`, monotonic seconds; a child that has moved is in the record of another one.
+    """Return a parent's status at `now`, monotonic seconds; a child that has moved is in the record
+    of another one.
 
-    `waits_for`: of children that prepare, the nodes that they lack. `uploads`: of each arriving result
-    the chunks that have arrived, and all.
+    `waits_for`: of children that prepare, the nodes that they lack. `uploads`: of each arriving
+    result the chunks that have arrived, and all.
     """
     children = {name: child for name, child in children.items() if not child.has_moved}
     ranks = {name: _rank(child, uploads.get(name)) for name, child in children.items()}
-    named = nsmallest(NAMED_MOST, children, key=ranks.__getitem__) if len(children) > NAMED_MOST else list(children)
+    if len(children) > NAMED_MOST:
+        named = nsmallest(NAMED_MOST, children, key=ranks.__getitem__)
+    else:
+        named = list(children)
     rest = children.keys() - set(named)
     counts = Counter((children[name].presence, step_of(children[name])) for name in rest)
     return Status(
@@ -103,7 +118,13 @@ def status_of(
         measuring,
         tuple(LinkBytes(links.received, links.sent) for links in ledger.tiers()),
         tuple(
-            _child_status(name, children[name], ledger, waits_for=waits_for.get(name, ""), upload=uploads.get(name))
+            _child_status(
+                name,
+                children[name],
+                ledger,
+                waits_for=waits_for.get(name, ""),
+                upload=uploads.get(name),
+            )
             for name in children
             if name not in rest
         ),
@@ -115,12 +136,16 @@ def status_of(
 def step_of(child: ChildInRound) -> Step:
     """Return what a child does in its round."""
     if child.state is ChildState.WORKING:
-        return _STEP_OF[child.mark[0]] if child.mark is not None else Step.ASSIGNED
+        if child.mark is not None:
+            return _STEP_OF[child.mark[0]]
+        return Step.ASSIGNED
     return _OF_STATE[child.state]
 
 
 def _progress(child: ChildInRound, upload: tuple[int, int] | None) -> tuple[int, int]:
-    """Return how much of its step a child has done, and of how much, 0 of 0 if that is not known."""
+    """Return how much of its step a child has done, and of how much, 0 of 0 if that is not
+    known.
+    """
     if child.state is ChildState.ANNOUNCED:
         return upload or (0, 0)
     if child.state is ChildState.WORKING and child.mark is not None and child.total:
@@ -137,9 +162,15 @@ def _rank(child: ChildInRound, upload: tuple[int, int] | None) -> tuple[bool, bo
 
 
 def _child_status(
-    name: str, child: ChildInRound, ledger: Ledger, *, waits_for: str, upload: tuple[int, int] | None
+    name: str,
+    child: ChildInRound,
+    ledger: Ledger,
+    *,
+    waits_for: str,
+    upload: tuple[int, int] | None,
 ) -> ChildStatus:
-    step, (done, total) = step_of(child), _progress(child, upload)
+    step = step_of(child)
+    (done, total) = _progress(child, upload)
     model = None
     if step is Step.OFFERING and child.result is not None:
         model = child.result.model
@@ -179,24 +210,36 @@ class RunProgress:
             self.status = replace(before, elapsed_s=float(facts["elapsed_s"]))
             self._elapsed.append(self.status.elapsed_s)
         elif event == "global_round":
-            closed, elapsed_s = facts["global_round"], float(facts["elapsed_s"])
+            closed = facts["global_round"]
+            elapsed_s = float(facts["elapsed_s"])
             self._elapsed.append(elapsed_s)
-            seconds, rounds = self._elapsed[-1] - self._elapsed[0], len(self._elapsed) - 1
+            seconds = self._elapsed[-1] - self._elapsed[0]
+            rounds = len(self._elapsed) - 1
             phases = ((phase, facts.get(f"{phase}_s")) for phase in GLOBAL_PHASES)
             self.status = RunStatus(
                 closed,
                 elapsed_s,
                 seconds / rounds if rounds else elapsed_s / closed,
-                tuple(PhaseSeconds(phase, float(each)) for phase, each in phases if each is not None),
-                (*before.scores, RoundScore(closed, _finite(facts["train_loss"]), None, None))[-ROUNDS_KEPT:],
+                tuple(
+                    PhaseSeconds(phase, float(each)) for phase, each in phases if each is not None
+                ),
+                (*before.scores, RoundScore(closed, _finite(facts["train_loss"]), None, None))[
+                    -ROUNDS_KEPT:
+                ],
             )
         elif event == "evaluated":
-            place, score, loss = facts["global_round"], _finite(facts["score"]), _finite(facts["loss"])
+            place = facts["global_round"]
+            score = _finite(facts["score"])
+            loss = _finite(facts["loss"])
             known = {each.global_round: each for each in before.scores}
             train_loss = known[place].train_loss if place in known else None
             known[place] = RoundScore(place, train_loss, score, loss)
-            self.status = replace(before, scores=tuple(known[each] for each in sorted(known))[-ROUNDS_KEPT:])
+            self.status = replace(
+                before, scores=tuple(known[each] for each in sorted(known))[-ROUNDS_KEPT:]
+            )
 
 
 def _finite(number: float | None) -> float | None:
-    return number if number is not None and isfinite(number) else None
+    if number is not None and isfinite(number):
+        return number
+    return None

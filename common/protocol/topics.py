@@ -1,15 +1,18 @@
 """The MQTT topics of fedstrata, built and parsed.
 
-    fs1/{lab}/{run}/{node}/state                                  retained presence; the will is sent here
-    fs1/{lab}/{run}/{node}/spec                                   retained experiment, for the node's children
-    fs1/{lab}/{run}/{node}/inbox/{sender}                         control messages
-    fs1/{lab}/{run}/{node}/status                                 what a parent knows of its children, while asked
-    fs1/{lab}/{run}/{node}/blob/{stream}/{blob}/{index}/{number}    chunks; stream = `all` or a receiver's name
-    fs1/{lab}/ask/{node}/{asker}                                  a question to a node, or to `all` that stay
-    fs1/{lab}/answer/{asker}/{node}                               a node's answer, outside its runs
+    fs1/{lab}/{run}/{node}/state                                  retained presence; the will is
+    sent here fs1/{lab}/{run}/{node}/spec                                   retained experiment, for
+    the node's children fs1/{lab}/{run}/{node}/inbox/{sender}                         control
+    messages
+    fs1/{lab}/{run}/{node}/status                                 what a parent knows of its
+    children, while asked fs1/{lab}/{run}/{node}/blob/{stream}/{blob}/{index}/{number}    chunks;
+    stream = `all` or a receiver's name fs1/{lab}/ask/{node}/{asker}
+    a question to a node, or to `all` that stay fs1/{lab}/answer/{asker}/{node}
+    a node's answer, outside its runs
 
-Labs share a broker without reading each other's topics. A run's id contains a dash, so no run is named `ask`. A node
-writes only below its own name and, with its own name as the last level, into others' inboxes, ask and answer topics.
+Labs share a broker without reading each other's topics. A run's id contains a dash, so no run is
+named `ask`. A node writes only below its own name and, with its own name as the last level, into
+others' inboxes, ask and answer topics.
 """
 
 from __future__ import annotations
@@ -105,7 +108,9 @@ class StatusTopic:
     node: str
 
 
-Topic: TypeAlias = StateTopic | SpecTopic | InboxTopic | ChunkTopic | StatusTopic | AskTopic | AnswerTopic
+Topic: TypeAlias = (
+    StateTopic | SpecTopic | InboxTopic | ChunkTopic | StatusTopic | AskTopic | AnswerTopic
+)
 
 
 def check_lab(name: str) -> str:
@@ -114,7 +119,9 @@ def check_lab(name: str) -> str:
 
 
 def check_node(name: str) -> str:
-    """Return the name of an institution or device. Raises ValueError if it is reserved or not one level of a topic."""
+    """Return the name of an institution or device. Raises ValueError if it is reserved or not one
+    level of a topic.
+    """
     if name in RESERVED:
         raise ValueError(f"{name!r} is reserved: use another name")
     return _checked(name, "node")
@@ -134,7 +141,8 @@ def _checked(name: str, kind: str) -> str:
     return name
 
 
-_FORMS: Final[Mapping[str, tuple[Callable[..., Topic], Sequence[str]]]] = {  # by the last group of a match
+# by the last group of a match
+_FORMS: Final[Mapping[str, tuple[Callable[..., Topic], Sequence[str]]]] = {
     "asker": (AskTopic, ("lab", "asked", "asker")),
     "answerer": (AnswerTopic, ("lab", "reader", "answerer")),
     "state": (StateTopic, ("lab", "run", "node")),
@@ -172,7 +180,9 @@ def inbox(lab: str, run: str, node: str, sender: str) -> str:
 
 
 def ask(lab: str, node: str, asker: str) -> str:
-    """Return the topic of a question to a node, or to `ALL`; `+` as the asker matches every asker."""
+    """Return the topic of a question to a node, or to `ALL`; `+` as the asker matches every
+    asker.
+    """
     return f"{ROOT}/{lab}/ask/{node}/{asker}"
 
 
@@ -193,11 +203,15 @@ def chunk(lab: str, run: str, node: str, stream: str, blob: str, index: int, num
 
 def streams(lab: str, run: str, owner: str, receiver: str, blob: str) -> tuple[str, str]:
     """Return the two topic filters by which `receiver` gets `owner`'s blob."""
-    return tuple(f"{ROOT}/{lab}/{run}/{owner}/blob/{stream}/{blob}/+/+" for stream in (ALL, receiver))  # type: ignore[return-value]
+    return tuple(
+        f"{ROOT}/{lab}/{run}/{owner}/blob/{stream}/{blob}/+/+" for stream in (ALL, receiver)
+    )  # type: ignore[return-value]
 
 
 def sender_of(topic: Topic) -> str:
     """Return the node that may publish on a topic."""
     if isinstance(topic, InboxTopic):
         return topic.sender
-    return topic.asker if isinstance(topic, AskTopic) else topic.node
+    if isinstance(topic, AskTopic):
+        return topic.asker
+    return topic.node

@@ -1,1 +1,3 @@
-"""The asyncio endpoints of the protocol: broker connections with one pump each, and the work beside them."""
+"""The asyncio endpoints of the protocol: broker connections with one pump each, and the work beside
+them.
+"""

@@ -1,4 +1,5 @@
-"""Link calibration before a run: a little noise in each direction, fetched like a model and timed on arrival.
+"""Link calibration before a run: a little noise in each direction, fetched like a model and timed
+on arrival.
 
     parent                       child
       | --------- Probe ---------> |   the noise that it may fetch; repeated until answered
@@ -6,9 +7,10 @@
       | <-------- Probed --------- |   the measured rate, and noise for the way back
       | <--- asks, its chunks ---> |
 
-Both directions are measured with 64 kB first, then with ten times as much as long as they carry that quickly, up to
-what their rates ask for: on a link that is slower than declared all else would wait behind the noise. A fast link shows
-its rate only in a longer exchange, because 64 kB are over before TCP has opened its window.
+Both directions are measured with 64 kB first, then with ten times as much as long as they carry
+that quickly, up to what their rates ask for: on a link that is slower than declared all else would
+wait behind the noise. A fast link shows its rate only in a longer exchange, because 64 kB are over
+before TCP has opened its window.
 
 Noise is counted separately from models, so a run's byte counts do not include it.
 """
@@ -30,18 +32,21 @@ from fedstrata.common.runtime.endpoint import Endpoint
 from fedstrata.common.runtime.world import World
 from fedstrata.common.settings.links import Links, LinkSet
 
-PROBE_S: Final = 0.25  # duration of a probe on a link of a declared rate, or eight chunks if that is more
+# duration of a probe on a link of a declared rate, or eight chunks if that is more
+PROBE_S: Final = 0.25
 CHUNK_LEAST: Final = 8192
 CHUNKS_LEAST: Final = 8
 CHUNKS_MOST: Final = 32
 CHUNKS_USUAL: Final = 16
-UNDECLARED: Final = 2e6  # bytes per second: a link of no declared rate is measured as if it had this one
+# bytes per second: a link of no declared rate is measured as if it had this one
+UNDECLARED: Final = 2e6
 FIRST: Final = 256e3  # bytes per second: the most that the first exchange asks for
 GROWTH: Final = 10.0  # of the rate from one exchange to the next
 FAR_LESS: Final = 0.25  # of the rate that an exchange asks for: it was the last one
 REPEAT_S: Final = 2.0
 CODEC: Final = "noise"
-TOGETHER_BYTES_S: Final = 25e6  # limit of parallel calibrations: above it the broker is measured, not the links
+# limit of parallel calibrations: above it the broker is measured, not the links
+TOGETHER_BYTES_S: Final = 25e6
 TOGETHER_MOST: Final = 4
 PATIENCE: Final = 0.5  # of `idle_s` per child, because others wait for the end of the calibration
 
@@ -63,7 +68,9 @@ class Probes:
         self._answering: asyncio.Task[None] | None = None
 
     async def measure(self, peer: str) -> Measured:
-        """Calibrate the link to a child. Raises TimeoutError, or RefusedModel on an invalid reply."""
+        """Calibrate the link to a child. Raises TimeoutError, or RefusedModel on an invalid
+        reply.
+        """
         link = self._endpoint.link
         down, up = (ways[peer].rate or UNDECLARED for ways in (link.ways.to, link.ways.from_))
         step = FIRST
@@ -71,7 +78,9 @@ class Probes:
             while True:
                 found = await self._exchange(peer, min(down, step))
                 asked = ((found.down, min(down, step)), (found.up, min(up, step)))
-                if step >= max(down, up) or any(rate and rate <= FAR_LESS * most for rate, most in asked):
+                if step >= max(down, up) or any(
+                    rate and rate <= FAR_LESS * most for rate, most in asked
+                ):
                     return found
                 step *= GROWTH
 
@@ -87,9 +96,13 @@ class Probes:
                 await asyncio.wait((answered,), timeout=REPEAT_S)
             answer = answered.result()
             most = PROBE_S * max(rate, self._endpoint.link.ways.from_[peer].rate or UNDECLARED)
-            up = await self._fetch(peer, answer.model, most=2 * max(CHUNKS_LEAST * CHUNK_LEAST, most))
+            up = await self._fetch(
+                peer, answer.model, most=2 * max(CHUNKS_LEAST * CHUNK_LEAST, most)
+            )
             counters = self._endpoint.link.counters
-            return Measured(up, answer.rate, counters.probed(peer, "received"), counters.probed(peer, "sent"))
+            return Measured(
+                up, answer.rate, counters.probed(peer, "received"), counters.probed(peer, "sent")
+            )
         finally:
             del self._answers[peer]
             self._measuring.pop(peer, None)
@@ -105,7 +118,9 @@ class Probes:
             rate = min(self._endpoint.link.ways.to[peer].rate or UNDECLARED, self._asked_rate)
             self._withdraw()
             self._asked = message.model
-            self._answering = asyncio.create_task(self._respond(peer, message.model, rate), name="answer a probe")
+            self._answering = asyncio.create_task(
+                self._respond(peer, message.model, rate), name="answer a probe"
+            )
         elif self._answer is not None:
             self._send(peer, self._answer)
 
@@ -120,7 +135,9 @@ class Probes:
             _fail(fetched, event.reason)
 
     def abandon(self, peer: str) -> None:
-        """Stop calibrating the link to a child whose process ended or restarted: it no longer holds the noise."""
+        """Stop calibrating the link to a child whose process ended or restarted: it no longer holds
+        the noise.
+        """
         for measuring in self._measuring.pop(peer, ()):
             if not measuring.done():
                 _fail(measuring, "its process has changed")
@@ -150,7 +167,8 @@ class Probes:
     async def _fetch(self, peer: str, noise: Manifest, *, most: float) -> float:
         if noise.codec != CODEC or noise.size > most:
             raise RefusedModel(f"{peer} probes with {noise.size} bytes of {noise.codec[:32]!r}")
-        link, now = self._endpoint.link, self._endpoint.now
+        link = self._endpoint.link
+        now = self._endpoint.now
         fetched: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self._fetches[peer, noise.blob] = fetched
         if peer in self._measuring:
@@ -177,22 +195,28 @@ class Probes:
         self._endpoint.wake()
 
 
-async def measure_all(probes: Probes, ways: LinkSet, links: Links, peers: Iterable[str]) -> dict[str, Measured]:
+async def measure_all(
+    probes: Probes, ways: LinkSet, links: Links, peers: Iterable[str]
+) -> dict[str, Measured]:
     """Calibrate the links to these children, a few at a time, following `links.check`.
 
-    A child that does not reply is omitted, with a warning. Raises InvalidExperiment if a link differs from its declared
-    rate.
+    A child that does not reply is omitted, with a warning. Raises InvalidExperiment if a link
+    differs from its declared rate.
     """
     found: dict[str, Measured] = {}
     if links.check == "off":
         return found
     for group in _groups(ways, peers):
-        results = await asyncio.gather(*(probes.measure(peer) for peer in group), return_exceptions=True)
+        results = await asyncio.gather(
+            *(probes.measure(peer) for peer in group), return_exceptions=True
+        )
         for peer, result in zip(group, results, strict=True):
             if isinstance(result, Measured):
                 found[peer] = result
             elif isinstance(result, TimeoutError | RefusedModel):
-                log.warning("the link of %s could not be measured: %s", peer, str(result) or "no reply")
+                log.warning(
+                    "the link of %s could not be measured: %s", peer, str(result) or "no reply"
+                )
             else:
                 raise result
     for peer, measured in found.items():
@@ -208,7 +232,9 @@ async def measure_all(probes: Probes, ways: LinkSet, links: Links, peers: Iterab
 def _complain(peer: str, direction: str, declared: float, carries: float, links: Links) -> None:
     problem = f"it carries {carries * 8e-6:.4g} Mbit/s, {100 * (carries / declared - 1):+.0f} %"
     if links.check == "warn":
-        log.warning("link of %s %s, declared %.4g Mbit/s: %s", peer, direction, declared * 8e-6, problem)
+        log.warning(
+            "link of %s %s, declared %.4g Mbit/s: %s", peer, direction, declared * 8e-6, problem
+        )
         return
     raise InvalidExperiment(
         f"links: {peer}.{direction}_mbit",
@@ -219,11 +245,16 @@ def _complain(peer: str, direction: str, declared: float, carries: float, links:
 
 
 def _groups(ways: LinkSet, peers: Iterable[str]) -> list[list[str]]:
-    """Return groups of children whose links together carry at most `TOGETHER_BYTES_S`; a group has at least one."""
+    """Return groups of children whose links together carry at most `TOGETHER_BYTES_S`; a group has
+    at least one.
+    """
     groups: list[list[str]] = []
     load = 0.0
     for peer in peers:
-        rate = max(way.rate or TOGETHER_BYTES_S / TOGETHER_MOST for way in (ways.to[peer], ways.from_[peer]))
+        rate = max(
+            way.rate or TOGETHER_BYTES_S / TOGETHER_MOST
+            for way in (ways.to[peer], ways.from_[peer])
+        )
         if not groups or load + rate > TOGETHER_BYTES_S or len(groups[-1]) == TOGETHER_MOST:
             groups.append([])
             load = 0.0
@@ -233,6 +264,8 @@ def _groups(ways: LinkSet, peers: Iterable[str]) -> list[list[str]]:
 
 
 def _fail(future: asyncio.Future[Any], reason: str) -> None:
-    """Set an error. Whoever waited may have run out of time at the same moment; then nobody asks for it."""
+    """Set an error. Whoever waited may have run out of time at the same moment; then nobody asks
+    for it.
+    """
     future.set_exception(RefusedModel(reason))
     future.exception()

@@ -1,4 +1,6 @@
-"""A child's endpoint: receives tasks from the parent, fetches their models, and announces the results."""
+"""A child's endpoint: receives tasks from the parent, fetches their models, and announces the
+results.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +59,8 @@ log = logging.getLogger("fedstrata.child")
 class ChildEndpoint(Endpoint):
     """One node's parent on one broker; `serve` works until the parent has ended the run.
 
-    `spool`: where a model is assembled, None: in memory. `files`: the frozen arrays that this node has, None: in a
-    temporary folder. `after`: of a device, the task that another parent used last.
+    `spool`: where a model is assembled, None: in memory. `files`: the frozen arrays that this node
+    has, None: in a temporary folder. `after`: of a device, the task that another parent used last.
     """
 
     session: ChildSession
@@ -88,12 +90,15 @@ class ChildEndpoint(Endpoint):
         self.probes = Probes(self, world)
         files = files or FrozenFiles(None, identity.name)
         want = self.session.want_frozen
-        self.frozen = FrozenFetch(self, parent=above.parent, form=above.frozen, files=files, want=want)
+        self.frozen = FrozenFetch(
+            self, parent=above.parent, form=above.frozen, files=files, want=want
+        )
         self.refusals: list[str] = []  # the last ones
         self._spool = spool or Spool(None)
         self._rows = self._spool.rows("model", 0, 0)
         self._layouts: LinkLayouts | None = None
-        self._tasks: asyncio.Queue[tuple[Task, Row | None] | None] = asyncio.Queue()  # None: the run is over
+        # None: the run is over
+        self._tasks: asyncio.Queue[tuple[Task, Row | None] | None] = asyncio.Queue()
         self._fetching: Arriving | None = None
         self._decoding: asyncio.Task[None] | None = None
         self._inbox = np.empty(0, np.uint8)
@@ -111,7 +116,9 @@ class ChildEndpoint(Endpoint):
             self.frozen.close()
 
     def preparing(self, done: int, *, waits_for: str = "") -> None:
-        """Report preparation; `done` grows with its progress, `waits_for` names the nodes that this node waits for."""
+        """Report preparation; `done` grows with its progress, `waits_for` names the nodes that this
+        node waits for.
+        """
         if self.session.preparing(done, waits_for=waits_for, now=self.now()):
             self.wake()
 
@@ -138,7 +145,8 @@ class ChildEndpoint(Endpoint):
             await _stop(task)
 
     async def serve(self, layouts: LinkLayouts, work: DoTask) -> None:
-        """Do the parent's tasks until it has finished; `layouts`: of the models and extras that go down and up.
+        """Do the parent's tasks until it has finished; `layouts`: of the models and extras that go
+        down and up.
 
         Raises ParentGaveUp.
         """
@@ -149,13 +157,17 @@ class ChildEndpoint(Endpoint):
         async with asyncio.TaskGroup() as group:
             while (begun := await self._tasks.get()) is not None:
                 await _stop(current)
-                current = group.create_task(self._do(*begun, layouts=layouts, work=work), name="task")
+                current = group.create_task(
+                    self._do(*begun, layouts=layouts, work=work), name="task"
+                )
             await _stop(current)
         self._model = None
         self._check_end()
 
     async def farewell(self, children: tuple[ChildReport, ...], *, timeout_s: float) -> None:
-        """Send the children's final reports and the final byte counts of this link until the parent replies."""
+        """Send the children's final reports and the final byte counts of this link until the parent
+        replies.
+        """
         self._goodbye.clear()
         self.session.send_goodbye(children, self.now())
         self.wake()
@@ -227,11 +239,15 @@ class ChildEndpoint(Endpoint):
         elif self.models.received.is_row:
             self._has(model)
         else:
-            self._decoding = asyncio.create_task(self._decode(model, self._layouts.down), name="decode")
+            self._decoding = asyncio.create_task(
+                self._decode(model, self._layouts.down), name="decode"
+            )
 
     # Work
 
-    async def _do(self, task: Task, inside: Row | None, *, layouts: LinkLayouts, work: DoTask) -> None:
+    async def _do(
+        self, task: Task, inside: Row | None, *, layouts: LinkLayouts, work: DoTask
+    ) -> None:
         session = self.session
         if self._result_model is not None:
             self.retire(self._result_model[0].blob)  # it will be overwritten
@@ -261,7 +277,9 @@ class ChildEndpoint(Endpoint):
             self.wake()
             return
         cut = self.link.cut(self.link.peers)
-        manifest = await self.models.describe(layouts.up, result.blob, cut=cut, task=task.model.blob)
+        manifest = await self.models.describe(
+            layouts.up, result.blob, cut=cut, task=task.model.blob
+        )
         inline = self.link.offer(manifest, result.blob, self.link.peers)
         self._result_model = manifest, result.blob
         session.participant.finish(result.announcement(task, manifest, inline), now=self.now())
@@ -270,24 +288,31 @@ class ChildEndpoint(Endpoint):
     async def _fetch(self, task: Task, inside: Row | None, layout: ModelLayout) -> Arriving:
         """Start fetching the task's model into the row, or the chunks that the row lacks.
 
-        A model that is `inside` the task needs no row of its own, and is not kept after the work: the next one arrives
-        likewise.
+        A model that is `inside` the task needs no row of its own, and is not kept after the work:
+        the next one arrives likewise.
         """
         manifest = task.model
         if inside is not None:
             self._model = None
-            model = self._fetching = Arriving(manifest, inside, inside.data, np.ones(manifest.chunks, np.bool_))
+            model = self._fetching = Arriving(
+                manifest, inside, inside.data, np.ones(manifest.chunks, np.bool_)
+            )
             self.session.fetch(task, None, self.now())
             self.wake()
             return model
         row = self._row(layout)
         buffer = self._buffer(layout, row, size=manifest.size)
-        had = self._model if self._model is not None and self._model.manifest.blob == manifest.blob else None
+        if self._model is not None and self._model.manifest.blob == manifest.blob:
+            had = self._model
+        else:
+            had = None
         lacking = np.ones(manifest.chunks, np.bool_) if had is None else had.lacking
         if self.models.received.is_row and self._rows.take_found(0):
             lacking = await offload(partial(missing, manifest, buffer))
         elif self.models.received.is_row and had is None:
-            last, self._model = self._model, None  # its row will be overwritten
+            # its row will be overwritten
+            last = self._model
+            self._model = None
             lacking = await offload(partial(self._lacking, manifest, buffer, last))
         model = self._model = Arriving(manifest, row, buffer, lacking)
         if had is not None and had.complete:
@@ -298,11 +323,15 @@ class ChildEndpoint(Endpoint):
         self.wake()
         return model
 
-    def _lacking(self, manifest: Manifest, buffer: memoryview, last: Arriving | None) -> npt.NDArray[np.bool_]:
-        """Return the chunks, bool [chunks], that are neither in the last model nor in this node's last result.
+    def _lacking(
+        self, manifest: Manifest, buffer: memoryview, last: Arriving | None
+    ) -> npt.NDArray[np.bool_]:
+        """Return the chunks, bool [chunks], that are neither in the last model nor in this node's
+        last result.
 
-        Chunks of the result are copied to the place of the last model. So FedMR's layers are not transferred back to
-        the child that trained them. A model with another chunk size shares no chunk with this one.
+        Chunks of the result are copied to the place of the last model. So FedMR's layers are not
+        transferred back to the child that trained them. A model with another chunk size shares no
+        chunk with this one.
         """
         lacking = np.ones(manifest.chunks, np.bool_)
         if last is not None and last.lacking.shape == lacking.shape:
@@ -322,7 +351,9 @@ class ChildEndpoint(Endpoint):
         return row
 
     def _buffer(self, layout: ModelLayout, row: Row, *, size: int) -> memoryview:
-        """Return the memory for a blob: the row if it is the row, else separate memory, from which it is forwarded."""
+        """Return the memory for a blob: the row if it is the row, else separate memory, from which
+        it is forwarded.
+        """
         if self.models.received.is_row:
             return row.data
         if self._inbox.size < size:

@@ -1,7 +1,9 @@
-"""A name that one process has: a node its own while it waits for a run, a cloud the lab, which has one run at a time.
+"""A name that one process has: a node its own while it waits for a run, a cloud the lab, which has
+one run at a time.
 
-A process asks under the name that it wants. Whoever has the name replies: a run's cloud, or a process that got no reply
-before. Of several that ask at the same time the one that began first gets it, by their machines' clocks.
+A process asks under the name that it wants. Whoever has the name replies: a run's cloud, or a
+process that got no reply before. Of several that ask at the same time the one that began first gets
+it, by their machines' clocks.
 """
 
 from __future__ import annotations
@@ -32,12 +34,13 @@ BEGINNING: Final = "another cloud, which begins a run"
 class NameClaim:
     """A process's claim to its client's name, its own after `free_s` without a reply.
 
-    `reason`: what it replies to the others. `by`: who has replied to its last question, the run of a cloud, or that
-    one's reason. `held`: the name is this process's own.
+    `reason`: what it replies to the others. `by`: who has replied to its last question, the run of
+    a cloud, or that one's reason. `held`: the name is this process's own.
     """
 
     def __init__(self, client: LabClient, *, free_s: float, reason: str) -> None:
-        self.reason, self.by = reason, ""
+        self.reason = reason
+        self.by = ""
         self.held = False
         self.run_replied = asyncio.Event()
         self._client = client
@@ -57,7 +60,9 @@ class NameClaim:
         self._since = self._now()
 
     async def ask(self) -> None:
-        """Ask once, and wait for replies. Without any for long enough the name is this process's own."""
+        """Ask once, and wait for replies. Without any for long enough the name is this process's
+        own.
+        """
         self.by = ""
         self._client.question(self._client.node, About.PRESENCE)
         await asyncio.sleep(self.every_s)
@@ -80,14 +85,19 @@ class NameClaim:
 
     def answered(self, reply: Reply) -> None:
         """Handle a reply to this process's question."""
-        if not isinstance(reply.message, Alive) or (presence := reply.message.presence).state is NodeState.FINISHED:
+        if (
+            not isinstance(reply.message, Alive)
+            or (presence := reply.message.presence).state is NodeState.FINISHED
+        ):
             return
         if self.held:
             if reply.run:
                 self.run_replied.set()
             return
-        self._since, self._free_s = self._now(), FREE_AFTER_A_RUN_S
-        if not self.by or reply.run or presence.state is NodeState.READY:  # others may ask for it, too
+        self._since = self._now()
+        self._free_s = FREE_AFTER_A_RUN_S
+        # others may ask for it, too
+        if not self.by or reply.run or presence.state is NodeState.READY:
             self.by = f"run {reply.run}" if reply.run else presence.reason
 
 
@@ -101,10 +111,11 @@ async def claim(
     waiting: Callable[[str], None] = lambda run: None,
     world: World = REAL,
 ) -> AsyncIterator[None]:
-    """Begin when no other cloud has the lab, and keep others from it until a run replies, or until the end.
+    """Begin when no other cloud has the lab, and keep others from it until a run replies, or until
+    the end.
 
-    Raises LabInUse, with `queue` only ConnectionFailed. With `queue` wait for the end of the others' runs; `waiting` is
-    called with each run for which it waits.
+    Raises LabInUse, with `queue` only ConnectionFailed. With `queue` wait for the end of the
+    others' runs; `waiting` is called with each run for which it waits.
     """
 
     async def ask() -> None:
@@ -114,7 +125,10 @@ async def claim(
             await found.ask()
             if found.by and not queue:
                 where = f"lab {lab} on broker {address}"
-                raise LabInUse(f"{where} is used by {found.by}. Wait for its end with --queue, or use another --lab")
+                raise LabInUse(
+                    f"{where} is used by {found.by}. Wait for its end with --queue, or use "
+                    "another --lab"
+                )
             if found.by not in reported:
                 reported.add(found.by)
                 waiting(found.by)

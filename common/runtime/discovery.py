@@ -1,4 +1,5 @@
-"""How a child joins a run: it knows only its broker and its parent's name, it asks, and the living parent replies.
+"""How a child joins a run: it knows only its broker and its parent's name, it asks, and the living
+parent replies.
 
 Retained messages decide nothing: a broker's store may have messages of dead nodes, or none at all.
 """
@@ -46,7 +47,8 @@ CHECKS: Final = 10
 SEEKER: Final = "seeker"  # the client of a node that waits for a run
 
 log = logging.getLogger("fedstrata.discovery")
-activity = logging.getLogger("fedstrata.node")  # what a node does, a line for each change, for people
+# what a node does, a line for each change, for people
+activity = logging.getLogger("fedstrata.node")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +71,15 @@ class Moved(FedstrataError):
 async def discover(host: Host, name: str, parent: str, *, left: Found | None = None) -> Found:
     """Wait for a run whose parent is alive, and return it.
 
-    If the parent does not reply soon, a line names the other parents, because this one's name may be mistyped. To wait
-    is the normal state of a node: the line comes once, and is no warning. `left`: the run that this node has left, in
-    which it does not take part again with that session of its parent; after a run the line does not come. Raises
-    ConnectionFailed, and DuplicateName if another process of this name looks for a run on this broker.
+    If the parent does not reply soon, a line names the other parents, because this one's name may
+    be mistyped. To wait is the normal state of a node: the line comes once, and is no warning.
+    `left`: the run that this node has left, in which it does not take part again with that session
+    of its parent; after a run the line does not come. Raises ConnectionFailed, and DuplicateName if
+    another process of this name looks for a run on this broker.
     """
-    return await _Seeker(host, name, parent, left=left).seek(connect_timeout_s=host.connect_timeout_s)
+    return await _Seeker(host, name, parent, left=left).seek(
+        connect_timeout_s=host.connect_timeout_s
+    )
 
 
 async def join(
@@ -89,12 +94,15 @@ async def join(
 ) -> None:
     """Find the parent's run and take part in it until its end; follow the parent to another run.
 
-    A node that stays waits for the next run after each one, however it ended, and for a broker that is away, and keeps
-    an entry in the roll of the lab, with its host's `resources`; it ends after a run if this process is not `usable`
-    any more. Raises ConnectionFailed if the first connection fails or the broker does not carry
-    the names, DuplicateName, and what `take_part` raises if nothing follows.
+    A node that stays waits for the next run after each one, however it ended, and for a broker that
+    is away, and keeps an entry in the roll of the lab, with its host's `resources`; it ends after a
+    run if this process is not `usable` any more. Raises ConnectionFailed if the first connection
+    fails or the broker does not carry the names, DuplicateName, and what `take_part` raises if
+    nothing follows.
     """
-    await check_carried(host.broker, name, lab=host.lab, connect_timeout_s=host.connect_timeout_s, world=host.world)
+    await check_carried(
+        host.broker, name, lab=host.lab, connect_timeout_s=host.connect_timeout_s, world=host.world
+    )
     if not host.stay:
         await _play(await discover(host, name, parent), name, take_part, None, usable)
         return
@@ -124,8 +132,9 @@ async def _play(
 ) -> Found:
     """Take part in a run, and in those to which the parent goes on meanwhile; return the last one.
 
-    It has no session of a parent that was only out of reach: then this node returns once the parent answers. Raises
-    what `take_part` raises, unless a node with an entry, which stays, may wait for the next run.
+    It has no session of a parent that was only out of reach: then this node returns once the parent
+    answers. Raises what `take_part` raises, unless a node with an entry, which stays, may wait for
+    the next run.
     """
     while True:
         activity.info("%s: run %s: preparing", name, found.run)
@@ -142,7 +151,9 @@ async def _play(
             if entry is None or isinstance(error, DuplicateName) or not usable() or known is None:
                 raise
             if isinstance(known, LeftOut):
-                activity.info("%s: run %s began without it: its experiment has no such node", name, found.run)
+                activity.info(
+                    "%s: run %s began without it: its experiment has no such node", name, found.run
+                )
             else:
                 log.error("%s leaves run %s: %s", name, found.run, known)
                 for frame in known.frames if isinstance(known, InvalidExperiment) else ():
@@ -159,7 +170,8 @@ async def _play(
 async def another_parent(
     host: Host, name: str, parents: Sequence[str], *, run: str, for_s: float
 ) -> tuple[str, str] | None:
-    """Return the first of these parents that is alive in a run, and its session; None if none answers in `for_s` s.
+    """Return the first of these parents that is alive in a run, and its session; None if none
+    answers in `for_s` s.
 
     One is asked at a time, in turn.
     """
@@ -173,13 +185,21 @@ async def another_parent(
 
     reads = [topics.inbox(host.lab, run, name, parent) for parent in parents]
     client = LabClient(
-        host.broker, f"{name}-moves", lab=host.lab, node=name, reads=reads, answered=note, world=host.world
+        host.broker,
+        f"{name}-moves",
+        lab=host.lab,
+        node=name,
+        reads=reads,
+        answered=note,
+        world=host.world,
     )
     try:
         async with asyncio.timeout(for_s), client.connected():
             for parent in cycle(parents):
                 about = About.PRESENCE
-                await client.ask(parent, about, run=run, until=answered, every_s=ASK_MOST_S, times=ASKS_OF_ONE)
+                await client.ask(
+                    parent, about, run=run, until=answered, every_s=ASK_MOST_S, times=ASKS_OF_ONE
+                )
                 if found:
                     return found[0]
     except TimeoutError:
@@ -192,13 +212,16 @@ class _Seeker:
 
     def __init__(self, host: Host, name: str, parent: str, *, left: Found | None) -> None:
         self._left = left
-        self._name, self._parent, self._lab = name, parent, host.lab
+        self._name = name
+        self._parent = parent
+        self._lab = host.lab
         self._found: asyncio.Future[Found] = asyncio.get_running_loop().create_future()
         self._others: set[str] = set()
         self._complained = self._reported = False
         self._changed = asyncio.Event()
         lab = host.lab
-        own, above = NameClaim.reads(lab, name), [topics.inbox(lab, "+", name, parent), topics.state(lab, "+", parent)]
+        own = NameClaim.reads(lab, name)
+        above = [topics.inbox(lab, "+", name, parent), topics.state(lab, "+", parent)]
         self._client = LabClient(
             host.broker,
             SEEKER,
@@ -219,7 +242,10 @@ class _Seeker:
             return await self._client.during(self._search())
 
     async def _search(self) -> Found:
-        tasks = [asyncio.create_task(self._ask(), name="ask"), asyncio.create_task(self._settle(), name="claim")]
+        tasks = [
+            asyncio.create_task(self._ask(), name="ask"),
+            asyncio.create_task(self._settle(), name="claim"),
+        ]
         if self._left is None:
             tasks.append(asyncio.create_task(self._name_others(), name="name others"))
         try:
@@ -231,7 +257,8 @@ class _Seeker:
 
     def _received(self, topic: topics.Topic, body: bytes, retained: bool) -> None:
         if isinstance(topic, topics.SpecTopic):
-            if body and len(self._others) < OTHERS_KEPT:  # who announces is enough: announcements are large
+            # who announces is enough: announcements are large
+            if body and len(self._others) < OTHERS_KEPT:
                 self._others.add(topic.node)
         elif isinstance(topic, topics.AskTopic):
             self._claim.asked(body, retained)
@@ -255,8 +282,16 @@ class _Seeker:
         if not reply.run:
             self._claim.answered(reply)
             return
-        left = self._left is not None and (self._left.run, self._left.parent_session) == (reply.run, reply.session)
-        if isinstance(message, Alive) and message.announcement is not None and not left and not self._found.done():
+        left = self._left is not None and (self._left.run, self._left.parent_session) == (
+            reply.run,
+            reply.session,
+        )
+        if (
+            isinstance(message, Alive)
+            and message.announcement is not None
+            and not left
+            and not self._found.done()
+        ):
             self._found.set_result(Found(reply.run, reply.session, message.announcement))
 
     async def _settle(self) -> None:
@@ -267,7 +302,8 @@ class _Seeker:
         if not self._claim.held and not self._found.done():
             self._found.set_exception(
                 DuplicateName(
-                    f"{self._name} already waits for a run on broker {self._client.address}, on host {self._claim.by}. "
+                    f"{self._name} already waits for a run on broker {self._client.address}, on "
+                    f"host {self._claim.by}. "
                     "Give this one another --name, or end the other."
                 )
             )
@@ -276,8 +312,17 @@ class _Seeker:
         self._claim.connected()
         if self._left is None and not self._reported:
             self._reported = True
-            name, parent, lab, address = self._name, self._parent, self._lab, self._client.address
-            activity.info("%s: connected to broker %s, waiting for a run of %s in lab %s", name, address, parent, lab)
+            name = self._name
+            parent = self._parent
+            lab = self._lab
+            address = self._client.address
+            activity.info(
+                "%s: connected to broker %s, waiting for a run of %s in lab %s",
+                name,
+                address,
+                parent,
+                lab,
+            )
         self._changed.set()
 
     async def _ask(self) -> None:
@@ -285,7 +330,11 @@ class _Seeker:
         while True:
             self._changed.clear()
             await self._client.ask(
-                self._parent, About.PRESENCE, until=self._changed, every_s=SEEK_EVERY_S, most_s=most_s
+                self._parent,
+                About.PRESENCE,
+                until=self._changed,
+                every_s=SEEK_EVERY_S,
+                most_s=most_s,
             )
             await asyncio.sleep(SETTLE_S)
 
@@ -296,7 +345,14 @@ class _Seeker:
         names = ", ".join(sorted(self._others))
         there = f"Other parents: {names}." if names else "No other parent was seen either."
         address = self._client.address
-        activity.info("%s waits for %s of lab %s on broker %s. %s", self._name, self._parent, self._lab, address, there)
+        activity.info(
+            "%s waits for %s of lab %s on broker %s. %s",
+            self._name,
+            self._parent,
+            self._lab,
+            address,
+            there,
+        )
 
 
 async def check_carried(
@@ -304,12 +360,14 @@ async def check_carried(
 ) -> None:
     """Return if the broker delivers messages of a node `name`, which are sent to itself.
 
-    Not every broker carries a dot: to RabbitMQ it is the separator of its own topics, and `+` does not match it.
+    Not every broker carries a dot: to RabbitMQ it is the separator of its own topics, and `+` does
+    not match it.
     Raises ConnectionFailed if it delivers those of another name only, or cannot be reached.
     """
     if "." not in lab + name:
         return
-    wanted, plain = topics.ask(lab, name, name), topics.ask(PLAIN, PLAIN, PLAIN)
+    wanted = topics.ask(lab, name, name)
+    plain = topics.ask(PLAIN, PLAIN, PLAIN)
     came: set[str] = set()
     arrived = asyncio.Event()
 
@@ -334,6 +392,7 @@ async def check_carried(
     if plain in came and wanted not in came:
         where = f"{name} in lab {lab}" if "." in name else f"lab {lab}"
         raise ConnectionFailed(
-            f"broker {address} does not carry the dot in the name of {where}, as RabbitMQ does not. "
+            f"broker {address} does not carry the dot in the name of {where}, as RabbitMQ does "
+            "not. "
             "Take a name without dots there."
         )

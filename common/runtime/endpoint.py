@@ -1,8 +1,8 @@
 """The asyncio part of one session on one broker connection: one pump, one timer.
 
-The connection's callbacks pass received messages to the session. The pump lets the session evaluate its state, handles
-its events, publishes its outputs, and sleeps until its next deadline. Work that takes long (encoding, checking, files)
-runs beside it, in the subclasses.
+The connection's callbacks pass received messages to the session. The pump lets the session evaluate
+its state, handles its events, publishes its outputs, and sleeps until its next deadline. Work that
+takes long (encoding, checking, files) runs beside it, in the subclasses.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ LATER_S: Final = 0.01  # until the pump runs after a chunk from which only later
 HEAP: Final = "$SYS/broker/heap/current"  # mosquitto's topics
 DROPPED: Final = "$SYS/broker/publish/messages/dropped"
 CLOSES_WITHIN_S: Final = 2.0
-PACKET_ROOM: Final = 1024  # for the rest of a packet with a chunk, or with a model inside its announcement
+# for the rest of a packet with a chunk, or with a model inside its announcement
+PACKET_ROOM: Final = 1024
 
 log = logging.getLogger("fedstrata.endpoint")
 
@@ -75,11 +76,14 @@ class Endpoint(ABC):
         self._sent_all = asyncio.Event()
         self._connected_once = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        will = serialization.encode(Presence(NodeState.LOST, identity.role, reason="connection lost"), identity.session)
+        will = serialization.encode(
+            Presence(NodeState.LOST, identity.role, reason="connection lost"), identity.session
+        )
         self.connection = world.connection(
             address,
             Handlers(self._received, self._connected, self._lost, self._find_place, self._landed),
-            client_id=f"{identity.name}-{identity.session[:8]}-{world.token(4)}",  # a node may have two
+            # a node may have two
+            client_id=f"{identity.name}-{identity.session[:8]}-{world.token(4)}",
             keepalive_s=transfer.keepalive_s,
             will=(topics.state(identity.lab, identity.run, identity.name), will),
         )
@@ -98,7 +102,13 @@ class Endpoint(ABC):
         self._wake.set()
 
     def set_state(
-        self, state: NodeState, *, reason: str = "", samples: int = 0, tests: int = 0, failure: Failure = Failure.NONE
+        self,
+        state: NodeState,
+        *,
+        reason: str = "",
+        samples: int = 0,
+        tests: int = 0,
+        failure: Failure = Failure.NONE,
     ) -> None:
         """Publish this node's state, retained."""
         self.session.set_state(state, reason=reason, samples=samples, tests=tests, failure=failure)
@@ -107,7 +117,8 @@ class Endpoint(ABC):
     async def run(self, *, connect_timeout_s: float) -> None:
         """Serve until cancelled.
 
-        Raises ConnectionFailed, DuplicateName, and OutOfReach if the broker, or a child's parent, stays away.
+        Raises ConnectionFailed, DuplicateName, and OutOfReach if the broker, or a child's parent,
+        stays away.
         """
         async with asyncio.TaskGroup() as group:
             connecting = self.connection.run(connect_timeout_s=connect_timeout_s)
@@ -119,7 +130,9 @@ class Endpoint(ABC):
         await within(self._connected_once, timeout_s)
 
     def release_name(self) -> None:
-        """Stop defending this name: later messages on its state topic are this node's own clearing."""
+        """Stop defending this name: later messages on its state topic are this node's own
+        clearing.
+        """
         self.link.own.leaving = True
 
     async def leave(self, *, keep_state: bool, timeout_s: float) -> None:
@@ -132,8 +145,12 @@ class Endpoint(ABC):
         await self.flush(timeout_s=timeout_s)
 
     def patience_s(self) -> float:
-        """Return how long to wait for a broker that is away: peers behind it do not know that the run has ended."""
-        return self._idle_s if self.someone_is_away() and not self.connection.up else 0.0
+        """Return how long to wait for a broker that is away: peers behind it do not know that the
+        run has ended.
+        """
+        if self.someone_is_away() and not self.connection.up:
+            return self._idle_s
+        return 0.0
 
     async def flush(self, *, timeout_s: float) -> None:
         """Wait until all messages have left for the broker."""
@@ -191,7 +208,8 @@ class Endpoint(ABC):
 
     async def _connected(self) -> None:
         attempts = self.connection.attempts
-        if attempts.address not in self._limits or attempts.thrown_out:  # a limit may have been lowered
+        # a limit may have been lowered
+        if attempts.address not in self._limits or attempts.thrown_out:
             await self._find_limit(attempts.address)
         passes = min(limit.passes for limit in self._limits.values())
         self.session.connected(self.now(), packet_most=passes - PACKET_ROOM)
@@ -199,7 +217,8 @@ class Endpoint(ABC):
         self.wake()
 
     async def _find_limit(self, address: BrokerAddress) -> None:
-        own, largest = self.identity, self.link.largest() + PACKET_ROOM
+        own = self.identity
+        largest = self.link.largest() + PACKET_ROOM
         topic = topics.chunk(own.lab, own.run, own.name, own.name, own.session, 0, 0)
         limit = await self._world.packet_limit(address, topic=topic, most=largest)
         if limit.passes < MIN_RATED_CHUNK + PACKET_ROOM:
@@ -217,7 +236,9 @@ class Endpoint(ABC):
 
     def _subscribe_statistics(self) -> None:
         if self._statistics is not None:
-            self.connection.subscribe(self._statistics.to_subscribe(self.now()), qos=0, optional=True)
+            self.connection.subscribe(
+                self._statistics.to_subscribe(self.now()), qos=0, optional=True
+            )
 
     # The pump
 
@@ -247,18 +268,25 @@ class Endpoint(ABC):
     def _take_common(self, event: object) -> None:
         if isinstance(event, NameTaken):
             raise DuplicateName(
-                f"{self.identity.name} is already alive on broker {self.connection.address} (run {event.run}). "
+                f"{self.identity.name} is already alive on broker {self.connection.address} (run "
+                f"{event.run}). "
                 "Give this one another --name, or end the other."
             )
         if isinstance(event, BrokerAway):
             reasons = self.connection.attempts.reasons()
-            raise OutOfReach(f"broker {self.connection.address} was away for {self._idle_s:g} s ({reasons})")
+            raise OutOfReach(
+                f"broker {self.connection.address} was away for {self._idle_s:g} s ({reasons})"
+            )
         if isinstance(event, BrokerDrops):
             log.warning(
-                "%s: broker %s drops messages: %d of %d chunks were lost and are asked for again. Raise its limits "
+                "%s: broker %s drops messages: %d of %d chunks were lost and are asked for again. "
+                "Raise its limits "
                 "for a client's queue (docs/brokers.md).",
-                self.identity.name, self.connection.address, event.lost, event.lost + event.arrived,
-            )  # fmt: skip
+                self.identity.name,
+                self.connection.address,
+                event.lost,
+                event.lost + event.arrived,
+            )
         elif isinstance(event, CostsUnknown):
             log.warning(
                 "%s: %s reports costs that cannot be: they are not known, its models count",
@@ -267,13 +295,19 @@ class Endpoint(ABC):
         elif isinstance(event, MessageRefused):
             log.warning(
                 "%s: refused a message (%s) from %s: %.300s [%d so far]",
-                self.identity.name, event.refusal.value, event.sender or "?", event.reason, event.count,
-            )  # fmt: skip
+                self.identity.name,
+                event.refusal.value,
+                event.sender or "?",
+                event.reason,
+                event.count,
+            )
         else:
             self._take(event)
 
     def _perform_all(self, outputs: list[Output]) -> None:
-        """Perform outputs; the pump, which sleeps, must not keep the last one: a model may be inside."""
+        """Perform outputs; the pump, which sleeps, must not keep the last one: a model may be
+        inside.
+        """
         for output in outputs:
             self._perform(output)
 
@@ -283,17 +317,24 @@ class Endpoint(ABC):
             size = packet_bytes(output.topic, len(output.body), qos=int(output.retain))
             if size >= min((limit.dropped for limit in self._limits.values()), default=inf):
                 raise ConnectionFailed(
-                    f"broker {connection.address} does not take {len(output.body)} bytes on {output.topic}, which "
+                    f"broker {connection.address} does not take {len(output.body)} bytes on "
+                    f"{output.topic}, which "
                     "cannot be cut. Raise its limit of packets."
                 )
-            connection.publish(output.topic, output.body, qos=int(output.retain), retain=output.retain)
+            connection.publish(
+                output.topic, output.body, qos=int(output.retain), retain=output.retain
+            )
         elif isinstance(output, PublishChunk):
             body = Body(output.chunk.data)
             self._bodies[body] = output.chunk.blob
-            connection.publish_body(output.topic, body, done=partial(self._left, body, output.chunk))
+            connection.publish_body(
+                output.topic, body, done=partial(self._left, body, output.chunk)
+            )
         elif isinstance(output, Subscribe):
             first = self._subscribe_statistics if output.first else nothing
-            connection.subscribe(list(output.topics), qos=0, acknowledged=first, refused=self._unreadable.add)
+            connection.subscribe(
+                list(output.topics), qos=0, acknowledged=first, refused=self._unreadable.add
+            )
         else:
             connection.unsubscribe(list(output.topics))
 
@@ -306,8 +347,8 @@ class Endpoint(ABC):
 class BrokerStatistics:
     """What a broker published last about itself (mosquitto: every ten seconds), by topic.
 
-    Other brokers publish other topics or none. The statistics are optional: a broker may refuse the subscription, leave
-    it unanswered, or close the connection because of it.
+    Other brokers publish other topics or none. The statistics are optional: a broker may refuse the
+    subscription, leave it unanswered, or close the connection because of it.
     """
 
     topics = (HEAP, DROPPED)
@@ -319,17 +360,24 @@ class BrokerStatistics:
         self._subscribed_at: float | None = None
 
     def to_subscribe(self, now: float) -> list[str]:
-        """Return the topics to subscribe to on a new connection, after the node's own subscriptions."""
+        """Return the topics to subscribe to on a new connection, after the node's own
+        subscriptions.
+        """
         if self._closes:
             return []
         self._subscribed_at = now
         return list(self.topics)
 
     def disconnected(self, now: float) -> None:
-        """Note the loss of a connection: if it directly followed the subscription, do not subscribe again."""
+        """Note the loss of a connection: if it directly followed the subscription, do not subscribe
+        again.
+        """
         if self._subscribed_at is not None and now - self._subscribed_at <= CLOSES_WITHIN_S:
             self._closes = True
-            log.info("broker %s closed the connection at a subscription to $SYS: no broker statistics", self._broker)
+            log.info(
+                "broker %s closed the connection at a subscription to $SYS: no broker statistics",
+                self._broker,
+            )
         self._subscribed_at = None
 
     def take(self, topic: str, body: bytes) -> bool:

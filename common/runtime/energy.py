@@ -45,8 +45,12 @@ def check_energy(source: str) -> None:
     if source not in names and not (kind == EnergySource.PLUG and colon and where):
         remedy = f"Use {', '.join(names)} or plug:TOPIC."
         raise InvalidExperiment(OPTION, source, "no such source of energy", remedy)
-    if kind == EnergySource.PLUG and (len(where) > 1000 or any(each in where for each in WILDCARDS)):
-        raise InvalidExperiment(OPTION, source, "not the topic of one plug", "Name a topic without + and #.")
+    if kind == EnergySource.PLUG and (
+        len(where) > 1000 or any(each in where for each in WILDCARDS)
+    ):
+        raise InvalidExperiment(
+            OPTION, source, "not the topic of one plug", "Name a topic without + and #."
+        )
 
 
 @asynccontextmanager
@@ -73,16 +77,22 @@ async def energy_counter(
     elif source == UNKNOWN:
         yield None
     else:
-        counter = HostCounter(meter(), EnergySource.NONE if source == AUTO else EnergySource(source))
+        counter = HostCounter(
+            meter(), EnergySource.NONE if source == AUTO else EnergySource(source)
+        )
         if counter.source is EnergySource.NONE and source != AUTO:
             remedy = f"{COUNTERS[EnergySource(source)]}, or omit {OPTION}."
-            raise InvalidExperiment(OPTION, source, "this host has no such counter that can be read", remedy)
+            raise InvalidExperiment(
+                OPTION, source, "this host has no such counter that can be read", remedy
+            )
         yield None if counter.source is EnergySource.NONE else counter
 
 
 @asynccontextmanager
 async def _plug(topic: str, broker: BrokerAddress, world: World) -> AsyncIterator[PlugMeter]:
-    """Yield the meter of a plug, which reports on a topic. Retained reports are ignored: their time is not known."""
+    """Yield the meter of a plug, which reports on a topic. Retained reports are ignored: their time
+    is not known.
+    """
     plug = PlugMeter(asyncio.get_running_loop().time, topic=topic)
 
     def received(_: str, body: bytes, retained: bool) -> None:
@@ -90,14 +100,22 @@ async def _plug(topic: str, broker: BrokerAddress, world: World) -> AsyncIterato
             plug.report(body)
 
     def refused(_: str) -> None:
-        log.warning("broker %s: this login may not read %s. Allow it, or the energy stays unknown.", broker, topic)
+        log.warning(
+            "broker %s: this login may not read %s. Allow it, or the energy stays unknown.",
+            broker,
+            topic,
+        )
 
     async def connected() -> None:
         connection.subscribe([topic], qos=0, refused=refused)
 
     connection = world.connection(
         broker,
-        Handlers(received, connected, find_place=lambda _, size: SKIPPED if size > REPORT_BYTES_MOST else None),
+        Handlers(
+            received,
+            connected,
+            find_place=lambda _, size: SKIPPED if size > REPORT_BYTES_MOST else None,
+        ),
         client_id=f"energy-{new_session(world)}",
         keepalive_s=TransferSettings().keepalive_s,
     )

@@ -1,4 +1,6 @@
-"""Metrics of a node's endpoints, read when Prometheus scrapes, and the addresses at which it finds them."""
+"""Metrics of a node's endpoints, read when Prometheus scrapes, and the addresses at which it finds
+them.
+"""
 
 from __future__ import annotations
 
@@ -26,21 +28,28 @@ KINDS: Final = (*LINK_KINDS, "probe")
 # Children that never joined, have moved, or left at the end, are omitted.
 UP: Final = {"init": 1, "ready": 1, "finished": 1, "failed": 0, "disconnected": 0, "lost": 0}
 EVERYWHERE: Final = ("", "0.0.0.0", "::")
-OUTSIDE, OUTSIDE_6 = "198.51.100.1", "2001:db8::1"  # of networks for documentation, which are no machine's
+# of networks for documentation, which are no machine's
+OUTSIDE = "198.51.100.1"
+OUTSIDE_6 = "2001:db8::1"
 
 
 def export_child(metrics: Metrics, child: ChildEndpoint, node: NodeLabels, *, tier: str) -> None:
     """Export the metrics of a child's endpoint; `tier`: the name of the tier above the node."""
-    _export(metrics, child, node, tier=tier, connection=child.session.parent, peers=child.link.peers)
+    _export(
+        metrics, child, node, tier=tier, connection=child.session.parent, peers=child.link.peers
+    )
 
 
 def export_parent(metrics: Metrics, parent: ParentEndpoint, node: NodeLabels, *, tier: str) -> None:
-    """Export the metrics of a parent's endpoint: its children, their links, its broker and what it refused.
+    """Export the metrics of a parent's endpoint: its children, their links, its broker and what it
+    refused.
 
     `tier`: the name of the tier below the node.
     """
-    session, ways = parent.session, parent.link.ways
-    coordinator, ledger = session.coordinator, session.ledger
+    session = parent.session
+    ways = parent.link.ways
+    coordinator = session.coordinator
+    ledger = session.ledger
     broker = str(parent.connection.address)
 
     def nodes() -> Reading:
@@ -65,13 +74,17 @@ def export_parent(metrics: Metrics, parent: ParentEndpoint, node: NodeLabels, *,
                     yield (name, direction, source), rate
 
     def up() -> Reading:
-        return [((name,), UP[state]) for name, state in coordinator.expected().items() if state in UP]
+        return [
+            ((name,), UP[state]) for name, state in coordinator.expected().items() if state in UP
+        ]
 
     def idle() -> Reading:
         return [((name,), idle_s) for name, idle_s in coordinator.idle(parent.now()).items()]
 
     def statistic(topic: str) -> Reading:
-        return [((broker,), parent.statistics.values[topic])] if topic in parent.statistics.values else []
+        if topic in parent.statistics.values:
+            return [((broker,), parent.statistics.values[topic])]
+        return []
 
     _export(metrics, parent, node, tier=tier, connection=BROKER, peers=parent.peers)
     for name, read in (
@@ -93,28 +106,46 @@ def export_parent(metrics: Metrics, parent: ParentEndpoint, node: NodeLabels, *,
 
 
 def _export(
-    metrics: Metrics, endpoint: Endpoint, node: NodeLabels, *, tier: str, connection: str, peers: Sequence[str]
+    metrics: Metrics,
+    endpoint: Endpoint,
+    node: NodeLabels,
+    *,
+    tier: str,
+    connection: str,
+    peers: Sequence[str],
 ) -> None:
-    """Export an endpoint's counts; `connection`: the parent that it serves, or `BROKER` for all children."""
-    link, mqtt = endpoint.link, endpoint.connection
+    """Export an endpoint's counts; `connection`: the parent that it serves, or `BROKER` for all
+    children.
+    """
+    link = endpoint.link
+    mqtt = endpoint.connection
 
     def tallies(part: str) -> Reading:
         cells = dict.fromkeys(product(peers, DIRECTIONS, KINDS), 0)
-        return (cells | {cell: getattr(tally, part) for cell, tally in list(link.counters.cells.items())}).items()
+        return (
+            cells
+            | {cell: getattr(tally, part) for cell, tally in list(link.counters.cells.items())}
+        ).items()
 
     def wire() -> Reading:
         sample = mqtt.meter.sample()
         carried = (("sent", sample.sent), ("received", sample.received))
-        return [((connection, direction), count) for direction, count in carried] if sample.measured else []
+        if sample.measured:
+            return [((connection, direction), count) for direction, count in carried]
+        return []
 
     def retransmitted() -> Reading:
         sample = mqtt.meter.sample()
         known = sample.measured and not sample.retransmitted_unknown
-        return [((connection,), sample.retransmitted)] if known else []
+        if known:
+            return [((connection,), sample.retransmitted)]
+        return []
 
     def rtt() -> Reading:
         sample = mqtt.meter.sample()
-        return [((connection,), sample.rtt_us / 1e6)] if sample.measured and sample.rtt_us else []
+        if sample.measured and sample.rtt_us:
+            return [((connection,), sample.rtt_us / 1e6)]
+        return []
 
     for name, read in (
         ("payload_bytes", partial(tallies, "payload")),
@@ -143,11 +174,12 @@ class ScrapeTarget(TypedDict):
 
 
 def discovery(targets: Iterable[Target], tree: Tree, *, cloud: str, run: str) -> list[ScrapeTarget]:
-    """Return the run's scrape targets in the format of Prometheus' HTTP service discovery, one per address.
+    """Return the run's scrape targets in the format of Prometheus' HTTP service discovery, one per
+    address.
 
-    The labels are those that all nodes at the address share: a process with several devices is one target, and its
-    metrics have the devices' labels. `cloud`: the address at which Prometheus asked; addresses of the cloud's machine
-    alone are left out if Prometheus is elsewhere.
+    The labels are those that all nodes at the address share: a process with several devices is one
+    target, and its metrics have the devices' labels. `cloud`: the address at which Prometheus
+    asked; addresses of the cloud's machine alone are left out if Prometheus is elsewhere.
     """
     elsewhere = not is_loopback(_host(cloud))
     nodes: dict[str, list[NodeLabels]] = defaultdict(list)
@@ -156,12 +188,15 @@ def discovery(targets: Iterable[Target], tree: Tree, *, cloud: str, run: str) ->
         if elsewhere and is_loopback(_host(target.metrics)):
             continue
         role = "institution" if target.name in tree.children else "device"
-        parent = tree.parent(target.name) if target.name in tree else ""  # of a device that has entered
+        # of a device that has entered
+        parent = tree.parent(target.name) if target.name in tree else ""
         nodes[target.metrics].append(NodeLabels(role, target.name, parent=parent))
     return [
         {
             "targets": [address.removeprefix(HTTPS)],
-            "labels": _labels(found) | {"run": run} | ({"__scheme__": "https"} if address.startswith(HTTPS) else {}),
+            "labels": _labels(found)
+            | {"run": run}
+            | ({"__scheme__": "https"} if address.startswith(HTTPS) else {}),
         }
         for address, found in nodes.items()
     ]
@@ -170,9 +205,9 @@ def discovery(targets: Iterable[Target], tree: Tree, *, cloud: str, run: str) ->
 def reachable(host: str, broker: BrokerAddress) -> str:
     """Return the address to publish for a server that listens on `host`.
 
-    For a wildcard address it is the source address of this machine's packets to the broker, to the first of its
-    addresses that has a route and the server's family; if the broker is on this machine, of packets to other networks.
-    No packet is sent to find it.
+    For a wildcard address it is the source address of this machine's packets to the broker, to the
+    first of its addresses that has a route and the server's family; if the broker is on this
+    machine, of packets to other networks. No packet is sent to find it.
     """
     if host not in EVERYWHERE:
         return _in_url(host)
@@ -187,24 +222,32 @@ def reachable(host: str, broker: BrokerAddress) -> str:
 def published(address: str, broker: BrokerAddress) -> str:
     """Return the address of /metrics as a node publishes it over a broker, to its parent.
 
-    An address that only this machine reaches is published over a broker of this machine alone, else empty: elsewhere
-    it would be another server's.
+    An address that only this machine reaches is published over a broker of this machine alone, else
+    empty: elsewhere it would be another server's.
     """
     if not is_loopback(_host(address)):
         return address
-    return address if any(source == there for source, there in _routes(broker.hosts, socket.AF_UNSPEC)) else ""
+    if any(source == there for source, there in _routes(broker.hosts, socket.AF_UNSPEC)):
+        return address
+    return ""
 
 
 def passed_on(targets: Iterable[Target], broker: BrokerAddress) -> tuple[Target, ...]:
-    """Return the targets of the nodes below that a node publishes over the broker of its parent, see `published`."""
+    """Return the targets of the nodes below that a node publishes over the broker of its parent,
+    see `published`.
+    """
     return tuple(each for each in targets if published(each.metrics, broker))
 
 
 def _routes(hosts: Iterable[HostPort], family: socket.AddressFamily) -> Iterator[tuple[str, str]]:
-    """Yield this machine's address and the other one, of a packet to each of these hosts that has a route."""
+    """Yield this machine's address and the other one, of a packet to each of these hosts that has a
+    route.
+    """
     for where in hosts:
         try:
-            found, kind, protocol, _, address = socket.getaddrinfo(*where, family, socket.SOCK_DGRAM)[0]
+            found, kind, protocol, _, address = socket.getaddrinfo(
+                *where, family, socket.SOCK_DGRAM
+            )[0]
             with socket.socket(found, kind, protocol) as sock:
                 sock.connect(address)
                 yield str(sock.getsockname()[0]), str(address[0])
@@ -217,7 +260,9 @@ def _host(address: str) -> str:
 
 
 def _in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
+    if ":" in host:
+        return f"[{host}]"
+    return host
 
 
 def _labels(nodes: list[NodeLabels]) -> dict[str, str]:

@@ -1,7 +1,9 @@
-"""The run's frozen arrays at one node, as a file in safetensors' format: its own, fetched once, offered to children.
+"""The run's frozen arrays at one node, as a file in safetensors' format: its own, fetched once,
+offered to children.
 
-They travel only where somebody lacks them. A child that builds other arrays than the announced ones asks its parent. An
-institution asks its own parent when the first of its children asks, and forwards the chunks as they arrive.
+They travel only where somebody lacks them. A child that builds other arrays than the announced ones
+asks its parent. An institution asks its own parent when the first of its children asks, and
+forwards the chunks as they arrive.
 """
 
 from __future__ import annotations
@@ -39,10 +41,16 @@ class FrozenSource(Protocol):
 
 
 class OwnFrozen:
-    """The arrays of the cloud, which knows them: `form`, and `files` for those of its processes that build others."""
+    """The arrays of the cloud, which knows them: `form`, and `files` for those of its processes
+    that build others.
+    """
 
-    def __init__(self, arrays: tensors.Tensors, form: FrozenForm | None, files: FrozenFiles) -> None:
-        self._arrays, self._form, self._files = arrays, form, files
+    def __init__(
+        self, arrays: tensors.Tensors, form: FrozenForm | None, files: FrozenFiles
+    ) -> None:
+        self._arrays = arrays
+        self._form = form
+        self._files = files
         self._whole: asyncio.Task[Arriving] | None = None
 
     async def arriving(self) -> Arriving:
@@ -89,8 +97,10 @@ class FrozenFetch:
         files: FrozenFiles,
         want: Callable[[float], None],
     ) -> None:
-        self._endpoint, self._parent = endpoint, parent
-        self._form, self._files = form, files
+        self._endpoint = endpoint
+        self._parent = parent
+        self._form = form
+        self._files = files
         self._want = want
         self._begun: asyncio.Task[Arriving] | None = None
         self._found: asyncio.Future[Manifest] | None = None
@@ -100,7 +110,9 @@ class FrozenFetch:
     def waits_for(self) -> str:
         """What this node waits for before it can fetch, "" for nothing."""
         waits = self._found is not None and not self._found.done()
-        return f"{self._parent}: the model's frozen arrays" if waits else ""
+        if waits:
+            return f"{self._parent}: the model's frozen arrays"
+        return ""
 
     @property
     def moves(self) -> int:
@@ -125,7 +137,9 @@ class FrozenFetch:
             self._files.used(digest)
             return True
 
-        return path if await offload(check) else None
+        if await offload(check):
+            return path
+        return None
 
     async def file(self) -> Path:
         """Return a file with the arrays, fetched if this node has none.
@@ -142,13 +156,16 @@ class FrozenFetch:
             assert self._form is not None
             self._files.path(self._form.digest).unlink(missing_ok=True)
             raise RunFailed(
-                f"{self._parent}'s frozen arrays cannot be used: their content is not the announced one, or "
+                f"{self._parent}'s frozen arrays cannot be used: their content is not the "
+                "announced one, or "
                 f"{self._files.path(self._form.digest).parent} is full"
             )
         return path
 
     async def arriving(self) -> Arriving:
-        """Return the arrays, perhaps before they are complete; ask the parent for them if this node has none."""
+        """Return the arrays, perhaps before they are complete; ask the parent for them if this node
+        has none.
+        """
         if self._begun is None:
             self._begun = asyncio.create_task(self._begin(), name="frozen arrays")
         return await asyncio.shield(self._begun)
@@ -162,7 +179,8 @@ class FrozenFetch:
         """Handle the end of a fetch, perhaps of another blob."""
         if self._fetching is None or event.blob != self._fetching.manifest.blob:
             return
-        arrays, self._fetching = self._fetching, None
+        arrays = self._fetching
+        self._fetching = None
         if isinstance(event, Fetched):
             arrays.arrived()
         else:  # the parent is another process: its chunks stay
@@ -189,29 +207,37 @@ class FrozenFetch:
         self._endpoint.wake()
         manifest = await self._found
         rows = await offload(partial(self._files.row, digest, nbytes))
-        row, lacking = rows.array[0], np.ones(manifest.chunks, np.bool_)
+        row = rows.array[0]
+        lacking = np.ones(manifest.chunks, np.bool_)
         if rows.take_found(0):
             lacking = await offload(partial(missing, manifest, row.data))
         arrays = self._fetching = Arriving(manifest, row, row.data, lacking)
         link = self._endpoint.link
-        link.fetch_aside("frozen", self._parent, manifest, row.data, self._endpoint.now(), lacking=lacking)
+        link.fetch_aside(
+            "frozen", self._parent, manifest, row.data, self._endpoint.now(), lacking=lacking
+        )
         self._endpoint.wake()
         return arrays
 
 
 class FrozenOffers:
-    """A parent's offers of the run's frozen arrays to children that ask. `source`: where they come from."""
+    """A parent's offers of the run's frozen arrays to children that ask. `source`: where they come
+    from.
+    """
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.source: FrozenSource | None = None
         self._endpoint = endpoint
-        self._offered: dict[tuple[int, str], tuple[Manifest, memoryview]] = {}  # by the cut of a link
+        # by the cut of a link
+        self._offered: dict[tuple[int, str], tuple[Manifest, memoryview]] = {}
         self._answers: dict[str, asyncio.Task[None]] = {}
 
     def take(self, event: FrozenAsked) -> None:
         """Answer a child, once at a time: it asks until it is answered."""
         if self.source is not None and event.child not in self._answers:
-            answer = asyncio.create_task(self._answer(event.child, self.source), name=f"frozen arrays {event.child}")
+            answer = asyncio.create_task(
+                self._answer(event.child, self.source), name=f"frozen arrays {event.child}"
+            )
             self._answers[event.child] = answer
             answer.add_done_callback(lambda _: self._answers.pop(event.child))
 
@@ -221,7 +247,8 @@ class FrozenOffers:
             answer.cancel()
 
     async def _answer(self, child: str, source: FrozenSource) -> None:
-        endpoint, link = self._endpoint, self._endpoint.link
+        endpoint = self._endpoint
+        link = self._endpoint.link
         cut = link.cut((child,))
         try:
             if cut not in self._offered:
@@ -235,19 +262,32 @@ class FrozenOffers:
         link.outbox.send(child, FrozenOffered(manifest), endpoint.now())
         endpoint.wake()
 
-    async def _cut(self, arrays: Arriving, cut: tuple[int, str], child: str) -> tuple[Manifest, memoryview]:
-        """Return the arrays as a blob for links like a child's, the one that arrives if its chunks suit them."""
-        endpoint, link = self._endpoint, self._endpoint.link
+    async def _cut(
+        self, arrays: Arriving, cut: tuple[int, str], child: str
+    ) -> tuple[Manifest, memoryview]:
+        """Return the arrays as a blob for links like a child's, the one that arrives if its chunks
+        suit them.
+        """
+        endpoint = self._endpoint
+        link = self._endpoint.link
         if not arrays.complete and link.forwards(arrays.manifest, (child,)):
             if cut in self._offered:
                 return self._offered[cut]
-            manifest = link.forward(arrays.manifest, arrays.buffer, (child,), lacking=arrays.lacking)
+            manifest = link.forward(
+                arrays.manifest, arrays.buffer, (child,), lacking=arrays.lacking
+            )
             arrays.on_chunk(endpoint.wake)
             arrays.on_failure(partial(self._withdraw, cut, manifest.blob))
             return manifest, arrays.buffer
-        row, (chunk_bytes, salt) = await arrays.whole(), cut
+        row = await arrays.whole()
+        (chunk_bytes, salt) = cut
         description = partial(
-            describe, row.data, chunk_bytes=chunk_bytes, codec=FROZEN_CODEC, layout=arrays.manifest.layout, salt=salt
+            describe,
+            row.data,
+            chunk_bytes=chunk_bytes,
+            codec=FROZEN_CODEC,
+            layout=arrays.manifest.layout,
+            salt=salt,
         )
         return await offload(description), row.data
 
@@ -259,7 +299,9 @@ class FrozenOffers:
 
 async def _complete(row: Row, form: FrozenForm) -> Arriving:
     """Return arrays that are complete."""
-    description = partial(describe, row.data, chunk_bytes=WHOLE_CHUNKS, codec=FROZEN_CODEC, layout=form.digest)
+    description = partial(
+        describe, row.data, chunk_bytes=WHOLE_CHUNKS, codec=FROZEN_CODEC, layout=form.digest
+    )
     manifest = await offload(description)
     arrays = Arriving(manifest, row, row.data, np.zeros(manifest.chunks, np.bool_))
     arrays.arrived()

@@ -1,11 +1,12 @@
-"""A client that asks a lab's nodes over a connection of its own, or answers them, beside the endpoints of a run.
+"""A client that asks a lab's nodes over a connection of its own, or answers them, beside the
+endpoints of a run.
 
-    client = LabClient(broker, "someone", lab=lab, node="someone", reads=[answer(lab, "someone", "+")], answered=take)
-    async with client.connected(timeout_s=30.0):
+    client = LabClient(broker, "someone", lab=lab, node="someone", reads=[answer(lab, "someone",
+    "+")], answered=take) async with client.connected(timeout_s=30.0):
         await client.during(client.ask(ALL, About.ENTRY, until=complete, every_s=0.5))
 
-A message may be lost: a question is repeated until it is answered. An answer counts only with its nonce, and never if
-the broker had retained it: whoever sent it may be gone for years.
+A message may be lost: a question is repeated until it is answered. An answer counts only with its
+nonce, and never if the broker had retained it: whoever sent it may be gone for years.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ _T = TypeVar("_T")
 
 
 async def keep(connection: Connection, *, timeout_s: float = inf) -> None:
-    """Keep a connection until cancelled; `timeout_s` as in `LabClient.connected`. Raises ConnectionFailed."""
+    """Keep a connection until cancelled; `timeout_s` as in `LabClient.connected`. Raises
+    ConnectionFailed.
+    """
     while True:
         try:
             await connection.run(connect_timeout_s=timeout_s)
@@ -49,10 +52,13 @@ async def keep(connection: Connection, *, timeout_s: float = inf) -> None:
 
 
 class RefusedTopics:
-    """The subscriptions that a broker refuses a client; each is reported once, though it is made at each connection."""
+    """The subscriptions that a broker refuses a client; each is reported once, though it is made at
+    each connection.
+    """
 
     def __init__(self, name: str, broker: BrokerAddress) -> None:
-        self._name, self._broker = name, broker
+        self._name = name
+        self._broker = broker
         self._reported: set[str] = set()
 
     def add(self, topic: str) -> None:
@@ -61,14 +67,19 @@ class RefusedTopics:
             return
         self._reported.add(topic)
         log.warning(
-            "%s: broker %s refuses the subscription to %s: nothing from there arrives. Let this login read it.",
-            self._name, self._broker, topic,
-        )  # fmt: skip
+            "%s: broker %s refuses the subscription to %s: nothing from there arrives. Let this "
+            "login read it.",
+            self._name,
+            self._broker,
+            topic,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer of `node`; `run`: the one in which it answers, else empty. `protocol`: the version that it uses."""
+    """An answer of `node`; `run`: the one in which it answers, else empty. `protocol`: the version
+    that it uses.
+    """
 
     node: str
     run: str
@@ -83,13 +94,14 @@ def _ignore(*received: object) -> None:
 
 
 class LabClient:
-    """A client of one broker, where its id begins with `name`; the task that keeps its connection has that name, too.
+    """A client of one broker, where its id begins with `name`; the task that keeps its connection
+    has that name, too.
 
-    `reads`: the topics that it subscribes to. It asks as `node`; `answered` gets the answers to its questions.
-    `received` gets each message on a topic that is no inbox and not for answers: its topic, its bytes, and whether it
-    was retained. Messages for which one of them raises WireError are ignored. `subscribed` is called after each
-    connect, `lost` when the connection is lost, and `refused` with each topic that the broker does not let it read, by
-    default to warn.
+    `reads`: the topics that it subscribes to. It asks as `node`; `answered` gets the answers to its
+    questions. `received` gets each message on a topic that is no inbox and not for answers: its
+    topic, its bytes, and whether it was retained. Messages for which one of them raises WireError
+    are ignored. `subscribed` is called after each connect, `lost` when the connection is lost, and
+    `refused` with each topic that the broker does not let it read, by default to warn.
     """
 
     def __init__(
@@ -109,11 +121,14 @@ class LabClient:
     ) -> None:
         self.address = address
         self.session = new_session(world)
-        self.nonce = f"{int(1e3 * world.wall()):0{TIME_DIGITS}x}{self.session}"  # those of one name are compared
-        self.lab, self.node = lab, node
+        # those of one name are compared
+        self.nonce = f"{int(1e3 * world.wall()):0{TIME_DIGITS}x}{self.session}"
+        self.lab = lab
+        self.node = node
         self._name = name
         self._reads = reads
-        self._take, self._answered = received, answered
+        self._take = received
+        self._answered = answered
         self._subscribed = subscribed
         self._refused = refused or RefusedTopics(name, address).add
         self.once_connected = asyncio.Event()
@@ -134,13 +149,18 @@ class LabClient:
     async def connected(self, *, timeout_s: float = inf) -> AsyncIterator[None]:
         """Keep a connection meanwhile, in the background.
 
-        `timeout_s`: of the first one, see `during`; inf: one that fails is tried again after a pause, without an error.
+        `timeout_s`: of the first one, see `during`; inf: one that fails is tried again after a
+        pause, without an error.
         """
-        async with beside(keep(self._connection, timeout_s=timeout_s), name=self._name) as self._keeping:
+        async with beside(
+            keep(self._connection, timeout_s=timeout_s), name=self._name
+        ) as self._keeping:
             yield  # `during` raises what ends it
 
     async def during(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Do work that needs the connection and return its result. Raises ConnectionFailed if there is none."""
+        """Do work that needs the connection and return its result. Raises ConnectionFailed if there
+        is none.
+        """
         assert self._keeping is not None, "connect first"
         working = asyncio.create_task(work, name=f"{self._name} asks")
         try:
@@ -163,7 +183,8 @@ class LabClient:
         most_s: float = 0.0,
         times: float = inf,
     ) -> None:
-        """Ask a node, or `ALL`, once connected, and again until the event is set or it was asked so many times.
+        """Ask a node, or `ALL`, once connected, and again until the event is set or it was asked so
+        many times.
 
         The pauses are `every_s`, or grow from that to `most_s`.
         """
@@ -202,7 +223,9 @@ class LabClient:
         except WireError:
             pass
 
-    def _take_answer(self, place: topics.InboxTopic | topics.AnswerTopic, body: bytes, retained: bool) -> None:
+    def _take_answer(
+        self, place: topics.InboxTopic | topics.AnswerTopic, body: bytes, retained: bool
+    ) -> None:
         protocol, session, message = serialization.decode_shared(body)
         if retained or not isinstance(message, Alive | Here) or message.nonce != self.nonce:
             return

@@ -1,4 +1,5 @@
-"""A node's lifecycle in a run: connected during its work, then a final state that reports how it ended.
+"""A node's lifecycle in a run: connected during its work, then a final state that reports how it
+ended.
 
 A device that is away by its trace leaves its run, and returns by itself.
 """
@@ -35,7 +36,8 @@ from fedstrata.common.text import short
 
 LAST_STATE_S: Final = 2.0
 STAYS: Final = Moves(())
-NAMESAKE_S: Final = 5.0  # within which the owner of a name answers a second process, over a slow link too
+# within which the owner of a name answers a second process, over a slow link too
+NAMESAKE_S: Final = 5.0
 
 log = logging.getLogger("fedstrata.lifecycle")
 
@@ -52,13 +54,17 @@ async def live(
 ) -> _T:
     """Keep the endpoints connected while `work` runs and return its result.
 
-    At the end the state becomes FINISHED, `goodbye` runs, `last_scrape` waits for one more scrape of this process's
-    metrics, and the node's retained messages are cleared. After an error the state is FAILED with the reason, after an
-    interruption DISCONNECTED. If the name is already taken the state is LOST; only this process is affected. So a
-    process without its node's state waits for another one of this name before it fails. Raises what `work` or an
-    endpoint raised; of several errors the first FedstrataError, or RunFailed if there is none.
+    At the end the state becomes FINISHED, `goodbye` runs, `last_scrape` waits for one more scrape
+    of this process's metrics, and the node's retained messages are cleared. After an error the
+    state is FAILED with the reason, after an interruption DISCONNECTED. If the name is already
+    taken the state is LOST; only this process is affected. So a process without its node's state
+    waits for another one of this name before it fails. Raises what `work` or an endpoint raised; of
+    several errors the first FedstrataError, or RunFailed if there is none.
     """
-    serving = [asyncio.create_task(endpoint.run(connect_timeout_s=connect_timeout_s)) for endpoint in endpoints]
+    serving = [
+        asyncio.create_task(endpoint.run(connect_timeout_s=connect_timeout_s))
+        for endpoint in endpoints
+    ]
     working = asyncio.create_task(work)
     try:
         await asyncio.wait((working, *serving), return_when=asyncio.FIRST_COMPLETED)
@@ -92,7 +98,9 @@ async def live(
 
 
 async def _name_taken(serving: Sequence[asyncio.Task[None]]) -> DuplicateName | None:
-    """Return the error of an endpoint that learns within `NAMESAKE_S` that another process has the name."""
+    """Return the error of an endpoint that learns within `NAMESAKE_S` that another process has the
+    name.
+    """
     done, _ = await asyncio.wait(serving, timeout=NAMESAKE_S, return_when=asyncio.FIRST_COMPLETED)
     ends = (first_error(error) for end in done if (error := end.exception()) is not None)
     return next((error for error in ends if isinstance(error, DuplicateName)), None)
@@ -101,9 +109,11 @@ async def _name_taken(serving: Sequence[asyncio.Task[None]]) -> DuplicateName | 
 async def _leave(endpoints: Sequence[Endpoint]) -> None:
     for endpoint in endpoints:
         await endpoint.flush(timeout_s=max(LAST_STATE_S, endpoint.patience_s()))
-    for endpoint in endpoints:  # all of them first: an endpoint must not defend the name against another's clearing
+    # all of them first: an endpoint must not defend the name against another's clearing
+    for endpoint in endpoints:
         endpoint.release_name()
-    keep_state = any(endpoint.someone_is_away() for endpoint in endpoints)  # they may share the broker and the topic
+    # they may share the broker and the topic
+    keep_state = any(endpoint.someone_is_away() for endpoint in endpoints)
     for endpoint in endpoints:
         await endpoint.leave(keep_state=keep_state, timeout_s=LAST_STATE_S)
 
@@ -111,7 +121,9 @@ async def _leave(endpoints: Sequence[Endpoint]) -> None:
 def _state(error: FedstrataError | None) -> NodeState:
     if isinstance(error, DuplicateName):
         return NodeState.LOST
-    return NodeState.DISCONNECTED if isinstance(error, Moved | MovesAway | Away) else NodeState.FAILED
+    if isinstance(error, Moved | MovesAway | Away):
+        return NodeState.DISCONNECTED
+    return NodeState.FAILED
 
 
 def _failure(error: FedstrataError | None) -> Failure:
@@ -119,7 +131,9 @@ def _failure(error: FedstrataError | None) -> Failure:
         return Failure.INVALID
     if isinstance(error, MovesAway):
         return Failure.MOVED
-    return Failure.STALLED if isinstance(error, NoProgress) else Failure.NONE
+    if isinstance(error, NoProgress):
+        return Failure.STALLED
+    return Failure.NONE
 
 
 async def _report(
@@ -152,7 +166,9 @@ class Away(FedstrataError):
     """The device is away by its trace, which `begun` in monotonic seconds."""
 
     def __init__(self, begun: float, *, for_s: float) -> None:
-        super().__init__(f"away by its trace for {for_s:.0f} s" if for_s < inf else "away by its trace for good")
+        super().__init__(
+            f"away by its trace for {for_s:.0f} s" if for_s < inf else "away by its trace for good"
+        )
         self.begun = begun
 
 
@@ -165,7 +181,9 @@ async def through_absences(
     run: str,
     times: OnlineTimes | None,
 ) -> None:
-    """Take part in a run to its end: once, and again after each absence, which `once` ends by raising Away."""
+    """Take part in a run to its end: once, and again after each absence, which `once` ends by
+    raising Away.
+    """
     while True:
         try:
             return await once()
@@ -187,7 +205,8 @@ async def while_online(
     moves: Moves = STAYS,
     failed: Collection[Move] = (),
 ) -> _T:
-    """Do a device's work and return its result. Raises Away or MovesAway once its traces take it away.
+    """Do a device's work and return its result. Raises Away or MovesAway once its traces take it
+    away.
 
     `times` None: it is always there. `failed`: the moves to parents that did not take it.
     """
@@ -212,7 +231,11 @@ async def _departure(
         t = up.now() - begun
         if times is not None and not times.online(t):
             return Away(begun, for_s=times.returns(t) - t)
-        if (move := moves.due(t)) is not None and move.parent != up.session.parent and move not in failed:
+        if (
+            (move := moves.due(t)) is not None
+            and move.parent != up.session.parent
+            and move not in failed
+        ):
             return MovesAway(move)
         left_s = min(moves.next_change(t), inf if times is None else times.next_change(t)) - t
         try:
@@ -222,11 +245,14 @@ async def _departure(
             pass
 
 
-async def until_return(host: Host, name: str, parent: str, *, run: str, times: OnlineTimes, begun: float) -> bool:
-    """Wait until a device is available again, or its parent is in another run; return False if its run ends before.
+async def until_return(
+    host: Host, name: str, parent: str, *, run: str, times: OnlineTimes, begun: float
+) -> bool:
+    """Wait until a device is available again, or its parent is in another run; return False if its
+    run ends before.
 
-    Meanwhile only the parent's state is read: it ends the wait, and a resumed run has another time zero. Raises
-    ParentGaveUp.
+    Meanwhile only the parent's state is read: it ends the wait, and a resumed run has another time
+    zero. Raises ParentGaveUp.
     """
     loop = asyncio.get_running_loop()
     watched = _ParentState(host, name, parent, run=run, begun=begun)
@@ -244,7 +270,9 @@ async def until_return(host: Host, name: str, parent: str, *, run: str, times: O
 
 
 class _ParentState:
-    """The state of a device's parent, read while the device is away; `moved`: it has joined another run."""
+    """The state of a device's parent, read while the device is away; `moved`: it has joined another
+    run.
+    """
 
     def __init__(self, host: Host, name: str, parent: str, *, run: str, begun: float) -> None:
         self.begun = begun
@@ -252,13 +280,18 @@ class _ParentState:
         self.failure: ParentGaveUp | None = None
         self.changed = asyncio.Event()
         self._zero = TimeZero()
-        self._run, self._parent = run, parent
+        self._run = run
+        self._parent = parent
         self._loop = asyncio.get_running_loop()
         state = topics.state(host.lab, "+", parent)
-        self.client = LabClient(host.broker, f"{name}-away", reads=[state], received=self._received, world=host.world)
+        self.client = LabClient(
+            host.broker, f"{name}-away", reads=[state], received=self._received, world=host.world
+        )
 
     async def over(self) -> bool:
-        """Return whether the run has ended: a living parent publishes its state again if another has sent this one."""
+        """Return whether the run has ended: a living parent publishes its state again if another
+        has sent this one.
+        """
         if self.ended:
             await asyncio.sleep(NAMESAKE_S)
         return self.ended
@@ -274,11 +307,16 @@ class _ParentState:
             self.ended = True
         elif isinstance(message, Presence):
             if message.state in LIVING and not retained:
-                self.ended, self.failure = False, None
+                self.ended = False
+                self.failure = None
             self.ended = self.ended or message.state in (NodeState.FINISHED, NodeState.FAILED)
             if message.state is NodeState.FAILED:
                 self.failure = ParentGaveUp(f"{self._parent} gave up: {short(message.reason)}")
             now = self._loop.time()
-            if not retained and (begun := self._zero.note(message.elapsed_s, session, now, published=True)) is not None:
+            if (
+                not retained
+                and (begun := self._zero.note(message.elapsed_s, session, now, published=True))
+                is not None
+            ):
                 self.begun = begun
         self.changed.set()

@@ -1,4 +1,6 @@
-"""Models at one end of a link: arriving, encoded and decoded, outside the event loop and in reused buffers."""
+"""Models at one end of a link: arriving, encoded and decoded, outside the event loop and in reused
+buffers.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,12 @@ class ModelUnavailable(Exception):
 
 @dataclass(slots=True, eq=False)
 class Arriving:
-    """A task's model, forwarded perhaps before it is complete. `row`, uint8 [row_bytes], has it once `whole` returns.
+    """A task's model, forwarded perhaps before it is complete. `row`, uint8 [row_bytes], has it
+    once `whole` returns.
 
-    Before that `buffer`, which is the row or separate memory, is filled with the blob, one checked chunk after another.
-    `lacking`, bool [chunks], marks the missing ones. To forward chunks, register a callback with `on_chunk`.
+    Before that `buffer`, which is the row or separate memory, is filled with the blob, one checked
+    chunk after another. `lacking`, bool [chunks], marks the missing ones. To forward chunks,
+    register a callback with `on_chunk`.
     """
 
     manifest: Manifest
@@ -41,15 +45,21 @@ class Arriving:
     buffer: memoryview
     lacking: npt.NDArray[np.bool_]
     _watchers: list[Callable[[], None]] = field(default_factory=list)
-    _whole: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    _whole: asyncio.Future[None] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
 
     @property
     def complete(self) -> bool:
         """Whether the row has the model."""
-        return self._whole.done() and not self._whole.cancelled() and self._whole.exception() is None
+        return (
+            self._whole.done() and not self._whole.cancelled() and self._whole.exception() is None
+        )
 
     async def whole(self) -> Row:
-        """Wait for the complete model. Raises ModelUnavailable; RunFailed if it can never be used."""
+        """Wait for the complete model. Raises ModelUnavailable; RunFailed if it can never be
+        used.
+        """
         await asyncio.shield(self._whole)
         return self.row
 
@@ -91,7 +101,8 @@ class Models:
     """
 
     def __init__(self, *, sent: str | CodecSettings, received: str | CodecSettings) -> None:
-        self._sent, self._received = sent, received
+        self._sent = sent
+        self._received = received
         self._spare: list[Row] = []
         self._lent: dict[str, Row] = {}
         self._kept: dict[str, Row | Arriving] = {}
@@ -111,8 +122,9 @@ class Models:
     ) -> tuple[Manifest, memoryview]:
         """Encode a row as a blob, valid until `release`.
 
-        `cut`: the chunk size, and a salt that distinguishes this blob from the same one for other links. `adopt`: the
-        row becomes what the other end decodes. Raises RefusedModel if that is not finite.
+        `cut`: the chunk size, and a salt that distinguishes this blob from the same one for other
+        links. `adopt`: the row becomes what the other end decodes. Raises RefusedModel if that is
+        not finite.
         """
         codec = self.sent
         buffer = None if codec.is_row else self._borrow(codec.size(layout))
@@ -130,12 +142,18 @@ class Models:
             self._kept[manifest.blob] = row
         return manifest, blob
 
-    async def describe(self, layout: ModelLayout, blob: memoryview, *, cut: tuple[int, str], task: str) -> Manifest:
+    async def describe(
+        self, layout: ModelLayout, blob: memoryview, *, cut: tuple[int, str], task: str
+    ) -> Manifest:
         """Return the manifest of a result that is encoded; `task`: the blob of its task's model."""
         reference = task if self.sent.delta else ""
-        return await work_on(partial(self._described, layout, blob, cut, reference), nbytes=len(blob))
+        return await work_on(
+            partial(self._described, layout, blob, cut, reference), nbytes=len(blob)
+        )
 
-    def _described(self, layout: ModelLayout, blob: memoryview, cut: tuple[int, str], reference: str) -> Manifest:
+    def _described(
+        self, layout: ModelLayout, blob: memoryview, cut: tuple[int, str], reference: str
+    ) -> Manifest:
         chunk_bytes, salt = cut
         return describe(
             blob,
@@ -161,25 +179,33 @@ class Models:
         """Return the required form of fetched models."""
         codec = self.received
         extras = 4 * layout.extras
-        return ModelForm(layout.digest, codec.name, codec.size(layout), codec.fixed, codec.delta, extras)
+        return ModelForm(
+            layout.digest, codec.name, codec.size(layout), codec.fixed, codec.delta, extras
+        )
 
     def decoder(
         self, layout: ModelLayout, blob: memoryview, row: Row, *, reference: str = ""
     ) -> Callable[[], None] | None:
-        """Return a function that does `decode`'s work, None if it takes too long for the event loop."""
+        """Return a function that does `decode`'s work, None if it takes too long for the event
+        loop.
+        """
         kept = self._kept.get(reference)
         if layout.row_bytes > SMALL_BYTES or isinstance(kept, Arriving):
             return None
         return partial(decode_row, self.received, layout, blob, row, kept)
 
-    async def decode(self, layout: ModelLayout, blob: memoryview, row: Row, *, reference: str = "") -> None:
+    async def decode(
+        self, layout: ModelLayout, blob: memoryview, row: Row, *, reference: str = ""
+    ) -> None:
         """Decode an assembled blob into the row; a delta needs a reference blob that is kept.
 
         Raises RefusedModel if it is no model or not finite, and what `Arriving.whole` raises.
         """
         kept = self._kept.get(reference)
         against = await kept.whole() if isinstance(kept, Arriving) else kept
-        await work_on(partial(decode_row, self.received, layout, blob, row, against), nbytes=layout.row_bytes)
+        await work_on(
+            partial(decode_row, self.received, layout, blob, row, against), nbytes=layout.row_bytes
+        )
 
     def _borrow(self, size: int) -> Row:
         fitting = [place for place, buffer in enumerate(self._spare) if buffer.size >= size]
@@ -190,10 +216,14 @@ class Models:
 
 async def work_on(function: Callable[[], _T], *, nbytes: int) -> _T:
     """Run a function on a model, in a thread unless it is faster than starting one."""
-    return function() if nbytes <= SMALL_BYTES else await offload(function)
+    if nbytes <= SMALL_BYTES:
+        return function()
+    return await offload(function)
 
 
-def decode_row(codec: Codec, layout: ModelLayout, blob: memoryview, row: Row, reference: Row | None) -> None:
+def decode_row(
+    codec: Codec, layout: ModelLayout, blob: memoryview, row: Row, reference: Row | None
+) -> None:
     """Decode a blob into the row. Raises RefusedModel if it is no model or not finite."""
     try:
         codec.decode(layout, blob, row, reference=reference)

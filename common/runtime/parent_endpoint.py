@@ -10,7 +10,13 @@ from functools import partial
 from typing import Any, Final
 
 from fedstrata.common.accounting.ledger import Ledger
-from fedstrata.common.errors import FedstrataError, InvalidBelow, NoProgress, RefusedModel, RunFailed
+from fedstrata.common.errors import (
+    FedstrataError,
+    InvalidBelow,
+    NoProgress,
+    RefusedModel,
+    RunFailed,
+)
 from fedstrata.common.experiment.tiers import Closing, Minimum
 from fedstrata.common.host.offload import offload
 from fedstrata.common.methods.rule import Uploads
@@ -55,7 +61,8 @@ REMIND_S: Final = 60.0
 LOOK_S: Final = 1.0
 LOOK_AGAIN_S: Final = 0.2
 WRITTEN_S: Final = 1e-4  # for each character of an event that children can change as they like
-REPEAT_END_S: Final = 2.0  # before the end of the run is sent again to children that have not sent their farewell
+# before the end of the run is sent again to children that have not sent their farewell
+REPEAT_END_S: Final = 2.0
 
 
 def _no_minimum(children: int) -> Minimum | None:
@@ -66,8 +73,8 @@ def _no_minimum(children: int) -> Minimum | None:
 class ParentEndpoint(Endpoint):
     """A parent's children on one broker; `run` keeps the connection, `round` runs a round.
 
-    `minimum_of`: what rounds need of so many children, None: they wait for each. `spool`: where uploads are assembled,
-    None: in memory.
+    `minimum_of`: what rounds need of so many children, None: they wait for each. `spool`: where
+    uploads are assembled, None: in memory.
     """
 
     session: ParentSession
@@ -86,9 +93,13 @@ class ParentEndpoint(Endpoint):
     ) -> None:
         transfer = below.transfer
         self.statistics = BrokerStatistics(str(address))
-        super().__init__(address, identity, transfer=transfer, world=world, statistics=self.statistics)
+        super().__init__(
+            address, identity, transfer=transfer, world=world, statistics=self.statistics
+        )
         first_number = int(1e3 * world.wall())
-        self.session = ParentSession(identity, below, meter=self.connection.meter, first_number=first_number)
+        self.session = ParentSession(
+            identity, below, meter=self.connection.meter, first_number=first_number
+        )
         self.transfer = transfer
         self._minimum_of = minimum_of
         self.named = tuple(below.links)
@@ -103,7 +114,8 @@ class ParentEndpoint(Endpoint):
         self._buffers: dict[str, memoryview] = {}
         self._closed: asyncio.Future[Closed] | None = None
         self._checks: set[asyncio.Task[None]] = set()
-        self._checking: dict[str, asyncio.Task[None]] = {}  # the child's upload that is decoded in a thread
+        # the child's upload that is decoded in a thread
+        self._checking: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
         self._targets: tuple[Target, ...] = ()
         self._new_targets = asyncio.Event()
@@ -123,7 +135,9 @@ class ParentEndpoint(Endpoint):
 
     @property
     def tests(self) -> Mapping[str, int]:
-        """The test samples of each child that has reported its training samples; 0 if they are not known."""
+        """The test samples of each child that has reported its training samples; 0 if they are not
+        known.
+        """
         return self.session.attendance.tests
 
     @property
@@ -132,9 +146,13 @@ class ParentEndpoint(Endpoint):
         return self.session.readiness(self.now()).ready
 
     def remember(self, samples: Mapping[str, int]) -> None:
-        """Take the samples that children have reported to an earlier process of this node: one may be lost by now."""
+        """Take the samples that children have reported to an earlier process of this node: one may
+        be lost by now.
+        """
         named = self.named
-        self.session.attendance.samples.update({name: count for name, count in samples.items() if name in named})
+        self.session.attendance.samples.update(
+            {name: count for name, count in samples.items() if name in named}
+        )
 
     @property
     def after(self) -> Mapping[str, int]:
@@ -174,21 +192,27 @@ class ParentEndpoint(Endpoint):
         self._new_targets.clear()
         return self._targets
 
-    async def round(self, dispatch: Dispatch, *, on_progress: Callable[[], None] = nothing) -> ClosedRound:
+    async def round(
+        self, dispatch: Dispatch, *, on_progress: Callable[[], None] = nothing
+    ) -> ClosedRound:
         """Send each child its model, wait until the round closes, and return the results.
 
-        `on_progress` is called after any progress below. Raises RunFailed if a required child has given up, NoProgress
-        if the round can never close, ModelUnavailable if the arriving model is not available.
+        `on_progress` is called after any progress below. Raises RunFailed if a required child has
+        given up, NoProgress if the round can never close, ModelUnavailable if the arriving model is
+        not available.
         """
         layout = self._require_layouts().up
         now = self.now()
-        self.session.set_form(self.models.form(layout))  # once this node's user has permitted own codecs
+        # once this node's user has permitted own codecs
+        self.session.set_form(self.models.form(layout))
         children = dispatch.children if dispatch.carried is None else self.peers
         assignments = await self._offer(dispatch)
         self._sent |= {name: assignment.model.size for name, assignment in assignments.items()}
         if self._uploads.array.shape != (len(children), layout.row_bytes):
             resident = 1e6 * self.transfer.resident_mb
-            self._uploads = self._spool.rows("uploads", len(children), layout.row_bytes, resident_bytes=resident)
+            self._uploads = self._spool.rows(
+                "uploads", len(children), layout.row_bytes, resident_bytes=resident
+            )
         self._places = {name: place for place, name in enumerate(children)}
         self._closed = asyncio.get_running_loop().create_future()
         for model, _ in dispatch.models:
@@ -208,7 +232,9 @@ class ParentEndpoint(Endpoint):
         try:
             closed = await self._closed
             in_flight = () if dispatch.last else self.session.coordinator.in_flight()
-        finally:  # after this the rows of both directions may be overwritten, but for those of children in flight
+        # after this the rows of both directions may be overwritten, but for those of children in
+        # flight
+        finally:
             self._on_progress = nothing
             retired = self.session.end_round(self.now(), in_flight=in_flight)
             self._detach()
@@ -216,23 +242,38 @@ class ParentEndpoint(Endpoint):
                 await asyncio.wait(self._checks)  # a late one still writes its row
             for blob in retired:
                 self.models.release(blob)
-            sent, self._sent = self._sent, {name: self._sent[name] for name in in_flight}
+            sent = self._sent
+            self._sent = {name: self._sent[name] for name in in_flight}
         results = {name: closed.results[name] for name in children if name in closed.results}
-        uploads = Uploads(children, self._uploads.array, tuple(map(results.get, children)), self._uploads.release)
+        uploads = Uploads(
+            children, self._uploads.array, tuple(map(results.get, children)), self._uploads.release
+        )
         nbytes = {name: sent[name] + result.model.size for name, result in results.items()}
-        timeline, buffered = self.session.coordinator.timeline, dispatch.carried is not None
+        timeline = self.session.coordinator.timeline
+        buffered = dispatch.carried is not None
         results, unscored = possible_scores(results, self.session.limits, tests=self.tests)
         return ClosedRound(
-            results, uploads, closed.missing, closed.refused, timeline, nbytes, buffered, dispatch.absent, unscored
+            results,
+            uploads,
+            closed.missing,
+            closed.refused,
+            timeline,
+            nbytes,
+            buffered,
+            dispatch.absent,
+            unscored,
         )
 
-    async def gather(self, closing: Closing, *, waiting: Callable[[str], None] = lambda text: None) -> None:
-        """Wait until the children are ready: all of them, or as many as a round needs if it may close without some.
+    async def gather(
+        self, closing: Closing, *, waiting: Callable[[str], None] = lambda text: None
+    ) -> None:
+        """Wait until the children are ready: all of them, or as many as a round needs if it may
+        close without some.
 
-        So the clock starts when the lab is complete. An absent or failed child never ends the wait: the log and calls
-        of `waiting` name it and the reason. When the least number is ready, the other children have `start_wait_s`
-        from the start, or a quorum's `deadline_s`. Raises NoProgress if a required child makes no progress in
-        preparing.
+        So the clock starts when the lab is complete. An absent or failed child never ends the wait:
+        the log and calls of `waiting` name it and the reason. When the least number is ready, the
+        other children have `start_wait_s` from the start, or a quorum's `deadline_s`. Raises
+        NoProgress if a required child makes no progress in preparing.
         """
         need = len(self.named) if closing.rule == "all" else closing.quorum or 1
         begun = self.now()
@@ -248,13 +289,21 @@ class ParentEndpoint(Endpoint):
             log.warning("%s begins without: %.2000s", self.identity.name, found.text)
 
     def give_back_places(self) -> None:
-        """Forget the children that had entered and have been away for `idle_s`; between two tasks of this node."""
+        """Forget the children that had entered and have been away for `idle_s`; between two tasks
+        of this node.
+        """
         for name in self.session.give_back_places(self.now()):
-            log.info("%s: %s was away for %g s: its place is free", self.identity.name, name, self.transfer.idle_s)
+            log.info(
+                "%s: %s was away for %g s: its place is free",
+                self.identity.name,
+                name,
+                self.transfer.idle_s,
+            )
             self.wake()
 
     async def absent(self, global_round: int, local_round: int) -> Collection[str]:
-        """Return the children that are not ready, once as many are as a round needs; none if it waits for each.
+        """Return the children that are not ready, once as many are as a round needs; none if it
+        waits for each.
 
         Raises NoProgress if these are not ready within `idle_s`.
         """
@@ -266,7 +315,10 @@ class ParentEndpoint(Endpoint):
             minimum = self._minimum(found.ready)
             least = 0 if minimum is None else minimum.children
             if len(found.ready) < least and now >= begun + self.transfer.idle_s:
-                problem = f"{len(found.ready)} of at least {least} children were ready for {self.transfer.idle_s:g} s"
+                problem = (
+                    f"{len(found.ready)} of at least {least} children were ready for "
+                    f"{self.transfer.idle_s:g} s"
+                )
                 raise NoProgress(f"{problem}: {found.text}")
             return len(found.ready) >= least
 
@@ -275,18 +327,25 @@ class ParentEndpoint(Endpoint):
         return [name for name in self.peers if name not in ready]
 
     def _minimum(self, ready: Collection[str]) -> Minimum | None:
-        """Return what rounds need of the children that the experiment names, and those that entered and are `ready`."""
+        """Return what rounds need of the children that the experiment names, and those that entered
+        and are `ready`.
+        """
         return self._minimum_of(len({*self.named, *ready}))
 
     async def _ready(
-        self, enough: Callable[[Readiness, float], bool], *, waiting: Callable[[str], None] = lambda text: None
+        self,
+        enough: Callable[[Readiness, float], bool],
+        *,
+        waiting: Callable[[str], None] = lambda text: None,
     ) -> Readiness | None:
-        """Wait until all children are ready, and return None; or until `enough` are, and return which.
+        """Wait until all children are ready, and return None; or until `enough` are, and return
+        which.
 
         Meanwhile the log, the events and calls of `waiting` name the others and the reasons.
         """
         observe_at = self.now()
-        remind_at, failed = observe_at + REMIND_FIRST_S, frozenset[str]()
+        remind_at = observe_at + REMIND_FIRST_S
+        failed = frozenset[str]()
         observed: Mapping[str, str] = {}
         while not self.session.attendance.complete:
             now = self.now()
@@ -295,20 +354,27 @@ class ParentEndpoint(Endpoint):
                 return found
             waiting(found.text)
             if now >= remind_at or not found.failed <= failed:
-                remind_at, failed = max(remind_at, now + REMIND_S), found.failed
+                remind_at = max(remind_at, now + REMIND_S)
+                failed = found.failed
                 log.warning("%s waits for its children: %.2000s", self.identity.name, found.text)
             if found.missing != observed and now >= observe_at:
-                observed, observe_at = found.missing, now + max(LOOK_S, WRITTEN_S * len(found.text))
+                observed = found.missing
+                observe_at = now + max(LOOK_S, WRITTEN_S * len(found.text))
                 self._observe("waiting", {"for": found.text, "nodes": dict(observed)})
             self.session.ask_quiet(now)
             self.wake()
             await self._changed_within(LOOK_S)
-            while not self.session.attendance.complete and (left_s := now + LOOK_AGAIN_S - self.now()) > 0:
+            while (
+                not self.session.attendance.complete
+                and (left_s := now + LOOK_AGAIN_S - self.now()) > 0
+            ):
                 await self._changed_within(left_s)  # as each look is at all children
         return None
 
     async def measure(self, links: Links) -> None:
-        """Calibrate the links to the ready children. Raises InvalidExperiment if one differs from its declaration."""
+        """Calibrate the links to the ready children. Raises InvalidExperiment if one differs from
+        its declaration.
+        """
         present = self.ready
         ready = [name for name in self.peers if name in present]
         self.session.measuring = True
@@ -350,8 +416,15 @@ class ParentEndpoint(Endpoint):
             reason = {"reason": event.reason} if event.reason else {}
             self._observe("child", {"node": event.child, "state": event.state, **reason})
         elif isinstance(event, DevicesAway):
-            found = "; ".join(f"{name} returns in {left_s:.0f} s" for name, left_s in sorted(event.returns_s.items()))
-            log.warning("%s waits for devices that are away by their traces: %.2000s", self.identity.name, found)
+            found = "; ".join(
+                f"{name} returns in {left_s:.0f} s"
+                for name, left_s in sorted(event.returns_s.items())
+            )
+            log.warning(
+                "%s waits for devices that are away by their traces: %.2000s",
+                self.identity.name,
+                found,
+            )
             self._observe("away", {"returns_s": dict(event.returns_s)})
         elif isinstance(event, GoodbyeReceived):
             self._changed.set()
@@ -394,47 +467,66 @@ class ParentEndpoint(Endpoint):
     # Models
 
     async def _offer(self, dispatch: Dispatch) -> dict[str, Assignment]:
-        """Offer each model once per group of equal links: in a common stream the slowest link would set the pace."""
-        layout, link = self._require_layouts().down, self.link
+        """Offer each model once per group of equal links: in a common stream the slowest link would
+        set the pace.
+        """
+        layout = self._require_layouts().down
+        link = self.link
         groups: dict[tuple[int, LinkDirection, int], list[str]] = {}
         for i, (_, children) in enumerate(dispatch.models):
             for name in children:
                 groups.setdefault((i, link.ways.to[name], link.chunk_bytes(name)), []).append(name)
         assignments: dict[str, Assignment] = {}
         for (i, *_), receivers in groups.items():
-            model, inline = dispatch.models[i][0], None
+            model = dispatch.models[i][0]
+            inline = None
             if isinstance(model, Arriving) and self._forwards(model, receivers):
-                manifest = link.forward(model.manifest, model.buffer, receivers, lacking=model.lacking)
+                manifest = link.forward(
+                    model.manifest, model.buffer, receivers, lacking=model.lacking
+                )
                 model.on_chunk(self.wake)
                 self.models.keep(manifest.blob, model)
             else:
-                row, cut = await model.whole() if isinstance(model, Arriving) else model, link.cut(receivers)
+                row = await model.whole() if isinstance(model, Arriving) else model
+                cut = link.cut(receivers)
                 try:
-                    manifest, blob = await self.models.encode(layout, row, cut=cut, adopt=row is model)
+                    manifest, blob = await self.models.encode(
+                        layout, row, cut=cut, adopt=row is model
+                    )
                 except RefusedModel as error:
                     raise RunFailed(f"the model cannot be sent: {error}") from None
                 inline = link.offer(manifest, blob, receivers)
             assignments |= {
-                name: Assignment(manifest, dispatch.epochs[name], inline, dispatch.follows.get(name, 0))
+                name: Assignment(
+                    manifest, dispatch.epochs[name], inline, dispatch.follows.get(name, 0)
+                )
                 for name in receivers
             }
         return assignments
 
     def _forwards(self, model: Arriving, receivers: Sequence[str]) -> bool:
-        """Return whether the same blob may be forwarded: decoding and encoding it again would give the same bytes."""
+        """Return whether the same blob may be forwarded: decoding and encoding it again would give
+        the same bytes.
+        """
         same = model.manifest.codec == self.models.sent.name and not model.complete
         return same and self.link.forwards(model.manifest, receivers)
 
     def _fetch(self, upload: UploadAnnounced) -> None:
         if not self.session.is_announced(upload):
             return
-        if upload.child in self._checking:  # an announcement after a restart must not change the row meanwhile
+        # an announcement after a restart must not change the row meanwhile
+        if upload.child in self._checking:
             self._soon(self._fetch_later(upload), name=f"fetch {upload.child}")
             return
-        layout, manifest = self._require_layouts().up, upload.result.model
+        layout = self._require_layouts().up
+        manifest = upload.result.model
         place = self._places[upload.child]
         buffer = self.models.received.buffer(layout, self._uploads.array[place], size=manifest.size)
-        if upload.result.inline is None and self._uploads.take_found(place) and self.models.received.is_row:
+        if (
+            upload.result.inline is None
+            and self._uploads.take_found(place)
+            and self.models.received.is_row
+        ):
             self._soon(self._fetch_rest(upload, buffer), name=f"scan {upload.child}")
         elif self.session.fetch(upload, buffer, self.now()):
             self._buffers[upload.child] = buffer
@@ -455,11 +547,15 @@ class ParentEndpoint(Endpoint):
         """Decode an upload and accept it if it is valid; a small one at once, without a task."""
         if not self.session.is_announced(upload):
             return  # the round has ended, and with it the references of its deltas
-        layout, row = self._require_layouts().up, self._uploads.array[self._places[upload.child]]
-        buffer, reference = self._buffers[upload.child], upload.result.model.reference
+        layout = self._require_layouts().up
+        row = self._uploads.array[self._places[upload.child]]
+        buffer = self._buffers[upload.child]
+        reference = upload.result.model.reference
         decode = self.models.decoder(layout, buffer, row, reference=reference)
         if decode is None:
-            checking = self._soon(self._check_later(upload, buffer, row), name=f"check {upload.child}")
+            checking = self._soon(
+                self._check_later(upload, buffer, row), name=f"check {upload.child}"
+            )
             self._checking[upload.child] = checking
             checking.add_done_callback(lambda task: self._checking.pop(upload.child))
             return

@@ -1,4 +1,6 @@
-"""A node's refiner in a process of its own: the agents of cloud and institutions never import torch."""
+"""A node's refiner in a process of its own: the agents of cloud and institutions never import
+torch.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,14 @@ import numpy as np
 from fedstrata.common.errors import InvalidExperiment, RunFailed
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.host.offload import beside, offload
-from fedstrata.common.host.subprocess_channel import Record, ReplaceableProcess, SubprocessChannel, nothing
 from fedstrata.common.model.layout import ModelLayout, Row
 from fedstrata.common.model.refinement import Refiner, RoundModels
+from fedstrata.common.processes.subprocess_channel import (
+    Record,
+    ReplaceableProcess,
+    SubprocessChannel,
+    nothing,
+)
 
 MODULE: Final = "fedstrata.common.learning.refiner_process"
 REPORT_S: Final = 1.0
@@ -25,10 +32,11 @@ _T = TypeVar("_T")
 
 
 class RefinerProcess:
-    """One node's refiner, of an agent on the running event loop. The process starts with `prepare` or the first call.
+    """One node's refiner, of an agent on the running event loop. The process starts with `prepare`
+    or the first call.
 
-    It is replaced if it is killed or makes no progress: the same models give the same bits. `partition`: the digest of
-    the cloud's split, with which the node's must agree.
+    It is replaced if it is killed or makes no progress: the same models give the same bits.
+    `partition`: the digest of the cloud's split, with which the node's must agree.
     """
 
     def __init__(self, experiment: Experiment, node: str, *, partition: str) -> None:
@@ -41,7 +49,10 @@ class RefinerProcess:
         self._layout: ModelLayout | None = None
         self._frozen: Path | None = None
         self._process = ReplaceableProcess(
-            MODULE, f"{node}'s refiner process", idle_s=experiment.transfer.idle_s, begin=self._begin
+            MODULE,
+            f"{node}'s refiner process",
+            idle_s=experiment.transfer.idle_s,
+            begin=self._begin,
         )
 
     @property
@@ -52,11 +63,15 @@ class RefinerProcess:
     async def prepare(self, layout: ModelLayout, arrays: Callable[[], Awaitable[Path]]) -> None:
         """Start the process, which loads the data.
 
-        `layout`: the run's. If the process builds other frozen arrays, it gets the file of the run's from `arrays`.
-        Raises InvalidExperiment, RunFailed, and what `arrays` raises.
+        `layout`: the run's. If the process builds other frozen arrays, it gets the file of the
+        run's from `arrays`. Raises InvalidExperiment, RunFailed, and what `arrays` raises.
         """
         await self._process.do(nothing)
-        if self._layout is not None and self._layout != layout and self._layout.differs_in_frozen(layout):
+        if (
+            self._layout is not None
+            and self._layout != layout
+            and self._layout.differs_in_frozen(layout)
+        ):
             self._frozen = await arrays()
             await self._process.end()
             await self._process.do(nothing)
@@ -66,9 +81,13 @@ class RefinerProcess:
             raise InvalidExperiment("model.name", self._experiment.model.name, problem, remedy)
 
     def refine(self, models: RoundModels) -> Mapping[str, Any]:
-        """Refine the mean in the process; for other threads than the loop's. Raises RunFailed, InvalidExperiment."""
+        """Refine the mean in the process; for other threads than the loop's. Raises RunFailed,
+        InvalidExperiment.
+        """
         try:
-            facts, refined = asyncio.run_coroutine_threadsafe(self._refined(models), self._loop).result()
+            facts, refined = asyncio.run_coroutine_threadsafe(
+                self._refined(models), self._loop
+            ).result()
         except CancelledError:
             raise self._refusal() from None
         np.copyto(models.mean, refined)
@@ -79,7 +98,9 @@ class RefinerProcess:
         self._cancelled = False
 
     def cancel(self) -> None:
-        """End a running call, and its process, and refuse others, until `allow`; for the loop's thread."""
+        """End a running call, and its process, and refuse others, until `allow`; for the loop's
+        thread.
+        """
         self._cancelled = True
         if self._call is not None:
             self._call.cancel()
@@ -94,7 +115,9 @@ class RefinerProcess:
     async def _begin(self, channel: SubprocessChannel) -> None:
         experiment = self._experiment.to_json()
         frozen = None if self._frozen is None else str(self._frozen)
-        reply = await channel.request(experiment=experiment, node=self._node, partition=self._partition, frozen=frozen)
+        reply = await channel.request(
+            experiment=experiment, node=self._node, partition=self._partition, frozen=frozen
+        )
         self._layout = reply["layout"] and ModelLayout.from_json(reply["layout"])
 
     async def _refined(self, models: RoundModels) -> tuple[Record, Row]:
@@ -104,7 +127,8 @@ class RefinerProcess:
         return await self._process.do(partial(self._refine, models))
 
     async def _refine(self, models: RoundModels, channel: SubprocessChannel) -> tuple[Record, Row]:
-        rows, size = [models.mean, models.received, *models.uploads], models.layout.row_bytes
+        rows = [models.mean, models.received, *models.uploads]
+        size = models.layout.row_bytes
         shared = channel.memory.rows(len(rows), size)
 
         def copy() -> None:
@@ -112,16 +136,21 @@ class RefinerProcess:
                 np.copyto(target, row[:size])
 
         await offload(copy)
-        layout, weights = models.layout.to_json(), models.weights_K.tolist()
+        layout = models.layout.to_json()
+        weights = models.weights_K.tolist()
         reply = await channel.request(r=models.r, layout=layout, weights=weights)
         self._process.moves += 1
         return reply["facts"], shared[0]
 
 
 async def run_refining(
-    function: Callable[[], _T], refiner: Refiner | None, *, report: Callable[[], None] = lambda: None
+    function: Callable[[], _T],
+    refiner: Refiner | None,
+    *,
+    report: Callable[[], None] = lambda: None,
 ) -> _T:
-    """Run a function that may use the refiner in a thread and return its result; `report` its progress meanwhile.
+    """Run a function that may use the refiner in a thread and return its result; `report` its
+    progress meanwhile.
 
     If the caller is cancelled, the refiner's call is ended.
     """

@@ -37,7 +37,8 @@ log = logging.getLogger("fedstrata.roll")
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What a node's host has: a device's accelerators, the data sets in its folder; what was found there.
+    """What a node's host has: a device's accelerators, the data sets in its folder; what was found
+    there.
 
     `parent`: to which a device has moved, else empty.
     """
@@ -52,18 +53,31 @@ class RollEntry:
     """A node's own entry. `run` is the run in which it takes part, "" while it waits."""
 
     def __init__(
-        self, host: Host, name: str, *, role: str, parent: str, resources: Callable[[], Resources] = Resources
+        self,
+        host: Host,
+        name: str,
+        *,
+        role: str,
+        parent: str,
+        resources: Callable[[], Resources] = Resources,
     ) -> None:
         self.run = ""
-        self._host, self._name, self._role, self._parent = host, name, role, parent
+        self._host = host
+        self._name = name
+        self._role = role
+        self._parent = parent
         self._resources = resources
         self._answered: dict[str, float] = {}
         self._loop = asyncio.get_running_loop()
         calls = topics.ask(host.lab, topics.ALL, "+")
-        self._client = LabClient(host.broker, f"{name}-roll", reads=[calls], received=self._received, world=host.world)
+        self._client = LabClient(
+            host.broker, f"{name}-roll", reads=[calls], received=self._received, world=host.world
+        )
 
     def kept(self) -> AbstractAsyncContextManager[None]:
-        """Answer roll calls meanwhile, also after the broker was away, which the node itself reports."""
+        """Answer roll calls meanwhile, also after the broker was away, which the node itself
+        reports.
+        """
         return self._client.connected()
 
     def _received(self, topic: topics.Topic, body: bytes, retained: bool) -> None:
@@ -77,20 +91,31 @@ class RollEntry:
         if not isinstance(message, Question) or message.about is not About.ENTRY:
             return
         self._answered[topic.asker] = now
-        has, host = self._resources(), self._host
+        has = self._resources()
+        host = self._host
         answer = Here(
-            message.nonce, self._role, has.parent or self._parent, self.run, version("fedstrata"), socket.gethostname(),
-            short(has.hardware), short(has.data), host.kit, host.world.wall(), has.findings[: serialization.ITEMS],
-        )  # fmt: skip
+            message.nonce,
+            self._role,
+            has.parent or self._parent,
+            self.run,
+            version("fedstrata"),
+            socket.gethostname(),
+            short(has.hardware),
+            short(has.data),
+            host.kit,
+            host.world.wall(),
+            has.findings[: serialization.ITEMS],
+        )
         self._client.publish(topics.answer(host.lab, topic.asker, self._name), answer)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A node's answer; `ahead_s`: seconds by which its clock is ahead of this machine's, within CALL_EVERY_S.
+    """A node's answer; `ahead_s`: seconds by which its clock is ahead of this machine's, within
+    CALL_EVERY_S.
 
-    `protocol`: the version that it uses. Of another one than this release's only role, parent, run and release are
-    known.
+    `protocol`: the version that it uses. Of another one than this release's only role, parent, run
+    and release are known.
     """
 
     node: str
@@ -100,10 +125,13 @@ class Answer:
 
     @property
     def other_release(self) -> str:
-        """Both releases, if it uses another version of the protocol, so that it cannot take part; else empty."""
+        """Both releases, if it uses another version of the protocol, so that it cannot take part;
+        else empty.
+        """
         if self.protocol == _PROTOCOL:
             return ""
-        its, this = f"{self.here.release} (protocol {self.protocol})", f"{version('fedstrata')} (protocol {_PROTOCOL})"
+        its = f"{self.here.release} (protocol {self.protocol})"
+        this = f"{version('fedstrata')} (protocol {_PROTOCOL})"
         return f"it is of release {its}, this is {this}: install one release everywhere"
 
 
@@ -119,12 +147,20 @@ async def call_rolls(
 ) -> list[Answer]:
     """Return the nodes on all brokers of a lab; a broker that is away is reported.
 
-    Each is asked for `wait_s`, or until those `expected` have answered. Two nodes of one name are two answers. Raises
-    ConnectionFailed if no broker could be reached.
+    Each is asked for `wait_s`, or until those `expected` have answered. Two nodes of one name are
+    two answers. Raises ConnectionFailed if no broker could be reached.
     """
     answers = _Answers(expected)
     calls = [
-        _call_roll(address, answers, lab=lab, name=name, wait_s=wait_s, timeout_s=connect_timeout_s, world=world)
+        _call_roll(
+            address,
+            answers,
+            lab=lab,
+            name=name,
+            wait_s=wait_s,
+            timeout_s=connect_timeout_s,
+            world=world,
+        )
         for address in addresses
     ]
     failures: list[ConnectionFailed] = []
@@ -137,7 +173,9 @@ async def call_rolls(
         raise failures[0]
     for failure in failures:
         log.warning("%s", failure)
-    return [answer for _, known in sorted(answers.found.items()) for _, answer in sorted(known.items())]
+    return [
+        answer for _, known in sorted(answers.found.items()) for _, answer in sorted(known.items())
+    ]
 
 
 class _Answers:
@@ -163,9 +201,18 @@ class _Answers:
 
 
 async def _call_roll(
-    address: BrokerAddress, answers: _Answers, *, lab: str, name: str, wait_s: float, timeout_s: float, world: World
+    address: BrokerAddress,
+    answers: _Answers,
+    *,
+    lab: str,
+    name: str,
+    wait_s: float,
+    timeout_s: float,
+    world: World,
 ) -> None:
-    """Ask on one broker for `wait_s`, or until the answers are complete. Raises ConnectionFailed."""
+    """Ask on one broker for `wait_s`, or until the answers are complete. Raises
+    ConnectionFailed.
+    """
 
     def answered(reply: Reply) -> None:
         if isinstance(here := reply.message, Here):
@@ -173,8 +220,12 @@ async def _call_roll(
             answers.add(reply.session, answer, reply.nbytes)
 
     reads = [topics.answer(lab, name, "+")]
-    client = LabClient(address, f"{name}-asks", lab=lab, node=name, reads=reads, answered=answered, world=world)
+    client = LabClient(
+        address, f"{name}-asks", lab=lab, node=name, reads=reads, answered=answered, world=world
+    )
     times = max(1, round(wait_s / CALL_EVERY_S))
     async with client.connected(timeout_s=timeout_s):
-        call = client.ask(topics.ALL, About.ENTRY, until=answers.complete, every_s=CALL_EVERY_S, times=times)
+        call = client.ask(
+            topics.ALL, About.ENTRY, until=answers.complete, every_s=CALL_EVERY_S, times=times
+        )
         await client.during(call)

@@ -1,4 +1,6 @@
-"""A parent's round, over a network or in one process: its tasks, the work of a child on one, and their results."""
+"""A parent's round, over a network or in one process: its tasks, the work of a child on one, and
+their results.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ from fedstrata.common.runtime.world import nothing
 from fedstrata.common.storage.spool import Spool
 from fedstrata.common.text import JSON_MOST, named
 
-Observe: TypeAlias = Callable[[str, dict[str, object]], None]  # takes an event: its name, and facts that JSON can hold
+# takes an event: its name, and facts that JSON can hold
+Observe: TypeAlias = Callable[[str, dict[str, object]], None]
 
 NUMBERS: Final = "numbers"  # of a device's trainer, in place of decisions
 NOTES: Final = "notes"  # beside them: what the trainer's user should know
@@ -40,13 +43,15 @@ log = logging.getLogger("fedstrata.round")
 class Dispatch:
     """The tasks of a round.
 
-    `models`: each flat model, uint8 [row_bytes], with the children that receive it. A lossy codec overwrites it with
-    what they decode, so that the node goes on from the model that its children had. One that is still arriving stays
-    as it is, and is forwarded chunk by chunk; its codec is that of the children, or theirs is exact. `epochs`: at least
-    those of the children that take part, `selected` in the node's order from the `able` ones; `absent`: those that
-    could not be. `follows`: what their tasks follow, as in the message Task; 0 for others. `carried`: the children
-    whose tasks of earlier rounds go on, None if tasks end with their round (see `Coordinator.open`); the models that
-    were sent to them must not have changed. `last`: no round follows, so no task goes on.
+    `models`: each flat model, uint8 [row_bytes], with the children that receive it. A lossy codec
+    overwrites it with what they decode, so that the node goes on from the model that its children
+    had. One that is still arriving stays as it is, and is forwarded chunk by chunk; its codec is
+    that of the children, or theirs is exact. `epochs`: at least those of the children that take
+    part, `selected` in the node's order from the `able` ones; `absent`: those that could not be.
+    `follows`: what their tasks follow, as in the message Task; 0 for others. `carried`: the
+    children whose tasks of earlier rounds go on, None if tasks end with their round (see
+    `Coordinator.open`); the models that were sent to them must not have changed. `last`: no round
+    follows, so no task goes on.
     """
 
     global_round: int
@@ -69,11 +74,13 @@ class Dispatch:
 
 @dataclass(frozen=True, slots=True)
 class ClosedRound:
-    """A closed round, its children in the order of `Dispatch.children`; all of the parent's if tasks go on.
+    """A closed round, its children in the order of `Dispatch.children`; all of the parent's if
+    tasks go on.
 
-    `results`: those of the children that answered, in that order; `absent`: see `Dispatch`. `uploads`: their models, in
-    rows that are valid until the next round opens. `model_bytes`: of each child that answered, the encoded models that
-    it received and returned. `buffered`: tasks go on. `unscored`: nodes whose scores are left out, each with the reason
+    `results`: those of the children that answered, in that order; `absent`: see `Dispatch`.
+    `uploads`: their models, in rows that are valid until the next round opens. `model_bytes`: of
+    each child that answered, the encoded models that it received and returned. `buffered`: tasks go
+    on. `unscored`: nodes whose scores are left out, each with the reason
     (`common.protocol.limits.possible_scores`); their models count.
     """
 
@@ -99,13 +106,21 @@ class ClosedRound:
     def decided(self, r: int, *, unreported: Sequence[str]) -> dict[str, object]:
         """Return what a plan records of the node's round r so that it can be replayed.
 
-        `without`: the children that took part, but whose result was not used; `used`: in its place where tasks go on;
-        `unreported`: those whose samples are not known yet; `absent`: those that could not take part; `unscored`: see
-        the class. Each is left out if there are none.
+        `without`: the children that took part, but whose result was not used; `used`: in its place
+        where tasks go on; `unreported`: those whose samples are not known yet; `absent`: those that
+        could not take part; `unscored`: see the class. Each is left out if there are none.
         """
         used = [*self.results, *self.refused] if self.buffered else []
-        without = [] if self.buffered else [child for child in self.uploads.children if child not in self.results]
-        found = {"without": without, "used": used, "unreported": list(unreported), "absent": list(self.absent)}
+        if self.buffered:
+            without = []
+        else:
+            without = [child for child in self.uploads.children if child not in self.results]
+        found = {
+            "without": without,
+            "used": used,
+            "unreported": list(unreported),
+            "absent": list(self.absent),
+        }
         made: dict[str, object] = {"node_round": r}
         made |= {name: children for name, children in found.items() if children}
         return made | ({UNSCORED: dict(self.unscored)} if self.unscored else {})
@@ -121,8 +136,9 @@ class ClosedRound:
 class WorkResult:
     """The result of a task: the blob of its model, as the tier's codec has it, and its work.
 
-    `blob` is valid until the next task's work; empty if the model was scored alone. For `path_steps` (None: as the
-    work's steps), `children`, `plans` and `start_loss` see the message Result.
+    `blob` is valid until the next task's work; empty if the model was scored alone. For
+    `path_steps` (None: as the work's steps), `children`, `plans` and `start_loss` see the message
+    Result.
     """
 
     blob: memoryview
@@ -135,14 +151,32 @@ class WorkResult:
     def announcement(self, task: Task, model: Manifest, inline: bytes | None = None) -> Result:
         """Return the result announcement; `model` is the manifest of the blob."""
         plans = json.dumps(self.plans) if self.plans else ""
-        if len(plans) > JSON_MOST:  # a replay needs the decisions, nothing needs the numbers of trainers
-            numbers = {name for name, found in self.plans.items() if all(NUMBERS in each for each in found)}
-            plans = json.dumps({name: found for name, found in self.plans.items() if name not in numbers})
+        # a replay needs the decisions, nothing needs the numbers of trainers
         if len(plans) > JSON_MOST:
-            log.warning("the decisions of %d rules are not reported: %d characters", len(self.plans), len(plans))
+            numbers = {
+                name for name, found in self.plans.items() if all(NUMBERS in each for each in found)
+            }
+            plans = json.dumps(
+                {name: found for name, found in self.plans.items() if name not in numbers}
+            )
+        if len(plans) > JSON_MOST:
+            log.warning(
+                "the decisions of %d rules are not reported: %d characters",
+                len(self.plans),
+                len(plans),
+            )
             plans = ""
         path_steps = self.work.steps if self.path_steps is None else self.path_steps
-        return Result(task.key, model, inline, self.work, path_steps, self.children, plans, start_loss=self.start_loss)
+        return Result(
+            task.key,
+            model,
+            inline,
+            self.work,
+            path_steps,
+            self.children,
+            plans,
+            start_loss=self.start_loss,
+        )
 
 
 Report: TypeAlias = Callable[[Phase, int, int], None]
@@ -150,7 +184,9 @@ DoTask: TypeAlias = Callable[[Task, Arriving, Report], Awaitable[WorkResult]]
 
 
 class Children(Protocol):
-    """The children on a broker (`common.runtime.parent_endpoint`) or in this process (`deploy.local.calls`)."""
+    """The children on a broker (`common.runtime.parent_endpoint`) or in this process
+    (`deploy.local.calls`).
+    """
 
     @property
     def samples(self) -> dict[str, int]:
@@ -158,7 +194,9 @@ class Children(Protocol):
 
     @property
     def tests(self) -> Mapping[str, int]:
-        """The test samples of each child that has reported its training samples; 0 if they are not known."""
+        """The test samples of each child that has reported its training samples; 0 if they are not
+        known.
+        """
 
     @property
     def ledger(self) -> Ledger:
@@ -188,7 +226,9 @@ class Children(Protocol):
         """Return the time of the clock that measures rounds, in seconds."""
 
     def give_back_places(self) -> None:
-        """Forget the children that had entered and have been away for `idle_s`; between two tasks of this node."""
+        """Forget the children that had entered and have been away for `idle_s`; between two tasks
+        of this node.
+        """
 
     async def absent(self, global_round: int, local_round: int) -> Collection[str]:
         """Return the children that cannot take part in a round, once those that the tier needs can.
@@ -196,8 +236,12 @@ class Children(Protocol):
         None are absent if the tier waits for each child. Raises NoProgress.
         """
 
-    async def round(self, dispatch: Dispatch, *, on_progress: Callable[[], None] = nothing) -> ClosedRound:
-        """Send each child its model and return the results, see `Dispatch` and `ParentEndpoint.round`."""
+    async def round(
+        self, dispatch: Dispatch, *, on_progress: Callable[[], None] = nothing
+    ) -> ClosedRound:
+        """Send each child its model and return the results, see `Dispatch` and
+        `ParentEndpoint.round`.
+        """
 
 
 async def run_round(
@@ -216,12 +260,13 @@ async def run_round(
 ) -> tuple[Dispatch, ClosedRound]:
     """Run a node's round r with selected children, to each of which the rule gives a model.
 
-    `key`: the global and the local round. `epochs_of`: of single children, in place of `epochs`. `arriving`: the model
-    that the rule passes on, while it is not complete. If the children are lost before they answer, others that are
-    ready take their places, where the tier has `min_available`. Raises what `Children.absent` and `Children.round`
-    raise.
+    `key`: the global and the local round. `epochs_of`: of single children, in place of `epochs`.
+    `arriving`: the model that the rule passes on, while it is not complete. If the children are
+    lost before they answer, others that are ready take their places, where the tier has
+    `min_available`. Raises what `Children.absent` and `Children.round` raise.
     """
-    tried, lost = set[str](), set[str]()
+    tried = set[str]()
+    lost = set[str]()
     while True:
         absent = lost.union(await down.absent(*key))
         # Children may enter until they are selected. Those that have left again count for nothing.
@@ -234,19 +279,33 @@ async def run_round(
         closing = tier.closing_of(len(selected), among=len(down.named))
         given = dict.fromkeys(selected, epochs)
         given |= {name: epochs_of[name] for name in selected if name in epochs_of}
-        models, follows = rule.dispatch(r, selected), selection.follows(selected, r)
+        models = rule.dispatch(r, selected)
+        follows = selection.follows(selected, r)
         if tier.entering:  # else none can have come from another parent
             came = [name for name in selected if name in down.after]
             follows |= {name: max(follows[name], min(down.after[name], r)) for name in came}
-        able, lacking = [name for name in counted if name not in absent], [name for name in counted if name in absent]
-        dispatch = Dispatch(*key, models, given, closing, selected, lacking, follows, selection.in_flight, last, able)
+        able = [name for name in counted if name not in absent]
+        lacking = [name for name in counted if name in absent]
+        dispatch = Dispatch(
+            *key,
+            models,
+            given,
+            closing,
+            selected,
+            lacking,
+            follows,
+            selection.in_flight,
+            last,
+            able,
+        )
         if arriving is not None and not arriving.complete:
             dispatch = replace(dispatch, models=[(arriving, dispatch.children)])
         try:
             return dispatch, await down.round(dispatch, on_progress=on_progress)
         except RunFailed as error:
             tried.update(selected)
-            lost.update(error.without)  # one whose connection comes and goes is ready, again and again
+            # one whose connection comes and goes is ready, again and again
+            lost.update(error.without)
             ready = set(down.ready) - lost
             minimum = tier.minimum_of(len(ready.union(down.named)))
             enough = minimum is not None and len(ready) >= minimum.children
@@ -270,13 +329,17 @@ def rule_context(
     measures: bool,
     refiner: Refiner | None,
 ) -> RuleContext:
-    """Return what a node's rule is built for. `spool`: where its rows are; for the others see `RuleContext`."""
+    """Return what a node's rule is built for. `spool`: where its rows are; for the others see
+    `RuleContext`.
+    """
     return RuleContext(
         layout=layout,
         node=node,
         seed=experiment.seed,
         measures=measures,
-        rows=partial(spool.memory, row_bytes=layout.row_bytes, resident_mb=experiment.transfer.resident_mb),
+        rows=partial(
+            spool.memory, row_bytes=layout.row_bytes, resident_mb=experiment.transfer.resident_mb
+        ),
         folder=folder,
         children=len(experiment.tree.children[node]),
         training=experiment.training,

@@ -1,10 +1,13 @@
-"""Results on their way up: what a node's work has made, encoded as its parent decodes it, with error feedback.
+"""Results on their way up: what a node's work has made, encoded as its parent decodes it, with
+error feedback.
 
-    x' = x + e;  the blob is of x';  the parent has y;  the next e is x' - y           (Seide et al. 2014)
+    x' = x + e;  the blob is of x';  the parent has y;  the next e is x' - y           (Seide et al.
+    2014)
 
-over the trainable columns, float32. x is the model that a node would send, e what was left out of the ones before,
-zeros at first. A node has one e towards its parent. It is state after a task as any other: the next task names the one
-that it follows, so what was left out of a result that was not used is left out of the next one in its place.
+over the trainable columns, float32. x is the model that a node would send, e what was left out of
+the ones before, zeros at first. A node has one e towards its parent. It is state after a task as
+any other: the next task names the one that it follows, so what was left out of a result that was
+not used is left out of the next one in its place.
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ from fedstrata.common.runtime.models import decode_row
 
 @dataclass(frozen=True)
 class UploadEncoder:
-    """One node's codec towards its parent; `layout`: of what goes up. A blob is made once for each task."""
+    """One node's codec towards its parent; `layout`: of what goes up. A blob is made once for each
+    task.
+    """
 
     settings: CodecSettings
     layout: ModelLayout
@@ -41,23 +46,29 @@ class UploadEncoder:
     @property
     def kept_columns(self) -> int:
         """The columns of e: all trainable ones with feedback, none without."""
-        return self.layout.parameters if self.settings.feedback else 0
+        if self.settings.feedback:
+            return self.layout.parameters
+        return 0
 
     @cached_property
     def codec(self) -> Codec:
         """The codec. Raises InvalidExperiment for own code."""
         return codec_of(self.settings)
 
-    def encode(self, row: Row, *, received: Row, task: int, left_out: npt.NDArray[np.float32]) -> memoryview:
+    def encode(
+        self, row: Row, *, received: Row, task: int, left_out: npt.NDArray[np.float32]
+    ) -> memoryview:
         """Return the blob of a model, which may share the row's memory.
 
-        `received`: the task's model. `task`: its number in the run. `left_out`: e, float32 [kept_columns], which
-        becomes the next one. If that is not finite, or the parent refuses the model, it becomes zeros: else it would
-        spoil all later ones.
+        `received`: the task's model. `task`: its number in the run. `left_out`: e, float32
+        [kept_columns], which becomes the next one. If that is not finite, or the parent refuses the
+        model, it becomes zeros: else it would spoil all later ones.
         """
         if not left_out.size:
             return self._encode(row, received, task)
-        wanted, got, columns = row.copy(), self.layout.empty(), slice(0, self.layout.parameters)
+        wanted = row.copy()
+        got = self.layout.empty()
+        columns = slice(0, self.layout.parameters)
         with np.errstate(over="ignore", invalid="ignore"):
             self.layout.floats(wanted)[columns] += left_out
             blob = self._encode(wanted, received, task)
@@ -66,13 +77,17 @@ class UploadEncoder:
             except RefusedModel:
                 left_out[:] = 0
                 return blob
-            np.subtract(self.layout.floats(wanted)[columns], self.layout.floats(got)[columns], out=left_out)
+            np.subtract(
+                self.layout.floats(wanted)[columns], self.layout.floats(got)[columns], out=left_out
+            )
             if not np.isfinite(left_out).all():
                 left_out[:] = 0
         return blob
 
     def decoded(self, row: Row, *, received: Row, task: int) -> Row:
-        """Return a model as the parent decodes it, without feedback. Raises RefusedModel if it refuses it."""
+        """Return a model as the parent decodes it, without feedback. Raises RefusedModel if it
+        refuses it.
+        """
         if self.codec.exact:
             return row
         got = self.layout.empty()

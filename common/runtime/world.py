@@ -1,4 +1,5 @@
-"""What surrounds an agent: its host's settings as one record, with its world, real or that of `deploy/simulation`.
+"""What surrounds an agent: its host's settings as one record, with its world, real or that of
+`deploy/simulation`.
 
 A world does not include monotonic time and threads: both belong to the event loop.
 """
@@ -30,7 +31,9 @@ if TYPE_CHECKING:
 
 
 class Connection(Protocol):
-    """An MQTT connection that is restored when it breaks; see `common.net.connection.BrokerConnection`."""
+    """An MQTT connection that is restored when it breaks; see
+    `common.net.connection.BrokerConnection`.
+    """
 
     address: BrokerAddress
     attempts: Attempts
@@ -45,7 +48,9 @@ class Connection(Protocol):
         """Whether the broker is connected."""
 
     async def run(self, *, connect_timeout_s: float) -> None:
-        """Keep the connection until cancelled. Raises ConnectionFailed if it was not made in time."""
+        """Keep the connection until cancelled. Raises ConnectionFailed if it was not made in
+        time.
+        """
 
     def publish(self, topic: str, body: bytes, *, qos: int, retain: bool = False) -> None:
         """Publish a message, or drop it without a connection."""
@@ -62,7 +67,9 @@ class Connection(Protocol):
         acknowledged: Callable[[], None] = lambda: None,
         optional: bool = False,
     ) -> None:
-        """Subscribe without waiting; `refused` is called for each topic that the broker denies, then `acknowledged`."""
+        """Subscribe without waiting; `refused` is called for each topic that the broker denies,
+        then `acknowledged`.
+        """
 
     def unsubscribe(self, topics: list[str]) -> None:
         """Unsubscribe without waiting."""
@@ -88,7 +95,8 @@ class World(Protocol):
     async def packet_limit(self, address: BrokerAddress, *, topic: str, most: int) -> PacketLimit:
         """Return the largest packet that a broker accepts at a single address.
 
-        A broker that reports none is tried with packets of up to `most` bytes to ourselves, on a topic of our own.
+        A broker that reports none is tried with packets of up to `most` bytes to ourselves, on a
+        topic of our own.
         """
 
     def token(self, nbytes: int) -> str:
@@ -133,14 +141,15 @@ def new_session(world: World = REAL) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A node's surroundings, whatever its role. Raises ValueError if the lab's name has another form.
+    """A node's surroundings, whatever its role. Raises ValueError if the lab's name has another
+    form.
 
     broker: between the node and its parent; the cloud's is that of its children
     metrics_address: where others reach its metrics, "" if they cannot
     spool: folder of partly transferred models, None: in memory
     allow: the packages whose code an experiment may name
-    data: folder of data sets, in place of the experiment's, which must be below `data_root` otherwise
-    stay: wait for the next run after each one    kit: digest of the kit that installed it
+    data: folder of data sets, in place of the experiment's, which must be below `data_root`
+    otherwise stay: wait for the next run after each one    kit: digest of the kit that installed it
     """
 
     broker: BrokerAddress
@@ -161,16 +170,30 @@ class Host:
 
     def identity(self, run: str, name: str, role: str, *, ledger: str = "") -> Identity:
         """Return the identity of a node of this process in a run, with a new session."""
-        return Identity(run, name, role, new_session(self.world), self.metrics_address, ledger=ledger, lab=self.lab)
+        return Identity(
+            run,
+            name,
+            role,
+            new_session(self.world),
+            self.metrics_address,
+            ledger=ledger,
+            lab=self.lab,
+        )
 
     @property
     def folders(self) -> Mapping[str, Path]:
         """The folders on this host that its examination looks at, by what they are for."""
-        return {} if self.spool is None else {"spool": self.spool}
+        if self.spool is None:
+            return {}
+        return {"spool": self.spool}
 
     def placed(self, experiment: Experiment, node: str) -> Experiment:
-        """Return the experiment with the folder of data sets on this host. Raises InvalidExperiment."""
-        return experiment.with_data_root(self.data or root_below(experiment.data, node, allowed=self.data_root))
+        """Return the experiment with the folder of data sets on this host. Raises
+        InvalidExperiment.
+        """
+        return experiment.with_data_root(
+            self.data or root_below(experiment.data, node, allowed=self.data_root)
+        )
 
 
 def nothing() -> None:

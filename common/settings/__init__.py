@@ -1,1 +1,3 @@
-"""The tables of an experiment, each one by itself: data, training, links, hardware, privacy, own code."""
+"""The tables of an experiment, each one by itself: data, training, links, hardware, privacy, own
+code.
+"""

@@ -1,7 +1,9 @@
-"""CSV files that users write: a header, then rows of as many cells. Data sets and traces are read by the same reader.
+"""CSV files that users write: a header, then rows of as many cells. Data sets and traces are read
+by the same reader.
 
-The separator is that of comma, semicolon and tab which the header has most often outside quotes. Files are in UTF-8, or
-in UTF-16 with a byte order mark, as spreadsheets write them. Blank lines, and spaces around cells, do not count.
+The separator is that of comma, semicolon and tab which the header has most often outside quotes.
+Files are in UTF-8, or in UTF-16 with a byte order mark, as spreadsheets write them. Blank lines,
+and spaces around cells, do not count.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
     from _csv import Reader
 
 SEPARATORS: Final = ",;\t"
-MISSING: Final = frozenset({"", "na", "n/a", "#n/a", "<na>", "nan", "-nan", "null", "none", "?"})  # in lower case
+# in lower case
+MISSING: Final = frozenset({"", "na", "n/a", "#n/a", "<na>", "nan", "-nan", "null", "none", "?"})
 FLOAT32_MOST: Final = (2 - 2.0**-23) * 2.0**127
 _HEADER_MOST: Final = 1 << 17  # characters; csv's own limit of one cell
 _QUOTED: Final = re.compile(r'"[^"]*("|$)')
@@ -30,27 +33,37 @@ _DECIMAL_COMMA: Final = re.compile(r"[+-]?\d*,\d+")
 
 
 class CsvTable:
-    """A table that is read row by row: `header`, and `line`, the number of the line in which the last row begins.
+    """A table that is read row by row: `header`, and `line`, the number of the line in which the
+    last row begins.
 
-    `key` of the experiment stands in the errors. All methods raise InvalidExperiment, and OSError as files do.
+    `key` of the experiment stands in the errors. All methods raise InvalidExperiment, and OSError
+    as files do.
     """
 
     def __init__(self, key: str, path: Path, file: TextIO) -> None:
         self.key = key
         self.path = path
         self.line = 1
-        bare = re.split(r"[\r\n]", _QUOTED.sub("", file.read(_HEADER_MOST)).lstrip(" \r\n"), maxsplit=1)[0]
+        bare = re.split(
+            r"[\r\n]", _QUOTED.sub("", file.read(_HEADER_MOST)).lstrip(" \r\n"), maxsplit=1
+        )[0]
         file.seek(0)
         self._separator = max(SEPARATORS, key=bare.count)
-        self._lines: Reader = csv.reader(file, delimiter=self._separator, skipinitialspace=True, strict=True)
+        self._lines: Reader = csv.reader(
+            file, delimiter=self._separator, skipinitialspace=True, strict=True
+        )
         self.header = [name.strip() for name in next(self._rows(), [])]
         if not self.header or all(number_in(name) is not None for name in self.header):
             raise self.wrong("has no header", "Begin it with a line of the columns' names.")
         for place, name in enumerate(self.header):
             if not name:
-                raise self.wrong(f"has a column without a name, number {place + 1}", "Name each column once.")
+                raise self.wrong(
+                    f"has a column without a name, number {place + 1}", "Name each column once."
+                )
             if name in self.header[:place]:
-                raise self.wrong(f"has columns with the same name, {name!r}", "Name each column once.")
+                raise self.wrong(
+                    f"has columns with the same name, {name!r}", "Name each column once."
+                )
 
     @classmethod
     @contextmanager
@@ -71,9 +84,14 @@ class CsvTable:
         width = len(self.header)
         for row in self._rows():
             if len(row) != width:
-                remedy = "Correct that line; decimals have a point." if self._separator == "," else "Correct that line."
+                if self._separator == ",":
+                    remedy = "Correct that line; decimals have a point."
+                else:
+                    remedy = "Correct that line."
                 found = counted(len(row), "cells")
-                raise self.wrong(f"has {found} in line {self.line}, and {counted(width, 'columns')}", remedy)
+                raise self.wrong(
+                    f"has {found} in line {self.line}, and {counted(width, 'columns')}", remedy
+                )
             yield row
 
     def _rows(self) -> Iterator[list[str]]:
@@ -84,7 +102,9 @@ class CsvTable:
             except StopIteration:
                 return
             except csv.Error as error:
-                raise self.wrong(f"is no CSV file: {error}, in line {self.line}", "Correct that line.") from None
+                raise self.wrong(
+                    f"is no CSV file: {error}, in line {self.line}", "Correct that line."
+                ) from None
             if len(row) > 1 or any(cell.strip() for cell in row):
                 yield row
 
@@ -92,7 +112,9 @@ class CsvTable:
         """Return the places of columns in the rows."""
         for name in names:
             if name not in self.header:
-                raise self.wrong(f"has no column {name}", f"Write the first line {','.join(names)}.")
+                raise self.wrong(
+                    f"has no column {name}", f"Write the first line {','.join(names)}."
+                )
         return [self.header.index(name) for name in names]
 
     def number(self, row: Sequence[str], place: int, *, remedy: str = "Correct it.") -> float:
@@ -101,7 +123,10 @@ class CsvTable:
         found = number_in(cell)
         if found is not None and abs(found) <= FLOAT32_MOST:
             return found
-        problem = f"has no number in line {self.line}, column {self.header[place]!r}: {cell.strip()[:40]!r}"
+        problem = (
+            f"has no number in line {self.line}, column {self.header[place]!r}: "
+            f"{cell.strip()[:40]!r}"
+        )
         if found is not None or _is_infinite(cell):
             problem += " is not finite in float32"
         if _DECIMAL_COMMA.fullmatch(cell.strip()):
@@ -119,7 +144,9 @@ def number_in(cell: str) -> float | None:
         found = float(cell)
     except ValueError:
         return None
-    return found if math.isfinite(found) and "_" not in cell else None
+    if math.isfinite(found) and "_" not in cell:
+        return found
+    return None
 
 
 def _is_infinite(cell: str) -> bool:

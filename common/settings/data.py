@@ -38,7 +38,8 @@ FOLDERS: Final = MappingProxyType(  # of each set's files, below `root`
         "motions": "motions",
     }
 )
-SAMPLES: Final = MappingProxyType(  # for training in each set; of LEAF's in all of it, which its options may reduce
+# for training in each set; of LEAF's in all of it, which its options may reduce
+SAMPLES: Final = MappingProxyType(
     {
         "digits": 1_438,
         "mnist": 60_000,
@@ -59,18 +60,29 @@ SHAPES: Final = MappingProxyType(  # of the sets whose images have one size: cha
         "motions": (6, 1, 128),
     }
 )
-OWN_MOST: Final = 1_000_000_000  # of `folder`, tables and own data, of which only a device knows the size
+# of `folder`, tables and own data, of which only a device knows the size
+OWN_MOST: Final = 1_000_000_000
 TABLE: Final = r"^[^./\\][^/\\]*\.(csv|npz)$"
 TableName = Annotated[str, form(TABLE, "NAME.csv or NAME.npz, without slashes")]
 Column = Annotated[str, Field(min_length=1)]
 CLASSES: Final = "classes"  # the values of `data.targets`
 NUMBERS: Final = "numbers"
-SKEWED: Final = ("dirichlet", "dirichlet_overlap", "shards", "institution_dirichlet", "institution_shards")
-FolderName = Annotated[str, form(r"^[^./\\][^/\\]*$", "the name of a folder, without a dot first and without slashes")]
+SKEWED: Final = (
+    "dirichlet",
+    "dirichlet_overlap",
+    "shards",
+    "institution_dirichlet",
+    "institution_shards",
+)
+FolderName = Annotated[
+    str, form(r"^[^./\\][^/\\]*$", "the name of a folder, without a dot first and without slashes")
+]
 
 
 class Accepted(NamedTuple):
-    """The samples that a model accepts: text, images of these channels (None: any) and side lengths, or one shape."""
+    """The samples that a model accepts: text, images of these channels (None: any) and side
+    lengths, or one shape.
+    """
 
     channels: tuple[int, ...] | None = None
     sides: Container[int] = ()
@@ -84,10 +96,13 @@ class Accepted(NamedTuple):
         if self.text or text or len(shape) != 3:
             return self.text and text
         channels, *sides = shape
-        return (self.channels is None or channels in self.channels) and all(side in self.sides for side in sides)
+        return (self.channels is None or channels in self.channels) and all(
+            side in self.sides for side in sides
+        )
 
 
-_FROM_16, _FROM_32 = range(16, 4096), range(32, 4096)
+_FROM_16 = range(16, 4096)
+_FROM_32 = range(32, 4096)
 MODELS: Final = MappingProxyType(
     {
         "linear_digits": Accepted((1,), (8,)),
@@ -123,58 +138,72 @@ NONE: Final = "none"
 class Data(EffectiveTable):
     """The data set and how it is split over the devices.
 
-    A key that does nothing with the data set and the partition chosen is an error, which names what it belongs to.
+    A key that does nothing with the data set and the partition chosen is an error, which names what
+    it belongs to.
     """
 
     # One of fedstrata's; a table, `NAME.csv` or `NAME.npz` below `root`; or a function of your own,
     # `package.module:function`.
     dataset: Annotated[str, Field(json_schema_extra={"enum": [*DATASETS]})] = "digits"
-    # The folder of data sets, on a device relative to its host's `--data-root`, and never outside it; `{node}` in it is
-    # the name of the node that reads, `cloud` for the test set.
+    # The folder of data sets, on a device relative to its host's `--data-root`, and never outside
+    # it; `{node}` in it is the name of the node that reads, `cloud` for the test set.
     root: Text = "data"
     labels: Literal["fine", "coarse"] = "fine"  # of `cifar100`: its 100 classes or their 20 groups
-    # What a model predicts of a sample, of tables and own data: its class, or numbers (regression; 0 and 1 for labels).
+    # What a model predicts of a sample, of tables and own data: its class, or numbers (regression;
+    # 0 and 1 for labels).
     targets: Literal["classes", "numbers"] = CLASSES
-    # Of `folder`: the classes' folders, in order; of `synthetic`: how many. Of tables and own data: how many, or their
-    # names in a CSV file, in order; without it all that occur.
+    # Of `folder`: the classes' folders, in order; of `synthetic`: how many. Of tables and own data:
+    # how many, or their names in a CSV file, in order; without it all that occur.
     classes: Count | list[FolderName] | None = None
     # Of `folder` and `synthetic`: channels, height, width; the images of `folder` are scaled to it.
-    image_shape: Annotated[list[Count], Field(min_length=3, max_length=3)] = Field(default_factory=lambda: [3, 32, 32])
+    image_shape: Annotated[list[Count], Field(min_length=3, max_length=3)] = Field(
+        default_factory=lambda: [3, 32, 32]
+    )
     samples: Count = 10_000  # of `synthetic`: training samples
     test_samples: Count = 1_000  # of `synthetic`: test samples
-    target_column: Column | list[Column] | None = None  # of a CSV file: the column to predict, or several of numbers
-    user_column: Column | None = None  # of a CSV file: whose sample it is, for `partition = "natural"`
-    ignored_columns: list[Column] = Field(default_factory=list)  # of a CSV file: those that are no feature
-    # Of a CSV file: what is done with a row that lacks a value. Rows that are left out are counted by class.
+    # of a CSV file: the column to predict, or several of numbers
+    target_column: Column | list[Column] | None = None
+    # of a CSV file: whose sample it is, for `partition = "natural"`
+    user_column: Column | None = None
+    # of a CSV file: those that are no feature
+    ignored_columns: list[Column] = Field(default_factory=list)
+    # Of a CSV file: what is done with a row that lacks a value. Rows that are left out are counted
+    # by class.
     missing: Literal["error", "drop"] = "error"
     # Of a CSV file: shift and scale each feature to mean 0 and deviation 1 over the training rows.
     standardise: bool = True
-    target_scale: Positive = 1.0  # of a CSV file's numbers: they are divided by it, and errors are in units of it
+    # of a CSV file's numbers: they are divided by it, and errors are in units of it
+    target_scale: Positive = 1.0
     test_file: TableName | None = None  # of a CSV file: the test samples, in a file beside it
     # Of a table without a test file: this share of its rows, always the same ones.
     test_share: Annotated[float, Field(gt=0, lt=1)] = 0.2
     # Standard deviation of Gaussian noise on images, pixels 0 to 1; not clipped.
     noise: Annotated[float, Field(ge=0)] = 0.0
-    # Mean and deviation of pixels in 0 to 1, which are subtracted and divided by. `published`: the constants of each
-    # data set in the papers' public code, see docs/data.md; `own`: those of the training samples, by channel; `none`:
-    # pixels stay in 0 to 1. Or two lists, `[[0.286], [0.353]]`: of one number, or of one for each channel.
+    # Mean and deviation of pixels in 0 to 1, which are subtracted and divided by. `published`: the
+    # constants of each data set in the papers' public code, see docs/data.md; `own`: those of the
+    # training samples, by channel; `none`: pixels stay in 0 to 1. Or two lists, `[[0.286],
+    # [0.353]]`: of one number, or of one for each channel.
     normalise: Literal["published", "own", "none"] | list[list[float]] = PUBLISHED
     # How the training samples are split over the devices.
     partition: Literal[
         "iid", "dirichlet", "dirichlet_overlap", "shards", "quantity", "natural", "private",
         "institution_dirichlet", "institution_shards",
     ] = "iid"  # fmt: skip
-    # Of `targets = "numbers"`: quantiles of the target that stand for classes in the partitions by class.
+    # Of `targets = "numbers"`: quantiles of the target that stand for classes in the partitions by
+    # class.
     bins: Annotated[int, Field(ge=2)] | None = None
-    concentration: Positive = 1.0  # of the Dirichlet partitions and of `quantity`; smaller is more skewed
-    shards: Count = 2  # of the shard partitions: pieces of the sorted labels for each device, or each institution
+    # of the Dirichlet partitions and of `quantity`; smaller is more skewed
+    concentration: Positive = 1.0
+    # of the shard partitions: pieces of the sorted labels for each device, or each institution
+    shards: Count = 2
     # Of the `institution_` partitions: the split over its devices.
     within: Literal["iid", "dirichlet", "shards"] = "iid"
     within_concentration: Positive = 1.0  # of `within = "dirichlet"`
     # Least samples of each device under a Dirichlet partition, or `quantity`.
     min_samples: Annotated[int, Field(ge=0)] = 10
     partition_size: Count = 600  # of `dirichlet_overlap`: samples of each device
-    # Training samples held out before the partition, the same for all aggregating nodes: for rules that need data.
+    # Training samples held out before the partition, the same for all aggregating nodes: for rules
+    # that need data.
     node_samples: Annotated[int, Field(ge=0)] = 0
 
     @property
@@ -197,7 +226,9 @@ class Data(EffectiveTable):
     @property
     def private(self) -> bool:
         """Whether every node has samples of its own, and nothing is split."""
-        return self.partition == "private" or (self.dataset == "folder" and self.partition == "natural")
+        return self.partition == "private" or (
+            self.dataset == "folder" and self.partition == "natural"
+        )
 
 
 class _Use(NamedTuple):
@@ -221,16 +252,21 @@ def _csv(data: Data) -> bool:
 
 _CSV: Final = _Use("a data.dataset of the form NAME.csv", _csv)
 _SPLIT_CSV: Final = _Use(
-    "a data.dataset of the form NAME.csv that is split", lambda data: _csv(data) and not data.private
+    "a data.dataset of the form NAME.csv that is split",
+    lambda data: _csv(data) and not data.private,
 )
 _SYNTHETIC: Final = _Use("data.dataset synthetic", lambda data: data.dataset == "synthetic")
 _USES: Final = {
     "labels": _Use("data.dataset cifar100", lambda data: data.dataset == "cifar100"),
     "classes": _Use(
         "data.dataset folder and synthetic, and to tables and own data with data.targets classes",
-        lambda data: data.dataset in ("folder", "synthetic") or (_own(data) and data.targets == CLASSES),
+        lambda data: (
+            data.dataset in ("folder", "synthetic") or (_own(data) and data.targets == CLASSES)
+        ),
     ),
-    "image_shape": _Use("data.dataset folder and synthetic", lambda data: data.dataset in ("folder", "synthetic")),
+    "image_shape": _Use(
+        "data.dataset folder and synthetic", lambda data: data.dataset in ("folder", "synthetic")
+    ),
     "target_column": _CSV,
     "user_column": _CSV,
     "ignored_columns": _CSV,
@@ -257,7 +293,10 @@ _USES: Final = {
     "test_samples": _SYNTHETIC,
     "concentration": _Use(
         "data.partition dirichlet, dirichlet_overlap, institution_dirichlet and quantity",
-        lambda data: data.partition in ("dirichlet", "dirichlet_overlap", "institution_dirichlet", "quantity"),
+        lambda data: (
+            data.partition
+            in ("dirichlet", "dirichlet_overlap", "institution_dirichlet", "quantity")
+        ),
     ),
     "shards": _Use(
         "data.partition shards and institution_shards and data.within shards",
@@ -270,38 +309,49 @@ _USES: Final = {
     "within_concentration": _Use("data.within dirichlet", lambda data: _within(data, "dirichlet")),
     "min_samples": _Use(
         "data.partition dirichlet, institution_dirichlet and quantity, and data.within dirichlet",
-        lambda data: data.partition in ("dirichlet", "institution_dirichlet", "quantity") or _within(data, "dirichlet"),
+        lambda data: (
+            data.partition in ("dirichlet", "institution_dirichlet", "quantity")
+            or _within(data, "dirichlet")
+        ),
     ),
-    "partition_size": _Use("data.partition dirichlet_overlap", lambda data: data.partition == "dirichlet_overlap"),
+    "partition_size": _Use(
+        "data.partition dirichlet_overlap", lambda data: data.partition == "dirichlet_overlap"
+    ),
 }
 
 
 class ModelSettings(EffectiveTable):
     """The model that devices train.
 
-    `frozen` and `personal` are patterns of the names in its `state_dict`, for instance `["conv1.*"]` (`*`, `?` and
-    `[...]` as in a shell). All other arrays are exchanged, except parameters with `requires_grad = False`, which are
-    frozen.
+    `frozen` and `personal` are patterns of the names in its `state_dict`, for instance
+    `["conv1.*"]` (`*`, `?` and `[...]` as in a shell). All other arrays are exchanged, except
+    parameters with `requires_grad = False`, which are frozen.
     """
 
     name: str = "cnn_digits"  # one of fedstrata's models, or `package.module:function`
     # Features of a projection head before the classifier, as MOON's authors use it; 0 = none.
     projection: Annotated[int, Field(ge=0)] = 0
-    # The first model: that of a run, by its folder, or of a file in safetensors' format, from the folder in which the
-    # cloud was started. Not set: one drawn from the seed.
+    # The first model: that of a run, by its folder, or of a file in safetensors' format, from the
+    # folder in which the cloud was started. Not set: one drawn from the seed.
     initial: Text | None = None
-    # false: in the first local round of a run each device begins with a model of its own, drawn from the seed and its
-    # name, and not with the received one.
+    # false: in the first local round of a run each device begins with a model of its own, drawn
+    # from the seed and its name, and not with the received one.
     same_initial: bool = True
-    # Arrays that are the same everywhere: no device trains them. They go down once, to nodes that build others.
+    # Arrays that are the same everywhere: no device trains them. They go down once, to nodes that
+    # build others.
     frozen: list[Pattern] = Field(default_factory=list)
-    # Arrays that each device trains and keeps for itself, from its first task to its last. The cloud has none of them.
+    # Arrays that each device trains and keeps for itself, from its first task to its last. The
+    # cloud has none of them.
     personal: list[Pattern] = Field(default_factory=list)
 
     @property
     def unused(self) -> Set[str]:
         """The keys that most experiments leave as they are."""
-        unset = {"frozen": not self.frozen, "personal": not self.personal, "same_initial": self.same_initial}
+        unset = {
+            "frozen": not self.frozen,
+            "personal": not self.personal,
+            "same_initial": self.same_initial,
+        }
         return {key for key, is_unset in unset.items() if is_unset}
 
 
@@ -311,23 +361,31 @@ def found_in(root: Path) -> list[str]:
 
 
 def is_there(data: Data) -> bool:
-    """Return whether the data set has its folder below the root, is in an installed package, or needs none."""
+    """Return whether the data set has its folder below the root, is in an installed package, or
+    needs none.
+    """
     if data.dataset == "motions" and seglearn_file() is not None:
         return True
     return data.dataset not in FOLDERS or (Path(data.root) / FOLDERS[data.dataset]).is_dir()
 
 
 def seglearn_file() -> Path | None:
-    """Return the file of motions in the package seglearn, None if it is not installed. The package is not imported."""
+    """Return the file of motions in the package seglearn, None if it is not installed. The package
+    is not imported.
+    """
     found = find_spec("seglearn")
-    return None if found is None or found.origin is None else Path(found.origin).parent / "data" / "watch_dataset.npy"
+    if found is None or found.origin is None:
+        return None
+    return Path(found.origin).parent / "data" / "watch_dataset.npy"
 
 
 def examine_data(root: Path, *, needed: bool) -> Finding:
     """Return whether a folder of data sets has any. `digits` and `synthetic` need none."""
     found = found_in(root)
     problem = "has no data set" if root.is_dir() else "there is no such folder"
-    return Finding("data sets", needed, bool(found), ", ".join(found) if found else f"{root}: {problem}")
+    return Finding(
+        "data sets", needed, bool(found), ", ".join(found) if found else f"{root}: {problem}"
+    )
 
 
 def is_table(name: str) -> bool:
@@ -347,45 +405,64 @@ def samples_most(data: Data, *, devices: int) -> int:
         return -(-total // devices)
     if data.partition == "dirichlet_overlap":
         return min(total, data.partition_size)
-    return min(total, data.shards * -(-total // (devices * data.shards))) if data.partition == "shards" else total
+    if data.partition == "shards":
+        return min(total, data.shards * -(-total // (devices * data.shards)))
+    return total
 
 
 def _samples(data: Data) -> int:
     """Return the most training samples that a data set can have."""
-    return data.samples if data.dataset == "synthetic" else SAMPLES.get(data.dataset, OWN_MOST)
+    if data.dataset == "synthetic":
+        return data.samples
+    return SAMPLES.get(data.dataset, OWN_MOST)
 
 
 def check_data(data: Data, model: ModelSettings) -> None:
     """Check the values that types alone cannot check. Raises InvalidExperiment."""
     _check_named("model.name", model.name, MODELS, what="model")
     if not is_table(data.dataset):
-        _check_named("data.dataset", data.dataset, (*DATASETS, "NAME.csv", "NAME.npz"), what="data set")
+        _check_named(
+            "data.dataset", data.dataset, (*DATASETS, "NAME.csv", "NAME.npz"), what="data set"
+        )
     if data.noise and data.dataset in TEXTS:
         raise InvalidExperiment("data.noise", data.noise, f"{data.dataset} is text", "Omit it.")
     if data.noise and data.dataset == "motions":
         raise InvalidExperiment("data.noise", data.noise, "motions are no images", "Omit it.")
     if data.noise and _own(data):
-        raise InvalidExperiment("data.noise", data.noise, "own data has its own", "Add it to the samples.")
+        raise InvalidExperiment(
+            "data.noise", data.noise, "own data has its own", "Add it to the samples."
+        )
     _check_own(data)
     _check_normalise(data)
     if data.dataset == "folder" and not (
         isinstance(data.classes, list) and len(set(data.classes)) == len(data.classes)
     ):
         problem = "all nodes must number the classes in the same way"
-        raise InvalidExperiment("data.classes", data.classes, problem, "List the folders of the classes, each once.")
+        raise InvalidExperiment(
+            "data.classes", data.classes, problem, "List the folders of the classes, each once."
+        )
     if data.dataset == "folder" and data.image_shape[0] not in (1, 3):
         raise InvalidExperiment(
-            "data.image_shape", data.image_shape, "images in files have 1 or 3 channels", "Begin with 1 or 3."
+            "data.image_shape",
+            data.image_shape,
+            "images in files have 1 or 3 channels",
+            "Begin with 1 or 3.",
         )
     _check_model(model)
     if data.dataset == "synthetic" and not isinstance(data.classes, int):
-        raise InvalidExperiment("data.classes", data.classes, "synthetic needs a number", "Write for instance 10.")
+        raise InvalidExperiment(
+            "data.classes", data.classes, "synthetic needs a number", "Write for instance 10."
+        )
     if data.node_samples and data.private:
         problem = "every device has samples of its own, so there are none to hold out"
-        raise InvalidExperiment("data.node_samples", data.node_samples, problem, "Omit it, or use another data set.")
+        raise InvalidExperiment(
+            "data.node_samples", data.node_samples, problem, "Omit it, or use another data set."
+        )
     if data.node_samples >= _samples(data):
         problem = f"{data.dataset} has {_samples(data)} training samples"
-        raise InvalidExperiment("data.node_samples", data.node_samples, problem, "Leave some to the devices.")
+        raise InvalidExperiment(
+            "data.node_samples", data.node_samples, problem, "Leave some to the devices."
+        )
     for key in sorted(data.model_fields_set & data.unused):
         problem = f"no effect with data.dataset {data.dataset} and data.partition {data.partition}"
         remedy = f"Omit it; it belongs to {_USES[key].belongs}."
@@ -394,7 +471,8 @@ def check_data(data: Data, model: ModelSettings) -> None:
 
 def _check_model(model: ModelSettings) -> None:
     if model.projection and is_own(model.name):
-        problem, remedy = "a model of your own has no head of fedstrata's", "Build the layers in its function."
+        problem = "a model of your own has no head of fedstrata's"
+        remedy = "Build the layers in its function."
         raise InvalidExperiment("model.projection", model.projection, problem, remedy)
     if model.initial is not None and not model.same_initial:
         problem = "devices begin with model.initial"
@@ -402,19 +480,28 @@ def _check_model(model: ModelSettings) -> None:
 
 
 def check_fits(data: Data, model: ModelSettings, *, devices: int) -> None:
-    """Check, of data sets that are known without their files, that the model accepts them, and that they suffice.
+    """Check, of data sets that are known without their files, that the model accepts them, and that
+    they suffice.
 
     Raises InvalidExperiment.
     """
     if data.dataset in TEXTS:
         check_accepted(model.name, (), text=True, what="text")
-    elif shape := data.image_shape if data.dataset in ("folder", "synthetic") else SHAPES.get(data.dataset):
+    elif (
+        shape := data.image_shape
+        if data.dataset in ("folder", "synthetic")
+        else SHAPES.get(data.dataset)
+    ):
         check_accepted(model.name, shape, text=False, what=f"images of {[*shape]}")
-    total, (least, key) = _samples(data) - data.node_samples, _least(data)
+    total = _samples(data) - data.node_samples
+    (least, key) = _least(data)
     if devices * least > total:
         problem = f"{data.dataset} has {total:,} training samples, and each device needs {least}"
         most = total // least
-        remedy = f"Use at most {most:,} devices{f', or lower {key}' if least > 1 else ''}." if most else f"Lower {key}."
+        if most:
+            remedy = f"Use at most {most:,} devices{f', or lower {key}' if least > 1 else ''}."
+        else:
+            remedy = f"Lower {key}."
         raise InvalidExperiment("topology.devices", devices, problem, remedy)
 
 
@@ -423,17 +510,24 @@ def check_accepted(model: str, shape: Sequence[int], *, text: bool, what: str) -
     if is_own(model) or MODELS[model].takes(shape, text=text):
         return
     fitting = [name for name, accepted in MODELS.items() if accepted.takes(shape, text=text)]
-    remedy = f"Use {' or '.join(fitting) or 'a model of your own, package.module:function'}, or another data.dataset."
+    remedy = (
+        f"Use {' or '.join(fitting) or 'a model of your own, package.module:function'}, or "
+        "another data.dataset."
+    )
     raise InvalidExperiment("model.name", model, f"does not accept {what} of the data set", remedy)
 
 
 def _least(data: Data) -> tuple[int, str]:
-    """Return how many of the training samples each device needs for itself, and the key that has that number."""
+    """Return how many of the training samples each device needs for itself, and the key that has
+    that number.
+    """
     if data.private or data.partition == "dirichlet_overlap":
         return 0, ""
     if data.partition == "shards" or _within(data, "shards"):
         return data.shards, "data.shards"
-    drawn = data.partition in ("dirichlet", "quantity", "institution_dirichlet") or _within(data, "dirichlet")
+    drawn = data.partition in ("dirichlet", "quantity", "institution_dirichlet") or _within(
+        data, "dirichlet"
+    )
     return max(1, data.min_samples) if drawn else 1, "data.min_samples"
 
 
@@ -442,53 +536,85 @@ def _check_own(data: Data) -> None:
     known = (*WITH_USERS, "folder") if data.user_column is None else (data.dataset,)
     if data.partition == "natural" and data.dataset not in known and (not _own(data) or _csv(data)):
         problem = f"the samples of {data.dataset} have no users"
-        remedy = "Set data.user_column, or use another partition." if _csv(data) else "Use iid, dirichlet or shards."
+        if _csv(data):
+            remedy = "Set data.user_column, or use another partition."
+        else:
+            remedy = "Use iid, dirichlet or shards."
         raise InvalidExperiment("data.partition", "natural", problem, remedy)
     if data.partition == "private" and data.dataset != "folder" and not _own(data):
         problem = f"{data.dataset} is the same on every node"
-        raise InvalidExperiment("data.partition", "private", problem, "Use iid, dirichlet or shards.")
+        raise InvalidExperiment(
+            "data.partition", "private", problem, "Use iid, dirichlet or shards."
+        )
     if data.targets == NUMBERS and not _own(data):
         problem = f"the samples of {data.dataset} have classes"
-        raise InvalidExperiment("data.targets", NUMBERS, problem, "Omit it, or use a table or own data.")
+        raise InvalidExperiment(
+            "data.targets", NUMBERS, problem, "Omit it, or use a table or own data."
+        )
     if data.targets == NUMBERS and data.partition in SKEWED and data.bins is None:
         problem = "the targets are numbers, which have no classes"
-        remedy = "Set data.bins, for instance to 10 quantiles of the target, or use iid, quantity or natural."
+        remedy = (
+            "Set data.bins, for instance to 10 quantiles of the target, or use iid, quantity "
+            "or natural."
+        )
         raise InvalidExperiment("data.partition", data.partition, problem, remedy)
     if _csv(data) and not data.target_column:
-        raise InvalidExperiment("data.target_column", None, "not set", "Name the column that the model predicts.")
+        raise InvalidExperiment(
+            "data.target_column", None, "not set", "Name the column that the model predicts."
+        )
     if _csv(data) and data.targets == CLASSES and isinstance(data.target_column, list):
-        problem, remedy = "a class is one column", "Name one, or set data.targets = 'numbers'."
+        problem = "a class is one column"
+        remedy = "Name one, or set data.targets = 'numbers'."
         raise InvalidExperiment("data.target_column", data.target_column, problem, remedy)
-    if _own(data) and data.private and data.targets == CLASSES and data.classes is None and not is_own(data.dataset):
+    if (
+        _own(data)
+        and data.private
+        and data.targets == CLASSES
+        and data.classes is None
+        and not is_own(data.dataset)
+    ):
         problem = "all nodes must number the classes in the same way"
-        raise InvalidExperiment("data.classes", None, problem, "Set their number, or list their names.")
+        raise InvalidExperiment(
+            "data.classes", None, problem, "Set their number, or list their names."
+        )
     if _own(data) and not _csv(data) and isinstance(data.classes, list):
-        raise InvalidExperiment("data.classes", data.classes, "not a number", "Set the number of classes.")
+        raise InvalidExperiment(
+            "data.classes", data.classes, "not a number", "Set the number of classes."
+        )
 
 
 def _check_normalise(data: Data) -> None:
     if data.normalise == OWN and data.private:
         problem = "every device has samples of its own, and would have other constants"
-        raise InvalidExperiment("data.normalise", OWN, problem, "List mean and deviation, the same for all.")
+        raise InvalidExperiment(
+            "data.normalise", OWN, problem, "List mean and deviation, the same for all."
+        )
     if isinstance(data.normalise, list):
         mean, deviation = data.normalise if len(data.normalise) == 2 else ([], [])
         if not mean or len(mean) != len(deviation) or not all(deviation):
             problem = "not two lists of one length, of deviations that are not 0"
-            raise InvalidExperiment("data.normalise", data.normalise, problem, "Write for instance [[0.5], [0.5]].")
+            raise InvalidExperiment(
+                "data.normalise", data.normalise, problem, "Write for instance [[0.5], [0.5]]."
+            )
 
 
 def _check_named(key: str, name: str, known: Collection[str], *, what: str) -> None:
     if is_own(name):
         if not re.fullmatch(own.FORM, name):
-            raise InvalidExperiment(key, name, f"not of the form {OWN_FORM}", "Write for instance nets.own:build.")
+            raise InvalidExperiment(
+                key, name, f"not of the form {OWN_FORM}", "Write for instance nets.own:build."
+            )
     elif name not in known:
-        raise InvalidExperiment(key, name, f"no such {what}", proposal(name, [*known, OWN_FORM], what="There are"))
+        raise InvalidExperiment(
+            key, name, f"no such {what}", proposal(name, [*known, OWN_FORM], what="There are")
+        )
 
 
 def root_below(data: Data, node: str, *, allowed: Path) -> str:
     """Return where a host reads the data of an experiment that comes from another one.
 
-    `allowed`: the folder of which it may read, to which `data.root` is relative. Raises InvalidExperiment.
+    `allowed`: the folder of which it may read, to which `data.root` is relative. Raises
+    InvalidExperiment.
     """
     if data.dataset not in (*FOLDERS, "folder") and not _own(data):
         return data.root  # no file is read
@@ -505,10 +631,16 @@ def root_below(data: Data, node: str, *, allowed: Path) -> str:
 
 
 def check_alike(data: Data, node: str, *, partition: str, clouds: str) -> None:
-    """Compare the digests of two splits, the cloud's "" where it has none. Raises InvalidExperiment."""
+    """Compare the digests of two splits, the cloud's "" where it has none. Raises
+    InvalidExperiment.
+    """
     if clouds and partition != clouds:
-        problem = f"{node} splits the data differently than the cloud: digest {partition} instead of {clouds}"
+        problem = (
+            f"{node} splits the data differently than the cloud: digest {partition} instead "
+            f"of {clouds}"
+        )
         remedy = (
-            "Give all nodes the same files (see `fedstrata data check`) and the same release of fedstrata and numpy."
+            "Give all nodes the same files (see `fedstrata data check`) and the same release "
+            "of fedstrata and numpy."
         )
         raise InvalidExperiment("data.root", data.root, problem, remedy)

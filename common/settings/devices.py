@@ -1,12 +1,13 @@
 """The devices of an experiment: the hardware that they emulate, and when they are available.
 
-A lab on one machine emulates devices that are slower than it. A result leaves no sooner than `slowdown` times the
-device's own training seconds plus `overhead_s` after the model had arrived; with `step_s` its training takes so many
-seconds for each step, whatever this machine needs. A wait for a slot of this machine counts towards that time, because
-the emulated device would not have waited. `hardware.toml` beside this file has the built-in profiles.
+A lab on one machine emulates devices that are slower than it. A result leaves no sooner than
+`slowdown` times the device's own training seconds plus `overhead_s` after the model had arrived;
+with `step_s` its training takes so many seconds for each step, whatever this machine needs. A wait
+for a slot of this machine counts towards that time, because the emulated device would not have
+waited. `hardware.toml` beside this file has the built-in profiles.
 
-Devices come and leave at the times of a trace. The numbers of its file become part of the experiment when it is read,
-so they travel to the nodes and stay with the run.
+Devices come and leave at the times of a trace. The numbers of its file become part of the
+experiment when it is read, so they travel to the nodes and stay with the run.
 """
 
 from __future__ import annotations
@@ -34,34 +35,44 @@ CHANGES_MOST: Final = 50_000  # of all devices together: they are part of one me
 
 
 class Pace(SettingsTable):
-    """An emulated machine under a name. It adds to the profiles that ship, or replaces one of them."""
+    """An emulated machine under a name. It adds to the profiles that ship, or replaces one of
+    them.
+    """
 
     # Training seconds of the emulated machine for one second of this host.
     slowdown: Annotated[float, Field(ge=1)] = 1.0
-    # Seconds of a training step of the emulated machine, in place of `slowdown`; omitted: `slowdown` times the host's.
+    # Seconds of a training step of the emulated machine, in place of `slowdown`; omitted:
+    # `slowdown` times the host's.
     step_s: Positive | None = None
     overhead_s: Annotated[float, Field(ge=0)] = 0.0  # seconds of overhead for each result
 
     def emulated_s(self, train_s: float, *, steps: float) -> float:
-        """Return the emulated seconds from a model's arrival to the result of a training of so many steps.
+        """Return the emulated seconds from a model's arrival to the result of a training of so many
+        steps.
 
         `train_s`: the host's seconds.
         """
-        return (self.slowdown * train_s if self.step_s is None else self.step_s * steps) + self.overhead_s
+        return (
+            self.slowdown * train_s if self.step_s is None else self.step_s * steps
+        ) + self.overhead_s
 
 
 class Machine(Pace):
-    """The machine that a device emulates. The name of a profile stands for a table that has only `profile`."""
+    """The machine that a device emulates. The name of a profile stands for a table that has only
+    `profile`.
+    """
 
     profile: Name | None = None  # it gives the keys that the table leaves out
 
 
 class HardwareSettings(SettingsTable):
-    """The machines that devices emulate: `default` for all, `hardware.of.DEVICE` for single devices."""
+    """The machines that devices emulate: `default` for all, `hardware.of.DEVICE` for single
+    devices.
+    """
 
     default: Machine = Machine()
-    # Standard deviation of the logarithm of each device's slowdown, drawn log-normally with the default's slowdown as
-    # median, never below 1, or of its step_s. Devices in `of` keep theirs.
+    # Standard deviation of the logarithm of each device's slowdown, drawn log-normally with the
+    # default's slowdown as median, never below 1, or of its step_s. Devices in `of` keep theirs.
     spread: Annotated[float, Field(ge=0, le=3)] = 0.0
     of: dict[Name, Machine] = Field(default_factory=dict)
     profiles: dict[Name, Pace] = Field(default_factory=dict)
@@ -72,8 +83,12 @@ class HardwareSettings(SettingsTable):
             return self.of.get(device, self.default)
         z = float(generator(seed, Purpose.HARDWARE, device).standard_normal())
         if self.default.step_s is not None:
-            return self.default.model_copy(update={"step_s": self.default.step_s * exp(self.spread * z)})
-        return self.default.model_copy(update={"slowdown": max(1.0, self.default.slowdown * exp(self.spread * z))})
+            return self.default.model_copy(
+                update={"step_s": self.default.step_s * exp(self.spread * z)}
+            )
+        return self.default.model_copy(
+            update={"slowdown": max(1.0, self.default.slowdown * exp(self.spread * z))}
+        )
 
 
 @cache
@@ -85,24 +100,29 @@ def shipped() -> Mapping[str, Mapping[str, Any]]:
 def with_machines(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return an experiment's tree with the numbers of the profiles that its machines name.
 
-    Values of a wrong type are left for the tables' own checks. Raises InvalidExperiment if a profile is unknown.
+    Values of a wrong type are left for the tables' own checks. Raises InvalidExperiment if a
+    profile is unknown.
     """
     hardware = tree.get("hardware")
     if not isinstance(hardware, Mapping):
         return dict(tree)
-    own, of = hardware.get("profiles"), hardware.get("of")
+    own = hardware.get("profiles")
+    of = hardware.get("of")
     profiles = {**shipped(), **(own if isinstance(own, Mapping) else {})}
     resolved = dict(hardware)
     if "default" in hardware:
         resolved["default"] = named("hardware.default", hardware["default"], profiles)
     if isinstance(of, Mapping):
-        resolved["of"] = {device: named(f"hardware.of.{device}", given, profiles) for device, given in of.items()}
+        resolved["of"] = {
+            device: named(f"hardware.of.{device}", given, profiles) for device, given in of.items()
+        }
     return {**tree, "hardware": resolved}
 
 
 @dataclass(frozen=True)
 class OnlineTimes:
-    """The times of one device: seconds at which it comes, leaves, comes again, and so on, from the run's begin on.
+    """The times of one device: seconds at which it comes, leaves, comes again, and so on, from the
+    run's begin on.
 
     After `repeat_s` seconds they begin anew; None: after the last one nothing changes.
     """
@@ -144,7 +164,9 @@ class OnlineTimes:
     @cached_property
     def _patience(self) -> RateTrace:
         trace = self._trace
-        return trace if self.repeat_s else RateTrace(trace.starts, (*trace.rates[:-1], 1.0), trace.delays)
+        if self.repeat_s:
+            return trace
+        return RateTrace(trace.starts, (*trace.rates[:-1], 1.0), trace.delays)
 
 
 class Move(SettingsTable):
@@ -175,60 +197,88 @@ Online: TypeAlias = Mapping[str, OnlineTimes | None]  # by node; None: always
 class AvailabilityTrace(SettingsTable):
     """When devices are available. The name of a CSV file stands for a table that has only `file`.
 
-    The file has the columns device, begin_s and end_s: a row for each interval in which a device is available, in
-    seconds from the first global round on. An empty end_s stands for the end of the run. Devices without a row are
-    always available.
+    The file has the columns device, begin_s and end_s: a row for each interval in which a device is
+    available, in seconds from the first global round on. An empty end_s stands for the end of the
+    run. Devices without a row are always available.
     """
 
     file: str = ""  # relative to the experiment's folder
-    # Seconds after which the trace begins anew; omitted: after its last interval a device is away for good.
+    # Seconds after which the trace begins anew; omitted: after its last interval a device is away
+    # for good.
     repeat_s: Positive | None = None
     # By device: the seconds at which it comes, leaves, comes again, and so on.
-    changes: dict[Name, Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=1)]] = Field(
-        default_factory=dict
+    changes: dict[Name, Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=1)]] = (
+        Field(default_factory=dict)
     )
 
     def recorded(self) -> dict[str, Any]:
-        """Return the trace without its numbers; the digest, 16 hexadecimal digits, identifies them."""
+        """Return the trace without its numbers; the digest, 16 hexadecimal digits, identifies
+        them.
+        """
         digest = blake2b(self.model_dump_json(exclude={"file"}).encode(), digest_size=8).hexdigest()
-        return {"file": self.file, "repeat_s": self.repeat_s, "devices": len(self.changes), "digest": digest}
+        return {
+            "file": self.file,
+            "repeat_s": self.repeat_s,
+            "devices": len(self.changes),
+            "digest": digest,
+        }
 
     def times(self, device: str) -> OnlineTimes | None:
         """Return the times of a device, None if it is always available."""
         changes = self.changes.get(device)
-        return None if changes is None else OnlineTimes(tuple(changes), self.repeat_s)
+        if changes is None:
+            return None
+        return OnlineTimes(tuple(changes), self.repeat_s)
 
 
 class Availability(SettingsTable):
-    """When devices take part. One that is away neither trains nor answers; its parent sees that it has left."""
+    """When devices take part. One that is away neither trains nor answers; its parent sees that it
+    has left.
+    """
 
     trace: AvailabilityTrace | None = None  # or the name of its CSV file
-    # By device: the parents to which it moves, `[{ at_s = 60, parent = "institution-1" }]`, each with the seconds from
-    # the first global round on. It needs `entering`.
+    # By device: the parents to which it moves, `[{ at_s = 60, parent = "institution-1" }]`, each
+    # with the seconds from the first global round on. It needs `entering`.
     moves: dict[Name, Annotated[list[Move], Field(min_length=1)]] = Field(default_factory=dict)
 
 
-def check_availability(availability: Availability, check_device: Callable[[str, str], None]) -> None:
-    """Raise InvalidExperiment if a trace cannot be replayed, or names something other than devices."""
+def check_availability(
+    availability: Availability, check_device: Callable[[str, str], None]
+) -> None:
+    """Raise InvalidExperiment if a trace cannot be replayed, or names something other than
+    devices.
+    """
     trace = availability.trace
     if trace is None:
         return
     key = "availability.trace"
     if not trace.changes:
         raise InvalidExperiment(
-            key, trace.file, "no interval of any device", f"Write rows {','.join(AVAILABILITY_COLUMNS)}."
+            key,
+            trace.file,
+            "no interval of any device",
+            f"Write rows {','.join(AVAILABILITY_COLUMNS)}.",
         )
     if (count := sum(map(len, trace.changes.values()))) > CHANGES_MOST:
-        raise InvalidExperiment(f"{key}.changes", count, "too many changes", f"Use at most {CHANGES_MOST:,} in all.")
+        raise InvalidExperiment(
+            f"{key}.changes", count, "too many changes", f"Use at most {CHANGES_MOST:,} in all."
+        )
     for device, changes in trace.changes.items():
         check_device(f"{key}.changes", device)
         at = f"{key}.changes.{device}"
         if any(after <= before for before, after in pairwise(changes)):
-            raise InvalidExperiment(at, changes[0], "does not grow", "Sort the intervals; they must not overlap.")
-        end, open_ended = changes[-1], len(changes) % 2 == 1
-        if trace.repeat_s is not None and (trace.repeat_s < end or (open_ended and trace.repeat_s == end)):
+            raise InvalidExperiment(
+                at, changes[0], "does not grow", "Sort the intervals; they must not overlap."
+            )
+        end = changes[-1]
+        open_ended = len(changes) % 2 == 1
+        if trace.repeat_s is not None and (
+            trace.repeat_s < end or (open_ended and trace.repeat_s == end)
+        ):
             remedy = f"Repeat after more than {end:g} s."
-            raise InvalidExperiment(f"{key}.repeat_s", trace.repeat_s, f"{device}'s trace is longer", remedy)
+            raise InvalidExperiment(
+                f"{key}.repeat_s", trace.repeat_s, f"{device}'s trace is longer", remedy
+            )
 
 
 def with_availability(tree: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -240,7 +290,12 @@ def with_availability(tree: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     if not isinstance(table, Mapping) or "trace" not in table:
         return dict(tree)
     trace = with_file(
-        "availability.trace", table["trace"], folder, numbers="changes", columns=AVAILABILITY_COLUMNS, convert=_changes
+        "availability.trace",
+        table["trace"],
+        folder,
+        numbers="changes",
+        columns=AVAILABILITY_COLUMNS,
+        convert=_changes,
     )
     return {**tree, "availability": {**table, "trace": trace}}
 
@@ -249,7 +304,8 @@ def _changes(table: CsvTable) -> dict[str, Any]:
     of_device, of_begin, of_end = table.places(AVAILABILITY_COLUMNS)
     changes: dict[str, list[float]] = {}
     for row in table:
-        device, begin = row[of_device].strip(), table.number(row, of_begin)
+        device = row[of_device].strip()
+        begin = table.number(row, of_begin)
         end = table.number(row, of_end) if row[of_end].strip() else inf
         interval = f"in line {table.line}, {device}'s interval from {begin:g} s"
         if not begin < end:
@@ -258,7 +314,9 @@ def _changes(table: CsvTable) -> dict[str, Any]:
         if found and found[-1] == begin and len(found) % 2 == 0:
             del found[-1]  # the intervals touch
         elif len(found) % 2 or (found and found[-1] > begin):
-            raise table.wrong(f"{interval} begins before the end of the one above it", "Sort the intervals.")
+            raise table.wrong(
+                f"{interval} begins before the end of the one above it", "Sort the intervals."
+            )
         else:
             found.append(begin)
         if end < inf:

@@ -1,4 +1,6 @@
-"""Where and when the models of a run are scored: by the cloud on the test set, by the devices, or by both."""
+"""Where and when the models of a run are scored: by the cloud on the test set, by the devices, or
+by both.
+"""
 
 from __future__ import annotations
 
@@ -14,38 +16,51 @@ from fedstrata.common.settings.tables import AcceleratorName, Count, EffectiveTa
 from fedstrata.common.settings.trainers import OWN_SAMPLES, TRAINER_KEY
 from fedstrata.common.settings.training import ACCURACY, Score, TrainingSettings
 
-ON_DEVICES: Final = ("data", "held_out", "participation", "personalised", "per_class")  # keys of what devices do
+# keys of what devices do
+ON_DEVICES: Final = ("data", "held_out", "participation", "personalised", "per_class")
 
 
 class EvaluationSettings(EffectiveTable):
-    """Where the models of a run are scored, and after which global rounds. `[score]` names the scores.
+    """Where the models of a run are scored, and after which global rounds. `[score]` names the
+    scores.
 
-    The cloud scores on the test set. A device scores the model that it receives with its first task of a global round,
-    before it trains: that is the model of the global round before, whose row has the scores. The last model is sent
-    again, to be scored alone.
+    The cloud scores on the test set. A device scores the model that it receives with its first task
+    of a global round, before it trains: that is the model of the global round before, whose row has
+    the scores. The last model is sent again, to be scored alone.
     """
 
     at: Literal["cloud", "devices", "both"] = "cloud"  # who scores
-    every: Count = 1  # global rounds between two models that are scored; the last one is scored, too
-    # Where the cloud evaluates: `cpu`, `cuda`, `cuda:1` (a GPU's number), or `auto`, a GPU if its machine has one. It
-    # evaluates in fp32 everywhere. A GPU's scores and losses differ from a CPU's by rounding.
+    # global rounds between two models that are scored; the last one is scored, too
+    every: Count = 1
+    # Where the cloud evaluates: `cpu`, `cuda`, `cuda:1` (a GPU's number), or `auto`, a GPU if its
+    # machine has one. It evaluates in fp32 everywhere. A GPU's scores and losses differ from a
+    # CPU's by rounding.
     accelerator: AcceleratorName = "cpu"
-    # What devices score on: `held_out`, a share of their own samples; `test`, the test set, of which each sample is on
-    # exactly one device; or `users`, the test samples of the device's user, as LEAF's data sets have them. With a
-    # trainer that is not `sgd`: `own`, the samples that it evaluates on.
+    # What devices score on: `held_out`, a share of their own samples; `test`, the test set, of
+    # which each sample is on exactly one device; or `users`, the test samples of the device's user,
+    # as LEAF's data sets have them. With a trainer that is not `sgd`: `own`, the samples that it
+    # evaluates on.
     data: Literal["held_out", "test", "users", "own"] = "held_out"
-    # Of `data = "held_out"`: the share of a device's samples that it never trains on, at least one of two or more.
+    # Of `data = "held_out"`: the share of a device's samples that it never trains on, at least one
+    # of two or more.
     held_out: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    # Share of all devices that score in a global round, drawn anew for each. Those without a task do not score.
+    # Share of all devices that score in a global round, drawn anew for each. Those without a task
+    # do not score.
     participation: Fraction = 1.0
-    # Score each device's own model, too: the one that it has trained in its last local round of the global round.
+    # Score each device's own model, too: the one that it has trained in its last local round of the
+    # global round.
     personalised: bool = False
     per_class: bool = False  # count the samples of each class, and the right ones, too; of accuracy
 
     @property
     def unused(self) -> Set[str]:
         """The keys that have no effect."""
-        unused = {"accelerator"} if self.at == "devices" else set() if self.at == "both" else set(ON_DEVICES)
+        if self.at == "devices":
+            unused = {"accelerator"}
+        elif self.at == "both":
+            unused = set()
+        else:
+            unused = set(ON_DEVICES)
         return unused | ({"held_out"} if self.data != "held_out" else set())
 
     @property
@@ -65,15 +80,21 @@ class EvaluationSettings(EffectiveTable):
 
     def taken_of(self, samples: int) -> int:
         """Return how many of a device's samples it holds out."""
-        return min(samples - 1, max(1, round(self.held_out * samples))) if self.takes_samples else 0
+        if self.takes_samples:
+            return min(samples - 1, max(1, round(self.held_out * samples)))
+        return 0
 
     def scoring(self, devices: int) -> int:
         """Return how many devices of so many are drawn to score in a global round."""
         return ceil(self.participation * devices)
 
 
-def check_evaluation(evaluation: EvaluationSettings, data: Data, training: TrainingSettings, score: Score) -> None:
-    """Check the keys against each other, the data, the trainer and the score. Raises InvalidExperiment."""
+def check_evaluation(
+    evaluation: EvaluationSettings, data: Data, training: TrainingSettings, score: Score
+) -> None:
+    """Check the keys against each other, the data, the trainer and the score. Raises
+    InvalidExperiment.
+    """
     if not training.trainer.learns_module:
         _check_own(evaluation, training.trainer.whose)
     for key in sorted(evaluation.model_fields_set & evaluation.unused):
@@ -89,13 +110,17 @@ def check_evaluation(evaluation: EvaluationSettings, data: Data, training: Train
         return
     if evaluation.data == OWN_SAMPLES:
         problem = f"it is for trainers of your own, and {TRAINER_KEY} is sgd"
-        raise InvalidExperiment("evaluation.data", evaluation.data, problem, "Use held_out, test or users.")
+        raise InvalidExperiment(
+            "evaluation.data", evaluation.data, problem, "Use held_out, test or users."
+        )
     if evaluation.data != "held_out" and data.private:
         problem = "every device has samples of its own, and the cloud alone has the test set"
         raise InvalidExperiment("evaluation.data", evaluation.data, problem, "Use held_out.")
     if evaluation.data == "users" and data.partition != "natural":
         problem = f"data.partition is {data.partition!r}, and devices are no users"
-        raise InvalidExperiment("evaluation.data", "users", problem, 'Use data.partition = "natural", or held_out.')
+        raise InvalidExperiment(
+            "evaluation.data", "users", problem, 'Use data.partition = "natural", or held_out.'
+        )
     if evaluation.per_class and (data.targets != CLASSES or ACCURACY not in score.names):
         problem = "it counts right classes, and no score is accuracy"
         raise InvalidExperiment("evaluation.per_class", True, problem, "Omit it.")

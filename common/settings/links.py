@@ -1,9 +1,9 @@
 """The links of an experiment: a table for a tier or a node, or the name of a profile.
 
-`profiles.toml` beside this file has the profiles that ship; an experiment may add or replace some in `[profiles.NAME]`.
-A link that names a profile has its numbers as soon as the experiment is read, so what travels to the nodes and what a
-run leaves behind does not depend on the profiles of the release that reads it. So does one whose rates and delays are
-those of a trace, a CSV file.
+`profiles.toml` beside this file has the profiles that ship; an experiment may add or replace some
+in `[profiles.NAME]`. A link that names a profile has its numbers as soon as the experiment is read,
+so what travels to the nodes and what a run leaves behind does not depend on the profiles of the
+release that reads it. So does one whose rates and delays are those of a trace, a CSV file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ Column = list[Annotated[float, Field(ge=0)]]
 
 @dataclass(frozen=True, slots=True)
 class RateTrace:
-    """The rates (bytes per second) and delays (seconds) of one direction, each from its start until the next one.
+    """The rates (bytes per second) and delays (seconds) of one direction, each from its start until
+    the next one.
 
     After `repeat_s` seconds the trace begins anew; None: the last rate and delay hold.
     """
@@ -54,24 +55,34 @@ class RateTrace:
 
     def next_change(self, t: float) -> float:
         """Return the first start of a rate, or of a period, after t seconds; inf: none."""
-        begin, offset = (0.0, t) if self.repeat_s is None else (t - t % self.repeat_s, t % self.repeat_s)
+        begin, offset = (
+            (0.0, t) if self.repeat_s is None else (t - t % self.repeat_s, t % self.repeat_s)
+        )
         place = bisect_right(self.starts, offset)
         end = inf if self.repeat_s is None else self.repeat_s
-        return max(begin + (self.starts[place] if place < len(self.starts) else end), nextafter(t, inf))
+        return max(
+            begin + (self.starts[place] if place < len(self.starts) else end), nextafter(t, inf)
+        )
 
     def finish(self, begin: float, nbytes: float) -> float:
-        """Return when the last of so many bytes has passed that begin to leave at `begin`, seconds."""
+        """Return when the last of so many bytes has passed that begin to leave at `begin`,
+        seconds.
+        """
         if self.repeat_s is None:
             return self._finish(begin, nbytes)
         periods, offset = divmod(begin, self.repeat_s)
-        each, nbytes = self._carried(self.repeat_s), nbytes + self._carried(offset)  # as if it began with the period
+        # as if it began with the period
+        each = self._carried(self.repeat_s)
+        nbytes = nbytes + self._carried(offset)
         whole = max(0, -(-nbytes // each) - 1)
         return (periods + whole) * self.repeat_s + self._finish(0.0, nbytes - whole * each)
 
     def mean(self) -> float:
         """Return the mean rate of a period, or until the last change."""
         end = self.starts[-1] if self.repeat_s is None else self.repeat_s
-        return self._carried(end) / end if end else self.rates[0]
+        if end:
+            return self._carried(end) / end
+        return self.rates[0]
 
     def _place(self, t: float) -> int:
         return max(0, bisect_right(self.starts, t) - 1)
@@ -83,21 +94,29 @@ class RateTrace:
         return sum(max(0.0, min(end, until) - start) * rate for start, end, rate in pieces)
 
     def _finish(self, begin: float, nbytes: float) -> float:
-        t, left = begin, nbytes
+        t = begin
+        left = nbytes
         place = self._place(t)
         for end in self.starts[place + 1 :]:
             carried = (end - t) * self.rates[place]
             if carried >= left and self.rates[place]:
                 break
-            t, left, place = end, left - carried, place + 1
-        return t + left / self.rates[place] if self.rates[place] else t  # then `left` is a rounding error
+            t = end
+            left = left - carried
+            place = place + 1
+        # then `left` is a rounding error
+        if self.rates[place]:
+            return t + left / self.rates[place]
+        return t
 
 
 @dataclass(frozen=True, slots=True)
 class LinkDirection:
-    """One direction of a link: rate in bytes per second, None = unlimited, and delay of each message in seconds.
+    """One direction of a link: rate in bytes per second, None = unlimited, and delay of each
+    message in seconds.
 
-    `trace`: of the run; the rate, and the delay before it, are those that chunks, windows and calibration go by.
+    `trace`: of the run; the rate, and the delay before it, are those that chunks, windows and
+    calibration go by.
     """
 
     rate: float | None = None
@@ -107,9 +126,11 @@ class LinkDirection:
 
 @dataclass(frozen=True, slots=True)
 class LinkSet:
-    """The links of one end: directions to its peers and from them; `shaped`: this end enforces rates and delays.
+    """The links of one end: directions to its peers and from them; `shaped`: this end enforces
+    rates and delays.
 
-    `onward`: the lowest rate, bytes per second, at which each peer forwards chunks as they arrive, if it is limited.
+    `onward`: the lowest rate, bytes per second, at which each peer forwards chunks as they arrive,
+    if it is limited.
     """
 
     to: dict[str, LinkDirection]
@@ -118,7 +139,8 @@ class LinkSet:
     onward: Mapping[str, float] = field(default_factory=dict)
 
     def chunk_rate(self, peer: str) -> float | None:
-        """Return the rate for which chunks to a peer are cut, bytes per second; None: it is not limited.
+        """Return the rate for which chunks to a peer are cut, bytes per second; None: it is not
+        limited.
 
         That of the slowest link on their way: chunks are forwarded as they are.
         """
@@ -127,7 +149,8 @@ class LinkSet:
 
     def add(self, peer: str, link: Profile) -> None:
         """Add the link to another child."""
-        self.to[peer], self.from_[peer] = link.down, link.up
+        self.to[peer] = link.down
+        self.from_[peer] = link.up
 
     def remove(self, peer: str) -> None:
         """Forget the link to a child."""
@@ -135,16 +158,18 @@ class LinkSet:
 
 
 class LinkTrace(SettingsTable):
-    """Rates and delays that change with time. The name of a CSV file stands for a table that has only `file`.
+    """Rates and delays that change with time. The name of a CSV file stands for a table that has
+    only `file`.
 
-    The file has the columns seconds, up_mbit, down_mbit and delay_ms (which may be left out), and gives these keys. A
-    rate of 0 is an outage. Time begins with the first task of the run.
+    The file has the columns seconds, up_mbit, down_mbit and delay_ms (which may be left out), and
+    gives these keys. A rate of 0 is an outage. Time begins with the first task of the run.
     """
 
     file: str = ""  # relative to the experiment's folder
     # Seconds after which the trace begins anew; omitted: its last values hold.
     repeat_s: Positive | None = None
-    seconds: Column = Field(default_factory=list, max_length=ROWS_MOST)  # when each row begins, from 0 on
+    # when each row begins, from 0 on
+    seconds: Column = Field(default_factory=list, max_length=ROWS_MOST)
     up_mbit: Column = Field(default_factory=list)  # Mbit/s towards the cloud
     down_mbit: Column = Field(default_factory=list)  # Mbit/s towards the devices
     delay_ms: Column = Field(default_factory=list)  # milliseconds, one way
@@ -152,11 +177,19 @@ class LinkTrace(SettingsTable):
     def recorded(self) -> dict[str, Any]:
         """Return the trace without its rows; the digest, 16 hexadecimal digits, identifies them."""
         digest = blake2b(self.model_dump_json(exclude={"file"}).encode(), digest_size=8).hexdigest()
-        return {"file": self.file, "repeat_s": self.repeat_s, "rows": len(self.seconds), "digest": digest}
+        return {
+            "file": self.file,
+            "repeat_s": self.repeat_s,
+            "rows": len(self.seconds),
+            "digest": digest,
+        }
 
     def direction(self, mbit: list[float]) -> RateTrace:
         """Return the trace of one direction."""
-        rates, delays = (tuple(each * scale for each in of) for of, scale in ((mbit, 1e6 / 8), (self.delay_ms, 1e-3)))
+        rates, delays = (
+            tuple(each * scale for each in of)
+            for of, scale in ((mbit, 1e6 / 8), (self.delay_ms, 1e-3))
+        )
         return RateTrace(tuple(self.seconds), rates, delays or (0.0,) * len(rates), self.repeat_s)
 
 
@@ -180,11 +213,13 @@ class Profile(SettingsTable):
 
 
 class LinkSettings(Profile):
-    """The link between a node and its parent. The name of a profile stands for a table that has only `profile`."""
+    """The link between a node and its parent. The name of a profile stands for a table that has
+    only `profile`.
+    """
 
     profile: Name | None = None  # it gives the keys that the table leaves out
-    # Rates and delays over time, or the name of its CSV file. The rates above decide the sizes of chunks, and are
-    # measured before the run; omitted ones are the trace's mean.
+    # Rates and delays over time, or the name of its CSV file. The rates above decide the sizes of
+    # chunks, and are measured before the run; omitted ones are the trace's mean.
     trace: LinkTrace | None = None
 
     @property
@@ -198,15 +233,21 @@ class LinkSettings(Profile):
         return self._traced(super().down, self.trace.down_mbit if self.trace else [])
 
     def recorded(self) -> dict[str, Any]:
-        """Return what a run's manifest has of this link for each node: of a trace its file, length and digest."""
+        """Return what a run's manifest has of this link for each node: of a trace its file, length
+        and digest.
+        """
         found = self.model_dump(exclude={"trace"})
-        return found if self.trace is None else found | {"trace": self.trace.recorded()}
+        if self.trace is None:
+            return found
+        return found | {"trace": self.trace.recorded()}
 
     def _traced(self, way: LinkDirection, mbit: list[float]) -> LinkDirection:
         if self.trace is None:
             return way
         trace = self.trace.direction(mbit)
-        return LinkDirection(way.rate or trace.mean() or max(trace.rates), way.delay_s or trace.delays[0], trace)
+        return LinkDirection(
+            way.rate or trace.mean() or max(trace.rates), way.delay_s or trace.delays[0], trace
+        )
 
 
 class Links(SettingsTable):
@@ -215,8 +256,8 @@ class Links(SettingsTable):
     A link is a table, or the name of a profile.
     """
 
-    # What shapes the links: token buckets in the sending agents, the kernel, or nothing. The declared rates decide the
-    # sizes of chunks and windows in any case.
+    # What shapes the links: token buckets in the sending agents, the kernel, or nothing. The
+    # declared rates decide the sizes of chunks and windows in any case.
     enforce: Literal["bucket", "kernel", "none"] = "bucket"
     # Whether a link off its declared rate ends the run; `off` measures none.
     check: Literal["error", "warn", "off"] = "error"
@@ -234,7 +275,8 @@ def shipped() -> Mapping[str, Mapping[str, Any]]:
 def with_profiles(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return an experiment's tree whose links have the numbers of the profiles that they name.
 
-    A link's own keys go before those of its profile. Values of a wrong type are left for the tables' own check.
+    A link's own keys go before those of its profile. Values of a wrong type are left for the
+    tables' own check.
     Raises InvalidExperiment where no profile has the name.
     """
     own = tree.get("profiles")
@@ -243,14 +285,24 @@ def with_profiles(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_traces(tree: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return an experiment's tree with the numbers of the trace files that its links name. Raises InvalidExperiment."""
+    """Return an experiment's tree with the numbers of the trace files that its links name. Raises
+    InvalidExperiment.
+    """
 
     def with_trace(key: str, link: Any) -> Any:
         if not isinstance(link, Mapping) or link.get("trace") is None:
             return link
-        at, columns, optional = f"{key}.trace", TRACE_COLUMNS[:-1], TRACE_COLUMNS[-1:]
+        at = f"{key}.trace"
+        columns = TRACE_COLUMNS[:-1]
+        optional = TRACE_COLUMNS[-1:]
         trace = with_file(
-            at, link["trace"], folder, numbers="seconds", columns=columns, optional=optional, convert=_numbers
+            at,
+            link["trace"],
+            folder,
+            numbers="seconds",
+            columns=columns,
+            optional=optional,
+            convert=_numbers,
         )
         return {**link, "trace": trace}
 
@@ -260,7 +312,8 @@ def with_traces(tree: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 def _with_links(tree: Mapping[str, Any], change: Callable[[str, Any], Any]) -> dict[str, Any]:
     """Return an experiment's tree with each of its links changed, from its key and its table."""
     changed = dict(tree)
-    links, tiers = tree.get("links"), tree.get("tiers")
+    links = tree.get("links")
+    tiers = tree.get("tiers")
     if isinstance(tiers, list):
         changed["tiers"] = [
             {**tier, "link": change(f"tiers.{tier.get('name', place)}.link", tier["link"])}
@@ -274,32 +327,47 @@ def _with_links(tree: Mapping[str, Any], change: Callable[[str, Any], Any]) -> d
             **{key: change(f"links.{key}", links[key]) for key in ("wan", "lan") if key in links},
         }
         if isinstance(of := links.get("of"), Mapping):
-            changed["links"]["of"] = {child: change(f"links.of.{child}", link) for child, link in of.items()}
+            changed["links"]["of"] = {
+                child: change(f"links.of.{child}", link) for child, link in of.items()
+            }
     return changed
 
 
 def _bytes_s(mbit: float | None) -> float | None:
-    return None if mbit is None else mbit * 1e6 / 8
+    if mbit is None:
+        return None
+    return mbit * 1e6 / 8
 
 
 def check_speed(key: str, link: LinkSettings, *, idle_s: float) -> None:
-    """Check that a message comes through, and its answer, before nodes give up. Raises InvalidExperiment."""
+    """Check that a message comes through, and its answer, before nodes give up. Raises
+    InvalidExperiment.
+    """
     remedy = f"transfer.idle_s, now {idle_s:g}."
     for name, way in (("up_mbit", link.up), ("down_mbit", link.down)):
         if way.rate is not None and SMALL_MESSAGE_BYTES / way.rate >= idle_s:
-            problem = f"a message of 1 kB takes {SMALL_MESSAGE_BYTES / way.rate:.3g} s, so no node ever joins"
-            raise InvalidExperiment(f"{key}.{name}", way.rate * 8 / 1e6, problem, f"Use more, or a longer {remedy}")
+            problem = (
+                f"a message of 1 kB takes {SMALL_MESSAGE_BYTES / way.rate:.3g} s, so no "
+                "node ever joins"
+            )
+            raise InvalidExperiment(
+                f"{key}.{name}", way.rate * 8 / 1e6, problem, f"Use more, or a longer {remedy}"
+            )
     answer_s = 2 * link.up.delay_s
     if answer_s >= idle_s:
         problem = f"a message and its answer take {answer_s:g} s, so no node ever joins"
         raise InvalidExperiment(
-            f"{key}.delay_ms", link.up.delay_s * 1e3, problem, f"Use less, or more than that for {remedy}"
+            f"{key}.delay_ms",
+            link.up.delay_s * 1e3,
+            problem,
+            f"Use less, or more than that for {remedy}",
         )
 
 
 def check_trace(key: str, trace: LinkTrace) -> None:
     """Raise InvalidExperiment if a trace cannot be replayed."""
-    times, count = trace.seconds, len(trace.seconds)
+    times = trace.seconds
+    count = len(trace.seconds)
     file = trace.file or "the table"
     if (
         not count
@@ -308,9 +376,13 @@ def check_trace(key: str, trace: LinkTrace) -> None:
         or len(trace.delay_ms) not in (0, count)
     ):
         remedy = f"Give a number in each row and column of {file}."
-        raise InvalidExperiment(key, count, "seconds, up_mbit, down_mbit and delay_ms have not as many rows", remedy)
+        raise InvalidExperiment(
+            key, count, "seconds, up_mbit, down_mbit and delay_ms have not as many rows", remedy
+        )
     if times[0] != 0:
-        raise InvalidExperiment(f"{key}.seconds", times[0], "does not grow from 0 on", f"Begin {file} at 0.")
+        raise InvalidExperiment(
+            f"{key}.seconds", times[0], "does not grow from 0 on", f"Begin {file} at 0."
+        )
     for row, (before, after) in enumerate(pairwise(times), 2):
         if after <= before:
             problem = f"row {row} does not grow, after {before:g}"
@@ -334,10 +406,12 @@ def with_file(
     optional: Sequence[str] = (),
     convert: Callable[[CsvTable], dict[str, Any]],
 ) -> Any:
-    """Return a trace's table with the numbers of the file that it names, or the file's name that stands for it.
+    """Return a trace's table with the numbers of the file that it names, or the file's name that
+    stands for it.
 
-    `numbers`: the key that shows that it has them already. `columns`, `optional`: those of the file. `convert` returns
-    the keys of its rows. Values of a wrong type are left for the tables' own checks. Raises InvalidExperiment.
+    `numbers`: the key that shows that it has them already. `columns`, `optional`: those of the
+    file. `convert` returns the keys of its rows. Values of a wrong type are left for the tables'
+    own checks. Raises InvalidExperiment.
     """
     if isinstance(trace, str):
         trace = {"file": trace}
@@ -349,7 +423,9 @@ def with_file(
             table.places(columns)
             for name in table.header:
                 if name not in (known := [*columns, *optional]):
-                    raise table.wrong(f"has an unknown column {name!r}", proposal(name, known, what="There are"))
+                    raise table.wrong(
+                        f"has an unknown column {name!r}", proposal(name, known, what="There are")
+                    )
             return {**trace, **convert(table)}
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         problem = getattr(error, "strerror", None) or str(error)

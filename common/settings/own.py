@@ -1,10 +1,10 @@
 """A user's own code, named in an experiment: `package.module:Name`.
 
-Models, data sets, losses, scores, objectives and rules may be so named. The module must be importable wherever the code
-runs: from the folder in which the command was started, or as any other module. The cloud
-gets its experiment from its user. The other nodes get it from a broker: they import only what their own user has
-allowed by `--allow PACKAGE`, and nothing of Python's standard library. `fedstrata run` allows its nodes what its user's
-experiment names.
+Models, data sets, losses, scores, objectives and rules may be so named. The module must be
+importable wherever the code runs: from the folder in which the command was started, or as any other
+module. The cloud gets its experiment from its user. The other nodes get it from a broker: they
+import only what their own user has allowed by `--allow PACKAGE`, and nothing of Python's standard
+library. `fedstrata run` allows its nodes what its user's experiment names.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ OwnName = Annotated[str, form(FORM, "package.module:Name")]
 
 
 class OwnSettings(SettingsTable):
-    """Settings of a class of the user's own: the keys besides those listed here are its keywords."""
+    """Settings of a class of the user's own: the keys besides those listed here are its
+    keywords.
+    """
 
     model_config = ConfigDict(extra="allow")
 
@@ -59,9 +61,12 @@ class OwnSettings(SettingsTable):
 
 
 class Kept:
-    """Base of own code with state: `numbers`, of what JSON can hold, persists if the node is killed and resumed."""
+    """Base of own code with state: `numbers`, of what JSON can hold, persists if the node is killed
+    and resumed.
+    """
 
-    @cached_property  # not in `__new__`: one that takes all keywords hides that a class without `__init__` takes none
+    # not in `__new__`: one that takes all keywords hides that a class without `__init__` takes none
+    @cached_property
     def numbers(self) -> dict[str, Any]:
         """None at first; the constructor may add some."""
         return {}
@@ -73,12 +78,15 @@ def is_own(name: str) -> bool:
 
 
 def permit(names: Mapping[str, str], allowed: Collection[str]) -> None:
-    """Check that this host allows the own code among names, by key; `allowed`: packages, modules and single names.
+    """Check that this host allows the own code among names, by key; `allowed`: packages, modules
+    and single names.
 
     Raises InvalidExperiment.
     """
     for key, name in names.items():
-        allows = any(name == prefix or name.startswith((f"{prefix}.", f"{prefix}:")) for prefix in allowed)
+        allows = any(
+            name == prefix or name.startswith((f"{prefix}.", f"{prefix}:")) for prefix in allowed
+        )
         if allows or not is_own(name):
             continue
         package = name.partition(":")[0].partition(".")[0]
@@ -89,7 +97,9 @@ def permit(names: Mapping[str, str], allowed: Collection[str]) -> None:
 
 @contextmanager
 def without_imports() -> Iterator[None]:
-    """Refuse to import own code in the `with` block: nobody has allowed what the experiment names."""
+    """Refuse to import own code in the `with` block: nobody has allowed what the experiment
+    names.
+    """
     token = _IMPORTS.set(False)
     try:
         yield
@@ -104,27 +114,35 @@ def look_in(folder: str) -> None:
 
 
 def load(key: str, name: str) -> Any:
-    """Import what a key names, also from the current folder, after all others. Raises InvalidExperiment."""
+    """Import what a key names, also from the current folder, after all others. Raises
+    InvalidExperiment.
+    """
     if not _IMPORTS.get():
         permit({key: name}, ())
     where, _, wanted = name.partition(":")
     if not re.fullmatch(FORM, name):
         refuse(key, name, "not of the form package.module:Name", "Write for instance mine:Rule.")
-    if where.partition(".")[0] in sys.stdlib_module_names:  # some modules of Python have side effects when imported
+    # some modules of Python have side effects when imported
+    if where.partition(".")[0] in sys.stdlib_module_names:
         refuse(key, name, "is in Python's standard library", "Name one of your own modules.")
     look_in(os.getcwd())
     with guarded({key: name}, problem="cannot be imported ({})"):
         try:
             module = importlib.import_module(where)
-            found = getattr(module, wanted, _ABSENT)  # a module may import what it needs when it is asked for a name
+            # a module may import what it needs when it is asked for a name
+            found = getattr(module, wanted, _ABSENT)
         except ModuleNotFoundError as error:
             remedy = f"Install {error.name} wherever it runs."
             if where == error.name or where.startswith(f"{error.name}."):
                 remedy = "Start each command in its folder, or put that on PYTHONPATH."
             refuse(key, name, f"cannot be imported ({described(error)})", remedy)
         if found is _ABSENT:
-            remedy = proposal(wanted, [each for each in vars(module) if not each.startswith("_")], what="It has")
-            refuse(key, name, f"cannot be imported (AttributeError: {where} has no {wanted})", remedy)
+            remedy = proposal(
+                wanted, [each for each in vars(module) if not each.startswith("_")], what="It has"
+            )
+            refuse(
+                key, name, f"cannot be imported (AttributeError: {where} has no {wanted})", remedy
+            )
         return found
 
 
@@ -132,25 +150,38 @@ def code(key: str, name: str) -> Callable[..., Any]:
     """Import the class or function that a key names. Raises InvalidExperiment."""
     found = load(key, name)
     if not callable(found):
-        refuse(key, name, f"is neither a class nor a function but {type(found).__name__}", "Name one of these.")
+        refuse(
+            key,
+            name,
+            f"is neither a class nor a function but {type(found).__name__}",
+            "Name one of these.",
+        )
     return cast(Callable[..., Any], found)
 
 
 def build(key: str, settings: OwnSettings, base: type[Base]) -> Base:
     """Return an object of the class that settings name, made with their keywords.
 
-    Raises InvalidExperiment unless it is of the class `base` and takes each keyword: its signature names it, or passes
-    it on by a `**` that does not take any keyword.
+    Raises InvalidExperiment unless it is of the class `base` and takes each keyword: its signature
+    names it, or passes it on by a `**` that does not take any keyword.
     """
     name = settings.name
     found = code(key, name)
     if base is not object and not (isinstance(found, type) and issubclass(found, base)):
-        refuse(key, name, f"is not a class of {base.__name__}", f"Let it inherit from fedstrata.{base.__name__}.")
+        refuse(
+            key,
+            name,
+            f"is not a class of {base.__name__}",
+            f"Let it inherit from fedstrata.{base.__name__}.",
+        )
     table = key.rpartition(".")[0]
     parameters = _parameters(key, name, found)
     hidden = sorted(parameters.named & type(settings).model_fields.keys() - {"name"})
     if hidden:
-        problem = f"takes {hidden[0]}, which is a key of the table itself, so that the class does not get it"
+        problem = (
+            f"takes {hidden[0]}, which is a key of the table itself, so that the class does "
+            "not get it"
+        )
         refuse(key, name, problem, "Rename that keyword.")
     unnamed = [each for each in settings.keywords if each not in parameters.named]
     if unnamed and not (parameters.rest and _refuses_others(key, name, found, settings.keywords)):
@@ -162,12 +193,18 @@ def build(key: str, settings: OwnSettings, base: type[Base]) -> Base:
         refuse(key, name, f"needs {missing[0]}, which has no default", remedy)
     made = _called(key, name, found, settings.keywords)
     if not isinstance(made, base):
-        refuse(key, name, f"makes {type(made).__name__}, not {base.__name__}", "Return the object itself.")
+        refuse(
+            key,
+            name,
+            f"makes {type(made).__name__}, not {base.__name__}",
+            "Return the object itself.",
+        )
     return made
 
 
 def call(key: str, name: str, offered: Mapping[str, Any]) -> Any:
-    """Call the function or class that a key names with those of the offered keywords that its signature names.
+    """Call the function or class that a key names with those of the offered keywords that its
+    signature names.
 
     A signature with `**` gets all of them. Raises InvalidExperiment.
     """
@@ -179,14 +216,16 @@ def call(key: str, name: str, offered: Mapping[str, Any]) -> Any:
     names = offered.keys() - parameters.by_place
     if not parameters.rest:
         names &= parameters.named
-    return _called(key, name, found, {each: value for each, value in offered.items() if each in names})
+    return _called(
+        key, name, found, {each: value for each, value in offered.items() if each in names}
+    )
 
 
 class _Parameters(NamedTuple):
     """What own code takes. `needed`: parameters without a default, in their order.
 
-    `named`: parameters that a keyword may name; `by_place`: those before a `/`; `rest`: the one with `**`, "" for none.
-    `has`: the names of its attributes.
+    `named`: parameters that a keyword may name; `by_place`: those before a `/`; `rest`: the one
+    with `**`, "" for none. `has`: the names of its attributes.
     """
 
     named: set[str]
@@ -200,12 +239,21 @@ class _Parameters(NamedTuple):
         if keyword in self.by_place:
             return f"takes {keyword} by its place alone", "Omit the / of its signature."
         if self.rest:
-            return f"collects any keyword in **{self.rest}, used or not", f"Name {keyword} in its signature."
+            return (
+                f"collects any keyword in **{self.rest}, used or not",
+                f"Name {keyword} in its signature.",
+            )
         if not self.named:
             if keyword in self.has:
-                return "takes no keywords; an attribute is none", f"Write an __init__ that takes {keyword}."
+                return (
+                    "takes no keywords; an attribute is none",
+                    f"Write an __init__ that takes {keyword}.",
+                )
             return "takes no keywords", f"Omit it, or write an __init__ that takes {keyword}."
-        return f"takes {', '.join(sorted(self.named))}, and not this keyword", "Correct its name, or omit it."
+        return (
+            f"takes {', '.join(sorted(self.named))}, and not this keyword",
+            "Correct its name, or omit it.",
+        )
 
 
 def _parameters(key: str, name: str, found: Callable[..., Any]) -> _Parameters:
@@ -213,8 +261,14 @@ def _parameters(key: str, name: str, found: Callable[..., Any]) -> _Parameters:
     try:
         parameters = inspect.signature(found).parameters.values()
     except (TypeError, ValueError) as error:
-        refuse(key, name, f"has no signature that can be read ({error})", "Name a class or function of Python's.")
-    named, by_place = set[str](), set[str]()
+        refuse(
+            key,
+            name,
+            f"has no signature that can be read ({error})",
+            "Name a class or function of Python's.",
+        )
+    named = set[str]()
+    by_place = set[str]()
     needed: list[str] = []
     rest = ""
     for each in parameters:
@@ -231,8 +285,12 @@ def _parameters(key: str, name: str, found: Callable[..., Any]) -> _Parameters:
     return _Parameters(named, needed, by_place, rest, dir(found))
 
 
-def _refuses_others(key: str, name: str, found: Callable[..., Any], keywords: Mapping[str, Any]) -> bool:
-    """Return whether a signature with `**` passes on what it collects, to one that refuses what nobody takes."""
+def _refuses_others(
+    key: str, name: str, found: Callable[..., Any], keywords: Mapping[str, Any]
+) -> bool:
+    """Return whether a signature with `**` passes on what it collects, to one that refuses what
+    nobody takes.
+    """
     try:
         _called(key, name, found, {**keywords, NOBODYS: None})
     except InvalidExperiment:
@@ -247,14 +305,20 @@ def _called(key: str, name: str, found: Callable[..., Any], keywords: Mapping[st
 
 @contextmanager
 def guarded(
-    names: Mapping[str, str], *, problem: str = "fails with {}", remedy: str = "Correct it.", everything: bool = False
+    names: Mapping[str, str],
+    *,
+    problem: str = "fails with {}",
+    remedy: str = "Correct it.",
+    everything: bool = False,
 ) -> Iterator[None]:
-    """Raise InvalidExperiment, with file, line and function, for whatever own code raises, SystemExit too.
+    """Raise InvalidExperiment, with file, line and function, for whatever own code raises,
+    SystemExit too.
 
-    `names`: of what the `with` block may call, by key; fedstrata's own among them are ignored. The error is attributed
-    to the innermost frame of their packages, or to the first of `names` if a library raised it without such a frame.
-    Passed on: fedstrata's errors, an interruption, failures of an accelerator, and errors of fedstrata's code, unless
-    `everything` in the block is known to work with fedstrata's own of the names.
+    `names`: of what the `with` block may call, by key; fedstrata's own among them are ignored. The
+    error is attributed to the innermost frame of their packages, or to the first of `names` if a
+    library raised it without such a frame. Passed on: fedstrata's errors, an interruption, failures
+    of an accelerator, and errors of fedstrata's code, unless `everything` in the block is known to
+    work with fedstrata's own of the names.
     """
     own = {key: name for key, name in names.items() if is_own(name)}
     try:
@@ -268,12 +332,14 @@ def guarded(
             raise
         key = _key_of(theirs, own)
         text = problem.format(described(error)) + _place(error, theirs)
-        error.__traceback__ = None  # it references what was computed with, tensors of an accelerator too
+        # it references what was computed with, tensors of an accelerator too
+        error.__traceback__ = None
         raise InvalidExperiment(key, own[key], text, remedy, list(map(str, theirs))) from None
 
 
 def kept(key: str, name: str, found: Any, what: str, *, at: str = "") -> Any:
-    """Return what own code leaves to be kept or published. Raises InvalidExperiment unless it is a table for JSON.
+    """Return what own code leaves to be kept or published. Raises InvalidExperiment unless it is a
+    table for JSON.
 
     `at`: where it was made, as `place` returns it.
     """
@@ -288,7 +354,9 @@ def kept(key: str, name: str, found: Any, what: str, *, at: str = "") -> Any:
 
 
 def place(function: Any) -> str:
-    """Return where own code has a function, `, in Focal.losses (focal.py:9)`; "" for fedstrata's and for C's."""
+    """Return where own code has a function, `, in Focal.losses (focal.py:9)`; "" for fedstrata's
+    and for C's.
+    """
     plain = inspect.unwrap(function)
     code = getattr(plain, "__code__", None)
     module = str(getattr(plain, "__module__", ""))
@@ -312,33 +380,48 @@ class _CodePlace(NamedTuple):
     function: str
 
     def __str__(self) -> str:
-        return f"{self.where}, in {self.function}: {linecache.getline(self.file, self.line).strip()}"
+        return (
+            f"{self.where}, in {self.function}: {linecache.getline(self.file, self.line).strip()}"
+        )
 
     @property
     def where(self) -> str:
         """The file, from the current folder if it is there, and the line."""
         path = Path(self.file)
-        return f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{self.line}"
+        if path.is_relative_to(Path.cwd()):
+            path = path.relative_to(Path.cwd())
+        return f"{path}:{self.line}"
 
 
 def _frames(error: BaseException, own: Mapping[str, str]) -> tuple[list[_CodePlace], str]:
-    """Return the frames of own code, the innermost last, and the package of the innermost frame of all.
+    """Return the frames of own code, the innermost last, and the package of the innermost frame of
+    all.
 
-    That is "" for an error of the `with` block itself: it called what has no frame, such as a function in C.
+    That is "" for an error of the `with` block itself: it called what has no frame, such as a
+    function in C.
     """
     found = [
-        _CodePlace(frame.f_globals.get("__name__", ""), frame.f_code.co_filename, line, frame.f_code.co_qualname)
+        _CodePlace(
+            frame.f_globals.get("__name__", ""),
+            frame.f_code.co_filename,
+            line,
+            frame.f_code.co_qualname,
+        )
         for frame, line in walk_tb(error.__traceback__)
     ]
     packages = {_package(name) for name in own.values()}
     _, _, *below = found  # of `guarded`, and of the block
-    return [each for each in found if _package(each.module) in packages], _package(below[-1].module) if below else ""
+    return [each for each in found if _package(each.module) in packages], _package(
+        below[-1].module
+    ) if below else ""
 
 
 def _place(error: BaseException, theirs: Sequence[_CodePlace]) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f", in {error.filename}:{error.lineno}"
-    return f", in {theirs[-1].function} ({theirs[-1].where})" if theirs else ""
+    if theirs:
+        return f", in {theirs[-1].function} ({theirs[-1].where})"
+    return ""
 
 
 def _package(name: str) -> str:
@@ -360,8 +443,13 @@ def _key_of(theirs: Sequence[_CodePlace], own: Mapping[str, str]) -> str:
 
 
 def _is_interruption(error: BaseException) -> bool:
-    """Return whether a signal raised the error: it does in the main thread alone, by a handler; workers have none."""
-    if not isinstance(error, KeyboardInterrupt) or threading.current_thread() is not threading.main_thread():
+    """Return whether a signal raised the error: it does in the main thread alone, by a handler;
+    workers have none.
+    """
+    if (
+        not isinstance(error, KeyboardInterrupt)
+        or threading.current_thread() is not threading.main_thread()
+    ):
         return False
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.default_int_handler:  # it leaves no trace

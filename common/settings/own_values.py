@@ -1,7 +1,9 @@
-"""What the user's own files keep: the values of their globals and classes, as digests that can be compared.
+"""What the user's own files keep: the values of their globals and classes, as digests that can be
+compared.
 
-A model, a loss or an objective may count in a global of its file. All devices of a process share that, and the devices
-of other processes do not, so a result would depend on which devices train in one process, and in which order.
+A model, a loss or an objective may count in a global of its file. All devices of a process share
+that, and the devices of other processes do not, so a result would depend on which devices train in
+one process, and in which order.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ INSTALLED: Final = ("site-packages", "dist-packages")
 
 
 class ValueWriter(pickle.Pickler):
-    """A pickler for comparisons: tensors and modules by value, functions by identity and by what they keep."""
+    """A pickler for comparisons: tensors and modules by value, functions by identity and by what
+    they keep.
+    """
 
     def __init__(self, file: Any) -> None:
         super().__init__(file, protocol=4)
@@ -36,18 +40,31 @@ class ValueWriter(pickle.Pickler):
         if isinstance(value, ReferenceType):
             return id(value())
         torch = sys.modules.get("torch")
-        return None if torch is None else self._of_torch(value, torch)
+        if torch is None:
+            return None
+        return self._of_torch(value, torch)
 
     def _of_torch(self, value: Any, torch: Any) -> object:
         if isinstance(value, torch.Tensor):
-            content: bytes = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
-            return value.requires_grad, str(value.dtype), tuple(value.shape), blake2b(content).digest()
+            content: bytes = (
+                value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+            )
+            return (
+                value.requires_grad,
+                str(value.dtype),
+                tuple(value.shape),
+                blake2b(content).digest(),
+            )
         if isinstance(value, torch.Generator):
             return value.get_state().numpy().tobytes()
-        return self._once(value, vars) if isinstance(value, torch.nn.Module) else None
+        if isinstance(value, torch.nn.Module):
+            return self._once(value, vars)
+        return None
 
     def _once(self, value: Any, kept: Callable[[Any], object]) -> object:
-        """Return a value's identity, and the first time what it keeps: that may have the value itself."""
+        """Return a value's identity, and the first time what it keeps: that may have the value
+        itself.
+        """
         if id(value) in self._seen:
             return id(value)
         self._seen.add(id(value))
@@ -86,12 +103,16 @@ class _Digest:
 
 
 def kept_in_files(names: Iterable[str]) -> dict[str, bytes]:
-    """Return a digest of each value that the files of own code keep in globals and classes, by `module.NAME`.
+    """Return a digest of each value that the files of own code keep in globals and classes, by
+    `module.NAME`.
 
-    `names` are those of the own code, `package.module:Name`. Their packages count, and what they import from the
-    current folder, but nothing of fedstrata's. Of installed packages, which may be large, only the named modules count.
+    `names` are those of the own code, `package.module:Name`. Their packages count, and what they
+    import from the current folder, but nothing of fedstrata's. Of installed packages, which may be
+    large, only the named modules count.
     """
-    return {label: _digest(value) for module in _files_of(names) for label, value in _values_of(module)}
+    return {
+        label: _digest(value) for module in _files_of(names) for label, value in _values_of(module)
+    }
 
 
 def changed(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> list[str]:
@@ -130,7 +151,11 @@ def _values_of(module: ModuleType) -> Iterator[tuple[str, object]]:
         elif value.__module__ == where:
             yield f"{where}.{name}", value
             if isinstance(value, type):
-                attributes = [(each, found) for each, found in vars(value).items() if not each.startswith("__")]
+                attributes = [
+                    (each, found)
+                    for each, found in vars(value).items()
+                    if not each.startswith("__")
+                ]
                 yield from ((f"{where}.{name}.{each}", found) for each, found in attributes)
 
 
@@ -154,8 +179,11 @@ def _files_of(names: Iterable[str]) -> list[ModuleType]:
 
 
 def _is_users(module: ModuleType, packages: set[str]) -> bool:
-    """Return whether a module is of these packages, or a file of the current folder, and not installed."""
-    package, path = module.__name__.partition(".")[0], Path(getattr(module, "__file__", None) or "")
+    """Return whether a module is of these packages, or a file of the current folder, and not
+    installed.
+    """
+    package = module.__name__.partition(".")[0]
+    path = Path(getattr(module, "__file__", None) or "")
     if any(folder in path.parts for folder in INSTALLED):
         return False
     return package in packages or (package != PACKAGE and path.is_relative_to(Path.cwd()))

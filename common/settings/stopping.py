@@ -15,14 +15,19 @@ from fedstrata.common.settings.training import Score
 
 
 class Stop(SettingsTable):
-    """When a run ends before its last global round: at a target, or when its evaluations no longer improve."""
+    """When a run ends before its last global round: at a target, or when its evaluations no longer
+    improve.
+    """
 
     target: float | None = None  # the score at which the run ends; accuracy: above 0, at most 1
-    # Evaluations in a row without an improvement after which the run ends. The final model is that of the last round.
+    # Evaluations in a row without an improvement after which the run ends. The final model is that
+    # of the last round.
     patience: Count | None = None
-    monitor: Literal["score", "loss"] = "score"  # what improves: the score, or the loss, of which the lower is better
+    # what improves: the score, or the loss, of which the lower is better
+    monitor: Literal["score", "loss"] = "score"
     min_delta: Annotated[float, Field(ge=0)] = 0.0  # a smaller improvement is none
-    best: bool = False  # keep the model of the last improvement, beside the final one, as best.safetensors
+    # keep the model of the last improvement, beside the final one, as best.safetensors
+    best: bool = False
 
 
 class StopReason(StrEnum):
@@ -56,8 +61,8 @@ def check_evaluated(stop: Stop, *, evaluates: bool) -> None:
 class Course:
     """The evaluations of a run so far, each taken once. They count as rounds.csv has them.
 
-    `best`: the global round of the last improvement, 0 before the first evaluation. `ended`: why the run ends, None
-    while it goes on; what is evaluated after that does not change it.
+    `best`: the global round of the last improvement, 0 before the first evaluation. `ended`: why
+    the run ends, None while it goes on; what is evaluated after that does not change it.
     """
 
     def __init__(self, stop: Stop, score: Score) -> None:
@@ -72,38 +77,55 @@ class Course:
     def take(self, global_round: int, *, score: float, loss: float) -> bool:
         """Take note of a model's evaluation; return whether it is an improvement.
 
-        A number that is not finite is none, and reaches no target. The last evaluation may be repeated by a resumed
-        run, and changes nothing then.
+        A number that is not finite is none, and reaches no target. The last evaluation may be
+        repeated by a resumed run, and changes nothing then.
         """
         if global_round == self._last:
             return global_round == self.best
         self._last = global_round
         monitored = score if self._stop.monitor == "score" else loss
-        score, value = as_written(score), as_written(monitored)
+        score = as_written(score)
+        value = as_written(monitored)
         higher = self._stop.monitor == "score" and self._score.higher
         gain = value - self._value if higher else self._value - value
         if better := gain > self._stop.min_delta or (self.best == 0 and not isnan(value)):
-            self.best, self._value = global_round, value
+            self.best = global_round
+            self._value = value
         self._since = 0 if better else self._since + 1
         if self.ended is None and self._score.reached(score, self._stop.target):
             self.ended = StopReason.TARGET
-        elif self.ended is None and self._stop.patience is not None and self._since >= self._stop.patience:
+        elif (
+            self.ended is None
+            and self._stop.patience is not None
+            and self._since >= self._stop.patience
+        ):
             self.ended = StopReason.PATIENCE
         return better
 
     def save(self) -> dict[str, Any]:
         """Return the state, in a form that JSON can hold."""
-        numbers = {"best": self.best, "value": self._value, "since": self._since, "last": self._last}
+        numbers = {
+            "best": self.best,
+            "value": self._value,
+            "since": self._since,
+            "last": self._last,
+        }
         return {**numbers, "ended": self.ended}
 
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Restore what `save` returned; {}, before the first checkpoint, is no evaluation."""
         if not facts:
             return
-        self.best, self._value, self._since, self._last = (facts[key] for key in ("best", "value", "since", "last"))
+        self.best, self._value, self._since, self._last = (
+            facts[key] for key in ("best", "value", "since", "last")
+        )
         self.ended = facts["ended"] and StopReason(facts["ended"])
 
 
 def as_written(value: float) -> float:
-    """Return a score or a loss as it is read from rounds.csv: with six digits, NaN if it is not finite."""
-    return float(f"{value:.6g}") if isfinite(value) else nan
+    """Return a score or a loss as it is read from rounds.csv: with six digits, NaN if it is not
+    finite.
+    """
+    if isfinite(value):
+        return float(f"{value:.6g}")
+    return nan

@@ -1,4 +1,6 @@
-"""Shared parts of the experiment's tables: strict validation, suggestions for mistyped names, and TOML output."""
+"""Shared parts of the experiment's tables: strict validation, suggestions for mistyped names, and
+TOML output.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,16 @@ from fedstrata.common.host.files import read_text
 
 LISTED_MOST: Final = 20
 DEPTH_MOST: Final = 100  # of tables in each other, in a file
-# More parts of one key, `a.b.c`, than that. tomllib keeps each beginning of a key: 20,000 parts take 1.2 GB.
+# More parts of one key, `a.b.c`, than that. tomllib keeps each beginning of a key: 20,000 parts
+# take 1.2 GB.
 _PART: Final = r"""(?:[A-Za-z0-9_-]++|"[^"\n]*+"|'[^'\n]*+')"""
-_DEEP_KEY: Final = re.compile(rf"(?<![A-Za-z0-9_-]){_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{{DEPTH_MOST}}}")
+_DEEP_KEY: Final = re.compile(
+    rf"(?<![A-Za-z0-9_-]){_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{{DEPTH_MOST}}}"
+)
 PARTS_MOST: Final = 50_000  # of all headers and keys with dots: tomllib takes 1 kB for each
 _PARTS: Final = re.compile(
-    rf"^[ \t]*+(?:\[{{1,2}}+[ \t]*+{_PART}(?:[ \t]*+\.[ \t]*+{_PART})*+[ \t]*+\]{{1,2}}+[ \t\r]*+(?:#|$)"
+    rf"^[ \t]*+(?:\[{{1,2}}+[ \t]*+{_PART}(?:[ \t]*+\.[ \t]*+{_PART})*+[ \t]*+\]{{1,2}}+[ "
+    r"\t\r]*+(?:#|$)"
     rf"|{_PART}(?:[ \t]*+\.[ \t]*+{_PART})++[ \t]*+=)",
     re.MULTILINE,
 )
@@ -47,13 +53,24 @@ ALIKE: Final = 0.8  # from which it surely is
 FORMS: Final[dict[str, str]] = {}  # of texts: by pattern, what to write
 # Tables of an experiment for which their `name` stands: `objective = "fedprox"`.
 NAMED: Final = (
-    "score", "model", "aggregation", "selection", "objective", "augmentation", "trainer", "optimizer", "schedule",
-    "epoch_control", "up",
-)  # fmt: skip
+    "score",
+    "model",
+    "aggregation",
+    "selection",
+    "objective",
+    "augmentation",
+    "trainer",
+    "optimizer",
+    "schedule",
+    "epoch_control",
+    "up",
+)
 
 
 def form(pattern: str, instead: str) -> Any:
-    """Return the field of a text that has a form; `instead`: what to write in place of one that has not."""
+    """Return the field of a text that has a form; `instead`: what to write in place of one that has
+    not.
+    """
     FORMS[pattern] = instead
     return Field(pattern=pattern)
 
@@ -62,7 +79,9 @@ PACKAGE: Final = "fedstrata"
 OWN: Final = "own"  # stands for the names of own code
 NAME_FORM: Final = "letters, digits, _ . and -, at most {}, a letter or digit first"
 Name = Annotated[str, form(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$", NAME_FORM.format(64))]
-AcceleratorName = Annotated[str, form(r"^(auto|cpu|cuda(:\d+)?)$", "auto, cpu, cuda or for instance cuda:0")]
+AcceleratorName = Annotated[
+    str, form(r"^(auto|cpu|cuda(:\d+)?)$", "auto, cpu, cuda or for instance cuda:0")
+]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1)]
@@ -117,24 +136,33 @@ class NamedTables(Mapping[str, type[Table]]):
 
 
 def named_in_module(place: str) -> Any:
-    """Return what a `module:Name` names, importing the module. Raises ImportError, AttributeError."""
+    """Return what a `module:Name` names, importing the module. Raises ImportError,
+    AttributeError.
+    """
     module, _, name = place.partition(":")
     return getattr(import_module(module), name)
 
 
 def installed(group: str) -> dict[str, str]:
-    """Return what installed packages bring by entry points of a group: `package.module:Class`, by name."""
+    """Return what installed packages bring by entry points of a group: `package.module:Class`, by
+    name.
+    """
     return {each.name: each.value for each in entry_points(group=f"{PACKAGE}.{group}")}
 
 
 def place_of(group: str, name: Any) -> Any:
-    """Return the `package.module:Class` for which a name of an installed package stands; another name as it is."""
-    return name if not isinstance(name, str) or ":" in name else installed(group).get(name, name)
+    """Return the `package.module:Class` for which a name of an installed package stands; another
+    name as it is.
+    """
+    if not isinstance(name, str) or ":" in name:
+        return name
+    return installed(group).get(name, name)
 
 
 @dataclass(frozen=True)
 class Selected:
-    """Makes a field one of several tables: that of its `name`, the first one without it, and `own` for `package:Name`.
+    """Makes a field one of several tables: that of its `name`, the first one without it, and `own`
+    for `package:Name`.
 
     It annotates the tables' common base. Without `own` there is none of the user's own.
     """
@@ -143,11 +171,15 @@ class Selected:
     own: str = ""  # `module:Class`, or a function that returns the table of a tree
     group: str = ""  # of entry points by which installed packages bring names for their own code
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
         """Return pydantic's schema."""
         return core_schema.no_info_plain_validator_function(self._table)
 
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
         """Return the JSON schema of any table."""
         return {"type": "object"}
 
@@ -163,7 +195,11 @@ class Selected:
             tree = {**tree, "name": name}
         is_own = bool(self.own) and isinstance(name, str) and ":" in name
         if not is_own and name not in self.tables:
-            context = {"discriminator": "name", "tag": str(name), "expected_tags": ", ".join(self.tables)}
+            context = {
+                "discriminator": "name",
+                "tag": str(name),
+                "expected_tags": ", ".join(self.tables),
+            }
             raise PydanticKnownError("union_tag_invalid", context)
         table: Any = named_in_module(self.own) if is_own else self.tables[name]
         try:
@@ -172,7 +208,10 @@ class Selected:
             found = error.errors(include_url=False)
             details = [
                 InitErrorDetails(
-                    type=e["type"], loc=(OWN if is_own else name, *e["loc"]), input=e["input"], ctx=e.get("ctx", {})
+                    type=e["type"],
+                    loc=(OWN if is_own else name, *e["loc"]),
+                    input=e["input"],
+                    ctx=e.get("ctx", {}),
                 )
                 for e in found
             ]
@@ -183,30 +222,43 @@ def flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     """Return the leaves of a tree by dotted keys."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
-        leaves |= flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
+        leaves |= (
+            flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
+        )
     return leaves
 
 
 def with_tables(tree: Any, path: Sequence[str] = ()) -> Any:
-    """Return an experiment's tree, or the part at a path, in which each name that stands for a table is that table."""
+    """Return an experiment's tree, or the part at a path, in which each name that stands for a
+    table is that table.
+    """
     if isinstance(tree, Mapping):
         return {key: with_tables(value, (*path, key)) for key, value in tree.items()}
     if isinstance(tree, list) and path in (("tiers",), ("adversaries",)):
         return [with_tables(each, (*path, str(place))) for place, each in enumerate(tree)]
-    return {"name": tree} if isinstance(tree, str) and path and stands_for(path) == "name" else tree
+    if isinstance(tree, str) and path and stands_for(path) == "name":
+        return {"name": tree}
+    return tree
 
 
 def stands_for(path: Sequence[str]) -> str | None:
-    """Return the key of the table at a path of keys whose value a text there is, None if no text stands for it."""
+    """Return the key of the table at a path of keys whose value a text there is, None if no text
+    stands for it.
+    """
     match path:
-        case [key] | ["training" | "cloud" | "institution", key] | ["tiers", _, key] if key in NAMED:
+        case [key] | ["training" | "cloud" | "institution", key] | ["tiers", _, key] if (
+            key in NAMED
+        ):
             return "name"
         case ["adversaries", _, "attack"]:
             return "name"
         case ["transfer", "wan" | "lan", key] | ["tiers", _, "transfer", key] if key in NAMED:
             return "name"
         case (
-            ["links", "wan" | "lan"] | ["hardware", "default"] | ["links" | "hardware", "of", _] | ["tiers", _, "link"]
+            ["links", "wan" | "lan"]
+            | ["hardware", "default"]
+            | ["links" | "hardware", "of", _]
+            | ["tiers", _, "link"]
         ):
             return "profile"
     return None
@@ -230,22 +282,35 @@ def proposal(name: str, known: Iterable[str], *, what: str, elsewhere: Sequence[
 
 
 def _meant(name: str, known: Sequence[str], similarity: float) -> str | None:
-    """Return the most similar name, else one that begins with this one or has its initials: `lr`, `learning_rate`."""
-    lower, word = {each.lower(): each for each in reversed(known)}, name.lower()
+    """Return the most similar name, else one that begins with this one or has its initials: `lr`,
+    `learning_rate`.
+    """
+    lower = {each.lower(): each for each in reversed(known)}
+    word = name.lower()
     if close := difflib.get_close_matches(word, lower, 1, similarity):
         return lower[close[0]]
-    return next((each for each in known if word and (each.lower().startswith(word) or word == _initials(each))), None)
+    return next(
+        (
+            each
+            for each in known
+            if word and (each.lower().startswith(word) or word == _initials(each))
+        ),
+        None,
+    )
 
 
 def _initials(name: str) -> str:
-    return "".join(part[:1] for part in re.split("[_-]", name)) if "_" in name or "-" in name else ""
+    if "_" in name or "-" in name:
+        return "".join(part[:1] for part in re.split("[_-]", name))
+    return ""
 
 
 def named(key: str, given: Any, profiles: Mapping[str, Any]) -> Any:
-    """Return a table with the values of the profile that it names; the table's own values take precedence.
+    """Return a table with the values of the profile that it names; the table's own values take
+    precedence.
 
-    A string is the name of a profile. Values of a wrong type are left for the tables' own checks. Raises
-    InvalidExperiment if the profile is unknown.
+    A string is the name of a profile. Values of a wrong type are left for the tables' own checks.
+    Raises InvalidExperiment if the profile is unknown.
     """
     if isinstance(given, str):
         given = {"profile": given}
@@ -265,7 +330,9 @@ _LINE: Final = re.compile(r"at line (\d+)")
 
 
 def read_toml(key: str, path: Path, *, remedy: str) -> dict[str, Any]:
-    """Return the tree of a TOML file. `remedy`: if there is no such file. Raises InvalidExperiment."""
+    """Return the tree of a TOML file. `remedy`: if there is no such file. Raises
+    InvalidExperiment.
+    """
     text = ""
     try:
         text = read_text(path)
@@ -274,8 +341,12 @@ def read_toml(key: str, path: Path, *, remedy: str) -> dict[str, Any]:
         raise InvalidExperiment(key, str(path), error.strerror or str(error), remedy) from None
     except tomllib.TOMLDecodeError as error:
         problem = str(error)
-        if (at := _LINE.search(problem)) and any(quote in text.split("\n")[int(at[1]) - 1] for quote in CURLY):
-            raise InvalidExperiment(key, str(path), f"curly quotes in line {at[1]}", STRAIGHT) from None
+        if (at := _LINE.search(problem)) and any(
+            quote in text.split("\n")[int(at[1]) - 1] for quote in CURLY
+        ):
+            raise InvalidExperiment(
+                key, str(path), f"curly quotes in line {at[1]}", STRAIGHT
+            ) from None
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         problem = f"byte 0x{error.object[error.start]:02x} in line {line} is not {error.encoding}"
@@ -291,7 +362,8 @@ def read_toml(key: str, path: Path, *, remedy: str) -> dict[str, Any]:
 def parsed(text: str) -> dict[str, Any]:
     """Return the tree of a TOML text.
 
-    Raises ValueError, RecursionError if it is nested too deeply, and OverflowError if it has too many tables.
+    Raises ValueError, RecursionError if it is nested too deeply, and OverflowError if it has too
+    many tables.
     """
     if _DEEP_KEY.search(text):
         raise RecursionError
@@ -304,17 +376,25 @@ def parsed(text: str) -> dict[str, Any]:
 
 
 def check_quotes(text: str) -> None:
-    """Raise InvalidExperiment if a part of a `key=value` has curly quotes around it, as of a text processor."""
+    """Raise InvalidExperiment if a part of a `key=value` has curly quotes around it, as of a text
+    processor.
+    """
     for part in text.split("="):
         if part.strip()[:1] in CURLY or part.strip()[-1:] in CURLY:
             raise InvalidExperiment("--set", text, "curly quotes", STRAIGHT)
 
 
 def _is_deep(tree: dict[str, Any]) -> bool:
-    """Return whether tables and lists are nested deeper than functions that call themselves can follow."""
+    """Return whether tables and lists are nested deeper than functions that call themselves can
+    follow.
+    """
     level: list[Any] = [tree]
     for _ in range(DEPTH_MOST):
-        inner = [each for found in level for each in (found.values() if isinstance(found, dict) else found)]
+        inner = [
+            each
+            for found in level
+            for each in (found.values() if isinstance(found, dict) else found)
+        ]
         level = [each for each in inner if isinstance(each, (dict, list))]
         if not level:
             return False
@@ -332,12 +412,15 @@ def _is_tables(value: object) -> bool:
     return isinstance(value, list) and value != [] and all(isinstance(each, dict) for each in value)
 
 
-def _write_table(table: Mapping[str, Any], path: tuple[str, ...], lines: list[str], *, headed: bool = False) -> None:
+def _write_table(
+    table: Mapping[str, Any], path: tuple[str, ...], lines: list[str], *, headed: bool = False
+) -> None:
     if path and not headed:
         lines += ["", f"[{'.'.join(map(_toml_key, path))}]"]
     for key, value in table.items():
         if not isinstance(value, dict) and not _is_tables(value):
-            # JSON strings are TOML strings, except for DEL, and for surrogate pairs with ensure_ascii.
+            # JSON strings are TOML strings, except for DEL, and for surrogate pairs with
+            # ensure_ascii.
             written = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
             lines.append(f"{_toml_key(key)} = {written}")
     for key, value in table.items():
@@ -349,4 +432,6 @@ def _write_table(table: Mapping[str, Any], path: tuple[str, ...], lines: list[st
 
 
 def _toml_key(key: str) -> str:
-    return json.dumps(key) if "." in key else key
+    if "." in key:
+        return json.dumps(key)
+    return key

@@ -13,12 +13,19 @@ RESERVED: Final = frozenset({CLOUD, "all"})  # `all` is the broadcast stream
 
 
 class Tree:
-    """The nodes of a lab. `layers`: the children of each parent, by layer from the cloud down; names are unique."""
+    """The nodes of a lab. `layers`: the children of each parent, by layer from the cloud down;
+    names are unique.
+    """
 
     def __init__(self, layers: Sequence[Mapping[str, Sequence[str]]]) -> None:
         self.children = {parent: list(names) for layer in layers for parent, names in layer.items()}
-        self.layers = [[CLOUD], *([name for names in layer.values() for name in names] for layer in layers)]
-        self._parents = {child: parent for parent, names in self.children.items() for child in names}
+        self.layers = [
+            [CLOUD],
+            *([name for names in layer.values() for name in names] for layer in layers),
+        ]
+        self._parents = {
+            child: parent for parent, names in self.children.items() for child in names
+        }
         self._depths = {name: depth for depth, names in enumerate(self.layers) for name in names}
         self._below: dict[str, int] = {}
         for parent, names in reversed(self.children.items()):
@@ -56,7 +63,9 @@ class Tree:
         return self._depths[node]
 
     def path(self, node: str) -> str:
-        """Return the names from the cloud down to a node, with `/` between them. Raises KeyError."""
+        """Return the names from the cloud down to a node, with `/` between them. Raises
+        KeyError.
+        """
         names = [node]
         while names[-1] != CLOUD:
             names.append(self._parents[names[-1]])
@@ -84,7 +93,9 @@ NUMBER: Final = re.compile(r"[0-9]+$")
 def number_of(device: str) -> int | None:
     """Return the number at the end of a device's name, None if it has none."""
     found = NUMBER.search(device)
-    return None if found is None else int(found[0])
+    if found is None:
+        return None
+    return int(found[0])
 
 
 def check_parent(tree: Tree, node: str, parent: str, *, role: str, among: Sequence[str]) -> None:
@@ -102,10 +113,14 @@ def check_parent(tree: Tree, node: str, parent: str, *, role: str, among: Sequen
 
 
 def share_of(count: int, fraction: float) -> int:
-    """Return floor(fraction * count + 1e-9): 0.29 of 100 is 29, where the product of the floats lies below."""
+    """Return floor(fraction * count + 1e-9): 0.29 of 100 is 29, where the product of the floats
+    lies below.
+    """
     return int(fraction * count + 1e-9)
 
 
 def participants(children: int, fraction: float) -> int:
-    """Return K = max(1, floor(fraction * children)), the number of children that take part in a round."""
+    """Return K = max(1, floor(fraction * children)), the number of children that take part in a
+    round.
+    """
     return max(1, share_of(children, fraction))

@@ -1,7 +1,9 @@
-"""What trains a model on devices: fedstrata's SGD on a PyTorch module, a trainer of the user's own, a Flower app.
+"""What trains a model on devices: fedstrata's SGD on a PyTorch module, a trainer of the user's own,
+a Flower app.
 
-A trainer that is not fedstrata's brings its arrays and reads its samples, so the tables of the data and the model have
-its name, and it knows its test samples. Its code is in `common/training/array_trainer.py`.
+A trainer that is not fedstrata's brings its arrays and reads its samples, so the tables of the data
+and the model have its name, and it knows its test samples. Its code is in
+`common/training/array_trainer.py`.
 """
 
 from __future__ import annotations
@@ -22,17 +24,21 @@ from fedstrata.common.settings.tables import Selected, SettingsTable, form, plac
 TRAINER_KEY: Final = "training.trainer"
 PARTITION: Final = "private"  # every device has samples of its own
 OWN_SAMPLES: Final = "own"  # of `evaluation.data`: the trainer knows its test samples
-Rounds = dict[Annotated[str, form(r"^[1-9]\d{0,11}$", "the number of a global round, from 1")], float]
+Rounds = dict[
+    Annotated[str, form(r"^[1-9]\d{0,11}$", "the number of a global round, from 1")], float
+]
 NUMBER: Final = r"^[A-Za-z_]\w*$"  # with {0,63} its automaton takes 10 MB, and 40 ms of each start
-NumberName = Annotated[str, form(NUMBER, "a name of letters, digits and _, no digit first"), Field(max_length=64)]
+NumberName = Annotated[
+    str, form(NUMBER, "a name of letters, digits and _, no digit first"), Field(max_length=64)
+]
 ByRound = dict[NumberName, Rounds]
 
 
 class TrainerTable(SettingsTable):
     """The settings of a trainer.
 
-    `learns_module`: it trains `model` on `data` by the loss and the objective. `remembers`: a device has state that
-    persists between its tasks.
+    `learns_module`: it trains `model` on `data` by the loss and the objective. `remembers`: a
+    device has state that persists between its tasks.
     """
 
     learns_module: ClassVar[bool] = False
@@ -73,28 +79,39 @@ class FlowerTrainer(TrainerTable):
     remembers = True  # `context.state`
 
     name: Literal["flower"] = "flower"  # the trainer
-    # The folder of an app with `@app.train`, below the one in which commands start; its `pyproject.toml` gives the next
-    # two, `run_config`, and what the experiment does not set of `rounds` and `[training]`.
+    # The folder of an app with `@app.train`, below the one in which commands start; its
+    # `pyproject.toml` gives the next two, `run_config`, and what the experiment does not set of
+    # `rounds` and `[training]`.
     app: str | None = None
-    serverapp: OwnName | None = None  # the app's ServerApp, of whose strategy only the first message is used
+    # the app's ServerApp, of whose strategy only the first message is used
+    serverapp: OwnName | None = None
     clientapp: OwnName | None = None  # the app's ClientApp, which trains and evaluates
-    # The metric of the app's `@app.evaluate` that is the score; not set: `accuracy`, else one with `acc` or `score`.
+    # The metric of the app's `@app.evaluate` that is the score; not set: `accuracy`, else one with
+    # `acc` or `score`.
     score: str | None = None
-    client_fn: OwnName | None = None  # in place of `app`: the function that makes a client of a context
+    # in place of `app`: the function that makes a client of a context
+    client_fn: OwnName | None = None
     # The function that returns the first arrays; not set: the client's `get_parameters`.
     initial: OwnName | None = None
-    # The function by which the cloud evaluates, as in a strategy of Flower's; not set: it does not evaluate.
+    # The function by which the cloud evaluates, as in a strategy of Flower's; not set: it does not
+    # evaluate.
     evaluate_fn: OwnName | None = None
-    # The app's settings that clients find in `context.run_config`, besides `local-epochs`, `batch-size`,
-    # `learning-rate`, `momentum` and `weight-decay`, which are those of `[training]`.
+    # The app's settings that clients find in `context.run_config`, besides `local-epochs`,
+    # `batch-size`, `learning-rate`, `momentum` and `weight-decay`, which are those of `[training]`.
     run_config: dict[str, bool | int | float | str] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _given_once(self) -> Self:
-        for name, key in {**{name: f"training.{key}" for name, key in OF_TRAINING.items()}, ROUNDS: "rounds"}.items():
+        for name, key in {
+            **{name: f"training.{key}" for name, key in OF_TRAINING.items()},
+            ROUNDS: "rounds",
+        }.items():
             if name in self.run_config:
-                problem, remedy = f"clients have it from {key}", f"Omit it, and set {key}."
-                raise InvalidExperiment(f"{TRAINER_KEY}.run_config.{name}", self.run_config[name], problem, remedy)
+                problem = f"clients have it from {key}"
+                remedy = f"Omit it, and set {key}."
+                raise InvalidExperiment(
+                    f"{TRAINER_KEY}.run_config.{name}", self.run_config[name], problem, remedy
+                )
         return self
 
     @model_validator(mode="after")
@@ -102,7 +119,10 @@ class FlowerTrainer(TrainerTable):
         if self.app is None:
             if self.client_fn is None:
                 raise InvalidExperiment(
-                    f"{TRAINER_KEY}.client_fn", None, "neither it nor app is set", "Set one of them."
+                    f"{TRAINER_KEY}.client_fn",
+                    None,
+                    "neither it nor app is set",
+                    "Set one of them.",
                 )
             others = ("serverapp", "clientapp", "score")
         else:
@@ -112,21 +132,28 @@ class FlowerTrainer(TrainerTable):
             if (value := getattr(self, key)) is not None:
                 whose = "client_fn" if self.app is None else "app"
                 raise InvalidExperiment(
-                    f"{TRAINER_KEY}.{key}", value, f"has no effect beside {whose}", "Omit one of them."
+                    f"{TRAINER_KEY}.{key}",
+                    value,
+                    f"has no effect beside {whose}",
+                    "Omit one of them.",
                 )
         return self
 
     @property
     def code(self) -> Mapping[str, str]:
         """The names of its functions, or of the parts of its app."""
-        keys = ("client_fn", "initial", "evaluate_fn") if self.app is None else ("clientapp", "serverapp")
+        keys: tuple[str, ...] = ("clientapp", "serverapp")
+        if self.app is None:
+            keys = ("client_fn", "initial", "evaluate_fn")
         found = {key: getattr(self, key) for key in keys}
         return {f"{TRAINER_KEY}.{key}": name for key, name in found.items() if name is not None}
 
     @property
     def folder(self) -> str:
         """The folder of its app."""
-        return "" if self.app is None else str(Path(self.app).resolve())
+        if self.app is None:
+            return ""
+        return str(Path(self.app).resolve())
 
 
 class OwnTrainer(TrainerTable, OwnSettings):
@@ -142,7 +169,9 @@ class OwnTrainer(TrainerTable, OwnSettings):
         return {f"{TRAINER_KEY}.name": self.name}
 
 
-TRAINERS: Final[Mapping[str, type[TrainerTable]]] = MappingProxyType({"sgd": SgdTrainer, "flower": FlowerTrainer})
+TRAINERS: Final[Mapping[str, type[TrainerTable]]] = MappingProxyType(
+    {"sgd": SgdTrainer, "flower": FlowerTrainer}
+)
 
 TrainerSettings = Annotated[
     TrainerTable, Selected(TRAINERS, "fedstrata.common.settings.trainers:OwnTrainer", "trainers")
@@ -150,11 +179,20 @@ TrainerSettings = Annotated[
 
 
 def with_trainer(tree: Any) -> Any:
-    """Return an experiment's keys with the data, the model and the test samples of a trainer that brings its own."""
-    if not isinstance(tree, Mapping) or not isinstance(training := tree.get("training", {}), Mapping):
+    """Return an experiment's keys with the data, the model and the test samples of a trainer that
+    brings its own.
+    """
+    if not isinstance(tree, Mapping) or not isinstance(
+        training := tree.get("training", {}), Mapping
+    ):
         return tree
-    data, model, table = tree.get("data", {}), tree.get("model", {}), training.get("trainer", {"name": "sgd"})
-    if not all(isinstance(each, Mapping) for each in (data, model, table)) or table.get("name") == "sgd":
+    data = tree.get("data", {})
+    model = tree.get("model", {})
+    table = training.get("trainer", {"name": "sgd"})
+    if (
+        not all(isinstance(each, Mapping) for each in (data, model, table))
+        or table.get("name") == "sgd"
+    ):
         return tree
     name = table.get("name")
     if name == "flower":
@@ -166,7 +204,10 @@ def with_trainer(tree: Any) -> Any:
         name = place_of("trainers", name)
     if not isinstance(name, str) or not is_own(name):  # an error of the table itself
         return tree
-    own = {"data": {"dataset": name, "partition": PARTITION, **data}, "model": {"name": name, **model}}
+    own = {
+        "data": {"dataset": name, "partition": PARTITION, **data},
+        "model": {"name": name, **model},
+    }
     evaluation = tree.get("evaluation", {})
     if isinstance(evaluation, Mapping) and evaluation.get("at") in ("devices", "both"):
         own["evaluation"] = {"data": OWN_SAMPLES, **evaluation}
@@ -174,13 +215,22 @@ def with_trainer(tree: Any) -> Any:
 
 
 def check_trainer(trainer: TrainerTable, data: Data, model: ModelSettings) -> None:
-    """Check that a trainer that brings its own has no other data and model. Raises InvalidExperiment."""
+    """Check that a trainer that brings its own has no other data and model. Raises
+    InvalidExperiment.
+    """
     if trainer.learns_module:
         return
     reads = f"{TRAINER_KEY} {trainer.whose} reads its samples from data.root"
     brings = f"{TRAINER_KEY} {trainer.whose} has its arrays"
-    wanted: dict[str, object] = {"dataset": trainer.whose, "partition": PARTITION, "targets": CLASSES}
-    wanted = {key: field.get_default(call_default_factory=True) for key, field in Data.model_fields.items()} | wanted
+    wanted: dict[str, object] = {
+        "dataset": trainer.whose,
+        "partition": PARTITION,
+        "targets": CLASSES,
+    }
+    wanted = {
+        key: field.get_default(call_default_factory=True)
+        for key, field in Data.model_fields.items()
+    } | wanted
     for key in sorted(data.model_fields_set - {"root"}):
         if (value := getattr(data, key)) != wanted[key]:
             raise InvalidExperiment(f"data.{key}", value, reads, "Omit it.")

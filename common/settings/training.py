@@ -1,4 +1,5 @@
-"""What devices train by, and what the cloud scores: loss, objective, learning rate of each global round, and score.
+"""What devices train by, and what the cloud scores: loss, objective, learning rate of each global
+round, and score.
 
 The formulas and their sources are in `common/learning/losses.py` and `evaluation.py`, and in
 `device/training/objectives/`, one file per objective.
@@ -33,24 +34,36 @@ Share = Annotated[float, Field(ge=0, le=1)]
 ACCURACY: Final = "accuracy"
 CROSS_ENTROPY: Final = "cross_entropy"
 BINARY: Final = "binary_cross_entropy"
-LOSSES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(  # by what the targets are, the default first
-    {CLASSES: (CROSS_ENTROPY,), NUMBERS: ("mean_squared_error", "mean_absolute_error", "huber", BINARY)}
+# by what the targets are, the default first
+LOSSES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        CLASSES: (CROSS_ENTROPY,),
+        NUMBERS: ("mean_squared_error", "mean_absolute_error", "huber", BINARY),
+    }
 )
 SCORES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {CLASSES: (ACCURACY,), NUMBERS: ("r2", "mean_squared_error", "mean_absolute_error", "binary_accuracy")}
+    {
+        CLASSES: (ACCURACY,),
+        NUMBERS: ("r2", "mean_squared_error", "mean_absolute_error", "binary_accuracy"),
+    }
 )
 HIGHER: Final = (ACCURACY, "r2", "binary_accuracy")
 SCORES_MOST: Final = 8  # of an experiment
 SHARES: Final = (ACCURACY, "binary_accuracy")  # 0 to 1, for people in percent
-LossName = Annotated[str, Field(json_schema_extra={"enum": [name for names in LOSSES.values() for name in names]})]
-ScoreName = Annotated[str, Field(json_schema_extra={"enum": [name for names in SCORES.values() for name in names]})]
+LossName = Annotated[
+    str, Field(json_schema_extra={"enum": [name for names in LOSSES.values() for name in names]})
+]
+ScoreName = Annotated[
+    str, Field(json_schema_extra={"enum": [name for names in SCORES.values() for name in names]})
+]
 
 
 class ObjectiveTable(SettingsTable):
-    """The settings of an objective. `keeps`: the vectors, float32 [D] each, that a device keeps from task to task.
+    """The settings of an objective. `keeps`: the vectors, float32 [D] each, that a device keeps
+    from task to task.
 
-    `rule`: that of the devices' tier which it needs. `parts`: whether some arrays of the model may be personal.
-    `reads_upload`: whether it reads the trained model as the parent decodes it.
+    `rule`: that of the devices' tier which it needs. `parts`: whether some arrays of the model may
+    be personal. `reads_upload`: whether it reads the trained model as the parent decodes it.
     """
 
     keeps: ClassVar[Sequence[str]] = ()
@@ -72,13 +85,17 @@ class ObjectiveTable(SettingsTable):
 
 
 class CrossEntropy(ObjectiveTable):
-    """The mean loss of a batch, and nothing else. The name is that of the default loss; omit it for another."""
+    """The mean loss of a batch, and nothing else. The name is that of the default loss; omit it for
+    another.
+    """
 
     name: Literal["cross_entropy"] = "cross_entropy"  # the objective
 
 
 class FedProx(ObjectiveTable):
-    """The loss and a proximal term: mu / 2 times the squared distance to the parameters received."""
+    """The loss and a proximal term: mu / 2 times the squared distance to the parameters
+    received.
+    """
 
     name: Literal["fedprox"] = "fedprox"  # the objective
     mu: Annotated[float, Field(ge=0)] = 0.01  # weight of the term; 0 is the loss alone
@@ -90,14 +107,19 @@ class FedProx(ObjectiveTable):
 
 
 class FedSAM(ObjectiveTable):
-    """The loss with sharpness-aware minimisation: each gradient is taken at parameters moved up the slope."""
+    """The loss with sharpness-aware minimisation: each gradient is taken at parameters moved up the
+    slope.
+    """
 
     name: Literal["fedsam"] = "fedsam"  # the objective
-    rho: Annotated[float, Field(ge=0)] = 0.1  # L2 norm of that move, over all parameters; 0 is the loss alone
+    # L2 norm of that move, over all parameters; 0 is the loss alone
+    rho: Annotated[float, Field(ge=0)] = 0.1
 
 
 class ScaffoldCorrection(ObjectiveTable):
-    """The loss, each gradient corrected by the difference of the devices' control variate and its own."""
+    """The loss, each gradient corrected by the difference of the devices' control variate and its
+    own.
+    """
 
     keeps = ("own_control",)
     rule = "scaffold"
@@ -106,7 +128,9 @@ class ScaffoldCorrection(ObjectiveTable):
 
 
 class DynamicRegulariser(ObjectiveTable):
-    """The loss with a dynamic regulariser, by which the devices' optima become those of the whole."""
+    """The loss with a dynamic regulariser, by which the devices' optima become those of the
+    whole.
+    """
 
     keeps = ("own_gradient",)
     rule = "feddyn"
@@ -117,7 +141,9 @@ class DynamicRegulariser(ObjectiveTable):
 
 
 class ModelContrast(ObjectiveTable):
-    """The loss and a contrast of features: near the received model's, far from the device's previous ones."""
+    """The loss and a contrast of features: near the received model's, far from the device's
+    previous ones.
+    """
 
     keeps = ("previous",)
     parts = False
@@ -128,14 +154,18 @@ class ModelContrast(ObjectiveTable):
 
 
 class GeneratedFeatures(ObjectiveTable):
-    """The loss of classes, and two terms for features that the parent's generator made of labels."""
+    """The loss of classes, and two terms for features that the parent's generator made of
+    labels.
+    """
 
     rule = "fedgen"
     parts = False
 
     name: Literal["fedgen"] = "fedgen"  # the objective
-    alpha: Annotated[float, Field(ge=0)] = 0.2  # weight of the cross-entropy of generated features of random labels
-    beta: Annotated[float, Field(ge=0)] = 0.2  # weight of the divergence from the prediction for generated features
+    # weight of the cross-entropy of generated features of random labels
+    alpha: Annotated[float, Field(ge=0)] = 0.2
+    # weight of the divergence from the prediction for generated features
+    beta: Annotated[float, Field(ge=0)] = 0.2
 
 
 class OwnObjective(ObjectiveTable, OwnSettings):
@@ -160,7 +190,8 @@ OBJECTIVES: Final[Mapping[str, type[ObjectiveTable]]] = MappingProxyType(
 )
 
 ObjectiveSettings = Annotated[
-    ObjectiveTable, Selected(OBJECTIVES, "fedstrata.common.settings.training:OwnObjective", "objectives")
+    ObjectiveTable,
+    Selected(OBJECTIVES, "fedstrata.common.settings.training:OwnObjective", "objectives"),
 ]
 
 
@@ -171,13 +202,17 @@ class OptimizerTable(SettingsTable):
 
 
 class Sgd(OptimizerTable):
-    """SGD. Its keys are `momentum`, `nesterov` and `weight_decay` of `training`; they may stand here, too."""
+    """SGD. Its keys are `momentum`, `nesterov` and `weight_decay` of `training`; they may stand
+    here, too.
+    """
 
     name: Literal["sgd"] = "sgd"  # the optimiser
 
 
 class AdaptiveTable(OptimizerTable):
-    """The settings of an optimiser that divides the mean of the gradients by the root of their squares' mean."""
+    """The settings of an optimiser that divides the mean of the gradients by the root of their
+    squares' mean.
+    """
 
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9  # decay of the mean of the gradients
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999  # decay of the mean of their squares
@@ -192,13 +227,18 @@ class Adam(AdaptiveTable):
 
 
 class AdamW(AdaptiveTable):
-    """Adam with a decay of the weights apart from the gradient, as torch.optim.AdamW (Loshchilov and Hutter 2019)."""
+    """Adam with a decay of the weights apart from the gradient, as torch.optim.AdamW (Loshchilov
+    and Hutter 2019).
+    """
 
     name: Literal["adamw"] = "adamw"  # the optimiser
-    weight_decay: Annotated[float, Field(ge=0)] = 0.01  # share of each weight, times the learning rate, in each step
+    # share of each weight, times the learning rate, in each step
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
 
 
-OPTIMIZERS: Final[Mapping[str, type[OptimizerTable]]] = MappingProxyType({"sgd": Sgd, "adam": Adam, "adamw": AdamW})
+OPTIMIZERS: Final[Mapping[str, type[OptimizerTable]]] = MappingProxyType(
+    {"sgd": Sgd, "adam": Adam, "adamw": AdamW}
+)
 OF_SGD: Final = ("momentum", "nesterov", "weight_decay")  # the keys of SGD
 
 OptimizerSettings = Annotated[OptimizerTable, Selected(OPTIMIZERS)]
@@ -207,13 +247,15 @@ OptimizerSettings = Annotated[OptimizerTable, Selected(OPTIMIZERS)]
 class Schedule(SettingsTable):
     """The learning rate over the global rounds. All local rounds of a global round have the same.
 
-    In global round t (0-based) it is `training.learning_rate` times a factor. In the first `warmup` global rounds the
-    factor is (t + 1) / (warmup + 1). After them, with s = t - warmup and S = global rounds - warmup, it is:
+    In global round t (0-based) it is `training.learning_rate` times a factor. In the first `warmup`
+    global rounds the factor is (t + 1) / (warmup + 1). After them, with s = t - warmup and S =
+    global rounds - warmup, it is:
 
     - constant: 1
     - step: factor ** floor(s / every)
     - exponential: factor ** s
-    - cosine: final + (1 - final) (1 + cos(pi s / S)) / 2, so `final` itself would come after the last global round
+    - cosine: final + (1 - final) (1 + cos(pi s / S)) / 2, so `final` itself would come after the
+      last global round
     - inverse: halving / (halving + s), as in Theorem 1 of FedCross
     """
 
@@ -221,7 +263,8 @@ class Schedule(SettingsTable):
     name: Literal["constant", "step", "exponential", "cosine", "inverse"] = "constant"
     warmup: Annotated[int, Field(ge=0)] = 0  # global rounds of a linear rise
     every: Count | None = None  # of `step`: global rounds between two steps
-    factor: Fraction | None = None  # of `step` and `exponential`: the learning rate is multiplied by it
+    # of `step` and `exponential`: the learning rate is multiplied by it
+    factor: Fraction | None = None
     final: Share = 0.0  # of `cosine`: share of the learning rate at the end
     halving: Positive | None = None  # of `inverse`: global rounds until the learning rate is halved
 
@@ -233,7 +276,8 @@ class AugmentationTable(SettingsTable):
 
 
 class Augmentation(AugmentationTable):
-    """Random changes to training images, for each sample and epoch, from the seed, the node and the round.
+    """Random changes to training images, for each sample and epoch, from the seed, the node and the
+    round.
 
     They are applied on the device that trains, before pixels are normalised.
     """
@@ -255,7 +299,9 @@ class OwnAugmentation(AugmentationTable, OwnSettings):
     name: OwnName  # the class, `package.module:Name`
 
 
-AUGMENTATIONS: Final[Mapping[str, type[AugmentationTable]]] = MappingProxyType({"images": Augmentation})
+AUGMENTATIONS: Final[Mapping[str, type[AugmentationTable]]] = MappingProxyType(
+    {"images": Augmentation}
+)
 
 AugmentationSettings = Annotated[
     AugmentationTable, Selected(AUGMENTATIONS, "fedstrata.common.settings.training:OwnAugmentation")
@@ -263,13 +309,22 @@ AugmentationSettings = Annotated[
 
 
 OF_MODULES: Final = (
-    "optimizer", "loss", "objective", "augmentation", "precision", "recorded", "deterministic", "vmapped"
-)  # fmt: skip
+    "optimizer",
+    "loss",
+    "objective",
+    "augmentation",
+    "precision",
+    "recorded",
+    "deterministic",
+    "vmapped",
+)
 OF_TASKS: Final = ("epochs", "learning_rate")  # what others decide, or need to know
 
 
 class TrainingSettings(EffectiveTable):
-    """One local round on a device: SGD with a fresh optimiser and shuffled batches, on the loss and its objective."""
+    """One local round on a device: SGD with a fresh optimiser and shuffled batches, on the loss and
+    its objective.
+    """
 
     epochs: Count = 1  # of each local round; with Tempo those of the first global round (c)
     batch_size: Count = 10  # samples; the last batch of an epoch may be smaller
@@ -280,30 +335,36 @@ class TrainingSettings(EffectiveTable):
     # `sgd`, whose keys are the three above; `adam` or `adamw`, with keys of their own.
     optimizer: OptimizerSettings = Sgd()
     clip_norm: Positive | None = None  # largest L2 norm of a step's gradients, all together
-    # The loss on which every objective builds; with `data.targets = "numbers"` the default is the mean squared error.
-    # Or a function of your own, `package.module:function`, of outputs and targets, that returns each sample's loss.
+    # The loss on which every objective builds; with `data.targets = "numbers"` the default is the
+    # mean squared error. Or a function of your own, `package.module:function`, of outputs and
+    # targets, that returns each sample's loss.
     loss: LossName = CROSS_ENTROPY
     objective: ObjectiveSettings = CrossEntropy()
     schedule: Schedule = Schedule()
     augmentation: AugmentationSettings = Augmentation()
-    # `fp32`: all in float32, also on a GPU, where torch by default computes convolutions in TF32. `tf32`: these and
-    # matrix products in TF32 on GPUs that have it (Ampere and later); elsewhere it is fp32. `bf16`: forward and
-    # backward in torch's autocast, weights and steps in fp32. It pays with convolutions. On a CPU linear layers stay
-    # fp32 in batches of 16 samples or fewer, where casts cost more than they save.
+    # `fp32`: all in float32, also on a GPU, where torch by default computes convolutions in TF32.
+    # `tf32`: these and matrix products in TF32 on GPUs that have it (Ampere and later); elsewhere
+    # it is fp32. `bf16`: forward and backward in torch's autocast, weights and steps in fp32. It
+    # pays with convolutions. On a CPU linear layers stay fp32 in batches of 16 samples or fewer,
+    # where casts cost more than they save.
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
-    # Whether a CPU runs the steps of small models as programs, recorded in trial steps, without Python; the bits are
-    # the same. `auto`: of nets that ship, and of your own that are PyTorch's layers in nn.Sequential, unless the loss
-    # or the objective is your own. True: of all nets; programs that run code of your own are compared as they run.
+    # Whether a CPU runs the steps of small models as programs, recorded in trial steps, without
+    # Python; the bits are the same. `auto`: of nets that ship, and of your own that are PyTorch's
+    # layers in nn.Sequential, unless the loss or the objective is your own. True: of all nets;
+    # programs that run code of your own are compared as they run.
     recorded: Literal["auto", True, False] = "auto"
-    # On CUDA, use only operations that give the same bits again; a model with others is refused. A CPU always gives
-    # the same bits.
+    # On CUDA, use only operations that give the same bits again; a model with others is refused. A
+    # CPU always gives the same bits.
     deterministic: bool = False
-    # False: the devices of a process train one after another on a GPU, too. Not set: there they train in common steps,
-    # unless the model, the loss, the objective or the augmentation is your own. The last bits of a result then depend
-    # on who trains together, so two runs may differ by rounding.
+    # False: the devices of a process train one after another on a GPU, too. Not set: there they
+    # train in common steps, unless the model, the loss, the objective or the augmentation is your
+    # own. The last bits of a result then depend on who trains together, so two runs may differ by
+    # rounding.
     vmapped: Literal[False] | None = None
-    trainer: TrainerSettings = SgdTrainer()  # what trains: `sgd`, a Flower app, or a class of your own
-    # Numbers for a trainer that is not `sgd`, by the global round from which they hold: `mu = { 1 = 0.0, 10 = 0.1 }`.
+    # what trains: `sgd`, a Flower app, or a class of your own
+    trainer: TrainerSettings = SgdTrainer()
+    # Numbers for a trainer that is not `sgd`, by the global round from which they hold: `mu = { 1 =
+    # 0.0, 10 = 0.1 }`.
     by_round: ByRound = Field(default_factory=dict)
 
     @model_validator(mode="before")
@@ -325,9 +386,12 @@ class TrainingSettings(EffectiveTable):
     def unused(self) -> Set[str]:
         """The keys that have no effect with the trainer, or the optimiser.
 
-        That is also the objective of the loss alone, which is named after cross-entropy, where the loss is another.
+        That is also the objective of the loss alone, which is named after cross-entropy, where the
+        loss is another.
         """
-        unused: tuple[str, ...] = ("trainer", "by_round") if self.trainer.learns_module else OF_MODULES
+        unused: tuple[str, ...] = (
+            ("trainer", "by_round") if self.trainer.learns_module else OF_MODULES
+        )
         if self.loss != CROSS_ENTROPY and self.plain:
             unused += ("objective",)
         return {*unused, *(("optimizer",) if self.by_sgd else OF_SGD)}
@@ -345,12 +409,16 @@ class TrainingSettings(EffectiveTable):
     @property
     def image_changes(self) -> Augmentation:
         """The flips and crops of images, none with an augmentation of one's own."""
-        return self.augmentation if isinstance(self.augmentation, Augmentation) else Augmentation()
+        if isinstance(self.augmentation, Augmentation):
+            return self.augmentation
+        return Augmentation()
 
     @property
     def own_augmentation(self) -> OwnAugmentation | None:
         """The user's own augmentation, None without."""
-        return self.augmentation if isinstance(self.augmentation, OwnAugmentation) else None
+        if isinstance(self.augmentation, OwnAugmentation):
+            return self.augmentation
+        return None
 
     @property
     def plain(self) -> bool:
@@ -361,21 +429,27 @@ class TrainingSettings(EffectiveTable):
 class Score(EffectiveTable):
     """The score of models, beside the loss.
 
-    `accuracy`: share of the samples whose largest output is their class. `r2`: 1 minus the ratio of the squared errors
-    to those of the targets' mean, the mean of several targets. `binary_accuracy`: share of the targets, 0 or 1, on the
-    side of the output's sign. The default is accuracy for classes, and for numbers R2, with binary cross-entropy
-    binary accuracy.
+    `accuracy`: share of the samples whose largest output is their class. `r2`: 1 minus the ratio of
+    the squared errors to those of the targets' mean, the mean of several targets.
+    `binary_accuracy`: share of the targets, 0 or 1, on the side of the output's sign. The default
+    is accuracy for classes, and for numbers R2, with binary cross-entropy binary accuracy.
     """
 
     name: ScoreName = ACCURACY  # a score, or a function of your own, `package.module:function`
-    better: Literal["higher", "lower"] | None = None  # of your own function: which of two scores is the better one
-    # Further scores, which are recorded only: targets, the best model, charts and comparisons are of `name`.
-    also: Annotated[list[ScoreName], Field(max_length=SCORES_MOST - 1)] = Field(default_factory=list)
+    # of your own function: which of two scores is the better one
+    better: Literal["higher", "lower"] | None = None
+    # Further scores, which are recorded only: targets, the best model, charts and comparisons are
+    # of `name`.
+    also: Annotated[list[ScoreName], Field(max_length=SCORES_MOST - 1)] = Field(
+        default_factory=list
+    )
 
     @property
     def unused(self) -> Set[str]:
         """`also`, if it names no score."""
-        return set() if self.also else {"also"}
+        if self.also:
+            return set()
+        return {"also"}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -390,7 +464,9 @@ class Score(EffectiveTable):
     @property
     def higher(self) -> bool:
         """Whether the higher of two scores is the better one."""
-        return self.name in HIGHER if self.better is None else self.better == "higher"
+        if self.better is None:
+            return self.name in HIGHER
+        return self.better == "higher"
 
     @property
     def share(self) -> bool:
@@ -406,7 +482,9 @@ class Score(EffectiveTable):
         """Return whether a score is as good as a target; without either it is not."""
         if score is None or target is None:
             return False
-        return score >= target if self.higher else score <= target
+        if self.higher:
+            return score >= target
+        return score <= target
 
 
 def learning_rate(training: TrainingSettings, *, global_round: int, global_rounds: int) -> float:
@@ -414,7 +492,8 @@ def learning_rate(training: TrainingSettings, *, global_round: int, global_round
     schedule = training.schedule
     if global_round < schedule.warmup:
         return training.learning_rate * (global_round + 1) / (schedule.warmup + 1)
-    s, whole = global_round - schedule.warmup, global_rounds - schedule.warmup
+    s = global_round - schedule.warmup
+    whole = global_rounds - schedule.warmup
     share = 1.0
     if schedule.factor is not None and schedule.name == "exponential":
         share = schedule.factor**s
@@ -428,8 +507,14 @@ def learning_rate(training: TrainingSettings, *, global_round: int, global_round
 
 
 def settings_in(training: TrainingSettings, *, global_round: int, rate: float) -> dict[str, float]:
-    """Return the numbers for a trainer in a global round (0-based), whose learning rate is `rate`."""
-    numbers = {"batch_size": training.batch_size, "learning_rate": rate, "momentum": training.momentum}
+    """Return the numbers for a trainer in a global round (0-based), whose learning rate is
+    `rate`.
+    """
+    numbers = {
+        "batch_size": training.batch_size,
+        "learning_rate": rate,
+        "momentum": training.momentum,
+    }
     numbers |= {"weight_decay": training.weight_decay}
     numbers |= {} if training.clip_norm is None else {"clip_norm": training.clip_norm}
     for name, values in training.by_round.items():
@@ -441,10 +526,16 @@ def settings_in(training: TrainingSettings, *, global_round: int, rate: float) -
 def with_loss_and_score(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return an experiment's keys with the loss and the score that its targets have by default."""
     data, training, score = (tree.get(key, {}) for key in ("data", "training", "score"))
-    if not all(isinstance(each, Mapping) for each in (data, training, score)) or data.get("targets") != NUMBERS:
+    if (
+        not all(isinstance(each, Mapping) for each in (data, training, score))
+        or data.get("targets") != NUMBERS
+    ):
         return tree
     training = {"loss": LOSSES[NUMBERS][0], **training}
-    score = {"name": "binary_accuracy" if training["loss"] == BINARY else SCORES[NUMBERS][0], **score}
+    score = {
+        "name": "binary_accuracy" if training["loss"] == BINARY else SCORES[NUMBERS][0],
+        **score,
+    }
     return {**tree, "training": training, "score": score}
 
 
@@ -461,7 +552,11 @@ def check_score(targets: str, loss: str, score: Score) -> None:
     if twice := [name for name, column in score.columns.items() if columns.count(column) > 1]:
         remedy = "Name each score once, and functions differently."
         raise InvalidExperiment("score.also", twice[0], "two scores have this name", remedy)
-    if score.better is not None and score.higher != (score.name in HIGHER) and not is_own(score.name):
+    if (
+        score.better is not None
+        and score.higher != (score.name in HIGHER)
+        and not is_own(score.name)
+    ):
         problem = f"{score.name} is better when {'higher' if score.name in HIGHER else 'lower'}"
         raise InvalidExperiment("score.better", score.better, problem, "Omit it.")
 
@@ -472,31 +567,47 @@ def check_training(training: TrainingSettings, data: Data) -> None:
         _check_foreign(training)
         return
     if training.by_round:
-        problem, remedy = "it is for trainers of your own", "Omit it, or use training.schedule."
+        problem = "it is for trainers of your own"
+        remedy = "Omit it, or use training.schedule."
         raise InvalidExperiment("training.by_round", dict(training.by_round), problem, remedy)
     if not training.by_sgd:
         _check_adaptive(training)
     elif training.nesterov and not training.momentum:
         raise InvalidExperiment(
-            "training.nesterov", True, "it is a form of momentum", "Set training.momentum above 0, or omit it."
+            "training.nesterov",
+            True,
+            "it is a form of momentum",
+            "Set training.momentum above 0, or omit it.",
         )
     schedule = training.schedule
     needed = {"step": ("every", "factor"), "exponential": ("factor",), "inverse": ("halving",)}
     for key in needed.get(schedule.name, ()):
         if getattr(schedule, key) is None:
             problem = f"schedule {schedule.name!r} needs it"
-            raise InvalidExperiment(f"training.schedule.{key}", None, problem, f"Set training.schedule.{key}.")
+            raise InvalidExperiment(
+                f"training.schedule.{key}", None, problem, f"Set training.schedule.{key}."
+            )
     augmentation = training.image_changes
     kind = "text" if data.dataset in TEXTS else "a table" if is_csv(data.dataset) else ""
     if kind and augmentation.changes:
         key, value = ("flip", True) if augmentation.flip else ("crop", augmentation.crop)
-        raise InvalidExperiment(f"training.augmentation.{key}", value, f"{data.dataset} is {kind}", "Omit it.")
-    if training.loss != CROSS_ENTROPY and training.plain and "objective" in training.model_fields_set:
+        raise InvalidExperiment(
+            f"training.augmentation.{key}", value, f"{data.dataset} is {kind}", "Omit it."
+        )
+    if (
+        training.loss != CROSS_ENTROPY
+        and training.plain
+        and "objective" in training.model_fields_set
+    ):
         problem = f"training.loss is {training.loss}"
-        raise InvalidExperiment("training.objective.name", "cross_entropy", problem, "Omit training.objective.")
+        raise InvalidExperiment(
+            "training.objective.name", "cross_entropy", problem, "Omit training.objective."
+        )
     if data.targets == NUMBERS and training.objective.name == "fedgen":
         problem = "it needs labels, and data.targets are numbers"
-        raise InvalidExperiment("training.objective.name", "fedgen", problem, "Use another objective and rule.")
+        raise InvalidExperiment(
+            "training.objective.name", "fedgen", problem, "Use another objective and rule."
+        )
 
 
 def _check_adaptive(training: TrainingSettings) -> None:
@@ -504,11 +615,18 @@ def _check_adaptive(training: TrainingSettings) -> None:
     name = training.optimizer.name
     for key in OF_SGD:
         if key in training.model_fields_set:
-            remedy = f"Set training.optimizer.{key}." if hasattr(training.optimizer, key) else "Omit it."
-            raise InvalidExperiment(f"training.{key}", getattr(training, key), f"{name} does not read it", remedy)
+            if hasattr(training.optimizer, key):
+                remedy = f"Set training.optimizer.{key}."
+            else:
+                remedy = "Omit it."
+            raise InvalidExperiment(
+                f"training.{key}", getattr(training, key), f"{name} does not read it", remedy
+            )
     if training.objective.name == "scaffold":
         problem = "scaffold estimates gradients from the steps of SGD"
-        raise InvalidExperiment("training.optimizer.name", name, problem, "Use sgd, or another objective and rule.")
+        raise InvalidExperiment(
+            "training.optimizer.name", name, problem, "Use sgd, or another objective and rule."
+        )
 
 
 def _check_foreign(training: TrainingSettings) -> None:
@@ -522,19 +640,26 @@ def _check_foreign(training: TrainingSettings) -> None:
     for key in OF_TASKS:
         if key in training.by_round:
             remedy = "Use training.schedule." if key == "learning_rate" else f"Use training.{key}."
-            raise InvalidExperiment(f"training.by_round.{key}", training.by_round[key], "has keys of its own", remedy)
+            raise InvalidExperiment(
+                f"training.by_round.{key}", training.by_round[key], "has keys of its own", remedy
+            )
 
 
 def _check_name(key: str, name: str, known: Mapping[str, tuple[str, ...]], targets: str) -> None:
     if is_own(name):
         if not re.fullmatch(own.FORM, name):
-            raise InvalidExperiment(key, name, f"not of the form {OWN_FORM}", "Write for instance mine:function.")
+            raise InvalidExperiment(
+                key, name, f"not of the form {OWN_FORM}", "Write for instance mine:function."
+            )
         return
     if name in known[targets]:
         return
     everything = [each for names in known.values() for each in names]
     if name not in everything:
         remedy = proposal(name, [*known[targets], OWN_FORM], what="There are")
-        raise InvalidExperiment(key, name, f"no such {'loss' if known is LOSSES else 'score'}", remedy)
-    problem, remedy = f"data.targets are {targets}", f"Use {' or '.join([*known[targets], OWN_FORM])}."
+        raise InvalidExperiment(
+            key, name, f"no such {'loss' if known is LOSSES else 'score'}", remedy
+        )
+    problem = f"data.targets are {targets}"
+    remedy = f"Use {' or '.join([*known[targets], OWN_FORM])}."
     raise InvalidExperiment(key, name, problem, remedy)

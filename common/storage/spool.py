@@ -1,15 +1,18 @@
 """Memory for assembling models: heap memory, or files that outlive the process.
 
-A node that is killed during a transfer finds its chunks again: the file is checked against the manifest's digests, so
-there is no index and the file need not be trusted. The kernel keeps the files in its page cache and may write them to
-disk when memory is short, whereas heap memory must fit.
+A node that is killed during a transfer finds its chunks again: the file is checked against the
+manifest's digests, so there is no index and the file need not be trusted. The kernel keeps the
+files in its page cache and may write them to disk when memory is short, whereas heap memory must
+fit.
 
-The files are their user's alone: folders have mode 0700, files 0600, and symbolic links are not followed. Else another
-user, who can predict the names, could read models or have this user's files overwritten.
+The files are their user's alone: folders have mode 0700, files 0600, and symbolic links are not
+followed. Else another user, who can predict the names, could read models or have this user's files
+overwritten.
 
-A process holds a lock on the folder of its run, which the kernel releases if it is killed. When a process begins with a
-run, it removes what no process holds: runs that were not used for a week, and while all runs together take more than
-`SHARE` of the disk, the one that was not used for the longest time. The last one is kept: it may be resumed.
+A process holds a lock on the folder of its run, which the kernel releases if it is killed. When a
+process begins with a run, it removes what no process holds: runs that were not used for a week, and
+while all runs together take more than `SHARE` of the disk, the one that was not used for the
+longest time. The last one is kept: it may be resumed.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from xxhash import xxh3_64
 
 from fedstrata.common.errors import StorageFailed
 from fedstrata.common.host.files import private, private_folder, write_private
-from fedstrata.common.host.shared_rows import map_file, new_row
+from fedstrata.common.processes.shared_rows import map_file, new_row
 
 KEPT_S: Final = 7 * 86_400.0
 SHARE: Final = 0.1  # of the disk
@@ -46,13 +49,15 @@ DIGEST_BYTES: Final = 8
 FROZEN: Final = "frozen"  # a folder that is no run's
 FROZEN_KEPT: Final = 2  # of each node
 FROZEN_KEPT_S: Final = 30 * 86_400.0
-RUN: Final = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{6}")  # a run's id; the user may have other files in the folder
+# a run's id; the user may have other files in the folder
+RUN: Final = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{6}")
 
 log = logging.getLogger("fedstrata.spool")
 
 
 class Rows:
-    """Memory for K models: `array`, uint8 [K, row_bytes], each row contiguous; in a file each begins on a new page.
+    """Memory for K models: `array`, uint8 [K, row_bytes], each row contiguous; in a file each
+    begins on a new page.
 
     The file of a single row has its bytes and no others.
     """
@@ -70,13 +75,16 @@ class Rows:
         self._found = set(found)
 
     def take_found(self, place: int) -> bool:
-        """Return, once per row, whether an earlier process may have left chunks of a model in this row."""
+        """Return, once per row, whether an earlier process may have left chunks of a model in this
+        row.
+        """
         found = place in self._found
         self._found.discard(place)
         return found
 
     def release(self, place: int | None = None) -> None:
-        """Release the resident memory of one row, or of all rows, of a file; do nothing if all rows may stay resident.
+        """Release the resident memory of one row, or of all rows, of a file; do nothing if all rows
+        may stay resident.
 
         The rows are read from the file again when needed.
         """
@@ -88,18 +96,23 @@ class Rows:
 
 
 class _RunLock:
-    """A lock on the folder of a run, shared by all its nodes, which ends with this object or with the process."""
+    """A lock on the folder of a run, shared by all its nodes, which ends with this object or with
+    the process.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.found = folder.lstat()
         self._release = weakref.finalize(self, os.close, _locked(folder, fcntl.LOCK_SH))
 
 
-_LOCKS: Final = weakref.WeakValueDictionary[Path, _RunLock]()  # one for each run: a process may have many nodes
+# one for each run: a process may have many nodes
+_LOCKS: Final = weakref.WeakValueDictionary[Path, _RunLock]()
 
 
 class Spool:
-    """One node's files in one run; only memory if `folder` is None. `lock`: on the folder of the run."""
+    """One node's files in one run; only memory if `folder` is None. `lock`: on the folder of the
+    run.
+    """
 
     def __init__(self, folder: Path | None, lock: _RunLock | None = None) -> None:
         self._folder = folder
@@ -110,7 +123,8 @@ class Spool:
 
     @classmethod
     def open(cls, root: Path | None, *, run: str, node: str) -> Spool:
-        """Open a node's files, and remove those of other runs as described above; without a root, use memory.
+        """Open a node's files, and remove those of other runs as described above; without a root,
+        use memory.
 
         Raises StorageFailed if `root` cannot be written, or is not this user's alone.
         """
@@ -124,14 +138,19 @@ class Spool:
                 _remove_others(root, run)
             private_folder(folder)
         except OSError as error:
-            where, problem = error.filename or str(root), error.strerror or str(error)
-            raise StorageFailed("--spool", where, problem, "Name a folder of your own that can be written.") from None
+            where = error.filename or str(root)
+            problem = error.strerror or str(error)
+            raise StorageFailed(
+                "--spool", where, problem, "Name a folder of your own that can be written."
+            ) from None
         return cls(folder, lock)
 
     def rows(self, name: str, count: int, row_bytes: int, *, resident_bytes: float = 0.0) -> Rows:
-        """Return rows for models, in a file of this name if there is a folder; `resident_bytes` may stay resident.
+        """Return rows for models, in a file of this name if there is a folder; `resident_bytes` may
+        stay resident.
 
-        Falls back to memory, with a warning, if the file cannot be used: a full disk, a symbolic link.
+        Falls back to memory, with a warning, if the file cannot be used: a full disk, a symbolic
+        link.
         """
         if self._folder is None or count == 0:
             return Rows(_in_memory(count, row_bytes))
@@ -143,30 +162,41 @@ class Spool:
                 found = os.fstat(file.fileno()).st_size == size
                 if not found:
                     file.truncate(0)
-                    os.posix_fallocate(file.fileno(), 0, size)  # a full disk is an error here, not a SIGBUS later
+                    # a full disk is an error here, not a SIGBUS later
+                    os.posix_fallocate(file.fileno(), 0, size)
                 mapped = map_file(file.fileno(), size)
         except OSError as error:
-            log.warning("no room for %d bytes at %s (%s): kept in memory", size, path, error.strerror)
+            log.warning(
+                "no room for %d bytes at %s (%s): kept in memory", size, path, error.strerror
+            )
             with suppress(OSError):
                 path.unlink()
             return Rows(_in_memory(count, row_bytes))
         array = np.frombuffer(mapped, np.uint8).reshape(count, stride)[:, :row_bytes]
         return Rows(array, mapped, range(count) if found else (), resident_bytes)
 
-    def memory(self, name: str, count: int, *, row_bytes: int, resident_mb: float) -> npt.NDArray[np.uint8]:
-        """Return rows for models in use, uint8 [count, row_bytes]; in a file if they exceed `resident_mb`."""
+    def memory(
+        self, name: str, count: int, *, row_bytes: int, resident_mb: float
+    ) -> npt.NDArray[np.uint8]:
+        """Return rows for models in use, uint8 [count, row_bytes]; in a file if they exceed
+        `resident_mb`.
+        """
         if count * row_bytes <= 1e6 * resident_mb:
             return _in_memory(count, row_bytes)
         return self.rows(name, count, row_bytes).array
 
     def folder(self, name: str) -> Path | None:
         """Return the folder for persistent data, None if there is none."""
-        return None if self._folder is None else self._folder / name
+        if self._folder is None:
+            return None
+        return self._folder / name
 
     def secret(self, draw: Callable[[int], bytes]) -> bytes:
-        """Return the node's secret of the run, drawn once and kept in a file of mode 0600; in memory without a folder.
+        """Return the node's secret of the run, drawn once and kept in a file of mode 0600; in
+        memory without a folder.
 
-        `draw` returns random bytes. Falls back to memory, with a warning, if the file cannot be used.
+        `draw` returns random bytes. Falls back to memory, with a warning, if the file cannot be
+        used.
         """
         if self._secret:
             return self._secret
@@ -201,7 +231,9 @@ class Spool:
         return dict(self._counts)
 
     def keep_counts(self, counts: Mapping[str, int]) -> None:
-        """Keep numbers by name for a restart, if they have changed. They are lost, with a warning, without room."""
+        """Keep numbers by name for a restart, if they have changed. They are lost, with a warning,
+        without room.
+        """
         path = self.folder(COUNTS)
         if path is None or counts == self._counts:
             return
@@ -209,10 +241,16 @@ class Spool:
         try:
             write_private(path, _sealed(json.dumps(self._counts).encode()))
         except OSError as error:
-            log.warning("no room for numbers of samples at %s (%s): lost with the process", path, error.strerror)
+            log.warning(
+                "no room for numbers of samples at %s (%s): lost with the process",
+                path,
+                error.strerror,
+            )
 
     def states(self) -> Path:
-        """Return the folder for the states between a node's tasks; a temporary one, lost with the process, if none."""
+        """Return the folder for the states between a node's tasks; a temporary one, lost with the
+        process, if none.
+        """
         if self._folder is not None:
             return self._folder / "states"
         if self._temporary is None:
@@ -234,14 +272,17 @@ class Spool:
 class FrozenFiles:
     """One node's files of frozen arrays, named by their digest.
 
-    Those of a node that stays outlive its runs: it fetches no arrays twice. It keeps the last `FROZEN_KEPT`; those of a
-    node that has used none for `FROZEN_KEPT_S` go with the next one. Those of a node with one `run` go with its end, so
-    that the bytes of a lab do not depend on earlier ones. Nor do they depend on which nodes share a host: each has its
-    own files. Without a root they are in a temporary folder, lost with the process.
+    Those of a node that stays outlive its runs: it fetches no arrays twice. It keeps the last
+    `FROZEN_KEPT`; those of a node that has used none for `FROZEN_KEPT_S` go with the next one.
+    Those of a node with one `run` go with its end, so that the bytes of a lab do not depend on
+    earlier ones. Nor do they depend on which nodes share a host: each has its own files. Without a
+    root they are in a temporary folder, lost with the process.
     """
 
     def __init__(self, root: Path | None, node: str, *, run: str = "") -> None:
-        self._root, self._node, self._run = root, node, run
+        self._root = root
+        self._node = node
+        self._run = run
         self._spool: Spool | None = None
 
     def path(self, digest: str) -> Path:
@@ -295,11 +336,14 @@ def _in_memory(count: int, row_bytes: int) -> npt.NDArray[np.uint8]:
 
 
 def _lock(folder: Path) -> _RunLock:
-    """Create a node's folder in that of its run, if there is none; return the lock on the latter. Raises OSError."""
+    """Create a node's folder in that of its run, if there is none; return the lock on the latter.
+    Raises OSError.
+    """
     run = folder.parent
     while True:
         private_folder(run)
-        with suppress(FileNotFoundError):  # the last node of another process has removed it: it was empty
+        # the last node of another process has removed it: it was empty
+        with suppress(FileNotFoundError):
             lock = _LOCKS.get(run)
             if lock is None or not os.path.samestat(run.lstat(), lock.found):
                 lock = _RunLock(run)
@@ -310,7 +354,9 @@ def _lock(folder: Path) -> _RunLock:
 
 
 def _locked(folder: Path, kind: int) -> int:
-    """Return a descriptor of a folder that is locked, as far as the file system has locks. Raises OSError."""
+    """Return a descriptor of a folder that is locked, as far as the file system has locks. Raises
+    OSError.
+    """
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(file, kind)
@@ -325,9 +371,17 @@ def _locked(folder: Path, kind: int) -> int:
 
 
 def _remove_others(root: Path, run: str) -> None:
-    """Remove the files of other runs that no process uses, so that they are neither old nor many."""
-    others = [(*_use(path), path) for path in root.iterdir() if RUN.fullmatch(path.name) and path.name != run]
-    held, most, now = sum(size for _, size, _ in others), SHARE * shutil.disk_usage(root).total, time.time()
+    """Remove the files of other runs that no process uses, so that they are neither old nor
+    many.
+    """
+    others = [
+        (*_use(path), path)
+        for path in root.iterdir()
+        if RUN.fullmatch(path.name) and path.name != run
+    ]
+    held = sum(size for _, size, _ in others)
+    most = SHARE * shutil.disk_usage(root).total
+    now = time.time()
     for left, (used_at, size, path) in zip(range(len(others))[::-1], sorted(others), strict=True):
         if (used_at < now - KEPT_S or (held > most and left)) and _remove_unused(path):
             held -= size
@@ -339,7 +393,8 @@ def _use(folder: Path) -> tuple[float, int]:
     with suppress(FileNotFoundError):  # it ends meanwhile
         for path in (folder, *folder.rglob("*")):
             found = path.lstat()
-            used_at, size = max(used_at, found.st_mtime_ns), size + 512 * found.st_blocks
+            used_at = max(used_at, found.st_mtime_ns)
+            size = size + 512 * found.st_blocks
     return used_at / 1e9, size
 
 
@@ -363,5 +418,8 @@ def _sealed(content: bytes) -> bytes:
 
 def _unsealed(kept: bytes) -> bytes:
     """Return the content of a sealed file, b"" if it is damaged."""
-    content, digest = kept[:-DIGEST_BYTES], kept[-DIGEST_BYTES:]
-    return content if digest == xxh3_64(content).digest() else b""
+    content = kept[:-DIGEST_BYTES]
+    digest = kept[-DIGEST_BYTES:]
+    if digest == xxh3_64(content).digest():
+        return content
+    return b""

@@ -1,9 +1,11 @@
 """States on disk, one folder each, complete or absent: of a rule, and of a node after its tasks.
 
-A state's facts have a digest of each of its files, and one of themselves. A damaged state is named, and never used.
+A state's facts have a digest of each of its files, and one of themselves. A damaged state is named,
+and never used.
 
-Tasks are counted over the run, from 1. Each task names the one that it `follows`: the node's last task whose result its
-parent used. So a result that was not used, or a task that a restarted parent repeats, leaves no trace in the state.
+Tasks are counted over the run, from 1. Each task names the one that it `follows`: the node's last
+task whose result its parent used. So a result that was not used, or a task that a restarted parent
+repeats, leaves no trace in the state.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ Facts: TypeAlias = Mapping[str, Any]
 Save: TypeAlias = Callable[[Path], Mapping[str, object]]
 
 log = logging.getLogger("fedstrata.states")
-_linked: dict[tuple[int, int, int, int], str] = {}  # digests of files with several names, which never change
+# digests of files with several names, which never change
+_linked: dict[tuple[int, int, int, int], str] = {}
 
 
 class DamagedState(ValueError):
@@ -40,7 +43,8 @@ class DamagedState(ValueError):
 
 
 def write_state(folder: Path, name: str, save: Save) -> None:
-    """Call `save` with a new folder, add the facts it returns, and rename the folder to `name` when it is complete.
+    """Call `save` with a new folder, add the facts it returns, and rename the folder to `name` when
+    it is complete.
 
     A power loss leaves it complete or absent, too. Raises StorageFailed.
     """
@@ -50,7 +54,9 @@ def write_state(folder: Path, name: str, save: Save) -> None:
         partial.mkdir(parents=True)
         facts = save(partial)
         kept: dict[str, Any] = {"facts": facts, "files": _digests(partial, _remembered)}
-        (partial / FACTS).write_text(json.dumps({**kept, "digest": _digest(kept)}), encoding="utf-8")
+        (partial / FACTS).write_text(
+            json.dumps({**kept, "digest": _digest(kept)}), encoding="utf-8"
+        )
         for path in (*partial.rglob("*"), partial):
             if not path.is_symlink():
                 sync(path)
@@ -60,7 +66,9 @@ def write_state(folder: Path, name: str, save: Save) -> None:
 
 
 def read_state(state: Path, restore: Callable[[Path, Facts], None]) -> None:
-    """Call `restore` with a state's folder and facts. Raises DamagedState, OSError, and what `restore` raises."""
+    """Call `restore` with a state's folder and facts. Raises DamagedState, OSError, and what
+    `restore` raises.
+    """
     kept = _read_facts(state / FACTS)
     found = _digests(state, file_digest)
     for name, digest in kept["files"].items():
@@ -82,7 +90,8 @@ def keep_last(folder: Path, count: int) -> None:
 class TaskStates:
     """One node's states. `rounds_back`: the number of global rounds that a parent may return to.
 
-    `what`: a state in errors, such as `what this device kept`; `who`: the nodes of its kind, such as `devices`.
+    `what`: a state in errors, such as `what this device kept`; `who`: the nodes of its kind, such
+    as `devices`.
     """
 
     def __init__(self, folder: Path, *, rounds_back: int, what: str, who: str) -> None:
@@ -92,7 +101,8 @@ class TaskStates:
         self._who = who
 
     def write(self, task: int, save: Save, *, follows: int, global_round: int) -> None:
-        """Save the state after a task of a global round, see `write_state`; remove what no task can follow.
+        """Save the state after a task of a global round, see `write_state`; remove what no task can
+        follow.
 
         Raises StorageFailed.
         """
@@ -103,7 +113,9 @@ class TaskStates:
         self._prune(task, follows, global_round)
 
     def read(self, task: int, restore: Callable[[Path, Facts], None]) -> None:
-        """Call `restore` with the state after a task. Raises StateLost if there is none, or if it is damaged."""
+        """Call `restore` with the state after a task. Raises StateLost if there is none, or if it
+        is damaged.
+        """
         state = self._folder / _name(task)
         try:
             read_state(state, restore)
@@ -117,9 +129,9 @@ class TaskStates:
     def _prune(self, task: int, follows: int, global_round: int) -> None:
         """Remove all states but those that a task may follow.
 
-        That is never a state between `follows` and `task`, whose result was not used, nor a later one, which precedes a
-        parent's restart. A parent returns to the start of one of its own tasks: in this global round, or of a global
-        round in reach.
+        That is never a state between `follows` and `task`, whose result was not used, nor a later
+        one, which precedes a parent's restart. A parent returns to the start of one of its own
+        tasks: in this global round, or of a global round in reach.
         """
         states = {state.name for state in self._folder.glob("after-*")}
         kept = {_name(task)}
@@ -164,7 +176,8 @@ def _read_facts(file: Path) -> Facts:
     except FileNotFoundError:
         raise DamagedState(f"{file} is missing") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        digest, kept = "", None
+        digest = ""
+        kept = None
     if kept is None or digest != _digest(kept):
         raise DamagedState(f"{file} is damaged")
     found: Facts = kept
@@ -176,7 +189,9 @@ def _digest(kept: Facts) -> str:
 
 
 def _digests(state: Path, digest_of: Callable[[Path], str]) -> dict[str, str]:
-    """Return a digest of each file of a state but its facts, and of each link and folder in it, by name."""
+    """Return a digest of each file of a state but its facts, and of each link and folder in it, by
+    name.
+    """
     found = {}
     for path in sorted(state.rglob("*")):
         name = str(path.relative_to(state))
@@ -190,7 +205,9 @@ def _digests(state: Path, digest_of: Callable[[Path], str]) -> dict[str, str]:
 
 
 def _remembered(path: Path) -> str:
-    """Return a file's digest; of a file with several names it is remembered, as states of many models share them."""
+    """Return a file's digest; of a file with several names it is remembered, as states of many
+    models share them.
+    """
     stat = path.stat()
     if stat.st_nlink == 1:
         return file_digest(path)

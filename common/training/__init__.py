@@ -1,1 +1,3 @@
-"""What trains a model where fedstrata's own loop does not: the user's trainers, Flower's clients, and their scores."""
+"""What trains a model where fedstrata's own loop does not: the user's trainers, Flower's clients,
+and their scores.
+"""

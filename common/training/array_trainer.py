@@ -1,8 +1,9 @@
 """A trainer of the user's own: named numpy arrays in and out, with any library or none.
 
-The cloud calls `initial` and `evaluate`, a device `initial`, `prepare`, `train` and `evaluate`; a node needs only the
-libraries that these import. The arrays of `initial` are the model: float32 arrays are its parameters, those named in
-`buffers` its float32 buffers, and int64 arrays its counters, as in `ModelLayout`.
+The cloud calls `initial` and `evaluate`, a device `initial`, `prepare`, `train` and `evaluate`; a
+node needs only the libraries that these import. The arrays of `initial` are the model: float32
+arrays are its parameters, those named in `buffers` its float32 buffers, and int64 arrays its
+counters, as in `ModelLayout`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from fedstrata.common.training.returned import count, exchanged, form, number, n
 
 Array: TypeAlias = "npt.NDArray[Any]"
 Arrays: TypeAlias = Mapping[str, Array]
-BUILT: Final[Mapping[str, str]] = {  # the class of a trainer of fedstrata's, by the key that names its code first
+# the class of a trainer of fedstrata's, by the key that names its code first
+BUILT: Final[Mapping[str, str]] = {
     f"{TRAINER_KEY}.client_fn": "fedstrata.common.training.flower:ClientTrainer",
     f"{TRAINER_KEY}.clientapp": "fedstrata.common.training.flower_app:AppTrainer",
 }
@@ -44,10 +46,11 @@ NOTES_MOST: Final = 4  # of a result
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSite:
-    """The device that trains: its name, its place among the `places` devices of the lab, and its data folder.
+    """The device that trains: its name, its place among the `places` devices of the lab, and its
+    data folder.
 
-    `seed`: of the run. `epochs`, `settings`: of its first local round, as in `LocalTask`. `accelerator`: where it
-    should compute, `cpu` or for instance `cuda:0`.
+    `seed`: of the run. `epochs`, `settings`: of its first local round, as in `LocalTask`.
+    `accelerator`: where it should compute, `cpu` or for instance `cuda:0`.
     """
 
     node: str
@@ -64,16 +67,17 @@ class TrainingSite:
 class LocalTask:
     """One local round of a device, or an evaluation.
 
-    `seed`: of this local round; the generators of Python, numpy and, if it is imported, PyTorch are seeded with it
-    already. `global_round`, `local_round`: from 1, the latter over the whole run. `settings`: the numbers of the table
-    `training`, and those of `training.by_round` in this global round. `deadline_s`: after which the round may close
-    without this device, None: it waits. `state`: a folder with what the device's last task left there, empty before the
-    first one; it persists if the device is killed. `progress(done, of)` may be called between steps; it raises an error
-    if the result is not wanted any more.
+    `seed`: of this local round; the generators of Python, numpy and, if it is imported, PyTorch are
+    seeded with it already. `global_round`, `local_round`: from 1, the latter over the whole run.
+    `settings`: the numbers of the table `training`, and those of `training.by_round` in this global
+    round. `deadline_s`: after which the round may close without this device, None: it waits.
+    `state`: a folder with what the device's last task left there, empty before the first one; it
+    persists if the device is killed. `progress(done, of)` may be called between steps; it raises an
+    error if the result is not wanted any more.
 
-    A device evaluates the model that it receives, before it trains; `global_round` is then the one that made the model,
-    and the rest as in the training that follows. At the cloud `node` is `cloud`, and there are no local rounds,
-    settings or state.
+    A device evaluates the model that it receives, before it trains; `global_round` is then the one
+    that made the model, and the rest as in the training that follows. At the cloud `node` is
+    `cloud`, and there are no local rounds, settings or state.
     """
 
     node: str
@@ -90,11 +94,12 @@ class LocalTask:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """The result of `train`: all arrays of the model, the mean loss of the last epoch, and the steps taken.
+    """The result of `train`: all arrays of the model, the mean loss of the last epoch, and the
+    steps taken.
 
-    `loss`: None if it is not known. `samples`: that were trained on, None: all of the device. `numbers`: of the
-    trainer's choice, for the run's events; what is no finite number is left out, with one warning. `notes` are
-    fedstrata's: what its user should know.
+    `loss`: None if it is not known. `samples`: that were trained on, None: all of the device.
+    `numbers`: of the trainer's choice, for the run's events; what is no finite number is left out,
+    with one warning. `notes` are fedstrata's: what its user should know.
     """
 
     arrays: Arrays
@@ -106,7 +111,9 @@ class Trained:
 
 
 class Scored(NamedTuple):
-    """The result of `evaluate`: the number of samples, their mean loss, and the score that the experiment names."""
+    """The result of `evaluate`: the number of samples, their mean loss, and the score that the
+    experiment names.
+    """
 
     samples: int
     loss: float
@@ -127,33 +134,44 @@ class ArrayTrainer:
     """Base of a user's trainer; its constructor gets the keywords of `training.trainer`."""
 
     buffers: ClassVar[Collection[str]] = ()  # the names of the float32 arrays that are not trained
-    tests = 0  # set in `prepare`: of this device's test samples, at most; a score over more is left out. 0: not known
+    # set in `prepare`: of this device's test samples, at most; a score over more is left out. 0:
+    # not known
+    tests = 0
 
     def load(self, method: str) -> None:
-        """Import what a method needs and the file does not import at its head, before the generators are seeded."""
+        """Import what a method needs and the file does not import at its head, before the
+        generators are seeded.
+        """
 
     def initial(self, seed: int) -> Arrays:
         """Return the first arrays of a run, float32 or int64, which depend on the seed alone."""
         raise NotImplementedError
 
     def prepare(self, site: TrainingSite) -> int:
-        """Load this device's samples, once before its tasks, and return their number; with 0 it gets no tasks."""
+        """Load this device's samples, once before its tasks, and return their number; with 0 it
+        gets no tasks.
+        """
         raise NotImplementedError
 
     def train(self, arrays: dict[str, Array], task: LocalTask) -> Trained:
         """Train the arrays, which are this call's own, as the task requires."""
         raise NotImplementedError
 
-    def evaluate(self, arrays: dict[str, Array], task: LocalTask) -> Scored | tuple[int, float, float] | None:
-        """Return a number of test samples, their mean loss and the score; None: no score of this model.
+    def evaluate(
+        self, arrays: dict[str, Array], task: LocalTask
+    ) -> Scored | tuple[int, float, float] | None:
+        """Return a number of test samples, their mean loss and the score; None: no score of this
+        model.
 
-        Without this method nothing is evaluated. Of a device the samples are its own, at the cloud those of the cloud;
-        sums over devices weigh by them.
+        Without this method nothing is evaluated. Of a device the samples are its own, at the cloud
+        those of the cloud; sums over devices weigh by them.
         """
         raise NotImplementedError
 
     def place(self, method: str) -> tuple[str, str, str]:
-        """Return the key of the own code that does what a method does, its name, and how a message names it."""
+        """Return the key of the own code that does what a method does, its name, and how a message
+        names it.
+        """
         return "", "", method
 
     def array_name(self, name: str) -> str:
@@ -167,9 +185,11 @@ class ArrayTrainer:
 
 
 class TrainerCode:
-    """An experiment's trainer, whose errors, of the user's code and of what it returns, are InvalidExperiment.
+    """An experiment's trainer, whose errors, of the user's code and of what it returns, are
+    InvalidExperiment.
 
-    Arrays are exchanged as float32 or int64; the trainer gets them in the types in which it returned the first ones.
+    Arrays are exchanged as float32 or int64; the trainer gets them in the types in which it
+    returned the first ones.
     """
 
     def __init__(self, experiment: Experiment) -> None:
@@ -201,7 +221,9 @@ class TrainerCode:
         return new
 
     def first(self, seed: int) -> tuple[ModelLayout, Row]:
-        """Return the layout of the arrays, and the first model, uint8 [row_bytes]. Raises InvalidExperiment."""
+        """Return the layout of the arrays, and the first model, uint8 [row_bytes]. Raises
+        InvalidExperiment.
+        """
         with self._guarded():
             self._trainer.load("initial")
             seed_generators(torch_seed(seed, Purpose.INIT))
@@ -209,11 +231,19 @@ class TrainerCode:
         self._types = {name: value.dtype for name, value in found.items()}
         buffers = set(self._trainer.buffers)
         if unknown := sorted(buffers - found.keys()):
-            self.refuse_of("initial", f"returns no {', '.join(unknown)}, which its buffers name", "Return them.")
+            self.refuse_of(
+                "initial",
+                f"returns no {', '.join(unknown)}, which its buffers name",
+                "Return them.",
+            )
         sections = {name: _section(value, name in buffers) for name, value in found.items()}
         if Section.PARAMETER not in sections.values():
-            self.refuse_of("initial", "returns no array of floats that is trained", "Return the parameters.")
-        layout = ModelLayout.build((name, found[name].shape, section) for name, section in sections.items())
+            self.refuse_of(
+                "initial", "returns no array of floats that is trained", "Return the parameters."
+            )
+        layout = ModelLayout.build(
+            (name, found[name].shape, section) for name, section in sections.items()
+        )
         row = layout.empty()
         self._write(layout, found, row, "initial")
         return layout, row
@@ -229,28 +259,44 @@ class TrainerCode:
 
     @property
     def tests(self) -> int:
-        """The number of this device's test samples, once prepared; 0: not known. Raises InvalidExperiment."""
+        """The number of this device's test samples, once prepared; 0: not known. Raises
+        InvalidExperiment.
+        """
         return self._count(self._trainer.tests, "prepare", "sets tests =", least=0)
 
-    def train(self, layout: ModelLayout, row: Row, out: Row, task: LocalTask, *, samples: int) -> Trained:
+    def train(
+        self, layout: ModelLayout, row: Row, out: Row, task: LocalTask, *, samples: int
+    ) -> Trained:
         """Train the model in `row` and write it into `out`; both uint8 [row_bytes], or longer.
 
-        `samples`: of the device. Return what else `train` returned. Raises InvalidExperiment, and what the progress
-        callback raises.
+        `samples`: of the device. Return what else `train` returned. Raises InvalidExperiment, and
+        what the progress callback raises.
         """
         with self._guarded():
             self._trainer.load("train")
             seed_generators(task.seed)
             found = self._trainer.train(self._arrays(layout, row), task)
         if not isinstance(found, Trained):
-            self.refuse_of("train", f"returns {form(found)}, not Trained", "Return Trained(arrays, loss, steps).")
+            self.refuse_of(
+                "train",
+                f"returns {form(found)}, not Trained",
+                "Return Trained(arrays, loss, steps).",
+            )
         with self._guarded():
             arrays = self._arrays_in(found.arrays, "train")
         self._write(layout, arrays, out, "train")
-        used = samples if found.samples is None else self._count(found.samples, "train", "returns samples =", least=0)
-        steps = self._count(found.steps, "train", "returns steps =", least=1 if task.epochs and used else 0)
+        if found.samples is None:
+            used = samples
+        else:
+            used = self._count(found.samples, "train", "returns samples =", least=0)
+        steps = self._count(
+            found.steps, "train", "returns steps =", least=1 if task.epochs and used else 0
+        )
         if task.epochs and steps > (most := task.epochs * max(samples, used)):
-            problem = f"returns steps = {steps}, more than the {most} of {task.epochs} epochs of single samples"
+            problem = (
+                f"returns steps = {steps}, more than the {most} of {task.epochs} epochs of "
+                "single samples"
+            )
             self.refuse_of("train", problem, "Count a step for each batch.")
         loss = number(found.loss)
         if found.loss is not None and (loss is None or not isfinite(loss)):
@@ -263,7 +309,8 @@ class TrainerCode:
         return Trained({}, loss, steps, used, kept, self.notes())
 
     def evaluate(self, layout: ModelLayout, row: Row, task: LocalTask) -> Scored | None:
-        """Return the samples, loss and score of a model, uint8 [row_bytes]; None if it has none now.
+        """Return the samples, loss and score of a model, uint8 [row_bytes]; None if it has none
+        now.
 
         Raises InvalidExperiment, and what the progress callback raises.
         """
@@ -281,7 +328,10 @@ class TrainerCode:
         if loss is None or score is None:
             problem = f"returns loss = {form(values[0])}, score = {form(values[1])}"
             self.refuse_of("evaluate", problem, "Return two floats.")
-        return Scored(tested, loss, score) if tested else None  # a diverged model has a loss of NaN
+        # a diverged model has a loss of NaN
+        if tested:
+            return Scored(tested, loss, score)
+        return None
 
     def refuse(self, problem: str, remedy: str) -> Never:
         """Raise InvalidExperiment for what the trainer did."""
@@ -291,14 +341,18 @@ class TrainerCode:
         """Raise InvalidExperiment for what a method of the trainer returned."""
         key, name, called = self._trainer.place(method)
         at = "" if key else own.place(getattr(self._trainer, method))
-        own.refuse(key or self.key, name or self.name, self._where(f"{called} {problem}") + at, remedy)
+        own.refuse(
+            key or self.key, name or self.name, self._where(f"{called} {problem}") + at, remedy
+        )
 
     def _note(self, method: str, text: str) -> None:
         key, name, called = self._trainer.place(method)
         self._noted.setdefault(f"{key or self.key} = {name or self.name!r}: {called} {text}", False)
 
     def _where(self, problem: str) -> str:
-        return f"{problem} ({self._node})" if self._node else problem
+        if self._node:
+            return f"{problem} ({self._node})"
+        return problem
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -308,19 +362,30 @@ class TrainerCode:
             yield
 
     def _arrays(self, layout: ModelLayout, row: Row) -> dict[str, Array]:
-        """Return copies of the arrays of a flat model, in the order of `initial` within each kind, and in its types."""
+        """Return copies of the arrays of a flat model, in the order of `initial` within each kind,
+        and in its types.
+        """
         views = layout.views(row[: layout.row_bytes])
-        return {name: view.astype(self._types.get(name, view.dtype)) for name, view in views.items()}
+        return {
+            name: view.astype(self._types.get(name, view.dtype)) for name, view in views.items()
+        }
 
     def _arrays_in(self, arrays: object, method: str) -> dict[str, Array]:
         """Return what own code returned as arrays by name."""
         if not isinstance(arrays, Mapping) or not all(isinstance(name, str) for name in arrays):
-            self.refuse_of(method, f"returns arrays as {form(arrays)}", "Return a dict of arrays by name.")
+            self.refuse_of(
+                method, f"returns arrays as {form(arrays)}", "Return a dict of arrays by name."
+            )
         found = {name: np.asarray(value) for name, value in arrays.items()}
         for name, value in found.items():
             if not 0 < len(name) <= NAME_MOST or not name.isprintable():
-                self.refuse_of(method, f"returns an array with the name {name!r:.40}", "Use a short printable name.")
-            shown, kind = self._trainer.array_name(name), exchanged(value)
+                self.refuse_of(
+                    method,
+                    f"returns an array with the name {name!r:.40}",
+                    "Use a short printable name.",
+                )
+            shown = self._trainer.array_name(name)
+            kind = exchanged(value)
             if kind is None:
                 remedy = "Return floats, or whole numbers for counters: `array.astype(np.float32)`."
                 self.refuse_of(method, f"returns {shown} as {value.dtype}", remedy)
@@ -329,11 +394,18 @@ class TrainerCode:
                 self._note(method, text)
         return found
 
-    def _write(self, layout: ModelLayout, found: Mapping[str, Array], out: Row, method: str) -> None:
-        views, shown = layout.views(out[: layout.row_bytes]), self._trainer.array_name
+    def _write(
+        self, layout: ModelLayout, found: Mapping[str, Array], out: Row, method: str
+    ) -> None:
+        views = layout.views(out[: layout.row_bytes])
+        shown = self._trainer.array_name
         if absent := [shown(name) for name in views if name not in found]:
             remedy = "Return each array that `initial` returns."
-            self.refuse_of(method, f"returns no {', '.join(absent[:3])}; the model has {len(views)} arrays", remedy)
+            self.refuse_of(
+                method,
+                f"returns no {', '.join(absent[:3])}; the model has {len(views)} arrays",
+                remedy,
+            )
         if unknown := [shown(name) for name in found if name not in views]:
             problem = f"returns {', '.join(unknown[:3])}, which `initial` does not"
             self.refuse_of(method, problem, "Keep it in its state.")
@@ -341,7 +413,10 @@ class TrainerCode:
         for name, view in views.items():
             value = found[name]
             if value.shape != view.shape:
-                problem = f"returns {shown(name)} as {value.dtype} {[*value.shape]}, the model has {[*view.shape]}"
+                problem = (
+                    f"returns {shown(name)} as {value.dtype} {[*value.shape]}, the model "
+                    f"has {[*view.shape]}"
+                )
                 self.refuse_of(method, problem, "Return arrays as those of `initial`.")
             if exchanged(value) != view.dtype:
                 problem = f"returns {shown(name)} as {value.dtype}, the model has {view.dtype}"
@@ -358,15 +433,18 @@ class TrainerCode:
     def _count(self, value: object, method: str, what: str, *, least: int) -> int:
         found = count(value)
         if found is None or found < least:
-            self.refuse_of(method, f"{what} {form(value)}", f"Return a whole number of {least} or more.")
+            self.refuse_of(
+                method, f"{what} {form(value)}", f"Return a whole number of {least} or more."
+            )
         return found
 
 
 class TrainerTester:
-    """An experiment's first model and its scores by the trainer of a user, as `ModelTester` has them of a module.
+    """An experiment's first model and its scores by the trainer of a user, as `ModelTester` has
+    them of a module.
 
-    `initial`: the digest of the file of `model.initial`. `evaluates`: whether the cloud evaluates, and the trainer can.
-    Raises InvalidExperiment.
+    `initial`: the digest of the file of `model.initial`. `evaluates`: whether the cloud evaluates,
+    and the trainer can. Raises InvalidExperiment.
     """
 
     frozen: ClassVar[Arrays] = MappingProxyType({})
@@ -394,7 +472,8 @@ class TrainerTester:
         return self._notes
 
     def evaluate(self, row: Row, global_round: int = 0) -> Scored | None:
-        """Return the score and the loss of a flat model of a global round, uint8 [row_bytes]; None if it has none now.
+        """Return the score and the loss of a flat model of a global round, uint8 [row_bytes]; None
+        if it has none now.
 
         Raises InvalidExperiment.
         """
@@ -415,7 +494,8 @@ class TrainerTester:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the generators of Python, numpy and, if it is imported, PyTorch, which then computes on one core.
+    """Seed the generators of Python, numpy and, if it is imported, PyTorch, which then computes on
+    one core.
 
     Sums must not depend on the number of cores.
     """
@@ -430,4 +510,6 @@ def seed_generators(seed: int) -> None:
 def _section(value: Array, buffer: bool) -> Section:
     if value.dtype.kind != "f":
         return Section.COUNTER
-    return Section.BUFFER if buffer else Section.PARAMETER
+    if buffer:
+        return Section.BUFFER
+    return Section.PARAMETER

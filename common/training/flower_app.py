@@ -1,8 +1,10 @@
-"""An app of Flower's messages as a trainer: `@app.train` and `@app.evaluate` of a ClientApp, begun by its ServerApp.
+"""An app of Flower's messages as a trainer: `@app.train` and `@app.evaluate` of a ClientApp, begun
+by its ServerApp.
 
-A ServerApp's main runs up to the `start` of its strategy, which has the first arrays, the settings and `evaluate_fn`.
-Of the strategy `configure_train` and `configure_evaluate` make the messages of a task; what aggregates is a rule of the
-experiment. No process of Flower's runs, and nothing is sent to one. The names are those of flwr 1.27 to 1.42.
+A ServerApp's main runs up to the `start` of its strategy, which has the first arrays, the settings
+and `evaluate_fn`. Of the strategy `configure_train` and `configure_evaluate` make the messages of a
+task; what aggregates is a rule of the experiment. No process of Flower's runs, and nothing is sent
+to one. The names are those of flwr 1.27 to 1.42.
 """
 
 from __future__ import annotations
@@ -83,18 +85,23 @@ class AppTrainer(ArrayTrainer):
         assert isinstance(settings, FlowerTrainer)
         self._settings = settings
         own.look_in(settings.folder)
-        self._epochs, self._rounds = experiment.training.epochs, experiment.rounds
+        self._epochs = experiment.training.epochs
+        self._rounds = experiment.rounds
         self._places = len(experiment.tree.devices)
         self._first_settings = experiment.settings_in(0)
         self._site: TrainingSite | None = None
-        self._starts: dict[tuple[float, ...], Start] = {}  # the last one, by the settings with which it was made
+        # the last one, by the settings with which it was made
+        self._starts: dict[tuple[float, ...], Start] = {}
 
     @property
     def evaluates(self) -> bool:
-        """Whether the app has `@app.evaluate`, or for the cloud its strategy starts with an `evaluate_fn`."""
+        """Whether the app has `@app.evaluate`, or for the cloud its strategy starts with an
+        `evaluate_fn`.
+        """
         if self._site is None:
             return self._start({}).evaluate_fn is not None
-        functions = getattr(self._part("clientapp"), "_registered_funcs", None)  # without it a call shows it
+        # without it a call shows it
+        functions = getattr(self._part("clientapp"), "_registered_funcs", None)
         return functions is None or f"{EVALUATE}.default" in functions
 
     def load(self, method: str) -> None:
@@ -104,13 +111,18 @@ class AppTrainer(ArrayTrainer):
             self._part("clientapp")
 
     def place(self, method: str) -> tuple[str, str, str]:
-        """Return the key of the part that does what a method does, its name, and how a message names it."""
+        """Return the key of the part that does what a method does, its name, and how a message
+        names it.
+        """
         if method == "initial":
-            key, called = "serverapp", "the ArrayRecord of its strategy"
+            key = "serverapp"
+            called = "the ArrayRecord of its strategy"
         elif method == "evaluate" and self._site is None:
-            key, called = "serverapp", "evaluate_fn"
+            key = "serverapp"
+            called = "evaluate_fn"
         else:
-            key, called = "clientapp", EVALUATE if method == "evaluate" else TRAIN
+            key = "clientapp"
+            called = EVALUATE if method == "evaluate" else TRAIN
         return f"{TRAINER_KEY}.{key}", self._settings.code[f"{TRAINER_KEY}.{key}"], called
 
     def array_name(self, name: str) -> str:
@@ -123,7 +135,9 @@ class AppTrainer(ArrayTrainer):
         return _arrays(self._start({}).arrays)
 
     def prepare(self, site: TrainingSite) -> int:
-        """Return the number of examples that a first training of one epoch reports; it changes no state."""
+        """Return the number of examples that a first training of one epoch reports; it changes no
+        state.
+        """
         self._site = site
         with TemporaryDirectory(prefix="fedstrata-") as state:
             task = LocalTask(
@@ -142,7 +156,8 @@ class AppTrainer(ArrayTrainer):
         return self._examples(_metrics(content), TRAIN)
 
     def train(self, arrays: dict[str, Array], task: LocalTask) -> Trained:
-        """Return what `@app.train` replies: its `train_loss`, `loss`, or a metric with `loss` in its name is the loss.
+        """Return what `@app.train` replies: its `train_loss`, `loss`, or a metric with `loss` in
+        its name is the loss.
 
         Without a metric `steps` they are one for each epoch.
         """
@@ -150,15 +165,22 @@ class AppTrainer(ArrayTrainer):
         metrics = _metrics(content)
         records = list(content.array_records.values())
         if len(records) != 1:
-            self._refuse(TRAIN, f"replies with {len(records)} ArrayRecords", "Reply with one, the model.")
+            self._refuse(
+                TRAIN, f"replies with {len(records)} ArrayRecords", "Reply with one, the model."
+            )
         samples = self._examples(metrics, TRAIN)
-        steps, most = count(metrics.get("steps")), task.epochs * samples
+        steps = count(metrics.get("steps"))
+        most = task.epochs * samples
         if steps is None or not 0 < steps <= most:  # a log may call something else so
             steps = min(task.epochs, most)
-        return Trained(_arrays(records[0]), _metric(metrics, TRAIN_LOSSES, ["loss"]), steps, samples, metrics)
+        return Trained(
+            _arrays(records[0]), _metric(metrics, TRAIN_LOSSES, ["loss"]), steps, samples, metrics
+        )
 
     def evaluate(self, arrays: dict[str, Array], task: LocalTask) -> Scored | None:
-        """Return the loss and the score of `@app.evaluate`, or at the cloud of the strategy's `evaluate_fn`."""
+        """Return the loss and the score of `@app.evaluate`, or at the cloud of the strategy's
+        `evaluate_fn`.
+        """
         if self._site is None:
             start = self._start({})
             found = start.evaluate_fn(task.global_round, _record(arrays, start))
@@ -166,23 +188,38 @@ class AppTrainer(ArrayTrainer):
                 return None
             metrics = dict(found)
             return Scored(count(metrics.get(_weight(start))) or 1, *self._scores(metrics))
-        task = replace(task, epochs=task.epochs or self._site.epochs)  # of the app; none are trained here
+        # of the app; none are trained here
+        task = replace(task, epochs=task.epochs or self._site.epochs)
         metrics = _metrics(self._reply(EVALUATE, arrays, task))
         samples = self._examples(metrics, EVALUATE)
-        return Scored(samples, *self._scores(metrics)) if samples else None
+        if samples:
+            return Scored(samples, *self._scores(metrics))
+        return None
 
     def _reply(self, kind: str, arrays: dict[str, Array], task: LocalTask) -> Any:
-        """Return the RecordDict that the ClientApp replies to the message of its strategy for a task."""
+        """Return the RecordDict that the ClientApp replies to the message of its strategy for a
+        task.
+        """
         assert self._site is not None
-        start, app, library = self._start(task.settings), self._part("clientapp"), _flwr("app")
-        strategy, config, node = start.strategy, start.train_config, self._site.place + 1
+        start = self._start(task.settings)
+        app = self._part("clientapp")
+        library = _flwr("app")
+        strategy = start.strategy
+        config = start.train_config
+        node = self._site.place + 1
         configure = strategy.configure_train
         if kind == EVALUATE:
-            configure, config = strategy.configure_evaluate, start.evaluate_config
-        grid, record = _Grid([node] * _nodes(strategy)), library.ConfigRecord(dict(config))
+            configure = strategy.configure_evaluate
+            config = start.evaluate_config
+        grid = _Grid([node] * _nodes(strategy))
+        record = library.ConfigRecord(dict(config))
         messages = list(configure(task.global_round, _record(arrays, start), record, grid))
         if not messages:
-            self._refuse(kind, "gets no message of the app's strategy", f"Let its fraction_{kind} be above 0.")
+            self._refuse(
+                kind,
+                "gets no message of the app's strategy",
+                f"Let its fraction_{kind} be above 0.",
+            )
         places = {"partition-id": self._site.place, "num-partitions": self._site.places}
         state = library.RecordDict()
         try:
@@ -205,12 +242,16 @@ class AppTrainer(ArrayTrainer):
         return content
 
     def _start(self, settings: Mapping[str, float]) -> Start:
-        """Return with what the app starts by the settings of a task, those of the first round for {}."""
+        """Return with what the app starts by the settings of a task, those of the first round for
+        {}.
+        """
         settings = settings or self._first_settings
         key = tuple(settings.values())
         if key not in self._starts:
             server = self._part("serverapp")
-            context = self._context(0, {}, _flwr("app").RecordDict(), self._run_config(settings, self._epochs))
+            context = self._context(
+                0, {}, _flwr("app").RecordDict(), self._run_config(settings, self._epochs)
+            )
             self._starts = {key: self._started(server, context)}
         return self._starts[key]
 
@@ -218,14 +259,20 @@ class AppTrainer(ArrayTrainer):
         """Run a ServerApp up to the start of its strategy."""
         found: list[Start] = []
 
-        def start(strategy: Any, grid: Any, initial_arrays: Any = None, *rest: Any, **named: Any) -> Never:
+        def start(
+            strategy: Any, grid: Any, initial_arrays: Any = None, *rest: Any, **named: Any
+        ) -> Never:
             names = ("num_rounds", "timeout", "train_config", "evaluate_config", "evaluate_fn")
             given = {**dict(zip(names, rest, strict=False)), **named}
-            train, evaluate = (given.get(name) or {} for name in ("train_config", "evaluate_config"))
+            train, evaluate = (
+                given.get(name) or {} for name in ("train_config", "evaluate_config")
+            )
             found.append(Start(strategy, initial_arrays, train, evaluate, given.get("evaluate_fn")))
             raise _StartedStrategy
 
-        kinds = [each for each in _kinds(_flwr("serverapp.strategy").Strategy) if "start" in vars(each)]
+        kinds = [
+            each for each in _kinds(_flwr("serverapp.strategy").Strategy) if "start" in vars(each)
+        ]
         kept = {each: vars(each)["start"] for each in kinds}
         problem = "its ServerApp starts no strategy of flwr.serverapp.strategy"
         try:
@@ -241,18 +288,30 @@ class AppTrainer(ArrayTrainer):
             for each, its in kept.items():
                 each.start = its
         if not found:
-            remedy = "Give an app with a client_fn by training.trainer.client_fn, others a strategy."
+            remedy = (
+                "Give an app with a client_fn by training.trainer.client_fn, others a strategy."
+            )
             self._refuse("initial", problem, remedy)
         if not hasattr(found[0].arrays, "to_numpy_ndarrays"):
             remedy = "Give its start the ArrayRecord of a model."
-            self._refuse("initial", f"its strategy starts with {form(found[0].arrays)} as initial_arrays", remedy)
+            self._refuse(
+                "initial",
+                f"its strategy starts with {form(found[0].arrays)} as initial_arrays",
+                remedy,
+            )
         return found[0]
 
-    def _context(self, node: int, places: dict[str, int], state: Any, run_config: dict[str, Any]) -> Any:
-        return _flwr("app").Context(run_id=RUN_ID, node_id=node, node_config=places, state=state, run_config=run_config)
+    def _context(
+        self, node: int, places: dict[str, int], state: Any, run_config: dict[str, Any]
+    ) -> Any:
+        return _flwr("app").Context(
+            run_id=RUN_ID, node_id=node, node_config=places, state=state, run_config=run_config
+        )
 
     def _run_config(self, settings: Mapping[str, float], epochs: int) -> dict[str, Any]:
-        """Return the app's settings, with those of the table `training`, the batch size as an int."""
+        """Return the app's settings, with those of the table `training`, the batch size as an
+        int.
+        """
         values = {**settings, "batch_size": int(settings["batch_size"]), "epochs": epochs}
         given = {name: values[key] for name, key in OF_TRAINING.items()}
         return {**self._settings.run_config, **given, ROUNDS: self._rounds}
@@ -262,14 +321,23 @@ class AppTrainer(ArrayTrainer):
         found = own.load(f"{TRAINER_KEY}.{key}", self._settings.code[f"{TRAINER_KEY}.{key}"])
         if not callable(found):
             name = self._settings.code[f"{TRAINER_KEY}.{key}"]
-            own.refuse(f"{TRAINER_KEY}.{key}", name, f"it is {form(found)}", "Name Flower's ServerApp or ClientApp.")
+            own.refuse(
+                f"{TRAINER_KEY}.{key}",
+                name,
+                f"it is {form(found)}",
+                "Name Flower's ServerApp or ClientApp.",
+            )
         return found
 
     def _examples(self, metrics: Mapping[str, Any], kind: str) -> int:
         name = _weight(self._start({}))
         found = count(metrics.get(name))
         if found is None or found < 0:
-            self._refuse(kind, f"replies with {name} = {form(metrics.get(name))}", "Add the number of its samples.")
+            self._refuse(
+                kind,
+                f"replies with {name} = {form(metrics.get(name))}",
+                "Add the number of its samples.",
+            )
         return found
 
     def _scores(self, metrics: Mapping[str, Any]) -> tuple[float, float]:
@@ -278,14 +346,19 @@ class AppTrainer(ArrayTrainer):
         loss = _metric(metrics, LOSSES, ["loss"])
         score = _metric(metrics, names, [] if self._settings.score else ["acc", "score"])
         if loss is None or score is None:
-            problem = f"returns no {'loss' if loss is None else 'score'} among {', '.join(map(str, metrics))}"
+            problem = (
+                f"returns no {'loss' if loss is None else 'score'} among "
+                f"{', '.join(map(str, metrics))}"
+            )
             self._refuse(EVALUATE, problem, f"Add one, or name a metric in {TRAINER_KEY}.score.")
         return loss, score
 
     def _refuse(self, method: str, problem: str, remedy: str) -> Never:
         where = "" if self._site is None else f" ({self._site.node})"
         key, name, called = self.place(method)
-        own.refuse(key, name, f"{problem if method == 'initial' else f'{called} {problem}'}{where}", remedy)
+        own.refuse(
+            key, name, f"{problem if method == 'initial' else f'{called} {problem}'}{where}", remedy
+        )
 
 
 def _flwr(name: str) -> Any:
@@ -309,7 +382,9 @@ def _kinds(kind: type) -> Iterator[type[Any]]:
 
 
 def _nodes(strategy: Any) -> int:
-    """Return the number of nodes for which a strategy, or the one that it wraps, waits no longer."""
+    """Return the number of nodes for which a strategy, or the one that it wraps, waits no
+    longer.
+    """
     most = 1
     while strategy is not None:
         least = [value for name, value in vars(strategy).items() if name.startswith("min_")]
@@ -339,7 +414,9 @@ def _metrics(content: Any) -> dict[str, Any]:
 
 
 def _metric(metrics: Mapping[str, Any], names: Any, parts: Any) -> float | None:
-    """Return the first number with one of the names, else the first whose name has one of the parts, else None."""
+    """Return the first number with one of the names, else the first whose name has one of the
+    parts, else None.
+    """
     exact = [name for name in names if name in metrics]
     partly = [name for part in parts for name in metrics if part in name]
     for name in [*exact, *partly]:

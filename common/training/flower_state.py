@@ -1,6 +1,7 @@
 """The state of a Flower client, `context.state`, as a file: what persists from task to task.
 
-A file is data: reading it makes numbers, texts, arrays and Flower's own records, and calls nothing else.
+A file is data: reading it makes numbers, texts, arrays and Flower's own records, and calls nothing
+else.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from fedstrata.common.training.array_trainer import Array
 
 LIBRARY: Final = "flwr"
 FILE: Final = "context.state"
-UNKEPT: Final = "Put numbers, texts, bytes, numpy arrays, lists and dicts of them, or Flower's records there."
+UNKEPT: Final = (
+    "Put numbers, texts, bytes, numpy arrays, lists and dicts of them, or Flower's records there."
+)
 UNREAD: Final = "Start a new run."
 
 
@@ -67,7 +70,10 @@ def packed(value: Any, name: str) -> Any:
     if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
         return ["array" if isinstance(value, np.ndarray) else "number", to_file(value)]
     if type(value) in (list, tuple):
-        return [type(value).__name__, [packed(one, f"{name}[{place}]") for place, one in enumerate(value)]]
+        return [
+            type(value).__name__,
+            [packed(one, f"{name}[{place}]") for place, one in enumerate(value)],
+        ]
     its = f"{type(value).__module__}:{type(value).__qualname__}"
     flowers = its.startswith(f"{LIBRARY}.")
     if isinstance(value, Mapping) and (flowers or type(value) is dict):
@@ -75,7 +81,14 @@ def packed(value: Any, name: str) -> Any:
         return ["dict" if type(value) is dict else its, items]
     if flowers and is_dataclass(value):
         each = fields(value)
-        return [its, {one.name: packed(getattr(value, one.name), f"{name}.{one.name}") for one in each if one.init}]
+        return [
+            its,
+            {
+                one.name: packed(getattr(value, one.name), f"{name}.{one.name}")
+                for one in each
+                if one.init
+            },
+        ]
     raise TypeError(f"{name} is {type(value).__name__}, which does not persist")
 
 
@@ -85,9 +98,13 @@ def unpacked(value: Any) -> Any:
         return value
     its, content = value
     if its in ("array", "number"):
-        return from_file(content) if its == "array" else from_file(content)[()]
+        if its == "array":
+            return from_file(content)
+        return from_file(content)[()]
     if its in ("list", "tuple"):
-        return [*map(unpacked, content)] if its == "list" else tuple(map(unpacked, content))
+        if its == "list":
+            return [*map(unpacked, content)]
+        return tuple(map(unpacked, content))
     if isinstance(content, dict):
         return _record(its, is_dataclass)(**{key: unpacked(one) for key, one in content.items()})
     found = {} if its == "dict" else _record(its, lambda kind: issubclass(kind, MutableMapping))()
@@ -97,7 +114,9 @@ def unpacked(value: Any) -> Any:
 
 
 def _record(its: object, fits: Callable[[type], bool]) -> Any:
-    """Return a class of Flower's records. Raises ValueError for any other name: it comes from a file."""
+    """Return a class of Flower's records. Raises ValueError for any other name: it comes from a
+    file.
+    """
     module, _, name = str(its).partition(":")
     if module.startswith(f"{LIBRARY}."):
         found = getattr(import_module(module), name, None)

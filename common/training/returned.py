@@ -1,4 +1,6 @@
-"""What own code returns, read as its writers mean it: numbers of any library, counts, logs with anything in them."""
+"""What own code returns, read as its writers mean it: numbers of any library, counts, logs with
+anything in them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ COUNT_MOST: Final = 2**53  # up to which a float is exact
 
 
 def number(value: object) -> float | None:
-    """Return a number of Python's, numpy's, or of a library whose arrays of no dimension have `item`; None for others.
+    """Return a number of Python's, numpy's, or of a library whose arrays of no dimension have
+    `item`; None for others.
 
     It may be NaN or infinite.
     """
@@ -38,7 +41,9 @@ def count(value: object) -> int | None:
 
 
 def numbers(found: object) -> tuple[dict[str, float], list[str]]:
-    """Return the finite numbers of a log, by name, at most `NUMBERS_MOST`; and why each of the others is left out."""
+    """Return the finite numbers of a log, by name, at most `NUMBERS_MOST`; and why each of the
+    others is left out.
+    """
     if not isinstance(found, Mapping):
         return {}, [] if found is None else [f"it is {form(found)}, not a dict"]
     kept: dict[str, float] = {}
@@ -74,8 +79,14 @@ def form(value: object) -> str:
 
 
 def exchanged(array: npt.NDArray[Any]) -> npt.DTypeLike | None:
-    """Return the type as which an array is exchanged, None if it cannot be: int64 for whole numbers, else float32."""
+    """Return the type as which an array is exchanged, None if it cannot be: int64 for whole
+    numbers, else float32.
+    """
     if array.dtype.kind == "f":
         return np.float32
-    fits = array.dtype.kind in "bi" or (array.dtype.kind == "u" and (array <= np.iinfo(np.int64).max).all())
-    return np.int64 if fits else None
+    fits = array.dtype.kind in "bi" or (
+        array.dtype.kind == "u" and (array <= np.iinfo(np.int64).max).all()
+    )
+    if fits:
+        return np.int64
+    return None

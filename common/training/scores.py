@@ -1,13 +1,17 @@
-"""Sums over test samples: what a device counts of a model, what travels, and how sums become scores and a loss.
+"""Sums over test samples: what a device counts of a model, what travels, and how sums become scores
+and a loss.
 
-The cloud adds the sums of devices, so those over all devices are the sums over all their samples. With o the outputs, t
-the targets and n the samples, those of a score are
+The cloud adds the sums of devices, so those over all devices are the sums over all their samples.
+With o the outputs, t the targets and n the samples, those of a score are
 
     accuracy               the number of samples with argmax(o) = y
-    mean_squared_error     the sum of each sample's mean of (o - t)^2; alike mean_absolute_error and binary_accuracy
-    r2                     sum (o - t)^2, sum t and sum t^2 of each of T targets; the score is the mean over them of
+    mean_squared_error     the sum of each sample's mean of (o - t)^2; alike mean_absolute_error and
+    binary_accuracy
+    r2                     sum (o - t)^2, sum t and sum t^2 of each of T targets; the score is the
+    mean over them of
                            1 - sum (o - t)^2 / (sum t^2 - (sum t)^2 / n)
-    a user's own           n times the score of a device's samples: over devices it is the mean weighted by samples
+    a user's own           n times the score of a device's samples: over devices it is the mean
+    weighted by samples
 """
 
 from __future__ import annotations
@@ -50,9 +54,10 @@ _Sums = TypeVar("_Sums", "ScoreSums", "ScoredModels")
 class ScoreSums:
     """Sums over the test samples of a device, or of several.
 
-    `loss`: see above; `scores`: little-endian float64, the sums of each score of the experiment, one after another.
-    `seconds`: of the scoring; of several nodes the longest. `classes`: little-endian uint32 [classes, 2], the samples
-    of each class and the right ones among them; empty unless they are asked for.
+    `loss`: see above; `scores`: little-endian float64, the sums of each score of the experiment,
+    one after another. `seconds`: of the scoring; of several nodes the longest. `classes`:
+    little-endian uint32 [classes, 2], the samples of each class and the right ones among them;
+    empty unless they are asked for.
     """
 
     samples: int
@@ -66,9 +71,23 @@ class ScoreSums:
         return ScoreSums(
             self.samples + other.samples,
             self.loss + other.loss,
-            packed_sums([a + b for a, b in zip_longest(sums_in(self.scores), sums_in(other.scores), fillvalue=0.0)]),
+            packed_sums(
+                [
+                    a + b
+                    for a, b in zip_longest(
+                        sums_in(self.scores), sums_in(other.scores), fillvalue=0.0
+                    )
+                ]
+            ),
             max(self.seconds, other.seconds),
-            packed([a + b for a, b in zip_longest(unpacked(self.classes), unpacked(other.classes), fillvalue=0)]),
+            packed(
+                [
+                    a + b
+                    for a, b in zip_longest(
+                        unpacked(self.classes), unpacked(other.classes), fillvalue=0
+                    )
+                ]
+            ),
         )
 
     @property
@@ -82,7 +101,9 @@ class ScoreSums:
             return False
         counts = unpacked(self.classes)
         pairs = list(zip(counts[::2], counts[1::2], strict=True))
-        return sum(of for of, _ in pairs) <= self.samples and all(right <= of for of, right in pairs)
+        return sum(of for of, _ in pairs) <= self.samples and all(
+            right <= of for of, right in pairs
+        )
 
     def impossible(self, names: Sequence[str]) -> str:
         """Return why these cannot be the sums of scores of these names, "" if they can."""
@@ -92,20 +113,28 @@ class ScoreSums:
         targets = (len(sums) - len(names) + 1) // R2_SUMS
         for name in names:
             count = R2_SUMS * targets if name == R2 else 1
-            each, sums = sums[:count], sums[count:]
-            parts = [each[place :: count // R2_SUMS] for place in range(count // R2_SUMS)] if name == R2 else [each]
+            each = sums[:count]
+            sums = sums[count:]
+            if name == R2:
+                parts = [each[place :: count // R2_SUMS] for place in range(count // R2_SUMS)]
+            else:
+                parts = [each]
             if any(_impossible(name, part, self.samples) for part in parts):
                 return f"its {name} is {self.by(names)[list(names).index(name)]}"
         return ""
 
     def by(self, names: Sequence[str]) -> list[float]:
         """Return the scores of these names, those of the experiment in their order."""
-        sums, found = list(sums_in(self.scores)), []
+        sums = list(sums_in(self.scores))
+        found = []
         targets = (len(sums) - len(names) + 1) // R2_SUMS  # of r2
         for name in names:
             if name == R2:
-                each, sums = sums[: R2_SUMS * targets], sums[R2_SUMS * targets :]
-                apart = zip(each[:targets], each[targets : 2 * targets], each[2 * targets :], strict=True)
+                each = sums[: R2_SUMS * targets]
+                sums = sums[R2_SUMS * targets :]
+                apart = zip(
+                    each[:targets], each[targets : 2 * targets], each[2 * targets :], strict=True
+                )
                 found.append(sum(_r2(*three, samples=self.samples) for three in apart) / targets)
             else:
                 found.append(sums.pop(0) / self.samples)
@@ -124,11 +153,15 @@ def _impossible(name: str, sums: Sequence[float], samples: int) -> bool:
 
 
 def _r2(rest: float, total: float, squares: float, *, samples: int) -> float:
-    """Return the score of one target, by its sums of squared errors, of targets, and of squared targets."""
+    """Return the score of one target, by its sums of squared errors, of targets, and of squared
+    targets.
+    """
     deviation = squares - total * total / samples
     if deviation > CONSTANT * squares:
         return 1 - rest / deviation
-    return 0.0 if rest else 1.0
+    if rest:
+        return 0.0
+    return 1.0
 
 
 def packed_sums(sums: Sequence[float]) -> bytes:
@@ -168,14 +201,18 @@ def unpacked(counts: bytes) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class ScoredModels:
-    """Sums of the models of a task: `received`, the one that came with it, and `trained`, what training made of it."""
+    """Sums of the models of a task: `received`, the one that came with it, and `trained`, what
+    training made of it.
+    """
 
     received: ScoreSums | None = None
     trained: ScoreSums | None = None
 
     def __add__(self, other: ScoredModels) -> ScoredModels:
         """Return the sums over the samples of both, of each model."""
-        return ScoredModels(summed((self.received, other.received)), summed((self.trained, other.trained)))
+        return ScoredModels(
+            summed((self.received, other.received)), summed((self.trained, other.trained))
+        )
 
     @property
     def each(self) -> tuple[ScoreSums, ...]:
@@ -190,7 +227,9 @@ class ScoredModels:
     def lasting(self, seconds: float) -> ScoredModels:
         """Return the same sums, whose scoring takes these seconds, as many for each model."""
         each = seconds / max(1, len(self.each))
-        received, trained = (sums and replace(sums, seconds=each) for sums in (self.received, self.trained))
+        received, trained = (
+            sums and replace(sums, seconds=each) for sums in (self.received, self.trained)
+        )
         return ScoredModels(received, trained)
 
     def to_json(self) -> list[Any]:
@@ -219,14 +258,18 @@ class ScoredModels:
 def summed(sums: Iterable[_Sums | None]) -> _Sums | None:
     """Return the sums over all devices that have some, None if none has."""
     found = [each for each in sums if each is not None]
-    return reduce(add, found) if found else None
+    if found:
+        return reduce(add, found)
+    return None
 
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Scores of devices, each counted once: their mean, that of the worst tenth (rounded up), and their deviation.
+    """Scores of devices, each counted once: their mean, that of the worst tenth (rounded up), and
+    their deviation.
 
-    The worst tenth is that of q-FFL (Li et al. 2020, table 1); `spread` is the standard deviation, of all of them.
+    The worst tenth is that of q-FFL (Li et al. 2020, table 1); `spread` is the standard deviation,
+    of all of them.
     """
 
     mean: float
@@ -235,13 +278,15 @@ class Distribution:
 
 
 def distribution(scores: Sequence[float], *, higher: bool) -> Distribution | None:
-    """Return the distribution of the finite scores, None if there are none; `higher`: whether higher ones are better.
+    """Return the distribution of the finite scores, None if there are none; `higher`: whether
+    higher ones are better.
 
     Any numbers may come from the network, so nothing here raises OverflowError.
     """
     ordered = sorted((each for each in scores if isfinite(each)), reverse=not higher)
     if not (count := len(ordered)):
         return None
-    mean, worst = sum(ordered) / count, ordered[: ceil(WORST * count)]
+    mean = sum(ordered) / count
+    worst = ordered[: ceil(WORST * count)]
     squares = sum((each - mean) * (each - mean) for each in ordered)
     return Distribution(mean, sum(worst) / len(worst), sqrt(squares / count))

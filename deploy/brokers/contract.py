@@ -1,7 +1,8 @@
-"""The steps to an MQTT broker, and what no run can do without, examined on a broker that runs: `fedstrata doctor`.
+"""The steps to an MQTT broker, and what no run can do without, examined on a broker that runs:
+`fedstrata doctor`.
 
-Plain clients of MQTT 3.1.1 on the lab's own topics, in a run of the examination's own, so that a broker's access rules
-apply to them as to nodes.
+Plain clients of MQTT 3.1.1 on the lab's own topics, in a run of the examination's own, so that a
+broker's access rules apply to them as to nodes.
 """
 
 from __future__ import annotations
@@ -43,20 +44,35 @@ _Names: TypeAlias = tuple[tuple[tuple[str, str], ...], ...]  # of a decoded cert
 
 
 def steps(address: BrokerAddress) -> Iterator[Finding]:
-    """Yield the steps to the first of a broker's addresses; one that is needed and not there is the last."""
-    host, port = address.host, address.port
+    """Yield the steps to the first of a broker's addresses; one that is needed and not there is the
+    last.
+    """
+    host = address.host
+    port = address.port
     try:
         (_, _, _, _, where), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
-        yield Finding("name", True, False, f"{host}: {error.strerror}. Is --broker right? Is the name server there?")
+        yield Finding(
+            "name",
+            True,
+            False,
+            f"{host}: {error.strerror}. Is --broker right? Is the name server there?",
+        )
         return
     yield Finding("name", True, True, "" if where[0] == host else str(where[0]))
     began = time.monotonic()
     try:
         raw = socket.create_connection((host, port), timeout=CONNECT_S)
     except OSError as error:
-        reason = f"no answer within {CONNECT_S:g} s" if isinstance(error, TimeoutError) else error.strerror
-        yield Finding("TCP", True, False, f"{reason}. Is it running there? Does a firewall refuse port {port}?")
+        reason = error.strerror
+        if isinstance(error, TimeoutError):
+            reason = f"no answer within {CONNECT_S:g} s"
+        yield Finding(
+            "TCP",
+            True,
+            False,
+            f"{reason}. Is it running there? Does a firewall refuse port {port}?",
+        )
         return
     with raw:
         yield Finding("TCP", True, True, f"{1e3 * (time.monotonic() - began):.1f} ms")
@@ -80,8 +96,14 @@ def _tls(raw: socket.socket, tls: Tls, host: str) -> Iterator[Finding]:
     with tls.client_context().wrap_socket(raw, server_hostname=host) as secured:
         found = secured.getpeercert() or {}
     issuer = dict(each for part in cast(_Names, found.get("issuer", ())) for each in part)
-    whose, ends_at = issuer.get("commonName", "an unnamed authority"), ssl.cert_time_to_seconds(str(found["notAfter"]))
-    yield Finding("TLS", True, True, f"certificate by {whose}, until {time.strftime('%Y-%m-%d', time.gmtime(ends_at))}")
+    whose = issuer.get("commonName", "an unnamed authority")
+    ends_at = ssl.cert_time_to_seconds(str(found["notAfter"]))
+    yield Finding(
+        "TLS",
+        True,
+        True,
+        f"certificate by {whose}, until {time.strftime('%Y-%m-%d', time.gmtime(ends_at))}",
+    )
     yield from _ends("the broker's certificate", ends_at)
     if (own := tls.ends_at()) is not None:
         yield from _ends("our certificate", own)
@@ -95,10 +117,11 @@ def _ends(whose: str, ends_at: float) -> Iterator[Finding]:
 
 
 def examine(address: BrokerAddress, *, lab: str, name: str) -> Iterator[Finding]:
-    """Yield what is needed of the first of a broker's addresses, as it is found, within some seconds.
+    """Yield what is needed of the first of a broker's addresses, as it is found, within some
+    seconds.
 
-    Only topics of `name` are used, so that a broker's access rules for that login allow them. Raises ConnectionFailed
-    if the broker cannot be reached or refuses the login.
+    Only topics of `name` are used, so that a broker's access rules for that login allow them.
+    Raises ConnectionFailed if the broker cannot be reached or refuses the login.
     """
 
     def inbox(number: int) -> str:
@@ -113,11 +136,19 @@ def examine(address: BrokerAddress, *, lab: str, name: str) -> Iterator[Finding]
             return  # nothing else can be examined
         granted = second.subscribe([inbox(0)])
         yield Finding(
-            "subscriptions are granted", True, granted, "" if granted else f"this login may not read {inbox(0)}"
+            "subscriptions are granted",
+            True,
+            granted,
+            "" if granted else f"this login may not read {inbox(0)}",
         )
         first.publish(inbox(0), b"hello")
         arrived = pump(both, lambda: inbox(0) in second.topics())
-        yield Finding("messages are delivered", True, arrived, "" if arrived else f"nothing arrives on {inbox(0)}")
+        yield Finding(
+            "messages are delivered",
+            True,
+            arrived,
+            "" if arrived else f"nothing arrives on {inbox(0)}",
+        )
         yield _forged(both, topics.inbox(lab, f"{run}-3", name, STRANGER))
         yield _packets(address, inbox(1))
         yield _as_a_node(address, name, topics.state(lab, f"{run}-2", name))
@@ -130,7 +161,9 @@ def _beside(both: tuple[PlainClient, PlainClient]) -> Finding:
 
 def _as_a_node(address: BrokerAddress, name: str, topic: str) -> Finding:
     """Connect as a node does, with its id and its will."""
-    lack = find_lack(address, Asked(f"{name}-01234567-0123-0", TransferSettings().keepalive_s, Will(topic)))
+    lack = find_lack(
+        address, Asked(f"{name}-01234567-0123-0", TransferSettings().keepalive_s, Will(topic))
+    )
     return _useful("ids and wills of nodes", lack is None, "" if lack is None else lack.value)
 
 
@@ -144,15 +177,21 @@ def _forged(both: tuple[PlainClient, PlainClient], topic: str) -> Finding:
     second.subscribe([topic])
     first.publish(topic, b"hello")
     came = pump(both, lambda: topic in second.topics(), REFUSAL_S)
-    otherwise = "whoever may log in passes as any node: use the access rules of `fedstrata provision`"
+    otherwise = (
+        "whoever may log in passes as any node: use the access rules of `fedstrata provision`"
+    )
     return _useful("other nodes' names are refused", not came, otherwise)
 
 
 def _packets(address: BrokerAddress, topic: str) -> Finding:
     """Find the largest packet that passes, and whether the broker reports that limit."""
-    usual, reported = TransferSettings().chunk_bytes + HEADERS, asyncio.run(reported_limit(address))
+    usual = TransferSettings().chunk_bytes + HEADERS
+    reported = asyncio.run(reported_limit(address))
     most = min(usual, reported or usual)
-    found = PacketLimit(most, most + 1) if most < LEAST_BYTES else largest_packet(address, topic, most)
+    if most < LEAST_BYTES:
+        found = PacketLimit(most, most + 1)
+    else:
+        found = largest_packet(address, topic, most)
     note = ""
     if found.unknown:
         note = "larger ones could not be tried on this link"
@@ -164,5 +203,8 @@ def _packets(address: BrokerAddress, topic: str) -> Finding:
             how = "as it reports"
         elif found.dropped == inf:
             how = "as far as this link shows"
-        note = f"the broker takes {passes} bytes, not {usual}, {how}: chunks are smaller; raise its limit"
+        note = (
+            f"the broker takes {passes} bytes, not {usual}, {how}: chunks are smaller; raise "
+            "its limit"
+        )
     return Finding(f"packets of {LEAST_BYTES} bytes", True, found.passes >= LEAST_BYTES, note)

@@ -18,8 +18,8 @@ from fedstrata.common.net.tls import Tls
 from fedstrata.common.protocol.limits import MESSAGE_MOST
 from fedstrata.deploy.console.logs import write_line
 
-# The most bytes of a packet: of the largest message of any lab, and of its topic. A broker holds one for each
-# subscriber, so that larger ones would take its memory.
+# The most bytes of a packet: of the largest message of any lab, and of its topic. A broker holds
+# one for each subscriber, so that larger ones would take its memory.
 PACKET_MOST: Final = MESSAGE_MOST + 1024
 HASH_ROUNDS: Final = 101  # as mosquitto_passwd: the password is random, not a word
 
@@ -28,11 +28,10 @@ HASH_ROUNDS: Final = 101  # as mosquitto_passwd: the password is random, not a w
 class Guard:
     """The files that guard a broker.
 
-    passwords: written by mosquitto_passwd (for the embedded broker by `htpasswd -B`); an empty one refuses all clients
-    tls: the broker's certificate and key; with an authority, clients need a certificate of it that is not revoked,
-        whose common name is their login
-    rules: the access rules, in the broker's own form
-    login: the one name and password in place of `passwords`
+    passwords: written by mosquitto_passwd (for the embedded broker by `htpasswd -B`); an empty one
+    refuses all clients tls: the broker's certificate and key; with an authority, clients need a
+    certificate of it that is not revoked, whose common name is their login rules: the access rules,
+    in the broker's own form login: the one name and password in place of `passwords`
     """
 
     passwords: Path | None = None
@@ -43,16 +42,25 @@ class Guard:
     @property
     def open(self) -> bool:
         """Whether everybody who reaches the broker may use it."""
-        return self.passwords is None and self.login is None and (self.tls is None or self.tls.authority is None)
+        return (
+            self.passwords is None
+            and self.login is None
+            and (self.tls is None or self.tls.authority is None)
+        )
 
     def check_reach(self, host: str, *, insecure: bool) -> None:
-        """Raise InvalidExperiment if strangers could use the broker, or read what it carries, without --insecure."""
+        """Raise InvalidExperiment if strangers could use the broker, or read what it carries,
+        without --insecure.
+        """
         if is_loopback(host):
             return
         lacks = [*(["no login"] if self.open else []), *(["no TLS"] if self.tls is None else [])]
         problem = f"reachable by others, with {' and '.join(lacks)}"
         if lacks and not insecure:
-            remedy = "Give --tls-cert, --tls-key, and --tls-ca or --password-file, or let everybody in with --insecure."
+            remedy = (
+                "Give --tls-cert, --tls-key, and --tls-ca or --password-file, or let "
+                "everybody in with --insecure."
+            )
             raise InvalidExperiment("--host", host, problem, remedy)
         if lacks:
             write_line(f"broker: {problem}, as --insecure allows", level=logging.WARNING)
@@ -67,7 +75,11 @@ class Guard:
         if self.tls is not None:
             lines += [f"certfile {self.tls.certificate}", f"keyfile {self.tls.key}"]
             if self.tls.authority is not None:
-                lines += [f"cafile {self.tls.authority}", "require_certificate true", "use_identity_as_username true"]
+                lines += [
+                    f"cafile {self.tls.authority}",
+                    "require_certificate true",
+                    "use_identity_as_username true",
+                ]
                 lines += [f"crlfile {self.tls.revoked}"] if self.tls.revoked is not None else []
         return lines
 
@@ -87,7 +99,8 @@ class Guard:
         if self.tls is None:
             return None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
         return context
 
 
@@ -96,7 +109,9 @@ def check_readable(option: str, path: Path) -> None:
     try:
         path.open("rb").close()
     except OSError as error:
-        raise InvalidExperiment(option, str(path), error.strerror or str(error), "Name a file.") from None
+        raise InvalidExperiment(
+            option, str(path), error.strerror or str(error), "Name a file."
+        ) from None
 
 
 def one_login() -> Guard:

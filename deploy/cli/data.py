@@ -22,38 +22,68 @@ if TYPE_CHECKING:
     from fedstrata.common.experiment.schema import Experiment
     from fedstrata.common.learning.datasets import Dataset
 
-SET_COLUMNS = ("dataset", "train", "test", "shape", "classes", "numbers", "tokens", "users", "digest", "original")
+SET_COLUMNS = (
+    "dataset",
+    "train",
+    "test",
+    "shape",
+    "classes",
+    "numbers",
+    "tokens",
+    "users",
+    "digest",
+    "original",
+)
 
-app = typer.Typer(help="Check data sets, and show how they are split.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(
+    help="Check data sets, and show how they are split.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 
 
 @app.command()
 def check(
     names: Annotated[
         list[str] | None,
-        typer.Argument(help="Names of data sets or sweeps, or experiments (FILE.toml); else all that have a folder."),
+        typer.Argument(
+            help=(
+                "Names of data sets or sweeps, or experiments (FILE.toml); else all that have a "
+                "folder."
+            )
+        ),
     ] = None,
-    node: Annotated[str, typer.Option(help="Of an experiment with private data: the node whose data to read.")] = CLOUD,
+    node: Annotated[
+        str, typer.Option(help="Of an experiment with private data: the node whose data to read.")
+    ] = CLOUD,
     root: Annotated[Path, typer.Option(help="The folder of data sets, data.root.")] = Path("data"),
     output: Output = "table",
 ) -> None:
-    """Read whole data sets, as a run does, and describe them. Exit code 4 if one is missing or damaged.
+    """Read whole data sets, as a run does, and describe them. Exit code 4 if one is missing or
+    damaged.
 
-    `original`: whether MNIST, Fashion-MNIST and CIFAR have the samples and the split of their authors, by known digests
-    and means.
+    `original`: whether MNIST, Fashion-MNIST and CIFAR have the samples and the split of their
+    authors, by known digests and means.
 
-    An experiment's file stands for its data set, which may also be a folder, a table or a function of your own. A sweep
-    stands for all data sets of its cells that have files.
+    An experiment's file stands for its data set, which may also be a folder, a table or a function
+    of your own. A sweep stands for all data sets of its cells that have files.
     """
     from fedstrata.common.experiment.reading import load, parse
     from fedstrata.common.settings.tables import proposal
 
     with reporting():
-        wanted = list(dict.fromkeys(one for name in names for one in _needed(name))) if names else found_in(root)
+        if names:
+            wanted = list(dict.fromkeys(one for name in names for one in _needed(name)))
+        else:
+            wanted = found_in(root)
         if not wanted:
             known = ", ".join(f"{folder} ({name})" for name, folder in FOLDERS.items())
-            raise InvalidExperiment("data.root", str(root), "contains no data set", f"Known folders: {known}.")
-        for unknown in (name for name in wanted if name not in FOLDERS and not name.endswith(".toml")):
+            raise InvalidExperiment(
+                "data.root", str(root), "contains no data set", f"Known folders: {known}."
+            )
+        for unknown in (
+            name for name in wanted if name not in FOLDERS and not name.endswith(".toml")
+        ):
             remedy = proposal(unknown, [*FOLDERS, "FILE.toml"], what="There are")
             raise InvalidExperiment("data.dataset", unknown, "not read from a root", remedy)
         require("torch")
@@ -79,13 +109,19 @@ def check(
             if not headed:
                 typer.echo("\t".join(SET_COLUMNS))
                 headed = True
-            typer.echo(json_text(facts) if output == "json" else "\t".join(str(facts[key]) for key in SET_COLUMNS))
+            typer.echo(
+                json_text(facts)
+                if output == "json"
+                else "\t".join(str(facts[key]) for key in SET_COLUMNS)
+            )
         if failed is not None:
             raise failed
 
 
 def _needed(name: str) -> list[str]:
-    """Return the data sets that a sweep needs from a folder, of a name or a file; else the name as it is."""
+    """Return the data sets that a sweep needs from a folder, of a name or a file; else the name as
+    it is.
+    """
     from fedstrata.common.experiment.reading import read
     from fedstrata.deploy.console.shipped import shipped_sweeps
     from fedstrata.deploy.sweeps.grid import is_sweep, load
@@ -93,7 +129,9 @@ def _needed(name: str) -> list[str]:
     file = shipped_sweeps().get(name, Path(name))
     if name in FOLDERS or not file.is_file() or not is_sweep(read(file)):
         return [name]
-    return [one.data.dataset for one in load(file).experiments.values() if one.data.dataset in FOLDERS]
+    return [
+        one.data.dataset for one in load(file).experiments.values() if one.data.dataset in FOLDERS
+    ]
 
 
 @app.command()
@@ -105,8 +143,9 @@ def partition(
 ) -> None:
     """Split the data as in a run, and write each device's samples.
 
-    partition.npz contains each device's indices (int64), and those of held-out samples; partition.json their digest and
-    the samples by class, or by bin of numbers, and partition.svg a picture of the latter if matplotlib is installed.
+    partition.npz contains each device's indices (int64), and those of held-out samples;
+    partition.json their digest and the samples by class, or by bin of numbers, and partition.svg a
+    picture of the latter if matplotlib is installed.
     """
     from fedstrata.common.experiment.reading import load
 
@@ -115,8 +154,13 @@ def partition(
         if output == "json":
             typer.echo(json_text(facts))
             return
-        kind = "by_bin" if any("by_bin" in device for device in facts["devices"].values()) else "by_class"
-        typer.echo("\t".join(("device", "parent", "samples", "bins" if kind == "by_bin" else "classes")))
+        if any("by_bin" in device for device in facts["devices"].values()):
+            kind = "by_bin"
+        else:
+            kind = "by_class"
+        typer.echo(
+            "\t".join(("device", "parent", "samples", "bins" if kind == "by_bin" else "classes"))
+        )
         for name, device in facts["devices"].items():
             held = sum(count > 0 for count in device[kind])
             typer.echo(f"{name}\t{device['parent']}\t{device['samples']}\t{held}")
@@ -126,7 +170,9 @@ def partition(
 
 
 def write_partition(experiment: Experiment, out: Path) -> dict[str, Any]:
-    """Write the three files into a folder and return the content of partition.json. Raises InvalidExperiment."""
+    """Write the three files into a folder and return the content of partition.json. Raises
+    InvalidExperiment.
+    """
     from fedstrata.common.learning import splits
     from fedstrata.deploy.results.maps import partition
 
@@ -137,7 +183,9 @@ def write_partition(experiment: Experiment, out: Path) -> dict[str, Any]:
         if find_spec("matplotlib") is not None:
             (out / "partition.svg").write_bytes(partition(facts).files(["svg"])["svg"])
     except OSError as error:
-        raise InvalidExperiment("--out", str(out), error.strerror or str(error), "Name a writable folder.") from None
+        raise InvalidExperiment(
+            "--out", str(out), error.strerror or str(error), "Name a writable folder."
+        ) from None
     return facts
 
 

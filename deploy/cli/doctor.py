@@ -16,7 +16,13 @@ from fedstrata.common.errors import ConnectionFailed, InvalidExperiment
 from fedstrata.common.protocol.topics import DEFAULT_LAB
 from fedstrata.common.settings.topology import CLOUD
 from fedstrata.common.text import json_text
-from fedstrata.deploy.cli.roles import ROLL_S, LabBrokerOption, SpoolFolder, call_the_roll, spool_folder
+from fedstrata.deploy.cli.roles import (
+    ROLL_S,
+    LabBrokerOption,
+    SpoolFolder,
+    call_the_roll,
+    spool_folder,
+)
 from fedstrata.deploy.console.login import OPERATOR, Login
 from fedstrata.deploy.console.options import LabOrFile, Output, checked_nodes, with_records
 from fedstrata.deploy.console.reporting import reporting
@@ -37,7 +43,9 @@ CONNECT_S = 10.0
 
 def _known_name(name: str) -> str:
     """Check the name of a node, or of one of the lab's own logins."""
-    return name if name in (OPERATOR, CLOUD) else str(checked_nodes(name))
+    if name in (OPERATOR, CLOUD):
+        return name
+    return str(checked_nodes(name))
 
 
 @with_records
@@ -47,11 +55,15 @@ def doctor(
     name: Annotated[
         str, typer.Option(help="The node whose login and topics are used.", callback=_known_name)
     ] = OPERATOR,
-    accelerator: Annotated[str, typer.Option(help="cpu, cuda, cuda:N or auto, as for `device`.")] = "auto",
+    accelerator: Annotated[
+        str, typer.Option(help="cpu, cuda, cuda:N or auto, as for `device`.")
+    ] = "auto",
     data: Annotated[
         Path | None,
         typer.Option(
-            help="The folder of data sets on this host, as for `device`.", envvar="FEDSTRATA_DATA", show_default=False
+            help="The folder of data sets on this host, as for `device`.",
+            envvar="FEDSTRATA_DATA",
+            show_default=False,
         ),
     ] = None,
     spool: SpoolFolder = "auto",
@@ -61,12 +73,13 @@ def doctor(
 ) -> None:
     """Examine this host, the brokers and the nodes of a lab: what is missing, and what follows?
 
-    This host: clock, memory, disks, PyTorch, accelerator, data sets. Each broker: name, TCP, TLS, login, the own
-    topics, access rules, and packets. With the lab's file also its nodes, if this login may call the roll: who is away,
-    has an old kit, another release or clock, and what the node's own host lacks.
+    This host: clock, memory, disks, PyTorch, accelerator, data sets. Each broker: name, TCP, TLS,
+    login, the own topics, access rules, and packets. With the lab's file also its nodes, if this
+    login may call the roll: who is away, has an old kit, another release or clock, and what the
+    node's own host lacks.
 
-    It takes some seconds, and disturbs no run. Exit codes: 0 everything needed is there, 1 something needed is missing,
-    3 a broker cannot be reached.
+    It takes some seconds, and disturbs no run. Exit codes: 0 everything needed is there, 1
+    something needed is missing, 3 a broker cannot be reached.
     """
     from fedstrata.deploy.brokers.contract import STEPS
     from fedstrata.deploy.kits.lab_file import reach
@@ -76,7 +89,9 @@ def doctor(
         reached.check_node("--name", name)
         brokers = {f"broker {address}": address for address in _brokers(reached, name, broker)}
         sections = {HOST: _host(name, accelerator, data, spool, reached)}
-        sections |= {section: _broker(address, reached.name, name) for section, address in brokers.items()}
+        sections |= {
+            section: _broker(address, reached.name, name) for section, address in brokers.items()
+        }
         if name in (OPERATOR, CLOUD):
             sections[NODES] = _nodes(reached, name)
         missing: set[tuple[str, str]] = set()
@@ -90,15 +105,21 @@ def doctor(
                 every[section] = list(examined)
                 lacks = {one.item for one in every[section] if one.needed and not one.there}
                 missing |= {(section, item) for item in lacks}
-                unreached |= {section} if section in brokers and not lacks.isdisjoint(STEPS) else set()
+                unreached |= (
+                    {section} if section in brokers and not lacks.isdisjoint(STEPS) else set()
+                )
         for section, found in every.items():
             _write(section, found, output)
     if missing:
         raise typer.Exit(3 if unreached else 1)
 
 
-def _host(name: str, accelerator: str, data: Path | None, spool: str, reached: LabAccess) -> Iterator[Finding]:
-    """Yield the findings of this host, of which the lab's file may know what the node's service is given."""
+def _host(
+    name: str, accelerator: str, data: Path | None, spool: str, reached: LabAccess
+) -> Iterator[Finding]:
+    """Yield the findings of this host, of which the lab's file may know what the node's service is
+    given.
+    """
     from fedstrata.common.host.examination import examine_host
     from fedstrata.common.settings.data import Data, examine_data
 
@@ -131,14 +152,20 @@ def _accelerator(asked: str) -> Finding:
     except (ModuleNotFoundError, InvalidExperiment) as error:
         return Finding("accelerator", asked != AUTO, False, str(error))
     blind = driver and chosen == ("cpu",)
-    note = "a GPU's driver is here, but PyTorch sees no GPU: install its CUDA build" if blind else ", ".join(chosen)
+    if blind:
+        note = "a GPU's driver is here, but PyTorch sees no GPU: install its CUDA build"
+    else:
+        note = ", ".join(chosen)
     return Finding("accelerator", asked != AUTO, not blind, note)
 
 
 def _brokers(reached: LabAccess, name: str, given: str | None) -> list[BrokerAddress]:
     """Return the brokers of a node of the lab's file, else those of the lab, each address alone."""
     lab = reached.lab
-    texts = lab.addresses(name) if lab is not None and name in lab.parents and given is None else reached.brokers
+    if lab is not None and name in lab.parents and given is None:
+        texts = lab.addresses(name)
+    else:
+        texts = reached.brokers
     return [one for text in texts for one in reached.login.address(text, node=name).each]
 
 
@@ -158,7 +185,9 @@ def _broker(address: BrokerAddress, lab: str, name: str) -> Iterator[Finding]:
 
 
 def _nodes(reached: LabAccess, name: str) -> Iterator[Finding]:
-    """Yield each node that answers or should; nothing if no broker can be reached, which its section has."""
+    """Yield each node that answers or should; nothing if no broker can be reached, which its
+    section has.
+    """
     from fedstrata.common.host.examination import Finding
     from fedstrata.deploy.kits.answers import faults
 
@@ -169,14 +198,19 @@ def _nodes(reached: LabAccess, name: str) -> Iterator[Finding]:
 
 
 def _write(section: str, found: Sequence[Finding], output: str) -> None:
-    """Write a section's findings as a table or as JSON lines; of many nodes only those with a fault."""
+    """Write a section's findings as a table or as JSON lines; of many nodes only those with a
+    fault.
+    """
     if output == "json":
         for one in found:
             typer.echo(json_text({"section": section} | asdict(one)))
         return
-    shown = [one for one in found if not one.there] if section == NODES and len(found) > NODES_SHOWN else found
+    shown = found
+    if section == NODES and len(found) > NODES_SHOWN:
+        shown = [one for one in found if not one.there]
     cells = [
-        [one.item, "needed" if one.needed else "useful", "ok" if one.there else "missing", one.note] for one in shown
+        [one.item, "needed" if one.needed else "useful", "ok" if one.there else "missing", one.note]
+        for one in shown
     ]
     columns = [Column(name, text=True) for name in ("item", "", "found", "note")]
     if cells:

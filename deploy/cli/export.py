@@ -25,33 +25,44 @@ def export(
     names: Names,
     runs: Runs = Path("runs"),
     tensorboard: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="Write event files for TensorBoard.", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="FOLDER", help="Write event files for TensorBoard.", show_default=False
+        ),
     ] = None,
     mlflow: Annotated[
         str | None,
-        typer.Option(metavar="URI", help="Write to MLflow: http://HOST:PORT, or a folder.", show_default=False),
+        typer.Option(
+            metavar="URI",
+            help="Write to MLflow: http://HOST:PORT, or a folder.",
+            show_default=False,
+        ),
     ] = None,
     wandb: Annotated[
         str | None,
         typer.Option(
-            metavar="FOLDER", help="Write for Weights & Biases: offline, or as WANDB_MODE.", show_default=False
+            metavar="FOLDER",
+            help="Write for Weights & Biases: offline, or as WANDB_MODE.",
+            show_default=False,
         ),
     ] = None,
     follow: Annotated[
-        bool, typer.Option("--follow", help="Write each global round as it ends, until the run does.")
+        bool,
+        typer.Option("--follow", help="Write each global round as it ends, until the run does."),
     ] = False,
     output: Output = "table",
 ) -> None:
     """Export runs to TensorBoard, MLflow or Weights & Biases, afterwards or while they run.
 
-    Only the runs' folders are read: a tracker that is away ends this command, never a run. Exported again, a run is
-    replaced (TensorBoard), continued (MLflow), or joined when synchronised (W&B).
+    Only the runs' folders are read: a tracker that is away ends this command, never a run. Exported
+    again, a run is replaced (TensorBoard), continued (MLflow), or joined when synchronised (W&B).
     """
     with reporting():
         places = {"tensorboard": tensorboard, "mlflow": mlflow, "wandb": wandb}
         chosen = {kind: place for kind, place in places.items() if place}
         if not chosen:
-            problem, remedy = "no tracker is chosen", "Give --tensorboard, --mlflow or --wandb."
+            problem = "no tracker is chosen"
+            remedy = "Give --tensorboard, --mlflow or --wandb."
             raise InvalidExperiment("export", " ".join(names), problem, remedy)
         for run in named_runs(names, runs):
             _export(run, chosen, follow=follow, output=output)
@@ -65,7 +76,8 @@ def _export(run: Run, chosen: Mapping[str, str], *, follow: bool, output: str) -
     trackers = [TRACKERS[kind](run, place) for kind, place in chosen.items()]
     written = [tracker.begin() for tracker in trackers]
     while True:
-        rows, state = complete(run), run.state
+        rows = complete(run)
+        state = run.state
         for i, tracker in enumerate(trackers):
             for row in rows:
                 if row.global_round > written[i]:

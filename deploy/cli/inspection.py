@@ -31,7 +31,9 @@ REASON_MOST: Final = 60  # characters of a reason in the list
 Labels = Annotated[
     list[str] | None,
     typer.Option(
-        "--label", help="A name for each series of runs, in order.  [default: the keys that differ]", show_default=False
+        "--label",
+        help="A name for each series of runs, in order.  [default: the keys that differ]",
+        show_default=False,
     ),
 ]
 
@@ -44,14 +46,20 @@ def report(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="The HTML file.  [default: report.html in a run's folder; of several runs, beside their folders]",
+            help=(
+                "The HTML file.  [default: report.html in a run's folder; of several runs, "
+                "beside their folders]"
+            ),
             show_default=False,
         ),
     ] = None,
     label: Labels = None,
     figures: Annotated[
         Path | None,
-        typer.Option(help="Also write each figure and table into this folder, with CSV and LaTeX.", show_default=False),
+        typer.Option(
+            help="Also write each figure and table into this folder, with CSV and LaTeX.",
+            show_default=False,
+        ),
     ] = None,
     formats: Annotated[
         str, typer.Option("--figure-formats", help="Formats of the figures, of pdf,png,svg.")
@@ -60,7 +68,8 @@ def report(
 ) -> None:
     """Write a report of one or several runs as a self-contained HTML file.
 
-    Runs that differ only in the seed are one line with a band. Figures of several runs are those that compare them.
+    Runs that differ only in the seed are one line with a band. Figures of several runs are those
+    that compare them.
     """
     from fedstrata.deploy.console.stages import stages
     from fedstrata.deploy.results.page import compose, default_file
@@ -79,15 +88,25 @@ def report(
             written = _write("--out", file, {file: page.html()})
             if figures is not None:
                 begin(f"drawing {len(page.figures)} figures, {', '.join(kinds)}")
-                written += _write("--figures", figures, {figures / name: each for name, each in _files(page, kinds)})
+                written += _write(
+                    "--figures",
+                    figures,
+                    {figures / name: each for name, each in _files(page, kinds)},
+                )
         if output == "json":
-            facts = {"report": str(file), "runs": [run.id for run in found], "files": list(map(str, written))}
+            facts = {
+                "report": str(file),
+                "runs": [run.id for run in found],
+                "files": list(map(str, written)),
+            }
             typer.echo(json_text(facts))
             return
         typer.echo(file)
         if figures is not None:
             typer.echo(figures)
-            write_line(f"{len(page.figures)} figures and {len(page.tables)} tables are in {figures}")
+            write_line(
+                f"{len(page.figures)} figures and {len(page.tables)} tables are in {figures}"
+            )
 
 
 def compare(
@@ -96,25 +115,34 @@ def compare(
     target: Annotated[
         float | None,
         typer.Option(
-            help="Score to reach, an accuracy is 0 to 1.  [default: the experiments' own; without one, none]",
+            help=(
+                "Score to reach, an accuracy is 0 to 1.  [default: the experiments' own; without "
+                "one, none]"
+            ),
             show_default=False,
         ),
     ] = None,
     label: Labels = None,
     by_task: Annotated[
-        bool, typer.Option("--by-task", help="Compare runs of several tasks too: speed-ups within each task.")
+        bool,
+        typer.Option(
+            "--by-task", help="Compare runs of several tasks too: speed-ups within each task."
+        ),
     ] = False,
     output: Annotated[
-        Literal["table", "json", "csv", "latex"], typer.Option("--format", help="Format of standard output.")
+        Literal["table", "json", "csv", "latex"],
+        typer.Option("--format", help="Format of standard output."),
     ] = "table",
 ) -> None:
-    """Compare the costs of reaching a score, as accuracy: global rounds, seconds, bytes and SGD steps, over seeds.
+    """Compare the costs of reaching a score, as accuracy: global rounds, seconds, bytes and SGD
+    steps, over seeds.
 
-    Without a score, whole runs are compared: final and best score, loss, seconds, bytes, epsilon and energy.
-    Runs that differ only in the seed form a group. Speed-ups are relative to the sweep's baseline, else to FedAvg, else
-    to the first group. Runs that did not reach the score are in no mean. Exit code 4 if data, partition, nodes, model
-    or score differ, or one had no network: these are other tasks. Other links, hardware or versions are named, and
-    simulated seconds beside measured ones.
+    Without a score, whole runs are compared: final and best score, loss, seconds, bytes, epsilon
+    and energy.
+    Runs that differ only in the seed form a group. Speed-ups are relative to the sweep's baseline,
+    else to FedAvg, else to the first group. Runs that did not reach the score are in no mean. Exit
+    code 4 if data, partition, nodes, model or score differ, or one had no network: these are other
+    tasks. Other links, hardware or versions are named, and simulated seconds beside measured ones.
     """
     from fedstrata.deploy.results.compare import compared
 
@@ -126,11 +154,15 @@ def compare(
         if output == "json":
             typer.echo(json_text(tree()))
             return
-        typer.echo({"table": table.on_terminal, "csv": table.csv, "latex": table.latex}[output](), nl=False)
+        typer.echo(
+            {"table": table.on_terminal, "csv": table.csv, "latex": table.latex}[output](), nl=False
+        )
 
 
 def experiments(output: Output = "table") -> None:
-    """List the experiments and sweeps that fedstrata brings along, for `fedstrata run demo` and `fedstrata sweep`."""
+    """List the experiments and sweeps that fedstrata brings along, for `fedstrata run demo` and
+    `fedstrata sweep`.
+    """
     from fedstrata.common.experiment.reading import load
     from fedstrata.deploy.console.shipped import shipped, shipped_sweeps
     from fedstrata.deploy.console.tabular import Column, Table
@@ -157,7 +189,12 @@ def experiments(output: Output = "table") -> None:
                 typer.echo(json_text(facts | {"file": str(path)}))
         if output == "table":
             typer.echo(Table("experiments", "Experiments", columns, rows).on_terminal())
-            columns = [Column("sweep", text=True), Column("title", text=True), Column("cells"), Column("runs")]
+            columns = [
+                Column("sweep", text=True),
+                Column("title", text=True),
+                Column("cells"),
+                Column("runs"),
+            ]
             typer.echo(Table("sweeps", "Sweeps", columns, sweeps).on_terminal(), nl=False)
 
 
@@ -175,23 +212,45 @@ def list_runs(runs: Runs = Path("runs"), output: Output = "table") -> None:
             done = f"{facts['global_rounds_done']}/{facts['global_rounds']}"
             carried = size(sum(facts["bytes"].values()))
             kind = "simulated" if facts["simulated"] else "measured"
-            rows.append((
-                facts["run"], facts["name"], facts["state"], done, facts["score"], facts["seconds"], carried,
-                "-" if old is None else age(old), facts["score_name"], kind,
-                facts["aggregation"], facts["model"], facts["dataset"], shorten(facts["reason"], REASON_MOST),
-            ))  # fmt: skip
+            rows.append(
+                (
+                    facts["run"],
+                    facts["name"],
+                    facts["state"],
+                    done,
+                    facts["score"],
+                    facts["seconds"],
+                    carried,
+                    "-" if old is None else age(old),
+                    facts["score_name"],
+                    kind,
+                    facts["aggregation"],
+                    facts["model"],
+                    facts["dataset"],
+                    shorten(facts["reason"], REASON_MOST),
+                )
+            )
         columns = [
-            *(Column(name, text=True) for name in ("run", "name", "state")), Column("global rounds"),
-            Column("score", digits=4), Column("time", "s"), Column("bytes"), Column("age"),
-            *(Column(name, text=True) for name in ("score is", "time is", "aggregation", "model", "data", "reason")),
-        ]  # fmt: skip
+            *(Column(name, text=True) for name in ("run", "name", "state")),
+            Column("global rounds"),
+            Column("score", digits=4),
+            Column("time", "s"),
+            Column("bytes"),
+            Column("age"),
+            *(
+                Column(name, text=True)
+                for name in ("score is", "time is", "aggregation", "model", "data", "reason")
+            ),
+        ]
         if output == "table":
             typer.echo(Table("runs", "Runs", columns, rows).on_terminal(), nl=False)
 
 
 @app.command()
 def delete(
-    names: Names, runs: Runs = Path("runs"), yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False
+    names: Names,
+    runs: Runs = Path("runs"),
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Delete runs with all their files. One that is running is refused."""
     with reporting():
@@ -202,14 +261,22 @@ def delete(
 def prune(
     runs: Runs = Path("runs"),
     days: Annotated[
-        float, typer.Option(min=0, max=DAYS_MOST, help="Keep runs that were started in the last days, this many.")
+        float,
+        typer.Option(
+            min=0, max=DAYS_MOST, help="Keep runs that were started in the last days, this many."
+        ),
     ] = 0.0,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Delete the runs that ended, by failure or interruption, before their first global round."""
     with reporting():
-        least_s, now = days * 86_400, time.time()
-        ended = [run for run, _ in _all(runs) if run.state in ("failed", "interrupted") and not run.rounds]
+        least_s = days * 86_400
+        now = time.time()
+        ended = [
+            run
+            for run, _ in _all(runs)
+            if run.state in ("failed", "interrupted") and not run.rounds
+        ]
         _delete([run for run in ended if (run.age_s(now) or 0.0) >= least_s], yes=yes)
 
 
@@ -241,7 +308,9 @@ def _all(root: Path) -> Iterator[tuple[Run, dict[str, Any]]]:
 
 @app.command("show")
 def show_run(
-    name: Annotated[str, typer.Argument(metavar="RUN", help="A run's folder, or a prefix of its id.")],
+    name: Annotated[
+        str, typer.Argument(metavar="RUN", help="A run's folder, or a prefix of its id.")
+    ],
     runs: Runs = Path("runs"),
     output: Output = "table",
 ) -> None:
@@ -258,7 +327,16 @@ def show_run(
             if path.is_file()
         }
         if output == "json":
-            typer.echo(json_text({**_summary(run), "manifest": run.manifest, "experiment": run.tree, "files": files}))
+            typer.echo(
+                json_text(
+                    {
+                        **_summary(run),
+                        "manifest": run.manifest,
+                        "experiment": run.tree,
+                        "files": files,
+                    }
+                )
+            )
             return
         columns = (Column("fact", text=True), Column("value", text=True))
         typer.echo(Table("facts", "Facts", columns, facts(run)).on_terminal())
@@ -267,15 +345,19 @@ def show_run(
 
 
 def replay(
-    name: Annotated[str, typer.Argument(metavar="RUN", help="Folder of a run that finished, or a prefix of its id.")],
+    name: Annotated[
+        str,
+        typer.Argument(metavar="RUN", help="Folder of a run that finished, or a prefix of its id."),
+    ],
     runs: Runs = Path("runs"),
     accelerator: Annotated[str, typer.Option(help="cpu, cuda, cuda:N or auto.")] = "cpu",
     output: Output = "table",
 ) -> None:
     """Repeat a run in this process with its recorded decisions, and compare the final models.
 
-    Who took part and whose result came too late are taken from the run, so that also a run with quorums, or with a
-    selector that reads durations, repeats. The replay is a run of its own. Exit codes: 0 the same model bit for bit,
+    Who took part and whose result came too late are taken from the run, so that also a run with
+    quorums, or with a selector that reads durations, repeats. The replay is a run of its own. Exit
+    codes: 0 the same model bit for bit,
     1 another model.
     """
     with reporting():
@@ -290,7 +372,11 @@ def replay(
             path = replayed(recorded, runs, accelerator=accelerator, observe=observe)
         difference = largest_difference(recorded.path, path)
     if output == "json":
-        typer.echo(json_text({"replay": str(path), "of": str(recorded.path), "largest_difference": difference}))
+        typer.echo(
+            json_text(
+                {"replay": str(path), "of": str(recorded.path), "largest_difference": difference}
+            )
+        )
     elif difference is not None:
         typer.echo(f"another model: its values differ by up to {difference:.3g}")
     else:
@@ -304,7 +390,9 @@ def sharpness(
     names: Names,
     runs: Runs = Path("runs"),
     label: Labels = None,
-    samples: Annotated[int, typer.Option(min=1, help="Training samples, drawn by the seed, at most.")] = 2_000,
+    samples: Annotated[
+        int, typer.Option(min=1, help="Training samples, drawn by the seed, at most.")
+    ] = 2_000,
     directions: Annotated[int, typer.Option(min=1, help="Random directions.")] = 10,
     distance: Annotated[
         list[float] | None,
@@ -316,14 +404,19 @@ def sharpness(
         ),
     ] = None,
     eigenvalue: Annotated[
-        bool, typer.Option("--eigenvalue", help="Also the Hessian's largest eigenvalue: as slow as 200 gradients.")
+        bool,
+        typer.Option(
+            "--eigenvalue", help="Also the Hessian's largest eigenvalue: as slow as 200 gradients."
+        ),
     ] = False,
     output: Output = "table",
 ) -> None:
-    """Show how the training loss rises around final models: along random directions, and along the steepest way up.
+    """Show how the training loss rises around final models: along random directions, and along the
+    steepest way up.
 
-    Directions have the length of the parameters filter by filter (Li et al., NeurIPS 2018). Runs that differ only in
-    the seed are one row, with mean and deviation; the random directions of a run are averaged before.
+    Directions have the length of the parameters filter by filter (Li et al., NeurIPS 2018). Runs
+    that differ only in the seed are one row, with mean and deviation; the random directions of a
+    run are averaged before.
     """
     from fedstrata.deploy.console.tabular import Cell, Column, Spread, Table
     from fedstrata.deploy.results.series import series_of
@@ -332,36 +425,52 @@ def sharpness(
         require("torch")
         from fedstrata.common.learning.landscape import Around, Surroundings
 
-        series, rows = series_of(named_runs(names, runs), label or ()), list[list[Cell]]()
+        series = series_of(named_runs(names, runs), label or ())
+        rows = list[list[Cell]]()
         for each in series:
-            several, tops = list[list[Around]](), list[float]()
+            several = list[list[Around]]()
+            tops = list[float]()
             for run in each.runs:
                 around = Surroundings.of(run.experiment, run.path, samples=samples)
-                several.append([around.at(r, directions=directions) for r in (0.0, *(distance or DISTANCES))])
+                several.append(
+                    [around.at(r, directions=directions) for r in (0.0, *(distance or DISTANCES))]
+                )
                 top = {"eigenvalue": around.eigenvalue()} if eigenvalue else {}
                 tops += top.values()
                 if output == "json":
                     facts = {"run": run.id, "label": each.label, "seed": run.seed, **top}
-                    typer.echo(json_text({**facts, "points": [asdict(point) for point in several[-1]]}))
+                    typer.echo(
+                        json_text({**facts, "points": [asdict(point) for point in several[-1]]})
+                    )
             for places in zip(*several, strict=True):
-                values = [[place.loss, place.worst_loss, place.score, place.worst_score] for place in places]
-                rows.append([each.label, places[0].distance, *map(Spread.of, zip(*values, strict=True))])
+                values = [
+                    [place.loss, place.worst_loss, place.score, place.worst_score]
+                    for place in places
+                ]
+                rows.append(
+                    [each.label, places[0].distance, *map(Spread.of, zip(*values, strict=True))]
+                )
                 if eigenvalue:  # it is that of the model itself
                     rows[-1].append(None if places[0].distance else Spread.of(tops))
         score = series[0].runs[0].experiment.score_label
         columns = [Column("", text=True), Column("distance", digits=3)]
-        columns += [Column(head, digits=4) for head in ("loss", "loss, worst", score, f"{score}, worst")]
+        columns += [
+            Column(head, digits=4) for head in ("loss", "loss, worst", score, f"{score}, worst")
+        ]
         columns += [Column("eigenvalue", digits=3)] if eigenvalue else []
         if output == "table":
             typer.echo(Table("sharpness", "Sharpness", columns, rows).on_terminal(), nl=False)
 
 
 @app.command()
-def divergence(names: Names, runs: Runs = Path("runs"), label: Labels = None, output: Output = "table") -> None:
+def divergence(
+    names: Names, runs: Runs = Path("runs"), label: Labels = None, output: Output = "table"
+) -> None:
     """Show how far final models are from those of centralised runs (Tempo, eq. 8).
 
-    The runs with one device are the centralised ones: each other run is compared with the one of its seed, which began
-    as the same model. Runs that differ only in the seed are one row, with mean and deviation.
+    The runs with one device are the centralised ones: each other run is compared with the one of
+    its seed, which began as the same model. Runs that differ only in the seed are one row, with
+    mean and deviation.
     """
     from fedstrata.deploy.console.tabular import Cell, Column, Spread, Table
     from fedstrata.deploy.results.series import series_of
@@ -370,22 +479,43 @@ def divergence(names: Names, runs: Runs = Path("runs"), label: Labels = None, ou
         require("torch")
         from fedstrata.common.learning.landscape import Surroundings
 
-        given, rows = named_runs(names, runs), list[list[Cell]]()
+        given = named_runs(names, runs)
+        rows = list[list[Cell]]()
         central = {run.seed: run for run in given if len(run.experiment.tree.devices) == 1}
-        for each in series_of([run for run in given if central.get(run.seed) is not run], label or ()):
+        for each in series_of(
+            [run for run in given if central.get(run.seed) is not run], label or ()
+        ):
             found = []
             for run in each.runs:
                 if (other := central.get(run.seed)) is None:
-                    remedy = "Name one: topology = { institutions = 0, devices = 1 }, as many epochs in all."
-                    raise InvalidExperiment("seed", run.seed, f"{run.id} has no centralised run of its seed", remedy)
-                model, target = (Surroundings.of(each.experiment, each.path, samples=1) for each in (run, other))
+                    remedy = (
+                        "Name one: topology = { institutions = 0, devices = 1 }, as many "
+                        "epochs in all."
+                    )
+                    raise InvalidExperiment(
+                        "seed", run.seed, f"{run.id} has no centralised run of its seed", remedy
+                    )
+                model, target = (
+                    Surroundings.of(each.experiment, each.path, samples=1) for each in (run, other)
+                )
                 found.append(model.divergence(target))
                 if output == "json":
-                    facts = {"run": run.id, "label": each.label, "seed": run.seed, "central": other.id}
+                    facts = {
+                        "run": run.id,
+                        "label": each.label,
+                        "seed": run.seed,
+                        "central": other.id,
+                    }
                     typer.echo(json_text({**facts, **asdict(found[-1])}))
-            lengths, shares = ([getattr(one, key) for one in found] for key in ("length", "relative"))
+            lengths, shares = (
+                [getattr(one, key) for one in found] for key in ("length", "relative")
+            )
             rows.append([each.label, Spread.of(lengths), Spread.of(shares)])
-        columns = [Column("", text=True), Column("divergence", digits=4), Column("relative", digits=4)]
+        columns = [
+            Column("", text=True),
+            Column("divergence", digits=4),
+            Column("relative", digits=4),
+        ]
         if output == "table":
             typer.echo(Table("divergence", "Divergence", columns, rows).on_terminal(), nl=False)
 
@@ -424,7 +554,9 @@ def _summary(run: Run) -> dict[str, Any]:
 def _files(page: Page, kinds: Sequence[str]) -> Iterator[tuple[str, str | bytes]]:
     """Yield the names and contents of a page's figures and tables as separate files."""
     for figure in page.figures:
-        yield from ((f"{figure.name}.{kind}", content) for kind, content in figure.files(kinds).items())
+        yield from (
+            (f"{figure.name}.{kind}", content) for kind, content in figure.files(kinds).items()
+        )
         if figure.table is not None:
             yield f"{figure.name}.csv", figure.table.csv()
     for table in page.tables:
@@ -432,7 +564,9 @@ def _files(page: Page, kinds: Sequence[str]) -> Iterator[tuple[str, str | bytes]
 
 
 def _write(option: str, place: Path, files: Mapping[Path, str | bytes]) -> list[Path]:
-    """Write files, make their folders, and return their paths. Raises InvalidExperiment that names the option."""
+    """Write files, make their folders, and return their paths. Raises InvalidExperiment that names
+    the option.
+    """
     try:
         if not files:
             place.mkdir(parents=True, exist_ok=True)
@@ -440,5 +574,7 @@ def _write(option: str, place: Path, files: Mapping[Path, str | bytes]) -> list[
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content if isinstance(content, bytes) else content.encode())
     except OSError as error:
-        raise InvalidExperiment(option, str(place), error.strerror or str(error), "Name a writable place.") from None
+        raise InvalidExperiment(
+            option, str(place), error.strerror or str(error), "Name a writable place."
+        ) from None
     return list(files)

@@ -39,18 +39,21 @@ def _lab() -> None:
 def status(
     broker: LabBrokerOption = None,
     lab: LabOrFile = DEFAULT_LAB,
-    wait: Annotated[float, typer.Option(min=0.1, max=SECONDS_MOST, help="Seconds in which nodes may answer.")] = ROLL_S,
+    wait: Annotated[
+        float, typer.Option(min=0.1, max=SECONDS_MOST, help="Seconds in which nodes may answer.")
+    ] = ROLL_S,
     output: Output = "table",
     connect_timeout: ConnectTimeout = 30.0,
     *,
     login: Login,
 ) -> None:
-    """List the nodes that stay in a lab: role, parent, run, release, host, accelerators and data sets.
+    """List the nodes that stay in a lab: role, parent, run, release, host, accelerators and data
+    sets.
 
-    Institutions and devices answer, whether they wait or take part in a run; the progress of that run is reported on
-    standard error. With brokers of their own the devices of an institution answer on that broker: with the lab's file
-    all brokers are asked, and nodes that are away are listed, too. Exit code 5: nobody answered, or a node of the lab's
-    file is away.
+    Institutions and devices answer, whether they wait or take part in a run; the progress of that
+    run is reported on standard error. With brokers of their own the devices of an institution
+    answer on that broker: with the lab's file all brokers are asked, and nodes that are away are
+    listed, too. Exit code 5: nobody answered, or a node of the lab's file is away.
     """
     from fedstrata.deploy.kits.lab_file import reach
     from fedstrata.deploy.watching.follower import Follower
@@ -60,9 +63,17 @@ def status(
         reached = reach(lab, None if broker is None else [broker], login)
         expected = reached.lab.parents if reached.lab is not None else {}
         brokers = reached.addresses(OPERATOR)
-        found = await call_the_roll(reached, OPERATOR, connect_timeout_s=connect_timeout, wait_s=wait)
-        away = {node: parent for node, parent in expected.items() if node not in {each.node for each in found}}
-        rows: list[dict[str, Any]] = [{"node": each.node, "there": True} | asdict(each.here) for each in found]
+        found = await call_the_roll(
+            reached, OPERATOR, connect_timeout_s=connect_timeout, wait_s=wait
+        )
+        away = {
+            node: parent
+            for node, parent in expected.items()
+            if node not in {each.node for each in found}
+        }
+        rows: list[dict[str, Any]] = [
+            {"node": each.node, "there": True} | asdict(each.here) for each in found
+        ]
         for row, each in zip(rows, found, strict=True):
             for inner in ("nonce", "clock_s", "findings"):
                 del row[inner]
@@ -78,12 +89,17 @@ def status(
             if each.other_release:
                 logs.write_line(f"{each.node}: {each.other_release}")
         if runs := {each.here.run for each in found if each.here.run}:
-            follower = Follower(brokers, lab=reached.name, run=max(runs), connect_timeout_s=connect_timeout)
+            follower = Follower(
+                brokers, lab=reached.name, run=max(runs), connect_timeout_s=connect_timeout
+            )
             with suppress(NoProgress):  # its cloud is away, and its announcement with it
-                await follower.look(lambda watched, now: logs.write_line(progress(watched)), timeout_s=wait)
+                await follower.look(
+                    lambda watched, now: logs.write_line(progress(watched)), timeout_s=wait
+                )
         if not found:
             logs.write_line(
-                f"nobody of lab {reached.name} answered on broker {', '.join(map(str, brokers))} within {wait:g} s"
+                f"nobody of lab {reached.name} answered on broker {', '.join(map(str, brokers))} "
+                f"within {wait:g} s"
             )
         if away or not found:
             raise typer.Exit(5)
@@ -96,26 +112,35 @@ def provision(
     out: Annotated[Path, typer.Option(help="Folder for the kits.")] = Path("kits"),
     wheel: Annotated[
         Path | None,
-        typer.Option(help="The wheel that the machines install.  [default: the newest in dist/]", show_default=False),
+        typer.Option(
+            help="The wheel that the machines install.  [default: the newest in dist/]",
+            show_default=False,
+        ),
     ] = None,
     authority: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of the lab's certificate authority.  [default: NAME-authority beside the lab's file]",
+            help=(
+                "Folder of the lab's certificate authority.  [default: NAME-authority beside the "
+                "lab's file]"
+            ),
             show_default=False,
         ),
     ] = None,
     revoke: Annotated[
         list[str] | None,
         typer.Option(
-            help="First revoke all certificates of this node, or broker-NAME; it gets a new one.", show_default=False
+            help="First revoke all certificates of this node, or broker-NAME; it gets a new one.",
+            show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Write a kit for each machine of a lab: its services as systemd units, fedstrata's wheel, and an installer.
+    """Write a kit for each machine of a lab: its services as systemd units, fedstrata's wheel, and
+    an installer.
 
-    A kit's README has the two commands that install it; install.yml is an Ansible playbook that installs all kits.
-    Certificates are kept by the lab's authority, and renewed 60 days before their end: provision and install again.
+    A kit's README has the two commands that install it; install.yml is an Ansible playbook that
+    installs all kits. Certificates are kept by the lab's authority, and renewed 60 days before
+    their end: provision and install again.
     The authority's folder has its key: keep it on this machine.
     """
     from fedstrata.deploy.kits.lab_file import load
@@ -130,7 +155,8 @@ def provision(
         for kit in kits:
             typer.echo(str(kit))
         logs.write_line(
-            f"{len(kits)} kits; each has a README. All at once: ansible-playbook -i {out}/hosts.ini {out}/{PLAYBOOK}"
+            f"{len(kits)} kits; each has a README. All at once: ansible-playbook -i "
+            f"{out}/hosts.ini {out}/{PLAYBOOK}"
         )
         if then:
             logs.write_line(then)
@@ -143,8 +169,12 @@ def _table(lab: str, rows: list[dict[str, Any]]) -> Table:
         if name == "release" and "protocol" in row:
             return f"{row['release']} (protocol {row['protocol']})"
         if name == "run":
-            return (row["run"] or "waits") if row["there"] else "away"
+            if row["there"]:
+                return row["run"] or "waits"
+            return "away"
         return row.get(name) or "-"
 
     columns = [Column(name, text=True) for name in names]
-    return Table("nodes", f"lab {lab}", columns, [[cell(row, name) for name in names] for row in rows])
+    return Table(
+        "nodes", f"lab {lab}", columns, [[cell(row, name) for name in names] for row in rows]
+    )

@@ -1,7 +1,9 @@
-"""The command `fedstrata`: one sub-command for each role, and `run` for a whole lab on this machine.
+"""The command `fedstrata`: one sub-command for each role, and `run` for a whole lab on this
+machine.
 
-Standard output has data, standard error has messages. Exit codes: 0 done, 1 run failed, 2 usage, 3 connection or
-login, 4 invalid experiment, 5 timed out without progress, 6 file or folder of this machine, 130 interrupted.
+Standard output has data, standard error has messages. Exit codes: 0 done, 1 run failed, 2 usage, 3
+connection or login, 4 invalid experiment, 5 timed out without progress, 6 file or folder of this
+machine, 130 interrupted.
 
 Each command imports what it needs when it runs: a cloud or an institution never loads torch.
 """
@@ -26,7 +28,13 @@ from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.protocol.topics import DEFAULT_LAB
 from fedstrata.deploy.cli import data, inspection, lab, links, roles
 from fedstrata.deploy.cli.check import check
-from fedstrata.deploy.cli.chosen import Resume, already_finished, kept_once_begun, tree_of, warn_of_direct
+from fedstrata.deploy.cli.chosen import (
+    Resume,
+    already_finished,
+    kept_once_begun,
+    tree_of,
+    warn_of_direct,
+)
 from fedstrata.deploy.cli.doctor import doctor
 from fedstrata.deploy.cli.export import export
 from fedstrata.deploy.cli.new import new
@@ -55,7 +63,10 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="fedstrata",
     cls=Commands,
-    help="Hierarchical federated learning on real networks: cloud, institutions and devices over MQTT.",
+    help=(
+        "Hierarchical federated learning on real networks: cloud, institutions and devices over "
+        "MQTT."
+    ),
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -71,13 +82,20 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.", envvar="FEDSTRATA_LOG")] = "warning",
+    log_level: Annotated[
+        str, typer.Option(help="debug, info, warning or error.", envvar="FEDSTRATA_LOG")
+    ] = "warning",
     log_format: Annotated[
         Literal["text", "json"],
-        typer.Option(help="Standard error: text, or one JSON object per line.", envvar="FEDSTRATA_LOG_FORMAT"),
+        typer.Option(
+            help="Standard error: text, or one JSON object per line.", envvar="FEDSTRATA_LOG_FORMAT"
+        ),
     ] = "text",
     _: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_version)
+        bool,
+        typer.Option(
+            "--version", help="Print the version and exit.", is_eager=True, callback=_version
+        ),
     ] = False,
 ) -> None:
     try:
@@ -96,13 +114,20 @@ class RunOptions:
     accelerator: Accelerator = None
     workers: Annotated[
         int | None,
-        typer.Option(min=1, help="With --simulate: trainings at once.  [default: as cores]", show_default=False),
+        typer.Option(
+            min=1,
+            help="With --simulate: trainings at once.  [default: as cores]",
+            show_default=False,
+        ),
     ] = None
     speeds: Annotated[
         Path | None,
         typer.Option(
             metavar="RUN",
-            help="With --simulate: a new run has machines as fast as in this run.  [default: measured]",
+            help=(
+                "With --simulate: a new run has machines as fast as in this run.  [default: "
+                "measured]"
+            ),
             show_default=False,
         ),
     ] = None
@@ -127,11 +152,17 @@ def run(
     direct: Annotated[
         bool,
         typer.Option(
-            "--direct", help="Without a network: all roles in this process, devices in turn (on a GPU vmapped)."
+            "--direct",
+            help=(
+                "Without a network: all roles in this process, devices in turn (on a GPU vmapped)."
+            ),
         ),
     ] = False,
     simulate: Annotated[
-        bool, typer.Option("--simulate", help="In virtual time: real training, simulated machines and links.")
+        bool,
+        typer.Option(
+            "--simulate", help="In virtual time: real training, simulated machines and links."
+        ),
     ] = False,
     lab: LabOption = DEFAULT_LAB,
     metrics: MetricsAddress = METRICS,
@@ -139,17 +170,27 @@ def run(
     *,
     own: RunOptions,
 ) -> None:
-    """Run a whole lab on this machine: broker, cloud, institutions and devices, as processes or all in this one."""
+    """Run a whole lab on this machine: broker, cloud, institutions and devices, as processes or all
+    in this one.
+    """
     from fedstrata.common.experiment.reading import parse, to_toml
     from fedstrata.deploy.local.beforehand import check_lab
     from fedstrata.deploy.local.process_lab import LocalLab
 
-    here, new, resume = direct or simulate, own.resume is None, own.resume
-    refuse(own.accelerator is not None and not here, "--accelerator", "valid only with --direct or --simulate")
+    here = direct or simulate
+    new = own.resume is None
+    resume = own.resume
+    refuse(
+        own.accelerator is not None and not here,
+        "--accelerator",
+        "valid only with --direct or --simulate",
+    )
     refuse(own.workers is not None and not simulate, "--workers", "valid only with --simulate")
     refuse(own.speeds is not None and not simulate, "--speeds", "valid only with --simulate")
     if here:
-        refuse_given(context, ("lab", "metrics", "insecure"), "valid only without --direct and --simulate")
+        refuse_given(
+            context, ("lab", "metrics", "insecure"), "valid only without --direct and --simulate"
+        )
     refuse(direct and simulate, "--direct", "valid only without --simulate")
     with reporting():
         if not dry_run and already_finished(
@@ -180,30 +221,51 @@ def broker(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[
         int | None,
-        typer.Option(min=1, max=65_535, help="Port to listen on.  [default: 1883, by TLS 8883]", show_default=False),
+        typer.Option(
+            min=1,
+            max=65_535,
+            help="Port to listen on.  [default: 1883, by TLS 8883]",
+            show_default=False,
+        ),
     ] = None,
-    kind: Annotated[Literal["auto", "mosquitto", "embedded"], typer.Option(help="Kind of broker.")] = "auto",
+    kind: Annotated[
+        Literal["auto", "mosquitto", "embedded"], typer.Option(help="Kind of broker.")
+    ] = "auto",
     password_file: Annotated[
-        Path | None, typer.Option(help="Logins, written by mosquitto_passwd; for the embedded broker by `htpasswd -B`.")
+        Path | None,
+        typer.Option(
+            help="Logins, written by mosquitto_passwd; for the embedded broker by `htpasswd -B`."
+        ),
     ] = None,
-    tls_cert: Annotated[str | None, typer.Option(help="PEM file of the broker's certificate: listen by TLS.")] = None,
+    tls_cert: Annotated[
+        str | None, typer.Option(help="PEM file of the broker's certificate: listen by TLS.")
+    ] = None,
     tls_key: Annotated[str | None, typer.Option(help="PEM file of its key.")] = None,
     tls_ca: Annotated[
-        str | None, typer.Option(help="PEM file of the authority of which clients need a certificate.")
+        str | None,
+        typer.Option(help="PEM file of the authority of which clients need a certificate."),
     ] = None,
     tls_crl: Annotated[
-        str | None, typer.Option(help="PEM file of the certificates that this authority has revoked, for mosquitto.")
+        str | None,
+        typer.Option(
+            help="PEM file of the certificates that this authority has revoked, for mosquitto."
+        ),
     ] = None,
     rules: Annotated[
-        Path | None, typer.Option(help="Access rules in the broker's own form, as `provision` writes them.")
+        Path | None,
+        typer.Option(help="Access rules in the broker's own form, as `provision` writes them."),
     ] = None,
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Let everybody on the network use the broker, unencrypted.")
+        bool,
+        typer.Option(
+            "--insecure", help="Let everybody on the network use the broker, unencrypted."
+        ),
     ] = False,
 ) -> None:
     """Start a broker: mosquitto if it is installed, else the embedded one.
 
-    On other addresses than this machine's own it needs logins or clients' certificates, and TLS, or --insecure.
+    On other addresses than this machine's own it needs logins or clients' certificates, and TLS, or
+    --insecure.
     """
     from fedstrata.common.net import address, tls
     from fedstrata.deploy.brokers.broker import run_foreground
@@ -216,7 +278,9 @@ def broker(
             ("--tls-crl", tls_crl, "--tls-ca", tls_ca),
         ):
             if value and not given:
-                raise InvalidExperiment(option, value, f"of no use without {needed}", f"Give {needed}, too.")
+                raise InvalidExperiment(
+                    option, value, f"of no use without {needed}", f"Give {needed}, too."
+                )
         own = tls.Tls(tls_ca, tls_cert, tls_key, tls_crl) if tls_cert else None
         if own is not None:
             own.server_context(clients=tls.REQUIRED)  # names files that cannot be used
@@ -237,7 +301,8 @@ def _run_direct(chosen: Experiment, own: RunOptions) -> None:
     from fedstrata.deploy.watching.showing import show
     from fedstrata.device.pool.pool import is_cpu
 
-    accelerator, resume = own.accelerator or "cpu", own.resume
+    accelerator = own.accelerator or "cpu"
+    resume = own.resume
     if not is_cpu(accelerator):
         from fedstrata.common.learning.computing import resolve_accelerator
 
@@ -245,7 +310,10 @@ def _run_direct(chosen: Experiment, own: RunOptions) -> None:
     keep_large_buffers()
     if resume is None:
         warn_of_direct([chosen])
-    folder = RunFolder.reopen(resume, direct=True) if resume else RunFolder.create(own.runs, chosen, direct=True)
+    if resume:
+        folder = RunFolder.reopen(resume, direct=True)
+    else:
+        folder = RunFolder.create(own.runs, chosen, direct=True)
     with (
         kept_once_begun(folder, own.again("--direct")),
         cost_noted(folder),
@@ -267,12 +335,15 @@ def _run_simulated(chosen: Experiment, own: RunOptions) -> None:
 
     check_simulated(chosen)
     keep_large_buffers()
-    logging.getLogger(logs.ACTIVITY).setLevel(logging.WARNING)  # the cloud's events are shown, not each node's
+    # the cloud's events are shown, not each node's
+    logging.getLogger(logs.ACTIVITY).setLevel(logging.WARNING)
     if own.resume is None:
         with stages(STAGES) as begin:
             facts = machine_speeds(chosen, of=own.speeds, runs=own.runs, begin=begin)
         if facts.get("load", {}).get("busy"):
-            logs.write_line(load_line(facts["load"], facts["speeds"]["share"]).strip(), level=logging.WARNING)
+            logs.write_line(
+                load_line(facts["load"], facts["speeds"]["share"]).strip(), level=logging.WARNING
+            )
         folder = RunFolder.create(own.runs, chosen, simulated=facts)
     else:
         facts = Run(own.resume).manifest[SIMULATED]
@@ -308,6 +379,9 @@ def main() -> None:
     """Run the command line."""
     if (out := sys.stdout) is not None:  # it may be closed
         sys.stdout = StandardOutput(
-            out.buffer, encoding=out.encoding, errors=out.errors, line_buffering=bool(out.line_buffering)
+            out.buffer,
+            encoding=out.encoding,
+            errors=out.errors,
+            line_buffering=bool(out.line_buffering),
         )
     app()

@@ -20,43 +20,57 @@ def plan(
     experiment: ExperimentFile,
     overrides: Overrides = None,
     interface: Annotated[
-        float, typer.Option(min=LEAST, max=MOST, help="Rate of each host's network interface, Mbit/s.")
+        float,
+        typer.Option(min=LEAST, max=MOST, help="Rate of each host's network interface, Mbit/s."),
     ] = 1000.0,
     rounds: Annotated[
         int | None,
-        typer.Option(min=1, help="Global rounds to simulate.  [default: 3, of a sweep's runs 2]", show_default=False),
+        typer.Option(
+            min=1,
+            help="Global rounds to simulate.  [default: 3, of a sweep's runs 2]",
+            show_default=False,
+        ),
     ] = None,
     nodes: Annotated[
         int | None,
         typer.Option(
             min=2,
-            help="Nodes to simulate at most; of a larger lab, a sample of its branches.  [default: 300]",
+            help=(
+                "Nodes to simulate at most; of a larger lab, a sample of its branches.  "
+                "[default: 300]"
+            ),
             show_default=False,
         ),
     ] = None,
     speeds: Annotated[
         Path | None,
         typer.Option(
-            metavar="RUN", help="Machines as fast as in this simulated run.  [default: measured]", show_default=False
+            metavar="RUN",
+            help="Machines as fast as in this simulated run.  [default: measured]",
+            show_default=False,
         ),
     ] = None,
     size: SizeOption = "full",
     only: Only = None,
     seeds: Seeds = None,
     out: Annotated[
-        Path | None, typer.Option(help="Also write the prediction to this file, as JSON.", show_default=False)
+        Path | None,
+        typer.Option(help="Also write the prediction to this file, as JSON.", show_default=False),
     ] = None,
     output: Annotated[
         Literal["table", "json"], typer.Option("--format", help="Standard output: table or JSON.")
     ] = "table",
 ) -> None:
-    """Predict seconds, bytes and memory of a run: `run --simulate` for some global rounds, with noise for training.
+    """Predict seconds, bytes and memory of a run: `run --simulate` for some global rounds, with
+    noise for training.
 
-    Each node has its own machine, as fast as this one, as in another simulated run (--speeds), or as the experiment
-    states. The prediction has the load of this machine during the measurement: on a busy one it is for a busy one.
+    Each node has its own machine, as fast as this one, as in another simulated run (--speeds), or
+    as the experiment states. The prediction has the load of this machine during the measurement: on
+    a busy one it is for a busy one.
 
-    Of a sweep's file: hours, bytes and memory of all its runs, one after another. Runs that differ only in the seed, in
-    the number of global rounds or in how data are distributed are predicted once.
+    Of a sweep's file: hours, bytes and memory of all its runs, one after another. Runs that differ
+    only in the seed, in the number of global rounds or in how data are distributed are predicted
+    once.
     """
     from fedstrata.common.experiment.reading import load, read
     from fedstrata.common.host.files import check_writable, writing
@@ -69,7 +83,9 @@ def plan(
         if sweeps:
             from fedstrata.deploy.sweeps import grid, planning
 
-            cells = grid.load(experiment, size=size, overrides=overrides or (), only=only or (), seeds=seeds)
+            cells = grid.load(
+                experiment, size=size, overrides=overrides or (), only=only or (), seeds=seeds
+            )
         else:
             own = {"--size": size != "full", "--only": only, "--seeds": seeds}
             for option in (option for option, value in own.items() if value):
@@ -82,7 +98,9 @@ def plan(
         if sweeps:
             groups = planning.groups_of(cells)
             with stages(len(groups)) as begin:
-                planned = planning.plan_of(groups, lambda one: predictor.predict(one, reach=begin.reach), begin)
+                planned = planning.plan_of(
+                    groups, lambda one: predictor.predict(one, reach=begin.reach), begin
+                )
             found = planning.to_json(cells, planned)
             text = planning.written(found, output)
         else:

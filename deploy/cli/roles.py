@@ -49,7 +49,8 @@ if TYPE_CHECKING:
     from fedstrata.common.runtime.world import Host
     from fedstrata.deploy.kits.lab_file import LabAccess
 
-# Kept when the machine restarts, unlike /tmp, and on its own disk: home folders may be on a network, with a quota.
+# Kept when the machine restarts, unlike /tmp, and on its own disk: home folders may be on a
+# network, with a quota.
 SPOOL = "/var/tmp/fedstrata-{uid}"
 
 BROKER_HELP = "The MQTT broker: host[:port], or several addresses of it, separated by commas."
@@ -68,8 +69,10 @@ SpoolFolder = Annotated[
     typer.Option(
         "--spool",
         help=(
-            f"Folder of partly transferred models, kept after a crash; auto = {SPOOL.format(uid='UID')}, none = memory "
-            "but for what a device keeps from round to round, and frozen arrays: they are in auto's folder then."
+            "Folder of partly transferred models, kept after a crash; auto = "
+            f"{SPOOL.format(uid='UID')}, none = memory "
+            "but for what a device keeps from round to round, and frozen arrays: they are in "
+            "auto's folder then."
         ),
     ),
 ]
@@ -79,7 +82,11 @@ ROLL_S = 2.0  # as long as the nodes of a lab usually have to answer
 def _checked_packages(given: list[str] | None) -> list[str] | None:
     for name in given or ():
         wrong = not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.:]*", name)
-        refuse(wrong, "--allow", f"{name!r}: not a package. Write for instance nets.own, and repeat it for others")
+        refuse(
+            wrong,
+            "--allow",
+            f"{name!r}: not a package. Write for instance nets.own, and repeat it for others",
+        )
     return given
 
 
@@ -91,7 +98,10 @@ class NodeOptions:
     allow: Annotated[
         list[str] | None,
         typer.Option(
-            help="A package whose code an experiment may name here, package:Name: models, data, objectives, rules.",
+            help=(
+                "A package whose code an experiment may name here, package:Name: models, data, "
+                "objectives, rules."
+            ),
             envvar="FEDSTRATA_ALLOW",
             callback=_checked_packages,
             show_default=False,
@@ -102,10 +112,17 @@ class NodeOptions:
     connect_timeout: ConnectTimeout = 30.0
     metrics: MetricsAddress = METRICS
     insecure: Insecure = False
-    once: Annotated[bool, typer.Option("--once", help="End with the first run, with its exit code.")] = False
+    once: Annotated[
+        bool, typer.Option("--once", help="End with the first run, with its exit code.")
+    ] = False
 
     def hosts(
-        self, places: Mapping[str, BrokerAddress], login: Login, *, spool: Path | None, kept: Path | None
+        self,
+        places: Mapping[str, BrokerAddress],
+        login: Login,
+        *,
+        spool: Path | None,
+        kept: Path | None,
     ) -> dict[str, Host]:
         """Serve the metrics of the process, and return the host of each node, from its broker.
 
@@ -151,12 +168,16 @@ def cloud(
     metrics: MetricsAddress = METRICS,
     insecure: Insecure = False,
     spool: SpoolFolder = "auto",
-    queue: Annotated[bool, typer.Option("--queue", help="If another run has the lab, wait for its end.")] = False,
-    sole: Annotated[bool, typer.Option("--sole", hidden=True)] = False,  # no other cloud can be on this broker
+    queue: Annotated[
+        bool, typer.Option("--queue", help="If another run has the lab, wait for its end.")
+    ] = False,
+    # no other cloud can be on this broker
+    sole: Annotated[bool, typer.Option("--sole", hidden=True)] = False,
     *,
     login: Login,
 ) -> None:
-    """Run an experiment in a lab: announce it to the nodes, run the global rounds and write the run's folder.
+    """Run an experiment in a lab: announce it to the nodes, run the global rounds and write the
+    run's folder.
 
     An experiment with `topology = "lab"` takes all nodes that `fedstrata lab status` lists.
     """
@@ -177,8 +198,17 @@ def cloud(
             return
         tree = tree_of(experiment, overrides, resume)
 
-    given = {"--broker": (broker, None), "--lab": (lab, DEFAULT_LAB), "--metrics": (metrics, METRICS)}
-    own = [word for option, (value, usual) in given.items() if value not in (None, usual) for word in (option, value)]
+    given = {
+        "--broker": (broker, None),
+        "--lab": (lab, DEFAULT_LAB),
+        "--metrics": (metrics, METRICS),
+    }
+    own = [
+        word
+        for option, (value, usual) in given.items()
+        if value not in (None, usual)
+        for word in (option, value)
+    ]
     again = ["fedstrata", "cloud", *own, *login.options(), *(["--insecure"] if insecure else [])]
 
     def checked() -> Experiment:
@@ -195,11 +225,20 @@ def cloud(
         report_certificates(where)
         chosen = None if tree.get("topology") == LAB else checked()
         await check_carried(where, CLOUD, lab=reached.name, connect_timeout_s=connect_timeout)
-        alone = partial(claim, where, lab=reached.name, connect_timeout_s=connect_timeout, queue=queue, waiting=waiting)
+        alone = partial(
+            claim,
+            where,
+            lab=reached.name,
+            connect_timeout_s=connect_timeout,
+            queue=queue,
+            waiting=waiting,
+        )
         async with nullcontext() if sole else alone():
             await run_alone(reached, where, chosen)
 
-    async def run_alone(reached: LabAccess, where: BrokerAddress, chosen: Experiment | None) -> None:
+    async def run_alone(
+        reached: LabAccess, where: BrokerAddress, chosen: Experiment | None
+    ) -> None:
         if chosen is None or reached.lab is not None:
             found, old = await _nodes_there(reached, connect_timeout)
             if chosen is None:
@@ -213,9 +252,15 @@ def cloud(
         folder = RunFolder.reopen(resume) if resume else RunFolder.create(runs, chosen)
         shown = show(folder.experiment, json_lines=output == "json", broker=str(where))
         with kept_once_begun(folder, [] if sole else again), shown as observe:
-            host = Host(where, connect_timeout, registry, address, lab=reached.name, spool=folders["spool"])
+            host = Host(
+                where, connect_timeout, registry, address, lab=reached.name, spool=folders["spool"]
+            )
             agent = CloudAgent(
-                folder, host, resume=resume is not None, observe=observe, energy=EnergyMeter.of_this_host()
+                folder,
+                host,
+                resume=resume is not None,
+                observe=observe,
+                energy=EnergyMeter.of_this_host(),
             )
             await run_agent("cloud", agent.run())
 
@@ -224,12 +269,19 @@ def cloud(
 
 @with_records
 def institution(
-    name: Annotated[str, typer.Option(help="This institution's name in the experiment.", callback=checked_nodes)],
-    parent: Annotated[str, typer.Option(help="Its parent, the cloud or another institution.")] = CLOUD,
+    name: Annotated[
+        str, typer.Option(help="This institution's name in the experiment.", callback=checked_nodes)
+    ],
+    parent: Annotated[
+        str, typer.Option(help="Its parent, the cloud or another institution.")
+    ] = CLOUD,
     broker: BrokerOption = "localhost",
     child_broker: Annotated[
         str | None,
-        typer.Option(help="The broker of its children, like --broker.  [default: its parent's]", show_default=False),
+        typer.Option(
+            help="The broker of its children, like --broker.  [default: its parent's]",
+            show_default=False,
+        ),
     ] = None,
     spool: SpoolFolder = "auto",
     *,
@@ -238,8 +290,8 @@ def institution(
 ) -> None:
     """Start an institution: it takes part in each run of its parent, and waits for the next.
 
-    In a run it receives the experiment and runs its local rounds with its children. It reads data for rules that need
-    samples at the node, and then needs fedstrata[learning] as devices do.
+    In a run it receives the experiment and runs its local rounds with its children. It reads data
+    for rules that need samples at the node, and then needs fedstrata[learning] as devices do.
     """
     from fedstrata.institution.institution_agent import InstitutionAgent
 
@@ -247,7 +299,9 @@ def institution(
 
     async def take_part() -> None:
         folder = spool_folder(spool)
-        host = own.hosts({name: login.address(broker, node=name)}, login, spool=folder, kept=folder)[name]
+        host = own.hosts(
+            {name: login.address(broker, node=name)}, login, spool=folder, kept=folder
+        )[name]
         below = login.address(child_broker or broker, node=name, option="--child-broker")
         await run_agent(name, InstitutionAgent(name, host, parent=parent, child_broker=below).run())
 
@@ -258,12 +312,18 @@ def institution(
 def device(
     name: Annotated[
         list[str],
-        typer.Option(help="This device's name. Repeat it for several devices in one process.", callback=checked_nodes),
+        typer.Option(
+            help="This device's name. Repeat it for several devices in one process.",
+            callback=checked_nodes,
+        ),
     ],
     parent: Annotated[
         list[str] | None,
         typer.Option(
-            help="Its parent, an institution or the cloud: one for all names, or one per name.  [default: cloud]",
+            help=(
+                "Its parent, an institution or the cloud: one for all names, or one per name.  "
+                "[default: cloud]"
+            ),
             show_default=False,
         ),
     ] = None,
@@ -276,13 +336,17 @@ def device(
     ] = None,
     accelerator: Annotated[str, typer.Option(help="cpu, cuda, cuda:N or auto.")] = "auto",
     slots: Annotated[
-        str, typer.Option(help="Concurrent trainings: a number, or auto = one per GPU, else one per core.")
+        str,
+        typer.Option(
+            help="Concurrent trainings: a number, or auto = one per GPU, else one per core."
+        ),
     ] = "auto",
     energy: Annotated[
         str,
         typer.Option(
             help=(
-                "What measures this host's energy: auto = its own counters, none, rapl, nvml, pmic, or plug:TOPIC of a "
+                "What measures this host's energy: auto = its own counters, none, rapl, nvml, "
+                "pmic, or plug:TOPIC of a "
                 "smart plug on the first device's broker."
             ),
             envvar="FEDSTRATA_ENERGY",
@@ -290,7 +354,10 @@ def device(
     ] = "auto",
     spool: SpoolFolder = "none",
     together: Annotated[
-        bool, typer.Option("--together", help="With --once: end all devices if one fails before any has trained.")
+        bool,
+        typer.Option(
+            "--together", help="With --once: end all devices if one fails before any has trained."
+        ),
     ] = False,
     *,
     own: NodeOptions,
@@ -301,9 +368,14 @@ def device(
     In a run they train each model that their parent assigns.
     """
     refuse(together and not own.once, "--together", "valid only with --once")
-    brokers, parents = broker or ["localhost"], parent or [CLOUD]
+    brokers = broker or ["localhost"]
+    parents = parent or [CLOUD]
     for given, option in ((parents, "--parent"), (brokers, "--broker")):
-        refuse(len(given) not in (1, len(name)), option, f"{len(given)} values given for {len(name)} names")
+        refuse(
+            len(given) not in (1, len(name)),
+            option,
+            f"{len(given)} values given for {len(name)} names",
+        )
     count = None if slots == "auto" else int(slots) if slots.isdecimal() else 0
     refuse(count == 0, "--slots", f"{slots!r}: use auto, or a number from 1")
     refuse(len(set(name)) < len(name), "--name", "duplicate name")
@@ -327,7 +399,10 @@ def device(
         from fedstrata.device.pool.energy import EnergyShares
         from fedstrata.device.pool.pool import Pool
 
-        places = {each: login.address(where, node=each) for each, where in zip(name, addresses, strict=True)}
+        places = {
+            each: login.address(where, node=each)
+            for each, where in zip(name, addresses, strict=True)
+        }
         states = spool_folder("auto" if spool == "none" else spool)  # what a method keeps
         hosts = own.hosts(places, login, spool=spool_folder(spool), kept=states)
         first = hosts[name[0]]
@@ -346,24 +421,40 @@ def device(
                 each: DeviceAgent(each, hosts[each], parent=home, pool=pool, states=states).run
                 for each, home in zip(name, homes, strict=True)
             }
-            await run_agents(agents, shared_failure=lambda: pool.failure, together=lambda: together and pool.moves == 0)
+            await run_agents(
+                agents,
+                shared_failure=lambda: pool.failure,
+                together=lambda: together and pool.moves == 0,
+            )
 
     _run_role(take_part)
 
 
-async def call_the_roll(reached: LabAccess, name: str, *, connect_timeout_s: float, wait_s: float) -> list[Answer]:
-    """Return the nodes on all brokers of a lab, which a node asks, see `call_rolls`. Raises ConnectionFailed."""
+async def call_the_roll(
+    reached: LabAccess, name: str, *, connect_timeout_s: float, wait_s: float
+) -> list[Answer]:
+    """Return the nodes on all brokers of a lab, which a node asks, see `call_rolls`. Raises
+    ConnectionFailed.
+    """
     from fedstrata.common.runtime.roll import call_rolls
 
     expected = reached.lab.parents if reached.lab is not None else ()
     return await call_rolls(
-        reached.addresses(name), lab=reached.name, name=name, wait_s=wait_s, connect_timeout_s=connect_timeout_s,
+        reached.addresses(name),
+        lab=reached.name,
+        name=name,
+        wait_s=wait_s,
+        connect_timeout_s=connect_timeout_s,
         expected=expected,
-    )  # fmt: skip
+    )
 
 
-async def _nodes_there(reached: LabAccess, connect_timeout_s: float) -> tuple[list[Answer], Mapping[str, str]]:
-    """Return the nodes that are there, and why some cannot take part: of another release, or with another lab's kit."""
+async def _nodes_there(
+    reached: LabAccess, connect_timeout_s: float
+) -> tuple[list[Answer], Mapping[str, str]]:
+    """Return the nodes that are there, and why some cannot take part: of another release, or with
+    another lab's kit.
+    """
     from fedstrata.deploy.kits.answers import stale
 
     found = await call_the_roll(reached, CLOUD, connect_timeout_s=connect_timeout_s, wait_s=ROLL_S)
@@ -389,17 +480,23 @@ def _topology(found: Sequence[Answer], old: Mapping[str, str]) -> dict[str, Any]
 
 
 def _check_fit(chosen: Experiment, old: Mapping[str, str]) -> None:
-    """Report the nodes of an experiment that cannot take part. Raises InvalidExperiment if there are any."""
+    """Report the nodes of an experiment that cannot take part. Raises InvalidExperiment if there
+    are any.
+    """
     unfit = [node for node in chosen.tree.nodes if node in old]
     for node in unfit:
         logs.write_line(f"{node} cannot take part: {old[node]}")
     if unfit:
         problem = f"{len(unfit)} of the experiment's nodes cannot take part, as above"
-        raise InvalidExperiment("nodes", named(unfit), problem, "Fix them, or leave them out of the experiment.")
+        raise InvalidExperiment(
+            "nodes", named(unfit), problem, "Fix them, or leave them out of the experiment."
+        )
 
 
 def _stays(once: bool) -> bool:
-    """Return whether a node waits for the next run; one that does reports its activity to systemd, too."""
+    """Return whether a node waits for the next run; one that does reports its activity to systemd,
+    too.
+    """
     if not once:
         logging.getLogger(logs.ACTIVITY).addHandler(StatusHandler())
     return not once

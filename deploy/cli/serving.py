@@ -26,13 +26,16 @@ LOGIN_FILE: Final = "FEDSTRATA_METRICS_LOGIN_FILE"
 MetricsAddress: TypeAlias = Annotated[
     str,
     typer.Option(
-        "--metrics", help="Address of /metrics, /healthz (and the cloud's /sd), host:port; port 0 = a free one."
+        "--metrics",
+        help="Address of /metrics, /healthz (and the cloud's /sd), host:port; port 0 = a free one.",
     ),
 ]
 Insecure: TypeAlias = Annotated[
     bool,
     typer.Option(
-        "--insecure", help="Serve --metrics beyond this machine without login and TLS.", envvar="FEDSTRATA_INSECURE"
+        "--insecure",
+        help="Serve --metrics beyond this machine without login and TLS.",
+        envvar="FEDSTRATA_INSECURE",
     ),
 ]
 
@@ -41,7 +44,9 @@ def check_metrics(address: str) -> tuple[str, int]:
     """Return the host and the port of an address of /metrics. Raises InvalidExperiment."""
     host, _, port = address.rpartition(":")
     if not (host and port.isdecimal() and int(port) <= PORT_MOST):
-        raise InvalidExperiment("--metrics", address, "not host:port", "Use a free host:port, or port 0.")
+        raise InvalidExperiment(
+            "--metrics", address, "not host:port", "Use a free host:port, or port 0."
+        )
     return host.strip("[]"), int(port)
 
 
@@ -53,12 +58,14 @@ def serve_metrics(
     insecure: bool,
     folders: Mapping[str, Path | None] | None = None,
 ) -> tuple[Metrics, str]:
-    """Serve /metrics and /healthz at an address, host:port; return the registry, and the address to publish.
+    """Serve /metrics and /healthz at an address, host:port; return the registry, and the address to
+    publish.
 
-    Beyond this machine by TLS with the certificate that `login` has for METRICS_NAME, to clients with a certificate of
-    its authority or the login in the file FEDSTRATA_METRICS_LOGIN_FILE. The health is that of the running event loop.
-    For a wildcard host the published address is the local one that reaches the broker. `folders`: those whose disk
-    usage is served, by what they hold; None: there is none. Raises InvalidExperiment.
+    Beyond this machine by TLS with the certificate that `login` has for METRICS_NAME, to clients
+    with a certificate of its authority or the login in the file FEDSTRATA_METRICS_LOGIN_FILE. The
+    health is that of the running event loop. For a wildcard host the published address is the local
+    one that reaches the broker. `folders`: those whose disk usage is served, by what they hold;
+    None: there is none. Raises InvalidExperiment.
     """
     from fedstrata.common.host.machine import export_machine
     from fedstrata.common.metrics import Metrics
@@ -69,7 +76,9 @@ def serve_metrics(
     host, port = check_metrics(address)
     registry = Metrics()
     guard = None if is_loopback(host) else _guard(address, login, insecure=insecure)
-    export_machine(registry, folders={name: path for name, path in (folders or {}).items() if path is not None})
+    export_machine(
+        registry, folders={name: path for name, path in (folders or {}).items() if path is not None}
+    )
     try:
         found = registry.serve(host, port, guard)
     except OSError as error:
@@ -82,7 +91,9 @@ def serve_metrics(
 
 
 def _guard(address: str, own: Login, *, insecure: bool) -> MetricsGuard | None:
-    """Return the guard of an address that others reach; None if everybody may read, as --insecure allows."""
+    """Return the guard of an address that others reach; None if everybody may read, as --insecure
+    allows.
+    """
     from fedstrata.common.metrics_server import MetricsGuard
     from fedstrata.common.net.tls import OPTIONAL, RenewedContext
 
@@ -93,12 +104,19 @@ def _guard(address: str, own: Login, *, insecure: bool) -> MetricsGuard | None:
         try:
             login = read_text(Path(path)).strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise InvalidExperiment(LOGIN_FILE, path, str(error), "Name a file with name:password.") from None
+            raise InvalidExperiment(
+                LOGIN_FILE, path, str(error), "Name a file with name:password."
+            ) from None
     if context is not None and (login or own.tls_ca):
         return MetricsGuard(context, login)
     problem = "reachable by others, without login or without TLS"
     if not insecure:
-        remedy = "Give --tls-cert and --tls-key, and --tls-ca or a login, or let everybody read with --insecure."
+        remedy = (
+            "Give --tls-cert and --tls-key, and --tls-ca or a login, or let everybody read "
+            "with --insecure."
+        )
         raise InvalidExperiment("--metrics", address, problem, remedy)
     logs.write_line(f"metrics: {problem}, as --insecure allows", level=logging.WARNING)
-    return MetricsGuard(context, login) if login else None
+    if login:
+        return MetricsGuard(context, login)
+    return None

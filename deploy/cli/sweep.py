@@ -41,18 +41,36 @@ if TYPE_CHECKING:
 
 CONNECT_S: Final = 30.0
 OF_RUNNING: Final = (  # parameters without effect where nothing runs
-    "jobs", "direct", "simulate", "cluster", "accelerator", "broker", "lab", "connect_timeout", "dry_run",
-)  # fmt: skip
+    "jobs",
+    "direct",
+    "simulate",
+    "cluster",
+    "accelerator",
+    "broker",
+    "lab",
+    "connect_timeout",
+    "dry_run",
+)
 Only = Annotated[
     list[str] | None,
-    typer.Option("--only", metavar="AXIS=VALUE", help="Only cells with this value. Repeat it.", show_default=False),
+    typer.Option(
+        "--only",
+        metavar="AXIS=VALUE",
+        help="Only cells with this value. Repeat it.",
+        show_default=False,
+    ),
 ]
 Seeds = Annotated[
-    int | None, typer.Option("--seeds", min=1, help="Seeds 1 to this, in place of the file's.", show_default=False)
+    int | None,
+    typer.Option(
+        "--seeds", min=1, help="Seeds 1 to this, in place of the file's.", show_default=False
+    ),
 ]
 SizeOption = Annotated[
     Literal["small", "reduced", "full"],
-    typer.Option("--size", help="Minutes on digits, the paper's data with fewer rounds, or all of it."),
+    typer.Option(
+        "--size", help="Minutes on digits, the paper's data with fewer rounds, or all of it."
+    ),
 ]
 
 
@@ -64,28 +82,44 @@ def sweep(
     seeds: Seeds = None,
     only: Only = None,
     size: SizeOption = "full",
-    dry_run: Annotated[bool, typer.Option(help="List the runs with their digests, and exit.")] = False,
-    table: Annotated[bool, typer.Option("--table", help="Print the table of what is finished; run nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option(help="List the runs with their digests, and exit.")
+    ] = False,
+    table: Annotated[
+        bool, typer.Option("--table", help="Print the table of what is finished; run nothing.")
+    ] = False,
     runs: Runs = Path("runs"),
     jobs: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Runs at once.  [default: with --direct by cores, memory and GPUs, with --simulate by cores; else 1]",
+            help=(
+                "Runs at once.  [default: with --direct by cores, memory and GPUs, with "
+                "--simulate by cores; else 1]"
+            ),
             show_default=False,
         ),
     ] = None,
     direct: Annotated[
-        bool, typer.Option("--direct", help="Without a network: each run in a worker process of one thread.")
+        bool,
+        typer.Option(
+            "--direct", help="Without a network: each run in a worker process of one thread."
+        ),
     ] = False,
     simulate: Annotated[
-        bool, typer.Option("--simulate", help="In virtual time, as `run --simulate`: machines of one calibration.")
+        bool,
+        typer.Option(
+            "--simulate", help="In virtual time, as `run --simulate`: machines of one calibration."
+        ),
     ] = False,
     cluster: Annotated[
         str | None,
         typer.Option(
             metavar="ADDRESS",
-            help="With --direct or --simulate: on the workers of the Dask cluster whose scheduler is tcp://HOST:8786.",
+            help=(
+                "With --direct or --simulate: on the workers of the Dask cluster whose scheduler "
+                "is tcp://HOST:8786."
+            ),
             show_default=False,
         ),
     ] = None,
@@ -93,13 +127,17 @@ def sweep(
     broker: Annotated[
         str | None,
         typer.Option(
-            help="Run in a lab of staying nodes on this MQTT broker, as `cloud` does: host[:port].", show_default=False
+            help="Run in a lab of staying nodes on this MQTT broker, as `cloud` does: host[:port].",
+            show_default=False,
         ),
     ] = None,
     lab: Annotated[
         str | None,
         typer.Option(
-            help="Run in a lab of staying nodes of this name, or of this file lab.toml, which also names its brokers.",
+            help=(
+                "Run in a lab of staying nodes of this name, or of this file lab.toml, which "
+                "also names its brokers."
+            ),
             callback=checked_lab_or_file,
             show_default=False,
         ),
@@ -120,11 +158,12 @@ def sweep(
     *,
     login: Login,
 ) -> None:
-    """Run a sweep: each combination of its axes' values with each seed; print the table beside the paper's figures.
+    """Run a sweep: each combination of its axes' values with each seed; print the table beside the
+    paper's figures.
 
-    Without --direct or a broker each run is a lab on this machine, as `run` starts it. The runs are ordinary ones, in
-    the folder NAME below --runs. Repeated, the command goes on: finished runs are skipped, an interrupted one is
-    resumed, a failed one is tried again. Exit code 1: a run failed.
+    Without --direct or a broker each run is a lab on this machine, as `run` starts it. The runs are
+    ordinary ones, in the folder NAME below --runs. Repeated, the command goes on: finished runs are
+    skipped, an interrupted one is resumed, a failed one is tried again. Exit code 1: a run failed.
     """
     from fedstrata.common.host.accelerators import check_name
     from fedstrata.deploy.kits.lab_file import reach
@@ -134,14 +173,29 @@ def sweep(
 
     if table:
         refuse_given(context, OF_RUNNING, "valid only without --table, which runs nothing")
-    refuse(dry_run and output not in ("table", "json"), "--format", "with --dry-run it is table or json")
-    staying, here = broker is not None or lab is not None, direct or simulate
+    refuse(
+        dry_run and output not in ("table", "json"),
+        "--format",
+        "with --dry-run it is table or json",
+    )
+    staying = broker is not None or lab is not None
+    here = direct or simulate
     refuse(direct and staying, "--direct", "--direct uses no network: use it or a lab")
-    refuse(simulate and (direct or staying), "--simulate", "use one of --simulate, --direct and a lab")
-    refuse(accelerator is not None and not here, "--accelerator", "valid only with --direct or --simulate")
+    refuse(
+        simulate and (direct or staying), "--simulate", "use one of --simulate, --direct and a lab"
+    )
+    refuse(
+        accelerator is not None and not here,
+        "--accelerator",
+        "valid only with --direct or --simulate",
+    )
     refuse(staying and jobs not in (None, 1), "--jobs", "a lab has one run at a time")
     refuse(cluster is not None and not here, "--cluster", "valid only with --direct or --simulate")
-    refuse(cluster is not None and jobs is not None, "--jobs", "a cluster has as many runs at once as its workers")
+    refuse(
+        cluster is not None and jobs is not None,
+        "--jobs",
+        "a cluster has as many runs at once as its workers",
+    )
     with reporting():
         if accelerator is not None:
             check_name(accelerator)
@@ -167,7 +221,9 @@ def sweep(
         with folder.held():
             folder.name_cells(grid)
             folder.keep(grid)
-            failed = _run(grid, folder, command, jobs=jobs, accelerator=accelerator, cluster=cluster)
+            failed = _run(
+                grid, folder, command, jobs=jobs, accelerator=accelerator, cluster=cluster
+            )
         _print(grid, folder.finished(grid), output)
     alike: dict[str, list[str]] = {}
     for label, reason in failed.items():
@@ -188,14 +244,19 @@ def _run(
     accelerator: str | None,
     cluster: str | None,
 ) -> Mapping[str, str]:
-    """Run what a sweep lacks, on this host or a cluster; return the reasons of failures by label."""
+    """Run what a sweep lacks, on this host or a cluster; return the reasons of failures by
+    label.
+    """
     from fedstrata.deploy.sweeps.execution import RunCommand, RunOrder, WorkerProcess, unpack
     from fedstrata.deploy.sweeps.running import HostExecutor, RunExecutor, SweepProgress, run_jobs
 
-    direct, simulate = "--direct" in command, "--simulate" in command
+    direct = "--direct" in command
+    simulate = "--simulate" in command
     finished = folder.finished(grid)
     missing = folder.missing(grid, finished, direct=direct, simulated=simulate)
-    logs.write_line(f"{len(finished)} of {len(grid.experiments)} runs are finished, in {folder.path}")
+    logs.write_line(
+        f"{len(finished)} of {len(grid.experiments)} runs are finished, in {folder.path}"
+    )
     if not missing:
         return {}
     lacking: dict[str, str] = {}
@@ -211,8 +272,11 @@ def _run(
 
     executor: RunExecutor
     if cluster is None:
-        there = _accelerators(missing, direct=direct, simulate=simulate, jobs=jobs, accelerator=accelerator)
-        executor, at_once = HostExecutor(order, there, WorkerProcess if direct else RunCommand), len(there)
+        there = _accelerators(
+            missing, direct=direct, simulate=simulate, jobs=jobs, accelerator=accelerator
+        )
+        executor = HostExecutor(order, there, WorkerProcess if direct else RunCommand)
+        at_once = len(there)
     else:
         from fedstrata.deploy.sweeps.cluster import ClusterExecutor
 
@@ -236,9 +300,16 @@ def _run(
 
 
 def _accelerators(
-    missing: Sequence[MissingRun], *, direct: bool, simulate: bool, jobs: int | None, accelerator: str | None
+    missing: Sequence[MissingRun],
+    *,
+    direct: bool,
+    simulate: bool,
+    jobs: int | None,
+    accelerator: str | None,
 ) -> list[str]:
-    """Return the accelerator of each run at once on this host, "" where its command is to choose."""
+    """Return the accelerator of each run at once on this host, "" where its command is to
+    choose.
+    """
     from fedstrata.deploy.sweeps.running import JOBS_STAGE, accelerators_of, default_jobs
 
     if not direct:
@@ -253,7 +324,9 @@ def _accelerators(
 
 
 def _speeds(folder: SweepFolder, missing: Sequence[MissingRun]) -> str:
-    """Measure this machine once for all simulated runs, now and later; return the text of the speeds."""
+    """Measure this machine once for all simulated runs, now and later; return the text of the
+    speeds.
+    """
     from fedstrata.deploy.planning.simulated_run import STAGES, keep_speeds
     from fedstrata.deploy.sweeps.execution import SPEEDS
 
@@ -264,7 +337,8 @@ def _speeds(folder: SweepFolder, missing: Sequence[MissingRun]) -> str:
 
 
 def _with_data(missing: Sequence[MissingRun]) -> tuple[list[MissingRun], dict[str, str]]:
-    """Return the runs whose data are on this host, and why the others, by label, are left out, which is reported once.
+    """Return the runs whose data are on this host, and why the others, by label, are left out,
+    which is reported once.
 
     Raises InvalidExperiment if none remains.
     """
@@ -289,11 +363,19 @@ def _with_data(missing: Sequence[MissingRun]) -> tuple[list[MissingRun], dict[st
     return there, {job.label: reason for reason, jobs in lacking.items() for job in jobs}
 
 
-def _cloud(broker: str | None, lab: str | None, connect_timeout_s: float, login: Login) -> list[str]:
-    """Return the command of a run in a lab of staying nodes; it waits while another run has the lab."""
+def _cloud(
+    broker: str | None, lab: str | None, connect_timeout_s: float, login: Login
+) -> list[str]:
+    """Return the command of a run in a lab of staying nodes; it waits while another run has the
+    lab.
+    """
     words = ["cloud", "--queue", "--connect-timeout", f"{connect_timeout_s:g}"]
     given = {"--lab": lab, "--broker": broker}
-    return [*words, *(word for option, value in given.items() if value for word in (option, value)), *login.options()]
+    return [
+        *words,
+        *(word for option, value in given.items() if value for word in (option, value)),
+        *login.options(),
+    ]
 
 
 def _list(grid: Grid, finished: Mapping[str, Run], *, as_json: bool) -> None:
@@ -309,13 +391,23 @@ def _list(grid: Grid, finished: Mapping[str, Run], *, as_json: bool) -> None:
     ]
     if as_json:
         for cell, seed, one, state in rows:
-            facts = {"cell": dict(cell.values), "seed": seed, "digest": one.digest, "target": cell.target}
+            facts = {
+                "cell": dict(cell.values),
+                "seed": seed,
+                "digest": one.digest,
+                "target": cell.target,
+            }
             typer.echo(json_text(facts | {"global_rounds": one.rounds, "state": state}))
         return
-    columns = [*(Column(axis, text=True) for axis in grid.axes), Column("seed"), Column("global rounds")]
+    columns = [
+        *(Column(axis, text=True) for axis in grid.axes),
+        Column("seed"),
+        Column("global rounds"),
+    ]
     columns += [Column("digest", text=True), Column("state", text=True)]
     cells: list[list[Cell]] = [
-        [*cell.values.values(), seed, one.rounds, one.digest, state] for cell, seed, one, state in rows
+        [*cell.values.values(), seed, one.rounds, one.digest, state]
+        for cell, seed, one, state in rows
     ]
     typer.echo(Table("runs", grid.title, columns, cells).on_terminal(), nl=False)
     rounds = sum(one.rounds for one in grid.experiments.values())
@@ -325,13 +417,17 @@ def _list(grid: Grid, finished: Mapping[str, Run], *, as_json: bool) -> None:
     typer.echo(f"{known}; {counted(left, 'runs')} missing")
     if lacking:
         names = " ".join(sorted(lacking))
-        typer.echo(f"no data on this host for {names}; `fedstrata data check {names}` lists the files")
+        typer.echo(
+            f"no data on this host for {names}; `fedstrata data check {names}` lists the files"
+        )
 
 
 def _state(experiment: Experiment, finished: Mapping[str, Run], lacking: Collection[str]) -> str:
     if experiment.digest in finished:
         return "finished"
-    return "no data" if experiment.data.dataset in lacking else "missing"
+    if experiment.data.dataset in lacking:
+        return "no data"
+    return "missing"
 
 
 def _print(grid: Grid, finished: Mapping[str, Run], output: str) -> None:

@@ -1,1 +1,3 @@
-"""Shared by all commands: options, log lines, tables, progress, and the exit code after an error."""
+"""Shared by all commands: options, log lines, tables, progress, and the exit code after an
+error.
+"""

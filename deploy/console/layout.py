@@ -1,6 +1,8 @@
-"""Tables that fit a width: constant columns are said once above, the others stand in sections below one another.
+"""Tables that fit a width: constant columns are said once above, the others stand in sections below
+one another.
 
-Widths are in letters, or in any unit that a function measures. Heads and texts are broken at blanks, numbers never.
+Widths are in letters, or in any unit that a function measures. Heads and texts are broken at
+blanks, numbers never.
 """
 
 from __future__ import annotations
@@ -11,12 +13,15 @@ from typing import Final
 
 Measure = Callable[[str], float]
 TEXT_LEAST: Final = 16  # letters to which a text is broken at most
-SHARES: Final = (1.0, 0.7, 0.5, 0.3)  # of the width, to which texts are broken so that one section suffices
+# of the width, to which texts are broken so that one section suffices
+SHARES: Final = (1.0, 0.7, 0.5, 0.3)
 
 
 @dataclass(frozen=True, slots=True)
 class TableSection:
-    """Some columns of a table: their places, the lines of each head, and those of each cell, row by row."""
+    """Some columns of a table: their places, the lines of each head, and those of each cell, row by
+    row.
+    """
 
     places: Sequence[int]
     heads: Sequence[Sequence[str]]
@@ -45,22 +50,31 @@ class Width:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A table that fits: texts that stand above it, as they are true of all rows, and the other columns."""
+    """A table that fits: texts that stand above it, as they are true of all rows, and the other
+    columns.
+    """
 
     above: Sequence[str]
     sections: Sequence[TableSection]
 
 
 def layout_of(
-    heads: Sequence[str], rows: Sequence[Sequence[str]], texts: Sequence[bool], *, keys: int, width: Width
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    texts: Sequence[bool],
+    *,
+    keys: int,
+    width: Width,
 ) -> Layout:
     """Return the layout of a table of shown cells.
 
-    `texts`: whether a column has texts, which may be broken. `keys`: the first columns, which name a row, and stand in
-    each section.
+    `texts`: whether a column has texts, which may be broken. `keys`: the first columns, which name
+    a row, and stand in each section.
     """
     places = range(len(heads))
-    plain = TableSection(places, [[head] for head in heads], [[[cell] for cell in row] for row in rows])
+    plain = TableSection(
+        places, [[head] for head in heads], [[[cell] for cell in row] for row in rows]
+    )
     if width.fits(plain):
         return Layout([], [plain])
     above: list[str] = []
@@ -72,7 +86,9 @@ def layout_of(
         elif heads[place]:
             above.append(f"{heads[place]}: {rows[0][place]}")
     for share in SHARES if width.breaks else ():
-        columns = {place: _broken(heads, rows, place, share, width, text=texts[place]) for place in kept}
+        columns = {
+            place: _broken(heads, rows, place, share, width, text=texts[place]) for place in kept
+        }
         whole = _section(kept, columns)
         if width.fits(whole):
             return Layout(above, [whole])
@@ -91,7 +107,9 @@ def layout_of(
 
 
 def wrapped(text: str, most: float, measure: Measure = len) -> list[str]:
-    """Return a text in lines that are broken at blanks; a word that is longer than `most` stays whole."""
+    """Return a text in lines that are broken at blanks; a word that is longer than `most` stays
+    whole.
+    """
     return joined(text.split(" "), " ", most, measure)
 
 
@@ -107,14 +125,24 @@ def joined(parts: Sequence[str], between: str, most: float, measure: Measure = l
     return lines
 
 
-Columns = dict[int, tuple[list[str], list[list[str]]]]  # by place: the lines of the head, and of each cell
+# by place: the lines of the head, and of each cell
+Columns = dict[int, tuple[list[str], list[list[str]]]]
 
 
 def _broken(
-    heads: Sequence[str], rows: Sequence[Sequence[str]], place: int, share: float, width: Width, *, text: bool
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    place: int,
+    share: float,
+    width: Width,
+    *,
+    text: bool,
 ) -> tuple[list[str], list[list[str]]]:
-    """Return a column with a head no wider than its cells, if its words permit that, and broken texts."""
-    cells, measure = [[row[place]] for row in rows], width.measure
+    """Return a column with a head no wider than its cells, if its words permit that, and broken
+    texts.
+    """
+    cells = [[row[place]] for row in rows]
+    measure = width.measure
     if not width.breaks:
         return [heads[place]], cells
     if text:
@@ -127,4 +155,6 @@ def _broken(
 
 def _section(places: Sequence[int], columns: Columns) -> TableSection:
     cells = [columns[place][1] for place in places]
-    return TableSection(list(places), [columns[place][0] for place in places], list(zip(*cells, strict=True)))
+    return TableSection(
+        list(places), [columns[place][0] for place in places], list(zip(*cells, strict=True))
+    )

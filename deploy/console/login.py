@@ -1,4 +1,6 @@
-"""The options of the broker connection that all commands share: login and TLS; and the logins of this user's runs."""
+"""The options of the broker connection that all commands share: login and TLS; and the logins of
+this user's runs.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ if TYPE_CHECKING:
     from fedstrata.common.net.tls import Tls
 
 OPERATOR: Final = "operator"  # the name of commands that are no node: watch, lab status, doctor
-METRICS_NAME: Final = "metrics"  # the name of the certificate with which all roles of a machine serve /metrics
+# the name of the certificate with which all roles of a machine serve /metrics
+METRICS_NAME: Final = "metrics"
 NODE: Final = "{name}"  # in a path or a login: the node's name
 LOGINS: Final = "/var/tmp/fedstrata-logins-{uid}"  # the folder of the logins of this user's runs
 
@@ -33,16 +36,23 @@ class Login:
 
     username: Annotated[
         str | None,
-        typer.Option(help="Login at the broker; {name} stands for the node's name.", envvar="FEDSTRATA_USERNAME"),
+        typer.Option(
+            help="Login at the broker; {name} stands for the node's name.",
+            envvar="FEDSTRATA_USERNAME",
+        ),
     ] = None
     password_file: Annotated[
         str | None,
         typer.Option(
-            help="File with the password. Without it, FEDSTRATA_PASSWORD is used.", envvar="FEDSTRATA_PASSWORD_FILE"
+            help="File with the password. Without it, FEDSTRATA_PASSWORD is used.",
+            envvar="FEDSTRATA_PASSWORD_FILE",
         ),
     ] = None
     tls: Annotated[
-        bool, typer.Option("--tls", help="Connect by TLS, to port 8883 unless given.", envvar="FEDSTRATA_TLS")
+        bool,
+        typer.Option(
+            "--tls", help="Connect by TLS, to port 8883 unless given.", envvar="FEDSTRATA_TLS"
+        ),
     ] = False
     tls_ca: Annotated[
         str | None,
@@ -56,12 +66,16 @@ class Login:
     tls_cert: Annotated[
         str | None,
         typer.Option(
-            help="PEM file of the node's certificate; implies --tls. {name} stands for the node's name.",
+            help=(
+                "PEM file of the node's certificate; implies --tls. {name} stands for the node's "
+                "name."
+            ),
             envvar="FEDSTRATA_TLS_CERT",
         ),
     ] = None
     tls_key: Annotated[
-        str | None, typer.Option(help="PEM file of the certificate's key.", envvar="FEDSTRATA_TLS_KEY")
+        str | None,
+        typer.Option(help="PEM file of the certificate's key.", envvar="FEDSTRATA_TLS_KEY"),
     ] = None
     tls_crl: Annotated[
         str | None,
@@ -72,7 +86,8 @@ class Login:
     ] = None
 
     def address(self, text: str, *, node: str, option: str = "--broker") -> BrokerAddress:
-        """Return the broker at host[:port], or at several such addresses, with a node's login and certificate.
+        """Return the broker at host[:port], or at several such addresses, with a node's login and
+        certificate.
 
         Raises InvalidExperiment.
         """
@@ -80,9 +95,14 @@ class Login:
 
         secure = self.tls_of(node)
         try:
-            (host, port), *others = address.parse_hosts(text, port=tls.PORT if secure else address.PORT)
+            (host, port), *others = address.parse_hosts(
+                text, port=tls.PORT if secure else address.PORT
+            )
         except ValueError as error:
-            remedy = "Write host, host:port or [IPv6 address]:port; separate several addresses of one broker by commas."
+            remedy = (
+                "Write host, host:port or [IPv6 address]:port; separate several addresses of "
+                "one broker by commas."
+            )
             raise InvalidExperiment(option, text, str(error), remedy) from None
         username = self.username and self.username.replace(NODE, node)
         password = self._password(node)
@@ -91,16 +111,22 @@ class Login:
         return address.BrokerAddress(host, port, username, password, tuple(others), secure)
 
     def tls_of(self, node: str) -> Tls | None:
-        """Return the TLS files of a node, after reading them once; None without TLS. Raises InvalidExperiment."""
+        """Return the TLS files of a node, after reading them once; None without TLS. Raises
+        InvalidExperiment.
+        """
         if not (self.tls or self.tls_ca or self.tls_cert or self.tls_key or self.tls_crl):
             return None
         from fedstrata.common.net.tls import Tls
 
         own, key = (path and path.replace(NODE, node) for path in (self.tls_cert, self.tls_key))
         if key and not own:
-            raise InvalidExperiment("--tls-key", key, "a key without its certificate", "Give --tls-cert, too.")
+            raise InvalidExperiment(
+                "--tls-key", key, "a key without its certificate", "Give --tls-cert, too."
+            )
         if self.tls_crl and not self.tls_ca:
-            raise InvalidExperiment("--tls-crl", self.tls_crl, "a list without its authority", "Give --tls-ca, too.")
+            raise InvalidExperiment(
+                "--tls-crl", self.tls_crl, "a list without its authority", "Give --tls-ca, too."
+            )
         found = Tls(self.tls_ca, own, key, self.tls_crl)
         found.client_context()
         return found
@@ -109,7 +135,8 @@ class Login:
         """Return the command-line options of this login; its password is not among them."""
         words: list[str] = []
         for each in fields(self):
-            option, value = f"--{each.name.replace('_', '-')}", getattr(self, each.name)
+            option = f"--{each.name.replace('_', '-')}"
+            value = getattr(self, each.name)
             if value:
                 words += [option] if value is True else [option, str(value)]
         return words
@@ -118,24 +145,31 @@ class Login:
         if self.password_file is None:
             return os.environ.get("FEDSTRATA_PASSWORD") or None
         if self.username is None:
-            problem, remedy = "a password without its login", "Give --username, too."
+            problem = "a password without its login"
+            remedy = "Give --username, too."
             raise InvalidExperiment("--password-file", self.password_file, problem, remedy)
         path = Path(self.password_file.replace(NODE, node))
         try:
             password = read_text(path).strip()
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or str(error)
-            raise InvalidExperiment("--password-file", str(path), reason, "Name a readable file.") from None
+            raise InvalidExperiment(
+                "--password-file", str(path), reason, "Name a readable file."
+            ) from None
         if not password:
-            raise InvalidExperiment("--password-file", str(path), "an empty file", "Write the password into it.")
+            raise InvalidExperiment(
+                "--password-file", str(path), "an empty file", "Write the password into it."
+            )
         return password
 
 
 @contextmanager
 def kept_login(port: int, login: tuple[str, str]) -> Iterator[None]:
-    """Keep the login of a run's own broker, by its port, for other commands of this user, while the run lasts.
+    """Keep the login of a run's own broker, by its port, for other commands of this user, while the
+    run lasts.
 
-    It is in a file that only its owner can read. Where that is not possible, `watch` needs the login by hand.
+    It is in a file that only its owner can read. Where that is not possible, `watch` needs the
+    login by hand.
     """
     path = _login_file(port)
     try:
@@ -154,18 +188,23 @@ def kept_login(port: int, login: tuple[str, str]) -> Iterator[None]:
 
 
 def local_login(host: str, port: int) -> tuple[str, str] | None:
-    """Return the login of a broker of this machine that a run of this user started, None if there is none."""
+    """Return the login of a broker of this machine that a run of this user started, None if there
+    is none.
+    """
     from fedstrata.common.net.address import is_loopback
 
     if not is_loopback(host) or not _login_file(port).exists():
         return None
     try:
-        private_folder(_login_file(port).parent)  # others could put a login there to learn what is sent
+        # others could put a login there to learn what is sent
+        private_folder(_login_file(port).parent)
         with open(_login_file(port), encoding="utf-8", opener=private) as file:
             name, _, password = file.read().partition("\n")
     except (OSError, UnicodeDecodeError):
         return None
-    return (name, password) if password else None
+    if password:
+        return (name, password)
+    return None
 
 
 def _login_file(port: int) -> Path:
@@ -173,7 +212,9 @@ def _login_file(port: int) -> Path:
 
 
 def report_certificates(broker: BrokerAddress) -> None:
-    """Report a certificate of ours that ends soon, and that no list of revoked ones is checked, on standard error."""
+    """Report a certificate of ours that ends soon, and that no list of revoked ones is checked, on
+    standard error.
+    """
     from fedstrata.common.net.tls import SOON_S
 
     ends_at = broker.tls.ends_at() if broker.tls is not None else None
@@ -182,6 +223,10 @@ def report_certificates(broker: BrokerAddress) -> None:
         if ends_at:
             left = f"ends in {(ends_at - time.time()) / 86_400:.0f} days"
         remedy = "Renew it: `fedstrata provision`, then install the kits again"
-        logs.write_line(f"certificate {broker.tls.certificate} {left}. {remedy}", level=logging.WARNING)
+        logs.write_line(
+            f"certificate {broker.tls.certificate} {left}. {remedy}", level=logging.WARNING
+        )
     if broker.tls is not None and broker.tls.revoked is None:
-        logs.write_line(f"broker {broker}: a revoked certificate is accepted, as no --tls-crl is given")
+        logs.write_line(
+            f"broker {broker}: a revoked certificate is accepted, as no --tls-crl is given"
+        )

@@ -1,4 +1,6 @@
-"""Log lines on standard error: plain text, or one JSON object per line. Neither has control characters."""
+"""Log lines on standard error: plain text, or one JSON object per line. Neither has control
+characters.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,17 @@ from typing import Final, TextIO, TypeAlias
 from fedstrata.common.text import NOTE, escaped
 
 PLAIN: Final = "%(asctime)s %(name)s %(levelname)s %(message)s"
-ACTIVITY: Final = "fedstrata.node"  # the logger of what a node does: shown at the default level, without its name
+# the logger of what a node does: shown at the default level, without its name
+ACTIVITY: Final = "fedstrata.node"
 ERROR: Final = "fedstrata: "  # begins the line of the error that ends a command
 FRAME: Final = "  "  # begins a line below it
-NODE: ContextVar[str] = ContextVar("node", default="")  # node of the current task, in a process of several nodes
+# node of the current task, in a process of several nodes
+NODE: ContextVar[str] = ContextVar("node", default="")
 
 
-_Raised: TypeAlias = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
+_Raised: TypeAlias = (
+    tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
+)
 
 
 class PlainLines(logging.Formatter):
@@ -41,12 +47,19 @@ class PlainLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """Formatter that writes a record as one JSON line: time, level, logger, message; node and exception if any."""
+    """Formatter that writes a record as one JSON line: time, level, logger, message; node and
+    exception if any.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line."""
         time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-        facts = {"time": time, "level": record.levelname.lower(), "logger": record.name, "message": record.getMessage()}
+        facts = {
+            "time": time,
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
         if node := NODE.get():
             facts["node"] = node
         if record.exc_info:
@@ -55,7 +68,9 @@ class JsonLines(logging.Formatter):
 
 
 class StandardError(logging.StreamHandler[TextIO]):
-    """Handler that writes to standard error as it is at each record: a live view shows lines above itself."""
+    """Handler that writes to standard error as it is at each record: a live view shows lines above
+    itself.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record."""
@@ -70,15 +85,22 @@ def begin(level: str, *, json_lines: bool) -> None:
         raise ValueError(f"{level!r}: use debug, info, warning or error")
     handler = StandardError()
     handler.setFormatter(JsonLines() if json_lines else PlainLines(PLAIN))
-    handler.addFilter(lambda record: record.name != ACTIVITY or record.levelno >= number or number <= logging.WARNING)
+    handler.addFilter(
+        lambda record: (
+            record.name != ACTIVITY or record.levelno >= number or number <= logging.WARNING
+        )
+    )
     logging.basicConfig(level=number, handlers=[handler])
-    logging.getLogger(ACTIVITY).setLevel(logging.INFO)  # systemd's status has its lines at any level
+    # systemd's status has its lines at any level
+    logging.getLogger(ACTIVITY).setLevel(logging.INFO)
     sys.excepthook = _log_uncaught
     if json_lines:
         logging.captureWarnings(True)
 
 
-def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _log_uncaught(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
     logging.getLogger("fedstrata").critical("unforeseen", exc_info=(kind, error, trace))
 
 
@@ -111,10 +133,11 @@ def shows_activity() -> bool:
 
 
 def write_line(text: str, *, level: int = logging.INFO) -> None:
-    """Write a line to standard error, regardless of the log level. `level` is recorded in JSON lines only.
+    """Write a line to standard error, regardless of the log level. `level` is recorded in JSON
+    lines only.
 
-    A line break at the beginning ends the `^C` of a terminal. A terminal that is closed, or a log on a full disk, ends
-    nothing.
+    A line break at the beginning ends the `^C` of a terminal. A terminal that is closed, or a log
+    on a full disk, ends nothing.
     """
     line = text.lstrip("\n")
     if as_json():
@@ -127,22 +150,37 @@ def write_line(text: str, *, level: int = logging.INFO) -> None:
 
 
 def frame_lines(frames: Iterable[str]) -> list[str]:
-    """Return the lines for the frames of own code, below that of its error: none above the log level info."""
-    return [f"{FRAME}{frame}" for frame in frames] if logging.getLogger().isEnabledFor(logging.INFO) else []
+    """Return the lines for the frames of own code, below that of its error: none above the log
+    level info.
+    """
+    if logging.getLogger().isEnabledFor(logging.INFO):
+        return [f"{FRAME}{frame}" for frame in frames]
+    return []
 
 
 def last_error(log: Path) -> list[str]:
-    """Return the last error of another process's log, in either format, and its frames below it; else the last line."""
-    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    """Return the last error of another process's log, in either format, and its frames below it;
+    else the last line.
+    """
+    lines = [
+        line
+        for line in log.read_text(encoding="utf-8", errors="replace").splitlines()
+        if line.strip()
+    ]
     messages = [_message_of(line) for line in lines]
     errors = [place for place, message in enumerate(messages) if message.startswith(ERROR)]
     if not errors:
         return messages[-1:]
-    return [messages[errors[-1]], *takewhile(lambda message: message.startswith(FRAME), messages[errors[-1] + 1 :])]
+    return [
+        messages[errors[-1]],
+        *takewhile(lambda message: message.startswith(FRAME), messages[errors[-1] + 1 :]),
+    ]
 
 
 def notes_in(lines: str) -> list[str]:
-    """Return the warnings of training processes in the lines of another process's log, in either format."""
+    """Return the warnings of training processes in the lines of another process's log, in either
+    format.
+    """
     messages = [_message_of(line) for line in lines.splitlines() if NOTE in line]
     return [message[message.index(NOTE) :] for message in messages]
 

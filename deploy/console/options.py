@@ -1,4 +1,6 @@
-"""Options that several commands have, records of them, and the event loop of commands that keep a connection open."""
+"""Options that several commands have, records of them, and the event loop of commands that keep a
+connection open.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,21 @@ from fedstrata.deploy.console import logs
 from fedstrata.deploy.console.reporting import reporting
 from fedstrata.deploy.console.service import watched
 
-Output = Annotated[Literal["table", "json"], typer.Option("--format", help="Standard output: table or JSON lines.")]
-Overrides = Annotated[list[str] | None, typer.Option("--set", help="Override a key: --set training.epochs=2.")]
-Runs = Annotated[Path, typer.Option(help="The folder that contains the runs' folders.", envvar="FEDSTRATA_RUNS")]
+Output = Annotated[
+    Literal["table", "json"], typer.Option("--format", help="Standard output: table or JSON lines.")
+]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", help="Override a key: --set training.epochs=2.")
+]
+Runs = Annotated[
+    Path, typer.Option(help="The folder that contains the runs' folders.", envvar="FEDSTRATA_RUNS")
+]
 Accelerator = Annotated[
     str | None,
-    typer.Option(help="With --direct or --simulate: cpu, cuda, cuda:N or auto.  [default: cpu]", show_default=False),
+    typer.Option(
+        help="With --direct or --simulate: cpu, cuda, cuda:N or auto.  [default: cpu]",
+        show_default=False,
+    ),
 ]
 DataFolder = Annotated[
     str | None,
@@ -41,7 +52,8 @@ DataRoot = Annotated[
     Path,
     typer.Option(
         "--data-root",
-        help="Without --data: the folder to which the experiment's data.root is relative, and outside of which no "
+        help="Without --data: the folder to which the experiment's data.root is relative, and "
+        "outside of which no "
         "experiment makes this host read.",
         envvar="FEDSTRATA_DATA_ROOT",
     ),
@@ -49,7 +61,9 @@ DataRoot = Annotated[
 
 
 def with_records(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command, in place of each parameter whose type is a dataclass, the options that are its fields."""
+    """Give a command, in place of each parameter whose type is a dataclass, the options that are
+    its fields.
+    """
     signature = inspect.signature(command, eval_str=True)
     records: dict[str, Any] = {}
     own = []
@@ -61,12 +75,17 @@ def with_records(command: Callable[..., None]) -> Callable[..., None]:
     for kind in records.values():
         hints = get_type_hints(kind, include_extras=True)
         for one in fields(kind):
-            option = inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default)
+            option = inspect.Parameter(
+                one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default
+            )
             own.append(option.replace(annotation=hints[one.name]))
 
     @wraps(command)
     def with_options(**given: Any) -> None:
-        made = {name: kind(**{one.name: given.pop(one.name) for one in fields(kind)}) for name, kind in records.items()}
+        made = {
+            name: kind(**{one.name: given.pop(one.name) for one in fields(kind)})
+            for name, kind in records.items()
+        }
         command(**given, **made)
 
     with_options.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
@@ -81,7 +100,8 @@ def refuse(wrong: object, option: str, problem: str) -> None:
 
 
 def refuse_given(context: typer.Context, names: Collection[str], problem: str) -> None:
-    """Refuse the first of these parameters that the command line itself has, not the environment. Raises BadParameter.
+    """Refuse the first of these parameters that the command line itself has, not the environment.
+    Raises BadParameter.
 
     `names`: those of the command's parameters, such as `connect_timeout`.
     """
@@ -89,7 +109,9 @@ def refuse_given(context: typer.Context, names: Collection[str], problem: str) -
         source = context.get_parameter_source(each.name or "")
         if each.name in names and source is not None and source.name == "COMMANDLINE":
             is_option = each.param_type_name == "option"
-            refuse(True, max(each.opts, key=len) if is_option else (each.name or "").upper(), problem)
+            refuse(
+                True, max(each.opts, key=len) if is_option else (each.name or "").upper(), problem
+            )
 
 
 @contextmanager
@@ -103,7 +125,9 @@ def _usage(option: str | None = None) -> Iterator[None]:
 
 def _checked_lab(name: str) -> str:
     if name.endswith(".toml"):  # as a name it would be a lab that nobody else is in
-        raise typer.BadParameter(f"{name!r} is a lab's file: give the lab's name, which the file has")
+        raise typer.BadParameter(
+            f"{name!r} is a lab's file: give the lab's name, which the file has"
+        )
     with _usage():
         return check_lab(name)
 
@@ -138,7 +162,9 @@ LabOption = Annotated[
 
 def checked_lab_or_file(text: str | None) -> str | None:
     """Return the given name of a lab, or the path of a lab's file; the callback of an option."""
-    return text if text is None or text.endswith(".toml") else _checked_lab(text)
+    if text is None or text.endswith(".toml"):
+        return text
+    return _checked_lab(text)
 
 
 LabOrFile = Annotated[
@@ -152,12 +178,17 @@ LabOrFile = Annotated[
 ]
 SECONDS_MOST: Final = 1e9
 ConnectTimeout = Annotated[
-    float, typer.Option(min=0.1, max=SECONDS_MOST, help="Timeout of the first connection to the broker, seconds.")
+    float,
+    typer.Option(
+        min=0.1, max=SECONDS_MOST, help="Timeout of the first connection to the broker, seconds."
+    ),
 ]
 
 
 async def run_agent(node: str, agent: Coroutine[Any, Any, object]) -> None:
-    """Run a node's agent to its end. Raises FedstrataError; an unexpected error is logged with its traceback first."""
+    """Run a node's agent to its end. Raises FedstrataError; an unexpected error is logged with its
+    traceback first.
+    """
     logs.NODE.set(node)
     try:
         await agent
@@ -168,7 +199,9 @@ async def run_agent(node: str, agent: Coroutine[Any, Any, object]) -> None:
 
 
 def run_connected(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run a command's coroutine to its end. The ending signals cancel it; a FedstrataError sets the exit code."""
+    """Run a command's coroutine to its end. The ending signals cancel it; a FedstrataError sets the
+    exit code.
+    """
 
     async def interruptible() -> None:
         task = asyncio.current_task()

@@ -1,4 +1,5 @@
-"""Errors of commands: a FedstrataError, or wrong usage, becomes one line on standard error and an exit code.
+"""Errors of commands: a FedstrataError, or wrong usage, becomes one line on standard error and an
+exit code.
 
 Wrong usage (exit code 2) names what is wrong with which option, and what to write instead.
 """
@@ -21,7 +22,13 @@ from typing import Any, Final
 import typer
 from typer.core import TyperGroup
 
-from fedstrata.common.errors import MESSAGE_MOST, FedstrataError, InvalidExperiment, bounded, installing
+from fedstrata.common.errors import (
+    MESSAGE_MOST,
+    FedstrataError,
+    InvalidExperiment,
+    bounded,
+    installing,
+)
 from fedstrata.common.host.files import failure, is_of_disk
 from fedstrata.common.host.processes import interruptible
 from fedstrata.deploy.console.logs import ERROR, frame_lines, write_line
@@ -46,7 +53,9 @@ EXTRAS: Final[Mapping[str, str]] = {
 
 def missing(package: str) -> InvalidExperiment:
     """Return the error of a package of an extra that is not installed."""
-    return InvalidExperiment("package", package, "not installed here", f"{installing(EXTRAS[package])}.")
+    return InvalidExperiment(
+        "package", package, "not installed here", f"{installing(EXTRAS[package])}."
+    )
 
 
 def require(package: str) -> None:
@@ -66,7 +75,9 @@ def report(error: FedstrataError, *, node: str = "") -> None:
 
 
 class StandardOutput(io.TextIOWrapper):
-    """Standard output; raises StorageFailed if it is a file that cannot be written, for instance on a full disk."""
+    """Standard output; raises StorageFailed if it is a file that cannot be written, for instance on
+    a full disk.
+    """
 
     def write(self, text: str, /) -> int:
         """Write a text."""
@@ -85,13 +96,15 @@ class StandardOutput(io.TextIOWrapper):
         except OSError as error:
             if error.errno == errno.EPIPE:  # nobody reads any more, which ends a command as usual
                 raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())  # Python writes the rest when it ends
+            # Python writes the rest when it ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
             raise failure(error, Path("standard output")) from None
 
 
 @contextmanager
 def reporting() -> Iterator[None]:
-    """End the command with one line and the exit code on a FedstrataError, a missing extra and a full disk.
+    """End the command with one line and the exit code on a FedstrataError, a missing extra and a
+    full disk.
 
     An interruption, by any of the ending signals, has exit code 130.
     """
@@ -129,12 +142,16 @@ _REMEDIES: Final[Mapping[str, str]] = {"--target": "Write a fraction: 0.9 for 90
 class Commands(TyperGroup):
     """The commands. Each kind of wrong usage, of whichever command, ends with one line."""
 
-    def make_context(self, info_name: str | None, args: list[str], *arguments: Any, **keywords: Any) -> Any:
+    def make_context(
+        self, info_name: str | None, args: list[str], *arguments: Any, **keywords: Any
+    ) -> Any:
         """Parse the options of all commands, which may also be behind the command."""
         with _explained(), reporting():
             _check_empty(args)
             _check_once(self, args)
-            return super().make_context(info_name, _those_of_all_first(args), *arguments, **keywords)
+            return super().make_context(
+                info_name, _those_of_all_first(args), *arguments, **keywords
+            )
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the commands by group."""
@@ -154,13 +171,17 @@ class Commands(TyperGroup):
 
 
 def _check_empty(arguments: list[str]) -> None:
-    """Refuse an empty value, as of a variable of the shell that is not set: a path would be the current folder."""
+    """Refuse an empty value, as of a variable of the shell that is not set: a path would be the
+    current folder.
+    """
     before = ""
     for word in arguments:
         name, equals, value = word.partition("=")
         if not word or (name.startswith("--") and equals and not value):
             named = name or (before if before.startswith("-") else "")
-            raise typer.BadParameter("an empty value. Write one, or omit it", param_hint=named or "''")
+            raise typer.BadParameter(
+                "an empty value. Write one, or omit it", param_hint=named or "''"
+            )
         before = word
 
 
@@ -175,7 +196,11 @@ def _check_once(command: Any, arguments: list[str]) -> None:
             command = inner
             continue
         name, has_value, _ = word.partition("=")
-        options = [each for each in command.params if each.param_type_name == "option" and name in each.opts]
+        options = [
+            each
+            for each in command.params
+            if each.param_type_name == "option" and name in each.opts
+        ]
         if not options or options[0].is_flag:
             continue
         if not has_value:
@@ -186,7 +211,9 @@ def _check_once(command: Any, arguments: list[str]) -> None:
 
 
 def _those_of_all_first(arguments: list[str]) -> list[str]:
-    first, others, left = [], [], iter(arguments)
+    first = []
+    others = []
+    left = iter(arguments)
     for word in left:
         name, has_value, _ = word.partition("=")
         if name in OF_ALL:
@@ -204,7 +231,8 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except _USAGE_ERROR as error:
-        if type(error).__name__ == "NoArgsIsHelpError":  # the help, for a command that has only sub-commands
+        # the help, for a command that has only sub-commands
+        if type(error).__name__ == "NoArgsIsHelpError":
             raise
         write_line(f"fedstrata: {bounded(explain(error), MESSAGE_MOST)}", level=logging.ERROR)
         raise typer.Exit(USAGE) from None
@@ -215,16 +243,22 @@ def explain(error: Any) -> str:
     command: Any = error.ctx.command if error.ctx is not None else None
     path = error.ctx.command_path if error.ctx is not None else "fedstrata"
     if unknown := _NO_COMMAND.match(error.message):
-        return _unknown(unknown[1], command.commands, f"no such command of {path}", what="There are")
+        return _unknown(
+            unknown[1], command.commands, f"no such command of {path}", what="There are"
+        )
     if given := getattr(error, "option_name", ""):
         if type(error).__name__ == "NoSuchOption":
-            known = [option for each in command.params for option in each.opts if option.startswith("--")]
+            known = [
+                option for each in command.params for option in each.opts if option.startswith("--")
+            ]
             return _no_option(given, known, f"no such option of {path}")
         problem = error.message.partition(f"'{given}'")[2].strip(" .") or error.message
         return f"{given}: {problem}."
     name = _name(error)
     if type(error).__name__ == "MissingParameter":
-        return _sentence(f"{name}: missing. {getattr(error.param, 'help', None) or f'See {path} --help'}")
+        return _sentence(
+            f"{name}: missing. {getattr(error.param, 'help', None) or f'See {path} --help'}"
+        )
     if name:
         return _sentence(name + _problem(error, name))
     extra = _EXTRA.search(error.message)
@@ -272,7 +306,9 @@ def _name(error: Any) -> str:
 
 
 def _sentence(text: str) -> str:
-    return text if text.endswith((".", "?")) else f"{text}."
+    if text.endswith((".", "?")):
+        return text
+    return f"{text}."
 
 
 def _problem(error: Any, name: str) -> str:
@@ -282,7 +318,10 @@ def _problem(error: Any, name: str) -> str:
 
     if choices := _CHOICES.search(error.message):
         known = re.findall(r"'([^']*)'", choices[2])
-        return f" = {choices[1]!r}: not one of its values. {proposal(choices[1], known, what='There are')}"
+        return (
+            f" = {choices[1]!r}: not one of its values. "
+            f"{proposal(choices[1], known, what='There are')}"
+        )
     errors = getattr(error.__cause__, "errors", None)  # of pydantic, which reads numbers for typer
     if errors is None:
         return f": {error.message}"

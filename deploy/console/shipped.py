@@ -1,4 +1,6 @@
-"""The experiments and sweeps that fedstrata brings along, by name, and arguments that take a name or a file."""
+"""The experiments and sweeps that fedstrata brings along, by name, and arguments that take a name
+or a file.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ import typer
 from fedstrata.common.settings.tables import proposal
 
 HELP: Final = "The experiment: a TOML file, or a name that `fedstrata experiments` lists."
-SWEEP_HELP: Final = "The sweep: a TOML file, or the name of one that fedstrata brings along, such as study/two."
+SWEEP_HELP: Final = (
+    "The sweep: a TOML file, or the name of one that fedstrata brings along, such as study/two."
+)
 
 
 def _folder() -> Path:
@@ -29,7 +33,9 @@ def shipped_sweeps() -> dict[str, Path]:
 
 
 def file_of(given: Path) -> Path:
-    """Return the file of an experiment's or a sweep's name; a file that is there comes first. Another name stays."""
+    """Return the file of an experiment's or a sweep's name; a file that is there comes first.
+    Another name stays.
+    """
     if given.exists() or given.suffix:
         return given
     return (shipped() | shipped_sweeps()).get(str(given), given)
@@ -44,5 +50,7 @@ def _found(given: Path | None) -> Path | None:
 
 
 ExperimentFile = Annotated[Path, typer.Argument(help=HELP, callback=_found)]
-OptionalExperimentFile = Annotated[Path | None, typer.Argument(help=HELP, callback=_found, show_default=False)]
+OptionalExperimentFile = Annotated[
+    Path | None, typer.Argument(help=HELP, callback=_found, show_default=False)
+]
 SweepArgument = Annotated[Path, typer.Argument(metavar="FILE", help=SWEEP_HELP, callback=_found)]

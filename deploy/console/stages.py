@@ -45,6 +45,11 @@ def stages(count: int) -> Iterator[Stages]:
     if not errors.is_terminal or as_json():
         yield Stages(count, None)
         return
-    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=errors, transient=True) as bar:
         yield Stages(count, bar)

@@ -26,10 +26,23 @@ _POINTS: Final = dict.fromkeys("ijlt.,:;'()|f[] ", 3.1) | dict.fromkeys("mMWw%±
 _UPPER_PT: Final = 6.4
 _LOWER_PT: Final = 4.5
 _LATEX: Final = {
-    "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "#": r"\#", "%": r"\%", "_": r"\_",
-    "^": r"\textasciicircum{}", "~": r"\textasciitilde{}", "<": r"\textless{}", ">": r"\textgreater{}",
-    "±": r"$\pm$", "°": r"\textdegree{}", THIN: r"\,", "\N{NO-BREAK SPACE}": "~",
-}  # fmt: skip
+    "\\": r"\textbackslash{}",
+    "{": r"\{",
+    "}": r"\}",
+    "$": r"\$",
+    "&": r"\&",
+    "#": r"\#",
+    "%": r"\%",
+    "_": r"\_",
+    "^": r"\textasciicircum{}",
+    "~": r"\textasciitilde{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "±": r"$\pm$",
+    "°": r"\textdegree{}",
+    THIN: r"\,",
+    "\N{NO-BREAK SPACE}": "~",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +54,9 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread | None:
-        """Return the mean and the standard deviation (n - 1) of the values, or None if there are none."""
+        """Return the mean and the standard deviation (n - 1) of the values, or None if there are
+        none.
+        """
         if not values:
             return None
         return cls(mean(values), stdev(values) if len(values) > 1 else None)
@@ -62,14 +77,17 @@ class Column:
     @property
     def head(self) -> str:
         """The name with its unit."""
-        return f"{self.name}, {self.unit}" if self.unit else self.name
+        if self.unit:
+            return f"{self.name}, {self.unit}"
+        return self.name
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
     """Rows of cells under columns. `name` is used for files, `title` for display.
 
-    `keys`: the number of the first columns, which name a row: where a table has several sections, each has them.
+    `keys`: the number of the first columns, which name a row: where a table has several sections,
+    each has them.
     """
 
     name: str
@@ -79,7 +97,9 @@ class Table:
     keys: int = 1
 
     def aligned(self, most: float = inf) -> str:
-        """Return lines of text of at most this many letters: text columns left-aligned, numbers right-aligned."""
+        """Return lines of text of at most this many letters: text columns left-aligned, numbers
+        right-aligned.
+        """
         layout = self.layout(Width(most))
         above = [part for line in joined(layout.above, "; ", most) for part in wrapped(line, most)]
         parts = ["".join(f"{line}\n" for line in above)] if above else []
@@ -100,7 +120,9 @@ class Table:
         return layout_of(heads, list(self.shown()), texts, keys=self.keys, width=width)
 
     def _aligned(self, section: TableSection) -> str:
-        widths = [max(len(line) for cell in column for line in cell) for column in _columns(section)]
+        widths = [
+            max(len(line) for cell in column for line in cell) for column in _columns(section)
+        ]
         sides = [self.columns[place].text for place in section.places]
         lines: list[str] = []
         for cells, below in ((section.heads, True), *((row, False) for row in section.rows)):
@@ -116,11 +138,14 @@ class Table:
 
     def csv(self) -> str:
         """Return CSV with unrounded numbers; a deviation has its own column after the mean."""
-        spread = [any(isinstance(row[i], Spread) for row in self.rows) for i in range(len(self.columns))]
+        spread = [
+            any(isinstance(row[i], Spread) for row in self.rows) for i in range(len(self.columns))
+        ]
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         heads = [
-            [_plain(column)] + [f"{_plain(column)}_sd"] * two for column, two in zip(self.columns, spread, strict=True)
+            [_plain(column)] + [f"{_plain(column)}_sd"] * two
+            for column, two in zip(self.columns, spread, strict=True)
         ]
         writer.writerow([head for pair in heads for head in pair])
         for row in self.rows:
@@ -129,16 +154,26 @@ class Table:
                 if isinstance(cell, Spread):
                     cells += [cell.mean, "" if cell.deviation is None else cell.deviation]
                 else:
-                    cells += ["" if cell is None else clean(cell) if isinstance(cell, str) else cell, *[""] * two]
+                    cells += [
+                        "" if cell is None else clean(cell) if isinstance(cell, str) else cell,
+                        *[""] * two,
+                    ]
             writer.writerow(cells)
         return text.getvalue()
 
     def latex(self) -> str:
-        """Return `tabular` environments with booktabs rules, none of them wider than a column of two."""
+        """Return `tabular` environments with booktabs rules, none of them wider than a column of
+        two.
+        """
         layout = self.layout(LATEX)
         above = [tex("; ".join(layout.above)) + r"\par"] if layout.above else []
-        parts = [*above, "\\par\\medskip\n".join(self._tabular(section) for section in layout.sections)]
-        return "\n".join([r"{\footnotesize\setlength{\tabcolsep}{3pt}\noindent", *parts, "}"]) + "\n"
+        parts = [
+            *above,
+            "\\par\\medskip\n".join(self._tabular(section) for section in layout.sections),
+        ]
+        return (
+            "\n".join([r"{\footnotesize\setlength{\tabcolsep}{3pt}\noindent", *parts, "}"]) + "\n"
+        )
 
     def _tabular(self, section: TableSection) -> str:
         columns = [self.columns[place] for place in section.places]
@@ -153,7 +188,16 @@ class Table:
                 texts = [_tex_cell(part, line[place]) for part in cell]
                 shown.append(_tex_lines(texts, side, "t"))
             rows.append(" & ".join(shown) + r" \\")
-        return "\n".join([*frame, " & ".join(heads) + r" \\", r"\midrule", *rows, r"\bottomrule", r"\end{tabular}"])
+        return "\n".join(
+            [
+                *frame,
+                " & ".join(heads) + r" \\",
+                r"\midrule",
+                *rows,
+                r"\bottomrule",
+                r"\end{tabular}",
+            ]
+        )
 
     def markdown(self) -> str:
         """Return tables of Markdown."""
@@ -162,19 +206,28 @@ class Table:
         tables = []
         for section in layout.sections:
             rule = ["---" if self.columns[place].text else "---:" for place in section.places]
-            lines = [[_markdown(" ".join(cell)) for cell in line] for line in (section.heads, *section.rows)]
-            tables.append("".join(f"| {' | '.join(line)} |\n" for line in [lines[0], rule, *lines[1:]]))
+            lines = [
+                [_markdown(" ".join(cell)) for cell in line]
+                for line in (section.heads, *section.rows)
+            ]
+            tables.append(
+                "".join(f"| {' | '.join(line)} |\n" for line in [lines[0], rule, *lines[1:]])
+            )
         return "\n".join([*above, *tables])
 
     def shown(self) -> Iterator[list[str]]:
         """Yield the cells of each row as they are displayed."""
         for row in self.rows:
-            yield [show(cell, column.digits) for cell, column in zip(row, self.columns, strict=True)]
+            yield [
+                show(cell, column.digits) for cell, column in zip(row, self.columns, strict=True)
+            ]
 
 
 def terminal_width() -> float:
     """Return the columns of the terminal that is standard output, infinite if it is none."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else inf
+    if sys.stdout.isatty():
+        return shutil.get_terminal_size().columns
+    return inf
 
 
 def _columns(section: TableSection) -> list[Sequence[Sequence[str]]]:
@@ -193,7 +246,9 @@ def show(cell: Cell, digits: int = 1) -> str:
     if isinstance(cell, float):
         return f"{cell:,.{digits}f}".replace(",", THIN)
     shown = show(float(cell.mean), digits)
-    return shown if cell.deviation is None else f"{shown} ± {show(float(cell.deviation), digits)}"
+    if cell.deviation is None:
+        return shown
+    return f"{shown} ± {show(float(cell.deviation), digits)}"
 
 
 def age(seconds: float) -> str:
@@ -208,13 +263,17 @@ def size(count: float) -> str:
     """Return a number of bytes with a decimal unit, such as 1.2 MB."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(count) < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+            if unit == "B":
+                return f"{count:.0f} {unit}"
+            return f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
 
 
 def clean(text: str) -> str:
-    """Return text in one line, with control characters, surrogates and bidirectional marks escaped."""
+    """Return text in one line, with control characters, surrogates and bidirectional marks
+    escaped.
+    """
     return escaped(text.translate(_BLANKS))
 
 
@@ -224,7 +283,9 @@ def tex(text: str) -> str:
 
 
 def points(text: str) -> float:
-    """Return about the width of a text in LaTeX's \\footnotesize, 8 pt of Computer Modern, in points."""
+    """Return about the width of a text in LaTeX's \\footnotesize, 8 pt of Computer Modern, in
+    points.
+    """
     return sum(_POINTS.get(letter, _UPPER_PT if letter.isupper() else _LOWER_PT) for letter in text)
 
 

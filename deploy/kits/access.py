@@ -1,10 +1,10 @@
 """Who may publish and receive what on the brokers of a lab, for mosquitto, NATS and EMQX.
 
-A node publishes below its own name and, as the last level, its own name into others' topics. It receives what is
-below its own name, its parent's state and models, and its children's. So a sender's name in a topic is true, and no
-node reads the models of another branch, unless devices of the lab may move. The lab's `operator` (watch, lab status,
-doctor) receives everything. It asks all nodes who they are, and for the status of a run; they answer below their own
-names.
+A node publishes below its own name and, as the last level, its own name into others' topics. It
+receives what is below its own name, its parent's state and models, and its children's. So a
+sender's name in a topic is true, and no node reads the models of another branch, unless devices of
+the lab may move. The lab's `operator` (watch, lab status, doctor) receives everything. It asks all
+nodes who they are, and for the status of a run; they answer below their own names.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ class Access:
 
     def of(self, name: str) -> Access:
         """Return the filters of one user."""
-        publish, receive = ([each.replace(NODE, name) for each in some] for some in (self.publish, self.receive))
+        publish, receive = (
+            [each.replace(NODE, name) for each in some] for some in (self.publish, self.receive)
+        )
         return Access(tuple(publish), tuple(receive))
 
     def __add__(self, other: Access) -> Access:
@@ -68,13 +70,19 @@ def users(lab: Lab, broker: str) -> dict[str, Access]:
     for child, parent in _links(lab, broker):
         found[parent] = found.get(parent, Access()) + Access(receive=_from(name, child, to=parent))
         upward = Access(
-            (topics.ask(name, parent, child),), (topics.spec(name, "+", parent), *_from(name, parent, to=child))
+            (topics.ask(name, parent, child),),
+            (topics.spec(name, "+", parent), *_from(name, parent, to=child)),
         )
         found[child] = found.get(child, Access()) + upward
     for machine, own in lab.machines.items():
         kind, _, topic = own.energy.partition(":")
-        first = next(iter(lab.devices_of(machine)), None)  # its login reads the machine's smart plug
-        if kind == EnergySource.PLUG and first is not None and lab.meeting_place(lab.parents[first]) == broker:
+        # its login reads the machine's smart plug
+        first = next(iter(lab.devices_of(machine)), None)
+        if (
+            kind == EnergySource.PLUG
+            and first is not None
+            and lab.meeting_place(lab.parents[first]) == broker
+        ):
             found[first] += Access(receive=(topic,))
     return found
 
@@ -86,7 +94,11 @@ def _links(lab: Lab, broker: str) -> Iterator[tuple[str, str]]:
         if lab.meeting_place(parent) == broker:
             yield child, parent
             others = homes if child not in lab.institutions else ()
-            yield from ((child, home) for home in others if home != parent and lab.meeting_place(home) == broker)
+            yield from (
+                (child, home)
+                for home in others
+                if home != parent and lab.meeting_place(home) == broker
+            )
 
 
 def _from(lab: str, sender: str, *, to: str) -> tuple[str, ...]:
@@ -123,26 +135,44 @@ def nats(lab: Lab, broker: str) -> str:
 
 
 def emqx(lab: Lab, broker: str) -> str:
-    """Return the file of EMQX's file authorizer, for users whose name is that of their certificate."""
+    """Return the file of EMQX's file authorizer, for users whose name is that of their
+    certificate.
+    """
     everybody = common(lab.name).of("${username}")
-    lines = [_term("all", "publish", everybody.publish), _term("all", "subscribe", everybody.receive)]
+    lines = [
+        _term("all", "publish", everybody.publish),
+        _term("all", "subscribe", everybody.receive),
+    ]
     for name, access in users(lab, broker).items():
         who = f'{{username, "{name}"}}'
-        lines += [_term(who, what, some) for what, some in (("publish", access.publish), ("subscribe", access.receive))]
+        lines += [
+            _term(who, what, some)
+            for what, some in (("publish", access.publish), ("subscribe", access.receive))
+        ]
     return "\n".join([*(line for line in lines if line), "{deny, all}."]) + "\n"
 
 
-FORMS: Final[Mapping[str, Callable[[Lab, str], str]]] = {"mosquitto": mosquitto, "nats": nats, "emqx": emqx}
+FORMS: Final[Mapping[str, Callable[[Lab, str], str]]] = {
+    "mosquitto": mosquitto,
+    "nats": nats,
+    "emqx": emqx,
+}
 
 
 def _term(who: str, what: str, filters: tuple[str, ...]) -> str:
-    return f"{{allow, {who}, {what}, {json.dumps(filters)}}}." if filters else ""
+    if filters:
+        return f"{{allow, {who}, {what}, {json.dumps(filters)}}}."
+    return ""
 
 
 def _subjects(filters: tuple[str, ...]) -> list[str]:
-    """Return topic filters as subjects of NATS, for which `a/#` is two: below `a`, and `a` itself."""
+    """Return topic filters as subjects of NATS, for which `a/#` is two: below `a`, and `a`
+    itself.
+    """
     found = []
     for each in filters:
-        levels = [{"+": "*", "#": ">"}.get(level, level.replace(".", "//")) for level in each.split("/")]
+        levels = [
+            {"+": "*", "#": ">"}.get(level, level.replace(".", "//")) for level in each.split("/")
+        ]
         found += [".".join(levels), *([".".join(levels[:-1])] if levels[-1] == ">" else [])]
     return found

@@ -17,12 +17,15 @@ CLOCKS_APART_S: Final = 5.0
 
 
 def faults(found: Sequence[Answer], lab: Lab | None) -> dict[str, list[str]]:
-    """Return the faults of each node, those of the lab's file that are away included; none: an empty list."""
+    """Return the faults of each node, those of the lab's file that are away included; none: an
+    empty list.
+    """
     names = Counter(each.node for each in found)
     known: defaultdict[str, list[str]] = defaultdict(list)
     old = {} if lab is None else stale(found, lab)
     for each in found:
-        here, wrong = each.here, known[each.node]
+        here = each.here
+        wrong = known[each.node]
         if names[each.node] > 1:
             wrong.append(f"{names[each.node]} nodes have this name, one on {here.host}")
         if lab is not None and each.node not in lab.parents:
@@ -35,12 +38,21 @@ def faults(found: Sequence[Answer], lab: Lab | None) -> dict[str, list[str]]:
             wrong.append(each.other_release)
             continue  # nothing else is known of it
         if here.release != version("fedstrata"):
-            wrong.append(f"release {here.release}, here {version('fedstrata')}: install the same wheel")
+            wrong.append(
+                f"release {here.release}, here {version('fedstrata')}: install the same wheel"
+            )
         if abs(each.ahead_s) > CLOCKS_APART_S:
             way = "ahead of" if each.ahead_s > 0 else "behind"
             wrong.append(f"its clock is {abs(each.ahead_s):.0f} s {way} this one's")
-        wrong += [f"{one.item}: {one.note}" for one in here.findings if one.needed and not one.there]
-    torch = {each.node: one.note for each in found for one in each.here.findings if one.item == TORCH and one.there}
+        wrong += [
+            f"{one.item}: {one.note}" for one in here.findings if one.needed and not one.there
+        ]
+    torch = {
+        each.node: one.note
+        for each in found
+        for one in each.here.findings
+        if one.item == TORCH and one.there
+    }
     for usual, _ in Counter(torch.values()).most_common(1):
         for node, own in torch.items():
             if own != usual:
@@ -54,7 +66,12 @@ def stale(found: Sequence[Answer], lab: Lab) -> Mapping[str, str]:
     """Return the nodes whose kit was written from another file of the lab, each with what to do."""
     of_machine = cache(lambda machine: digest(lab, machine))
     return {
-        each.node: f"the kit of machine {machine} is not that of this lab file: provision it and install it again"
+        each.node: (
+            f"the kit of machine {machine} is not that of this lab file: provision it and "
+            "install it again"
+        )
         for each in found
-        if each.here.kit and (machine := lab.machine_of.get(each.node)) and each.here.kit != of_machine(machine)
+        if each.here.kit
+        and (machine := lab.machine_of.get(each.node))
+        and each.here.kit != of_machine(machine)
     }

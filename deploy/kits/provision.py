@@ -1,4 +1,6 @@
-"""`fedstrata provision`: a folder for each machine of a lab with all that it needs, and one playbook for all."""
+"""`fedstrata provision`: a folder for each machine of a lab with all that it needs, and one
+playbook for all.
+"""
 
 from __future__ import annotations
 
@@ -35,27 +37,35 @@ def find_wheel(given: Path | None, folder: Path = Path("dist")) -> Path:
     """
     if given is not None:
         if given.suffix != ".whl" or not given.is_file():
-            raise InvalidExperiment("--wheel", str(given), "not a wheel", "Build one with `make wheel`.")
+            raise InvalidExperiment(
+                "--wheel", str(given), "not a wheel", "Build one with `make wheel`."
+            )
         return given
     wheels = sorted(folder.glob("fedstrata-*.whl"), key=lambda path: path.stat().st_mtime)
     if not wheels:
         problem = "has no wheel of fedstrata for the machines to install"
-        raise InvalidExperiment("--wheel", str(folder), problem, "Build one with `make wheel`, or give --wheel FILE.")
+        raise InvalidExperiment(
+            "--wheel", str(folder), problem, "Build one with `make wheel`, or give --wheel FILE."
+        )
     return wheels[-1]
 
 
-def provision(lab: Lab, source: Path, *, wheel: Path, out: Path, authority: Path | None = None) -> list[Path]:
+def provision(
+    lab: Lab, source: Path, *, wheel: Path, out: Path, authority: Path | None = None
+) -> list[Path]:
     """Write the kits of all machines below `out`, replacing earlier ones, and return their folders.
 
-    `source` is the lab's file, `authority` the folder of its authority (beside the file unless given), which is made
-    if there is none. A kit has the certificates of its machine alone; those of brokers that no machine of the lab runs
-    are beside the kits, with the access rules. Raises InvalidExperiment if `out` has something
-    else, or cannot be written.
+    `source` is the lab's file, `authority` the folder of its authority (beside the file unless
+    given), which is made if there is none. A kit has the certificates of its machine alone; those
+    of brokers that no machine of the lab runs are beside the kits, with the access rules. Raises
+    InvalidExperiment if `out` has something else, or cannot be written.
     """
     kits = [out / machine for machine in lab.machines]
     for kit in kits:
         if kit.exists() and not (kit / INSTALLER).is_file():
-            raise InvalidExperiment("--out", str(kit), "exists and is no kit", "Name another folder.")
+            raise InvalidExperiment(
+                "--out", str(kit), "exists and is no kit", "Name another folder."
+            )
     locked = _locked_of(wheel)
     signer = _authority(lab, authority or authority_of(lab, source)) if lab.tls else None
     try:
@@ -69,20 +79,31 @@ def provision(lab: Lab, source: Path, *, wheel: Path, out: Path, authority: Path
             if signer is not None and broker.addresses is not None:
                 for form, text in access.FORMS.items():
                     (out / f"{name}.{form}").write_text(text(lab, name), encoding="utf-8")
-                own = signer.of(f"broker-{name}", hosts=[host for host, _ in parse_hosts(",".join(broker.addresses))])
+                own = signer.of(
+                    f"broker-{name}",
+                    hosts=[host for host, _ in parse_hosts(",".join(broker.addresses))],
+                )
                 write_private(out / f"{name}.crt", own.certificate)
                 write_private(out / f"{name}.key", own.key)
         (out / INVENTORY).write_text(_inventory(lab), encoding="utf-8")
         shutil.copyfile(str(files("fedstrata.deploy.kits") / PLAYBOOK), out / PLAYBOOK)
     except OSError as error:
-        raise InvalidExperiment("--out", str(out), error.strerror or str(error), "Name a writable folder.") from None
+        raise InvalidExperiment(
+            "--out", str(out), error.strerror or str(error), "Name a writable folder."
+        ) from None
     return kits
 
 
-def revoke_certificates(lab: Lab, source: Path, names: Sequence[str], *, authority: Path | None = None) -> str:
-    """Revoke all certificates that nodes and brokers have had; return what to do then. Raises InvalidExperiment."""
+def revoke_certificates(
+    lab: Lab, source: Path, names: Sequence[str], *, authority: Path | None = None
+) -> str:
+    """Revoke all certificates that nodes and brokers have had; return what to do then. Raises
+    InvalidExperiment.
+    """
     if not lab.tls:
-        raise InvalidExperiment("--revoke", names[0], "this lab has no certificates: tls = false", "Omit it.")
+        raise InvalidExperiment(
+            "--revoke", names[0], "this lab has no certificates: tls = false", "Omit it."
+        )
     folder = authority or authority_of(lab, source)
     _authority(lab, folder).revoke(names)
     renewed = [name for name in lab.machines if not set(names).isdisjoint(_issued_to(lab, name))]
@@ -96,7 +117,8 @@ def revoke_certificates(lab: Lab, source: Path, names: Sequence[str], *, authori
     if urgent:
         steps.append(f"install these kits: {', '.join(urgent)}")
     text = (
-        f"revoked: {', '.join(names)}. First, as the old certificates are accepted until then: {', and '.join(steps)}"
+        f"revoked: {', '.join(names)}. First, as the old certificates are accepted until then: "
+        f"{', and '.join(steps)}"
     )
     if later:
         text += f". Then install these kits: {', '.join(later)}"
@@ -123,11 +145,16 @@ def _refusing(lab: Lab, names: Sequence[str]) -> list[str]:
 def login(lab: Lab, machine: str) -> str:
     """Return a machine's login for ssh."""
     own = lab.machines[machine]
-    return f"{own.user}@{own.address}" if own.user else own.address
+    if own.user:
+        return f"{own.user}@{own.address}"
+    return own.address
 
 
-def _write_kit(lab: Lab, machine: str, source: Path, wheel: Path, locked: Mapping[str, bytes], kit: Path) -> None:
-    own, found = lab.machines[machine], units.services(lab, machine)
+def _write_kit(
+    lab: Lab, machine: str, source: Path, wheel: Path, locked: Mapping[str, bytes], kit: Path
+) -> None:
+    own = lab.machines[machine]
+    found = units.services(lab, machine)
     files_of = {f"fedstrata-{each.name}.service": units.unit(lab, machine, each) for each in found}
     (kit / "units").mkdir()
     for name, text in files_of.items():
@@ -154,7 +181,9 @@ def _write_kit(lab: Lab, machine: str, source: Path, wheel: Path, locked: Mappin
 
 
 def _locked_of(wheel: Path) -> dict[str, bytes]:
-    """Return the files of exact versions of the packages that a wheel was tested with. Raises InvalidExperiment."""
+    """Return the files of exact versions of the packages that a wheel was tested with. Raises
+    InvalidExperiment.
+    """
     found = {}
     try:
         with ZipFile(wheel) as archive:
@@ -166,7 +195,9 @@ def _locked_of(wheel: Path) -> dict[str, bytes]:
         raise InvalidExperiment("--wheel", str(wheel), f"cannot be read: {error}", remedy) from None
     if INSTALLER not in found:
         problem = "a release without exact versions of its packages"
-        raise InvalidExperiment("--wheel", str(wheel), problem, "Give a later release, or build one with `make wheel`.")
+        raise InvalidExperiment(
+            "--wheel", str(wheel), problem, "Give a later release, or build one with `make wheel`."
+        )
     return found
 
 
@@ -175,16 +206,23 @@ def _authority(lab: Lab, folder: Path) -> Authority:
         from fedstrata.deploy.kits.authority import Authority
     except ModuleNotFoundError:
         remedy = f"{installing('provision')}, or set tls = false."
-        raise InvalidExperiment("tls", True, "certificates need the package cryptography", remedy) from None
+        raise InvalidExperiment(
+            "tls", True, "certificates need the package cryptography", remedy
+        ) from None
     return Authority.open(folder, name=lab.name)
 
 
 def _write_certificates(lab: Lab, machine: str, authority: Authority, folder: Path) -> None:
     """Write the certificates of a machine's nodes and servers, and the brokers' access rules."""
-    issued = {name: authority.of(name, hosts=hosts) for name, hosts in _issued_to(lab, machine).items()}
+    issued = {
+        name: authority.of(name, hosts=hosts) for name, hosts in _issued_to(lab, machine).items()
+    }
     private = {f"{name}.crt": each.certificate for name, each in issued.items()}
     private |= {f"{name}.key": each.key for name, each in issued.items()}
-    private |= {f"broker-{name}.acl": access.mosquitto(lab, name).encode() for name in lab.brokers_of(machine)}
+    private |= {
+        f"broker-{name}.acl": access.mosquitto(lab, name).encode()
+        for name in lab.brokers_of(machine)
+    }
     private |= {AUTHORITY: authority.certificate, REVOKED: authority.revoked}
     folder.mkdir(mode=0o700)
     for name, content in private.items():
@@ -192,15 +230,21 @@ def _write_certificates(lab: Lab, machine: str, authority: Authority, folder: Pa
 
 
 def _issued_to(lab: Lab, machine: str) -> dict[str, list[str]]:
-    """Return the names of a machine's certificates, each with the hosts of its server; a node has none."""
+    """Return the names of a machine's certificates, each with the hosts of its server; a node has
+    none.
+    """
     own = lab.machines[machine]
     found: dict[str, list[str]] = {name: [] for name in lab.nodes_of(machine)}
-    found |= {f"broker-{name}": [own.address, HERE, "127.0.0.1"] for name in lab.brokers_of(machine)}
+    found |= {
+        f"broker-{name}": [own.address, HERE, "127.0.0.1"] for name in lab.brokers_of(machine)
+    }
     return found | ({METRICS_NAME: [SERVER_NAME]} if own.metrics or own.cloud else {})
 
 
 def _readme(lab: Lab, machine: str, found: list[units.Service]) -> str:
-    rows = "".join(f"- `fedstrata-{each.name}`: {each.description}\n" for each in found) or "- none\n"
+    rows = (
+        "".join(f"- `fedstrata-{each.name}`: {each.description}\n" for each in found) or "- none\n"
+    )
     where = login(lab, machine)
     return f"""# {machine}, lab {lab.name}
 
@@ -212,13 +256,16 @@ From the folder that contains this one:
 The same two commands renew it. `install.sh --remove` removes it. Services:
 
 {rows}
-`systemctl status 'fedstrata-*'` shows what they do, `journalctl -u 'fedstrata-*'` their logs. A login at the broker
-belongs into {units.LOGIN}, readable by root alone: FEDSTRATA_USERNAME=..., FEDSTRATA_PASSWORD=...
+`systemctl status 'fedstrata-*'` shows what they do, `journalctl -u 'fedstrata-*'` their logs. A
+login at the broker belongs into {units.LOGIN}, readable by root alone: FEDSTRATA_USERNAME=...,
+FEDSTRATA_PASSWORD=...
 """
 
 
 def _inventory(lab: Lab) -> str:
     lines = ["[lab]"]
     for name, own in lab.machines.items():
-        lines.append(f"{name} ansible_host={own.address}" + (f" ansible_user={own.user}" if own.user else ""))
+        lines.append(
+            f"{name} ansible_host={own.address}" + (f" ansible_user={own.user}" if own.user else "")
+        )
     return "\n".join(lines) + "\n"

@@ -48,18 +48,23 @@ _WITHOUT_ACCELERATOR: Final = ("PrivateDevices=yes", "SystemCallFilter=@system-s
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A service of a machine: its name without `fedstrata-`, its command after `fedstrata`, and what it needs."""
+    """A service of a machine: its name without `fedstrata-`, its command after `fedstrata`, and
+    what it needs.
+    """
 
     name: str
     description: str
     command: tuple[str, ...]
     after: tuple[str, ...] = ()
     accelerator: bool = False
-    undo: tuple[str, ...] = ()  # of a service that sets something up and ends: the command that undoes it
+    # of a service that sets something up and ends: the command that undoes it
+    undo: tuple[str, ...] = ()
 
 
 def services(lab: Lab, machine: str) -> list[Service]:
-    """Return the services of a machine: its link, brokers, institutions, and one process for all its devices."""
+    """Return the services of a machine: its link, brokers, institutions, and one process for all
+    its devices.
+    """
     own = lab.machines[machine]
     brokers = lab.brokers_of(machine)
     started = tuple(f"broker-{name}" for name in brokers)
@@ -74,9 +79,17 @@ def services(lab: Lab, machine: str) -> list[Service]:
     ]
     if own.link is not None and (hosts := lab.above(machine)):
         to = tuple(word for host in hosts for word in ("--to", host))
-        rates = (("--up", own.link.up_mbit), ("--down", own.link.down_mbit), ("--delay", own.link.delay_ms or None))
-        numbers = tuple(word for option, value in rates if value is not None for word in (option, f"{value:g}"))
-        link = Service("link", "the link's rates", ("links", "apply", *numbers, *to), undo=("links", "clear"))
+        rates = (
+            ("--up", own.link.up_mbit),
+            ("--down", own.link.down_mbit),
+            ("--delay", own.link.delay_ms or None),
+        )
+        numbers = tuple(
+            word for option, value in rates if value is not None for word in (option, f"{value:g}")
+        )
+        link = Service(
+            "link", "the link's rates", ("links", "apply", *numbers, *to), undo=("links", "clear")
+        )
         found.append(link)
         started = (*started, link.name)
     beyond = ("--metrics", f"{listen}:0", *(() if lab.tls else ("--insecure",)))
@@ -86,7 +99,8 @@ def services(lab: Lab, machine: str) -> list[Service]:
     for name, node in lab.institutions.items():
         if node.machine != machine:
             continue
-        above, below = lab.meeting_place(node.parent), lab.meeting_place(name)
+        above = lab.meeting_place(node.parent)
+        below = lab.meeting_place(name)
         command = ["institution", "--name", name, "--parent", node.parent]
         command += ["--broker", lab.address(above, machine=machine)]
         if below != above:
@@ -98,23 +112,37 @@ def services(lab: Lab, machine: str) -> list[Service]:
         for name, parent in devices.items():
             where = lab.address(lab.meeting_place(parent), machine=machine)
             command += ["--name", name, "--parent", parent, "--broker", where]
-        command += ["--accelerator", own.accelerator, *(("--slots", str(own.slots)) if own.slots else ())]
+        command += [
+            "--accelerator",
+            own.accelerator,
+            *(("--slots", str(own.slots)) if own.slots else ()),
+        ]
         command += ["--energy", own.energy] if own.energy != "auto" else []
         command += [*data, *allowed]
         summary = next(iter(devices)) if len(devices) == 1 else f"{len(devices)} devices"
-        found.append(Service(DEVICES, summary, (*command, *common), started, accelerator=own.accelerator != "cpu"))
+        found.append(
+            Service(
+                DEVICES, summary, (*command, *common), started, accelerator=own.accelerator != "cpu"
+            )
+        )
     return found
 
 
 def digest(lab: Lab, machine: str) -> str:
-    """Return 12 hexadecimal digits over a machine's services: another digest, and its kit is to be installed again."""
+    """Return 12 hexadecimal digits over a machine's services: another digest, and its kit is to be
+    installed again.
+    """
     commands = [each.command for each in services(lab, machine)]
     return blake2b(json.dumps(commands).encode(), digest_size=6).hexdigest()
 
 
 def environment(lab: Lab, machine: str) -> dict[str, str]:
     """Return the environment of a machine's roles."""
-    found = {"XDG_CACHE_HOME": "/var/cache/fedstrata", "PYTHONUNBUFFERED": "1", KIT: digest(lab, machine)}
+    found = {
+        "XDG_CACHE_HOME": "/var/cache/fedstrata",
+        "PYTHONUNBUFFERED": "1",
+        KIT: digest(lab, machine),
+    }
     if lab.tls:
         found |= {
             "FEDSTRATA_TLS_CA": f"{TLS}/ca.crt",
@@ -130,22 +158,42 @@ def _guard(lab: Lab, broker: str) -> tuple[str, ...]:
         return ("--insecure",)
     own = f"{TLS}/broker-{broker}"
     files = ("--tls-cert", f"{own}.crt", "--tls-key", f"{own}.key", "--rules", f"{own}.acl")
-    return ("--kind", "mosquitto", *files, "--tls-ca", f"{TLS}/ca.crt", "--tls-crl", f"{TLS}/ca.crl")
+    return (
+        "--kind",
+        "mosquitto",
+        *files,
+        "--tls-ca",
+        f"{TLS}/ca.crt",
+        "--tls-crl",
+        f"{TLS}/ca.crl",
+    )
 
 
 def unit(lab: Lab, machine: str, service: Service) -> str:
     """Return the unit file of a service.
 
-    It is started again whenever it ends by itself, but not after a mistake in its command (2) or settings (4). 130 is
-    the exit code of a service that was stopped.
+    It is started again whenever it ends by itself, but not after a mistake in its command (2) or
+    settings (4). 130 is the exit code of a service that was stopped.
     """
-    after = " ".join(["network-online.target", *(f"fedstrata-{name}.service" for name in service.after)])
-    start, restart = f"ExecStart={_line(lab, service.command)}", ("Restart=on-failure", f"RestartSec={RESTART_S}")
+    after = " ".join(
+        ["network-online.target", *(f"fedstrata-{name}.service" for name in service.after)]
+    )
+    start = f"ExecStart={_line(lab, service.command)}"
+    restart = ("Restart=on-failure", f"RestartSec={RESTART_S}")
     if service.undo:  # it sets something up as root, and undoes it when it is stopped
         stop = f"ExecStop={_line(lab, service.undo)}"
-        own = ("Type=oneshot", "RemainAfterExit=yes", start, stop, *restart, "RestartPreventExitStatus=2")
+        own = (
+            "Type=oneshot",
+            "RemainAfterExit=yes",
+            start,
+            stop,
+            *restart,
+            "RestartPreventExitStatus=2",
+        )
     else:
         limit = lab.machines[machine].memory_gb
+        variables = environment(lab, machine)
+        assigned = " ".join(f"{name}={value}" for name, value in variables.items())
         own = (
             "Type=notify",
             start,
@@ -158,7 +206,7 @@ def unit(lab: Lab, machine: str, service: Service) -> str:
             "StateDirectory=fedstrata",
             "CacheDirectory=fedstrata",
             f"WorkingDirectory={STATE}",
-            f"Environment={' '.join(f'{name}={value}' for name, value in environment(lab, machine).items())}",
+            f"Environment={assigned}",
             f"EnvironmentFile=-{LOGIN}",
             "LimitNOFILE=65536",
             *((f"MemoryMax={round(limit * 1024)}M",) if limit else ()),

@@ -1,1 +1,3 @@
-"""Links that the kernel enforces: shaping by `tc`, an interface of this host, and measuring between two hosts."""
+"""Links that the kernel enforces: shaping by `tc`, an interface of this host, and measuring between
+two hosts.
+"""

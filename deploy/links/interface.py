@@ -1,11 +1,13 @@
 """A link's rates and delay on a network interface of this host, set by `tc`.
 
-    sending     interface, egress hook  -> ifb "fs-up-N": tbf, netem   -> the interface's own queue -> network
+    sending     interface, egress hook  -> ifb "fs-up-N": tbf, netem   -> the interface's own queue
+    -> network
     receiving   interface, ingress hook -> ifb "fs-down-N": tbf, netem -> this host
 
-Filters of a clsact qdisc redirect packets to intermediate functional blocks (ifb); N is the interface's index. The
-interface keeps its own qdisc, and traffic that no filter matches keeps its speed. Nothing is stored elsewhere: `clear`
-reads the names of the ifb devices, and the alias of "fs-up-N", which has the interface's former gso_max_segs.
+Filters of a clsact qdisc redirect packets to intermediate functional blocks (ifb); N is the
+interface's index. The interface keeps its own qdisc, and traffic that no filter matches keeps its
+speed. Nothing is stored elsewhere: `clear` reads the names of the ifb devices, and the alias of
+"fs-up-N", which has the interface's former gso_max_segs.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ from fedstrata.deploy.links.kernel import (
 
 KERNEL_DEFAULTS: Final = frozenset({"noop", "noqueue", "pfifo_fast", "fq_codel", "mq", "fq"})
 ETHERNET_BYTES: Final = 14
-MODULES: Final = "Load what the kernel lacks: modprobe -a ifb sch_ingress sch_tbf cls_u32 act_mirred."
+MODULES: Final = (
+    "Load what the kernel lacks: modprobe -a ifb sch_ingress sch_tbf cls_u32 act_mirred."
+)
 
 _BLOCK: Final = re.compile(r"fs-(?:up|down)-([0-9]+)")
 _SEGMENTS: Final = re.compile(r"gso_max_segs=([0-9]+)")
@@ -44,7 +48,9 @@ _SEGMENTS: Final = re.compile(r"gso_max_segs=([0-9]+)")
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """A network interface: its name and index, its largest frame in bytes, and the segments of its largest packet."""
+    """A network interface: its name and index, its largest frame in bytes, and the segments of its
+    largest packet.
+    """
 
     name: str
     index: int
@@ -59,25 +65,34 @@ class Interface:
 def link_of(
     profile: str | None, *, up_mbit: float | None, down_mbit: float | None, delay_ms: float | None
 ) -> LinkSettings:
-    """Return a profile's link with the given numbers in place of its own. Raises InvalidExperiment."""
+    """Return a profile's link with the given numbers in place of its own. Raises
+    InvalidExperiment.
+    """
     given = {"profile": profile, "up_mbit": up_mbit, "down_mbit": down_mbit, "delay_ms": delay_ms}
     try:
         return LinkSettings.model_validate(
-            named("PROFILE", {key: value for key, value in given.items() if value is not None}, shipped())
+            named(
+                "PROFILE",
+                {key: value for key, value in given.items() if value is not None},
+                shipped(),
+            )
         )
     except ValidationError as error:
         raise explain(error, LinkSettings) from None
 
 
 def apply(name: str, link: Profile, peers: Collection[IpAddress] = ()) -> None:
-    """Shape what this host sends and receives on an interface, in place of what an earlier call has set.
+    """Shape what this host sends and receives on an interface, in place of what an earlier call has
+    set.
 
-    `link.up_mbit` is the rate of what is sent, `link.down_mbit` of what is received; the delay is for both. With
-    `peers` only traffic with these addresses is shaped. If a command fails, all of it is undone. Raises
-    InvalidExperiment.
+    `link.up_mbit` is the rate of what is sent, `link.down_mbit` of what is received; the delay is
+    for both. With `peers` only traffic with these addresses is shaped. If a command fails, all of
+    it is undone. Raises InvalidExperiment.
     """
     if not _rates(link):
-        raise InvalidExperiment("PROFILE", None, "the link has no rate and no delay", "Name a profile, or use --up.")
+        raise InvalidExperiment(
+            "PROFILE", None, "the link has no rate and no delay", "Name a profile, or use --up."
+        )
     _check_free(name)
     clear(name)
     interface = _interface(name)
@@ -88,13 +103,16 @@ def apply(name: str, link: Profile, peers: Collection[IpAddress] = ()) -> None:
             batch("tc", shapers(interface, link))
             batch("tc", filters(interface, link, peers))
     except InvalidExperiment:
-        with suppress(InvalidExperiment):  # without the right to set anything there is nothing to undo
+        # without the right to set anything there is nothing to undo
+        with suppress(InvalidExperiment):
             clear(name)
         raise
 
 
 def clear(name: str | None = None) -> list[str]:
-    """Undo `apply` on an interface, or on all of this host; return the interfaces. Raises InvalidExperiment."""
+    """Undo `apply` on an interface, or on all of this host; return the interfaces. Raises
+    InvalidExperiment.
+    """
     cleared = []
     with _explained(name or "all"):
         listed = query("ip", "-details", "link", "show")
@@ -107,7 +125,10 @@ def clear(name: str | None = None) -> list[str]:
                 continue
             if owner is not None:
                 cleared.append(owner)
-                if any(qdisc["kind"] == "clsact" for qdisc in query("tc", "qdisc", "show", "dev", owner)):
+                if any(
+                    qdisc["kind"] == "clsact"
+                    for qdisc in query("tc", "qdisc", "show", "dev", owner)
+                ):
                     batch("tc", [f"qdisc del dev {owner} clsact"])
                 former = _SEGMENTS.fullmatch(found.get(f"fs-up-{index}", ""))
                 if former:
@@ -117,7 +138,8 @@ def clear(name: str | None = None) -> list[str]:
 
 
 def blocks(interface: Interface, link: Profile) -> list[str]:
-    """Return the `ip` commands that create the ifb devices of a link, and let senders pass single frames if it is slow.
+    """Return the `ip` commands that create the ifb devices of a link, and let senders pass single
+    frames if it is slow.
 
     The former gso_max_segs is noted before it is changed.
     """
@@ -125,7 +147,10 @@ def blocks(interface: Interface, link: Profile) -> list[str]:
     for block in (interface.block(way) for way in _rates(link)):
         lines += [f"link add {block} type ifb", f"link set dev {block} up"]
     if single := single_frames(interface.name, link.up_mbit):
-        lines += [f"link set dev {interface.block('up')} alias gso_max_segs={interface.gso_max_segs}", *single]
+        lines += [
+            f"link set dev {interface.block('up')} alias gso_max_segs={interface.gso_max_segs}",
+            *single,
+        ]
     return lines
 
 
@@ -134,32 +159,46 @@ def shapers(interface: Interface, link: Profile) -> list[str]:
     return [
         line
         for way, mbit in _rates(link).items()
-        for line in shaping(interface.block(way), mbit=mbit, delay_ms=link.delay_ms, frame_bytes=interface.frame_bytes)
+        for line in shaping(
+            interface.block(way),
+            mbit=mbit,
+            delay_ms=link.delay_ms,
+            frame_bytes=interface.frame_bytes,
+        )
     ]
 
 
 def filters(interface: Interface, link: Profile, peers: Collection[IpAddress]) -> list[str]:
-    """Return the `tc` commands that redirect the traffic with these peers, or all traffic, to the ifb devices."""
+    """Return the `tc` commands that redirect the traffic with these peers, or all traffic, to the
+    ifb devices.
+    """
     lines = [f"qdisc add dev {interface.name} clsact"]
     for way in _rates(link):
         hook, side = ("egress", "dst") if way == "up" else ("ingress", "src")
         matches = [] if peers else ["protocol all prio 1 u32 match u32 0 0"]
         for peer in peers:
             protocol, selector, prio = ("ip", "ip", 1) if peer.version == 4 else ("ipv6", "ip6", 2)
-            matches.append(f"protocol {protocol} prio {prio} u32 match {selector} {side} {peer}/{peer.max_prefixlen}")
+            matches.append(
+                f"protocol {protocol} prio {prio} u32 match {selector} {side} "
+                f"{peer}/{peer.max_prefixlen}"
+            )
         action = f"action mirred egress redirect dev {interface.block(way)}"
         lines += [f"filter add dev {interface.name} {hook} {match} {action}" for match in matches]
     return lines
 
 
 def _rates(link: Profile) -> Mapping[str, float | None]:
-    """Return the rates of the directions that are to be shaped, Mbit/s; None = unlimited, with a delay."""
+    """Return the rates of the directions that are to be shaped, Mbit/s; None = unlimited, with a
+    delay.
+    """
     rates = {"up": link.up_mbit, "down": link.down_mbit}
     return {way: mbit for way, mbit in rates.items() if mbit is not None or link.delay_ms}
 
 
 def _blocks(listed: Collection[Mapping[str, Any]]) -> dict[int, dict[str, str]]:
-    """Return the ifb devices that `apply` has created, with their aliases, by the index of the interface."""
+    """Return the ifb devices that `apply` has created, with their aliases, by the index of the
+    interface.
+    """
     found: dict[int, dict[str, str]] = {}
     for each in listed:
         ours = _BLOCK.fullmatch(each["ifname"])
@@ -176,7 +215,9 @@ def _interface(name: str) -> Interface:
 
 
 def _check_known(name: str, names: Iterable[str]) -> None:
-    """Check that an interface is among those of this host that lead to others. Raises InvalidExperiment."""
+    """Check that an interface is among those of this host that lead to others. Raises
+    InvalidExperiment.
+    """
     usual = [other for other in names if other != LOOPBACK and not _BLOCK.fullmatch(other)]
     if name not in usual:
         problem = "not an interface that leads to another host"

@@ -1,6 +1,8 @@
-"""The kernel's network by `ip` and `tc` of iproute2: commands that give an interface a rate and a delay, and routes.
+"""The kernel's network by `ip` and `tc` of iproute2: commands that give an interface a rate and a
+delay, and routes.
 
-Rates count Ethernet frames without preamble and checksum: a full frame has 1514 bytes, 1448 of them TCP payload.
+Rates count Ethernet frames without preamble and checksum: a full frame has 1514 bytes, 1448 of them
+TCP payload.
 """
 
 from __future__ import annotations
@@ -30,12 +32,16 @@ def path_of(program: str) -> str:
     """Return the path of `ip` or `tc`. Raises CommandRefused if it is not installed."""
     found = shutil.which(program, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
     if found is None:
-        raise CommandRefused(f"the program {program!r} was not found", "Install iproute2 (apt install iproute2).")
+        raise CommandRefused(
+            f"the program {program!r} was not found", "Install iproute2 (apt install iproute2)."
+        )
     return found
 
 
 def batch(program: str, lines: Iterable[str]) -> None:
-    """Run commands of `ip` or `tc` up to the first that fails. Raises CommandRefused with the program's message."""
+    """Run commands of `ip` or `tc` up to the first that fails. Raises CommandRefused with the
+    program's message.
+    """
     _output(program, "-batch", "-", given="\n".join(lines))
 
 
@@ -65,11 +71,12 @@ NETEM_MBIT: Final = 1000.0  # rate by which netem's queue is sized if the link i
 
 
 def single_frames(interface: str, mbit: float | None) -> list[str]:
-    """Return the `ip` commands by which senders on a slow shaped interface pass single frames (gso_max_segs 1).
+    """Return the `ip` commands by which senders on a slow shaped interface pass single frames
+    (gso_max_segs 1).
 
-    With segmentation offload they would pass packets of 64 KB, of which the shaper drops a part, to be sent again; the
-    interface's counters would miss their headers, and the bucket would have to hold whole packets. On fast links single
-    frames would need more than a core.
+    With segmentation offload they would pass packets of 64 KB, of which the shaper drops a part, to
+    be sent again; the interface's counters would miss their headers, and the bucket would have to
+    hold whole packets. On fast links single frames would need more than a core.
     """
     if mbit is None or mbit > SINGLE_FRAMES_MOST_MBIT:
         return []
@@ -84,11 +91,14 @@ def bucket(mbit: float, *, frame_bytes: int = FRAME_BYTES) -> str:
     return f"tbf rate {round(8 * rate)}bit burst {burst} limit {limit}"
 
 
-def shaping(interface: str, *, mbit: float | None, delay_ms: float, frame_bytes: int = FRAME_BYTES) -> list[str]:
-    """Return the `tc` commands that shape an interface's outgoing traffic: tbf for the rate, netem for the delay.
+def shaping(
+    interface: str, *, mbit: float | None, delay_ms: float, frame_bytes: int = FRAME_BYTES
+) -> list[str]:
+    """Return the `tc` commands that shape an interface's outgoing traffic: tbf for the rate, netem
+    for the delay.
 
-    The bucket holds 20 ms of the rate, which compensates for late timers on a busy machine, and at least two frames.
-    The queue holds 0.1 s, and at least 32 frames, like that of a home router.
+    The bucket holds 20 ms of the rate, which compensates for late timers on a busy machine, and at
+    least two frames. The queue holds 0.1 s, and at least 32 frames, like that of a home router.
     """
     lines = []
     device = f"dev {interface}"
@@ -120,11 +130,15 @@ def addresses_of(host: str) -> list[IpAddress]:
     except (OSError, UnicodeError) as error:
         problem = f"no address is known: {getattr(error, 'strerror', None) or error}"
         raise InvalidExperiment("--to", host, problem, "Name a host or an address.") from None
-    return [ip_address(text) for text in dict.fromkeys(str(place[0]).partition("%")[0] for *_, place in found)]
+    return [
+        ip_address(text)
+        for text in dict.fromkeys(str(place[0]).partition("%")[0] for *_, place in found)
+    ]
 
 
 def interface_to(host: str, addresses: Collection[IpAddress]) -> str:
-    """Return the interface that leads to a host, by the first of its addresses with a route. Raises InvalidExperiment.
+    """Return the interface that leads to a host, by the first of its addresses with a route. Raises
+    InvalidExperiment.
 
     A host may have addresses of a protocol that this host lacks.
     """
@@ -136,6 +150,10 @@ def interface_to(host: str, addresses: Collection[IpAddress]) -> str:
             problem = error.problem
             continue
         if route["dev"] == LOOPBACK:
-            raise InvalidExperiment("--to", host, "this host itself", "Name the host at the link's other end.")
+            raise InvalidExperiment(
+                "--to", host, "this host itself", "Name the host at the link's other end."
+            )
         return str(route["dev"])
-    raise InvalidExperiment("--to", host, f"no route leads there: {problem}", "Name a host that can be reached.")
+    raise InvalidExperiment(
+        "--to", host, f"no route leads there: {problem}", "Name a host that can be reached."
+    )

@@ -24,8 +24,9 @@ async def run_agents(
 ) -> None:
     """Run agents, by their nodes' names, each to its end.
 
-    An agent's error is reported at once, and the others continue. They end too if `shared_failure` returns the error of
-    a shared resource, or if `together` returns true. Raises typer.Exit with the exit code of the first error.
+    An agent's error is reported at once, and the others continue. They end too if `shared_failure`
+    returns the error of a shared resource, or if `together` returns true. Raises typer.Exit with
+    the exit code of the first error.
     """
     errors: list[Exception] = []
 

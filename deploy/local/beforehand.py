@@ -1,4 +1,6 @@
-"""What a run needs of this machine, checked before anything of it exists: packages, own code, files of data."""
+"""What a run needs of this machine, checked before anything of it exists: packages, own code, files
+of data.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ DATA: Final = "FEDSTRATA_DATA"  # the folder of data sets of a host's institutio
 
 
 def check_lab(experiment: Experiment, runs: Path | None, *, direct: bool) -> None:
-    """Check what all nodes of a lab on this machine need, and that it can have a folder below `runs`.
+    """Check what all nodes of a lab on this machine need, and that it can have a folder below
+    `runs`.
 
     `direct`: all nodes are in this process. Raises InvalidExperiment, StorageFailed.
     """
@@ -41,20 +44,27 @@ def check_lab(experiment: Experiment, runs: Path | None, *, direct: bool) -> Non
         _check_packages(experiment.key(tier), tier.aggregation)
     if experiment.data.dataset == "folder":
         require("PIL")
-    here = experiment if direct else experiment.with_data_root(os.environ.get(DATA) or experiment.data.root)
+    if direct:
+        here = experiment
+    else:
+        here = experiment.with_data_root(os.environ.get(DATA) or experiment.data.root)
     _check_data(here, tree.devices if "{node}" in here.data.root else tree.devices[:1])
 
 
 def allow_connections(nodes: int) -> None:
-    """Let this process and those that it starts open a connection for each node, as the broker does.
+    """Let this process and those that it starts open a connection for each node, as the broker
+    does.
 
-    The soft limit is raised for that, up to the hard one. Raises InvalidExperiment if that is too low.
+    The soft limit is raised for that, up to the hard one. Raises InvalidExperiment if that is too
+    low.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = nodes + FILES_BESIDE
     if hard != resource.RLIM_INFINITY and needed > hard:
         problem = f"the broker needs {needed} open files, and a process here may have {hard}"
-        raise InvalidExperiment("topology", f"{nodes} nodes", problem, f"Raise it as root: ulimit -Hn {needed}.")
+        raise InvalidExperiment(
+            "topology", f"{nodes} nodes", problem, f"Raise it as root: ulimit -Hn {needed}."
+        )
     if soft != resource.RLIM_INFINITY and needed > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
@@ -99,14 +109,17 @@ def _check_learned(experiment: Experiment) -> None:
 
 
 def _check_tier(experiment: Experiment, tier: Tier) -> None:
-    key, codec = experiment.key(tier), tier.transfer.up
+    key = experiment.key(tier)
+    codec = tier.transfer.up
     _check_name(f"{key}.aggregation.name", tier.aggregation.name, tier.aggregation)
     _check_name(f"{key}.selection.name", tier.selection.name, tier.selection)
     _check_name(f"{experiment.key(tier, 'transfer')}.up.name", codec.name, codec)
 
 
 def require_torch(experiment: Experiment) -> None:
-    """Check that PyTorch is installed if the experiment's trainer needs it. Raises InvalidExperiment."""
+    """Check that PyTorch is installed if the experiment's trainer needs it. Raises
+    InvalidExperiment.
+    """
     if experiment.training.trainer.learns_module:
         require("torch")
 
@@ -117,18 +130,23 @@ def check_folder(runs: Path) -> None:
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".fedstrata-", dir=there))
     except OSError as error:
-        raise StorageFailed("--runs", str(runs), error.strerror or str(error), "Name another folder.") from None
+        raise StorageFailed(
+            "--runs", str(runs), error.strerror or str(error), "Name another folder."
+        ) from None
 
 
 def _check_packages(key: str, rule: RuleSettings) -> None:
     for package in rule.packages:
         if find_spec(package) is None:
-            problem, remedy = f"needs {package}, not installed here", f"{installing(EXTRAS[package])}."
+            problem = f"needs {package}, not installed here"
+            remedy = f"{installing(EXTRAS[package])}."
             raise InvalidExperiment(f"{key}.aggregation.name", rule.name, problem, remedy)
 
 
 def _check_name(key: str, name: str, settings: SettingsTable | None = None) -> None:
-    """Import own code that a key names, and build what takes its keywords from its settings alone."""
+    """Import own code that a key names, and build what takes its keywords from its settings
+    alone.
+    """
     if not is_own(name):
         return
     if isinstance(settings, OwnSettings):

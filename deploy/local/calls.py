@@ -1,11 +1,13 @@
-"""Children in this process, called in their order: the counterpart of `common.runtime.parent_endpoint`.
+"""Children in this process, called in their order: the counterpart of
+`common.runtime.parent_endpoint`.
 
-Each child gets a copy of its model, encoded and decoded by the tier's codecs, so that all numbers equal those of a lab
-of processes. The bytes of these blobs are counted. No child is late or missing, unless the recorded round of a replay
-went without it. Where tasks go on after their rounds, the oldest ones are done first, as by children of equal speed.
+Each child gets a copy of its model, encoded and decoded by the tier's codecs, so that all numbers
+equal those of a lab of processes. The bytes of these blobs are counted. No child is late or
+missing, unless the recorded round of a replay went without it. Where tasks go on after their
+rounds, the oldest ones are done first, as by children of equal speed.
 
-The simulated lab without links gives the same bits. It was measured, and costs 1.02 (the demo's CNN) to 1.81 times (100
-tiny devices) the CPU seconds, for no less code.
+The simulated lab without links gives the same bits. It was measured, and costs 1.02 (the demo's
+CNN) to 1.81 times (100 tiny devices) the CPU seconds, for no less code.
 """
 
 from __future__ import annotations
@@ -28,7 +30,13 @@ from fedstrata.common.methods.rule import Uploads
 from fedstrata.common.model.codec_settings import Codecs
 from fedstrata.common.model.codecs import codec_of
 from fedstrata.common.model.layout import LinkLayouts, Row
-from fedstrata.common.protocol.limits import ANY, ChildLimits, check_report, possible_scores, with_plausible_costs
+from fedstrata.common.protocol.limits import (
+    ANY,
+    ChildLimits,
+    check_report,
+    possible_scores,
+    with_plausible_costs,
+)
 from fedstrata.common.protocol.manifest import describe
 from fedstrata.common.protocol.messages import Key, Phase, Result, Task
 from fedstrata.common.protocol.round_state import Standing, Timeline, Verdict, judge
@@ -41,9 +49,11 @@ from fedstrata.common.text import by_cause
 
 @dataclass(frozen=True, slots=True)
 class RoundDecisions:
-    """One round: who took part, None if seed and round determine it; who was not used, or not known yet.
+    """One round: who took part, None if seed and round determine it; who was not used, or not known
+    yet.
 
-    `used`: whose results were used where tasks go on, else None. `absent`: those that could not take part.
+    `used`: whose results were used where tasks go on, else None. `absent`: those that could not
+    take part.
     """
 
     taking_part: Sequence[str] | None = None
@@ -82,23 +92,26 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class AssignedCall:
-    """A task that a child has not done yet, with its model, as children decode it, and the bytes of that one's blob."""
+    """A task that a child has not done yet, with its model, as children decode it, and the bytes of
+    that one's blob.
+    """
 
     model: Row
     nbytes: int
     task: Task
 
 
-Call: TypeAlias = tuple[float, Row, AssignedCall, Awaitable[WorkResult]]  # when, and with which model
+# when, and with which model
+Call: TypeAlias = tuple[float, Row, AssignedCall, Awaitable[WorkResult]]
 
 
 class Calls:
     """A parent's children, each as a function.
 
-    `below` returns the traffic of the tiers below a child, `limits` has what it may report. `recorded` returns what was
-    decided in a round, from the global round and the local round in it; None: everybody's result is used. `silent`
-    returns whether a child sends no result of a task. `at_once`: how many children are called before the first one's
-    result is awaited.
+    `below` returns the traffic of the tiers below a child, `limits` has what it may report.
+    `recorded` returns what was decided in a round, from the global round and the local round in it;
+    None: everybody's result is used. `silent` returns whether a child sends no result of a task.
+    `at_once`: how many children are called before the first one's result is awaited.
     """
 
     def __init__(
@@ -148,7 +161,12 @@ class Calls:
         self._uploads = np.empty((0, layouts.up.row_bytes), np.uint8)
         blank = np.zeros(layouts.down.row_bytes, np.uint8)
         self._manifest = describe(
-            blank.data, chunk_bytes=1_000_000, codec=self._down.name, layout=layouts.down.digest, reference="", salt=""
+            blank.data,
+            chunk_bytes=1_000_000,
+            codec=self._down.name,
+            layout=layouts.down.digest,
+            reference="",
+            salt="",
         )
 
     def give_back_places(self) -> None:
@@ -156,16 +174,28 @@ class Calls:
 
     async def absent(self, global_round: int, local_round: int) -> Collection[str]:
         """Return the children that were absent in a recorded round."""
-        return self._recorded(global_round, local_round).absent if self._recorded else ()
+        if self._recorded:
+            return self._recorded(global_round, local_round).absent
+        return ()
 
-    async def round(self, dispatch: Dispatch, *, on_progress: Callable[[], None] = nothing) -> ClosedRound:
-        """Call each child with a copy of its model and return the results. Raises RunFailed, RefusedModel."""
+    async def round(
+        self, dispatch: Dispatch, *, on_progress: Callable[[], None] = nothing
+    ) -> ClosedRound:
+        """Call each child with a copy of its model and return the results. Raises RunFailed,
+        RefusedModel.
+        """
         buffered = dispatch.carried is not None
         children = self.peers if buffered else dispatch.children
-        recorded = self._recorded(dispatch.global_round, dispatch.local_round) if self._recorded else ALL_USED
+        if self._recorded:
+            recorded = self._recorded(dispatch.global_round, dispatch.local_round)
+        else:
+            recorded = ALL_USED
         if len(self._uploads) != len(children):
             self._uploads = self._spool.memory(
-                "uploads", len(children), row_bytes=self._layouts.up.row_bytes, resident_mb=self._resident_mb
+                "uploads",
+                len(children),
+                row_bytes=self._layouts.up.row_bytes,
+                resident_mb=self._resident_mb,
             )
         opened = self.now()
         timeline = Timeline(opened, opened)
@@ -194,9 +224,12 @@ class Calls:
                 if task.epochs:  # else its model was scored alone, and none comes back
                     nbytes = done.blob.nbytes
                     extras = 4 * up.extras
-                    self._account.add(name, "received", message=nbytes, model=nbytes - extras, extras=extras)
+                    self._account.add(
+                        name, "received", message=nbytes, model=nbytes - extras, extras=extras
+                    )
                     self._uploads[place] = self._decoded(done.blob, reference=row)
-                results[name], model_bytes[name] = result, assigned.nbytes + nbytes
+                results[name] = result
+                model_bytes[name] = assigned.nbytes + nbytes
             except RefusedModel as error:
                 refused[name] = str(error)
                 self._observe("refused", {"node": name, "reason": str(error)})
@@ -204,13 +237,22 @@ class Calls:
             timeline.last_result = self.now()
             timeline.seconds[name] = timeline.last_result - begun
             timeline.first_result = timeline.first_result or timeline.last_result
-        if judge(dispatch.closing, Standing(len(results), len(refused), 0, 0), overdue=False) is not Verdict.CLOSE:
-            causes = {name: f"sent a model that was refused: {reason}" for name, reason in refused.items()}
-            raise RunFailed(by_cause([*causes.items(), *((name, "sends no result") for name in silent)]))
+        if (
+            judge(dispatch.closing, Standing(len(results), len(refused), 0, 0), overdue=False)
+            is not Verdict.CLOSE
+        ):
+            causes = {
+                name: f"sent a model that was refused: {reason}" for name, reason in refused.items()
+            }
+            raise RunFailed(
+                by_cause([*causes.items(), *((name, "sends no result") for name in silent)])
+            )
         timeline.closed = self.now()
         reports = tuple(results.get(name) for name in children)
         uploads = Uploads(children, self._uploads, reports, lambda: None)
-        self.samples = {name: count for name, count in self._samples.items() if name not in recorded.unreported}
+        self.samples = {
+            name: count for name, count in self._samples.items() if name not in recorded.unreported
+        }
         scored, unscored = possible_scores(results, self._limits, tests=self.tests)
         return ClosedRound(
             scored,
@@ -226,7 +268,11 @@ class Calls:
 
     async def _assign(self, dispatch: Dispatch) -> None:
         """Note the tasks of a round; those that it carries go before them."""
-        self._assigned = {name: self._assigned[name] for name in self._assigned if name in (dispatch.carried or ())}
+        self._assigned = {
+            name: self._assigned[name]
+            for name in self._assigned
+            if name in (dispatch.carried or ())
+        }
         key = Key(1, dispatch.global_round, dispatch.local_round)
         for model, names in dispatch.models:
             row = await model.whole() if isinstance(model, Arriving) else model
@@ -238,7 +284,8 @@ class Calls:
 
     def _adopted(self, row: Row) -> int:
         """Let the row be what its children decode; return the bytes of its blob."""
-        codec, layout = self._down, self._layouts.down
+        codec = self._down
+        layout = self._layouts.down
         if codec.is_row:
             return row.nbytes
         blob = codec.encode(layout, row)
@@ -262,20 +309,29 @@ class Calls:
     def _places(
         self, children: Sequence[str], recorded: RoundDecisions
     ) -> tuple[list[tuple[int, str]], Collection[str]]:
-        """Return the children to be called, the oldest tasks first, with their places; and the silent ones."""
+        """Return the children to be called, the oldest tasks first, with their places; and the
+        silent ones.
+        """
         places = {name: place for place, name in enumerate(children)}
-        silent = [name for name, assigned in self._assigned.items() if self._silent(name, assigned.task)]
+        silent = [
+            name for name, assigned in self._assigned.items() if self._silent(name, assigned.task)
+        ]
         called = [name for name in self._assigned if recorded.uses(name) and name not in silent]
         return [(places[name], name) for name in called], silent
 
     def _call(self, name: str, on_progress: Callable[[], None]) -> Call:
-        """Call a child with its task. Called with others it gets no copy of its model: they would be many."""
-        begun, assigned = self.now(), self._assigned.pop(name)
+        """Call a child with its task. Called with others it gets no copy of its model: they would
+        be many.
+        """
+        begun = self.now()
+        assigned = self._assigned.pop(name)
         row = assigned.model.copy() if self._at_once == 1 else assigned.model.view()
         row.flags.writeable = self._at_once == 1
         self._sent[name] += assigned.nbytes
         self._tasks[name] += 1
-        work = self._children[name](assigned.task, self._arrived(row), partial(self._progressed, on_progress))
+        work = self._children[name](
+            assigned.task, self._arrived(row), partial(self._progressed, on_progress)
+        )
         return begun, row, assigned, work
 
     def _arrived(self, row: Row) -> Arriving:
@@ -297,6 +353,8 @@ class Calls:
         self.ledger.enter(child, self._session, link=link, below=self._below(child))
         self.ledger.enter_reports(child, self._session, result.children)
 
-    def _progressed(self, on_progress: Callable[[], None], phase: Phase, done: int, total: int) -> None:
+    def _progressed(
+        self, on_progress: Callable[[], None], phase: Phase, done: int, total: int
+    ) -> None:
         self.moves += 1
         on_progress()

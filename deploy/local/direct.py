@@ -1,8 +1,9 @@
-"""A lab without a network: all roles in this process; devices train one after another, or vmapped on a GPU.
+"""A lab without a network: all roles in this process; devices train one after another, or vmapped
+on a GPU.
 
-Global rounds, local rounds, aggregation rules and training are the agents' own code; `deploy.local.calls` replaces the
-brokers. The final model equals that of a lab of processes bit for bit. Bytes are those of the models only, and seconds
-are this machine's computing time.
+Global rounds, local rounds, aggregation rules and training are the agents' own code;
+`deploy.local.calls` replaces the brokers. The final model equals that of a lab of processes bit for
+bit. Bytes are those of the models only, and seconds are this machine's computing time.
 """
 
 from __future__ import annotations
@@ -50,18 +51,33 @@ if TYPE_CHECKING:
 
 
 def run_in_process(
-    folder: RunFolder, *, resume: bool, accelerator: str, observe: Observe, decisions: Decisions | None = None
+    folder: RunFolder,
+    *,
+    resume: bool,
+    accelerator: str,
+    observe: Observe,
+    decisions: Decisions | None = None,
 ) -> Path:
-    """Run the experiment of a direct folder to its end, with the decisions of a recorded run; return the model's path.
+    """Run the experiment of a direct folder to its end, with the decisions of a recorded run;
+    return the model's path.
 
     Raises FedstrataError, KeyboardInterrupt.
     """
     with interruptible():
-        return asyncio.run(_run(folder, resume=resume, accelerator=accelerator, observe=observe, decisions=decisions))
+        return asyncio.run(
+            _run(
+                folder, resume=resume, accelerator=accelerator, observe=observe, decisions=decisions
+            )
+        )
 
 
 async def _run(
-    folder: RunFolder, *, resume: bool, accelerator: str, observe: Observe, decisions: Decisions | None
+    folder: RunFolder,
+    *,
+    resume: bool,
+    accelerator: str,
+    observe: Observe,
+    decisions: Decisions | None,
 ) -> Path:
     asyncio.get_running_loop().set_default_executor(AtOnce())
     experiment = folder.experiment
@@ -71,7 +87,8 @@ async def _run(
         folder.event(event, facts)
         observe(event, facts)
 
-    clock, metrics = Clock(), Metrics()
+    clock = Clock()
+    metrics = Metrics()
     where = "cpu" if is_cpu(accelerator) else _resolved(accelerator)
     cloud = _evaluating(folder, where)
     folder.note(evaluated_on=cloud.beginning.accelerator)
@@ -83,22 +100,29 @@ async def _run(
             return None
         return EvaluationResult(global_round, found.score, found.loss, found.more, found.attacks)
 
-    layout, partition = cloud.beginning.layout, cloud.beginning.partition
+    layout = cloud.beginning.layout
+    partition = cloud.beginning.partition
     below: dict[str, Calls] = {}
     tree = experiment.tree
-    training, frozen = _Training(where), _given(folder, cloud.beginning)
-    devices = {name: HostedDevice(experiment, experiment.digest, name, frozen=frozen) for name in tree.devices}
+    training = _Training(where)
+    frozen = _given(folder, cloud.beginning)
+    devices = {
+        name: HostedDevice(experiment, experiment.digest, name, frozen=frozen)
+        for name in tree.devices
+    }
     prepared = {name: training.prepare(device) for name, device in devices.items()}
     for name, facts in prepared.items():
         check_alike(experiment.data, name, partition=facts.partition, clouds=partition)
     work: dict[str, DoTask] = {
-        name: training.work(devices[name], _local(folder, name, facts)) for name, facts in prepared.items()
+        name: training.work(devices[name], _local(folder, name, facts))
+        for name, facts in prepared.items()
     }
     samples = {name: facts.samples for name, facts in prepared.items()}
     tests = {name: facts.tests for name, facts in prepared.items()}
 
     def calls(parent: str, spool: Spool, record: Observe = lambda event, facts: None) -> Calls:
-        tier, children = experiment.tier_below(parent), tree.children[parent]
+        tier = experiment.tier_below(parent)
+        children = tree.children[parent]
         return Calls(
             {child: work[child] for child in children},
             samples={child: samples[child] for child in children},
@@ -117,7 +141,9 @@ async def _run(
         )
 
     def choose(parent: str) -> Choose | None:
-        return decisions.choose(parent) if decisions else None
+        if decisions:
+            return decisions.choose(parent)
+        return None
 
     for name in reversed(tree.aggregators):
         spool = _spool(folder, name)
@@ -170,7 +196,9 @@ def _local(folder: RunFolder, device: str, facts: Prepared) -> LocalWork:
     """Return the work of a device."""
     experiment = folder.experiment
     states = _spool(folder, device) if _keeps(experiment, device) else Spool(None)
-    return LocalWork(experiment, device, facts, states=states, secret=partial(states.secret, REAL.noise))
+    return LocalWork(
+        experiment, device, facts, states=states, secret=partial(states.secret, REAL.noise)
+    )
 
 
 def _keeps(experiment: Experiment, device: str) -> bool:
@@ -185,7 +213,9 @@ def _spool(folder: RunFolder, node: str) -> Spool:
 
 
 def _given(folder: RunFolder, beginning: Beginning) -> Path | None:
-    """Return a file of the frozen arrays, if they come from `model.initial`; else each module has them."""
+    """Return a file of the frozen arrays, if they come from `model.initial`; else each module has
+    them.
+    """
     form = beginning.layout.frozen
     if folder.experiment.model.initial is None or form is None:
         return None
@@ -197,13 +227,16 @@ def _given(folder: RunFolder, beginning: Beginning) -> Path | None:
 
 def _silent(experiment: Experiment, child: str, task: Task) -> bool:
     """Return whether a child is an adversary that sends no result of a task."""
-    adversary, key = experiment.attackers.adversary(child), task.key
+    adversary = experiment.attackers.adversary(child)
+    key = task.key
     if adversary is None or not task.epochs:
         return False
     return adversary.silent(key.global_round * adversary.rounds + key.local_round)
 
 
-def _refiner(experiment: Experiment, node: str, *, partition: str, frozen: Path | None) -> Refiner | None:
+def _refiner(
+    experiment: Experiment, node: str, *, partition: str, frozen: Path | None
+) -> Refiner | None:
     if not experiment.tier_below(node).aggregation.refines:
         return None
     from fedstrata.common.learning.refiner import NodeRefiner
@@ -241,7 +274,12 @@ def _evaluating(folder: RunFolder, accelerator: str) -> _Evaluating:
     if not experiment.training.trainer.learns_module:
         trainer = TrainerTester(experiment)
         beginning = Beginning(
-            trainer.layout, trainer.first, "", evaluates=trainer.evaluates, initial=trainer.initial, notes=trainer.notes
+            trainer.layout,
+            trainer.first,
+            "",
+            evaluates=trainer.evaluates,
+            initial=trainer.initial,
+            notes=trainer.notes,
         )
         return _Evaluating(beginning, lambda global_round, row: trainer.evaluate(row, global_round))
     from fedstrata.common.learning import splits
@@ -275,7 +313,9 @@ class _Called:
 
 
 class _Training:
-    """Trains the devices that have been called, in one call of their trainers, when the result of one is awaited."""
+    """Trains the devices that have been called, in one call of their trainers, when the result of
+    one is awaited.
+    """
 
     def __init__(self, accelerator: str) -> None:
         self._accelerator = accelerator
@@ -308,7 +348,8 @@ class _Training:
 
     def _trained(self, node: str) -> LocalResult:
         if self._called:
-            called, self._called = self._called, []
+            called = self._called
+            self._called = []
 
             def done(number: int, how: Ending) -> None:
                 self._endings[called[number][0].node] = how
@@ -321,7 +362,9 @@ class _Training:
 
 
 class AtOnce(ThreadPoolExecutor):
-    """Executor that runs each call immediately in the caller's thread: no keep-alive depends on the event loop here."""
+    """Executor that runs each call immediately in the caller's thread: no keep-alive depends on the
+    event loop here.
+    """
 
     def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()

@@ -41,17 +41,24 @@ class LabNetwork:
         return f"{self.broker.host}:{self.broker.port}"
 
 
-DEVICES_MOST: Final = 64  # in one process, if there are cores for more processes: a 250 kB round takes 0.12 s of CPU
+# in one process, if there are cores for more processes: a 250 kB round takes 0.12 s of CPU
+DEVICES_MOST: Final = 64
 
 
 def shares(cores: int, processes: int) -> list[int]:
-    """Return each process's number of cores, at least 1; the sum is `cores` unless there are more processes."""
+    """Return each process's number of cores, at least 1; the sum is `cores` unless there are more
+    processes.
+    """
     return [max(1, (cores + index) // processes) for index in range(processes)]
 
 
 def environment_of(guard: Guard) -> dict[str, str]:
-    """Return the environment that gives a role the one login of a guard, and nothing of the user's own logins."""
-    return OWN_LOGIN | dict(zip(("FEDSTRATA_USERNAME", "FEDSTRATA_PASSWORD"), guard.login or (), strict=False))
+    """Return the environment that gives a role the one login of a guard, and nothing of the user's
+    own logins.
+    """
+    return OWN_LOGIN | dict(
+        zip(("FEDSTRATA_USERNAME", "FEDSTRATA_PASSWORD"), guard.login or (), strict=False)
+    )
 
 
 def processes_of(devices: int, cores: int) -> int:
@@ -73,10 +80,16 @@ def one_host(experiment: Experiment, home: Path) -> Iterator[LabNetwork]:
     """
     if experiment.links.enforce == "kernel":
         raise InvalidExperiment(
-            "links.enforce", "kernel", "a lab on one machine has no links that the kernel could shape", "Use bucket."
+            "links.enforce",
+            "kernel",
+            "a lab on one machine has no links that the kernel could shape",
+            "Use bucket.",
         )
     guard = one_login()
-    with broker.start(directory=home, guard=guard) as served, kept_login(served.port, guard.login or ("", "")):
+    with (
+        broker.start(directory=home, guard=guard) as served,
+        kept_login(served.port, guard.login or ("", "")),
+    ):
         network = LabNetwork(
             BrokerAddress(served.host, served.port, *(guard.login or ())),
             groups=device_groups(experiment.tree.layers[-1], cores()),

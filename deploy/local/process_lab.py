@@ -37,10 +37,12 @@ from fedstrata.device.pool.pool import cores
 
 ROLE: Final = tuple(python("fedstrata"))  # the command of a role's process
 FAREWELL_S: Final = 20.0
-REASON_S: Final = 5.0  # time in which the cloud may end too; its error is reported first, as it names the cause
+# time in which the cloud may end too; its error is reported first, as it names the cause
+REASON_S: Final = 5.0
 POLL_S: Final = 0.2
 STOP_S: Final = 5.0
-RESTARTS_MOST: Final = 3  # of each role; one that is killed again and again, say for lack of memory, stays away
+# of each role; one that is killed again and again, say for lack of memory, stays away
+RESTARTS_MOST: Final = 3
 SPOOL: Final = ".spool"  # beside the runs' folders: files that institutions need to resume a run
 
 
@@ -71,19 +73,22 @@ class LocalLab:
         self._killed: Counter[str] = Counter()
         self._reported: set[str] = set()
         self._notes: set[str] = set()  # that were shown
-        self._shown: dict[str, int] = {}  # bytes of the logs of processes that train, in which these were
+        # bytes of the logs of processes that train, in which these were
+        self._shown: dict[str, int] = {}
         self._events: queue.Queue[tuple[str, dict[str, object]] | None] = queue.Queue()
         self._folder: Path | None = None
         self._run = ""
 
     def run(self) -> int:
-        """Run to the end; return the exit code of the cloud, or of a role that failed while the cloud went on.
+        """Run to the end; return the exit code of the cloud, or of a role that failed while the
+        cloud went on.
 
         Raises FedstrataError, KeyboardInterrupt.
         """
         with tempfile.TemporaryDirectory(prefix="fedstrata-") as name, interruptible():
             home = Path(name)
-            os.chmod(home, 0o755)  # mosquitto reads its configuration there, possibly as another user
+            # mosquitto reads its configuration there, possibly as another user
+            os.chmod(home, 0o755)
             try:
                 with one_host(self._experiment, home) as network:
                     try:
@@ -121,7 +126,9 @@ class LocalLab:
         finally:
             stop_all(self._roles.values(), grace_s=STOP_S)
 
-    def _print_resume_command(self, error: BaseException | None = None, *, failed: bool = False) -> None:
+    def _print_resume_command(
+        self, error: BaseException | None = None, *, failed: bool = False
+    ) -> None:
         """Write how the run goes on; `failed`: by its experiment."""
         failed |= isinstance(error, InvalidExperiment)
         after_signal = "\n" if isinstance(error, KeyboardInterrupt) else ""  # the terminal shows ^C
@@ -133,11 +140,14 @@ class LocalLab:
     def _start(self, home: Path, network: LabNetwork) -> None:
         file = home / "experiment.toml"
         file.write_text(to_toml(self._experiment), encoding="utf-8")
-        memory = ["--spool", "none"]  # the lab is killed as a whole, so no device has to announce a result again
+        # the lab is killed as a whole, so no device has to announce a result again
+        memory = ["--spool", "none"]
         runs = ["--broker", network.address, "--runs", str(self._runs), "--format", "json"]
         cloud = ["cloud", "--sole", *runs, *memory, "--metrics", *self._metrics]
         what = ["--resume", str(self._resume)] if self._resume else [str(file)]
-        self._again[CLOUD] = lambda: self._spawn(home, network, CLOUD, [*cloud, "--resume", str(self._folder)])
+        self._again[CLOUD] = lambda: self._spawn(
+            home, network, CLOUD, [*cloud, "--resume", str(self._folder)]
+        )
         self._spawn(home, network, CLOUD, [*cloud, *what])
         tree = self._experiment.tree
         keeps = any(self._experiment.remembers(name) for name in tree.aggregators)
@@ -146,21 +156,41 @@ class LocalLab:
         # The user who starts the lab chose the data, and the code.
         data = [] if "FEDSTRATA_DATA" in os.environ else ["--data", self._experiment.data.root]
         for name in tree.aggregators:
-            own = ["--once", "--name", name, "--parent", tree.parent(name), "--broker", network.address]
-            self._spawn(home, network, name, ["institution", *own, *states, *data, *self._allowed(name)])
+            own = [
+                "--once",
+                "--name",
+                name,
+                "--parent",
+                tree.parent(name),
+                "--broker",
+                network.address,
+            ]
+            self._spawn(
+                home, network, name, ["institution", *own, *states, *data, *self._allowed(name)]
+            )
         self._shown = dict.fromkeys(network.groups, 0)
         slots = shares(cores(), len(network.groups))
         for (process, devices), count in zip(network.groups.items(), slots, strict=True):
             names = [
                 option
                 for device in devices
-                for option in ("--name", device, "--parent", tree.parent(device), "--broker", network.address)
+                for option in (
+                    "--name",
+                    device,
+                    "--parent",
+                    tree.parent(device),
+                    "--broker",
+                    network.address,
+                )
             ]
             # A single process detects its cores or GPUs itself; several processes share the cores.
             several = ["--slots", str(count)] if len(slots) > 1 else []
             allowed = self._allowed(devices[0])
-            alone = ["--energy", "none", "--once", "--together"]  # the host's energy is the whole lab's
-            self._spawn(home, network, process, ["device", *names, *allowed, *data, *several, *alone])
+            # the host's energy is the whole lab's
+            alone = ["--energy", "none", "--once", "--together"]
+            self._spawn(
+                home, network, process, ["device", *names, *allowed, *data, *several, *alone]
+            )
 
     def _allowed(self, node: str) -> list[str]:
         names = self._experiment.code_at(node).values()
@@ -170,10 +200,15 @@ class LocalLab:
         self._again.setdefault(process, partial(self._spawn, home, network, process, arguments))
         command = [*ROLE, *options(), *arguments, "--lab", self._lab]
         self._roles[process] = spawn(
-            command, log=home / f"{process}.log", read_output=process == CLOUD, env=network.environment
+            command,
+            log=home / f"{process}.log",
+            read_output=process == CLOUD,
+            env=network.environment,
         )
         if process == CLOUD:
-            threading.Thread(target=self._read_events, args=(self._roles[CLOUD].stdout,), daemon=True).start()
+            threading.Thread(
+                target=self._read_events, args=(self._roles[CLOUD].stdout,), daemon=True
+            ).start()
 
     def _read_events(self, output: Iterable[bytes]) -> None:
         for line in output:
@@ -185,7 +220,9 @@ class LocalLab:
         self._events.put(None)
 
     def _follow(self, observe: Observe, home: Path, network: LabNetwork) -> str:
-        """Show the cloud's events until the cloud ends or another role fails; return the role that ended."""
+        """Show the cloud's events until the cloud ends or another role fails; return the role that
+        ended.
+        """
         while True:
             try:
                 item = self._events.get(timeout=POLL_S)
@@ -194,7 +231,9 @@ class LocalLab:
                     return failed
                 continue
             if item is None:
-                if self._folder is not None and self._starts_again(CLOUD, self._roles[CLOUD].wait()):
+                if self._folder is not None and self._starts_again(
+                    CLOUD, self._roles[CLOUD].wait()
+                ):
                     continue
                 return CLOUD
             event, facts = item
@@ -204,7 +243,9 @@ class LocalLab:
             observe(event, facts)
 
     def _failed_role(self, home: Path) -> str | None:
-        """Return a role that failed while the cloud goes on, or None. A role that was killed is started again."""
+        """Return a role that failed while the cloud goes on, or None. A role that was killed is
+        started again.
+        """
         for role, process in self._roles.items():
             code = process.poll()
             if code is None or code == 0 or role == CLOUD or role in self._reported:
@@ -213,7 +254,10 @@ class LocalLab:
                 continue
             self._reported.add(role)
             if code < 0:
-                write_line(f"{role} was killed by signal {-code}; the run continues without it", level=logging.WARNING)
+                write_line(
+                    f"{role} was killed by signal {-code}; the run continues without it",
+                    level=logging.WARNING,
+                )
                 continue
             deadline = time.monotonic() + REASON_S
             while self._roles[CLOUD].poll() is None:
@@ -223,16 +267,22 @@ class LocalLab:
         return None
 
     def _starts_again(self, role: str, code: int) -> bool:
-        """Start a role again that was killed, unless it was too often, and return whether it was."""
+        """Start a role again that was killed, unless it was too often, and return whether it
+        was.
+        """
         if code >= 0 or self._killed[role] >= RESTARTS_MOST:
             return False
         self._killed[role] += 1
-        write_line(f"{role} was killed by signal {-code}: it is started again", level=logging.WARNING)
+        write_line(
+            f"{role} was killed by signal {-code}: it is started again", level=logging.WARNING
+        )
         self._again[role]()
         return True
 
     def _print_error(self, home: Path, role: str) -> None:
-        """Print the error of a role that ended, and the frames of own code that its log has, or another one's."""
+        """Print the error of a role that ended, and the frames of own code that its log has, or
+        another one's.
+        """
         found = [last_error(home / f"{each}.log") for each in (role, *self._roles)]
         write_line(found[0][0] if found[0] else f"{role} ended without a word", level=logging.ERROR)
         for frame in next((lines[1:] for lines in found if len(lines) > 1), []):
@@ -253,8 +303,12 @@ class LocalLab:
     def _show_unexpected(self, home: Path) -> None:
         """Print the unexpected errors that roles logged, with their tracebacks."""
         for role in self._roles:
-            lines = (home / f"{role}.log").read_text(encoding="utf-8", errors="replace").splitlines()
-            first = next((place for place, line in enumerate(lines) if UNEXPECTED in line), len(lines))
+            lines = (
+                (home / f"{role}.log").read_text(encoding="utf-8", errors="replace").splitlines()
+            )
+            first = next(
+                (place for place, line in enumerate(lines) if UNEXPECTED in line), len(lines)
+            )
             for line in lines[first:]:
                 print(escaped(line), file=sys.stderr)
 
@@ -267,7 +321,9 @@ class LocalLab:
                 pass  # stopped by the caller
 
     def _remove_states(self) -> None:
-        """Remove the institutions' states of a run that has no folder, as no global round had begun."""
+        """Remove the institutions' states of a run that has no folder, as no global round had
+        begun.
+        """
         if self._folder is None or self._folder.is_dir():
             return
         states = self._folder.parent / SPOOL

@@ -1,7 +1,7 @@
 """The memory of each role and of the broker.
 
-The roles' own memory was measured once: with the demo, on Linux x86-64, with PyTorch's CUDA build. The rest follows
-from the models' sizes.
+The roles' own memory was measured once: with the demo, on Linux x86-64, with PyTorch's CUDA build.
+The rest follows from the models' sizes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ AGENT_BYTES: Final = 60_000_000
 TORCH_BYTES: Final = 560_000_000
 BROKER_BYTES: Final = 9_000_000
 CHANGE_ROWS: Final = 3  # of top-k: the change, the magnitudes, and their partition
-FEEDBACK_ROWS: Final = 4  # what was left out, and before; the model that is sent, and as it is decoded
+# what was left out, and before; the model that is sent, and as it is decoded
+FEEDBACK_ROWS: Final = 4
 
 
 def memory_of(
@@ -33,23 +34,30 @@ def memory_of(
 ) -> dict[str, int]:
     """Return the peak memory of each process by role, bytes.
 
-    `data_bytes`: size of the data set, which devices, the evaluator and some refiners load. `devices`: devices in the
-    largest process. `kept_bytes`: of a device's personal arrays. `own_bytes`: of each device's samples, if it reads no
-    others.
+    `data_bytes`: size of the data set, which devices, the evaluator and some refiners load.
+    `devices`: devices in the largest process. `kept_bytes`: of a device's personal arrays.
+    `own_bytes`: of each device's samples, if it reads no others.
     """
-    row, transfer, tiers = layout.row_bytes, experiment.transfer, experiment.tiers
+    row = layout.row_bytes
+    transfer = experiment.transfer
+    tiers = experiment.tiers
     children = [max(sizes) for sizes in experiment.sizes()]
-    own, *below = [participants(most, tier.participation) for most, tier in zip(children, tiers, strict=True)]
+    own, *below = [
+        participants(most, tier.participation) for most, tier in zip(children, tiers, strict=True)
+    ]
     links = [link_layouts(tier.aggregation, layout) for tier in tiers]
     learner = TORCH_BYTES if experiment.training.trainer.learns_module else AGENT_BYTES
-    copied = experiment.evaluation.on_cloud or experiment.stop.best  # the model that is evaluated, or kept
+    # the model that is evaluated, or kept
+    copied = experiment.evaluation.on_cloud or experiment.stop.best
     found = {
         "cloud": _parent(experiment, layout, links[0], 0, own, children[0]) + copied * row,
         "evaluator": learner + data_bytes + _evaluated(experiment) * row,
     }
     if below:
         sizes = range(1, len(tiers))
-        found["institution"] = max(_parent(experiment, layout, links[i], i, below[i - 1], children[i]) for i in sizes)
+        found["institution"] = max(
+            _parent(experiment, layout, links[i], i, below[i - 1], children[i]) for i in sizes
+        )
     for place, tier in enumerate(tiers):
         if tier.aggregation.refines:
             data = data_bytes if tier.aggregation.reads_samples else 0
@@ -58,13 +66,14 @@ def memory_of(
             if tier.aggregation.refined_by is not tier.aggregation:
                 uploads = children[place]  # all selected ones
             found[name] = TORCH_BYTES + data + (2 + uploads) * row + 4 * links[place].down.extras
-    # A device has five models: received, result, weights, gradients, momentum. And its objective's vectors: in both
-    # rows, and as tensors.
+    # A device has five models: received, result, weights, gradients, momentum. And its objective's
+    # vectors: in both rows, and as tensors.
     last = links[-1]
     each = _models(experiment) * row + 4 * (2 * last.down.extras + last.up.extras)
     whole = 0
     if kept_bytes:  # in these models, and a copy; a training has two rows of the whole model
-        each, whole = each + (_models(experiment) + 1) * kept_bytes, 2 * (row + kept_bytes)
+        each = each + (_models(experiment) + 1) * kept_bytes
+        whole = 2 * (row + kept_bytes)
     each += _encoding(tiers[-1].transfer.up, row)
     held = sum(sorted(own_bytes)[-devices:]) if own_bytes else data_bytes
     device = learner + held + devices * each + whole
@@ -75,8 +84,12 @@ def memory_of(
 
 
 def _evaluated(experiment: Experiment) -> int:
-    """Return how many models the evaluator has in memory: the cloud's or the first one, its arrays, and a module's."""
-    return 3 if experiment.training.trainer.learns_module else 2
+    """Return how many models the evaluator has in memory: the cloud's or the first one, its arrays,
+    and a module's.
+    """
+    if experiment.training.trainer.learns_module:
+        return 3
+    return 2
 
 
 def _models(experiment: Experiment) -> int:
@@ -90,23 +103,41 @@ def _models(experiment: Experiment) -> int:
 
 
 def direct_bytes(
-    experiment: Experiment, layout: ModelLayout, *, data_bytes: int, kept_bytes: int = 0, own_bytes: Sequence[int] = ()
+    experiment: Experiment,
+    layout: ModelLayout,
+    *,
+    data_bytes: int,
+    kept_bytes: int = 0,
+    own_bytes: Sequence[int] = (),
 ) -> int:
-    """Return the bytes of a process that has all roles of an experiment; it evaluates on all test samples."""
+    """Return the bytes of a process that has all roles of an experiment; it evaluates on all test
+    samples.
+    """
     sizes = experiment.sizes()
     held = data_bytes + sum(own_bytes)
-    memory = memory_of(experiment, layout, data_bytes=held, devices=sum(sizes[-1]), kept_bytes=kept_bytes)
-    return memory["device"] + memory["cloud"] + sum(map(len, sizes[1:])) * memory.get("institution", 0)
+    memory = memory_of(
+        experiment, layout, data_bytes=held, devices=sum(sizes[-1]), kept_bytes=kept_bytes
+    )
+    return (
+        memory["device"] + memory["cloud"] + sum(map(len, sizes[1:])) * memory.get("institution", 0)
+    )
 
 
 def _parent(
-    experiment: Experiment, layout: ModelLayout, links: LinkLayouts, place: int, taking_part: int, children: int
+    experiment: Experiment,
+    layout: ModelLayout,
+    links: LinkLayouts,
+    place: int,
+    taking_part: int,
+    children: int,
 ) -> int:
     """Return the bytes of an agent with children.
 
-    They are the resident uploads (the rest is in the spool), the model, the mixing buffer, and what its rule holds.
+    They are the resident uploads (the rest is in the spool), the model, the mixing buffer, and what
+    its rule holds.
     """
-    row, resident = layout.row_bytes, experiment.transfer.resident_mb * 1e6
+    row = layout.row_bytes
+    resident = experiment.transfer.resident_mb * 1e6
     rule = experiment.tiers[place].aggregation
     held = rule.held_bytes(row, children=children, taking_part=taking_part, resident_bytes=resident)
     uploads = min(taking_part * (row + 4 * links.up.extras), resident)
@@ -115,12 +146,16 @@ def _parent(
 
 
 def _encoding(codec: CodecSettings, row: int) -> int:
-    """Return the most bytes that a sender has beside its model: of the change, and of what was left out."""
+    """Return the most bytes that a sender has beside its model: of the change, and of what was left
+    out.
+    """
     change = 0 if isinstance(codec, FormSettings) else CHANGE_ROWS
     return (change + FEEDBACK_ROWS * codec.feedback) * row
 
 
 def _broker(children: int, row: int, transfer: TransferSettings) -> int:
-    """Return the broker's own bytes and its queued chunks: a window to the children, and one per concurrent upload."""
+    """Return the broker's own bytes and its queued chunks: a window to the children, and one per
+    concurrent upload.
+    """
     window = min(row, transfer.window * transfer.chunk_bytes)
     return BROKER_BYTES + (1 + min(children, transfer.upload_slots)) * window

@@ -1,8 +1,9 @@
-"""Measurement of this machine's speed of training, evaluation, mixing and message handling, in a few seconds.
+"""Measurement of this machine's speed of training, evaluation, mixing and message handling, in a
+few seconds.
 
-Training and evaluation use the experiment's own model and data: devices train in turn. The other costs of a round were
-measured once on a reference machine (`REFERENCE`). Two small loops, packing messages and copying and hashing a model,
-scale them to this machine.
+Training and evaluation use the experiment's own model and data: devices train in turn. The other
+costs of a round were measured once on a reference machine (`REFERENCE`). Two small loops, packing
+messages and copying and hashing a model, scale them to this machine.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ OTHERS_MOST: Final = 0.1  # share of all cores that others may use
 class MachineSpeeds:
     """Speeds of a machine: seconds of one core, 0 for what takes no time, and the number of cores.
 
-    step_s: per SGD step    training_s: per training, without its steps    evaluation_s: per pass over the test set
-    message_s: messaging of a round with one child, at both ends and in the broker
+    step_s: per SGD step    training_s: per training, without its steps    evaluation_s: per pass
+    over the test set message_s: messaging of a round with one child, at both ends and in the broker
     round_s: opening, closing and keeping a round at the parent, however many children
-    byte_s: messaging per byte of a model, in each direction    mix_byte_s: mixing, per byte of the uploads
-    share: of a core, that the measured trainings had
+    byte_s: messaging per byte of a model, in each direction    mix_byte_s: mixing, per byte of the
+    uploads share: of a core, that the measured trainings had
     """
 
     step_s: float = 0.0
@@ -60,7 +61,9 @@ class MachineSpeeds:
 
 
 # The reference machine, a two-core virtual machine, without trainings and evaluations.
-REFERENCE: Final = MachineSpeeds(message_s=4e-3, round_s=6e-3, byte_s=1.4e-9, mix_byte_s=MIXED * COPYING_S, cores=2)
+REFERENCE: Final = MachineSpeeds(
+    message_s=4e-3, round_s=6e-3, byte_s=1.4e-9, mix_byte_s=MIXED * COPYING_S, cores=2
+)
 
 
 def measure(work: PlannedWorkload, *, cores: int) -> MachineSpeeds:
@@ -83,24 +86,33 @@ def measure(work: PlannedWorkload, *, cores: int) -> MachineSpeeds:
 
 
 def _evaluation_s(experiment: Experiment) -> float:
-    """Return the CPU seconds of an evaluation of the first model, on some test samples, times their number of parts."""
+    """Return the CPU seconds of an evaluation of the first model, on some test samples, times their
+    number of parts.
+    """
     clock = partial(_best, clock=time.process_time, repeats=EVALUATIONS)
     if not experiment.training.trainer.learns_module:
         tester = TrainerTester(experiment)
-        return clock(partial(tester.evaluate, tester.first)) if tester.evaluates else 0.0
+        if tester.evaluates:
+            return clock(partial(tester.evaluate, tester.first))
+        return 0.0
     from fedstrata.common.learning import datasets, models
     from fedstrata.common.learning.evaluation import evaluate
 
     data = datasets.load(experiment.data)
     module = models.of(experiment, inputs=data.inputs)
-    images, labels = data.test_images[:EVALUATED], data.test_labels[:EVALUATED]
+    images = data.test_images[:EVALUATED]
+    labels = data.test_labels[:EVALUATED]
     with own.guarded({"model.name": experiment.model.name}):
-        seconds = clock(partial(evaluate, module, images, labels=labels, normalise=data.normaliser()))
+        seconds = clock(
+            partial(evaluate, module, images, labels=labels, normalise=data.normaliser())
+        )
     return seconds * len(data.test_labels) / max(1, len(labels))
 
 
 def is_busy(load: MachineLoad, share: float) -> bool:
-    """Return whether other processes had so much of the machine that the measured speeds are not its own."""
+    """Return whether other processes had so much of the machine that the measured speeds are not
+    its own.
+    """
     return share < SHARE_LEAST or (load.others_cores or 0.0) > OTHERS_MOST * load.cores
 
 
@@ -116,7 +128,10 @@ def load_line(load: Mapping[str, Any], share: float) -> str:
 
 
 def _best(
-    loop: Callable[[], object], *, clock: Callable[[], float] = time.perf_counter, repeats: int = REPEATS
+    loop: Callable[[], object],
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+    repeats: int = REPEATS,
 ) -> float:
     seconds = []
     for _ in range(repeats):

@@ -25,8 +25,9 @@ class Predictor:
     """Predictions. This machine is measured once for all experiments that train alike.
 
     interface_mbit: rate of each host's network interface
-    rounds: global rounds to simulate    nodes: of a larger lab, a sample of as many; None: the defaults
-    speeds: a simulated run's folder, or a sweep's file, with the speeds of the machines; None: stated or measured ones
+    rounds: global rounds to simulate    nodes: of a larger lab, a sample of as many; None: the
+    defaults speeds: a simulated run's folder, or a sweep's file, with the speeds of the machines;
+    None: stated or measured ones
     """
 
     interface_mbit: float = INTERFACE_MBIT
@@ -42,14 +43,17 @@ class Predictor:
         begin: Callable[[str], object] = lambda stage: None,
         reach: Callable[[float], object] = lambda share: None,
     ) -> dict[str, Any]:
-        """Return the content of a prediction. Raises InvalidExperiment, and RunFailed if the simulated run fails.
+        """Return the content of a prediction. Raises InvalidExperiment, and RunFailed if the
+        simulated run fails.
 
-        For one global round: `seconds` by phase, `bytes` of MQTT by link (`FROM TO`), and `tiers`, MQTT bytes by tier.
-        `simulated_rounds` has the seconds of each simulated global round, `simulated_nodes` the number of nodes. Also
-        `memory`, bytes by role; `own_bytes`, of each device's samples where it reads no others; `assumed`, the
-        assumptions as text; `speeds` of a machine, and if they were measured `load`, that of other processes meanwhile.
+        For one global round: `seconds` by phase, `bytes` of MQTT by link (`FROM TO`), and `tiers`,
+        MQTT bytes by tier. `simulated_rounds` has the seconds of each simulated global round,
+        `simulated_nodes` the number of nodes. Also `memory`, bytes by role; `own_bytes`, of each
+        device's samples where it reads no others; `assumed`, the assumptions as text; `speeds` of a
+        machine, and if they were measured `load`, that of other processes meanwhile.
 
-        `begin` is called with each of STAGES, `reach` with the share of the simulation that is done.
+        `begin` is called with each of STAGES, `reach` with the share of the simulation that is
+        done.
         """
         check_code(experiment)
         require_torch(experiment)
@@ -70,7 +74,8 @@ class Predictor:
             nodes=self.nodes,
             reach=reach,
         )
-        seconds, nodes = run.seconds(), sum(map(sum, experiment.sizes()))
+        seconds = run.seconds()
+        nodes = sum(map(sum, experiment.sizes()))
         own = [*work.own_bytes.values()]
         held = {"data_bytes": work.data_bytes, "kept_bytes": work.kept_bytes}
         return {
@@ -99,18 +104,27 @@ class Predictor:
 
     def _assumed(self, experiment: Experiment, run: SimulatedRun, nodes: int) -> list[str]:
         """Return the assumptions of a simulation as text."""
-        found, simulated = list[str](), run.sample.experiment
+        found = list[str]()
+        simulated = run.sample.experiment
         if run.trained:
             found.append(
-                f"the epochs that Tempo sets in {len(run.rounds)} global rounds, whose trainings were run here"
+                f"the epochs that Tempo sets in {len(run.rounds)} global rounds, whose trainings "
+                "were run here"
             )
         elif experiment.cloud.epoch_control.name != "fixed":
-            found.append(f"{experiment.training.epochs} epochs everywhere: Tempo's decisions are not predicted")
+            found.append(
+                f"{experiment.training.epochs} epochs everywhere: Tempo's decisions are not "
+                "predicted"
+            )
         if run.sample.loads:
-            found.append(f"a sample of {run.sample.nodes:,} of the {nodes:,} nodes is simulated, and multiplied")
+            found.append(
+                f"a sample of {run.sample.nodes:,} of the {nodes:,} nodes is simulated, and "
+                "multiplied"
+            )
         if len(run.rounds) < simulated.rounds and changes(simulated):
             found.append(
-                f"links and absences change as in the first {len(run.rounds):,} of {simulated.rounds:,} global rounds"
+                f"links and absences change as in the first {len(run.rounds):,} of "
+                f"{simulated.rounds:,} global rounds"
             )
         found.append(f"each host has a {self.interface_mbit:g} Mbit/s interface")
         return found
@@ -127,14 +141,21 @@ def text_of(found: Mapping[str, Any]) -> str:
     """Return a prediction as text."""
     lines = [f"a global round   {_duration(found['global_round_s'])}"]
     lines += [f"  {phase:<14} {_duration(length)}" for phase, length in found["seconds"].items()]
-    lines.append(f"{found['global_rounds']} global rounds".ljust(16) + " " + _duration(found["total_s"]))
+    lines.append(
+        f"{found['global_rounds']} global rounds".ljust(16) + " " + _duration(found["total_s"])
+    )
     lines.append("bytes of a global round")
-    lines += [f"  {tier.replace('_', ' '):<14} {size(count)}" for tier, count in found["tiers"].items()]
+    lines += [
+        f"  {tier.replace('_', ' '):<14} {size(count)}" for tier, count in found["tiers"].items()
+    ]
     lines.append("memory of a process")
-    lines += [f"  {role.replace('_', ' '):<14} {size(count)}" for role, count in found["memory"].items()]
+    lines += [
+        f"  {role.replace('_', ' '):<14} {size(count)}" for role, count in found["memory"].items()
+    ]
     if own := sorted(found["own_bytes"].values()):
         lines.append(
-            f"  own samples    {size(own[0])} to {size(own[-1])} by user, {size(own[len(own) // 2])} in the middle"
+            f"  own samples    {size(own[0])} to {size(own[-1])} by user, "
+            f"{size(own[len(own) // 2])} in the middle"
         )
     lines += [f"assumed: {text}" for text in found["assumed"]]
     measured = load_line(found["load"], found["speeds"]["share"]) if found["load"] else ""
@@ -145,4 +166,6 @@ def _duration(seconds: float) -> str:
     for unit, length in (("d", 86_400.0), ("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * length:
             return f"{seconds / length:.1f} {unit}"
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.0f} ms"

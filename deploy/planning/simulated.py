@@ -1,8 +1,9 @@
-"""Prediction by the protocol itself: a simulated run whose training is null, on machines with measured or given speeds.
+"""Prediction by the protocol itself: a simulated run whose training is null, on machines with
+measured or given speeds.
 
-Quorums, deadlines, client selection, cut-through, upload slots and codecs cost what they cost in `run --simulate`.
-Models change by noise in place of training, unless Tempo decides by the training and it takes seconds. Of a large lab a
-sample is simulated (`sample.py`).
+Quorums, deadlines, client selection, cut-through, upload slots and codecs cost what they cost in
+`run --simulate`. Models change by noise in place of training, unless Tempo decides by the training
+and it takes seconds. Of a large lab a sample is simulated (`sample.py`).
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ CHANGE: Final = 0.01  # of each weight, by a training
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRun:
-    """What a simulated run recorded. `trained`: its devices have trained, and Tempo has set their epochs."""
+    """What a simulated run recorded. `trained`: its devices have trained, and Tempo has set their
+    epochs.
+    """
 
     rounds: Sequence[GlobalRoundRecord]
     links: Sequence[LinkRecord]
@@ -62,18 +65,27 @@ class SimulatedRun:
 
     def seconds(self) -> dict[str, float]:
         """Return the mean seconds of a global round by phase."""
-        return {phase: mean(each.phases[phase] for each in self.settled) for phase in self.settled[0].phases}
+        return {
+            phase: mean(each.phases[phase] for each in self.settled)
+            for phase in self.settled[0].phases
+        }
 
     def total_s(self, global_rounds: int) -> float:
-        """Return the seconds of so many global rounds: those simulated, and the mean for each of the others."""
+        """Return the seconds of so many global rounds: those simulated, and the mean for each of
+        the others.
+        """
         rest = global_rounds - len(self.rounds)
         return sum(each.seconds for each in self.rounds) + rest * sum(self.seconds().values())
 
     def epochs(self) -> dict[str, float]:
         """Return the mean epochs of each child of the cloud."""
-        found, default = dict[str, float](), float(self.sample.experiment.training.epochs)
+        found = dict[str, float]()
+        default = float(self.sample.experiment.training.epochs)
         for name in self.sample.experiment.tree.children[CLOUD]:
-            own = [epochs for each in self.settled if (epochs := each.epochs.get(name))] if self.trained else []
+            if self.trained:
+                own = [epochs for each in self.settled if (epochs := each.epochs.get(name))]
+            else:
+                own = []
             found[name] = fmean(own) if own else default
         return found
 
@@ -86,24 +98,38 @@ class SimulatedRun:
         return found
 
     def tiers(self) -> dict[str, int]:
-        """Return the MQTT bytes of a mean global round by tier and direction, multiplied to the whole lab."""
-        names, found = self.sample.experiment.tier_names, dict[str, int]()
-        for tier, multiple, missing in zip(names, self.sample.multiples, self._missing_reports(), strict=True):
-            up, down = self._settled_bytes(tier, "up"), self._settled_bytes(tier, "down")
-            found |= {f"{tier}_up": round(multiple * (up + missing)), f"{tier}_down": round(multiple * down)}
+        """Return the MQTT bytes of a mean global round by tier and direction, multiplied to the
+        whole lab.
+        """
+        names = self.sample.experiment.tier_names
+        found = dict[str, int]()
+        for tier, multiple, missing in zip(
+            names, self.sample.multiples, self._missing_reports(), strict=True
+        ):
+            up = self._settled_bytes(tier, "up")
+            down = self._settled_bytes(tier, "down")
+            found |= {
+                f"{tier}_up": round(multiple * (up + missing)),
+                f"{tier}_down": round(multiple * down),
+            }
         return found
 
     def _settled_bytes(self, tier: str, way: str) -> float:
         return mean(each.bytes_[f"{tier}_{way}_bytes"] for each in self.settled)
 
     def _missing_reports(self) -> list[float]:
-        """Return for each tier the bytes of reports that go up in a global round on nodes that are not simulated.
+        """Return for each tier the bytes of reports that go up in a global round on nodes that are
+        not simulated.
 
-        The control messages of a node between are those of a device, and a report on each node below it.
+        The control messages of a node between are those of a device, and a report on each node
+        below it.
         """
-        experiment, multiples = self.sample.experiment, self.sample.multiples
-        tree, names = experiment.tree, experiment.tier_names
-        counts, control = [len(layer) for layer in tree.layers[1:]], [self._settled_bytes(name, "up") for name in names]
+        experiment = self.sample.experiment
+        multiples = self.sample.multiples
+        tree = experiment.tree
+        names = experiment.tier_names
+        counts = [len(layer) for layer in tree.layers[1:]]
+        control = [self._settled_bytes(name, "up") for name in names]
         upward = {(child, tree.parent(child)) for child in tree.nodes}
         for link in self.links:
             if link.kind in BLOBS and (link.from_, link.to) in upward:
@@ -111,7 +137,10 @@ class SimulatedRun:
         each_round = control[-1] / (counts[-1] * experiment.device_rounds)
         found = []
         for place, multiple in enumerate(multiples[:-1], start=1):
-            reports = control[place - 1] - counts[place - 1] * experiment.rounds_of(place - 1) * each_round
+            reports = (
+                control[place - 1]
+                - counts[place - 1] * experiment.rounds_of(place - 1) * each_round
+            )
             below = sum(map(mul, multiples[place:], counts[place:])) / multiple
             found.append(reports * (below / sum(counts[place:]) - 1))
         return [*found, 0.0]
@@ -134,7 +163,9 @@ class PlannedDurations(Durations):
 
 
 class NoiseWorkload(NullWorkload):
-    """Workload that changes each weight by about `CHANGE` of itself, as a training does: codecs send what they send."""
+    """Workload that changes each weight by about `CHANGE` of itself, as a training does: codecs
+    send what they send.
+    """
 
     partition = "planned"
 
@@ -150,11 +181,17 @@ class NoiseWorkload(NullWorkload):
         """Return the numbers of a device's training and test samples."""
         return self._work.samples_of(node), self._work.tests_of(node)
 
-    def train(self, node: str, row: Row, out: Row, *, epochs: int, local_round: int) -> tuple[float, int]:
+    def train(
+        self, node: str, row: Row, out: Row, *, epochs: int, local_round: int
+    ) -> tuple[float, int]:
         """Change the flat model `row` into `out`; return a loss and the number of steps."""
         columns = self.layout.columns
         begin = zlib.crc32(f"{node} {local_round}".encode()) % columns
-        np.multiply(self.layout.floats(row), self._factors[begin : begin + columns], out=self.layout.floats(out))
+        np.multiply(
+            self.layout.floats(row),
+            self._factors[begin : begin + columns],
+            out=self.layout.floats(out),
+        )
         self.layout.extra_columns(out)[:] = 1.0
         return 1.0, epochs * self._work.experiment.steps_in_epoch(self._work.samples_of(node))
 
@@ -168,7 +205,8 @@ def simulate(
     nodes: int | None = None,
     reach: Callable[[float], object] = lambda share: None,
 ) -> SimulatedRun:
-    """Run the lab of an experiment in virtual time. Raises InvalidExperiment, and RunFailed with the run's own reason.
+    """Run the lab of an experiment in virtual time. Raises InvalidExperiment, and RunFailed with
+    the run's own reason.
 
     rounds: global rounds to simulate at most, by default those of `_rounds`
     nodes: of a larger lab, a sample of as many, by default `NODES`
@@ -179,7 +217,9 @@ def simulate(
     most = max(trained, rounds or 0) or _rounds(sample.experiment)
     experiment = _simulated(sample.experiment, most, "" if trained else "fixed")
     seconds = seconds_of(experiment, speeds)
-    durations = PlannedDurations(boot_s=BOOT_S, evaluate_s=speeds.evaluation_s, work=work, seconds=seconds)
+    durations = PlannedDurations(
+        boot_s=BOOT_S, evaluate_s=speeds.evaluation_s, work=work, seconds=seconds
+    )
 
     def observe(event: str, facts: Mapping[str, Any]) -> None:
         if event == "global_round":
@@ -189,37 +229,55 @@ def simulate(
         folder = RunFolder.create(Path(home), experiment)
         null = None if trained else (NoiseWorkload(work), durations)
         simulated_run(
-            folder, {"speeds": asdict(speeds)}, interface_mbit=interface_mbit, loads=sample.loads, null=null
+            folder,
+            {"speeds": asdict(speeds)},
+            interface_mbit=interface_mbit,
+            loads=sample.loads,
+            null=null,
         ).run(observe)
         run = Run(folder.path)
         return SimulatedRun(run.rounds, run.links, sample, bool(trained))
 
 
 def changes(experiment: Experiment) -> bool:
-    """Return whether links or absences change with the time, and with them the seconds of a global round."""
+    """Return whether links or absences change with the time, and with them the seconds of a global
+    round.
+    """
     links = [*(tier.link for tier in experiment.tiers), *experiment.links.of.values()]
-    return experiment.availability.trace is not None or any(link.trace is not None for link in links)
+    return experiment.availability.trace is not None or any(
+        link.trace is not None for link in links
+    )
 
 
 def _rounds(experiment: Experiment) -> int:
-    """Return how many global rounds to simulate: `ROUNDS`, and more of a small lab in which something changes."""
+    """Return how many global rounds to simulate: `ROUNDS`, and more of a small lab in which
+    something changes.
+    """
     return ROUNDS * (max(1, NODES // len(experiment.tree.nodes)) if changes(experiment) else 1)
 
 
 def _trained_rounds(work: PlannedWorkload) -> int:
-    """Return in how many global rounds devices train, so that Tempo sets their epochs; 0 if that takes too long."""
+    """Return in how many global rounds devices train, so that Tempo sets their epochs; 0 if that
+    takes too long.
+    """
     experiment = work.experiment
     if experiment.cloud.epoch_control.name == "fixed" or not (work.here and work.listed):
         return 0
-    steps = sum(experiment.steps_in_epoch(work.samples_of(device)) for device in experiment.tree.devices)
+    steps = sum(
+        experiment.steps_in_epoch(work.samples_of(device)) for device in experiment.tree.devices
+    )
     step_s = STEP_S + WEIGHT_S * work.layout.parameters * experiment.training.batch_size
     round_s = experiment.device_rounds * experiment.training.epochs * steps * step_s
     rounds = int(min(TRAINED_MOST, TRAINED_S / round_s))
-    return rounds if rounds >= TRAINED_LEAST else 0
+    if rounds >= TRAINED_LEAST:
+        return rounds
+    return 0
 
 
 def _simulated(experiment: Experiment, rounds: int, epoch_control: str) -> Experiment:
-    """Return the experiment to simulate, with other epoch control if it is given. Raises InvalidExperiment."""
+    """Return the experiment to simulate, with other epoch control if it is given. Raises
+    InvalidExperiment.
+    """
     tree = experiment.model_dump(mode="json")
     tree["rounds"] = min(experiment.rounds, rounds)
     tree["stop"] = {}

@@ -1,8 +1,8 @@
 """The machines of a simulated run and their speeds, and the run with them.
 
-The speeds are known before the run and stay in its manifest: those of an earlier simulated run, those that the
-experiment states (`step_s` of every device), or those of one calibration, made alone on this machine. Each node has a
-machine of its own.
+The speeds are known before the run and stay in its manifest: those of an earlier simulated run,
+those that the experiment states (`step_s` of every device), or those of one calibration, made alone
+on this machine. Each node has a machine of its own.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ NETWORK_DELAY_S: Final = 1e-4  # one way, of a link that has no delay
 # Of a round with one child whose models are inside the messages.
 AGENT_PACKETS: Final = 8  # sent and received by both agents
 BROKER_PACKETS: Final = 8
-WORK_CALLS: Final = 3  # of a round without a checkpoint, to functions that run beside the parent's event loop
+# of a round without a checkpoint, to functions that run beside the parent's event loop
+WORK_CALLS: Final = 3
 AT_BROKER: Final = 0.2  # share of a round's messaging work; the rest is that of parent and child
 PAYLOAD: Final = 1448 / 1514  # of an Ethernet frame, which is what the kernel's links count
 MEANING: Final = (
-    "virtual: each node has a machine of its own, with these speeds, and the links of the experiment; nothing was timed"
+    "virtual: each node has a machine of its own, with these speeds, and the links "
+    "of the experiment; nothing was timed"
 )
 
 
@@ -54,16 +56,20 @@ def machine_speeds(
     begin: Callable[[str], object] = lambda stage: None,
     work: workload.PlannedWorkload | None = None,
 ) -> dict[str, Any]:
-    """Return what the manifest has of the machines: the meaning of the seconds, `speeds`, and their `source`.
+    """Return what the manifest has of the machines: the meaning of the seconds, `speeds`, and their
+    `source`.
 
-    `of`: a simulated run, by its folder or a prefix of its id below `runs`, or a sweep's file, whose speeds are used.
-    Else they are measured if a device states no `step_s`, by `work` if it is known: then `load` is that of other
-    processes meanwhile, and `begin` is called with each of STAGES. Raises InvalidExperiment.
+    `of`: a simulated run, by its folder or a prefix of its id below `runs`, or a sweep's file,
+    whose speeds are used. Else they are measured if a device states no `step_s`, by `work` if it is
+    known: then `load` is that of other processes meanwhile, and `begin` is called with each of
+    STAGES. Raises InvalidExperiment.
     """
     if of is not None:
         return _speeds_of(of if of.exists() else find(str(of), runs), experiment)
     if _states_steps(experiment):
-        return _facts(REFERENCE, "training: step_s of each device; else a reference machine of two cores")
+        return _facts(
+            REFERENCE, "training: step_s of each device; else a reference machine of two cores"
+        )
     if work is None:
         begin(f"reads and splits {experiment.data.dataset}")
         work = workload.workload(experiment)
@@ -77,7 +83,9 @@ def machine_speeds(
 
 def speeds_in(facts: Mapping[str, Any]) -> MachineSpeeds:
     """Return the speeds of a manifest, which may have more of them."""
-    return MachineSpeeds(**{each.name: facts["speeds"][each.name] for each in fields(MachineSpeeds)})
+    return MachineSpeeds(
+        **{each.name: facts["speeds"][each.name] for each in fields(MachineSpeeds)}
+    )
 
 
 def simulated_run(
@@ -92,7 +100,8 @@ def simulated_run(
 
     `loads`: by parent, how many children each of its simulated children stands for; by default 1
     """
-    experiment, speeds = folder.experiment, speeds_in(facts)
+    experiment = folder.experiment
+    speeds = speeds_in(facts)
     tree = experiment.tree
     slots_s = experiment.transfer.upload_slots * SLOT_BYTES_S  # what they pass on of slower links
 
@@ -103,10 +112,15 @@ def simulated_run(
         return (min(rate, slots_s) if up else rate) / loads[host]
 
     def work_s(begin: Callable[[], None], host: str) -> float:
-        """Do a work beside a node's event loop; return its share of the mixing of a round, which is never timed."""
+        """Do a work beside a node's event loop; return its share of the mixing of a round, which is
+        never timed.
+        """
         begin()
         uploads = len(tree.children.get(host, ()))
-        mixing_s = loads.get(host, 1.0) * uploads * run.row_bytes * speeds.mix_byte_s if uploads else 0.0
+        if uploads:
+            mixing_s = loads.get(host, 1.0) * uploads * run.row_bytes * speeds.mix_byte_s
+        else:
+            mixing_s = 0.0
         return (mixing_s + speeds.round_s) / WORK_CALLS
 
     placement = Placement(
@@ -124,13 +138,18 @@ def simulated_run(
 
 
 def seconds_of(experiment: Experiment, speeds: MachineSpeeds) -> MachineSeconds:
-    """Return the seconds of trainings and evaluations of an experiment on machines of these speeds."""
+    """Return the seconds of trainings and evaluations of an experiment on machines of these
+    speeds.
+    """
     return MachineSeconds(experiment, speeds.training_s, speeds.step_s, speeds.evaluation_s)
 
 
 def _costs(speeds: MachineSpeeds) -> MessageCosts:
-    """Return the costs of packets whose sum over a round with one child is the cost of such a round."""
-    agents, broker = 1 - AT_BROKER, AT_BROKER
+    """Return the costs of packets whose sum over a round with one child is the cost of such a
+    round.
+    """
+    agents = 1 - AT_BROKER
+    broker = AT_BROKER
     return MessageCosts(
         agent_s=agents * speeds.message_s / AGENT_PACKETS,
         agent_byte_s=agents * speeds.byte_s / 2,
@@ -148,31 +167,48 @@ def _conditions(experiment: Experiment, node: str) -> LinkConditions:
         return LinkConditions(delay_s=NETWORK_DELAY_S)
     payload = PAYLOAD if experiment.links.enforce == "kernel" else 1.0
     link = experiment.link(node)
-    up_rate, down_rate = (None if way.rate is None else way.rate * payload for way in (link.up, link.down))
-    return LinkConditions(up_rate=up_rate, down_rate=down_rate, delay_s=max(NETWORK_DELAY_S, link.up.delay_s))
+    up_rate, down_rate = (
+        None if way.rate is None else way.rate * payload for way in (link.up, link.down)
+    )
+    return LinkConditions(
+        up_rate=up_rate, down_rate=down_rate, delay_s=max(NETWORK_DELAY_S, link.up.delay_s)
+    )
 
 
 def _facts(speeds: MachineSpeeds, source: str) -> dict[str, Any]:
     return {"seconds": MEANING, "source": source, "speeds": asdict(speeds)}
 
 
-def keep_speeds(file: Path, experiments: Iterable[Experiment], begin: Callable[[str], object]) -> None:
-    """Measure what these experiments need that the file lacks, and write it there. Raises InvalidExperiment."""
+def keep_speeds(
+    file: Path, experiments: Iterable[Experiment], begin: Callable[[str], object]
+) -> None:
+    """Measure what these experiments need that the file lacks, and write it there. Raises
+    InvalidExperiment.
+    """
     known = _read(file) if file.exists() else {}
-    for experiment in {_kind(each): each for each in experiments if _kind(each) not in known}.values():
+    for experiment in {
+        _kind(each): each for each in experiments if _kind(each) not in known
+    }.values():
         known[_kind(experiment)] = machine_speeds(experiment, of=None, begin=begin)
         with replacing(file) as written:
             written.write(json_text(known, indent=2).encode())
 
 
 def _speeds_of(path: Path, experiment: Experiment) -> dict[str, Any]:
-    """Return the facts of a run's folder, or of a file of `keep_speeds`. Raises InvalidExperiment."""
+    """Return the facts of a run's folder, or of a file of `keep_speeds`. Raises
+    InvalidExperiment.
+    """
     other = Run(path) if path.is_dir() else None
-    known = _read(path) if other is None else {_kind(other.experiment): dict(other.manifest.get(SIMULATED, {}))}
+    if other is None:
+        known = _read(path)
+    else:
+        known = {_kind(other.experiment): dict(other.manifest.get(SIMULATED, {}))}
     if not (facts := known.get(_kind(experiment))):
         of = ", ".join(kind for kind, facts in known.items() if facts) or "no simulated run"
         remedy = "Name the folder of a simulated run with as long steps, or omit --speeds."
-        raise InvalidExperiment("--speeds", str(path), f"of {of}, not of {_kind(experiment)}", remedy)
+        raise InvalidExperiment(
+            "--speeds", str(path), f"of {of}, not of {_kind(experiment)}", remedy
+        )
     return facts if other is None else {**facts, "source": f"of run {other.id}"}
 
 
@@ -180,9 +216,13 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InvalidExperiment("--speeds", str(file), f"unreadable: {error}", "Name a simulated run.") from None
+        raise InvalidExperiment(
+            "--speeds", str(file), f"unreadable: {error}", "Name a simulated run."
+        ) from None
     if not (isinstance(found, dict) and all(isinstance(each, dict) for each in found.values())):
-        raise InvalidExperiment("--speeds", str(file), "has no speeds of machines", "Name a simulated run.")
+        raise InvalidExperiment(
+            "--speeds", str(file), "has no speeds of machines", "Name a simulated run."
+        )
     return found
 
 

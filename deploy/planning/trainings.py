@@ -1,4 +1,6 @@
-"""Measurement of trainings as a run has them: in the pool of a device process, with devices in turn."""
+"""Measurement of trainings as a run has them: in the pool of a device process, with devices in
+turn.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,15 @@ DEVICES_MOST: Final = 8  # that train in turn
 WARM_UP: Final = 2  # trainings of each device that do not count
 NOTHING: Final = 5  # trainings without steps
 
-# Of a training: its steps, its seconds from its request to its result, and seconds and CPU seconds of the training
-# itself, 0 if it was cancelled.
+# Of a training: its steps, its seconds from its request to its result, and seconds and CPU seconds
+# of the training itself, 0 if it was cancelled.
 Measured: TypeAlias = tuple[int, float, float, float]
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingSpeed:
-    """Seconds of one core: per SGD step, and per training without its steps, from one task to the next.
+    """Seconds of one core: per SGD step, and per training without its steps, from one task to the
+    next.
 
     `share`: of a core, that the trainings had.
     """
@@ -38,15 +41,18 @@ class TrainingSpeed:
 
 
 def train(experiment: Experiment, *, first: Row, training_s: float) -> TrainingSpeed:
-    """Train some devices of an experiment in turn for `training_s` or longer, after a warm-up of at most half of it.
+    """Train some devices of an experiment in turn for `training_s` or longer, after a warm-up of at
+    most half of it.
 
-    `first` is the first model. A training without epochs has the seconds that all have beside their steps.
+    `first` is the first model. A training without epochs has the seconds that all have beside their
+    steps.
     """
     return asyncio.run(_measure(experiment, first, training_s))
 
 
 async def _measure(experiment: Experiment, first: Row, training_s: float) -> TrainingSpeed:
-    own, names = experiment.training.trainer.learns_module, experiment.tree.devices
+    own = experiment.training.trainer.learns_module
+    names = experiment.tree.devices
     devices = names[:: -(-len(names) // DEVICES_MOST)]
     async with Pool(accelerator="cpu", slots=1, devices=len(devices)) as pool:
         members = [pool.member(name) for name in devices]
@@ -57,8 +63,11 @@ async def _measure(experiment: Experiment, first: Row, training_s: float) -> Tra
         out = np.zeros(links.up.row_bytes + prepared.kept_bytes, np.uint8)
 
         async def train_one(turn: int, epochs: int, until: float) -> Measured:
-            """Train once, and cancel it if it lasts until a time, of the monotonic clock, and a progress message."""
-            begun, done = time.monotonic(), (0, 0.0, 0.0, 0.0)
+            """Train once, and cancel it if it lasts until a time, of the monotonic clock, and a
+            progress message.
+            """
+            begun = time.monotonic()
+            done = (0, 0.0, 0.0, 0.0)
 
             def progress(steps: int, of: int) -> None:
                 nonlocal done
@@ -67,17 +76,21 @@ async def _measure(experiment: Experiment, first: Row, training_s: float) -> Tra
                     training.cancel()
 
             member = members[turn % len(members)]
-            training = asyncio.create_task(member.train(Order(row, out, epochs, turn, progress)), name="training")
+            training = asyncio.create_task(
+                member.train(Order(row, out, epochs, turn, progress)), name="training"
+            )
             await asyncio.wait((training,))
             if training.cancelled():
                 return done
             did = training.result().work
-            # A trainer of the user's own may count others than batches, by which a plan goes, and none without epochs.
+            # A trainer of the user's own may count others than batches, by which a plan goes, and
+            # none without epochs.
             steps = did.steps if own else epochs * experiment.steps_in_epoch(did.samples)
             return steps, did.train_s + did.wait_s, did.train_s, did.costs.cpu_s or 0.0
 
         async def train_many(*, most: float, lasting_s: float, epochs: int) -> list[Measured]:
-            found, until = list[Measured](), time.monotonic() + lasting_s
+            found = list[Measured]()
+            until = time.monotonic() + lasting_s
             while len(found) < most and not (found and time.monotonic() >= until):
                 found.append(await train_one(len(found), epochs, until))
             return found

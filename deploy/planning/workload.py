@@ -1,6 +1,7 @@
 """Workload of an experiment: samples and steps of each device, the first model, epochs.
 
-If the data set is missing, synthetic images of its shape replace it. Above MOST_LISTED devices, all are assumed equal.
+If the data set is missing, synthetic images of its shape replace it. Above MOST_LISTED devices, all
+are assumed equal.
 """
 
 from __future__ import annotations
@@ -25,12 +26,20 @@ if TYPE_CHECKING:
 
 MOST_LISTED: Final = 20_000  # devices; above, all are assumed equal
 PREPARED_MOST: Final = 32  # devices whose samples a trainer of the user counts
-OF_THE_SPLIT: Final = (  # keys of data that change neither what a training costs nor what crosses the links
-    "partition", "concentration", "shards", "within", "within_concentration", "min_samples", "noise",
-)  # fmt: skip
+# keys of data that change neither what a training costs nor what crosses the links
+OF_THE_SPLIT: Final = (
+    "partition",
+    "concentration",
+    "shards",
+    "within",
+    "within_concentration",
+    "min_samples",
+    "noise",
+)
 
 
-IMAGES: Final = MappingProxyType(  # training and test samples of data sets, and the number of classes
+# training and test samples of data sets, and the number of classes
+IMAGES: Final = MappingProxyType(
     {
         "mnist": (60_000, 10_000, 10),
         "fashionmnist": (60_000, 10_000, 10),
@@ -45,11 +54,11 @@ IMAGES: Final = MappingProxyType(  # training and test samples of data sets, and
 class PlannedWorkload:
     """The work of an experiment.
 
-    calibrated: for calibration: the same experiment, or with one device if the data of each device are not known
-    layout, first: of its models, and the first one
-    samples, tests: by device, or one number for all devices; tests are those on which it scores models
-    kept_bytes: of the personal arrays of a device    own_bytes: of each device's samples, if it reads no others
-    here: whether the data set is available    assumed: the assumptions, as text
+    calibrated: for calibration: the same experiment, or with one device if the data of each device
+    are not known layout, first: of its models, and the first one samples, tests: by device, or one
+    number for all devices; tests are those on which it scores models kept_bytes: of the personal
+    arrays of a device    own_bytes: of each device's samples, if it reads no others here: whether
+    the data set is available    assumed: the assumptions, as text
     """
 
     experiment: Experiment
@@ -71,15 +80,21 @@ class PlannedWorkload:
 
     def samples_of(self, device: str) -> int:
         """Return the samples of a device."""
-        return self.samples[device] if isinstance(self.samples, Mapping) else self.samples
+        if isinstance(self.samples, Mapping):
+            return self.samples[device]
+        return self.samples
 
     def tests_of(self, device: str) -> int:
         """Return the test samples of a device."""
-        return self.tests[device] if isinstance(self.tests, Mapping) else self.tests
+        if isinstance(self.tests, Mapping):
+            return self.tests[device]
+        return self.tests
 
 
 def workload(experiment: Experiment) -> PlannedWorkload:
-    """Load the data set, or synthetic images in its place, and split it. Raises InvalidExperiment."""
+    """Load the data set, or synthetic images in its place, and split it. Raises
+    InvalidExperiment.
+    """
     if not experiment.training.trainer.learns_module:
         return _of_trainer(experiment)
     from fedstrata.common.learning import datasets, splits
@@ -92,7 +107,9 @@ def workload(experiment: Experiment) -> PlannedWorkload:
     except InvalidExperiment as error:
         here = _synthetic(experiment, error)
         dataset = datasets.load(here.data)
-        assumed.append(f"{experiment.data.dataset} is not available: synthetic images of its shape are used")
+        assumed.append(
+            f"{experiment.data.dataset} is not available: synthetic images of its shape are used"
+        )
     tester = ModelTester(here)
     count = sum(experiment.sizes()[-1])
     mean = max(1, len(dataset.train_labels) // count)
@@ -100,7 +117,10 @@ def workload(experiment: Experiment) -> PlannedWorkload:
         mean = experiment.data.partition_size
     sizes = [mean] * count
     if count > MOST_LISTED:
-        assumed.append(f"all {count} devices are equal, {mean} samples each; links.of and hardware.of are ignored")
+        assumed.append(
+            f"all {count} devices are equal, {mean} samples each; links.of and hardware.of are "
+            "ignored"
+        )
     elif here is experiment and experiment.data.dataset != "folder":
         sizes = [len(part) for part in splits.split_of(experiment).partitions]
     else:
@@ -110,7 +130,9 @@ def workload(experiment: Experiment) -> PlannedWorkload:
     samples: int | dict[str, int] = trained[0]
     tests: int | dict[str, int] = round(fmean(scored))
     if count <= MOST_LISTED:
-        samples, tests = (dict(zip(experiment.tree.devices, each, strict=True)) for each in (trained, scored))
+        samples, tests = (
+            dict(zip(experiment.tree.devices, each, strict=True)) for each in (trained, scored)
+        )
     calibrated = experiment if isinstance(samples, dict) and not assumed else _alone(here, mean)
     nbytes = dataset.train_images.nbytes + dataset.test_images.nbytes
     return PlannedWorkload(
@@ -129,9 +151,14 @@ def workload(experiment: Experiment) -> PlannedWorkload:
 
 
 def _own_bytes(
-    experiment: Experiment, dataset: Dataset, samples: int | Mapping[str, int], tests: int | Mapping[str, int]
+    experiment: Experiment,
+    dataset: Dataset,
+    samples: int | Mapping[str, int],
+    tests: int | Mapping[str, int],
 ) -> dict[str, int]:
-    """Return the bytes of each device's samples and labels, if devices are users that read their own alone."""
+    """Return the bytes of each device's samples and labels, if devices are users that read their
+    own alone.
+    """
     from fedstrata.common.learning.splits import own_user
 
     if not isinstance(samples, Mapping) or not isinstance(tests, Mapping):
@@ -145,31 +172,52 @@ def _own_bytes(
 
 def _of_trainer(experiment: Experiment) -> PlannedWorkload:
     """Let the trainer of the user prepare devices, all of a small lab, else the first one."""
-    count, tester, trainers = sum(experiment.sizes()[-1]), TrainerTester(experiment), Trainers()
+    count = sum(experiment.sizes()[-1])
+    tester = TrainerTester(experiment)
+    trainers = Trainers()
     listed = count <= MOST_LISTED
     calibrated = experiment if listed else _alone(experiment, 1)
     names = calibrated.tree.devices[: count if count <= PREPARED_MOST else 1]
-    prepared = [trainers.prepare(HostedDevice(calibrated, calibrated.digest, name), "cpu") for name in names]
+    prepared = [
+        trainers.prepare(HostedDevice(calibrated, calibrated.digest, name), "cpu") for name in names
+    ]
     some = {name: facts.samples for name, facts in zip(names, prepared, strict=True)}
-    each, assumed = prepared[0].samples, ["the memory of a device is that without its samples and its libraries"]
+    each = prepared[0].samples
+    assumed = ["the memory of a device is that without its samples and its libraries"]
     if count > PREPARED_MOST:
         assumed.append(f"each device has {each} samples, as the first one")
     samples = {name: some.get(name, each) for name in experiment.tree.devices} if listed else each
     tests = max(1, each // 10) if experiment.evaluation.on_devices else 0
     if tests:
-        assumed.append(f"each device scores models on {tests} samples, a tenth of those that it trains on")
+        assumed.append(
+            f"each device scores models on {tests} samples, a tenth of those that it trains on"
+        )
     return PlannedWorkload(
-        experiment, calibrated, tester.layout, tester.first, samples, tests, data_bytes=0, here=True, assumed=assumed
+        experiment,
+        calibrated,
+        tester.layout,
+        tester.first,
+        samples,
+        tests,
+        data_bytes=0,
+        here=True,
+        assumed=assumed,
     )
 
 
 def _synthetic(experiment: Experiment, missing: InvalidExperiment) -> Experiment:
-    """Return the experiment with synthetic images of its data set's shape. Raises `missing` if the shape is unknown."""
+    """Return the experiment with synthetic images of its data set's shape. Raises `missing` if the
+    shape is unknown.
+    """
     data = experiment.data
     if data.dataset in IMAGES:
-        (samples, test_samples, classes), shape = IMAGES[data.dataset], [*SHAPES[data.dataset]]
+        (samples, test_samples, classes) = IMAGES[data.dataset]
+        shape = [*SHAPES[data.dataset]]
     elif data.dataset == "folder" and isinstance(data.classes, list):
-        samples, test_samples, classes, shape = 1000, 200, len(data.classes), data.image_shape
+        samples = 1000
+        test_samples = 200
+        classes = len(data.classes)
+        shape = data.image_shape
     else:
         raise missing
     classes = 20 if data.dataset == "cifar100" and data.labels == "coarse" else classes
@@ -192,6 +240,12 @@ def _alone(experiment: Experiment, samples: int) -> Experiment:
     return with_tiers(experiment, [{"name": "lan", "aggregation": rule}], **tables)
 
 
-def with_tiers(experiment: Experiment, tiers: Sequence[Mapping[str, Any]], **tables: Any) -> Experiment:
-    """Return an experiment with other tiers, without adversaries, and with other tables. Raises InvalidExperiment."""
-    return parse(experiment.model_dump(mode="json") | {"adversaries": []} | tables | {"tiers": list(tiers)})
+def with_tiers(
+    experiment: Experiment, tiers: Sequence[Mapping[str, Any]], **tables: Any
+) -> Experiment:
+    """Return an experiment with other tiers, without adversaries, and with other tables. Raises
+    InvalidExperiment.
+    """
+    return parse(
+        experiment.model_dump(mode="json") | {"adversaries": []} | tables | {"tiers": list(tiers)}
+    )

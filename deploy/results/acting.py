@@ -1,7 +1,8 @@
 """What experiments have beside each other, and from which global round on it can act.
 
-A method may be the plain mean at first: Tempo's first decision is about the second global round, FedCDA selects after
-its warm-up, FedMR recombines after its first stage. A cost until a target that was reached before shows nothing of it.
+A method may be the plain mean at first: Tempo's first decision is about the second global round,
+FedCDA selects after its warm-up, FedMR recombines after its first stage. A cost until a target that
+was reached before shows nothing of it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from fedstrata.common.text import counted
 
 @dataclass(frozen=True, slots=True)
 class LatePart:
-    """A rule or control that acts from a global round on, later than the first. `key`: its table."""
+    """A rule or control that acts from a global round on, later than the first. `key`: its
+    table.
+    """
 
     key: str
     name: str
@@ -34,7 +37,9 @@ class LatePart:
 
 
 def unacted(parts: Sequence[LatePart], rounds: Sequence[float]) -> list[str]:
-    """Return a text for each part that did not act in some runs, of which `rounds` is the number of global rounds."""
+    """Return a text for each part that did not act in some runs, of which `rounds` is the number of
+    global rounds.
+    """
     found = []
     for part in parts:
         idle = sum(part.acted(count) == 0 for count in rounds)
@@ -61,4 +66,7 @@ def _tables(experiment: Experiment) -> Iterator[tuple[str, tuple[SettingsTable, 
     for depth, tier in enumerate(experiment.tiers):
         rule = tier.aggregation
         key = f"{experiment.key(tier)}.aggregation"
-        yield key, (rule, LatePart(key, rule.name, ceil(rule.acts_from / experiment.rounds_of(depth))))
+        yield (
+            key,
+            (rule, LatePart(key, rule.name, ceil(rule.acts_from / experiment.rounds_of(depth)))),
+        )

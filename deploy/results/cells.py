@@ -1,7 +1,7 @@
 """The cells of a sweep in the order of its axes, with a baseline and a colour for each.
 
-A sweep leaves them in its folder and in its folder of kept runs, in `sweep.json`. So a comparison of its runs does not
-depend on the order of their folders.
+A sweep leaves them in its folder and in its folder of kept runs, in `sweep.json`. So a comparison
+of its runs does not depend on the order of their folders.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ ALIKE = " = "  # names of cells that have the same experiments
 class CellPlace:
     """The place of a cell in its sweep.
 
-    number: in the order of the axes    rank: of its value of the ranked axis    rest: of its other values
-    baseline: whether the others are compared with it
+    number: in the order of the axes    rank: of its value of the ranked axis    rest: of its other
+    values baseline: whether the others are compared with it
     """
 
     number: int
@@ -31,7 +31,9 @@ class CellPlace:
 
 @dataclass(frozen=True, slots=True)
 class CellOrder:
-    """The axes of a sweep with all their values, the ranked one, and its value that is the baseline, or ""."""
+    """The axes of a sweep with all their values, the ranked one, and its value that is the
+    baseline, or "".
+    """
 
     axes: Mapping[str, Sequence[str]]
     ranked: str
@@ -39,7 +41,9 @@ class CellOrder:
 
     @classmethod
     def read(cls, tree: Mapping[str, Any]) -> Self | None:
-        """Return the order in a `sweep.json`, None without. Raises KeyError, TypeError, ValueError."""
+        """Return the order in a `sweep.json`, None without. Raises KeyError, TypeError,
+        ValueError.
+        """
         if "order" not in tree:
             return None
         order = tree["order"]
@@ -61,11 +65,15 @@ class CellOrder:
             at = dict(zip(self.axes, values, strict=True))
             value = at.pop(self.ranked)
             rest = rests.setdefault(tuple(at.values()), len(rests))
-            found[BETWEEN.join(values)] = CellPlace(number, ranks.index(value), rest, value == self.baseline)
+            found[BETWEEN.join(values)] = CellPlace(
+                number, ranks.index(value), rest, value == self.baseline
+            )
         return found
 
     def place(self, name: str) -> CellPlace | None:
-        """Return the place of a cell, of one with several names that of the first; None if the sweep has none."""
+        """Return the place of a cell, of one with several names that of the first; None if the
+        sweep has none.
+        """
         places = self.places()
         if name in places:
             return places[name]

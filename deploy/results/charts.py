@@ -47,20 +47,25 @@ class Axis:
     name: str
     unit: str = ""
     factor: float = 1.0
-    bounds: Point = (-math.inf, math.inf)  # of the quantity, in the unit of the points: bands are drawn within
+    # of the quantity, in the unit of the points: bands are drawn within
+    bounds: Point = (-math.inf, math.inf)
     whole: bool = False  # whether it counts
 
     @property
     def head(self) -> str:
         """The name with its unit."""
-        return f"{self.name}, {self.unit}" if self.unit else self.name
+        if self.unit:
+            return f"{self.name}, {self.unit}"
+        return self.name
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A line; `deviations`: of each point, half the height of a band; `rest`: thin lines of the same colour.
+    """A line; `deviations`: of each point, half the height of a band; `rest`: thin lines of the
+    same colour.
 
-    `style`: the numbers of its colour and of its dash pattern, by default those of its place among the lines.
+    `style`: the numbers of its colour and of its dash pattern, by default those of its place among
+    the lines.
     """
 
     points: Sequence[Point]
@@ -72,7 +77,9 @@ class Curve:
         """Return x, lower and upper end of the band at each point, within the axis's bounds."""
         low, high = axis.bounds
         spans = zip(self.points, self.deviations, strict=False)
-        return [(x, max(y - deviation, low), min(y + deviation, high)) for (x, y), deviation in spans]
+        return [
+            (x, max(y - deviation, low), min(y + deviation, high)) for (x, y), deviation in spans
+        ]
 
 
 def curves(
@@ -93,21 +100,35 @@ def curves(
 
     def draw(paper: bool) -> Canvas:
         of = {} if paper else short or {}
-        labels = [SAME.join(of.get(label, label) for label in names) for names, _ in shown] if len(lines) > 1 else []
+        if len(lines) > 1:
+            labels = [SAME.join(of.get(label, label) for label in names) for names, _ in shown]
+        else:
+            labels = []
         canvas, axes = chart(y.head, labels)
         handles: list[Artist] = []
         for names, line in shown:
             look = line_style(*(line.style or (0, 0)))
             if len(line.deviations) > 1:
-                band = [(x.factor * at, y.factor * least, y.factor * most) for at, least, most in line.band(y)]
+                band = [
+                    (x.factor * at, y.factor * least, y.factor * most)
+                    for at, least, most in line.band(y)
+                ]
                 across, low, high = zip(*band, strict=True)
                 axes.fill_between(across, low, high, color=look["color"], alpha=0.16, linewidth=0)
             for rest in line.rest:
                 axes.plot(*scaled(rest, x, y), linewidth=0.7, alpha=0.7, **look)
             handles.append(_curve(canvas, axes, names, line, x, y, MARKERS_MOST[paper], look))
         if target is not None:
-            axes.axhline(y.factor * target, color=COLOURS["soft"], linewidth=0.8, linestyle=(0, (1.3, 2)))
-            axes.annotate("target", (0, y.factor * target), (3, 2), textcoords="offset points", color=COLOURS["soft"])
+            axes.axhline(
+                y.factor * target, color=COLOURS["soft"], linewidth=0.8, linestyle=(0, (1.3, 2))
+            )
+            axes.annotate(
+                "target",
+                (0, y.factor * target),
+                (3, 2),
+                textcoords="offset points",
+                color=COLOURS["soft"],
+            )
         most = axes.dataLim.xmax  # infinite without a known value
         axes.set_xlim(0, most if 0 < most < math.inf else 1)
         axes.locator_params(axis="y", integer=y.whole)
@@ -140,7 +161,8 @@ def bars(
     axis: Axis,
     short: Mapping[str, str] | None = None,
 ) -> Figure:
-    """Draw a horizontal stacked bar for each label, of parts (colour, label); its label and its sum are above it.
+    """Draw a horizontal stacked bar for each label, of parts (colour, label); its label and its sum
+    are above it.
 
     `short`: names for the bars of a page, by label.
     """
@@ -150,11 +172,13 @@ def bars(
 
     def heads(of: Mapping[str, str]) -> list[str]:
         return [
-            f"{of.get(label, label)}: {show(total, 2)} {axis.unit}" for label, total in zip(rows, sums, strict=True)
+            f"{of.get(label, label)}: {show(total, 2)} {axis.unit}"
+            for label, total in zip(rows, sums, strict=True)
         ]
 
     def draw(paper: bool) -> Canvas:
-        tops, height = list[float](), 0.0
+        tops = list[float]()
+        height = 0.0
         above = [wrapped(head, COLUMN - 12) for head in heads({} if paper else short or {})]
         for lines in above:
             tops.append(height + LINE * len(lines) + 3)
@@ -163,25 +187,38 @@ def bars(
         axes.set(xlim=(0, max(sums, default=0.0) or 1), ylim=(height, 0), yticks=[])
         for lines, top in zip(above, tops, strict=True):
             axes.annotate("\n".join(lines), (0, top), (1, 3), textcoords="offset points")
-        canvas.boxes(axes, [Box(p.start, tops[p.bar], p.size, THICK, p.colour, p.tooltip) for p in pieces])
+        canvas.boxes(
+            axes, [Box(p.start, tops[p.bar], p.size, THICK, p.colour, p.tooltip) for p in pieces]
+        )
         return finished(canvas, axes, axis, swatches(pieces))
 
     columns = (Column("bar", text=True), *(Column(part, axis.unit, 3) for _, part in parts))
-    table = Table(name, title, columns, [(label, *values) for label, values in zip(rows, own, strict=True)])
+    table = Table(
+        name, title, columns, [(label, *values) for label, values in zip(rows, own, strict=True)]
+    )
     return Figure(name, title, "; ".join(heads(short or {})), draw, table)
 
 
 def columns(
-    name: str, title: str, parts: Sequence[tuple[str, str]], values: Sequence[Sequence[float]], *, x: Axis, axis: Axis
+    name: str,
+    title: str,
+    parts: Sequence[tuple[str, str]],
+    values: Sequence[Sequence[float]],
+    *,
+    x: Axis,
+    axis: Axis,
 ) -> Figure:
-    """Draw a vertical stacked bar for each of `values` [bars][parts]. Above COLUMNS_MOST, neighbours are averaged."""
+    """Draw a vertical stacked bar for each of `values` [bars][parts]. Above COLUMNS_MOST,
+    neighbours are averaged.
+    """
     own = np.asarray(values, dtype=float).reshape(-1, len(parts)) * axis.factor
     joined = max(1, math.ceil(len(own) / COLUMNS_MOST))
     starts = range(0, len(own), joined)
     means = [own[start : start + joined].mean(axis=0).tolist() for start in starts]
     ends = [min(start + joined, len(own)) for start in starts]
     labels = [
-        f"{x.name} {i + 1}" if joined == 1 else f"{x.name} {i + 1} to {j}" for i, j in zip(starts, ends, strict=True)
+        f"{x.name} {i + 1}" if joined == 1 else f"{x.name} {i + 1} to {j}"
+        for i, j in zip(starts, ends, strict=True)
     ]
     pieces = _stacked(parts, means, labels, axis.unit)
 
@@ -190,7 +227,17 @@ def columns(
         wide = joined * (1 - GAP)
         canvas.boxes(
             axes,
-            [Box(starts[p.bar] + (1 + joined - wide) / 2, p.start, wide, p.size, p.colour, p.tooltip) for p in pieces],
+            [
+                Box(
+                    starts[p.bar] + (1 + joined - wide) / 2,
+                    p.start,
+                    wide,
+                    p.size,
+                    p.colour,
+                    p.tooltip,
+                )
+                for p in pieces
+            ],
         )
         axes.update_datalim([(1, 0), (1, max(map(math.fsum, means), default=0.0))])
         axes.set_xlim(0.5, max(len(own), 1) + 0.5)
@@ -215,9 +262,14 @@ class BarPiece(NamedTuple):
 
 
 def _stacked(
-    parts: Sequence[tuple[str, str]], bars: Sequence[Sequence[float]], labels: Sequence[str], unit: str
+    parts: Sequence[tuple[str, str]],
+    bars: Sequence[Sequence[float]],
+    labels: Sequence[str],
+    unit: str,
 ) -> list[BarPiece]:
-    """Return the pieces of stacked bars, part by part, without those that are too short to be seen."""
+    """Return the pieces of stacked bars, part by part, without those that are too short to be
+    seen.
+    """
     least = SEEN_LEAST * max(map(math.fsum, bars), default=0.0)
     starts = [0.0] * len(bars)
     found = []
@@ -250,10 +302,13 @@ def chart(head: str, labels: Collection[str], *, height: float = HEIGHT) -> tupl
 
 
 def levels(axes: Axes) -> None:
-    """Number the y axis from a round number below all data to one above, and draw a line for each."""
+    """Number the y axis from a round number below all data to one above, and draw a line for
+    each.
+    """
     low, high = axes.dataLim.intervaly
     if not math.isfinite(high - low):  # without data, or of unknown values alone
-        low, high = 0.0, 1.0
+        low = 0.0
+        high = 1.0
     if not high - low > 1e-9 * max(abs(low), abs(high)):
         high = low + (abs(low) or 1.0)
     found = axes.yaxis.get_major_locator().tick_values(low, high)
@@ -263,7 +318,9 @@ def levels(axes: Axes) -> None:
 
 
 def finished(canvas: Canvas, axes: Axes, x: Axis, handles: Mapping[str, Artist]) -> Canvas:
-    """Add the numbers and the head of the x axis, room for the numbers of the y axis, and a legend by label."""
+    """Add the numbers and the head of the x axis, room for the numbers of the y axis, and a legend
+    by label.
+    """
     axes.set_xlabel(clean(x.head))
     axes.locator_params(axis="x", integer=x.whole)
     axes.xaxis.set_major_formatter(lambda value, _: number(value))
@@ -278,17 +335,31 @@ def finished(canvas: Canvas, axes: Axes, x: Axis, handles: Mapping[str, Artist])
 
 def number(value: float) -> str:
     """Return a number of an axis."""
-    return f"{value:.4g}" if abs(value) < 1e4 else show(round(value))
+    if abs(value) < 1e4:
+        return f"{value:.4g}"
+    return show(round(value))
 
 
 def _curve(
-    canvas: Canvas, axes: Axes, names: Sequence[str], line: Curve, x: Axis, y: Axis, markers: int, look: dict[str, Any]
+    canvas: Canvas,
+    axes: Axes,
+    names: Sequence[str],
+    line: Curve,
+    x: Axis,
+    y: Axis,
+    markers: int,
+    look: dict[str, Any],
 ) -> Artist:
     """Draw the line of a curve with its markers."""
     every = max(1, -(-len(line.points) // markers))
     marker = MARKERS[(line.style or (0, 0))[0] % SERIES]
     (drawn,) = axes.plot(
-        *scaled(line.points, x, y), marker=marker, markeredgewidth=0, markevery=every, clip_on=False, **look
+        *scaled(line.points, x, y),
+        marker=marker,
+        markeredgewidth=0,
+        markevery=every,
+        clip_on=False,
+        **look,
     )
     texts = []
     for at, level in line.points[::every]:

@@ -19,21 +19,28 @@ COSTS: Final[Mapping[str, Column]] = {
     "cpu_s": Column("CPU of trainings", "s", 2),
 }
 NOTE: Final = (
-    "Energy is that of the devices' hosts, all their programs, from a device's first training to its last result, idle "
+    "Energy is that of the devices' hosts, all their programs, from a device's first training to "
+    "its last result, idle "
     "time included; several devices of a process share it. Empty: not known for all of them."
 )
 
 
 def costs_until(run: Run, global_round: int) -> dict[str, float]:
-    """Return the sums over all devices up to a global round, without those that are not known of all results.
+    """Return the sums over all devices up to a global round, without those that are not known of
+    all results.
 
     joules_per_point    over 100 times the score of that round, where a score is a share of 1
     joules_per_mb       over the MQTT bytes of all links until then
     """
-    found = {name: value for name in SUMS if (value := total(run.devices, name, until=global_round)) is not None}
+    found = {
+        name: value
+        for name in SUMS
+        if (value := total(run.devices, name, until=global_round)) is not None
+    }
     if "joules" in found:
         rounds = [row for row in run.rounds if row.global_round <= global_round]
-        score, count = rounds[-1].score if rounds else None, sum(sum(row.bytes_.values()) for row in rounds)
+        score = rounds[-1].score if rounds else None
+        count = sum(sum(row.bytes_.values()) for row in rounds)
         if run.experiment.score.share and score is not None and score > 0:
             found["joules_per_point"] = found["joules"] / (100 * score)
         if count:
@@ -42,10 +49,16 @@ def costs_until(run: Run, global_round: int) -> dict[str, float]:
 
 
 def total(rows: Sequence[DeviceRecord], name: str, *, until: int | None = None) -> float | None:
-    """Return the sum of a column over the rows with work, None if a cell is empty, or if there are none."""
-    work = [row for row in rows if row.local_rounds and (until is None or row.global_round <= until)]
+    """Return the sum of a column over the rows with work, None if a cell is empty, or if there are
+    none.
+    """
+    work = [
+        row for row in rows if row.local_rounds and (until is None or row.global_round <= until)
+    ]
     values = [getattr(row, name) for row in work]
-    return None if not values or None in values else fsum(values)
+    if not values or None in values:
+        return None
+    return fsum(values)
 
 
 def most(rows: Sequence[DeviceRecord], name: str) -> float | None:
@@ -54,21 +67,28 @@ def most(rows: Sequence[DeviceRecord], name: str) -> float | None:
 
 
 def sources_of(runs: Sequence[Run]) -> str:
-    """Return what measured the energy of some runs' devices, such as `plug and rapl`; empty if nothing did."""
-    return " and ".join(sorted({row.energy_source for run in runs for row in run.devices if row.energy_source}))
+    """Return what measured the energy of some runs' devices, such as `plug and rapl`; empty if
+    nothing did.
+    """
+    return " and ".join(
+        sorted({row.energy_source for run in runs for row in run.devices if row.energy_source})
+    )
 
 
 _CELLS: Final[Mapping[Column, Callable[[Sequence[DeviceRecord]], float | None]]] = {
     COSTS["joules"]: lambda rows: total(rows, "joules"),
     Column("of it in training", "J"): lambda rows: total(rows, "train_joules"),
     COSTS["cpu_s"]: lambda rows: total(rows, "cpu_s"),
-    Column("peak memory", "MB"): lambda rows: None if (found := most(rows, "memory_bytes")) is None else found / 1e6,
+    Column("peak memory", "MB"): lambda rows: (
+        None if (found := most(rows, "memory_bytes")) is None else found / 1e6
+    ),
     Column("hottest", "°C"): lambda rows: most(rows, "celsius"),
 }
 
 
 def table(run: Run, *, each_most: int) -> Table | None:
-    """Return a table of each device's costs, under those of all; of more than `each_most` devices those of all alone.
+    """Return a table of each device's costs, under those of all; of more than `each_most` devices
+    those of all alone.
 
     None if nothing is known.
     """
@@ -76,7 +96,11 @@ def table(run: Run, *, each_most: int) -> Table | None:
     for row in run.devices:
         devices.setdefault(row.node, []).append(row)
     groups = {"all": list(run.devices)} | (devices if len(devices) <= each_most else {})
-    columns = [column for column, cell in _CELLS.items() if any(cell(rows) is not None for rows in groups.values())]
+    columns = [
+        column
+        for column, cell in _CELLS.items()
+        if any(cell(rows) is not None for rows in groups.values())
+    ]
     if not columns:
         return None
     sources = sources_of([run])
@@ -85,5 +109,7 @@ def table(run: Run, *, each_most: int) -> Table | None:
         shown = [f"{ratios[n]:.3g} {COSTS[n].unit} {COSTS[n].name.removeprefix('energy ')}"
                  for n in ("joules_per_point", "joules_per_mb") if n in ratios]  # fmt: skip
         title += "".join(f", {text}" for text in shown)
-    rows = [[name, *(_CELLS[column](found) for column in columns)] for name, found in groups.items()]
+    rows = [
+        [name, *(_CELLS[column](found) for column in columns)] for name, found in groups.items()
+    ]
     return Table(run.file_name("costs"), title, [Column("device", text=True), *columns], rows)

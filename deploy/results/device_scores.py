@@ -14,16 +14,25 @@ from fedstrata.deploy.results.figures import Figure
 from fedstrata.deploy.results.run import Run
 
 GLOBAL_ROUND: Final = Axis("global round", whole=True)
-OVER_DEVICES: Final = {"mean": "mean over devices", "worst": "worst tenth", "spread": "spread over devices"}
+OVER_DEVICES: Final = {
+    "mean": "mean over devices",
+    "worst": "worst tenth",
+    "spread": "spread over devices",
+}
 DEVICE_SCORES: Final = (
-    "Each device scores the model on test samples of its own. The band is the standard deviation over devices. The"
-    " worst tenth is the mean of the devices with the worst scores. All samples: each sample counts once, not each"
-    " device. Personalised: the model that the device itself trained in the global round, on the same samples."
+    "Each device scores the model on test samples of its own. The band is the standard deviation "
+    "over devices. The"
+    " worst tenth is the mean of the devices with the worst scores. All samples: each sample "
+    "counts once, not each"
+    " device. Personalised: the model that the device itself trained in the global round, on the "
+    "same samples."
 )
 
 
 class OverDevices(NamedTuple):
-    """A statistic over devices: its key, its title, and whether it is of the models that they trained."""
+    """A statistic over devices: its key, its title, and whether it is of the models that they
+    trained.
+    """
 
     statistic: str
     title: str
@@ -53,11 +62,15 @@ def statistics_of(runs: Iterable[Run]) -> list[OverDevices]:
 def score_axis(score: Score, label: str = "") -> Axis:
     """Return the axis of a score. `label`: its name for people, if it is another one."""
     label = f"test {label or score.label}"
-    return Axis(label, "%", 100.0, (0.0, 1.0)) if score.share else Axis(label)
+    if score.share:
+        return Axis(label, "%", 100.0, (0.0, 1.0))
+    return Axis(label)
 
 
 def figures(run: Run) -> list[Figure]:
-    """Return figures of the devices' scores: their course, and the distribution over devices; none without scores."""
+    """Return figures of the devices' scores: their course, and the distribution over devices; none
+    without scores.
+    """
     models = list(dict.fromkeys(each.personalised for each in statistics_of([run])))
     if not models:
         return []
@@ -66,8 +79,16 @@ def figures(run: Run) -> list[Figure]:
 
     def line(statistic: str, deviation: str = "", *, own: bool) -> Curve:
         rows = [row for row in run.rounds if row.of_devices("mean", personalised=own) is not None]
-        points = [(float(row.global_round), row.of_devices(statistic, personalised=own) or 0.0) for row in rows]
-        return Curve(points, [row.of_devices(deviation, personalised=own) or 0.0 for row in rows] if deviation else ())
+        points = [
+            (float(row.global_round), row.of_devices(statistic, personalised=own) or 0.0)
+            for row in rows
+        ]
+        return Curve(
+            points,
+            [row.of_devices(deviation, personalised=own) or 0.0 for row in rows]
+            if deviation
+            else (),
+        )
 
     def distribution(global_round: int, *, own: bool) -> Curve:
         here = [each for each in run.devices if each.global_round == global_round]
@@ -80,14 +101,22 @@ def figures(run: Run) -> list[Figure]:
     for own in models:
         kind = f"{PERSONALISED}, " if own else ""
         course[f"{kind}mean over devices"] = line("mean", "spread", own=own)
-        course[f"{kind}worst tenth"], course[f"{kind}all samples"] = line("worst", own=own), line("score", own=own)
+        course[f"{kind}worst tenth"], course[f"{kind}all samples"] = (
+            line("worst", own=own),
+            line("score", own=own),
+        )
         rounds = [round(x) for x, _ in line("mean", own=own).points]
-        for r in dict.fromkeys(rounds[-1:] if own else (rounds[place] for place in (0, len(rounds) // 2, -1))):
+        for r in dict.fromkeys(
+            rounds[-1:] if own else (rounds[place] for place in (0, len(rounds) // 2, -1))
+        ):
             if (found := distribution(r, own=own)).points:
                 each[f"{kind}after global round {r}"] = found
-    title, rank = f"{label[:1].upper()}{label[1:]}", Axis("devices up to this score", whole=True)
+    title = f"{label[:1].upper()}{label[1:]}"
+    rank = Axis("devices up to this score", whole=True)
     name = run.file_name("device-scores")
-    over = charts.curves(name, f"{title} of devices over global rounds", course, x=GLOBAL_ROUND, y=axis)
+    over = charts.curves(
+        name, f"{title} of devices over global rounds", course, x=GLOBAL_ROUND, y=axis
+    )
     name = run.file_name("device-distribution")
     return [over, charts.curves(name, f"{title} of each device, in order", each, x=rank, y=axis)]
 
@@ -95,27 +124,41 @@ def figures(run: Run) -> list[Figure]:
 def table(run: Run) -> Table:
     """Return a table of the devices' scores of each global round."""
     share, unit = (100.0, "%") if run.experiment.score.share else (1.0, "")
-    columns, rows = [Column("global round")], list[list[float | None]]()
+    columns = [Column("global round")]
+    rows = list[list[float | None]]()
     models = list(dict.fromkeys(each.personalised for each in statistics_of([run])))
     further = list(run.experiment.score.columns.values())
     for own in models:
         kind = f"{PERSONALISED}, " if own else ""
         columns += [Column(f"{kind}{name}") for name in ("devices", "test samples")]
         columns += [Column(f"{kind}test loss", digits=4)]
-        columns += [Column(f"{kind}{name}", unit, 2 if unit else 4) for name in ("all samples", *OVER_DEVICES.values())]
+        columns += [
+            Column(f"{kind}{name}", unit, 2 if unit else 4)
+            for name in ("all samples", *OVER_DEVICES.values())
+        ]
         columns += [Column(f"{kind}{name.removeprefix('score_')}", digits=4) for name in further]
     for row in run.rounds:
         cells: list[float | None] = []
         for own in models:
-            cells += [row.of_devices(name, personalised=own) for name in ("scored", "samples", "loss")]
-            cells += [times(share, row.of_devices(name, personalised=own)) for name in ("score", *OVER_DEVICES)]
+            cells += [
+                row.of_devices(name, personalised=own) for name in ("scored", "samples", "loss")
+            ]
+            cells += [
+                times(share, row.of_devices(name, personalised=own))
+                for name in ("score", *OVER_DEVICES)
+            ]
             cells += [row.of_devices(name, personalised=own) for name in further]
         if any(cells):
             rows.append([float(row.global_round), *cells])
-    title = "Scores of dispatched models" if run.experiment.several_models else "Scores of the global model"
+    if run.experiment.several_models:
+        title = "Scores of dispatched models"
+    else:
+        title = "Scores of the global model"
     return Table(run.file_name("device-scores"), f"{title} by devices", columns, rows)
 
 
 def times(factor: float, value: float | None) -> float | None:
     """Return a value in another unit."""
-    return None if value is None else factor * value
+    if value is None:
+        return None
+    return factor * value

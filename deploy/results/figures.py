@@ -1,7 +1,8 @@
 """Figures, drawn by matplotlib: SVG in the colours of a page, light or dark, and files for papers.
 
-All are drawn in the light colours. In the SVG of a page each is replaced by its CSS variable; the variables are the
-first rule of `page.css`. This module draws in one style: nothing else changes a setting of matplotlib.
+All are drawn in the light colours. In the SVG of a page each is replaced by its CSS variable; the
+variables are the first rule of `page.css`. This module draws in one style: nothing else changes a
+setting of matplotlib.
 """
 
 from __future__ import annotations
@@ -25,14 +26,24 @@ if TYPE_CHECKING:
 
 Point: TypeAlias = tuple[float, float]
 TEMPLATES: Final = Path(__file__).resolve().parents[1] / "templates" / "report"
-STYLE: Final = (TEMPLATES / "page.css").read_text(encoding="utf-8").partition("\n\n")[0]  # of a page, and of a file
-# The light colours by name. The first series has the colour of docs/. Any two series can be distinguished, also by
-# readers who see two primary colours only, and have a contrast of 3 or more to the ground (`tests/test_figures.py`).
-COLOURS: Final[Mapping[str, str]] = dict(re.findall(r"--(\w+): (#\w+)", STYLE.partition("@media")[0]))
+# of a page, and of a file
+STYLE: Final = (TEMPLATES / "page.css").read_text(encoding="utf-8").partition("\n\n")[0]
+# The light colours by name. The first series has the colour of docs/. Any two series can be
+# distinguished, also by readers who see two primary colours only, and have a contrast of 3 or more
+# to the ground (`tests/test_figures.py`).
+COLOURS: Final[Mapping[str, str]] = dict(
+    re.findall(r"--(\w+): (#\w+)", STYLE.partition("@media")[0])
+)
 SERIES: Final = 7
 PHASES: Final[Mapping[str, str]] = {
-    "record": "s6", "dispatch": "s2", "train": "s0", "wait": "s5", "collect": "s4", "aggregate": "s3", "evaluate": "s1",
-}  # fmt: skip
+    "record": "s6",
+    "dispatch": "s2",
+    "train": "s0",
+    "wait": "s5",
+    "collect": "s4",
+    "aggregate": "s3",
+    "evaluate": "s1",
+}
 # A series has the next colour with its marker, and the next dash pattern, in points.
 DASHES: Final = ((), (4.0, 2.0), (1.3, 2.0), (5.3, 2.0, 1.3, 2.0))
 MARKERS: Final = "os^Dvp*"
@@ -75,7 +86,10 @@ SETTINGS: Final[Mapping[Any, Any]] = {
     "pdf.fonttype": 42,  # TrueType; many journals refuse Type 3
     "svg.hashsalt": "fedstrata",
 }
-_NO_DATE: Final = {"pdf": {"CreationDate": None}, "svg": dict.fromkeys(("Date", "Creator", "Format", "Type"))}
+_NO_DATE: Final = {
+    "pdf": {"CreationDate": None},
+    "svg": dict.fromkeys(("Date", "Creator", "Format", "Type")),
+}
 _SVG: Final = "{http://www.w3.org/2000/svg}"
 for _prefix, _name in (("", "2000/svg"), ("xlink", "1999/xlink")):
     ElementTree.register_namespace(_prefix, f"http://www.w3.org/{_name}")
@@ -111,11 +125,14 @@ class Canvas:
     def place(self, axes: Axes, *, left: float, top: float, right: float, bottom: float) -> None:
         """Place axes by their margins."""
         width, height = self.size
-        across, up = (width - left - right) / width, (height - top - bottom) / height
+        across = (width - left - right) / width
+        up = (height - top - bottom) / height
         axes.set_position((left / width, bottom / height, across, up))
 
     def ground(self, *, left: float = 0.0, top: float = 0.0, right: float = 0.0) -> Axes:
-        """Add axes without lines and numbers, whose units are points from their upper left corner on."""
+        """Add axes without lines and numbers, whose units are points from their upper left corner
+        on.
+        """
         axes = self.axes()
         self.place(axes, left=left, top=top, right=right, bottom=0.0)
         axes.set(xlim=(0, self.size[0] - left - right), ylim=(self.size[1] - top, 0))
@@ -145,10 +162,18 @@ class Canvas:
         """Draw a legend by label at the lower edge, which has the height `legend_height`."""
         columns, lines = legend_layout(handles, self.size[0])
         self.sheet.legend(
-            handles.values(), ["\n".join(each) for each in lines], loc="lower left", bbox_to_anchor=(0, 0),
-            ncols=columns, borderpad=0.2, borderaxespad=0.2, labelspacing=0.4, columnspacing=1.2, handlelength=2.4,
+            handles.values(),
+            ["\n".join(each) for each in lines],
+            loc="lower left",
+            bbox_to_anchor=(0, 0),
+            ncols=columns,
+            borderpad=0.2,
+            borderaxespad=0.2,
+            labelspacing=0.4,
+            columnspacing=1.2,
+            handlelength=2.4,
             handletextpad=0.6,
-        )  # fmt: skip
+        )
 
     def saved(self, kind: str) -> bytes:
         """Return the file of a kind: pdf, png or svg."""
@@ -160,7 +185,8 @@ class Canvas:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A picture. `name` is the file name's stem, `text` the alternative text, `table` has the numbers.
+    """A picture. `name` is the file name's stem, `text` the alternative text, `table` has the
+    numbers.
 
     `draw(paper)` draws it for a page, or for a paper, with whole labels and fewer markers.
     """
@@ -184,17 +210,20 @@ class Figure:
 
 
 def styled(ranks: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the colour and the dash pattern of each line of a chart, given by its rank and that of its condition.
+    """Return the colour and the dash pattern of each line of a chart, given by its rank and that of
+    its condition.
 
-    Equal ranks have one colour, in every chart; conditions differ in the pattern. If there is but one condition, each
-    rank has a pattern, too. Where these are the same for two lines, the later one has the next pattern that is free,
-    and beyond the patterns the next colour.
+    Equal ranks have one colour, in every chart; conditions differ in the pattern. If there is but
+    one condition, each rank has a pattern, too. Where these are the same for two lines, the later
+    one has the next pattern that is free, and beyond the patterns the next colour.
     """
     conditions = list(dict.fromkeys(condition for _, condition in ranks))
     found: list[tuple[int, int]] = []
     for rank, condition in ranks:
         pattern = conditions.index(condition) if len(conditions) > 1 else rank
-        every = ((rank + more, pattern + next_) for more in range(SERIES) for next_ in range(len(DASHES)))
+        every = (
+            (rank + more, pattern + next_) for more in range(SERIES) for next_ in range(len(DASHES))
+        )
         styles = [(colour % SERIES, dash % len(DASHES)) for colour, dash in every]
         found.append(next((style for style in styles if style not in found), styles[0]))
     return found
@@ -222,12 +251,16 @@ def legend_height(labels: Collection[str], width: float) -> float:
     """Return the height of a legend."""
     columns, lines = legend_layout(labels, width)
     rows = -(-len(labels) // columns)
-    return sum(sorted((LINE * len(each) + 1.5 for each in lines), reverse=True)[:rows]) + 4 if labels else 0.0
+    if labels:
+        return sum(sorted((LINE * len(each) + 1.5 for each in lines), reverse=True)[:rows]) + 4
+    return 0.0
 
 
 @contextmanager
 def style(more: Mapping[Any, Any] | None = None) -> Iterator[None]:
-    """Draw in our style, whatever the settings of this process are. `more`: further settings of matplotlib."""
+    """Draw in our style, whatever the settings of this process are. `more`: further settings of
+    matplotlib.
+    """
     import matplotlib
 
     with matplotlib.rc_context(), warnings.catch_warnings():
@@ -244,17 +277,24 @@ def _themed(canvas: Canvas, figure: Figure, key: str) -> str:
         marks = list(group.iter(f"{_SVG}use")) or group.findall(f"{_SVG}path")
         for mark, text in zip(marks, canvas.tooltips.get(group.get("id", ""), ()), strict=False):
             ElementTree.SubElement(mark, f"{_SVG}title").text = text
-    root[:] = [each for each in root if each.find(f"{_SVG}style") is None]  # of all elements, which have their own
+    # of all elements, which have their own
+    root[:] = [each for each in root if each.find(f"{_SVG}style") is None]
     for tag, text in (("desc", figure.text), ("title", figure.title)):
         element = ElementTree.Element(f"{_SVG}{tag}", id=tag)
         element.text = clean(text)
         root.insert(0, element)
     width, height = canvas.size
-    root.attrib |= {"width": f"{PAGE_SCALE * width:.0f}", "height": f"{PAGE_SCALE * height:.0f}", "role": "img"}
+    root.attrib |= {
+        "width": f"{PAGE_SCALE * width:.0f}",
+        "height": f"{PAGE_SCALE * height:.0f}",
+        "role": "img",
+    }
     root.set("style", f"min-width: {PAGE_SCALE * LEAST * width:.0f}px")
     root.set("aria-labelledby", f"{key}title {key}desc")
     drawn = _NAMESPACES.sub("", ElementTree.tostring(root, encoding="unicode"))
-    drawn = re.sub(r'( id="|url\(#| href="#)', rf"\g<1>{key}", drawn).replace("'DejaVu Sans'", "var(--font)")
+    drawn = re.sub(r'( id="|url\(#| href="#)', rf"\g<1>{key}", drawn).replace(
+        "'DejaVu Sans'", "var(--font)"
+    )
     for name, colour in COLOURS.items():
         drawn = drawn.replace(colour, f"var(--{name})")
     return drawn

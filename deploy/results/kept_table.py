@@ -1,10 +1,11 @@
 """The table of the runs that are kept of a sweep: two files for all of them.
 
-`sweep.json` has the sweep's axes, what its runs have in common, and a line for each with the rest: its cell, its
-experiment, what was run where, and the digest of its model. `rounds.csv` has a row for each run and global round.
+`sweep.json` has the sweep's axes, what its runs have in common, and a line for each with the rest:
+its cell, its experiment, what was run where, and the digest of its model. `rounds.csv` has a row
+for each run and global round.
 
-A reader of runs gets each run's files as texts (`texts_of`), under a path that does not exist: the table's folder and
-the run's id.
+A reader of runs gets each run's files as texts (`texts_of`), under a path that does not exist: the
+table's folder and the run's id.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from fedstrata.common.settings.tables import write
 from fedstrata.common.text import json_text
 from fedstrata.deploy.results.cells import CellOrder
 
-SWEEP: Final = "sweep.json"  # in a sweep's folder, beside its runs: its axes, and the names of its cells
+# in a sweep's folder, beside its runs: its axes, and the names of its cells
+SWEEP: Final = "sweep.json"
 ROUNDS: Final = "rounds.csv"
 CELL: Final = "cell"  # of a kept run: the name of its cell
 RUNS: Final = "runs"
@@ -38,7 +40,8 @@ RUN: Final = "run"  # its id
 EXPERIMENT: Final = "experiment"
 FINISHED: Final = "finished"  # when, and why it stopped
 NAMED: Final = (RUN, CELL, "seed")  # columns of the rows: whose they are
-NODES: Final = ("epochs_", "omega_", "spread_")  # columns of single nodes, which no comparison needs
+# columns of single nodes, which no comparison needs
+NODES: Final = ("epochs_", "omega_", "spread_")
 
 Row = dict[str, str]
 Tree = dict[str, Any]
@@ -46,7 +49,9 @@ Tree = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class KeptRun:
-    """A kept run: the facts of its manifest with its experiment's tree, and its rows of rounds.csv."""
+    """A kept run: the facts of its manifest with its experiment's tree, and its rows of
+    rounds.csv.
+    """
 
     facts: Mapping[str, Any]
     rows: Sequence[Row]
@@ -59,7 +64,8 @@ class KeptRun:
     def files(self) -> dict[str, str]:
         """Return the texts of a run's files by name."""
         facts = dict(self.facts)
-        experiment, finished = facts.pop(EXPERIMENT), facts.pop(FINISHED)
+        experiment = facts.pop(EXPERIMENT)
+        finished = facts.pop(FINISHED)
         return {
             HELD: write(experiment),
             "manifest.json": json_text(facts),
@@ -70,7 +76,9 @@ class KeptRun:
 
 @dataclass(frozen=True, slots=True)
 class KeptTable:
-    """The kept runs of a sweep by id, in the order of its cells. `order`: as `CellOrder.written` has it."""
+    """The kept runs of a sweep by id, in the order of its cells. `order`: as `CellOrder.written`
+    has it.
+    """
 
     order: Mapping[str, Any]
     runs: Mapping[str, KeptRun]
@@ -87,47 +95,65 @@ class KeptTable:
                 rows.setdefault(row[RUN], []).append(row)
             every = [_merged(tree[SHARED], own) for own in tree[RUNS]]
             runs = {facts[RUN]: KeptRun(facts, rows.get(facts[RUN], ())) for facts in every}
-            return cls({key: value for key, value in tree.items() if key not in (SHARED, RUNS)}, runs)
+            return cls(
+                {key: value for key, value in tree.items() if key not in (SHARED, RUNS)}, runs
+            )
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, KeyError, TypeError, AttributeError, csv.Error) as error:
             problem = f"no table of kept runs: {error!r}"
-            raise InvalidExperiment("RUN", str(folder), problem, f"Repair {SWEEP} and {ROUNDS}.") from None
+            raise InvalidExperiment(
+                "RUN", str(folder), problem, f"Repair {SWEEP} and {ROUNDS}."
+            ) from None
 
     def write(self, folder: Path) -> None:
         """Write both files, first the rows: those of no run do not count. Raises OSError."""
         runs = [self.runs[key] for key in sorted(self.runs, key=self._rank)]
-        shared = _shared([{key: value for key, value in run.facts.items() if key != RUN} for run in runs])
+        shared = _shared(
+            [{key: value for key, value in run.facts.items() if key != RUN} for run in runs]
+        )
         lines = ",\n".join(json_text(_rest(run.facts, shared)) for run in runs)
         tree = json_text({**self.order, SHARED: shared}, indent=1).removesuffix("\n}")
         rows = [row for run in runs for row in run.rows]
-        for name, text in ((ROUNDS, _csv(_filled(rows))), (SWEEP, f'{tree},\n "{RUNS}": [\n{lines}\n ]\n}}\n')):
+        for name, text in (
+            (ROUNDS, _csv(_filled(rows))),
+            (SWEEP, f'{tree},\n "{RUNS}": [\n{lines}\n ]\n}}\n'),
+        ):
             with replacing(folder / name) as file:
                 file.write(text.encode())
 
     def _rank(self, run: str) -> tuple[int, int, str]:
         """Return the place of a run: by its cell, its seed and its id."""
-        facts, order = self.runs[run].facts, CellOrder.read(self.order)
+        facts = self.runs[run].facts
+        order = CellOrder.read(self.order)
         place = None if order is None else order.place(facts[CELL])
         return -1 if place is None else place.number, facts[EXPERIMENT].get("seed", 1), run
 
 
 def add(runs: Iterable[KeptRun], folder: Path, order: Mapping[str, Any]) -> None:
-    """Add runs to the table in a folder, which is made if it is missing. Raises InvalidExperiment, StorageFailed."""
+    """Add runs to the table in a folder, which is made if it is missing. Raises InvalidExperiment,
+    StorageFailed.
+    """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder):
             known = KeptTable.read(folder)
-            KeptTable(order, {**(known.runs if known else {}), **{run.id: run for run in runs}}).write(folder)
+            KeptTable(
+                order, {**(known.runs if known else {}), **{run.id: run for run in runs}}
+            ).write(folder)
 
 
 def kept_in(folder: Path) -> list[Path]:
-    """Return the paths of the kept runs of the table in a folder, none without one. Raises InvalidExperiment."""
+    """Return the paths of the kept runs of the table in a folder, none without one. Raises
+    InvalidExperiment.
+    """
     return [folder / run for run in _files_in(folder)]
 
 
 def texts_of(path: Path) -> Mapping[str, str] | None:
-    """Return the texts of a kept run's files by name, None if the path is not one's. Raises InvalidExperiment."""
+    """Return the texts of a kept run's files by name, None if the path is not one's. Raises
+    InvalidExperiment.
+    """
     return _files_in(path.parent).get(path.name)
 
 
@@ -142,7 +168,9 @@ def _files_in(folder: Path) -> Mapping[str, Mapping[str, str]]:
 @lru_cache(maxsize=8)  # each run of a table is read by its path
 def _read(folder: Path, stamps: tuple[tuple[int, int], ...]) -> Mapping[str, Mapping[str, str]]:
     table = KeptTable.read(folder)
-    return {} if table is None else {key: run.files() for key, run in table.runs.items()}
+    if table is None:
+        return {}
+    return {key: run.files() for key, run in table.runs.items()}
 
 
 @contextmanager
@@ -162,7 +190,11 @@ def _locked(folder: Path) -> Iterator[None]:
 def _needed(rows: Sequence[Row]) -> list[Row]:
     """Return a run's rows with the columns that it has: other runs of the table may have others."""
     required = GlobalRoundRecord.required()
-    names = [name for name in (rows[0] if rows else ()) if name not in NAMED and any(row[name] for row in rows)]
+    names = [
+        name
+        for name in (rows[0] if rows else ())
+        if name not in NAMED and any(row[name] for row in rows)
+    ]
     return [dict.fromkeys(required, "") | {name: row[name] for name in names} for row in rows]
 
 

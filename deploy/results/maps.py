@@ -30,8 +30,12 @@ _T = TypeVar("_T")
 
 
 def spaced(items: Sequence[_T], most: int = NODES_MOST) -> Sequence[_T]:
-    """Return all items, or evenly spaced ones beginning with the first if there are more than `most`."""
-    return items[:: -(-len(items) // most)] if len(items) > most else items
+    """Return all items, or evenly spaced ones beginning with the first if there are more than
+    `most`.
+    """
+    if len(items) > most:
+        return items[:: -(-len(items) // most)]
+    return items
 
 
 def quantiles(rows: Sequence[Sequence[float]]) -> list[list[Any]]:
@@ -42,7 +46,9 @@ def quantiles(rows: Sequence[Sequence[float]]) -> list[list[Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """A link's rates (down, up) in Mbit/s: declared, None = unlimited, and measured, None = not measured."""
+    """A link's rates (down, up) in Mbit/s: declared, None = unlimited, and measured, None = not
+    measured.
+    """
 
     declared: tuple[float | None, float | None]
     delay_ms: float
@@ -51,7 +57,9 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class TopologyBox:
-    """Nodes of like links in one box: its label, its layer, its middle from above, and the texts at its link."""
+    """Nodes of like links in one box: its label, its layer, its middle from above, and the texts at
+    its link.
+    """
 
     label: str
     depth: int
@@ -74,23 +82,36 @@ def topology(key: str, tree: Tree, rates: Mapping[str, Rates]) -> Figure:
         leaves += not below
         middle = sum(box.middle for box in below) / len(below) if below else TALL * (leaves - 0.5)
         label = nodes[0] if len(nodes) == 1 else f"{len(nodes)} devices"
-        found.append(TopologyBox(label, depth, middle, _labels([rates[n] for n in nodes if n in rates]), below))
+        found.append(
+            TopologyBox(
+                label, depth, middle, _labels([rates[n] for n in nodes if n in rates]), below
+            )
+        )
         return found[-1]
 
     place([CLOUD], 0)
     layers = [[box for box in found if box.depth == depth] for depth in range(len(tree.layers))]
     wide = [10 + LETTER * max(len(box.label) for box in layer) for layer in layers]
-    links = [20 + LETTER * max((len(text) for box in layer for text in box.texts), default=6) for layer in layers[1:]]
+    links = [
+        20 + LETTER * max((len(text) for box in layer for text in box.texts), default=6)
+        for layer in layers[1:]
+    ]
     lefts = [1 + sum(wide[:depth]) + sum(links[:depth]) for depth in range(len(layers))]
 
     def draw(paper: bool) -> Canvas:
         canvas = Canvas(max(COLUMN, lefts[-1] + wide[-1] + 1), TALL * leaves + 4)
         axes = canvas.ground()
         for box in found:
-            left, right = lefts[box.depth], lefts[box.depth] + wide[box.depth]
+            left = lefts[box.depth]
+            right = lefts[box.depth] + wide[box.depth]
             for end in box.below:
                 turn = [right, right + TURN, right + TURN, lefts[end.depth]]
-                axes.plot(turn, [box.middle, box.middle, end.middle, end.middle], color=COLOURS["line"], linewidth=0.8)
+                axes.plot(
+                    turn,
+                    [box.middle, box.middle, end.middle, end.middle],
+                    color=COLOURS["line"],
+                    linewidth=0.8,
+                )
                 for text, y, colour in zip(end.texts, (-3, 10), ("ink", "soft"), strict=False):
                     axes.text(right + TURN + 6, end.middle + y, text, color=COLOURS[colour])
             corners = [left, right, right, left, left], [box.middle + y for y in (-9, -9, 9, 9, -9)]
@@ -106,7 +127,8 @@ def topology(key: str, tree: Tree, rates: Mapping[str, Rates]) -> Figure:
 def partition(facts: Mapping[str, Any], *, name: str = "partition") -> Figure:
     """Return the picture of a split, given the content of partition.json.
 
-    The area of a square is proportional to its samples. Of many devices evenly spaced ones are shown.
+    The area of a square is proportional to its samples. Of many devices evenly spaced ones are
+    shown.
     """
     devices = facts["devices"]
     data = facts.get("data", {})
@@ -115,7 +137,9 @@ def partition(facts: Mapping[str, Any], *, name: str = "partition") -> Figure:
     for device, held in devices.items():
         homes.setdefault(str(held["parent"]), []).append(device)
     kind = "bin" if any("by_bin" in held for held in devices.values()) else "class"
-    counts = {device: [int(count) for count in held[f"by_{kind}"]] for device, held in devices.items()}
+    counts = {
+        device: [int(count) for count in held[f"by_{kind}"]] for device, held in devices.items()
+    }
     classes = max(map(len, counts.values()), default=0)
     most = max((count for held in counts.values() for count in held), default=0) or 1
     rows = spaced([(home, device) for home, members in homes.items() for device in members])
@@ -130,7 +154,9 @@ def partition(facts: Mapping[str, Any], *, name: str = "partition") -> Figure:
         cell = max(CELL_LEAST, min(ROW, (COLUMN - left - right) / max(classes, 1)))
         canvas = Canvas(max(COLUMN, left + right + cell * classes), cell * len(rows) + BELOW)
         axes = canvas.axes()
-        canvas.place(axes, left=left, top=0, right=canvas.size[0] - left - cell * classes, bottom=BELOW)
+        canvas.place(
+            axes, left=left, top=0, right=canvas.size[0] - left - cell * classes, bottom=BELOW
+        )
         axes.set(xlim=(-0.5, classes - 0.5), ylim=(len(rows) - 0.5, -0.5), xlabel=kind)
         axes.set_yticks(range(len(rows)), [*map(clean, named)])
         axes.locator_params(axis="x", integer=True, nbins=10)
@@ -145,8 +171,14 @@ def partition(facts: Mapping[str, Any], *, name: str = "partition") -> Figure:
         canvas.boxes(axes, boxes)
         return canvas
 
-    columns = [Column("parent", text=True), Column("device", text=True), *(Column(str(c)) for c in range(classes))]
-    cells: list[Sequence[Cell]] = [(*row, *counts[row[1]], *[0] * (classes - len(counts[row[1]]))) for row in rows]
+    columns = [
+        Column("parent", text=True),
+        Column("device", text=True),
+        *(Column(str(c)) for c in range(classes)),
+    ]
+    cells: list[Sequence[Cell]] = [
+        (*row, *counts[row[1]], *[0] * (classes - len(counts[row[1]]))) for row in rows
+    ]
     table = Table(name, f"Samples by device and {kind}", columns, cells)
     return Figure(name, title, split, draw, table)
 
@@ -160,7 +192,9 @@ def _alike(devices: Sequence[str], rates: Mapping[str, Rates]) -> list[list[str]
 
 
 def _labels(rates: Sequence[Rates]) -> list[str]:
-    """Return the labels of links that are declared equal: the declared rates, and those measured, if any."""
+    """Return the labels of links that are declared equal: the declared rates, and those measured,
+    if any.
+    """
     if not rates:
         return []
     late = f", {rates[0].delay_ms:g} ms" if rates[0].delay_ms else ""
@@ -180,11 +214,16 @@ def _declared(rates: tuple[float | None, float | None]) -> str:
 def _range(rates: Sequence[float | None]) -> str:
     known = [rate for rate in rates if rate is not None]
     least, most = (f"{end:.3g}" for end in (min(known, default=0.0), max(known, default=0.0)))
-    return "-" if not known else least if least == most else f"{least}-{most}"
+    if not known:
+        return "-"
+    if least == most:
+        return least
+    return f"{least}-{most}"
 
 
 CHANGES: Final = (
-    "Devices at the beginning of each global round: those that worked below each of their parents, and those that the "
+    "Devices at the beginning of each global round: those that worked below each of their "
+    "parents, and those that the "
     "experiment's trace of availability has."
 )
 PARENTS_MOST: Final = 5  # lines of devices that worked
@@ -192,7 +231,8 @@ PARENTS_MOST: Final = 5  # lines of devices that worked
 
 def changes(run: Run) -> Figure | None:
     """Return the figure of a run whose devices may be absent or move, else None."""
-    tree, tiers = run.experiment.tree, run.experiment.tiers
+    tree = run.experiment.tree
+    tiers = run.experiment.tiers
     traces = [run.experiment.online(device) for device in tree.devices]
     traced = any(trace is not None for trace in traces)
     if run.direct or not run.rounds or not (traced or any(tier.min_available for tier in tiers)):
@@ -203,9 +243,18 @@ def changes(run: Run) -> Figure | None:
     lines: dict[str, Curve] = {}
     if traced:
         online = [sum(trace is None or trace.online(t) for trace in traces) for t in begins]
-        lines["available"] = Curve([(t, float(count)) for t, count in zip(begins, online, strict=True)])
-    for name, parents in {each: [each] for each in tree.parents}.items() if few else [("all parents", tree.parents)]:
+        lines["available"] = Curve(
+            [(t, float(count)) for t, count in zip(begins, online, strict=True)]
+        )
+    for name, parents in (
+        {each: [each] for each in tree.parents}.items() if few else [("all parents", tree.parents)]
+    ):
         counts = [sum(used[row.global_round, parent] for parent in parents) for row in run.rounds]
-        lines[f"below {name}"] = Curve([(t, float(count)) for t, count in zip(begins, counts, strict=True)])
-    title, time = f"Devices over time, {run.ending}", Axis("time", seconds_of([run]))
-    return charts.curves(run.file_name("changes"), title, lines, x=time, y=Axis("devices", whole=True))
+        lines[f"below {name}"] = Curve(
+            [(t, float(count)) for t, count in zip(begins, counts, strict=True)]
+        )
+    title = f"Devices over time, {run.ending}"
+    time = Axis("time", seconds_of([run]))
+    return charts.curves(
+        run.file_name("changes"), title, lines, x=time, y=Axis("devices", whole=True)
+    )

@@ -1,7 +1,9 @@
-"""HTML report of one or several runs: figures and tables from the runs' files, in one self-contained file.
+"""HTML report of one or several runs: figures and tables from the runs' files, in one
+self-contained file.
 
-The page loads nothing and runs no scripts; its Content-Security-Policy forbids both. It begins with what was run:
-model, data, the algorithm of each tier, nodes, links, seeds, time, versions and hardware.
+The page loads nothing and runs no scripts; its Content-Security-Policy forbids both. It begins with
+what was run: model, data, the algorithm of each tier, nodes, links, seeds, time, versions and
+hardware.
 """
 
 from __future__ import annotations
@@ -36,9 +38,11 @@ from fedstrata.deploy.results.series import (
 if TYPE_CHECKING:
     from jinja2 import Template
 
-STEPS: Final = ("epochs", "batch_size", "learning_rate")  # keys of training that are named even at their defaults
+# keys of training that are named even at their defaults
+STEPS: Final = ("epochs", "batch_size", "learning_rate")
 _LINK: Final = ("down_mbit", "up_mbit", "delay_ms")
-Fact = tuple[str, list[tuple[str, str]]]  # name, and of each line the series it is of ("" = all) and its text
+# name, and of each line the series it is of ("" = all) and its text
+Fact = tuple[str, list[tuple[str, str]]]
 NAMED_MOST = 5  # runs whose ids are in the name of a report
 TITLE_MOST = 60  # letters of the series' names in a title
 UNFINISHED_MOST = 3  # runs whose states are among the notes
@@ -46,7 +50,9 @@ FOLD = 12  # rows beyond which a table of runs or events is folded
 
 
 class ShownTable(NamedTuple):
-    """A table of a page; a folded one is collapsed at first. `short`: for names of columns and for first cells."""
+    """A table of a page; a folded one is collapsed at first. `short`: for names of columns and for
+    first cells.
+    """
 
     table: Table
     folded: bool
@@ -55,7 +61,9 @@ class ShownTable(NamedTuple):
 
 @dataclass
 class Page:
-    """A report: what `page.html.jinja` has, and its figures and tables, of several runs without those of each run."""
+    """A report: what `page.html.jinja` has, and its figures and tables, of several runs without
+    those of each run.
+    """
 
     title: str = ""
     figures: list[Figure] = field(default_factory=list)
@@ -64,7 +72,9 @@ class Page:
     _in_run: bool = False
 
     def add(self, kind: str, content: Any) -> None:
-        """Add a block unless it is empty. `run` begins the sections of one of several runs, `end` ends them."""
+        """Add a block unless it is empty. `run` begins the sections of one of several runs, `end`
+        ends them.
+        """
         if kind in ("run", "end"):
             self._in_run = kind == "run"
         elif kind in ("curves", "figures") and not self._in_run:
@@ -72,7 +82,9 @@ class Page:
         if content or kind == "end":
             self.blocks.append((kind, content))
 
-    def add_table(self, table: Table, *, folded: bool = False, short: Mapping[str, str] | None = None) -> None:
+    def add_table(
+        self, table: Table, *, folded: bool = False, short: Mapping[str, str] | None = None
+    ) -> None:
         """Add a table if it has rows."""
         if table.rows:
             self.tables += [] if self._in_run else [table]
@@ -91,18 +103,24 @@ class Page:
 
 @cache
 def _template() -> Template:
-    """Return the page's template, in which all texts are escaped, and without control characters."""
+    """Return the page's template, in which all texts are escaped, and without control
+    characters.
+    """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
-        loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
         finalize=lambda value: clean(value) if type(value) is str else value,
-    )  # fmt: skip
+    )
     return environment.get_template("page.html.jinja")
 
 
 def default_file(runs: Sequence[Run]) -> Path:
-    """Return where the report of these runs goes: into the run's folder, of several runs beside the first one's.
+    """Return where the report of these runs goes: into the run's folder, of several runs beside the
+    first one's.
 
     That of all runs of a sweep has no ids in its name.
     """
@@ -121,7 +139,8 @@ def default_file(runs: Sequence[Run]) -> Path:
 def compose(runs: Sequence[Run], labels: Sequence[str] = ()) -> Page:
     """Return the page of the runs. `labels` name the series. Raises InvalidExperiment."""
     series = series_of(runs, labels)
-    several, tasks = len(runs) > 1, list(baselines(series))
+    several = len(runs) > 1
+    tasks = list(baselines(series))
     what = f"{len(tasks)} tasks" if len(tasks) > 1 else "; ".join(each.label for each in series)
     what = what if len(what) <= TITLE_MOST else f"{len(series)} series"
     title = f"{len(runs)} runs: {what}" if several else f"{runs[0].experiment.name} {runs[0].id}"
@@ -129,13 +148,23 @@ def compose(runs: Sequence[Run], labels: Sequence[str] = ()) -> Page:
     page.add("title", title)
     notes = [_unfinished(run) for run in runs if run.state is not State.FINISHED]
     if len(notes) > UNFINISHED_MOST:
-        notes = [f"{len(notes)} of {len(runs)} runs are not finished; the table of the runs has their states."]
+        notes = [
+            (
+                f"{len(notes)} of {len(runs)} runs are not finished; the table of the runs has "
+                "their "
+                "states."
+            )
+        ]
     if len(tasks) > 1:
-        notes.append(f"{len(tasks)} tasks, between which nothing is comparable: {'; '.join(tasks)}.")
+        notes.append(
+            f"{len(tasks)} tasks, between which nothing is comparable: {'; '.join(tasks)}."
+        )
     if all(run.simulated for run in runs):
         notes.append(sections.SIMULATED)
     short_name = attrgetter("short")
-    page.add("notes", [*notes, *baseline_notes(series, short_name), *condition_notes(series, short_name)])
+    page.add(
+        "notes", [*notes, *baseline_notes(series, short_name), *condition_notes(series, short_name)]
+    )
     short = {each.whole: each.short for each in series}
     page.add("key", [each for each in series if each.number])
     if several:
@@ -173,10 +202,12 @@ def _add_task(page: Page, series: Sequence[Series], task: str, key: str) -> None
     page.add("curves", sections.curves(series, key))
     page.add("heading", (2, f"Time by phase{of}"))
     page.add("paragraph", sections.SECONDS)
-    figures, table = [sections.budget(series, key)], sections.mean_phases(series, key)
+    figures = [sections.budget(series, key)]
+    table = sections.mean_phases(series, key)
     if [len(each.runs) for each in series] == [1]:
         (run,) = series[0].runs
-        figures, table = [*figures, sections.budgets(run)], sections.phases(run)
+        figures = [*figures, sections.budgets(run)]
+        table = sections.phases(run)
     page.add("curves", figures)
     page.add_table(table, short={each.label: each.mark for each in series})
 
@@ -208,7 +239,12 @@ def _add_run(page: Page, run: Run, level: int) -> None:
         page.add("curves", [changed])
     if run.links:
         page.add("heading", (level, "Bytes"))
-        text = sections.DIRECT if run.direct else sections.SIMULATED if run.simulated else sections.BYTES
+        if run.direct:
+            text = sections.DIRECT
+        elif run.simulated:
+            text = sections.SIMULATED
+        else:
+            text = sections.BYTES
         page.add("paragraph", text)
         page.add("curves", [sections.traffic(run)])
         page.add_table(sections.tiers(run))
@@ -246,7 +282,10 @@ def _first_numbers(run: Run) -> Iterator[tuple[str, str]]:
     yield "global rounds", f"{len(run.rounds)} of {run.experiment.rounds}"
     yield "time", f"{show(run.seconds)} {seconds_of([run])}"
     for tier in run.tiers:
-        yield f"{tier.upper()} up / down", f"{size(totals[f'{tier}_up_bytes'])} / {size(totals[f'{tier}_down_bytes'])}"
+        yield (
+            f"{tier.upper()} up / down",
+            f"{size(totals[f'{tier}_up_bytes'])} / {size(totals[f'{tier}_down_bytes'])}",
+        )
 
 
 def _unfinished(run: Run) -> str:
@@ -254,13 +293,20 @@ def _unfinished(run: Run) -> str:
     if run.state is State.RUNNING:
         return f"{run.id} is still running: {done}. This page shows the run so far."
     if run.state is State.FAILED:
-        reason = next((str(e.facts.get("reason", "")) for e in reversed(run.events) if e.name == "failed"), "")
+        reason = next(
+            (str(e.facts.get("reason", "")) for e in reversed(run.events) if e.name == "failed"), ""
+        )
         return f"{run.id} failed: {reason} {done}."
-    return f"{run.id} was interrupted or killed: {done}. This page shows the run so far. It can be resumed."
+    return (
+        f"{run.id} was interrupted or killed: {done}. This page shows the run so far. It can "
+        "be resumed."
+    )
 
 
 def what_was_run(series: Sequence[Series]) -> list[Fact]:
-    """Return what was run, by name: one line where all runs have it, else a line for each series."""
+    """Return what was run, by name: one line where all runs have it, else a line for each
+    series.
+    """
     found: dict[str, dict[str, list[str]]] = {}
     for each in series:
         for run in each.runs:
@@ -272,15 +318,25 @@ def what_was_run(series: Sequence[Series]) -> list[Fact]:
         texts = {label: "; ".join(each) for label, each in by_label.items()}
         rows.append((name, _by_text(texts, len(series))))
     runs = sorted((run for each in series for run in each.runs), key=lambda run: run.started)
-    when = [f"{run.began:%Y-%m-%d %H:%M:%S} UTC" if run.began else run.started or "-" for run in (runs[0], runs[-1])]
-    rows.append(("seeds", _by_text({each.short: ", ".join(each.seeds) for each in series}, len(series))))
+    when = [
+        f"{run.began:%Y-%m-%d %H:%M:%S} UTC" if run.began else run.started or "-"
+        for run in (runs[0], runs[-1])
+    ]
+    rows.append(
+        ("seeds", _by_text({each.short: ", ".join(each.seeds) for each in series}, len(series)))
+    )
     return [*rows, ("started", [("", " to ".join(dict.fromkeys(when)))])]
 
 
 def _facts(run: Run) -> Iterator[tuple[str, str]]:
-    leaves, chosen = leaves_of(run), chosen_keys(run)
+    leaves = leaves_of(run)
+    chosen = chosen_keys(run)
     model_bytes = run.manifest.get("model_bytes")
-    yield "model", _named(leaves, chosen, "model") + (f", {size(model_bytes)}" if isinstance(model_bytes, int) else "")
+    yield (
+        "model",
+        _named(leaves, chosen, "model")
+        + (f", {size(model_bytes)}" if isinstance(model_bytes, int) else ""),
+    )
     yield "data", _named(leaves, chosen, "data")
     for table in dict.fromkeys(key.partition(".")[0] for key in leaves if ".aggregation." in key):
         yield table, _named(leaves, chosen, table)
@@ -291,8 +347,14 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
     yield "links", _links(run, leaves)
     yield "hardware", _hardware(run)
     packages = run.manifest.get("packages", {})
-    versions = {**(packages if isinstance(packages, Mapping) else {}), "Python": run.manifest.get("python")}
-    yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    versions = {
+        **(packages if isinstance(packages, Mapping) else {}),
+        "Python": run.manifest.get("python"),
+    }
+    yield (
+        "versions",
+        ", ".join(f"{name} {version}" for name, version in versions.items() if version),
+    )
 
 
 def privacy_of(run: Run) -> Iterator[str]:
@@ -302,7 +364,10 @@ def privacy_of(run: Run) -> Iterator[str]:
         if (privacy := tier.privacy).accounted:
             epsilon = last.get(tier.name)
             cost = "infinite" if epsilon is None else f"{epsilon:.4g}"
-            claimed = "Poisson sampling" if privacy.sampling_rate else "no amplification by sampling"
+            if privacy.sampling_rate:
+                claimed = "Poisson sampling"
+            else:
+                claimed = "no amplification by sampling"
             notes = [claimed]
             if privacy.noise == "seeded":
                 notes.append("noise from the seed, which protects nobody")
@@ -313,9 +378,16 @@ def privacy_of(run: Run) -> Iterator[str]:
 
 
 def _named(leaves: Mapping[str, Any], chosen: Collection[str], table: str) -> str:
-    """Return a table's names, such as its rule's, and behind them its keys that are not at their defaults."""
-    own = {key.removeprefix(f"{table}."): value for key, value in leaves.items() if key.startswith(f"{table}.")}
-    defaults = ("selection.name", "epoch_control.name", "schedule.name")  # named only where they are not the defaults
+    """Return a table's names, such as its rule's, and behind them its keys that are not at their
+    defaults.
+    """
+    own = {
+        key.removeprefix(f"{table}."): value
+        for key, value in leaves.items()
+        if key.startswith(f"{table}.")
+    }
+    # named only where they are not the defaults
+    defaults = ("selection.name", "epoch_control.name", "schedule.name")
     names = [key for key in own if key.rpartition(".")[2] in NAMES]
     names = [key for key in names if key not in defaults or f"{table}.{key}" in chosen]
     names.sort(key=lambda key: key != "aggregation.name")
@@ -332,7 +404,9 @@ def _links(run: Run, leaves: Mapping[str, Any]) -> str:
             tables.setdefault(tier, {})[last] = value
     texts = []
     for tier, link in tables.items():
-        down, up = (f"{shown(rate)} Mbit/s" if (rate := link.get(key)) else "unlimited" for key in _LINK[:2])
+        down, up = (
+            f"{shown(rate)} Mbit/s" if (rate := link.get(key)) else "unlimited" for key in _LINK[:2]
+        )
         rates = down if down == up else f"{down} down, {up} up"
         delay = f", {shown(link['delay_ms'])} ms" if link.get("delay_ms") else ""
         profile = f" ({link['profile']})" if link.get("profile") else ""
@@ -340,7 +414,10 @@ def _links(run: Run, leaves: Mapping[str, Any]) -> str:
     others = {key.split(".")[2] for key in leaves if key.startswith("links.of.")}
     if others:
         texts.append(f"{len(others)} nodes have links of their own")
-    how = "no network: declared, not enforced" if run.direct else f"enforced by: {leaves.get('links.enforce', '-')}"
+    if run.direct:
+        how = "no network: declared, not enforced"
+    else:
+        how = f"enforced by: {leaves.get('links.enforce', '-')}"
     return "; ".join([*texts, f"{how}, simulated" if run.simulated else how])
 
 
@@ -349,11 +426,16 @@ def _hardware(run: Run) -> str:
     known = [str(manifest[key]) for key in ("host", "platform") if manifest.get(key)]
     known += [f"{manifest['cpus']} cores"] if manifest.get("cpus") else []
     known += [str(manifest["instructions"])] if manifest.get("instructions") else []
-    every = {_machine(machine) for machine in _machines(run).values() if isinstance(machine, Mapping)}
+    every = {
+        _machine(machine) for machine in _machines(run).values() if isinstance(machine, Mapping)
+    }
     if every <= {_machine({"slowdown": 1.0})}:
         emulated = "no emulated hardware"
     else:
-        emulated = f"devices emulate {every.pop()}" if len(every) == 1 else "devices emulate several machines"
+        if len(every) == 1:
+            emulated = f"devices emulate {every.pop()}"
+        else:
+            emulated = "devices emulate several machines"
         emulated += " (declared, not emulated)" if run.direct else ""
     where = "simulated, each node on a machine of its own, by" if run.simulated else "cloud on"
     return f"{where} {', '.join(known) or 'an unknown machine'}; {emulated}"
@@ -361,14 +443,19 @@ def _hardware(run: Run) -> str:
 
 def _machines(run: Run) -> Mapping[str, Any]:
     machines = run.manifest.get("hardware")
-    return machines if isinstance(machines, Mapping) else {}
+    if isinstance(machines, Mapping):
+        return machines
+    return {}
 
 
 def _machine(machine: Mapping[str, Any]) -> str:
     profile = f" ({machine['profile']})" if machine.get("profile") else ""
     overhead = f", {shown(machine['overhead_s'])} s overhead" if machine.get("overhead_s") else ""
     step_s = machine.get("step_s")
-    pace = f"slowdown {shown(machine.get('slowdown'))}" if step_s is None else f"{shown(step_s)} s a step"
+    if step_s is None:
+        pace = f"slowdown {shown(machine.get('slowdown'))}"
+    else:
+        pace = f"{shown(step_s)} s a step"
     return f"{pace}{overhead}{profile}"
 
 

@@ -1,6 +1,7 @@
 """Differences and ratios of two series, seed by seed, with a confidence interval.
 
-Runs of one seed share split, selection and batches, so these are sharper than the difference of the means.
+Runs of one seed share split, selection and batches, so these are sharper than the difference of the
+means.
 """
 
 from __future__ import annotations
@@ -32,8 +33,11 @@ class Pairs:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Student's interval of the mean, for values that are distributed normally; None of fewer than SEEDS_LEAST."""
-        found, count = self.spread, len(self.values)
+        """Student's interval of the mean, for values that are distributed normally; None of fewer
+        than SEEDS_LEAST.
+        """
+        found = self.spread
+        count = len(self.values)
         if found is None or found.deviation is None or count < SEEDS_LEAST:
             return None
         half = quantile(count - 1) * found.deviation / sqrt(count)
@@ -41,7 +45,9 @@ class Pairs:
 
     def text(self, digits: int) -> str | None:
         """Return the interval as it stands in tables, None without."""
-        return None if self.interval is None else " to ".join(show(end, digits) for end in self.interval)
+        if self.interval is None:
+            return None
+        return " to ".join(show(end, digits) for end in self.interval)
 
     def plain(self) -> dict[str, Any] | None:
         """Return mean, deviation, interval and the value of each seed; None without a seed."""
@@ -49,12 +55,21 @@ class Pairs:
         if found is None:
             return None
         ends = None if self.interval is None else list(self.interval)
-        return {"mean": found.mean, "deviation": found.deviation, "interval": ends, "by_seed": dict(self.values)}
+        return {
+            "mean": found.mean,
+            "deviation": found.deviation,
+            "interval": ends,
+            "by_seed": dict(self.values),
+        }
 
 
-def paired(first: Mapping[str, float], other: Mapping[str, float], combine: Callable[[float, float], float]) -> Pairs:
+def paired(
+    first: Mapping[str, float], other: Mapping[str, float], combine: Callable[[float, float], float]
+) -> Pairs:
     """Return `combine(first, other)` of the common seeds."""
-    return Pairs({seed: combine(value, other[seed]) for seed, value in first.items() if seed in other})
+    return Pairs(
+        {seed: combine(value, other[seed]) for seed, value in first.items() if seed in other}
+    )
 
 
 def by_seed(runs: Sequence[Run], value: Callable[[Run], float | None]) -> dict[str, float]:
@@ -62,14 +77,21 @@ def by_seed(runs: Sequence[Run], value: Callable[[Run], float | None]) -> dict[s
     found: dict[str, list[float | None]] = {}
     for run in runs:
         found.setdefault(str(run.seed), []).append(value(run))
-    whole = {seed: [v for v in values if v is not None] for seed, values in found.items() if None not in values}
+    whole = {
+        seed: [v for v in values if v is not None]
+        for seed, values in found.items()
+        if None not in values
+    }
     return {seed: sum(values) / len(values) for seed, values in whole.items()}
 
 
 @cache
 def quantile(freedom: int) -> float:
-    """Return the t up to which Student's distribution has CONFIDENCE of its mass to both sides of 0."""
-    low, high = 0.0, 1.0
+    """Return the t up to which Student's distribution has CONFIDENCE of its mass to both sides of
+    0.
+    """
+    low = 0.0
+    high = 1.0
     while _mass(high, freedom) < CONFIDENCE:
         high *= 2
     for _ in range(60):
@@ -90,4 +112,6 @@ def _mass(t: float, freedom: int) -> float:
     for k in range(3 if odd else 2, freedom - 1, 2):
         term *= (k - 1) / k * cos(angle) ** 2
         total += term
-    return 2 / pi * (angle + sin(angle) * total) if odd else sin(angle) * total
+    if odd:
+        return 2 / pi * (angle + sin(angle) * total)
+    return sin(angle) * total

@@ -2,8 +2,9 @@
 
 Those of a kept run are in its sweep's table (`kept_table.py`).
 
-A run may still be running, or may have been killed: a truncated last line is skipped, and a missing file has no rows.
-The state follows from the last event in events.jsonl and from whether a process still locks the folder.
+A run may still be running, or may have been killed: a truncated last line is skipped, and a missing
+file has no rows. The state follows from the last event in events.jsonl and from whether a process
+still locks the folder.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
-from fedstrata.cloud.records import DeviceRecord, GlobalRoundRecord, LinkRecord, Record, finite, rows_of
+from fedstrata.cloud.records import (
+    DeviceRecord,
+    GlobalRoundRecord,
+    LinkRecord,
+    Record,
+    finite,
+    rows_of,
+)
 from fedstrata.cloud.results import DIRECT, HELD, SIMULATED, check_format, held
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.reading import recorded
@@ -52,7 +60,9 @@ def columns_of(tiers: Sequence[str]) -> list[str]:
 def seconds_of(runs: Iterable[Run]) -> str:
     """Return the unit of the seconds of some runs: whether they are simulated."""
     kinds = {run.simulated for run in runs}
-    return {frozenset({True}): "simulated s", frozenset({True, False}): "s, some simulated"}.get(frozenset(kinds), "s")
+    return {frozenset({True}): "simulated s", frozenset({True, False}): "s, some simulated"}.get(
+        frozenset(kinds), "s"
+    )
 
 
 def tiers_of(runs: Iterable[Run]) -> list[str]:
@@ -80,7 +90,9 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """A prediction of one global round: seconds by phase, MQTT bytes by `source target` of a link's direction."""
+    """A prediction of one global round: seconds by phase, MQTT bytes by `source target` of a link's
+    direction.
+    """
 
     seconds: Mapping[str, float]
     bytes_: Mapping[str, float]
@@ -111,7 +123,9 @@ class Run:
         except InvalidExperiment as error:
             raise self._damaged(HELD, str(error).removesuffix(".")) from None
         except (OSError, ValueError) as error:
-            raise self._damaged(HELD, getattr(error, "strerror", None) or f"not TOML: {error}") from None
+            raise self._damaged(
+                HELD, getattr(error, "strerror", None) or f"not TOML: {error}"
+            ) from None
 
     @cached_property
     def tree(self) -> Mapping[str, Any]:
@@ -144,7 +158,9 @@ class Run:
 
     @cached_property
     def links(self) -> Sequence[LinkRecord]:
-        """The rows of links.csv: each direction of each link by kind, and the parents' connections."""
+        """The rows of links.csv: each direction of each link by kind, and the parents'
+        connections.
+        """
         return self._rows("links.csv", LinkRecord)
 
     @cached_property
@@ -159,7 +175,9 @@ class Run:
 
     @cached_property
     def partition(self) -> Mapping[str, Any] | None:
-        """The content of partition.json, or None: for each of `devices` its `parent`, and `by_class` or `by_bin`."""
+        """The content of partition.json, or None: for each of `devices` its `parent`, and
+        `by_class` or `by_bin`.
+        """
         if not (self.path / "partition.json").exists():
             return None
         content = self._json("partition.json")
@@ -186,7 +204,9 @@ class Run:
                 for name in ("seconds", "bytes")
             )
         except (ValueError, TypeError, AttributeError):
-            raise self._damaged(PREDICTION, "`seconds` and `bytes` are no tables of numbers") from None
+            raise self._damaged(
+                PREDICTION, "`seconds` and `bytes` are no tables of numbers"
+            ) from None
         return Prediction(seconds, bytes_)
 
     @cached_property
@@ -199,7 +219,9 @@ class Run:
             return State.FINISHED
         if held(self.path):
             return State.RUNNING
-        return State.FAILED if last == State.FAILED else State.INTERRUPTED
+        if last == State.FAILED:
+            return State.FAILED
+        return State.INTERRUPTED
 
     @property
     def reason(self) -> str:
@@ -211,7 +233,9 @@ class Run:
 
     @property
     def cell(self) -> str:
-        """The sweep's name of the run's cell, such as `IID, FedAvg`; empty outside of a sweep's folder."""
+        """The sweep's name of the run's cell, such as `IID, FedAvg`; empty outside of a sweep's
+        folder.
+        """
         if self._kept is not None:
             return str(self.manifest[CELL])
         names = self._sweep.get("cells", {})
@@ -226,12 +250,16 @@ class Run:
             order = CellOrder.read(self._sweep)
         except (KeyError, TypeError, ValueError) as error:
             raise self._damaged(f"../{SWEEP}", f"order: {error!r}") from None
-        return None if order is None else order.place(self.cell)
+        if order is None:
+            return None
+        return order.place(self.cell)
 
     @cached_property
     def _sweep(self) -> Mapping[str, Any]:
         file = self.path.resolve().parent / SWEEP
-        return self._parsed(f"../{SWEEP}", file.read_bytes) if file.exists() else {}
+        if file.exists():
+            return self._parsed(f"../{SWEEP}", file.read_bytes)
+        return {}
 
     @property
     def aggregation(self) -> str:
@@ -239,13 +267,16 @@ class Run:
         return " + ".join(tier.aggregation.name for tier in self.experiment.tiers)
 
     def frame(self, table: Literal["rounds", "links", "devices"]) -> DataFrame:
-        """Return a table as a pandas data frame; what is not known is missing. Raises InvalidExperiment."""
+        """Return a table as a pandas data frame; what is not known is missing. Raises
+        InvalidExperiment.
+        """
         from pandas import DataFrame
 
         return DataFrame([record.values() for record in getattr(self, table)])
 
     def model(self, *, best: bool = False) -> dict[str, npt.NDArray[Any]]:
-        """Return the arrays of the final model by name, or of the best one, which `stop.best` keeps.
+        """Return the arrays of the final model by name, or of the best one, which `stop.best`
+        keeps.
 
         Raises InvalidExperiment if the run has none.
         """
@@ -253,7 +284,9 @@ class Run:
 
         path = self.path / ("best.safetensors" if best else "model.safetensors")
         if not path.exists():
-            raise InvalidExperiment("RUN", str(path), "no such file", "A run has it when it has finished.")
+            raise InvalidExperiment(
+                "RUN", str(path), "no such file", "A run has it when it has finished."
+            )
         return load_file(path)
 
     @property
@@ -266,12 +299,18 @@ class Run:
 
     def age_s(self, now: float) -> float | None:
         """Return the seconds since the run was started, None if that is unknown."""
-        return None if (began := self.began) is None else now - began.timestamp()
+        if (began := self.began) is None:
+            return None
+        return now - began.timestamp()
 
     def delete(self) -> None:
-        """Remove the folder. Raises InvalidExperiment for a kept run, and while a process writes, StorageFailed."""
+        """Remove the folder. Raises InvalidExperiment for a kept run, and while a process writes,
+        StorageFailed.
+        """
         if self._kept is not None:
-            raise InvalidExperiment("RUN", str(self.path), "a row of kept runs, no folder", "Edit the table.")
+            raise InvalidExperiment(
+                "RUN", str(self.path), "a row of kept runs, no folder", "Edit the table."
+            )
         if held(self.path):
             raise InvalidExperiment("RUN", str(self.path), "still running", "Stop it first.")
         with writing(self.path):
@@ -285,7 +324,9 @@ class Run:
     @property
     def accuracy(self) -> float | None:
         """The last known accuracy, or None."""
-        return next((row.accuracy for row in reversed(self.rounds) if row.accuracy is not None), None)
+        return next(
+            (row.accuracy for row in reversed(self.rounds) if row.accuracy is not None), None
+        )
 
     @property
     def score(self) -> float | None:
@@ -293,8 +334,12 @@ class Run:
         return next((row.score for row in reversed(self.rounds) if row.score is not None), None)
 
     def of_devices(self, statistic: str, *, personalised: bool = False) -> float | None:
-        """Return the last known one of the devices' STATISTICS, of the models that they trained or not, or None."""
-        found = (row.of_devices(statistic, personalised=personalised) for row in reversed(self.rounds))
+        """Return the last known one of the devices' STATISTICS, of the models that they trained or
+        not, or None.
+        """
+        found = (
+            row.of_devices(statistic, personalised=personalised) for row in reversed(self.rounds)
+        )
         return next((value for value in found if value is not None), None)
 
     @property
@@ -305,12 +350,17 @@ class Run:
     @property
     def seconds(self) -> float:
         """The seconds of the completed global rounds."""
-        return self.rounds[-1].elapsed_s if self.rounds else 0.0
+        if self.rounds:
+            return self.rounds[-1].elapsed_s
+        return 0.0
 
     @property
     def totals(self) -> dict[str, int]:
         """The bytes of the completed global rounds, by tier and direction."""
-        return {name: sum(row.bytes_.get(name, 0) for row in self.rounds) for name in columns_of(self.tiers)}
+        return {
+            name: sum(row.bytes_.get(name, 0) for row in self.rounds)
+            for name in columns_of(self.tiers)
+        }
 
     def _json(self, name: str) -> Mapping[str, Any]:
         return self._parsed(name, lambda: self._content(name))
@@ -319,24 +369,31 @@ class Run:
         try:
             found = json.loads(read().decode())
         except (OSError, ValueError, RecursionError) as error:
-            raise self._damaged(name, getattr(error, "strerror", None) or f"not JSON: {error}") from None
+            raise self._damaged(
+                name, getattr(error, "strerror", None) or f"not JSON: {error}"
+            ) from None
         if not isinstance(found, dict):
             raise self._damaged(name, "not an object")
         return found
 
     def _events(self, *marks: str) -> Iterator[Event]:
-        """Yield the events whose line contains one of the marks. Truncated lines are skipped, also in mid-file."""
+        """Yield the events whose line contains one of the marks. Truncated lines are skipped, also
+        in mid-file.
+        """
         for line in self._text("events.jsonl").split("\n"):
             if any(mark in line for mark in marks):
                 try:
                     facts = json.loads(line)
-                    time, name = str(facts.pop("time")), str(facts.pop("event"))
+                    time = str(facts.pop("time"))
+                    name = str(facts.pop("event"))
                     yield Event(time, name, facts)
                 except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
                     continue
 
     def _rows(self, name: str, kind: type[_R]) -> list[_R]:
-        """Return a table's rows. A truncated last row is skipped; any other invalid line raises InvalidExperiment."""
+        """Return a table's rows. A truncated last row is skipped; any other invalid line raises
+        InvalidExperiment.
+        """
         found: list[_R] = []
         text = self._text(name)
         self._check_header(name, text, kind)
@@ -348,9 +405,12 @@ class Run:
         return found
 
     def _check_header(self, name: str, text: str, kind: type[Record]) -> None:
-        """Check the names of a table's columns; of a header that a kill cut short, the first name."""
+        """Check the names of a table's columns; of a header that a kill cut short, the first
+        name.
+        """
         header, ended, _ = text.partition("\n")
-        named, wanted = header.strip().split(","), kind.required()
+        named = header.strip().split(",")
+        wanted = kind.required()
         if ended:
             lacking = [column for column in wanted if column not in named]
         else:
@@ -375,14 +435,16 @@ class Run:
         return self._kept[name].encode()
 
     def _damaged(self, name: str, problem: str) -> InvalidExperiment:
-        return InvalidExperiment("RUN", str(self.path / name), problem, "Name a run's folder, or repair the file.")
+        return InvalidExperiment(
+            "RUN", str(self.path / name), problem, "Name a run's folder, or repair the file."
+        )
 
 
 def find(text: str, root: Path) -> Path:
     """Return the folder of the run that `text` names.
 
-    `text` is a folder, or a prefix of the name, the id or the id's last part of one run below `root`. Raises
-    InvalidExperiment if no run or several runs match.
+    `text` is a folder, or a prefix of the name, the id or the id's last part of one run below
+    `root`. Raises InvalidExperiment if no run or several runs match.
     """
     if _is_run(Path(text)):
         return Path(text)
@@ -390,20 +452,27 @@ def find(text: str, root: Path) -> Path:
         path
         for path in (folders(root) if root.is_dir() else ())
         for parts in [path.name.split("-")]
-        if text and any(name.startswith(text) for name in (path.name, f"{parts[0]}-{parts[-1]}", parts[-1]))
+        if text
+        and any(name.startswith(text) for name in (path.name, f"{parts[0]}-{parts[-1]}", parts[-1]))
     ]
     if len(matching) == 1:
         return matching[0]
     among = f"below {root}" if not matching else ", ".join(path.name for path in matching[:5])
-    problem = "not a run's folder, and no run id has this prefix" if not matching else f"{len(matching)} runs match"
-    raise InvalidExperiment("RUN", text, f"{problem} ({among})", "List the runs: fedstrata runs list.")
+    if not matching:
+        problem = "not a run's folder, and no run id has this prefix"
+    else:
+        problem = f"{len(matching)} runs match"
+    raise InvalidExperiment(
+        "RUN", text, f"{problem} ({among})", "List the runs: fedstrata runs list."
+    )
 
 
 def find_all(texts: Sequence[str], root: Path) -> tuple[list[Path], list[str]]:
-    """Return the folders of the runs that `texts` name, each once, and the files and folders that hold no run.
+    """Return the folders of the runs that `texts` name, each once, and the files and folders that
+    hold no run.
 
-    A text names a run, as for `find`, or a folder of runs, such as a sweep's: its path, or its name below `root`.
-    Raises InvalidExperiment if a text names nothing, or none names a run.
+    A text names a run, as for `find`, or a folder of runs, such as a sweep's: its path, or its name
+    below `root`. Raises InvalidExperiment if a text names nothing, or none names a run.
     """
     found: dict[Path, Path] = {}
     others = []
@@ -418,12 +487,15 @@ def find_all(texts: Sequence[str], root: Path) -> tuple[list[Path], list[str]]:
         inside = sorted(inside, key=_begun) if folder is not None else inside
         found |= {path.resolve(): path for path in inside if path.resolve() not in found}
     if not found:
-        raise InvalidExperiment("RUN", " ".join(texts), "no run in it", "List the runs: fedstrata runs list.")
+        raise InvalidExperiment(
+            "RUN", " ".join(texts), "no run in it", "List the runs: fedstrata runs list."
+        )
     return list(found.values()), others
 
 
 def folders(root: Path) -> list[Path]:
-    """Return the folders of runs in `root` and in its folders, as those of sweeps, oldest first by the second.
+    """Return the folders of runs in `root` and in its folders, as those of sweeps, oldest first by
+    the second.
 
     A kept run's is its place in the table, which is no folder.
 
@@ -436,16 +508,22 @@ def folders(root: Path) -> list[Path]:
         kept = [run for path in (root, *others) for run in kept_in(path)]
         return sorted([*filter(_has_manifest, inside), *below, *kept], key=lambda path: path.name)
     except OSError as error:
-        raise InvalidExperiment("--runs", str(root), error.strerror or str(error), "Name another folder.") from None
+        raise InvalidExperiment(
+            "--runs", str(root), error.strerror or str(error), "Name another folder."
+        ) from None
 
 
 def may_resume(path: Path, *, by_experiment: bool) -> bool:
-    """Return whether a failed run may go on: not if its experiment failed before the first global round."""
+    """Return whether a failed run may go on: not if its experiment failed before the first global
+    round.
+    """
     return not by_experiment or (path / "rounds.csv").exists()
 
 
 def _begun(path: Path) -> tuple[str, str]:
-    """Return when a run began, to the second, and its experiment's digest: the end of its id is random."""
+    """Return when a run began, to the second, and its experiment's digest: the end of its id is
+    random.
+    """
     run = Run(path)
     return run.started, str(run.manifest.get("experiment_digest", ""))
 

@@ -1,12 +1,14 @@
-"""Runs as series, which differ in nothing but the seed, their labels, and the tasks that the series are of.
+"""Runs as series, which differ in nothing but the seed, their labels, and the tasks that the series
+are of.
 
-A ratio or a difference of two series means something only within a task: the same data and partition, the same nodes,
-the same model, and with or without a network, where seconds and bytes are other quantities. Other differences are what
-is compared (rules, training) or conditions (CONDITIONS), which are named.
+A ratio or a difference of two series means something only within a task: the same data and
+partition, the same nodes, the same model, and with or without a network, where seconds and bytes
+are other quantities. Other differences are what is compared (rules, training) or conditions
+(CONDITIONS), which are named.
 
-The label of a series is the name of its cell in a sweep, or that of `--label`, or the keys in which its experiment
-differs from the others, such as `fedcross, alpha 0.9`. An experiment is a mapping of its leaves by dotted keys
-(`flat`).
+The label of a series is the name of its cell in a sweep, or that of `--label`, or the keys in which
+its experiment differs from the others, such as `fedcross, alpha 0.9`. An experiment is a mapping of
+its leaves by dotted keys (`flat`).
 """
 
 from __future__ import annotations
@@ -31,13 +33,16 @@ from fedstrata.deploy.results.kept_table import CELL
 from fedstrata.deploy.results.run import COMMIT, Run, State
 
 NAMES: Final = ("name", "dataset", "partition")  # keys whose value is clear without the key
-WHOLE: Final = ("nodes", "network", "seconds")  # leaves that are no keys: their values are texts of their own
+# leaves that are no keys: their values are texts of their own
+WHOLE: Final = ("nodes", "network", "seconds")
 PARTS_MOST: Final = 4  # of a label, and more where these do not distinguish; the others are counted
 _CLEAR: Final = ("cloud", "model", "training", "data")  # tables whose names need no qualifier
 
 
 def differing(every: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the keys in which experiments differ, in the order of their tables' first appearance."""
+    """Return the keys in which experiments differ, in the order of their tables' first
+    appearance.
+    """
     keys = dict.fromkeys(key for leaves in every for key in leaves)
     tables = list(dict.fromkeys(key.rpartition(".")[0] for key in keys))
     apart = [key for key in keys if any(leaves.get(key) != every[0].get(key) for leaves in every)]
@@ -45,18 +50,21 @@ def differing(every: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def labels(every: Sequence[Mapping[str, Any]], chosen: Sequence[Collection[str]] = ()) -> list[str]:
-    """Return a label for each experiment: the keys in which they differ; labels differ if the experiments do.
+    """Return a label for each experiment: the keys in which they differ; labels differ if the
+    experiments do.
 
-    `chosen`: of each experiment, the keys that are not at their defaults. Of keys that mean something else elsewhere,
-    such as those of a rule, these alone are in a label. The experiment's `name` is in one only where nothing else
-    distinguishes two.
+    `chosen`: of each experiment, the keys that are not at their defaults. Of keys that mean
+    something else elsewhere, such as those of a rule, these alone are in a label. The experiment's
+    `name` is in one only where nothing else distinguishes two.
     """
     apart = differing(every)
     if not apart:
         return [str(leaves.get("name", "")) for leaves in every]
     every_key = {key for leaves in every for key in leaves}
     keys = [key for key in apart if key != "name"]
-    common = {key for key in keys if key.rpartition(".")[2] in NAMES or _is_common(key, keys, every)}
+    common = {
+        key for key in keys if key.rpartition(".")[2] in NAMES or _is_common(key, keys, every)
+    }
     some = []
     for leaves, own in zip(every, chosen or [()] * len(every), strict=True):
         there = [key for key in keys if key in leaves and (key in common or key in own)]
@@ -71,7 +79,9 @@ def labels(every: Sequence[Mapping[str, Any]], chosen: Sequence[Collection[str]]
 
 
 def _is_common(key: str, keys: Collection[str], every: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a key means the same in all experiments: they have it, and its table has one name."""
+    """Return whether a key means the same in all experiments: they have it, and its table has one
+    name.
+    """
     return all(key in leaves for leaves in every) and f"{key.rpartition('.')[0]}.name" not in keys
 
 
@@ -81,7 +91,9 @@ def shown(value: object) -> str:
         return f"{value:.6g}"
     if isinstance(value, list):
         return f"[{', '.join(map(shown, value))}]"
-    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
 
 
 def _part(key: str, value: object, every_key: Collection[str]) -> str:
@@ -90,7 +102,9 @@ def _part(key: str, value: object, every_key: Collection[str]) -> str:
         return shown(value)
     if table and last in NAMES:
         first = table.partition(".")[0]
-        return shown(value) if first in _CLEAR else f"{first} {shown(value)}"
+        if first in _CLEAR:
+            return shown(value)
+        return f"{first} {shown(value)}"
     unlimited = value is None and last.endswith("_mbit")
     return f"{_short(key, every_key)} {'unlimited' if unlimited else shown(value)}"
 
@@ -99,7 +113,14 @@ def _short(key: str, every_key: Collection[str]) -> str:
     """Return the shortest end of a key that is no other key's end."""
     words = key.split(".")
     ends = (".".join(words[start:]) for start in range(len(words) - 1, 0, -1))
-    return next((end for end in ends if not any(o != key and f".{o}".endswith(f".{end}") for o in every_key)), key)
+    return next(
+        (
+            end
+            for end in ends
+            if not any(o != key and f".{o}".endswith(f".{end}") for o in every_key)
+        ),
+        key,
+    )
 
 
 def _joined(parts: Sequence[str], most: int) -> str:
@@ -107,9 +128,11 @@ def _joined(parts: Sequence[str], most: int) -> str:
     return ", ".join([*parts[:most], *([f"{more} more"] if more > 0 else [])]) or "defaults"
 
 
-TASK: Final = ("data", "model", "nodes", "network", "score.name", "score.better")  # leaves, or their tables
+# leaves, or their tables
+TASK: Final = ("data", "model", "nodes", "network", "score.name", "score.better")
 BUSY: Final = 0.5  # load of a core before a run above which its seconds are in doubt
-NAME_MOST: Final = 24  # letters of a series' name up to which reports repeat it; longer ones are numbered
+# letters of a series' name up to which reports repeat it; longer ones are numbered
+NAME_MOST: Final = 24
 _IGNORED: Final = ("seed", "data.root", "links.check", "links.tolerance")  # they change no result
 _PROFILES: Final = "profiles."  # their effect is in other leaves
 _HOST: Final = ("host", "cpus", "instructions")
@@ -117,10 +140,12 @@ _HOST: Final = ("host", "cpus", "instructions")
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Runs that differ in nothing but the seed. `task`: what distinguishes its task, empty if there is one only.
+    """Runs that differ in nothing but the seed. `task`: what distinguishes its task, empty if there
+    is one only.
 
-    `label`: what distinguishes it from the others of the task; `whole`: from all others. `number`: `#2` if names are
-    too long to be repeated, else empty. `style`: the numbers of its colour and of its dash pattern in all charts.
+    `label`: what distinguishes it from the others of the task; `whole`: from all others. `number`:
+    `#2` if names are too long to be repeated, else empty. `style`: the numbers of its colour and of
+    its dash pattern in all charts.
     """
 
     label: str
@@ -147,7 +172,9 @@ class Series:
 
     @property
     def counted(self) -> list[Run]:
-        """The runs over which curves are averaged: the finished ones, all that have a global round if none has."""
+        """The runs over which curves are averaged: the finished ones, all that have a global round
+        if none has.
+        """
         return self.finished or [run for run in self.runs if run.rounds]
 
     @property
@@ -157,7 +184,9 @@ class Series:
 
     @property
     def names(self) -> list[str]:
-        """A name of each run: the short one, with the seed if there are several, and the id if two share it."""
+        """A name of each run: the short one, with the seed if there are several, and the id if two
+        share it.
+        """
         seeds = [str(run.seed) for run in self.runs]
         if len(self.runs) == 1:
             return [self.short]
@@ -167,12 +196,13 @@ class Series:
 
 
 def series_of(runs: Sequence[Run], names: Sequence[str] = ()) -> list[Series]:
-    """Return the series, those of a sweep in the order of its axes, the others in that of their first runs.
+    """Return the series, those of a sweep in the order of its axes, the others in that of their
+    first runs.
 
     They are named by `names`, by their sweep, or by what differs.
 
-    Raises InvalidExperiment if the number of names differs from the number of series, and if two runs of one task and
-    seed have different splits.
+    Raises InvalidExperiment if the number of names differs from the number of series, and if two
+    runs of one task and seed have different splits.
     """
     found = _in_order(_groups(runs))
     every = [leaves for leaves, _ in found]
@@ -181,9 +211,14 @@ def series_of(runs: Sequence[Run], names: Sequence[str] = ()) -> list[Series]:
     by_keys = _labels_within(tasks, every, chosen)
     if names and len(names) != len(found):
         remedy = f"Give one for each of: {'; '.join(by_keys)}."
-        raise InvalidExperiment("--label", list(names), f"{len(names)} for {len(found)} series", remedy)
-    _check_splits([(task, run) for task, (_, members) in zip(tasks, found, strict=True) for run in members])
-    apart, whole = list(names) or by_keys, list[str]()
+        raise InvalidExperiment(
+            "--label", list(names), f"{len(names)} for {len(found)} series", remedy
+        )
+    _check_splits(
+        [(task, run) for task, (_, members) in zip(tasks, found, strict=True) for run in members]
+    )
+    apart = list(names) or by_keys
+    whole = list[str]()
     for label, task in zip(apart, tasks, strict=True):
         alone = not names and tasks.count(task) == 1
         whole.append(task if task and alone else f"{label} ({task})" if task else label)
@@ -199,8 +234,12 @@ def series_of(runs: Sequence[Run], names: Sequence[str] = ()) -> list[Series]:
     return [Series(*each, tuple(members)) for each, (_, members) in zip(texts, found, strict=True)]
 
 
-def _in_order(found: Sequence[tuple[dict[str, Any], list[Run]]]) -> list[tuple[dict[str, Any], list[Run]]]:
-    """Return the series with those of a sweep's folder in the order of its axes, where the first of them is."""
+def _in_order(
+    found: Sequence[tuple[dict[str, Any], list[Run]]],
+) -> list[tuple[dict[str, Any], list[Run]]]:
+    """Return the series with those of a sweep's folder in the order of its axes, where the first of
+    them is.
+    """
     begun: dict[Path, int] = {}
     keys: list[tuple[int, int]] = []
     for position, (_, members) in enumerate(found):
@@ -213,8 +252,12 @@ def _in_order(found: Sequence[tuple[dict[str, Any], list[Run]]]) -> list[tuple[d
     return [found[position] for position in sorted(range(len(found)), key=keys.__getitem__)]
 
 
-def _styles(apart: Sequence[str], tasks: Sequence[str], runs: Sequence[Run]) -> list[tuple[int, int]]:
-    """Return the style of each series: by its place in the sweep, else by its label; a task is a chart."""
+def _styles(
+    apart: Sequence[str], tasks: Sequence[str], runs: Sequence[Run]
+) -> list[tuple[int, int]]:
+    """Return the style of each series: by its place in the sweep, else by its label; a task is a
+    chart.
+    """
     known = list(dict.fromkeys(apart))
     placed = all(run.place is not None for run in runs)
     ranks: list[tuple[int, int]] = []
@@ -234,7 +277,8 @@ def _styles(apart: Sequence[str], tasks: Sequence[str], runs: Sequence[Run]) -> 
 def _groups(runs: Sequence[Run]) -> list[tuple[dict[str, Any], list[Run]]]:
     """Return the runs of each series with its leaves.
 
-    Runs of a cell are one series on whichever hosts; elsewhere those of another host are another one.
+    Runs of a cell are one series on whichever hosts; elsewhere those of another host are another
+    one.
     """
     found: list[tuple[dict[str, Any], list[Run]]] = []
     for run in runs:
@@ -258,7 +302,9 @@ def _groups(runs: Sequence[Run]) -> list[tuple[dict[str, Any], list[Run]]]:
 
 
 def _cells(found: Sequence[tuple[dict[str, Any], list[Run]]]) -> list[str]:
-    """Return the name of each series' cell, "" if its runs have none or several, or another series has it, too."""
+    """Return the name of each series' cell, "" if its runs have none or several, or another series
+    has it, too.
+    """
     names = []
     for _, members in found:
         own = {run.cell for run in members if run.cell}
@@ -269,10 +315,16 @@ def _cells(found: Sequence[tuple[dict[str, Any], list[Run]]]) -> list[str]:
 def _tasks(every: Sequence[Mapping[str, Any]], chosen: Sequence[frozenset[str]]) -> list[str]:
     """Return what distinguishes the task of each experiment, "" if all have the same."""
     tasks = [
-        {key: value for key, value in leaves.items() if key in TASK or key.partition(".")[0] in TASK}
+        {
+            key: value
+            for key, value in leaves.items()
+            if key in TASK or key.partition(".")[0] in TASK
+        }
         for leaves in every
     ]
-    return labels(tasks, chosen) if any(task != tasks[0] for task in tasks) else [""] * len(tasks)
+    if any(task != tasks[0] for task in tasks):
+        return labels(tasks, chosen)
+    return [""] * len(tasks)
 
 
 def _labels_within(
@@ -289,12 +341,17 @@ def _labels_within(
 
 
 def leaves_of(run: Run) -> dict[str, Any]:
-    """Return what distinguishes a run's results: its experiment's leaves but the seed, its nodes and network.
+    """Return what distinguishes a run's results: its experiment's leaves but the seed, its nodes
+    and network.
 
     Tiers have the keys of the short form, so that labs of different layers can be compared.
     """
     found = flat(by_table(run.experiment.model_dump(mode="json", exclude_none=True)))
-    leaves = {key: value for key, value in found.items() if key not in _IGNORED and not key.startswith(_PROFILES)}
+    leaves = {
+        key: value
+        for key, value in found.items()
+        if key not in _IGNORED and not key.startswith(_PROFILES)
+    }
     leaves |= {"nodes": nodes_of(run), "network": "no network" if run.direct else "network"}
     leaves |= {"seconds": "simulated seconds" if run.simulated else "measured seconds"}
     return leaves
@@ -308,16 +365,25 @@ def _host_of(run: Run) -> dict[str, Any]:
 def chosen_keys(run: Run) -> frozenset[str]:
     """Return the keys that are not at their defaults, with the keys of `leaves_of`."""
     experiment = run.experiment
-    tables = {key: getattr(experiment, key) for key in ("cloud", "training", "data", "model", "links")}
-    tree: dict[str, Any] = {key: table.model_dump(exclude_defaults=True) for key, table in tables.items()}
+    tables = {
+        key: getattr(experiment, key) for key in ("cloud", "training", "data", "model", "links")
+    }
+    tree: dict[str, Any] = {
+        key: table.model_dump(exclude_defaults=True) for key, table in tables.items()
+    }
     tree["tiers"] = [tier.model_dump(exclude_defaults=True) for tier in experiment.tiers]
     return frozenset(flat(by_table(tree)))
 
 
 def nodes_of(run: Run) -> str:
-    """Return the numbers of a run's nodes, such as `3 institutions, 12 devices`, and their shares where they differ."""
-    texts, above = [], [CLOUD]
-    for kind, layer in zip(run.experiment.count_by_kind(), run.experiment.tree.layers[1:], strict=True):
+    """Return the numbers of a run's nodes, such as `3 institutions, 12 devices`, and their shares
+    where they differ.
+    """
+    texts = []
+    above = [CLOUD]
+    for kind, layer in zip(
+        run.experiment.count_by_kind(), run.experiment.tree.layers[1:], strict=True
+    ):
         sizes = [len(run.experiment.tree.children.get(parent, ())) for parent in above]
         shares = f" ({' + '.join(map(str, sizes))})" if max(sizes) - min(sizes) > 1 else ""
         texts.append(f"{counted(len(layer), kind)}{shares}")
@@ -329,23 +395,32 @@ def conditions(one: Run, other: Run) -> dict[str, str]:
     """Return the CONDITIONS in which two runs differ, each with its first difference as a text."""
     found: dict[str, str] = {}
     for kind, read in CONDITIONS.items():
-        mine, theirs = read(one), read(other)
+        mine = read(one)
+        theirs = read(other)
         if kind == "links":  # labs of different nodes are different tasks
-            mine, theirs = ({key: each[key] for key in mine if key in theirs} for each in (mine, theirs))
+            mine, theirs = (
+                {key: each[key] for key in mine if key in theirs} for each in (mine, theirs)
+            )
         if apart := differing([mine, theirs]):
-            found[kind] = f"{apart[0]}: {shown(mine.get(apart[0]))} and {shown(theirs.get(apart[0]))}"
+            found[kind] = (
+                f"{apart[0]}: {shown(mine.get(apart[0]))} and {shown(theirs.get(apart[0]))}"
+            )
     return found
 
 
 def baselines(series: Sequence[Series]) -> dict[str, Series]:
-    """Return the series of each task with which its others are compared: the sweep's, else FedAvg, else the first."""
+    """Return the series of each task with which its others are compared: the sweep's, else FedAvg,
+    else the first.
+    """
     tasks: dict[str, list[Series]] = {}
     for each in series:
         tasks.setdefault(each.task, []).append(each)
     return {task: min(members, key=_as_baseline) for task, members in tasks.items()}
 
 
-def baseline_notes(series: Sequence[Series], name: Callable[[Series], str] = attrgetter("whole")) -> list[str]:
+def baseline_notes(
+    series: Sequence[Series], name: Callable[[Series], str] = attrgetter("whole")
+) -> list[str]:
     """Return a line with the baselines and why they are, none without a series that is compared."""
     found = baselines(series)
     if len(found) == len(series):
@@ -362,19 +437,27 @@ def _as_baseline(series: Series) -> int:
     """Return how well a series serves as a baseline, the least is the best."""
     if any(run.place is not None and run.place.baseline for run in series.runs):
         return _SWEEPS
-    return _FEDAVG if _is_fedavg(series.runs[0]) else _FIRST_OF_ALL
+    if _is_fedavg(series.runs[0]):
+        return _FEDAVG
+    return _FIRST_OF_ALL
 
 
 def _is_fedavg(run: Run) -> bool:
-    """Return whether a run is FedAvg with nothing else: neither a rule, a selector, an objective nor epoch control."""
+    """Return whether a run is FedAvg with nothing else: neither a rule, a selector, an objective
+    nor epoch control.
+    """
     experiment = run.experiment
-    plain = all(tier.aggregation == fedavg() and tier.selection == fraction() for tier in experiment.tiers)
+    plain = all(
+        tier.aggregation == fedavg() and tier.selection == fraction() for tier in experiment.tiers
+    )
     control = experiment.cloud.epoch_control.name
     return plain and control == "fixed" and experiment.training.objective.name == CROSS_ENTROPY
 
 
 def unlike(series: Sequence[Series]) -> dict[str, Mapping[str, str]]:
-    """Return the conditions in which a series differs from its task's baseline, by whole label and kind, as texts."""
+    """Return the conditions in which a series differs from its task's baseline, by whole label and
+    kind, as texts.
+    """
     found: dict[str, Mapping[str, str]] = {}
     base = baselines(series)
     for each in series:
@@ -385,15 +468,24 @@ def unlike(series: Sequence[Series]) -> dict[str, Mapping[str, str]]:
     return found
 
 
-def condition_notes(series: Sequence[Series], name: Callable[[Series], str] = attrgetter("whole")) -> list[str]:
-    """Return a line for each condition in which series differ from their task's baseline, and on busy machines."""
-    base, found = baselines(series), unlike(series)
+def condition_notes(
+    series: Sequence[Series], name: Callable[[Series], str] = attrgetter("whole")
+) -> list[str]:
+    """Return a line for each condition in which series differ from their task's baseline, and on
+    busy machines.
+    """
+    base = baselines(series)
+    found = unlike(series)
     names: dict[str, list[str]] = {}
     for each in series:
         for kind, text in found[each.whole].items():
-            names.setdefault(f"other {kind} than {name(base[each.task])}: {text}", []).append(name(each))
+            names.setdefault(f"other {kind} than {name(base[each.task])}: {text}", []).append(
+                name(each)
+            )
     notes = [f"{'; '.join(named)}: {note}" for note, named in names.items()]
-    loads = {each.whole: [load for run in each.runs if (load := load_of(run)) > BUSY] for each in series}
+    loads = {
+        each.whole: [load for run in each.runs if (load := load_of(run)) > BUSY] for each in series
+    }
     busy = [each for each in series if loads[each.whole]]
     if busy:
         every = [load for some in loads.values() for load in some]
@@ -406,27 +498,39 @@ def condition_notes(series: Sequence[Series], name: Callable[[Series], str] = at
 
 def kept_notes(runs: Sequence[Run]) -> list[str]:
     """Return a line with the commits whose seconds kept runs have, none without kept runs."""
-    counts = Counter(str(run.manifest.get(COMMIT) or "unknown") for run in runs if CELL in run.manifest)
+    counts = Counter(
+        str(run.manifest.get(COMMIT) or "unknown") for run in runs if CELL in run.manifest
+    )
     if not counts:
         return []
-    texts = [f"{commit} ({counted(count, 'runs')})" if len(counts) > 1 else commit for commit, count in counts.items()]
+    texts = [
+        f"{commit} ({counted(count, 'runs')})" if len(counts) > 1 else commit
+        for commit, count in counts.items()
+    ]
     return [f"the seconds of kept runs are those of commit {', '.join(texts)}"]
 
 
 def load_of(run: Run) -> float:
     """Return the load of each of the host's cores before the run; 0 where it was not recorded."""
-    load, cores = run.manifest.get("load"), run.manifest.get("cpus")
-    return load / cores if isinstance(load, (int, float)) and isinstance(cores, int) and cores > 0 else 0.0
+    load = run.manifest.get("load")
+    cores = run.manifest.get("cpus")
+    if isinstance(load, (int, float)) and isinstance(cores, int) and cores > 0:
+        return load / cores
+    return 0.0
 
 
 def _links(run: Run) -> dict[str, Any]:
-    """Return what shapes the links, the numbers of each, without profile names, and the trace of availability."""
+    """Return what shapes the links, the numbers of each, without profile names, and the trace of
+    availability.
+    """
     links = flat({key: run.manifest.get(key, {}) for key in ("links", "availability")})
     return {key: value for key, value in links.items() if not key.endswith(".profile")}
 
 
 def _hardware(run: Run) -> dict[str, Any]:
-    """Return the cloud's host and the declared hardware that devices emulate; its random spread depends on the seed."""
+    """Return the cloud's host and the declared hardware that devices emulate; its random spread
+    depends on the seed.
+    """
     emulated = flat({"hardware": run.tree.get("hardware", {})})
     kept = {key: value for key, value in emulated.items() if "profile" not in key}
     return _host_of(run) | kept
@@ -458,7 +562,9 @@ def _check_splits(runs: Sequence[tuple[str, Run]]) -> None:
     digests: dict[tuple[str, str], tuple[Run, object]] = {}
     for task, run in runs:
         if run.partition is not None:
-            other, digest = digests.setdefault((task, str(run.seed)), (run, run.partition.get("digest")))
+            other, digest = digests.setdefault(
+                (task, str(run.seed)), (run, run.partition.get("digest"))
+            )
             if digest != run.partition.get("digest"):
                 problem = f"{other.id} and {run.id} have the same seed, but different splits"
                 remedy = "Compare runs of the same data and the same release."

@@ -1,6 +1,7 @@
 """Whole runs side by side, without a target: what each series reached, and what that cost.
 
-Means are over the finished runs. Differences and ratios are to the baseline of the task, seed by seed.
+Means are over the finished runs. Differences and ratios are to the baseline of the task, seed by
+seed.
 """
 
 from __future__ import annotations
@@ -32,9 +33,11 @@ TITLE: Final = "The series: mean ± standard deviation (n - 1) over the finished
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """A number of a run: its key in JSON, its column, whose values are `factor` times as large, and where it is from.
+    """A number of a run: its key in JSON, its column, whose values are `factor` times as large, and
+    where it is from.
 
-    `relation`: how it is compared with that of the baseline, seed by seed, with the column of that; None: it is not.
+    `relation`: how it is compared with that of the baseline, seed by seed, with the column of that;
+    None: it is not.
     """
 
     key: str
@@ -56,13 +59,17 @@ class Quantity:
             return Pairs({})
         theirs, own = (by_seed(each.finished, self.of) for each in (base, series))
         relate = self.relation[2]
-        return paired(theirs, own, lambda first, other: relate(self.factor * first, self.factor * other))
+        return paired(
+            theirs, own, lambda first, other: relate(self.factor * first, self.factor * other)
+        )
 
 
 def quantities(series: Sequence[Series]) -> list[Quantity]:
     """Return what some finished runs have."""
     runs = [run for each in series for run in each.runs]
-    factor, digits, unit = (100.0, 2, "%") if all(run.experiment.score.share for run in runs) else (1.0, 4, "")
+    factor, digits, unit = (
+        (100.0, 2, "%") if all(run.experiment.score.share for run in runs) else (1.0, 4, "")
+    )
     points = Column("difference, paired", "points" if unit else "", digits)
     found = [
         Quantity("rounds", Column("global rounds"), lambda run: len(run.rounds)),
@@ -84,21 +91,34 @@ def quantities(series: Sequence[Series]) -> list[Quantity]:
         found.append(Quantity(name, column, partial(_bytes, name), 1e-6))
     found.append(Quantity("epsilon", Column("epsilon", digits=3), _epsilon))
     found += [Quantity(name, COSTS[name], partial(_cost, name)) for name in ENERGY]
-    found += [Quantity(name, Column(title, unit, digits), partial(last_of, name), factor) for name, title in AGAINST]
-    found += [Quantity(each.key, Column(each.title, unit, digits), each.of, factor) for each in statistics_of(runs)]
+    found += [
+        Quantity(name, Column(title, unit, digits), partial(last_of, name), factor)
+        for name, title in AGAINST
+    ]
+    found += [
+        Quantity(each.key, Column(each.title, unit, digits), each.of, factor)
+        for each in statistics_of(runs)
+    ]
     done = [run for each in series for run in each.finished]
     optional = ("best_score", "epsilon", *ENERGY, *dict(AGAINST))
-    return [each for each in found if each.key not in optional or any(each.of(run) is not None for run in done)]
+    return [
+        each
+        for each in found
+        if each.key not in optional or any(each.of(run) is not None for run in done)
+    ]
 
 
 def table(series: Sequence[Series]) -> Table:
     """Return a table with a row for each series."""
-    shown, base = quantities(series), baselines(series)
+    shown = quantities(series)
+    base = baselines(series)
     tasks = any(each.task for each in series)
     compared = len(series) > len(base)
     texts = (*["task"] * tasks, "series", "finished", "seeds")
     columns = [Column(name, text=True) for name in texts]
-    several = compared and max(len(each.pairs(one, base[one.task]).values) for each in shown for one in series)
+    several = compared and max(
+        len(each.pairs(one, base[one.task]).values) for each in shown for one in series
+    )
     for each in shown:
         columns.append(each.column)
         if each.relation is not None and compared:
@@ -106,19 +126,30 @@ def table(series: Sequence[Series]) -> Table:
             columns += [each.relation[1], *[interval] * (several >= SEEDS_LEAST)]
     rows: list[Sequence[Cell]] = []
     for one in series:
-        row: list[Cell] = [*[one.task] * tasks, one.label, f"{len(one.finished)}/{len(one.runs)}", ", ".join(one.seeds)]
+        row: list[Cell] = [
+            *[one.task] * tasks,
+            one.label,
+            f"{len(one.finished)}/{len(one.runs)}",
+            ", ".join(one.seeds),
+        ]
         for each in shown:
             row.append(each.spread(one))
             if each.relation is not None and compared:
                 pairs = each.pairs(one, base[one.task])
-                row += [pairs.spread, *[pairs.text(each.relation[1].digits)] * (several >= SEEDS_LEAST)]
+                row += [
+                    pairs.spread,
+                    *[pairs.text(each.relation[1].digits)] * (several >= SEEDS_LEAST),
+                ]
         rows.append(row)
     return Table("series", TITLE, columns, rows, keys=1 + tasks)
 
 
 def to_json(series: Sequence[Series]) -> dict[str, Any]:
-    """Return the same as JSON, with the numbers of each run. Scores are shares; an infinite epsilon is null."""
-    shown, base = quantities(series), baselines(series)
+    """Return the same as JSON, with the numbers of each run. Scores are shares; an infinite epsilon
+    is null.
+    """
+    shown = quantities(series)
+    base = baselines(series)
     groups = []
     for one in series:
         first = base[one.task]
@@ -127,11 +158,18 @@ def to_json(series: Sequence[Series]) -> dict[str, Any]:
         for each in shown:
             plain = _in_units_of_runs(each)
             found = plain.spread(one)
-            facts[each.key] = None if found is None else {"mean": found.mean, "deviation": found.deviation}
+            facts[each.key] = (
+                None if found is None else {"mean": found.mean, "deviation": found.deviation}
+            )
             if each.relation is not None:
                 facts[each.relation[0]] = plain.pairs(one, first).plain()
         facts["runs"] = [
-            {"run": run.id, "seed": run.seed, "state": run.state, **{each.key: each.of(run) for each in shown}}
+            {
+                "run": run.id,
+                "seed": run.seed,
+                "state": run.state,
+                **{each.key: each.of(run) for each in shown},
+            }
             for run in one.runs
         ]
         groups.append(facts)
@@ -142,7 +180,8 @@ def notes(series: Sequence[Series]) -> list[str]:
     """Return a line on each run that is in no mean."""
     left = [(each.whole, run) for each in series for run in each.runs if run not in each.finished]
     return [
-        f"{name}: {run.id} (seed {run.seed}) is in no mean: {run.state}, {len(run.rounds)} of {run.experiment.rounds}"
+        f"{name}: {run.id} (seed {run.seed}) is in no mean: {run.state}, {len(run.rounds)} of "
+        f"{run.experiment.rounds}"
         " global rounds"
         for name, run in left
     ]
@@ -161,11 +200,15 @@ def byte_columns(tiers: Sequence[str], unit: str = "MB") -> list[Column]:
 def best_score(run: Run) -> float | None:
     """Return the best score of a run, None without one."""
     known = [row.score for row in run.rounds if row.score is not None]
-    return _best(run.experiment.score)(known) if known else None
+    if known:
+        return _best(run.experiment.score)(known)
+    return None
 
 
 def _best(score: Score) -> Callable[[Sequence[float]], float]:
-    return max if score.higher else min
+    if score.higher:
+        return max
+    return min
 
 
 def scores_of(runs: Sequence[Run]) -> str:
@@ -182,7 +225,9 @@ def _bytes(name: str, run: Run) -> float | None:
 
 
 def _epsilon(run: Run) -> float | None:
-    """Return the largest epsilon of the tiers after the last global round, infinite without noise."""
+    """Return the largest epsilon of the tiers after the last global round, infinite without
+    noise.
+    """
     last = run.rounds[-1].epsilon.values() if run.rounds else ()
     return max((inf if value is None else value for value in last), default=None)
 
@@ -194,7 +239,9 @@ def last_of(name: str, run: Run) -> float | None:
 
 
 def _cost(name: str, run: Run) -> float | None:
-    return costs_until(run, run.rounds[-1].global_round).get(name) if run.rounds else None
+    if run.rounds:
+        return costs_until(run, run.rounds[-1].global_round).get(name)
+    return None
 
 
 def _in_units_of_runs(quantity: Quantity) -> Quantity:

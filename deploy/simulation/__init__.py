@@ -1,1 +1,3 @@
-"""Labs in virtual time: the real agents in one process on a simulated network, all randomness from one seed."""
+"""Labs in virtual time: the real agents in one process on a simulated network, all randomness from
+one seed.
+"""

@@ -1,7 +1,9 @@
-"""An MQTT 3.1.1 broker without sockets; `tests/test_simulated_broker.py` compares it with mosquitto.
+"""An MQTT 3.1.1 broker without sockets; `tests/test_simulated_broker.py` compares it with
+mosquitto.
 
-It has retained messages, wills, wildcards, take-over by client id, QoS 0 and 1, and bounded queues; sessions are always
-clean. Packets between clients and the broker cross simulated links: `deploy.simulation.simulated_network`.
+It has retained messages, wills, wildcards, take-over by client id, QoS 0 and 1, and bounded queues;
+sessions are always clean. Packets between clients and the broker cross simulated links:
+`deploy.simulation.simulated_network`.
 """
 
 from __future__ import annotations
@@ -61,7 +63,9 @@ class TopicTree(Generic[_V]):
             if wild:
                 found += [level.below.get("#") for level in levels]
             names = ("+", part) if wild else (part,)
-            levels = [level.below[name] for level in levels for name in names if name in level.below]
+            levels = [
+                level.below[name] for level in levels for name in names if name in level.below
+            ]
         for level in levels:
             found += [level, level.below.get("#")]
         return [level.value for level in found if level is not None and level.value is not None]
@@ -75,7 +79,8 @@ class TopicTree(Generic[_V]):
             yield level.value
         if not parts:
             return
-        part, rest = parts[0], parts if parts[0] == "#" else parts[1:]
+        part = parts[0]
+        rest = parts if parts[0] == "#" else parts[1:]
         for name in level.below if part in ("+", "#") else (part,):
             hidden = level is self._root and part != name and name.startswith("$")
             if name in level.below and not hidden:
@@ -140,7 +145,8 @@ Store = Literal["empty", "current"] | Mapping[str, RetainedMessage]
 
 
 class SimulatedBroker:
-    """One broker. A message is dropped if `accepts` returns False; `routed` is called after each routed message.
+    """One broker. A message is dropped if `accepts` returns False; `routed` is called after each
+    routed message.
 
     queue_most: most messages queued for one client; further ones are dropped
     packet_limit: bytes; a client that sends a larger packet is disconnected
@@ -166,15 +172,20 @@ class SimulatedBroker:
         self.sessions: dict[str, BrokerSession] = {}
         self.retained: dict[str, RetainedMessage] = {}
         self._subscriptions: TopicTree[dict[BrokerSession, int]] = TopicTree()  # with their QoS
-        self._topics: TopicTree[tuple[int, str]] = TopicTree()  # those of `retained`, in their order
+        # those of `retained`, in their order
+        self._topics: TopicTree[tuple[int, str]] = TopicTree()
         self._numbers = count()
         self._accepts = accepts
         self._routed = routed
 
     # A client's packets
 
-    def connect(self, client_id: str, subscriber: Subscriber, *, will: SessionWill | None = None) -> BrokerSession:
-        """Accept a client. A client connected with the same id is disconnected, and its will is published."""
+    def connect(
+        self, client_id: str, subscriber: Subscriber, *, will: SessionWill | None = None
+    ) -> BrokerSession:
+        """Accept a client. A client connected with the same id is disconnected, and its will is
+        published.
+        """
         session = BrokerSession(client_id, subscriber, will)
         earlier = self.sessions.get(client_id)
         if earlier is not None:
@@ -182,11 +193,16 @@ class SimulatedBroker:
         self.sessions[client_id] = session
         return session
 
-    def publish(self, session: BrokerSession, topic: str, body: bytes, *, qos: int, retain: bool) -> bool:
+    def publish(
+        self, session: BrokerSession, topic: str, body: bytes, *, qos: int, retain: bool
+    ) -> bool:
         """Accept a message; return whether it must be acknowledged."""
         if not session.alive:
             return False
-        if self.packet_limit is not None and packet_bytes(topic, len(body), qos=qos) > self.packet_limit:
+        if (
+            self.packet_limit is not None
+            and packet_bytes(topic, len(body), qos=qos) > self.packet_limit
+        ):
             self.abort(session)
             return False
         self.route(topic, body, qos=qos, retain=retain)
@@ -264,14 +280,18 @@ class SimulatedBroker:
             self._end(session)
 
     def terminate(self) -> None:
-        """End like mosquitto on SIGTERM: it publishes every client's will, and a persistent store retains them."""
+        """End like mosquitto on SIGTERM: it publishes every client's will, and a persistent store
+        retains them.
+        """
         for session in list(self.sessions.values()):
             if session.alive:
                 self._publish_will(session)
         self.kill()
 
     def start(self, store: Store = "empty") -> None:
-        """Start again with no retained messages ("empty"), those at the end ("current"), or those of a snapshot."""
+        """Start again with no retained messages ("empty"), those at the end ("current"), or those
+        of a snapshot.
+        """
         if isinstance(store, Mapping):
             self.retained = dict(store)
         elif store == "empty":
@@ -295,7 +315,9 @@ class SimulatedBroker:
             will = session.will
             self.route(will.topic, will.body, qos=will.qos, retain=will.retain)
 
-    def _send(self, session: BrokerSession, topic: str, body: bytes, *, qos: int, retain: bool) -> None:
+    def _send(
+        self, session: BrokerSession, topic: str, body: bytes, *, qos: int, retain: bool
+    ) -> None:
         if not session.alive or self._is_denied(topic):
             return
         if session.subscriber.pending() >= self.queue_most:
@@ -304,4 +326,6 @@ class SimulatedBroker:
         session.subscriber.deliver(topic, body, qos=qos, retain=retain)
 
     def _is_denied(self, topic: str) -> bool:
-        return bool(self.denied) and any(topic_matches_sub(pattern, topic) for pattern in self.denied)
+        return bool(self.denied) and any(
+            topic_matches_sub(pattern, topic) for pattern in self.denied
+        )

@@ -1,9 +1,11 @@
-"""Real training and evaluation in virtual time: the device's own pool and the cloud's own evaluator, beside the clock.
+"""Real training and evaluation in virtual time: the device's own pool and the cloud's own
+evaluator, beside the clock.
 
-Both run on an event loop of a thread, with worker processes as in a lab. A computation begins there at its virtual
-start and is awaited at its virtual end, so all cores work, and the order of events is that of virtual time, however
-many workers there are. Its virtual seconds are known before it begins. Where devices may be trained vmapped, the
-trainings that have begun go to the pool together at the first virtual end among them.
+Both run on an event loop of a thread, with worker processes as in a lab. A computation begins there
+at its virtual start and is awaited at its virtual end, so all cores work, and the order of events
+is that of virtual time, however many workers there are. Its virtual seconds are known before it
+begins. Where devices may be trained vmapped, the trainings that have begun go to the pool together
+at the first virtual end among them.
 """
 
 from __future__ import annotations
@@ -99,7 +101,8 @@ def _begin_all(group: Sequence[Computation[Any]]) -> None:
 class MachineSeconds:
     """Virtual seconds of a device's training and of an evaluation, each of one core.
 
-    training_s, step_s: of a training without its steps, and of a step, on a device that states no `step_s` of its own
+    training_s, step_s: of a training without its steps, and of a step, on a device that states no
+    `step_s` of its own
     """
 
     experiment: Experiment
@@ -109,20 +112,27 @@ class MachineSeconds:
 
     def training(self, node: str, *, samples: int, epochs: int) -> float:
         """Return the seconds of a training of a device with so many samples."""
-        own, steps = self.experiment.machine(node).step_s, epochs * self.experiment.steps_in_epoch(samples)
-        return self.training_s + steps * self.step_s if own is None else steps * own
+        own = self.experiment.machine(node).step_s
+        steps = epochs * self.experiment.steps_in_epoch(samples)
+        if own is None:
+            return self.training_s + steps * self.step_s
+        return steps * own
 
     def scoring(self, node: str, *, samples: int) -> float:
-        """Return the seconds of scoring a model on so many samples: those of as many steps, forward alone."""
-        own, steps = self.experiment.machine(node).step_s, -(-samples // self.experiment.training.batch_size)
+        """Return the seconds of scoring a model on so many samples: those of as many steps, forward
+        alone.
+        """
+        own = self.experiment.machine(node).step_s
+        steps = -(-samples // self.experiment.training.batch_size)
         return FORWARD * steps * (self.step_s if own is None else own)
 
 
 class RealComputing:
-    """The pool and the evaluator of a simulated lab's nodes, which compute what those of a lab of processes do.
+    """The pool and the evaluator of a simulated lab's nodes, which compute what those of a lab of
+    processes do.
 
-    A context. `timed`: the machines, on which computations take virtual seconds. `workers` trainings run at once, by
-    default as many as `device.pool.pool.Pool` has.
+    A context. `timed`: the machines, on which computations take virtual seconds. `workers`
+    trainings run at once, by default as many as `device.pool.pool.Pool` has.
     """
 
     def __init__(
@@ -137,24 +147,35 @@ class RealComputing:
         self._experiment = experiment
         self._timed = timed
         self._seconds = seconds
-        self._options = {"accelerator": accelerator, "slots": workers, "devices": len(experiment.tree.devices)}
+        self._options = {
+            "accelerator": accelerator,
+            "slots": workers,
+            "devices": len(experiment.tree.devices),
+        }
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="computing", daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="computing", daemon=True
+        )
         self._opened = AsyncExitStack()
         self._live: set[Computation[Any]] = set()
         self._called: list[Computation[Any]] = []  # trainings that have not begun
 
     def __enter__(self) -> Self:
-        """Start the workers, and let all devices prepare. Raises InvalidExperiment if there is no such accelerator."""
+        """Start the workers, and let all devices prepare. Raises InvalidExperiment if there is no
+        such accelerator.
+        """
         self._thread.start()
         try:
-            pool: Pool = self._begin(self._opened.enter_async_context(Pool(**self._options))).result()  # type: ignore[arg-type]
+            made = Pool(**self._options)  # type: ignore[arg-type]
+            pool = self._begin(self._opened.enter_async_context(made)).result()
         except BaseException:
             self.__exit__()
             raise
         self._pool = pool
         self._members = {node: pool.member(node) for node in self._experiment.tree.devices}
-        self._prepared = {node: self._begin(one.prepare(self._experiment)) for node, one in self._members.items()}
+        self._prepared = {
+            node: self._begin(one.prepare(self._experiment)) for node, one in self._members.items()
+        }
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -178,13 +199,17 @@ class RealComputing:
         """Return a device's access to the pool."""
         timed = SimulatedMember(self._timed.pool(node), node)
         begin = self._begin, self._call
-        return RealMember(node, self._members[node], timed, self._prepared[node], *begin, self._seconds)
+        return RealMember(
+            node, self._members[node], timed, self._prepared[node], *begin, self._seconds
+        )
 
     def evaluator(self, experiment: Experiment, folder: Path) -> RealEvaluator:
         """Return the evaluator of a cloud."""
         real = Evaluator(experiment, folder)
         self._opened.callback(real.close)
-        return RealEvaluator(real, self._begin, partial(self._timed.compute, CLOUD, self._seconds.evaluation_s))
+        return RealEvaluator(
+            real, self._begin, partial(self._timed.compute, CLOUD, self._seconds.evaluation_s)
+        )
 
     def _begin(self, work: Coroutine[Any, Any, _T]) -> Computation[_T]:
         computation = Computation(self._loop, work, self._live, [])
@@ -192,7 +217,9 @@ class RealComputing:
         return computation
 
     def _call(self, training: Coroutine[Any, Any, LocalResult]) -> Computation[LocalResult]:
-        """Begin a training, unless it may be vmapped with others: they begin when the result of one is awaited."""
+        """Begin a training, unless it may be vmapped with others: they begin when the result of one
+        is awaited.
+        """
         computation = Computation(self._loop, training, self._live, self._called)
         if not self._pool.trains_together(self._experiment):
             computation.begin()
@@ -235,17 +262,24 @@ class RealMember:
 
     async def train(self, order: Order) -> LocalResult:
         """Train as ordered, in the virtual seconds of this device's machine. Raises RunFailed."""
-        prepared, seconds, scored_s = self.prepared.result(), 0.0, 0.0
+        prepared = self.prepared.result()
+        seconds = 0.0
+        scored_s = 0.0
         if order.epochs:
-            seconds = self.seconds.training(self.node, samples=prepared.samples, epochs=order.epochs)
+            seconds = self.seconds.training(
+                self.node, samples=prepared.samples, epochs=order.epochs
+            )
         models = order.scores + order.scores_trained
         if models:
-            own = not self.seconds.experiment.training.trainer.learns_module  # only its evaluation knows how many
+            # only its evaluation knows how many
+            own = not self.seconds.experiment.training.trainer.learns_module
             tests = prepared.tests or (max(1, prepared.samples // 10) if own else 0)
             scored_s = models * self.seconds.scoring(self.node, samples=tests)
         training = self.call(self.real.train(replace(order, progress=lambda done, of: None)))
         try:
-            (train_s, scored_s), wait_s = await self.timed.occupy((seconds, scored_s), order.progress)
+            (train_s, scored_s), wait_s = await self.timed.occupy(
+                (seconds, scored_s), order.progress
+            )
         except BaseException:
             training.abandon()
             raise
@@ -261,7 +295,9 @@ class RealMember:
 
 @dataclass(frozen=True, slots=True)
 class RealEvaluator:
-    """The cloud's evaluator; `compute` occupies the cloud's machine as long as an evaluation takes."""
+    """The cloud's evaluator; `compute` occupies the cloud's machine as long as an evaluation
+    takes.
+    """
 
     real: Evaluator
     begin: Begin
@@ -274,7 +310,9 @@ class RealEvaluator:
         return beginning
 
     async def evaluate(self, global_round: int, row: Row) -> EvaluationResult | None:
-        """Return a model's test score and loss, None if it has none. Raises RunFailed, InvalidExperiment."""
+        """Return a model's test score and loss, None if it has none. Raises RunFailed,
+        InvalidExperiment.
+        """
         evaluating = self.begin(self.real.evaluate(global_round, row))
         try:
             await self.compute()

@@ -23,9 +23,9 @@ from fedstrata.cloud.evaluator import Beginning, EvaluationResult
 from fedstrata.common.accounting.work import TrainingPath, Work
 from fedstrata.common.errors import RunFailed
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.host.subprocess_channel import REPLACEMENTS
 from fedstrata.common.model.layout import ModelLayout, Row, Section
 from fedstrata.common.model.tensors import Tensors
+from fedstrata.common.processes.subprocess_channel import REPLACEMENTS
 from fedstrata.common.runtime.world import nothing
 from fedstrata.common.settings.data import samples_most
 from fedstrata.common.settings.topology import CLOUD
@@ -48,7 +48,9 @@ class Workload(Protocol):
     frozen: Tensors
 
     def layout_at(self, node: str, frozen: Path | None) -> ModelLayout:
-        """Return the layout of the model that a device builds, from a file of the cloud's frozen arrays if given."""
+        """Return the layout of the model that a device builds, from a file of the cloud's frozen
+        arrays if given.
+        """
 
     def samples(self, node: str, experiment: Experiment) -> tuple[int, int]:
         """Return the numbers of a device's training and test samples."""
@@ -56,7 +58,9 @@ class Workload(Protocol):
     def kept_bytes(self, experiment: Experiment) -> int:
         """Return the bytes behind a device's models that it keeps from task to task."""
 
-    def train(self, node: str, row: Row, out: Row, *, epochs: int, local_round: int) -> tuple[float, int]:
+    def train(
+        self, node: str, row: Row, out: Row, *, epochs: int, local_round: int
+    ) -> tuple[float, int]:
         """Train the flat model `row` into `out`; return the loss and the number of steps."""
 
     def evaluate(self, row: Row) -> tuple[float, float]:
@@ -64,7 +68,9 @@ class Workload(Protocol):
 
 
 class NullWorkload:
-    """Workload that adds small noise, determined by node, round and epochs. It does not need torch."""
+    """Workload that adds small noise, determined by node, round and epochs. It does not need
+    torch.
+    """
 
     partition = "simulated"
 
@@ -72,32 +78,50 @@ class NullWorkload:
         self.frozen: Tensors = {}
         columns = max(2, model_bytes // 4)
         split = columns * 3 // 4
-        tensors = [("a.weight", (split,), Section.PARAMETER), ("b.weight", (columns - split,), Section.PARAMETER)]
+        tensors = [
+            ("a.weight", (split,), Section.PARAMETER),
+            ("b.weight", (columns - split,), Section.PARAMETER),
+        ]
         self.layout = ModelLayout.build(tensors)
         self.first = self.layout.empty()
-        self.layout.floats(self.first)[:] = np.random.default_rng(1).standard_normal(columns, np.float32)
+        self.layout.floats(self.first)[:] = np.random.default_rng(1).standard_normal(
+            columns, np.float32
+        )
 
     def layout_at(self, node: str, frozen: Path | None) -> ModelLayout:
         """Return the same for all."""
         return self.layout
 
     def samples(self, node: str, experiment: Experiment) -> tuple[int, int]:
-        """Return 50 to 149 samples, depending on the name, of which some may be held out, and 5 to 14 for testing."""
+        """Return 50 to 149 samples, depending on the name, of which some may be held out, and 5 to
+        14 for testing.
+        """
         samples = min(
-            50 + zlib.crc32(node.encode()) % 100, samples_most(experiment.data, devices=len(experiment.tree.devices))
+            50 + zlib.crc32(node.encode()) % 100,
+            samples_most(experiment.data, devices=len(experiment.tree.devices)),
         )
         taken = experiment.evaluation.taken_of(samples)
         return samples - taken, taken or max(1, samples // 10)
 
     def kept_bytes(self, experiment: Experiment) -> int:
         """Return those of the objective's vectors, and of one more for personal arrays."""
-        return 4 * self.layout.parameters * (len(experiment.training.objective.keeps) + bool(experiment.model.personal))
+        return (
+            4
+            * self.layout.parameters
+            * (len(experiment.training.objective.keeps) + bool(experiment.model.personal))
+        )
 
-    def train(self, node: str, row: Row, out: Row, *, epochs: int, local_round: int) -> tuple[float, int]:
-        """Add noise, float32 [D]. The vectors behind the model change it, and each other, so that none may be lost."""
+    def train(
+        self, node: str, row: Row, out: Row, *, epochs: int, local_round: int
+    ) -> tuple[float, int]:
+        """Add noise, float32 [D]. The vectors behind the model change it, and each other, so that
+        none may be lost.
+        """
         rng = np.random.Generator(np.random.PCG64([zlib.crc32(node.encode()), local_round, epochs]))
         noise = rng.standard_normal(self.layout.columns, np.float32)
-        before_VD, after_VD = (self.layout.extra_columns(each).reshape(-1, len(noise)) for each in (row, out))
+        before_VD, after_VD = (
+            self.layout.extra_columns(each).reshape(-1, len(noise)) for each in (row, out)
+        )
         drift = before_VD.mean(0) if len(before_VD) else np.zeros_like(noise)
         self.layout.floats(out)[:] = self.layout.floats(row) + NULL_CHANGE * (noise + drift)
         for place, after in enumerate(after_VD):
@@ -115,7 +139,9 @@ PROGRESS_MOST_S: Final = 5.0  # and no training of many minutes is silent for lo
 
 @dataclass(frozen=True, slots=True)
 class Durations:
-    """Seconds of virtual time. One epoch takes `train_s` times a random factor from 1 to 1 + `spread`."""
+    """Seconds of virtual time. One epoch takes `train_s` times a random factor from 1 to 1 +
+    `spread`.
+    """
 
     boot_s: float = 0.3
     train_s: float = 1.0
@@ -145,8 +171,9 @@ class Computing(Protocol):
 class SimulatedHardware:
     """The machines of a lab: the workload, its durations, and counts of trainings.
 
-    Devices in `hanging` never become ready. The evaluator's next requests fail with its process: `evaluator_ends`.
-    `worker_ends`: the worker processes of a device that are killed while they train, this training or the next one.
+    Devices in `hanging` never become ready. The evaluator's next requests fail with its process:
+    `evaluator_ends`. `worker_ends`: the worker processes of a device that are killed while they
+    train, this training or the next one.
     """
 
     workload: Workload
@@ -179,7 +206,9 @@ class SimulatedHardware:
 
     @asynccontextmanager
     async def slot(self, node: str) -> AsyncIterator[float]:
-        """Wait for one of the concurrent trainings of a device's process; yield the seconds of the wait."""
+        """Wait for one of the concurrent trainings of a device's process; yield the seconds of the
+        wait.
+        """
         if self.machines is None:
             yield 0.0
             return
@@ -190,7 +219,9 @@ class SimulatedHardware:
 
 
 class SimulatedPool:
-    """Replacement of `device.pool.pool.Pool` in one process, with any number of concurrent trainings."""
+    """Replacement of `device.pool.pool.Pool` in one process, with any number of concurrent
+    trainings.
+    """
 
     def __init__(self, hardware: SimulatedHardware) -> None:
         self.hardware = hardware
@@ -241,12 +272,17 @@ class SimulatedMember:
         """Train after random seconds, with progress in between."""
         hardware = self._hardware
         rng = random.Random(f"{hardware.seed} training {self._node} {order.local_round}")
-        seconds, scored_s = 0.0, 0.0
+        seconds = 0.0
+        scored_s = 0.0
         if order.epochs:
-            seconds = hardware.durations.training_s(self._node, epochs=order.epochs, drawn=rng.random())
+            seconds = hardware.durations.training_s(
+                self._node, epochs=order.epochs, drawn=rng.random()
+            )
         models = order.scores + order.scores_trained if self._tests else 0
         if models:
-            scored_s = models * hardware.durations.scoring_s(self._node, share=self._tests / self._samples)
+            scored_s = models * hardware.durations.scoring_s(
+                self._node, share=self._tests / self._samples
+            )
         (train_s, scored_s), wait_s = await self.occupy((seconds, scored_s), order.progress)
         received = self._tested(order.row) if models and order.scores else None
         if not order.epochs:
@@ -260,30 +296,47 @@ class SimulatedMember:
         trained = self._tested(order.out) if models and order.scores_trained else None
         tests = ScoredModels(received, trained).lasting(scored_s) if models else None
         work = Work(
-            self._samples, loss, order.epochs, steps, train_s, wait_s, path=TrainingPath.IN_PROCESS, tests=tests
+            self._samples,
+            loss,
+            order.epochs,
+            steps,
+            train_s,
+            wait_s,
+            path=TrainingPath.IN_PROCESS,
+            tests=tests,
         )
         return LocalResult(work, start_loss=loss if self._reads_losses else None)
 
     def _tested(self, row: Row) -> ScoreSums:
         """Return sums over the test samples, of which R2 has one target."""
         score, loss = self._hardware.workload.evaluate(row)
-        sums = [each for name in self._scores for each in [self._tests * score] * (R2_SUMS if name == R2 else 1)]
+        sums = [
+            each
+            for name in self._scores
+            for each in [self._tests * score] * (R2_SUMS if name == R2 else 1)
+        ]
         return ScoreSums(self._tests, self._tests * loss, packed_sums(sums))
 
     async def occupy(
         self, work: tuple[float, float], progress: Progress, *, again: Callable[[], None] = nothing
     ) -> tuple[tuple[float, float], float]:
-        """Occupy a slot of the device's process, and a core of its host, with a training and a scoring.
+        """Occupy a slot of the device's process, and a core of its host, with a training and a
+        scoring.
 
-        `work`: the seconds of both. Return those that they took, which are more if others use the cores, and the
-        seconds of the wait for the slot, and for a worker that was killed. `again` is called then, once another one
-        has started. Raises RunFailed if that is killed, too.
+        `work`: the seconds of both. Return those that they took, which are more if others use the
+        cores, and the seconds of the wait for the slot, and for a worker that was killed. `again`
+        is called then, once another one has started. Raises RunFailed if that is killed, too.
         """
-        hardware, loop, seconds = self._hardware, asyncio.get_running_loop(), sum(work)
-        parts = max(1, min(STEPS_MOST, int(seconds / PROGRESS_S)), math.ceil(seconds / PROGRESS_MOST_S))
+        hardware = self._hardware
+        loop = asyncio.get_running_loop()
+        seconds = sum(work)
+        parts = max(
+            1, min(STEPS_MOST, int(seconds / PROGRESS_S)), math.ceil(seconds / PROGRESS_MOST_S)
+        )
         part = killed = 0
         async with hardware.slot(self._node) as queued_s:
-            wait_s, begun = queued_s, loop.time()
+            wait_s = queued_s
+            begun = loop.time()
             while part < parts:
                 await hardware.compute(self._node, seconds / parts)
                 self._pool.moves += 1
@@ -291,23 +344,30 @@ class SimulatedMember:
                     hardware.worker_ends[self._node] -= 1
                     killed += 1
                     if killed > RETRIES:
-                        raise RunFailed(f"the process that trained {self._node} was killed, and so was its replacement")
+                        raise RunFailed(
+                            f"the process that trained {self._node} was killed, and so was its "
+                            "replacement"
+                        )
                     await asyncio.sleep(hardware.durations.boot_s)
                     again()
                     wait_s += loop.time() - begun
-                    part, begun = 0, loop.time()
+                    part = 0
+                    begun = loop.time()
                     continue
                 part += 1
                 progress(part, parts)
             hardware.trainings += bool(work[0] or not work[1])
             took_s = loop.time() - begun if hardware.machines is not None else seconds
         scored_s = took_s * work[1] / seconds if work[1] else 0.0
-        train_s = took_s - scored_s if work[0] else 0.0  # rounding could make it negative, which parents refuse
+        # rounding could make it negative, which parents refuse
+        train_s = took_s - scored_s if work[0] else 0.0
         return (train_s, scored_s), wait_s
 
 
 class SimulatedEvaluator:
-    """Replacement of `cloud.evaluator.Evaluator`. `further`: how many scores there are beside the first one."""
+    """Replacement of `cloud.evaluator.Evaluator`. `further`: how many scores there are beside the
+    first one.
+    """
 
     def __init__(self, hardware: SimulatedHardware, *, further: int = 0) -> None:
         self._hardware = hardware
@@ -317,11 +377,14 @@ class SimulatedEvaluator:
         """Return the first model."""
         workload = self._hardware.workload
         await asyncio.sleep(3 * self._hardware.durations.boot_s)
-        return Beginning(workload.layout, workload.first.copy(), workload.partition, frozen=workload.frozen)
+        return Beginning(
+            workload.layout, workload.first.copy(), workload.partition, frozen=workload.frozen
+        )
 
     async def evaluate(self, global_round: int, row: Row) -> EvaluationResult:
         """Return a model's accuracy and loss."""
-        hardware, ended = self._hardware, 0
+        hardware = self._hardware
+        ended = 0
         await hardware.compute(CLOUD, hardware.durations.evaluate_s)
         while hardware.evaluator_ends:
             hardware.evaluator_ends -= 1

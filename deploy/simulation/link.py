@@ -1,4 +1,6 @@
-"""A link of a client: its conditions, packets through a rate and a delay, and the TCP connections on it."""
+"""A link of a client: its conditions, packets through a rate and a delay, and the TCP connections
+on it.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ class PacketKind(Enum):
 
 @dataclass(slots=True, eq=False)
 class Packet:
-    """One MQTT packet of `size` bytes. `content` depends on the kind; `left` is called when the packet was sent.
+    """One MQTT packet of `size` bytes. `content` depends on the kind; `left` is called when the
+    packet was sent.
 
     `link`: where it goes from a host's network interface, if that has a limit.
     """
@@ -50,7 +53,9 @@ class Packet:
 
 
 class RateQueue:
-    """Queue that sends packets one after another, each in `size / rate` seconds; a new rate applies at once."""
+    """Queue that sends packets one after another, each in `size / rate` seconds; a new rate applies
+    at once.
+    """
 
     def __init__(self, loop: VirtualLoop, depart: Callable[[Packet], None]) -> None:
         self._loop = loop
@@ -65,7 +70,8 @@ class RateQueue:
     def put(self, packet: Packet) -> None:
         """Append a packet to the queue."""
         if not self._waiting:
-            self._since, self._sent = self._loop.now, 0.0
+            self._since = self._loop.now
+            self._sent = 0.0
             if self._rate is None and not self._paused:
                 self._depart(packet)
                 return
@@ -78,8 +84,10 @@ class RateQueue:
         """Change the rate, bytes per second, None = unlimited; or pause."""
         now = self._loop.now
         if self._waiting:
-            self._sent, self._since = self._sent_by(now), now
-        self._rate, self._paused = rate, paused
+            self._sent = self._sent_by(now)
+            self._since = now
+        self._rate = rate
+        self._paused = paused
         self._plan()
 
     def sent_of(self, flight: Flight) -> int:
@@ -89,7 +97,9 @@ class RateQueue:
         return int(self._sent_by(self._loop.now))
 
     def truncate(self, flight: Flight, *, keep_bytes: int) -> None:
-        """Drop the packets of one direction beyond its first `keep_bytes`, which the kernel has already accepted."""
+        """Drop the packets of one direction beyond its first `keep_bytes`, which the kernel has
+        already accepted.
+        """
         kept: deque[Packet] = deque()
         room = keep_bytes
         for packet in self._waiting:
@@ -118,7 +128,8 @@ class RateQueue:
 
     def _finish(self, due: float) -> None:
         self._timer = None
-        self._since, self._sent = due, 0.0
+        self._since = due
+        self._sent = 0.0
         self._depart_first()
         if self._timer is None:  # else the departure changed the queue and set a new timer
             self._plan()
@@ -130,13 +141,17 @@ class RateQueue:
 
 
 class Flight:
-    """One direction of a connection after the rate stage: packets arrive after a delay, in the order of departure.
+    """One direction of a connection after the rate stage: packets arrive after a delay, in the
+    order of departure.
 
-    held: nothing arrives for now, as in a partition    waiting: number of its packets in the rate queue
-    stuck: a packet too large for the path; neither it nor later ones arrive    departed: bytes that began the delay
+    held: nothing arrives for now, as in a partition    waiting: number of its packets in the rate
+    queue stuck: a packet too large for the path; neither it nor later ones arrive    departed:
+    bytes that began the delay
     """
 
-    def __init__(self, loop: VirtualLoop, arrive: Callable[[Packet], None], *, context: Context) -> None:
+    def __init__(
+        self, loop: VirtualLoop, arrive: Callable[[Packet], None], *, context: Context
+    ) -> None:
         self._loop = loop
         self._arrive = arrive
         self._context = context
@@ -159,7 +174,9 @@ class Flight:
 
     def add_late(self, packet: Packet, *, delay_s: float) -> None:
         """Schedule the arrival of a packet out of order."""
-        self._loop.call_on(self._loop.now + delay_s, self._arrive_late, packet, context=self._context)
+        self._loop.call_on(
+            self._loop.now + delay_s, self._arrive_late, packet, context=self._context
+        )
 
     def release(self, *, delay_s: float) -> None:
         """Schedule the arrival of packets that are no longer held or stuck, `delay_s` from now."""
@@ -194,10 +211,11 @@ class LinkConditions:
     """Conditions of a link between a process and a broker.
 
     up_rate, down_rate: bytes per second of MQTT, None = unlimited    delay_s: one-way delay
-    loss: share of QoS 0 messages that are lost, in each direction    duplication: share of messages that arrive twice
-    reordering: share of QoS 0 messages that arrive up to `reorder_s` late
+    loss: share of QoS 0 messages that are lost, in each direction    duplication: share of messages
+    that arrive twice reordering: share of QoS 0 messages that arrive up to `reorder_s` late
     mtu_bytes: larger packets never arrive, nor do packets after them
-    cut: nothing arrives, as in a partition; TCP retransmits afterwards    cut_up, cut_down: in one direction
+    cut: nothing arrives, as in a partition; TCP retransmits afterwards    cut_up, cut_down: in one
+    direction
     """
 
     up_rate: float | None = None
@@ -233,15 +251,18 @@ class BrokenConnection(Exception):
 
 
 class ClientStream:
-    """A connection that lasts until `ended` raises BrokenConnection or an error of a client's callback.
+    """A connection that lasts until `ended` raises BrokenConnection or an error of a client's
+    callback.
 
-    The broker receives nothing from a stopped or cut-off client, and disconnects it after 1.5 keep-alive intervals. The
-    client times out one to two intervals after the last possible packet from the broker.
+    The broker receives nothing from a stopped or cut-off client, and disconnects it after 1.5
+    keep-alive intervals. The client times out one to two intervals after the last possible packet
+    from the broker.
     """
 
     def __init__(self, connection: SimulatedConnection, *, loop: asyncio.AbstractEventLoop) -> None:
         self._connection = connection
-        self._link, self._broker = connection.link, connection.broker
+        self._link = connection.link
+        self._broker = connection.broker
         self._path = connection.link.path
         self._loop = cast(VirtualLoop, loop)
         self._up = Flight(self._loop, self._at_broker, context=Context())
@@ -255,7 +276,9 @@ class ClientStream:
         self._link.connections[self] = None
         connection.process.sockets[self] = None
         # In an empty context: effects such as a will do not belong to this process.
-        self._session = Context().run(self._broker.connect, connection.client_id, self, will=connection.will)
+        self._session = Context().run(
+            self._broker.connect, connection.client_id, self, will=connection.will
+        )
 
     # The client's end
 
@@ -286,7 +309,9 @@ class ClientStream:
         return TcpStats(sent=self._sent, received=self.received_bytes(), connections=1)
 
     def received_bytes(self) -> int:
-        """Return the received bytes, including the received part of an incomplete packet and what is on its way."""
+        """Return the received bytes, including the received part of an incomplete packet and what
+        is on its way.
+        """
         if not self._open:
             return self._got
         whole = max(self._got, self._down.departed)
@@ -308,7 +333,8 @@ class ClientStream:
 
     def link_changed(self, before: LinkConditions, now: LinkConditions) -> None:
         """Adapt to new conditions of the link."""
-        self._up.held, self._down.held = now.up_is_cut, now.down_is_cut
+        self._up.held = now.up_is_cut
+        self._down.held = now.down_is_cut
         for flight in (self._up, self._down):
             if before.mtu_bytes != now.mtu_bytes:
                 flight.stuck = None
@@ -341,12 +367,15 @@ class ClientStream:
             self._path.at_broker(packet, self._process_at_broker)
 
     def _process_at_broker(self, packet: Packet) -> None:
-        broker, session = self._broker, self._session
+        broker = self._broker
+        session = self._session
         if not session.alive:
             return
         self._last_packet_at = self._loop.now
         if packet.kind is PacketKind.PUBLISH:
-            if broker.publish(session, packet.topic, packet.body, qos=packet.qos, retain=packet.retain):
+            if broker.publish(
+                session, packet.topic, packet.body, qos=packet.qos, retain=packet.retain
+            ):
                 self._acknowledge(packet, [])
         elif packet.kind is PacketKind.SUBSCRIBE:
             self._acknowledge(packet, broker.subscribe(session, packet.body, qos=packet.qos))
@@ -360,7 +389,16 @@ class ClientStream:
 
     def _acknowledge(self, packet: Packet, codes: list[int]) -> None:
         size = ACKNOWLEDGEMENT_BYTES + len(codes)
-        self._put_down(Packet(PacketKind.ACKNOWLEDGEMENT, size, self._down, body=codes, qos=1, content=packet.content))
+        self._put_down(
+            Packet(
+                PacketKind.ACKNOWLEDGEMENT,
+                size,
+                self._down,
+                body=codes,
+                qos=1,
+                content=packet.content,
+            )
+        )
 
     def _put_down(self, packet: Packet) -> None:
         if self._path is None:
@@ -394,13 +432,16 @@ class ClientStream:
         """Start or stop the keep-alive timers of both ends."""
         if not self._open and not self._session.alive:
             return
-        keepalive_s, rng, now = self._connection.keepalive_s, self._link.rng, self._loop.now
+        keepalive_s = self._connection.keepalive_s
+        rng = self._link.rng
+        now = self._loop.now
         up_stuck = self._link.conditions.up_is_cut or self._up.stuck is not None
         down_stuck = self._link.conditions.down_is_cut or self._down.stuck is not None
         mute = self._session.alive and (up_stuck or self._connection.process.stopped)
         deaf = self._open and (up_stuck or down_stuck)
         if mute and self._broker_check is None:
-            self._last_packet_at = max(self._last_packet_at, now - rng.random() * keepalive_s)  # its last ping
+            # its last ping
+            self._last_packet_at = max(self._last_packet_at, now - rng.random() * keepalive_s)
             self._check_broker()
         elif not mute:
             self._stop_checks(client=False)

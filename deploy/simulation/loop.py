@@ -1,8 +1,9 @@
-"""An event loop whose clock jumps to the next timer, so that an hour of a lab takes only its computing time.
+"""An event loop whose clock jumps to the next timer, so that an hour of a lab takes only its
+computing time.
 
-There is no sleeping, and there are no sockets. A callback belongs to the simulated process in whose context it was
-scheduled: the callbacks of a killed process are dropped, those of a stopped one are kept until it continues. The order
-of callbacks, futures and tasks is deterministic.
+There is no sleeping, and there are no sockets. A callback belongs to the simulated process in whose
+context it was scheduled: the callbacks of a killed process are dropped, those of a stopped one are
+kept until it continues. The order of callbacks, futures and tasks is deterministic.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class OwnedHandle(asyncio.TimerHandle):
 
     `by_owner`: its time is by the clock of its process, which stands still while the host sleeps.
 
-    It is made and run as by asyncio, but without asking for the debug mode: every message needs some twenty of them.
+    It is made and run as by asyncio, but without asking for the debug mode: every message needs
+    some twenty of them.
     """
 
     __slots__ = ("by_owner", "owner")
@@ -54,8 +56,11 @@ class OwnedHandle(asyncio.TimerHandle):
         *,
         by_owner: bool = False,
     ) -> None:
-        self._when, self._scheduled = when, when is not None
-        self._callback, self._args, self._loop = callback, args, loop
+        self._when = when
+        self._scheduled = when is not None
+        self._callback = callback
+        self._args = args
+        self._loop = loop
         self._context = copy_context() if context is None else context
         self._cancelled = False
         self._repr = self._source_traceback = None
@@ -65,7 +70,9 @@ class OwnedHandle(asyncio.TimerHandle):
     def due(self) -> float:
         """Return the time of a timer, by the clock of the simulation."""
         assert self._when is not None
-        return self._when + self.owner.slept_s if self.by_owner and self.owner is not None else self._when
+        if self.by_owner and self.owner is not None:
+            return self._when + self.owner.slept_s
+        return self._when
 
     def _run(self) -> None:
         owner = self.owner
@@ -79,11 +86,15 @@ class OwnedHandle(asyncio.TimerHandle):
             raise
         except BaseException as error:  # noqa: BLE001 - as asyncio does
             message = f"Exception in callback {self._callback!r}"
-            self._loop.call_exception_handler({"message": message, "exception": error, "handle": self})
+            self._loop.call_exception_handler(
+                {"message": message, "exception": error, "handle": self}
+            )
 
 
 class NumberedFuture(asyncio.Future[Any]):
-    """A future that is hashed by a number: hashes of addresses would make the order in sets differ between runs."""
+    """A future that is hashed by a number: hashes of addresses would make the order in sets differ
+    between runs.
+    """
 
     def __init__(self, *, loop: VirtualLoop) -> None:
         self._number = loop.number()
@@ -132,11 +143,12 @@ class TimeLimit(SimulationError):
 class VirtualLoop(asyncio.BaseEventLoop):
     """An event loop in virtual time. `errors` has the contexts passed to its exception handler.
 
-    Work for executors runs in the caller's thread. To simulate races with threads, it randomly starts or ends up to
-    `executor_delay_s` late; or `work` is called with the function, and with what to call at its end.
+    Work for executors runs in the caller's thread. To simulate races with threads, it randomly
+    starts or ends up to `executor_delay_s` late; or `work` is called with the function, and with
+    what to call at its end.
 
-    `crept_s`: the time added after many turns at one instant, because comparisons of times may differ in their last bit
-    for ever.
+    `crept_s`: the time added after many turns at one instant, because comparisons of times may
+    differ in their last bit for ever.
     """
 
     _ready: deque[asyncio.Handle]
@@ -164,12 +176,18 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return self._now
 
     def time(self) -> float:
-        """Return virtual seconds by the clock of the present process, which stands still while its host sleeps."""
+        """Return virtual seconds by the clock of the present process, which stands still while its
+        host sleeps.
+        """
         owner = OWNER.get()
-        return self._now if owner is None else self._now - owner.slept_s
+        if owner is None:
+            return self._now
+        return self._now - owner.slept_s
 
     def number(self) -> int:
-        """Return the next number of a counter. It orders objects that would else be ordered by their addresses."""
+        """Return the next number of a counter. It orders objects that would else be ordered by
+        their addresses.
+        """
         return next(self._numbers)
 
     def call_soon(  # type: ignore[override]
@@ -195,8 +213,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
             timer._when -= timer.owner.slept_s  # type: ignore[operator]
         return self._add(timer)
 
-    def call_on(self, when: float, callback: Any, *args: Any, context: Context) -> asyncio.TimerHandle:
-        """Call back at a time by `now`: the network and the machines do not sleep with a process."""
+    def call_on(
+        self, when: float, callback: Any, *args: Any, context: Context
+    ) -> asyncio.TimerHandle:
+        """Call back at a time by `now`: the network and the machines do not sleep with a
+        process.
+        """
         return self._add(OwnedHandle(when, callback, args, self, context))
 
     def create_future(self) -> asyncio.Future[Any]:
@@ -241,8 +263,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return future
 
     def resume(self, process: CallbackOwner, *, slept_s: float) -> None:
-        """Run the handles kept while a process was stopped in the next turn; `slept_s`: its timers are late by it."""
-        kept, process.kept = process.kept, []
+        """Run the handles kept while a process was stopped in the next turn; `slept_s`: its timers
+        are late by it.
+        """
+        kept = process.kept
+        process.kept = []
         process.slept_s += slept_s
         for handle in kept:
             if slept_s and handle.by_owner:
@@ -270,11 +295,15 @@ class VirtualLoop(asyncio.BaseEventLoop):
         pass
 
     def _run_once(self) -> None:
-        """Run turns until the loop is stopped: each advances the clock unless callbacks wait, and runs what is due.
+        """Run turns until the loop is stopped: each advances the clock unless callbacks wait, and
+        runs what is due.
 
-        Here a timer fires at its time, not a bit before, and timers of one instant in the order in which they were set.
+        Here a timer fires at its time, not a bit before, and timers of one instant in the order in
+        which they were set.
         """
-        timers, ready, pop = self._timers, self._ready, heapq.heappop
+        timers = self._timers
+        ready = self._ready
+        pop = heapq.heappop
         while True:
             if self._timer_cancelled_count > max(TIMERS_KEPT, len(timers) // 2):
                 timers[:] = [timer for timer in timers if not timer[2]._cancelled]
@@ -303,7 +332,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Advance the clock to the next timer."""
         if when == math.inf:
             raise Deadlock(f"nothing is scheduled after t = {self._now - START_S:.3f} s")
-        self._now, self._turns = when, 0
+        self._now = when
+        self._turns = 0
         if when > self.time_limit:
             raise TimeLimit(f"t = {self._now - START_S:.1f} s")
 
@@ -318,7 +348,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 def _new_task(
-    loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any] | Generator[Any, None, Any], **options: Any
+    loop: asyncio.AbstractEventLoop,
+    coroutine: Coroutine[Any, Any, Any] | Generator[Any, None, Any],
+    **options: Any,
 ) -> asyncio.Task[Any]:
     assert isinstance(loop, VirtualLoop)
     task = NumberedTask(coroutine, loop=loop, **options)

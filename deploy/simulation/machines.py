@@ -1,7 +1,7 @@
 """Processes and machines of a simulated lab.
 
-A process gets the signals of an operating system, which its sockets feel, and is busy while it handles messages; the
-cores of a host are shared.
+A process gets the signals of an operating system, which its sockets feel, and is busy while it
+handles messages; the cores of a host are shared.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from fedstrata.deploy.simulation.loop import OWNER, OwnedHandle, VirtualLoop
 
 
 class SimulatedProcess:
-    """`main` and the tasks that it starts. `ended` is set when it returns or raises, or the process is killed.
+    """`main` and the tasks that it starts. `ended` is set when it returns or raises, or the process
+    is killed.
 
-    A killed task stays referenced until `discard`: if it were collected earlier, its `finally` blocks would run.
+    A killed task stays referenced until `discard`: if it were collected earlier, its `finally`
+    blocks would run.
     """
 
     def __init__(self, loop: VirtualLoop, name: str, main: Callable[[], Awaitable[None]]) -> None:
@@ -72,7 +74,8 @@ class SimulatedProcess:
     def continue_(self, *, slept_s: float = 0.0) -> None:
         """Send SIGCONT: callbacks that became due meanwhile run now.
 
-        `slept_s`: its host slept meanwhile, so that its clock stood still, and timers are due later.
+        `slept_s`: its host slept meanwhile, so that its clock stood still, and timers are due
+        later.
         """
         if self.stopped:
             self.stopped = False
@@ -85,7 +88,9 @@ class SimulatedProcess:
             self._running.cancel()
 
     def discard(self) -> None:
-        """Close the tasks of a killed process, after the simulation; the loop runs none of its callbacks any more."""
+        """Close the tasks of a killed process, after the simulation; the loop runs none of its
+        callbacks any more.
+        """
         self.killed = True
         for task in sorted(self.tasks, key=hash):
             task._log_destroy_pending = False  # type: ignore[attr-defined]
@@ -120,7 +125,9 @@ TRANSIT: Final = Context()  # of the work of hosts and interfaces, which belongs
 
 @dataclass(frozen=True, slots=True)
 class MessageCosts:
-    """Seconds of one core per packet, and per byte of it, where an agent or a broker sends or receives it."""
+    """Seconds of one core per packet, and per byte of it, where an agent or a broker sends or
+    receives it.
+    """
 
     agent_s: float = 0.0
     agent_byte_s: float = 0.0
@@ -132,7 +139,9 @@ class InterfaceRate(Protocol):
     """The rate of each host's network interface."""
 
     def __call__(self, host: str, *, up: bool) -> float:
-        """Return it for the direction towards the broker of a host, or from it, bytes per second."""
+        """Return it for the direction towards the broker of a host, or from it, bytes per
+        second.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +149,10 @@ class Placement:
     """What runs where.
 
     hosts: the host of each node, by name    brokers: the host of each broker
-    interface: rate of a host's network interface in one direction, bytes per second; None = unlimited
-    work_s: calls a function that runs beside the event loop of a process on a host, and returns its seconds of one core
-    loads: by host, how many clients each client of its broker stands for; by default 1
+    interface: rate of a host's network interface in one direction, bytes per second; None =
+    unlimited work_s: calls a function that runs beside the event loop of a process on a host, and
+    returns its seconds of one core loads: by host, how many clients each client of its broker
+    stands for; by default 1
     """
 
     cores: int
@@ -155,11 +165,15 @@ class Placement:
 
 
 class SimulatedHost:
-    """A host whose computations share its cores equally: n of them progress at min(1, cores / n) each."""
+    """A host whose computations share its cores equally: n of them progress at min(1, cores / n)
+    each.
+    """
 
     def __init__(self, loop: VirtualLoop, cores: int) -> None:
-        self._loop, self._cores = loop, cores
-        self._running: list[tuple[float, int, Callable[[], object]]] = []  # by the work at which they end
+        self._loop = loop
+        self._cores = cores
+        # by the work at which they end
+        self._running: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = count()
         self._work = 0.0  # seconds of one core that each computation would have had so far
         self._since = 0.0
@@ -194,7 +208,9 @@ class SimulatedHost:
             self._timer = None
         if self._running:
             left = max(0.0, self._running[0][0] - self._work)
-            self._timer = self._loop.call_on(self._since + left / self._speed(), self._finish, context=TRANSIT)
+            self._timer = self._loop.call_on(
+                self._since + left / self._speed(), self._finish, context=TRANSIT
+            )
 
     def _finish(self) -> None:
         self._timer = None
@@ -231,12 +247,16 @@ class ProcessThread:
 
 
 class ClientPath:
-    """The machines between one process and one broker: each end is busy with a packet, and the interface passes it."""
+    """The machines between one process and one broker: each end is busy with a packet, and the
+    interface passes it.
+    """
 
     def __init__(self, machines: Machines, node: str, broker: str) -> None:
-        costs, self._loop = machines.costs, machines.loop
+        costs = machines.costs
+        self._loop = machines.loop
         load, own = machines.loads(node, broker)
-        self._agent, self._agent_costs = machines.thread(node), (own * costs.agent_s, own * costs.agent_byte_s)
+        self._agent = machines.thread(node)
+        self._agent_costs = (own * costs.agent_s, own * costs.agent_byte_s)
         self._broker = machines.broker_thread(broker)
         self._broker_costs = load * costs.broker_s, load * costs.broker_byte_s
         self._up, self._down = (machines.interface(node, broker, up=up) for up in (True, False))
@@ -255,7 +275,12 @@ class ClientPath:
 
     def at_agent(self, packet: Packet, arrived: Callable[[Packet], None], context: Context) -> None:
         """Let the agent process a packet."""
-        _handle(self._agent, self._agent_costs, packet, partial(self._loop.call_soon, arrived, packet, context=context))
+        _handle(
+            self._agent,
+            self._agent_costs,
+            packet,
+            partial(self._loop.call_soon, arrived, packet, context=context),
+        )
 
 
 class Machines:
@@ -263,7 +288,8 @@ class Machines:
 
     def __init__(self, loop: VirtualLoop, placement: Placement) -> None:
         self.costs = placement.costs
-        self.loop, self._placement = loop, placement
+        self.loop = loop
+        self._placement = placement
         names = {*placement.hosts.values(), *placement.brokers.values()}
         self._hosts = {name: SimulatedHost(loop, placement.cores) for name in sorted(names)}
         self._threads: dict[str, ProcessThread] = {}
@@ -284,20 +310,25 @@ class Machines:
         return self._thread(f"broker {broker}", self._hosts[self._placement.brokers[broker]])
 
     def loads(self, node: str, broker: str) -> tuple[float, float]:
-        """Return the load of a broker's host, and that of a node by its messages: of a child on its own host, 1."""
+        """Return the load of a broker's host, and that of a node by its messages: of a child on its
+        own host, 1.
+        """
         host = self._placement.brokers[broker]
         load = self._placement.loads.get(host, 1.0)
         return load, load if self._placement.hosts[node] == host else 1.0
 
     def slots(self, node: str) -> asyncio.Semaphore:
-        """Return the one concurrent training of a device's process; that of a killed process ends with it."""
+        """Return the one concurrent training of a device's process; that of a killed process ends
+        with it.
+        """
         process = OWNER.get() or node
         if process not in self._slots:
             self._slots[process] = asyncio.Semaphore(1)
         return self._slots[process]
 
     def interface(self, node: str, broker: str, *, up: bool) -> RateQueue | None:
-        """Return the interface of a broker's host towards a node, None if both are on one host, or it has no limit.
+        """Return the interface of a broker's host towards a node, None if both are on one host, or
+        it has no limit.
 
         Packets leave it for the node's link.
         """
@@ -328,7 +359,9 @@ def _end(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-def _handle(thread: ProcessThread, costs: tuple[float, float], packet: Packet, then: Callable[[], object]) -> None:
+def _handle(
+    thread: ProcessThread, costs: tuple[float, float], packet: Packet, then: Callable[[], object]
+) -> None:
     thread.handle(costs[0] + packet.size * costs[1], then)
 
 

@@ -1,6 +1,7 @@
 """A lab in virtual time: the real agents on a simulated network, with all randomness from one seed.
 
-`play` runs it once, to its end; `close` discards its processes and its temporary files, whatever came of it.
+`play` runs it once, to its end; `close` discards its processes and its temporary files, whatever
+came of it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ from fedstrata.common.runtime.round import Observe
 from fedstrata.common.runtime.world import Host
 from fedstrata.common.settings.own import is_own
 from fedstrata.common.settings.topology import CLOUD
-from fedstrata.deploy.simulation.hardware import Computing, Durations, NullWorkload, SimulatedHardware, Workload
+from fedstrata.deploy.simulation.hardware import (
+    Computing,
+    Durations,
+    NullWorkload,
+    SimulatedHardware,
+    Workload,
+)
 from fedstrata.deploy.simulation.link import LinkConditions
 from fedstrata.deploy.simulation.loop import START_S, SimulationError, VirtualLoop
 from fedstrata.deploy.simulation.machines import Machines, Placement, SimulatedProcess
@@ -45,10 +52,12 @@ def ignore(event: str, facts: dict[str, object]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class AgentFactory:
-    """Factory of agents. `broker_each`: each institution's devices have a broker of their own, with its name.
+    """Factory of agents. `broker_each`: each institution's devices have a broker of their own, with
+    its name.
 
     `path`: the folder of the runs and the spools    `stay`: nodes wait for the next run
-    `run`: the one run of the lab, if it exists; then nodes keep files only where the next process needs them
+    `run`: the one run of the lab, if it exists; then nodes keep files only where the next process
+    needs them
     """
 
     experiment: Experiment
@@ -69,37 +78,53 @@ class AgentFactory:
 
     def upper_broker(self, node: str, parent: str | None = None) -> str:
         """Return the name of the broker between a node and its parent, by default its own."""
-        return self.lower_broker(parent or self.experiment.tree.parent(node)) if node != CLOUD else BROKER
+        if node != CLOUD:
+            return self.lower_broker(parent or self.experiment.tree.parent(node))
+        return BROKER
 
     def lower_broker(self, node: str) -> str:
         """Return the name of the broker between a node and its children."""
-        return node if self.broker_each and node != CLOUD else BROKER
+        if self.broker_each and node != CLOUD:
+            return node
+        return BROKER
 
     def new(
-        self, node: str, world: SimulatedWorld, *, resume: bool, parent: str | None = None, files: str = ""
+        self,
+        node: str,
+        world: SimulatedWorld,
+        *,
+        resume: bool,
+        parent: str | None = None,
+        files: str = "",
     ) -> CloudAgent | InstitutionAgent | DeviceAgent:
         """Return an agent. `resume`: a cloud continues the existing run, if any.
 
-        `parent`: in its configuration, by default its own    `files`: name of its spool folder, by default the node's
+        `parent`: in its configuration, by default its own    `files`: name of its spool folder, by
+        default the node's
         """
         spool = self.spool_of(files or node) if self._keeps(node) else None
         if spool is not None:
             spool.mkdir(parents=True, exist_ok=True)
-        above, below = BrokerAddress(self.upper_broker(node, parent)), BrokerAddress(self.lower_broker(node))
-        data, code = self.experiment.data.root, self.experiment.code_at(node)
+        above = BrokerAddress(self.upper_broker(node, parent))
+        below = BrokerAddress(self.lower_broker(node))
+        data = self.experiment.data.root
+        code = self.experiment.code_at(node)
         host = Host(
             above,
             CONNECT_TIMEOUT_S,
             self.metrics,
             spool=spool,
-            allow=tuple(filter(is_own, code.values())),  # the user who starts the lab chose the code, and the data
+            # the user who starts the lab chose the code, and the data
+            allow=tuple(filter(is_own, code.values())),
             data=data,
             stay=self.stay,
             world=world,
         )
         if node == CLOUD:
             folder, begun = self._folder(world, resume=resume)
-            return CloudAgent(folder, host, resume=begun, observe=self.observe, evaluator=self.hardware.evaluator)
+            return CloudAgent(
+                folder, host, resume=begun, observe=self.observe, evaluator=self.hardware.evaluator
+            )
         parent = parent or self.experiment.tree.parent(node)
         if node in self.experiment.tree.children:
             return InstitutionAgent(node, host, parent=parent, child_broker=below)
@@ -121,7 +146,9 @@ class AgentFactory:
 
     def _keeps(self, node: str) -> bool:
         """Return whether a node keeps files for a restart."""
-        return self.spool and (self.run is None or (node != CLOUD and self.experiment.remembers(node)))
+        return self.spool and (
+            self.run is None or (node != CLOUD and self.experiment.remembers(node))
+        )
 
     def spool_of(self, node: str) -> Path:
         """Return the folder in which a node keeps files for a restart."""
@@ -141,10 +168,10 @@ class SimulatedLab:
     conditions: of every link, until the scenario changes them
     placement: the machines of processes and brokers, None: only training and evaluation take time
     broker_each: each institution's children have their own broker, named like the institution
-    autostart: the nodes that start at once, by default all    spool: whether nodes keep files for a restart
-    time_limit_s: virtual seconds until the lab is aborted
-    runs: of the experiment, one after another; in several of them the other nodes stay
-    grace_s: virtual seconds for the other nodes to end after the cloud
+    autostart: the nodes that start at once, by default all    spool: whether nodes keep files for a
+    restart time_limit_s: virtual seconds until the lab is aborted runs: of the experiment, one
+    after another; in several of them the other nodes stay grace_s: virtual seconds for the other
+    nodes to end after the cloud
     observe: called with the cloud's events
     """
 
@@ -183,12 +210,18 @@ class SimulatedLab:
         workload = workload or NullWorkload(model_bytes)
         self.hardware = SimulatedHardware(workload, durations or Durations(), seed, machines)
         self.loop.time_limit = START_S + time_limit_s
-        self.network = SimulatedNetwork(self.loop, seed, conditions or LinkConditions(), machines=machines)
+        self.network = SimulatedNetwork(
+            self.loop, seed, conditions or LinkConditions(), machines=machines
+        )
         for name in (BROKER, *(self.institutions if broker_each else ())):
             self.network.add_broker(name)
         self._remove_files: Callable[[], object] = lambda: None
         if run is None:
-            path = Path(tempfile.mkdtemp(prefix="fedstrata-simulation-", dir=MEMORY if MEMORY.is_dir() else None))
+            path = Path(
+                tempfile.mkdtemp(
+                    prefix="fedstrata-simulation-", dir=MEMORY if MEMORY.is_dir() else None
+                )
+            )
             self._remove_files = weakref.finalize(self, shutil.rmtree, path, ignore_errors=True)
         else:
             path = run.path
@@ -209,10 +242,13 @@ class SimulatedLab:
         self._runs = runs
         self._grace_s = grace_s
         self._started: list[SimulatedProcess] = []
-        self.changed = asyncio.Event()  # set when a process has ended or was killed: the lab looks again
+        # set when a process has ended or was killed: the lab looks again
+        self.changed = asyncio.Event()
 
     def play(self) -> str:
-        """Run the lab to its end and return the result, "ok" or the problem. Raises the scenario's errors."""
+        """Run the lab to its end and return the result, "ok" or the problem. Raises the scenario's
+        errors.
+        """
         try:
             return self.loop.run_until_complete(self._run_nodes())
         except SimulationError as error:
@@ -231,15 +267,20 @@ class SimulatedLab:
         return self.loop.now - START_S
 
     def link(self, node: str, broker: str | None = None) -> SimulatedLink:
-        """Return a node's link to a broker, by default to the one between the node and its parent."""
+        """Return a node's link to a broker, by default to the one between the node and its
+        parent.
+        """
         return self.network.link(node, broker or self.agents.upper_broker(node))
 
     def alive(self, node: str) -> bool:
         """Return whether a node's process exists and has not ended."""
         return node in self.processes and self.processes[node].alive
 
-    def start(self, node: str, *, clock_offset_s: float = 0.0, parent: str | None = None) -> SimulatedProcess:
-        """Start or restart a node; a restarted cloud resumes its run. Raises ValueError if the node runs.
+    def start(
+        self, node: str, *, clock_offset_s: float = 0.0, parent: str | None = None
+    ) -> SimulatedProcess:
+        """Start or restart a node; a restarted cloud resumes its run. Raises ValueError if the node
+        runs.
 
         `parent`: the one in the node's configuration, by default its own
         """
@@ -255,9 +296,13 @@ class SimulatedLab:
     def new_process(
         self, node: str, *, host: str | None = None, clock_offset_s: float = 0.0, **agent: Any
     ) -> SimulatedProcess:
-        """Return a new process of a node, by default on a host of its name. `agent`: see `AgentFactory.new`."""
+        """Return a new process of a node, by default on a host of its name. `agent`: see
+        `AgentFactory.new`.
+        """
         generation = len(self._started)
-        world = SimulatedWorld(self.network, host or node, generation=generation, clock_offset_s=clock_offset_s)
+        world = SimulatedWorld(
+            self.network, host or node, generation=generation, clock_offset_s=clock_offset_s
+        )
         self.worlds.setdefault(node, []).append(world)
 
         async def main() -> None:
@@ -297,7 +342,9 @@ class SimulatedLab:
         try:
             async with asyncio.timeout(self._grace_s):
                 if self._runs == 1:
-                    await self._until(lambda: not any(process.alive for process in present), disturbing)
+                    await self._until(
+                        lambda: not any(process.alive for process in present), disturbing
+                    )
                 while any(process.alive and not process.seeks for process in present):  # noqa: ASYNC110
                     await asyncio.sleep(LOOK_S)
         except TimeoutError:
@@ -307,7 +354,9 @@ class SimulatedLab:
         stuck = sorted(process.name for process in present if process.alive and not process.seeks)
         if failed:
             return "failed: " + "; ".join(failed)
-        return f"stuck: {' '.join(stuck)}" if stuck else OK
+        if stuck:
+            return f"stuck: {' '.join(stuck)}"
+        return OK
 
     async def _until(self, condition: Callable[[], bool], disturbing: asyncio.Task[None]) -> None:
         while not condition():
@@ -323,12 +372,15 @@ class SimulatedLab:
 
 @contextmanager
 def collected_warnings() -> Iterator[list[str]]:
-    """Collect the agents' log messages of level WARNING and above, in place of the usual handlers."""
+    """Collect the agents' log messages of level WARNING and above, in place of the usual
+    handlers.
+    """
     found: list[str] = []
     handler = _Collector(found)
     logger = logging.getLogger("fedstrata")
     before = logger.propagate, list(logger.handlers)
-    logger.propagate, logger.handlers = False, [handler]
+    logger.propagate = False
+    logger.handlers = [handler]
     try:
         yield found
     finally:

@@ -8,7 +8,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fedstrata.deploy.simulation.broker import Routed, SimulatedBroker
-from fedstrata.deploy.simulation.link import ClientStream, LinkConditions, Packet, PacketKind, RateQueue
+from fedstrata.deploy.simulation.link import (
+    ClientStream,
+    LinkConditions,
+    Packet,
+    PacketKind,
+    RateQueue,
+)
 from fedstrata.deploy.simulation.loop import VirtualLoop
 from fedstrata.deploy.simulation.machines import ClientPath, Machines
 
@@ -20,7 +26,12 @@ class SimulatedLink:
     """
 
     def __init__(
-        self, loop: VirtualLoop, *, conditions: LinkConditions, rng: random.Random, path: ClientPath | None = None
+        self,
+        loop: VirtualLoop,
+        *,
+        conditions: LinkConditions,
+        rng: random.Random,
+        path: ClientPath | None = None,
     ) -> None:
         self.conditions = conditions
         self.path = path
@@ -32,7 +43,8 @@ class SimulatedLink:
 
     def change(self, **changes: Any) -> LinkConditions:
         """Change fields of the conditions from now on; return the earlier conditions."""
-        before, self.conditions = self.conditions, replace(self.conditions, **changes)
+        before = self.conditions
+        self.conditions = replace(self.conditions, **changes)
         self._rates()
         for connection in list(self.connections):
             connection.link_changed(before, self.conditions)
@@ -48,25 +60,36 @@ class SimulatedLink:
         self.down.change(rate=conditions.down_rate, paused=conditions.down_is_cut)
 
     def _depart(self, packet: Packet) -> None:
-        conditions, rng, flight = self.conditions, self.rng, packet.flight
+        conditions = self.conditions
+        rng = self.rng
+        flight = packet.flight
         if packet.left is not None:
             packet.left(packet)
         is_message = packet.kind is PacketKind.PUBLISH
         may_fail = is_message and packet.qos == 0
         if may_fail and conditions.loss and rng.random() < conditions.loss:
             return  # as if the broker dropped it: its bytes are never sent
-        if conditions.mtu_bytes is not None and packet.size > conditions.mtu_bytes and flight.stuck is None:
+        if (
+            conditions.mtu_bytes is not None
+            and packet.size > conditions.mtu_bytes
+            and flight.stuck is None
+        ):
             flight.stuck = packet
             flight.add(packet, delay_s=conditions.delay_s)
             for connection in list(self.connections):
                 connection.link_changed(conditions, conditions)
             return
-        times = 2 if is_message and conditions.duplication and rng.random() < conditions.duplication else 1
+        if is_message and conditions.duplication and rng.random() < conditions.duplication:
+            times = 2
+        else:
+            times = 1
         if flight.stuck is None:
             flight.departed += times * packet.size
         for _ in range(times):
             if may_fail and conditions.reordering and rng.random() < conditions.reordering:
-                flight.add_late(packet, delay_s=conditions.delay_s + rng.random() * conditions.reorder_s)
+                flight.add_late(
+                    packet, delay_s=conditions.delay_s + rng.random() * conditions.reorder_s
+                )
             else:
                 flight.add(packet, delay_s=conditions.delay_s)
 

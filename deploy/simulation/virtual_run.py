@@ -1,8 +1,8 @@
 """A run in virtual time: the lab of an experiment with real training, into a run's folder.
 
-The agents, the protocol, training and evaluation are those of a lab of processes. The clock, the broker, the links and
-the machines are simulated: each node has a machine of its own. Equal experiments and speeds give equal events, on any
-machine.
+The agents, the protocol, training and evaluation are those of a lab of processes. The clock, the
+broker, the links and the machines are simulated: each node has a machine of its own. Equal
+experiments and speeds give equal events, on any machine.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def check_simulated(experiment: Experiment) -> None:
     """Raise InvalidExperiment for what is not simulated: training at a node."""
     for tier in experiment.tiers:
         if tier.aggregation.refines:
-            problem, remedy = "its training at a node is not simulated", "Use --direct, or a lab of processes."
+            problem = "its training at a node is not simulated"
+            remedy = "Use --direct, or a lab of processes."
             raise InvalidExperiment("aggregation.name", tier.aggregation.name, problem, remedy)
 
 
@@ -79,14 +80,20 @@ class VirtualRun:
         """The bytes of a model in memory, once the run has begun."""
         if self._null is not None:
             return self._null[0].layout.row_bytes
-        return 0 if self._computing is None else self._computing.row_bytes
+        if self._computing is None:
+            return 0
+        return self._computing.row_bytes
 
     def now(self) -> float:
         """Return the virtual seconds since the begin."""
-        return 0.0 if self._lab is None else self._lab.now()
+        if self._lab is None:
+            return 0.0
+        return self._lab.now()
 
     def run(self, observe: Observe = ignore) -> Path:
-        """Run, or resume, to the end; return the path of the final model. Raises FedstrataError, KeyboardInterrupt."""
+        """Run, or resume, to the end; return the path of the final model. Raises FedstrataError,
+        KeyboardInterrupt.
+        """
         experiment = self._folder.experiment
 
         def observe_run(event: str, facts: dict[str, object]) -> None:
@@ -108,16 +115,24 @@ class VirtualRun:
         lab.network.hooks.append(self._routed)
         with interruptible(), closing(lab), ExitStack() as opened:
             if self._null is None:
-                self._computing = RealComputing(experiment, lab.hardware, self._seconds, **self._options)
+                self._computing = RealComputing(
+                    experiment, lab.hardware, self._seconds, **self._options
+                )
                 lab.agents = replace(lab.agents, hardware=opened.enter_context(self._computing))
             result = self._play(lab)
         if lab.ended.get(CLOUD) != "":
-            raise as_known(lab.errors[CLOUD], CLOUD) or lab.errors[CLOUD] if CLOUD in lab.errors else RunFailed(result)
+            raise (
+                as_known(lab.errors[CLOUD], CLOUD) or lab.errors[CLOUD]
+                if CLOUD in lab.errors
+                else RunFailed(result)
+            )
         shutil.rmtree(self._folder.path / "spool", ignore_errors=True)
         return self._folder.path / "model.safetensors"
 
     def _seed(self) -> int:
-        """Return the seed of the sessions' ids, which no two processes of a run may share: the byte ledger has them."""
+        """Return the seed of the sessions' ids, which no two processes of a run may share: the byte
+        ledger has them.
+        """
         if not self._folder.begun:
             return self._folder.experiment.seed
         file = self._folder.path / "events.jsonl"
@@ -125,7 +140,9 @@ class VirtualRun:
         return zlib.crc32(f"{self._folder.experiment.seed} {events}".encode())
 
     async def _watch(self, lab: SimulatedLab) -> None:
-        """Set the links; then raise the error of the first node that fails, unless the cloud ends."""
+        """Set the links; then raise the error of the first node that fails, unless the cloud
+        ends.
+        """
         for node, conditions in self._conditions.items():
             lab.link(node).restore(conditions)
         await lab.failed.wait()
@@ -134,7 +151,9 @@ class VirtualRun:
         raise as_known(error, node) or error
 
     def _play(self, lab: SimulatedLab) -> str:
-        """Run the lab to its end and return the result; if it is interrupted, let the cloud write its byte counts."""
+        """Run the lab to its end and return the result; if it is interrupted, let the cloud write
+        its byte counts.
+        """
         try:
             return lab.play()
         except KeyboardInterrupt:

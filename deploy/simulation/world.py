@@ -1,4 +1,6 @@
-"""The environment of one simulated process, and its connections: the `World` and `Connection` of the simulation."""
+"""The environment of one simulated process, and its connections: the `World` and `Connection` of
+the simulation.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ ROUND_TRIPS: Final = 2  # TCP's and MQTT's
 
 
 class SimulatedConnection:
-    """One MQTT connection that reconnects by itself, like `common.net.connection.BrokerConnection`."""
+    """One MQTT connection that reconnects by itself, like
+    `common.net.connection.BrokerConnection`.
+    """
 
     def __init__(
         self,
@@ -47,7 +51,8 @@ class SimulatedConnection:
         self.broker, self.link = reach(address)
         self.attempts = Attempts(address, draw=self.link.rng.uniform)
         self.process = process
-        self.client_id, self.keepalive_s = client_id, keepalive_s
+        self.client_id = client_id
+        self.keepalive_s = keepalive_s
         self.will = SessionWill(*will) if will else None
         self.context = contextvars.copy_context()
         self.stream: ClientStream | None = None
@@ -71,25 +76,31 @@ class SimulatedConnection:
         return self.stream is not None
 
     async def run(self, *, connect_timeout_s: float) -> None:
-        """Keep the connection open until cancelled. Raises ConnectionFailed, and errors of the callbacks."""
+        """Keep the connection open until cancelled. Raises ConnectionFailed, and errors of the
+        callbacks.
+        """
         loop = asyncio.get_running_loop()
         self.attempts.begin(loop.time(), timeout_s=connect_timeout_s)
         while True:
             begun = math.inf
-            self._subscribing, self._accepted = 0, False
+            self._subscribing = 0
+            self._accepted = False
             try:
                 stream = await self._open()
                 self.stream, begun = stream, loop.time()
                 try:
                     await self._handlers.connected()
-                    self._ready, early, self._early = True, self._early, []
+                    self._ready = True
+                    early = self._early
+                    self._early = []
                     for packet in early:
                         self._deliver(packet)
                     await stream.ended
                 finally:
                     self._drop(stream)
             except BrokenConnection as error:
-                now, reason = loop.time(), str(error)
+                now = loop.time()
+                reason = str(error)
                 pause_s = self.attempts.failed(
                     reason,
                     now=now,
@@ -105,15 +116,27 @@ class SimulatedConnection:
         if self.stream is not None:
             size = packet_bytes(topic, len(body), qos=qos)
             key = self._expect_acknowledgement(lambda codes: None) if qos else None
-            self.stream.send(PacketKind.PUBLISH, size, topic=topic, body=body, qos=qos, retain=retain, content=key)
+            self.stream.send(
+                PacketKind.PUBLISH,
+                size,
+                topic=topic,
+                body=body,
+                qos=qos,
+                retain=retain,
+                content=key,
+            )
 
     def publish_body(self, topic: str, body: Body, *, done: Callable[[], None]) -> None:
-        """Send a large message; `done` is called later, when it was sent or the connection broke."""
+        """Send a large message; `done` is called later, when it was sent or the connection
+        broke.
+        """
         if self.stream is None:
             done()
             return
         size = packet_bytes(topic, len(body.view), qos=0)
-        packet = self.stream.packet(PacketKind.PUBLISH, size, topic=topic, body=body, left=self._left)
+        packet = self.stream.packet(
+            PacketKind.PUBLISH, size, topic=topic, body=body, left=self._left
+        )
         self._leaving[packet] = done
         self.stream.put(packet)
 
@@ -174,8 +197,13 @@ class SimulatedConnection:
 
     def _place(self, packet: Packet) -> Place | None:
         """Return the place of a message, as `PacketReader` chooses it."""
-        place = self._handlers.find_place(packet.topic, len(packet.body)) if packet.qos == 0 and packet.body else None
-        return None if place is not None and place.view is not None and packet.retain else place
+        if packet.qos == 0 and packet.body:
+            place = self._handlers.find_place(packet.topic, len(packet.body))
+        else:
+            place = None
+        if place is not None and place.view is not None and packet.retain:
+            return None
+        return place
 
     def detach_bodies(self) -> None:
         """Copy bodies that are not sent yet: the owner may overwrite their memory from now on."""
@@ -184,7 +212,8 @@ class SimulatedConnection:
 
     async def _open(self) -> ClientStream:
         self.broker, self.link = self._reach(self.attempts.address)
-        link, loop = self.link, asyncio.get_running_loop()
+        link = self.link
+        loop = asyncio.get_running_loop()
         if not self._is_cut():
             await asyncio.sleep(2 * ROUND_TRIPS * link.conditions.delay_s)
         if self._is_cut():
@@ -192,7 +221,8 @@ class SimulatedConnection:
             raise BrokenConnection("operation timed out")
         if not self.broker.up:
             raise BrokenConnection("connection refused")
-        self._ready, self._early = False, []
+        self._ready = False
+        self._early = []
         return ClientStream(self, loop=loop)
 
     def _is_cut(self) -> bool:
@@ -226,7 +256,8 @@ class SimulatedConnection:
         self._unacknowledged.clear()
         self._settle()
         self.detach_bodies()
-        leaving, self._leaving = self._leaving, {}
+        leaving = self._leaving
+        self._leaving = {}
         for done in leaving.values():
             done()
         self._handlers.lost()
@@ -246,10 +277,14 @@ class SimulatedMeter:
     def sample(self) -> TcpStats:
         """Return the bytes of all connections so far."""
         stream = self._connection.stream
-        return self._before if stream is None else self._before + stream.carried()
+        if stream is None:
+            return self._before
+        return self._before + stream.carried()
 
     def received(self) -> int:
-        """Return the bytes received on the current connection, including those of an incomplete packet."""
+        """Return the bytes received on the current connection, including those of an incomplete
+        packet.
+        """
         stream: Any = self._connection.stream
         return -1 if stream is None else stream.received_bytes()
 
@@ -259,15 +294,22 @@ EPOCH_S: Final = 1_700_000_000.0  # Unix seconds where the virtual time is 0
 
 
 class SimulatedWorld:
-    """A process's simulated network, tokens drawn from the seed, and a wall clock `clock_offset_s` beside the lab's.
+    """A process's simulated network, tokens drawn from the seed, and a wall clock `clock_offset_s`
+    beside the lab's.
 
-    The host of a broker's address is the broker's name, or one of its names. `process` is set once it exists.
+    The host of a broker's address is the broker's name, or one of its names. `process` is set once
+    it exists.
     """
 
     process: SimulatedProcess
 
     def __init__(
-        self, network: SimulatedNetwork, name: str, *, generation: int = 0, clock_offset_s: float = 0.0
+        self,
+        network: SimulatedNetwork,
+        name: str,
+        *,
+        generation: int = 0,
+        clock_offset_s: float = 0.0,
     ) -> None:
         self._network = network
         self._name = name
@@ -303,7 +345,9 @@ class SimulatedWorld:
     async def packet_limit(self, address: BrokerAddress, *, topic: str, most: int) -> PacketLimit:
         """Return the broker's packet limit, as if it reported it."""
         most_bytes = self._network.brokers[address.host].packet_limit
-        return UNLIMITED if most_bytes is None else PacketLimit(most_bytes, most_bytes + 1)
+        if most_bytes is None:
+            return UNLIMITED
+        return PacketLimit(most_bytes, most_bytes + 1)
 
     def token(self, nbytes: int) -> str:
         """Return random bytes as hexadecimal digits."""
@@ -314,6 +358,8 @@ class SimulatedWorld:
         return EPOCH_S + self.clock_offset_s + self._network.loop.now
 
     def noise(self, nbytes: int) -> bytes:
-        """Return a repeated pattern of random bytes: fully random ones would take most of the simulation's time."""
+        """Return a repeated pattern of random bytes: fully random ones would take most of the
+        simulation's time.
+        """
         drawn = self._rng.randbytes(NOISE_DRAWN)
         return (drawn * (nbytes // NOISE_DRAWN + 1))[:nbytes]

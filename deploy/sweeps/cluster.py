@@ -1,8 +1,8 @@
 """Runs on the workers of a Dask cluster: `fedstrata sweep --cluster tcp://HOST:8786`.
 
-Dask decides where a run is done, starts workers again, and gives the runs of a worker that died to others. A worker
-whose disk has the sweep's folder writes there, so that the next one resumes its run. Another one sends the folder of
-the finished run: what a worker that died had done is lost.
+Dask decides where a run is done, starts workers again, and gives the runs of a worker that died to
+others. A worker whose disk has the sweep's folder writes there, so that the next one resumes its
+run. Another one sends the folder of the finished run: what a worker that died had done is lost.
 """
 
 from __future__ import annotations
@@ -19,7 +19,15 @@ from typing import Any, Final
 from fedstrata.common.errors import ConnectionFailed, RunFailed
 from fedstrata.deploy.console.logs import write_line
 from fedstrata.deploy.results.run import Run, State
-from fedstrata.deploy.sweeps.execution import STARTED, RunCommand, RunOrder, Slot, WorkerProcess, packed, unpack
+from fedstrata.deploy.sweeps.execution import (
+    STARTED,
+    RunCommand,
+    RunOrder,
+    Slot,
+    WorkerProcess,
+    packed,
+    unpack,
+)
 from fedstrata.deploy.sweeps.folder import LOCK, MissingRun, begun_in, settled
 from fedstrata.deploy.sweeps.running import Watch
 
@@ -32,8 +40,8 @@ AT_WORK: Final = ("executing", "long-running")  # states of a task that the sche
 class ClusterOrder:
     """An order with what a worker needs beside it.
 
-    `mark`: the text in the lock of the sweep's folder. `begun`: the folder of a run that goes on, packed, or empty.
-    `label`, `topic`: whose events are published, and where.
+    `mark`: the text in the lock of the sweep's folder. `begun`: the folder of a run that goes on,
+    packed, or empty. `label`, `topic`: whose events are published, and where.
     """
 
     run: RunOrder
@@ -45,7 +53,9 @@ class ClusterOrder:
 
 
 class ClusterExecutor:
-    """The workers of a Dask cluster, as many runs at once as these have threads. Raises ConnectionFailed."""
+    """The workers of a Dask cluster, as many runs at once as these have threads. Raises
+    ConnectionFailed.
+    """
 
     def __init__(self, address: str, order: Callable[[MissingRun], RunOrder], mark: str) -> None:
         from distributed import Client
@@ -55,7 +65,9 @@ class ClusterExecutor:
             self._client = Client(address, timeout=CONNECT_S, set_as_default=False)
         except (OSError, ValueError) as error:
             remedy = "Start `dask scheduler`, or name another one."
-            raise ConnectionFailed(f"--cluster: {address}: {error or type(error).__name__}. {remedy}") from None
+            raise ConnectionFailed(
+                f"--cluster: {address}: {error or type(error).__name__}. {remedy}"
+            ) from None
         self._executor = self._client.get_executor(pure=False)
         self._order = order
         self._mark = mark
@@ -86,7 +98,8 @@ class ClusterExecutor:
 
 
 def on_worker(order: ClusterOrder) -> bytes:
-    """Do a run on this worker of a cluster; return its packed folder, empty if it is in the sweep's.
+    """Do a run on this worker of a cluster; return its packed folder, empty if it is in the
+    sweep's.
 
     Raises FedstrataError.
     """

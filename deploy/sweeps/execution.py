@@ -1,7 +1,8 @@
-"""A run of a sweep in a process, on this host or on a worker of a cluster: its order, and what is sent back.
+"""A run of a sweep in a process, on this host or on a worker of a cluster: its order, and what is
+sent back.
 
-Without a network runs are done by worker processes, one after another; else by the command that a user would give. A
-process that a signal ends is started again, and its run is resumed.
+Without a network runs are done by worker processes, one after another; else by the command that a
+user would give. A process that a signal ends is started again, and its run is resumed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ from fedstrata.common.errors import RunFailed
 from fedstrata.common.experiment.reading import parse, to_toml
 from fedstrata.common.host.offload import repeated
 from fedstrata.common.host.processes import spawn, stop
-from fedstrata.common.host.subprocess_channel import REPLACEMENTS, ReplaceableProcess, SubprocessChannel
+from fedstrata.common.processes.subprocess_channel import (
+    REPLACEMENTS,
+    ReplaceableProcess,
+    SubprocessChannel,
+)
 from fedstrata.common.text import counted
 from fedstrata.deploy.console.logs import ERROR, FRAME, last_error
 from fedstrata.deploy.local.process_lab import ROLE
@@ -33,7 +38,8 @@ LOOK_S: Final = 0.2  # between looks at whether to stop
 STOP_S: Final = 20.0  # in which a lab ends its roles
 SPEEDS: Final = "speeds.json"  # of the machines of simulated runs
 STARTED: Final = "started"  # the event before the run's own
-WITHOUT: Final = ("checkpoints", "spool")  # of a finished run's folder: what only a run that goes on needs
+# of a finished run's folder: what only a run that goes on needs
+WITHOUT: Final = ("checkpoints", "spool")
 Report: TypeAlias = Callable[[Mapping[str, Any]], None]
 
 
@@ -41,8 +47,9 @@ Report: TypeAlias = Callable[[Mapping[str, Any]], None]
 class RunOrder:
     """A run to be done. It has no object of this process: it may be sent to another host.
 
-    `experiment`: its JSON. `words`: the command's, without experiment and folders. `folder`: the sweep's, absolute.
-    `accelerator`: "" leaves it to the command. `speeds`: the text of a file for `--speeds`, or "".
+    `experiment`: its JSON. `words`: the command's, without experiment and folders. `folder`: the
+    sweep's, absolute. `accelerator`: "" leaves it to the command. `speeds`: the text of a file for
+    `--speeds`, or "".
     """
 
     experiment: str
@@ -58,7 +65,9 @@ class RunOrder:
 
 
 class CellFailed(RunFailed):
-    """A run of a sweep failed; `exit_code` is that of its own command, `frames` are those of own code that failed."""
+    """A run of a sweep failed; `exit_code` is that of its own command, `frames` are those of own
+    code that failed.
+    """
 
     def __init__(self, reason: str, code: int, frames: Sequence[str] = ()) -> None:
         super().__init__(reason)
@@ -70,7 +79,13 @@ class Slot(Protocol):
     """Does one run at a time."""
 
     def run(
-        self, order: RunOrder, runs: Path, resume: Path | None, *, report: Report, stopped: Callable[[], bool]
+        self,
+        order: RunOrder,
+        runs: Path,
+        resume: Path | None,
+        *,
+        report: Report,
+        stopped: Callable[[], bool],
     ) -> None:
         """Do a run in the folder `runs`, or resume that of a folder; `report` gets its events.
 
@@ -89,7 +104,13 @@ class WorkerProcess(Slot):
         self._process = ReplaceableProcess(WORKER, "the worker process", advice=ADVICE)
 
     def run(
-        self, order: RunOrder, runs: Path, resume: Path | None, *, report: Report, stopped: Callable[[], bool]
+        self,
+        order: RunOrder,
+        runs: Path,
+        resume: Path | None,
+        *,
+        report: Report,
+        stopped: Callable[[], bool],
     ) -> None:
         """Do a run."""
         folder = resume
@@ -126,11 +147,19 @@ class RunCommand(Slot):
     """A command for each run: `fedstrata run`, or `fedstrata cloud`, with its options."""
 
     def run(
-        self, order: RunOrder, runs: Path, resume: Path | None, *, report: Report, stopped: Callable[[], bool]
+        self,
+        order: RunOrder,
+        runs: Path,
+        resume: Path | None,
+        *,
+        report: Report,
+        stopped: Callable[[], bool],
     ) -> None:
         """Do a run."""
         with tempfile.TemporaryDirectory(prefix="fedstrata-sweep-") as home:
-            file, log, speeds = (Path(home) / name for name in ("experiment.toml", "messages.log", SPEEDS))
+            file, log, speeds = (
+                Path(home) / name for name in ("experiment.toml", "messages.log", SPEEDS)
+            )
             file.write_text(to_toml(parse(order.experiment)), encoding="utf-8")
             log.write_bytes(b"")
             words = [*ROLE, *order.words, "--runs", str(runs), "--format", "json"]
@@ -154,15 +183,19 @@ class RunCommand(Slot):
 def _to_its_end(
     command: Sequence[str], log: Path, *, report: Report, stopped: Callable[[], bool]
 ) -> tuple[int, Path | None]:
-    """Run a command to its end; return its exit code, and the folder of its run, None if it has none."""
-    process, folder = spawn(command, log=log, read_output=True), None
+    """Run a command to its end; return its exit code, and the folder of its run, None if it has
+    none.
+    """
+    process = spawn(command, log=log, read_output=True)
+    folder = None
     assert process.stdout is not None
 
     def look() -> None:
         if stopped():
             stop(process, grace_s=STOP_S)
 
-    with repeated(look, every_s=LOOK_S), process.stdout as lines, suppress(ValueError):  # stopped, they are closed
+    # stopped, they are closed
+    with repeated(look, every_s=LOOK_S), process.stdout as lines, suppress(ValueError):
         for line in lines:
             if (event := _event(line)) is not None:
                 folder = Path(event["folder"]) if event["event"] == "run" else folder
@@ -176,20 +209,27 @@ def _event(line: bytes) -> dict[str, Any] | None:
         event: dict[str, Any] = json.loads(line)
     except ValueError:
         return None
-    return event if "event" in event else None
+    if "event" in event:
+        return event
+    return None
 
 
 def _failure(code: int, lines: Sequence[str]) -> CellFailed:
     """Return the error of a command, of the last error that it wrote and its frames."""
     if code < 0:
-        name, others = signal.Signals(-code).name, counted(REPLACEMENTS, "replacements")
+        name = signal.Signals(-code).name
+        others = counted(REPLACEMENTS, "replacements")
         return CellFailed(f"its command was killed by {name}, and so were {others}. {ADVICE}", code)
     last, *frames = lines or [f"its command ended with {code}"]
-    return CellFailed(last.removeprefix(ERROR), code, [frame.removeprefix(FRAME) for frame in frames])
+    return CellFailed(
+        last.removeprefix(ERROR), code, [frame.removeprefix(FRAME) for frame in frames]
+    )
 
 
 def packed(folder: Path, *, finished: bool) -> bytes:
-    """Return a run's folder as one text of bytes; of a finished run without what only a resumed one needs."""
+    """Return a run's folder as one text of bytes; of a finished run without what only a resumed one
+    needs.
+    """
     content = io.BytesIO()
     with ZipFile(content, "w", ZIP_DEFLATED, compresslevel=1, strict_timestamps=False) as archive:
         for path in sorted(folder.rglob("*")):
@@ -199,8 +239,13 @@ def packed(folder: Path, *, finished: bool) -> bytes:
 
 
 def unpack(content: bytes, runs: Path) -> Path:
-    """Write a packed folder below `runs`; return its path. One that is there already is replaced."""
-    with tempfile.TemporaryDirectory(dir=runs, prefix=".") as home, ZipFile(io.BytesIO(content)) as archive:
+    """Write a packed folder below `runs`; return its path. One that is there already is
+    replaced.
+    """
+    with (
+        tempfile.TemporaryDirectory(dir=runs, prefix=".") as home,
+        ZipFile(io.BytesIO(content)) as archive,
+    ):
         archive.extractall(home)
         (folder,) = Path(home).iterdir()
         if (earlier := runs / folder.name).exists():  # this run as it was when it was sent

@@ -39,7 +39,9 @@ class MissingRun:
 
 
 class SweepFolder:
-    """A sweep's folder. `kept`: the folder with the table of its kept runs, which count as finished, too."""
+    """A sweep's folder. `kept`: the folder with the table of its kept runs, which count as
+    finished, too.
+    """
 
     def __init__(self, path: Path, *, kept: Path | None = None) -> None:
         self.path = path
@@ -55,7 +57,9 @@ class SweepFolder:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Create the folder, and keep other sweeps out of it. Raises InvalidExperiment, StorageFailed."""
+        """Create the folder, and keep other sweeps out of it. Raises InvalidExperiment,
+        StorageFailed.
+        """
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             file = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
@@ -64,7 +68,9 @@ class SweepFolder:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 remedy = "Wait for its end, or name another folder."
-                raise InvalidExperiment("--runs", str(self.path), "another sweep uses this folder", remedy) from None
+                raise InvalidExperiment(
+                    "--runs", str(self.path), "another sweep uses this folder", remedy
+                ) from None
             except OSError:
                 pass  # a file system without locks
             with writing(self.path):
@@ -80,7 +86,8 @@ class SweepFolder:
             check_writable(self.kept / SWEEP)
 
     def name_cells(self, grid: Grid) -> None:
-        """Write the axes, and which cells the runs are of, for reports; cells of other choices keep their names.
+        """Write the axes, and which cells the runs are of, for reports; cells of other choices keep
+        their names.
 
         Raises StorageFailed, and InvalidExperiment for a damaged file.
         """
@@ -89,11 +96,15 @@ class SweepFolder:
             known = json.loads(file.read_text(encoding="utf-8"))["cells"] if file.exists() else {}
             cells = known | _names(grid)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise InvalidExperiment("--runs", str(file), repr(error), "Repair or remove the file.") from None
+            raise InvalidExperiment(
+                "--runs", str(file), repr(error), "Repair or remove the file."
+            ) from None
         _write(file, {**grid.file.order.written(), "cells": cells})
 
     def finished(self, grid: Grid) -> dict[str, Run]:
-        """Return the finished runs of a sweep by the digests of their experiments: of several the oldest."""
+        """Return the finished runs of a sweep by the digests of their experiments: of several the
+        oldest.
+        """
         found: dict[str, Run] = {}
         for digest, runs in self._runs(grid).items():
             for run in runs:
@@ -119,26 +130,44 @@ class SweepFolder:
     ) -> list[MissingRun]:
         """Return the runs that are not finished, in order; those begun before are resumed.
 
-        `direct`: whether they are to have no network, `simulated`: whether a simulated one. Raises InvalidExperiment if
-        the folder has runs of another kind, whose seconds are not comparable, and if another process runs one of them.
+        `direct`: whether they are to have no network, `simulated`: whether a simulated one. Raises
+        InvalidExperiment if the folder has runs of another kind, whose seconds are not comparable,
+        and if another process runs one of them.
         """
-        runs, labels = self._runs(grid), grid.labels()
+        runs = self._runs(grid)
+        labels = grid.labels()
         for run in (run for several in runs.values() for run in several):
-            if (run.direct, run.simulated) != (direct, simulated) and (run.state is State.FINISHED or run.rounds):
-                had, option = KINDS.get(DIRECT if run.direct else SIMULATED if run.simulated else "", ("a network", ""))
-                omitted = " and ".join(
-                    name for name, given in (("--direct", direct), ("--simulate", simulated)) if given
+            if (run.direct, run.simulated) != (direct, simulated) and (
+                run.state is State.FINISHED or run.rounds
+            ):
+                had, option = KINDS.get(
+                    DIRECT if run.direct else SIMULATED if run.simulated else "", ("a network", "")
                 )
-                remedy = f"{f'Add {option}' if option else f'Omit {omitted}'}, or name another folder."
+                omitted = " and ".join(
+                    name
+                    for name, given in (("--direct", direct), ("--simulate", simulated))
+                    if given
+                )
+                remedy = (
+                    f"{f'Add {option}' if option else f'Omit {omitted}'}, or name another folder."
+                )
                 raise InvalidExperiment("--runs", str(self.path), f"run {run.id} had {had}", remedy)
         found = []
         for digest, experiment in grid.experiments.items():
             if digest not in finished:
-                begun = [run for run in runs.get(digest, ()) if (run.direct, run.simulated) == (direct, simulated)]
+                begun = [
+                    run
+                    for run in runs.get(digest, ())
+                    if (run.direct, run.simulated) == (direct, simulated)
+                ]
                 if begun and not settled(begun[-1].path):
                     problem = f"another process runs run {begun[-1].id}"
-                    raise InvalidExperiment("--runs", str(self.path), problem, "Wait for its end, or stop it.")
-                found.append(MissingRun(labels[digest], experiment, begun[-1].path if begun else None))
+                    raise InvalidExperiment(
+                        "--runs", str(self.path), problem, "Wait for its end, or stop it."
+                    )
+                found.append(
+                    MissingRun(labels[digest], experiment, begun[-1].path if begun else None)
+                )
         return found
 
     def _runs(self, grid: Grid) -> dict[str, list[Run]]:
@@ -169,7 +198,9 @@ def begun_in(folder: Path, digest: str, kind: tuple[bool, bool]) -> Path | None:
 
 
 def settled(path: Path) -> bool:
-    """Wait until no process writes a run's folder, for at most SETTLE_S; return whether none does."""
+    """Wait until no process writes a run's folder, for at most SETTLE_S; return whether none
+    does.
+    """
     deadline = time.monotonic() + SETTLE_S
     while Run(path).state is State.RUNNING:
         if time.monotonic() >= deadline:
@@ -179,7 +210,9 @@ def settled(path: Path) -> bool:
 
 
 def _names(grid: Grid) -> dict[str, str]:
-    """Return the name of the cell of each experiment by digest; equal experiments have the names of all their cells."""
+    """Return the name of the cell of each experiment by digest; equal experiments have the names of
+    all their cells.
+    """
     names: dict[str, list[str]] = {}
     for cell in grid.cells:
         for experiment in cell.experiments.values():
@@ -193,4 +226,6 @@ def _write(file: Path, tree: Mapping[str, Any]) -> None:
 
 
 def _runs_in(folder: Path | None) -> list[Run]:
-    return [Run(path) for path in folders(folder)] if folder is not None and folder.is_dir() else []
+    if folder is not None and folder.is_dir():
+        return [Run(path) for path in folders(folder)]
+    return []

@@ -1,4 +1,6 @@
-"""The cells of a sweep: an experiment for each combination of the axes' values and each seed; and a paper's figures."""
+"""The cells of a sweep: an experiment for each combination of the axes' values and each seed; and a
+paper's figures.
+"""
 
 from __future__ import annotations
 
@@ -44,21 +46,26 @@ class PaperFigure:
         """The figure as the paper has it."""
         if self.low != self.high:
             return f"{self.low:g} to {self.high:g}"
-        return f"{self.mean:g}" if self.deviation is None else f"{self.mean:g} ± {self.deviation:g}"
+        if self.deviation is None:
+            return f"{self.mean:g}"
+        return f"{self.mean:g} ± {self.deviation:g}"
 
     def apart(self, value: float) -> float:
         """Return a value minus the figure, 0 within its range."""
         return max(value - self.high, 0.0) + min(value - self.low, 0.0)
 
 
-Figures: TypeAlias = Mapping[tuple[tuple[str, ...], str], PaperFigure]  # by the axes' values in order, and measure
+# by the axes' values in order, and measure
+Figures: TypeAlias = Mapping[tuple[tuple[str, ...], str], PaperFigure]
 
 
 @dataclass(frozen=True, slots=True)
 class SweepCell:
-    """One combination of the axes' values: its experiments by seed, and the accuracy to reach, or None.
+    """One combination of the axes' values: its experiments by seed, and the accuracy to reach, or
+    None.
 
-    `members`: of a cell without experiments, the cells of which it stands for the best, by each measure anew.
+    `members`: of a cell without experiments, the cells of which it stands for the best, by each
+    measure anew.
     """
 
     values: Mapping[str, str]
@@ -74,7 +81,9 @@ class SweepCell:
 
 @dataclass(frozen=True)
 class Grid:
-    """A sweep that is ready to run. `axes`: the values that remain, by axis; `stem`: the file's name."""
+    """A sweep that is ready to run. `axes`: the values that remain, by axis; `stem`: the file's
+    name.
+    """
 
     file: SweepFile
     stem: str
@@ -91,17 +100,23 @@ class Grid:
         note = self.file.smaller(self.size).note
         others = [f"{self.size}: {note}" if note else self.size] if self.size != FULL else []
         others += ["changed by --set"] if self.changes else []
-        return f"{self.file.title} ({', '.join(others)})" if others else self.file.title
+        if others:
+            return f"{self.file.title} ({', '.join(others)})"
+        return self.file.title
 
     @property
     def is_whole(self) -> bool:
-        """Whether the cells are those of the file: neither of a smaller size, nor changed by the command."""
+        """Whether the cells are those of the file: neither of a smaller size, nor changed by the
+        command.
+        """
         return self.size == FULL and not self.changes
 
     @property
     def folder(self) -> str:
         """The name of the folder of its runs."""
-        return self.stem if self.size == FULL else f"{self.stem}-{self.size}"
+        if self.size == FULL:
+            return self.stem
+        return f"{self.stem}-{self.size}"
 
     @property
     def seeds(self) -> list[int]:
@@ -126,7 +141,9 @@ class Grid:
 
     @property
     def experiments(self) -> dict[str, Experiment]:
-        """The experiments by digest, seed by seed, so that an interrupted sweep has complete seeds."""
+        """The experiments by digest, seed by seed, so that an interrupted sweep has complete
+        seeds.
+        """
         found = [cell.experiments[seed] for seed in self.seeds for cell in self.cells]
         return {each.digest: each for each in found}
 
@@ -135,16 +152,24 @@ class Grid:
         found: dict[str, str] = {}
         for cell in self.cells:
             for seed, experiment in cell.experiments.items():
-                found.setdefault(experiment.digest, label_of([*cell.values.values(), f"seed {seed}"]))
+                found.setdefault(
+                    experiment.digest, label_of([*cell.values.values(), f"seed {seed}"])
+                )
         return found
 
 
 def merged(base: Mapping[str, Any], *changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tree updated by others, table by table; a table with a `name` key replaces the existing one."""
+    """Return a tree updated by others, table by table; a table with a `name` key replaces the
+    existing one.
+    """
     tree = dict(base)
     for change in changes:
         for key, value in change.items():
-            deeper = isinstance(value, Mapping) and isinstance(tree.get(key), Mapping) and "name" not in value
+            deeper = (
+                isinstance(value, Mapping)
+                and isinstance(tree.get(key), Mapping)
+                and "name" not in value
+            )
             tree[key] = merged(tree[key], value) if deeper else value
     return tree
 
@@ -163,7 +188,8 @@ def load(path: Path, **options: Any) -> Grid:
     """Return the grid of a sweep's file, with the options of `expand`. Raises InvalidExperiment."""
     tree = read(path)
     if not is_sweep(tree):
-        problem, remedy = "not a sweep: it has no [axes]", "Use `fedstrata run` for an experiment."
+        problem = "not a sweep: it has no [axes]"
+        remedy = "Use `fedstrata run` for an experiment."
         raise InvalidExperiment("sweep", str(path), problem, remedy)
     return expand(tree, path, **options)
 
@@ -177,10 +203,11 @@ def expand(
     only: Sequence[str] = (),
     seeds: int | None = None,
 ) -> Grid:
-    """Return the grid of a sweep's tree; `path`: its file, for names and relative paths. Raises InvalidExperiment.
+    """Return the grid of a sweep's tree; `path`: its file, for names and relative paths. Raises
+    InvalidExperiment.
 
-    `overrides`: `key=value` of the experiment, on top of all. `only`: `axis=value`, what remains of an axis. `seeds`: 1
-    to this number, in place of the file's.
+    `overrides`: `key=value` of the experiment, on top of all. `only`: `axis=value`, what remains of
+    an axis. `seeds`: 1 to this number, in place of the file's.
     """
     try:
         file = SweepFile.model_validate(tree)
@@ -191,10 +218,14 @@ def expand(
         if key == "seed":
             raise InvalidExperiment("--set", text, "the sweep has seeds", "Use --seeds.")
         if key in file.axes:
-            raise InvalidExperiment("--set", text, "an axis of the sweep", f"Use --only {key}=VALUE.")
+            raise InvalidExperiment(
+                "--set", text, "an axis of the sweep", f"Use --only {key}=VALUE."
+            )
     smaller = file.smaller(size)
     replaced = {key: getattr(smaller, key) for key in ("seeds", "measure", "target")}
-    file = file.model_copy(update={key: value for key, value in replaced.items() if value is not None})
+    file = file.model_copy(
+        update={key: value for key, value in replaced.items() if value is not None}
+    )
     axes = _remaining(file, only, size=size)
     base = _base(file.base, path)
     chosen = list(range(1, seeds + 1)) if seeds else _seeds(file)
@@ -205,7 +236,10 @@ def expand(
         trees = [file.experiment, *(file.axes[axis][value] for axis, value in values.items())]
         trees += [where.experiment for where in wheres]
         on_top = [where for where in smaller.where if where.holds(values)]
-        trees += [smaller.experiment, *(smaller.axes.get(axis, {}).get(v, {}) for axis, v in values.items())]
+        trees += [
+            smaller.experiment,
+            *(smaller.axes.get(axis, {}).get(v, {}) for axis, v in values.items()),
+        ]
         trees += [where.experiment for where in on_top]
         wheres += on_top
         if any(where.skip for where in wheres):
@@ -229,16 +263,22 @@ def _remaining(file: SweepFile, only: Sequence[str], *, size: Size) -> dict[str,
     for text in only:
         axis, equals, value = text.partition("=")
         if not equals:
-            raise InvalidExperiment("--only", text, "not of the form axis=value", "Write for instance method=FedAvg.")
+            raise InvalidExperiment(
+                "--only", text, "not of the form axis=value", "Write for instance method=FedAvg."
+            )
         file.check_value("--only", axis, value)
         wanted.setdefault(axis, []).append(value)
     kept = file.smaller(size).only
     found = {}
     for axis, values in file.axes.items():
-        found[axis] = [v for v in values if v in kept.get(axis, values) and v in wanted.get(axis, values)]
+        found[axis] = [
+            v for v in values if v in kept.get(axis, values) and v in wanted.get(axis, values)
+        ]
         if not found[axis]:
             remedy = proposal("", kept[axis], what="There are")
-            raise InvalidExperiment("--only", f"{axis}={wanted[axis][0]}", f"not in the {size} size", remedy)
+            raise InvalidExperiment(
+                "--only", f"{axis}={wanted[axis][0]}", f"not in the {size} size", remedy
+            )
     return found
 
 
@@ -254,7 +294,9 @@ def _base(name: str, path: Path) -> dict[str, Any]:
     tree = read(file if file.exists() else known[name])
     if is_sweep(tree):
         raise InvalidExperiment("base", name, "a sweep", "Name an experiment.")
-    return dict(with_tables({key: value for key, value in tree.items() if key not in ("name", "seed")}))
+    return dict(
+        with_tables({key: value for key, value in tree.items() if key not in ("name", "seed")})
+    )
 
 
 def _seeds(file: SweepFile) -> list[int]:
@@ -265,7 +307,9 @@ def _seeds(file: SweepFile) -> list[int]:
     return seeds
 
 
-def _experiment(keys: Mapping[str, Any], values: Mapping[str, str], seed: int, overrides: Sequence[str]) -> Experiment:
+def _experiment(
+    keys: Mapping[str, Any], values: Mapping[str, str], seed: int, overrides: Sequence[str]
+) -> Experiment:
     """Return a cell's experiment. Raises InvalidExperiment, with the cell's name."""
     try:
         tree = merged(keys, {"seed": seed})
@@ -274,13 +318,16 @@ def _experiment(keys: Mapping[str, Any], values: Mapping[str, str], seed: int, o
         return parse(tree)
     except InvalidExperiment as error:
         key, value, problem, remedy = error.parts
-        raise InvalidExperiment(f"cell {label_of(values.values())}: {key}", value, problem, remedy) from None
+        raise InvalidExperiment(
+            f"cell {label_of(values.values())}: {key}", value, problem, remedy
+        ) from None
 
 
 def _measures(file: SweepFile, cells: Sequence[SweepCell]) -> Iterator[Measure]:
     """Yield the measures, a curve as one for each of its global rounds. Raises InvalidExperiment.
 
-    Each has a target where it needs one, a value that it is compared with where it has one, and a label of its own.
+    Each has a target where it needs one, a value that it is compared with where it has one, and a
+    label of its own.
     """
     rounds = max(experiment.rounds for cell in cells for experiment in cell.experiments.values())
     labels = set()
@@ -293,52 +340,82 @@ def _measures(file: SweepFile, cells: Sequence[SweepCell]) -> Iterator[Measure]:
                 raise InvalidExperiment("measure.name", measure.name, problem, remedy)
             if measure.needs_target and measure.target is None and cell.target is None:
                 problem = f"cell {cell.label} has no target"
-                raise InvalidExperiment("measure.name", measure.name, problem, 'Set target, or until = "end".')
+                raise InvalidExperiment(
+                    "measure.name", measure.name, problem, 'Set target, or until = "end".'
+                )
         if measure.against:
             axis_of(file, measure.against)
         curve = range(measure.every, rounds + 1, measure.every) if measure.every else [None]
         for number in curve:
-            changed = measure if number is None else measure.model_copy(update={"every": None, "round": number})
-            found = changed.model_copy(update={"label": _label(changed, several=number is not None)})
+            if number is None:
+                changed = measure
+            else:
+                changed = measure.model_copy(update={"every": None, "round": number})
+            found = changed.model_copy(
+                update={"label": _label(changed, several=number is not None)}
+            )
             if found.label in labels:
-                raise InvalidExperiment("measure.label", found.label, "two measures have it", "Give one another label.")
+                raise InvalidExperiment(
+                    "measure.label", found.label, "two measures have it", "Give one another label."
+                )
             labels.add(found.label)
             yield found
 
 
 def axis_of(file: SweepFile, value: str) -> str:
     """Return the only axis that has a value. Raises InvalidExperiment."""
-    axes = [file.ranked] if value in file.paper.best else [axis for axis, each in file.axes.items() if value in each]
+    if value in file.paper.best:
+        axes = [file.ranked]
+    else:
+        axes = [axis for axis, each in file.axes.items() if value in each]
     if len(axes) != 1:
         problem = "several axes have this value" if axes else "no axis has this value"
-        remedy = proposal(value, [each for values in file.axes.values() for each in values], what="There are")
-        raise InvalidExperiment("measure.against", value, problem, "Rename one of them." if axes else remedy)
+        remedy = proposal(
+            value, [each for values in file.axes.values() for each in values], what="There are"
+        )
+        raise InvalidExperiment(
+            "measure.against", value, problem, "Rename one of them." if axes else remedy
+        )
     return axes[0]
 
 
 def figures_of(file: SweepFile, labels: Sequence[str]) -> Figures:
-    """Return the paper's figures by cell and measure; `labels`: those of the measures. Raises InvalidExperiment.
+    """Return the paper's figures by cell and measure; `labels`: those of the measures. Raises
+    InvalidExperiment.
 
-    The first row of the file's table has the heads. Below an axis, or `measure`, are its values. Any other head is a
-    value itself, of an axis that has no column, and below it are figures.
+    The first row of the file's table has the heads. Below an axis, or `measure`, are its values.
+    Any other head is a value itself, of an axis that has no column, and below it are figures.
     """
-    axes: dict[str, Sequence[str]] = {**{axis: list(values) for axis, values in file.axes.items()}, MEASURE: labels}
+    axes: dict[str, Sequence[str]] = {
+        **{axis: list(values) for axis, values in file.axes.items()},
+        MEASURE: labels,
+    }
     axes[file.ranked] = [*axes[file.ranked], *file.paper.best]
     only = {axis: values[0] for axis, values in axes.items() if len(values) == 1}
     heads, *rows = file.paper.figures or [[]]
-    columns = [(head, None) if head in axes else (_axis_with(head, heads, axes), head) for head in map(str, heads)]
+    columns = [
+        (head, None) if head in axes else (_axis_with(head, heads, axes), head)
+        for head in map(str, heads)
+    ]
     found: dict[tuple[tuple[str, ...], str], PaperFigure] = {}
     for number, row in enumerate(rows, 1):
         if len(row) > len(heads):
-            raise InvalidExperiment(f"{FIGURES}.{number}", row[len(heads)], "no column", "Give each figure a head.")
+            raise InvalidExperiment(
+                f"{FIGURES}.{number}", row[len(heads)], "no column", "Give each figure a head."
+            )
         pairs = list(zip(columns, row, strict=False))
         keys = only | {axis: value for (axis, head), value in pairs if head is None}
         for axis, value in keys.items():
             if value not in axes[axis]:
                 remedy = proposal(str(value), axes[axis], what="There are")
-                raise InvalidExperiment(f"{FIGURES}.{number}", value, f"no value of {axis!r}", remedy)
-        for (axis, head), value in ((column, value) for column, value in pairs if column[1] and value != ""):
-            whole, at = {**keys, axis: head}, f"{FIGURES}.{number}.{head}"
+                raise InvalidExperiment(
+                    f"{FIGURES}.{number}", value, f"no value of {axis!r}", remedy
+                )
+        for (axis, head), value in (
+            (column, value) for column, value in pairs if column[1] and value != ""
+        ):
+            whole = {**keys, axis: head}
+            at = f"{FIGURES}.{number}.{head}"
             if absent := [each for each in axes if each not in whole]:
                 remedy = f"Add a column {absent[0]!r}."
                 raise InvalidExperiment(at, value, f"it has no value of {absent[0]!r}", remedy)
@@ -356,7 +433,10 @@ def _axis_with(head: str, heads: Sequence[str], axes: Mapping[str, Sequence[str]
     if len(having) != 1:
         known = [*axes, *(value for values in left.values() for value in values)]
         problem = "several axes have this value" if having else "no axis, and no value of one"
-        remedy = f"Add a column {having[0]!r}." if having else proposal(head, known, what="There are")
+        if having:
+            remedy = f"Add a column {having[0]!r}."
+        else:
+            remedy = proposal(head, known, what="There are")
         raise InvalidExperiment(FIGURES, head, problem, remedy)
     return having[0]
 
@@ -378,14 +458,31 @@ def _figure(key: str, value: Any) -> PaperFigure:
 
 def _label(measure: Measure, *, several: bool) -> str:
     """Return a measure's label: its own, or one made from its keys."""
-    names = {"accuracy": "accuracy", "rounds": "global rounds", "seconds": "time", "path_steps": "path"}
-    of = {"samples": "", "devices": ", mean of devices", "worst": ", worst devices", "spread": ", spread"}
-    of |= {"honest": ", honest devices", "honest_worst": ", worst honest devices", "attack": ", attack success"}
+    names = {
+        "accuracy": "accuracy",
+        "rounds": "global rounds",
+        "seconds": "time",
+        "path_steps": "path",
+    }
+    of = {
+        "samples": "",
+        "devices": ", mean of devices",
+        "worst": ", worst devices",
+        "spread": ", spread",
+    }
+    of |= {
+        "honest": ", honest devices",
+        "honest_worst": ", worst honest devices",
+        "attack": ", attack success",
+    }
     text = measure.label or names.get(measure.name, measure.name)
     if several:
         text = f"{measure.label} round {measure.round}".strip()
     elif not measure.label:
-        text = f"round {measure.round}" if measure.round else f"best {text}" if measure.best else text
+        if measure.round:
+            text = f"round {measure.round}"
+        elif measure.best:
+            text = f"best {text}"
         text += of[measure.of]
         text += ", personalised" if measure.personalised else ""
         text += f" to {100 * measure.target:g} %" if measure.target is not None else ""

@@ -1,7 +1,7 @@
 """A sweep's results as text, CSV, LaTeX, Markdown and JSON.
 
-With a paper's figures each value has three parts: ours, the paper's, and their difference. They are lines of a row if
-the table has axes as columns, else columns.
+With a paper's figures each value has three parts: ours, the paper's, and their difference. They are
+lines of a row if the table has axes as columns, else columns.
 """
 
 from __future__ import annotations
@@ -14,7 +14,15 @@ from typing import Any, Final
 from fedstrata.common.settings.links import LinkSettings
 from fedstrata.common.text import json_text
 from fedstrata.deploy.console.layout import Width, wrapped
-from fedstrata.deploy.console.tabular import LATEX, MARKDOWN, Cell, Column, Spread, Table, terminal_width
+from fedstrata.deploy.console.tabular import (
+    LATEX,
+    MARKDOWN,
+    Cell,
+    Column,
+    Spread,
+    Table,
+    terminal_width,
+)
 from fedstrata.deploy.results.acting import late_parts, unacted
 from fedstrata.deploy.results.pairs import Pairs
 from fedstrata.deploy.results.run import Run
@@ -61,12 +69,18 @@ def tables_of(results: SweepResults, width: Width) -> list[Table]:
     found: list[Table] = []
     for values in product(*(grid.axes[axis] for axis in names)):
         chosen = dict(zip(names, values, strict=True))
-        cells = [cell for cell in grid.rows if all(cell.values[axis] == value for axis, value in chosen.items())]
+        cells = [
+            cell
+            for cell in grid.rows
+            if all(cell.values[axis] == value for axis, value in chosen.items())
+        ]
         if cells:
             name = f"table-{len(found) + 1}"
             title = grid.title if not values else f"{grid.title}: {label_of(values)}"
             table = _table(name, title, cells, results, across=grid.file.columns)
-            found.append(table if table.fits(width) else _table(name, title, cells, results, across=()))
+            found.append(
+                table if table.fits(width) else _table(name, title, cells, results, across=())
+            )
     return found
 
 
@@ -77,7 +91,10 @@ def long_table(results: SweepResults) -> Table:
     for measure in grid.measures:
         columns.append(replace(column_of(measure), text=False))
         if measure in results.compared:
-            columns += [Column(f"{measure.label} {end}", digits=4) for end in ("paper", "paper_sd", DIFFERENCE)]
+            columns += [
+                Column(f"{measure.label} {end}", digits=4)
+                for end in ("paper", "paper_sd", DIFFERENCE)
+            ]
     columns += [Column("changed", text=True)] if grid.changes else []
     rows = []
     for cell in grid.rows:
@@ -99,7 +116,14 @@ def column_of(measure: Measure, head: str = "") -> Column:
     return Column(head or measure.label, unit_of(measure), digits, text=measure.name == "reached")
 
 
-def _table(name: str, title: str, cells: Sequence[SweepCell], results: SweepResults, *, across: Sequence[str]) -> Table:
+def _table(
+    name: str,
+    title: str,
+    cells: Sequence[SweepCell],
+    results: SweepResults,
+    *,
+    across: Sequence[str],
+) -> Table:
     grid = results.grid
     file = grid.file
     named = {*file.tables, *file.rows, *across}
@@ -111,7 +135,10 @@ def _table(name: str, title: str, cells: Sequence[SweepCell], results: SweepResu
     heads = [(place, measure) for place in columns_at for measure in measures]
     beside = any(measure in results.compared for measure in measures)
     lines = beside and bool(across)
-    columns = [*(Column(axis, text=True) for axis in down), *([Column("", text=True)] if lines else [])]
+    columns = [
+        *(Column(axis, text=True) for axis in down),
+        *([Column("", text=True)] if lines else []),
+    ]
     for place, measure in heads:
         head = label_of([*place, *([measure.label] if len(measures) > 1 or not place else [])])
         columns.append(column_of(measure, head))
@@ -124,10 +151,17 @@ def _table(name: str, title: str, cells: Sequence[SweepCell], results: SweepResu
         if lines:
             names = (OURS, grid.file.paper.label, DIFFERENCE)
             shown = zip(names, zip(*parts, strict=True), strict=True)
-            rows += [[*(at if i == 0 else [""] * len(at)), what, *own] for i, (what, own) in enumerate(shown)]
+            rows += [
+                [*(at if i == 0 else [""] * len(at)), what, *own]
+                for i, (what, own) in enumerate(shown)
+            ]
         else:
             several = [beside and measure in results.compared for _, measure in heads]
-            own = [cell for part, all_ in zip(parts, several, strict=True) for cell in (part if all_ else part[:1])]
+            own = [
+                cell
+                for part, all_ in zip(parts, several, strict=True)
+                for cell in (part if all_ else part[:1])
+            ]
             rows.append([*at, *own])
     return Table(name, title, columns, rows, keys=len(down) + lines)
 
@@ -136,8 +170,12 @@ def _at(cell: SweepCell, axes: Sequence[str]) -> tuple[str, ...]:
     return tuple(cell.values[axis] for axis in axes)
 
 
-def _parts(results: SweepResults, cell: SweepCell | None, measure: Measure) -> tuple[Cell, Cell, Cell]:
-    """Return ours, the paper's and the difference: a mean with its deviation, or how many runs reached the target."""
+def _parts(
+    results: SweepResults, cell: SweepCell | None, measure: Measure
+) -> tuple[Cell, Cell, Cell]:
+    """Return ours, the paper's and the difference: a mean with its deviation, or how many runs
+    reached the target.
+    """
     if cell is None:
         return None, None, None
     figure = results.figure(cell, measure)
@@ -156,7 +194,10 @@ def notes(results: SweepResults) -> Iterator[str]:
     yield from missing(results)
     yield from changed(results)
     if not results.grid.is_whole and paper.figures:
-        what = "what --set has changed" if results.grid.size == FULL else f"the {results.grid.size} size"
+        if results.grid.size == FULL:
+            what = "what --set has changed"
+        else:
+            what = f"the {results.grid.size} size"
         yield f"{what} is another experiment: it is not compared with {paper.label}"
     if paper.cite:
         yield f"{paper.label}: {', '.join(part for part in (paper.cite, paper.table) if part)}"
@@ -168,8 +209,12 @@ def notes(results: SweepResults) -> Iterator[str]:
 def missing(results: SweepResults) -> Iterator[str]:
     """Yield a line on the cells whose runs are not all finished."""
     if lacking := results.lacking:
-        runs, cells = len(results.grid.experiments), len(results.grid.cells)
-        yield f"partial: {len(results.runs)} of {runs} runs are finished; {len(lacking)} of {cells} cells lack some"
+        runs = len(results.grid.experiments)
+        cells = len(results.grid.cells)
+        yield (
+            f"partial: {len(results.runs)} of {runs} runs are finished; {len(lacking)} of "
+            f"{cells} cells lack some"
+        )
 
 
 def changed(results: SweepResults) -> Iterator[str]:
@@ -193,7 +238,9 @@ def idle(results: SweepResults) -> Iterator[str]:
 
 
 def conditions(results: SweepResults) -> list[str]:
-    """Return a line on the machines and one on the links of the finished runs, which their seconds depend on."""
+    """Return a line on the machines and one on the links of the finished runs, which their seconds
+    depend on.
+    """
     runs = list(results.runs.values())
     if not runs:
         return []
@@ -207,11 +254,16 @@ def conditions(results: SweepResults) -> list[str]:
         if machine.get("profile")
     )
     if all(run.direct for run in runs):
-        lines.append("links: none, the runs had no network: seconds are computing time, bytes those of the models")
+        lines.append(
+            "links: none, the runs had no network: seconds are computing time, bytes those of the "
+            "models"
+        )
         return lines
     if profiles:
         lines.append(f"emulated: {', '.join(profiles)}")
-    links = _distinct(f"{tier.name}: {_link(tier.link)}" for run in runs for tier in run.experiment.tiers)
+    links = _distinct(
+        f"{tier.name}: {_link(tier.link)}" for run in runs for tier in run.experiment.tiers
+    )
     enforced = _distinct(str((run.manifest.get("links") or {}).get("enforce")) for run in runs)
     lines.append(f"links: {'; '.join(links)}; enforced by: {', '.join(enforced)}")
     if any(run.simulated for run in runs):
@@ -228,7 +280,11 @@ def _host(run: Run) -> str:
 
 
 def _link(link: LinkSettings) -> str:
-    rates = [f"{way} {rate:g} Mbit/s" for way, rate in (("up", link.up_mbit), ("down", link.down_mbit)) if rate]
+    rates = [
+        f"{way} {rate:g} Mbit/s"
+        for way, rate in (("up", link.up_mbit), ("down", link.down_mbit))
+        if rate
+    ]
     delay = [f"{link.delay_ms:g} ms"] if link.delay_ms else []
     return ", ".join([*rates, *delay]) or "unlimited"
 
@@ -264,13 +320,16 @@ def _cell(results: SweepResults, cell: SweepCell) -> dict[str, Any]:
             {"seed": seed, "digest": one.digest, "run": runs[seed].id if seed in runs else None}
             for seed, one in cell.experiments.items()
         ],
-        "measures": {measure.label: _measure(results, cell, measure) for measure in results.grid.measures},
+        "measures": {
+            measure.label: _measure(results, cell, measure) for measure in results.grid.measures
+        },
     }
 
 
 def _measure(results: SweepResults, cell: SweepCell, measure: Measure) -> dict[str, Any]:
     values = results.values(cell, measure)
-    spread, figure = Spread.of(list(values.values())), results.figure(cell, measure)
+    spread = Spread.of(list(values.values()))
+    figure = results.figure(cell, measure)
     found: dict[str, Any] = {
         "unit": unit_of(measure),
         "mean": spread and spread.mean,

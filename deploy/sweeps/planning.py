@@ -1,7 +1,8 @@
-"""The plan of a sweep: hours, bytes and memory of all its runs. Runs of equal cost are predicted once.
+"""The plan of a sweep: hours, bytes and memory of all its runs. Runs of equal cost are predicted
+once.
 
-Runs have equal costs if they differ in the seed, in the number of global rounds, or in how data are distributed. A few
-global rounds of each kind are simulated, and multiplied.
+Runs have equal costs if they differ in the seed, in the number of global rounds, or in how data are
+distributed. A few global rounds of each kind are simulated, and multiplied.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ from fedstrata.deploy.planning.workload import OF_THE_SPLIT
 from fedstrata.deploy.sweeps.grid import Grid
 
 WITHOUT_COST: Final = ("seed", "name", "rounds", "stop")
-ROUNDS: Final = 2  # global rounds to simulate, if not given: the first one waits for no writes and no evaluation
+# global rounds to simulate, if not given: the first one waits for no writes and no evaluation
+ROUNDS: Final = 2
 Predict: TypeAlias = Callable[[Experiment], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRuns:
-    """Runs of equal cost: the label of the first, their global rounds, and seconds and bytes of one global round."""
+    """Runs of equal cost: the label of the first, their global rounds, and seconds and bytes of one
+    global round.
+    """
 
     label: str
     rounds: Sequence[int]
@@ -52,7 +56,8 @@ def plan_of(
     predict: Predict,
     begin: Callable[[str], object] = lambda stage: None,
 ) -> list[PlannedRuns]:
-    """Return the plan of each group of runs. `predict` gives the content of prediction.json, of the first of a group.
+    """Return the plan of each group of runs. `predict` gives the content of prediction.json, of the
+    first of a group.
 
     `begin` is called with what begins, once for each group.
     """
@@ -68,7 +73,9 @@ def plan_of(
 
 
 def to_json(grid: Grid, planned: Sequence[PlannedRuns]) -> dict[str, Any]:
-    """Return the plan: sums over all runs, the memory of the largest run by process, and the groups."""
+    """Return the plan: sums over all runs, the memory of the largest run by process, and the
+    groups.
+    """
     bytes_: dict[str, float] = {}
     memory: dict[str, int] = {}
     for group in planned:
@@ -103,13 +110,23 @@ def written(plan: Mapping[str, Any], form: str) -> str:
     columns = [Column("runs like", text=True), Column("runs"), Column("global rounds"),
                Column("global round", "s", 3), Column("time", "h", 2)]  # fmt: skip
     rows: list[list[Cell]] = [
-        [each["first"], each["runs"], each["global_rounds"], each["global_round_s"], each["seconds"] / 3600]
+        [
+            each["first"],
+            each["runs"],
+            each["global_rounds"],
+            each["global_round_s"],
+            each["seconds"] / 3600,
+        ]
         for each in plan["groups"]
     ]
     lines = [f"{plan['runs']} runs   {plan['total_s'] / 3600:.2f} h", "bytes of all runs"]
-    lines += [f"  {tier.replace('_', ' '):<14} {size(count)}" for tier, count in plan["bytes"].items()]
+    lines += [
+        f"  {tier.replace('_', ' '):<14} {size(count)}" for tier, count in plan["bytes"].items()
+    ]
     lines.append("memory of a process, the largest run")
-    lines += [f"  {role.replace('_', ' '):<14} {size(count)}" for role, count in plan["memory"].items()]
+    lines += [
+        f"  {role.replace('_', ' '):<14} {size(count)}" for role, count in plan["memory"].items()
+    ]
     lines += [f"assumed: {text}" for text in plan["assumed"]]
     return Table("plan", plan["title"], columns, rows).on_terminal() + "\n".join(lines) + "\n"
 
@@ -117,4 +134,6 @@ def written(plan: Mapping[str, Any], form: str) -> str:
 def _cost(experiment: Experiment) -> str:
     tree = experiment.model_dump(mode="json")
     data = {key: value for key, value in tree["data"].items() if key not in OF_THE_SPLIT}
-    return str({key: value for key, value in tree.items() if key not in WITHOUT_COST} | {"data": data})
+    return str(
+        {key: value for key, value in tree.items() if key not in WITHOUT_COST} | {"data": data}
+    )

@@ -58,43 +58,60 @@ def _path_steps(done: Rows, measure: Measure) -> float:
 
 
 def _epsilon(done: Rows, measure: Measure) -> float | None:
-    """Return the largest epsilon of the tiers so far, infinite without noise; None without privacy."""
+    """Return the largest epsilon of the tiers so far, infinite without noise; None without
+    privacy.
+    """
     found = [inf if each is None else each for each in done[-1].epsilon.values()]
     return max(found, default=None)
 
 
 LESS: Final = ("spread", "attack")  # a smaller one is better
-AGAINST: Final = {"honest": f"{HONEST}_mean", "honest_worst": f"{HONEST}_worst", "attack": SUCCESS}  # their columns
+# their columns
+AGAINST: Final = {"honest": f"{HONEST}_mean", "honest_worst": f"{HONEST}_worst", "attack": SUCCESS}
 
 
 COSTS: Final[Mapping[str, Callable[[Rows, Measure], float | None]]] = {
-    "rounds": _rounds, "seconds": _seconds, "bytes": _bytes, "steps": _steps, "path_steps": _path_steps,
+    "rounds": _rounds,
+    "seconds": _seconds,
+    "bytes": _bytes,
+    "steps": _steps,
+    "path_steps": _path_steps,
     "epsilon": _epsilon,
-}  # fmt: skip
+}
 
 
 def value_of(rows: Rows, measure: Measure, *, target: float | None, rounds: int) -> float | None:
-    """Return a measure of a run in the unit of `unit_of`; None if the run has none, as it did not reach the target.
+    """Return a measure of a run in the unit of `unit_of`; None if the run has none, as it did not
+    reach the target.
 
     `target`: the accuracy to reach. `rounds`: the global rounds of its experiment.
     """
     if measure.name == "accuracy":
         found = _accuracy(rows, measure, rounds)
-        return None if found is None else PERCENT * found
+        if found is None:
+            return None
+        return PERCENT * found
     last = len(rows) - 1 if measure.until == "end" else reached(rows, target)
     if measure.name == "reached":
-        return 0.0 if last is None else 1.0
+        if last is None:
+            return 0.0
+        return 1.0
     if last is None or last < 0:
         return None
     cost = COSTS[measure.name](rows[: last + 1], measure)
-    return None if cost is None else cost / SCALES.get(unit_of(measure), 1.0)
+    if cost is None:
+        return None
+    return cost / SCALES.get(unit_of(measure), 1.0)
 
 
 def reached(rows: Rows, target: float | None) -> int | None:
     """Return the place of the first row whose accuracy reached the target, None without one."""
     if target is None:
         return None
-    return next((i for i, row in enumerate(rows) if row.accuracy is not None and row.accuracy >= target), None)
+    return next(
+        (i for i, row in enumerate(rows) if row.accuracy is not None and row.accuracy >= target),
+        None,
+    )
 
 
 def unit_of(measure: Measure) -> str:
@@ -102,15 +119,21 @@ def unit_of(measure: Measure) -> str:
     if measure.relation == "speed_up":
         return ""
     if measure.name == "accuracy":
-        return "%" if not measure.against else "points"
+        if not measure.against:
+            return "%"
+        return "points"
     return measure.unit or UNITS.get(measure.name, ("",))[0]
 
 
 def sign_of(measure: Measure) -> float:
-    """Return 1 if a larger value of a measure is the better one, -1 if a smaller one is, before any comparison."""
+    """Return 1 if a larger value of a measure is the better one, -1 if a smaller one is, before any
+    comparison.
+    """
     if measure.of in LESS:
         return -1.0
-    return 1.0 if measure.name in ("accuracy", "reached") else -1.0
+    if measure.name in ("accuracy", "reached"):
+        return 1.0
+    return -1.0
 
 
 def _accuracy(rows: Rows, measure: Measure, rounds: int) -> float | None:
@@ -121,7 +144,9 @@ def _accuracy(rows: Rows, measure: Measure, rounds: int) -> float | None:
     known = [found for row in until if (found := _of(row, measure)) is not None]
     if not known:
         return None
-    return (min if measure.of in LESS else max)(known) if measure.best else mean(known[-(measure.last or 1) :])
+    if measure.best:
+        return (min if measure.of in LESS else max)(known)
+    return mean(known[-(measure.last or 1) :])
 
 
 def _of(row: GlobalRoundRecord, measure: Measure) -> float | None:
@@ -137,7 +162,9 @@ def _of(row: GlobalRoundRecord, measure: Measure) -> float | None:
 
 
 class SweepResults:
-    """The finished runs of a sweep by the digests of their experiments, their values, beside the paper's."""
+    """The finished runs of a sweep by the digests of their experiments, their values, beside the
+    paper's.
+    """
 
     def __init__(self, grid: Grid, runs: Mapping[str, Run]) -> None:
         self.grid = grid
@@ -147,11 +174,15 @@ class SweepResults:
 
     def runs_of(self, cell: SweepCell) -> dict[int, Run]:
         """Return a cell's finished runs by seed."""
-        found = {seed: self.runs.get(experiment.digest) for seed, experiment in cell.experiments.items()}
+        found = {
+            seed: self.runs.get(experiment.digest) for seed, experiment in cell.experiments.items()
+        }
         return {seed: run for seed, run in found.items() if run is not None}
 
     def values(self, cell: SweepCell, measure: Measure) -> dict[int, float]:
-        """Return a measure of a cell's finished runs by seed; without those that have none, or nothing to compare."""
+        """Return a measure of a cell's finished runs by seed; without those that have none, or
+        nothing to compare.
+        """
         mine = self._values(cell, measure)
         if not measure.against:
             return mine
@@ -172,9 +203,14 @@ class SweepResults:
         return self.grid.figures.get((tuple(cell.values.values()), measure.label))
 
     def difference(self, cell: SweepCell, measure: Measure) -> float | None:
-        """Return our mean minus the paper's figure, 0 within its range; None without one of them."""
-        ours, figure = self.spread(cell, measure), self.figure(cell, measure)
-        return None if ours is None or figure is None else figure.apart(ours.mean)
+        """Return our mean minus the paper's figure, 0 within its range; None without one of
+        them.
+        """
+        ours = self.spread(cell, measure)
+        figure = self.figure(cell, measure)
+        if ours is None or figure is None:
+            return None
+        return figure.apart(ours.mean)
 
     @cached_property
     def ranked(self) -> Sequence[Measure]:
@@ -184,8 +220,12 @@ class SweepResults:
 
     @property
     def compared(self) -> Sequence[Measure]:
-        """Those whose figures are compared with the paper's: none of other experiments than the paper's."""
-        return self.ranked if self.grid.is_whole else []
+        """Those whose figures are compared with the paper's: none of other experiments than the
+        paper's.
+        """
+        if self.grid.is_whole:
+            return self.ranked
+        return []
 
     @property
     def lacking(self) -> list[SweepCell]:
@@ -195,14 +235,22 @@ class SweepResults:
     def _values(self, cell: SweepCell, measure: Measure) -> dict[int, float]:
         """Return the same before the difference."""
         if cell.members:
-            several = [values for values in (self._values(each, measure) for each in cell.members) if values]
-            return max(several, key=lambda values: sign_of(measure) * mean(values.values()), default={})
+            several = [
+                values
+                for values in (self._values(each, measure) for each in cell.members)
+                if values
+            ]
+            return max(
+                several, key=lambda values: sign_of(measure) * mean(values.values()), default={}
+            )
         found = {}
         target = measure.target if measure.target is not None else cell.target
         for seed, run in self.runs_of(cell).items():
             key = run.id, f"{measure.label} {target}"
             if key not in self._known:
-                self._known[key] = value_of(run.rounds, measure, target=target, rounds=run.experiment.rounds)
+                self._known[key] = value_of(
+                    run.rounds, measure, target=target, rounds=run.experiment.rounds
+                )
             value = self._known[key]
             if value is not None:
                 found[seed] = value

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    CancelledError,
+    Future,
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+    wait,
+)
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -39,7 +46,8 @@ from fedstrata.deploy.sweeps.execution import STARTED, RunOrder, Slot
 from fedstrata.deploy.sweeps.folder import MissingRun
 from fedstrata.device.pool.pool import cores
 
-JOBS_STAGE: Final = "finds how many runs at once fit into the memory of this machine"  # what `default_jobs` does
+# what `default_jobs` does
+JOBS_STAGE: Final = "finds how many runs at once fit into the memory of this machine"
 MEMORY_SHARE: Final = 0.9  # of the memory that is available
 RUNNING_MOST: Final = 4  # runs that the live line names
 REMIND_S: Final = 20.0  # between looks at what labs wait for
@@ -49,7 +57,9 @@ REMIND_S: Final = 20.0  # between looks at what labs wait for
 
 
 def accelerators_of(name: str) -> Sequence[str]:
-    """Return the accelerators that `--accelerator` selects, of this machine's. Raises InvalidExperiment."""
+    """Return the accelerators that `--accelerator` selects, of this machine's. Raises
+    InvalidExperiment.
+    """
     if name == "cpu":
         return ("cpu",)
     gpus = nvidia.find()
@@ -57,23 +67,31 @@ def accelerators_of(name: str) -> Sequence[str]:
 
 
 def default_jobs(experiments: Iterable[Experiment], accelerators: Sequence[str]) -> int:
-    """Return how many of the experiments run at once without a network: one per GPU, or per core if memory permits."""
+    """Return how many of the experiments run at once without a network: one per GPU, or per core if
+    memory permits.
+    """
     if accelerators[0] != "cpu":
         return len(accelerators)
-    most, available = cores(), available_bytes()
+    most = cores()
+    available = available_bytes()
     if most == 1 or available is None:
         return most
-    kinds = {str((one.model, one.data.dataset, one.sizes())): one for one in experiments}  # their memory may differ
+    # their memory may differ
+    kinds = {str((one.model, one.data.dataset, one.sizes())): one for one in experiments}
     return fitting(most, available, max(map(_in_process, kinds.values())))
 
 
 def fitting(cores: int, available: float, each: int) -> int:
-    """Return how many processes of `each` bytes fit into the available memory, at least 1 and at most one per core."""
+    """Return how many processes of `each` bytes fit into the available memory, at least 1 and at
+    most one per core.
+    """
     return max(1, min(cores, int(MEMORY_SHARE * available // each)))
 
 
 def _in_process(experiment: Experiment) -> int:
-    """Return the memory of a run without a network; found in a process of its own, as it loads data and model."""
+    """Return the memory of a run without a network; found in a process of its own, as it loads data
+    and model.
+    """
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(_bytes_of, experiment.to_json()).result()
 
@@ -83,7 +101,9 @@ def _bytes_of(experiment_json: str) -> int:
     from fedstrata.deploy.planning import footprint, workload
 
     work = workload.workload(parse(experiment_json))
-    return footprint.direct_bytes(work.experiment, work.layout, data_bytes=work.data_bytes, kept_bytes=work.kept_bytes)
+    return footprint.direct_bytes(
+        work.experiment, work.layout, data_bytes=work.data_bytes, kept_bytes=work.kept_bytes
+    )
 
 
 # Executors
@@ -112,7 +132,10 @@ class HostExecutor:
     """
 
     def __init__(
-        self, order: Callable[[MissingRun, str], RunOrder], accelerators: Sequence[str], slot: type[Slot]
+        self,
+        order: Callable[[MissingRun, str], RunOrder],
+        accelerators: Sequence[str],
+        slot: type[Slot],
     ) -> None:
         self._order = order
         self._threads = ThreadPoolExecutor(len(accelerators))
@@ -135,7 +158,8 @@ class HostExecutor:
 
     def _do(self, job: MissingRun, watch: Watch) -> bytes:
         slot, accelerator = self._free.get()
-        order, report = self._order(job, accelerator), partial(watch, job)
+        order = self._order(job, accelerator)
+        report = partial(watch, job)
         report({"event": STARTED})
         try:
             slot.run(order, order.folder, job.resume, report=report, stopped=self._stopping.is_set)
@@ -149,7 +173,9 @@ class HostExecutor:
 
 @dataclass(slots=True)
 class _Running:
-    """A run under way: since when, its completed global rounds, and what its lab waits for, if anything."""
+    """A run under way: since when, its completed global rounds, and what its lab waits for, if
+    anything.
+    """
 
     since: float
     rounds: int = 0
@@ -159,7 +185,9 @@ class _Running:
 
 
 class SweepProgress:
-    """State of a running sweep. `finished`: its runs that were there, by digest; `runs`: how many it has in all."""
+    """State of a running sweep. `finished`: its runs that were there, by digest; `runs`: how many
+    it has in all.
+    """
 
     def __init__(self, runs: int, finished: Mapping[str, Run], *, jobs: int) -> None:
         self.failed: dict[str, str] = {}  # reasons by label
@@ -181,13 +209,17 @@ class SweepProgress:
         if not errors.is_terminal or as_json():
             yield
             return
-        with Live(console=errors, refresh_per_second=2, transient=True, get_renderable=self.picture) as live:
+        with Live(
+            console=errors, refresh_per_second=2, transient=True, get_renderable=self.picture
+        ) as live:
             self._live = live
             yield
         self._live = None
 
     def take(self, job: MissingRun, facts: Mapping[str, Any]) -> None:
-        """Take an event of a run, from whichever thread; an event that arrives behind the run's end is ignored."""
+        """Take an event of a run, from whichever thread; an event that arrives behind the run's end
+        is ignored.
+        """
         event = facts["event"]
         if job.label not in self._pending:
             return
@@ -204,9 +236,11 @@ class SweepProgress:
             if running.begun:
                 how = f"resumed behind global round {done}" if done else "run again from its start"
                 self._write(f"{job.label}: its process was lost; {how}")
-            running.rounds, running.begun = done, True
+            running.rounds = done
+            running.begun = True
         elif event == "global_round":
-            running.rounds, running.waits_for = int(facts["global_round"]), ""
+            running.rounds = int(facts["global_round"])
+            running.waits_for = ""
 
     def remind(self) -> None:
         """Write what labs wait for, once for each reason."""
@@ -237,7 +271,9 @@ class SweepProgress:
         return f"{self._done}/{self._runs}"
 
     def left_s(self) -> float | None:
-        """Return the seconds until the end: from finished runs of the same kind, or else of all kinds."""
+        """Return the seconds until the end: from finished runs of the same kind, or else of all
+        kinds.
+        """
         known = [seconds for several in self._seconds.values() for seconds in several]
         if not known:
             return None
@@ -249,13 +285,20 @@ class SweepProgress:
             if (running := self._running.get(label)) is not None:
                 share = running.rounds / job.experiment.rounds
                 rest = max(0.0, min(whole - (now - running.since), whole * (1 - share)))
-            total, longest = total + rest, max(longest, rest)
+            total = total + rest
+            longest = max(longest, rest)
         return max(total / self._jobs, longest)
 
     def picture(self) -> Text:
         """Return the live line."""
-        under_way = [(label, each.rounds) for label, each in list(self._running.items()) if label in self._pending]
-        running = [f"{label} {done}/{self._pending[label].experiment.rounds}" for label, done in under_way]
+        under_way = [
+            (label, each.rounds)
+            for label, each in list(self._running.items())
+            if label in self._pending
+        ]
+        running = [
+            f"{label} {done}/{self._pending[label].experiment.rounds}" for label, done in under_way
+        ]
         more = [f"and {len(running) - RUNNING_MOST} more"] if len(running) > RUNNING_MOST else []
         failed = f", {len(self.failed)} failed" if self.failed else ""
         shown = "; ".join([*running[:RUNNING_MOST], *more])
@@ -263,13 +306,17 @@ class SweepProgress:
 
     def _left(self) -> str:
         left_s = self.left_s() if self._pending else None
-        return "" if left_s is None else f", about {age(left_s)} left"
+        if left_s is None:
+            return ""
+        return f", about {age(left_s)} left"
 
     def _end(self, job: MissingRun) -> float:
         """Return the seconds since a run began."""
         del self._pending[job.label]
         running = self._running.pop(job.label, None)
-        return 0.0 if running is None else time.monotonic() - running.since
+        if running is None:
+            return 0.0
+        return time.monotonic() - running.since
 
     def _write(self, line: str) -> None:
         """Write a line above the live one."""
@@ -303,7 +350,8 @@ def run_jobs(
     common: list[FedstrataError] = []
     try:
         futures = {executor.submit(job, progress.take): job for job in jobs}
-        left, remind_at = set(futures), time.monotonic() + REMIND_S
+        left = set(futures)
+        remind_at = time.monotonic() + REMIND_S
         while left:
             done, left = wait(left, timeout=REMIND_S, return_when=FIRST_COMPLETED)
             if time.monotonic() >= remind_at:

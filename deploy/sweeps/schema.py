@@ -1,6 +1,7 @@
 """A sweep as typed data: the keys of its TOML file. docs/sweeps.md explains them.
 
-An unknown key or a wrong value is an InvalidExperiment that names the key, the value and the remedy.
+An unknown key or a wrong value is an InvalidExperiment that names the key, the value and the
+remedy.
 """
 
 from __future__ import annotations
@@ -22,8 +23,18 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Size = Literal["small", "reduced", "full"]
 FULL: Final = "full"  # the size that the file's other tables have
 Keys = dict[str, Any]  # keys of an experiment, a part of its tree
-SCALES: Final[Mapping[str, float]] = {"s": 1.0, "min": 60.0, "h": 3600.0, "kB": 1e3, "MB": 1e6, "GB": 1e9}
-UNITS: Final[Mapping[str, tuple[str, ...]]] = {"seconds": ("s", "min", "h"), "bytes": ("MB", "kB", "GB")}
+SCALES: Final[Mapping[str, float]] = {
+    "s": 1.0,
+    "min": 60.0,
+    "h": 3600.0,
+    "kB": 1e3,
+    "MB": 1e6,
+    "GB": 1e9,
+}
+UNITS: Final[Mapping[str, tuple[str, ...]]] = {
+    "seconds": ("s", "min", "h"),
+    "bytes": ("MB", "kB", "GB"),
+}
 ONLY_FOR: Final[Mapping[str, str]] = {  # keys of a measure that belong to one name
     **dict.fromkeys(("last", "best", "round", "every", "of", "personalised"), "accuracy"),
     **dict.fromkeys(("tier", "direction"), "bytes"),
@@ -32,7 +43,9 @@ ONLY_FOR: Final[Mapping[str, str]] = {  # keys of a measure that belong to one n
 
 
 def short_forms(tree: Any) -> Any:
-    """Return a sweep's tree with its short forms written out: an axis as a list, a measure alone."""
+    """Return a sweep's tree with its short forms written out: an axis as a list, a measure
+    alone.
+    """
     if not isinstance(tree, Mapping):
         return tree
     tree = dict(tree)
@@ -54,14 +67,18 @@ def _axis(name: str, values: Any) -> Any:
             branch = {key: branch}
         label = _label(value)
         if label in found:
-            raise InvalidExperiment(f"axes.{name}", value, "a value twice", "Write each value once.")
+            raise InvalidExperiment(
+                f"axes.{name}", value, "a value twice", "Write each value once."
+            )
         found[label] = branch
     return found
 
 
 def _label(value: Any) -> str:
     """Return how a value of an axis is called."""
-    return value if isinstance(value, str) else json.dumps(value)
+    if isinstance(value, str):
+        return value
+    return json.dumps(value)
 
 
 def _values(given: Any) -> Any:
@@ -74,26 +91,35 @@ def _values(given: Any) -> Any:
 class Measure(SettingsTable):
     """What is measured in each run: an accuracy, or a cost of reaching one."""
 
-    # accuracy in percent; or rounds (global rounds), seconds, bytes, steps, path_steps (of each round the slowest
-    # device's steps), epsilon (of privacy, the worst unit's): until the target is reached; or reached: how many runs
-    # reached it.
-    name: Literal["accuracy", "rounds", "seconds", "bytes", "steps", "path_steps", "epsilon", "reached"] = "accuracy"
+    # accuracy in percent; or rounds (global rounds), seconds, bytes, steps, path_steps (of each
+    # round the slowest device's steps), epsilon (of privacy, the worst unit's): until the target is
+    # reached; or reached: how many runs reached it.
+    name: Literal[
+        "accuracy", "rounds", "seconds", "bytes", "steps", "path_steps", "epsilon", "reached"
+    ] = "accuracy"
     label: str = ""  # the column's head; without it, made from the other keys
-    last: Count | None = None  # accuracy: the mean of the last evaluations; without any of these four, of the last one
+    # accuracy: the mean of the last evaluations; without any of these four, of the last one
+    last: Count | None = None
     best: bool = False  # accuracy: the best of the run
     round: Count | None = None  # accuracy: after this global round
     every: Count | None = None  # accuracy: after every so many global rounds, a curve
-    # accuracy: over all test samples; or over the devices that scored, `worst` for the worst tenth of them, and alike
-    # over the honest ones; or `attack`: the success of the first attack that has tests of its own.
-    of: Literal["samples", "devices", "worst", "spread", "honest", "honest_worst", "attack"] = "samples"
-    personalised: bool = False  # accuracy: of the models that devices trained, with `evaluation.personalised`
+    # accuracy: over all test samples; or over the devices that scored, `worst` for the worst tenth
+    # of them, and alike over the honest ones; or `attack`: the success of the first attack that has
+    # tests of its own.
+    of: Literal["samples", "devices", "worst", "spread", "honest", "honest_worst", "attack"] = (
+        "samples"
+    )
+    # accuracy: of the models that devices trained, with `evaluation.personalised`
+    personalised: bool = False
     target: Fraction | None = None  # costs: the accuracy to reach; without it, the cell's
-    until: Literal["target", "end"] = "target"  # costs: until the target is reached, or of the whole run
+    # costs: until the target is reached, or of the whole run
+    until: Literal["target", "end"] = "target"
     phases: list[str] = Field(default_factory=list)  # seconds: those of these phases, summed
     tier: str = ""  # bytes: of this tier only
     direction: Literal["", "up", "down"] = ""  # bytes: in this direction only
     against: str = ""  # compared with the cell that has this value of its axis, seed by seed
-    # With `against`: this value minus the other, or, for costs, how many times as large the other is.
+    # With `against`: this value minus the other, or, for costs, how many times as large the other
+    # is.
     relation: Literal["difference", "speed_up"] = "difference"
     unit: Literal["", "s", "min", "h", "kB", "MB", "GB"] = ""  # of seconds and bytes
     digits: Annotated[int, Field(ge=0, le=6)] | None = None  # decimals
@@ -105,22 +131,39 @@ class Measure(SettingsTable):
         for key, name in ONLY_FOR.items():
             if self.name != name and getattr(self, key) != getattr(default, key):
                 problem = f"it belongs to name = {name!r}; this is {self.name!r}"
-                raise InvalidExperiment(f"measure.{key}", getattr(self, key), problem, f"Remove {key}.")
+                raise InvalidExperiment(
+                    f"measure.{key}", getattr(self, key), problem, f"Remove {key}."
+                )
         for phase in self.phases:
             if phase not in GLOBAL_PHASES:
                 remedy = proposal(phase, GLOBAL_PHASES, what="There are")
-                raise InvalidExperiment("measure.phases", phase, "no phase of a global round", remedy)
+                raise InvalidExperiment(
+                    "measure.phases", phase, "no phase of a global round", remedy
+                )
         chosen = [key for key in ("last", "best", "round", "every") if getattr(self, key)]
         if len(chosen) > 1:
-            raise InvalidExperiment("measure", chosen, "only one of these is possible", f"Keep {chosen[0]}.")
+            raise InvalidExperiment(
+                "measure", chosen, "only one of these is possible", f"Keep {chosen[0]}."
+            )
         if self.unit and self.unit not in UNITS.get(self.name, ()):
-            remedy = f"Use {' or '.join(UNITS[self.name])}." if self.name in UNITS else "Remove unit."
+            if self.name in UNITS:
+                remedy = f"Use {' or '.join(UNITS[self.name])}."
+            else:
+                remedy = "Remove unit."
             raise InvalidExperiment("measure.unit", self.unit, f"no unit of {self.name}", remedy)
-        if self.relation == "speed_up" and (self.name in ("accuracy", "reached") or not self.against):
-            problem, remedy = "it compares costs", "Give the name of a cost, and against."
+        if self.relation == "speed_up" and (
+            self.name in ("accuracy", "reached") or not self.against
+        ):
+            problem = "it compares costs"
+            remedy = "Give the name of a cost, and against."
             raise InvalidExperiment("measure.relation", self.relation, problem, remedy)
-        if self.until == "end" and (self.target is not None or self.name in ("accuracy", "reached")):
-            problem = "costs of the whole run have no target" if self.target else f"not for {self.name}"
+        if self.until == "end" and (
+            self.target is not None or self.name in ("accuracy", "reached")
+        ):
+            if self.target:
+                problem = "costs of the whole run have no target"
+            else:
+                problem = f"not for {self.name}"
             raise InvalidExperiment("measure.until", self.until, problem, "Remove until.")
         return self
 
@@ -131,7 +174,9 @@ class Measure(SettingsTable):
 
 
 class Where(SettingsTable):
-    """Keys of the cells with some values of axes: `[[where]] model = "VGG-16"`, or `model = ["CNN", "VGG-16"]`."""
+    """Keys of the cells with some values of axes: `[[where]] model = "VGG-16"`, or `model = ["CNN",
+    "VGG-16"]`.
+    """
 
     at: dict[str, list[str]]  # by axis, in the file beside the other keys
     experiment: Keys = Field(default_factory=dict)
@@ -157,16 +202,21 @@ class Paper(SettingsTable):
     cite: str = ""
     table: str = ""  # which table or figure of it
     label: str = "paper"  # how its figures are called in the table
-    notes: list[str] = Field(default_factory=list)  # where text and public code differ, what is not stated
-    # The figures, in the measures' units, as rows of a table. The first row has the heads: an axis, or `measure`, whose
-    # values are below it; or a value of another axis, whose figures are below it. A figure is a number,
+    # where text and public code differ, what is not stated
+    notes: list[str] = Field(default_factory=list)
+    # The figures, in the measures' units, as rows of a table. The first row has the heads: an axis,
+    # or `measure`, whose values are below it; or a value of another axis, whose figures are below
+    # it. A figure is a number,
     # [mean, deviation], { from = ..., to = ... }, or "" for none.
     figures: list[list[Any]] = Field(default_factory=list)
-    # Names for the best of several values of the ranked axis, if the paper has a figure of the best alone:
-    # FedAdp = ["FedAdp 4", "FedAdp 6"]. They stand in the tables, in `figures`, `baseline` and a measure's `against`.
+    # Names for the best of several values of the ranked axis, if the paper has a figure of the best
+    # alone:
+    # FedAdp = ["FedAdp 4", "FedAdp 6"]. They stand in the tables, in `figures`, `baseline` and a
+    # measure's `against`.
     best: dict[str, list[str]] = Field(default_factory=dict)
     order: str = ""  # the axis whose values are ranked; without it `method`, or else the last axis
-    baseline: str = ""  # the value with which the others are compared; without it FedAvg, if that is one
+    # the value with which the others are compared; without it FedAvg, if that is one
+    baseline: str = ""
 
 
 Axis = dict[str, Keys]
@@ -192,32 +242,40 @@ class Smaller(SettingsTable):
 
 def _trees(axes: Mapping[str, Axis], where: Sequence[Where]) -> dict[str, Keys]:
     """Return what axes and [[where]] set in experiments, by key."""
-    found = {f"axes.{axis}.{value}": keys for axis, values in axes.items() for value, keys in values.items()}
-    return found | {f"where.{place}.experiment": each.experiment for place, each in enumerate(where)}
+    found = {
+        f"axes.{axis}.{value}": keys
+        for axis, values in axes.items()
+        for value, keys in values.items()
+    }
+    return found | {
+        f"where.{place}.experiment": each.experiment for place, each in enumerate(where)
+    }
 
 
 class SweepFile(SettingsTable):
     """A sweep's file."""
 
     title: str
-    # The experiment of each cell: that of `base`, a file or a name that fedstrata brings along, then [experiment], then
-    # the axes in their order, then [[where]].
+    # The experiment of each cell: that of `base`, a file or a name that fedstrata brings along,
+    # then [experiment], then the axes in their order, then [[where]].
     base: str = ""
     experiment: Keys = Field(default_factory=dict)
-    # By axis: its values, each with the keys of the experiment that it sets. An axis may also be a list of values of
-    # the key that is its name.
+    # By axis: its values, each with the keys of the experiment that it sets. An axis may also be a
+    # list of values of the key that is its name.
     axes: dict[str, Axis]
     where: list[Where] = Field(default_factory=list)
     seeds: Count | list[Seed] = 1  # so many, from 1 on; or a list
     target: Fraction | None = None  # accuracy to reach; without it, the experiment's stop.target
-    measure: list[Measure] = Field(default_factory=lambda: [Measure()])  # a table, or several: [[measure]]
+    # a table, or several: [[measure]]
+    measure: list[Measure] = Field(default_factory=lambda: [Measure()])
     # Axes whose values make tables, rows and columns. Axes that are in none are rows.
     tables: list[str] = Field(default_factory=list)
     rows: list[str] = Field(default_factory=list)
     columns: list[str] = Field(default_factory=list)
     paper: Paper = Paper()
     small: Smaller = Smaller()  # minutes, on the digits that come with fedstrata
-    reduced: Smaller = Smaller()  # the same data, model and skew, with fewer global rounds or values of axes
+    # the same data, model and skew, with fewer global rounds or values of axes
+    reduced: Smaller = Smaller()
 
     @model_validator(mode="before")
     @classmethod
@@ -231,7 +289,9 @@ class SweepFile(SettingsTable):
         for axis, values in self.axes.items():
             if axis in (*EACH_CELL, MEASURE) or not values:
                 problem = "a key of the file's own" if values else "it has no values"
-                raise InvalidExperiment("axes", axis, problem, "Give the axis another name." if values else "Add some.")
+                raise InvalidExperiment(
+                    "axes", axis, problem, "Give the axis another name." if values else "Add some."
+                )
         self._check_places()
         for where in self.where:
             self._check_values("where", where.at)
@@ -258,10 +318,14 @@ class SweepFile(SettingsTable):
             self._check_values(f"{name}.axes", smaller.axes)
             self._check_values(f"{name}.only", smaller.only)
             trees[f"{name}.experiment"] = smaller.experiment
-            trees |= {f"{name}.{key}": tree for key, tree in _trees(smaller.axes, smaller.where).items()}
+            trees |= {
+                f"{name}.{key}": tree for key, tree in _trees(smaller.axes, smaller.where).items()
+            }
         for key, tree in trees.items():
             if "seed" in tree:
-                raise InvalidExperiment(f"{key}.seed", tree["seed"], "the sweep has seeds", "Set seeds instead.")
+                raise InvalidExperiment(
+                    f"{key}.seed", tree["seed"], "the sweep has seeds", "Set seeds instead."
+                )
 
     def _check_places(self) -> None:
         """Check that each axis has one place in the table."""
@@ -280,7 +344,9 @@ class SweepFile(SettingsTable):
         return {name: smaller for name, smaller in known.items() if name in self.model_fields_set}
 
     def smaller(self, size: Size) -> Smaller:
-        """Return what a size changes; the full one nothing. Raises InvalidExperiment if the file has no such size."""
+        """Return what a size changes; the full one nothing. Raises InvalidExperiment if the file
+        has no such size.
+        """
         if size == FULL:
             return Smaller()
         if size not in self.sizes:
@@ -300,9 +366,13 @@ class SweepFile(SettingsTable):
 
     @property
     def order(self) -> CellOrder:
-        """The order of the cells; of a baseline that is the best of several values, the first of these."""
+        """The order of the cells; of a baseline that is the best of several values, the first of
+        these.
+        """
         baseline = self.paper.best.get(self.baseline, [self.baseline])[0]
-        return CellOrder({axis: list(values) for axis, values in self.axes.items()}, self.ranked, baseline)
+        return CellOrder(
+            {axis: list(values) for axis, values in self.axes.items()}, self.ranked, baseline
+        )
 
     def _check_values(self, key: str, at: Mapping[str, Any]) -> None:
         for axis, values in at.items():
@@ -321,5 +391,7 @@ class SweepFile(SettingsTable):
         if value not in self.axes[axis]:
             remedy = proposal(value, self.axes[axis], what="There are")
             if key.startswith("--"):
-                raise InvalidExperiment(key, f"{axis}={value}", "the axis has no such value", remedy)
+                raise InvalidExperiment(
+                    key, f"{axis}={value}", "the axis has no such value", remedy
+                )
             raise InvalidExperiment(f"{key}.{axis}", value, "the axis has no such value", remedy)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from fedstrata.common.host.memory import frozen_imports, keep_large_buffers
-from fedstrata.common.host.subprocess_channel import AgentChannel, Record, error_record
+from fedstrata.common.processes.subprocess_channel import AgentChannel, Record, error_record
 
 SHOWN: Final = ("run", "global_round")  # events that are passed on
 SENT: Final = ("done", "global_round")  # facts of them
@@ -44,7 +44,12 @@ def run(request: Record, send: Callable[..., None]) -> None:
 
     try:
         with cost_noted(folder):
-            run_in_process(folder, resume="resume" in request, accelerator=request["accelerator"], observe=observe)
+            run_in_process(
+                folder,
+                resume="resume" in request,
+                accelerator=request["accelerator"],
+                observe=observe,
+            )
     finally:
         folder.release()
 

@@ -1,1 +1,3 @@
-"""`fedstrata watch`: shows a lab from the messages on its brokers. It only subscribes and is not a node of the run."""
+"""`fedstrata watch`: shows a lab from the messages on its brokers. It only subscribes and is not a
+node of the run.
+"""

@@ -1,4 +1,6 @@
-"""The connections of a live view to its brokers: they subscribe, ask the parents for their status, and reconnect."""
+"""The connections of a live view to its brokers: they subscribe, ask the parents for their status,
+and reconnect.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ class Screen(Protocol):
 class Follower:
     """Client that follows one run of a lab on one or several brokers, the cloud's first.
 
-    It publishes nothing but requests for the status of the run: of `run`, None: the newest active one.
+    It publishes nothing but requests for the status of the run: of `run`, None: the newest active
+    one.
     """
 
     def __init__(
@@ -64,7 +67,11 @@ class Follower:
                 "watch",
                 lab=lab,
                 node=OPERATOR,
-                reads=[topics.spec(lab, "+", "+"), topics.state(lab, "+", "+"), topics.status(lab, "+", "+")],
+                reads=[
+                    topics.spec(lab, "+", "+"),
+                    topics.state(lab, "+", "+"),
+                    topics.status(lab, "+", "+"),
+                ],
                 received=self._received,
                 subscribed=partial(self._set_broker, place, up=True),
                 lost=partial(self._set_broker, place, up=False),
@@ -77,8 +84,8 @@ class Follower:
     async def follow(self, screen: Screen) -> None:
         """Show the run until it ends.
 
-        Raises ConnectionFailed if a broker cannot be reached or refuses the subscriptions, RunFailed if the run fails,
-        and NoProgress if the cloud is absent for `transfer.idle_s`.
+        Raises ConnectionFailed if a broker cannot be reached or refuses the subscriptions,
+        RunFailed if the run fails, and NoProgress if the cloud is absent for `transfer.idle_s`.
         """
 
         async def watch() -> None:
@@ -92,7 +99,9 @@ class Follower:
         await self._connected(watch())
 
     async def look(self, show: Callable[[WatchedLab, float], None], *, timeout_s: float) -> None:
-        """Show the current state once. Raises NoProgress if a broker is reached, and no run found in `timeout_s`."""
+        """Show the current state once. Raises NoProgress if a broker is reached, and no run found
+        in `timeout_s`.
+        """
 
         async def watch() -> None:
             await self._clients[0].once_connected.wait()
@@ -101,16 +110,23 @@ class Follower:
                     lab = await self._found(lambda: None)
             except TimeoutError:
                 others = ", ".join(self._runs.names()[:3])
-                hint = f"--run NAME shows a run that has ended: {others}" if others else NOTHING_ANNOUNCED
+                if others:
+                    hint = f"--run NAME shows a run that has ended: {others}"
+                else:
+                    hint = NOTHING_ANNOUNCED
                 where = f"lab {self._lab_name} on broker {', '.join(self._brokers)}"
-                raise NoProgress(f"no active run of {where} within {timeout_s:g} s; {hint}") from None
+                raise NoProgress(
+                    f"no active run of {where} within {timeout_s:g} s; {hint}"
+                ) from None
             await self._turn(lab, pause_s=LOOK_S)
             show(lab, self._now())
 
         await self._connected(watch())
 
     async def feed(self, lab: WatchedLab) -> None:
-        """Keep a lab up to date until cancelled. Raises ConnectionFailed if a broker cannot be reached."""
+        """Keep a lab up to date until cancelled. Raises ConnectionFailed if a broker cannot be
+        reached.
+        """
 
         async def ask() -> None:
             while True:
@@ -134,7 +150,9 @@ class Follower:
             await self._pause(DRAW_S / 2)
         run, experiment = chosen
         now = self._now()
-        self._lab = lab = WatchedLab(run, experiment, brokers=self._brokers, now=now, lab=self._lab_name)
+        self._lab = lab = WatchedLab(
+            run, experiment, brokers=self._brokers, now=now, lab=self._lab_name
+        )
         for place, client in enumerate(self._clients):
             if client.up:
                 client.subscribe(topics.state(self._lab_name, run, "+"))  # for what is retained
@@ -143,7 +161,9 @@ class Follower:
         return lab
 
     async def _turn(self, lab: WatchedLab, *, pause_s: float = DRAW_S) -> None:
-        """Ask the parents when it is time, receive for a while, and let a lab evaluate its state."""
+        """Ask the parents when it is time, receive for a while, and let a lab evaluate its
+        state.
+        """
         if self._now() >= self._ask_at:
             self._ask_at = self._now() + STATUS_EVERY_S
             for client in self._clients:
@@ -164,7 +184,8 @@ class Follower:
         else:
             self._lab.receive(topic, body, now, retained=retained)
         if isinstance(topic, topics.StateTopic) and not retained:
-            self._ask_at = min(self._ask_at, now + PUBLISH_S)  # it may be a parent that has just come
+            # it may be a parent that has just come
+            self._ask_at = min(self._ask_at, now + PUBLISH_S)
 
     def _set_broker(self, place: int, *, up: bool) -> None:
         if up:

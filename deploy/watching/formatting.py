@@ -30,13 +30,21 @@ def line(lab: WatchedLab, event: str, facts: Mapping[str, Any]) -> str | None:
             text = f"run {facts['run']}: {facts['experiment']}, {nodes}, {rounds}"
         case "global_round":
             loss = "" if facts["loss"] is None else f"  training loss {facts['loss']:.4f}"
-            text = f"global round {facts['global_round']}/{lab.experiment.rounds}{loss}  {traffic(lab)}"
+            text = (
+                f"global round {facts['global_round']}/{lab.experiment.rounds}{loss}  "
+                f"{traffic(lab)}"
+            )
         case "evaluated":
             loss = "" if facts["loss"] is None else f"  loss {facts['loss']:.4f}"
-            text = f"global round {facts['global_round']}: {lab.experiment.score_label} {facts['score']:.4f}{loss}"
+            text = (
+                f"global round {facts['global_round']}: {lab.experiment.score_label} "
+                f"{facts['score']:.4f}{loss}"
+            )
         case "state":
             shown = facts["state"] not in (NodeState.INIT, LEFT)
-            return f"{facts['node']}: {facts['state']}{reason}" if shown else None
+            if shown:
+                return f"{facts['node']}: {facts['state']}{reason}"
+            return None
         case "warning":
             text = f"warning: {facts['reason']}"
         case "waiting":
@@ -53,7 +61,9 @@ def line(lab: WatchedLab, event: str, facts: Mapping[str, Any]) -> str | None:
 def note(lab: WatchedLab, event: str, facts: Mapping[str, Any]) -> str | None:
     """Return what a live view keeps of an event below the tree, failures and restarts, or None."""
     gone = event == "state" and is_gone(facts["state"])
-    return line(lab, event, facts) if gone or event in NOTED else None
+    if gone or event in NOTED:
+        return line(lab, event, facts)
+    return None
 
 
 def progress(lab: WatchedLab) -> str:
@@ -61,20 +71,32 @@ def progress(lab: WatchedLab) -> str:
     if lab.cloud.status is None:
         return f"run {lab.run}: no status from the cloud"
     score = "" if lab.score is None else f"  {lab.experiment.score_label} {lab.score:.4f}"
-    return f"run {lab.run}: global round {lab.global_round}/{lab.experiment.rounds}{score}  {traffic(lab)}"
+    return (
+        f"run {lab.run}: global round {lab.global_round}/{lab.experiment.rounds}{score}  "
+        f"{traffic(lab)}"
+    )
 
 
 def traffic(lab: WatchedLab) -> str:
     """Return the bytes of each tier in both directions together."""
     flows = lab.flows()
-    both = {tier: flows[f"{tier}_up"].total + flows[f"{tier}_down"].total for tier in lab.experiment.tier_names}
+    both = {
+        tier: flows[f"{tier}_up"].total + flows[f"{tier}_down"].total
+        for tier in lab.experiment.tier_names
+    }
     return ", ".join(f"{tier} {size(total)}" for tier, total in both.items())
 
 
-def facts_of(lab: WatchedLab, event: str, facts: Mapping[str, Any], now: float) -> dict[str, object]:
-    """Return an event's JSON object; `at_s` counts from the watch's start. A global round's has the sums so far."""
+def facts_of(
+    lab: WatchedLab, event: str, facts: Mapping[str, Any], now: float
+) -> dict[str, object]:
+    """Return an event's JSON object; `at_s` counts from the watch's start. A global round's has the
+    sums so far.
+    """
     content: dict[str, object] = {"event": event, "at_s": round(now - lab.began, 3), **facts}
-    return content | sums(lab) if event in ("global_round", "end") else content
+    if event in ("global_round", "end"):
+        return content | sums(lab)
+    return content
 
 
 def sums(lab: WatchedLab) -> dict[str, object]:
@@ -98,7 +120,9 @@ def tree(lab: WatchedLab, now: float) -> dict[str, object]:
 
 
 def branch(node: Node, now: float) -> dict[str, object]:
-    """Return the state of a node and of the nodes below it; `seen_s`, `status_s`: since when it was last seen."""
+    """Return the state of a node and of the nodes below it; `seen_s`, `status_s`: since when it was
+    last seen.
+    """
     facts: dict[str, object] = {"role": node.role, "state": node.state}
     if node.alive:
         facts["proven"] = node.proven
@@ -112,7 +136,10 @@ def branch(node: Node, now: float) -> dict[str, object]:
     if node.status is not None:
         facts["status_s"] = round(now - node.received_at, 1)
     if node.key is not None:
-        facts |= {"global_round": node.key.global_round + 1, "local_round": node.key.local_round + 1}
+        facts |= {
+            "global_round": node.key.global_round + 1,
+            "local_round": node.key.local_round + 1,
+        }
     if node.children:
         facts["children"] = {name: branch(child, now) for name, child in node.children.items()}
     return facts
@@ -130,13 +157,16 @@ def activity(node: Node) -> str:
 
 def _doing(state: str | None, step: Step | None) -> str:
     idle = is_gone(state) or state is None or step in (None, Step.IDLE)
-    return str(state or "absent") if idle else str(step)
+    if idle:
+        return str(state or "absent")
+    return str(step)
 
 
 def counts(node: Node, children: Iterable[Node]) -> str:
     """Return the numbers of a node's children by activity, lost ones first, and the slowest one.
 
-    `children`: those to be counted of the ones that its last record names; those that it only counts are added.
+    `children`: those to be counted of the ones that its last record names; those that it only
+    counts are added.
     """
     named = [child for child in children if child.entry is not None]
     found = Counter(map(activity, named))
@@ -144,7 +174,9 @@ def counts(node: Node, children: Iterable[Node]) -> str:
         found[_doing(group.state, group.step)] += group.count
     text = ", ".join(f"{found[name]} {name}" for name in sorted(found, key=_place))
     slowest = min((child for child in named if child.works), key=_progress, default=None)
-    return f"{text}; slowest {slowest.name}, {step(slowest)}" if slowest is not None and advances(slowest) else text
+    if slowest is not None and advances(slowest):
+        return f"{text}; slowest {slowest.name}, {step(slowest)}"
+    return text
 
 
 def _place(name: str) -> tuple[int, str]:
@@ -161,21 +193,33 @@ def step(node: Node) -> str:
 
 
 def advances(node: Node) -> bool:
-    """Return whether a node is in a step whose progress is known. An aggregator reports none of its training."""
-    return node.entry is not None and node.entry.total > 0 and node.step in AT_WORK and activity(node) == node.step
+    """Return whether a node is in a step whose progress is known. An aggregator reports none of its
+    training.
+    """
+    return (
+        node.entry is not None
+        and node.entry.total > 0
+        and node.step in AT_WORK
+        and activity(node) == node.step
+    )
 
 
 def missing(lab: WatchedLab) -> list[tuple[str, int]]:
-    """Return the nodes that the lab waits for before its first round, such as `device-3 of institution-0`.
+    """Return the nodes that the lab waits for before its first round, such as `device-3 of
+    institution-0`.
 
     Each with their number, which is 1 but for those that a record only counts.
     """
     begun = lab.cloud.key is not None or lab.progress.scores
-    return [] if begun or not lab.cloud.alive else list(_missing(lab.cloud))
+    if begun or not lab.cloud.alive:
+        return []
+    return list(_missing(lab.cloud))
 
 
 def _missing(node: Node) -> Iterator[tuple[str, int]]:
-    """Yield the absent nodes below a node that waits for them; by its text, where it has published no record."""
+    """Yield the absent nodes below a node that waits for them; by its text, where it has published
+    no record.
+    """
     of = "" if node.parent is None else f" of {node.name}"
     if node.status is None:
         names = [reason.split(" ")[0] for reason in node.text.split("; ")]
@@ -194,12 +238,14 @@ def _missing(node: Node) -> Iterator[tuple[str, int]]:
 def sparkline(values: Sequence[float], *, most: int) -> str:
     """Return the last values, `most` at most, as bars from the least on.
 
-    Their full height is the greatest difference, or FULL_LEAST of the greatest value: small changes look small.
+    Their full height is the greatest difference, or FULL_LEAST of the greatest value: small changes
+    look small.
     """
     shown = [value for value in values if abs(value) < GREATEST][-most:]
     if len(shown) < 2:
         return ""
-    low, high = min(shown), max(shown)
+    low = min(shown)
+    high = max(shown)
     height = max(high - low, FULL_LEAST * max(abs(low), abs(high)))
     scale = (len(BARS) - 1) / height if height > 0 else 0.0
     return "".join(BARS[round((value - low) * scale)] for value in shown)

@@ -1,7 +1,8 @@
 """State of a run for a live view, from the status records of its parents. Sans-IO.
 
-A record has all that is shown of the nodes below its parent. Presences are read for three facts: when a node was last
-seen, whether it was restarted, and whether a parent that no record has, such as the cloud, is present.
+A record has all that is shown of the nodes below its parent. Presences are read for three facts:
+when a node was last seen, whether it was restarted, and whether a parent that no record has, such
+as the cloud, is present.
 """
 
 from __future__ import annotations
@@ -15,7 +16,15 @@ from typing import Final, TypeAlias
 from fedstrata.common.errors import FedstrataError, NoProgress, RunFailed, WireError
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.protocol import serialization, topics
-from fedstrata.common.protocol.messages import LIVING, ChildStatus, NodeState, Presence, RunStatus, Status, Step
+from fedstrata.common.protocol.messages import (
+    LIVING,
+    ChildStatus,
+    NodeState,
+    Presence,
+    RunStatus,
+    Status,
+    Step,
+)
 from fedstrata.common.protocol.status import ROUNDS_KEPT
 from fedstrata.common.settings.topology import CLOUD
 from fedstrata.deploy.watching.nodes import UNKNOWN, Node
@@ -48,13 +57,20 @@ class WatchedBroker:
 
 
 class WatchedLab:
-    """One run. The caller passes in every message and the time, and takes the events until the run has ended.
+    """One run. The caller passes in every message and the time, and takes the events until the run
+    has ended.
 
     Messages of other labs and runs are ignored. `brokers`: their addresses, the cloud's first.
     """
 
     def __init__(
-        self, run: str, experiment: Experiment, *, brokers: Sequence[str], now: float, lab: str = topics.DEFAULT_LAB
+        self,
+        run: str,
+        experiment: Experiment,
+        *,
+        brokers: Sequence[str],
+        now: float,
+        lab: str = topics.DEFAULT_LAB,
     ) -> None:
         self.run = run
         self.name = lab
@@ -74,13 +90,16 @@ class WatchedLab:
         self._asked_since = self._closed_at = self._alive_at = now
         self._over_since = inf
         self._warned = False
-        self._events: deque[Event] = deque(maxlen=EVENTS_KEPT)  # until they are shown, twice a second
+        # until they are shown, twice a second
+        self._events: deque[Event] = deque(maxlen=EVENTS_KEPT)
         facts = {"run": run, "experiment": experiment.name, "global_rounds": experiment.rounds}
         self._emit("run", {**facts, "nodes": experiment.count_by_kind()})
 
     # Inputs
 
-    def receive(self, topic: topics.Topic, body: bytes, now: float, *, retained: bool = False) -> None:
+    def receive(
+        self, topic: topics.Topic, body: bytes, now: float, *, retained: bool = False
+    ) -> None:
         """Process a message. Raises WireError."""
         if not isinstance(topic, topics.StateTopic | topics.StatusTopic):
             return
@@ -113,7 +132,8 @@ class WatchedLab:
         named = {each.name: each for each in status.children}
         counted = {group.state or "absent" for group in status.others}
         for child in parent.children.values():
-            last, child.entry = child.entry, named.get(child.name)
+            last = child.entry
+            child.entry = named.get(child.name)
             if child.entry is not None:
                 self._report_child(child, child.entry, last, now)
             elif len(counted) == 1:  # all that are not named have this state
@@ -122,23 +142,33 @@ class WatchedLab:
 
     def report(self, progress: RunStatus, now: float) -> None:
         """Process the run's progress."""
-        before, self.progress = self.progress, progress
+        before = self.progress
+        self.progress = progress
         if progress.closed != before.closed:
             self._closed_at = now
         known = {each.global_round: each.score for each in before.scores}
         for each in progress.scores[-ROUNDS_KEPT:]:
             if each.global_round not in known:
-                self._emit("global_round", {"global_round": each.global_round, "loss": each.train_loss})
+                self._emit(
+                    "global_round", {"global_round": each.global_round, "loss": each.train_loss}
+                )
             if each.score is not None and known.get(each.global_round) is None:
-                facts: dict[str, object] = {"global_round": each.global_round, "score": each.score, "loss": each.loss}
+                facts: dict[str, object] = {
+                    "global_round": each.global_round,
+                    "score": each.score,
+                    "loss": each.loss,
+                }
                 self._emit("evaluated", facts)
 
     def set_broker(self, place: int, *, up: bool, now: float) -> None:
-        """Record that a broker is connected, so that its retained messages follow, or disconnected."""
+        """Record that a broker is connected, so that its retained messages follow, or
+        disconnected.
+        """
         broker = self.brokers[place]
         if broker.up == up:
             return
-        broker.up, broker.since = up, now
+        broker.up = up
+        broker.since = now
         self._emit("broker", {"broker": broker.address, "state": "connected" if up else "away"})
         if up:
             self._asked_since = now
@@ -147,7 +177,9 @@ class WatchedLab:
                 root.state = UNKNOWN  # it may have lost them
 
     def tick(self, now: float) -> None:
-        """Decide whether the run has ended by now, by the rule by which nodes give up an absent parent."""
+        """Decide whether the run has ended by now, by the rule by which nodes give up an absent
+        parent.
+        """
         roots = self._roots()
         if self.brokers[0].up and any(root.alive for root in roots):
             self._alive_at = now
@@ -155,14 +187,18 @@ class WatchedLab:
         if silent_s >= WARN_S and not self._warned:
             self._warned = True
             why = "it hangs, or the broker's access rules do not let this login ask"
-            self._emit("warning", {"reason": f"no status from the cloud for {silent_s:.0f} s: {why}"})
+            self._emit(
+                "warning", {"reason": f"no status from the cloud for {silent_s:.0f} s: {why}"}
+            )
         over = bool(roots) and all(root.state in OVER for root in roots)
         self._over_since = min(self._over_since, now) if over else inf
         failed = [root for root in roots if root.state == NodeState.FAILED]
         idle_s = self.experiment.transfer.idle_s
         if over and failed:
             self._finish(RunFailed(f"{failed[0].name} gave up: {failed[0].text}"))
-        elif over and (all(root.state == LEFT for root in roots) or now >= self._over_since + GOODBYE_S):
+        elif over and (
+            all(root.state == LEFT for root in roots) or now >= self._over_since + GOODBYE_S
+        ):
             self._finish(None)
         elif not over and now >= self._alive_at + idle_s:
             away = [broker.address for broker in self.brokers if not broker.up]
@@ -187,28 +223,38 @@ class WatchedLab:
     @property
     def loss(self) -> float | None:
         """The training loss of the last global round, None if it is not known."""
-        return self.progress.scores[-1].train_loss if self.progress.scores else None
+        if self.progress.scores:
+            return self.progress.scores[-1].train_loss
+        return None
 
     @property
     def score(self) -> float | None:
         """The score of the last evaluated global round, None if there is none."""
         scores = [each.score for each in self.progress.scores if each.score is not None]
-        return scores[-1] if scores else None
+        if scores:
+            return scores[-1]
+        return None
 
     def silent_s(self, node: Node, now: float) -> float:
         """Return for how many seconds a parent's record is missing, 0 if none is due.
 
         Of the cloud it is due while it has not left, of an institution once one was received.
         """
-        if node.state in (UNKNOWN, "absent", *OVER) or not all(broker.up for broker in self.brokers):
+        if node.state in (UNKNOWN, "absent", *OVER) or not all(
+            broker.up for broker in self.brokers
+        ):
             return 0.0
         if node is not self.cloud and node.status is None:
             return 0.0
         silent_s = now - max(node.received_at, self._asked_since)
-        return silent_s if silent_s >= SILENT_S else 0.0
+        if silent_s >= SILENT_S:
+            return silent_s
+        return 0.0
 
     def flows(self) -> dict[str, Flow]:
-        """Return each tier's traffic, `wan_up`, `wan_down` and so on, in MQTT bytes as parents count them."""
+        """Return each tier's traffic, `wan_up`, `wan_down` and so on, in MQTT bytes as parents
+        count them.
+        """
         tiers = self.experiment.tier_names
         flows = {f"{tier}_{way}": Flow() for tier in tiers for way in ("up", "down")}
         for parent in _highest(self.cloud):
@@ -217,13 +263,16 @@ class WatchedLab:
             own = tiers[self.experiment.depth(parent.name) :]
             for tier, old, new in zip(own, before, last.tiers, strict=False):
                 for way in ("up", "down"):
-                    flow, total = flows[f"{tier}_{way}"], getattr(new, way)
+                    flow = flows[f"{tier}_{way}"]
+                    total = getattr(new, way)
                     flow.total += total
                     flow.rate += max(0, total - getattr(old, way)) / seconds
         return flows
 
     def left_s(self, now: float) -> float | None:
-        """Return the remaining seconds, extrapolated from the last global rounds, or None before the first is over."""
+        """Return the remaining seconds, extrapolated from the last global rounds, or None before
+        the first is over.
+        """
         if not 0 < self.progress.round_s < inf:
             return None
         rounds = self.experiment.rounds - self.progress.closed
@@ -239,7 +288,9 @@ class WatchedLab:
         parent.children[node.name] = self.nodes[node.name] = node
 
     def _place(self, parent: Node, status: Status) -> None:
-        """Let devices stand below the parent whose record has them, and visitors leave with their entry."""
+        """Let devices stand below the parent whose record has them, and visitors leave with their
+        entry.
+        """
         own = self.experiment.tree.children.get(parent.name, ())
         listed = {each.name for each in status.children}
         for name, child in [*parent.children.items()]:
@@ -254,7 +305,9 @@ class WatchedLab:
             if room and self.experiment.takes(each.name, parent.name):
                 self._add(self.nodes.get(each.name) or Node(each.name, "device"), parent)
 
-    def _present(self, node: Node, session: str, presence: Presence | None, now: float, *, retained: bool) -> None:
+    def _present(
+        self, node: Node, session: str, presence: Presence | None, now: float, *, retained: bool
+    ) -> None:
         """Process a presence, None: it was cleared."""
         known = node.session or session
         if not known:
@@ -272,10 +325,16 @@ class WatchedLab:
             self._set_state(node, LEFT if presence is None else presence.state)
 
     def _roots(self) -> list[Node]:
-        """Return the nodes whose presence decides when the run ends: the cloud, or parents that no record has."""
+        """Return the nodes whose presence decides when the run ends: the cloud, or parents that no
+        record has.
+        """
         if self.cloud.session:
             return [self.cloud]
-        return [node for node in self.nodes.values() if node.children and node.session and node.entry is None]
+        return [
+            node
+            for node in self.nodes.values()
+            if node.children and node.session and node.entry is None
+        ]
 
     def _set_state(self, node: Node, state: str) -> None:
         if node.state != state:
@@ -283,7 +342,9 @@ class WatchedLab:
             reason = {"reason": node.text} if node.text else {}
             self._emit("state", {"node": node.name, "role": node.role, "state": state, **reason})
 
-    def _report_child(self, child: Node, entry: ChildStatus, before: ChildStatus | None, now: float) -> None:
+    def _report_child(
+        self, child: Node, entry: ChildStatus, before: ChildStatus | None, now: float
+    ) -> None:
         """Process what a new record of its parent has on a child."""
         self._set_state(child, entry.state or "absent")
         if entry.state in LIVING:
@@ -299,15 +360,23 @@ class WatchedLab:
 
     def _finish(self, error: FedstrataError | None) -> None:
         if not self.ended:
-            self._emit("end", {"state": "finished"} if error is None else {"state": "failed", "reason": str(error)})
-            self.ended, self.end = True, error
+            self._emit(
+                "end",
+                {"state": "finished"}
+                if error is None
+                else {"state": "failed", "reason": str(error)},
+            )
+            self.ended = True
+            self.end = error
 
     def _emit(self, event: str, facts: dict[str, object]) -> None:
         if not self.ended:  # "end" is the last event: afterwards nodes only leave
             self._events.append((event, facts))
 
 
-def _rates(before: ChildStatus | None, entry: ChildStatus | None, seconds: float) -> tuple[float, float] | None:
+def _rates(
+    before: ChildStatus | None, entry: ChildStatus | None, seconds: float
+) -> tuple[float, float] | None:
     """Return the bytes per second of a child's link between two entries, None if one is missing."""
     if before is None or entry is None or before is entry:
         return None
@@ -315,7 +384,9 @@ def _rates(before: ChildStatus | None, entry: ChildStatus | None, seconds: float
 
 
 def _highest(node: Node) -> Iterator[Node]:
-    """Yield the highest nodes that have published records: each counts the bytes of all tiers below it."""
+    """Yield the highest nodes that have published records: each counts the bytes of all tiers below
+    it.
+    """
     if node.records:
         yield node
         return

@@ -1,4 +1,6 @@
-"""A node of a watched run, as its parent's last status record has it, with the records that it publishes itself."""
+"""A node of a watched run, as its parent's last status record has it, with the records that it
+publishes itself.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,20 @@ from dataclasses import dataclass, field
 from math import inf, isfinite
 from typing import Final
 
-from fedstrata.common.protocol.messages import LIVING, ChildCount, ChildStatus, Key, NodeState, Status, Step
+from fedstrata.common.protocol.messages import (
+    LIVING,
+    ChildCount,
+    ChildStatus,
+    Key,
+    NodeState,
+    Status,
+    Step,
+)
 from fedstrata.common.protocol.status import STEPS
 
 LEAST_S: Final = 0.1  # between two records
-RATE_S: Final = 5.0  # over which a rate is taken; a working child reports its bytes every two seconds
+# over which a rate is taken; a working child reports its bytes every two seconds
+RATE_S: Final = 5.0
 UNKNOWN: Final = "unknown"  # the state of a node that nobody has reported
 AT_WORK: Final = STEPS[STEPS.index(Step.ASSIGNED) : STEPS.index(Step.DONE)]
 
@@ -20,8 +31,8 @@ AT_WORK: Final = STEPS[STEPS.index(Step.ASSIGNED) : STEPS.index(Step.DONE)]
 class Node:
     """One node.
 
-    Its state is the one in its parent's last record; where that only counts the node, the state before. A parent that
-    no record has, such as the cloud, has the state of its presence.
+    Its state is the one in its parent's last record; where that only counts the node, the state
+    before. A parent that no record has, such as the cloud, has the state of its presence.
     """
 
     name: str
@@ -49,24 +60,32 @@ class Node:
 
     @property
     def reported(self) -> bool:
-        """Whether its parent's last record names it, or its state is known although its parent publishes none."""
+        """Whether its parent's last record names it, or its state is known although its parent
+        publishes none.
+        """
         above = None if self.parent is None else self.parent.status
         return self.entry is not None or (above is None and self.state != UNKNOWN)
 
     @property
     def text(self) -> str:
         """Why it is not at work."""
-        return self.reason if self.entry is None else self.entry.text
+        if self.entry is None:
+            return self.reason
+        return self.entry.text
 
     @property
     def step(self) -> Step | None:
         """Its step in its parent's last round, None if it is not known."""
-        return None if self.entry is None else self.entry.step
+        if self.entry is None:
+            return None
+        return self.entry.step
 
     @property
     def done(self) -> float:
         """Its progress within its step, 0 to 1; 0 if that is not known."""
-        return min(1.0, self.entry.done / self.entry.total) if self.entry is not None and self.entry.total else 0.0
+        if self.entry is not None and self.entry.total:
+            return min(1.0, self.entry.done / self.entry.total)
+        return 0.0
 
     @property
     def works(self) -> bool:
@@ -79,26 +98,37 @@ class Node:
     @property
     def status(self) -> Status | None:
         """Its last record, None if it has published none."""
-        return self.records[-1] if self.records else None
+        if self.records:
+            return self.records[-1]
+        return None
 
     @property
     def key(self) -> Key | None:
         """Its children's last round, None if it is not known."""
-        return None if self.status is None else self.status.key
+        if self.status is None:
+            return None
+        return self.status.key
 
     @property
     def tally(self) -> list[ChildCount]:
         """The numbers of its children by state and step, in its last record."""
         if self.status is None:
             return []
-        return [*(ChildCount(each.state, each.step, 1) for each in self.status.children), *self.status.others]
+        return [
+            *(ChildCount(each.state, each.step, 1) for each in self.status.children),
+            *self.status.others,
+        ]
 
     @property
     def participants(self) -> tuple[int, int]:
-        """How many of its children have answered in its last round, and how many take part; 0 of 0 if unknown."""
+        """How many of its children have answered in its last round, and how many take part; 0 of 0
+        if unknown.
+        """
         if self.key is None:
             return 0, 0
-        part = [each for each in self.tally if each.step is not Step.IDLE and not is_gone(each.state)]
+        part = [
+            each for each in self.tally if each.step is not Step.IDLE and not is_gone(each.state)
+        ]
         total = sum(each.count for each in part)
         return total - sum(each.count for each in part if each.step in AT_WORK), total
 
@@ -116,8 +146,11 @@ class Node:
         return True
 
     def span(self) -> tuple[Status, Status, float]:
-        """Return the first and the last of its kept records, and the seconds between them, at least LEAST_S."""
-        first, last = self.records[0], self.records[-1]
+        """Return the first and the last of its kept records, and the seconds between them, at least
+        LEAST_S.
+        """
+        first = self.records[0]
+        last = self.records[-1]
         return first, last, max(LEAST_S, last.at_s - first.at_s)
 
 

@@ -1,4 +1,6 @@
-"""The rows that a picture of limited height shows: lost and slow nodes first, each below its parents."""
+"""The rows that a picture of limited height shows: lost and slow nodes first, each below its
+parents.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ Row: TypeAlias = tuple[int, Node | HiddenNodes]  # with its depth
 def rows_of(root: Node, *, room: int, openable: Callable[[Node], bool]) -> list[Row]:
     """Return the rows of a tree, at most `room`, or at least the root's.
 
-    A node has a row of its own if `openable` and if there is room. The other children of a shown node share one row.
+    A node has a row of its own if `openable` and if there is room. The other children of a shown
+    node share one row.
     """
     nodes = _by_urgency(root, openable)
 
@@ -40,7 +43,9 @@ def rows_of(root: Node, *, room: int, openable: Callable[[Node], bool]) -> list[
 
 
 def below(node: Node, openable: Callable[[Node], bool] = lambda node: True) -> Iterator[Node]:
-    """Yield the nodes below a node, parents before their children; nothing below one that is not `openable`."""
+    """Yield the nodes below a node, parents before their children; nothing below one that is not
+    `openable`.
+    """
     for child in filter(openable, node.children.values()):
         yield child
         yield from below(child, openable)
@@ -80,6 +85,12 @@ def _by_urgency(root: Node, openable: Callable[[Node], bool]) -> list[Node]:
         if node.parent is not None and (is_gone(node.state) or node.state == "absent"):
             missing[node.parent.name] += 1
             rank = missing[node.parent.name]
-        return rank, not node.children, not node.works, STEPS.index(node.step or Step.IDLE), round(node.done, 1)
+        return (
+            rank,
+            not node.children,
+            not node.works,
+            STEPS.index(node.step or Step.IDLE),
+            round(node.done, 1),
+        )
 
     return sorted(below(root, openable), key=urgency)

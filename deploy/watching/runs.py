@@ -21,7 +21,9 @@ RUNS_MOST: Final = 32  # of each node: those with the greatest ids, which are th
 
 @dataclass(slots=True)
 class _Sent:
-    """What a node has sent in a run: the text of its experiment, empty if it announced none; whether it is alive."""
+    """What a node has sent in a run: the text of its experiment, empty if it announced none;
+    whether it is alive.
+    """
 
     text: str = ""
     alive: bool = False
@@ -32,8 +34,8 @@ class Runs:
 
     `wanted`: the id of a run, active or ended; None for the newest active run.
 
-    A broker may retain any number of announcements. So what is kept is bounded for each node, and in all: then the node
-    that holds most loses its oldest run, the cloud last.
+    A broker may retain any number of announcements. So what is kept is bounded for each node, and
+    in all: then the node that holds most loses its oldest run, the cloud last.
     """
 
     def __init__(self, wanted: str | None, *, lab: str = topics.DEFAULT_LAB) -> None:
@@ -64,8 +66,8 @@ class Runs:
     def choose(self, now: float) -> tuple[str, Experiment] | None:
         """Return the id and the experiment of the run to watch, or None so far.
 
-        The run has a valid experiment, and a node that announced it is alive. Of several runs the one with the greatest
-        id is the newest: ids begin with the start time.
+        The run has a valid experiment, and a node that announced it is alive. Of several runs the
+        one with the greatest id is the newest: ids begin with the start time.
         """
         if now < self._settled_at:
             return None
@@ -83,10 +85,15 @@ class Runs:
 
     def names(self) -> list[str]:
         """Return the ids of all announced runs, newest first."""
-        return sorted({run for sent in self._of.values() for run, each in sent.items() if each.text}, reverse=True)
+        return sorted(
+            {run for sent in self._of.values() for run, each in sent.items() if each.text},
+            reverse=True,
+        )
 
     def _candidates(self) -> list[str]:
-        """Return the ids of runs that may be watched: those of a living cloud first, of these the newest."""
+        """Return the ids of runs that may be watched: those of a living cloud first, of these the
+        newest.
+        """
         if self._wanted is not None:
             return [name for name in self.names() if name == self._wanted]
         found = [
@@ -121,5 +128,7 @@ def _read(text: str) -> Experiment:
     experiment = recorded(text)
     count = sum(experiment.sizes()[-1])
     if count > DEVICES_MOST:
-        raise InvalidExperiment("devices", count, "too many to watch", f"Use at most {DEVICES_MOST}.")
+        raise InvalidExperiment(
+            "devices", count, "too many to watch", f"Use at most {DEVICES_MOST}."
+        )
     return experiment

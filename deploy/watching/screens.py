@@ -32,7 +32,9 @@ def screen_for(*, json_lines: bool, devices: bool | None) -> Iterator[Screen]:
 
 
 def look(lab: WatchedLab, now: float, *, json_lines: bool, devices: bool | None) -> None:
-    """Print the current state. Devices are listed one by one off a terminal, or if `devices` is true."""
+    """Print the current state. Devices are listed one by one off a terminal, or if `devices` is
+    true.
+    """
     if json_lines:
         print(json_text(formatting.tree(lab, now)), flush=True)
         return
@@ -44,7 +46,9 @@ def look(lab: WatchedLab, now: float, *, json_lines: bool, devices: bool | None)
 
 
 class Lines:
-    """Log output: a line for each global round and each change of state, or a JSON line for each event."""
+    """Log output: a line for each global round and each change of state, or a JSON line for each
+    event.
+    """
 
     def __init__(self, *, json_lines: bool) -> None:
         self._json_lines = json_lines
@@ -77,7 +81,9 @@ class Terminal:
         """Show that there is no active run yet, and list runs that have ended."""
         ended = ", ".join(runs.names()[:3])
         hint = f"no active nodes: {ended}" if ended else NOTHING_ANNOUNCED
-        self._live.update(Text(f"waiting for a run of lab {runs.lab} on broker {brokers}; {hint}"), refresh=True)
+        self._live.update(
+            Text(f"waiting for a run of lab {runs.lab} on broker {brokers}; {hint}"), refresh=True
+        )
 
     def show(self, lab: WatchedLab, events: Sequence[Event], now: float) -> None:
         """Draw the current state, with notes of failures and restarts."""
@@ -87,7 +93,9 @@ class Terminal:
 
 
 def view_of(console: Console, devices: bool | None = None) -> View:
-    """Return the view for a terminal as it is now; of what is no terminal nothing is cropped or left out."""
+    """Return the view for a terminal as it is now; of what is no terminal nothing is cropped or
+    left out.
+    """
     plain = not (console.encoding or "").lower().startswith("utf")
     width, height = console.size if console.is_terminal else (UNLIMITED, UNLIMITED)
     return View(width, height, devices=devices, plain=plain)

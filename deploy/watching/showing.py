@@ -1,4 +1,6 @@
-"""Progress of a run in the process that starts it: a live view on a terminal, else log lines; a table at the end."""
+"""Progress of a run in the process that starts it: a live view on a terminal, else log lines; a
+table at the end.
+"""
 
 from __future__ import annotations
 
@@ -51,10 +53,12 @@ def show(
     follow: BrokerAddress | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Observe]:
-    """Yield a callback for the cloud's events. It shows them on standard error, or prints them as JSON lines.
+    """Yield a callback for the cloud's events. It shows them on standard error, or prints them as
+    JSON lines.
 
-    `broker`: its address, to be shown. `follow`: the broker of a lab on this machine, where the live view gets the
-    status of the other parents, and so shows each device. `clock`: of a run in virtual time, in seconds.
+    `broker`: its address, to be shown. `follow`: the broker of a lab on this machine, where the
+    live view gets the status of the other parents, and so shows each device. `clock`: of a run in
+    virtual time, in seconds.
     """
     if json_lines:
         with EventLines().writing() as lines:
@@ -81,18 +85,22 @@ def show(
 
 
 class EventLines:
-    """Events as lines of JSON on standard output, written by a thread: a reader that stops does not stop the run.
+    """Events as lines of JSON on standard output, written by a thread: a reader that stops does not
+    stop the run.
 
     A status record is left out while other lines wait for the reader: the next one follows soon.
     """
 
     def __init__(self) -> None:
-        self._out = sys.stdout  # while own code runs in this process, the present one is standard error
+        # while own code runs in this process, the present one is standard error
+        self._out = sys.stdout
         self._waiting = queue.SimpleQueue[str | None]()  # None: the end
         self._error: Exception | None = None
 
     def write(self, event: str, facts: Mapping[str, object]) -> None:
-        """Let an event be written. Raises what an earlier one has met: nobody reads any more, or the disk is full."""
+        """Let an event be written. Raises what an earlier one has met: nobody reads any more, or
+        the disk is full.
+        """
         self._check()
         if event != STATUS or self._waiting.empty():
             self._waiting.put(json_text({"event": event, **facts}))
@@ -142,9 +150,13 @@ class CloudLog:
                 where = f"in {facts['folder']}" + (f", broker {self.broker}" if self.broker else "")
                 return f"run {facts['run']}: {facts['experiment']}, {lab}, {model}, {where}"
             case "evaluated":
-                run, row = self.last.get("run", {}), self.last.get("global_round", {})
+                run = self.last.get("run", {})
+                row = self.last.get("global_round", {})
                 seconds = "simulated s" if run.get("simulated") else "s"
-                both = {tier: row[f"{tier}_up_bytes"] + row[f"{tier}_down_bytes"] for tier in tiers_in(row)}
+                both = {
+                    tier: row[f"{tier}_up_bytes"] + row[f"{tier}_down_bytes"]
+                    for tier in tiers_in(row)
+                }
                 traffic = ", ".join(f"{tier} {size(count)}" for tier, count in both.items())
                 return (
                     f"global round {facts['global_round']}/{run.get('global_rounds', '?')}  "
@@ -163,7 +175,8 @@ class CloudLog:
 
 
 class LiveView:
-    """Live view of a run, from the events of its cloud, and the status of the other parents if it may ask for them.
+    """Live view of a run, from the events of its cloud, and the status of the other parents if it
+    may ask for them.
 
     It is drawn in a thread of its own, in which everything is that it shows.
     """
@@ -186,12 +199,16 @@ class LiveView:
         self._events = queue.SimpleQueue[tuple[str, Mapping[str, Any]]]()
         self._closed = threading.Event()
         self._following: asyncio.Task[None] | None = None
-        self.lab = WatchedLab("", log.experiment, brokers=[log.broker] if log.broker else [], now=self._now(), lab=lab)
+        self.lab = WatchedLab(
+            "", log.experiment, brokers=[log.broker] if log.broker else [], now=self._now(), lab=lab
+        )
 
     @contextmanager
     def shown(self) -> Iterator[LiveView]:
         """Show the view; it stays on the screen unless the run finishes."""
-        thread = threading.Thread(target=lambda: asyncio.run(self._show()), name="live view", daemon=True)
+        thread = threading.Thread(
+            target=lambda: asyncio.run(self._show()), name="live view", daemon=True
+        )
         thread.start()
         try:
             yield self
@@ -218,7 +235,8 @@ class LiveView:
             await asyncio.wait((self._following,))
 
     def _take(self, event: str, facts: Mapping[str, Any]) -> None:
-        lab, now = self.lab, self._now()
+        lab = self.lab
+        now = self._now()
         self._log.take(event, facts)
         self._progress.take(event, facts)
         lab.report(self._progress.status, now)
@@ -231,18 +249,26 @@ class LiveView:
             if facts.get("simulated"):
                 self._screen.notes.append("times and rates are simulated")
             if self._follow is not None and self._following is None:
-                self._following = asyncio.create_task(self._keep_following(self._follow), name="follow")
+                self._following = asyncio.create_task(
+                    self._keep_following(self._follow), name="follow"
+                )
 
     async def _keep_following(self, broker: BrokerAddress) -> None:
-        follower = Follower([broker], lab=self.lab.name, run=self.lab.run, connect_timeout_s=CONNECT_S)
+        follower = Follower(
+            [broker], lab=self.lab.name, run=self.lab.run, connect_timeout_s=CONNECT_S
+        )
         with suppress(FedstrataError):  # the view has the cloud's events still
             await follower.feed(self.lab)
 
 
 def _name(folder: Path) -> str:
-    """Return what names a run to other commands: the last part of its id, or its folder if it is not in `runs`."""
+    """Return what names a run to other commands: the last part of its id, or its folder if it is
+    not in `runs`.
+    """
     usual = folder.parent == Path(os.environ.get("FEDSTRATA_RUNS") or "runs")
-    return folder.name.rpartition("-")[2] if usual else shlex.quote(str(folder))
+    if usual:
+        return folder.name.rpartition("-")[2]
+    return shlex.quote(str(folder))
 
 
 def summary(facts: Mapping[str, Any], *, label: str) -> str:
@@ -258,14 +284,23 @@ def summary(facts: Mapping[str, Any], *, label: str) -> str:
         *((("test loss", "not a finite number: training has diverged"),) if lost else ()),
         ("global rounds", str(facts["global_round"])),
         *(
-            (f"{name.removeprefix(EPSILON).upper()} epsilon", "infinite" if value is None else f"{value:.4g}")
+            (
+                f"{name.removeprefix(EPSILON).upper()} epsilon",
+                "infinite" if value is None else f"{value:.4g}",
+            )
             for name, value in facts.items()
             if name.startswith(EPSILON)
         ),
         *((("ended by", str(facts["stopped"])),) if facts.get("stopped") else ()),
-        ("simulated time" if facts.get("simulated") else "training time", f"{facts['elapsed_s']:.1f} s"),
+        (
+            "simulated time" if facts.get("simulated") else "training time",
+            f"{facts['elapsed_s']:.1f} s",
+        ),
         *(
-            (f"{tier.upper()} up / down", f"{size(facts[f'{tier}_up_bytes'])} / {size(facts[f'{tier}_down_bytes'])}")
+            (
+                f"{tier.upper()} up / down",
+                f"{size(facts[f'{tier}_up_bytes'])} / {size(facts[f'{tier}_down_bytes'])}",
+            )
             for tier in tiers_in(facts)
         ),
         ("model", str(facts["model"])),
@@ -281,4 +316,6 @@ def tiers_in(names: Iterable[str]) -> list[str]:
 
 def number(fact: float | None) -> float:
     """Return a number of an event, NaN where it was not finite: JSON has no such numbers."""
-    return math.nan if fact is None else fact
+    if fact is None:
+        return math.nan
+    return fact

@@ -16,18 +16,36 @@ from rich.text import Text
 from fedstrata.common.protocol.messages import LIVING, NodeState, Step
 from fedstrata.common.text import counted
 from fedstrata.deploy.console.tabular import age, size
-from fedstrata.deploy.watching.formatting import activity, advances, counts, missing, sparkline, step
+from fedstrata.deploy.watching.formatting import (
+    activity,
+    advances,
+    counts,
+    missing,
+    sparkline,
+    step,
+)
 from fedstrata.deploy.watching.lab_state import WatchedLab
 from fedstrata.deploy.watching.nodes import UNKNOWN, Node, is_gone
 from fedstrata.deploy.watching.rows import HiddenNodes, below, rows_of
 
 # Okabe and Ito's colours, safe for colour-blind readers. All information is in the text, too.
-GREEN, ORANGE, SKY, RED = "#009e73", "#e69f00", "#56b4e9", "#d55e00"
+GREEN = "#009e73"
+ORANGE = "#e69f00"
+SKY = "#56b4e9"
+RED = "#d55e00"
 STYLES: Final[Mapping[str, str]] = {
-    **dict.fromkeys((NodeState.LOST, NodeState.FAILED, NodeState.DISCONNECTED, "refused"), f"bold {RED}"),
-    "done": GREEN, NodeState.FINISHED: GREEN, "training": ORANGE,
-    "fetching": SKY, "offering": SKY, "measuring": SKY, "absent": "dim", "left": "dim",
-}  # fmt: skip
+    **dict.fromkeys(
+        (NodeState.LOST, NodeState.FAILED, NodeState.DISCONNECTED, "refused"), f"bold {RED}"
+    ),
+    "done": GREEN,
+    NodeState.FINISHED: GREEN,
+    "training": ORANGE,
+    "fetching": SKY,
+    "offering": SKY,
+    "measuring": SKY,
+    "absent": "dim",
+    "left": "dim",
+}
 NOTES: Final = 3
 MISSING_MOST: Final = 8  # nodes that are named
 COARSE_S: Final = 300.0  # more time left is shown in minutes or hours
@@ -35,10 +53,18 @@ SPARKS: Final = 20  # global rounds
 WIDE: Final = 140  # with longer bars
 UNLIMITED: Final = 1_000_000  # the width and height of what is no terminal
 VIEW_COLUMNS: Final = (  # title, least width, and the width of the terminal from which it is shown
-    ("node", 18, 0), ("state", 8, 0), ("round", 6, 0), ("up", 11, 90), ("down", 11, 90), ("loss", 8, 110),
+    ("node", 18, 0),
+    ("state", 8, 0),
+    ("round", 6, 0),
+    ("up", 11, 90),
+    ("down", 11, 90),
+    ("loss", 8, 110),
     ("epochs", 6, 120),
-)  # fmt: skip
-NAME, STATE, ROUND = 0, 1, 2  # places of columns; numbers begin with the last one
+)
+# places of columns; numbers begin with the last one
+NAME = 0
+STATE = 1
+ROUND = 2
 Cells: TypeAlias = Sequence[str]  # of a row, in the order of VIEW_COLUMNS
 
 
@@ -46,7 +72,8 @@ Cells: TypeAlias = Sequence[str]  # of a row, in the order of VIEW_COLUMNS
 class View:
     """View settings.
 
-    `devices`: false = only counts of devices, else one by one as the height permits; `plain`: ASCII only.
+    `devices`: false = only counts of devices, else one by one as the height permits; `plain`: ASCII
+    only.
     """
 
     width: int = UNLIMITED
@@ -59,7 +86,8 @@ class View:
         below_tree = [Text(note, RED) for note in [*notes][-NOTES:]]
         lines = self._head(lab, now)
         if any(node.state != UNKNOWN for node in lab.nodes.values()):
-            room = self.height - len(lines) - len(below_tree) - 3  # the titles, the line above, and the cursor's line
+            # the titles, the line above, and the cursor's line
+            room = self.height - len(lines) - len(below_tree) - 3
             lines += [Text(), *self._tree(lab, now, room=room)]
         lines += below_tree
         for line in lines:
@@ -69,12 +97,21 @@ class View:
 
     def _head(self, lab: WatchedLab, now: float) -> list[Text]:
         title = Text.assemble((lab.experiment.name, "bold"))
-        title.append(f"  global round {lab.global_round}/{lab.experiment.rounds}" if lab.run else "  starting")
+        title.append(
+            f"  global round {lab.global_round}/{lab.experiment.rounds}"
+            if lab.run
+            else "  starting"
+        )
         if lab.cloud.alive and (left_s := lab.left_s(now)) is not None:
             title.append(f"  about {age(left_s) if left_s >= COARSE_S else f'{left_s:.0f} s'} left")
         lines = [title, self._scores(lab), Text(lab.run, "dim")]
         if lab.folder:
-            lines.append(Text(f"{lab.folder}{''.join(f'  broker {each.address}' for each in lab.brokers)}", "dim"))
+            lines.append(
+                Text(
+                    f"{lab.folder}{''.join(f'  broker {each.address}' for each in lab.brokers)}",
+                    "dim",
+                )
+            )
         for broker in lab.brokers:
             if not broker.up:
                 text = f"broker {broker.address} disconnected for {now - broker.since:.0f} s"
@@ -85,13 +122,18 @@ class View:
             names = [name for name, _ in absent[:MISSING_MOST]]
             if more := sum(count for _, count in absent[MISSING_MOST:]):
                 names.append(f"{more} more")
-            lines += [Text(each, ORANGE) for each in wrap(f"waiting for {'; '.join(names)}", self.width)]
+            lines += [
+                Text(each, ORANGE) for each in wrap(f"waiting for {'; '.join(names)}", self.width)
+            ]
         return [line for line in (*lines, *_traffic(lab)) if line]
 
     def _scores(self, lab: WatchedLab) -> Text:
         """Return the score and the test loss, or where no round was evaluated the training loss."""
         rounds = lab.progress.scores
-        scores = {lab.experiment.score_label: [each.score for each in rounds], "loss": [each.loss for each in rounds]}
+        scores = {
+            lab.experiment.score_label: [each.score for each in rounds],
+            "loss": [each.loss for each in rounds],
+        }
         if lab.score is None:
             scores = {"training loss": [each.train_loss for each in rounds]}
         parts = []
@@ -155,15 +197,21 @@ def _traffic(lab: WatchedLab) -> list[Text]:
     flows = lab.flows()
     if not any(flow.total for flow in flows.values()):
         return []
-    text = {name: f"{size(flow.total):>9} {size(flow.rate) + '/s':>11}" for name, flow in flows.items()}
+    text = {
+        name: f"{size(flow.total):>9} {size(flow.rate) + '/s':>11}" for name, flow in flows.items()
+    }
     tiers = lab.experiment.tier_names
     widest = max(map(len, tiers))
-    return [Text(f"{tier.upper():<{widest}}  up {text[f'{tier}_up']}  down {text[f'{tier}_down']}") for tier in tiers]
+    return [
+        Text(f"{tier.upper():<{widest}}  up {text[f'{tier}_up']}  down {text[f'{tier}_down']}")
+        for tier in tiers
+    ]
 
 
 def _hidden(lab: WatchedLab, row: HiddenNodes) -> str:
     """Return the text of nodes without a row of their own."""
-    parent, children = row.parent, row.children
+    parent = row.parent
+    children = row.children
     more = "more " if len(children) < len(parent.children) else ""
     text = counted(len(children), f"{more}{lab.experiment.tier_below(parent.name).children}s")
     deeper = [node for child in children for node in below(child)]
@@ -174,7 +222,8 @@ def _hidden(lab: WatchedLab, row: HiddenNodes) -> str:
 
 
 def _cells(lab: WatchedLab, node: Node, depth: int) -> Cells:
-    state = node.state if node.proven or not node.alive else f"{node.state}?"  # ?: only a retained presence
+    # ?: only a retained presence
+    state = node.state if node.proven or not node.alive else f"{node.state}?"
     rates = [f"{size(rate)}/s" for rate in node.rates] if node.rates is not None else ["", ""]
     entry = node.entry
     loss = "" if entry is None or entry.loss is None else f"{entry.loss:.4f}"
@@ -186,9 +235,13 @@ def _round(lab: WatchedLab, node: Node) -> str:
     if node is lab.cloud:
         return f"{lab.global_round}/{lab.experiment.rounds}"
     if node.role == "institution":
-        return f"{_local_round(node) + 1}/{_rounds(lab, node)}" if node.participants[1] else ""
+        if node.participants[1]:
+            return f"{_local_round(node) + 1}/{_rounds(lab, node)}"
+        return ""
     key = None if node.parent is None or node.step in (None, Step.IDLE) else node.parent.key
-    return f"{key.global_round + 1}.{key.local_round + 1}" if key is not None else ""
+    if key is not None:
+        return f"{key.global_round + 1}.{key.local_round + 1}"
+    return ""
 
 
 def _rounds(lab: WatchedLab, node: Node) -> int:
@@ -197,8 +250,11 @@ def _rounds(lab: WatchedLab, node: Node) -> int:
 
 
 def _local_round(node: Node) -> int:
-    """Return the current local round of an institution, counted from 0; 0 before the first of its global round."""
-    key, above = node.key, None if node.parent is None else node.parent.key
+    """Return the current local round of an institution, counted from 0; 0 before the first of its
+    global round.
+    """
+    key = node.key
+    above = None if node.parent is None else node.parent.key
     if key is None or (above is not None and key.global_round != above.global_round):
         return 0
     return key.local_round
@@ -225,16 +281,22 @@ def _activity(lab: WatchedLab, node: Node, now: float) -> tuple[str, str, float 
 
 
 def _trouble(lab: WatchedLab, node: Node, now: float) -> str:
-    """Return why a node is gone, or for how long it has published no record; empty if neither is so."""
+    """Return why a node is gone, or for how long it has published no record; empty if neither is
+    so.
+    """
     if is_gone(node.state):
         seen = f"last seen {age(now - node.seen_at)} ago" if node.proven else ""
         return "; ".join(filter(None, (node.text, seen)))
     silent_s = 0.0 if node is lab.cloud else lab.silent_s(node, now)
-    return f"no status for {silent_s:.0f} s" if silent_s else ""
+    if silent_s:
+        return f"no status for {silent_s:.0f} s"
+    return ""
 
 
 def _preparation(node: Node) -> str:
-    """Return how many children of a node are present, if it has published that, and for which it waits."""
+    """Return how many children of a node are present, if it has published that, and for which it
+    waits.
+    """
     waits = f"waits for {node.text}" if node.text else ""
     if node.status is None:
         return waits or ("prepares" if node.state == NodeState.INIT else "")

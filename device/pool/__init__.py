@@ -1,1 +1,3 @@
-"""The pool in which the devices of one process train: a queue, executors in this process, and worker processes."""
+"""The pool in which the devices of one process train: a queue, executors in this process, and
+worker processes.
+"""

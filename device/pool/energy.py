@@ -1,8 +1,9 @@
 """The energy of a host, divided among the devices of this process.
 
-At each moment the host's power belongs in equal parts to the trainings in progress; while there are none, to the
-devices that take part in a run. So the joules of all devices add up to what the host's counter has counted, from the
-first request of a training to the last result. Other processes of the host are part of it.
+At each moment the host's power belongs in equal parts to the trainings in progress; while there are
+none, to the devices that take part in a run. So the joules of all devices add up to what the host's
+counter has counted, from the first request of a training to the last result. Other processes of the
+host are part of it.
 """
 
 from __future__ import annotations
@@ -35,9 +36,13 @@ class _Share:
 
 
 class EnergyShares:
-    """Divides what `counter` counts; `celsius` reads the temperature of the host. None: not known."""
+    """Divides what `counter` counts; `celsius` reads the temperature of the host. None: not
+    known.
+    """
 
-    def __init__(self, counter: JouleCounter | None = None, celsius: Callable[[], float | None] | None = None) -> None:
+    def __init__(
+        self, counter: JouleCounter | None = None, celsius: Callable[[], float | None] | None = None
+    ) -> None:
         self._counter = counter
         self._celsius = celsius
         self._shares: dict[str, _Share] = {}
@@ -70,7 +75,9 @@ class EnergyShares:
         self._training += Counter()  # without those that are 0
 
     async def end(self, device: str, costs: DeviceCosts) -> DeviceCosts:
-        """Note that a training has ended with a result; return its costs with the energy since the last one."""
+        """Note that a training has ended with a result; return its costs with the energy since the
+        last one.
+        """
         if self._celsius is not None:
             costs = replace(costs, celsius=await offload(self._celsius))
         if self._counter is None:
@@ -78,11 +85,14 @@ class EnergyShares:
         async with self._reading:
             await self._divide(self._counter)
             self.stop(device)
-            share, self._shares[device] = self._shares.get(device, _Share(None)), _Share()
+            share = self._shares.get(device, _Share(None))
+            self._shares[device] = _Share()
         if share.joules is None:
             return costs
         source = self._counter.source
-        return replace(costs, joules=share.joules, train_joules=share.train_joules, energy_source=source)
+        return replace(
+            costs, joules=share.joules, train_joules=share.train_joules, energy_source=source
+        )
 
     async def keep_reading(self) -> None:
         """Read the counter from time to time."""
@@ -103,4 +113,6 @@ class EnergyShares:
         among = self._training.total() or len(self._shares)
         for device, share in self._shares.items():
             if parts := self._training[device] if self._training else 1:
-                share.add(None if used is None else used * parts / among, trains=bool(self._training))
+                share.add(
+                    None if used is None else used * parts / among, trains=bool(self._training)
+                )

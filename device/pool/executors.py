@@ -1,4 +1,5 @@
-"""Executors of a pool's jobs: their interface, a thread of this process, and a worker process as seen by its agent.
+"""Executors of a pool's jobs: their interface, a thread of this process, and a worker process as
+seen by its agent.
 
 `device.pool.worker_process` is that process, and documents the records.
 """
@@ -16,11 +17,16 @@ import numpy as np
 
 from fedstrata.common.accounting.work import TrainingPath, Work
 from fedstrata.common.errors import AcceleratorLost
-from fedstrata.common.host.fork_server import ForkedProcess, ForkServer
 from fedstrata.common.host.offload import offload
-from fedstrata.common.host.shared_rows import Place, place_of
-from fedstrata.common.host.subprocess_channel import Record, ReplaceableProcess, SubprocessChannel, error_in
 from fedstrata.common.model.layout import ModelLayout, Row
+from fedstrata.common.processes.fork_server import ForkedProcess, ForkServer
+from fedstrata.common.processes.shared_rows import Place, place_of
+from fedstrata.common.processes.subprocess_channel import (
+    Record,
+    ReplaceableProcess,
+    SubprocessChannel,
+    error_in,
+)
 from fedstrata.device.jobs import Cancelled, Ending, HostedDevice, Job, LocalResult, Order, Prepared
 from fedstrata.device.pool.trainers import Trainers, imports_of
 
@@ -40,7 +46,9 @@ class Executor(Protocol):
         """Return a device's facts. Raises InvalidExperiment, RunFailed."""
 
     async def train(self, jobs: Sequence[Job]) -> None:
-        """Set the outcome of each job, or raise FedstrataError, which becomes the outcome of the remaining jobs."""
+        """Set the outcome of each job, or raise FedstrataError, which becomes the outcome of the
+        remaining jobs.
+        """
 
     def forget(self, digest: str) -> None:
         """Drop what was made for an experiment, after the jobs under way."""
@@ -66,7 +74,9 @@ class Thread:
 
     async def prepare(self, device: HostedDevice) -> Prepared:
         """Return a device's facts. Raises InvalidExperiment."""
-        return await offload(partial(self._trainers.prepare, device, self.accelerator), executor=self._thread)
+        return await offload(
+            partial(self._trainers.prepare, device, self.accelerator), executor=self._thread
+        )
 
     async def train(self, jobs: Sequence[Job]) -> None:
         """Train the jobs, together or one after another."""
@@ -94,7 +104,8 @@ class Thread:
 
 def _from_thread(order: Order) -> Order:
     """Return the order with progress reported from another thread."""
-    loop, progress = asyncio.get_running_loop(), order.progress
+    loop = asyncio.get_running_loop()
+    progress = order.progress
 
     def report(done: int, of: int) -> None:
         loop.call_soon_threadsafe(progress, done, of)
@@ -104,8 +115,11 @@ def _from_thread(order: Order) -> Order:
 
 def _whose(devices: Sequence[HostedDevice]) -> str:
     """Return the names of devices, and of the user's own code that trains them."""
-    names, trainer = ", ".join(device.node for device in devices), devices[0].experiment.training.trainer
-    return names if trainer.learns_module else f"{names} by {trainer.whose}"
+    names = ", ".join(device.node for device in devices)
+    trainer = devices[0].experiment.training.trainer
+    if trainer.learns_module:
+        return names
+    return f"{names} by {trainer.whose}"
 
 
 MODULE: Final = "fedstrata.device.pool.worker_process"
@@ -118,7 +132,8 @@ _T = TypeVar("_T")
 class Worker:
     """Worker process, replaced if it is killed or loses its accelerator; a job is retried once.
 
-    With a server it is forked when a device needs it, with what that imports: they share the memory of PyTorch.
+    With a server it is forked when a device needs it, with what that imports: they share the memory
+    of PyTorch.
     """
 
     def __init__(self, server: ForkServer | None = None) -> None:
@@ -140,7 +155,9 @@ class Worker:
     def pid(self) -> int | None:
         """The process's id, None if none runs."""
         channel = self._process.channel
-        return None if channel is None else channel.process.pid
+        if channel is None:
+            return None
+        return channel.process.pid
 
     async def start(self) -> None:
         """Start the process, and wait until it serves, unless it is forked. Raises RunFailed."""
@@ -155,12 +172,16 @@ class Worker:
     async def prepare(self, device: HostedDevice) -> Prepared:
         """Return a device's facts. Raises InvalidExperiment, RunFailed."""
         self._imports = imports_of(device.experiment)
-        reply = await self._do(lambda channel: channel.request(prepare=self._name(device, channel)), _whose([device]))
+        reply = await self._do(
+            lambda channel: channel.request(prepare=self._name(device, channel)), _whose([device])
+        )
         layout = ModelLayout.from_json(reply["layout"])
         return Prepared(**{**reply, "layout": layout})
 
     async def train(self, jobs: Sequence[Job]) -> None:
-        """Train the jobs in the process. Raises RunFailed if it was killed, or lost its accelerator, twice."""
+        """Train the jobs in the process. Raises RunFailed if it was killed, or lost its
+        accelerator, twice.
+        """
         await self._do(partial(self._train, jobs), _whose([job.device for job in jobs]))
 
     def forget(self, digest: str) -> None:
@@ -215,10 +236,15 @@ class Worker:
                 job.fail(error)
             del begun[reply["job"]]
 
-    async def _order(self, jobs: Mapping[int, Job], channel: SubprocessChannel) -> Mapping[int, Row]:
-        """Send the orders of jobs; return the rows that the process writes for those whose own rows it cannot map."""
+    async def _order(
+        self, jobs: Mapping[int, Job], channel: SubprocessChannel
+    ) -> Mapping[int, Row]:
+        """Send the orders of jobs; return the rows that the process writes for those whose own rows
+        it cannot map.
+        """
         first = next(iter(jobs.values())).order
-        row_bytes, out_bytes = first.row.nbytes, first.out.nbytes
+        row_bytes = first.row.nbytes
+        out_bytes = first.out.nbytes
         places = {number: _places(job.order) for number, job in jobs.items()}
         copied = [number for number in jobs if places[number] is None]
         both = channel.memory.rows(2 * len(copied), max(row_bytes, out_bytes))
@@ -226,17 +252,23 @@ class Worker:
             await offload(partial(np.copyto, row, jobs[number].order.row))
         wanted = []
         for number, job in jobs.items():
-            device, order = self._name(job.device, channel), job.order
+            device = self._name(job.device, channel)
+            order = job.order
             facts: dict[str, object] = {"epochs": order.epochs, "round": order.local_round}
             facts |= {"scores": order.scores, "scores_trained": order.scores_trained}
-            folder = order.folder and [order.folder.before and str(order.folder.before), str(order.folder.after)]
+            folder = order.folder and [
+                order.folder.before and str(order.folder.before),
+                str(order.folder.after),
+            ]
             facts |= {"folder": folder, "noise": order.noise.hex(), "places": places[number]}
             wanted.append({"job": number, "device": device, **facts})
         channel.send(train=wanted, row_bytes=row_bytes, out_bytes=out_bytes)
         return dict(zip(copied, both[1::2, :out_bytes], strict=True))
 
     def _name(self, device: HostedDevice, channel: SubprocessChannel) -> list[object]:
-        """Return a device's identification in the process, after sending its experiment if necessary."""
+        """Return a device's identification in the process, after sending its experiment if
+        necessary.
+        """
         if device.digest not in self._known:
             channel.send(experiment=device.experiment.to_json(), digest=device.digest)
             self._known.add(device.digest)
@@ -246,8 +278,11 @@ class Worker:
 
 def _places(order: Order) -> tuple[Place, Place] | None:
     """Return where the process finds the rows of an order, None if they must be copied."""
-    row, out = place_of(order.row), place_of(order.out)
-    return None if row is None or out is None else (row, out)
+    row = place_of(order.row)
+    out = place_of(order.out)
+    if row is None or out is None:
+        return None
+    return (row, out)
 
 
 def _result_in(reply: Record) -> LocalResult:

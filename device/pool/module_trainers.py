@@ -1,4 +1,6 @@
-"""SGD on PyTorch modules for the devices of one process: one device after another, or several vmapped on a GPU."""
+"""SGD on PyTorch modules for the devices of one process: one device after another, or several
+vmapped on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ class ModuleTrainers:
     """Creates a device's trainer on first use. The devices of an experiment share its model."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[str, str, str], tuple[str, Trainer]] = {}  # with the digest of given frozen arrays
+        # with the digest of given frozen arrays
+        self._made: dict[tuple[str, str, str], tuple[str, Trainer]] = {}
         self._sources: dict[tuple[str, str, str], dict[Inputs, NetworkSource]] = {}
         self._vmapped_trainers: dict[str, VmappedTrainer] = {}
 
@@ -53,14 +56,20 @@ class ModuleTrainers:
             for number in left:
                 done(number, received[number].of(LocalResult(Work(trainers[number].samples))))
             return
-        work = [(device, trainer.start(order)) for (device, order), trainer in zip(work, trainers, strict=True)]
+        work = [
+            (device, trainer.start(order))
+            for (device, order), trainer in zip(work, trainers, strict=True)
+        ]
 
         def finish(number: int, how: Ending) -> None:
             if not isinstance(how, LocalResult):
                 done(number, how)
                 return
             with failure_to(done, number):
-                done(number, received[number].of(how, trainers[number].examine_trained(work[number][1])))
+                done(
+                    number,
+                    received[number].of(how, trainers[number].examine_trained(work[number][1])),
+                )
 
         alone = {
             number for number in left
@@ -68,7 +77,8 @@ class ModuleTrainers:
         }  # fmt: skip
         together = sorted(left - alone)
         if together and most_together(work[0][0].experiment, accelerator) > 1:
-            ended = list[tuple[int, Ending]]()  # scored when the group has released the accelerator's memory
+            # scored when the group has released the accelerator's memory
+            ended = list[tuple[int, Ending]]()
 
             def end(place: int, how: Ending) -> None:
                 number = together[place]
@@ -89,7 +99,8 @@ class ModuleTrainers:
         """Drop an experiment's trainers."""
         self._made = {key: made for key, made in self._made.items() if key[0] != digest}
         self._sources = {key: made for key, made in self._sources.items() if key[0] != digest}
-        self._vmapped_trainers.clear()  # what they have learned of an accelerator is soon learned again
+        # what they have learned of an accelerator is soon learned again
+        self._vmapped_trainers.clear()
 
     def _vmapped_trainer(self, accelerator: str) -> VmappedTrainer:
         if accelerator not in self._vmapped_trainers:
@@ -97,12 +108,17 @@ class ModuleTrainers:
         return self._vmapped_trainers[accelerator]
 
     def _trainer(self, device: HostedDevice, accelerator: str) -> Trainer:
-        (digest, frozen), key = device.built, (device.digest, device.node, accelerator)
+        (digest, frozen) = device.built
+        key = (device.digest, device.node, accelerator)
         made, trainer = self._made.get(key, ("", None))
         if trainer is None or made != frozen:
             sources = self._sources.setdefault((digest, frozen, accelerator), {})
             trainer = Trainer(
-                device.experiment, node=device.node, accelerator=accelerator, sources=sources, frozen=device.frozen
+                device.experiment,
+                node=device.node,
+                accelerator=accelerator,
+                sources=sources,
+                frozen=device.frozen,
             )
             trainer.prepare()
             self._made[key] = frozen, trainer

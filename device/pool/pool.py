@@ -1,9 +1,10 @@
 """The trainings of all devices of one process: a queue, and the executors that process it.
 
-Devices submit requests and await their outcomes. Nothing here computes, so the devices' connections stay alive. A
-single training at a time runs in a thread of this process. For more, each executor has a worker process, and this
-process never imports torch. PyTorch is imported with the first device that needs it, or to find GPUs. On a CPU it is
-imported once for all workers, by the server that forks them; where there may be a GPU, each worker imports it.
+Devices submit requests and await their outcomes. Nothing here computes, so the devices' connections
+stay alive. A single training at a time runs in a thread of this process. For more, each executor
+has a worker process, and this process never imports torch. PyTorch is imported with the first
+device that needs it, or to find GPUs. On a CPU it is imported once for all workers, by the server
+that forks them; where there may be a GPU, each worker imports it.
 """
 
 from __future__ import annotations
@@ -23,9 +24,18 @@ from typing import Any, Final, Self
 from fedstrata.common.errors import AcceleratorLost
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.host.accelerators import choose, may_have_gpu
-from fedstrata.common.host.fork_server import ForkServer
 from fedstrata.common.host.offload import offload
-from fedstrata.device.jobs import HostedDevice, Job, LocalResult, Order, PoolRequest, Prepared, gather, most_together
+from fedstrata.common.processes.fork_server import ForkServer
+from fedstrata.device.jobs import (
+    HostedDevice,
+    Job,
+    LocalResult,
+    Order,
+    PoolRequest,
+    Prepared,
+    gather,
+    most_together,
+)
 from fedstrata.device.pool.energy import EnergyShares
 from fedstrata.device.pool.executors import Executor, Thread, Worker
 
@@ -34,20 +44,28 @@ EVERYWHERE: Final = ("cpu", "auto")  # accelerators that every machine has
 
 def cores() -> int:
     """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def is_cpu(accelerator: str) -> bool:
-    """Return whether the name of an accelerator surely selects the CPU here; else PyTorch has to be asked."""
-    return accelerator == "cpu" or (accelerator == "auto" and not (may_have_gpu() and find_spec("torch")))
+    """Return whether the name of an accelerator surely selects the CPU here; else PyTorch has to be
+    asked.
+    """
+    return accelerator == "cpu" or (
+        accelerator == "auto" and not (may_have_gpu() and find_spec("torch"))
+    )
 
 
 class Pool:
-    """An asynchronous context in which the executors run. `moves` grows with the progress of any training.
+    """An asynchronous context in which the executors run. `moves` grows with the progress of any
+    training.
 
-    `slots` trainings run at once, by default one per GPU of `accelerator`, or per core that this process may use, and
-    never more than there are `devices`. First come, first served; with several GPUs each has its share of the devices.
-    `energy`: what the host's energy is divided by; by default it is not known.
+    `slots` trainings run at once, by default one per GPU of `accelerator`, or per core that this
+    process may use, and never more than there are `devices`. First come, first served; with several
+    GPUs each has its share of the devices. `energy`: what the host's energy is divided by; by
+    default it is not known.
     """
 
     def __init__(
@@ -66,10 +84,14 @@ class Pool:
         self._slots = slots
         self._devices = devices
         self._server = ForkServer() if is_cpu(accelerator) and sys.platform == "linux" else None
-        self._new = thread if min(slots or cores(), devices) == 1 else worker or partial(Worker, self._server)
+        if min(slots or cores(), devices) == 1:
+            self._new = thread
+        else:
+            self._new = worker or partial(Worker, self._server)
         self._executors: list[Executor] = []
         self._places: Sequence[str] = ()
-        self._early: deque[PoolRequest] = deque()  # requests that came before the accelerators were known
+        # requests that came before the accelerators were known
+        self._early: deque[PoolRequest] = deque()
         self._waiting: defaultdict[str, deque[PoolRequest]] = defaultdict(deque)  # by accelerator
         self._came = asyncio.Event()
         self._members = 0
@@ -95,7 +117,8 @@ class Pool:
         """End the executors and their work."""
         for task in self._serving:
             task.cancel()
-        await asyncio.gather(*self._serving, return_exceptions=True)  # waiting callers have received any error
+        # waiting callers have received any error
+        await asyncio.gather(*self._serving, return_exceptions=True)
         for executor in self._executors:
             await executor.close()
         if self._server is not None:
@@ -109,12 +132,21 @@ class Pool:
     @property
     def hardware(self) -> str:
         """The accelerators of the executors, such as `2 x cpu`; empty before they are known."""
-        counts = Counter(executor.accelerator for executor in self._executors) if self._places else Counter[str]()
-        return ", ".join(f"{count} x {accelerator}" for accelerator, count in sorted(counts.items()))
+        if self._places:
+            counts = Counter(executor.accelerator for executor in self._executors)
+        else:
+            counts = Counter[str]()
+        return ", ".join(
+            f"{count} x {accelerator}" for accelerator, count in sorted(counts.items())
+        )
 
     def trains_together(self, experiment: Experiment) -> bool:
-        """Whether devices of an experiment may be trained vmapped here, once the accelerators are known."""
-        return any(most_together(experiment, executor.accelerator) > 1 for executor in self._executors)
+        """Whether devices of an experiment may be trained vmapped here, once the accelerators are
+        known.
+        """
+        return any(
+            most_together(experiment, executor.accelerator) > 1 for executor in self._executors
+        )
 
     def member(self, node: str) -> Member:
         """Add one of this process's devices."""
@@ -126,7 +158,9 @@ class Pool:
         self._hosted[device.digest] += 1
 
     def release(self, device: HostedDevice) -> None:
-        """Count a device that leaves its experiment; the last one takes the executors' trainers and data along."""
+        """Count a device that leaves its experiment; the last one takes the executors' trainers and
+        data along.
+        """
         self._hosted[device.digest] -= 1
         if not self._hosted[device.digest]:
             del self._hosted[device.digest]
@@ -134,7 +168,9 @@ class Pool:
                 executor.forget(device.digest)
 
     async def submit(self, request: PoolRequest) -> Any:
-        """Wait for the request's outcome. A cancelled caller still waits until its rows are its own again."""
+        """Wait for the request's outcome. A cancelled caller still waits until its rows are its own
+        again.
+        """
         if self._failure is not None:
             raise self._failure
         self._queue_of(request).append(request)
@@ -153,7 +189,9 @@ class Pool:
             raise
 
     async def _open(self) -> None:
-        """Start the first executor, which may know the accelerators, and then the number that is needed."""
+        """Start the first executor, which may know the accelerators, and then the number that is
+        needed.
+        """
         try:
             most = min(self._slots or cores(), self._devices)
             sure = is_cpu(self._accelerator)
@@ -177,7 +215,9 @@ class Pool:
             self._queue_of(request).append(request)
         for index, executor in enumerate(self._executors):
             executor.accelerator = self._places[index % len(self._places)]
-            self._serving.append(asyncio.create_task(self._serve(executor), name=f"executor {index}"))
+            self._serving.append(
+                asyncio.create_task(self._serve(executor), name=f"executor {index}")
+            )
 
     async def _start(self, count: int) -> None:
         executors = [self._new() for _ in range(count)]
@@ -206,7 +246,9 @@ class Pool:
                     request.fail(error)
 
     async def _take(self, executor: Executor) -> list[PoolRequest]:
-        """Wait for a request for the executor's accelerator; return it with others that can be vmapped with it."""
+        """Wait for a request for the executor's accelerator; return it with others that can be
+        vmapped with it.
+        """
         queue = self._waiting[executor.accelerator]
         while not queue:
             self._came.clear()
@@ -214,10 +256,15 @@ class Pool:
         if (most := self._most(executor, queue[0])) == 1:
             return [queue.popleft()]  # no look at the others: there may be thousands
         await gather(self._came, lambda: len(queue) >= most)
-        if not queue:  # another executor of this accelerator took them meanwhile, or they were cancelled
+        # another executor of this accelerator took them meanwhile, or they were cancelled
+        if not queue:
             return await self._take(executor)
         first = queue[0]
-        alike = [request for request in queue if request is first or (isinstance(first, Job) and first.alike(request))]
+        alike = [
+            request
+            for request in queue
+            if request is first or (isinstance(first, Job) and first.alike(request))
+        ]
         fair = -(-len(alike) // self._idle[executor.accelerator])
         taken = alike[: min(self._most(executor, first), fair)]
         for request in taken:
@@ -234,17 +281,23 @@ class Pool:
 
     def _queue_of(self, request: PoolRequest) -> deque[PoolRequest]:
         """Return the queue in which a request waits."""
-        return self._waiting[self._places[request.place % len(self._places)]] if self._places else self._early
+        if self._places:
+            return self._waiting[self._places[request.place % len(self._places)]]
+        return self._early
 
     def _share(self, executor: Executor) -> int:
-        """Return the number of devices of an executor if all executors of its accelerator have equal shares."""
+        """Return the number of devices of an executor if all executors of its accelerator have
+        equal shares.
+        """
         executors = sum(other.accelerator == executor.accelerator for other in self._executors)
         places = (self._places[place % len(self._places)] for place in range(self._members))
         return max(1, -(-sum(place == executor.accelerator for place in places) // executors))
 
 
 class Member:
-    """One device's access to the pool; call `prepare` first, then `train` any number of times, one at a time."""
+    """One device's access to the pool; call `prepare` first, then `train` any number of times, one
+    at a time.
+    """
 
     def __init__(self, pool: Pool, node: str, place: int) -> None:
         self._pool = pool
@@ -254,7 +307,9 @@ class Member:
 
     @property
     def moves(self) -> int:
-        """A count that grows with the progress of any of the pool's trainings: waiting devices are alive too."""
+        """A count that grows with the progress of any of the pool's trainings: waiting devices are
+        alive too.
+        """
         return self._pool.moves
 
     @property
@@ -281,13 +336,17 @@ class Member:
         """
         device = HostedDevice(experiment, experiment.digest, self._node, frozen=frozen)
         self._pool.host(device)
-        self.leave()  # an experiment that it has left; the same one stays, with what was made for others
+        # an experiment that it has left; the same one stays, with what was made for others
+        self.leave()
         self._device = device
-        prepared: Prepared = await self._pool.submit(PoolRequest(device=self._device, place=self._place))
+        prepared: Prepared = await self._pool.submit(
+            PoolRequest(device=self._device, place=self._place)
+        )
         return prepared
 
     async def train(self, order: Order) -> LocalResult:
-        """Train as ordered; the order's `row` is read-only, and progress is reported on the event loop.
+        """Train as ordered; the order's `row` is read-only, and progress is reported on the event
+        loop.
 
         Raises RunFailed, as `Trainer.train` does, and if two workers were killed during it.
         """

@@ -1,4 +1,6 @@
-"""The trainers of one process. Each kind is imported when an experiment needs it: not every device has PyTorch."""
+"""The trainers of one process. Each kind is imported when an experiment needs it: not every device
+has PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,15 @@ from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.host.memory import peak_bytes
 from fedstrata.common.settings.tables import named_in_module
 from fedstrata.common.settings.trainers import TRAINER_KEY
-from fedstrata.device.jobs import DeviceOrder, DeviceTrainers, Done, Ending, HostedDevice, LocalResult, Prepared
+from fedstrata.device.jobs import (
+    DeviceOrder,
+    DeviceTrainers,
+    Done,
+    Ending,
+    HostedDevice,
+    LocalResult,
+    Prepared,
+)
 
 MODULES: Final = "fedstrata.device.pool.module_trainers:ModuleTrainers"
 ARRAYS: Final = "fedstrata.device.training.arrays:ArrayTrainers"
@@ -19,7 +29,9 @@ ARRAYS: Final = "fedstrata.device.training.arrays:ArrayTrainers"
 
 def imports_of(experiment: Experiment) -> Sequence[str]:
     """Return the module that trains the devices of an experiment, if it imports PyTorch."""
-    return (MODULES.partition(":")[0],) if experiment.training.trainer.learns_module else ()
+    if experiment.training.trainer.learns_module:
+        return (MODULES.partition(":")[0],)
+    return ()
 
 
 class Trainers:
@@ -40,7 +52,9 @@ class Trainers:
         return self._of(device.experiment).prepare(device, accelerator)
 
     def train(self, work: Sequence[DeviceOrder], accelerator: str, done: Done) -> None:
-        """Train for devices of one experiment, as `DeviceTrainers` does. Raises InvalidExperiment."""
+        """Train for devices of one experiment, as `DeviceTrainers` does. Raises
+        InvalidExperiment.
+        """
 
         def measured(number: int, how: Ending) -> None:
             if isinstance(how, LocalResult):
@@ -63,7 +77,8 @@ class Trainers:
             except ModuleNotFoundError as error:
                 if error.name != "torch":
                     raise
-                problem, remedy = "needs PyTorch, not installed here", f"{installing('learning')}."
+                problem = "needs PyTorch, not installed here"
+                remedy = f"{installing('learning')}."
                 raise InvalidExperiment(
                     f"{TRAINER_KEY}.name", experiment.training.trainer.name, problem, remedy
                 ) from None

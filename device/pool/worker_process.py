@@ -1,19 +1,22 @@
-"""The worker process, which trains for the devices of another process; started by `device.pool.executors`.
+"""The worker process, which trains for the devices of another process; started by
+`device.pool.executors`.
 
     {"ready"}                              -> {"ready"}
     {"accelerators"}                       -> {"accelerators"} of this machine
     {"experiment": TEXT, "digest"}            a new experiment
-    {"prepare": DEVICE}                    -> {"layout", "samples", "partition", "kept_bytes", "tests", "folder"}
-    {"train": [{"job", "device", "epochs", "round", "scores", "scores_trained", "folder", "noise", "places"}, ...],
-     "row_bytes", "out_bytes"}
-                                           -> for each job {"job", "steps", "of"} ..., then {"job", "result"}
+    {"prepare": DEVICE}                    -> {"layout", "samples", "partition", "kept_bytes",
+    "tests", "folder"} {"train": [{"job", "device", "epochs", "round", "scores", "scores_trained",
+    "folder", "noise", "places"}, ...], "row_bytes", "out_bytes"}
+                                           -> for each job {"job", "steps", "of"} ..., then {"job",
+                                           "result"}
     {"cancel": JOB}
     {"forget": DIGEST}                        an experiment that no device is in any more
 
-A DEVICE is [digest, name, accelerator, a file of the cloud's frozen arrays or null]. The places of a job
-are those of two rows of the agent, one to read and one to write; without them the shared memory has two for it.
-A job has a "failure" instead of a result, an empty one if it was cancelled. An error is the outcome of all remaining
-jobs; after one by which the accelerator is lost the agent replaces this process.
+A DEVICE is [digest, name, accelerator, a file of the cloud's frozen arrays or null]. The places of
+a job are those of two rows of the agent, one to read and one to write; without them the shared
+memory has two for it.
+A job has a "failure" instead of a result, an empty one if it was cancelled. An error is the outcome
+of all remaining jobs; after one by which the accelerator is lost the agent replaces this process.
 """
 
 from __future__ import annotations
@@ -29,14 +32,16 @@ from fedstrata.common.errors import FedstrataError
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.host.memory import frozen_imports, keep_large_buffers, release_freed
-from fedstrata.common.host.shared_rows import SHARED_BYTES, row_at
-from fedstrata.common.host.subprocess_channel import AgentChannel, Record, error_record
+from fedstrata.common.processes.shared_rows import SHARED_BYTES, row_at
+from fedstrata.common.processes.subprocess_channel import AgentChannel, Record, error_record
 from fedstrata.device.jobs import Cancelled, Ending, HostedDevice, LocalResult, Order, TrainerFolder
 from fedstrata.device.pool.trainers import Trainers
 
 
 class WorkerServer:
-    """Serves the process of one agent. It imports torch, which takes seconds, when that is needed."""
+    """Serves the process of one agent. It imports torch, which takes seconds, when that is
+    needed.
+    """
 
     def __init__(self) -> None:
         self._experiments: dict[str, Experiment] = {}
@@ -54,9 +59,12 @@ class WorkerServer:
                 elif "prepare" in request:
                     with frozen_imports():
                         prepared = self._trainers.prepare(*self._device(request["prepare"]))
-                    if prepared.layout.row_bytes >= SHARED_BYTES:  # it takes 2 ms, and a host may have 1,000 devices
+                    # it takes 2 ms, and a host may have 1,000 devices
+                    if prepared.layout.row_bytes >= SHARED_BYTES:
                         release_freed()
-                    facts = {field.name: getattr(prepared, field.name) for field in fields(prepared)}
+                    facts = {
+                        field.name: getattr(prepared, field.name) for field in fields(prepared)
+                    }
                     self._channel.send(**facts | {"layout": prepared.layout.to_json()})
                 elif "forget" in request:
                     del self._experiments[request["forget"]]
@@ -80,29 +88,44 @@ class WorkerServer:
                 row = row_at(places[0], row_bytes, writable=False)
                 out = row_at(places[1], out_bytes, writable=True)
             else:
-                row, out = next(both)[:row_bytes], next(both)[:out_bytes]
+                row = next(both)[:row_bytes]
+                out = next(both)[:out_bytes]
                 row.flags.writeable = False
             device, accelerator = self._device(wanted["device"])
-            report, cancelled = partial(self._report, wanted["job"]), self._cancelled[wanted["job"]]
-            folder, facts = _folder(wanted["folder"]), (wanted["epochs"], wanted["round"])
+            report = partial(self._report, wanted["job"])
+            cancelled = self._cancelled[wanted["job"]]
+            folder = _folder(wanted["folder"])
+            facts = (wanted["epochs"], wanted["round"])
             scores = wanted["scores"], wanted["scores_trained"]
             noise = bytes.fromhex(wanted["noise"])
             expired = partial(self._expired, wanted["job"])
-            work.append((device, Order(row, out, *facts, report, cancelled, *scores, folder, noise, expired)))
+            work.append(
+                (
+                    device,
+                    Order(row, out, *facts, report, cancelled, *scores, folder, noise, expired),
+                )
+            )
 
         def done(place: int, how: Ending) -> None:
             number = orders[place]["job"]
             if isinstance(how, LocalResult):
-                more = {name: getattr(how, name) for name in ("wall_s", "numbers", "notes", "start_loss")}
+                more = {
+                    name: getattr(how, name)
+                    for name in ("wall_s", "numbers", "notes", "start_loss")
+                }
                 self._channel.send(job=number, result=how.work.to_json(), more=more)
             else:
-                self._channel.send(job=number, failure={} if isinstance(how, Cancelled) else error_record(how))
+                self._channel.send(
+                    job=number, failure={} if isinstance(how, Cancelled) else error_record(how)
+                )
 
         self._trainers.train(work, accelerator, done)
 
     def _device(self, sent: list[Any]) -> tuple[HostedDevice, str]:
         digest, node, accelerator, frozen = sent
-        return HostedDevice(self._experiments[digest], digest, node, frozen=frozen and Path(frozen)), accelerator
+        return HostedDevice(
+            self._experiments[digest], digest, node, frozen=frozen and Path(frozen)
+        ), accelerator
 
     def _report(self, job: int, steps: int, of: int) -> None:
         self._channel.send(job=job, steps=steps, of=of)

@@ -1,4 +1,6 @@
-"""Training by a trainer that is not fedstrata's (`common.training`): named arrays in and out, without PyTorch."""
+"""Training by a trainer that is not fedstrata's (`common.training`): named arrays in and out,
+without PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,8 @@ class ArrayTraining:
         self._experiment = experiment
         self._code = TrainerCode(experiment)
         self._layout, _ = self._code.first(experiment.seed)
-        devices, data = experiment.tree.devices, Path(experiment.data.root.replace("{node}", node))
+        devices = experiment.tree.devices
+        data = Path(experiment.data.root.replace("{node}", node))
         self._site = TrainingSite(
             node=node,
             place=devices.index(node) if node in devices else len(devices) + (number_of(node) or 0),
@@ -82,7 +85,9 @@ class ArrayTraining:
         return Prepared(self._layout, self._samples, "", tests=self._code.tests, folder=keeps)
 
     def train(self, order: Order) -> LocalResult:
-        """Score and train as ordered; without a folder in a temporary one. Raises Cancelled, InvalidExperiment."""
+        """Score and train as ordered; without a folder in a temporary one. Raises Cancelled,
+        InvalidExperiment.
+        """
         if order.folder is not None:
             with self._attempt(order.folder) as folder:
                 return self._train(order, folder)
@@ -91,7 +96,9 @@ class ArrayTraining:
 
     @contextmanager
     def _attempt(self, kept: TrainerFolder) -> Iterator[Path]:
-        """Yield a copy of the trainer's folder, which is renamed if the `with` block succeeds: it may be repeated."""
+        """Yield a copy of the trainer's folder, which is renamed if the `with` block succeeds: it
+        may be repeated.
+        """
         copy = kept.after.with_name(kept.after.name + PARTIAL)
         with writing(copy):
             for old in (kept.after, copy):
@@ -106,7 +113,9 @@ class ArrayTraining:
             os.replace(copy, kept.after)
 
     def _check_kept(self, folder: Path) -> None:
-        """Check that what a trainer has left in its folder can be copied; a folder that it removed is empty."""
+        """Check that what a trainer has left in its folder can be copied; a folder that it removed
+        is empty.
+        """
         if folder.is_symlink() or folder.is_file():
             problem = "it leaves a file in place of the folder task.state"
             self._code.refuse(problem, "Leave the folder, or nothing.")
@@ -118,7 +127,9 @@ class ArrayTraining:
                 self._code.refuse(problem, "Remove it before train returns.")
 
     def _train(self, order: Order, state: Path) -> LocalResult:
-        experiment, site, rounds = self._experiment, self._site, self._experiment.device_rounds
+        experiment = self._experiment
+        site = self._site
+        rounds = self._experiment.device_rounds
         if order.cancelled.is_set():
             raise Cancelled
 
@@ -144,12 +155,17 @@ class ArrayTraining:
             received = Examined(self._score(order.row, before) if order.scores else None)
             if not order.epochs:
                 return received.of(LocalResult(Work(self._samples)))
-            if not self._samples:  # as one of several models a task may come all the same: its result is refused
+            # as one of several models a task may come all the same: its result is refused
+            if not self._samples:
                 order.out[:] = order.row
                 return received.of(LocalResult(Work(epochs=order.epochs)))
-            start, cpu_start = time.monotonic(), time.thread_time()
-            found = self._code.train(self._layout, order.row, order.out, task, samples=self._samples)
-            train_s, cpu_s = time.monotonic() - start, time.thread_time() - cpu_start
+            start = time.monotonic()
+            cpu_start = time.thread_time()
+            found = self._code.train(
+                self._layout, order.row, order.out, task, samples=self._samples
+            )
+            train_s = time.monotonic() - start
+            cpu_s = time.thread_time() - cpu_start
             trained = self._score(order.out, task) if order.scores_trained else None
         except InvalidExperiment:
             if order.cancelled.is_set():
@@ -177,7 +193,9 @@ class ArrayTraining:
         if found is None:
             return None
         n = found.samples
-        return ScoreSums(n, n * found.loss, packed_sums([n * found.score]), seconds=time.monotonic() - start)
+        return ScoreSums(
+            n, n * found.loss, packed_sums([n * found.score]), seconds=time.monotonic() - start
+        )
 
 
 class ArrayTrainers:
@@ -213,12 +231,17 @@ class ArrayTrainers:
 def use_reported(device: HostedDevice, order: Order) -> Iterator[Order]:
     """Report the `with` block as training while this process lives; yield the order for it.
 
-    Not every trainer reports its steps. One that neither uses a core nor reports a step waits, for a queue or a
-    download, and has expired after a limit.
+    Not every trainer reports its steps. One that neither uses a core nor reports a step waits, for
+    a queue or a download, and has expired after a limit.
     """
-    experiment, thread = device.experiment, threading.get_ident()
+    experiment = device.experiment
+    thread = threading.get_ident()
     limit_s = max(WAITS_S, experiment.transfer.idle_s)
-    seen, looks, active, stepped, expired = _cpu_s(thread), 0, time.monotonic(), False, False
+    seen = _cpu_s(thread)
+    looks = 0
+    active = time.monotonic()
+    stepped = False
+    expired = False
 
     def progress(done: int, of: int) -> None:
         nonlocal stepped
@@ -227,10 +250,13 @@ def use_reported(device: HostedDevice, order: Order) -> Iterator[Order]:
 
     def look() -> None:
         nonlocal seen, looks, active, stepped, expired
-        used, now = _cpu_s(thread), time.monotonic()
+        used = _cpu_s(thread)
+        now = time.monotonic()
         if stepped or used - seen >= BUSY_SHARE * LOOK_S:
             active = now
-        seen, stepped, looks = used, False, looks + 1
+        seen = used
+        stepped = False
+        looks = looks + 1
         if now < active + limit_s:
             order.progress(looks, 0)
         elif not expired:
@@ -246,11 +272,15 @@ def use_reported(device: HostedDevice, order: Order) -> Iterator[Order]:
 def _waits(experiment: Experiment, node: str, seconds: float) -> InvalidExperiment:
     key, name = next(iter(experiment.training.trainer.code.items()))
     problem = f"it waits for {seconds:g} s on {node} without using a core or reporting a step"
-    return InvalidExperiment(key, name, problem, "Report task.progress while it waits, or raise transfer.idle_s.")
+    return InvalidExperiment(
+        key, name, problem, "Report task.progress while it waits, or raise transfer.idle_s."
+    )
 
 
 def _cpu_s(thread: int) -> float:
-    """Return the CPU seconds of a thread of this process, those of the whole process where threads have no clock."""
+    """Return the CPU seconds of a thread of this process, those of the whole process where threads
+    have no clock.
+    """
     if not hasattr(time, "pthread_getcpuclockid"):
         return time.process_time()
     return time.clock_gettime(time.pthread_getcpuclockid(thread))

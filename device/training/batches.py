@@ -1,4 +1,6 @@
-"""A device's local dataset, the batches of a local round, and the flips and crops of many images at once."""
+"""A device's local dataset, the batches of a local round, and the flips and crops of many images at
+once.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ from fedstrata.common.settings.training import Augmentation, OwnAugmentation
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Changes:
-    """Changes of n images: `flips` bool [n], and `shifts` int64 [n, 2], the first row and column of the windows."""
+    """Changes of n images: `flips` bool [n], and `shifts` int64 [n, 2], the first row and column of
+    the windows.
+    """
 
     flips: Tensor
     shifts: Tensor
@@ -46,20 +50,25 @@ class Changes:
         some = [part for part in parts if part is not None]
         if not some:
             return None
-        return cls(torch.cat([part.flips for part in some]), torch.cat([part.shifts for part in some]))
+        return cls(
+            torch.cat([part.flips for part in some]), torch.cat([part.shifts for part in some])
+        )
 
 
 def draw_changes(
     augmentation: Augmentation, count: int, *, source: np.random.Generator, device: torch.device
 ) -> Changes:
-    """Draw the changes of `count` images: half of them flipped, all windows in the frame equally likely."""
+    """Draw the changes of `count` images: half of them flipped, all windows in the frame equally
+    likely.
+    """
     flips = source.random(count) < (0.5 if augmentation.flip else 0.0)
     shifts = source.integers(0, 2 * augmentation.crop + 1, (count, 2))
     return Changes(torch.from_numpy(flips).to(device), torch.from_numpy(shifts).to(device))
 
 
 def change_images(images: Tensor, changes: Changes, *, crop: int) -> Tensor:
-    """Return the images [n, C, H, W] of any dtype, padded by `crop` zero pixels, cropped to their windows and flipped.
+    """Return the images [n, C, H, W] of any dtype, padded by `crop` zero pixels, cropped to their
+    windows and flipped.
 
     The order does not matter: a window of a flipped image is another window, flipped.
     """
@@ -74,34 +83,53 @@ def change_images(images: Tensor, changes: Changes, *, crop: int) -> Tensor:
 
 
 class OwnSamples:
-    """The user's own augmentation: an object of the class, made anew for each local round. Raises InvalidExperiment."""
+    """The user's own augmentation: an object of the class, made anew for each local round. Raises
+    InvalidExperiment.
+    """
 
     def __init__(self, settings: OwnAugmentation) -> None:
         self._name = settings.name
         made = own.build(AUGMENTATION_KEY, settings, object)
         if not callable(made):
             own.refuse(
-                AUGMENTATION_KEY, self._name, f"makes {type(made).__name__}, which is not callable", "Let it be."
+                AUGMENTATION_KEY,
+                self._name,
+                f"makes {type(made).__name__}, which is not callable",
+                "Let it be.",
             )
         self._augment = made
 
     def __call__(self, samples: Tensor, *, seed: int) -> Tensor:
-        """Return the samples [n, ...] as the object changes each, with the generators seeded. Raises InvalidExperiment.
+        """Return the samples [n, ...] as the object changes each, with the generators seeded.
+        Raises InvalidExperiment.
 
         A sample keeps its shape and type.
         """
         with seeded(seed, samples.device), own.guarded({AUGMENTATION_KEY: self._name}):
             found = [self._augment(sample) for sample in samples.unbind()]
         for given, made in zip(samples, found, strict=True):
-            if not isinstance(made, Tensor) or (made.shape, made.dtype) != (given.shape, given.dtype):
-                has = f"{made.dtype} {list(made.shape)}" if isinstance(made, Tensor) else type(made).__name__
+            if not isinstance(made, Tensor) or (made.shape, made.dtype) != (
+                given.shape,
+                given.dtype,
+            ):
+                if isinstance(made, Tensor):
+                    has = f"{made.dtype} {list(made.shape)}"
+                else:
+                    has = type(made).__name__
                 problem = f"returns {has} for a sample of {given.dtype} {list(given.shape)}"
-                own.refuse(AUGMENTATION_KEY, self._name, problem, "Return a tensor of the same shape and type.")
+                own.refuse(
+                    AUGMENTATION_KEY,
+                    self._name,
+                    problem,
+                    "Return a tensor of the same shape and type.",
+                )
         return torch.stack(found).to(samples.device)
 
 
 def try_augmentation(settings: OwnAugmentation, local: LocalDataset) -> None:
-    """Check that an augmentation changes samples, the same ones twice in the same way. Raises InvalidExperiment."""
+    """Check that an augmentation changes samples, the same ones twice in the same way. Raises
+    InvalidExperiment.
+    """
     some = local.images.index_select(0, local.samples[:TRIED_SAMPLES])
     once, again = (OwnSamples(settings)(some.clone(), seed=1) for _ in range(2))
     if not torch.equal(once, again):
@@ -114,12 +142,15 @@ log = logging.getLogger("fedstrata.data")
 AUGMENTATION_KEY: Final = "training.augmentation.name"
 TRIED_SAMPLES: Final = 8
 
-BLOCK_BYTES = 1 << 20  # of samples gathered, changed and normalised at once: they stay in a core's cache
+# of samples gathered, changed and normalised at once: they stay in a core's cache
+BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoredSamples:
-    """`samples` int64 [m], at least one, are a device's test samples: indices in `images` and `labels`, on the CPU."""
+    """`samples` int64 [m], at least one, are a device's test samples: indices in `images` and
+    `labels`, on the CPU.
+    """
 
     images: Tensor
     labels: Tensor
@@ -128,10 +159,12 @@ class ScoredSamples:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalDataset:
-    """`samples` int64 [n] are the indices of this device's samples in `images` and `labels`, on the accelerator.
+    """`samples` int64 [n] are the indices of this device's samples in `images` and `labels`, on the
+    accelerator.
 
-    `partition` is the digest of the whole split, empty if nothing is split. `joins`: the model cannot train on one
-    sample, which therefore joins the batch before. `tests`: the samples on which the device scores models, if it does.
+    `partition` is the digest of the whole split, empty if nothing is split. `joins`: the model
+    cannot train on one sample, which therefore joins the batch before. `tests`: the samples on
+    which the device scores models, if it does.
     """
 
     inputs: Inputs
@@ -151,18 +184,23 @@ class LocalDataset:
         return [batch_size] * whole + [rest] * (rest > 0)
 
     def label_counts(self) -> Floats:
-        """Return how many of the device's samples each label has, float32 [classes]; of numbers [0]."""
+        """Return how many of the device's samples each label has, float32 [classes]; of numbers
+        [0].
+        """
         if self.inputs.numbers:
             return np.zeros(0, np.float32)
         counts = torch.bincount(self.labels[self.samples], minlength=self.inputs.classes)
         return counts.float().cpu().numpy()
 
 
-def load_local_dataset(experiment: schema.Experiment, node: str, *, accelerator: torch.device) -> LocalDataset:
+def load_local_dataset(
+    experiment: schema.Experiment, node: str, *, accelerator: torch.device
+) -> LocalDataset:
     """Load the data and select the device's samples. Takes seconds. Raises InvalidExperiment."""
     alone = splits.own_user(experiment, node=node)
     dataset = datasets.load(experiment.data, node=node) if alone is None else alone[0]
-    for note in dataset.notes if experiment.data.private else ():  # else the cloud shows them, for all
+    # else the cloud shows them, for all
+    for note in dataset.notes if experiment.data.private else ():
         log.warning("%s: %s", node, note)
     asked = experiment.training.image_changes
     if asked.changes and not dataset.inputs.are_images:
@@ -170,14 +208,18 @@ def load_local_dataset(experiment: schema.Experiment, node: str, *, accelerator:
         problem = f"the data set has {dataset.inputs}"
         raise InvalidExperiment(f"training.augmentation.{key}", value, problem, "Omit it.")
     if experiment.data.private or alone is not None:
-        samples, partition = torch.arange(len(dataset.train_labels)), "" if alone is None else alone[1]
+        samples = torch.arange(len(dataset.train_labels))
+        partition = "" if alone is None else alone[1]
     else:
         split = splits.split_of(experiment, node=node)
-        samples, partition = torch.from_numpy(splits.samples_of(experiment, split, node=node)), split.digest
-    images, labels = dataset.train_images, dataset.train_labels
+        samples = torch.from_numpy(splits.samples_of(experiment, split, node=node))
+        partition = split.digest
+    images = dataset.train_images
+    labels = dataset.train_labels
     samples, tests = _without_tests(samples, dataset, experiment, node, alone=alone is not None)
     if accelerator.type != "cpu":
-        images, labels = images[samples].to(accelerator), labels[samples].to(accelerator)
+        images = images[samples].to(accelerator)
+        labels = labels[samples].to(accelerator)
         samples = torch.arange(len(samples), device=accelerator)
     normalise = dataset.normaliser(accelerator)
     local = LocalDataset(dataset.inputs, images, labels, samples, normalise, partition, tests=tests)
@@ -187,7 +229,9 @@ def load_local_dataset(experiment: schema.Experiment, node: str, *, accelerator:
 
 
 class WrongSamples:
-    """The samples on which a device trains in place of its own, if it is an adversary of labels or images."""
+    """The samples on which a device trains in place of its own, if it is an adversary of labels or
+    images.
+    """
 
     def __init__(self, adversary: Adversary | None) -> None:
         self._adversary = adversary
@@ -196,31 +240,48 @@ class WrongSamples:
     def used_in(self, local_round: int) -> bool:
         """Return whether they are those of a local round."""
         adversary = self._adversary
-        return adversary is not None and adversary.attack.does("poison") and adversary.acts(local_round)
+        return (
+            adversary is not None
+            and adversary.attack.does("poison")
+            and adversary.acts(local_round)
+        )
 
     def of(self, local: LocalDataset) -> LocalDataset:
         """Return them, always the same. Raises InvalidExperiment."""
         assert self._adversary is not None
         if self._made is None:
             images, labels = (each[local.samples] for each in (local.images, local.labels))
-            given = LabelledSamples(images.cpu().numpy(), labels.cpu().numpy(), local.inputs.classes)
+            given = LabelledSamples(
+                images.cpu().numpy(), labels.cpu().numpy(), local.inputs.classes
+            )
             found = self._adversary.poisoned(given)
-            wrong = [torch.from_numpy(each).to(images.device) for each in (found.images, found.labels)]
+            wrong = [
+                torch.from_numpy(each).to(images.device) for each in (found.images, found.labels)
+            ]
             places = torch.arange(len(labels), device=images.device)
             self._made = replace(local, images=wrong[0], labels=wrong[1], samples=places)
         return self._made
 
 
 def _without_tests(
-    samples: Tensor, dataset: datasets.Dataset, experiment: schema.Experiment, node: str, *, alone: bool
+    samples: Tensor,
+    dataset: datasets.Dataset,
+    experiment: schema.Experiment,
+    node: str,
+    *,
+    alone: bool,
 ) -> tuple[Tensor, ScoredSamples | None]:
-    """Return those of a device's samples on which it trains, and its test samples, None if it has none.
+    """Return those of a device's samples on which it trains, and its test samples, None if it has
+    none.
 
     `alone`: whether the data set has no samples of others.
     """
-    evaluation, devices = experiment.evaluation, experiment.tree.devices
+    evaluation = experiment.evaluation
+    devices = experiment.tree.devices
     if evaluation.takes_samples:
-        taken = splits.taken_of(samples.numpy(), evaluation=evaluation, seed=experiment.seed, node=node)
+        taken = splits.taken_of(
+            samples.numpy(), evaluation=evaluation, seed=experiment.seed, node=node
+        )
         left = torch.from_numpy(np.setdiff1d(samples.numpy(), taken, assume_unique=True))
         tests = ScoredSamples(dataset.train_images, dataset.train_labels, torch.from_numpy(taken))
         return left, tests if len(taken) else None
@@ -228,7 +289,8 @@ def _without_tests(
         return samples, None
     if node not in devices:
         return samples, None  # the test samples are divided among the others
-    place, count = devices.index(node), len(dataset.test_labels)
+    place = devices.index(node)
+    count = len(dataset.test_labels)
     if evaluation.data == "users" and alone:
         part = np.arange(count)
     elif evaluation.data == "users":
@@ -242,7 +304,8 @@ def _without_tests(
 def blocks(
     local: LocalDataset, experiment: schema.Experiment, *, node: str, epochs: int, local_round: int
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield (epoch, inputs [n, b, ...], labels int64 [n, b] or float32 [n, b, T]) of n batches of the same size.
+    """Yield (epoch, inputs [n, b, ...], labels int64 [n, b] or float32 [n, b, T]) of n batches of
+    the same size.
 
     The order is new in each epoch, and the last batch is kept.
     """
@@ -252,7 +315,8 @@ def blocks(
         augment = OwnSamples(training.own_augmentation)
         seeds = generator(experiment.seed, Purpose.AUGMENTATION, node, local_round)
     sizes = local.sizes(training.batch_size)
-    # Whole batches; the result for a sample depends on no other sample, so the block size does not affect it.
+    # Whole batches; the result for a sample depends on no other sample, so the block size does not
+    # affect it.
     batch_bytes = 4 * training.batch_size * local.images[0].numel()
     block = max(1, BLOCK_BYTES // batch_bytes)
     for epoch, (places, changes) in enumerate(
@@ -266,23 +330,38 @@ def blocks(
             if changes is not None:
                 images = change_images(images, changes[chosen], crop=training.image_changes.crop)
             if augment is not None:
-                each = [augment(batch, seed=int(seeds.integers(2**63))) for batch in torch.split(images, here)]
+                each = [
+                    augment(batch, seed=int(seeds.integers(2**63)))
+                    for batch in torch.split(images, here)
+                ]
                 images = torch.cat(each)
-            inputs, labels = local.normalise(images), local.labels.index_select(0, places[chosen])
+            inputs = local.normalise(images)
+            labels = local.labels.index_select(0, places[chosen])
             for size, alike in groupby(here):
                 count = len(list(alike))
-                some, inputs = inputs[: count * size], inputs[count * size :]
-                theirs, labels = labels[: count * size], labels[count * size :]
-                yield epoch, some.view(count, size, *some.shape[1:]), theirs.view(count, size, *theirs.shape[1:])
+                some = inputs[: count * size]
+                inputs = inputs[count * size :]
+                theirs = labels[: count * size]
+                labels = labels[count * size :]
+                yield (
+                    epoch,
+                    some.view(count, size, *some.shape[1:]),
+                    theirs.view(count, size, *theirs.shape[1:]),
+                )
 
 
 def orders(
     local: LocalDataset, experiment: schema.Experiment, *, node: str, epochs: int, local_round: int
 ) -> Iterator[tuple[Tensor, Changes | None]]:
-    """Yield each epoch's samples in the order of its batches, int64 [n] indices of the images, and their changes."""
-    training, device, count = experiment.training, local.samples.device, len(local.samples)
+    """Yield each epoch's samples in the order of its batches, int64 [n] indices of the images, and
+    their changes.
+    """
+    training = experiment.training
+    device = local.samples.device
+    count = len(local.samples)
     order = generator(experiment.seed, Purpose.BATCHES, node, local_round)
-    asked, changes = training.image_changes, None
+    asked = training.image_changes
+    changes = None
     if asked.changes:
         source = generator(experiment.seed, Purpose.AUGMENTATION, node, local_round)
     for _ in range(epochs):
@@ -295,7 +374,8 @@ def orders(
 def uniform_numbers(
     experiment: schema.Experiment, draws: int, *, node: str, local_round: int, device: torch.device
 ) -> Callable[[int], Tensor] | None:
-    """Return a function for the random numbers of the next n samples, float32 [n, draws], None if there are none.
+    """Return a function for the random numbers of the next n samples, float32 [n, draws], None if
+    there are none.
 
     They do not depend on how the samples are cut into batches.
     """

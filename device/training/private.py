@@ -2,8 +2,8 @@
 
     g = (sum of g_i min(1, C / ||g_i||) + N(0, (z C)^2)) / b        b: the samples of the batch
 
-With Poisson sampling each step takes each sample with the same probability, and b is the expected number. FedProx's
-term, which is not of the samples, is added to g.
+With Poisson sampling each step takes each sample with the same probability, and b is the expected
+number. FedProx's term, which is not of the samples, is added to g.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ NUMBERS_MOST: Final = 1 << 26  # of samples' gradients at once
 
 @dataclass(frozen=True, slots=True)
 class GradientNoise:
-    """The clipping and the noise of a training's gradients. `expected`: the samples of a batch, None: those it has."""
+    """The clipping and the noise of a training's gradients. `expected`: the samples of a batch,
+    None: those it has.
+    """
 
     clip_norm: float
     multiplier: float
@@ -61,21 +63,31 @@ class PrivateSteps:
         self._loss = objective_of(training).sample_loss
         self._clip_norm = training.clip_norm
         self._mu = training.objective.proximal
-        self._received = [weight.detach().clone() for weight in weights.values()] if self._mu else []
+        if self._mu:
+            self._received = [weight.detach().clone() for weight in weights.values()]
+        else:
+            self._received = []
         self._optimizer = optimizer_of(training)
         self._moments = self._optimizer.begin(list(weights.values()))
 
     def take(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Take the step of a batch: inputs [b, ...], labels [b]. Return the mean loss [], 0 of an empty batch."""
+        """Take the step of a batch: inputs [b, ...], labels [b]. Return the mean loss [], 0 of an
+        empty batch.
+        """
         inputs, labels = tensors
-        private, weights = self._private, list(self._weights.values())
+        private = self._private
+        weights = list(self._weights.values())
         present = {name: weight.detach() for name, weight in self._weights.items()}
         sums = {name: torch.zeros_like(weight) for name, weight in present.items()}
         total = torch.zeros((), device=labels.device)
         chunk = max(1, NUMBERS_MOST // sum(weight.numel() for weight in weights))
-        each: Callable[..., Any] = vmap(grad_and_value(self._loss_of), in_dims=(None, 0, 0), randomness="different")
+        each: Callable[..., Any] = vmap(
+            grad_and_value(self._loss_of), in_dims=(None, 0, 0), randomness="different"
+        )
         for begin in range(0, len(labels), chunk):
-            gradients, losses = each(present, inputs[begin : begin + chunk], labels[begin : begin + chunk])
+            gradients, losses = each(
+                present, inputs[begin : begin + chunk], labels[begin : begin + chunk]
+            )
             add_clipped(gradients, sums, clip_norm=private.clip_norm)
             total += losses.sum()
         divisor = private.expected or float(len(labels))
@@ -92,9 +104,13 @@ class PrivateSteps:
         """Write each weight's gradient: the sum of the clipped ones with noise, divided."""
         if std:
             numbers = std * self._private.noise.normals(sum(each.numel() for each in sums.values()))
-            noise = torch.from_numpy(numbers.astype(np.float32)).to(next(iter(sums.values())).device)
+            noise = torch.from_numpy(numbers.astype(np.float32)).to(
+                next(iter(sums.values())).device
+            )
             for each, part in zip(
-                sums.values(), torch.split(noise, [each.numel() for each in sums.values()]), strict=True
+                sums.values(),
+                torch.split(noise, [each.numel() for each in sums.values()]),
+                strict=True,
             ):
                 each.add_(part.view(each.shape))
         for name, weight in self._weights.items():
@@ -102,12 +118,17 @@ class PrivateSteps:
 
     def _loss_of(self, weights: Mapping[str, Tensor], sample: Tensor, label: Tensor) -> Tensor:
         """Return the loss of one sample."""
-        return self._loss(functional_call(self._module, dict(weights), (sample[None],)), label[None])[0]
+        return self._loss(
+            functional_call(self._module, dict(weights), (sample[None],)), label[None]
+        )[0]
 
 
-def add_clipped(gradients: Mapping[str, Tensor], sums: Mapping[str, Tensor], *, clip_norm: float) -> None:
+def add_clipped(
+    gradients: Mapping[str, Tensor], sums: Mapping[str, Tensor], *, clip_norm: float
+) -> None:
     """Add samples' gradients, [b, ...] by weight, each clipped over all weights, to the sums."""
-    factors = (clip_norm / norms(list(gradients.values()))).clamp(max=1.0)  # a gradient of zeros stays: the factor is 1
+    # a gradient of zeros stays: the factor is 1
+    factors = (clip_norm / norms(list(gradients.values()))).clamp(max=1.0)
     for name, each in gradients.items():
         sums[name].add_(torch.einsum("b,b...->...", factors, each))
 
@@ -117,22 +138,36 @@ def check_module(module: nn.Module, experiment: Experiment) -> None:
     for name, layer in module.named_modules():
         if isinstance(layer, _NormBase):
             key = f"{experiment.key(experiment.tiers[-1])}.privacy.unit"
-            problem = f"{experiment.model.name} cannot train by DP-SGD: its {name} mixes the samples of a batch"
+            problem = (
+                f"{experiment.model.name} cannot train by DP-SGD: its {name} mixes the "
+                "samples of a batch"
+            )
             raise InvalidExperiment(key, "sample", problem, "Use a model without, or another unit.")
 
 
 def poisson_batches(
-    local: LocalDataset, experiment: Experiment, *, node: str, epochs: int, local_round: int, rate: float, noise: Noise
+    local: LocalDataset,
+    experiment: Experiment,
+    *,
+    node: str,
+    epochs: int,
+    local_round: int,
+    rate: float,
+    noise: Noise,
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield (epoch, inputs [1, b, ...], labels [1, b]) of batches that each sample joins by chance; b may be 0.
+    """Yield (epoch, inputs [1, b, ...], labels [1, b]) of batches that each sample joins by chance;
+    b may be 0.
 
     Who joins is drawn as secretly as the noise: that is why the sampling counts.
     """
-    asked, count = experiment.training.image_changes, len(local.samples)
+    asked = experiment.training.image_changes
+    count = len(local.samples)
     source = generator(experiment.seed, Purpose.AUGMENTATION, node, local_round)
     for epoch in range(epochs):
         for _ in range(steps_in_epoch(rate)):
-            chosen = torch.from_numpy(np.flatnonzero(noise.uniforms(count) < rate)).to(local.samples.device)
+            chosen = torch.from_numpy(np.flatnonzero(noise.uniforms(count) < rate)).to(
+                local.samples.device
+            )
             places = local.samples[chosen]
             images = local.images.index_select(0, places)
             if asked.changes and len(places):

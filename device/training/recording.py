@@ -1,13 +1,14 @@
 """Steps of SGD recorded once, and run from then on without Python and without autograd.
 
-With small models on a CPU, autograd and Python take as long as the kernels. For each shape of a batch, the operations
-that torch dispatches below autograd in one whole step (gradients, clipping, optimiser) are recorded and written as a
-loop over many batches in TorchScript, which needs no compiler. The same kernels run in the same order, so the models
-are those of autograd, bit for bit. A program is used only if that was seen (`program_of`): what it makes of two random
-batches equals what the plain steps make of them, and both were recorded as the same operations.
+With small models on a CPU, autograd and Python take as long as the kernels. For each shape of a
+batch, the operations that torch dispatches below autograd in one whole step (gradients, clipping,
+optimiser) are recorded and written as a loop over many batches in TorchScript, which needs no
+compiler. The same kernels run in the same order, so the models are those of autograd, bit for bit.
+A program is used only if that was seen (`program_of`): what it makes of two random batches equals
+what the plain steps make of them, and both were recorded as the same operations.
 
-Code of the user's own may do in a later step what it did not do in these. So its programs are compared as they run
-(`Comparison`).
+Code of the user's own may do in a later step what it did not do in these. So its programs are
+compared as they run (`Comparison`).
 """
 
 from __future__ import annotations
@@ -32,14 +33,17 @@ _DETACH: Final = torch.ops.aten.detach.default
 _NEW: Final = torch.ops.aten.new_empty_strided.default
 _COPY: Final = torch.ops.aten.copy_.default
 _POOL_BACKWARD: Final = torch.ops.aten.max_pool2d_with_indices_backward.default
-_UNKNOWN: Final = {  # of operations whose results are not a function of shapes, or which code may have looked at
+# of operations whose results are not a function of shapes, or which code may have looked at
+_UNKNOWN: Final = {
     torch.Tag.nondeterministic_seeded: "may draw random numbers",
     torch.Tag.data_dependent_output: "gives Python a value",
     torch.Tag.dynamic_output_shape: "has a shape that depends on values",
 }
-RATE: Final = "lr"  # the name of the learning rate in every optimiser's kernel; it is an argument of a program
+# the name of the learning rate in every optimiser's kernel; it is an argument of a program
+RATE: Final = "lr"
 AS_IT_IS: Final = (1.0,)
-CONTRASTS: Final = (1.0, 0.0, 1e3)  # of the numbers of a trial: code that reads them takes other branches
+# of the numbers of a trial: code that reads them takes other branches
+CONTRASTS: Final = (1.0, 0.0, 1e3)
 COMPARED: Final = 64  # of the steps of a program of own code one is compared
 
 
@@ -71,7 +75,9 @@ class Operation:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records operations while it is entered. It keeps their tensors, so that each has an id of its own."""
+    """Records operations while it is entered. It keeps their tensors, so that each has an id of its
+    own.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -79,7 +85,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: else torch imports its compiler when the mode is first entered, 150 MB and seconds."""
+        """Return False: else torch imports its compiler when the mode is first entered, 150 MB and
+        seconds.
+        """
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -93,8 +101,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class Recording:
     """A step as a text: a function of the state, a batch and the learning rate.
 
-    `numbers` are the sizes in it, apart from the text, so that batches of any size share one. `constants` are the
-    tensors that the step reads and did not make; they are read anew in each step. `lists`: places in the state.
+    `numbers` are the sizes in it, apart from the text, so that batches of any size share one.
+    `constants` are the tensors that the step reads and did not make; they are read anew in each
+    step. `lists`: places in the state.
     """
 
     text: str
@@ -104,13 +113,21 @@ class Recording:
 
     def equals(self, other: Recording) -> bool:
         """Return whether both are the same operations on the same constants."""
-        same = len(self.constants) == len(other.constants) and all(map(is_, self.constants, other.constants))
-        return same and (self.text, self.numbers, self.lists) == (other.text, other.numbers, other.lists)
+        same = len(self.constants) == len(other.constants) and all(
+            map(is_, self.constants, other.constants)
+        )
+        return same and (self.text, self.numbers, self.lists) == (
+            other.text,
+            other.numbers,
+            other.lists,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:
-    """Whole steps over batches of one shape: `forms` are the shapes, strides and types of a batch's tensors."""
+    """Whole steps over batches of one shape: `forms` are the shapes, strides and types of a batch's
+    tensors.
+    """
 
     loop: Loop
     recording: Recording
@@ -120,17 +137,29 @@ class Program:
         """Return whether n batches, whose tensors are [n, ...], are of the form that was tried."""
         return _forms([each[0] for each in batches]) == self.forms
 
-    def run(self, state: Sequence[Tensor], batches: Sequence[Tensor], *, rate: float, losses: Tensor) -> None:
-        """Take a step for each of n batches, whose tensors are [n, ...], and change the state as the steps do.
+    def run(
+        self, state: Sequence[Tensor], batches: Sequence[Tensor], *, rate: float, losses: Tensor
+    ) -> None:
+        """Take a step for each of n batches, whose tensors are [n, ...], and change the state as
+        the steps do.
 
         Each batch's loss, times its samples, is added to `losses`, float64 [].
         """
         recording = self.recording
         lists = [[state[place] for place in places] for places in recording.lists]
-        # Optimised it would merge matrix products, and have other bits. The switch is each thread's own.
+        # Optimised it would merge matrix products, and have other bits. The switch is each thread's
+        # own.
         torch._C._set_graph_executor_optimize(False)
         with torch.no_grad():  # the weights are leaves
-            self.loop(list(state), list(batches), recording.constants, lists, recording.numbers, rate, losses)
+            self.loop(
+                list(state),
+                list(batches),
+                recording.constants,
+                lists,
+                recording.numbers,
+                rate,
+                losses,
+            )
 
 
 def program_of(
@@ -142,13 +171,16 @@ def program_of(
     hidden: Callable[[], bytes] = bytes,
     factors: Sequence[float] = AS_IT_IS,
 ) -> Program:
-    """Return the program of a step, tried on two random batches, whose tensors are [W, ...]. Raises NotRecordable.
+    """Return the program of a step, tried on two random batches, whose tensors are [W, ...]. Raises
+    NotRecordable.
 
-    `step(batch)` takes a step of SGD with this learning rate, in place, and returns its loss, detached. The state is
-    the same before and after. `hidden` returns what the user's own code keeps beside it: a step that changes that is
-    not recorded. The trial is repeated with the state and the batches times each of `factors`, the first one being 1.
+    `step(batch)` takes a step of SGD with this learning rate, in place, and returns its loss,
+    detached. The state is the same before and after. `hidden` returns what the user's own code
+    keeps beside it: a step that changes that is not recorded. The trial is repeated with the state
+    and the batches times each of `factors`, the first one being 1.
     """
-    before, kept = _copies(state), hidden()
+    before = _copies(state)
+    kept = hidden()
     program: Program | None = None
     try:
         for factor in factors:
@@ -163,18 +195,23 @@ def program_of(
                 expected.add_(loss, alpha=len(batch[0]))
                 recordings.append(_recording(recorder.operations, state, batch, loss))
             if hidden() != kept:
-                raise NotRecordable("code keeps something beside the state, or draws random numbers")
+                raise NotRecordable(
+                    "code keeps something beside the state, or draws random numbers"
+                )
             first, second = recordings
             program = program or Program(_compiled(first.text), first, _forms(batches[0]))
             if not (program.recording.equals(first) and first.equals(second)):
                 raise NotRecordable("the operations differ from batch to batch")
-            after, losses = _copies(state), _no_losses(state)
+            after = _copies(state)
+            losses = _no_losses(state)
             _restore(state, start)
             stacked = [torch.stack(each) for each in zip(*some, strict=True)]
             try:
                 program.run(state, stacked, rate=rate, losses=losses)
             except RuntimeError as error:
-                raise NotRecordable(f"its operation {_failed(error)} cannot run in a program") from None
+                raise NotRecordable(
+                    f"its operation {_failed(error)} cannot run in a program"
+                ) from None
             if not _same((*state, losses), (*after, expected)):
                 raise NotRecordable("the program makes other bits")
         assert program is not None
@@ -214,8 +251,11 @@ class Comparison:
         rate: float,
         losses: Tensor,
     ) -> None:
-        """Take a step by autograd, and the same by a program, as `Program.run` does. Raises ProgramDiffers."""
-        before, kept = _copies(state), self._hidden()
+        """Take a step by autograd, and the same by a program, as `Program.run` does. Raises
+        ProgramDiffers.
+        """
+        before = _copies(state)
+        kept = self._hidden()
         by_program = _no_losses(state)
         program.run(state, [tensor[None] for tensor in batch], rate=rate, losses=by_program)
         made = _copies(state)
@@ -237,25 +277,34 @@ class Comparison:
 
 
 def _failed(error: RuntimeError) -> str:
-    """Return the operation at which TorchScript failed: its error has the line, and marks it in the next one."""
+    """Return the operation at which TorchScript failed: its error has the line, and marks it in the
+    next one.
+    """
     line = str(error).partition("<--- HERE")[0].rpartition("\n")[0]
-    found = re.findall(r"torch\.ops\.([\w.]+)", line)
-    return found[-1] if found else "of some kind"
+    found: list[str] = re.findall(r"torch\.ops\.([\w.]+)", line)
+    if found:
+        return found[-1]
+    return "of some kind"
 
 
 def _times(tensor: Tensor, factor: float, *, counts: bool = False) -> Tensor:
-    """Return numbers times a factor. Other tensors are as they are, but those that count are larger by the factor."""
+    """Return numbers times a factor. Other tensors are as they are, but those that count are larger
+    by the factor.
+    """
     if factor == 1:
         return tensor
     if tensor.is_floating_point():
         return tensor * factor
-    return tensor + int(factor) if counts and tensor.dtype == torch.int64 else tensor
+    if counts and tensor.dtype == torch.int64:
+        return tensor + int(factor)
+    return tensor
 
 
 def _same(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
     """Return whether tensors have the same values; NaN equals NaN."""
     return all(
-        torch.equal(one, other) or bool(torch.isclose(one, other, rtol=0.0, atol=0.0, equal_nan=True).all())
+        torch.equal(one, other)
+        or bool(torch.isclose(one, other, rtol=0.0, atol=0.0, equal_nan=True).all())
         for one, other in zip(found, wanted, strict=True)
     )
 
@@ -286,7 +335,9 @@ def _recording(
     names = {id(tensor): f"s{place}" for place, tensor in enumerate(state)}
     names |= {id(tensor): f"b{place}" for place, tensor in enumerate(batch)}
     writer = _ProgramWriter(names, {id(tensor): place for place, tensor in enumerate(state)})
-    last_read = {id(tensor): place for place, operation in enumerate(operations) for tensor in operation.read}
+    last_read = {
+        id(tensor): place for place, operation in enumerate(operations) for tensor in operation.read
+    }
     following = iter(enumerate(operations))
     for place, operation in following:
         for tag, problem in _UNKNOWN.items():
@@ -294,15 +345,21 @@ def _recording(
                 raise NotRecordable(f"its operation {operation.call.overloadpacket} {problem}")
         if operation.call is _DETACH:
             writer.names[id(operation.result)] = writer.text(operation.args[0])
-        elif _is_copy(operations[place : place + 2]) and last_read[id(operations[place + 1].args[1])] == place + 1:
-            # A gradient that autograd would have taken over as it is, had the recorder not kept it, too.
+        elif (
+            _is_copy(operations[place : place + 2])
+            and last_read[id(operations[place + 1].args[1])] == place + 1
+        ):
+            # A gradient that autograd would have taken over as it is, had the recorder not kept it,
+            # too.
             writer.names[id(operation.result)] = writer.text(operations[place + 1].args[1])
             next(following)
         else:
             try:
                 writer.write(operation)
             except NotRecordable as error:
-                raise NotRecordable(f"its operation {operation.call.overloadpacket} {error}") from None
+                raise NotRecordable(
+                    f"its operation {operation.call.overloadpacket} {error}"
+                ) from None
     return writer.recording(len(state), len(batch), samples=len(batch[0]), loss=loss)
 
 
@@ -311,7 +368,9 @@ def _is_copy(pair: Sequence[Operation]) -> bool:
     if [operation.call for operation in pair] != [_NEW, _COPY]:
         return False
     made, source = pair[1].args[:2]
-    return made is pair[0].result and isinstance(source, Tensor) and source.stride() == made.stride()
+    return (
+        made is pair[0].result and isinstance(source, Tensor) and source.stride() == made.stride()
+    )
 
 
 @dataclass(slots=True)
@@ -333,14 +392,26 @@ class _ProgramWriter:
         name = operation.call.overloadpacket.__name__
         if name.startswith("_foreach_") and name.endswith("_"):
             for place in range(len(operation.args[0])):
-                some = [arg[place] if isinstance(arg, (list, tuple)) else arg for arg in operation.args]
-                arguments = [*map(self.text, some), *(f"{key}={self.text(v)}" for key, v in operation.kwargs.items())]
-                self.lines.append(f"torch.ops.aten.{name.removeprefix('_foreach_')}({', '.join(arguments)})")
+                some = [
+                    arg[place] if isinstance(arg, (list, tuple)) else arg for arg in operation.args
+                ]
+                arguments = [
+                    *map(self.text, some),
+                    *(f"{key}={self.text(v)}" for key, v in operation.kwargs.items()),
+                ]
+                self.lines.append(
+                    f"torch.ops.aten.{name.removeprefix('_foreach_')}({', '.join(arguments)})"
+                )
             return
         arguments = [self.text(value) for value in operation.args]
-        if operation.call is _POOL_BACKWARD and operation.args[1].is_contiguous(memory_format=torch.channels_last):
-            # With a gradient in another order torch would reorder all that the kernel reads and writes.
-            arguments[0] = f"torch.ops.aten.contiguous({arguments[0]}, memory_format=torch.channels_last)"
+        if operation.call is _POOL_BACKWARD and operation.args[1].is_contiguous(
+            memory_format=torch.channels_last
+        ):
+            # With a gradient in another order torch would reorder all that the kernel reads and
+            # writes.
+            arguments[0] = (
+                f"torch.ops.aten.contiguous({arguments[0]}, memory_format=torch.channels_last)"
+            )
         for key, value in operation.kwargs.items():
             arguments.append(f"{key}={RATE if key == RATE else self.text(value)}")
         call = f"torch.ops.{operation.call.overloadpacket!s}({', '.join(arguments)})"
@@ -378,7 +449,9 @@ class _ProgramWriter:
         """Return the text: a loop over batches."""
         size = self._number(samples)
         added = f"torch.ops.aten.add_(losses, {self.text(loss)}, alpha={size})"
-        body = [f"b{place} = torch.ops.aten.select(batches[{place}], 0, k)" for place in range(batch)]
+        body = [
+            f"b{place} = torch.ops.aten.select(batches[{place}], 0, k)" for place in range(batch)
+        ]
         unpacked = [
             f"{', '.join(f'{letter}{place}' for place in range(count))}, = {source}"
             for letter, count, source in (
@@ -389,7 +462,10 @@ class _ProgramWriter:
             )
             if count
         ]
-        tensors = "state: List[Tensor], batches: List[Tensor], constants: List[Tensor], lists: List[List[Tensor]]"
+        tensors = (
+            "state: List[Tensor], batches: List[Tensor], constants: List[Tensor], lists: "
+            "List[List[Tensor]]"
+        )
         lines = [
             f"def loop({tensors}, numbers: List[int], {RATE}: float, losses: Tensor):",
             *unpacked,
@@ -403,7 +479,9 @@ class _ProgramWriter:
         return f"n{len(self.numbers) - 1}"
 
     def _target(self, result: Any) -> str:
-        """Return the left side of an assignment, "" for an operation in place, whose tensor has a name."""
+        """Return the left side of an assignment, "" for an operation in place, whose tensor has a
+        name.
+        """
         if isinstance(result, (list, tuple)) and result:
             names = [self._target(item) or "_" for item in result]
             return "".join(f"{name}, " for name in names).rstrip()

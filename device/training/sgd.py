@@ -36,33 +36,48 @@ def forward_of(module: nn.Module, training: TrainingSettings, *, device: torch.d
     mixed = torch.autocast(device.type, torch.bfloat16)
 
     def forward(inputs: Tensor) -> Tensor:
-        with mixed:  # left before the backward pass; the cached casts of the weights live until then
+        # left before the backward pass; the cached casts of the weights live until then
+        with mixed:
             logits: Tensor = module(inputs)
         return logits.float()
 
     return forward
 
 
-def features_of(module: nn.Module, training: TrainingSettings, *, device: torch.device) -> FeaturesAt:
-    """Return a function for a batch's logits and features, at other trained parameters if they are given."""
+def features_of(
+    module: nn.Module, training: TrainingSettings, *, device: torch.device
+) -> FeaturesAt:
+    """Return a function for a batch's logits and features, at other trained parameters if they are
+    given.
+    """
     names = [name for name, weight in module.named_parameters() if weight.requires_grad]
     mixed = torch.autocast(device.type, torch.bfloat16, enabled=training.precision == "bf16")
 
     def features(inputs: Tensor, at: Sequence[Tensor] | None) -> tuple[Tensor, Tensor]:
         with mixed:
-            logits, found = with_features(module, inputs, None if at is None else dict(zip(names, at, strict=True)))
-        return (logits.float(), found.float()) if training.precision == "bf16" else (logits, found)
+            logits, found = with_features(
+                module, inputs, None if at is None else dict(zip(names, at, strict=True))
+            )
+        if training.precision == "bf16":
+            return (logits.float(), found.float())
+        return (logits, found)
 
     return features
 
 
-def keep_linear_fp32(module: nn.Module, training: TrainingSettings, *, device: torch.device) -> None:
+def keep_linear_fp32(
+    module: nn.Module, training: TrainingSettings, *, device: torch.device
+) -> None:
     """Make linear layers compute in fp32 in a CPU's bf16 training with small batches.
 
-    With few samples, casts of weights and gradients cost more than they save: a step in bf16 moves 18 bytes per weight,
-    one in fp32 12. FedAvg's CNN trains 1.2 times as fast.
+    With few samples, casts of weights and gradients cost more than they save: a step in bf16 moves
+    18 bytes per weight, one in fp32 12. FedAvg's CNN trains 1.2 times as fast.
     """
-    if training.precision != "bf16" or device.type != "cpu" or training.batch_size > SMALL_BATCH_SAMPLES:
+    if (
+        training.precision != "bf16"
+        or device.type != "cpu"
+        or training.batch_size > SMALL_BATCH_SAMPLES
+    ):
         return
     for layer in module.modules():
         if type(layer) is nn.Linear:
@@ -75,11 +90,12 @@ def _without_autocast(layer: nn.Linear, inputs: Tensor) -> Tensor:
 
 
 class LocalSteps:
-    """The steps of one training, with a fresh optimiser, and `state`: the tensors that they read and change.
+    """The steps of one training, with a fresh optimiser, and `state`: the tensors that they read
+    and change.
 
-    `buffers` are those that `forward` updates, `fixed` other tensors that it reads. `vectors`, `features` and `head`
-    are what the objective reads (Minibatch). `personal`: the places of weights that were not received; for these
-    `received` has the present ones.
+    `buffers` are those that `forward` updates, `fixed` other tensors that it reads. `vectors`,
+    `features` and `head` are what the objective reads (Minibatch). `personal`: the places of
+    weights that were not received; for these `received` has the present ones.
     """
 
     def __init__(
@@ -114,11 +130,18 @@ class LocalSteps:
         self._passes = _Passes(forward, features, buffers)
         given = (each for some in vectors.values() for each in some)
         moments = (each for some in self._moments.values() for each in some)
-        self.state: Sequence[Tensor] = [*weights, *buffers, *fixed, *self._received, *given, *moments]
+        self.state: Sequence[Tensor] = [
+            *weights,
+            *buffers,
+            *fixed,
+            *self._received,
+            *given,
+            *moments,
+        ]
 
     def take(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Take the step of a batch: inputs [b, ...], labels [b], and [b, draws] random numbers, if the objective reads
-        some. Return the reported loss [], detached.
+        """Take the step of a batch: inputs [b, ...], labels [b], and [b, draws] random numbers, if
+        the objective reads some. Return the reported loss [], detached.
         """
         inputs, labels, *uniform = tensors
         batch = Minibatch(
@@ -164,23 +187,29 @@ def run_sgd(
     programs: Mapping[int, Program | None] = NO_PROGRAMS,
     comparison: Comparison | None = None,
 ) -> tuple[Tensor, int]:
-    """Take one step for each batch of blocks (epoch, inputs [n, b, ...], labels [n, b, ...]) of n batches.
+    """Take one step for each batch of blocks (epoch, inputs [n, b, ...], labels [n, b, ...]) of n
+    batches.
 
-    `watch(steps_done)` is called before each step, or each run of a program; an exception that it raises ends the loop.
-    `uniform(samples)` are the objective's random numbers, `programs` the recorded steps by the size b of a batch,
-    which are compared as they run if there is a `comparison`.
-    Return the sum of the last epoch's losses over its samples, float64 [], and the number of steps. Raises
-    ProgramDiffers.
+    `watch(steps_done)` is called before each step, or each run of a program; an exception that it
+    raises ends the loop. `uniform(samples)` are the objective's random numbers, `programs` the
+    recorded steps by the size b of a batch, which are compared as they run if there is a
+    `comparison`.
+    Return the sum of the last epoch's losses over its samples, float64 [], and the number of steps.
+    Raises ProgramDiffers.
     """
-    done, most = 0, FIRST_STEPS
+    done = 0
+    most = FIRST_STEPS
     losses = scratch = None
     for epoch, *tensors in blocks:
         if losses is None or scratch is None:
-            losses, scratch = (torch.zeros((), dtype=torch.float64, device=tensors[0].device) for _ in range(2))
+            losses, scratch = (
+                torch.zeros((), dtype=torch.float64, device=tensors[0].device) for _ in range(2)
+            )
         count, size = tensors[1].shape[:2]
         if uniform is not None:
             tensors.append(uniform(count * size).view(count, size, -1))
-        counted, program = losses if epoch == last_epoch else scratch, programs.get(size)
+        counted = losses if epoch == last_epoch else scratch
+        program = programs.get(size)
         if program is not None and not program.fits(tensors):
             program = None
         taken = 0
@@ -202,14 +231,17 @@ def run_sgd(
                 some = [each[taken : taken + now] for each in tensors]
                 program.run(steps.state, some, rate=steps.learning_rate, losses=counted)
                 most = max(1, int(RUN_S * now / max(1e-6, time.monotonic() - begun)))
-            taken, done = taken + now, done + now
+            taken = taken + now
+            done = done + now
     return torch.zeros((), dtype=torch.float64) if losses is None else losses, done
 
 
 class _Passes:
     """The forward passes of a step in-process, of which the first one alone updates the buffers."""
 
-    def __init__(self, forward: Forward, features: FeaturesAt | None, buffers: Sequence[Tensor]) -> None:
+    def __init__(
+        self, forward: Forward, features: FeaturesAt | None, buffers: Sequence[Tensor]
+    ) -> None:
         self._forward = forward
         self._features = features
         self._buffers = buffers
@@ -233,7 +265,9 @@ class _Passes:
         self._taken += 1
 
     def end(self) -> None:
-        """End the step: give the buffers their values after the first pass, which no backward pass needs any more."""
+        """End the step: give the buffers their values after the first pass, which no backward pass
+        needs any more.
+        """
         if self._taken > 1:
             for buffer, value in zip(self._buffers, self._after_first, strict=True):
                 buffer.copy_(value)
@@ -249,13 +283,14 @@ def step(
     clip_norm: float | None,
     learning_rate: float,
 ) -> Tensor:
-    """Take one step of one model, or of A models at once, in place; return the reported loss, detached.
+    """Take one step of one model, or of A models at once, in place; return the reported loss,
+    detached.
 
-    One model: loss []. A models (vmapped): losses [A]; the tensors of the weights and of `moments` are [A, ...], and
-    each model's loss, clipping and update are its own.
+    One model: loss []. A models (vmapped): losses [A]; the tensors of the weights and of `moments`
+    are [A, ...], and each model's loss, clipping and update are its own.
 
-    The weights have no gradients before and after. No weight has changed if the objective fails, for example for lack
-    of memory.
+    The weights have no gradients before and after. No weight has changed if the objective fails,
+    for example for lack of memory.
     """
     weights = batch.weights
     losses = objective.backward(batch)
@@ -269,5 +304,7 @@ def step(
 
 @torch.no_grad()
 def _clip_each(gradients: Sequence[Tensor], most: float) -> None:
-    """Scale each model's gradients, [A, ...], to an L2 norm of at most `most`, as nn.utils.clip_grad_norm_ does."""
+    """Scale each model's gradients, [A, ...], to an L2 norm of at most `most`, as
+    nn.utils.clip_grad_norm_ does.
+    """
     scale(gradients, (most / (norms(gradients) + 1e-6)).clamp(max=1.0))

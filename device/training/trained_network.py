@@ -1,7 +1,8 @@
 """An experiment's model where it is trained, and how its gradients are computed.
 
-Convolutions that are one matrix product replace oneDNN's own where those cost many times their arithmetic. Suffixes: B
-samples, C channels of the inputs, O of the outputs, kernels of H x W, K = C H W, N positions of a batch.
+Convolutions that are one matrix product replace oneDNN's own where those cost many times their
+arithmetic. Suffixes: B samples, C channels of the inputs, O of the outputs, kernels of H x W, K = C
+H W, N positions of a batch.
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ from fedstrata.common.learning import models
 from fedstrata.common.learning.computing import first_line, own_code, seeded
 from fedstrata.common.learning.inputs import Inputs
 from fedstrata.common.learning.losses import try_loss
-from fedstrata.common.learning.models import Arrays, classifier_of, head_places, random_samples, random_targets
+from fedstrata.common.learning.models import (
+    Arrays,
+    classifier_of,
+    head_places,
+    random_samples,
+    random_targets,
+)
 from fedstrata.common.learning.nets import Dropout, layers_in
 from fedstrata.common.methods.mixing import Floats
 from fedstrata.common.model.parts import NO_ARRAYS, ModelParts
@@ -33,13 +40,30 @@ from fedstrata.common.settings.own import is_own
 from fedstrata.common.text import noted
 from fedstrata.device.training.hidden import hidden_state
 from fedstrata.device.training.objectives.table import objective_of
-from fedstrata.device.training.recording import CONTRASTS, NoTorchScript, NotRecordable, Program, program_of
-from fedstrata.device.training.sgd import FeaturesAt, Forward, LocalSteps, features_of, forward_of, keep_linear_fp32
+from fedstrata.device.training.recording import (
+    CONTRASTS,
+    NoTorchScript,
+    NotRecordable,
+    Program,
+    program_of,
+)
+from fedstrata.device.training.sgd import (
+    FeaturesAt,
+    Forward,
+    LocalSteps,
+    features_of,
+    forward_of,
+    keep_linear_fp32,
+)
 from fedstrata.device.training.vectors import TaskVectors
 
-RECORDED_PARAMETERS: Final = 2_000_000  # of the largest model whose steps are recorded: in larger ones kernels take all
+# of the largest model whose steps are recorded: in larger ones kernels take all
+RECORDED_PARAMETERS: Final = 2_000_000
 TRIAL_NOISE: Final = 0.1  # of the vectors behind a model: as large as gradients
-SLOWER: Final = "Steps of small models take 1.1 to 4 times as long (docs/devices.md). Install another release of it."
+SLOWER: Final = (
+    "Steps of small models take 1.1 to 4 times as long (docs/devices.md). Install "
+    "another release of it."
+)
 
 _Outputs = TypeVar("_Outputs")
 
@@ -48,7 +72,8 @@ log = logging.getLogger("fedstrata.training")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NetworkTensors:
-    """A module's tensors: all that a row has, the trained weights, the buffers, and the parameters without gradients.
+    """A module's tensors: all that a row has, the trained weights, the buffers, and the parameters
+    without gradients.
 
     `personal`: the places of the weights that no row between nodes has.
     """
@@ -74,11 +99,12 @@ class NetworkTensors:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Network:
-    """A model and the functions of its passes. Each training overwrites the model's parameters and buffers.
+    """A model and the functions of its passes. Each training overwrites the model's parameters and
+    buffers.
 
-    `features` and `head` (the places of the last linear layer's weight and bias) are for objectives that read them.
-    `kept`: the tensors of a model that always has the same ones. A user's own may replace its buffers, and so does a
-    move to another device.
+    `features` and `head` (the places of the last linear layer's weight and bias) are for objectives
+    that read them. `kept`: the tensors of a model that always has the same ones. A user's own may
+    replace its buffers, and so does a move to another device.
     """
 
     module: nn.Module
@@ -93,9 +119,16 @@ class Network:
         return self.kept or NetworkTensors.of(self.module, parts)
 
     def steps(
-        self, experiment: Experiment, parts: ModelParts, *, rate: float, vectors: Mapping[str, Sequence[Tensor]]
+        self,
+        experiment: Experiment,
+        parts: ModelParts,
+        *,
+        rate: float,
+        vectors: Mapping[str, Sequence[Tensor]],
     ) -> LocalSteps:
-        """Return the steps of a training from the module's present weights, at this learning rate."""
+        """Return the steps of a training from the module's present weights, at this learning
+        rate.
+        """
         tensors = self.tensors(parts)
         return LocalSteps(
             self.forward,
@@ -115,8 +148,9 @@ class Network:
 class RecordedSteps:
     """The recorded steps of a source, by the size of a batch, None where they are taken one by one.
 
-    `form`: of the net (`form_of`); None if its programs are compared as they run. `reason`: why they are not used any
-    more, "" while they are. `named`: it was reported that steps are not recorded.
+    `form`: of the net (`form_of`); None if its programs are compared as they run. `reason`: why
+    they are not used any more, "" while they are. `named`: it was reported that steps are not
+    recorded.
     """
 
     programs: dict[int, Program | None] = field(default_factory=dict)
@@ -134,9 +168,10 @@ class RecordedSteps:
 class NetworkSource:
     """Networks of an experiment for one kind of inputs on one accelerator.
 
-    fedstrata's own models have one network, `shared` by all trainings. A user's own may keep anything beside its
-    state, so each training has a new one, in this memory format. `joins`: it cannot train on one sample. `tried`: sizes
-    of batches. `recorded`: the recorded steps. `notes`: the warnings about own code, a line each.
+    fedstrata's own models have one network, `shared` by all trainings. A user's own may keep
+    anything beside its state, so each training has a new one, in this memory format. `joins`: it
+    cannot train on one sample. `tried`: sizes of batches. `recorded`: the recorded steps. `notes`:
+    the warnings about own code, a line each.
     """
 
     experiment: Experiment
@@ -167,8 +202,11 @@ class NetworkSource:
 def source_of(
     experiment: Experiment, inputs: Inputs, *, accelerator: torch.device, frozen: Arrays = NO_ARRAYS
 ) -> NetworkSource:
-    """Return a new source; `frozen`: the cloud's arrays, if this node builds others. Raises InvalidExperiment."""
-    training, shared = experiment.training, None
+    """Return a new source; `frozen`: the cloud's arrays, if this node builds others. Raises
+    InvalidExperiment.
+    """
+    training = experiment.training
+    shared = None
     try_loss(training.loss, inputs)
     module = models.of(experiment, inputs=inputs, frozen=frozen)
     parts = models.parts_of(module, experiment.model)
@@ -184,14 +222,19 @@ def source_of(
     return NetworkSource(experiment, inputs, accelerator, parts, shared)
 
 
-def record(source: NetworkSource, vectors: TaskVectors, *, draws: int, sizes: Iterable[int]) -> None:
-    """Record the steps of batches of these sizes, where that is not tried yet and they can be. CPUs only.
+def record(
+    source: NetworkSource, vectors: TaskVectors, *, draws: int, sizes: Iterable[int]
+) -> None:
+    """Record the steps of batches of these sizes, where that is not tried yet and they can be. CPUs
+    only.
 
-    `vectors` are those of training, `draws`: random numbers of each sample. A net that the experiment wants recorded
-    and that cannot be is named, with the reason.
+    `vectors` are those of training, `draws`: random numbers of each sample. A net that the
+    experiment wants recorded and that cannot be is named, with the reason.
     """
-    experiment, found = source.experiment, source.recorded
-    name, wanted = experiment.model.name, experiment.training.recorded is True
+    experiment = source.experiment
+    found = source.recorded
+    name = experiment.model.name
+    wanted = experiment.training.recorded is True
     for size in sorted(set(sizes) - found.programs.keys()):
         found.programs[size] = None
         if found.reason:
@@ -203,7 +246,9 @@ def record(source: NetworkSource, vectors: TaskVectors, *, draws: int, sizes: It
         except Exception as error:
             if is_lost(error):
                 raise
-            log.info("%s: steps of %d samples are taken one by one: %s", name, size, first_line(error))
+            log.info(
+                "%s: steps of %d samples are taken one by one: %s", name, size, first_line(error)
+            )
             if wanted and not found.named:
                 found.named = True
                 problem = first_line(error).rstrip(".")
@@ -213,17 +258,30 @@ def record(source: NetworkSource, vectors: TaskVectors, *, draws: int, sizes: It
 @cache
 def _warn_without_torchscript() -> None:
     """Warn once in a process."""
-    log.warning("%s", noted(f"PyTorch {torch.__version__} has no TorchScript, so no steps are recorded. {SLOWER}"))
+    log.warning(
+        "%s",
+        noted(
+            f"PyTorch {torch.__version__} has no TorchScript, so no steps are recorded. {SLOWER}"
+        ),
+    )
 
 
-def _recorded(source: NetworkSource, vectors: TaskVectors, *, draws: int, size: int) -> Program | None:
-    """Return the program of a step, None if none is wanted. Raises NotRecordable, and what own code raises."""
-    experiment, inputs, found = source.experiment, source.inputs, source.recorded
+def _recorded(
+    source: NetworkSource, vectors: TaskVectors, *, draws: int, size: int
+) -> Program | None:
+    """Return the program of a step, None if none is wanted. Raises NotRecordable, and what own code
+    raises.
+    """
+    experiment = source.experiment
+    inputs = source.inputs
+    found = source.recorded
     with seeded(torch_seed(experiment.seed, Purpose.OWN_CODE)):
         if experiment.tiers[-1].privacy.on_samples:
             raise NotRecordable("each sample has a gradient of its own by DP-SGD")
         network = source.network()
-        if (form := form_of(experiment, network.module)) is None and experiment.training.recorded is not True:
+        if (
+            form := form_of(experiment, network.module)
+        ) is None and experiment.training.recorded is not True:
             return None
         if sum(weight.numel() for weight in network.module.parameters()) > RECORDED_PARAMETERS:
             raise NotRecordable(f"it has more than {RECORDED_PARAMETERS:,} parameters")
@@ -232,8 +290,13 @@ def _recorded(source: NetworkSource, vectors: TaskVectors, *, draws: int, size: 
             each: np.float32(TRIAL_NOISE) * torch.randn(shape, generator=draw).numpy()
             for each, shape in vectors.shapes.items()
         }
-        given = {each: vector_tensors(vectors, network.module, each, vector) for each, vector in noise.items()}
-        steps = network.steps(experiment, source.parts, rate=experiment.training.learning_rate, vectors=given)
+        given = {
+            each: vector_tensors(vectors, network.module, each, vector)
+            for each, vector in noise.items()
+        }
+        steps = network.steps(
+            experiment, source.parts, rate=experiment.training.learning_rate, vectors=given
+        )
         samples = random_samples(inputs, 2 * size)
         tensors = [
             samples,
@@ -245,7 +308,14 @@ def _recorded(source: NetworkSource, vectors: TaskVectors, *, draws: int, size: 
         if form is not None:
             return program_of(steps.take, steps.state, batches, rate=steps.learning_rate)
         hidden = hidden_in(experiment, network.module, steps.objective)
-        return program_of(steps.take, steps.state, batches, rate=steps.learning_rate, hidden=hidden, factors=CONTRASTS)
+        return program_of(
+            steps.take,
+            steps.state,
+            batches,
+            rate=steps.learning_rate,
+            hidden=hidden,
+            factors=CONTRASTS,
+        )
 
 
 def hidden_in(experiment: Experiment, module: nn.Module, objective: object) -> Callable[[], bytes]:
@@ -259,19 +329,29 @@ def own_names(experiment: Experiment) -> list[str]:
 
 
 def form_of(experiment: Experiment, module: nn.Module) -> object:
-    """Return what a net is, if a step of it runs the code of PyTorch and of fedstrata alone, else None.
+    """Return what a net is, if a step of it runs the code of PyTorch and of fedstrata alone, else
+    None.
 
-    These are the nets that ship, and own ones of PyTorch's layers in nn.Sequential, as long as loss and objective ship.
+    These are the nets that ship, and own ones of PyTorch's layers in nn.Sequential, as long as loss
+    and objective ship.
     """
-    training, name = experiment.training, experiment.model.name
+    training = experiment.training
+    name = experiment.model.name
     if is_own(training.loss) or is_own(training.objective.name):
         return None
-    return layers_in(module) if is_own(name) else name
+    if is_own(name):
+        return layers_in(module)
+    return name
 
 
-def vector_tensors(vectors: TaskVectors, module: nn.Module, name: str, vector: Floats) -> list[Tensor]:
-    """Return a vector as tensors: one of length D like the parameters, in their order, another one as it is."""
-    parts, weights = vectors.split(name, vector), models.weights_of(module, vectors.layout)
+def vector_tensors(
+    vectors: TaskVectors, module: nn.Module, name: str, vector: Floats
+) -> list[Tensor]:
+    """Return a vector as tensors: one of length D like the parameters, in their order, another one
+    as it is.
+    """
+    parts = vectors.split(name, vector)
+    weights = models.weights_of(module, vectors.layout)
     device = next(module.parameters()).device
     if name in parts:
         return [torch.from_numpy(vector.copy()).to(device)]
@@ -283,24 +363,36 @@ def vector_tensors(vectors: TaskVectors, module: nn.Module, name: str, vector: F
 
 
 def _order(module: nn.Module, memory_format: torch.memory_format) -> None:
-    """Give images' kernels an order in memory. `nn.Module.to` would do it too, and fail for those of volumes."""
+    """Give images' kernels an order in memory. `nn.Module.to` would do it too, and fail for those
+    of volumes.
+    """
     for tensor in (*module.parameters(), *module.buffers()):
         if tensor.dim() == 4:
             tensor.data = tensor.data.contiguous(memory_format=memory_format)
 
 
-def _network(experiment: Experiment, module: nn.Module, parts: ModelParts, accelerator: torch.device) -> Network:
-    training, objective = experiment.training, objective_of(experiment.training)
+def _network(
+    experiment: Experiment, module: nn.Module, parts: ModelParts, accelerator: torch.device
+) -> Network:
+    training = experiment.training
+    objective = objective_of(experiment.training)
     forward = forward_of(module, training, device=accelerator)
     features = None
     if objective.uses_features:
         classifier_of(module)
         features = features_of(module, training, device=accelerator)
-    if is_own(experiment.model.name):  # it may write into its inputs, which other passes of a step read
+    # it may write into its inputs, which other passes of a step read
+    if is_own(experiment.model.name):
         forward = _of_copies(forward)
         features = None if features is None else _of_copies(features)
     head = head_places(module, parts.whole) if objective.uses_head else ()
-    return Network(module, forward, features, head, drops=any(isinstance(layer, Dropout) for layer in module.modules()))
+    return Network(
+        module,
+        forward,
+        features,
+        head,
+        drops=any(isinstance(layer, Dropout) for layer in module.modules()),
+    )
 
 
 def _of_copies(run: Callable[..., _Outputs]) -> Callable[..., _Outputs]:
@@ -313,13 +405,16 @@ def _of_copies(run: Callable[..., _Outputs]) -> Callable[..., _Outputs]:
 
 
 OUTPUTS_LEAST: Final = 16  # of a first layer's product: with fewer columns oneDNN is faster
-WINDOWS_MOST: Final = 1 << 15  # numbers in the windows of a first layer's batch: beyond them oneDNN is as fast
+# numbers in the windows of a first layer's batch: beyond them oneDNN is as fast
+WINDOWS_MOST: Final = 1 << 15
 
 
 def as_products(module: nn.Module) -> None:
-    """Let convolutions of a model of fedstrata's be products where a CPU is faster so: by shape, never by timing.
+    """Let convolutions of a model of fedstrata's be products where a CPU is faster so: by shape,
+    never by timing.
 
-    These are the ones of a kernel as large as its input, such as LeNet-5's last, and first ones of few gray pixels.
+    These are the ones of a kernel as large as its input, such as LeNet-5's last, and first ones of
+    few gray pixels.
     """
     for layer in module.modules():
         if type(layer) is nn.Conv2d and _is_plain(layer):
@@ -327,7 +422,12 @@ def as_products(module: nn.Module) -> None:
 
 
 def _is_plain(layer: nn.Conv2d) -> bool:
-    return layer.groups == 1 and layer.dilation == (1, 1) and layer.padding_mode == "zeros" and layer.padding != "same"
+    return (
+        layer.groups == 1
+        and layer.dilation == (1, 1)
+        and layer.padding_mode == "zeros"
+        and layer.padding != "same"
+    )
 
 
 def _padding_of(layer: nn.Conv2d) -> tuple[int, int]:
@@ -352,12 +452,20 @@ def _whole(layer: nn.Conv2d, x_BCHW: Tensor) -> Tensor:
 
 
 def _gray(layer: nn.Conv2d, x_B1HW: Tensor) -> Tensor:
-    """Return the outputs of a layer whose input needs no gradient, in the order of channels_last."""
-    (height, width), (down, right), (rows, columns) = layer.kernel_size, layer.stride, _padding_of(layer)
+    """Return the outputs of a layer whose input needs no gradient, in the order of
+    channels_last.
+    """
+    (height, width) = layer.kernel_size
+    (down, right) = layer.stride
+    (rows, columns) = _padding_of(layer)
     padded = functional.pad(x_B1HW, (columns, columns, rows, rows))
     windows = padded.unfold(2, height, down).unfold(3, width, right)  # [B, 1, rows, columns, H, W]
     x_KN = windows.permute(4, 5, 1, 0, 2, 3).reshape(height * width, -1)
-    # Contiguous, so that its gradient is x_KN times a matrix as wide as O: the transposed product takes twice as long.
+    # Contiguous, so that its gradient is x_KN times a matrix as wide as O: the transposed product
+    # takes twice as long.
     weight_KO = layer.weight.permute(2, 3, 1, 0).flatten(0, 2).contiguous()
-    y_NO = x_KN.t() @ weight_KO if layer.bias is None else torch.addmm(layer.bias, x_KN.t(), weight_KO)
+    if layer.bias is None:
+        y_NO = x_KN.t() @ weight_KO
+    else:
+        y_NO = torch.addmm(layer.bias, x_KN.t(), weight_KO)
     return y_NO.view(len(x_B1HW), *windows.shape[2:4], -1).permute(0, 3, 1, 2)

@@ -1,7 +1,8 @@
 """Local training on a device: SGD over the device's own samples, from one flat model into another.
 
-On a CPU the result depends on the arguments alone, bit for bit: one thread per training, a fresh optimiser, no
-process-global generator. Several trainers may live in one process and train at the same time.
+On a CPU the result depends on the arguments alone, bit for bit: one thread per training, a fresh
+optimiser, no process-global generator. Several trainers may live in one process and train at the
+same time.
 """
 
 from __future__ import annotations
@@ -59,7 +60,12 @@ from fedstrata.device.training.batches import (
     uniform_numbers,
 )
 from fedstrata.device.training.objectives.table import objective_of
-from fedstrata.device.training.private import GradientNoise, PrivateSteps, check_module, poisson_batches
+from fedstrata.device.training.private import (
+    GradientNoise,
+    PrivateSteps,
+    check_module,
+    poisson_batches,
+)
 from fedstrata.device.training.recording import Comparison, Program, ProgramDiffers
 from fedstrata.device.training.sgd import NO_PROGRAMS, LocalSteps, Steps, run_sgd
 from fedstrata.device.training.trained_network import (
@@ -91,7 +97,9 @@ class _Prepared:
 
 
 class Trainer:
-    """Trains one device's model; call `prepare` first, then `train` any number of times, one at a time."""
+    """Trains one device's model; call `prepare` first, then `train` any number of times, one at a
+    time.
+    """
 
     def __init__(
         self,
@@ -102,15 +110,20 @@ class Trainer:
         sources: MutableMapping[Inputs, NetworkSource] | None = None,
         frozen: Path | None = None,
     ) -> None:
-        """Check the node and the accelerator ('cpu', 'cuda', 'cuda:N', 'auto'). Raises InvalidExperiment.
+        """Check the node and the accelerator ('cpu', 'cuda', 'cuda:N', 'auto'). Raises
+        InvalidExperiment.
 
-        `sources` are shared by trainers of one experiment, accelerator and content of `frozen` that train one after
-        another. `frozen`: a file of the cloud's frozen arrays, named by their digest, if this node builds others.
+        `sources` are shared by trainers of one experiment, accelerator and content of `frozen` that
+        train one after another. `frozen`: a file of the cloud's frozen arrays, named by their
+        digest, if this node builds others.
         """
         names = experiment.tree.devices
         if node not in names and not experiment.enters(node):
             raise InvalidExperiment(
-                "topology.devices", node, "the experiment has no device of this name", f"It has {', '.join(names)}."
+                "topology.devices",
+                node,
+                "the experiment has no device of this name",
+                f"It has {', '.join(names)}.",
             )
         self._experiment = experiment
         self._node = node
@@ -127,7 +140,8 @@ class Trainer:
 
         Raises InvalidExperiment, RefusedModel if the file of frozen arrays is damaged.
         """
-        experiment, accelerator = self._experiment, self._accelerator
+        experiment = self._experiment
+        accelerator = self._accelerator
         set_up(accelerator, experiment.training)
         objective = objective_of(experiment.training)  # one's own that cannot be built ends here
         local = load_local_dataset(experiment, self._node, accelerator=accelerator)
@@ -136,7 +150,9 @@ class Trainer:
             frozen = given_arrays(self._frozen)
             source = source_of(experiment, local.inputs, accelerator=accelerator, frozen=frozen)
         vectors = vectors_of(experiment, self._node, source.parts)
-        made = _Prepared(source, vectors, local, objective.draws(vectors.shapes, local.inputs.classes))
+        made = _Prepared(
+            source, vectors, local, objective.draws(vectors.shapes, local.inputs.classes)
+        )
         if self._privacy.on_samples:
             self._check_private(source, samples=len(local.samples))
         if known is None and source.shared is None:
@@ -147,7 +163,8 @@ class Trainer:
         self._sources[local.inputs] = source
         self._made = made = replace(made, source=source, local=replace(local, joins=source.joins))
         if source.joins and len(local.samples) == 1:
-            problem, remedy = f"cannot train on one sample, and {self._node} has no more", "See data.min_samples."
+            problem = f"cannot train on one sample, and {self._node} has no more"
+            remedy = "See data.min_samples."
             raise InvalidExperiment(MODEL_KEY, experiment.model.name, problem, remedy)
         sizes = set(made.local.sizes(experiment.training.batch_size))
         for size in sizes - source.tried if self._own or self._privacy.on_samples else ():
@@ -184,20 +201,23 @@ class Trainer:
     @property
     def facts(self) -> Prepared:
         """The device's facts, once prepared."""
-        local, vectors = self._prepared.local, self._prepared.vectors
+        local = self._prepared.local
+        vectors = self._prepared.vectors
         tests = 0 if local.tests is None else len(local.tests.samples)
         return Prepared(self.layout, self.samples, local.partition, vectors.kept_bytes, tests)
 
     @calls_own_code
     def start(self, order: Order) -> Order:
-        """Return the order with which a training begins: `order`, or with this device's own initial model in its row.
+        """Return the order with which a training begins: `order`, or with this device's own initial
+        model in its row.
 
-        The latter in the first local round of a run without `model.same_initial`. The vectors behind the model, and
-        the personal arrays, are those of the order. Raises InvalidExperiment.
+        The latter in the first local round of a run without `model.same_initial`. The vectors
+        behind the model, and the personal arrays, are those of the order. Raises InvalidExperiment.
         """
         if self._experiment.model.same_initial or order.local_round:
             return order
-        made, row = self._prepared, order.row.copy()
+        made = self._prepared
+        row = order.row.copy()
         module = models.anew(self._experiment, inputs=made.local.inputs, node=self._node)
         models.write_row(module, made.source.parts.exchanged, row)
         return replace(order, row=row)
@@ -206,18 +226,22 @@ class Trainer:
     def train(self, order: Order) -> LocalResult:
         """Train as ordered; `row` and `out` have `vectors` behind the model.
 
-        `row` is read-only. `local_round` counts local rounds over the whole run: global round * local rounds + i.
-        Raises Cancelled, RunFailed if the accelerator's memory does not suffice, and InvalidExperiment if training
-        should be deterministic and cannot be. The trainer can be used again after any of these.
+        `row` is read-only. `local_round` counts local rounds over the whole run: global round *
+        local rounds + i. Raises Cancelled, RunFailed if the accelerator's memory does not suffice,
+        and InvalidExperiment if training should be deterministic and cannot be. The trainer can be
+        used again after any of these.
         """
-        made, epochs, local_round = self._prepared, order.epochs, order.local_round
+        made = self._prepared
+        epochs = order.epochs
+        local_round = order.local_round
         if self.wrong.used_in(local_round):
             made = replace(made, local=self.wrong.of(made.local))
         exhausted = False
         set_up(self._accelerator, self._experiment.training)
         network = made.source.network()
         total = epochs * self._steps_in_epoch(made.local)
-        start, cpu_start = time.monotonic(), time.thread_time()
+        start = time.monotonic()
+        cpu_start = time.thread_time()
         reported = start
 
         def watch(steps: int) -> None:
@@ -233,7 +257,9 @@ class Trainer:
         private = self._gradient_noise(made.local, order.noise, local_round)
         try:
             try:
-                found = self._trained(made, network, order, watch=watch, private=private, programs=True)
+                found = self._trained(
+                    made, network, order, watch=watch, private=private, programs=True
+                )
             except ProgramDiffers as error:
                 self._drop_programs(made.source, error)
                 self._release(network)
@@ -244,52 +270,78 @@ class Trainer:
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
-            exhausted = True  # raised below: this exception's traceback references the tensors that must be freed
+            # raised below: this exception's traceback references the tensors that must be freed
+            exhausted = True
         finally:
             self._release(network)
-        train_s, cpu_s = time.monotonic() - start, time.thread_time() - cpu_start
+        train_s = time.monotonic() - start
+        cpu_s = time.thread_time() - cpu_start
         if exhausted:
             raise self._exhausted()
-        path, costs = TrainingPath.IN_PROCESS, DeviceCosts(cpu_s=cpu_s)
+        path = TrainingPath.IN_PROCESS
+        costs = DeviceCosts(cpu_s=cpu_s)
         loss = losses / self.samples
-        return LocalResult(Work(self.samples, loss, order.epochs, steps, train_s, path=path, costs=costs))
+        return LocalResult(
+            Work(self.samples, loss, order.epochs, steps, train_s, path=path, costs=costs)
+        )
 
     @calls_own_code
     def examine(self, order: Order) -> Examined:
-        """Return the sums of the model in `row` over this device's test samples, if it scores and has some.
+        """Return the sums of the model in `row` over this device's test samples, if it scores and
+        has some.
 
-        If it trains and its parent's rule reads that, also those over its training samples. In fp32, with the module
-        in eval mode, as the cloud evaluates. Progress is reported in batches. Raises what `train` raises.
+        If it trains and its parent's rule reads that, also those over its training samples. In
+        fp32, with the module in eval mode, as the cloud evaluates. Progress is reported in batches.
+        Raises what `train` raises.
         """
-        local, rule = self._prepared.local, self._experiment.tier_above(self._node).aggregation
-        reads_losses, start = order.epochs > 0 and rule.reads_losses, None
+        local = self._prepared.local
+        rule = self._experiment.tier_above(self._node).aggregation
+        reads_losses = order.epochs > 0 and rule.reads_losses
+        start = None
         if not (order.scores or reads_losses):
             return Examined()
         model = self._prepared.vectors.begin(order.row)
         tests = self._tested(model, order) if order.scores else None
         if reads_losses:
-            parts = [(local.images[some], local.labels[some]) for some in torch.split(local.samples, EXAMINED_SAMPLES)]
+            parts = [
+                (local.images[some], local.labels[some])
+                for some in torch.split(local.samples, EXAMINED_SAMPLES)
+            ]
             start = self._sums(model, parts, order)
         return Examined(tests, start)
 
     @calls_own_code
     def examine_trained(self, order: Order) -> ScoreSums | None:
-        """Return the sums of the model that `train` has written into `out`, like `examine`, if that is ordered."""
-        return self._tested(self._prepared.vectors.trained(order.out), order) if order.scores_trained else None
+        """Return the sums of the model that `train` has written into `out`, like `examine`, if that
+        is ordered.
+        """
+        if order.scores_trained:
+            return self._tested(self._prepared.vectors.trained(order.out), order)
+        return None
 
     def _tested(self, model: Row, order: Order) -> ScoreSums | None:
-        """Return the sums of a model, as training has it, over the test samples, None without any."""
+        """Return the sums of a model, as training has it, over the test samples, None without
+        any.
+        """
         if (tests := self._prepared.local.tests) is None:
             return None
-        return self._sums(model, [(tests.images[tests.samples], tests.labels[tests.samples])], order)
+        return self._sums(
+            model, [(tests.images[tests.samples], tests.labels[tests.samples])], order
+        )
 
     def _sums(self, model: Row, parts: Sequence[tuple[Tensor, Tensor]], order: Order) -> ScoreSums:
-        """Return the sums of a model, as training has it, over some samples and labels, and their seconds."""
-        made, experiment, begun = self._prepared, self._experiment, time.monotonic()
+        """Return the sums of a model, as training has it, over some samples and labels, and their
+        seconds.
+        """
+        made = self._prepared
+        experiment = self._experiment
+        begun = time.monotonic()
         set_up(self._accelerator, experiment.training)
         set_up_evaluation(self._accelerator)
-        network, batch = made.source.network(), CPU_BATCH if self._accelerator.type == "cpu" else BATCH
-        batches_done, reported = 0, begun
+        network = made.source.network()
+        batch = CPU_BATCH if self._accelerator.type == "cpu" else BATCH
+        batches_done = 0
+        reported = begun
         total = sum(-(-len(labels) // batch) for _, labels in parts)
         found: list[ScoreSums] = []
 
@@ -327,8 +379,11 @@ class Trainer:
 
     @property
     def joins(self) -> bool:
-        """Whether a batch has one sample more than the others, as the model cannot train on one alone."""
-        local, size = self._prepared.local, self._experiment.training.batch_size
+        """Whether a batch has one sample more than the others, as the model cannot train on one
+        alone.
+        """
+        local = self._prepared.local
+        size = self._experiment.training.batch_size
         return max(local.sizes(size)) > size
 
     @property
@@ -350,40 +405,63 @@ class Trainer:
     ) -> tuple[float, int]:
         """Train as ordered; return the sum of the last epoch's losses, and the steps.
 
-        `some`: on these batches instead. `programs`: with the recorded steps. Raises ProgramDiffers.
+        `some`: on these batches instead. `programs`: with the recorded steps. Raises
+        ProgramDiffers.
         """
-        experiment, module, parts, vectors = self._experiment, network.module, made.source.parts, made.vectors
-        local_round, out, inner = order.local_round, order.out, vectors.begin(order.row)
+        experiment = self._experiment
+        module = network.module
+        parts = made.source.parts
+        vectors = made.vectors
+        local_round = order.local_round
+        out = order.out
+        inner = vectors.begin(order.row)
         if some is None:
             some = self._batches(made.local, private, epochs=order.epochs, local_round=local_round)
-        own_seed = torch_seed(experiment.seed, Purpose.OWN_CODE, self._node, local_round) if self._own else 0
-        with seeded(own_seed, self._accelerator) if self._own else nullcontext(), self._deterministic():
+        if self._own:
+            own_seed = torch_seed(experiment.seed, Purpose.OWN_CODE, self._node, local_round)
+        else:
+            own_seed = 0
+        with (
+            seeded(own_seed, self._accelerator) if self._own else nullcontext(),
+            self._deterministic(),
+        ):
             network.tensors(parts).row.read(inner)
             models.read_frozen(module, parts.frozen)
             self._move(network, self._accelerator)
             if network.drops:
-                reseed(module, dropout_seed(experiment, node=self._node, local_round=local_round), self._accelerator)
+                reseed(
+                    module,
+                    dropout_seed(experiment, node=self._node, local_round=local_round),
+                    self._accelerator,
+                )
             given = {
                 name: vector_tensors(vectors.inner, module, name, vector)
                 for name, vector in vectors.inner.read(inner).items()
             }
             rate = experiment.learning_rate_in(local_round)
             steps: Steps
-            recorded, comparison = NO_PROGRAMS, None
+            recorded = NO_PROGRAMS
+            comparison = None
             if private is None:
                 steps = network.steps(experiment, parts, rate=rate, vectors=given)
                 if programs:
                     recorded, comparison = self._recorded(made, network, steps, epochs=order.epochs)
             else:
                 weights = models.weights_of(module, parts.whole)
-                steps = PrivateSteps(module, weights, experiment, learning_rate=rate, private=private)
+                steps = PrivateSteps(
+                    module, weights, experiment, learning_rate=rate, private=private
+                )
             losses, taken = run_sgd(
                 steps,
                 some,
                 last_epoch=order.epochs - 1,
                 watch=watch,
                 uniform=uniform_numbers(
-                    experiment, made.draws, node=self._node, local_round=local_round, device=self._accelerator
+                    experiment,
+                    made.draws,
+                    node=self._node,
+                    local_round=local_round,
+                    device=self._accelerator,
                 ),
                 programs=recorded,
                 comparison=comparison,
@@ -408,7 +486,9 @@ class Trainer:
             same = form_of(self._experiment, network.module) == found.form
             return found.programs if same else NO_PROGRAMS, None
         count = epochs * self._steps_in_epoch(made.local)
-        return found.programs, Comparison(count, hidden_in(self._experiment, network.module, steps.objective))
+        return found.programs, Comparison(
+            count, hidden_in(self._experiment, network.module, steps.objective)
+        )
 
     def _drop_programs(self, source: NetworkSource, error: ProgramDiffers) -> None:
         source.recorded.drop(str(error))
@@ -424,41 +504,61 @@ class Trainer:
             return steps_in_epoch(rate)
         return len(local.sizes(self._experiment.training.batch_size))
 
-    def _gradient_noise(self, local: LocalDataset, key: bytes, local_round: int) -> GradientNoise | None:
+    def _gradient_noise(
+        self, local: LocalDataset, key: bytes, local_round: int
+    ) -> GradientNoise | None:
         """Return the noise of DP-SGD, None without."""
-        privacy, experiment = self._privacy, self._experiment
+        privacy = self._privacy
+        experiment = self._experiment
         if not privacy.on_samples or privacy.clip_norm is None:
             return None
         noise = noise_of(key, seed=experiment.seed, node=self._node, number=local_round)
-        expected = None if privacy.sampling_rate is None else privacy.sampling_rate * len(local.samples)
+        if privacy.sampling_rate is None:
+            expected = None
+        else:
+            expected = privacy.sampling_rate * len(local.samples)
         return GradientNoise(privacy.clip_norm, privacy.multiplier, noise, expected)
 
-    def _batches(self, local: LocalDataset, private: GradientNoise | None, *, epochs: int, local_round: int) -> Batches:
+    def _batches(
+        self, local: LocalDataset, private: GradientNoise | None, *, epochs: int, local_round: int
+    ) -> Batches:
         """Return the batches of a training."""
         rate = self._privacy.sampling_rate
         if private is None or rate is None:
-            return blocks(local, self._experiment, node=self._node, epochs=epochs, local_round=local_round)
+            return blocks(
+                local, self._experiment, node=self._node, epochs=epochs, local_round=local_round
+            )
         return poisson_batches(
-            local, self._experiment, node=self._node, epochs=epochs, local_round=local_round, rate=rate,
+            local,
+            self._experiment,
+            node=self._node,
+            epochs=epochs,
+            local_round=local_round,
+            rate=rate,
             noise=private.noise,
-        )  # fmt: skip
+        )
 
     def _check_private(self, source: NetworkSource, *, samples: int) -> None:
-        """Check that a batch may expect a sample, and that no layer mixes samples. Raises InvalidExperiment."""
+        """Check that a batch may expect a sample, and that no layer mixes samples. Raises
+        InvalidExperiment.
+        """
         table = f"{self._experiment.key(self._experiment.tiers[-1])}.privacy"
         check_delta(table, self._privacy, samples, f"samples of {self._node}")
         if (rate := self._privacy.sampling_rate) is not None and rate * samples < 1:
             problem = f"{self._node} has {samples} samples, so a batch would have less than one"
-            raise InvalidExperiment(f"{table}.sampling_rate", rate, problem, f"Use at least {1 / samples:.2g}.")
+            raise InvalidExperiment(
+                f"{table}.sampling_rate", rate, problem, f"Use at least {1 / samples:.2g}."
+            )
         check_module(source.network().module, self._experiment)
 
     def _formed(self, made: _Prepared) -> NetworkSource:
         """Return the source in the form in which the user's own model trains as it is, and fastest.
 
-        It depends on the experiment alone. Raises InvalidExperiment if the model fails in training, or if the same
-        training twice gives other models.
+        It depends on the experiment alone. Raises InvalidExperiment if the model fails in training,
+        or if the same training twice gives other models.
         """
-        source, few = made.source, min(TRIED_SAMPLES, self._experiment.training.batch_size)
+        source = made.source
+        few = min(TRIED_SAMPLES, self._experiment.training.batch_size)
         try:
             self._tried(made, 1)
         except InvalidExperiment:
@@ -469,15 +569,18 @@ class Trainer:
         if self._accelerator.type == "cpu" and not self._privacy.on_samples:
             fast = replace(source, memory_format=torch.channels_last)
             with suppress(InvalidExperiment):  # for instance of a view that needs another order
-                if self._near(made, self._first(made), once, self._tried(replace(made, source=fast), few)):
+                if self._near(
+                    made, self._first(made), once, self._tried(replace(made, source=fast), few)
+                ):
                     source = fast
         return source
 
     def _repeated(self, made: _Prepared, samples: int) -> Row:
         """Train the first model twice on the same random samples; return what that gives.
 
-        Raises InvalidExperiment if both results differ. What the user's files keep of the second training, they keep of
-        each, and pass it on from one device to the next: that is reported by its name.
+        Raises InvalidExperiment if both results differ. What the user's files keep of the second
+        training, they keep of each, and pass it on from one device to the next: that is reported by
+        its name.
         """
         names = [name for name in self._experiment.code_at(self._node).values() if is_own(name)]
         first = self._first(made)
@@ -488,12 +591,17 @@ class Trainer:
             try_augmentation(augmentation, made.local)
         shared = changed(before, kept_in_files(names))
         exact = self._accelerator.type == "cpu" or self._experiment.training.deterministic
-        key, name = next((key, name) for key, name in own_code(self._experiment).items() if is_own(name))
+        key, name = next(
+            (key, name) for key, name in own_code(self._experiment).items() if is_own(name)
+        )
         if not (np.array_equal(once, again) if exact else self._near(made, first, once, again)):
             problem = "the same training twice gives other models"
             if shared:
                 problem += f", and changes {named(shared)}"
-            remedy = "Draw random numbers from torch's, numpy's or Python's own generator; keep nothing in its module."
+            remedy = (
+                "Draw random numbers from torch's, numpy's or Python's own generator; keep "
+                "nothing in its module."
+            )
             own.refuse(key, name, problem, remedy)
         if shared:
             problem = f"each training changes {named(shared)}, which the devices of a process share"
@@ -503,42 +611,59 @@ class Trainer:
 
     def _check_scored(self, inputs: Inputs) -> None:
         """Check that this device's sums are few enough to be sent. Raises InvalidExperiment."""
-        experiment, evaluation = self._experiment, self._experiment.evaluation
+        experiment = self._experiment
+        evaluation = self._experiment.evaluation
         if evaluation.on_devices and R2 in experiment.score.names and inputs.classes > TARGETS_MOST:
-            problem = f"{inputs.classes} numbers to predict, and devices send the sums of {TARGETS_MOST} at most"
+            problem = (
+                f"{inputs.classes} numbers to predict, and devices send the sums of "
+                f"{TARGETS_MOST} at most"
+            )
             key = "score.name" if experiment.score.name == R2 else "score.also"
             raise InvalidExperiment(key, R2, problem, 'Use "mean_squared_error".')
         if evaluation.per_class and inputs.classes > CLASSES_MOST:
-            problem = f"the data set has {inputs.classes} classes, and devices count {CLASSES_MOST} at most"
+            problem = (
+                f"the data set has {inputs.classes} classes, and devices count "
+                f"{CLASSES_MOST} at most"
+            )
             raise InvalidExperiment("evaluation.per_class", True, problem, "Omit it.")
 
     def _near(self, made: _Prepared, start: Row, once: Row, other: Row) -> bool:
         """Return whether two steps from one model differ by no more than rounding."""
         start_D, once_D, other_D = map(made.source.parts.exchanged.floats, (start, once, other))
-        return bool(np.linalg.norm(other_D - once_D) <= ROUNDING_MOST * np.linalg.norm(once_D - start_D))
+        return bool(
+            np.linalg.norm(other_D - once_D) <= ROUNDING_MOST * np.linalg.norm(once_D - start_D)
+        )
 
     def _tried(self, made: _Prepared, samples: int, first: Row | None = None) -> Row:
-        """Return a model, the first one, after a step of training on so many random samples. Raises InvalidExperiment.
+        """Return a model, the first one, after a step of training on so many random samples. Raises
+        InvalidExperiment.
 
-        So own code fails before the run, and no round's seconds include the start of PyTorch's compiler or of vmap.
+        So own code fails before the run, and no round's seconds include the start of PyTorch's
+        compiler or of vmap.
         """
         inputs = made.local.inputs
         given, labels = (
-            each.to(self._accelerator) for each in (random_samples(inputs, samples), random_targets(inputs, samples))
+            each.to(self._accelerator)
+            for each in (random_samples(inputs, samples), random_targets(inputs, samples))
         )
         row = self._first(made) if first is None else first
         network = made.source.network()
         out = np.zeros(made.vectors.links.up.row_bytes + made.vectors.kept_bytes, np.uint8)
-        local = LocalDataset(inputs, given, labels, torch.arange(samples), lambda images: images, "")
+        local = LocalDataset(
+            inputs, given, labels, torch.arange(samples), lambda images: images, ""
+        )
         by = " by DP-SGD" if self._privacy.on_samples else ""
         problem = f"fails in training{by} on {samples} samples with {{}}"
         try:
             with own.guarded(own_code(self._experiment), problem=problem, everything=True):
                 try:
                     once = [(0, given[None], labels[None])]
-                    private, order = self._gradient_noise(local, b"", 0), Order(row, out, 1, 0)
+                    private = self._gradient_noise(local, b"", 0)
+                    order = Order(row, out, 1, 0)
                     tried = replace(made, local=local)
-                    self._trained(tried, network, order, watch=lambda _: None, private=private, some=once)
+                    self._trained(
+                        tried, network, order, watch=lambda _: None, private=private, some=once
+                    )
                 except RuntimeError as error:
                     self._explain(error, network)
                     raise
@@ -552,7 +677,8 @@ class Trainer:
             raise self._exhausted() from None
         for name, weight in network.module.named_parameters():
             if weight.grad is not None and weight.grad.is_sparse:
-                problem, remedy = f"the gradient of its {name} is sparse", "Use sparse=False."
+                problem = f"the gradient of its {name} is sparse"
+                remedy = "Use sparse=False."
                 own.refuse(MODEL_KEY, self._experiment.model.name, problem, remedy)
 
     def _first(self, made: _Prepared) -> Row:
@@ -563,8 +689,10 @@ class Trainer:
 
     def _exhausted(self) -> RunFailed:
         return RunFailed(
-            f"{self._accelerator} has not enough free memory to train {self._experiment.model.name} with "
-            f"training.batch_size = {self._experiment.training.batch_size}. Use a smaller batch size, fewer "
+            f"{self._accelerator} has not enough free memory to train "
+            f"{self._experiment.model.name} with "
+            f"training.batch_size = {self._experiment.training.batch_size}. Use a smaller batch "
+            "size, fewer "
             "trainings at once on this accelerator, or --accelerator cpu."
         )
 
@@ -574,7 +702,9 @@ class Trainer:
 
     @contextmanager
     def _deterministic(self) -> Iterator[None]:
-        """Name an operation without the deterministic form that is asked for. Raises InvalidExperiment."""
+        """Name an operation without the deterministic form that is asked for. Raises
+        InvalidExperiment.
+        """
         try:
             yield
         except RuntimeError as error:
@@ -590,7 +720,9 @@ class Trainer:
             network.module.to(where)
 
     def _release(self, network: Network) -> None:
-        """Drop gradients and release the accelerator's memory, because other processes may train on it too."""
+        """Drop gradients and release the accelerator's memory, because other processes may train on
+        it too.
+        """
         for weight in network.kept.weights if network.kept else network.module.parameters():
             weight.grad = None
         self._move(network, "cpu")

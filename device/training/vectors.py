@@ -3,9 +3,9 @@
     row = [ model | sent by the parent | kept by the device | personal arrays ]
     out = [ model | returned to the parent | kept by the device | personal arrays ]
 
-Those that are kept are the state of the device's objective, [D], zeros at first, D being the model's trainable columns.
-The personal arrays (`common/model/parts.py`) are zeros before a device has any. It trains on a row in which they are
-part of the model (`TaskVectors.inner`):
+Those that are kept are the state of the device's objective, [D], zeros at first, D being the
+model's trainable columns. The personal arrays (`common/model/parts.py`) are zeros before a device
+has any. It trains on a row in which they are part of the model (`TaskVectors.inner`):
 
     row = [ model with personal arrays | sent by the parent | kept by the device ]
 
@@ -37,7 +37,8 @@ from fedstrata.device.training.objectives.table import OBJECTIVE_KEY, objective_
 
 @dataclass(frozen=True)
 class TaskVectors:
-    """What an experiment's tasks have behind the model: what the links carry, and the names of what is kept.
+    """What an experiment's tasks have behind the model: what the links carry, and the names of what
+    is kept.
 
     `parts`: of the model, if any is personal.
     """
@@ -74,16 +75,24 @@ class TaskVectors:
     @property
     def kept_bytes(self) -> int:
         """Bytes of the vectors and the personal arrays that are kept."""
-        return 4 * self.layout.parameters * len(self.kept) + (self.parts.kept_bytes if self.parts else 0)
+        return 4 * self.layout.parameters * len(self.kept) + (
+            self.parts.kept_bytes if self.parts else 0
+        )
 
     @cached_property
     def inner(self) -> TaskVectors:
         """Those of training, whose model has the personal arrays; the same object without any."""
         if self.parts is None:
             return self
-        whole, long = self.parts.whole, (self.layout.parameters,)
+        whole = self.parts.whole
+        long = (self.layout.parameters,)
         down, up = (
-            whole.with_extras({name: (whole.parameters,) if shape == long else shape for name, shape in found.items()})
+            whole.with_extras(
+                {
+                    name: (whole.parameters,) if shape == long else shape
+                    for name, shape in found.items()
+                }
+            )
             for found in (self.links.down.extra_shapes, self.links.up.extra_shapes)
         )
         return TaskVectors(LinkLayouts(whole, down, up), self.kept)
@@ -97,10 +106,13 @@ class TaskVectors:
         """Return a task's row as training has it, read-only."""
         if self.parts is None:
             return row
-        inner, long = self.inner, (self.layout.parameters,)
+        inner = self.inner
+        long = (self.layout.parameters,)
         found = np.zeros(inner.received.row_bytes, np.uint8)
         self.parts.join(
-            row[: self.layout.model_bytes], row[-self.parts.kept_bytes :], found[: inner.layout.model_bytes]
+            row[: self.layout.model_bytes],
+            row[-self.parts.kept_bytes :],
+            found[: inner.layout.model_bytes],
         )
         given = self.read(row)
         for name, place in inner.read(found).items():
@@ -130,26 +142,34 @@ class TaskVectors:
         return self.received.extras_of(row)
 
     def write(self, out: Row, found: Mapping[str, Floats]) -> None:
-        """Write the vectors that are returned, and those that are kept. Raises KeyError, ValueError."""
+        """Write the vectors that are returned, and those that are kept. Raises KeyError,
+        ValueError.
+        """
         for name, place in self.returned.extras_of(out).items():
             place[...] = found[name]
 
     def split(self, name: str, vector: Floats) -> dict[str, Floats]:
-        """Return a vector's parts: one of shape [D] has a part for each parameter, by its name and in its shape.
+        """Return a vector's parts: one of shape [D] has a part for each parameter, by its name and
+        in its shape.
 
-        The parts are in the order of the parameters in the row. Other vectors are one part. A vector may have more
-        dimensions before its own.
+        The parts are in the order of the parameters in the row. Other vectors are one part. A
+        vector may have more dimensions before its own.
         """
         if self.shapes[name] != (self.layout.parameters,):
             return {name: vector}
         parameters = (entry for entry in self.layout.entries if entry.section is Section.PARAMETER)
-        return {entry.name: vector[..., entry.start : entry.stop].reshape((*vector.shape[:-1], *entry.shape))
-                for entry in parameters}  # fmt: skip
+        return {
+            entry.name: vector[..., entry.start : entry.stop].reshape(
+                (*vector.shape[:-1], *entry.shape)
+            )
+            for entry in parameters
+        }
 
 
 def vectors_of(experiment: Experiment, node: str, parts: ModelParts) -> TaskVectors:
     """Return the vectors of a device's tasks. Raises InvalidExperiment."""
-    rule, objective = experiment.tier_above(node).aggregation, objective_of(experiment.training)
+    rule = experiment.tier_above(node).aggregation
+    objective = objective_of(experiment.training)
     for what, given, wanted in (
         ("receives", rule.sends, objective.receives),
         ("returns", rule.returns, objective.returns),
@@ -157,51 +177,91 @@ def vectors_of(experiment: Experiment, node: str, parts: ModelParts) -> TaskVect
         if sorted(given) != sorted(wanted):
             has, needs = (", ".join(names) or "nothing" for names in (given, wanted))
             problem = f"it {what} {needs} with the model, and the rule {rule.name!r} has {has}"
-            remedy = "Name the same vectors in extras_down and extras_up of the rule, and in the objective's class."
-            raise InvalidExperiment(OBJECTIVE_KEY, experiment.training.objective.name, problem, remedy)
+            remedy = (
+                "Name the same vectors in extras_down and extras_up of the rule, and in the "
+                "objective's class."
+            )
+            raise InvalidExperiment(
+                OBJECTIVE_KEY, experiment.training.objective.name, problem, remedy
+            )
     if own.is_own(experiment.training.objective.name) and (objective.keeps or objective.returns):
         _check_feedback(experiment)
-    return TaskVectors(link_layouts(rule, parts.exchanged), tuple(objective.keeps), parts if parts.personal else None)
+    return TaskVectors(
+        link_layouts(rule, parts.exchanged),
+        tuple(objective.keeps),
+        parts if parts.personal else None,
+    )
 
 
 def _check_feedback(experiment: Experiment) -> None:
-    """Check that the codec has no feedback: an objective of the user's own could not know what the parent decodes."""
+    """Check that the codec has no feedback: an objective of the user's own could not know what the
+    parent decodes.
+    """
     tier = experiment.tiers[-1]
     if tier.transfer.up.feedback:
-        problem = "the objective has vectors, and `finish` would get an uploaded_D without what was left out before"
+        problem = (
+            "the objective has vectors, and `finish` would get an uploaded_D without what "
+            "was left out before"
+        )
         remedy = "Omit it, or use an objective without vectors."
-        raise InvalidExperiment(f"{experiment.key(tier, 'transfer')}.up.feedback", True, problem, remedy)
+        raise InvalidExperiment(
+            f"{experiment.key(tier, 'transfer')}.up.feedback", True, problem, remedy
+        )
 
 
 def finish(
-    experiment: Experiment, vectors: TaskVectors, local: LocalDataset, order: Order, *, node: str, steps: int
+    experiment: Experiment,
+    vectors: TaskVectors,
+    local: LocalDataset,
+    order: Order,
+    *,
+    node: str,
+    steps: int,
 ) -> None:
-    """Write the vectors behind a trained model, which the objective makes of those that training began with."""
+    """Write the vectors behind a trained model, which the objective makes of those that training
+    began with.
+    """
     if vectors.expected:
-        row, out, local_round = order.row, order.out, order.local_round
-        columns, rate = slice(0, vectors.layout.parameters), experiment.learning_rate_in(local_round)
+        row = order.row
+        out = order.out
+        local_round = order.local_round
+        columns = slice(0, vectors.layout.parameters)
+        rate = experiment.learning_rate_in(local_round)
         encoder = UploadEncoder.of(experiment, node, vectors.layout)
         uploaded = _uploaded(encoder, row, out, local_round=local_round)
-        received_D, trained_D, uploaded_D = (vectors.layout.floats(each)[columns] for each in (row, out, uploaded))
+        received_D, trained_D, uploaded_D = (
+            vectors.layout.floats(each)[columns] for each in (row, out, uploaded)
+        )
         by_sgd = experiment.training.by_sgd
-        (weight,) = gradient_weights(np.array([steps]), experiment.training, rate) if by_sgd else (np.nan,)
-        given, counts = vectors.read(row), local.label_counts()
-        update = LocalUpdate(received_D, trained_D, uploaded_D, given, steps, rate, float(weight), counts)
+        (weight,) = (
+            gradient_weights(np.array([steps]), experiment.training, rate) if by_sgd else (np.nan,)
+        )
+        given = vectors.read(row)
+        counts = local.label_counts()
+        update = LocalUpdate(
+            received_D, trained_D, uploaded_D, given, steps, rate, float(weight), counts
+        )
         names = {OBJECTIVE_KEY: experiment.training.objective.name}
         with own.guarded(names, everything=True):
             found = dict(objective_of(experiment.training).finish(update))
         if absent := set(vectors.expected) - found.keys():
             problem = f"its finish returns no {', '.join(sorted(absent))}"
             remedy = "Return each vector that it keeps or returns."
-            raise InvalidExperiment(OBJECTIVE_KEY, experiment.training.objective.name, problem, remedy)
-        with own.guarded(names, problem="its finish returns vectors of another form ({})", everything=True):
+            raise InvalidExperiment(
+                OBJECTIVE_KEY, experiment.training.objective.name, problem, remedy
+            )
+        with own.guarded(
+            names, problem="its finish returns vectors of another form ({})", everything=True
+        ):
             vectors.write(out, found)
 
 
 def _uploaded(encoder: UploadEncoder, row: Row, out: Row, *, local_round: int) -> Row:
     """Return the model in `out` as the parent decodes it."""
-    received, trained = row[: encoder.layout.row_bytes], out[: encoder.layout.row_bytes]
+    received = row[: encoder.layout.row_bytes]
+    trained = out[: encoder.layout.row_bytes]
     try:
         return encoder.decoded(trained, received=received, task=local_round)
     except RefusedModel:
-        return out  # it diverged: the parent refuses it, and what is kept of this training is not used
+        # it diverged: the parent refuses it, and what is kept of this training is not used
+        return out

@@ -1,8 +1,10 @@
-"""A device's tasks: from the model received to an order for its trainer, and from there to a result with its costs.
+"""A device's tasks: from the model received to an order for its trainer, and from there to a result
+with its costs.
 
-What a device keeps from task to task is its state: the vectors of its objective, the folder of its trainer, and what
-its codec has left out of its results. A task names the one whose state it follows: the parent may repeat a task after a
-restart, or not use a result. So the states of all devices and that of their parent belong together, whoever was killed.
+What a device keeps from task to task is its state: the vectors of its objective, the folder of its
+trainer, and what its codec has left out of its results. A task names the one whose state it
+follows: the parent may repeat a task after a restart, or not use a result. So the states of all
+devices and that of their parent belong together, whoever was killed.
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ import numpy as np
 
 from fedstrata.common.accounting.work import Work
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.host.shared_rows import new_row
 from fedstrata.common.methods.adversary import Adversary
 from fedstrata.common.methods.private import NoiseSource, PrivateUpdates, no_secret
 from fedstrata.common.methods.rule import link_layouts
 from fedstrata.common.model.layout import LinkLayouts, Row
+from fedstrata.common.processes.shared_rows import new_row
 from fedstrata.common.protocol.messages import Task
 from fedstrata.common.runtime.round import NOTES, NUMBERS, WorkResult
 from fedstrata.common.runtime.uploads import UploadEncoder
@@ -35,7 +37,8 @@ STATE: Final = "what this device kept"
 
 
 class LocalWork:
-    """A device's part in one run; each result overwrites the model of the previous one. `states`: what it keeps.
+    """A device's part in one run; each result overwrites the model of the previous one. `states`:
+    what it keeps.
 
     A task is done by `order`, training, `result`, `encoded` and `keep`.
 
@@ -66,7 +69,8 @@ class LocalWork:
             keeps_folder=prepared.folder,
             left_out_columns=self._encoder.kept_columns,
         )
-        privacy, model = experiment.tier_above(node).privacy, prepared.layout
+        privacy = experiment.tier_above(node).privacy
+        model = prepared.layout
         source = NoiseSource(privacy, seed=experiment.seed, node=node, secret=secret)
         self._updates = PrivateUpdates(privacy, model, source) if privacy.by_child else None
         self._steps = source if privacy.on_samples else None
@@ -77,11 +81,15 @@ class LocalWork:
         return self.prepared.keeps or self._encoder.kept_columns > 0
 
     def order(self, task: Task, row: Row, progress: Progress) -> Order | WorkResult:
-        """Return the order of a task for the model in `row`, uint8 [row_bytes]: train it, or only score it.
+        """Return the order of a task for the model in `row`, uint8 [row_bytes]: train it, or only
+        score it.
 
         Without either return the result. Raises StateLost.
         """
-        experiment, memory, key, trains = self._experiment, self._memory, task.key, task.epochs > 0
+        experiment = self._experiment
+        memory = self._memory
+        key = task.key
+        trains = task.epochs > 0
         place = {"global_round": key.global_round, "local_round": key.local_round}
         scores = experiment.scores(self._node, **place, last=not trains)
         if not trains and not scores:
@@ -109,45 +117,61 @@ class LocalWork:
         return WorkResult(memoryview(b""), result.work, plans=plans, start_loss=result.start_loss)
 
     def encoded(self, task: Task, result: WorkResult, received: Row) -> WorkResult:
-        """Return a task's result with the blob of the trained model and its extras; `received`: the task's model.
+        """Return a task's result with the blob of the trained model and its extras; `received`: the
+        task's model.
 
         Once for each training: it changes what the codec has left out.
         """
         memory = self._memory
-        number, left_out = memory.number(task), memory.left_out
+        number = memory.number(task)
+        left_out = memory.left_out
         if self._updates is not None:
             self._updates.protect(received, memory.result, number=number)
         if self._adversary is not None and self._adversary.acts(number):
             result = self._attacked(self._adversary, number, result, received)
-        blob = self._encoder.encode(memory.result, received=received, task=number, left_out=left_out)
+        blob = self._encoder.encode(
+            memory.result, received=received, task=number, left_out=left_out
+        )
         return replace(result, blob=blob)
 
     def delay_s(self, task: Task) -> float:
-        """Return the seconds for which an adversary holds a task's result back, infinite if it sends none."""
+        """Return the seconds for which an adversary holds a task's result back, infinite if it
+        sends none.
+        """
         if self._adversary is None or not task.epochs:
             return 0.0
         return self._adversary.delay_s(self._memory.number(task))
 
-    def _attacked(self, adversary: Adversary, number: int, result: WorkResult, received: Row) -> WorkResult:
-        """Write what an adversary sends over the trained model, which nothing protects any more; return its report."""
+    def _attacked(
+        self, adversary: Adversary, number: int, result: WorkResult, received: Row
+    ) -> WorkResult:
+        """Write what an adversary sends over the trained model, which nothing protects any more;
+        return its report.
+        """
         model = self.prepared.layout
         if not adversary.hosted:
-            trained_D, received_D = (model.floats(row)[: model.parameters] for row in (self._memory.result, received))
+            trained_D, received_D = (
+                model.floats(row)[: model.parameters] for row in (self._memory.result, received)
+            )
             trained_D[:] = adversary.uploaded(number, trained_D, received_D)
         samples, loss = adversary.reported(result.work.samples, result.work.loss)
         return replace(result, work=replace(result.work, samples=samples, loss=loss))
 
     def keep(self, task: Task) -> None:
-        """Keep the state that a task's training has left, for the next one. Raises StorageFailed."""
+        """Keep the state that a task's training has left, for the next one. Raises
+        StorageFailed.
+        """
         self._memory.end(task)
 
 
 class DeviceMemory:
-    """One device's rows in one run: `out` is written by its training, `result` is the part for its parent.
+    """One device's rows in one run: `out` is written by its training, `result` is the part for its
+    parent.
 
-    `kept_bytes`: of the vectors that persist, behind the others in a row. `left_out`, float32 [left_out_columns], which
-    encoding changes, persists, and so does `folder`, which a training changes, with `keeps_folder`. `rounds`: local
-    rounds in each global round; `rounds_back`: global rounds that the cloud may return.
+    `kept_bytes`: of the vectors that persist, behind the others in a row. `left_out`, float32
+    [left_out_columns], which encoding changes, persists, and so does `folder`, which a training
+    changes, with `keeps_folder`. `rounds`: local rounds in each global round; `rounds_back`: global
+    rounds that the cloud may return.
     """
 
     folder: TrainerFolder | None = None  # of the task that has begun, with `keeps_folder`
@@ -174,7 +198,9 @@ class DeviceMemory:
         keeps = self._kept.size > 0 or keeps_folder
         self._states: TaskStates | None = None
         if keeps:
-            self._states = TaskStates(spool.states(), rounds_back=rounds_back, what=STATE, who="devices")
+            self._states = TaskStates(
+                spool.states(), rounds_back=rounds_back, what=STATE, who="devices"
+            )
         self._own = spool.states() / OWN if keeps_folder else None
         self._rounds = rounds
         self._last = 0, self._kept.copy()
@@ -184,7 +210,9 @@ class DeviceMemory:
         return task.key.global_round * self._rounds + task.key.local_round
 
     def begin(self, task: Task, received: Row) -> Row:
-        """Return the row of a task: what was received, and the vectors kept. Raises StateLost if the state is lost."""
+        """Return the row of a task: what was received, and the vectors kept. Raises StateLost if
+        the state is lost.
+        """
         if self._states is None:
             return received
         kept = self._after(self._states, task.follows)
@@ -202,7 +230,9 @@ class DeviceMemory:
         if self._states is None:
             return
         number = self.number(task) + 1
-        self._states.write(number, self._save, follows=task.follows, global_round=task.key.global_round)
+        self._states.write(
+            number, self._save, follows=task.follows, global_round=task.key.global_round
+        )
         self._last = number, self._kept.copy()
 
     def _save(self, folder: Path) -> dict[str, object]:
@@ -213,7 +243,8 @@ class DeviceMemory:
         return {}
 
     def _after(self, states: TaskStates, task: int) -> Row:
-        """Return the vectors, and what was left out, after a task, counted from 1; zeros before the first one.
+        """Return the vectors, and what was left out, after a task, counted from 1; zeros before the
+        first one.
 
         The trainer's folder begins as it was then.
         """

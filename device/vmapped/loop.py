@@ -1,4 +1,6 @@
-"""Trainings that share their steps: from requests to outcomes, with separate progress, end and share of the time."""
+"""Trainings that share their steps: from requests to outcomes, with separate progress, end and
+share of the time.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,12 @@ LOOK_S = 0.5
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VmappedResult:
-    """The result of a device's vmapped training: a model, uint8 [row_bytes], and the mean loss of its last epoch.
+    """The result of a device's vmapped training: a model, uint8 [row_bytes], and the mean loss of
+    its last epoch.
 
-    `train_s` is its share of the steps it took part in: a step's seconds divided by the number of its devices; `cpu_s`
-    that of the CPU seconds of their thread. `wall_s` are the seconds from its group's start to this outcome.
+    `train_s` is its share of the steps it took part in: a step's seconds divided by the number of
+    its devices; `cpu_s` that of the CPU seconds of their thread. `wall_s` are the seconds from its
+    group's start to this outcome.
     """
 
     row: Row
@@ -41,9 +45,11 @@ class VmappedResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Visits:
-    """The samples that a device visits, epoch after epoch: `places` int64 [samples * epochs], and their changes.
+    """The samples that a device visits, epoch after epoch: `places` int64 [samples * epochs], and
+    their changes.
 
-    `uniform`: their random numbers, float32 [samples * epochs, draws], for an objective that reads some.
+    `uniform`: their random numbers, float32 [samples * epochs, draws], for an objective that reads
+    some.
     """
 
     places: Tensor
@@ -53,9 +59,11 @@ class Visits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """One device's vmapped training; `row`, a model and its vectors, uint8, is read-only; `seed`: of dropout masks.
+    """One device's vmapped training; `row`, a model and its vectors, uint8, is read-only; `seed`:
+    of dropout masks.
 
-    `progress(steps_done, steps_total)` and, at most once, `done` are called from the training thread.
+    `progress(steps_done, steps_total)` and, at most once, `done` are called from the training
+    thread.
     """
 
     row: Row
@@ -70,16 +78,23 @@ class Turn:
 def train(recipe: Recipe, turns: Sequence[Turn], *, most: int) -> None:
     """Train all turns in groups of equal size, at most `most` in one group.
 
-    If memory runs out, a group is halved and continues with the failed step. Each turn ends with a call of its `done`,
-    unless the memory does not suffice for it alone. A cancelled turn ends before the next step. Its place is still
-    computed, because the sums of the others depend, by rounding, on the group's shape. So their results do not change,
-    bit for bit. Raises RuntimeError if a step fails otherwise; the turns that have ended keep their outcomes.
+    If memory runs out, a group is halved and continues with the failed step. Each turn ends with a
+    call of its `done`, unless the memory does not suffice for it alone. A cancelled turn ends
+    before the next step. Its place is still computed, because the sums of the others depend, by
+    rounding, on the group's shape. So their results do not change, bit for bit. Raises RuntimeError
+    if a step fails otherwise; the turns that have ended keep their outcomes.
     """
-    made = plan([turn.load for turn in turns], batch_size=recipe.training.batch_size, pad=recipe.pads)
-    members = [_Member(turns[k], int(total)) for k, total in zip(made.order, made.totals, strict=True)]
+    made = plan(
+        [turn.load for turn in turns], batch_size=recipe.training.batch_size, pad=recipe.pads
+    )
+    members = [
+        _Member(turns[k], int(total)) for k, total in zip(made.order, made.totals, strict=True)
+    ]
     whole = _Group(recipe, members, made)
     size = -(-len(turns) // -(-len(turns) // most))
-    waiting = deque(whole.part(start, min(start + size, len(turns))) for start in range(0, len(turns), size))
+    waiting = deque(
+        whole.part(start, min(start + size, len(turns))) for start in range(0, len(turns), size)
+    )
     while waiting:
         group = waiting.popleft()
         if not _trained(group):
@@ -87,7 +102,9 @@ def train(recipe: Recipe, turns: Sequence[Turn], *, most: int) -> None:
 
 
 def _trained(group: _Group) -> bool:
-    """Return False if memory ran out, without the exception, whose traceback references the step's tensors."""
+    """Return False if memory ran out, without the exception, whose traceback references the step's
+    tensors.
+    """
     try:
         group.run()
     except RuntimeError as error:
@@ -99,7 +116,9 @@ def _trained(group: _Group) -> bool:
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """A turn under way: the steps taken by all, the seconds accounted to it, and whether it is done."""
+    """A turn under way: the steps taken by all, the seconds accounted to it, and whether it is
+    done.
+    """
 
     turn: Turn
     total: int
@@ -123,8 +142,11 @@ class _Group:
         self._state: VmappedModels | None = None
         self._began: float | None = None
         self._taken = 0  # steps of the schedule
-        # Since the last report: the steps taken, each member's share of them and the number it took part in.
-        self._looked, self._cpu, self._since = 0.0, 0.0, 0
+        # Since the last report: the steps taken, each member's share of them and the number it took
+        # part in.
+        self._looked = 0.0
+        self._cpu = 0.0
+        self._since = 0
         self._shares, self._steps = np.zeros(len(members)), np.zeros(len(members), np.int64)
 
     def run(self) -> None:
@@ -133,7 +155,9 @@ class _Group:
         self._began = self._began or self._looked
         if self._state is None:
             turns = [member.turn for member in self._members]
-            self._state = VmappedModels(self._recipe, [turn.row for turn in turns], [turn.seed for turn in turns])
+            self._state = VmappedModels(
+                self._recipe, [turn.row for turn in turns], [turn.seed for turn in turns]
+            )
         self._state.move_to(self._recipe.accelerator)
         batches = Batches(self._recipe, self._plan, [member.turn for member in self._members])
         self._look(self._state)
@@ -151,12 +175,15 @@ class _Group:
         self._look(self._state)
 
     def halves(self) -> list[_Group]:
-        """Return two groups that continue, each with half the places, or none if a single member is left."""
+        """Return two groups that continue, each with half the places, or none if a single member is
+        left.
+        """
         self._account()
         left = [place for place, member in enumerate(self._members) if not member.over]
         parts = []
         if len(left) > 1:
-            middle, end = left[len(left) // 2], left[-1] + 1
+            middle = left[len(left) // 2]
+            end = left[-1] + 1
             parts = [self.part(left[0], middle), self.part(middle, end)]
         self._state = None
         if self._recipe.accelerator.type == "cuda":
@@ -165,7 +192,11 @@ class _Group:
 
     def part(self, start: int, stop: int) -> _Group:
         """Return the places from start to stop as a separate group in their present state."""
-        part = _Group(self._recipe, self._members[start:stop], self._plan.after(self._taken, np.arange(start, stop)))
+        part = _Group(
+            self._recipe,
+            self._members[start:stop],
+            self._plan.after(self._taken, np.arange(start, stop)),
+        )
         part._began = self._began
         if self._state is not None:
             part._state = self._state.part(start, stop)
@@ -180,7 +211,9 @@ class _Group:
         return not all(member.over for member in left)
 
     def _look(self, state: VmappedModels) -> None:
-        """Account the time, report progress, and end the members that have taken all their steps."""
+        """Account the time, report progress, and end the members that have taken all their
+        steps.
+        """
         self._account()
         left = [(place, member) for place, member in enumerate(self._members) if not member.over]
         for _, member in left:
@@ -191,24 +224,36 @@ class _Group:
             wall_s = time.monotonic() - (self._began or 0.0)
             for (_, member), row, loss in zip(finished, rows, losses, strict=True):
                 mean = loss / member.turn.load.samples
-                member.end(VmappedResult(row, mean, member.steps, member.train_s, wall_s, member.cpu_s))
+                member.end(
+                    VmappedResult(row, mean, member.steps, member.train_s, wall_s, member.cpu_s)
+                )
 
     def _account(self) -> None:
         """Divide the time since the last report among the members, by their steps since then."""
         if self._recipe.accelerator.type == "cuda":
-            torch.cuda.synchronize(self._recipe.accelerator)  # steps that are only queued are no progress
-        now, cpu = time.monotonic(), time.thread_time()
-        parts = self._shares / self._since if self._since else np.full(len(self._members), 1 / len(self._members))
+            # steps that are only queued are no progress
+            torch.cuda.synchronize(self._recipe.accelerator)
+        now = time.monotonic()
+        cpu = time.thread_time()
+        if self._since:
+            parts = self._shares / self._since
+        else:
+            parts = np.full(len(self._members), 1 / len(self._members))
         for member, part, steps in zip(self._members, parts, self._steps, strict=True):
             member.train_s += (now - self._looked) * float(part)
             member.cpu_s += (cpu - self._cpu) * float(part)
             member.steps += int(steps)
-        self._looked, self._cpu, self._since = now, cpu, 0
-        self._shares[:], self._steps[:] = 0, 0
+        self._looked = now
+        self._cpu = cpu
+        self._since = 0
+        self._shares[:] = 0
+        self._steps[:] = 0
 
 
 class Batches:
-    """The batches of all steps of a schedule, on the accelerator from the start, so that no step waits for a copy."""
+    """The batches of all steps of a schedule, on the accelerator from the start, so that no step
+    waits for a copy.
+    """
 
     def __init__(self, recipe: Recipe, made: VmappedSchedule, turns: Sequence[Turn]) -> None:
         self._steps = made.steps
@@ -216,8 +261,12 @@ class Batches:
         lengths = np.array([len(turn.visits.places) for turn in turns], np.int64)
         first = np.cumsum(lengths) - lengths
         last_epoch = lengths - np.array([turn.load.samples for turn in turns], np.int64)
-        numbers = torch.from_numpy(_joined([first[step.places, None] + step.slots() for step in made.steps]))
-        counted = [np.where(step.starts >= last_epoch[step.places], step.counts, 0) for step in made.steps]
+        numbers = torch.from_numpy(
+            _joined([first[step.places, None] + step.slots() for step in made.steps])
+        )
+        counted = [
+            np.where(step.starts >= last_epoch[step.places], step.counts, 0) for step in made.steps
+        ]
 
         def to(tensor: Tensor) -> Tensor:
             return tensor.to(recipe.accelerator)
@@ -225,7 +274,8 @@ class Batches:
         self._samples = to(torch.cat([turn.visits.places for turn in turns])[numbers])
         changes = Changes.joined(turn.visits.changes for turn in turns)
         self._changes = None if changes is None else changes[numbers].to(recipe.accelerator)
-        self._uniform, self._numbers = None, numbers
+        self._uniform = None
+        self._numbers = numbers
         if uniform := [turn.visits.uniform for turn in turns if turn.visits.uniform is not None]:
             self._uniform, self._numbers = to(torch.cat(uniform).to(self._dtype)), to(numbers)
         self._places = to(torch.from_numpy(_joined([step.places for step in made.steps])))
@@ -237,11 +287,14 @@ class Batches:
     def of(self, number: int) -> tuple[int | Tensor, Batch]:
         """Return the places and the samples of a step."""
         step = self._steps[number]
-        slots, rows = slice(*self._slots[number : number + 2]), slice(*self._rows[number : number + 2])
+        slots = slice(*self._slots[number : number + 2])
+        rows = slice(*self._rows[number : number + 2])
         weights = None
         if step.ragged:
             counts = self._counts[rows, None]
-            weights = (torch.arange(step.width, device=counts.device) < counts).to(self._dtype) / counts
+            weights = (torch.arange(step.width, device=counts.device) < counts).to(
+                self._dtype
+            ) / counts
         batch = Batch(
             step,
             self._samples[slots].view(len(step.places), step.width),
@@ -256,4 +309,6 @@ class Batches:
 
 
 def _joined(arrays: Sequence[npt.NDArray[np.int64]]) -> Integers:
-    return np.concatenate([array.ravel() for array in arrays]) if arrays else np.zeros(0, np.int64)
+    if arrays:
+        return np.concatenate([array.ravel() for array in arrays])
+    return np.zeros(0, np.int64)

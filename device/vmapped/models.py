@@ -1,10 +1,11 @@
 """The models of several devices as one, and their common steps.
 
-Suffixes: S devices, A of them in one step, W samples of each. Every tensor of the state has a leading
-dimension S. vmap turns the layers' kernels into batched ones. A device's result differs from that of its own training
-only by rounding, but it may depend on the other devices in the step.
+Suffixes: S devices, A of them in one step, W samples of each. Every tensor of the state has a
+leading dimension S. vmap turns the layers' kernels into batched ones. A device's result differs
+from that of its own training only by rounding, but it may depend on the other devices in the step.
 
-Layers that vmap cannot batch as they are have their own form: dropout, with each device's own masks, and LSTMs.
+Layers that vmap cannot batch as they are have their own form: dropout, with each device's own
+masks, and LSTMs.
 """
 
 from __future__ import annotations
@@ -44,9 +45,11 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recipe:
-    """What vmapped trainings share. Module, `images` [N, ...], `labels` int64 [N] are on one accelerator.
+    """What vmapped trainings share. Module, `images` [N, ...], `labels` int64 [N] are on one
+    accelerator.
 
-    `vectors` are those of training, `personal` the names of the weights that no device has received.
+    `vectors` are those of training, `personal` the names of the weights that no device has
+    received.
     """
 
     module: nn.Module
@@ -74,9 +77,15 @@ class Recipe:
         return not any(isinstance(layer, _NormBase) for layer in self.module.modules())
 
     def parts_of(self, name: str, vectors: Floats) -> Tensors:
-        """Return vectors of this name, behind some dimensions, as tensors: those of length D like the weights."""
-        dtype, parts = next(self.module.parameters()).dtype, self.vectors.split(name, vectors)
-        return {part: torch.from_numpy(values.copy()).to(self.accelerator, dtype) for part, values in parts.items()}
+        """Return vectors of this name, behind some dimensions, as tensors: those of length D like
+        the weights.
+        """
+        dtype = next(self.module.parameters()).dtype
+        parts = self.vectors.split(name, vectors)
+        return {
+            part: torch.from_numpy(values.copy()).to(self.accelerator, dtype)
+            for part, values in parts.items()
+        }
 
     def inputs(self, places: Tensor, changes: Changes | None) -> Tensor:
         """Return the model's inputs for samples with these indices, int64 [n]."""
@@ -86,11 +95,13 @@ class Recipe:
         return self.normalise(images)
 
 
-def keep_batch_norm_fp32(module: nn.Module, training: TrainingSettings, *, device: torch.device) -> None:
+def keep_batch_norm_fp32(
+    module: nn.Module, training: TrainingSettings, *, device: torch.device
+) -> None:
     """Make batch norm compute in fp32 in a GPU's vmapped bf16 training.
 
-    vmap gives the kernel weights of the inputs' dtype beside running statistics in fp32, which CUDA's kernels need not
-    accept.
+    vmap gives the kernel weights of the inputs' dtype beside running statistics in fp32, which
+    CUDA's kernels need not accept.
     """
     if training.precision != "bf16" or device.type != "cuda":
         return
@@ -106,10 +117,12 @@ def _of_fp32(forward: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """A step and its samples: `samples` int64 [A, W] are indices of images, `changes` the augmentation of A * W images.
+    """A step and its samples: `samples` int64 [A, W] are indices of images, `changes` the
+    augmentation of A * W images.
 
-    `weights` [A, W], each row of sum 1, are the samples' weights in the loss; None = equal. `counted` float64 [A]: the
-    factor of each loss in the last epoch's sum. `uniform`: the samples' random numbers, float32 [A, W, draws].
+    `weights` [A, W], each row of sum 1, are the samples' weights in the loss; None = equal.
+    `counted` float64 [A]: the factor of each loss in the last epoch's sum. `uniform`: the samples'
+    random numbers, float32 [A, W, draws].
     """
 
     step: VmappedStep
@@ -121,30 +134,39 @@ class Batch:
 
 
 class VmappedModels:
-    """The state of S trainings: weights, the optimiser's moments, buffers, and the sums of their last epochs' losses.
+    """The state of S trainings: weights, the optimiser's moments, buffers, and the sums of their
+    last epochs' losses.
 
     For an objective that uses them, also the received weights and the vectors.
     """
 
     def __init__(self, recipe: Recipe, rows: Sequence[Row], seeds: Sequence[int]) -> None:
-        """Start with each device's flat model and the vectors behind it, uint8, and a fresh optimiser.
+        """Start with each device's flat model and the vectors behind it, uint8, and a fresh
+        optimiser.
 
         `seeds`: of each device's dropout masks.
         """
         self._recipe = recipe
         self._layers = VmappedLayers(recipe.module, seeds, device=recipe.accelerator)
         self._objective = objective_of(recipe.training)
-        self._weights, self._buffers = _tensors(recipe, np.stack([row[: recipe.layout.model_bytes] for row in rows]))
+        self._weights, self._buffers = _tensors(
+            recipe, np.stack([row[: recipe.layout.model_bytes] for row in rows])
+        )
         kept = self._weights if self._objective.uses_received else {}
-        self._received = {name: weight.clone() for name, weight in kept.items() if name not in recipe.personal}
+        self._received = {
+            name: weight.clone() for name, weight in kept.items() if name not in recipe.personal
+        }
         found = [recipe.vectors.read(row) for row in rows]
         self._vectors = {
-            name: recipe.parts_of(name, np.stack([each[name] for each in found])) for name in recipe.vectors.shapes
+            name: recipe.parts_of(name, np.stack([each[name] for each in found]))
+            for name in recipe.vectors.shapes
         }
         self._head = head_places(recipe.module, recipe.layout) if self._objective.uses_head else ()
         self._optimizer = optimizer_of(recipe.training)
         begun = self._optimizer.begin(list(self._weights.values()), models=len(rows))
-        self._moments = {slot: dict(zip(self._weights, parts, strict=True)) for slot, parts in begun.items()}
+        self._moments = {
+            slot: dict(zip(self._weights, parts, strict=True)) for slot, parts in begun.items()
+        }
         self._losses = torch.zeros(len(rows), dtype=torch.float64, device=recipe.accelerator)
 
     def step(self, places: int | Tensor, batch: Batch) -> None:
@@ -153,7 +175,10 @@ class VmappedModels:
         Nothing has changed if memory runs out.
         """
         recipe = self._recipe
-        weights = {name: tensor.detach().requires_grad_() for name, tensor in _some(self._weights, places).items()}
+        weights = {
+            name: tensor.detach().requires_grad_()
+            for name, tensor in _some(self._weights, places).items()
+        }
         moments = {slot: _some(parts, places) for slot, parts in self._moments.items()}
         buffers = _some(self._buffers, places)
         passes: list[Tensors] = []
@@ -198,29 +223,47 @@ class VmappedModels:
             else:
                 self._losses.index_add_(0, places, losses * batch.counted)
                 moved_moments = [(self._moments[slot], parts) for slot, parts in moments.items()]
-                for all_, some in ((self._weights, weights), (self._buffers, moved), *moved_moments):
+                for all_, some in (
+                    (self._weights, weights),
+                    (self._buffers, moved),
+                    *moved_moments,
+                ):
                     for name, tensor in some.items():
                         all_[name].index_copy_(0, places, tensor.detach())
 
     def read(self, places: Sequence[int]) -> tuple[list[Row], list[float]]:
         """Return these places' models, uint8 [row_bytes] each, and their sums of losses."""
-        layout, index = self._recipe.layout, torch.tensor(places, device=self._losses.device)
+        layout = self._recipe.layout
+        index = torch.tensor(places, device=self._losses.device)
         state = _some({**self._weights, **self._buffers}, index)
-        floats = [state[e.name].reshape(len(places), -1) for e in layout.entries if e.section is not Section.COUNTER]
-        counters = [state[e.name].reshape(len(places), -1) for e in layout.entries if e.section is Section.COUNTER]
+        floats = [
+            state[e.name].reshape(len(places), -1)
+            for e in layout.entries
+            if e.section is not Section.COUNTER
+        ]
+        counters = [
+            state[e.name].reshape(len(places), -1)
+            for e in layout.entries
+            if e.section is Section.COUNTER
+        ]
         parts = [torch.cat(floats, 1).float()] + ([torch.cat(counters, 1)] if counters else [])
         rows = torch.cat([part.view(torch.uint8) for part in parts], 1)
         return list(rows.cpu().numpy()), self._losses[index].tolist()
 
     def part(self, start: int, stop: int) -> VmappedModels:
-        """Return the places from start to stop as a separate state, on the CPU until it is moved."""
+        """Return the places from start to stop as a separate state, on the CPU until it is
+        moved.
+        """
         made = copy.copy(self)
         made._layers = self._layers.part(start, stop)
         made._weights, made._received, made._buffers = (
-            _part(tensors, start, stop) for tensors in (self._weights, self._received, self._buffers)
+            _part(tensors, start, stop)
+            for tensors in (self._weights, self._received, self._buffers)
         )
         made._moments = {slot: _part(parts, start, stop) for slot, parts in self._moments.items()}
-        made._vectors = {name: _part(tensors, start, stop) for name, tensors in self._vectors.items()}
+        made._vectors = {
+            name: _part(tensors, start, stop) for name, tensors in self._vectors.items()
+        }
         made._losses = self._losses[start:stop].cpu()
         return made
 
@@ -232,17 +275,29 @@ class VmappedModels:
         self._losses = self._losses.to(device)
 
     def _received_at(self, places: int | Tensor, weights: Tensors) -> list[Tensor]:
-        """Return the received weights; the present ones in place of those that were not received."""
+        """Return the received weights; the present ones in place of those that were not
+        received.
+        """
         if not self._objective.uses_received:
             return []
         received = _some(self._received, places)
-        return [received[name] if name in received else weight.detach() for name, weight in weights.items()]
+        return [
+            received[name] if name in received else weight.detach()
+            for name, weight in weights.items()
+        ]
 
     def _outputs(
-        self, run: Callable[..., tuple[Sequence[Tensor], Tensors]], weights: Tensors, buffers: Tensors, batch: Batch
+        self,
+        run: Callable[..., tuple[Sequence[Tensor], Tensors]],
+        weights: Tensors,
+        buffers: Tensors,
+        batch: Batch,
     ) -> tuple[Sequence[Tensor], Tensors]:
-        """Return what `run` computes of one device's tensors, for A devices, and the buffers after the batch."""
-        recipe, inputs = self._recipe, self._inputs(batch)
+        """Return what `run` computes of one device's tensors, for A devices, and the buffers after
+        the batch.
+        """
+        recipe = self._recipe
+        inputs = self._inputs(batch)
         bf16 = recipe.training.precision == "bf16"
         with torch.autocast(recipe.accelerator.type, torch.bfloat16, enabled=bf16):
             outputs, moved = vmap(run, randomness="error")(weights, buffers, inputs)
@@ -253,13 +308,19 @@ class VmappedModels:
         inputs = self._recipe.inputs(batch.samples.flatten(), batch.changes)
         return inputs.view(*batch.samples.shape, *inputs.shape[1:])
 
-    def _forward(self, weights: Tensors, buffers: Tensors, inputs: Tensor) -> tuple[Sequence[Tensor], Tensors]:
+    def _forward(
+        self, weights: Tensors, buffers: Tensors, inputs: Tensor
+    ) -> tuple[Sequence[Tensor], Tensors]:
         """Return one device's logits [W, classes] and its buffers after the batch."""
         moved = {name: buffer.clone() for name, buffer in buffers.items()}
         return (functional_call(self._recipe.module, (weights, moved), (inputs,)),), moved
 
-    def _features(self, weights: Tensors, buffers: Tensors, inputs: Tensor) -> tuple[Sequence[Tensor], Tensors]:
-        """Return one device's logits [W, classes], its features [W, F], and its buffers after the batch."""
+    def _features(
+        self, weights: Tensors, buffers: Tensors, inputs: Tensor
+    ) -> tuple[Sequence[Tensor], Tensors]:
+        """Return one device's logits [W, classes], its features [W, F], and its buffers after the
+        batch.
+        """
         moved = {name: buffer.clone() for name, buffer in buffers.items()}
         return with_features(self._recipe.module, inputs, (weights, moved)), moved
 
@@ -277,14 +338,22 @@ def _part(tensors: Mapping[str, Tensor], start: int, stop: int) -> Tensors:
 
 def _tensors(recipe: Recipe, rows: npt.NDArray[np.uint8]) -> tuple[Tensors, Tensors]:
     """Return the weights and the buffers, each [S, ...], of flat models uint8 [S, row_bytes]."""
-    layout, dtype = recipe.layout, next(recipe.module.parameters()).dtype
-    floats = torch.from_numpy(np.ascontiguousarray(layout.floats(rows))).to(recipe.accelerator, dtype)
-    counters = torch.from_numpy(rows[:, 4 * layout.columns :].copy().view(np.int64)).to(recipe.accelerator)
-    weights, buffers = Tensors(), Tensors()
+    layout = recipe.layout
+    dtype = next(recipe.module.parameters()).dtype
+    floats = torch.from_numpy(np.ascontiguousarray(layout.floats(rows))).to(
+        recipe.accelerator, dtype
+    )
+    counters = torch.from_numpy(rows[:, 4 * layout.columns :].copy().view(np.int64)).to(
+        recipe.accelerator
+    )
+    weights = Tensors()
+    buffers = Tensors()
     for e in layout.entries:
         source = counters if e.section is Section.COUNTER else floats
         tensor = source[:, e.start : e.stop].clone(memory_format=torch.contiguous_format)
-        (weights if e.section is Section.PARAMETER else buffers)[e.name] = tensor.reshape(len(rows), *e.shape)
+        (weights if e.section is Section.PARAMETER else buffers)[e.name] = tensor.reshape(
+            len(rows), *e.shape
+        )
     return weights, buffers
 
 
@@ -296,8 +365,12 @@ class VmappedLayers:
 
     def __init__(self, module: nn.Module, seeds: Sequence[int], *, device: torch.device) -> None:
         self._dropouts = [layer for layer in module.modules() if isinstance(layer, Dropout)]
-        self._lstms = [layer for layer in module.modules() if type(layer) is nn.LSTM and _is_unrollable(layer)]
-        self._sources = [torch.Generator(device).manual_seed(seed) for seed in seeds if self._dropouts]
+        self._lstms = [
+            layer for layer in module.modules() if type(layer) is nn.LSTM and _is_unrollable(layer)
+        ]
+        self._sources = [
+            torch.Generator(device).manual_seed(seed) for seed in seeds if self._dropouts
+        ]
 
     @contextmanager
     def batched(self, step: VmappedStep) -> Iterator[None]:
@@ -308,7 +381,10 @@ class VmappedLayers:
         drawing = [self._sources[place] for place in step.places] if self._dropouts else []
         before = [source.get_state() for source in drawing]
         replaced: list[tuple[nn.Module, str, Callable[..., Any]]] = [
-            *((each, "mask", partial(_Masks.apply, each, drawing, step.counts.tolist())) for each in self._dropouts),
+            *(
+                (each, "mask", partial(_Masks.apply, each, drawing, step.counts.tolist()))
+                for each in self._dropouts
+            ),
             *((each, "forward", MethodType(_unrolled, each)) for each in self._lstms),
         ]
         for layer, name, function in replaced:
@@ -331,10 +407,14 @@ class VmappedLayers:
 
 
 class _Masks(torch.autograd.Function):
-    """The masks of A devices in one call of a dropout layer, each drawn as in the device's own training."""
+    """The masks of A devices in one call of a dropout layer, each drawn as in the device's own
+    training.
+    """
 
     @staticmethod
-    def forward(dropout: Dropout, sources: Sequence[torch.Generator], counts: Sequence[int], x: Tensor) -> Tensor:
+    def forward(
+        dropout: Dropout, sources: Sequence[torch.Generator], counts: Sequence[int], x: Tensor
+    ) -> Tensor:
         """Draw for values that vmap does not batch, which no layer has."""
         raise RuntimeError("dropout of values that all devices share")
 
@@ -351,7 +431,9 @@ class _Masks(torch.autograd.Function):
         counts: Sequence[int],
         x: Tensor,
     ) -> tuple[Tensor, int]:
-        """Return the masks [A, W, ...], and the place of A. Padding, behind a device's count, is kept."""
+        """Return the masks [A, W, ...], and the place of A. Padding, behind a device's count, is
+        kept.
+        """
         x = x.movedim(in_dims[-1], 0)
         masks = x.new_ones(len(x), *dropout.mask_shape(x[0]))
         for mask, source, count in zip(masks, sources, counts, strict=True):
@@ -364,7 +446,9 @@ def _is_unrollable(layer: nn.LSTM) -> bool:
 
 
 def _unrolled(layer: nn.LSTM, inputs: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-    """Return what an LSTM returns for a batch of sequences (Hochreiter and Schmidhuber 1997), step by step."""
+    """Return what an LSTM returns for a batch of sequences (Hochreiter and Schmidhuber 1997), step
+    by step.
+    """
     x_BLF = inputs if layer.batch_first else inputs.transpose(0, 1)
     last: list[State] = []
     for number, names in enumerate(layer._all_weights):

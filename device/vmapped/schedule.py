@@ -1,8 +1,9 @@
-"""The schedule of vmapped training: which batches of which devices are trained together, and in which order.
+"""The schedule of vmapped training: which batches of which devices are trained together, and in
+which order.
 
-S devices with one model and batch size take their steps together. They are sorted by their number of steps, so the
-active ones are always the first A of S: views of the state, without copies, and finished devices are not
-changed. Suffixes: S devices, A of them in one step, W samples of each.
+S devices with one model and batch size take their steps together. They are sorted by their number
+of steps, so the active ones are always the first A of S: views of the state, without copies, and
+finished devices are not changed. Suffixes: S devices, A of them in one step, W samples of each.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class Load:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VmappedStep:
-    """One batch for each device at `places`, int64 [A]: `counts` samples [A], the first numbered `starts` [A].
+    """One batch for each device at `places`, int64 [A]: `counts` samples [A], the first numbered
+    `starts` [A].
 
     A device visits samples * epochs samples in the order of its shuffles, numbered from 0.
     """
@@ -52,9 +54,11 @@ class VmappedStep:
         return int(self.counts.min()) < self.width
 
     def slots(self) -> Integers:
-        """Return the sample number of each slot, int64 [A, W]; padding repeats the batch's first sample.
+        """Return the sample number of each slot, int64 [A, W]; padding repeats the batch's first
+        sample.
 
-        Padding has weight 0 in the loss. The model's output for it is finite whenever that for the batch is.
+        Padding has weight 0 in the loss. The model's output for it is finite whenever that for the
+        batch is.
         """
         slots_W = np.arange(self.width)
         return self.starts[:, None] + np.where(slots_W < self.counts[:, None], slots_W, 0)
@@ -76,23 +80,28 @@ class VmappedSchedule:
         return totals
 
     def after(self, done: int, places: Integers) -> VmappedSchedule:
-        """Return the schedule after `done` steps for some places, ascending int64 [s], which become 0, 1 .."""
+        """Return the schedule after `done` steps for some places, ascending int64 [s], which become
+        0, 1 ..
+        """
         anew = np.full(len(self.order), -1, np.int64)
         anew[places] = np.arange(len(places))
         kept = []
         for step in self.steps[done:]:
             here = anew[step.places] >= 0
             if here.any():
-                kept.append(VmappedStep(anew[step.places[here]], step.starts[here], step.counts[here]))
+                kept.append(
+                    VmappedStep(anew[step.places[here]], step.starts[here], step.counts[here])
+                )
         return VmappedSchedule(self.order[places], tuple(kept))
 
 
 def plan(loads: Sequence[Load], *, batch_size: int, pad: bool) -> VmappedSchedule:
     """Return the steps in which every device visits its batches, in order, each exactly once.
 
-    `pad`: partial batches are padded to the step's width, and the schedule has as many steps as the longest device. A
-    model with batch statistics must not get padding: then full batches are trained together, and a partial one after
-    the step before it, together with those of equal size that are due at the same time.
+    `pad`: partial batches are padded to the step's width, and the schedule has as many steps as the
+    longest device. A model with batch statistics must not get padding: then full batches are
+    trained together, and a partial one after the step before it, together with those of equal size
+    that are due at the same time.
     """
     samples = np.array([load.samples for load in loads], np.int64)
     epochs = np.array([load.epochs for load in loads], np.int64)
@@ -104,7 +113,9 @@ def plan(loads: Sequence[Load], *, batch_size: int, pad: bool) -> VmappedSchedul
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Shape:
-    """By place, int64 [S]: samples, epochs, and the batches of an epoch that are taken as the first A places."""
+    """By place, int64 [S]: samples, epochs, and the batches of an epoch that are taken as the first
+    A places.
+    """
 
     samples: Integers
     epochs: Integers
@@ -126,7 +137,8 @@ def _padded(shape: _Shape) -> Iterator[VmappedStep]:
 
 def _whole(shape: _Shape) -> Iterator[VmappedStep]:
     for epoch in range(int(shape.epochs.max())):
-        small = np.flatnonzero((shape.batches == 0) & (shape.epochs > epoch))  # without a full batch
+        # without a full batch
+        small = np.flatnonzero((shape.batches == 0) & (shape.epochs > epoch))
         yield from _partial(shape, small, np.full(len(small), epoch))
     for t in range(int(shape.batches[0] * shape.epochs[0])):
         step = shape.together(t)
@@ -137,7 +149,9 @@ def _whole(shape: _Shape) -> Iterator[VmappedStep]:
 
 
 def _partial(shape: _Shape, places: Integers, epochs: Integers) -> Iterator[VmappedStep]:
-    """Yield the partial batches that end the epochs of these places, those of equal size together."""
+    """Yield the partial batches that end the epochs of these places, those of equal size
+    together.
+    """
     rests = shape.samples[places] % shape.batch_size
     for rest in np.unique(rests[rests > 0]):
         alike = rests == rest

@@ -21,7 +21,15 @@ from fedstrata.common.learning import datasets, models
 from fedstrata.common.learning.computing import first_line, set_up
 from fedstrata.common.learning.inputs import Inputs
 from fedstrata.common.model.parts import given_arrays
-from fedstrata.device.jobs import Cancelled, DeviceOrder, Done, Ending, HostedDevice, LocalResult, Order
+from fedstrata.device.jobs import (
+    Cancelled,
+    DeviceOrder,
+    Done,
+    Ending,
+    HostedDevice,
+    LocalResult,
+    Order,
+)
 from fedstrata.device.training.batches import (
     Changes,
     LocalDataset,
@@ -39,13 +47,16 @@ from fedstrata.device.vmapped.schedule import Load, plan
 CPU: Final = torch.device("cpu")
 PEAK_STEPS: Final = 3  # after which a group's memory is known
 UNLIMITED_DEVICES: Final = 1 << 20  # where memory is the host's
-MEMORY_RESERVE_SHARE: Final = 0.2  # of the free memory: for other libraries and gaps of the allocator
+# of the free memory: for other libraries and gaps of the allocator
+MEMORY_RESERVE_SHARE: Final = 0.2
 
 log = logging.getLogger("fedstrata.vmapped")
 
 
 class VmappedTrainer:
-    """Trains devices of one experiment together on one accelerator; another experiment replaces the last one."""
+    """Trains devices of one experiment together on one accelerator; another experiment replaces the
+    last one.
+    """
 
     def __init__(self, accelerator: torch.device) -> None:
         self._accelerator = accelerator
@@ -56,8 +67,8 @@ class VmappedTrainer:
     def prepare(self, device: HostedDevice) -> None:
         """Measure how many devices fit into the memory of a common step, before the run begins.
 
-        Once, with the second device of the experiment in this process: the first one might be alone. Raises
-        AcceleratorLost.
+        Once, with the second device of the experiment in this process: the first one might be
+        alone. Raises AcceleratorLost.
         """
         set_up(self._accelerator, device.experiment.training)
         try:
@@ -66,10 +77,11 @@ class VmappedTrainer:
             self._give_up(device, error)
 
     def train(self, work: Sequence[DeviceOrder], done: Done) -> list[int]:
-        """Train devices together; `done` gets each one's number and outcome. Return the others' numbers.
+        """Train devices together; `done` gets each one's number and outcome. Return the others'
+        numbers.
 
-        If a step fails, the devices that are not done are returned, and later rounds of the experiment are not vmapped.
-        Raises AcceleratorLost.
+        If a step fails, the devices that are not done are returned, and later rounds of the
+        experiment are not vmapped. Raises AcceleratorLost.
         """
         first, _ = work[0]
         left = list(range(len(work)))
@@ -90,14 +102,20 @@ class VmappedTrainer:
         return left
 
     def _give_up(self, device: HostedDevice, error: Exception) -> None:
-        """Free the memory of a step that failed, and vmap the experiment no more if that was not for lack of memory."""
+        """Free the memory of a step that failed, and vmap the experiment no more if that was not
+        for lack of memory.
+        """
         if is_lost(error):
             raise AcceleratorLost(first_line(error)) from None
         self._shared = None
         if not out_of_memory(error):
             self._failed.add(device.digest)
             name = f"{device.experiment.model.name} on {self._accelerator}"
-            log.warning("%s: a vmapped step failed. Devices train one after another: %s", name, first_line(error))
+            log.warning(
+                "%s: a vmapped step failed. Devices train one after another: %s",
+                name,
+                first_line(error),
+            )
 
     def _shared_of(self, device: HostedDevice) -> _Shared:
         if self._shared is None or self._built != device.built:
@@ -106,7 +124,8 @@ class VmappedTrainer:
 
     def _train(self, work: Sequence[DeviceOrder], done: Done) -> None:
         shared = self._shared_of(work[0][0])
-        by_rate: defaultdict[float, list[int]] = defaultdict(list)  # the rate may differ between global rounds
+        # the rate may differ between global rounds
+        by_rate: defaultdict[float, list[int]] = defaultdict(list)
         for number, (_, order) in enumerate(work):
             by_rate[shared.rate(order)].append(number)
         shared.know([device.node for device, _ in work])
@@ -118,7 +137,9 @@ class VmappedTrainer:
 
 
 class _Shared:
-    """The shared state of an experiment's devices on an accelerator: a module, and all their samples, once."""
+    """The shared state of an experiment's devices on an accelerator: a module, and all their
+    samples, once.
+    """
 
     def __init__(self, device: HostedDevice, accelerator: torch.device) -> None:
         self._experiment = device.experiment
@@ -134,21 +155,28 @@ class _Shared:
         if not new:
             return
         first = not self._local
-        self._local.update({node: load_local_dataset(self._experiment, node, accelerator=CPU) for node in new})
+        self._local.update(
+            {node: load_local_dataset(self._experiment, node, accelerator=CPU) for node in new}
+        )
         if first:
             self._begin(nodes[0])
         sources: dict[int, list[LocalDataset]] = {}
         for local in self._local.values():
             sources.setdefault(local.images.data_ptr(), []).append(local)
-        self._held: dict[int, tuple[int, Tensor]] = {}  # by source: the offset of its samples here, and their indices
-        images, labels, begin = [], [], 0
+        # by source: the offset of its samples here, and their indices
+        self._held: dict[int, tuple[int, Tensor]] = {}
+        images = []
+        labels = []
+        begin = 0
         for source, parts in sources.items():
             samples = torch.unique(torch.cat([local.samples for local in parts]))
             self._held[source] = begin, samples
             images.append(parts[0].images[samples])
             labels.append(parts[0].labels[samples])
             begin += len(samples)
-        self._images, self._labels = (torch.cat(each).to(self._accelerator) for each in (images, labels))
+        self._images, self._labels = (
+            torch.cat(each).to(self._accelerator) for each in (images, labels)
+        )
 
     def _begin(self, node: str) -> None:
         """Make what all devices share; `node` is any of them."""
@@ -156,7 +184,9 @@ class _Shared:
         self._module = self._build(inputs)
         parts = models.parts_of(self._module, self._experiment.model)
         self._vectors = vectors_of(self._experiment, node, parts)
-        self._draws = objective_of(self._experiment.training).draws(self._vectors.shapes, inputs.classes)
+        self._draws = objective_of(self._experiment.training).draws(
+            self._vectors.shapes, inputs.classes
+        )
         data = datasets.load(self._experiment.data, node=node)
         self._normalise = data.normaliser(self._accelerator)
 
@@ -191,10 +221,16 @@ class _Shared:
         """Return a device's order as a turn of vmapped training."""
         local = self._local[device.node]
         begin, samples = self._held[local.images.data_ptr()]
-        experiment, node, local_round = self._experiment, device.node, order.local_round
-        visited = list(orders(local, experiment, node=node, epochs=order.epochs, local_round=local_round))
+        experiment = self._experiment
+        node = device.node
+        local_round = order.local_round
+        visited = list(
+            orders(local, experiment, node=node, epochs=order.epochs, local_round=local_round)
+        )
         places = torch.cat([places for places, _ in visited])
-        numbers = uniform_numbers(experiment, self._draws, node=node, local_round=local_round, device=CPU)
+        numbers = uniform_numbers(
+            experiment, self._draws, node=node, local_round=local_round, device=CPU
+        )
         visits = Visits(
             begin + torch.searchsorted(samples, places),
             Changes.joined(changes for _, changes in visited),
@@ -221,18 +257,27 @@ class _Shared:
             done(LocalResult(work, wall_s=how.wall_s))
 
         seed = dropout_seed(experiment, node=node, local_round=local_round)
-        return Turn(self._vectors.begin(order.row), load, visits, order.progress, order.cancelled, end, seed)
+        return Turn(
+            self._vectors.begin(order.row), load, visits, order.progress, order.cancelled, end, seed
+        )
 
     def most(self, recipe: Recipe, turn: Turn) -> int:
         """Return how many devices fit in one group: measured once, with any turn."""
         if self._most is None:
             self._most = most_in_memory(recipe, turn)
-            log.info("%s on %s: at most %d together", self._experiment.model.name, self._accelerator, self._most)
+            log.info(
+                "%s on %s: at most %d together",
+                self._experiment.model.name,
+                self._accelerator,
+                self._most,
+            )
         return self._most
 
 
 def most_in_memory(recipe: Recipe, turn: Turn) -> int:
-    """Return the number of devices that fit into the accelerator's free memory, estimated from copies of a turn."""
+    """Return the number of devices that fit into the accelerator's free memory, estimated from
+    copies of a turn.
+    """
     if recipe.accelerator.type != "cuda":
         return UNLIMITED_DEVICES
     each_bytes = max(1, (_peak_bytes(recipe, [turn] * 4) - _peak_bytes(recipe, [turn])) // 3)
@@ -244,7 +289,9 @@ def most_in_memory(recipe: Recipe, turn: Turn) -> int:
 def _peak_bytes(recipe: Recipe, turns: Sequence[Turn]) -> int:
     before = torch.cuda.memory_allocated(recipe.accelerator)
     torch.cuda.reset_peak_memory_stats(recipe.accelerator)
-    made = plan([turn.load for turn in turns], batch_size=recipe.training.batch_size, pad=recipe.pads)
+    made = plan(
+        [turn.load for turn in turns], batch_size=recipe.training.batch_size, pad=recipe.pads
+    )
     state = VmappedModels(recipe, [turn.row for turn in turns], [turn.seed for turn in turns])
     places, batch = Batches(recipe, made, turns).of(0)
     for _ in range(PEAK_STEPS):

@@ -1,7 +1,9 @@
-"""Draw the pictures of `docs/algorithms/` by running the rules: `python -m docs.tools.drawing docs/algorithms`.
+"""Draw the pictures of `docs/algorithms/` by running the rules: `python -m docs.tools.drawing
+docs/algorithms`.
 
-Upload k has a one in a buffer column of its own. Buffers are mixed with the parameters' weights and do not affect the
-rules' decisions, so the buffers of the next models are the rule's mixing matrix: W @ I = W.
+Upload k has a one in a buffer column of its own. Buffers are mixed with the parameters' weights and
+do not affect the rules' decisions, so the buffers of the next models are the rule's mixing matrix:
+W @ I = W.
 """
 
 from __future__ import annotations
@@ -60,13 +62,17 @@ class Report:
 class MixingProbe:
     """A rule over models with a point of the plane and a buffer of `marks` values in each layer."""
 
-    def __init__(self, rule: RuleSettings, *, marks: int, layers: Sequence[str] = ("layer",)) -> None:
+    def __init__(
+        self, rule: RuleSettings, *, marks: int, layers: Sequence[str] = ("layer",)
+    ) -> None:
         kinds = [("weight", 2, Section.PARAMETER), ("mark", marks, Section.BUFFER)]
         self._layers = layers
         self._layout = ModelLayout.build(
             [(f"{layer}.{name}", (n,), kind) for layer in layers for name, n, kind in kinds]
         )
-        self._rule = build(rule, RuleContext(self._layout, "cloud", SEED, measures=True, rows=self._rows))
+        self._rule = build(
+            rule, RuleContext(self._layout, "cloud", SEED, measures=True, rows=self._rows)
+        )
         self._rule.begin(self._rows("start", 1)[0])
         self.facts: Mapping[str, object] = {}
 
@@ -86,13 +92,20 @@ class MixingProbe:
             for layer in self._layers:
                 views[f"{layer}.weight"][:] = point
                 views[f"{layer}.mark"][mark] = 1
-        order = tuple(child for _, dealt in self._rule.dispatch(global_round, children) for child in dealt)
+        order = tuple(
+            child for _, dealt in self._rule.dispatch(global_round, children) for child in dealt
+        )
         received = Uploads(order, uploads, tuple(Report(count) for count in samples), lambda: None)
         self.facts = self._rule.aggregate(global_round, received).facts
         following = [
-            self._layout.views(row) for row, dealt in self._rule.dispatch(global_round + 1, children) for _ in dealt
+            self._layout.views(row)
+            for row, dealt in self._rule.dispatch(global_round + 1, children)
+            for _ in dealt
         ]
-        return {layer: np.array([views[f"{layer}.mark"] for views in following], float) for layer in self._layers}
+        return {
+            layer: np.array([views[f"{layer}.mark"] for views in following], float)
+            for layer in self._layers
+        }
 
     def _rows(self, name: str, count: int) -> npt.NDArray[np.uint8]:
         return np.zeros((count, self._layout.row_bytes), np.uint8)
@@ -127,20 +140,35 @@ class SvgPanel:
         wide, high = CELL[0] * len(self.columns), CELL[1] * len(self.rows)
         axes = canvas.axes()
         x, y = left + self.left, top + TOP
-        canvas.place(axes, left=x, top=y, right=canvas.size[0] - x - wide, bottom=canvas.size[1] - y - high)
+        canvas.place(
+            axes, left=x, top=y, right=canvas.size[0] - x - wide, bottom=canvas.size[1] - y - high
+        )
         canvas.sheet.text(left / canvas.size[0], 1 - (top + 9) / canvas.size[1], self.title)
         axes.set(xlim=(0, len(self.columns)), ylim=(len(self.rows), 0))
         axes.set_xticks(np.arange(len(self.columns)) + 0.5, self.columns)
         axes.set_yticks(np.arange(len(self.rows)) + 0.5, self.rows)
         axes.tick_params(top=False, bottom=False, labeltop=True, labelbottom=False)
         axes.spines["bottom"].set_visible(False)
-        cells = [(i, j, float(weight)) for (i, j), weight in np.ndenumerate(self.weights) if not np.isnan(weight)]
-        canvas.boxes(axes, [Box(j, i, 1, 1, "s0", opacity=0.1 + 0.6 * weight) for i, j, weight in cells if weight])
+        cells = [
+            (i, j, float(weight))
+            for (i, j), weight in np.ndenumerate(self.weights)
+            if not np.isnan(weight)
+        ]
+        canvas.boxes(
+            axes,
+            [Box(j, i, 1, 1, "s0", opacity=0.1 + 0.6 * weight) for i, j, weight in cells if weight],
+        )
         for i, j, weight in cells:
             frame = [j, j + 1, j + 1, j, j], [i, i, i + 1, i + 1, i]
             axes.plot(*frame, color=COLOURS["line"], linewidth=0.8, clip_on=False)
             if weight:
-                axes.text(j + 0.5, i + 0.5, f"{weight:.3f}".rstrip("0").rstrip("."), ha="center", va="center")
+                axes.text(
+                    j + 0.5,
+                    i + 0.5,
+                    f"{weight:.3f}".rstrip("0").rstrip("."),
+                    ha="center",
+                    va="center",
+                )
 
 
 def matrices(title: str, rows: Sequence[Sequence[SvgPanel]]) -> str:
@@ -173,7 +201,9 @@ def mix(
 ) -> dict[str, Doubles]:
     """Return W [4, 4] of each layer after a round of a rule."""
     probe = MixingProbe(rule, marks=4, layers=layers)
-    return probe.run_round(global_round, "abcd", [at(angle) for angle in ANGLES], samples=samples, marks=range(4))
+    return probe.run_round(
+        global_round, "abcd", [at(angle) for angle in ANGLES], samples=samples, marks=range(4)
+    )
 
 
 def square(title: str, weights_KK: Doubles) -> SvgPanel:
@@ -187,9 +217,13 @@ def fedavg() -> str:
     columns = [f"n = {n}" for n in samples]
     weights = {'weights = "data"': FedAvg(), 'weights = "uniform"': FedAvg(weights="uniform")}
     means = [
-        SvgPanel(title, mix(rule, samples=samples)["layer"][:1], ["w"], columns) for title, rule in weights.items()
+        SvgPanel(title, mix(rule, samples=samples)["layer"][:1], ["w"], columns)
+        for title, rule in weights.items()
     ]
-    return matrices("Mixing of FedAvg and independent", [means, [square("independent", mix(Independent())["layer"])]])
+    return matrices(
+        "Mixing of FedAvg and independent",
+        [means, [square("independent", mix(Independent())["layer"])]],
+    )
 
 
 def fedcross() -> str:
@@ -209,14 +243,18 @@ def fedcross() -> str:
             "first stage": (FedCross(alpha=0.9, first_stage_rounds=1), 0),
         },
     ]
-    panels = [[square(title, mix(rule, r)["layer"]) for title, (rule, r) in row.items()] for row in rows]
+    panels = [
+        [square(title, mix(rule, r)["layer"]) for title, (rule, r) in row.items()] for row in rows
+    ]
     return matrices("Mixing of FedCross", panels)
 
 
 def fedmr() -> str:
     """Draw FedMR's permutation of each layer."""
     found = mix(FedMR(), layers=("conv1", "conv2", "fc"))
-    return matrices("Mixing of FedMR", [[square(layer, weights) for layer, weights in found.items()]])
+    return matrices(
+        "Mixing of FedMR", [[square(layer, weights) for layer, weights in found.items()]]
+    )
 
 
 def fedcda() -> str:
@@ -244,7 +282,9 @@ def fedcda() -> str:
             kept[child] = [*kept[child], *([r] if child in selected else [])][-rule.depth :]
             weights[place, kept[child]] = found["layer"][0, 4 * place :][kept[child]]
         title = f"r = {r}: {'the warm-up ends' if r < rule.warmup_rounds else 'a and b take part'}"
-        panels.append(SvgPanel(title, weights, list(children), [f"r = {past}" for past in range(4)]))
+        panels.append(
+            SvgPanel(title, weights, list(children), [f"r = {past}" for past in range(4)])
+        )
     return matrices("Mixing of FedCDA", [panels[2:]])
 
 
@@ -253,10 +293,14 @@ def fedadp() -> str:
     steps, weights, columns = [at(angle) for angle in (0, 40, -30, 110)], [], []
     for rule in (FedAvg(), FedAdp()):
         probe = MixingProbe(rule, marks=4)
-        weights.append(probe.run_round(0, "abcd", steps, samples=(100,) * 4, marks=range(4))["layer"][0])
+        weights.append(
+            probe.run_round(0, "abcd", steps, samples=(100,) * 4, marks=range(4))["layer"][0]
+        )
         angles = probe.facts.get("angles")
         columns = [f"{angle:.2f}" for angle in angles.values()] if isinstance(angles, dict) else []
-    panel = SvgPanel("angle to the mean step, rad", np.array(weights), ["FedAvg", "FedAdp"], columns)
+    panel = SvgPanel(
+        "angle to the mean step, rad", np.array(weights), ["FedAvg", "FedAdp"], columns
+    )
     return matrices("Mixing of FedAdp", [[panel]])
 
 
@@ -268,9 +312,12 @@ def fedadp_gain() -> str:
 
 
 def epochs() -> str:
-    """Draw Tempo's epochs over an institution's distance at c = 6, with the farthest at 100 times the nearest."""
+    """Draw Tempo's epochs over an institution's distance at c = 6, with the farthest at 100 times
+    the nearest.
+    """
     points: list[Point] = []
-    for exponent in (i / 200 for i in range(401)):  # exact; the last bit of a logarithm depends on the processor
+    # exact; the last bit of a logarithm depends on the processor
+    for exponent in (i / 200 for i in range(401)):
         tau = tempo.next_epochs({"near": 1.0, "m": 10.0**exponent, "far": 100.0}, 6)["m"]
         points += [(exponent, points[-1][1] if points else tau), (exponent, tau)]
     title = "tau_c of institution m in the next global round, c = 6"

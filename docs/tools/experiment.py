@@ -1,4 +1,5 @@
-"""docs/experiment.md, made from the schema: each key with its default, its values, and its comment there.
+"""docs/experiment.md, made from the schema: each key with its default, its values, and its comment
+there.
 
 python -m docs.tools.experiment > docs/experiment.md
 """
@@ -61,14 +62,20 @@ fedstrata run my.toml --dry-run                                                 
   (`tempo-fashionmnist.toml`), and FedCross on a convex loss (`convex.toml`). The papers' tables and figures are
   [sweeps](reproduction.md).
 """
-MATTER: Final[Mapping[str, str]] = {  # keys of the short form; the other keys are for those who know why
+# keys of the short form; the other keys are for those who know why
+MATTER: Final[Mapping[str, str]] = {
     "seed": "everything random comes from it",
     "rounds": "global rounds",
     "topology.institutions": "how many, or a list of names; 0: the devices are below the cloud",
     "topology.devices": "all devices of the lab: how many, or a list of names",
-    "data.dataset": "a [data set](data.md), `NAME.csv`, `NAME.npz`, `folder`, or [a function](own-data.md#a-data-set)",
+    "data.dataset": (
+        "a [data set](data.md), `NAME.csv`, `NAME.npz`, `folder`, or [a "
+        "function](own-data.md#a-data-set)"
+    ),
     "data.root": "the folder of data sets; `{node}` in it is the name of the node that reads",
-    "data.partition": "[who gets which samples](data.md#partitions); `private`: each device has its own files",
+    "data.partition": (
+        "[who gets which samples](data.md#partitions); `private`: each device has its own files"
+    ),
     "data.concentration": "of Dirichlet partitions: smaller is more skewed",
     "model.name": "a [model](data.md#models), or [your class or function](own-models.md#a-model)",
     "model.initial": "a run or a file in safetensors' format whose model the run starts from",
@@ -77,18 +84,26 @@ MATTER: Final[Mapping[str, str]] = {  # keys of the short form; the other keys a
     "training.learning_rate": "of SGD on devices",
     "training.momentum": "of SGD on devices",
     "training.objective": "what devices [minimise](algorithms/README.md#objectives)",
-    "training.trainer": "what trains: PyTorch, a [Flower app](flower.md), or [your class](own-trainers.md)",
+    "training.trainer": (
+        "what trains: PyTorch, a [Flower app](flower.md), or [your class](own-trainers.md)"
+    ),
     "cloud.participation": "share of the cloud's children that take part in a global round",
-    "cloud.aggregation": "the cloud's [rule](algorithms/README.md), or [yours](own-methods.md#a-rule)",
+    "cloud.aggregation": (
+        "the cloud's [rule](algorithms/README.md), or [yours](own-methods.md#a-rule)"
+    ),
     "cloud.epoch_control": "`tempo`: the cloud decides each institution's epochs",
     "cloud.closing.rule": "`quorum`: a round does not wait for all its children",
     "cloud.privacy.unit": "what [noise](privacy.md) protects at this tier",
     "institution.rounds": "local rounds in each global round",
     "institution.participation": "share of an institution's devices in a local round",
     "institution.aggregation": "the institutions' rule",
-    "links.wan": "cloud to institution: a [profile](links.md), or `up_mbit`, `down_mbit`, `delay_ms`",
+    "links.wan": (
+        "cloud to institution: a [profile](links.md), or `up_mbit`, `down_mbit`, `delay_ms`"
+    ),
     "links.lan": "institution to device, likewise",
-    "transfer.wan.up": "the [codec](links.md#codecs) of uploads to the cloud; `transfer.lan` likewise",
+    "transfer.wan.up": (
+        "the [codec](links.md#codecs) of uploads to the cloud; `transfer.lan` likewise"
+    ),
     "transfer.idle_s": "seconds without progress after which a node counts as failed",
     "evaluation.at": "who [scores models](evaluation.md): the cloud, devices, or both",
     "stop.target": "the score at which the run ends",
@@ -97,16 +112,25 @@ SEVERAL: Final = 3  # tables in which the same key stands, to be listed once bef
 SEE: Final[Mapping[str, str]] = {  # pages that explain a table
     "data": "[Data and models](data.md) describes the data sets and the partitions.",
     "model": "[Data and models](data.md#models) lists the models.",
-    "cloud.aggregation": "One of the rules below, selected by `name`. [Algorithms](algorithms/README.md) has a page for"
-    " each.\nRounds are the node's own count: the cloud's global rounds, an institution's local rounds.",
-    "cloud.selection": "One of the selectors below, selected by `name`. [Client selection](algorithms/selection.md)"
+    "cloud.aggregation": "One of the rules below, selected by `name`. "
+    "[Algorithms](algorithms/README.md) has a page for"
+    " each.\nRounds are the node's own count: the cloud's global rounds, an institution's local "
+    "rounds.",
+    "cloud.selection": "One of the selectors below, selected by `name`. [Client "
+    "selection](algorithms/selection.md)"
     " has the formulas.",
     "evaluation": "[Evaluation](evaluation.md) explains what devices score, and what comes back.",
-    "score": "[Loss and score](own-models.md#loss-and-score) has the scores, and explains how to add one.",
+    "score": (
+        "[Loss and score](own-models.md#loss-and-score) has the scores, and explains how to "
+        "add one."
+    ),
     "training.objective": "One of the objectives below, selected by `name`."
     " [Algorithms](algorithms/README.md#objectives) has their pages.",
-    "training.augmentation": "Flips and crops of images, or [your own](own-data.md#an-augmentation).",
-    "training.trainer": "One of the trainers below, selected by `name`. [Your own trainers](own-trainers.md) explains"
+    "training.augmentation": (
+        "Flips and crops of images, or [your own](own-data.md#an-augmentation)."
+    ),
+    "training.trainer": "One of the trainers below, selected by `name`. [Your own "
+    "trainers](own-trainers.md) explains"
     " how to write one.",
     "cloud.privacy": "[Privacy](privacy.md) explains units, noise and the accountant.",
     "cloud.closing": "The [protocol](protocol.md#closing-a-round) has the details.",
@@ -116,7 +140,8 @@ SEE: Final[Mapping[str, str]] = {  # pages that explain a table
     "tiers.link.trace": "[Links](links.md#traces) has an example.",
     "tiers": "[Running](running.md#layers) shows labs with and without institutions.",
     "transfer.wan": "[Links](links.md#codecs) compares the codecs.",
-    "tiers.transfer.up": "One of the codecs below, selected by `name`. `feedback` and what is left out are explained in"
+    "tiers.transfer.up": "One of the codecs below, selected by `name`. `feedback` and what is "
+    "left out are explained in"
     " [links](links.md#error-feedback).",
     "adversaries": "[Adversaries](adversaries.md) explains attacks, and who sees what.",
     "adversaries.attack": "One of the attacks below, selected by `name`.",
@@ -137,10 +162,26 @@ SELECTED: Final[Mapping[type[BaseModel], Mapping[str, type[BaseModel]]]] = {
     TrainerTable: {**TRAINERS, "package.module:Name": OwnTrainer},
 }
 ORDER: Final = (
-    "", "score", "evaluation", "stop", "topology", "data", "model", "training", "cloud", "institution", "tiers",
-    "profiles", "links", "transfer", "hardware", "availability", "adversaries",
-)  # fmt: skip
-NAMES: Final[Mapping[str, str]] = {"of": "NODE", "profiles": "NAME"}  # what stands for the keys of a table of tables
+    "",
+    "score",
+    "evaluation",
+    "stop",
+    "topology",
+    "data",
+    "model",
+    "training",
+    "cloud",
+    "institution",
+    "tiers",
+    "profiles",
+    "links",
+    "transfer",
+    "hardware",
+    "availability",
+    "adversaries",
+)
+# what stands for the keys of a table of tables
+NAMES: Final[Mapping[str, str]] = {"of": "NODE", "profiles": "NAME"}
 HEAD: Final = "| key | default | values | meaning |\n|---|---|---|---|"
 COMMENT: Final = re.compile(r"^(?P<code>.*?)(?:^| ) *# (?P<text>.*)$")
 
@@ -162,7 +203,9 @@ def page() -> str:
         lines += [f"{_text(table)}\n", *see]
         rows = dict(_rows(table))
         if rows and shown.issuperset(rows.values()):
-            lines.append(f"Its keys are those of a table above: {', '.join(f'`{key}`' for key in rows)}.\n")
+            lines.append(
+                f"Its keys are those of a table above: {', '.join(f'`{key}`' for key in rows)}.\n"
+            )
         elif rows:
             lines += [HEAD, *rows.values(), ""]
         shown.update(rows.values())
@@ -181,18 +224,24 @@ def field_of(key: str) -> FieldInfo:
 
 
 def _matter() -> Iterator[str]:
-    """Yield the lines of the keys that matter; a table that a name selects has the name that is its default."""
+    """Yield the lines of the keys that matter; a table that a name selects has the name that is its
+    default.
+    """
     yield "## The keys that matter\n"
     yield "| key | default | meaning |\n|---|---|---|"
     for key, meaning in MATTER.items():
         default = _default(field_of(key))
-        shown = _shown(getattr(default, "name", None) if isinstance(default, BaseModel) else default)
+        shown = _shown(
+            getattr(default, "name", None) if isinstance(default, BaseModel) else default
+        )
         yield f"| `{key}` | {shown} | {meaning} |"
     yield ""
 
 
 def _selected(tables: Mapping[str, type[BaseModel]]) -> Iterator[str]:
-    """Yield the lines of the tables that a name selects: keys that many of them share, and then those of each."""
+    """Yield the lines of the tables that a name selects: keys that many of them share, and then
+    those of each.
+    """
     kinds: dict[type[BaseModel], list[str]] = {}
     for name, table in tables.items():
         kinds.setdefault(table, []).append(name)
@@ -206,7 +255,12 @@ def _selected(tables: Mapping[str, type[BaseModel]]) -> Iterator[str]:
         yield "Keys of several of them:\n"
         yield "| key | default | values | meaning | of |\n|---|---|---|---|---|"
         for row in shared:
-            of = (name for table, names in kinds.items() if row in rows[table].values() for name in names)
+            of = (
+                name
+                for table, names in kinds.items()
+                if row in rows[table].values()
+                for name in names
+            )
             yield f"{row} {', '.join(of)} |"
         yield ""
     for table, names in kinds.items():
@@ -251,7 +305,9 @@ def _object(each: Mapping[str, Any], of: str) -> str:
 
 
 def meanings(table: type[BaseModel]) -> dict[str, str]:
-    """Return the comment of each key of a table, the inherited ones too: the lines above it, or the end of its line."""
+    """Return the comment of each key of a table, the inherited ones too: the lines above it, or the
+    end of its line.
+    """
     found: dict[str, str] = {}
     for owner in reversed(table.__mro__):
         if not issubclass(owner, BaseModel) or owner is BaseModel:
@@ -277,13 +333,19 @@ def _tables(table: type[BaseModel], path: str) -> Iterator[tuple[str, type[BaseM
         below = _table_of(field)
         if below is not None:
             name = f"{path}.{key}".lstrip(".")
-            yield from _tables(below, f"{name}.{NAMES[key]}" if get_origin(field.annotation) is dict else name)
+            yield from _tables(
+                below, f"{name}.{NAMES[key]}" if get_origin(field.annotation) is dict else name
+            )
 
 
 def _table_of(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the table that a key is, or that a table of tables has, the first of several; None for a value."""
+    """Return the table that a key is, or that a table of tables has, the first of several; None for
+    a value.
+    """
     kinds: tuple[Any, ...] = get_args(field.annotation) or (field.annotation,)
-    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+    return next(
+        (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None
+    )
 
 
 def _text(table: type[BaseModel]) -> str:
@@ -320,7 +382,10 @@ def _range(schema: Mapping[str, Any]) -> str:
     if low is not None and high is not None:
         return f"{_number(low)} to {_number(high)}"
     ends = (("above {}", above), ("{} or more", low), ("at most {}", high), ("below {}", below))
-    return ", ".join(words.format(_number(end)) for words, end in ends if end is not None) or "a number"
+    return (
+        ", ".join(words.format(_number(end)) for words, end in ends if end is not None)
+        or "a number"
+    )
 
 
 def _number(value: float) -> str:

@@ -1,4 +1,5 @@
-"""Add the finished runs of a sweep's folder to the table of its kept runs, also those of another commit.
+"""Add the finished runs of a sweep's folder to the table of its kept runs, also those of another
+commit.
 
     python -m docs.tools.keep runs/tempo-table1-reduced docs/results/tempo-table1-reduced
 
@@ -18,7 +19,9 @@ from fedstrata.deploy.results.run import Run, State, folders
 
 
 def add(source: Path, table: Path) -> list[Run]:
-    """Add the runs of a sweep's folder to a table; return them. Raises ValueError for a folder without axes."""
+    """Add the runs of a sweep's folder to a table; return them. Raises ValueError for a folder
+    without axes.
+    """
     order = CellOrder.read(json.loads((source / SWEEP).read_text(encoding="utf-8")))
     if order is None:
         raise ValueError(f"{source / SWEEP}: no axes of a sweep")

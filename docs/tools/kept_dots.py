@@ -1,7 +1,8 @@
-"""The chart of kept runs: a row for each method with its mean, its deviation, and the paper's figure.
+"""The chart of kept runs: a row for each method with its mean, its deviation, and the paper's
+figure.
 
-It has the seconds to the target of runs in virtual time, the global rounds to the target of others, and the accuracy of
-sweeps without a target.
+It has the seconds to the target of runs in virtual time, the global rounds to the target of others,
+and the accuracy of sweeps without a target.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ NO_SERIES: Final = "s6"  # of the best of several methods
 
 @dataclass(frozen=True, slots=True)
 class DotRow:
-    """A method's row. `count`: its seeds with a value, `of`: all; `paper`: the paper's figure on the same scale."""
+    """A method's row. `count`: its seeds with a value, `of`: all; `paper`: the paper's figure on
+    the same scale.
+    """
 
     label: str
     colour: str
@@ -47,7 +50,9 @@ class DotRow:
 
 
 def dots(folder: str, series: Sequence[Series]) -> Figure | None:
-    """Return the chart of a task's series, the kept runs of the sweep of this folder; None without any value."""
+    """Return the chart of a task's series, the kept runs of the sweep of this folder; None without
+    any value.
+    """
     runs = [run for each in series for run in each.runs]
     colours = {_cell_of(run): f"s{each.style[0]}" for each in series for run in each.runs}
     grid = _grid(folder, runs)
@@ -59,15 +64,26 @@ def dots(folder: str, series: Sequence[Series]) -> Figure | None:
     rows = list(_rows(results, measure, colours))
     if not rows:
         return None
-    targets = {cell.target for cell in grid.cells if cell.target is not None and measure.name != "accuracy"}
+    targets = {
+        cell.target for cell in grid.cells if cell.target is not None and measure.name != "accuracy"
+    }
     until = f" to {100 * min(targets):g} %" if len(targets) == 1 else ""
     marked = ""
     if any(row.paper is not None for row in rows):
         scaled = measure.name == "seconds"
-        marked = f"; tick: the paper's, with {_reference(grid)}'s at ours" if scaled else "; tick: the paper's"
+        marked = (
+            f"; tick: the paper's, with {_reference(grid)}'s at ours"
+            if scaled
+            else "; tick: the paper's"
+        )
     title = f"{name}{until}, mean and deviation of the seeds{marked}"
     text = "; ".join(f"{row.label}: {row.text(unit)}" for row in rows)
-    return Figure(f"{measure.name}-dots", title, text, lambda _: _draw(rows, unit, from_0=measure.name != "accuracy"))
+    return Figure(
+        f"{measure.name}-dots",
+        title,
+        text,
+        lambda _: _draw(rows, unit, from_0=measure.name != "accuracy"),
+    )
 
 
 def _grid(folder: str, runs: Sequence[Run]) -> Grid:
@@ -78,8 +94,14 @@ def _grid(folder: str, runs: Sequence[Run]) -> Grid:
     cells = [f"{BETWEEN}{_cell_of(run)}{BETWEEN}" for run in runs]
     axes = SweepFile.model_validate(read(path)).axes
     names = [(axis, value) for axis, values in axes.items() for value in values]
-    only = [f"{axis}={name}" for axis, name in names if any(f"{BETWEEN}{name}{BETWEEN}" in cell for cell in cells)]
-    return load(path, size=REDUCED if small else FULL, only=only, seeds=max(run.seed for run in runs))
+    only = [
+        f"{axis}={name}"
+        for axis, name in names
+        if any(f"{BETWEEN}{name}{BETWEEN}" in cell for cell in cells)
+    ]
+    return load(
+        path, size=REDUCED if small else FULL, only=only, seeds=max(run.seed for run in runs)
+    )
 
 
 def _cell_of(run: Run) -> str:
@@ -88,8 +110,14 @@ def _cell_of(run: Run) -> str:
 
 
 def _by_digest(grid: Grid, runs: Sequence[Run]) -> dict[str, Run]:
-    """Return the runs by the digests of their cells' experiments: their own may have settings of a command, too."""
-    known = {(cell.label, seed): one.digest for cell in grid.cells for seed, one in cell.experiments.items()}
+    """Return the runs by the digests of their cells' experiments: their own may have settings of a
+    command, too.
+    """
+    known = {
+        (cell.label, seed): one.digest
+        for cell in grid.cells
+        for seed, one in cell.experiments.items()
+    }
     return {known[_cell_of(run), run.seed]: run for run in runs}
 
 
@@ -126,7 +154,9 @@ def _rows(results: SweepResults, measure: Measure, colours: Mapping[str, str]) -
 
 
 def _factor(results: SweepResults, measure: Measure, in_s: Measure) -> float | None:
-    """Return our seconds over the paper's, of the paper's baseline: its machines and links are others; or None."""
+    """Return our seconds over the paper's, of the paper's baseline: its machines and links are
+    others; or None.
+    """
     axis = results.grid.file.ranked
     for cell in results.grid.rows:
         if cell.values[axis] == _reference(results.grid):
@@ -149,11 +179,17 @@ def _draw(rows: Sequence[DotRow], unit: str, *, from_0: bool) -> Canvas:
     for y, row in enumerate(rows):
         axes.plot(_ends(row, paper=False), [y, y], color=COLOURS[row.colour])
         if row.paper is not None:
-            (tick,) = axes.plot(row.paper, y, "|", color=COLOURS["ink"], markersize=9, markeredgewidth=1.3)
+            (tick,) = axes.plot(
+                row.paper, y, "|", color=COLOURS["ink"], markersize=9, markeredgewidth=1.3
+            )
             canvas.describe(tick, [f"the paper's: {show(row.paper, 1)} {unit}"])
-        (dot,) = axes.plot(row.spread.mean, y, "o", color=COLOURS[row.colour], markersize=5, clip_on=False)
+        (dot,) = axes.plot(
+            row.spread.mean, y, "o", color=COLOURS[row.colour], markersize=5, clip_on=False
+        )
         canvas.describe(dot, [f"{row.label}: {numbers[y]}"])
-        axes.annotate(numbers[y], (1, y), (6, 0), ("axes fraction", "data"), "offset points", va="center")
+        axes.annotate(
+            numbers[y], (1, y), (6, 0), ("axes fraction", "data"), "offset points", va="center"
+        )
     ends = [end for row in rows for end in _ends(row)]
     low = 0.0 if from_0 else 10 * (min(ends) // 10)  # percent
     axes.set_xlim(low, max(ends) + 0.03 * (max(ends) - low))

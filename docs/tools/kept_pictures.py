@@ -2,7 +2,8 @@
 
     python -m docs.tools.kept_pictures docs/results
 
-Each task has a chart: the data, the split and the model are the same. A report of a folder has the curves.
+Each task has a chart: the data, the split and the model are the same. A report of a folder has the
+curves.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from fedstrata.deploy.results.series import Series, baselines, series_of
 
 def pictures(root: Path) -> dict[str, str]:
     """Return the SVG of each folder with kept runs, by its file's name."""
-    return {f"{folder.name}.svg": drawn(folder) for folder in sorted(root.iterdir()) if folder.is_dir()}
+    return {
+        f"{folder.name}.svg": drawn(folder) for folder in sorted(root.iterdir()) if folder.is_dir()
+    }
 
 
 def drawn(folder: Path) -> str:
@@ -32,15 +35,21 @@ def drawn(folder: Path) -> str:
         title, members = _named([each for each in series if each.task == task])
         if (chart := dots(folder.name, members)) is not None:
             rows.append([replace(chart, title=f"{title}: {chart.title}" if title else chart.title)])
-    return picture(rows, f"Kept runs of {folder.name}", " ".join(figure.text for row in rows for figure in row))
+    return picture(
+        rows, f"Kept runs of {folder.name}", " ".join(figure.text for row in rows for figure in row)
+    )
 
 
 def _named(series: Sequence[Series]) -> tuple[str, list[Series]]:
-    """Return what the names of a task's series have in common, and the series with the rest as labels."""
+    """Return what the names of a task's series have in common, and the series with the rest as
+    labels.
+    """
     names = [each.whole.split(", ") for each in series]
     common = [part for part in names[0] if all(part in name for name in names)]
     labels = [", ".join(part for part in name if part not in common) for name in names]
-    return ", ".join(common), [replace(each, label=own, number="") for each, own in zip(series, labels, strict=True)]
+    return ", ".join(common), [
+        replace(each, label=own, number="") for each, own in zip(series, labels, strict=True)
+    ]
 
 
 if __name__ == "__main__":

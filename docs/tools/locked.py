@@ -1,12 +1,13 @@
-"""Generator of the exact versions in `deploy/locked`, with the hashes of all files of each: `make lock`.
+"""Generator of the exact versions in `deploy/locked`, with the hashes of all files of each: `make
+lock`.
 
-    python -m docs.tools.locked             keep the versions that the files have, where `pyproject.toml` permits them
+    python -m docs.tools.locked             keep the files' versions where `pyproject.toml` permits
     python -m docs.tools.locked --newest    take the newest
 
-A file is a set of packages: `base` is what every role needs, that of an extra what it needs beside `base`, and `dev`
-what tests and checks need beside all others. They hold for every system and Python; no file names an index, so that a
-mirror of PyPI will do. PyTorch's own packages are files of their own, one for each build: a set that needs PyTorch
-has what all builds need.
+A file is a set of packages: `base` is what every role needs, that of an extra what it needs beside
+`base`, and `dev` what tests and checks need beside all others. They hold for every system and
+Python; no file names an index, so that a mirror of PyPI will do. PyTorch's own packages are files
+of their own, one for each build: a set that needs PyTorch has what all builds need.
 """
 
 from __future__ import annotations
@@ -31,15 +32,28 @@ EDITABLE: Final = "editables"
 # The sets of extras, each without what `base` has; `dev` has all extras, and comes last.
 EXTRAS: Final = ("learning", "embedded", "report", "provision", "methods", "docs")
 COMPILE: Final = (
-    sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--universal", "--python-version", LOWEST_PYTHON,
-    "--generate-hashes", "--no-annotate", "--no-header", "--no-emit-index-url",
-)  # fmt: skip
+    sys.executable,
+    "-m",
+    "uv",
+    "pip",
+    "compile",
+    "--quiet",
+    "--universal",
+    "--python-version",
+    LOWEST_PYTHON,
+    "--generate-hashes",
+    "--no-annotate",
+    "--no-header",
+    "--no-emit-index-url",
+)
 HEADER: Final = "# Made by `make lock`. Installed by deploy/locked/install.sh.\n"
 UNHASHED: Final = "# Without hashes: the index of CPU builds gave none.\n"
 
 
 def blocks(text: str) -> list[str]:
-    """Return the requirements of a file, each with its continued lines: `name==version ; marker`, then its hashes."""
+    """Return the requirements of a file, each with its continued lines: `name==version ; marker`,
+    then its hashes.
+    """
     found: list[str] = []
     for line in text.splitlines(keepends=True):
         if line.startswith("#"):
@@ -57,12 +71,17 @@ def name_of(block: str) -> str:
 
 
 def is_pytorch(name: str) -> bool:
-    """Return whether a package belongs to PyTorch's build, or to the libraries of CUDA that one of them needs."""
+    """Return whether a package belongs to PyTorch's build, or to the libraries of CUDA that one of
+    them needs.
+    """
     return name in {"torch", "torchvision", "triton"} or name.startswith(("nvidia-", "cuda-"))
 
 
-def compiled(words: Iterable[str], *, given: str = "", kept: str = "", constraints: str = "") -> list[str]:
-    """Return the requirements that uv finds for its words, and for those `given` as the lines of a file.
+def compiled(
+    words: Iterable[str], *, given: str = "", kept: str = "", constraints: str = ""
+) -> list[str]:
+    """Return the requirements that uv finds for its words, and for those `given` as the lines of a
+    file.
 
     Those of `kept` are preferred, those of `constraints` binding. Exits if uv fails.
     """
@@ -71,7 +90,9 @@ def compiled(words: Iterable[str], *, given: str = "", kept: str = "", constrain
         out.write_text(kept, encoding="utf-8")
         bound.write_text(constraints, encoding="utf-8")
         line = [*COMPILE, "--constraint", str(bound), "--output-file", str(out), *words]
-        done = subprocess.run(line, input=given, cwd=ROOT, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            line, input=given, cwd=ROOT, capture_output=True, text=True, check=False
+        )
         if done.returncode:
             sys.exit(done.stderr)
         return blocks(out.read_text(encoding="utf-8"))
@@ -84,7 +105,9 @@ def beside(found: Sequence[str], *others: Sequence[str]) -> list[str]:
 
 
 def of_index(versions: Mapping[str, str]) -> str:
-    """Return the file of PyTorch's CPU builds: with the hashes of their index, without if it is out of reach."""
+    """Return the file of PyTorch's CPU builds: with the hashes of their index, without if it is out
+    of reach.
+    """
     lines = "".join(f"{name}=={version}\n" for name, version in versions.items())
     line = [*COMPILE, "--no-deps", "--default-index", CPU_INDEX, "-"]
     done = subprocess.run(line, input=lines, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -108,7 +131,9 @@ def main() -> None:
     base = compiled([str(PROJECT)], constraints=everything)
     sets = {"base": base, "build": compiled(["-"], given=building, constraints=everything)}
     for extra in EXTRAS:
-        sets[extra] = beside(compiled([str(PROJECT), "--extra", extra], constraints=everything), base)
+        sets[extra] = beside(
+            compiled([str(PROJECT), "--extra", extra], constraints=everything), base
+        )
     pytorch = [block for block in sets["learning"] if is_pytorch(name_of(block))]
     sets["torch"] = pytorch
     sets["learning"] = beside(sets["learning"], pytorch)

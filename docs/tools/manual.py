@@ -1,4 +1,6 @@
-"""Generator of docs/commands.md from the commands: `python -m docs.tools.manual > docs/commands.md`."""
+"""Generator of docs/commands.md from the commands: `python -m docs.tools.manual >
+docs/commands.md`.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ experiment's file, and that over the default.
 EXAMPLES: Final[Mapping[str, str]] = {
     "run": "fedstrata run demo --set rounds=5",
     "cloud": "fedstrata cloud my.toml --broker 10.0.0.1",
-    "institution": "fedstrata institution --name institution-0 --broker 10.0.0.1 --child-broker localhost",
+    "institution": (
+        "fedstrata institution --name institution-0 --broker 10.0.0.1 --child-broker localhost"
+    ),
     "links apply": "sudo fedstrata links apply wan-50mbit --to 10.0.0.1",
     "links clear": "sudo fedstrata links clear",
     "lab status": "fedstrata lab status --broker 10.0.0.1",
@@ -60,14 +64,18 @@ EXAMPLES: Final[Mapping[str, str]] = {
     "data partition": "fedstrata data partition demo --out partition",
 }
 SEVERAL: Final = 2  # commands with the same option, to be listed once
-TYPERS: Final = ("help", "install_completion", "show_completion")  # typer's own; their texts change with its releases
+# typer's own; their texts change with its releases
+TYPERS: Final = ("help", "install_completion", "show_completion")
 
 
 def manual() -> str:
     """Return the page."""
     found = [(name, command, dict(_options(command))) for name, command in commands()]
     rows = Counter((option, row) for *_, options in found for option, row in options.items())
-    shared = {option: row for (option, row), count in reversed(rows.most_common()) if count >= SEVERAL}  # most common
+    # most common
+    shared = {
+        option: row for (option, row), count in reversed(rows.most_common()) if count >= SEVERAL
+    }
     lines = [
         INTRO,
         "## fedstrata\n\nOptions of all commands, before or after the command's name:\n",
@@ -76,16 +84,26 @@ def manual() -> str:
         *_table(dict(sorted(shared.items()))),
     ]
     for name, command, options in found:
-        lines += [f"## fedstrata {name}\n", f"{inspect.cleandoc(command.help)}\n", f"```sh\n{EXAMPLES[name]}\n```\n"]
-        lines += _table({option: row for option, row in options.items() if row != shared.get(option)})
+        lines += [
+            f"## fedstrata {name}\n",
+            f"{inspect.cleandoc(command.help)}\n",
+            f"```sh\n{EXAMPLES[name]}\n```\n",
+        ]
+        lines += _table(
+            {option: row for option, row in options.items() if row != shared.get(option)}
+        )
         several = [option for option, row in options.items() if row == shared.get(option)]
         if several:
-            lines.append(f"[Of several commands](#options-of-several-commands): {', '.join(several)}.\n")
+            lines.append(
+                f"[Of several commands](#options-of-several-commands): {', '.join(several)}.\n"
+            )
     return "\n".join(lines).rstrip() + "\n"
 
 
 def commands(group: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Yield each command with its full name after `fedstrata`. Untyped: typer bundles its own click."""
+    """Yield each command with its full name after `fedstrata`. Untyped: typer bundles its own
+    click.
+    """
     group = typer.main.get_command(app) if group is None else group
     for name, command in group.commands.items():
         if hasattr(command, "commands"):
@@ -119,11 +137,16 @@ def _row(parameter: Any) -> str:
     text = " ".join((parameter.help or "", *(f"`{name}`" for name in _variables(parameter))))
     named = parameter.param_type_name == "option"
     name = (
-        " / ".join(f"`{o}`" for o in (*parameter.opts, *parameter.secondary_opts)) if named else parameter.name.upper()
+        " / ".join(f"`{o}`" for o in (*parameter.opts, *parameter.secondary_opts))
+        if named
+        else parameter.name.upper()
     )
     default = parameter.default
     shown = default not in (None, "", [], ()) and not isinstance(default, bool)
-    return f"| {name} | {'required' if parameter.required else f'`{default}`' if shown else ''} | {text} |"
+    return (
+        f"| {name} | {'required' if parameter.required else f'`{default}`' if shown else ''} | "
+        f"{text} |"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Generator of the table of all metrics in docs/metrics.md: `python -m docs.tools.metrics_table` prints it."""
+"""Generator of the table of all metrics in docs/metrics.md: `python -m docs.tools.metrics_table`
+prints it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What MkDocs takes of the pages (`mkdocs.yml`): the order of docs/README.md as navigation, and GitHub's anchors."""
+"""What MkDocs takes of the pages (`mkdocs.yml`): the order of docs/README.md as navigation, and
+GitHub's anchors.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from typing import Any, Final
 
 ROOT: Final = Path(__file__).parents[2]
 INDEX: Final = "docs/README.md"
-ROW: Final = re.compile(r"^\| (?:\*\*(.+?)\*\*|\[.+?\]\((\S+?\.md)\)) \|", re.MULTILINE)  # a section, or a page
+# a section, or a page
+ROW: Final = re.compile(r"^\| (?:\*\*(.+?)\*\*|\[.+?\]\((\S+?\.md)\)) \|", re.MULTILINE)
 SIBLING: Final = re.compile(r"\]\((\w[\w-]*\.md)[#)]")
 
 

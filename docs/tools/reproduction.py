@@ -1,10 +1,12 @@
-"""Print the table of the papers' sweeps for docs/reproduction.md: sizes, bytes, and hours of one core.
+"""Print the table of the papers' sweeps for docs/reproduction.md: sizes, bytes, and hours of one
+core.
 
     python -m docs.tools.reproduction
 
-Bytes and SGD steps are those of `fedstrata plan FILE`. The seconds of a step are this process's CPU seconds,
-in one thread, with random samples, so other load on the machine hardly matters. Data sets that are missing are assumed,
-as in `plan`; text has no assumption, so its cells have neither bytes nor hours.
+Bytes and SGD steps are those of `fedstrata plan FILE`. The seconds of a step are this process's CPU
+seconds, in one thread, with random samples, so other load on the machine hardly matters. Data sets
+that are missing are assumed, as in `plan`; text has no assumption, so its cells have neither bytes
+nor hours.
 """
 
 from __future__ import annotations
@@ -30,19 +32,29 @@ from fedstrata.deploy.sweeps.grid import Grid, load
 from fedstrata.deploy.sweeps.planning import ROUNDS, groups_of, plan_of
 
 STEPS: Final = 2  # the first warms up
-HEAD: Final = ("| sweep | devices | global rounds | cells | seeds | GB | core hours |", "|---|---|---|---|---|---|---|")
+HEAD: Final = (
+    "| sweep | devices | global rounds | cells | seeds | GB | core hours |",
+    "|---|---|---|---|---|---|---|",
+)
 
 
 def sizes(grid: Grid) -> list[str]:
     """Return a sweep's devices, global rounds of a run, cells and seeds; ranges where cells differ."""
     found = grid.experiments.values()
     devices = _range(sum(each.sizes()[-1]) for each in found)
-    return [devices, _range(each.rounds for each in found), str(len(grid.cells)), str(len(grid.seeds))]
+    return [
+        devices,
+        _range(each.rounds for each in found),
+        str(len(grid.cells)),
+        str(len(grid.seeds)),
+    ]
 
 
 def sweeps() -> dict[str, Grid]:
     """Return the papers' sweeps by name."""
-    return {name: load(path) for name, path in shipped_sweeps().items() if name.startswith("papers/")}
+    return {
+        name: load(path) for name, path in shipped_sweeps().items() if name.startswith("papers/")
+    }
 
 
 def costs(grid: Grid) -> tuple[float, float]:
@@ -57,12 +69,19 @@ def lines() -> Iterator[str]:
     yield from HEAD
     for name, grid in sweeps().items():
         nbytes, seconds = costs(grid)
-        cells = [f"`{name.removeprefix('papers/')}`", *sizes(grid), _rounded(nbytes / 1e9), _rounded(seconds / 3600)]
+        cells = [
+            f"`{name.removeprefix('papers/')}`",
+            *sizes(grid),
+            _rounded(nbytes / 1e9),
+            _rounded(seconds / 3600),
+        ]
         yield f"| {' | '.join(cells)} |"
 
 
 def _predict(experiment: Experiment) -> dict[str, Any]:
-    """Return what `plan` predicts, but for the seconds: those of one core for the SGD steps of all devices."""
+    """Return what `plan` predicts, but for the seconds: those of one core for the SGD steps of all
+    devices.
+    """
     try:
         work = workload(experiment)
     except InvalidExperiment:  # text that is missing
@@ -71,7 +90,12 @@ def _predict(experiment: Experiment) -> dict[str, Any]:
     step_s = _step_s(experiment.model.name, inputs, experiment.training.batch_size)
     run = simulate(work, MachineSpeeds(cores=1), rounds=ROUNDS)
     steps = run.sample.multiples[-1] * mean(each.sgd_steps for each in run.settled)
-    return {"global_round_s": steps * step_s, "tiers": run.tiers(), "memory": {}, "assumed": work.assumed}
+    return {
+        "global_round_s": steps * step_s,
+        "tiers": run.tiers(),
+        "memory": {},
+        "assumed": work.assumed,
+    }
 
 
 @lru_cache

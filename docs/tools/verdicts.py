@@ -1,10 +1,12 @@
-"""Compare the runs of a sweep with its paper: which figures agree, and whether the order of the methods holds.
+"""Compare the runs of a sweep with its paper: which figures agree, and whether the order of the
+methods holds.
 
     python -m docs.tools.verdicts papers/tempo-table1 --size reduced --kept docs/results
 
-A figure agrees if it is within two deviations, over our seeds, of our mean. The order is compared for each combination
-of the other axes: which value is best, and which ones are above or below the baseline. Cells that are smaller than the
-file's are other experiments than the paper's: only their order is compared.
+A figure agrees if it is within two deviations, over our seeds, of our mean. The order is compared
+for each combination of the other axes: which value is best, and which ones are above or below the
+baseline. Cells that are smaller than the file's are other experiments than the paper's: only their
+order is compared.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ DEVIATIONS: Final = 2.0  # over the seeds, within which a figure agrees
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Our value of a cell beside the paper's figure. `near`: within the deviations; None: one seed has none."""
+    """Our value of a cell beside the paper's figure. `near`: within the deviations; None: one seed
+    has none.
+    """
 
     cell: SweepCell
     measure: Measure
@@ -39,7 +43,8 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """The cells that differ in the ranked axis alone, those of which both we and the paper have a value of a measure.
+    """The cells that differ in the ranked axis alone, those of which both we and the paper have a
+    value of a measure.
 
     By value of the axis. `where`: the values of the other axes.
     """
@@ -62,19 +67,25 @@ class Ranking:
         )
 
     def contradictions(self, baseline: str) -> Iterator[Contradiction]:
-        """Yield what contradicts the paper's order: another best, and each value on the other side of the baseline."""
+        """Yield what contradicts the paper's order: another best, and each value on the other side
+        of the baseline.
+        """
         mine, theirs = self.best
         if self.sign * (self.ours[mine].mean - self.ours[theirs].mean) > 0:
             yield Contradiction(self, mine, theirs)
         for value in self.ours if baseline in self.ours else ():
-            ours, papers = (self.sign * (each[value].mean - each[baseline].mean) for each in (self.ours, self.papers))
+            ours, papers = (
+                self.sign * (each[value].mean - each[baseline].mean)
+                for each in (self.ours, self.papers)
+            )
             if ours * papers < 0:
                 yield Contradiction(self, value, baseline, above=papers > 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Contradiction:
-    """In a ranking `value` is better than the paper's best, `other`; or on the other side of the baseline, `other`.
+    """In a ranking `value` is better than the paper's best, `other`; or on the other side of the
+    baseline, `other`.
 
     `above`: the paper has it above the baseline; None: `value` is the best.
     """
@@ -119,15 +130,24 @@ def rankings(results: SweepResults) -> list[Ranking]:
 
 
 def agreement(results: SweepResults) -> Iterator[str]:
-    """Yield how many figures are within the deviations, and a line for each that the tables do not show."""
+    """Yield how many figures are within the deviations, and a line for each that the tables do not
+    show.
+    """
     paper, found = results.grid.file.paper.label, list(agreements(results))
     if known := [each.near for each in found if each.near is not None]:
         yield f"{sum(known)} of {len(known)} figures ({paper}) are within two deviations of ours"
-    near = {None: "no verdict of one seed", True: "within two deviations", False: "not within two deviations"}
+    near = {
+        None: "no verdict of one seed",
+        True: "within two deviations",
+        False: "not within two deviations",
+    }
     for each in found:
         if not each.measure.shown:
             ours = _shown(each.ours, each.measure)
-            yield f"{each.cell.label}, {each.measure.label}: {ours}; {paper} {each.figure.text}: {near[each.near]}"
+            yield (
+                f"{each.cell.label}, {each.measure.label}: {ours}; {paper} {each.figure.text}: "
+                f"{near[each.near]}"
+            )
 
 
 def order(results: SweepResults) -> Iterator[str]:
@@ -148,9 +168,15 @@ def order(results: SweepResults) -> Iterator[str]:
 
 def _contradiction(results: SweepResults, found: Contradiction) -> str:
     paper, ranking = results.grid.file.paper.label, found.ranking
-    parts = [part for part in (ranking.where, ranking.measure.label if len(results.ranked) > 1 else "") if part]
+    parts = [
+        part
+        for part in (ranking.where, ranking.measure.label if len(results.ranked) > 1 else "")
+        if part
+    ]
     at = f"contradicts the order: {f'{label_of(parts)}: ' if parts else ''}"
-    value, other = (_shown(ranking.ours[each], ranking.measure) for each in (found.value, found.other))
+    value, other = (
+        _shown(ranking.ours[each], ranking.measure) for each in (found.value, found.other)
+    )
     inside = ", within a deviation" if found.inside else ""
     if found.above is None:
         both = f"{found.value} {value} and {found.other} {other}"

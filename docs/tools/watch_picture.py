@@ -1,7 +1,8 @@
-"""docs/watch.svg: the live view of a run in a global round, once a device trains, as `watch` draws it.
+"""docs/watch.svg: the live view of a run in a global round, once a device trains, as `watch` draws
+it.
 
-fedstrata run demo --set links.wan=lte --set rounds=12 --set training.batch_size=2 --set training.epochs=12
-python -m docs.tools.watch_picture HOST:PORT 4 > docs/watch.svg
+fedstrata run demo --set links.wan=lte --set rounds=12 --set training.batch_size=2 --set
+training.epochs=12 python -m docs.tools.watch_picture HOST:PORT 4 > docs/watch.svg
 """
 
 from __future__ import annotations
@@ -39,9 +40,17 @@ class Camera:
     def show(self, lab: WatchedLab, events: Sequence[Event], now: float) -> None:
         """Print the picture when its moment has come, and raise SystemExit."""
         lines = View(WIDTH, HEIGHT).picture(lab, now, [])
-        if lab.global_round < self._global_round or not any(Step.TRAINING in line.plain for line in lines):
+        if lab.global_round < self._global_round or not any(
+            Step.TRAINING in line.plain for line in lines
+        ):
             return
-        console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+        console = Console(
+            record=True,
+            width=WIDTH,
+            file=io.StringIO(),
+            force_terminal=True,
+            color_system="truecolor",
+        )
         console.print(*lines, sep="\n")
         print(FONTS.sub("", console.export_svg(title="fedstrata watch", unique_id="watch")), end="")
         sys.exit(0)

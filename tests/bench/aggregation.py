@@ -1,10 +1,12 @@
-"""`make bench NAME=aggregation`: what aggregation costs on one core, ResNet-18's rows mixed, measured and selected.
+"""`make bench NAME=aggregation`: what aggregation costs on one core, ResNet-18's rows mixed,
+measured and selected.
 
-The kernel is measured beside the memory traffic that it must have, at the speed of memcpy (bytes read and written,
-row by row, in the same run), and beside a loop over the state's keys in torch as public code has it. The Gram matrix
-is measured beside float64 BLAS on blocks, which is what remains of it without reference row and norms. FedCDA's
-planning is measured beside one pass over its candidates, on a small model unless `--full` is given: then 100
-histories of ResNet-18, 13.4 GB, lie in a folder (`--folder`).
+The kernel is measured beside the memory traffic that it must have, at the speed of memcpy (bytes
+read and written, row by row, in the same run), and beside a loop over the state's keys in torch as
+public code has it. The Gram matrix is measured beside float64 BLAS on blocks, which is what remains
+of it without reference row and norms. FedCDA's planning is measured beside one pass over its
+candidates, on a small model unless `--full` is given: then 100 histories of ResNet-18, 13.4 GB, lie
+in a folder (`--folder`).
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ class Report:
 
 
 def least_s(*works: Callable[[], object], repeats: int = REPEATS) -> list[float]:
-    """Return the least seconds of each call, after one to warm up: what others do on the machine only adds.
+    """Return the least seconds of each call, after one to warm up: what others do on the machine
+    only adds.
 
     They take turns, so that a busy minute meets all of them.
     """
@@ -105,7 +108,9 @@ def torch_fedmr(states: States) -> States:
     """Deal each key's tensors anew."""
     dealt: States = [{} for _ in states]
     for key in states[0]:
-        for target, source in zip(dealt, np.random.default_rng(0).permutation(len(states)), strict=True):
+        for target, source in zip(
+            dealt, np.random.default_rng(0).permutation(len(states)), strict=True
+        ):
             target[key] = states[source][key].clone()
     return dealt
 
@@ -122,22 +127,31 @@ def torch_cosines(states: States) -> list[torch.Tensor]:
 def kernel(layout: ModelLayout, count: int, table: Table) -> None:
     """Measure the kernel and the Gram matrix with K models."""
     rows_K, out = rows_of(layout, count), np.zeros((count, layout.row_bytes), np.uint8)
-    states = [{name: torch.from_numpy(view) for name, view in layout.views(row).items()} for row in rows_K]
+    states = [
+        {name: torch.from_numpy(view) for name, view in layout.views(row).items()} for row in rows_K
+    ]
     shares = [(1 + 0.01 * k) / sum(1 + 0.01 * k for k in range(count)) for k in range(count)]
     alone, order = FedCrossStage("plain", 0.99, 1, similar=False), [fedcross.in_order(0, count)]
     plans: dict[str, tuple[Any, list[Any], int, Callable[[], object]]] = {
         "FedMR, module": (
             planned(FedMR(), mixing_round(rows_K, layout))[0],
-            list(out), 2 * count, lambda: torch_fedmr(states),
+            list(out),
+            2 * count,
+            lambda: torch_fedmr(states),
         ),
         "FedCross, in order": (
             whole(layout, list(map(Mixture.of, fedcross.mixing_matrix(alone, order, count)))),
-            list(out), 2 * count, lambda: torch_fedcross(states, 0.99),
+            list(out),
+            2 * count,
+            lambda: torch_fedcross(states, 0.99),
         ),
         "FedAvg": (
-            whole(layout, [Mixture.of(shares)]), [out[0]], count + 1, lambda: torch_fedavg(states, shares),
+            whole(layout, [Mixture.of(shares)]),
+            [out[0]],
+            count + 1,
+            lambda: torch_fedavg(states, shares),
         ),
-    }  # fmt: skip
+    }
 
     def copy() -> None:
         for target, row in zip(out, rows_K, strict=True):
@@ -145,7 +159,8 @@ def kernel(layout: ModelLayout, count: int, table: Table) -> None:
 
     for name, (plan, target, moved, rival) in plans.items():
         memcpy_s, ours_s = least_s(
-            copy, lambda plan=plan, target=target: mixing.apply(plan, rows_K, layout=layout, out=target)
+            copy,
+            lambda plan=plan, target=target: mixing.apply(plan, rows_K, layout=layout, out=target),
         )
         line(table, name, count, ours_s, memcpy_s * moved / (2 * count), *least_s(rival, repeats=1))
     trainable = list(layout.floats(rows_K)[:, : layout.parameters])
@@ -153,12 +168,26 @@ def kernel(layout: ModelLayout, count: int, table: Table) -> None:
         lambda: Gram.of(trainable, trainable[0]),
         *(lambda width=width: blas(layout, rows_K, width) for width in (2048, 4096, 16_384)),
     )
-    line(table, "Gram matrix", count, ours_s, min(blas_s), *least_s(lambda: torch_cosines(states), repeats=1))
+    line(
+        table,
+        "Gram matrix",
+        count,
+        ours_s,
+        min(blas_s),
+        *least_s(lambda: torch_cosines(states), repeats=1),
+    )
 
 
-def line(table: Table, name: str, count: int, ours_s: float, bound_s: float, torch_s: float) -> None:
+def line(
+    table: Table, name: str, count: int, ours_s: float, bound_s: float, torch_s: float
+) -> None:
     """Add a measured line."""
-    cells = f"{ours_s * 1e3:.0f} ms", f"{bound_s * 1e3:.0f} ms", f"{ours_s / bound_s:.2f}", f"{torch_s / ours_s:.1f}"
+    cells = (
+        f"{ours_s * 1e3:.0f} ms",
+        f"{bound_s * 1e3:.0f} ms",
+        f"{ours_s / bound_s:.2f}",
+        f"{torch_s / ours_s:.1f}",
+    )
     table.add_row(name, str(count), *cells)
     print(".", end="", file=sys.stderr, flush=True)
 
@@ -179,7 +208,10 @@ def node(settings: RuleSettings, layout: ModelLayout, folder: Path | None = None
     def rows(name: str, count: int) -> Rows:
         return np.zeros((count, layout.row_bytes), np.uint8)
 
-    return build(settings, RuleContext(layout=layout, node="cloud", seed=1, measures=False, rows=rows, folder=folder))
+    return build(
+        settings,
+        RuleContext(layout=layout, node="cloud", seed=1, measures=False, rows=rows, folder=folder),
+    )
 
 
 def rounds(layout: ModelLayout, count: int, table: Table) -> None:
@@ -218,7 +250,9 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def cached(layout: ModelLayout, folder: Path, *, children: int, drawn: int, groups: int, table: Table) -> None:
+def cached(
+    layout: ModelLayout, folder: Path, *, children: int, drawn: int, groups: int, table: Table
+) -> None:
     """Measure FedCDA's rounds with histories in files."""
     settings = FedCDA(groups=groups, warmup_rounds=0, memory_mb=0.0)
     rule = node(settings, layout, folder / "histories")
@@ -226,13 +260,17 @@ def cached(layout: ModelLayout, folder: Path, *, children: int, drawn: int, grou
     rule.begin(rows_K[0].copy())
     forget_peak()
     before_mb, times = peak_mb(), []
-    draws = [[(r * drawn + k) % children for k in range(drawn)] for r in range(4 * children // drawn)]
+    draws = [
+        [(r * drawn + k) % children for k in range(drawn)] for r in range(4 * children // drawn)
+    ]
     for r, members in enumerate(draws):
         layout.floats(rows_K)[:, :1000] += np.float32(0.01) * (r + 1)
         uploads = Uploads(
-            tuple(f"child-{m}" for m in members), rows_K, tuple(Report(100, 1 / (m + r + 1)) for m in members),
+            tuple(f"child-{m}" for m in members),
+            rows_K,
+            tuple(Report(100, 1 / (m + r + 1)) for m in members),
             lambda: None,
-        )  # fmt: skip
+        )
         started = time.perf_counter()
         rule.aggregate(r, uploads)
         times.append(time.perf_counter() - started)
@@ -272,7 +310,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     options = parser.parse_args()
     if os.environ.get("OPENBLAS_NUM_THREADS") != "1":  # before numpy is loaded
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "OPENBLAS_NUM_THREADS": "1"})
+        os.execve(
+            sys.executable, [sys.executable, *sys.argv], {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+        )
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
@@ -280,18 +320,36 @@ def main() -> None:
     mixed, whole_rounds, histories = tables(
         ("plan", "K", "time", "bound", "x bound", "torch / ours"),
         ("a round at an institution", "K", "time"),
-        ("FedCDA, H = 3, files", "on disk", "a round", "x reading the candidates", "memory", "in models"),
+        (
+            "FedCDA, H = 3, files",
+            "on disk",
+            "a round",
+            "x reading the candidates",
+            "memory",
+            "in models",
+        ),
     )
     for count in MODELS:
         kernel(layout, count, mixed)
         rounds(layout, count, whole_rounds)
-    small = layout if options.full else models.layout_of(models.build("cnn_digits", 1, inputs=Inputs((1, 8, 8), 10)))
+    small = (
+        layout
+        if options.full
+        else models.layout_of(models.build("cnn_digits", 1, inputs=Inputs((1, 8, 8), 10)))
+    )
     for children, drawn, groups in ((20, 4, 3), (100, 10, 10)):
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-            cached(small, Path(folder), children=children, drawn=drawn, groups=groups, table=histories)
+            cached(
+                small, Path(folder), children=children, drawn=drawn, groups=groups, table=histories
+            )
     console = Console(width=140)
-    console.print(f"\n{platform.machine()}, one core, Python {platform.python_version()}, numpy {np.__version__}")
-    console.print("bound: the traffic at memcpy's speed; for the Gram matrix, float64 BLAS on blocks")
+    console.print(
+        f"\n{platform.machine()}, one core, Python {platform.python_version()}, numpy "
+        f"{np.__version__}"
+    )
+    console.print(
+        "bound: the traffic at memcpy's speed; for the Gram matrix, float64 BLAS on blocks"
+    )
     for table in (mixed, whole_rounds, histories):
         console.print(table)
 

@@ -1,8 +1,10 @@
-"""`make bench NAME=brokers`: what fedstrata uses of a broker beyond the needed; ARGS="HOST:PORT", else a mosquitto.
+"""`make bench NAME=brokers`: what fedstrata uses of a broker beyond the needed; ARGS="HOST:PORT",
+else a mosquitto.
 
-Speed, long topics, wildcards, retained messages, wills, statistics, and a reader that pauses: the rows of
-docs/brokers.md that `fedstrata doctor` does not have. Each is printed with what follows where it is missing. It
-takes half a minute and 32 MB of the broker's memory. What is retained is cleared again.
+Speed, long topics, wildcards, retained messages, wills, statistics, and a reader that pauses: the
+rows of docs/brokers.md that `fedstrata doctor` does not have. Each is printed with what follows
+where it is missing. It takes half a minute and 32 MB of the broker's memory. What is retained is
+cleared again.
 """
 
 from __future__ import annotations
@@ -19,7 +21,14 @@ from typing import Final
 from fedstrata.common.experiment.schema import TransferSettings
 from fedstrata.common.host.examination import Finding
 from fedstrata.common.net.address import PORT, BrokerAddress, parse_hosts
-from fedstrata.common.net.plain_client import PATIENCE_S, ConnectRefused, PlainClient, Will, connected, pump
+from fedstrata.common.net.plain_client import (
+    PATIENCE_S,
+    ConnectRefused,
+    PlainClient,
+    Will,
+    connected,
+    pump,
+)
 from fedstrata.common.protocol import topics
 from fedstrata.common.runtime.endpoint import HEAP
 from fedstrata.deploy.brokers import broker
@@ -50,7 +59,9 @@ def behaviour(address: BrokerAddress) -> Iterator[Finding]:
         below = f"{topics.ROOT}/{LAB}/{run}/{NAME}/blob"
         long = f"{below}/{'x' * (TOPIC_MOST - len(below) - 1)}"
         yield _useful(
-            f"topics of {TOPIC_MOST} characters", _passes(both, long, long), "keep the names of labs and nodes short"
+            f"topics of {TOPIC_MOST} characters",
+            _passes(both, long, long),
+            "keep the names of labs and nodes short",
         )
         yield _useful(
             "names with a dot below a wildcard",
@@ -61,7 +72,9 @@ def behaviour(address: BrokerAddress) -> Iterator[Finding]:
         yield _will(address, second, topics.state(LAB, f"{run}-2", NAME))
         statistics = second.subscribe([HEAP])
         statistics = statistics and pump(both, lambda: HEAP in second.topics())
-        yield _useful("statistics below $SYS", statistics, "metrics lack the broker's memory and drops")
+        yield _useful(
+            "statistics below $SYS", statistics, "metrics lack the broker's memory and drops"
+        )
     yield _slow_reader(address, inbox(3))
 
 
@@ -88,7 +101,12 @@ def _speed(client: PlainClient, topic: str) -> Iterator[Finding]:
         if arrived < number or took_s > SHORT_S:
             break
     rate = f"{arrived * RATE_BYTES / took_s / MB:.1f} MB/s up and down at once"
-    yield Finding("rate", False, arrived == number, rate if arrived == number else f"{arrived} of {number} arrived")
+    yield Finding(
+        "rate",
+        False,
+        arrived == number,
+        rate if arrived == number else f"{arrived} of {number} arrived",
+    )
 
 
 def _until_quiet(clients: tuple[PlainClient, ...], reader: PlainClient, complete: int) -> int:
@@ -112,7 +130,9 @@ def _passes(both: tuple[PlainClient, PlainClient], topic: str, filter_: str) -> 
     return pump(both, lambda: topic in second.topics())
 
 
-def _retained(address: BrokerAddress, both: tuple[PlainClient, PlainClient], topic: str) -> Iterator[Finding]:
+def _retained(
+    address: BrokerAddress, both: tuple[PlainClient, PlainClient], topic: str
+) -> Iterator[Finding]:
     _, second = both
     above, _, last = topic.rpartition("/")
     every = f"{above.rpartition('/')[0]}/+/{last}"
@@ -123,18 +143,26 @@ def _retained(address: BrokerAddress, both: tuple[PlainClient, PlainClient], top
         with connected(address) as late:
             late.subscribe([filter_])
             there = pump((*both, late), lambda: topic in late.topics(retained=True))
-        yield _useful(f"retained messages, {what}", there, "who comes late asks, which takes up to 2 s")
+        yield _useful(
+            f"retained messages, {what}", there, "who comes late asks, which takes up to 2 s"
+        )
     count = len(second.messages)
     _keep(address, topic, b"")
-    seen = pump(both, lambda: (topic, 0) in [(name, size) for name, size, _ in second.messages[count:]])
+    seen = pump(
+        both, lambda: (topic, 0) in [(name, size) for name, size, _ in second.messages[count:]]
+    )
     with connected(address) as late:
         late.subscribe([topic])
         gone = not pump((*both, late), lambda: topic in late.topics(), PATIENCE_S / 3)
-    yield _useful("an empty message clears it", seen and gone, "the store keeps what dead runs leave")
+    yield _useful(
+        "an empty message clears it", seen and gone, "the store keeps what dead runs leave"
+    )
 
 
 def _keep(address: BrokerAddress, topic: str, body: bytes) -> None:
-    """Publish a message to be retained, by a client of its own: a broker that retains none may disconnect it."""
+    """Publish a message to be retained, by a client of its own: a broker that retains none may
+    disconnect it.
+    """
     with connected(address) as client:
         client.publish(topic, body, retain=True)
 
@@ -148,7 +176,9 @@ def _will(address: BrokerAddress, watcher: PlainClient, topic: str) -> Finding:
     mortal.die()
     seen = pump((watcher,), lambda: topic in watcher.topics())
     _keep(address, topic, b"")
-    return _useful("the will of a lost client", seen, "a dead node is noticed after transfer.idle_s only")
+    return _useful(
+        "the will of a lost client", seen, "a dead node is noticed after transfer.idle_s only"
+    )
 
 
 def _slow_reader(address: BrokerAddress, topic: str) -> Finding:
@@ -161,13 +191,18 @@ def _slow_reader(address: BrokerAddress, topic: str) -> Finding:
         began = time.monotonic()
         pump((first,), lambda: time.monotonic() > began + PAUSE_S, 2 * PAUSE_S)
         arrived = _until_quiet((first, reader), reader, SLOW_MESSAGES)
-    note = f"{arrived} of {SLOW_MESSAGES} chunks arrived: the others are sent again; raise the broker's queue limits"
+    note = (
+        f"{arrived} of {SLOW_MESSAGES} chunks arrived: the others are sent again; raise the "
+        "broker's queue limits"
+    )
     return _useful("a slow reader gets everything", arrived == SLOW_MESSAGES, note)
 
 
 def main() -> None:
     """Examine a broker."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("address", nargs="?", help="host[:port] of a broker that runs")
     given = parser.parse_args().address
     with tempfile.TemporaryDirectory() as home:
@@ -181,7 +216,10 @@ def main() -> None:
 def show(address: BrokerAddress) -> None:
     """Print what a broker does."""
     for one in behaviour(address):
-        print(f"{'ok     ' if one.there else 'missing'} {one.item}: {one.note}".rstrip(": "), flush=True)
+        print(
+            f"{'ok     ' if one.there else 'missing'} {one.item}: {one.note}".rstrip(": "),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

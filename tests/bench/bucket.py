@@ -1,8 +1,9 @@
 """`make bench NAME=bucket`: how exactly the token bucket keeps its rate on the real event loop.
 
-Each rate sends chunks of the size that its link would have for `--seconds`, paced as an endpoint does it: the next one
-is reserved when the link is ready, and leaves when its time has come. What leaves goes nowhere: the broker is not
-measured. The delay is what a control message needs that is sent on an idle link of 25 ms.
+Each rate sends chunks of the size that its link would have for `--seconds`, paced as an endpoint
+does it: the next one is reserved when the link is ready, and leaves when its time has come. What
+leaves goes nowhere: the broker is not measured. The delay is what a control message needs that is
+sent on an idle link of 25 ms.
 """
 
 from __future__ import annotations
@@ -69,7 +70,15 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=5.0)
     seconds = parser.parse_args().seconds
-    table = Table("rate", "chunk", "chunks", "seconds", "measured", "error", title="token bucket on the event loop")
+    table = Table(
+        "rate",
+        "chunk",
+        "chunks",
+        "seconds",
+        "measured",
+        "error",
+        title="token bucket on the event loop",
+    )
     for column in table.columns:
         column.justify = "right"
     for mbit in RATES_MBIT:
@@ -78,11 +87,17 @@ def main() -> None:
         chunks, took_s = asyncio.run(measure_rate(rate, chunk_bytes, seconds=seconds))
         measured = 8e-6 * chunks * chunk_bytes / took_s
         table.add_row(
-            f"{mbit:g} Mbit/s", f"{chunk_bytes} B", f"{chunks}", f"{took_s:.2f}", f"{measured:.4g} Mbit/s",
+            f"{mbit:g} Mbit/s",
+            f"{chunk_bytes} B",
+            f"{chunks}",
+            f"{took_s:.2f}",
+            f"{measured:.4g} Mbit/s",
             f"{100 * (measured / mbit - 1):+.2f} %",
-        )  # fmt: skip
+        )
     console = Console(width=120)
-    console.print(f"{platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}")
+    console.print(
+        f"{platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    )
     console.print(table)
     took = asyncio.run(measure_delay())
     console.print(

@@ -1,11 +1,14 @@
-"""`make bench NAME=codecs`: what each codec costs and saves, a ResNet-18's row encoded and decoded on one core.
+"""`make bench NAME=codecs`: what each codec costs and saves, a ResNet-18's row encoded and decoded
+on one core.
 
-Encoding counts the manifest with its chunk digests; decoding the check of each chunk, which the kernel has written to
-its place (common/net/bulk.py), and the views of all tensors. So `fp32`, which changes nothing, shows what every model
-pays. All is measured in CPU seconds, beside a memcpy of the row in the same run: the multiples are what counts. Memory
-is what both allocate at most beside the rows and the blob, and the last column is ||x - y||^2 / ||x - z||^2, what is
-left out of the change. The model is PyTorch's first one with noise; the reference is its predecessor by 2.4 % of
-each tensor's norm, Laplacian, as measured of a local round (20 steps of SGD at 0.01, momentum 0.9, after 40) on digits.
+Encoding counts the manifest with its chunk digests; decoding the check of each chunk, which the
+kernel has written to its place (common/net/bulk.py), and the views of all tensors. So `fp32`, which
+changes nothing, shows what every model pays. All is measured in CPU seconds, beside a memcpy of the
+row in the same run: the multiples are what counts. Memory is what both allocate at most beside the
+rows and the blob, and the last column is ||x - y||^2 / ||x - z||^2, what is left out of the change.
+The model is PyTorch's first one with noise; the reference is its predecessor by 2.4 % of each
+tensor's norm, Laplacian, as measured of a local round (20 steps of SGD at 0.01, momentum 0.9, after
+40) on digits.
 """
 
 from __future__ import annotations
@@ -58,7 +61,9 @@ def rows() -> tuple[ModelLayout, Row, Row]:
 
 
 def least_s(work: Callable[[], object]) -> float:
-    """Return the least CPU seconds of a call, after one to warm up: what others do on the machine only adds."""
+    """Return the least CPU seconds of a call, after one to warm up: what others do on the machine
+    only adds.
+    """
     times = []
     for _ in range(REPEATS + 1):
         started = time.process_time()
@@ -70,7 +75,10 @@ def least_s(work: Callable[[], object]) -> float:
 def check(manifest: Manifest, buffer: memoryview) -> None:
     """Check each chunk where it lies, as a receiver does."""
     for index in range(manifest.chunks):
-        assert chunk_digest(buffer[manifest.span(index)]) == manifest.digests[8 * index : 8 * index + 8]
+        assert (
+            chunk_digest(buffer[manifest.span(index)])
+            == manifest.digests[8 * index : 8 * index + 8]
+        )
 
 
 def peak(work: Callable[[], object]) -> int:
@@ -82,13 +90,19 @@ def peak(work: Callable[[], object]) -> int:
     return most
 
 
-def measure(codec: Codec, layout: ModelLayout, row: Row, reference: Row) -> tuple[float, float, int, float, int, float]:
-    """Return the seconds of encoding and of decoding, the blob's bytes, a column's error, memory, and the error."""
+def measure(
+    codec: Codec, layout: ModelLayout, row: Row, reference: Row
+) -> tuple[float, float, int, float, int, float]:
+    """Return the seconds of encoding and of decoding, the blob's bytes, a column's error, memory,
+    and the error.
+    """
     out = np.zeros(codec.size(layout), np.uint8)
     got = np.zeros(layout.row_bytes, np.uint8)
 
     def encode() -> tuple[memoryview, Manifest]:
-        blob = codec.encode(layout, row, reference=reference, out=out, chance=np.random.default_rng(1))
+        blob = codec.encode(
+            layout, row, reference=reference, out=out, chance=np.random.default_rng(1)
+        )
         chunk_bytes = TransferSettings().chunk_bytes
         return blob, describe(blob, chunk_bytes=chunk_bytes, codec=codec.name, layout=layout.digest)
 
@@ -105,9 +119,20 @@ def measure(codec: Codec, layout: ModelLayout, row: Row, reference: Row) -> tupl
         layout.views(got)
 
     times = least_s(encode), least_s(decode)
-    apart, change = (layout.floats(got) - layout.floats(row)), layout.floats(row) - layout.floats(reference)
-    left_out = float(np.sum(np.square(apart, dtype=np.float64)) / np.sum(np.square(change, dtype=np.float64)))
-    return *times, blob.nbytes, float(np.abs(apart).max()), max(peak(encode), peak(decode)), left_out
+    apart, change = (
+        (layout.floats(got) - layout.floats(row)),
+        layout.floats(row) - layout.floats(reference),
+    )
+    left_out = float(
+        np.sum(np.square(apart, dtype=np.float64)) / np.sum(np.square(change, dtype=np.float64))
+    )
+    return (
+        *times,
+        blob.nbytes,
+        float(np.abs(apart).max()),
+        max(peak(encode), peak(decode)),
+        left_out,
+    )
 
 
 def main() -> None:
@@ -117,10 +142,23 @@ def main() -> None:
     layout, row, reference = rows()
     copy = np.zeros_like(row)
     found, copying_s = {}, []
-    table = Table("codec", "MB", "of fp32", "encode", "decode", "x memcpy", "memory", "largest error", "left out")
+    table = Table(
+        "codec",
+        "MB",
+        "of fp32",
+        "encode",
+        "decode",
+        "x memcpy",
+        "memory",
+        "largest error",
+        "left out",
+    )
     for column in table.columns[1:]:
         column.justify = "right"
-    changes = {" ".join(map(str, tree.values())): codec_of(UP[str(tree["name"])](**tree)) for tree in CHANGES}
+    changes = {
+        " ".join(map(str, tree.values())): codec_of(UP[str(tree["name"])](**tree))
+        for tree in CHANGES
+    }
     for name, codec in (CODECS | changes).items():
         copying_s.append(least_s(lambda: np.copyto(copy, row)))
         found[name] = measure(codec, layout, row, reference)
@@ -139,7 +177,10 @@ def main() -> None:
             f"{left_out:.4f}",
         )
     console = Console(width=140)
-    console.print(f"\n{platform.machine()}, one core, Python {platform.python_version()}, numpy {np.__version__}")
+    console.print(
+        f"\n{platform.machine()}, one core, Python {platform.python_version()}, numpy "
+        f"{np.__version__}"
+    )
     console.print(f"memcpy of {layout.row_bytes / 1e6:.1f} MB: {memcpy_s * 1e3:.1f} ms")
     console.print(table)
 

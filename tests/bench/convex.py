@@ -2,9 +2,10 @@
 
     python -m tests.bench.convex [--seeds 3]
 
-The loss is that of all devices, the mean cross-entropy over the training samples plus mu / 2 ||w||^2. The least one is
-found by L-BFGS in float64 on all samples. The theorem of FedCross's paper bounds the gap by a constant / (t + lambda):
-with r rounds and lambda = 50 of them, gap * (r + 50) is bounded.
+The loss is that of all devices, the mean cross-entropy over the training samples plus mu / 2
+||w||^2. The least one is found by L-BFGS in float64 on all samples. The theorem of FedCross's paper
+bounds the gap by a constant / (t + lambda): with r rounds and lambda = 50 of them, gap * (r + 50)
+is bounded.
 """
 
 from __future__ import annotations
@@ -52,9 +53,15 @@ def loss_on(experiment: Experiment) -> Callable[[Tensor, Tensor], Tensor]:
 
 def least(loss: Callable[[Tensor, Tensor], Tensor]) -> float:
     """Return the least loss."""
-    found = [torch.zeros(shape, dtype=torch.float64, requires_grad=True) for shape in ((10, 64), (10,))]
+    found = [
+        torch.zeros(shape, dtype=torch.float64, requires_grad=True) for shape in ((10, 64), (10,))
+    ]
     optimiser = torch.optim.LBFGS(
-        found, max_iter=2000, tolerance_grad=1e-10, tolerance_change=1e-15, line_search_fn="strong_wolfe"
+        found,
+        max_iter=2000,
+        tolerance_grad=1e-10,
+        tolerance_change=1e-15,
+        line_search_fn="strong_wolfe",
     )
 
     def closure() -> Tensor:
@@ -68,11 +75,14 @@ def least(loss: Callable[[Tensor, Tensor], Tensor]) -> float:
 
 
 def gaps(root: Path, *, seed: int, constant: bool = False) -> list[float]:
-    """Return the gap of the global model, the mean of the uploads, after `ROUNDS`, which are checkpoints.
+    """Return the gap of the global model, the mean of the uploads, after `ROUNDS`, which are
+    checkpoints.
 
     `constant`: with a constant rate, a control.
     """
-    training = convex().training.model_dump() | ({"schedule": {"name": "constant"}} if constant else {})
+    training = convex().training.model_dump() | (
+        {"schedule": {"name": "constant"}} if constant else {}
+    )
     experiment, found = convex(seed=seed, training=training), dict[int, float]()
     loss = loss_on(experiment)
     lowest = least(loss)
@@ -92,11 +102,16 @@ def gaps(root: Path, *, seed: int, constant: bool = False) -> list[float]:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=3)
     seeds = range(1, parser.parse_args().seeds + 1)
     with tempfile.TemporaryDirectory() as folder:
-        kinds = [[gaps(Path(folder), seed=seed, constant=kind) for seed in seeds] for kind in (False, True)]
+        kinds = [
+            [gaps(Path(folder), seed=seed, constant=kind) for seed in seeds]
+            for kind in (False, True)
+        ]
     falling, constant = (np.array(each) for each in kinds)
     print("| global rounds r | gap | gap * (r + 50) | with a constant rate |\n|---|---|---|---|")
     for place, count in enumerate(ROUNDS):

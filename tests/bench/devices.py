@@ -1,12 +1,14 @@
-"""`make bench NAME=devices`: forty devices on one host: samples per second, memory of the process tree.
+"""`make bench NAME=devices`: forty devices on one host: samples per second, memory of the process
+tree.
 
     python tests/bench/devices.py [--workers N]
 
-speed   LeNet-5, 600 made-up images of 28x28 each, batches of 10, two epochs: N workers against one `Trainer` alone on
-        one core, in turns, by the clock and by CPU seconds (of all processes, which other work on the machine changes
-        less); and how long the agents' event loop was ever held up meanwhile
-memory  lenet_cifar on 50,000 made-up images of 3x32x32 in bytes: the proportional set size (PSS) of the process and its
-        workers once every device has trained
+speed   LeNet-5, 600 made-up images of 28x28 each, batches of 10, two epochs: N workers against one
+        `Trainer` alone on one core, in turns, by the clock and by CPU seconds (of all processes,
+        which other work on the machine changes less); and how long the agents' event loop was ever
+        held up meanwhile
+memory  lenet_cifar on 50,000 made-up images of 3x32x32 in bytes: the proportional set size (PSS) of
+        the process and its workers once every device has trained
 """
 
 from __future__ import annotations
@@ -37,10 +39,21 @@ MB = 1e6
 
 
 def experiment(model: str, samples: int, shape: list[int]) -> schema.Experiment:
-    data = {"dataset": "synthetic", "samples": samples, "test_samples": 1000, "image_shape": shape, "classes": 10}
+    data = {
+        "dataset": "synthetic",
+        "samples": samples,
+        "test_samples": 1000,
+        "image_shape": shape,
+        "classes": 10,
+    }
     training = {"batch_size": 10, "momentum": 0.9}
     return reading.parse(
-        {"data": data, "model": {"name": model}, "topology": {"devices": DEVICES}, "training": training}
+        {
+            "data": data,
+            "model": {"name": model},
+            "topology": {"devices": DEVICES},
+            "training": training,
+        }
     )
 
 
@@ -54,7 +67,10 @@ async def round_of(members: list[Member], rows: list[Any], *, epochs: int) -> in
     """Train every device once and return the samples."""
     row, *outs = rows
     trained = await asyncio.gather(
-        *(member.train(Order(row, out, epochs, 0, lambda *_: None)) for member, out in zip(members, outs, strict=True))
+        *(
+            member.train(Order(row, out, epochs, 0, lambda *_: None))
+            for member, out in zip(members, outs, strict=True)
+        )
     )
     return sum(result.work.samples * epochs for result in trained)
 
@@ -100,12 +116,14 @@ async def speed(workers: int) -> None:
             ratios.append(rate / single / workers)
             cpu_ratios.append(rate_cpu / single_cpu)
             print(
-                f"  alone {single:,.0f} samples/s   {workers} workers {rate:,.0f}   {ratios[-1]:.3f} N;   "
+                f"  alone {single:,.0f} samples/s   {workers} workers {rate:,.0f}   "
+                f"{ratios[-1]:.3f} N;   "
                 f"per CPU second {single_cpu:,.0f} and {rate_cpu:,.0f}   {cpu_ratios[-1]:.3f}",
                 flush=True,
             )
     print(
-        f"speed: median {statistics.median(ratios):.3f} N by the clock, {statistics.median(cpu_ratios):.3f} by CPU "
+        f"speed: median {statistics.median(ratios):.3f} N by the clock, "
+        f"{statistics.median(cpu_ratios):.3f} by CPU "
         f"seconds, N = {workers}; event loop late by {1e3 * late[0]:.0f} ms at most"
     )
 
@@ -130,13 +148,16 @@ async def memory(slots: int) -> None:
     bound = 1.2 * data + DEVICES * 3 * layout.row_bytes + 400 * MB
     parts = " + ".join(f"{each / MB:.0f}" for each in found)
     print(
-        f"memory, {slots} at once: {sum(found) / MB:.0f} MB = {parts}; one copy of the data is {data / MB:.0f}; "
+        f"memory, {slots} at once: {sum(found) / MB:.0f} MB = {parts}; one copy of the data is "
+        f"{data / MB:.0f}; "
         f"bound {bound / MB:.0f}"
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workers", type=int, default=cores())
     parser.add_argument("--part", choices=("speed", "memory"))
     asked = parser.parse_args()
@@ -147,7 +168,12 @@ def main() -> None:
         asyncio.run(speed(asked.workers))
     else:
         with tempfile.TemporaryDirectory() as cache:
-            for part, workers in (("speed", asked.workers), ("memory", 1), ("memory", 1), ("memory", asked.workers)):
+            for part, workers in (
+                ("speed", asked.workers),
+                ("memory", 1),
+                ("memory", 1),
+                ("memory", asked.workers),
+            ):
                 subprocess.run(
                     [sys.executable, __file__, "--part", part, "--workers", str(workers)],
                     env={**os.environ, "XDG_CACHE_HOME": cache, "OPENBLAS_NUM_THREADS": "1"},

@@ -1,8 +1,9 @@
-"""`make bench NAME=fedbuff`: synchronous rounds, a quorum and FedBuff with one slow device, five seeds.
+"""`make bench NAME=fedbuff`: synchronous rounds, a quorum and FedBuff with one slow device, five
+seeds.
 
-A cloud and six devices, digits by `dirichlet` 0.5, the perceptron. Five devices take 0.2 s longer for a task than this
-host, one 2 s. Each lab runs for some 50 seconds. Each seed is a split and a start; means and standard deviations over
-the seeds.
+A cloud and six devices, digits by `dirichlet` 0.5, the perceptron. Five devices take 0.2 s longer
+for a task than this host, one 2 s. Each lab runs for some 50 seconds. Each seed is a split and a
+start; means and standard deviations over the seeds.
 """
 
 from __future__ import annotations
@@ -37,7 +38,11 @@ overhead_s = 0.2
 QUORUM: Final = "{rule='quorum', quorum=5, deadline_s=0.01}"
 WAYS: Final = {
     "FedAvg, uniform, all six": ("rounds=25", "cloud.aggregation.weights='uniform'"),
-    "FedAvg, uniform, quorum of five": ("rounds=200", "cloud.aggregation.weights='uniform'", f"cloud.closing={QUORUM}"),
+    "FedAvg, uniform, quorum of five": (
+        "rounds=200",
+        "cloud.aggregation.weights='uniform'",
+        f"cloud.closing={QUORUM}",
+    ),
     "FedBuff, buffer 5": ("rounds=200", "cloud.aggregation={name='fedbuff', buffer=5}"),
     "FedBuff, buffer 2": ("rounds=400", "cloud.aggregation={name='fedbuff', buffer=2}"),
     "FedBuff, buffer 1": ("rounds=450", "cloud.aggregation={name='fedbuff', buffer=1}"),
@@ -51,11 +56,17 @@ def measure(way: tuple[str, ...], seed: int, runs: Path) -> dict[str, float | No
     experiment = runs / "experiment.toml"
     experiment.write_text(LAB, encoding="utf-8")
     folder = run_lab(experiment, runs, *way, f"seed={seed}")
-    rounds = [(float(row["elapsed_s"]), float(row["accuracy"])) for row in table(folder / "rounds.csv")]
+    rounds = [
+        (float(row["elapsed_s"]), float(row["accuracy"])) for row in table(folder / "rounds.csv")
+    ]
     found: dict[str, float | None] = {"global rounds a minute": 60 * len(rounds) / rounds[-1][0]}
     for target in TARGETS:
-        found[f"s to {target:.0%}"] = next((at for at, accuracy in rounds if accuracy >= target), None)
-    found["accuracy, mean of the last ten"] = 100 * statistics.fmean(accuracy for _, accuracy in rounds[-LAST:])
+        found[f"s to {target:.0%}"] = next(
+            (at for at, accuracy in rounds if accuracy >= target), None
+        )
+    found["accuracy, mean of the last ten"] = 100 * statistics.fmean(
+        accuracy for _, accuracy in rounds[-LAST:]
+    )
     used = [row for row in table(folder / "devices.csv") if row["node"].endswith(SLOW)]
     found["results of the slow device"] = len(used)
     return found
@@ -75,7 +86,9 @@ def summary(values: list[float | None]) -> str:
 
 def main() -> None:
     """Run all ways for each seed in turn, and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=5)
     seeds = parser.parse_args().seeds
     found: dict[str, list[dict[str, float | None]]] = {name: [] for name in WAYS}
@@ -89,7 +102,10 @@ def main() -> None:
     for name, runs_of in found.items():
         shown.add_row(name, *(summary([each[column] for each in runs_of]) for column in columns))
     console = Console(width=150)
-    console.print(f"{platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}, {seeds} seeds")
+    console.print(
+        f"{platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
+        f"{seeds} seeds"
+    )
     console.print(shown)
 
 

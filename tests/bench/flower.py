@@ -1,10 +1,12 @@
-"""`make bench NAME=flower`: one Flower app by Flower and by fedstrata: seconds, bytes, CPU, memory of a round.
+"""`make bench NAME=flower`: one Flower app by Flower and by fedstrata: seconds, bytes, CPU, memory
+of a round.
 
-Deployed: the servers are in one network namespace, the clients in another, and a link without limits joins them, whose
-bytes the kernel counts. Flower's are a SuperLink and a SuperNode for each client, fedstrata's a cloud with its broker
-and a process for each device. On one machine: Flower's simulation as it is without settings, `fedstrata run`, and
-`fedstrata run --direct`. CPU and memory are those of a cgroup that holds all processes of a run, those that have ended
-included; memory is that of processes and shared memory, every 0.05 s. The app adds noise to a model of 1 MB, so the
+Deployed: the servers are in one network namespace, the clients in another, and a link without
+limits joins them, whose bytes the kernel counts. Flower's are a SuperLink and a SuperNode for each
+client, fedstrata's a cloud with its broker and a process for each device. On one machine: Flower's
+simulation as it is without settings, `fedstrata run`, and `fedstrata run --direct`. CPU and memory
+are those of a cgroup that holds all processes of a run, those that have ended included; memory is
+that of processes and shared memory, every 0.05 s. The app adds noise to a model of 1 MB, so the
 runtime alone is measured. Run as root.
 """
 
@@ -94,9 +96,13 @@ PORT: Final = 8000
 
 
 class Measured:
-    """One run of the app: its processes, and what they have taken at each look and each mark of a round."""
+    """One run of the app: its processes, and what they have taken at each look and each mark of a
+    round.
+    """
 
-    def __init__(self, home: Path, group: ControlGroup, servers: Namespace, clients: Namespace) -> None:
+    def __init__(
+        self, home: Path, group: ControlGroup, servers: Namespace, clients: Namespace
+    ) -> None:
         self.home = home
         self.servers = servers
         self.clients = clients
@@ -107,13 +113,20 @@ class Measured:
         self._thread = threading.Thread(target=self._look, daemon=True)
         self._thread.start()
 
-    def start(self, *words: str | Path, space: Namespace, output: int = subprocess.DEVNULL) -> subprocess.Popen[str]:
+    def start(
+        self, *words: str | Path, space: Namespace, output: int = subprocess.DEVNULL
+    ) -> subprocess.Popen[str]:
         """Start a command, whose first word is that of a file beside this Python."""
         env = {**os.environ, "FLWR_HOME": str(self.home / "flwr"), "FLWR_TELEMETRY_ENABLED": "0"}
-        env |= {"PATH": f"{BIN}{os.pathsep}{env['PATH']}", "PYTHONPATH": str(Path(__file__).parents[2])}
+        env |= {
+            "PATH": f"{BIN}{os.pathsep}{env['PATH']}",
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+        }
         line = self._group.entering([BIN / words[0], *words[1:]])
         with space.entered(), (self.home / "errors.log").open("a") as errors:
-            return subprocess.Popen(line, env=env, cwd=self.home, stdout=output, stderr=errors, text=True)
+            return subprocess.Popen(
+                line, env=env, cwd=self.home, stdout=output, stderr=errors, text=True
+            )
 
     def lines(self, *words: str | Path, space: Namespace) -> Iterator[str]:
         """Yield a command's lines of output, as they come. Raises RuntimeError if it fails."""
@@ -128,7 +141,9 @@ class Measured:
 
     def ends(self) -> str:
         """Return the last lines that the commands wrote."""
-        return "".join((self.home / f"{name}.log").read_text()[-2000:] for name in ("output", "errors"))
+        return "".join(
+            (self.home / f"{name}.log").read_text()[-2000:] for name in ("output", "errors")
+        )
 
     def mark(self, ago_s: float = 0.0) -> None:
         """Note that a round began, or the last one ended, `ago_s` seconds ago."""
@@ -144,7 +159,8 @@ class Measured:
         times, *columns = np.array(self.looks).T
         rounds = len(self.marks) - 1
         seconds, cpu_s, _, down, up = (
-            (np.interp(self.marks[-1], times, column) - np.interp(self.marks[0], times, column)) / rounds
+            (np.interp(self.marks[-1], times, column) - np.interp(self.marks[0], times, column))
+            / rounds
             for column in (times, *columns)
         )
         return {"s": seconds, "cpu_s": cpu_s, "down_mb": down / 1e6, "up_mb": up / 1e6}
@@ -155,17 +171,34 @@ class Measured:
                 found = COUNTED.search(Path("/proc/thread-self/net/dev").read_text())
             assert found is not None
             up, down = int(found[1]), int(found[2])
-            self.looks.append((time.monotonic(), self._group.cpu_s(), self._group.memory_bytes(), down, up))
+            self.looks.append(
+                (time.monotonic(), self._group.cpu_s(), self._group.memory_bytes(), down, up)
+            )
 
 
 def superlink(run: Measured, clients: int) -> None:
     """Run the app by a SuperLink and a SuperNode for each client."""
     address = f"{LINK.parent_address}:{PORT}"
     flower_run(run, f'address = "{address}"\ninsecure = true\n')
-    run.start("flower-superlink", "--insecure", "--host", LINK.parent_address, "--port", str(PORT), space=run.servers)
+    run.start(
+        "flower-superlink",
+        "--insecure",
+        "--host",
+        LINK.parent_address,
+        "--port",
+        str(PORT),
+        space=run.servers,
+    )
     for place in range(clients):
-        given = ["--node-config", f"partition-id={place} num-partitions={clients}", "--port", str(9100 + place)]
-        run.start("flower-supernode", "--insecure", "--superlink", address, *given, space=run.clients)
+        given = [
+            "--node-config",
+            f"partition-id={place} num-partitions={clients}",
+            "--port",
+            str(9100 + place),
+        ]
+        run.start(
+            "flower-supernode", "--insecure", "--superlink", address, *given, space=run.clients
+        )
     flower_rounds(run)
 
 
@@ -199,7 +232,16 @@ def deployed(run: Measured, clients: int) -> None:
     broker = ["--broker", LINK.parent_address]
     run.start("fedstrata", "broker", "--host", LINK.parent_address, "--insecure", space=run.servers)
     for place in range(clients):
-        own = ["--name", f"device-{place}", "--slots", "1", "--accelerator", "cpu", "--allow", "ship"]
+        own = [
+            "--name",
+            f"device-{place}",
+            "--slots",
+            "1",
+            "--accelerator",
+            "cpu",
+            "--allow",
+            "ship",
+        ]
         run.start("fedstrata", "device", *own, *broker, space=run.clients)
     our_rounds(run, "cloud", "lab.toml", *broker)
 
@@ -238,7 +280,11 @@ def measure(name: str, clients: int, rounds: int | None) -> list[str]:
     """Return a row of the table."""
     runtime, most = RUNTIMES[name]
     group = ControlGroup(f"flower-{os.getpid()}")
-    with tempfile.TemporaryDirectory() as folder, joined(["servers", "clients"], [LINK]) as spaces, group:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        joined(["servers", "clients"], [LINK]) as spaces,
+        group,
+    ):
         home = Path(folder)
         (home / "pyproject.toml").write_text(PROJECT.format(rounds=rounds or most, clients=clients))
         (home / "ship.py").write_text(APP)
@@ -250,8 +296,14 @@ def measure(name: str, clients: int, rounds: int | None) -> list[str]:
         if len(run.marks) != (rounds or most) + 1:
             raise RuntimeError(run.ends())
     mean = run.between_marks()
-    start_cpu_s = np.interp(run.marks[0], [look[0] for look in run.looks], [look[1] for look in run.looks])
-    between = [f"{mean['down_mb']:.2f}", f"{mean['up_mb']:.2f}"] if runtime in (superlink, deployed) else ["", ""]
+    start_cpu_s = np.interp(
+        run.marks[0], [look[0] for look in run.looks], [look[1] for look in run.looks]
+    )
+    between = (
+        [f"{mean['down_mb']:.2f}", f"{mean['up_mb']:.2f}"]
+        if runtime in (superlink, deployed)
+        else ["", ""]
+    )
     return [
         name,
         str(clients),
@@ -267,13 +319,27 @@ def measure(name: str, clients: int, rounds: int | None) -> list[str]:
 
 def main() -> None:
     """Print a table: each runtime with each number of clients."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--clients", type=int, nargs="+", default=[2, 10, 40])
     parser.add_argument("--rounds", type=int, help="in place of each runtime's own number")
     parser.add_argument("--only", choices=list(RUNTIMES), nargs="+", default=list(RUNTIMES))
     chosen = parser.parse_args()
-    columns = ["runtime", "clients", "CPU s", "MB down", "MB up", "MB of memory", "s", "s to start", "CPU s to start"]
-    print(f"| {' | '.join([*columns, 'load a core'])} |\n|{'---|' * (len(columns) + 1)}", flush=True)
+    columns = [
+        "runtime",
+        "clients",
+        "CPU s",
+        "MB down",
+        "MB up",
+        "MB of memory",
+        "s",
+        "s to start",
+        "CPU s to start",
+    ]
+    print(
+        f"| {' | '.join([*columns, 'load a core'])} |\n|{'---|' * (len(columns) + 1)}", flush=True
+    )
     for clients in chosen.clients:
         for name in chosen.only:
             try:

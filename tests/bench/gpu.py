@@ -1,12 +1,15 @@
-"""`make bench NAME=gpu`: what a GPU gives, in parts that go on where they were ended, and a table of all.
+"""`make bench NAME=gpu`: what a GPU gives, in parts that go on where they were ended, and a table
+of all.
 
     python tests/bench/gpu.py [--part NAME]... [--results FILE] [--again] [--table]
 
-Each part is a process of its own and ends within --limit-s, by default eight minutes. Each row is written into the file
-of results as soon as it is measured. Repeated, the command skips what is there, goes on with parts that were ended, and
-tries rows again that failed. A row that fails, or ends its process, is recorded with the reason, and the part goes on.
+Each part is a process of its own and ends within --limit-s, by default eight minutes. Each row is
+written into the file of results as soon as it is measured. Repeated, the command skips what is
+there, goes on with parts that were ended, and tries rows again that failed. A row that fails, or
+ends its process, is recorded with the reason, and the part goes on.
 
-Without a GPU each part runs on the CPU in small form. That shows that it works; its figures are not a GPU's.
+Without a GPU each part runs on the CPU in small form. That shows that it works; its figures are not
+a GPU's.
 """
 
 from __future__ import annotations
@@ -32,10 +35,17 @@ from rich.table import Table
 PARTS: Final = MappingProxyType(
     {
         "tests": "the tests marked gpu, by file",
-        "models": "a step of SGD of each model in fp32, tf32 and bf16, batches of 10: milliseconds, samples per second",
-        "vmapped": "1, 10, 40 and 200 devices with an MLP, LeNet-5 and ResNet-20, 600 samples each, one after another"
+        "models": (
+            "a step of SGD of each model in fp32, tf32 and bf16, batches of 10: "
+            "milliseconds, samples per second"
+        ),
+        "vmapped": "1, 10, 40 and 200 devices with an MLP, LeNet-5 and ResNet-20, 600 samples "
+        "each, one after another"
         " and vmapped: samples per second, factor, busy share of the GPU, memory",
-        "graphs": "a vmapped step of 1, 10, 40 and 200 devices, as it is and from a CUDA graph: milliseconds",
+        "graphs": (
+            "a vmapped step of 1, 10, 40 and 200 devices, as it is and from a CUDA graph: "
+            "milliseconds"
+        ),
         "evaluation": "10,000 images on the CPU (all cores) and on the GPU: seconds",
         "lab": "`fedstrata run` with 40 devices, vmapped and not: seconds of a global round",
     }
@@ -46,7 +56,10 @@ LIMIT_S: Final = 480.0  # of a part
 ENOUGH_S: Final = 0.75  # share of the limit after which a part begins no further row
 UNFINISHED: Final = 3  # exit code of a part that has rows left
 OTHER_MACHINE: Final = 4
-NO_GPU: Final = "No GPU: small forms on the CPU, which show that each part works. These are no figures of a GPU."
+NO_GPU: Final = (
+    "No GPU: small forms on the CPU, which show that each part works. These are no "
+    "figures of a GPU."
+)
 CELL_MOST: Final = 100  # characters
 
 Tree = dict[str, Any]
@@ -54,7 +67,8 @@ Tree = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """The file of results: the machine, and of each part its rows, the row that is being measured, and whether all are.
+    """The file of results: the machine, and of each part its rows, the row that is being measured,
+    and whether all are.
 
     One process writes at a time: a part's, or, while none runs, the one that started it.
     """
@@ -70,7 +84,9 @@ class Results:
 
     def part(self, name: str) -> Tree:
         """Return a part's content."""
-        part: Tree = self.read()["parts"].get(name, {"rows": {}, "now": None, "complete": False, "seconds": 0.0})
+        part: Tree = self.read()["parts"].get(
+            name, {"rows": {}, "now": None, "complete": False, "seconds": 0.0}
+        )
         return part
 
     def write(self, tree: Tree) -> None:
@@ -91,8 +107,11 @@ class Results:
         self.update(name, rows=self.part(name)["rows"] | {row: facts}, now=None)
 
 
-def measure(results: Results, name: str, *, measures: str, accelerator: str | None, until: float) -> int:
-    """Measure a part's missing rows in this process until a time of `time.time()`; return the exit code.
+def measure(
+    results: Results, name: str, *, measures: str, accelerator: str | None, until: float
+) -> int:
+    """Measure a part's missing rows in this process until a time of `time.time()`; return the exit
+    code.
 
     `measures`: the module that has the parts' measurements.
     """
@@ -101,13 +120,17 @@ def measure(results: Results, name: str, *, measures: str, accelerator: str | No
     setting = parts.setting_of(accelerator)
     here, tree = dict(parts.machine(setting)), results.read()
     if tree["machine"] not in (None, here):
-        print(f"{results.path} is of another machine, {tree['machine']}. Name another file by --results.")
+        print(
+            f"{results.path} is of another machine, {tree['machine']}. Name another file by "
+            "--results."
+        )
         return OTHER_MACHINE
     results.write(tree | {"machine": here})
     for row, work in parts.PARTS[name](setting):
         if row in results.part(name)["rows"]:
             continue
-        if time.time() > until or os.getppid() != parent:  # who started this process may have been killed
+        # who started this process may have been killed
+        if time.time() > until or os.getppid() != parent:
             return UNFINISHED
         results.update(name, now=row)
         try:
@@ -115,13 +138,17 @@ def measure(results: Results, name: str, *, measures: str, accelerator: str | No
         except Exception as error:  # noqa: BLE001 - whatever fails belongs into the table
             facts = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
         results.add(name, row, facts)
-        print(f"  {row}: {', '.join(f'{key} {_cell(value)}' for key, value in facts.items())}", flush=True)
+        print(
+            f"  {row}: {', '.join(f'{key} {_cell(value)}' for key, value in facts.items())}",
+            flush=True,
+        )
     results.update(name, complete=True)
     return 0
 
 
 def run_part(results: Results, name: str, *, options: Sequence[str], limit_s: float) -> bool:
-    """Run a part in processes of its own until it is complete, or for `limit_s`; return whether to go on with others.
+    """Run a part in processes of its own until it is complete, or for `limit_s`; return whether to
+    go on with others.
 
     If a process ends in the middle of a row, the row gets the reason, and another process goes on.
     """
@@ -130,11 +157,23 @@ def run_part(results: Results, name: str, *, options: Sequence[str], limit_s: fl
     left_s = limit_s
     while left_s > 0:
         until = time.time() + left_s - (1 - ENOUGH_S) * limit_s
-        words = [sys.executable, str(Path(__file__)), "--measure", name, "--until", str(until), *options]
+        words = [
+            sys.executable,
+            str(Path(__file__)),
+            "--measure",
+            name,
+            "--until",
+            str(until),
+            *options,
+        ]
         process = subprocess.Popen([*words, "--results", str(results.path)], start_new_session=True)
         try:
             code = process.wait(left_s)
-            reason = f"the process was killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            reason = (
+                f"the process was killed by {signal.Signals(-code).name}"
+                if code < 0
+                else f"exit code {code}"
+            )
         except subprocess.TimeoutExpired:
             code, reason = -signal.SIGKILL, f"longer than the part's {limit_s:.0f} s"
         finally:
@@ -154,7 +193,13 @@ def run_part(results: Results, name: str, *, options: Sequence[str], limit_s: fl
 
 def forget_failures(results: Results, name: str, *, again: bool) -> None:
     """Remove a part's rows that failed, so that they are measured again, or all of them."""
-    rows = {} if again else {row: facts for row, facts in results.part(name)["rows"].items() if "error" not in facts}
+    rows = (
+        {}
+        if again
+        else {
+            row: facts for row, facts in results.part(name)["rows"].items() if "error" not in facts
+        }
+    )
     if rows != results.part(name)["rows"]:
         results.update(name, rows=rows, complete=False)
 
@@ -217,9 +262,15 @@ def show(results: Results) -> None:
 
 
 def main() -> int:
-    """Measure what is missing and print the tables; the exit code is 1 if a row failed or is missing."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", action="append", choices=PARTS, help="only this part; may be repeated")
+    """Measure what is missing and print the tables; the exit code is 1 if a row failed or is
+    missing.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--part", action="append", choices=PARTS, help="only this part; may be repeated"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, help=f"default: {RESULTS}")
     parser.add_argument("--accelerator", help="cuda:N or cpu; default: cuda:0 if there is a GPU")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="seconds of a part")
@@ -233,8 +284,13 @@ def main() -> int:
     if given.measure:
         how = {"measures": given.measures, "accelerator": given.accelerator, "until": given.until}
         return measure(results, given.measure, **how)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the part's process, too
-    options = ["--measures", given.measures, *(["--accelerator", given.accelerator] if given.accelerator else [])]
+    # ends the part's process, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    options = [
+        "--measures",
+        given.measures,
+        *(["--accelerator", given.accelerator] if given.accelerator else []),
+    ]
     chosen = given.part or list(PARTS)
     for name in () if given.table else chosen:
         forget_failures(results, name, again=given.again)
@@ -246,7 +302,10 @@ def main() -> int:
             return 1
     show(results)
     parts = [results.part(name) for name in chosen]
-    right = all(part["complete"] and not any("error" in row for row in part["rows"].values()) for part in parts)
+    right = all(
+        part["complete"] and not any("error" in row for row in part["rows"].values())
+        for part in parts
+    )
     return 0 if right else 1
 
 

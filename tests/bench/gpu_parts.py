@@ -1,6 +1,8 @@
-"""The measurements of `make bench NAME=gpu`, by part: each yields its rows by name, with a function that measures it.
+"""The measurements of `make bench NAME=gpu`, by part: each yields its rows by name, with a function
+that measures it.
 
-They run in a process of their own for each part (`tests/bench/gpu.py`), on one accelerator, "cpu" or "cuda:N".
+They run in a process of their own for each part (`tests/bench/gpu.py`), on one accelerator, "cpu"
+or "cuda:N".
 """
 
 from __future__ import annotations
@@ -86,7 +88,9 @@ class Setting:
 
 
 def setting_of(accelerator: str | None) -> Setting:
-    """Return where to measure: on this accelerator, by default on the first GPU, else on the CPU."""
+    """Return where to measure: on this accelerator, by default on the first GPU, else on the
+    CPU.
+    """
     return Setting(accelerator or ("cuda:0" if torch.cuda.is_available() else "cpu"))
 
 
@@ -95,9 +99,17 @@ def machine(setting: Setting) -> Facts:
     facts: dict[str, object] = {"accelerator": setting.accelerator, "gpu": "none", "driver": "none"}
     if not setting.small:
         properties = torch.cuda.get_device_properties(setting.accelerator)
-        facts |= {"gpu": properties.name, "memory_gb": round(properties.total_memory / 1e9, 1), "driver": _driver()}
+        facts |= {
+            "gpu": properties.name,
+            "memory_gb": round(properties.total_memory / 1e9, 1),
+            "driver": _driver(),
+        }
         facts |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
-    return facts | {"torch": str(torch.__version__), "python": sys.version.split()[0], "cores": os.cpu_count()}
+    return facts | {
+        "torch": str(torch.__version__),
+        "python": sys.version.split()[0],
+        "cores": os.cpu_count(),
+    }
 
 
 def _driver() -> str:
@@ -110,21 +122,43 @@ def _driver() -> str:
 
 def tests(setting: Setting) -> Rows:
     """Yield each file with tests marked gpu."""
-    marked = [path for path in sorted((ROOT / "tests").glob("test_*.py")) if "mark.gpu" in path.read_text("utf-8")]
+    marked = [
+        path
+        for path in sorted((ROOT / "tests").glob("test_*.py"))
+        if "mark.gpu" in path.read_text("utf-8")
+    ]
     for path in marked:
         yield path.name, lambda path=path: _tested(path)
 
 
 def _tested(path: Path) -> Facts:
     """Return how many tests passed, failed and were skipped, and the names of those that failed."""
-    words = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "-rfE", str(path)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, check=False, cwd=ROOT)
+    words = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        "gpu",
+        "-p",
+        "no:cacheprovider",
+        "-rfE",
+        str(path),
+    ]
+    done = subprocess.run(
+        words, capture_output=True, text=True, timeout=PATIENCE_S, check=False, cwd=ROOT
+    )
     lines = done.stdout.splitlines() or [""]
     found = dict.fromkeys(("passed", "failed", "skipped"), 0)
-    found |= {kind: int(count) for count, kind in re.findall(r"(\d+) (passed|failed|skipped|error)", lines[-1])}
+    found |= {
+        kind: int(count)
+        for count, kind in re.findall(r"(\d+) (passed|failed|skipped|error)", lines[-1])
+    }
     failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
     if done.returncode:
-        raise RuntimeError(f"{found}, {'; '.join(failures) or (done.stderr or done.stdout).strip()[-300:]}")
+        raise RuntimeError(
+            f"{found}, {'; '.join(failures) or (done.stderr or done.stdout).strip()[-300:]}"
+        )
     return found
 
 
@@ -132,14 +166,20 @@ def models(setting: Setting) -> Rows:
     """Yield each model in each precision."""
     for name in MODELS:
         for precision in PRECISIONS:
-            yield f"{name}, {precision}", lambda name=name, precision=precision: _step(setting, name, precision)
+            yield (
+                f"{name}, {precision}",
+                lambda name=name, precision=precision: _step(setting, name, precision),
+            )
 
 
 def _step(setting: Setting, name: str, precision: str) -> Facts:
     """Return the milliseconds of a step of SGD as a device takes it, and its samples per second."""
     device, inputs = torch.device(setting.accelerator), INPUTS.get(name, Inputs((3, 32, 32), 10))
     size, count = (2, 2) if setting.small else (BATCH, 50)
-    tree: dict[str, Any] = {"model": {"name": name}, "training": {"batch_size": size, "precision": precision}}
+    tree: dict[str, Any] = {
+        "model": {"name": name},
+        "training": {"batch_size": size, "precision": precision},
+    }
     lab = reading.parse(tree)
     set_up(device, lab.training)
     made = source_of(lab, inputs, accelerator=device)
@@ -155,7 +195,9 @@ def _step(setting: Setting, name: str, precision: str) -> Facts:
 
     def steps(number: int) -> None:
         taken = network.steps(lab, made.parts, rate=0.001, vectors={})
-        run_sgd(taken, [(0, samples[None], labels[None])] * number, last_epoch=0, watch=lambda _: None)
+        run_sgd(
+            taken, [(0, samples[None], labels[None])] * number, last_epoch=0, watch=lambda _: None
+        )
 
     first_s = setting.seconds(lambda: steps(1))
     steps(WARM_STEPS)
@@ -185,7 +227,10 @@ def graphs(setting: Setting) -> Rows:
     """Yield each number of devices of each model: a vmapped step as it is, and from a CUDA graph."""
     for case in vmapped.CASES:
         for count in (1, 4) if setting.small else (1, 10, 40, 200):
-            yield f"{case.title}, {count}", lambda case=case, count=count: _graph(setting, case, count)
+            yield (
+                f"{case.title}, {count}",
+                lambda case=case, count=count: _graph(setting, case, count),
+            )
 
 
 def _graph(setting: Setting, case: vmapped.Case, count: int) -> Facts:
@@ -209,7 +254,8 @@ def _graph(setting: Setting, case: vmapped.Case, count: int) -> Facts:
     start = row()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # libraries allocate before the capture, on the stream that is captured
+    # libraries allocate before the capture, on the stream that is captured
+    with torch.cuda.stream(stream):
         for _ in range(WARM_STEPS):
             step()
     torch.cuda.current_stream().wait_stream(stream)
@@ -229,7 +275,9 @@ def _graph(setting: Setting, case: vmapped.Case, count: int) -> Facts:
 def _vmapped_step(
     setting: Setting, case: vmapped.Case, count: int
 ) -> tuple[Callable[[], np.ndarray[Any, np.dtype[np.float32]]], Callable[[], None]]:
-    """Return a function for the first device's model, and one that takes the first step of all devices."""
+    """Return a function for the first device's model, and one that takes the first step of all
+    devices.
+    """
     work = vmapped.work_of(case, count, samples=BATCH, precision="fp32")
     experiment, device = work[0][0].experiment, torch.device(setting.accelerator)
     set_up(device, experiment.training)
@@ -241,7 +289,9 @@ def _vmapped_step(
     ordered = [turns[k] for k in made.order]
     state = VmappedModels(recipe, [turn.row for turn in ordered], [turn.seed for turn in ordered])
     places, batch = Batches(recipe, made, ordered).of(0)
-    return lambda: recipe.layout.floats(state.read([0])[0][0]).copy(), lambda: state.step(places, batch)
+    return lambda: recipe.layout.floats(state.read([0])[0][0]).copy(), lambda: state.step(
+        places, batch
+    )
 
 
 def evaluation(setting: Setting) -> Rows:
@@ -270,12 +320,17 @@ def _evaluated(setting: Setting, name: str) -> Facts:
 
 def lab(setting: Setting) -> Rows:
     """Yield whole labs of processes, whose devices choose their accelerators."""
-    for name, text in {"vmapped": "", "one after another": "training = { vmapped = false }"}.items():
+    for name, text in {
+        "vmapped": "",
+        "one after another": "training = { vmapped = false }",
+    }.items():
         yield name, lambda text=text: _lab(setting, text)
 
 
 def _lab(setting: Setting, training: str) -> Facts:
-    """Return what a run's files have: median seconds of a global round, accuracy, paths, where it was evaluated."""
+    """Return what a run's files have: median seconds of a global round, accuracy, paths, where it
+    was evaluated.
+    """
     devices, samples, rounds = (4, 80, 2) if setting.small else (40, 24_000, 5)
     text = f"""
 name = "bench-gpu"
@@ -291,19 +346,44 @@ accelerator = "auto"
     with tempfile.TemporaryDirectory(prefix="fedstrata-bench-") as home:
         file = Path(home) / "lab.toml"
         file.write_text(text, encoding="utf-8")
-        words = command("run", file, "--runs", Path(home) / "runs", "--metrics", "127.0.0.1:0", "--format", "json")
-        done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, check=False, cwd=home)
+        words = command(
+            "run",
+            file,
+            "--runs",
+            Path(home) / "runs",
+            "--metrics",
+            "127.0.0.1:0",
+            "--format",
+            "json",
+        )
+        done = subprocess.run(
+            words, capture_output=True, text=True, timeout=PATIENCE_S, check=False, cwd=home
+        )
         if done.returncode:
-            raise RuntimeError(f"fedstrata run ended with code {done.returncode}: {done.stderr.strip()[-500:]}")
+            raise RuntimeError(
+                f"fedstrata run ended with code {done.returncode}: {done.stderr.strip()[-500:]}"
+            )
         (folder,) = folders(Path(home) / "runs")
         run = Run(folder)
         seconds = statistics.median(row.seconds for row in run.rounds)
         paths = Counter(str(row.path) for row in run.devices)
         trained = ", ".join(f"{path} {count}" for path, count in paths.items())
         evaluated = run.manifest["evaluated_on"]
-        return {"global_round_s": seconds, "accuracy": run.accuracy, "trained": trained, "evaluated_on": evaluated}
+        return {
+            "global_round_s": seconds,
+            "accuracy": run.accuracy,
+            "trained": trained,
+            "evaluated_on": evaluated,
+        }
 
 
 PARTS: Final[Mapping[str, Callable[[Setting], Rows]]] = MappingProxyType(
-    {"tests": tests, "models": models, "vmapped": together, "graphs": graphs, "evaluation": evaluation, "lab": lab}
+    {
+        "tests": tests,
+        "models": models,
+        "vmapped": together,
+        "graphs": graphs,
+        "evaluation": evaluation,
+        "lab": lab,
+    }
 )

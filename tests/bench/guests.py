@@ -1,16 +1,22 @@
-"""`make bench NAME=guests`: sixty guests come and go in a TLS lab of six machines from its kits, as root.
+"""`make bench NAME=guests`: sixty guests come and go in a TLS lab of six machines from its kits, as
+root.
 
-    server: cloud, broker, Prometheus == router == site-0: institution-0 == box-0: device-0, device-1
-                                             router == site-1: institution-1 == box-1: device-2, device-3
-                                                                       site-1 == box-2: device-4 to device-63, guests
+    server: cloud, broker, Prometheus == router == site-0: institution-0 == box-0: device-0,
+    device-1
+                                             router == site-1: institution-1 == box-1: device-2,
+                                             device-3
+                                                                       site-1 == box-2: device-4 to
+                                                                       device-63, guests
 
-The experiment names device-0 to device-3. A plug at box-1 reports what no machine can draw, all the time.
-(a) No institution has a place for guests: all sixty ask for one, in groups that leave or are killed. The model is that
-    of `--direct`, bit for bit.
-(b) Each institution has four places. Guests come for some seconds, take part, and leave or are killed; device-1 moves
-    to the other institution and back; the certificate of a guest is revoked at the broker while it takes part. The run
-    ends well, more guests than places took part, `watch` has no name twice, and no alert fires but of killed guests.
-All waits are in proportion to the host's load when it begins. Needs root, mosquitto and Prometheus.
+The experiment names device-0 to device-3. A plug at box-1 reports what no machine can draw, all the
+time.
+(a) No institution has a place for guests: all sixty ask for one, in groups that leave or are
+    killed. The model is that of `--direct`, bit for bit.
+(b) Each institution has four places. Guests come for some seconds, take part, and leave or are
+    killed; device-1 moves to the other institution and back; the certificate of a guest is revoked
+    at the broker while it takes part. The run ends well, more guests than places took part, `watch`
+    has no name twice, and no alert fires but of killed guests. All waits are in proportion to the
+    host's load when it begins. Needs root, mosquitto and Prometheus.
 """
 
 from __future__ import annotations
@@ -51,7 +57,8 @@ PLUG, PLUG_TOPIC = "plug-1", "plugs/box-1"
 GUESTS: Final = [f"device-{i}" for i in range(4, 64)]
 GROUP: Final = 10
 PLACES: Final = 4
-# As many times slower, at most, is a host that has other work: to import PyTorch, and so to begin, may take a minute.
+# As many times slower, at most, is a host that has other work: to import PyTorch, and so to begin,
+# may take a minute.
 SLOW: Final = min(5.0, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
 STAY_S: Final = 15.0 * SLOW
 IDLE_S: Final = round(10 * SLOW)
@@ -60,18 +67,28 @@ LIES: Final = ("1e306", "nan", "-5", '{"apower": 60, "aenergy": {"total": 1e306}
 TREE: Final = "topology={ institutions = 2, devices = 4 }"
 ALL: Final = (
     TREE,
-    'data={ dataset = "digits", partition = "dirichlet_overlap", partition_size = 200, concentration = 0.5 }',
-    "model.name=mlp_digits", "training.epochs=1", "institution.rounds=2", "cloud.epoch_control.name=fixed",
-    "links.check=off", f"transfer.idle_s={IDLE_S}",
-)  # fmt: skip
+    (
+        'data={ dataset = "digits", partition = "dirichlet_overlap", partition_size = 200, '
+        "concentration = 0.5 }"
+    ),
+    "model.name=mlp_digits",
+    "training.epochs=1",
+    "institution.rounds=2",
+    "cloud.epoch_control.name=fixed",
+    "links.check=off",
+    f"transfer.idle_s={IDLE_S}",
+)
 # Rounds of a second, for as long as the guests come: each device emulates a slower machine.
 STEPS: Final = "hardware.default.step_s=0.02"
 CLOSED: Final = (f"rounds={round(60 * SLOW)}", STEPS)
 OPEN: Final = (
-    f"rounds={round(60 + 100 * SLOW)}", STEPS, f"institution.entering={PLACES}", "institution.min_available=0.5",
-    f"availability.moves={{ device-1 = [{{ at_s = {20 * SLOW:.0f}, parent = \"institution-1\" }},"
-    f" {{ at_s = {60 * SLOW:.0f}, parent = \"institution-0\" }}] }}",
-)  # fmt: skip
+    f"rounds={round(60 + 100 * SLOW)}",
+    STEPS,
+    f"institution.entering={PLACES}",
+    "institution.min_available=0.5",
+    f'availability.moves={{ device-1 = [{{ at_s = {20 * SLOW:.0f}, parent = "institution-1" }},'
+    f' {{ at_s = {60 * SLOW:.0f}, parent = "institution-0" }}] }}',
+)
 TALKS: Final = """
 import sys, time
 import paho.mqtt.client as mqtt
@@ -210,7 +227,10 @@ def closed(lab: GuestLab, check: Checks) -> None:
             time.sleep(STAY_S)
             end(processes[0], signal.SIGTERM)
             end(processes[1], signal.SIGKILL)
-        check(f"(a) the run lasts for as long as guests come: {run.rounds} global rounds", run.process.poll() is None)
+        check(
+            f"(a) the run lasts for as long as guests come: {run.rounds} global rounds",
+            run.process.poll() is None,
+        )
         code = run.process.wait()
     quoted(run.written, "rror", "given up")
     check(f"(a) the run ends: exit code {code}", code == 0)
@@ -226,7 +246,8 @@ def closed(lab: GuestLab, check: Checks) -> None:
 def opened(lab: GuestLab, check: Checks, prometheus: InsidePrometheus) -> None:
     """Guests come, take part and go."""
     console.rule("(b) four places at each institution")
-    fired: dict[str, dict[str, float]] = {}  # each alert's nodes, and after how many seconds each was seen first
+    # each alert's nodes, and after how many seconds each was seen first
+    fired: dict[str, dict[str, float]] = {}
     killed: set[str] = set()
     names = Names(lab)
     over = threading.Event()
@@ -235,7 +256,9 @@ def opened(lab: GuestLab, check: Checks, prometheus: InsidePrometheus) -> None:
         while not over.wait(2.0):
             for labels, _ in prometheus.query('ALERTS{alertstate="firing"}'):
                 about = labels.get("peer", labels.get("node", ""))
-                fired.setdefault(labels["alertname"], {}).setdefault(about, time.monotonic() - began)
+                fired.setdefault(labels["alertname"], {}).setdefault(
+                    about, time.monotonic() - began
+                )
             names.look()
 
     with lab.lying_plug():
@@ -256,7 +279,10 @@ def opened(lab: GuestLab, check: Checks, prometheus: InsidePrometheus) -> None:
             if wave % 2:
                 killed.update(group)
             end(process, signal.SIGKILL if wave % 2 else signal.SIGTERM)
-        check(f"(b) the run lasts for as long as guests come: {run.rounds} global rounds", run.process.poll() is None)
+        check(
+            f"(b) the run lasts for as long as guests come: {run.rounds} global rounds",
+            run.process.poll() is None,
+        )
         code = run.process.wait()
         over.set()
         observer.join()
@@ -267,12 +293,21 @@ def opened(lab: GuestLab, check: Checks, prometheus: InsidePrometheus) -> None:
     own = {name: counts[name] for name in ("device-0", "device-1", "device-2", "device-3")}
     check(f"(b) {len(guests)} guests took part, at {2 * PLACES} places", len(guests) > 2 * PLACES)
     check(f"(b) the experiment's own devices took part to the end: {own}", min(own.values()) > 0)
-    check(f"(b) watch: {names.looks} looks, names twice: {dict(names.twice) or 'none'}", not names.twice)
+    check(
+        f"(b) watch: {names.looks} looks, names twice: {dict(names.twice) or 'none'}",
+        not names.twice,
+    )
     for alert, nodes in fired.items():
-        seen = ", ".join(f"{node or 'the lab'} after {after_s:.0f} s" for node, after_s in nodes.items())
+        seen = ", ".join(
+            f"{node or 'the lab'} after {after_s:.0f} s" for node, after_s in nodes.items()
+        )
         console.print(f"{alert}: {seen}", markup=False)
     allowed = {"RunFinished": None, "HostMemoryLow": None, "ChildLost": killed | {REVOKED_GUEST}}
-    false = {name: list(about) for name, about in fired.items() if not fits(set(about), allowed.get(name, set()))}
+    false = {
+        name: list(about)
+        for name, about in fired.items()
+        if not fits(set(about), allowed.get(name, set()))
+    }
     check(f"(b) false alerts: {false or 'none'}", not false)
 
 

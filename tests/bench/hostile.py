@@ -1,11 +1,12 @@
 """`make bench NAME=hostile`: members of a lab and an outsider attack it with a million messages.
 
-A lab of real processes on a real mosquitto, whose roles compute nothing. Meanwhile attackers publish what an access
-control list allows them: below their own names, and under these in others' inboxes and seeks. `device-0` attacks its
-institution, `institution-1` the cloud and its devices, each beside its honest process and with its session, and
-`mallory`, who is no node of the run, all of them. Now and then a message has 100 MB. The run must end with the
-undisturbed final model, at most a factor 2 slower for each global round, with memory within 20 %, at its peak too, and
-every class of messages refused and counted by reason.
+A lab of real processes on a real mosquitto, whose roles compute nothing. Meanwhile attackers
+publish what an access control list allows them: below their own names, and under these in others'
+inboxes and seeks. `device-0` attacks its institution, `institution-1` the cloud and its devices,
+each beside its honest process and with its session, and `mallory`, who is no node of the run, all
+of them. Now and then a message has 100 MB. The run must end with the undisturbed final model, at
+most a factor 2 slower for each global round, with memory within 20 %, at its peak too, and every
+class of messages refused and counted by reason.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ from tests.simulation.lab import ScenarioLab
 from tests.simulation.outcome import model_digest, round_rows
 
 LAB, CLOUD = "lab", "cloud"
-MEMBERS: Final[Mapping[str, tuple[str, ...]]] = {  # each with the nodes that it may reach: its parent, its children
+# each with the nodes that it may reach: its parent, its children
+MEMBERS: Final[Mapping[str, tuple[str, ...]]] = {
     "device-0": ("institution-0",),
     "institution-1": (CLOUD, "device-2", "device-3"),
 }
@@ -85,7 +87,8 @@ LOOK_S: Final = 0.2
 FIELDS_AT: Final = 19  # behind the header, the version and a session of 16 characters
 UNDISTURBED_ROUNDS: Final = 8  # before the attack begins
 LARGE_BYTES: Final = 100_000_000
-LARGE_EVERY: Final = 1000  # of the large messages; the others are as small as one that is too large can be
+# of the large messages; the others are as small as one that is too large can be
+LARGE_EVERY: Final = 1000
 FUTURE, EVER = Key(0, 10**6, 0), 2**63 - 1
 MUCH: Final = Traffic(*[EVER] * 12, TcpStats(*[EVER] * 11))
 EXPERIMENT: Final[dict[str, Any]] = {
@@ -101,7 +104,9 @@ Publication = tuple[str, bytes]
 
 @dataclass(slots=True)
 class Wire:
-    """What the attackers have seen: the run, the sessions, and real messages of members, each with its topic."""
+    """What the attackers have seen: the run, the sessions, and real messages of members, each with
+    its topic.
+    """
 
     run: str = ""
     sessions: dict[str, str] = field(default_factory=dict)
@@ -122,7 +127,8 @@ class Wire:
         self.run = topic.run
         if isinstance(topic, topics.StateTopic):
             self.sessions[name] = session
-        elif name in MEMBERS and len(self.real) < KEPT:  # before the attack: its own messages come back, too
+        # before the attack: its own messages come back, too
+        elif name in MEMBERS and len(self.real) < KEPT:
             self.real.append((message.topic, body))
         if isinstance(record, Task | Result) and record.key.global_round < FUTURE.global_round:
             self.blobs.append(record.model.blob)
@@ -156,8 +162,12 @@ class Attack:
         member = self._draw.choice(list(MEMBERS))
         return self.classes[kind](member, self._draw.choice(MEMBERS[member]))
 
-    def _to(self, node: str, member: str, message: Message, *, session: str | None = None) -> Publication:
-        body = serialization.encode(message, self._wire.sessions[member] if session is None else session)
+    def _to(
+        self, node: str, member: str, message: Message, *, session: str | None = None
+    ) -> Publication:
+        body = serialization.encode(
+            message, self._wire.sessions[member] if session is None else session
+        )
         return topics.inbox(LAB, self._wire.run, node, member), body
 
     def _mutated(self, member: str, node: str) -> Publication:
@@ -178,7 +188,12 @@ class Attack:
         chunk_bytes = self._draw.choice([1024, 4_000_000])
         chunks = self._draw.choice([1, 1000])
         huge = Manifest(
-            f"{self._draw.getrandbits(64):016x}", chunks * chunk_bytes, chunk_bytes, bytes(8 * chunks), "x", "y"
+            f"{self._draw.getrandbits(64):016x}",
+            chunks * chunk_bytes,
+            chunk_bytes,
+            bytes(8 * chunks),
+            "x",
+            "y",
         )
         if node in PARENTS:
             return self._to(node, member, Task(FUTURE, EVER, huge, None))
@@ -196,44 +211,71 @@ class Attack:
             return self._to(node, member, Acknowledgement(Key(0, 0, 0), "no"))
         model = Manifest("a" * 16, 40_000, 32_768, bytes(16), "fp32", "0" * 16)
         key = Key(0, self._draw.randrange(2), 0)
-        return self._to(node, member, self._draw.choice([self._result(key, model), Reports((ChildReport("nobody"),))]))
+        return self._to(
+            node,
+            member,
+            self._draw.choice([self._result(key, model), Reports((ChildReport("nobody"),))]),
+        )
 
     def _misfit(self, member: str, node: str) -> Publication:
         alive = Alive("f" * 16, Presence(NodeState.READY, "x"))
-        both: list[Message] = [Gone(f"{self._draw.getrandbits(64):016x}"), alive, Question("n", About.ENTRY)]
+        both: list[Message] = [
+            Gone(f"{self._draw.getrandbits(64):016x}"),
+            alive,
+            Question("n", About.ENTRY),
+        ]
         if node in PARENTS:
             noise = Manifest("b" * 16, 1 << 30, 4_000_000, bytes(8 * 269), "noise", "")
-            return self._to(node, member, self._draw.choice([*both, Probed("a" * 16, 1e300, noise)]))
+            return self._to(
+                node, member, self._draw.choice([*both, Probed("a" * 16, 1e300, noise)])
+            )
         probe = Probe(Manifest("c" * 16, 1 << 20, 1 << 20, bytes(8), "noise", ""))
         progress = Progress(FUTURE, Phase.TRAINING, 1, 1, MUCH, (MUCH,))
-        mine: list[Message] = [probe, progress, Preparing(EVER, "x" * 5000), Declined(FUTURE, "y" * 5000), Goodbye()]
+        mine: list[Message] = [
+            probe,
+            progress,
+            Preparing(EVER, "x" * 5000),
+            Declined(FUTURE, "y" * 5000),
+            Goodbye(),
+        ]
         return self._to(node, member, self._draw.choice([*both, *mine]))
 
     def _presence(self, member: str, node: str) -> Publication:
         """Publish a presence of the member's own session, as it may."""
         samples = self._draw.choice([1, EVER])
         role = "institution" if member in PARENTS.values() else "device"
-        presence = Presence(NodeState.READY, role, samples=samples, reason="z" * self._draw.randrange(3000))
-        return topics.state(LAB, self._wire.run, member), serialization.encode(presence, self._wire.sessions[member])
+        presence = Presence(
+            NodeState.READY, role, samples=samples, reason="z" * self._draw.randrange(3000)
+        )
+        return topics.state(LAB, self._wire.run, member), serialization.encode(
+            presence, self._wire.sessions[member]
+        )
 
     def _session(self, member: str, node: str) -> Publication:
         return self._to(node, member, Preparing(1, ""), session=OTHER_SESSION)
 
     def _seeker(self, member: str, node: str) -> Publication:
         parent = PARENTS.get(node, node)
-        question = Question(f"{self._draw.getrandbits(64):016x}", run=self._draw.choice(["", self._wire.run]))
+        question = Question(
+            f"{self._draw.getrandbits(64):016x}", run=self._draw.choice(["", self._wire.run])
+        )
         return topics.ask(LAB, parent, member), serialization.encode(question, OTHER_SESSION)
 
     def _chunk(self, member: str, node: str) -> Publication:
         blob = self._draw.choice(self._wire.blobs)
         number = self._draw.randrange(10**17)
-        return topics.chunk(LAB, self._wire.run, member, topics.ALL, blob, 0, number), self._draw.randbytes(2000)
+        return topics.chunk(
+            LAB, self._wire.run, member, topics.ALL, blob, 0, number
+        ), self._draw.randbytes(2000)
 
     def _large(self, member: str, node: str) -> Publication:
         """Publish a text that a node may not even escape, where the member may publish."""
         letters = 20_000 if next(self._larges) % LARGE_EVERY else LARGE_BYTES
         body = serialization.encode(Preparing(1, "\x1b" * letters), self._wire.sessions[member])
-        inbox, seek = topics.inbox(LAB, self._wire.run, node, member), topics.ask(LAB, PARENTS.get(node, node), member)
+        inbox, seek = (
+            topics.inbox(LAB, self._wire.run, node, member),
+            topics.ask(LAB, PARENTS.get(node, node), member),
+        )
         state, roll = topics.state(LAB, self._wire.run, member), topics.ask(LAB, topics.ALL, member)
         return self._draw.choice([inbox, inbox, inbox, seek, state, roll]), body
 
@@ -251,7 +293,17 @@ class Attack:
 
     @staticmethod
     def _result(key: Key, model: Manifest) -> Result:
-        return Result(key, model, None, Work(10**12, 1e300, EVER, EVER, 1e300, 0.0, 0.0), EVER, (), "{", MUCH, (MUCH,))
+        return Result(
+            key,
+            model,
+            None,
+            Work(10**12, 1e300, EVER, EVER, 1e300, 0.0, 0.0),
+            EVER,
+            (),
+            "{",
+            MUCH,
+            (MUCH,),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,19 +325,40 @@ class Findings:
     @property
     def reasons(self) -> set[str]:
         """The reasons for which messages were refused, anywhere."""
-        return {reason for counts in self.refused.values() for reason, count in counts.items() if count}
+        return {
+            reason for counts in self.refused.values() for reason, count in counts.items() if count
+        }
 
     def problems(self) -> list[str]:
         """Return what is not as it must be."""
         found = [] if self.ok else ["a role failed, or a round closed without a child"]
         found += [] if self.same else ["the final model differs"]
-        grown = {role: after / before for role, (before, after) in self.rss.items() if after > 1.2 * before}
-        found += [f"memory of {role} grew by a factor {factor:.2f}" for role, factor in grown.items()]
-        grown = {role: after / before for role, (before, after) in self.peaks.items() if after > 1.2 * before}
-        found += [f"memory of {role} was {factor:.2f} times as large for a moment" for role, factor in grown.items()]
+        grown = {
+            role: after / before
+            for role, (before, after) in self.rss.items()
+            if after > 1.2 * before
+        }
+        found += [
+            f"memory of {role} grew by a factor {factor:.2f}" for role, factor in grown.items()
+        ]
+        grown = {
+            role: after / before
+            for role, (before, after) in self.peaks.items()
+            if after > 1.2 * before
+        }
+        found += [
+            f"memory of {role} was {factor:.2f} times as large for a moment"
+            for role, factor in grown.items()
+        ]
         factor = self.round_s[1] / self.round_s[0]
         found += [f"a global round took {factor:.2f} times as long"] if factor > 2 else []
-        lacking = {"malformed", "unknown session", "does not fit", "too many", "too large"} - self.reasons
+        lacking = {
+            "malformed",
+            "unknown session",
+            "does not fit",
+            "too many",
+            "too large",
+        } - self.reasons
         return found + [f"nothing was refused as {reason!r}" for reason in sorted(lacking)]
 
 
@@ -317,7 +390,10 @@ class HostileLab:
             ]
             log = stack.enter_context((home / f"{name}.log").open("wb"))
             self._roles[name] = subprocess.Popen(
-                command(*words, *common, null=True), stdout=log, stderr=log, stdin=subprocess.DEVNULL
+                command(*words, *common, null=True),
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
             )
         stack.callback(self._stop)
 
@@ -325,14 +401,24 @@ class HostileLab:
         """Return the times of day at which global rounds ended, Unix seconds."""
         files = list(self.runs.glob("*/events.jsonl"))
         lines = files[0].read_text().splitlines() if files else []
-        events = [json.loads(line) for line in lines if line.endswith("}") and '"global_round"' in line]
-        return [datetime.fromisoformat(e["time"]).timestamp() for e in events if e["event"] == "global_round"]
+        events = [
+            json.loads(line) for line in lines if line.endswith("}") and '"global_round"' in line
+        ]
+        return [
+            datetime.fromisoformat(e["time"]).timestamp()
+            for e in events
+            if e["event"] == "global_round"
+        ]
 
     def rss(self, *, peak: bool = False) -> dict[str, int]:
         """Return the resident bytes of each role, or the most so far."""
         found = {}
         for name, process in self._roles.items():
-            amount = Path(f"/proc/{process.pid}/status").read_text().partition("VmHWM:" if peak else "VmRSS:")[2]
+            amount = (
+                Path(f"/proc/{process.pid}/status")
+                .read_text()
+                .partition("VmHWM:" if peak else "VmRSS:")[2]
+            )
             found[name] = 1024 * int(amount.split()[0]) if amount else 0  # it has ended
         return found
 
@@ -340,12 +426,19 @@ class HostileLab:
         """Read the counts of refused messages of each role that answers."""
         for name, port in self._metrics.items():
             try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+                with urllib.request.urlopen(
+                    f"http://127.0.0.1:{port}/metrics", timeout=5
+                ) as answer:
                     lines = answer.read().decode().splitlines()
             except OSError:
                 continue
-            counts = [line for line in lines if line.startswith("fedstrata_ignored_messages_total{")]
-            reasons = {line.partition('reason="')[2].partition('"')[0]: int(float(line.split()[-1])) for line in counts}
+            counts = [
+                line for line in lines if line.startswith("fedstrata_ignored_messages_total{")
+            ]
+            reasons = {
+                line.partition('reason="')[2].partition('"')[0]: int(float(line.split()[-1]))
+                for line in counts
+            }
             self.refused[name] = reasons or self.refused.get(name, {})
 
     def running(self) -> bool:
@@ -368,10 +461,14 @@ class HostileLab:
 
 
 def measure(home: Path, *, messages: int, rate: float, kinds: Sequence[str] = ()) -> Findings:
-    """Run the lab under an attack of so many messages, `rate` of them a second; `kinds`: all classes if empty."""
+    """Run the lab under an attack of so many messages, `rate` of them a second; `kinds`: all
+    classes if empty.
+    """
     rounds = UNDISTURBED_ROUNDS + 10 + int(messages / rate / 0.3)
     experiment = parse(EXPERIMENT | {"rounds": rounds})
-    twin = ScenarioLab(experiment, model_bytes=MODEL_BYTES, durations=Durations(train_s=0.001)).run()
+    twin = ScenarioLab(
+        experiment, model_bytes=MODEL_BYTES, durations=Durations(train_s=0.001)
+    ).run()
     assert twin.ok, twin.result
     wire = Wire()
     attack = Attack(wire)
@@ -417,7 +514,9 @@ def measure(home: Path, *, messages: int, rate: float, kinds: Sequence[str] = ()
         codes = lab.ends(60.0 + rounds, look)
         incomplete = [row for row in round_rows(lab.runs) if row["missing"] or row["refused"]]
         times = lab.rounds()
-        usual = [b - a for a, b in pairwise(before_s)] + [b - a for a, b in pairwise(times) if a > ended + 1.0]
+        usual = [b - a for a, b in pairwise(before_s)] + [
+            b - a for a, b in pairwise(times) if a > ended + 1.0
+        ]
         attacked = [b - a for a, b in pairwise(times) if began < a and b < ended]
         return Findings(
             ok=not any(codes.values()) and not incomplete and published.total() == messages,
@@ -433,7 +532,9 @@ def measure(home: Path, *, messages: int, rate: float, kinds: Sequence[str] = ()
 
 def main() -> None:
     """Measure and print; the exit code is 1 if something is not as it must be."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--messages", type=int, default=1_000_000, help="of all classes together")
     parser.add_argument("--rate", type=float, default=4000.0, help="messages a second")
     parser.add_argument("--kind", action="append", help="only this class; repeat it for several")
@@ -444,8 +545,13 @@ def main() -> None:
     for role, counts in found.refused.items():
         before, after = found.rss[role]
         peak = found.peaks[role][1] / 1e6
-        print(f"{role}: memory {before / 1e6:.1f} -> {after / 1e6:.1f} MB, at most {peak:.1f} MB; refused {counts}")
-    print(f"a global round: {found.round_s[0]:.3f} s undisturbed, {found.round_s[1]:.3f} s attacked")
+        print(
+            f"{role}: memory {before / 1e6:.1f} -> {after / 1e6:.1f} MB, at most {peak:.1f} MB; "
+            f"refused {counts}"
+        )
+    print(
+        f"a global round: {found.round_s[0]:.3f} s undisturbed, {found.round_s[1]:.3f} s attacked"
+    )
     print(f"the same final model: {'yes' if found.same else 'NO'}")
     raise SystemExit("; ".join(found.problems()) or 0)
 

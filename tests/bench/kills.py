@@ -1,11 +1,12 @@
 """`make bench NAME=kills`: kill broker, sender or receiver in mid-transfer, ten times each.
 
-    sender (ParentEndpoint, link of so many Mbit/s) --model--> mosquitto --model--> receiver (ChildEndpoint)
+    sender (ParentEndpoint, link of so many Mbit/s) --model--> mosquitto --model--> receiver
+    (ChildEndpoint)
 
-Each is a process of its own. One of them gets SIGKILL and is started again at once: the broker on its port, the sender
-with the same model (so the same blob), the receiver with nothing or, with --spool, with what it had put into its file.
-Victims and moments are drawn from a seed. Each kill has a lab of its own, and is measured against a transfer that
-nothing happened to.
+Each is a process of its own. One of them gets SIGKILL and is started again at once: the broker on
+its port, the sender with the same model (so the same blob), the receiver with nothing or, with
+--spool, with what it had put into its file. Victims and moments are drawn from a seed. Each kill
+has a lab of its own, and is measured against a transfer that nothing happened to.
 """
 
 from __future__ import annotations
@@ -63,9 +64,11 @@ TRANSFER: Final = TransferSettings(idle_s=PATIENCE_S)
 
 
 class Meter(ctypes.Structure):
-    """Counts in memory that all lives of a role share: what they handed to the socket, and what arrived first here.
+    """Counts in memory that all lives of a role share: what they handed to the socket, and what
+    arrived first here.
 
-    `begun`: monotonic seconds at the first chunk, 0 before; `back`: when the last life of a role was connected.
+    `begun`: monotonic seconds at the first chunk, 0 before; `back`: when the last life of a role
+    was connected.
     """
 
     _fields_ = (
@@ -89,9 +92,9 @@ class Kill:
 class Outcome:
     """What became of one transfer.
 
-    `had`: chunks that the receiver held at the kill; `away_s`: from the kill until the victim was connected again;
-    `seconds`: from the first chunk until the model was complete, NaN where it never was; `again`: what was published
-    beyond the model once.
+    `had`: chunks that the receiver held at the kill; `away_s`: from the kill until the victim was
+    connected again; `seconds`: from the first chunk until the model was complete, NaN where it
+    never was; `again`: what was published beyond the model once.
     """
 
     victim: str
@@ -133,7 +136,9 @@ class Lab:
         if victim == BROKER:
             self._broker.process.kill()
             self._broker.process.wait()
-            self._broker = broker.start(directory=self._home, kind="mosquitto", port=self._broker.port)
+            self._broker = broker.start(
+                directory=self._home, kind="mosquitto", port=self._broker.port
+            )
             self.meter.back = time.monotonic()
         else:
             self._processes[victim].kill()
@@ -141,7 +146,9 @@ class Lab:
             self._start(victim)
 
     def hear(self, role: str, deadline: float) -> tuple[float, str] | None:
-        """Return when (monotonic seconds) and with which digest a role was done, None if it did not report in time."""
+        """Return when (monotonic seconds) and with which digest a role was done, None if it did not
+        report in time.
+        """
         while (left_s := deadline - time.monotonic()) > 0:
             for reported in wait(self._reported[role], left_s):
                 assert isinstance(reported, Connection)
@@ -165,7 +172,12 @@ class Lab:
         reported = self.meter, theirs
         process = self._context.Process(
             target=_sender if role == SENDER else _receiver,
-            args=(self._broker.port, self._model_bytes, self._mbit if role == SENDER else self._spool, *reported),
+            args=(
+                self._broker.port,
+                self._model_bytes,
+                self._mbit if role == SENDER else self._spool,
+                *reported,
+            ),
             daemon=True,
         )
         process.start()
@@ -175,7 +187,9 @@ class Lab:
 
 
 def play(kill: Kill, *, model_bytes: int, mbit: float, spooled: bool) -> Outcome:
-    """Send one model from a fresh sender to a fresh receiver, kill in between, and return what became of it."""
+    """Send one model from a fresh sender to a fresh receiver, kill in between, and return what
+    became of it.
+    """
     seconds = model_bytes * 8 / (mbit * 1e6)
     row = _model(model_bytes)
     with tempfile.TemporaryDirectory() as home:
@@ -268,7 +282,9 @@ def _sender(port: int, model_bytes: int, mbit: float, meter: Any, reported: Conn
     asyncio.run(run())
 
 
-def _receiver(port: int, model_bytes: int, spool: Path | None, meter: Any, reported: Connection) -> None:
+def _receiver(
+    port: int, model_bytes: int, spool: Path | None, meter: Any, reported: Connection
+) -> None:
     keep_large_buffers()
 
     async def run() -> None:
@@ -337,15 +353,25 @@ def judge(outcomes: Sequence[Outcome], *, keeping: Collection[str]) -> list[str]
 
 def main() -> None:
     """Play all kills, print a row for each, and end with 1 where one falls short."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--each", type=int, default=10, help="kills of each victim")
     parser.add_argument("--bytes", type=int, default=45_000_000)
     parser.add_argument("--mbit", type=float, default=100.0)
-    parser.add_argument("--spool", action="store_true", help="let the receiver keep its chunks in a file")
-    parser.add_argument("--csv", action="store_true", help="print comma-separated values in place of a table")
+    parser.add_argument(
+        "--spool", action="store_true", help="let the receiver keep its chunks in a file"
+    )
+    parser.add_argument(
+        "--csv", action="store_true", help="print comma-separated values in place of a table"
+    )
     options = parser.parse_args()
-    how: dict[str, Any] = {"model_bytes": options.bytes, "mbit": options.mbit, "spooled": options.spool}
+    how: dict[str, Any] = {
+        "model_bytes": options.bytes,
+        "mbit": options.mbit,
+        "spooled": options.spool,
+    }
     undisturbed = play(Kill(NOBODY, 0.0), **how)
     outcomes = []
     for kill in draw(options.seed, each=options.each):
@@ -359,7 +385,16 @@ def main() -> None:
         table.writerows(asdict(outcome) for outcome in (undisturbed, *outcomes))
     else:
         shown = Table(
-            "victim", "moment", "had", "away", "complete", "digest", "took", "later", "chunks again", "bytes again"
+            "victim",
+            "moment",
+            "had",
+            "away",
+            "complete",
+            "digest",
+            "took",
+            "later",
+            "chunks again",
+            "bytes again",
         )
         for outcome in outcomes:
             shown.add_row(*_row_of(outcome, undisturbed))

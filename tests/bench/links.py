@@ -2,9 +2,10 @@
 
     parent, broker ==== shaped wire ====> child        each in a network namespace of its own
 
-Each round moves a model down and, changed, up. The ideal is (bytes + 66 for each TCP segment of 1448) * 8 / rate: the
-headers of Ethernet, IP and TCP with timestamps, for tc counts frames. Everything else, MQTT's packets and our
-messages included, counts against us. Needs root, or `unshare --map-root-user --net`.
+Each round moves a model down and, changed, up. The ideal is (bytes + 66 for each TCP segment of
+1448) * 8 / rate: the headers of Ethernet, IP and TCP with timestamps, for tc counts frames.
+Everything else, MQTT's packets and our messages included, counts against us. Needs root, or
+`unshare --map-root-user --net`.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ HEADER_BYTES = FRAME_BYTES - SEGMENT_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A link of `mbit` Mbit/s both ways, a model, a keep-alive in seconds, and how many rounds to play."""
+    """A link of `mbit` Mbit/s both ways, a model, a keep-alive in seconds, and how many rounds to
+    play.
+    """
 
     mbit: float
     model_bytes: int
@@ -92,7 +95,8 @@ SETTINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """What one end counted: chunks published, and those again; connections lost; bytes of MQTT packets that came in.
+    """What one end counted: chunks published, and those again; connections lost; bytes of MQTT
+    packets that came in.
 
     `wire` is the kernel's count on its connection to the broker.
     """
@@ -114,7 +118,8 @@ class Reported:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Seconds of each round's way down and way up, what both ends reported, and the bytes that crossed the wire.
+    """Seconds of each round's way down and way up, what both ends reported, and the bytes that
+    crossed the wire.
 
     `down_bytes`, `up_bytes`: as the interfaces counted, without 66 bytes of headers for each frame.
     """
@@ -139,8 +144,12 @@ def ideal_s(setting: Setting) -> float:
 
 
 def play(setting: Setting) -> Measured:
-    """Play a setting's rounds. Raises InvalidExperiment where there are no namespaces, RunFailed, ConnectionFailed."""
-    wire = namespaces.VethPair(0, CHILD, PARENT, CHILD, up_mbit=setting.mbit, down_mbit=setting.mbit)
+    """Play a setting's rounds. Raises InvalidExperiment where there are no namespaces, RunFailed,
+    ConnectionFailed.
+    """
+    wire = namespaces.VethPair(
+        0, CHILD, PARENT, CHILD, up_mbit=setting.mbit, down_mbit=setting.mbit
+    )
     ours, theirs = multiprocessing.get_context("spawn").Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as home, joined((PARENT, CHILD), (wire,)) as spaces:
         with spaces[PARENT].entered():
@@ -164,7 +173,9 @@ def play(setting: Setting) -> Measured:
 
 
 def payload_bytes(space: Namespace) -> tuple[int, int]:
-    """Return the bytes that came in and went out by the only wire of a namespace, without the frames' headers."""
+    """Return the bytes that came in and went out by the only wire of a namespace, without the
+    frames' headers.
+    """
     with space.entered():
         lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
     counts = next(line.partition(":")[2] for line in lines if line.lstrip().startswith("up0:"))
@@ -192,7 +203,9 @@ async def run_parent(setting: Setting) -> tuple[Reported, list[float], list[floa
         for global_round in range(setting.rounds):
             layout.floats(row)[:] += 1
             played = await endpoint.round(
-                Dispatch(global_round, 0, models=[(row, [CHILD])], epochs={CHILD: 1}, closing=Closing())
+                Dispatch(
+                    global_round, 0, models=[(row, [CHILD])], epochs={CHILD: 1}, closing=Closing()
+                )
             )
             phases = played.timeline.phases()
             down_s.append(phases["dispatch"])
@@ -214,20 +227,32 @@ def run_child(host: str, setting: Setting, reported: Connection) -> None:
         endpoint = ChildEndpoint(
             BrokerAddress(host, PORT),
             identity,
-            ToParent(parent=PARENT, session=SESSION, transfer=setting.transfer, link=setting.link, shaped=False),
+            ToParent(
+                parent=PARENT,
+                session=SESSION,
+                transfer=setting.transfer,
+                link=setting.link,
+                shaped=False,
+            ),
         )
         out = layout.empty()
 
         async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
             row = await model.whole()
-            np.negative(layout.floats(row), out=layout.floats(out))  # plus one would be the next model: it has it
+            # plus one would be the next model: it has it
+            np.negative(layout.floats(row), out=layout.floats(out))
             return WorkResult(out.data, Work(1, 0.0, 1, 1, 0.0, 0.0))
 
         async def goodbye() -> None:
             await endpoint.farewell((), timeout_s=20)
 
         endpoint.set_state(NodeState.READY, samples=1)
-        await live((endpoint,), endpoint.serve(LinkLayouts.plain(layout), work), connect_timeout_s=10, goodbye=goodbye)
+        await live(
+            (endpoint,),
+            endpoint.serve(LinkLayouts.plain(layout), work),
+            connect_timeout_s=10,
+            goodbye=goodbye,
+        )
         return endpoint
 
     reported.send(Reported.of(asyncio.run(run())))
@@ -236,32 +261,67 @@ def run_child(host: str, setting: Setting, reported: Connection) -> None:
 def main(settings: Sequence[Setting]) -> None:
     """Measure each setting and print a row for it as it comes."""
     table = Table(
-        "link", "model", "keep-alive", "ideal", "down", "up", "down / ideal", "up / ideal", "chunks down, up",
-        "published twice", "reconnects", "wire / MQTT, down, up", "wire / TCP_INFO, down, up",
-    )  # fmt: skip
+        "link",
+        "model",
+        "keep-alive",
+        "ideal",
+        "down",
+        "up",
+        "down / ideal",
+        "up / ideal",
+        "chunks down, up",
+        "published twice",
+        "reconnects",
+        "wire / MQTT, down, up",
+        "wire / TCP_INFO, down, up",
+    )
     for column in table.columns:
         column.justify = "right"
     for setting in settings:
-        head = [f"{setting.mbit:g} Mbit/s", f"{setting.model_bytes / 1e6:g} MB", f"{setting.keepalive_s} s"]
+        head = [
+            f"{setting.mbit:g} Mbit/s",
+            f"{setting.model_bytes / 1e6:g} MB",
+            f"{setting.keepalive_s} s",
+        ]
         try:
             seen = play(setting)
         except (ConnectionFailed, RunFailed) as error:
             table.add_row(*head, f"[red]{error}")
             continue
-        ideal, down, up = ideal_s(setting), float(np.median(seen.down_s)), float(np.median(seen.up_s))
-        chunks, again = seen.parent.chunks + seen.child.chunks, seen.parent.repeated + seen.child.repeated
+        ideal, down, up = (
+            ideal_s(setting),
+            float(np.median(seen.down_s)),
+            float(np.median(seen.up_s)),
+        )
+        chunks, again = (
+            seen.parent.chunks + seen.child.chunks,
+            seen.parent.repeated + seen.child.repeated,
+        )
         table.add_row(
-            *head, f"{ideal:.3f} s", f"{down:.3f} s", f"{up:.3f} s", f"{down / ideal:.3f}", f"{up / ideal:.3f}",
-            f"{seen.parent.chunks}, {seen.child.chunks}", f"{100 * again / max(1, chunks):.1f} %",
+            *head,
+            f"{ideal:.3f} s",
+            f"{down:.3f} s",
+            f"{up:.3f} s",
+            f"{down / ideal:.3f}",
+            f"{up / ideal:.3f}",
+            f"{seen.parent.chunks}, {seen.child.chunks}",
+            f"{100 * again / max(1, chunks):.1f} %",
             f"{seen.parent.reconnects}, {seen.child.reconnects}",
-            f"{seen.down_bytes / seen.child.message_bytes:.4f}, {seen.up_bytes / seen.parent.message_bytes:.4f}",
-            f"{seen.down_bytes / seen.child.wire.received:.5f}, {seen.up_bytes / seen.child.wire.sent:.5f}",
-        )  # fmt: skip
+            (
+                f"{seen.down_bytes / seen.child.message_bytes:.4f}, "
+                f"{seen.up_bytes / seen.parent.message_bytes:.4f}"
+            ),
+            (
+                f"{seen.down_bytes / seen.child.wire.received:.5f}, "
+                f"{seen.up_bytes / seen.child.wire.sent:.5f}"
+            ),
+        )
         print(".", end="", file=sys.stderr, flush=True)
     congestion = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
     console = Console(width=200)
     console.print(
-        f"\n{platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}, TCP {congestion}"
+        f"\n{platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
+        f"TCP {congestion}"
     )
     console.print(table)
 
@@ -269,10 +329,18 @@ def main(settings: Sequence[Setting]) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Measure models over links that the kernel keeps.")
     parser.add_argument(
-        "--link", nargs=4, action="append", metavar=("MBIT", "BYTES", "KEEPALIVE_S", "ROUNDS"), help="instead of all"
+        "--link",
+        nargs=4,
+        action="append",
+        metavar=("MBIT", "BYTES", "KEEPALIVE_S", "ROUNDS"),
+        help="instead of all",
     )
     given = parser.parse_args().link
     try:
-        main([Setting(float(m), int(b), int(k), int(r)) for m, b, k, r in given] if given else SETTINGS)
+        main(
+            [Setting(float(m), int(b), int(k), int(r)) for m, b, k, r in given]
+            if given
+            else SETTINGS
+        )
     except InvalidExperiment as error:
         sys.exit(str(error))

@@ -1,8 +1,10 @@
-"""Machines of a lab as network namespaces on this host, installed by their kits: what benchmarks of kits share.
+"""Machines of a lab as network namespaces on this host, installed by their kits: what benchmarks of
+kits share.
 
-Each machine is a folder: `fedstrata provision` writes its kit, and the kit's own installer writes below that folder.
-Each unit runs in its machine's network and mount namespace, under a supervisor that obeys its ExecStart, Environment,
-Type=notify, WatchdogSec, Restart, RestartSec and exit codes. The machines share nothing but the network. Needs root.
+Each machine is a folder: `fedstrata provision` writes its kit, and the kit's own installer writes
+below that folder. Each unit runs in its machine's network and mount namespace, under a supervisor
+that obeys its ExecStart, Environment, Type=notify, WatchdogSec, Restart, RestartSec and exit codes.
+The machines share nothing but the network. Needs root.
 """
 
 from __future__ import annotations
@@ -37,7 +39,11 @@ INSTALLED: Final = ("/opt/fedstrata", SETTINGS)
 OWN_FOLDERS: Final = ("/var/lib/fedstrata", "/var/cache/fedstrata", "/var/tmp", "/tmp")
 ROUTER: Final = "router"
 # What a machine does not inherit from the shell of this host: which code is imported, and options.
-ENVIRONMENT: Final = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "FEDSTRATA"))}
+ENVIRONMENT: Final = {
+    name: value
+    for name, value in os.environ.items()
+    if not name.startswith(("PYTHON", "FEDSTRATA"))
+}
 console = Console(width=120)
 
 
@@ -101,7 +107,9 @@ class Unit:
         ):
             notified.bind(str(path))
             notified.settimeout(1.0)
-            process = self._process = self._machine.popen(shlex.split(self.service["ExecStart"]), log=log, env=env)
+            process = self._process = self._machine.popen(
+                shlex.split(self.service["ExecStart"]), log=log, env=env
+            )
             alive = time.monotonic()
             while process.poll() is None:
                 try:
@@ -130,14 +138,19 @@ class Machine:
         self._binds = {str(own): folder for folder, own in folders.items()}
 
     def install(self, kit: Path, *, like: Machine | None = None) -> None:
-        """Install a kit, or another in its place; the packages of a machine of the same kind need not be fetched."""
+        """Install a kit, or another in its place; the packages of a machine of the same kind need
+        not be fetched.
+        """
         if like is not None:
             subprocess.run(["cp", "-al", like.root / "opt", self.root], check=True)
         line = [kit / INSTALLER, "--root", self.root]
         done = subprocess.run(line, capture_output=True, text=True, check=False, env=ENVIRONMENT)
         if done.returncode:
             sys.exit(done.stderr)
-        self.units = [Unit(file, self) for file in sorted((self.root / "etc/systemd/system").glob("*.service"))]
+        self.units = [
+            Unit(file, self)
+            for file in sorted((self.root / "etc/systemd/system").glob("*.service"))
+        ]
 
     def log(self, name: str) -> Path:
         return self.home / f"{name}.log"
@@ -145,7 +158,9 @@ class Machine:
     def popen(
         self, argv: Sequence[str], *, log: Any, env: Mapping[str, str], out: Any = None
     ) -> subprocess.Popen[bytes]:
-        """Start a program in the machine's network, with the machine's folders in place of this host's."""
+        """Start a program in the machine's network, with the machine's folders in place of this
+        host's.
+        """
         binds = [f"mount --bind {shlex.quote(own)} {folder}" for own, folder in self._binds.items()]
         script = " && ".join([*binds, f"cd /var/lib/fedstrata && exec {shlex.join(argv)}"])
         with self.space.entered():
@@ -163,7 +178,9 @@ class Machine:
     def await_ready(self) -> None:
         for unit in self.units:
             if not unit.ready.wait(PATIENCE_S):
-                sys.exit(f"{unit.name} of {self.home.name}:\n{self.log(unit.name).read_text()[-2000:]}")
+                sys.exit(
+                    f"{unit.name} of {self.home.name}:\n{self.log(unit.name).read_text()[-2000:]}"
+                )
 
     def shut_down(self, number: signal.Signals = signal.SIGTERM) -> None:
         """Stop all services; with SIGKILL as a power failure does."""
@@ -174,17 +191,24 @@ class Machine:
 class KitLab:
     """A lab: its machines, the wires between them, and the commands of the machine `server`."""
 
-    def __init__(self, home: Path, described: Callable[[Mapping[str, str]], str], wires: Sequence[VethPair]) -> None:
+    def __init__(
+        self, home: Path, described: Callable[[Mapping[str, str]], str], wires: Sequence[VethPair]
+    ) -> None:
         """Describe a lab, whose file is `described` with the address of each machine."""
         self.file, self.kits, self._home = home / "lab.toml", home / "kits", home
         self.wires = {wire.child_host: wire for wire in wires}
-        self.file.write_text(described({name: wire.child_address for name, wire in self.wires.items()}))
+        self.file.write_text(
+            described({name: wire.child_address for name, wire in self.wires.items()})
+        )
         self.machines: dict[str, Machine] = {}
 
     @contextmanager
     def connected(self) -> Iterator[Mapping[str, Namespace]]:
         """Connect the machines, with a router between them; end their services in the end."""
-        with joined([ROUTER, *self.wires], tuple(self.wires.values())) as spaces, ExitStack() as stack:
+        with (
+            joined([ROUTER, *self.wires], tuple(self.wires.values())) as spaces,
+            ExitStack() as stack,
+        ):
             for name, wire in self.wires.items():
                 spaces[name].batch("ip", [f"route add default via {wire.parent_address}"])
                 if (above := wire.parent_host) != ROUTER:
@@ -194,7 +218,9 @@ class KitLab:
                 spaces[name].forward()
             for folder in (*INSTALLED, *OWN_FOLDERS):
                 os.makedirs(folder, exist_ok=True)
-            self.machines = {name: Machine(spaces[name], home=self._home / name) for name in self.wires}
+            self.machines = {
+                name: Machine(spaces[name], home=self._home / name) for name in self.wires
+            }
             for machine in self.machines.values():
                 stack.callback(machine.shut_down)
             yield spaces
@@ -204,7 +230,8 @@ class KitLab:
         provision(load(self.file), self.file, wheel=wheel, out=self.kits)
 
     def install(self, *machines: str, ready: bool = True) -> None:
-        """Install the kits of machines, which then run what they ran before, and wait until it is `ready`.
+        """Install the kits of machines, which then run what they ran before, and wait until it is
+        `ready`.
 
         Print the seconds.
         """
@@ -219,18 +246,27 @@ class KitLab:
         for name in machines:
             if ready and self.machines[name].units[0].starts:
                 self.machines[name].await_ready()
-        console.print(f"the kits of {', '.join(machines)} installed in {time.monotonic() - began:.0f} s")
+        console.print(
+            f"the kits of {', '.join(machines)} installed in {time.monotonic() - began:.0f} s"
+        )
 
     def _like(self, name: str) -> Machine | None:
         """Return a machine with the packages that another one needs, too."""
 
         def extras(machine: str) -> str:
             return next(
-                line for line in (self.kits / machine / "kit.env").read_text().splitlines() if line[:7] == "EXTRAS="
+                line
+                for line in (self.kits / machine / "kit.env").read_text().splitlines()
+                if line[:7] == "EXTRAS="
             )
 
         return next(
-            (each for other, each in self.machines.items() if each.units and extras(other) == extras(name)), None
+            (
+                each
+                for other, each in self.machines.items()
+                if each.units and extras(other) == extras(name)
+            ),
+            None,
         )
 
     def boot(self, *machines: str) -> None:
@@ -241,13 +277,17 @@ class KitLab:
             self.machines[name].await_ready()
 
     def start(self, *words: str | Path, out: Any = subprocess.PIPE) -> subprocess.Popen[bytes]:
-        """Start a command of fedstrata at the server; its standard error is in the server's log `commands`."""
+        """Start a command of fedstrata at the server; its standard error is in the server's log
+        `commands`.
+        """
         server = self.machines["server"]
         with server.log("commands").open("ab") as log:
             return server.popen([PROGRAM, *map(str, words)], log=log, env={}, out=out)
 
     def fedstrata(self, *words: str | Path) -> tuple[int, str, str]:
-        """Run a command at the server; return its exit code, its output, and what it wrote for people."""
+        """Run a command at the server; return its exit code, its output, and what it wrote for
+        people.
+        """
         log = self.machines["server"].log("commands")
         before = log.stat().st_size if log.exists() else 0
         process = self.start(*words)

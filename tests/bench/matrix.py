@@ -1,12 +1,15 @@
-"""`make bench NAME=matrix`: stop each role and the broker at each state of the protocol; is the model the same?
+"""`make bench NAME=matrix`: stop each role and the broker at each state of the protocol; is the
+model the same?
 
     {device, institution, cloud, broker} x {dispatch, train, upload, collect, acknowledgement}
-                                         x {SIGKILL, SIGSTOP for longer than the keep-alive, SIGTERM}
+                                         x {SIGKILL, SIGSTOP for longer than the keep-alive,
+                                         SIGTERM}
 
-Each case is a lab of real processes on a real mosquitto. A listener on the broker waits for the message that marks the
-state, then signals the victim; what was killed is started again at once, the cloud with `--resume`. Each case prints
-whether the final model is that of an undisturbed lab, bit for bit, and the seconds from the signal to the next global
-round's end, beside those that a global round takes undisturbed.
+Each case is a lab of real processes on a real mosquitto. A listener on the broker waits for the
+message that marks the state, then signals the victim; what was killed is started again at once, the
+cloud with `--resume`. Each case prints whether the final model is that of an undisturbed lab, bit
+for bit, and the seconds from the signal to the next global round's end, beside those that a global
+round takes undisturbed.
 """
 
 from __future__ import annotations
@@ -36,7 +39,15 @@ from fedstrata.common.errors import WireError
 from fedstrata.common.experiment.reading import parse, to_toml
 from fedstrata.common.host.processes import free_port
 from fedstrata.common.protocol import serialization, topics
-from fedstrata.common.protocol.messages import Acknowledgement, Ask, Message, Phase, Progress, Result, Task
+from fedstrata.common.protocol.messages import (
+    Acknowledgement,
+    Ask,
+    Message,
+    Phase,
+    Progress,
+    Result,
+    Task,
+)
 from fedstrata.deploy.brokers import broker
 
 PATIENCE_S: Final = 120.0
@@ -53,9 +64,21 @@ EXPERIMENT: Final[dict[str, Any]] = {
     "model": {"name": "mlp_digits"},
     "training": {"epochs": 20},
     "institution": {"rounds": 2, "aggregation": {"name": "fedmr", "on_new_model": "recentre"}},
-    "cloud": {"epoch_control": {"name": "tempo"}, "aggregation": {"name": "fedcross", "alpha": 0.9}},
-    "transfer": {"inline_bytes": 0, "chunk_bytes": 32_768, "keepalive_s": KEEPALIVE_S, "idle_s": 60.0},
-    "links": {"lan": {"up_mbit": 20, "down_mbit": 20}, "wan": {"up_mbit": 20, "down_mbit": 20}, "check": "off"},
+    "cloud": {
+        "epoch_control": {"name": "tempo"},
+        "aggregation": {"name": "fedcross", "alpha": 0.9},
+    },
+    "transfer": {
+        "inline_bytes": 0,
+        "chunk_bytes": 32_768,
+        "keepalive_s": KEEPALIVE_S,
+        "idle_s": 60.0,
+    },
+    "links": {
+        "lan": {"up_mbit": 20, "down_mbit": 20},
+        "wan": {"up_mbit": 20, "down_mbit": 20},
+        "check": "off",
+    },
 }
 
 Mark = Callable[[topics.Topic, Message], bool]
@@ -65,7 +88,10 @@ def control(sender: str, receiver: str, kind: type[Message], *, at: int = 1) -> 
     """Match a control message of the second global round."""
 
     def match(topic: topics.Topic, message: Message) -> bool:
-        if not isinstance(topic, topics.InboxTopic) or (topic.sender, topic.node) != (sender, receiver):
+        if not isinstance(topic, topics.InboxTopic) or (topic.sender, topic.node) != (
+            sender,
+            receiver,
+        ):
             return False
         if isinstance(message, Progress) and message.phase not in (Phase.WAITING, Phase.TRAINING):
             return False
@@ -76,7 +102,9 @@ def control(sender: str, receiver: str, kind: type[Message], *, at: int = 1) -> 
 
 
 def mark_of(state: str, victim: str) -> Mark:
-    """Return the message that shows that the victim's link, or the device's where it has none, is in a state."""
+    """Return the message that shows that the victim's link, or the device's where it has none, is
+    in a state.
+    """
     parent, child = (CLOUD, INSTITUTION) if victim == CLOUD else (INSTITUTION, DEVICE)
     return {
         "dispatch": control(parent, child, Task),
@@ -91,7 +119,9 @@ STATES: Final = ("dispatch", "train", "upload", "collect", "acknowledgement")
 
 
 class Listener:
-    """All control messages of a broker; `wait` returns at the first one that a mark matches, from now on."""
+    """All control messages of a broker; `wait` returns at the first one that a mark matches, from
+    now on.
+    """
 
     def __init__(self, port: int) -> None:
         self._mark: Mark | None = None
@@ -146,7 +176,9 @@ class Lab:
         common = ["--spool", str(self.home / "spool"), "--broker", f"127.0.0.1:{self.port}"]
         with (self.home / f"{name}.log").open("ab") as log:
             words = [sys.executable, "-m", "fedstrata", *self.words(name, again=again), *common]
-            self.processes[name] = subprocess.Popen(words, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+            self.processes[name] = subprocess.Popen(
+                words, stdout=log, stderr=log, stdin=subprocess.DEVNULL
+            )
 
     def words(self, name: str, *, again: bool) -> list[str]:
         """Return the words of a role's command."""
@@ -154,11 +186,26 @@ class Lab:
         homes = ((1, 0), (2, 1), (3, 1))
         others = [("--name", f"device-{i}", "--parent", f"institution-{home}") for i, home in homes]
         return {
-            CLOUD: ["cloud", "--sole", *["--resume"] * again, file, "--runs", str(self.runs), "--format", "json"],
+            CLOUD: [
+                "cloud",
+                "--sole",
+                *["--resume"] * again,
+                file,
+                "--runs",
+                str(self.runs),
+                "--format",
+                "json",
+            ],
             INSTITUTION: ["institution", "--once", "--name", INSTITUTION],
             "institution-1": ["institution", "--once", "--name", "institution-1"],
             DEVICE: ["device", "--once", "--name", DEVICE, "--parent", INSTITUTION, "--slots", "1"],
-            "others": ["device", "--once", *(word for words in others for word in words), "--slots", "1"],
+            "others": [
+                "device",
+                "--once",
+                *(word for words in others for word in words),
+                "--slots",
+                "1",
+            ],
         }[name]
 
     @property
@@ -181,11 +228,19 @@ class Lab:
         """Return the times of day at which global rounds ended, Unix seconds."""
         lines = (self.folder / "events.jsonl").read_text().splitlines()
         events = [json.loads(line) for line in lines if line.endswith("}")]
-        return [datetime.fromisoformat(e["time"]).timestamp() for e in events if e["event"] == "global_round"]
+        return [
+            datetime.fromisoformat(e["time"]).timestamp()
+            for e in events
+            if e["event"] == "global_round"
+        ]
 
     def ends(self) -> dict[str, int]:
         """Wait until all roles have ended, and return their exit codes."""
-        return {name: process.wait(PATIENCE_S) for name, process in self.processes.items() if name != BROKER}
+        return {
+            name: process.wait(PATIENCE_S)
+            for name, process in self.processes.items()
+            if name != BROKER
+        }
 
     def model(self) -> bytes:
         """Return the final model's tensors, without the header, which carries the run's id."""
@@ -238,12 +293,16 @@ def play(home: Path, victim: str, state: str, number: signal.Signals, expected: 
         after = [end - at for end in lab.rounds() if end > at]
         wrong = {name: code for name, code in codes.items() if code}
         same = not wrong and lab.model() == expected
-        return Case(victim, state, number.name, same, min(after, default=float("nan")), str(wrong or "0"))
+        return Case(
+            victim, state, number.name, same, min(after, default=float("nan")), str(wrong or "0")
+        )
 
 
 def main() -> None:
     """Play the cases and print a table; the exit code is 1 if a model differs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--victim", choices=VICTIMS, action="append")
     parser.add_argument("--state", choices=STATES, action="append")
     parser.add_argument("--signal", choices=[number.name for number in SIGNALS], action="append")
@@ -259,14 +318,25 @@ def main() -> None:
                 for state in chosen.state or STATES:
                     if chosen.signal and number.name not in chosen.signal:
                         continue
-                    case = play(Path(root) / f"{victim}-{state}-{number.name}", victim, state, number, expected)
+                    case = play(
+                        Path(root) / f"{victim}-{state}-{number.name}",
+                        victim,
+                        state,
+                        number,
+                        expected,
+                    )
                     cases.append(case)
                     console.print(case)
     table = Table("victim", "state", "signal", "same model", "next global round, s", "exit codes")
     for case in cases:
         same = "yes" if case.same else "NO"
-        table.add_row(case.victim, case.state, case.signal, same, f"{case.next_round_s:.1f}", case.codes)
-    print(f"undisturbed: a global round each {usual_s:.1f} s; stopped for {STOPPED_S:g} s, keep-alive {KEEPALIVE_S} s")
+        table.add_row(
+            case.victim, case.state, case.signal, same, f"{case.next_round_s:.1f}", case.codes
+        )
+    print(
+        f"undisturbed: a global round each {usual_s:.1f} s; stopped for {STOPPED_S:g} s, "
+        f"keep-alive {KEEPALIVE_S} s"
+    )
     Console(width=120).print(table)
     print(f"{sum(case.same for case in cases)} of {len(cases)} with the same model, bit for bit")
     raise SystemExit(not all(case.same for case in cases))

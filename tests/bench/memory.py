@@ -1,9 +1,11 @@
-"""`make bench NAME=memory`: models in the memory of each role, by the size of the model; ARGS="--mb 45 200 500".
+"""`make bench NAME=memory`: models in the memory of each role, by the size of the model; ARGS="--mb
+45 200 500".
 
-A lab of processes: a cloud with its evaluator, an institution, two devices of one process with two workers. The trainer
-changes its arrays where they are, so it needs one model. A process's memory is its Pss (what it shares with others
-counts in parts) at its own peak, sampled every 0.05 s, less that of the same process with a model of 4 kB, in models.
-The last columns are the most memory of all at once, and what `fedstrata plan` has for a role.
+A lab of processes: a cloud with its evaluator, an institution, two devices of one process with two
+workers. The trainer changes its arrays where they are, so it needs one model. A process's memory is
+its Pss (what it shares with others counts in parts) at its own peak, sampled every 0.05 s, less
+that of the same process with a model of 4 kB, in models. The last columns are the most memory of
+all at once, and what `fedstrata plan` has for a role.
 """
 
 from __future__ import annotations
@@ -77,7 +79,9 @@ def processes(root: psutil.Process) -> Iterator[tuple[int, str]]:
 
 def measure(home: Path, columns: int) -> tuple[Mapping[str, float], float]:
     """Run the lab; return the most bytes of a process by role, and of all at once."""
-    words = command("run", "bulk.toml", "--runs", home / "runs", "--set", f"training.trainer.columns={columns}")
+    words = command(
+        "run", "bulk.toml", "--runs", home / "runs", "--set", f"training.trainer.columns={columns}"
+    )
     most: dict[str, float] = defaultdict(float)
     together = 0.0
     with (home / "log").open("wb") as log:
@@ -98,7 +102,9 @@ def measure(home: Path, columns: int) -> tuple[Mapping[str, float], float]:
 
 def planned(home: Path, columns: int) -> Mapping[str, int]:
     """Return what `plan` has for a role's memory."""
-    words = command("plan", "bulk.toml", "--set", f"training.trainer.columns={columns}", "--format", "json")
+    words = command(
+        "plan", "bulk.toml", "--set", f"training.trainer.columns={columns}", "--format", "json"
+    )
     done = subprocess.run([*map(str, words)], cwd=home, capture_output=True, text=True, check=True)
     memory: Mapping[str, int] = json.loads(done.stdout)["memory"]
     return memory
@@ -106,7 +112,9 @@ def planned(home: Path, columns: int) -> Mapping[str, int]:
 
 def main() -> None:
     """Print a table: a row for each role and size."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mb", type=float, nargs="+", default=[45, 200, 500])
     chosen = parser.parse_args()
     print("| model, MB | role | MB | in models | `plan`, MB |\n|---|---|---|---|---|", flush=True)
@@ -122,7 +130,10 @@ def main() -> None:
             for role in sorted(most):
                 models = (most[role] - empty[role]) / (4 * columns)
                 plan = f"{plans[role] / MB:.0f}" if role in plans else ""
-                print(f"| {size:g} | {role} | {most[role] / MB:.0f} | {models:.1f} | {plan} |", flush=True)
+                print(
+                    f"| {size:g} | {role} | {most[role] / MB:.0f} | {models:.1f} | {plan} |",
+                    flush=True,
+                )
             models = (together - nothing) / (4 * columns)
             print(f"| {size:g} | all at once | {together / MB:.0f} | {models:.1f} | |", flush=True)
 

@@ -1,11 +1,13 @@
-"""`make bench NAME=namespaces`: an experiment over links that the kernel keeps, as root; ARGS="FILE --set KEY=VALUE".
+"""`make bench NAME=namespaces`: an experiment over links that the kernel keeps, as root; ARGS="FILE
+--set KEY=VALUE".
 
     cloud, its broker ===== WAN =====> institution, its broker ===== LAN =====> devices
 
-Each arrow, of any number of tiers, is a veth pair, shaped at both ends. A namespace stands for one machine: the cloud,
-an institution, or a process of devices of one parent. Each broker runs at the parent's end of its links, so a message
-crosses a link once. Devices in one process still have links of their own: each uses another address of the broker, and
-so another interface. Printed are the seconds of each global round, beside which `fedstrata plan` can be held.
+Each arrow, of any number of tiers, is a veth pair, shaped at both ends. A namespace stands for one
+machine: the cloud, an institution, or a process of devices of one parent. Each broker runs at the
+parent's end of its links, so a message crosses a link once. Devices in one process still have links
+of their own: each uses another address of the broker, and so another interface. Printed are the
+seconds of each global round, beside which `fedstrata plan` can be held.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ POLL_S: Final = 0.2
 
 @dataclass(frozen=True, slots=True)
 class NetworkPlan:
-    """A lab's hosts, named after their processes; the devices of each device process; each child's veth pair."""
+    """A lab's hosts, named after their processes; the devices of each device process; each child's
+    veth pair.
+    """
 
     hosts: tuple[str, ...]
     groups: Mapping[str, tuple[str, ...]]
@@ -43,7 +47,9 @@ class NetworkPlan:
 
 @dataclass(frozen=True, slots=True)
 class NamespacedLab:
-    """The broker (host:port) of each node for its parent and for its children, and the context of each host."""
+    """The broker (host:port) of each node for its parent and for its children, and the context of
+    each host.
+    """
 
     upward: Mapping[str, str]
     downward: Mapping[str, str]
@@ -51,7 +57,9 @@ class NamespacedLab:
 
 
 def by_kernel(experiment: Experiment, *, delays: bool) -> Experiment:
-    """Return the experiment with links enforced by the kernel; without their delays if `delays` is false."""
+    """Return the experiment with links enforced by the kernel; without their delays if `delays` is
+    false.
+    """
     tree = experiment.model_dump(mode="json")
     tree["links"]["enforce"] = "kernel"
     if not delays:
@@ -86,23 +94,34 @@ def _wire(experiment: Experiment, child: str, *, number: int, hosts: tuple[str, 
 def namespaces(plan: NetworkPlan, home: Path) -> Iterator[NamespacedLab]:
     """Open the network of a plan, a broker at each parent; logs go into `home`.
 
-    Raises InvalidExperiment if this machine or user cannot; ConnectionFailed if a broker does not start.
+    Raises InvalidExperiment if this machine or user cannot; ConnectionFailed if a broker does not
+    start.
     """
     with joined(plan.hosts, tuple(plan.wires.values())) as spaces, ExitStack() as stack:
         ports = {}
-        for port, host in enumerate((host for host in plan.hosts if host not in plan.groups), PORT):  # a log for each
+        # a log for each
+        for port, host in enumerate((host for host in plan.hosts if host not in plan.groups), PORT):
             with spaces[host].entered():
                 stack.enter_context(broker.start(directory=home, host="0.0.0.0", port=port))
             ports[host] = port
-        upward = {node: f"{wire.parent_address}:{ports[wire.parent_host]}" for node, wire in plan.wires.items()}
+        upward = {
+            node: f"{wire.parent_address}:{ports[wire.parent_host]}"
+            for node, wire in plan.wires.items()
+        }
         downward = {host: f"127.0.0.1:{port}" for host, port in ports.items()}
         yield NamespacedLab(upward, downward, lambda host: spaces[host].entered())
 
 
 def run_in_namespaces(experiment: Experiment, runs: Path, *, null: bool = False) -> Path:
-    """Run an experiment, whose roles compute nothing with `null`, and return the run's folder. Raises RunFailed."""
+    """Run an experiment, whose roles compute nothing with `null`, and return the run's folder.
+    Raises RunFailed.
+    """
     plan, parent = lay_out(experiment), experiment.tree.parent
-    with tempfile.TemporaryDirectory() as folder, namespaces(plan, home := Path(folder)) as lab, ExitStack() as stack:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        namespaces(plan, home := Path(folder)) as lab,
+        ExitStack() as stack,
+    ):
         home.chmod(0o755)  # mosquitto reads its configuration there, possibly as another user
         file = home / "experiment.toml"
         file.write_text(to_toml(experiment), encoding="utf-8")
@@ -113,13 +132,28 @@ def run_in_namespaces(experiment: Experiment, runs: Path, *, null: bool = False)
             stack.callback(role.kill)
             return role
 
-        cloud = start(CLOUD, "cloud", file, "--runs", runs, "--broker", lab.downward[CLOUD], "--format", "json")
+        cloud = start(
+            CLOUD,
+            "cloud",
+            file,
+            "--runs",
+            runs,
+            "--broker",
+            lab.downward[CLOUD],
+            "--format",
+            "json",
+        )
         roles = [cloud]
         for name in experiment.tree.aggregators:
             brokers = ("--broker", lab.upward[name], "--child-broker", lab.downward[name])
-            roles.append(start(name, "institution", "--name", name, "--parent", parent(name), *brokers))
+            roles.append(
+                start(name, "institution", "--name", name, "--parent", parent(name), *brokers)
+            )
         for host, devices in plan.groups.items():
-            each = (("--name", name, "--parent", parent(name), "--broker", lab.upward[name]) for name in devices)
+            each = (
+                ("--name", name, "--parent", parent(name), "--broker", lab.upward[name])
+                for name in devices
+            )
             roles.append(start(host, "device", *(word for words in each for word in words)))
         while cloud.process.poll() is None:
             time.sleep(POLL_S)
@@ -133,13 +167,19 @@ def run_in_namespaces(experiment: Experiment, runs: Path, *, null: bool = False)
 
 def main() -> None:
     """Run an experiment and print its global rounds."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("file", type=Path, nargs="?", default=DEMO)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--runs", type=Path, default=Path("runs"))
-    parser.add_argument("--no-delay", action="store_true", help="omit the links' delays, which need netem")
+    parser.add_argument(
+        "--no-delay", action="store_true", help="omit the links' delays, which need netem"
+    )
     asked = parser.parse_args()
-    folder = run_in_namespaces(by_kernel(load(asked.file, asked.set), delays=not asked.no_delay), asked.runs)
+    folder = run_in_namespaces(
+        by_kernel(load(asked.file, asked.set), delays=not asked.no_delay), asked.runs
+    )
     before_s = 0.0
     for row in table(folder / "rounds.csv"):
         print(f"global round {row['global_round']}: {float(row['elapsed_s']) - before_s:.2f} s")

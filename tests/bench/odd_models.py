@@ -1,8 +1,10 @@
-"""`make bench NAME=odd_models`: users' odd models over a real network, against a plain PyTorch loop.
+"""`make bench NAME=odd_models`: users' odd models over a real network, against a plain PyTorch
+loop.
 
-One broker, one institution and three devices, each a process that stays; each model is one run of two global rounds.
-Its final model is compared with the weighted mean of plain loops. What is refused must be one line, with exit code 4.
-With `--recorded` the experiments have `training.recorded = true`. `--only NAME` takes some of the models.
+One broker, one institution and three devices, each a process that stays; each model is one run of
+two global rounds. Its final model is compared with the weighted mean of plain loops. What is
+refused must be one line, with exit code 4. With `--recorded` the experiments have
+`training.recorded = true`. `--only NAME` takes some of the models.
 """
 
 from __future__ import annotations
@@ -37,9 +39,11 @@ from tests.helpers.plain import first_model, plain_training
 DEVICES: Final = tuple(f"device-{i}" for i in range(3))
 ROUNDS: Final = 2
 ERROR_MOST: Final = 1e-4
-PATIENCE_S: Final = 900.0  # a run takes a minute, and a process that shares its core with others has a tenth of it
+# a run takes a minute, and a process that shares its core with others has a tenth of it
+PATIENCE_S: Final = 900.0
 ALLOWED: Final = ("tests.helpers.odd_models", "tests.helpers.rare_models")
-IN_EVALUATION: Final = "GradientInside"  # it takes a gradient as it is evaluated, which has none: one line names it
+# it takes a gradient as it is evaluated, which has none: one line names it
+IN_EVALUATION: Final = "GradientInside"
 REFUSED: Final[Mapping[str, str]] = {
     **{f"{ALLOWED[0]}:{name}": problem for name, problem in test_odd_models.REFUSED.items()},
     **{f"{ALLOWED[1]}:{name}": "the same training twice" for name in test_rare_models.REFUSED},
@@ -53,7 +57,13 @@ TRAINED: Final = (
 
 def experiment(name: str, *, recorded: bool | str) -> Experiment:
     """Return the run of one model."""
-    training = {"batch_size": 31, "learning_rate": 0.02, "momentum": 0.9, "weight_decay": 0.01, "epochs": 1}
+    training = {
+        "batch_size": 31,
+        "learning_rate": 0.02,
+        "momentum": 0.9,
+        "weight_decay": 0.01,
+        "epochs": 1,
+    }
     training |= {"recorded": recorded}
     tree = {
         "name": name.partition(":")[2].lower().replace("_", "-"),
@@ -79,7 +89,9 @@ def wanted(lab: Experiment, layout: ModelLayout) -> Row:
     return row
 
 
-def rows_to_row(layout: ModelLayout, floats: np.ndarray[tuple[int], np.dtype[np.float64]], counters: Row) -> Row:
+def rows_to_row(
+    layout: ModelLayout, floats: np.ndarray[tuple[int], np.dtype[np.float64]], counters: Row
+) -> Row:
     """Return a model of these columns, with the counters of another one."""
     row = counters.copy()
     layout.floats(row)[:] = floats
@@ -95,7 +107,8 @@ def _samples(lab: Experiment, node: str) -> int:
 def ended(command: list[str], refusal: str | None) -> tuple[int, str, str]:
     """Run a cloud; return its exit code, its output and its last message.
 
-    A cloud waits for devices that refuse a model, and names why: that line, which `refusal` matches, counts as exit 4.
+    A cloud waits for devices that refuse a model, and names why: that line, which `refusal`
+    matches, counts as exit 4.
     """
     line = ""
     with (
@@ -107,7 +120,11 @@ def ended(command: list[str], refusal: str | None) -> tuple[int, str, str]:
         assert process.stderr is not None
         try:
             for line in map(str.strip, process.stderr):
-                if refusal is not None and "waits for its children" in line and re.search(refusal, line):
+                if (
+                    refusal is not None
+                    and "waits for its children" in line
+                    and re.search(refusal, line)
+                ):
                     process.kill()
                     return InvalidExperiment.exit_code, "", line
             code = process.wait()
@@ -120,11 +137,17 @@ def ended(command: list[str], refusal: str | None) -> tuple[int, str, str]:
 def main() -> None:
     """Run all models and print a table; the exit code is 1 if one is neither equal nor refused."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--recorded", action="store_true", help="ask for recorded steps of all models")
+    parser.add_argument(
+        "--recorded", action="store_true", help="ask for recorded steps of all models"
+    )
     parser.add_argument("--only", action="append", help="models by name")
     chosen = parser.parse_args()
     table, wrong = Table("model", "outcome", "largest difference"), 0
-    models_here = [name for name in (*TRAINED, *REFUSED) if not chosen.only or name.partition(":")[2] in chosen.only]
+    models_here = [
+        name
+        for name in (*TRAINED, *REFUSED)
+        if not chosen.only or name.partition(":")[2] in chosen.only
+    ]
     with tempfile.TemporaryDirectory(prefix="odd-") as root, ExitStack() as stack:
         home, port = Path(root), free_port()
         stack.callback(broker.start(directory=home, port=port).process.kill)
@@ -136,7 +159,9 @@ def main() -> None:
             ["device", *names, "--parent", "institution-0", "--slots", "1", *allowed],
         ):
             with (home / f"{words[0]}.log").open("w") as log:
-                stack.callback(subprocess.Popen([*fedstrata, *words, *where], stdout=log, stderr=log).kill)
+                stack.callback(
+                    subprocess.Popen([*fedstrata, *words, *where], stdout=log, stderr=log).kill
+                )
         for name in models_here:
             lab = experiment(name, recorded=chosen.recorded or "auto")
             file = home / f"{lab.name}.toml"
@@ -159,7 +184,13 @@ def main() -> None:
                 right = name in TRAINED and apart <= ERROR_MOST
                 table.add_row(name, "trained", f"{apart:.2g}")
             wrong += not right
-            print(name, "right" if right else "WRONG", line if not right else "", file=sys.stderr, flush=True)
+            print(
+                name,
+                "right" if right else "WRONG",
+                line if not right else "",
+                file=sys.stderr,
+                flush=True,
+            )
     Console(width=160).print(table)
     print(f"{len(models_here) - wrong} of {len(models_here)} equal a plain loop or are refused")
     raise SystemExit(bool(wrong))

@@ -1,7 +1,9 @@
-"""One model, one way: tensors in one process to tensors in another, through mosquitto; encode and decode included.
+"""One model, one way: tensors in one process to tensors in another, through mosquitto; encode and
+decode included.
 
-The parent's announcement carries the task; the child pulls, checks, and has named arrays over the row it assembled.
-Beside it, in turn, the same bytes by plain TCP between two processes and through a bare relay process.
+The parent's announcement carries the task; the child pulls, checks, and has named arrays over the
+row it assembled. Beside it, in turn, the same bytes by plain TCP between two processes and through
+a bare relay process.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ TRANSFER = TransferSettings(idle_s=30.0)
 
 @dataclass(frozen=True, slots=True)
 class OneWay:
-    """Medians of each way: seconds, and CPU seconds per GB over all its processes (of ours: also the broker's)."""
+    """Medians of each way: seconds, and CPU seconds per GB over all its processes (of ours: also
+    the broker's).
+    """
 
     ours_s: float
     raw_s: float
@@ -85,7 +89,9 @@ def play(model_bytes: int, *, repeats: int) -> OneWay:
         child.start()
         processes = (os.getpid(), served.process.pid, child.pid or 0)
         try:
-            found = asyncio.run(_parent(served.port, model_bytes, repeats, arrivals, processes, (raw, relay)))
+            found = asyncio.run(
+                _parent(served.port, model_bytes, repeats, arrivals, processes, (raw, relay))
+            )
         finally:
             child.join(5)
             child.kill()
@@ -98,7 +104,9 @@ def layout_of(model_bytes: int) -> ModelLayout:
     """Return a layout of so many bytes in a ResNet-18's number of tensors."""
     width = model_bytes // 4 // TENSORS
     widths = [width] * (TENSORS - 1) + [model_bytes // 4 - (TENSORS - 1) * width]
-    return ModelLayout.build([(f"layer{i}.weight", (w,), Section.PARAMETER) for i, w in enumerate(widths)])
+    return ModelLayout.build(
+        [(f"layer{i}.weight", (w,), Section.PARAMETER) for i, w in enumerate(widths)]
+    )
 
 
 async def _parent(
@@ -125,11 +133,16 @@ async def _parent(
 
     async def one(global_round: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
         for tensor in state.values():
-            np.add(tensor, 1.0, out=tensor)  # all of them: chunks that the child has would not travel
+            # all of them: chunks that the child has would not travel
+            np.add(tensor, 1.0, out=tensor)
         before, start = _cpu_s(processes), time.monotonic()
         layout.flatten(state, row)
         playing = asyncio.create_task(
-            endpoint.round(Dispatch(global_round, 0, models=[(row, [CHILD])], epochs={CHILD: 1}, closing=Closing()))
+            endpoint.round(
+                Dispatch(
+                    global_round, 0, models=[(row, [CHILD])], epochs={CHILD: 1}, closing=Closing()
+                )
+            )
         )
         arrived = await asyncio.to_thread(arrivals.get)
         seconds, cpu_s = [arrived - start], [_cpu_s(processes) - before]
@@ -173,7 +186,12 @@ def _child(port: int, model_bytes: int, arrivals: SimpleQueue[float]) -> None:
             await endpoint.farewell((), timeout_s=2)
 
         endpoint.set_state(NodeState.READY, samples=1)
-        await live((endpoint,), endpoint.serve(LinkLayouts.plain(layout), work), connect_timeout_s=10, goodbye=goodbye)
+        await live(
+            (endpoint,),
+            endpoint.serve(LinkLayouts.plain(layout), work),
+            connect_timeout_s=10,
+            goodbye=goodbye,
+        )
 
     asyncio.run(run())
 

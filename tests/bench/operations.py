@@ -1,14 +1,16 @@
-"""`make bench NAME=operations`: watch, unplug, upgrade and revoke machines of a TLS lab from its kits, as root.
+"""`make bench NAME=operations`: watch, unplug, upgrade and revoke machines of a TLS lab from its
+kits, as root.
 
-    server: cloud, broker, Prometheus == router == site-0: institution-0, broker == box-0: device-0, device-1
+    server: cloud, broker, Prometheus == router == site-0: institution-0, broker == box-0: device-0,
+    device-1
                                              router == site-1: institution-1 == box-1: device-2
                                                                        site-1 == box-2: device-3
 
-The machines are those of `tests/bench/machines.py`; Prometheus has what is shipped for it, as it is shipped. In one
-run: the targets, the queries of every dashboard, the alerts of a machine that is unplugged, a node whose certificate is
-revoked. Then upgrades, the devices first and the server first: a release of another version and wire version is this
-one with both numbers changed, and its kits. At last a broker whose certificate is revoked. Needs root, mosquitto and
-Prometheus.
+The machines are those of `tests/bench/machines.py`; Prometheus has what is shipped for it, as it is
+shipped. In one run: the targets, the queries of every dashboard, the alerts of a machine that is
+unplugged, a node whose certificate is revoked. Then upgrades, the devices first and the server
+first: a release of another version and wire version is this one with both numbers changed, and its
+kits. At last a broker whose certificate is revoked. Needs root, mosquitto and Prometheus.
 """
 
 from __future__ import annotations
@@ -34,31 +36,58 @@ from rich.table import Table
 from fedstrata.common.metrics_server import SERVER_NAME
 from fedstrata.deploy.kits.lab_file import KEPT_TLS, REVOKED, load
 from fedstrata.deploy.kits.provision import LAB_FILE, revoke_certificates
-from tests.bench.machines import DEMO, PATIENCE_S, ROUTER, SETTINGS, Checks, KitLab, Machine, console, home_of
+from tests.bench.machines import (
+    DEMO,
+    PATIENCE_S,
+    ROUTER,
+    SETTINGS,
+    Checks,
+    KitLab,
+    Machine,
+    console,
+    home_of,
+)
 from tests.helpers.monitoring import ROOT, SHIPPED, Prometheus, expressions, replaced
 from tests.helpers.namespaces import Namespace, VethPair
 from tests.simulation.outcome import model_digest
 
 ABOVE: Final = {
-    "server": ROUTER, "site-0": ROUTER, "site-1": ROUTER, "box-0": "site-0", "box-1": "site-1", "box-2": "site-1",
-}  # fmt: skip
+    "server": ROUTER,
+    "site-0": ROUTER,
+    "site-1": ROUTER,
+    "box-0": "site-0",
+    "box-1": "site-1",
+    "box-2": "site-1",
+}
 SITES, BOXES = ("site-0", "site-1"), ("box-0", "box-1", "box-2")
 NODES: Final = {
-    ("cloud", "cloud"), ("institution", "institution-0"), ("institution", "institution-1"), ("device", ""),
-    ("device", "device-2"), ("device", "device-3"),
-}  # fmt: skip
+    ("cloud", "cloud"),
+    ("institution", "institution-0"),
+    ("institution", "institution-1"),
+    ("device", ""),
+    ("device", "device-2"),
+    ("device", "device-3"),
+}
 INSTALLED_FILE: Final = Path(SETTINGS) / LAB_FILE
 METRICS_PORT: Final = 9464
 PROMETHEUS_PORT: Final = 9090
 INTERVAL_S: Final = 5  # of the shipped configuration
 QUERIES_S: Final = 90  # rates want several scrapes, rules are worked out at their own pace
-# A round does without one of two children after some seconds; models are large enough to measure their links.
+# A round does without one of two children after some seconds; models are large enough to measure
+# their links.
 WATCHED: Final = (
-    "rounds=100000", "transfer.idle_s=150", "institution.rounds=1", "model.name=cnn_femnist", "training.epochs=1",
+    "rounds=100000",
+    "transfer.idle_s=150",
+    "institution.rounds=1",
+    "model.name=cnn_femnist",
+    "training.epochs=1",
     "transfer.chunk_bytes=32768",
     'institution.closing={ rule = "quorum", quorum = 1, deadline_s = 5.0 }',
-    'data={ dataset = "synthetic", image_shape = [1, 28, 28], classes = 10, samples = 400, test_samples = 100 }',
-)  # fmt: skip
+    (
+        'data={ dataset = "synthetic", image_shape = [1, 28, 28], classes = 10, samples = 400, '
+        "test_samples = 100 }"
+    ),
+)
 BY_FILE: Final = ("--lab", str(INSTALLED_FILE))
 # Without the lab's file the cloud does not call the roll, and meets its children in the run.
 BY_NAME: Final = (
@@ -67,7 +96,8 @@ BY_NAME: Final = (
 )  # fmt: skip
 NUMBERS: Final = ("topology={ institutions = 2, devices = 4 }",)
 SHORT: Final = ("rounds=3", "links.check=off")
-RELEASES: Final = {"0.1.0": None, "0.2.0": 9, "0.3.0": 10}  # None: the wire version is the present one
+# None: the wire version is the present one
+RELEASES: Final = {"0.1.0": None, "0.2.0": 9, "0.3.0": 10}
 
 
 def described(addresses: Mapping[str, str]) -> str:
@@ -105,16 +135,23 @@ parent = "institution-1"
 
 
 def wheel_of(version: str, wire: int | None, home: Path) -> Path:
-    """Return the wheel of this release, or of one that differs by its version and its wire version alone."""
+    """Return the wheel of this release, or of one that differs by its version and its wire version
+    alone.
+    """
     source, out = home / f"source-{version}", home / f"wheel-{version}"
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode()
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True
+    ).stdout.decode()
     for name in listed.split("\0"):
         if (ROOT / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, source / name)
     changes = {"pyproject.toml": (r'(?m)^version = ".*"$', f'version = "{version}"')}
     if wire is not None:
-        changes["common/protocol/serialization.py"] = (r"(?m)^VERSION: Final = \d+$", f"VERSION: Final = {wire}")
+        changes["common/protocol/serialization.py"] = (
+            r"(?m)^VERSION: Final = \d+$",
+            f"VERSION: Final = {wire}",
+        )
     for name, (old, new) in changes.items():
         text, count = re.subn(old, new, (source / name).read_text())
         assert count == 1, name
@@ -125,7 +162,9 @@ def wheel_of(version: str, wire: int | None, home: Path) -> Path:
 
 
 def until(what: Callable[[], Any], patience_s: float = PATIENCE_S) -> float | None:
-    """Wait until something is true; return the seconds that it took, None if it did not become true."""
+    """Wait until something is true; return the seconds that it took, None if it did not become
+    true.
+    """
     began = time.monotonic()
     while not what():
         if time.monotonic() > began + patience_s:
@@ -142,7 +181,9 @@ def quoted(text: str, *words: str) -> None:
     """Print the lines of an output, or those that have one of the words."""
     for line in text.splitlines():
         if not words or any(word in line for word in words):
-            console.print(f"       | {line.rstrip()}", markup=False, highlight=False, soft_wrap=True)
+            console.print(
+                f"       | {line.rstrip()}", markup=False, highlight=False, soft_wrap=True
+            )
 
 
 class InsidePrometheus(Prometheus):
@@ -163,22 +204,35 @@ class InsidePrometheus(Prometheus):
     def nodes(self) -> set[tuple[str, str]]:
         """Return role and node of each target that answers over TLS."""
         targets = self.get("/api/v1/targets", state="active")["activeTargets"]
-        good = [each for each in targets if each["health"] == "up" and each["scrapeUrl"].startswith("https://")]
+        good = [
+            each
+            for each in targets
+            if each["health"] == "up" and each["scrapeUrl"].startswith("https://")
+        ]
         return {(each["labels"]["role"], each["labels"].get("node", "")) for each in good}
 
 
 class Run:
     """A run in the background: its folder, and what its cloud writes for people."""
 
-    def __init__(self, lab: Operated, name: str, *sets: str, access: Sequence[str] = BY_FILE) -> None:
+    def __init__(
+        self, lab: Operated, name: str, *sets: str, access: Sequence[str] = BY_FILE
+    ) -> None:
         self._runs = lab.machines["server"].home / "runs" / name
         self._log = lab.machines["server"].log("commands")
         self._before = self._log.stat().st_size if self._log.exists() else 0
         words = [word for pair in sets for word in ("--set", pair)]
         self.process = lab.start(
-            "cloud", lab.demo, *access, "--metrics", f"0.0.0.0:{METRICS_PORT}", "--runs", self._runs,
-            *words, out=subprocess.DEVNULL,
-        )  # fmt: skip
+            "cloud",
+            lab.demo,
+            *access,
+            "--metrics",
+            f"0.0.0.0:{METRICS_PORT}",
+            "--runs",
+            self._runs,
+            *words,
+            out=subprocess.DEVNULL,
+        )
 
     @property
     def folder(self) -> Path:
@@ -199,7 +253,8 @@ class Run:
         with (self.folder / "devices.csv").open() as file:
             counts: dict[str, int] = defaultdict(int)
             for row in csv.DictReader(file):
-                if row["local_rounds"] != "0":  # a device that has moved has a row at its own parent, too
+                # a device that has moved has a row at its own parent, too
+                if row["local_rounds"] != "0":
                     counts[row["node"].rpartition("/")[2]] += 1
             return counts
 
@@ -211,7 +266,9 @@ class Run:
 class Operated(KitLab):
     """The lab, and what its keeper does."""
 
-    def __init__(self, home: Path, description: Callable[[Mapping[str, str]], str] = described) -> None:
+    def __init__(
+        self, home: Path, description: Callable[[Mapping[str, str]], str] = described
+    ) -> None:
         """`description`: as of KitLab, of a lab of these six machines."""
         wires = [VethPair(i, name, above, name) for i, (name, above) in enumerate(ABOVE.items())]
         super().__init__(home, description, wires)
@@ -219,13 +276,23 @@ class Operated(KitLab):
         shutil.copyfile(DEMO, self.demo)
 
     def run(self, name: str) -> tuple[int, str, bool]:
-        """Run the demo to its end; return its exit code, what was written, and whether the model is --direct's."""
+        """Run the demo to its end; return its exit code, what was written, and whether the model is
+        --direct's.
+        """
         run = Run(self, name, "topology=lab", *SHORT)
         code = run.process.wait()
         if code:
             return code, run.written, False
         runs = self.machines["server"].home / "direct" / name
-        words = ("run", run.folder / "experiment.toml", "--direct", "--runs", runs, "--format", "json")
+        words = (
+            "run",
+            run.folder / "experiment.toml",
+            "--direct",
+            "--runs",
+            runs,
+            "--format",
+            "json",
+        )
         assert self.fedstrata(*words)[0] == 0
         return code, run.written, model_digest(runs) == model_digest(run.folder.parent)
 
@@ -237,13 +304,17 @@ class Operated(KitLab):
 
     def link(self, machine: str, state: str) -> None:
         """Plug the cable of a machine out, or in again."""
-        self.machines[machine].space.batch("ip", [f"link set up{self.wires[machine].number} {state}"])
+        self.machines[machine].space.batch(
+            "ip", [f"link set up{self.wires[machine].number} {state}"]
+        )
         if state == "up":  # the route went with the link
             above = self.wires[machine].parent_address
             self.machines[machine].space.batch("ip", [f"route replace default via {above}"])
 
     def scraped(self, asking: Machine, node: str) -> str:
-        """Return the status with which the cloud answers a request for its metrics with a node's certificate."""
+        """Return the status with which the cloud answers a request for its metrics with a node's
+        certificate.
+        """
         tls = asking.root / SETTINGS.strip("/") / KEPT_TLS
         context = ssl.create_default_context(cafile=str(tls / "ca.crt"))
         context.load_cert_chain(tls / f"{node}.crt", tls / f"{node}.key")
@@ -264,9 +335,12 @@ class Operated(KitLab):
         """Run a Prometheus at the server, with what is shipped for a lab with certificates."""
         server = self.machines["server"]
         words = [
-            "prometheus", f"--config.file={SHIPPED / 'prometheus-tls.yml'}", "--storage.tsdb.path=/var/tmp/tsdb",
-            f"--web.listen-address=127.0.0.1:{PROMETHEUS_PORT}", "--log.level=error",
-        ]  # fmt: skip
+            "prometheus",
+            f"--config.file={SHIPPED / 'prometheus-tls.yml'}",
+            "--storage.tsdb.path=/var/tmp/tsdb",
+            f"--web.listen-address=127.0.0.1:{PROMETHEUS_PORT}",
+            "--log.level=error",
+        ]
         with server.log("prometheus").open("ab") as log:
             process = server.popen(words, log=log, env={})
         try:
@@ -283,11 +357,15 @@ def show_queries(prometheus: InsidePrometheus, run: str, check: Checks) -> None:
     asked = {}
     for where, expr in expressions().items():
         node = "institution-1" if where.startswith("institution:") else "device-2"
-        asked[where] = replaced(expr, run=run, tier="lan", parent="institution-1", node=node, interval_s=INTERVAL_S)
+        asked[where] = replaced(
+            expr, run=run, tier="lan", parent="institution-1", node=node, interval_s=INTERVAL_S
+        )
     empty, began = dict(asked), time.monotonic()
     while any(here(expr) for expr in empty.values()) and time.monotonic() < began + QUERIES_S:
         empty = {where: expr for where, expr in empty.items() if not prometheus.query(expr)}
-    table = Table("shipped", "queries", "with data", title=f"queries, within {time.monotonic() - began:.0f} s")
+    table = Table(
+        "shipped", "queries", "with data", title=f"queries, within {time.monotonic() - began:.0f} s"
+    )
     sources = [where.partition(": ")[0] for where in asked]
     for source in dict.fromkeys(sources):
         without = sum(where.startswith(f"{source}: ") for where in empty)
@@ -296,12 +374,18 @@ def show_queries(prometheus: InsidePrometheus, run: str, check: Checks) -> None:
     for where, expr in empty.items():
         quoted(f"no data: {where}: {expr}")
     unexpected = [where for where, expr in empty.items() if here(expr)]
-    check(f"(b) queries without data that this host should have: {', '.join(unexpected) or 'none'}", not unexpected)
+    check(
+        f"(b) queries without data that this host should have: {', '.join(unexpected) or 'none'}",
+        not unexpected,
+    )
 
 
 def here(expr: str) -> bool:
     """Return whether this host has what an expression asks for."""
-    return not any(name in expr for name in ("fedstrata_host_temperature", "fedstrata_gpu_", "fedstrata_energy_"))
+    return not any(
+        name in expr
+        for name in ("fedstrata_host_temperature", "fedstrata_gpu_", "fedstrata_energy_")
+    )
 
 
 def watch(lab: Operated, check: Checks, *, wheel: Path) -> None:
@@ -309,27 +393,45 @@ def watch(lab: Operated, check: Checks, *, wheel: Path) -> None:
     with lab.prometheus() as prometheus:
         run = Run(lab, "watched", "topology=lab", *WATCHED)
         found = until(lambda: prometheus.nodes() == NODES)
-        check(f"(a) every node of every role is a target and up over https {seconds(found)}", found is not None)
+        check(
+            f"(a) every node of every role is a target and up over https {seconds(found)}",
+            found is not None,
+        )
         for each in prometheus.get("/api/v1/targets", state="active")["activeTargets"]:
             labels = each["labels"]
-            quoted(f"{labels['role']} {labels.get('node', 'of one process'):14} {each['health']} {each['scrapeUrl']}")
+            quoted(
+                f"{labels['role']} {labels.get('node', 'of one process'):14} {each['health']} "
+                f"{each['scrapeUrl']}"
+            )
         until(lambda: run.rounds >= 10)
         manifest = json.loads((run.folder / "manifest.json").read_text())
         show_queries(prometheus, manifest["run"], check)
-        check(f"(b) no alert fires: {sorted(prometheus.firing())}", not prometheus.firing() - {"HostMemoryLow"})
+        check(
+            f"(b) no alert fires: {sorted(prometheus.firing())}",
+            not prometheus.firing() - {"HostMemoryLow"},
+        )
 
         lab.link("box-1", "down")
         fired, began = dict[str, float](), time.monotonic()
         while "ChildLost" not in fired and time.monotonic() < began + 140:
-            fired |= {alert: time.monotonic() - began for alert in prometheus.firing() - fired.keys()}
+            fired |= {
+                alert: time.monotonic() - began for alert in prometheus.firing() - fired.keys()
+            }
             time.sleep(0.2)
         alerts = ", ".join(f"{alert} after {after:.0f} s" for alert, after in fired.items())
         check(f"(c) box-1 is unplugged: {alerts}", {"RoleDown", "ChildLost"} <= fired.keys())
         for labels, _ in prometheus.query('ALERTS{alertstate="firing"}'):
-            quoted(" ".join(f"{key}={value}" for key, value in sorted(labels.items()) if key != "__name__"))
+            quoted(
+                " ".join(
+                    f"{key}={value}" for key, value in sorted(labels.items()) if key != "__name__"
+                )
+            )
         before = run.rounds
         found = until(lambda: run.rounds >= before + 2, 60)
-        check(f"(c) the round goes on without it: two global rounds {seconds(found)}", found is not None)
+        check(
+            f"(c) the round goes on without it: two global rounds {seconds(found)}",
+            found is not None,
+        )
         lab.link("box-1", "up")
         found = until(lambda: not prometheus.firing() & {"ChildLost", "RoleDown"}, 150)
         check(f"(c) box-1 is plugged in: no alert {seconds(found)}", found is not None)
@@ -340,9 +442,16 @@ def watch(lab: Operated, check: Checks, *, wheel: Path) -> None:
 
         quoted(lab.revoke("device-3", wheel=wheel))
         stolen = lab.machines["box-2"]
-        check("(e) /metrics answers device-3's certificate before", "200" in lab.scraped(stolen, "device-3"))
-        for machine in ("server", *SITES):  # as by hand; installing the kit would restart the services, too
-            shutil.copy(lab.kits / machine / KEPT_TLS / REVOKED, lab.machines[machine].root / "etc/fedstrata/tls")
+        check(
+            "(e) /metrics answers device-3's certificate before",
+            "200" in lab.scraped(stolen, "device-3"),
+        )
+        # as by hand; installing the kit would restart the services, too
+        for machine in ("server", *SITES):
+            shutil.copy(
+                lab.kits / machine / KEPT_TLS / REVOKED,
+                lab.machines[machine].root / "etc/fedstrata/tls",
+            )
         time.sleep(12)  # until brokers have read it, as docs/lab.md has it
         answer = lab.scraped(stolen, "device-3")
         check(f"(e) /metrics refuses it then: {answer}", "200" not in answer)
@@ -363,24 +472,39 @@ def watch(lab: Operated, check: Checks, *, wheel: Path) -> None:
     check("(e) lab status: device-3 alone is away", code == 5 and "device-3" in table)
     lab.install("server", *SITES, "box-2")
     code, _, same = lab.run("renewed")
-    check(f"(e) device-3 has a new certificate: exit code {code}, the model is that of --direct: {same}", same)
+    check(
+        f"(e) device-3 has a new certificate: exit code {code}, the model is that of --direct: "
+        f"{same}",
+        same,
+    )
 
 
-def upgrade(lab: Operated, check: Checks, first: tuple[str, ...], rest: tuple[str, ...], *, of: str, to: str) -> None:
-    """Install another release on some machines first, and show what the server's commands print then."""
+def upgrade(
+    lab: Operated, check: Checks, first: tuple[str, ...], rest: tuple[str, ...], *, of: str, to: str
+) -> None:
+    """Install another release on some machines first, and show what the server's commands print
+    then.
+    """
     console.rule(f"(d) {of} to {to}: {', '.join(first)} first")
-    other = {node for node, machine in load(lab.file).machine_of.items() if (machine in first) != ("server" in first)}
+    other = {
+        node
+        for node, machine in load(lab.file).machine_of.items()
+        if (machine in first) != ("server" in first)
+    }
     lab.install(*first)
 
     def named(text: str, *, version: bool = True) -> list[str]:
-        """Return the nodes of the other release that are named in a line, with both releases if they are known."""
+        """Return the nodes of the other release that are named in a line, with both releases if
+        they are known.
+        """
         lines = text.splitlines()
         return [
             node for node in sorted(other)
             if any(node in line and (not version or (of in line and to in line)) for line in lines)
         ]  # fmt: skip
 
-    until(lambda: lab.fedstrata("lab", "status", "--lab", INSTALLED_FILE)[0] == 0, 30)  # they connect again
+    # they connect again
+    until(lambda: lab.fedstrata("lab", "status", "--lab", INSTALLED_FILE)[0] == 0, 30)
     code, table, text = lab.fedstrata("lab", "status", "--lab", INSTALLED_FILE)
     quoted(table)
     quoted(text)
@@ -388,7 +512,10 @@ def upgrade(lab: Operated, check: Checks, first: tuple[str, ...], rest: tuple[st
     check("lab status names both releases of each", named(text) == sorted(other))
     code, table, text = lab.fedstrata("doctor", "--lab", INSTALLED_FILE)
     quoted(table, "protocol")
-    check(f"doctor names both releases of each, exit code {code}", code == 1 and named(table) == sorted(other))
+    check(
+        f"doctor names both releases of each, exit code {code}",
+        code == 1 and named(table) == sorted(other),
+    )
     check("doctor: nobody is away", "away" not in table and "does not answer" not in table)
 
     refused = Run(lab, f"{to}-lab", "topology=lab", *SHORT)
@@ -400,13 +527,18 @@ def upgrade(lab: Operated, check: Checks, first: tuple[str, ...], rest: tuple[st
     refused = Run(lab, f"{to}-numbers", *NUMBERS, *SHORT)
     code = refused.process.wait()
     quoted(refused.written)
-    check(f"cloud with numbers of nodes names both releases of each, exit code {code}", code == 4 and (
-        named(refused.written) == sorted(other)
-    ))  # fmt: skip
+    check(
+        f"cloud with numbers of nodes names both releases of each, exit code {code}",
+        code == 4 and (named(refused.written) == sorted(other)),
+    )
     waiting = Run(lab, f"{to}-waits", *NUMBERS, *SHORT, access=BY_NAME)
     met = [node for node in sorted(other) if node.startswith("institution")] or sorted(other)
     found = until(
-        lambda: "is of another release" in waiting.written and named(waiting.written, version=False) == met, 90
+        lambda: (
+            "is of another release" in waiting.written
+            and named(waiting.written, version=False) == met
+        ),
+        90,
     )
     quoted(waiting.written)
     good = found is not None and "Start" not in waiting.written
@@ -428,18 +560,29 @@ def revoke_broker(lab: Operated, check: Checks, *, wheel: Path) -> None:
     lab.install("box-0", ready=False)
     found = until(lambda: "revoked" in log.read_text(), 60)
     check(f"device-0 refuses the broker of site-0 {seconds(found)}", found is not None)
-    quoted("\n".join(line for line in log.read_text().splitlines() if "revoked" in line).rsplit("\n", 1)[-1])
+    quoted(
+        "\n".join(line for line in log.read_text().splitlines() if "revoked" in line).rsplit(
+            "\n", 1
+        )[-1]
+    )
     code, table, text = lab.fedstrata("lab", "status", "--lab", INSTALLED_FILE)
     quoted(text)
     check(f"lab status names the broker, exit code {code}", code == 5 and "revoked" in text)
-    check("the others are there", all(node in table for node in ("institution-1", "device-2", "device-3")))
+    check(
+        "the others are there",
+        all(node in table for node in ("institution-1", "device-2", "device-3")),
+    )
     lab.install(*SITES, "box-1", "box-2")
     code, _, same = lab.run("new-broker")
-    check(f"with its new certificate: exit code {code}, the model is that of --direct: {same}", same)
+    check(
+        f"with its new certificate: exit code {code}, the model is that of --direct: {same}", same
+    )
 
 
 def main() -> None:
-    """Play the keeper's year, and print what was seen; exit with 1 if anything is not as it should be."""
+    """Play the keeper's year, and print what was seen; exit with 1 if anything is not as it should
+    be.
+    """
     check = Checks()
     with home_of("operations") as home:
         wheels = {version: wheel_of(version, wire, home) for version, wire in RELEASES.items()}

@@ -1,7 +1,9 @@
-"""`make bench NAME=payloads`: bytes of each method on the links of its devices, in labs of processes.
+"""`make bench NAME=payloads`: bytes of each method on the links of its devices, in labs of
+processes.
 
-Each lab has one institution and four devices, which do three local rounds in each of two global rounds. Bytes are of
-one local round and child. The model has D parameters and no buffers, so a model is 4 D bytes.
+Each lab has one institution and four devices, which do three local rounds in each of two global
+rounds. Bytes are of one local round and child. The model has D parameters and no buffers, so a
+model is 4 D bytes.
 """
 
 from __future__ import annotations
@@ -24,10 +26,18 @@ from tests.helpers.commands import DEMO, run_lab, table
 from tests.helpers.rules import LEAST
 
 LAB: Final = (
-    "topology.institutions=1", "topology.devices=4", "rounds=2", "institution.rounds=3", "model.name='mlp_digits'",
-    "data.node_samples=29", "training.batch_size=100", "links.check='off'",  # no probes among the bytes
-)  # fmt: skip
-REFINED: Final = ("feddf", "fedbe", "fedlaw", "fedgen")  # as they are by default: the least of the others sends as much
+    "topology.institutions=1",
+    "topology.devices=4",
+    "rounds=2",
+    "institution.rounds=3",
+    "model.name='mlp_digits'",
+    # no probes among the bytes
+    "data.node_samples=29",
+    "training.batch_size=100",
+    "links.check='off'",
+)
+# as they are by default: the least of the others sends as much
+REFINED: Final = ("feddf", "fedbe", "fedlaw", "fedgen")
 
 
 def methods() -> dict[str, tuple[str, ...]]:
@@ -35,10 +45,17 @@ def methods() -> dict[str, tuple[str, ...]]:
     found = {}
     for name, rule in RULES.items():
         settings: Mapping[str, Any] = {"name": name} if name in REFINED else LEAST[name]
-        found[name] = (f"institution.aggregation={toml(settings)}", f"training.objective.name={rule.objective!r}")
+        found[name] = (
+            f"institution.aggregation={toml(settings)}",
+            f"training.objective.name={rule.objective!r}",
+        )
         if rule.objective is None:
             found[name] = found[name][:1]
-    found |= {name: (f"training.objective.name={name!r}",) for name, one in OBJECTIVES.items() if one.rule is None}
+    found |= {
+        name: (f"training.objective.name={name!r}",)
+        for name, one in OBJECTIVES.items()
+        if one.rule is None
+    }
     return found
 
 
@@ -83,7 +100,10 @@ def main() -> None:
         ways = (" ".join(reversed(column.split())) for column in columns)
         found.add_row(name, *(f"{each.get(way, 0):,.0f}" for way in ways))
     console = Console(width=120)
-    console.print(f"{platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}; 4 D = {model:,}")
+    console.print(
+        f"{platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}; 4 D "
+        f"= {model:,}"
+    )
     console.print(found)
 
 

@@ -1,11 +1,13 @@
-"""`make bench NAME=plan`: what `fedstrata plan` predicts beside what is measured, and how long it takes.
+"""`make bench NAME=plan`: what `fedstrata plan` predicts beside what is measured, and how long it
+takes.
 
     python tests/bench/plan.py [LAB...] [--repetitions N]
 
-Each lab is predicted and then run on this machine, again and again: medians of the ratios, and their smallest and
-largest. Devices emulate machines that are slower than their share of this one, so that it stands for one machine each.
-LAB is the beginning of a lab's name: each takes below three minutes. The first global round, in which caches fill, is
-left out of the measured mean. `took`: the seconds of the command `plan`.
+Each lab is predicted and then run on this machine, again and again: medians of the ratios, and
+their smallest and largest. Devices emulate machines that are slower than their share of this one,
+so that it stands for one machine each. LAB is the beginning of a lab's name: each takes below three
+minutes. The first global round, in which caches fill, is left out of the measured mean. `took`: the
+seconds of the command `plan`.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from rich.table import Table
 from fedstrata.deploy.results.run import Run, folders
 
 ROOT: Final = Path(__file__).parents[2]
-IMAGES: Final = '[data]\ndataset = "synthetic"\nclasses = 10\nimage_shape = [3, 32, 32]\ntest_samples = 50\n'
+IMAGES: Final = (
+    '[data]\ndataset = "synthetic"\nclasses = 10\nimage_shape = [3, 32, 32]\ntest_samples = 50\n'
+)
 
 
 def slow(step_s: float) -> str:
@@ -36,7 +40,8 @@ def slow(step_s: float) -> str:
 
 
 LABS: Final = {
-    "the demo": (ROOT / "deploy" / "experiments" / "demo.toml").read_text(encoding="utf-8") + slow(0.05),
+    "the demo": (ROOT / "deploy" / "experiments" / "demo.toml").read_text(encoding="utf-8")
+    + slow(0.05),
     "10 x 45 MB, 50 Mbit/s": f"""
 rounds = 3
 {IMAGES}samples = 200
@@ -119,12 +124,15 @@ check = "off"
 {slow(30.0)}
 """,
 }
-WHOLE: Final = ("an outage of 15 s",)  # labs compared with their first round: it may be the one with the outage
+# labs compared with their first round: it may be the one with the outage
+WHOLE: Final = ("an outage of 15 s",)
 
 
 @dataclass(slots=True)
 class Comparison:
-    """What the repetitions of one lab gave: seconds of a global round, and of its phases in the same order."""
+    """What the repetitions of one lab gave: seconds of a global round, and of its phases in the
+    same order.
+    """
 
     took: list[float] = field(default_factory=list)
     plan: list[float] = field(default_factory=list)
@@ -134,7 +142,9 @@ class Comparison:
 
 def main() -> None:
     """Compare each lab and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("labs", nargs="*", metavar="LAB")
     parser.add_argument("--repetitions", type=int, default=3)
     options = parser.parse_args()

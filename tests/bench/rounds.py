@@ -1,6 +1,7 @@
 """Rounds without training: each device returns its model changed by noise, all tensors different.
 
-    parent (FedAvg) --model--> mosquitto --model--> devices --changed models--> mosquitto --> parent, mean
+    parent (FedAvg) --model--> mosquitto --model--> devices --changed models--> mosquitto -->
+    parent, mean
 
 The parent runs here, the devices in other processes, all through the code that the roles run.
 """
@@ -60,7 +61,13 @@ class Rounds:
     """A broker, a parent and its devices in processes of their own; `seconds` plays a round."""
 
     def __init__(
-        self, model_bytes: int, devices: int, *, processes: int = 1, guard: Guard = OPEN, tls: Tls | None = None
+        self,
+        model_bytes: int,
+        devices: int,
+        *,
+        processes: int = 1,
+        guard: Guard = OPEN,
+        tls: Tls | None = None,
     ) -> None:
         self._model_bytes = model_bytes
         self._guard, self._tls = guard, tls
@@ -74,9 +81,14 @@ class Rounds:
             home = stack.enter_context(tempfile.TemporaryDirectory())
             served = stack.enter_context(broker.start(directory=Path(home), guard=self._guard))
             address = BrokerAddress("127.0.0.1", served.port, tls=self._tls)
-            parent = context.Process(target=_run_parent, args=(address, self._names, self._model_bytes, theirs, home))
+            parent = context.Process(
+                target=_run_parent, args=(address, self._names, self._model_bytes, theirs, home)
+            )
             parts = [self._names[i :: self._processes] for i in range(self._processes)]
-            devices = [context.Process(target=_devices, args=(address, p, self._model_bytes)) for p in parts]
+            devices = [
+                context.Process(target=_devices, args=(address, p, self._model_bytes))
+                for p in parts
+            ]
             for process in (parent, *devices):
                 process.start()
                 stack.callback(end, process)
@@ -108,7 +120,9 @@ class Rounds:
 def peak_bytes(pid: int) -> int:
     """Return the most memory that a process has had resident."""
     status = Path(f"/proc/{pid}/status").read_text()
-    return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+    return 1024 * next(
+        int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")
+    )
 
 
 def end(process: BaseProcess) -> None:
@@ -117,18 +131,24 @@ def end(process: BaseProcess) -> None:
     process.kill()
 
 
-def _run_parent(address: BrokerAddress, names: list[str], model_bytes: int, pipe: Connection, home: str) -> None:
+def _run_parent(
+    address: BrokerAddress, names: list[str], model_bytes: int, pipe: Connection, home: str
+) -> None:
     keep_large_buffers()
     asyncio.run(_parent(address, names, model_bytes, pipe, home))
 
 
-async def _parent(address: BrokerAddress, names: list[str], model_bytes: int, pipe: Connection, home: str) -> None:
+async def _parent(
+    address: BrokerAddress, names: list[str], model_bytes: int, pipe: Connection, home: str
+) -> None:
     layout = layout_of(model_bytes)
     identity = Identity(RUN, PARENT, "institution", SESSION)
     endpoint = ParentEndpoint(
         address,
         identity,
-        ToChildren(links=dict.fromkeys(names, LinkSettings()), transfer=TransferSettings(idle_s=30.0)),
+        ToChildren(
+            links=dict.fromkeys(names, LinkSettings()), transfer=TransferSettings(idle_s=30.0)
+        ),
         spool=Spool.open(Path(home), run=RUN, node=PARENT),
     )
     endpoint.set_layouts(LinkLayouts.plain(layout))
@@ -136,14 +156,22 @@ async def _parent(address: BrokerAddress, names: list[str], model_bytes: int, pi
     layout.floats(row)[:] = np.random.default_rng(1).standard_normal(layout.columns, np.float32)
     rule = aggregator.build(
         FedAvg(),
-        RuleContext(layout=layout, node=PARENT, seed=1, measures=False, rows=lambda name, count: np.empty(0, np.uint8)),
+        RuleContext(
+            layout=layout,
+            node=PARENT,
+            seed=1,
+            measures=False,
+            rows=lambda name, count: np.empty(0, np.uint8),
+        ),
     )
     rule.begin(row)
 
     async def one(global_round: int) -> float:
         start = time.perf_counter()
         models, epochs = rule.dispatch(global_round, names), dict.fromkeys(names, 1)
-        played = await endpoint.round(Dispatch(global_round, 0, models=models, epochs=epochs, closing=Closing()))
+        played = await endpoint.round(
+            Dispatch(global_round, 0, models=models, epochs=epochs, closing=Closing())
+        )
         await asyncio.to_thread(rule.aggregate, global_round, played.uploads)
         return time.perf_counter() - start
 
@@ -178,21 +206,33 @@ async def _device(address: BrokerAddress, name: str, model_bytes: int) -> None:
     endpoint = ChildEndpoint(
         address,
         identity,
-        ToParent(parent=PARENT, session=SESSION, transfer=TransferSettings(idle_s=30.0), link=LinkSettings()),
+        ToParent(
+            parent=PARENT,
+            session=SESSION,
+            transfer=TransferSettings(idle_s=30.0),
+            link=LinkSettings(),
+        ),
     )
     out = layout.empty()
     noise = 1e-3 * (1 + int(name.rpartition("-")[2]))
 
     async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
         row = await model.whole()
-        await asyncio.to_thread(np.add, layout.floats(row), np.float32(noise), out=layout.floats(out))
+        await asyncio.to_thread(
+            np.add, layout.floats(row), np.float32(noise), out=layout.floats(out)
+        )
         return WorkResult(out.data, Work(1, 0.0, 1, 1, 0.0, 0.0))
 
     async def goodbye() -> None:
         await endpoint.farewell((), timeout_s=2)
 
     endpoint.set_state(NodeState.READY, samples=1)
-    await live((endpoint,), endpoint.serve(LinkLayouts.plain(layout), work), connect_timeout_s=10, goodbye=goodbye)
+    await live(
+        (endpoint,),
+        endpoint.serve(LinkLayouts.plain(layout), work),
+        connect_timeout_s=10,
+        goodbye=goodbye,
+    )
 
 
 if __name__ == "__main__":

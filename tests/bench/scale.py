@@ -1,18 +1,21 @@
-"""`make bench NAME=scale`: 100 to 3,000 devices on this machine: seconds, CPU seconds, memory of a round.
+"""`make bench NAME=scale`: 100 to 3,000 devices on this machine: seconds, CPU seconds, memory of a
+round.
 
     python tests/bench/scale.py [DEVICES ...] [--null] [--processes N] [--rounds N] [--json FILE]
 
-Each lab is one `fedstrata run`: a real mosquitto, ten institutions, LeNet-5, 20 made-up samples for each device, one
-epoch. With `--null` the devices add noise in place of training (`tests/helpers/null_lab.py`). `--processes` puts the
-devices of such a lab into so many processes. The first global round, in which caches fill, is not counted.
+Each lab is one `fedstrata run`: a real mosquitto, ten institutions, LeNet-5, 20 made-up samples for
+each device, one epoch. With `--null` the devices add noise in place of training
+(`tests/helpers/null_lab.py`). `--processes` puts the devices of such a lab into so many processes.
+The first global round, in which caches fill, is not counted.
 
 start      seconds from the command until the last institution has all its devices
 round      wall seconds of a global round, median; ms of it for each device
 CPU        CPU seconds of a global round by kind of process, mean; ms of their sum for each device
-memory     proportional set size (PSS) of all processes of a kind, after the last global round but one
+memory     proportional set size (PSS) of all processes of a kind, after the last global round but
+one
 
-The last lines are the least-squares lines over the labs: how far the cost of a device changes over the whole range,
-against its mean, and the memory that one more device takes.
+The last lines are the least-squares lines over the labs: how far the cost of a device changes over
+the whole range, against its mean, and the memory that one more device takes.
 """
 
 from __future__ import annotations
@@ -100,7 +103,11 @@ class Lab:
 
     def counts(self) -> dict[str, int]:
         """Return the number of processes of each kind."""
-        return {kind: list(self._kinds.values()).count(kind) for kind in KINDS.values() if kind in self._kinds.values()}
+        return {
+            kind: list(self._kinds.values()).count(kind)
+            for kind in KINDS.values()
+            if kind in self._kinds.values()
+        }
 
     def _sums(self, of: Callable[[psutil.Process], float]) -> dict[str, float]:
         sums: dict[str, float] = defaultdict(float)
@@ -116,7 +123,9 @@ def measure(devices: int, *, rounds: int, null: bool, processes: int | None) -> 
     with tempfile.TemporaryDirectory() as home:
         file = Path(home) / "scale.toml"
         institutions = min(INSTITUTIONS, devices)
-        text = EXPERIMENT.format(rounds=rounds, institutions=institutions, devices=devices, samples=SAMPLES * devices)
+        text = EXPERIMENT.format(
+            rounds=rounds, institutions=institutions, devices=devices, samples=SAMPLES * devices
+        )
         file.write_text(text, encoding="utf-8")
         words = command("run", file, "--runs", f"{home}/runs", "--format", "json", null=null)
         lab = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env)
@@ -134,7 +143,10 @@ def measure(devices: int, *, rounds: int, null: bool, processes: int | None) -> 
                 if len(ends) == rounds - 1:  # after the last one processes begin to end
                     measured.memory_mb, measured.processes = seen.memory_mb(), seen.counts()
         if lab.wait() or len(ends) < rounds:
-            raise SystemExit(f"the lab of {devices} devices ended with code {lab.returncode} after {len(ends)} rounds")
+            raise SystemExit(
+                f"the lab of {devices} devices ended with code {lab.returncode} after {len(ends)} "
+                "rounds"
+            )
     measured.round_s = statistics.median(np.diff(ends).tolist())
     measured.cpu_s = {kind: (cpu[-1][kind] - cpu[0][kind]) / (rounds - 1) for kind in cpu[0]}
     measured.start_cpu_s = sum(cpu[0].values()) - sum(measured.cpu_s.values())
@@ -152,7 +164,8 @@ def show(measured: Measured) -> None:
     for kind, processes in measured.processes.items():
         cpu_s, memory_mb = measured.cpu_s[kind], measured.memory_mb[kind]
         print(
-            f"      {processes:>4} {kind:<13} CPU {cpu_s:7.3f} s = {1e3 * cpu_s / count:6.3f} ms a device   "
+            f"      {processes:>4} {kind:<13} CPU {cpu_s:7.3f} s = {1e3 * cpu_s / count:6.3f} ms "
+            "a device   "
             f"PSS {memory_mb:8.1f} MB, {memory_mb / processes:7.1f} each",
             flush=True,
         )
@@ -167,14 +180,19 @@ def trend(labs: list[Measured]) -> None:
     ):
         slope, _ = np.polyfit(counts, costs, 1)
         change = slope * (counts.max() - counts.min()) / np.mean(costs)
-        print(f"{name} of a device and round: {100 * change:+.0f} % over {counts.min():.0f} to {counts.max():.0f}")
+        print(
+            f"{name} of a device and round: {100 * change:+.0f} % over {counts.min():.0f} to "
+            f"{counts.max():.0f}"
+        )
     for kind in ("devices", "institutions", "broker", "cloud"):
         slope, _ = np.polyfit(counts, [lab.memory_mb[kind] for lab in labs], 1)
         print(f"memory of the {kind}: {slope:.3f} MB for one more device")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("devices", type=int, nargs="*", default=DEVICES)
     parser.add_argument("--null", action="store_true")
     parser.add_argument("--processes", type=int)
@@ -187,10 +205,14 @@ def main() -> None:
         parser.error("--processes is valid only with --null")
     labs = []
     for devices in asked.devices:
-        labs.append(measure(devices, rounds=asked.rounds, null=asked.null, processes=asked.processes))
+        labs.append(
+            measure(devices, rounds=asked.rounds, null=asked.null, processes=asked.processes)
+        )
         show(labs[-1])
         if asked.json:
-            asked.json.write_text(json.dumps([asdict(lab) for lab in labs], indent=2) + "\n", encoding="utf-8")
+            asked.json.write_text(
+                json.dumps([asdict(lab) for lab in labs], indent=2) + "\n", encoding="utf-8"
+            )
     if len(labs) > 1:
         trend(labs)
 

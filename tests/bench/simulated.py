@@ -1,7 +1,8 @@
-"""`make bench NAME=simulated`: runs in virtual time beside labs of processes: seconds, CPU seconds, models.
+"""`make bench NAME=simulated`: runs in virtual time beside labs of processes: seconds, CPU seconds,
+models.
 
-The labs have three layers and 12 devices that emulate slower machines, and a WAN of 20 Mbit/s; one has a quorum and a
-straggler, one a trace of the WAN with an outage. Usage: simulated.py [LAB...]
+The labs have three layers and 12 devices that emulate slower machines, and a WAN of 20 Mbit/s; one
+has a quorum and a straggler, one a trace of the WAN with an outage. Usage: simulated.py [LAB...]
 """
 
 from __future__ import annotations
@@ -32,14 +33,25 @@ BASE: Final[dict[str, Any]] = {
     "hardware": {"default": {"step_s": 0.1}},
 }
 QUORUM: Final = {"closing": {"rule": "quorum", "quorum": 3, "deadline_s": 4.0}}
-OUTAGE: Final = {"seconds": [0, 8, 13], "up_mbit": [20, 0, 5], "down_mbit": [20, 0, 5], "delay_ms": [10, 10, 40]}
+OUTAGE: Final = {
+    "seconds": [0, 8, 13],
+    "up_mbit": [20, 0, 5],
+    "down_mbit": [20, 0, 5],
+    "delay_ms": [10, 10, 40],
+}
 LABS: Final[dict[str, dict[str, Any]]] = {
     "plain": {},
     "quorum": {"institution": QUORUM, "hardware": {"of": {"device-0": {"step_s": 1.0}}}},
-    "trace": {"links": {"wan": {"up_mbit": None, "down_mbit": None, "delay_ms": 0, "trace": OUTAGE}}},
+    "trace": {
+        "links": {"wan": {"up_mbit": None, "down_mbit": None, "delay_ms": 0, "trace": OUTAGE}}
+    },
 }
-KINDS: Final = {"lab": [], "simulated": ["--simulate"], "simulated, 1 worker": ["--simulate", "--workers", "1"],
-                "direct": ["--direct"]}  # fmt: skip
+KINDS: Final = {
+    "lab": [],
+    "simulated": ["--simulate"],
+    "simulated, 1 worker": ["--simulate", "--workers", "1"],
+    "direct": ["--direct"],
+}
 
 
 def measure(name: str, kind: str, home: Path) -> None:
@@ -53,8 +65,12 @@ def measure(name: str, kind: str, home: Path) -> None:
     cpu_s = sum(after[2:4]) - sum(before[2:4])
     run = Run(next(runs.iterdir()))
     mib = sum(run.totals.values()) / 1e6
-    print(f"{name:8} {kind:20} {run.seconds:8.2f} s of global rounds  {wall_s:6.1f} s wall  {cpu_s:6.1f} CPU s  "
-          f"{mib:7.3f} MB  {model_digest(runs)}", flush=True)  # fmt: skip
+    print(
+        f"{name:8} {kind:20} {run.seconds:8.2f} s of global rounds  {wall_s:6.1f} s wall  "
+        f"{cpu_s:6.1f} CPU s  "
+        f"{mib:7.3f} MB  {model_digest(runs)}",
+        flush=True,
+    )
 
 
 def main() -> None:

@@ -1,10 +1,13 @@
-"""`make bench NAME=slow`: what slow receivers cost the fast ones beside them, the sender, and the broker.
+"""`make bench NAME=slow`: what slow receivers cost the fast ones beside them, the sender, and the
+broker.
 
-    sender (ParentEndpoint) --model--> mosquitto --model--> fast receivers (one process), slow ones (a process each)
+    sender (ParentEndpoint) --model--> mosquitto --model--> fast receivers (one process), slow ones
+    (a process each)
 
-A slow receiver needs so many milliseconds for each message, in which it reads nothing: its link is as fast as the
-others', and nobody declared it. The fast are timed alone and beside the slow, in turn, in one lab. Then one slow
-receiver beside a fast one meets brokers that drop what they queue for it.
+A slow receiver needs so many milliseconds for each message, in which it reads nothing: its link is
+as fast as the others', and nobody declared it. The fast are timed alone and beside the slow, in
+turn, in one lab. Then one slow receiver beside a fast one meets brokers that drop what they queue
+for it.
 """
 
 from __future__ import annotations
@@ -64,7 +67,9 @@ Broadcast: TypeAlias = Callable[[Sequence[str]], Awaitable[dict[str, float]]]
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What the rounds of a lab cost: chunks published and published again, and the broker's most memory in bytes."""
+    """What the rounds of a lab cost: chunks published and published again, and the broker's most
+    memory in bytes.
+    """
 
     published: int
     again: int
@@ -81,7 +86,8 @@ def lab(
     slow_s: float,
     settings: Mapping[str, int],
 ) -> Cost:
-    """Start a broker and receivers, `play` with a function that broadcasts a new model and reports who had it when.
+    """Start a broker and receivers, `play` with a function that broadcasts a new model and reports
+    who had it when.
 
     Seconds are counted from the task; `slow_s` is what a slow receiver needs for a message.
     """
@@ -90,15 +96,20 @@ def lab(
     arrivals: Arrivals = context.SimpleQueue()
     with ExitStack() as stack:
         home = stack.enter_context(tempfile.TemporaryDirectory())
-        served = stack.enter_context(broker.start(directory=Path(home), kind="mosquitto", settings=settings))
+        served = stack.enter_context(
+            broker.start(directory=Path(home), kind="mosquitto", settings=settings)
+        )
         for names, pause_s in ((fast, 0.0), *(((name,), slow_s) for name in slow)):
             process = context.Process(
-                target=_receivers, args=(served.port, names, model_bytes, transfer, pause_s, arrivals)
+                target=_receivers,
+                args=(served.port, names, model_bytes, transfer, pause_s, arrivals),
             )
             process.start()
             stack.callback(end, process)
         address = BrokerAddress("127.0.0.1", served.port)
-        published, again = asyncio.run(_send(address, [*fast, *slow], play, model_bytes, transfer, arrivals))
+        published, again = asyncio.run(
+            _send(address, [*fast, *slow], play, model_bytes, transfer, arrivals)
+        )
         return Cost(published, again, peak_bytes(served.process.pid))
 
 
@@ -125,10 +136,14 @@ async def _send(
         layout.floats(row)[:] = draw.standard_normal(layout.columns, np.float32)
         start = time.monotonic()
         played = await endpoint.round(
-            Dispatch(global_round, 0, models=[(row, to)], epochs=dict.fromkeys(to, 1), closing=Closing())
+            Dispatch(
+                global_round, 0, models=[(row, to)], epochs=dict.fromkeys(to, 1), closing=Closing()
+            )
         )
         global_round += 1
-        assert all(np.array_equal(upload, row) for upload in played.models.values()), "another model came back"
+        assert all(np.array_equal(upload, row) for upload in played.models.values()), (
+            "another model came back"
+        )
         return {name: moment - start for name, moment in (arrivals.get() for _ in to)}
 
     async def work() -> None:
@@ -140,11 +155,19 @@ async def _send(
         await endpoint.farewells(timeout_s=5)
 
     await live((endpoint,), work(), connect_timeout_s=30, goodbye=goodbye)
-    return endpoint.session.link.sender.chunks_published, endpoint.session.link.sender.chunks_repeated
+    return (
+        endpoint.session.link.sender.chunks_published,
+        endpoint.session.link.sender.chunks_repeated,
+    )
 
 
 def _receivers(
-    port: int, names: Sequence[str], model_bytes: int, transfer: TransferSettings, pause_s: float, arrivals: Arrivals
+    port: int,
+    names: Sequence[str],
+    model_bytes: int,
+    transfer: TransferSettings,
+    pause_s: float,
+    arrivals: Arrivals,
 ) -> None:
     keep_large_buffers()
 
@@ -157,13 +180,20 @@ def _receivers(
 
 
 async def _receiver(
-    port: int, name: str, model_bytes: int, transfer: TransferSettings, pause_s: float, arrivals: Arrivals
+    port: int,
+    name: str,
+    model_bytes: int,
+    transfer: TransferSettings,
+    pause_s: float,
+    arrivals: Arrivals,
 ) -> None:
     layout = layout_of(model_bytes)
     identity = Identity(RUN, name, "device", new_session())
     address = BrokerAddress("127.0.0.1", port)
     endpoint = ChildEndpoint(
-        address, identity, ToParent(parent=SENDER, session=SESSION, transfer=transfer, link=LinkSettings())
+        address,
+        identity,
+        ToParent(parent=SENDER, session=SESSION, transfer=transfer, link=LinkSettings()),
     )
     out = layout.empty()
     receive = endpoint.session.link.receiver.receive_chunk
@@ -184,7 +214,12 @@ async def _receiver(
     if pause_s:
         endpoint.session.link.receiver.receive_chunk = slowly  # type: ignore[method-assign]
     endpoint.set_state(NodeState.READY, samples=1)
-    await live((endpoint,), endpoint.serve(LinkLayouts.plain(layout), work), connect_timeout_s=30, goodbye=goodbye)
+    await live(
+        (endpoint,),
+        endpoint.serve(LinkLayouts.plain(layout), work),
+        connect_timeout_s=30,
+        goodbye=goodbye,
+    )
 
 
 def beside(fast: int, slow: int, *, model_bytes: int, slow_s: float, repeats: int) -> Table:
@@ -200,10 +235,20 @@ def beside(fast: int, slow: int, *, model_bytes: int, slow_s: float, repeats: in
             times["slow"].append(max(both[name] for name in lame))
 
     transfer = TransferSettings(idle_s=IDLE_S)
-    cost = lab(quick, lame, play, model_bytes=model_bytes, transfer=transfer, slow_s=slow_s, settings={})
-    alone_s, beside_s, slow_took_s = (statistics.median(times[key][1:]) for key in ("alone", "beside", "slow"))
+    cost = lab(
+        quick, lame, play, model_bytes=model_bytes, transfer=transfer, slow_s=slow_s, settings={}
+    )
+    alone_s, beside_s, slow_took_s = (
+        statistics.median(times[key][1:]) for key in ("alone", "beside", "slow")
+    )
     table = Table(
-        "fast alone", "beside slow", "ratio", "the slow", "again", "broker's peak", "100 MB + a blob for each slow"
+        "fast alone",
+        "beside slow",
+        "ratio",
+        "the slow",
+        "again",
+        "broker's peak",
+        "100 MB + a blob for each slow",
     )
     table.add_row(
         f"{alone_s * 1e3:.0f} ms",
@@ -225,7 +270,9 @@ def dropped(*, model_bytes: int, slow_s: float) -> Table:
     for name, settings, fast in BROKERS:
         times: dict[str, float] = {}
 
-        async def play(broadcast: Broadcast, names: Sequence[str] = (*fast, "slow"), times: Any = times) -> None:
+        async def play(
+            broadcast: Broadcast, names: Sequence[str] = (*fast, "slow"), times: Any = times
+        ) -> None:
             times |= await broadcast(names)
 
         cost = lab(
@@ -246,16 +293,21 @@ def dropped(*, model_bytes: int, slow_s: float) -> Table:
 
 def main() -> None:
     """Measure both and print their tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--bytes", type=int, default=45_000_000)
     parser.add_argument("--fast", type=int, default=6)
     parser.add_argument("--slow", type=int, default=4)
-    parser.add_argument("--slow-ms", type=float, default=50.0, help="what a slow receiver needs for a chunk of 1 MB")
+    parser.add_argument(
+        "--slow-ms", type=float, default=50.0, help="what a slow receiver needs for a chunk of 1 MB"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     console = Console(width=140)
     console.print(
-        f"{options.fast} fast, {options.slow} slow ({options.slow_ms:g} ms for 1 MB), {options.bytes / 1e6:g} MB each"
+        f"{options.fast} fast, {options.slow} slow ({options.slow_ms:g} ms for 1 MB), "
+        f"{options.bytes / 1e6:g} MB each"
     )
     console.print(
         beside(

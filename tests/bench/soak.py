@@ -1,9 +1,10 @@
-"""`make bench NAME=soak`: ten minutes of random kills of all roles and the broker: same model, memory, files?
+"""`make bench NAME=soak`: ten minutes of random kills of all roles and the broker: same model,
+memory, files?
 
-A device, its institution, the cloud, its evaluator and the broker are killed, ended or stopped at random moments, and
-started again at once, the cloud with `--resume`. The other institution and its devices live through all of it. Each run
-must leave the model of an undisturbed one, bit for bit; printed are the runs, the signals, and the memory and open
-files of those that lived, over time.
+A device, its institution, the cloud, its evaluator and the broker are killed, ended or stopped at
+random moments, and started again at once, the cloud with `--resume`. The other institution and its
+devices live through all of it. Each run must leave the model of an undisturbed one, bit for bit;
+printed are the runs, the signals, and the memory and open files of those that lived, over time.
 """
 
 from __future__ import annotations
@@ -78,7 +79,10 @@ class StayingLab(Lab):
         process: psutil.Process | subprocess.Popen[bytes] | None = self.processes.get(victim)
         if victim == EVALUATOR:
             below = psutil.Process(self.processes[CLOUD].pid).children(recursive=True)
-            process = next((each for each in below if "fedstrata.cloud.evaluator_process" in each.cmdline()), None)
+            process = next(
+                (each for each in below if "fedstrata.cloud.evaluator_process" in each.cmdline()),
+                None,
+            )
         if process is None:
             return  # between two evaluators
         if number is signal.SIGSTOP:
@@ -94,17 +98,23 @@ class StayingLab(Lab):
         """Return the memory of a process and its workers, MB, and its open files."""
         process = psutil.Process(self.processes[name].pid)
         whole = [process, *process.children(recursive=True)]
-        return sum(each.memory_info().rss for each in whole) / 1e6, sum(each.num_fds() for each in whole)
+        return sum(each.memory_info().rss for each in whole) / 1e6, sum(
+            each.num_fds() for each in whole
+        )
 
 
 def main() -> None:
     """Disturb runs until the time is over; the exit code is 1 if a model differs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=1)
     chosen = parser.parse_args()
     draw, signals, console = random.Random(chosen.seed), Counter[str](), Console(width=120)
-    table = Table("minute", "run", "signals", "same model", *(f"{name}, MB, files" for name in WITNESSES))
+    table = Table(
+        "minute", "run", "signals", "same model", *(f"{name}, MB, files" for name in WITNESSES)
+    )
     same = []
     with tempfile.TemporaryDirectory(prefix="soak-") as root, ExitStack() as stack:
         lab = StayingLab(Path(root), stack)
@@ -115,8 +125,13 @@ def main() -> None:
         while (minutes := (time.monotonic() - begin) / 60) < chosen.minutes:
             same.append(lab.run(draw, signals, disturbed=True) == expected)
             costs = [f"{memory:.0f}, {files}" for memory, files in map(lab.costs, WITNESSES)]
-            table.add_row(f"{minutes:.1f}", str(lab.done), str(sum(signals.values())), str(same[-1]), *costs)
-            print(f"run {lab.done}: {sum(signals.values())} signals, same model: {same[-1]}", file=sys.stderr)
+            table.add_row(
+                f"{minutes:.1f}", str(lab.done), str(sum(signals.values())), str(same[-1]), *costs
+            )
+            print(
+                f"run {lab.done}: {sum(signals.values())} signals, same model: {same[-1]}",
+                file=sys.stderr,
+            )
     console.print(table)
     print(", ".join(f"{count} {what}" for what, count in sorted(signals.items())))
     print(f"{sum(same)} of {len(same)} runs with the model of the undisturbed one, bit for bit")

@@ -36,12 +36,24 @@ CASES = (  # model, shape of an image, samples
 SHARED = (10, 40)
 
 
-def lab_of(model: str, shape: list[int], samples: int, *, devices: int = 1, recorded: bool = True) -> Experiment:
+def lab_of(
+    model: str, shape: list[int], samples: int, *, devices: int = 1, recorded: bool = True
+) -> Experiment:
     """Return an experiment whose devices have so many samples each."""
-    data = {"dataset": "synthetic", "image_shape": shape, "classes": 10, "samples": samples * devices}
+    data = {
+        "dataset": "synthetic",
+        "image_shape": shape,
+        "classes": 10,
+        "samples": samples * devices,
+    }
     training = {"batch_size": 10, "recorded": recorded}
     return reading.parse(
-        {"data": data, "model": {"name": model}, "topology": {"devices": devices}, "training": training}
+        {
+            "data": data,
+            "model": {"name": model},
+            "topology": {"devices": devices},
+            "training": training,
+        }
     )
 
 
@@ -69,7 +81,11 @@ def alone(lab: Experiment) -> Callable[[], float]:
     trainer = Trainer(lab, node="device-0", accelerator="cpu")
     trainer.prepare()
     row, out = trainer.layout.empty(), trainer.layout.empty()
-    models.write_row(models.build(lab.model.name, lab.seed, inputs=datasets.load(lab.data).inputs), trainer.layout, row)
+    models.write_row(
+        models.build(lab.model.name, lab.seed, inputs=datasets.load(lab.data).inputs),
+        trainer.layout,
+        row,
+    )
 
     def train() -> float:
         begun = time.process_time()
@@ -80,18 +96,25 @@ def alone(lab: Experiment) -> Callable[[], float]:
 
 
 def together(lab: Experiment) -> Callable[[], float]:
-    """Return a local round of one epoch of all devices, which gives its CPU milliseconds for each one's step."""
+    """Return a local round of one epoch of all devices, which gives its CPU milliseconds for each
+    one's step.
+    """
     module = models.build(lab.model.name, lab.seed, inputs=datasets.load(lab.data).inputs)
     layout, names = models.layout_of(module), lab.tree.devices
     row = layout.empty()
     models.write_row(module, layout, row)
-    trainer, work = VmappedTrainer(torch.device("cpu")), [HostedDevice(lab, lab.digest, name) for name in names]
+    trainer, work = (
+        VmappedTrainer(torch.device("cpu")),
+        [HostedDevice(lab, lab.digest, name) for name in names],
+    )
     orders = [Order(row, layout.empty(), 1, 0, lambda *_: None) for _ in names]
 
     def train() -> float:
         results: list[LocalResult] = []
         begun = time.process_time()
-        left = trainer.train(list(zip(work, orders, strict=True)), lambda _, how: results.append(how))  # type: ignore[arg-type]
+        left = trainer.train(
+            list(zip(work, orders, strict=True)), lambda _, how: results.append(how)
+        )  # type: ignore[arg-type]
         assert not left, "not vmapped"
         return (time.process_time() - begun) / sum(how.work.steps for how in results) * 1e3
 
@@ -102,19 +125,29 @@ def main() -> None:
     """Measure all models."""
     keep_large_buffers()
     torch.set_num_threads(1)
-    print(f"{'model':18} {'plain, ms':>9} {'one by one':>10} {'recorded':>10} {'10 together':>12} {'40 together':>12}")
+    print(
+        f"{'model':18} {'plain, ms':>9} {'one by one':>10} {'recorded':>10} {'10 together':>12} "
+        f"{'40 together':>12}"
+    )
     for model, shape, samples in CASES:
         ways = [plain(lab_of(model, shape, samples))]
-        ways += [alone(lab_of(model, shape, samples, recorded=recorded)) for recorded in (False, True)]
-        ways += [together(lab_of(model, shape, max(20, samples // 10), devices=count)) for count in SHARED]
+        ways += [
+            alone(lab_of(model, shape, samples, recorded=recorded)) for recorded in (False, True)
+        ]
+        ways += [
+            together(lab_of(model, shape, max(20, samples // 10), devices=count))
+            for count in SHARED
+        ]
         for train in ways:
             train()
         medians = [
-            statistics.median(each) for each in zip(*([way() for way in ways] for _ in range(TURNS)), strict=True)
+            statistics.median(each)
+            for each in zip(*([way() for way in ways] for _ in range(TURNS)), strict=True)
         ]
         factors = [medians[0] / each for each in medians[1:]]
         print(
-            f"{model:18} {medians[0]:9.3f} {factors[0]:10.2f} {factors[1]:10.2f} {factors[2]:12.2f} {factors[3]:12.2f}"
+            f"{model:18} {medians[0]:9.3f} {factors[0]:10.2f} {factors[1]:10.2f} "
+            f"{factors[2]:12.2f} {factors[3]:12.2f}"
         )
 
 

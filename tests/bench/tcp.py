@@ -1,7 +1,8 @@
 """Baselines: what plain TCP on loopback needs for the traffic of one federated round.
 
-A round sends so many models down and the same number up again, over one connection between two processes. A relay
-puts a third process between them, so that each byte crosses two sockets: the ceiling of anything with a broker.
+A round sends so many models down and the same number up again, over one connection between two
+processes. A relay puts a third process between them, so that each byte crosses two sockets: the
+ceiling of anything with a broker.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ _PATIENCE_S = 30.0
 
 
 class Baseline:
-    """Two processes and one connection, or a relay between; `seconds` times `down` models there and `up` back.
+    """Two processes and one connection, or a relay between; `seconds` times `down` models there and
+    `up` back.
 
-    With none back, one byte reports that all has arrived. `pids` are the processes beside the caller's own.
+    With none back, one byte reports that all has arrived. `pids` are the processes beside the
+    caller's own.
     """
 
     def __init__(self, nbytes: int, *, down: int, up: int, relayed: bool) -> None:
@@ -129,7 +132,10 @@ def _main(arguments: Sequence[str]) -> None:
             for relayed in (False, True):
                 with Baseline(45_000_000, down=10, up=10, relayed=relayed) as baseline:
                     seconds = statistics.median(baseline.seconds() for _ in range(5))
-                print(f"{'relay' if relayed else 'raw TCP':8} {0.9 / seconds:.2f} GB/s  (10 x 45 MB down and up)")
+                print(
+                    f"{'relay' if relayed else 'raw TCP':8} {0.9 / seconds:.2f} GB/s  (10 x 45 MB "
+                    "down and up)"
+                )
 
 
 if __name__ == "__main__":

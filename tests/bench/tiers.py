@@ -1,9 +1,11 @@
-"""`make bench NAME=tiers`: dispatch over two tiers, passed on as it comes against stored and forwarded.
+"""`make bench NAME=tiers`: dispatch over two tiers, passed on as it comes against stored and
+forwarded.
 
     cloud --WAN--> institution --LAN--> 10 devices        links kept by the token bucket
 
-Once with the upper link the slower one, once with the lower: the cloud cuts chunks for the slowest link on their way.
-Timed from the cloud's task until the last device has the whole model; all processes share one machine's clock.
+Once with the upper link the slower one, once with the lower: the cloud cuts chunks for the slowest
+link on their way. Timed from the cloud's task until the last device has the whole model; all
+processes share one machine's clock.
 """
 
 from __future__ import annotations
@@ -46,7 +48,9 @@ RATES = ((200.0, 400.0), (400.0, 150.0))  # Mbit/s of WAN and LAN
 TRANSFER = TransferSettings(idle_s=60.0)
 
 
-def play(model_bytes: int, devices: int, *, wan_mbit: float, lan_mbit: float, repeats: int) -> dict[str, float]:
+def play(
+    model_bytes: int, devices: int, *, wan_mbit: float, lan_mbit: float, repeats: int
+) -> dict[str, float]:
     """Return the median dispatch seconds, both ways taken in turn, after one warm-up each."""
     keep_large_buffers()
     context = multiprocessing.get_context("spawn")
@@ -54,14 +58,18 @@ def play(model_bytes: int, devices: int, *, wan_mbit: float, lan_mbit: float, re
     arrivals: SimpleQueue[float] = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as home, broker.start(directory=Path(home)) as served:
         workers = [
-            context.Process(target=_institution, args=(served.port, names, model_bytes, wan_mbit, lan_mbit)),
+            context.Process(
+                target=_institution, args=(served.port, names, model_bytes, wan_mbit, lan_mbit)
+            ),
             context.Process(target=_devices, args=(served.port, names, model_bytes, arrivals)),
         ]
         for worker in workers:
             worker.start()
         try:
             mbit = wan_mbit, lan_mbit
-            seconds = asyncio.run(_cloud(served.port, devices, model_bytes, mbit, repeats, arrivals))
+            seconds = asyncio.run(
+                _cloud(served.port, devices, model_bytes, mbit, repeats, arrivals)
+            )
         finally:
             for worker in workers:
                 worker.join(10)
@@ -74,7 +82,12 @@ def play(model_bytes: int, devices: int, *, wan_mbit: float, lan_mbit: float, re
 
 
 async def _cloud(
-    port: int, devices: int, model_bytes: int, mbit: tuple[float, float], repeats: int, arrivals: SimpleQueue[float]
+    port: int,
+    devices: int,
+    model_bytes: int,
+    mbit: tuple[float, float],
+    repeats: int,
+    arrivals: SimpleQueue[float],
 ) -> list[float]:
     wan_mbit, lan_mbit = mbit
     layout = layout_of(model_bytes)
@@ -91,10 +104,14 @@ async def _cloud(
     row = layout.empty()
 
     async def one(global_round: int) -> float:
-        layout.floats(row)[:] = np.random.default_rng(global_round).standard_normal(layout.columns, np.float32)
+        layout.floats(row)[:] = np.random.default_rng(global_round).standard_normal(
+            layout.columns, np.float32
+        )
         start = time.monotonic()
         models = [(row, [INSTITUTION])]
-        await endpoint.round(Dispatch(global_round, 0, models=models, epochs={INSTITUTION: 1}, closing=Closing()))
+        await endpoint.round(
+            Dispatch(global_round, 0, models=models, epochs={INSTITUTION: 1}, closing=Closing())
+        )
         return max(arrivals.get() for _ in range(devices)) - start
 
     async def rounds() -> list[float]:
@@ -108,7 +125,9 @@ async def _cloud(
     return await live((endpoint,), rounds(), connect_timeout_s=10, goodbye=goodbye)
 
 
-def _institution(port: int, names: list[str], model_bytes: int, wan_mbit: float, lan_mbit: float) -> None:
+def _institution(
+    port: int, names: list[str], model_bytes: int, wan_mbit: float, lan_mbit: float
+) -> None:
     keep_large_buffers()
 
     async def run() -> None:
@@ -116,12 +135,16 @@ def _institution(port: int, names: list[str], model_bytes: int, wan_mbit: float,
         identity = Identity(RUN, INSTITUTION, "institution", SESSION)
         address = BrokerAddress("127.0.0.1", port)
         up = ChildEndpoint(
-            address, identity, ToParent(parent=CLOUD, session=SESSION, transfer=TRANSFER, link=LinkSettings())
+            address,
+            identity,
+            ToParent(parent=CLOUD, session=SESSION, transfer=TRANSFER, link=LinkSettings()),
         )
         down = ParentEndpoint(
             address,
             identity,
-            ToChildren(links=dict.fromkeys(names, LinkSettings(down_mbit=lan_mbit)), transfer=TRANSFER),
+            ToChildren(
+                links=dict.fromkeys(names, LinkSettings(down_mbit=lan_mbit)), transfer=TRANSFER
+            ),
         )
         down.set_layouts(LinkLayouts.plain(layout))
 
@@ -178,18 +201,30 @@ async def _device(port: int, name: str, model_bytes: int, arrivals: SimpleQueue[
         await endpoint.farewell((), timeout_s=2)
 
     endpoint.set_state(NodeState.READY, samples=1)
-    await live((endpoint,), endpoint.serve(LinkLayouts.plain(layout), work), connect_timeout_s=10, goodbye=goodbye)
+    await live(
+        (endpoint,),
+        endpoint.serve(LinkLayouts.plain(layout), work),
+        connect_timeout_s=10,
+        goodbye=goodbye,
+    )
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--bytes", type=int, default=45_000_000)
     parser.add_argument("--devices", type=int, default=10)
-    parser.add_argument("--rates", type=float, nargs=2, action="append", metavar=("WAN", "LAN"), help="Mbit/s")
+    parser.add_argument(
+        "--rates", type=float, nargs=2, action="append", metavar=("WAN", "LAN"), help="Mbit/s"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     for wan, lan in options.rates or RATES:
         print(f"WAN {wan:g} Mbit/s, LAN {lan:g} Mbit/s")
-        found = play(options.bytes, options.devices, wan_mbit=wan, lan_mbit=lan, repeats=options.repeats)
+        found = play(
+            options.bytes, options.devices, wan_mbit=wan, lan_mbit=lan, repeats=options.repeats
+        )
         for way, seconds in found.items():
-            print(f"  {way:22} {seconds:.3f} s  {seconds / found['the slower link']:.3f} of the slower link's time")
+            print(
+                f"  {way:22} {seconds:.3f} s  {seconds / found['the slower link']:.3f} of the "
+                "slower link's time"
+            )

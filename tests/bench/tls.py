@@ -1,4 +1,6 @@
-"""`make bench NAME=tls`: rounds with mutual TLS beside rounds without: time, CPU time of each process."""
+"""`make bench NAME=tls`: rounds with mutual TLS beside rounds without: time, CPU time of each
+process.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ def main() -> None:
         authority.of("broker", hosts=["127.0.0.1"])
         authority.of("node")
         broker, node = (
-            Tls(f"{name}/ca.crt", f"{name}/issued/{n}.crt", f"{name}/issued/{n}.key") for n in ("broker", "node")
+            Tls(f"{name}/ca.crt", f"{name}/issued/{n}.crt", f"{name}/issued/{n}.key")
+            for n in ("broker", "node")
         )
         for model_bytes, devices in SETTINGS:
             with (
@@ -42,7 +45,10 @@ def main() -> None:
             ):
                 kinds = {"plain": plain, "mutual TLS": secure}
                 before = {kind: rounds.cpu_s() for kind, rounds in kinds.items()}
-                times = [{kind: rounds.seconds() for kind, rounds in kinds.items()} for _ in range(REPEATS)]
+                times = [
+                    {kind: rounds.seconds() for kind, rounds in kinds.items()}
+                    for _ in range(REPEATS)
+                ]
                 gigabytes = 2 * devices * model_bytes / 1e9
                 for kind, rounds in kinds.items():
                     seconds = statistics.median(each[kind] for each in times)
@@ -52,10 +58,15 @@ def main() -> None:
                         kind,
                         f"{seconds * 1e3:.0f} ms",
                         f"{gigabytes / seconds:.2f} GB/s",
-                        *(f"{spent[role] / gigabytes / REPEATS:.2f}" for role in ("parent", "broker", "devices-0")),
+                        *(
+                            f"{spent[role] / gigabytes / REPEATS:.2f}"
+                            for role in ("parent", "broker", "devices-0")
+                        ),
                     )
     console = Console(width=120)
-    console.print(f"{platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}")
+    console.print(
+        f"{platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}"
+    )
     console.print(table)
 
 

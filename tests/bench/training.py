@@ -1,9 +1,11 @@
-"""`make bench NAME=training`: one device's training against a plain PyTorch loop, samples per second on one core.
+"""`make bench NAME=training`: one device's training against a plain PyTorch loop, samples per
+second on one core.
 
-The plain loop has float images in a TensorDataset, a DataLoader without workers and torch.optim.SGD with its defaults,
-and reads the loss after each step. Both take the same batches from the same start, each in a process of its own on one
-core, by turns: a pair's ratio is what counts. The table has the median of the pairs' ratios, and the ratio of the
-fastest turn of each, which others on the machine disturb least.
+The plain loop has float images in a TensorDataset, a DataLoader without workers and torch.optim.SGD
+with its defaults, and reads the loss after each step. Both take the same batches from the same
+start, each in a process of its own on one core, by turns: a pair's ratio is what counts. The table
+has the median of the pairs' ratios, and the ratio of the fastest turn of each, which others on the
+machine disturb least.
 """
 
 from __future__ import annotations
@@ -51,8 +53,15 @@ class Case:
 
     def lab(self) -> schema.Experiment:
         """Return an experiment of one device that has all the samples."""
-        data = {"dataset": "synthetic", "image_shape": list(self.shape), "classes": 10, "samples": self.samples}
-        return reading.parse({"data": data, "model": {"name": self.model}, "training": self.training})
+        data = {
+            "dataset": "synthetic",
+            "image_shape": list(self.shape),
+            "classes": 10,
+            "samples": self.samples,
+        }
+        return reading.parse(
+            {"data": data, "model": {"name": self.model}, "training": self.training}
+        )
 
 
 CASES = (
@@ -63,7 +72,14 @@ CASES = (
     Case("FedAvg CNN, bf16", "cnn_fedavg_padded", (1, 28, 28), 100, 1.7, {"precision": "bf16"}),
 )
 OBJECTIVES = tuple(  # against a plain loop of FedAvg, whose loss must be near
-    Case(f"{case.title}, {objective['name']}", case.model, case.shape, case.samples, 0.0, {"objective": objective})
+    Case(
+        f"{case.title}, {objective['name']}",
+        case.model,
+        case.shape,
+        case.samples,
+        0.0,
+        {"objective": objective},
+    )
     for case in CASES[:3]
     for objective in ({"name": "fedprox"}, {"name": "fedsam", "rho": 0.001})
 )
@@ -71,7 +87,9 @@ OBJECTIVES = tuple(  # against a plain loop of FedAvg, whose loss must be near
 
 def mlp(*, shape: tuple[int, int, int], classes: int) -> nn.Module:
     """Return the multilayer perceptron of FedAvg's paper, with one hidden layer."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(int(np.prod(shape)), 200), nn.ReLU(), nn.Linear(200, classes))
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(int(np.prod(shape)), 200), nn.ReLU(), nn.Linear(200, classes)
+    )
 
 
 class _Order(Sampler[int]):
@@ -99,7 +117,9 @@ def plain(lab: schema.Experiment) -> Callable[[], float]:
     def train() -> float:
         module.load_state_dict(start)
         module.train()
-        loader = DataLoader(dataset, training.batch_size, sampler=_Order(len(dataset), seed=lab.seed))
+        loader = DataLoader(
+            dataset, training.batch_size, sampler=_Order(len(dataset), seed=lab.seed)
+        )
         optimiser = torch.optim.SGD(module.parameters(), training.learning_rate, training.momentum)
         total = 0.0
         for some_images, some_labels in loader:
@@ -118,14 +138,20 @@ def ours(lab: schema.Experiment) -> Callable[[], float]:
     trainer = Trainer(lab, node=DEVICE, accelerator="cpu")
     trainer.prepare()
     row, out = trainer.layout.empty(), trainer.layout.empty()
-    models.write_row(models.build(lab.model.name, lab.seed, inputs=datasets.load(lab.data).inputs), trainer.layout, row)
+    models.write_row(
+        models.build(lab.model.name, lab.seed, inputs=datasets.load(lab.data).inputs),
+        trainer.layout,
+        row,
+    )
     return lambda: trainer.train(Order(row, out, 1, 0)).work.loss
 
 
 def take_turns(connection: Connection, case: Case, *, textbook: bool) -> None:
-    """Train in a process of its own whenever asked, and tell the loss and the seconds of this core that it took.
+    """Train in a process of its own whenever asked, and tell the loss and the seconds of this core
+    that it took.
 
-    What others do on the core meanwhile does not count. A device's process keeps large buffers, a plain one does not.
+    What others do on the core meanwhile does not count. A device's process keeps large buffers, a
+    plain one does not.
     """
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
@@ -143,12 +169,16 @@ def take_turns(connection: Connection, case: Case, *, textbook: bool) -> None:
 
 
 def measure(case: Case, *, repeats: int) -> tuple[float, float, float, float, float]:
-    """Return samples per second (ours, plain), the median of the pairs' ratios, the best's, our seconds to start."""
+    """Return samples per second (ours, plain), the median of the pairs' ratios, the best's, our
+    seconds to start.
+    """
     context = multiprocessing.get_context("spawn")
     pipes = [context.Pipe() for _ in range(2)]
     sides = [pipe[0] for pipe in pipes]
     processes = [
-        context.Process(target=take_turns, args=(pipe[1], case), kwargs={"textbook": textbook}, daemon=True)
+        context.Process(
+            target=take_turns, args=(pipe[1], case), kwargs={"textbook": textbook}, daemon=True
+        )
         for pipe, textbook in zip(pipes, (False, True), strict=True)
     ]
     started_s = []
@@ -169,7 +199,12 @@ def measure(case: Case, *, repeats: int) -> tuple[float, float, float, float, fl
         process.join()
     rates = [case.samples / statistics.median(column) for column in zip(*pairs, strict=True)]
     best = [min(column) for column in zip(*pairs, strict=True)]
-    return *rates, statistics.median(theirs / own for own, theirs in pairs), best[1] / best[0], started_s[0]
+    return (
+        *rates,
+        statistics.median(theirs / own for own, theirs in pairs),
+        best[1] / best[0],
+        started_s[0],
+    )
 
 
 def main() -> None:
@@ -177,9 +212,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="lines whose title has this")
     parser.add_argument("--repeats", type=int, default=15, help="pairs of trainings for each line")
-    parser.add_argument("--objectives", action="store_true", help="measure other objectives than cross-entropy too")
+    parser.add_argument(
+        "--objectives", action="store_true", help="measure other objectives than cross-entropy too"
+    )
     given = parser.parse_args()
-    table = Table("model", "ours", "plain loop", "ratio", "of the fastest", "target", "first round within")
+    table = Table(
+        "model", "ours", "plain loop", "ratio", "of the fastest", "target", "first round within"
+    )
     for column in table.columns[1:]:
         column.justify = "right"
     chosen = (*CASES, *(OBJECTIVES if given.objectives else ()))
@@ -191,7 +230,10 @@ def main() -> None:
         table.add_row(case.title, *rates, f"{ratio:.2f}", f"{best:.2f}", target, f"{start_s:.1f} s")
         print(".", end="", file=sys.stderr, flush=True)
     console = Console(width=120)
-    console.print(f"\n{platform.machine()}, one core, torch {torch.__version__}, batches of 10, samples per second")
+    console.print(
+        f"\n{platform.machine()}, one core, torch {torch.__version__}, batches of 10, samples per "
+        "second"
+    )
     console.print(table)
 
 

@@ -1,6 +1,8 @@
-"""`make bench NAME=transfers`: rounds through mosquitto beside plain TCP, all in one run, as a table.
+"""`make bench NAME=transfers`: rounds through mosquitto beside plain TCP, all in one run, as a
+table.
 
-A round moves `devices` models down and as many up; goodput = 2 * devices * bytes / time. Ratios are what counts:
+A round moves `devices` models down and as many up; goodput = 2 * devices * bytes / time. Ratios are
+what counts:
 a machine's absolute figures wobble.
 """
 
@@ -24,16 +26,19 @@ from tcp import Baseline
 from fedstrata.common.experiment.schema import TransferSettings
 
 SETTINGS = ((250_000, 10), (250_000, 40), (45_000_000, 2), (45_000_000, 10), (45_000_000, 40))
-"""Small models first: for seconds after a large round the kernel still writes and frees its files."""
+"""Small models first: for seconds after a large round the kernel still writes and frees its files.
+"""
 REPEATS = 5
 SMALL_REPEATS = 15
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Medians in seconds: a round before the baselines exist, then rounds, raw TCP and the relay in turn.
+    """Medians in seconds: a round before the baselines exist, then rounds, raw TCP and the relay in
+    turn.
 
-    `cpu`: CPU seconds per GB of broker, parent and devices; `peaks`: bytes of memory of parent and broker.
+    `cpu`: CPU seconds per GB of broker, parent and devices; `peaks`: bytes of memory of parent and
+    broker.
     """
 
     alone_s: float
@@ -67,7 +72,10 @@ def main() -> None:
     print(f"\none way, 45 MB: {oneway.play(45_000_000, repeats=2 * REPEATS)}", flush=True)
     console = Console(width=160)
     load = ", ".join(f"{load:.1f}" for load in os.getloadavg())
-    console.print(f"{platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}, load {load}")
+    console.print(
+        f"{platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}, load "
+        f"{load}"
+    )
     console.print(table)
 
 
@@ -85,7 +93,9 @@ def measure(model_bytes: int, devices: int) -> Measured:
             after = ours.cpu_s()
         peaks = ours.peak_bytes("parent"), ours.peak_bytes("broker")
     gigabytes = repeats * 2 * devices * model_bytes / 1e9
-    broker, parent, devices_s = ((after[name] - before[name]) / gigabytes for name in ("broker", "parent", "devices-0"))
+    broker, parent, devices_s = (
+        (after[name] - before[name]) / gigabytes for name in ("broker", "parent", "devices-0")
+    )
     ours_s, raw_s, relay_s = (statistics.median(column) for column in zip(*times, strict=True))
     return Measured(alone_s, ours_s, raw_s, relay_s, (broker, parent, devices_s), peaks)
 

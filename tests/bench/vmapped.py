@@ -1,9 +1,11 @@
-"""`make bench NAME=vmapped`: vmapped training of co-located devices on a CPU against one after another.
+"""`make bench NAME=vmapped`: vmapped training of co-located devices on a CPU against one after
+another.
 
 Runs vmap on a GPU alone; this has whether a CPU should.
-Each device has as many samples, one epoch, batches of 10; both ways are the ways of a run, from rows to rows. Of one
-after another at most ten devices are trained and the time is scaled up. A GPU's busy share is the time of its kernels,
-as torch's profiler has it of one training more, in the time of a training without profiler.
+Each device has as many samples, one epoch, batches of 10; both ways are the ways of a run, from
+rows to rows. Of one after another at most ten devices are trained and the time is scaled up. A
+GPU's busy share is the time of its kernels, as torch's profiler has it of one training more, in the
+time of a training without profiler.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ CASES = (
 
 def mlp(*, shape: tuple[int, int, int], classes: int) -> nn.Module:
     """Return the multilayer perceptron of FedAvg's paper, with one hidden layer."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(int(np.prod(shape)), 200), nn.ReLU(), nn.Linear(200, classes))
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(int(np.prod(shape)), 200), nn.ReLU(), nn.Linear(200, classes)
+    )
 
 
 def work_of(case: Case, count: int, *, samples: int, precision: str) -> list[DeviceOrder]:
@@ -67,18 +71,23 @@ def work_of(case: Case, count: int, *, samples: int, precision: str) -> list[Dev
         "data": data,
         "model": {"name": case.model},
         "topology": {"devices": count},
-        "training": {"batch_size": 10, "precision": precision, "vmapped": False},  # of those one after another
+        # of those one after another
+        "training": {"batch_size": 10, "precision": precision, "vmapped": False},
     }
     lab = reading.parse(tree)
     module = models.build(case.model, 1, inputs=Inputs(case.shape, 10))
     layout = models.layout_of(module)
     row: Row = layout.empty()
     models.write_row(module, layout, row)
-    orders = [Order(row, layout.empty(), 1, 0, lambda *_: None, threading.Event()) for _ in range(count)]
+    orders = [
+        Order(row, layout.empty(), 1, 0, lambda *_: None, threading.Event()) for _ in range(count)
+    ]
     return [(HostedDevice(lab, lab.digest, f"device-{k}"), order) for k, order in enumerate(orders)]
 
 
-def seconds(train: Callable[[Sequence[DeviceOrder], Done], object], work: Sequence[DeviceOrder]) -> float:
+def seconds(
+    train: Callable[[Sequence[DeviceOrder], Done], object], work: Sequence[DeviceOrder]
+) -> float:
     """Train all, and return the seconds."""
     ended: dict[int, Ending] = {}
     started = time.perf_counter()
@@ -99,9 +108,11 @@ def kernels_s(train: Callable[[], object]) -> float:
 def measured(
     case: Case, count: int, *, samples: int, accelerator: str, precision: str, repeats: int
 ) -> dict[str, float]:
-    """Return samples per second of so many devices, one after another and vmapped, and the median of their ratios.
+    """Return samples per second of so many devices, one after another and vmapped, and the median
+    of their ratios.
 
-    Of a GPU also the share of the time in which its kernels ran, by either way, and the most memory.
+    Of a GPU also the share of the time in which its kernels ran, by either way, and the most
+    memory.
     """
     work = work_of(case, count, samples=samples, precision=precision)
     some = work[:ALONE]
@@ -123,7 +134,11 @@ def measured(
     alone_s, together_s = (statistics.median(each) for each in zip(*pairs, strict=True))
     total = samples * count
     ratio = statistics.median(one / other for one, other in pairs)
-    found = {"one by one, samples/s": total / alone_s, "vmapped, samples/s": total / together_s, "factor": ratio}
+    found = {
+        "one by one, samples/s": total / alone_s,
+        "vmapped, samples/s": total / together_s,
+        "factor": ratio,
+    }
     if accelerator != "cpu":
         one_s = kernels_s(lambda: seconds(one_by_one, work[:1]))
         busy = one_s * count / alone_s, kernels_s(together) / together_s
@@ -148,10 +163,20 @@ def main() -> None:
         for precision in ("fp32", "bf16"):
             for count in options.devices:
                 alone, together, factor = measured(case, count, precision=precision, **how).values()
-                table.add_row(case.title, precision, str(count), f"{alone:,.0f}", f"{together:,.0f}", f"{factor:.2f}")
+                table.add_row(
+                    case.title,
+                    precision,
+                    str(count),
+                    f"{alone:,.0f}",
+                    f"{together:,.0f}",
+                    f"{factor:.2f}",
+                )
                 print(".", end="", file=sys.stderr, flush=True)
     console = Console(width=120)
-    console.print(f"\n{platform.machine()}, torch {torch.__version__}, {options.samples} samples each, batches of 10")
+    console.print(
+        f"\n{platform.machine()}, torch {torch.__version__}, {options.samples} samples each, "
+        "batches of 10"
+    )
     console.print(table)
 
 

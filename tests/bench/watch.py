@@ -25,7 +25,9 @@ def watched(institutions: int, devices: int) -> str:
     """Return the figures of one lab, in which each training takes ten virtual seconds."""
     topology = {"institutions": institutions, "devices": devices}
     hardware = {"default": {"overhead_s": 10.0}}
-    experiment = parse({"rounds": 2, "topology": topology, "links": {"check": "off"}, "hardware": hardware})
+    experiment = parse(
+        {"rounds": 2, "topology": topology, "links": {"check": "off"}, "hardware": hardware}
+    )
     records: list[tuple[float, topics.StatusTopic, bytes]] = []
     sizes, runs = defaultdict[str, list[int]](list), list[str]()
 
@@ -61,12 +63,16 @@ def watched(institutions: int, devices: int) -> str:
     for _ in range(DRAWS):
         view.picture(watch, records[-1][0], [])
     draw_s = (time.process_time() - begun) / DRAWS
-    each = ", ".join(f"{role} {mean(found):.0f} bytes (at most {max(found)})" for role, found in sizes.items())
+    each = ", ".join(
+        f"{role} {mean(found):.0f} bytes (at most {max(found)})" for role, found in sizes.items()
+    )
     rate = sum(map(sum, sizes.values())) / span_s
     core = receive_s / span_s + draw_s / DRAW_S
     return (
-        f"{devices} devices, {institutions} institutions: {each}; {rate:.0f} bytes/s in all, MQTT packets\n"
-        f"  a watcher: {1e3 * receive_s / len(records):.2f} ms a record, {1e3 * draw_s:.1f} ms to draw, "
+        f"{devices} devices, {institutions} institutions: {each}; {rate:.0f} bytes/s in all, MQTT "
+        "packets\n"
+        f"  a watcher: {1e3 * receive_s / len(records):.2f} ms a record, {1e3 * draw_s:.1f} ms to "
+        "draw, "
         f"{100 * core:.1f} % of a core"
     )
 

@@ -57,13 +57,17 @@ async def broker_killed_in_mid_transfer(
             return len(arrived) == transfers and min(map(len, arrived)) >= CHUNKS // 2
 
         await until(half)
-        assert all(len(indices) < CHUNKS for indices in receiver.arrived.values()), "too late to break anything"
+        assert all(len(indices) < CHUNKS for indices in receiver.arrived.values()), (
+            "too late to break anything"
+        )
         await kill()
         await until(lambda: not any(endpoint.connection.up for endpoint in endpoints))
         receiver.asks.clear()
         await start()
 
-    tasks = [serving(site, child, layout, place, counted(place)) for place, child in enumerate(children)]
+    tasks = [
+        serving(site, child, layout, place, counted(place)) for place, child in enumerate(children)
+    ]
     async with together(living(site, parent), *tasks):
         row = drawn(layout, 1)
         playing = asyncio.create_task(play(parent, row))
@@ -78,7 +82,9 @@ async def broker_killed_in_mid_transfer(
         assert_models(await play(parent, row, global_round=1), row, layout=layout, places=PLACES)
 
 
-async def connection_broken_in_mid_upload(site: Site, break_connection: Callable[[ChildEndpoint], None]) -> None:
+async def connection_broken_in_mid_upload(
+    site: Site, break_connection: Callable[[ChildEndpoint], None]
+) -> None:
     """Break a child's connection twice during its upload."""
     layout, link = layout_of(2_000_000), LinkSettings(up_mbit=16.0)
     parent = parent_of(site, NAMES, layout=layout, transfer=FINE)
@@ -89,7 +95,8 @@ async def connection_broken_in_mid_upload(site: Site, break_connection: Callable
         row = drawn(layout, 1)
         playing = asyncio.create_task(play(parent, row))
         for _ in range(2):
-            goal = min(len(watched.of("device-0")) + 15, CHUNKS - 2)  # a busy machine may bring many at once
+            # a busy machine may bring many at once
+            goal = min(len(watched.of("device-0")) + 15, CHUNKS - 2)
             await until(lambda goal=goal: len(watched.of("device-0")) >= goal)
             breaks = children[0].connection.reconnects
             break_connection(children[0])

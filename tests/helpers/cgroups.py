@@ -1,4 +1,6 @@
-"""A cgroup of a benchmark's own, of either version: what the processes in it take, those that have ended included."""
+"""A cgroup of a benchmark's own, of either version: what the processes in it take, those that have
+ended included.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ _LOOK_S: Final = 0.1
 
 
 class ControlGroup:
-    """A group of processes, of version 1 below this process's own. Needs root. Its end kills what is left in it."""
+    """A group of processes, of version 1 below this process's own. Needs root. Its end kills what
+    is left in it.
+    """
 
     def __init__(self, name: str, limit_bytes: int | None = None) -> None:
         """Create the group, with a limit of memory if there is one."""
@@ -34,18 +38,24 @@ class ControlGroup:
         for folder in self._folders:
             folder.mkdir()
         if limit_bytes is not None:
-            (self._memory / ("memory.limit_in_bytes" if one else "memory.max")).write_text(str(limit_bytes))
+            (self._memory / ("memory.limit_in_bytes" if one else "memory.max")).write_text(
+                str(limit_bytes)
+            )
         self._counted = ("total_rss", "total_shmem") if one else ("anon", "shmem")
         self._peak = self._memory / ("memory.max_usage_in_bytes" if one else "memory.peak")
         self._one = one
 
     def entering(self, words: Sequence[str | Path]) -> list[str]:
-        """Return the command that runs the command `words`, whose first is a path, inside the group."""
+        """Return the command that runs the command `words`, whose first is a path, inside the
+        group.
+        """
         places = {str(folder / "cgroup.procs") for folder in self._folders}
         return [sys.executable, "-c", _ENTER, str(len(places)), *places, *map(str, words)]
 
     def memory_bytes(self) -> int:
-        """Return the bytes of processes and shared memory, which cannot be dropped as a file's pages can."""
+        """Return the bytes of processes and shared memory, which cannot be dropped as a file's
+        pages can.
+        """
         facts = _facts(self._memory / "memory.stat")
         return sum(facts[name] for name in self._counted)
 
@@ -83,4 +93,7 @@ def _below_own(controller: str, name: str) -> Path:
 
 def _facts(file: Path) -> dict[str, int]:
     """Return the numbers of a file with a name and a number a line."""
-    return {name: int(number) for name, number in (line.split() for line in file.read_text().splitlines())}
+    return {
+        name: int(number)
+        for name, number in (line.split() for line in file.read_text().splitlines())
+    }

@@ -33,23 +33,35 @@ def _tree() -> Any:
     return typer.main.get_command(app)
 
 
-def invoke(*arguments: str | Path, env: Mapping[str, str] | None = None, answers: str = "") -> Result:
-    """Run a command in this process, for one that starts no role; `answers` are lines of standard input."""
-    with patch("typer.testing._get_command", lambda _: _tree()):  # else each call builds all commands: 20 ms
-        return CliRunner().invoke(app, [str(argument) for argument in arguments], env=env, input=answers or None)
+def invoke(
+    *arguments: str | Path, env: Mapping[str, str] | None = None, answers: str = ""
+) -> Result:
+    """Run a command in this process, for one that starts no role; `answers` are lines of standard
+    input.
+    """
+    # else each call builds all commands: 20 ms
+    with patch("typer.testing._get_command", lambda _: _tree()):
+        return CliRunner().invoke(
+            app, [str(argument) for argument in arguments], env=env, input=answers or None
+        )
 
 
 def command(*arguments: str | Path, null: bool = False, stay: bool = False) -> list[str]:
-    """Return a command for a process of its own; with `null`, one whose roles compute nothing (`null_lab`).
+    """Return a command for a process of its own; with `null`, one whose roles compute nothing
+    (`null_lab`).
 
-    Without `stay` a node ends with its first run, and a cloud does not ask for a second whether the lab is free. The
-    process ends with that of the test, whatever ends it.
+    Without `stay` a node ends with its first run, and a cloud does not ask for a second whether the
+    lab is free. The process ends with that of the test, whatever ends it.
     """
     flags = {"institution": ["--once"], "device": ["--once"], "cloud": ["--sole"]}
     role = next((str(argument) for argument in arguments if argument in flags), "")
     once = flags[role] if role and not stay else []
     words = [*map(str, arguments), *once]
-    return [sys.executable, str(NULL_LAB), *words] if null else bound([sys.executable, "-m", "fedstrata", *words])
+    return (
+        [sys.executable, str(NULL_LAB), *words]
+        if null
+        else bound([sys.executable, "-m", "fedstrata", *words])
+    )
 
 
 def fedstrata(

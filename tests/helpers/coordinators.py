@@ -36,13 +36,19 @@ def result_of(key: Key, number: int = 77) -> Result:
     return Result(key, manifest_of(number), None, Work(10, 0.5, 1, 10, 1.0, 0.0, 0.0), 10, (), "")
 
 
-def progress_of(key: Key, phase: Phase = Phase.TRAINING, done: int = 0, *, traffic: Traffic | None = None) -> Progress:
+def progress_of(
+    key: Key, phase: Phase = Phase.TRAINING, done: int = 0, *, traffic: Traffic | None = None
+) -> Progress:
     return Progress(key, phase, done, 100, traffic or Traffic(), ())
 
 
 def traffic_of(*, received: int = 0, sent: int = 0, control: int = 0) -> Traffic:
-    """Return the counts of a connection: bytes by the kernel, and of received control messages among them."""
-    return Traffic(received_control_message=control, wire=TcpStats(sent=sent, received=received, connections=1))
+    """Return the counts of a connection: bytes by the kernel, and of received control messages
+    among them.
+    """
+    return Traffic(
+        received_control_message=control, wire=TcpStats(sent=sent, received=received, connections=1)
+    )
 
 
 def assignments(names: Sequence[str], *, model: int = 1, epochs: int = 1) -> dict[str, Assignment]:
@@ -59,7 +65,9 @@ def children_of(lab: Lab) -> list[ChildNode]:
 class OneParent:
     """A coordinator in the hand of a test, all children READY and their tasks sent."""
 
-    def __init__(self, count: int = 3, *, idle_s: float = 20.0, closing: Closing = ALL, ready: bool = True) -> None:
+    def __init__(
+        self, count: int = 3, *, idle_s: float = 20.0, closing: Closing = ALL, ready: bool = True
+    ) -> None:
         self.names = names_of(count)
         self.coordinator = Coordinator(self.names, idle_s=idle_s)
         if ready:
@@ -69,7 +77,14 @@ class OneParent:
         if ready:
             assert {name for name, _ in self.coordinator.to_send(0.0)} == set(self.names)
 
-    def open(self, *, global_round: int = 3, local_round: int = 0, closing: Closing = ALL, now: float = 0.0) -> Key:
+    def open(
+        self,
+        *,
+        global_round: int = 3,
+        local_round: int = 0,
+        closing: Closing = ALL,
+        now: float = 0.0,
+    ) -> Key:
         return self.coordinator.open(
             global_round=global_round,
             local_round=local_round,
@@ -78,7 +93,9 @@ class OneParent:
             now=now,
         )
 
-    def presence(self, name: str, state: NodeState, now: float, *, session: str = "", reason: str = "") -> None:
+    def presence(
+        self, name: str, state: NodeState, now: float, *, session: str = "", reason: str = ""
+    ) -> None:
         presence = Presence(state, "device", reason=reason)
         self.coordinator.presence(name, session or f"{name}-a", presence, now=now)
 
@@ -86,7 +103,13 @@ class OneParent:
         self.coordinator.receive(name, message, now=now)
 
     def progress(
-        self, now: float, phase: Phase = Phase.TRAINING, *, name: str = "device-0", done: int = 0, **counts: int
+        self,
+        now: float,
+        phase: Phase = Phase.TRAINING,
+        *,
+        name: str = "device-0",
+        done: int = 0,
+        **counts: int,
     ) -> None:
         """Receive a child's progress in the present round; `counts`: see `traffic_of`."""
         self.receive(name, progress_of(self.key, phase, done, traffic=traffic_of(**counts)), now)
@@ -119,11 +142,17 @@ class OneParent:
         return closed
 
     def tasks(self, now: float) -> list[tuple[str, Task]]:
-        return [(name, message) for name, message in self.coordinator.to_send(now) if isinstance(message, Task)]
+        return [
+            (name, message)
+            for name, message in self.coordinator.to_send(now)
+            if isinstance(message, Task)
+        ]
 
     def acknowledgements(self, now: float) -> list[tuple[str, Acknowledgement]]:
         return [
-            (name, message) for name, message in self.coordinator.to_send(now) if isinstance(message, Acknowledgement)
+            (name, message)
+            for name, message in self.coordinator.to_send(now)
+            if isinstance(message, Acknowledgement)
         ]
 
 
@@ -143,7 +172,9 @@ class OneChild:
     def __init__(self) -> None:
         self.participant, self.session = Participant(idle_s=20.0), "p"
 
-    def receive(self, message: Task | Acknowledgement, now: float = 0.0, *, session: str = "p") -> list[object]:
+    def receive(
+        self, message: Task | Acknowledgement, now: float = 0.0, *, session: str = "p"
+    ) -> list[object]:
         """Take a message of the parent's session, which may be a new one; return what happened."""
         if session != self.session:
             self.session = session

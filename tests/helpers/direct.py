@@ -19,9 +19,15 @@ from fedstrata.deploy.sweeps.execution import Report, RunOrder, WorkerProcess
 
 
 def direct_run(
-    folder: RunFolder, *, until: int = 0, resume: bool = False, observe: Observe = lambda event, facts: None
+    folder: RunFolder,
+    *,
+    until: int = 0,
+    resume: bool = False,
+    observe: Observe = lambda event, facts: None,
 ) -> RunFolder:
-    """Run a lab in a new folder to its end, or to the end of global round `until`, as if it was killed there."""
+    """Run a lab in a new folder to its end, or to the end of global round `until`, as if it was
+    killed there.
+    """
 
     def look(event: str, facts: dict[str, object]) -> None:
         observe(event, facts)
@@ -51,7 +57,13 @@ class HereProcess(WorkerProcess):
     """The test's process as the worker process of a sweep: it has loaded torch already."""
 
     def run(
-        self, order: RunOrder, runs: Path, resume: Path | None, *, report: Report, stopped: Callable[[], bool]
+        self,
+        order: RunOrder,
+        runs: Path,
+        resume: Path | None,
+        *,
+        report: Report,
+        stopped: Callable[[], bool],
     ) -> None:
         """Do a run."""
         what = {"experiment": order.experiment} if resume is None else {"resume": str(resume)}

@@ -12,7 +12,9 @@ from fedstrata.common.model.layout import Row
 
 
 class HereEvaluator:
-    """Evaluate in this process, which has loaded torch already: a process of its own takes seconds to start."""
+    """Evaluate in this process, which has loaded torch already: a process of its own takes seconds
+    to start.
+    """
 
     def __init__(self, experiment: Experiment, folder: Path) -> None:
         self._experiment, self._folder = experiment, folder
@@ -20,7 +22,9 @@ class HereEvaluator:
     async def start(self) -> Beginning:
         partition = splits.keep(self._experiment, self._folder)
         self._tester = ModelTester(self._experiment)
-        return Beginning(self._tester.layout, self._tester.first, partition, frozen=self._tester.frozen)
+        return Beginning(
+            self._tester.layout, self._tester.first, partition, frozen=self._tester.frozen
+        )
 
     async def evaluate(self, global_round: int, row: Row) -> EvaluationResult:
         found = self._tester.evaluate(row)

@@ -195,6 +195,10 @@ def write_app(folder: Path, kind: str) -> None:
     package = f"{kind}_app"
     (folder / package).mkdir(parents=True)
     (folder / "pyproject.toml").write_text(PROJECT.format(package=package))
-    texts = {"__init__": "", "server": SERVER.format(package=package), "client": CLIENT.format(package=package)}
+    texts = {
+        "__init__": "",
+        "server": SERVER.format(package=package),
+        "client": CLIENT.format(package=package),
+    }
     for name, text in {**texts, "task": DATA + TASKS[kind]}.items():
         (folder / package / f"{name}.py").write_text(text)

@@ -27,7 +27,9 @@ def write_mnist(
     seed: int = 1,
     zipped: bool = False,
 ) -> dict[str, Bytes]:
-    """Write the four files, with drawn images and these labels; return their arrays by the files' names."""
+    """Write the four files, with drawn images and these labels; return their arrays by the files'
+    names.
+    """
     raw, draw, arrays = root / name / "raw", np.random.default_rng(seed), dict[str, Bytes]()
     raw.mkdir(parents=True, exist_ok=True)
     for part, found in (("train", labels), ("t10k", tests)):

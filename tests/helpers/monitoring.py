@@ -27,7 +27,8 @@ INTERVAL_S: Final = 2
 Labels = Mapping[str, str]
 Row = tuple[Labels, float]
 needs_prometheus = pytest.mark.skipif(
-    not (shutil.which("prometheus") and shutil.which("promtool")), reason="prometheus is not installed"
+    not (shutil.which("prometheus") and shutil.which("promtool")),
+    reason="prometheus is not installed",
 )
 
 
@@ -39,7 +40,9 @@ class Prometheus:
 
     def get(self, path: str, **query: str) -> Any:
         """Return the data of an answer; what is wrong with a query is in the error."""
-        with urllib.request.urlopen(f"{self._url}{path}?{urllib.parse.urlencode(query)}", timeout=10) as answer:
+        with urllib.request.urlopen(
+            f"{self._url}{path}?{urllib.parse.urlencode(query)}", timeout=10
+        ) as answer:
             return json.load(answer)["data"]
 
     def query(self, expr: str) -> list[Row]:
@@ -61,8 +64,16 @@ class Prometheus:
 
     def last(self) -> dict[str, list[Row]]:
         """Return what was seen last, of roles that have ended too."""
-        names = {"round": "", "phase_seconds": "_total", "payload_bytes": "_total", "message_bytes": "_total"}
-        return {name: self.query(f"last_over_time(fedstrata_{name}{end}[10m])") for name, end in names.items()}
+        names = {
+            "round": "",
+            "phase_seconds": "_total",
+            "payload_bytes": "_total",
+            "message_bytes": "_total",
+        }
+        return {
+            name: self.query(f"last_over_time(fedstrata_{name}{end}[10m])")
+            for name, end in names.items()
+        }
 
     def answers(self) -> bool:
         """Return whether it is ready."""
@@ -74,7 +85,9 @@ class Prometheus:
 
 
 def until(what: Callable[[], Any], *others: subprocess.Popen[bytes]) -> Any:
-    """Return the first true value of what is asked again and again; the other processes go on meanwhile."""
+    """Return the first true value of what is asked again and again; the other processes go on
+    meanwhile.
+    """
     deadline = time.monotonic() + PATIENCE_S
     while not (value := what()):
         assert time.monotonic() < deadline, what
@@ -84,8 +97,11 @@ def until(what: Callable[[], Any], *others: subprocess.Popen[bytes]) -> Any:
     return value
 
 
-def configure(folder: Path, *, cloud: int, alertmanager: int | None = None, tls: Path | None = None) -> Path:
-    """Write what is shipped, for a cloud and an Alertmanager at other ports and with shorter intervals.
+def configure(
+    folder: Path, *, cloud: int, alertmanager: int | None = None, tls: Path | None = None
+) -> Path:
+    """Write what is shipped, for a cloud and an Alertmanager at other ports and with shorter
+    intervals.
 
     With a folder of certificates, what is shipped for TLS.
     """
@@ -95,12 +111,18 @@ def configure(folder: Path, *, cloud: int, alertmanager: int | None = None, tls:
     text = (SHIPPED / ("prometheus-tls.yml" if tls else "prometheus.yml")).read_text()
     text = text.replace(TLS, str(tls))
     text = text.replace("127.0.0.1:9464", f"127.0.0.1:{cloud}").replace(": 5s", f": {INTERVAL_S}s")
-    config.write_text(text.replace("127.0.0.1:9093", f"127.0.0.1:{alertmanager}" if alertmanager else ""))
+    config.write_text(
+        text.replace("127.0.0.1:9093", f"127.0.0.1:{alertmanager}" if alertmanager else "")
+    )
     return config
 
 
-def start(stack: ExitStack, *words: str | Path, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen(list(map(str, words)), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=env)
+def start(
+    stack: ExitStack, *words: str | Path, env: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        list(map(str, words)), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=env
+    )
     stack.enter_context(process)
     stack.callback(process.kill)
     return process
@@ -109,9 +131,13 @@ def start(stack: ExitStack, *words: str | Path, env: Mapping[str, str] | None = 
 def start_prometheus(stack: ExitStack, folder: Path, *, port: int, **shipped: Any) -> int:
     """Start Prometheus at a port, and return that; `shipped`: as of `configure`."""
     start(
-        stack, "prometheus", f"--config.file={configure(folder, **shipped)}",
-        f"--storage.tsdb.path={folder / 'tsdb'}", f"--web.listen-address=127.0.0.1:{port}", "--log.level=error",
-    )  # fmt: skip
+        stack,
+        "prometheus",
+        f"--config.file={configure(folder, **shipped)}",
+        f"--storage.tsdb.path={folder / 'tsdb'}",
+        f"--web.listen-address=127.0.0.1:{port}",
+        "--log.level=error",
+    )
     return port
 
 
@@ -129,8 +155,13 @@ def expressions() -> dict[str, str]:
     for name in DASHBOARDS:
         made = json.loads(dashboard(name))
         targets = [(panel, target) for panel in made["panels"] for target in panel["targets"]]
-        found |= {f"{name}: {panel['id']} {panel['title']} {each['refId']}": each["expr"] for panel, each in targets}
-        found |= {f"{name}: {mark['name']}": truth(mark["expr"]) for mark in made["annotations"]["list"]}
+        found |= {
+            f"{name}: {panel['id']} {panel['title']} {each['refId']}": each["expr"]
+            for panel, each in targets
+        }
+        found |= {
+            f"{name}: {mark['name']}": truth(mark["expr"]) for mark in made["annotations"]["list"]
+        }
         for variable in made["templating"]["list"]:
             if variable["type"] == "textbox":
                 continue
@@ -144,8 +175,16 @@ def truth(condition: str) -> str:
     return re.sub(r" (==|<|>) ", r" \1 bool ", condition)
 
 
-def replaced(expr: str, *, run: str, tier: str, parent: str, node: str, interval_s: int = INTERVAL_S) -> str:
+def replaced(
+    expr: str, *, run: str, tier: str, parent: str, node: str, interval_s: int = INTERVAL_S
+) -> str:
     """Return an expression with the variables of dashboards replaced, as Grafana does it."""
-    values = {"run": run, "run_a": run, "run_b": run, "__rate_interval": f"{4 * interval_s}s", "__range": "1m"}
+    values = {
+        "run": run,
+        "run_a": run,
+        "run_b": run,
+        "__rate_interval": f"{4 * interval_s}s",
+        "__range": "1m",
+    }
     values |= {"tier": tier, "parent": parent, "node": node}
     return re.sub(r"\$(\w+)", lambda match: values[match[1]], expr)

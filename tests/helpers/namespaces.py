@@ -1,8 +1,9 @@
-"""Network namespaces connected by shaped veth pairs: hosts and links on one machine, emulated by the Linux kernel.
+"""Network namespaces connected by shaped veth pairs: hosts and links on one machine, emulated by
+the Linux kernel.
 
-The namespaces have no names. A namespace and its interfaces exist as long as a process, a socket or a descriptor holds
-it, so they vanish with their owner and need no cleanup. A thread enters the namespace and starts child processes there,
-so signals reach each role's process directly.
+The namespaces have no names. A namespace and its interfaces exist as long as a process, a socket or
+a descriptor holds it, so they vanish with their owner and need no cleanup. A thread enters the
+namespace and starts child processes there, so signals reach each role's process directly.
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ from fedstrata.deploy.links.kernel import CommandRefused, shaping, single_frames
 
 _CLONE_NEWNET: Final = 0x40000000
 _PRESENT: Final = "/proc/thread-self/ns/net"
-_ADDRESSES: Final = ipaddress.IPv4Network("10.0.0.0/8")  # no namespace sees this machine's own network
+# no namespace sees this machine's own network
+_ADDRESSES: Final = ipaddress.IPv4Network("10.0.0.0/8")
 _IPV6: Final = Path("/proc/sys/net/ipv6/conf/default/disable_ipv6")
 _FORWARDING: Final = Path("/proc/sys/net/ipv4/ip_forward")
 
 
 class Namespace:
-    """One network namespace, with loopback up and IPv6 off. It vanishes after `close` and its last process's end."""
+    """One network namespace, with loopback up and IPv6 off. It vanishes after `close` and its last
+    process's end.
+    """
 
     def __init__(self) -> None:
         """Create the namespace. Raises InvalidExperiment if this machine or this user cannot."""
@@ -47,7 +51,8 @@ class Namespace:
         finally:
             os.close(present)
         self.batch("ip", ["link set lo up"])
-        # IPv6 would send router solicitations on every link, some hundred bytes, if it cannot be turned off.
+        # IPv6 would send router solicitations on every link, some hundred bytes, if it cannot be
+        # turned off.
         with self.entered(), suppress(OSError):
             _IPV6.write_text("1")
 
@@ -73,7 +78,9 @@ class Namespace:
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def batch(self, program: str, lines: Iterable[str]) -> None:
-        """Run `ip` or `tc` commands inside the namespace. Raises InvalidExperiment with the program's message."""
+        """Run `ip` or `tc` commands inside the namespace. Raises InvalidExperiment with the
+        program's message.
+        """
         try:
             with self.entered():
                 kernel.batch(program, lines)
@@ -95,7 +102,9 @@ class Namespace:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """One interface of a veth pair: it sends at `mbit` Mbit/s, None = unlimited, and delays by `delay_ms`."""
+    """One interface of a veth pair: it sends at `mbit` Mbit/s, None = unlimited, and delays by
+    `delay_ms`.
+    """
 
     interface: str
     address: str
@@ -106,10 +115,12 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class VethPair:
-    """A link between two hosts: interface `down<number>` at the parent's end, `up<number>` at the child's.
+    """A link between two hosts: interface `down<number>` at the parent's end, `up<number>` at the
+    child's.
 
-    Each end sends at its direction's rate in Mbit/s, None = unlimited, and delays what it sends by `delay_ms`. `child`
-    is the node whose link it is; `parent_host` and `child_host` are the hosts of the two ends.
+    Each end sends at its direction's rate in Mbit/s, None = unlimited, and delays what it sends by
+    `delay_ms`. `child` is the node whose link it is; `parent_host` and `child_host` are the hosts
+    of the two ends.
     """
 
     number: int
@@ -132,24 +143,40 @@ class VethPair:
 
     def pair(self, child_namespace: str) -> str:
         """Return the `ip` command that creates both interfaces, to be run at the parent's host."""
-        return f"link add down{self.number} type veth peer name up{self.number} netns {child_namespace}"
+        return (
+            f"link add down{self.number} type veth peer name up{self.number} netns "
+            f"{child_namespace}"
+        )
 
     def ends(self, host: str) -> list[End]:
         """Return the ends on a host."""
         both = {
-            self.parent_host: End(f"down{self.number}", self.parent_address, self.child, self.down_mbit, self.delay_ms),
-            self.child_host: End(f"up{self.number}", self.child_address, self.child, self.up_mbit, self.delay_ms),
+            self.parent_host: End(
+                f"down{self.number}", self.parent_address, self.child, self.down_mbit, self.delay_ms
+            ),
+            self.child_host: End(
+                f"up{self.number}", self.child_address, self.child, self.up_mbit, self.delay_ms
+            ),
         }
         return [end for place, end in both.items() if place == host]
 
 
 @contextmanager
 def joined(hosts: Iterable[str], wires: Sequence[VethPair]) -> Iterator[Mapping[str, Namespace]]:
-    """Create a namespace for each host and connect them by shaped veth pairs. Raises InvalidExperiment."""
+    """Create a namespace for each host and connect them by shaped veth pairs. Raises
+    InvalidExperiment.
+    """
     with ExitStack() as stack:
         spaces = {host: stack.enter_context(Namespace()) for host in hosts}
         for host, space in spaces.items():
-            space.batch("ip", [wire.pair(spaces[wire.child_host].path) for wire in wires if wire.parent_host == host])
+            space.batch(
+                "ip",
+                [
+                    wire.pair(spaces[wire.child_host].path)
+                    for wire in wires
+                    if wire.parent_host == host
+                ],
+            )
         for host, space in spaces.items():
             ends = [end for wire in wires for end in wire.ends(host)]
             space.batch("ip", [line for end in ends for line in addressing(end)])

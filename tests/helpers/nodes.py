@@ -3,7 +3,8 @@
     @virtual
     async def test_a_round(site: SimulatedSite) -> None:
         parent = parent_of(site, ["device-0"], layout=layout)
-        async with together(living(site, parent), serving(site, child_of(site, "device-0"), layout, 0)):
+        async with together(living(site, parent), serving(site, child_of(site, "device-0"), layout,
+        0)):
             await play(parent, row)
 
 A minute of a virtual test takes milliseconds, and the same test takes the same course each time.
@@ -24,7 +25,15 @@ from fedstrata.common.experiment.schema import TransferSettings
 from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.model.codec_settings import PLAIN, Codecs
 from fedstrata.common.model.layout import FrozenForm, LinkLayouts, ModelLayout, Row, Section
-from fedstrata.common.protocol.messages import Announcement, Ask, Message, NodeState, Phase, Result, Task
+from fedstrata.common.protocol.messages import (
+    Announcement,
+    Ask,
+    Message,
+    NodeState,
+    Phase,
+    Result,
+    Task,
+)
 from fedstrata.common.protocol.peers import ToChildren, ToParent
 from fedstrata.common.protocol.presence import Identity, Proof
 from fedstrata.common.runtime.child_endpoint import ChildEndpoint
@@ -67,11 +76,15 @@ def changed(layout: ModelLayout, row: Row, place: int) -> npt.NDArray[np.float32
     return layout.floats(row) + np.float32(1 + place)
 
 
-def assert_models(played: ClosedRound, row: Row, *, layout: ModelLayout, places: Mapping[str, int]) -> None:
+def assert_models(
+    played: ClosedRound, row: Row, *, layout: ModelLayout, places: Mapping[str, int]
+) -> None:
     """Assert that each child at its place, and no other, changed the model as it does."""
     assert set(played.models) == set(places)
     for name, upload in played.models.items():
-        np.testing.assert_array_equal(layout.floats(upload), changed(layout, row, places[name]), err_msg=name)
+        np.testing.assert_array_equal(
+            layout.floats(upload), changed(layout, row, places[name]), err_msg=name
+        )
 
 
 # Nodes
@@ -174,11 +187,17 @@ def living(
 ) -> asyncio.Task[Any]:
     """Connect the endpoints of one node and keep them while `work` runs, or until cancelled."""
     work = work or forever()
-    return site.start(endpoints[0], live(endpoints, work, connect_timeout_s=PATIENCE_S, goodbye=goodbye))
+    return site.start(
+        endpoints[0], live(endpoints, work, connect_timeout_s=PATIENCE_S, goodbye=goodbye)
+    )
 
 
 def serving(
-    site: Site, child: ChildEndpoint, layout: ModelLayout, place: int, before: Callable[[], Awaitable[object]] = nothing
+    site: Site,
+    child: ChildEndpoint,
+    layout: ModelLayout,
+    place: int,
+    before: Callable[[], Awaitable[object]] = nothing,
 ) -> asyncio.Task[Any]:
     """Let a child serve: it waits for `before`, then adds 1 + place to each number."""
     out = layout.empty()
@@ -203,7 +222,9 @@ def lying(
     return serving(site, child, layout, 0)
 
 
-def ending_with(site: Site, child: ChildEndpoint, layout: ModelLayout, value: float) -> asyncio.Task[Any]:
+def ending_with(
+    site: Site, child: ChildEndpoint, layout: ModelLayout, value: float
+) -> asyncio.Task[Any]:
     """Let a child serve a model whose last entry is `value`."""
     out = layout.empty()
 
@@ -217,9 +238,13 @@ def ending_with(site: Site, child: ChildEndpoint, layout: ModelLayout, value: fl
 
 
 class Middle:
-    """An institution as the protocol sees it: one name, an endpoint upward and one downward, on one broker."""
+    """An institution as the protocol sees it: one name, an endpoint upward and one downward, on one
+    broker.
+    """
 
-    def __init__(self, site: Site, layout: ModelLayout, *, children: Sequence[str], codecs: Codecs = PLAIN) -> None:
+    def __init__(
+        self, site: Site, layout: ModelLayout, *, children: Sequence[str], codecs: Codecs = PLAIN
+    ) -> None:
         def build(world: World) -> tuple[ChildEndpoint, ParentEndpoint]:
             identity = Identity(RUN, PARENT, "institution", new_session(world))
             links = dict.fromkeys(children, LinkSettings())
@@ -231,7 +256,11 @@ class Middle:
                 world=world,
             )
             down = ParentEndpoint(
-                site.address, identity, ToChildren(links=links, transfer=TransferSettings()), codecs=codecs, world=world
+                site.address,
+                identity,
+                ToChildren(links=links, transfer=TransferSettings()),
+                codecs=codecs,
+                world=world,
             )
             return up, down
 
@@ -243,7 +272,12 @@ class Middle:
 
     def live(self) -> asyncio.Task[Any]:
         """Connect both endpoints, and answer each task with the first child's model."""
-        return living(self._site, self.up, self.down, work=self.up.serve(LinkLayouts.plain(self._layout), self._work))
+        return living(
+            self._site,
+            self.up,
+            self.down,
+            work=self.up.serve(LinkLayouts.plain(self._layout), self._work),
+        )
 
     async def _work(self, task: Task, model: Arriving, report: Report) -> WorkResult:
         played = await play(self.down, model)
@@ -253,7 +287,11 @@ class Middle:
 
 
 def play(
-    parent: ParentEndpoint, row: Row | Arriving, *, global_round: int = 0, closing: Closing | None = None
+    parent: ParentEndpoint,
+    row: Row | Arriving,
+    *,
+    global_round: int = 0,
+    closing: Closing | None = None,
 ) -> Coroutine[Any, Any, ClosedRound]:
     """Play a round in which all children get the same model."""
     return parent.round(
@@ -272,7 +310,9 @@ def play(
 
 async def introduced(*children: ChildEndpoint) -> None:
     """Wait until these children know their parent's session, as those do that have found the run."""
-    await until(lambda: all(c.session.link.proofs.proof(c.session.parent) is Proof.PROVEN for c in children))
+    await until(
+        lambda: all(c.session.link.proofs.proof(c.session.parent) is Proof.PROVEN for c in children)
+    )
 
 
 @asynccontextmanager
@@ -286,7 +326,8 @@ async def together(*tasks: asyncio.Task[Any]) -> AsyncIterator[None]:
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.wait(tasks, timeout=PATIENCE_S)  # a task of a process that was killed never ends
+        # a task of a process that was killed never ends
+        await asyncio.wait(tasks, timeout=PATIENCE_S)
 
 
 class Watched:
@@ -303,7 +344,9 @@ class Watched:
 
     def of(self, owner: str) -> set[int]:
         """Return the chunks that arrived from an owner."""
-        return set().union(*(indices for (name, _), indices in self.arrived.items() if name == owner))
+        return set().union(
+            *(indices for (name, _), indices in self.arrived.items() if name == owner)
+        )
 
     def _receive(self, owner: str, blob: str, *, index: int, **known: Any) -> bool:
         fresh = self._chunk(owner, blob, index=index, **known)
@@ -314,7 +357,9 @@ class Watched:
 
     def _ask(self, peer: str, message: Message, now: float) -> float:
         if isinstance(message, Ask):
-            lacking = set(np.flatnonzero(np.unpackbits(np.frombuffer(message.lacking, np.uint8))).tolist())
+            lacking = set(
+                np.flatnonzero(np.unpackbits(np.frombuffer(message.lacking, np.uint8))).tolist()
+            )
             here = self.arrived.get((peer, message.blob), set())
             self.asks.append(((peer, message.blob), lacking, set(here)))
             self.restarts += message.restart

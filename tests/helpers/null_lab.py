@@ -1,14 +1,16 @@
 """The command `fedstrata` with roles that compute nothing, for labs whose subject is not training.
 
-`python tests/helpers/null_lab.py run ...` is a whole lab, and so on for each role. Processes, brokers, spools and
-checkpoints are real; devices add noise that is determined by node, round and epochs, so final models can be compared
-bit for bit. No process imports torch, which takes seconds.
+`python tests/helpers/null_lab.py run ...` is a whole lab, and so on for each role. Processes,
+brokers, spools and checkpoints are real; devices add noise that is determined by node, round and
+epochs, so final models can be compared bit for bit. No process imports torch, which takes seconds.
 
-With NULL_LAB_HOLD=ROUND:FILE devices train from this local round on only when nobody has locked FILE. With
-NULL_LAB_SPLIT=DEVICE:DIGEST a device has this split of the data. With NULL_LAB_EVALUATOR=real the cloud has its own
-evaluator, and so needs the data, and torch. NULL_LAB_BYTES is the size of a model.
-With NULL_LAB_PROCESSES=N the devices of a lab are in N processes. With NULL_LAB_RELEASE=VERSION:PROTOCOL the process is
-of another release, with that version of the protocol. With NULL_LAB_SPOOL=FOLDER its default spool is there.
+With NULL_LAB_HOLD=ROUND:FILE devices train from this local round on only when nobody has locked
+FILE. With NULL_LAB_SPLIT=DEVICE:DIGEST a device has this split of the data. With
+NULL_LAB_EVALUATOR=real the cloud has its own evaluator, and so needs the data, and torch.
+NULL_LAB_BYTES is the size of a model.
+With NULL_LAB_PROCESSES=N the devices of a lab are in N processes. With
+NULL_LAB_RELEASE=VERSION:PROTOCOL the process is of another release, with that version of the
+protocol. With NULL_LAB_SPOOL=FOLDER its default spool is there.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ MODEL_BYTES = int(os.environ.get("NULL_LAB_BYTES", "40000"))
 
 
 def simulate(command: str) -> None:
-    """Replace in this process what the command would compute, or the command of the roles that it starts."""
+    """Replace in this process what the command would compute, or the command of the roles that it
+    starts.
+    """
     if command == "cloud":
         if os.environ.get("NULL_LAB_EVALUATOR") == "real":
             return
@@ -60,12 +64,14 @@ def simulate(command: str) -> None:
 
 
 def be_of_release(given: str) -> None:
-    """Let this process be of a release, VERSION:PROTOCOL, before anything else is imported that asks for either."""
+    """Let this process be of a release, VERSION:PROTOCOL, before anything else is imported that
+    asks for either.
+    """
     from fedstrata.common.protocol import serialization
 
     release, _, protocol = given.partition(":")
     known = importlib.metadata.version
-    setattr(importlib.metadata, "version", lambda name: release if name == "fedstrata" else known(name))  # noqa: B010
+    importlib.metadata.version = lambda name: release if name == "fedstrata" else known(name)
     setattr(serialization, "VERSION", int(protocol))  # noqa: B010
 
 
@@ -80,6 +86,13 @@ if __name__ == "__main__":
         from fedstrata.deploy.cli.main import main
 
         simulate(
-            next((word for word in sys.argv[1:] if word in ("run", "sweep", "cloud", "institution", "device")), "")
+            next(
+                (
+                    word
+                    for word in sys.argv[1:]
+                    if word in ("run", "sweep", "cloud", "institution", "device")
+                ),
+                "",
+            )
         )
     main()

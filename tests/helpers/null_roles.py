@@ -1,4 +1,6 @@
-"""What the roles of `null_lab` compute: an evaluator without a test set, and devices that add noise."""
+"""What the roles of `null_lab` compute: an evaluator without a test set, and devices that add
+noise.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Models that PyTorch allows and a trainer may get wrong: each trains as in a plain loop, or is refused in one line.
+"""Models that PyTorch allows and a trainer may get wrong: each trains as in a plain loop, or is
+refused in one line.
 
-All are for gray images of 8 x 8 in ten classes. All are smooth: at the kink of a ReLU another order of a sum gives
-another gradient. They are imported as a user's own code is.
+All are for gray images of 8 x 8 in ten classes. All are smooth: at the kink of a ReLU another order
+of a sum gives another gradient. They are imported as a user's own code is.
 """
 
 from __future__ import annotations
@@ -58,19 +59,24 @@ def _standardised(layer: nn.Conv2d) -> Callable[[Tensor], Tensor]:
 
 class WeightStandardised(Net):
     def change(self) -> None:
-        self.wide = nn.Conv2d(1, 16, 3)  # a first layer that a CPU would compute as a matrix product
+        # a first layer that a CPU would compute as a matrix product
+        self.wide = nn.Conv2d(1, 16, 3)
         self.wide.forward = _standardised(self.wide)
         self.whole = nn.Conv2d(16, 10, 6)  # a kernel as large as its input
         self.whole.forward = _standardised(self.whole)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.features(x).flatten(1)) + self.whole(torch.tanh(self.wide(x))).flatten(1)
+        return self.last(self.features(x).flatten(1)) + self.whole(
+            torch.tanh(self.wide(x))
+        ).flatten(1)
 
 
 class LinearOfItsOwn(Net):
     def change(self) -> None:
         layer = self.last
-        layer.forward = lambda x: functional.linear(x, layer.weight.round(decimals=2), layer.bias) + x.mean()
+        layer.forward = lambda x: (
+            functional.linear(x, layer.weight.round(decimals=2), layer.bias) + x.mean()
+        )
 
 
 class _WithNorm(Net):
@@ -184,11 +190,15 @@ def _halved(weight: Tensor) -> None:
 
 FrozenByHook = changed(lambda net: net.last.bias.register_hook(torch.zeros_like))
 ScaledByHook = changed(
-    lambda net: net.conv.weight.register_hook(lambda grad: grad.transpose(2, 3).contiguous().transpose(2, 3) * 0.5)
+    lambda net: net.conv.weight.register_hook(
+        lambda grad: grad.transpose(2, 3).contiguous().transpose(2, 3) * 0.5
+    )
 )
 AfterAccumulation = changed(lambda net: net.last.weight.register_post_accumulate_grad_hook(_halved))
 BackwardHook = changed(
-    lambda net: net.last.register_full_backward_hook(lambda _, given, __: tuple(each * 0.5 for each in given))
+    lambda net: net.last.register_full_backward_hook(
+        lambda _, given, __: tuple(each * 0.5 for each in given)
+    )
 )
 ForwardHook = changed(lambda net: net.last.register_forward_hook(lambda _, __, out: out * 0.5))
 
@@ -396,7 +406,9 @@ brain_buffer = with_buffer(torch.arange(3, dtype=torch.bfloat16))
 double_buffer = with_buffer(torch.ones(3, dtype=torch.float64))
 short_counter = with_buffer(torch.ones(3, dtype=torch.int32))
 counter = with_buffer(torch.ones(3, dtype=torch.int64))
-HalfParameter = changed(lambda net: net.register_parameter("extra", nn.Parameter(torch.zeros(3, dtype=torch.float16))))
+HalfParameter = changed(
+    lambda net: net.register_parameter("extra", nn.Parameter(torch.zeros(3, dtype=torch.float16)))
+)
 WeightNormed = changed(lambda net: parametrizations.weight_norm(net.last))
 SpectralNormed = changed(lambda net: parametrizations.spectral_norm(net.last))
 Unused = changed(lambda net: net.add_module("spare", nn.Linear(3, 3)))

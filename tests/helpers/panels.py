@@ -14,8 +14,8 @@ from tests.helpers.commands import table
 from tests.helpers.monitoring import Prometheus, replaced
 
 DIGITS: Final = 1e-5  # of a number in a table, relative
-# Of bytes, relative: roles end one after another, so no sum over all has the last bytes of each. `assert_same_bytes`
-# compares those of each link.
+# Of bytes, relative: roles end one after another, so no sum over all has the last bytes of each.
+# `assert_same_bytes` compares those of each link.
 LATER: Final = 0.1
 MBIT_BYTES: Final = 125_000
 HOME: Final = "institution-0"
@@ -55,14 +55,18 @@ class Tables:
         found = {}
         for row in self.links:
             child, direction = row["to"], "sent"
-            if row["to"] == "cloud" or (row["to"].startswith("institution") and row["from"].startswith("device")):
+            if row["to"] == "cloud" or (
+                row["to"].startswith("institution") and row["from"].startswith("device")
+            ):
                 child, direction = row["from"], "received"
             found[row["tier"], child, direction] = float(row["measured_mbit"]) * MBIT_BYTES
         return found
 
 
 def by_columns(tables: Tables) -> dict[tuple[str, str], list[tuple[Key, dict[Key, float]]]]:
-    """Return what each query of a panel shows: the labels that tell its series apart, and their values."""
+    """Return what each query of a panel shows: the labels that tell its series apart, and their
+    values.
+    """
     accuracy = {(): tables.last("accuracy")}
     seconds = {(phase,): tables.sum(f"{phase}_s") for phase in PHASES}
     elapsed, rounds = {(): tables.last("elapsed_s")}, {(): tables.last("global_round")}
@@ -84,13 +88,17 @@ def by_columns(tables: Tables) -> dict[tuple[str, str], list[tuple[Key, dict[Key
         ("lab", "Loss"): [((), {(): tables.last("loss")}), ((), {(): tables.last("train_loss")})],
         ("lab", "Seconds by phase, so far"): [(("phase",), seconds)],
         ("lab", "Epochs of the cloud's children"): [(("node",), epochs)],
-        ("links", "Measured rate, relative to the declared rate"): [(("tier", "peer", "direction"), tables.measured())],
+        ("links", "Measured rate, relative to the declared rate"): [
+            (("tier", "peer", "direction"), tables.measured())
+        ],
         ("institution", "Rounds"): [((), local_rounds)],
         ("institution", "Epochs"): [((), {(): epochs[HOME,]})],
         ("device", "Rounds"): [((), local_rounds)],
         ("device", "SGD steps"): [((), {(): tables.of_device("sgd_steps")})],
         ("device", "Training loss"): [((), {(): float(last_of_device["loss"])})],
-        ("device", "Epochs"): [((), {(): float(last_of_device["epochs"]) / float(last_of_device["local_rounds"])})],
+        ("device", "Epochs"): [
+            ((), {(): float(last_of_device["epochs"]) / float(last_of_device["local_rounds"])})
+        ],
         ("compare", "Global rounds"): [((), rounds)],
         ("compare", "Test accuracy"): [((), accuracy)],
         ("compare", "Best accuracy"): [((), best)],
@@ -112,7 +120,9 @@ def assert_panels(prometheus: Prometheus, folder: Path, *, run: str) -> int:
         for panel in panels:
             queries = expected.get((name, panel.title), [])
             for (expr, _), (labels, values) in zip(panel.queries, queries, strict=False):
-                assert shown(prometheus, name, expr, run=run, labels=labels) == near(values, panel.title), panel.title
+                assert shown(prometheus, name, expr, run=run, labels=labels) == near(
+                    values, panel.title
+                ), panel.title
             compared += bool(queries)
     return compared
 
@@ -126,8 +136,12 @@ def near(values: Mapping[Key, float], title: str) -> object:
     return pytest.approx(dict(values), rel=most)
 
 
-def shown(prometheus: Prometheus, name: str, expr: str, *, run: str, labels: Key) -> dict[Key, float]:
-    """Return the last values of a panel's query by these labels; of rates that are measured, in bytes a second."""
+def shown(
+    prometheus: Prometheus, name: str, expr: str, *, run: str, labels: Key
+) -> dict[Key, float]:
+    """Return the last values of a panel's query by these labels; of rates that are measured, in
+    bytes a second.
+    """
     parent, node = "cloud", HOME
     if name == "device":
         parent, node = HOME, DEVICE
@@ -135,10 +149,16 @@ def shown(prometheus: Prometheus, name: str, expr: str, *, run: str, labels: Key
     over = LARGEST if "sum" in expr else AT_END
     rows = prometheus.query(over.format(filled))
     if "link_measured" in expr:
-        declared = prometheus.query(AT_END.format(f'fedstrata_link_declared_bytes_per_second{{run="{run}"}}'))
+        declared = prometheus.query(
+            AT_END.format(f'fedstrata_link_declared_bytes_per_second{{run="{run}"}}')
+        )
         rates = {tuple(row[label] for label in labels): value for row, value in declared}
         rows = [(row, value) for row, value in rows if row["source"] == "calibration"]
-        return {key: value * rates[key] for row, value in rows for key in [tuple(row[label] for label in labels)]}
+        return {
+            key: value * rates[key]
+            for row, value in rows
+            for key in [tuple(row[label] for label in labels)]
+        }
     found = {tuple(row[label] for label in labels): value for row, value in rows}
     assert len(found) == len(rows), "one series for each"
     return found

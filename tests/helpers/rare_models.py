@@ -1,7 +1,8 @@
-"""More models that PyTorch allows: with state of every kind, with values read by numpy, and nets of recent papers.
+"""More models that PyTorch allows: with state of every kind, with values read by numpy, and nets of
+recent papers.
 
-All are for gray images of 8 x 8 in ten classes, and smooth where they can be (see `odd_models`). They are imported as a
-user's own code is.
+All are for gray images of 8 x 8 in ten classes, and smooth where they can be (see `odd_models`).
+They are imported as a user's own code is.
 """
 
 from __future__ import annotations
@@ -108,7 +109,9 @@ class _ScaledByNumpy(_Function):
 
 
 class BandInBackward(Net):
-    """Gradients that depend on a weight, which numpy reads, and which is between two values after some steps."""
+    """Gradients that depend on a weight, which numpy reads, and which is between two values after
+    some steps.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         return _ScaledByNumpy.apply(super().forward(x), self.last.bias)
@@ -141,7 +144,9 @@ class ListInForward(Net):
 
 
 class WithinABand(Net):
-    """Outputs that depend on a value which numpy reads, and which is between two others only after some steps."""
+    """Outputs that depend on a value which numpy reads, and which is between two others only after
+    some steps.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         largest = np.abs(self.last.bias.detach().numpy()).max()
@@ -304,7 +309,9 @@ class Teacher(Net):
         found = self.features(x).flatten(1)
         if self.training:
             with torch.no_grad():
-                for mean, weight in zip(self.teacher[0].parameters(), self.last.parameters(), strict=True):
+                for mean, weight in zip(
+                    self.teacher[0].parameters(), self.last.parameters(), strict=True
+                ):
                     mean.lerp_(weight, 0.1)
         return self.last(found) + 0.1 * self.teacher[0](found)
 
@@ -378,13 +385,17 @@ class NumpysGenerator(Net):
 
 
 class SampledWeights(Net):
-    """Weights drawn from a normal distribution whose deviation is learned (Blundell et al. 2015)."""
+    """Weights drawn from a normal distribution whose deviation is learned (Blundell et al.
+    2015).
+    """
 
     def change(self) -> None:
         self.deviation = nn.Parameter(torch.full((10, 144), -4.0))
 
     def forward(self, x: Tensor) -> Tensor:
-        noise = torch.randn_like(self.deviation) if self.training else torch.zeros_like(self.deviation)
+        noise = (
+            torch.randn_like(self.deviation) if self.training else torch.zeros_like(self.deviation)
+        )
         weight = self.last.weight + functional.softplus(self.deviation) * noise
         return functional.linear(self.features(x).flatten(1), weight, self.last.bias)
 
@@ -409,7 +420,9 @@ class Rotated(Net):
     """Quarter turns that numpy draws."""
 
     def features(self, x: Tensor) -> Tensor:
-        return super().features(torch.rot90(x, int(np.random.randint(4)), (2, 3)) if self.training else x)
+        return super().features(
+            torch.rot90(x, int(np.random.randint(4)), (2, 3)) if self.training else x
+        )
 
 
 # Gradients of their own
@@ -478,7 +491,9 @@ class FunctionalGradient(Net):
 
 class VmapInside(Net):
     def features(self, x: Tensor) -> Tensor:
-        return torch.tanh(torch.func.vmap(lambda one: functional.conv2d(one[None], self.conv.weight)[0])(x))
+        return torch.tanh(
+            torch.func.vmap(lambda one: functional.conv2d(one[None], self.conv.weight)[0])(x)
+        )
 
 
 class SavedOnTheWay(Net):
@@ -536,7 +551,9 @@ class MaskedFill(_Attends):
 
 class Fused(_Attends):
     def attended(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return functional.scaled_dot_product_attention(query[:, None], key[:, None], value[:, None])[:, 0]
+        return functional.scaled_dot_product_attention(
+            query[:, None], key[:, None], value[:, None]
+        )[:, 0]
 
 
 class Heads(nn.Module):
@@ -552,7 +569,9 @@ class Heads(nn.Module):
 class Encoder(nn.Module):
     def __init__(self, **_: Any) -> None:
         super().__init__()
-        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, activation="gelu", batch_first=True)
+        self.layer = nn.TransformerEncoderLayer(
+            8, 2, 16, dropout=0.0, activation="gelu", batch_first=True
+        )
         self.last = nn.Linear(64, 10)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -564,7 +583,10 @@ class Experts(nn.Module):
 
     def __init__(self, **_: Any) -> None:
         super().__init__()
-        self.gate, self.experts = nn.Linear(64, 4), nn.ModuleList(nn.Linear(64, 10) for _ in range(4))
+        self.gate, self.experts = (
+            nn.Linear(64, 4),
+            nn.ModuleList(nn.Linear(64, 10) for _ in range(4)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.flatten(1)
@@ -637,7 +659,9 @@ class Warped(Net):
         self.place.bias.data = torch.tensor([1.0, 0, 0, 0, 1, 0]) * 0.83
 
     def features(self, x: Tensor) -> Tensor:
-        grid = functional.affine_grid(self.place(x.flatten(1)).view(-1, 2, 3), list(x.shape), align_corners=False)
+        grid = functional.affine_grid(
+            self.place(x.flatten(1)).view(-1, 2, 3), list(x.shape), align_corners=False
+        )
         return super().features(functional.grid_sample(x, grid, align_corners=False))
 
 
@@ -649,7 +673,9 @@ class Squeezed(Net):
 
     def features(self, x: Tensor) -> Tensor:
         out = super().features(x)
-        return out * torch.sigmoid(self.up(torch.tanh(self.down(out.mean((2, 3))))))[:, :, None, None]
+        return (
+            out * torch.sigmoid(self.up(torch.tanh(self.down(out.mean((2, 3))))))[:, :, None, None]
+        )
 
 
 class Generated(Net):
@@ -659,7 +685,9 @@ class Generated(Net):
         self.code, self.make = nn.Parameter(torch.randn(10, 3)), nn.Linear(3, 144)
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(self.features(x).flatten(1), self.make(self.code) / 4, self.last.bias)
+        return functional.linear(
+            self.features(x).flatten(1), self.make(self.code) / 4, self.last.bias
+        )
 
 
 class Adapted(Net):
@@ -702,13 +730,17 @@ class Bilinear(Net):
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.features(x)
-        return self.last(out.flatten(1)) + torch.einsum("bihw,oij,bjhw->bo", out, self.pair, out) / 36
+        return (
+            self.last(out.flatten(1)) + torch.einsum("bihw,oij,bjhw->bo", out, self.pair, out) / 36
+        )
 
 
 class Folded(Net):
     def features(self, x: Tensor) -> Tensor:
         columns = functional.unfold(x, 3)
-        return torch.tanh(self.conv.weight.flatten(1) @ columns + self.conv.bias[:, None]).view(len(x), 4, 6, 6)
+        return torch.tanh(self.conv.weight.flatten(1) @ columns + self.conv.bias[:, None]).view(
+            len(x), 4, 6, 6
+        )
 
 
 class Norms(Net):
@@ -732,7 +764,11 @@ class PowerIteration(Net):
             with torch.no_grad():
                 right = functional.normalize(weight.mT @ self.vector, dim=0)
                 self.vector.copy_(functional.normalize(weight @ right, dim=0))
-        size = self.vector.detach().clone() @ weight @ functional.normalize(weight.detach().mT @ self.vector, dim=0)
+        size = (
+            self.vector.detach().clone()
+            @ weight
+            @ functional.normalize(weight.detach().mT @ self.vector, dim=0)
+        )
         return functional.linear(self.features(x).flatten(1), weight / size, self.last.bias)
 
 
@@ -778,7 +814,9 @@ class CachedTable(Net):
 
 
 def _layers(*more: nn.Module) -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.Sequential(nn.Tanh(), *more), nn.Flatten(), nn.Linear(144, 10))
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.Sequential(nn.Tanh(), *more), nn.Flatten(), nn.Linear(144, 10)
+    )
 
 
 def sequential(**_: Any) -> nn.Module:
@@ -846,7 +884,9 @@ class _Watched(nn.Parameter):
         return out * 1.5 if func is functional.linear else out
 
 
-watched_weight = _changed_layers(lambda net: setattr(net[3], "weight", _Watched(net[3].weight.detach().clone())))
+watched_weight = _changed_layers(
+    lambda net: setattr(net[3], "weight", _Watched(net[3].weight.detach().clone()))
+)
 parametrised = _changed_layers(lambda net: parametrizations.weight_norm(net[3]))
 orthogonal = _changed_layers(lambda net: parametrizations.orthogonal(net[3]))
 dropped = _changed_layers(lambda net: net[1].append(nn.Dropout(0.5)))
@@ -947,7 +987,9 @@ def late_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return cross-entropy with a weight that changes, but not yet."""
     global CALLS  # noqa: PLW0603 - the mistake that is tested
     CALLS += 1
-    return functional.cross_entropy(outputs, targets, reduction="none") * (0.1 if CALLS > 1_000_000 else 1.0)
+    return functional.cross_entropy(outputs, targets, reduction="none") * (
+        0.1 if CALLS > 1_000_000 else 1.0
+    )
 
 
 def plain_loss(outputs: Tensor, targets: Tensor) -> Tensor:

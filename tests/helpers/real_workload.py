@@ -1,4 +1,6 @@
-"""A simulated lab's workload that trains real models, one after another in the thread of the simulation."""
+"""A simulated lab's workload that trains real models, one after another in the thread of the
+simulation.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class RealWorkload:
     def layout_at(self, node: str, frozen: Path | None) -> ModelLayout:
         """Build the device's model, with the cloud's frozen arrays if they are given."""
         if frozen is not None:
-            self._trainers[node] = Trainer(self._experiment, node=node, accelerator="cpu", frozen=frozen)
+            self._trainers[node] = Trainer(
+                self._experiment, node=node, accelerator="cpu", frozen=frozen
+            )
             self._trainers[node].prepare()
         return self._trainer(node).layout
 
@@ -38,7 +42,9 @@ class RealWorkload:
         """Return those of any device."""
         return self._trainer(experiment.tree.devices[0]).vectors.kept_bytes
 
-    def train(self, node: str, row: Row, out: Row, *, epochs: int, local_round: int) -> tuple[float, int]:
+    def train(
+        self, node: str, row: Row, out: Row, *, epochs: int, local_round: int
+    ) -> tuple[float, int]:
         """Train for `epochs`."""
         done = self._trainer(node).train(Order(row, out, epochs, local_round))
         return done.work.loss, done.work.steps

@@ -13,13 +13,22 @@ from fedstrata.common.runtime.round import WorkResult
 
 _Reported = TypeVar("_Reported", WorkResult, Result, ChildReport)
 
-PHASES_S: Final = {"record": 0.01, "dispatch": 0.2, "train": 1.0, "wait": 0.3, "collect": 0.05, "aggregate": 0.02,
-                   "evaluate": 0.0}  # fmt: skip
+PHASES_S: Final = {
+    "record": 0.01,
+    "dispatch": 0.2,
+    "train": 1.0,
+    "wait": 0.3,
+    "collect": 0.05,
+    "aggregate": 0.02,
+    "evaluate": 0.0,
+}
 BYTES: Final = {"wan_up_bytes": 1_000_003, "wan_down_bytes": 2_000_005, "lan_up_bytes": 30_000_007,
                 "lan_down_bytes": 40_000_009}  # fmt: skip
 
 
-def a_global_round(number: int, accuracy: float | None, *, names: Sequence[str] = ()) -> GlobalRoundRecord:
+def a_global_round(
+    number: int, accuracy: float | None, *, names: Sequence[str] = ()
+) -> GlobalRoundRecord:
     """Return a global round with the institutions `names`, each with `number` epochs."""
     return GlobalRoundRecord(
         global_round=number,

@@ -26,7 +26,10 @@ SMALL: dict[str, Any] = {
     "model": {"name": "mlp_digits"},
     "training": {"epochs": 40},
     "institution": {"rounds": 2, "aggregation": {"name": "fedmr", "on_new_model": "recentre"}},
-    "cloud": {"epoch_control": {"name": "tempo"}, "aggregation": {"name": "fedcross", "alpha": 0.9}},
+    "cloud": {
+        "epoch_control": {"name": "tempo"},
+        "aggregation": {"name": "fedcross", "alpha": 0.9},
+    },
 }
 
 
@@ -37,7 +40,9 @@ class Role:
         self.log = log
         words = command(*arguments, null=null)
         with log.open("wb") as errors, log.with_suffix(".out").open("wb") as output:
-            self.process = subprocess.Popen(words, stdout=output, stderr=errors, env={**os.environ, **env})
+            self.process = subprocess.Popen(
+                words, stdout=output, stderr=errors, env={**os.environ, **env}
+            )
 
     def ends(self, code: int, patience_s: float = PATIENCE_S) -> str:
         """Wait for the end, check the exit code, and return what it said on standard error."""
@@ -57,7 +62,9 @@ class Role:
         self.process.wait()
 
 
-def task(sender: str, global_round: int, local_round: int) -> Callable[[topics.Topic, Message], bool]:
+def task(
+    sender: str, global_round: int, local_round: int
+) -> Callable[[topics.Topic, Message], bool]:
     """Tell a parent's task in one round."""
     return lambda topic, said: (
         isinstance(topic, topics.InboxTopic)

@@ -29,16 +29,26 @@ _NEEDED: Final[Mapping[str, Mapping[str, Any]]] = {
     "fedgen": {"steps": 0},  # without a refiner, as the next one
     "fltrust": {"epochs": 0},
 }
-# Of rules whose children must be devices with an objective, or with their losses: they stand in the last tier.
+# Of rules whose children must be devices with an objective, or with their losses: they stand in the
+# last tier.
 WITH_OBJECTIVE: Final[Mapping[str, str]] = {
-    name: rule.objective or "cross_entropy" for name, rule in RULES.items() if rule.objective or rule.reads_losses
+    name: rule.objective or "cross_entropy"
+    for name, rule in RULES.items()
+    if rule.objective or rule.reads_losses
 }
-LEAST: Final[Mapping[str, dict[str, Any]]] = {name: {"name": name, **_NEEDED.get(name, {})} for name in RULES}
+LEAST: Final[Mapping[str, dict[str, Any]]] = {
+    name: {"name": name, **_NEEDED.get(name, {})} for name in RULES
+}
 
 
 def least_lab(name: str) -> dict[str, Any]:
-    """Return the least experiment with this rule below the cloud, which then has devices if the rule needs them."""
-    tree: dict[str, Any] = {"cloud": {"aggregation": LEAST[name]}, "topology": {"institutions": 3, "devices": 3}}
+    """Return the least experiment with this rule below the cloud, which then has devices if the
+    rule needs them.
+    """
+    tree: dict[str, Any] = {
+        "cloud": {"aggregation": LEAST[name]},
+        "topology": {"institutions": 3, "devices": 3},
+    }
     if name in WITH_OBJECTIVE:
         tree |= {"topology": {"institutions": 0, "devices": 3}}
         tree |= {"training": {"objective": {"name": WITH_OBJECTIVE[name]}}}
@@ -47,7 +57,11 @@ def least_lab(name: str) -> dict[str, Any]:
 
 # Columns of two blocks, a buffer and a counter.
 LAYOUT: Final = ModelLayout.build(
-    [("weight", (40, 1000), Section.PARAMETER), ("mean", (3,), Section.BUFFER), ("steps", (), Section.COUNTER)]
+    [
+        ("weight", (40, 1000), Section.PARAMETER),
+        ("mean", (3,), Section.BUFFER),
+        ("steps", (), Section.COUNTER),
+    ]
 )
 
 
@@ -61,8 +75,12 @@ class Report:
     start_loss: float | None = None
 
 
-def rule_of(tree: Mapping[str, Any], *, layout: ModelLayout = LAYOUT, start: float = 0.0, **context: Any) -> Rule:
-    """Return the cloud's rule, which begins with a model whose floats are all `start`, counters zero."""
+def rule_of(
+    tree: Mapping[str, Any], *, layout: ModelLayout = LAYOUT, start: float = 0.0, **context: Any
+) -> Rule:
+    """Return the cloud's rule, which begins with a model whose floats are all `start`, counters
+    zero.
+    """
     given: dict[str, Any] = {"node": "cloud", "seed": 1, "measures": True}
     given["rows"] = lambda name, count: np.zeros((count, layout.row_bytes), np.uint8)
     given |= context
@@ -78,23 +96,38 @@ def rule_of(tree: Mapping[str, Any], *, layout: ModelLayout = LAYOUT, start: flo
 
 
 def aggregate(
-    rule: Rule, r: int, children: Iterable[str], rows_K: npt.NDArray[np.uint8], reports: Iterable[Report | None]
+    rule: Rule,
+    r: int,
+    children: Iterable[str],
+    rows_K: npt.NDArray[np.uint8],
+    reports: Iterable[Report | None],
 ) -> Aggregated:
     """Aggregate uploads by a rule."""
     return rule.aggregate(r, Uploads(tuple(children), rows_K, tuple(reports), lambda: None))
 
 
 def mixing_round(
-    rows_K: npt.NDArray[np.uint8], layout: ModelLayout, *, r: int = 0, seed: int = 1, node: str = "cloud"
+    rows_K: npt.NDArray[np.uint8],
+    layout: ModelLayout,
+    *,
+    r: int = 0,
+    seed: int = 1,
+    node: str = "cloud",
 ) -> MixingRound:
     """Return round r of K models with these uploads."""
-    context = RuleContext(layout, node, seed, measures=False, rows=lambda name, count: np.zeros_like(rows_K))
+    context = RuleContext(
+        layout, node, seed, measures=False, rows=lambda name, count: np.zeros_like(rows_K)
+    )
     return MixingRound(
-        r, Uploads(tuple(map(str, range(len(rows_K)))), rows_K, (None,) * len(rows_K), lambda: None), context
+        r,
+        Uploads(tuple(map(str, range(len(rows_K)))), rows_K, (None,) * len(rows_K), lambda: None),
+        context,
     )
 
 
-def planned(settings: MixingRule, now: MixingRound) -> tuple[list[MixedColumns], Mapping[str, object]]:
+def planned(
+    settings: MixingRule, now: MixingRound
+) -> tuple[list[MixedColumns], Mapping[str, object]]:
     """Return how the kernel mixes a round's uploads, and the facts of the plan."""
     parts, facts = MultiModelRule(settings, now.context)._planned(now)
     return [part.columns for part in parts], facts

@@ -32,9 +32,13 @@ TREE: Final[dict[str, Any]] = {
 }
 
 
-def lab(scenario: Scenario | None = None, *, tree: dict[str, Any] | None = None, **options: Any) -> LabOutcome:
+def lab(
+    scenario: Scenario | None = None, *, tree: dict[str, Any] | None = None, **options: Any
+) -> LabOutcome:
     return ScenarioLab(
-        parse(TREE | (tree or {})), scenario=scenario, **{"model_bytes": MODEL_BYTES, "time_limit_s": 900.0} | options
+        parse(TREE | (tree or {})),
+        scenario=scenario,
+        **{"model_bytes": MODEL_BYTES, "time_limit_s": 900.0} | options,
     ).run()
 
 
@@ -46,7 +50,9 @@ def undisturbed() -> LabOutcome:
     return outcome
 
 
-def survived(scenario: Scenario | None = None, *, within_s: float = inf, **options: Any) -> LabOutcome:
+def survived(
+    scenario: Scenario | None = None, *, within_s: float = inf, **options: Any
+) -> LabOutcome:
     """Run a lab, whose model must be the undisturbed one, at most so many virtual seconds later."""
     outcome = lab(scenario, **options)
     assert outcome.ok, outcome
@@ -67,14 +73,19 @@ def ended_with(outcome: LabOutcome, node: str) -> str:
 def warned(outcome: LabOutcome, *patterns: str) -> None:
     """Check that each pattern is in a line of the log."""
     for pattern in patterns:
-        assert any(re.search(pattern, line) for line in outcome.warnings), (pattern, outcome.warnings)
+        assert any(re.search(pattern, line) for line in outcome.warnings), (
+            pattern,
+            outcome.warnings,
+        )
 
 
 # What scenarios do
 
 
 def restarted(node: str, *pauses_s: float) -> Scenario:
-    """Return the scenario in which a node is killed after each pause, and started again a second later."""
+    """Return the scenario in which a node is killed after each pause, and started again a second
+    later.
+    """
 
     async def kill(sim: ScenarioLab) -> None:
         for pause_s in pauses_s:
@@ -114,12 +125,16 @@ class KilledLab:
         return outcome
 
     def assert_same_if_killed(self, node: str, *shares: float) -> None:
-        """Check that the model is that of the undisturbed lab if a node is killed, each time after such a pause."""
+        """Check that the model is that of the undisturbed lab if a node is killed, each time after
+        such a pause.
+        """
         pauses_s = [share * self.undisturbed.virtual_s for share in shares]
         assert self.run(scenario=restarted(node, *pauses_s)).digest == self.undisturbed.digest
 
     def loses_files(self, node: str, *, share: float) -> LabOutcome:
-        """Return the outcome of the lab in which a node is killed and starts again with an empty disk."""
+        """Return the outcome of the lab in which a node is killed and starts again with an empty
+        disk.
+        """
         pause_s = share * self.undisturbed.virtual_s
 
         async def kill(sim: ScenarioLab) -> None:
@@ -150,7 +165,11 @@ def decoded(body: bytes) -> tuple[str, Message | None]:
 def is_for(message: Routed, kind: type[Message], node: str = "") -> bool:
     """Return whether a message of this kind goes to a node, to any without one."""
     receiver, inbox, _ = message.topic.partition("/inbox/")
-    return bool(inbox) and receiver.endswith(f"/{node}" if node else "") and isinstance(decoded(message.body)[1], kind)
+    return (
+        bool(inbox)
+        and receiver.endswith(f"/{node}" if node else "")
+        and isinstance(decoded(message.body)[1], kind)
+    )
 
 
 class OtherAgents:

@@ -54,13 +54,17 @@ def inject(node: Node, sender: str, session: str, message: Message, *, run: str 
 
 def inject_state(node: Node, name: str, session: str, state: NodeState) -> None:
     """Hand a node a presence under a name, whoever wrote it."""
-    node.receive(topics.state(LAB, RUN, name), serialization.encode(Presence(state, "stranger"), session))
+    node.receive(
+        topics.state(LAB, RUN, name), serialization.encode(Presence(state, "stranger"), session)
+    )
     node.wake()
 
 
 def messages_of(key: Key, blob: str) -> list[Message]:
     """Return one message of each kind, about this round and blob."""
-    result = Result(key, replace(BLOB, blob=blob), None, Work(10, 0.5, 1, 6, 1.0, 0.0, 0.0), 6, (), "")
+    result = Result(
+        key, replace(BLOB, blob=blob), None, Work(10, 0.5, 1, 6, 1.0, 0.0, 0.0), 6, (), ""
+    )
     return [
         READY,
         Announcement("{}", LAYOUT),
@@ -84,7 +88,17 @@ def messages_of(key: Key, blob: str) -> list[Message]:
         Goodbye(),
         Question("nonce", About.ENTRY),
         Here(
-            "n", "device", "cloud", RUN, "1.0", "host", "cpu", "mnist", "", 1.5e9, (Finding("memory", True, True, ""),)
+            "n",
+            "device",
+            "cloud",
+            RUN,
+            "1.0",
+            "host",
+            "cpu",
+            "mnist",
+            "",
+            1.5e9,
+            (Finding("memory", True, True, ""),),
         ),
         Question("nonce", About.STATUS, RUN),
         Status(1.0, key, True, False, (LinkBytes(1, 2),), (), ()),
@@ -94,7 +108,9 @@ def messages_of(key: Key, blob: str) -> list[Message]:
 # The remains of the dead
 
 
-def leave_remains(lab: Lab, name: str, state: NodeState = NodeState.READY, *, session: str = "dead") -> None:
+def leave_remains(
+    lab: Lab, name: str, state: NodeState = NodeState.READY, *, session: str = "dead"
+) -> None:
     presence = Presence(state, "device", samples=99, reason="of another time")
     lab.broker.retained[topics.state(LAB, RUN, name)] = serialization.encode(presence, session)
 

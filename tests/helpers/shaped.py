@@ -1,4 +1,6 @@
-"""Models with parameters of unusual shapes, and twins with usual ones that train alike. Imported as own code is."""
+"""Models with parameters of unusual shapes, and twins with usual ones that train alike. Imported as
+own code is.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from torch.nn import functional
 class Shaped(nn.Module):
     """A layer, a number that scales it, no numbers at all, and a second use of the layer's weight.
 
-    `number`: the shape of the number. `empty`: it has a parameter without numbers. `tied`: the second use has a name of
-    its own.
+    `number`: the shape of the number. `empty`: it has a parameter without numbers. `tied`: the
+    second use has a name of its own.
     """
 
     def __init__(self, *, number: tuple[int, ...], empty: bool, tied: bool) -> None:
@@ -41,7 +43,9 @@ class Shaped(nn.Module):
         return functional.linear(x, self.first.weight)
 
 
-def _model(number: tuple[int, ...] = (1,), *, empty: bool = False, tied: bool = False) -> Callable[..., nn.Module]:
+def _model(
+    number: tuple[int, ...] = (1,), *, empty: bool = False, tied: bool = False
+) -> Callable[..., nn.Module]:
     return lambda **_: Shaped(number=number, empty=empty, tied=tied)
 
 

@@ -76,7 +76,9 @@ def in_real_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[...
 
 
 class SimulatedSite:
-    """A simulated broker, and a simulated process for each node; `routed` are the messages that it passed on."""
+    """A simulated broker, and a simulated process for each node; `routed` are the messages that it
+    passed on.
+    """
 
     def __init__(self) -> None:
         self.address = BrokerAddress(BROKER)
@@ -110,7 +112,9 @@ class SimulatedSite:
         self.broker.route(topic, body, qos=qos, retain=retain)
 
     def kill(self, endpoint: Endpoint, *others: asyncio.Task[Any]) -> None:
-        """Send SIGKILL to an endpoint's process; tasks of the test that use the endpoint end with it."""
+        """Send SIGKILL to an endpoint's process; tasks of the test that use the endpoint end with
+        it.
+        """
         _process(endpoint).kill()
         for task in others:
             task.cancel()
@@ -118,7 +122,9 @@ class SimulatedSite:
     def break_connection(self, endpoint: Endpoint) -> None:
         """Break the present connection of a node, as a router may."""
         for session in list(self.broker.sessions.values()):
-            if session.client_id.startswith(f"{endpoint.identity.name}-{endpoint.identity.session[:8]}-"):
+            if session.client_id.startswith(
+                f"{endpoint.identity.name}-{endpoint.identity.session[:8]}-"
+            ):
                 self.broker.abort(session)
 
     def run(self, test: Coroutine[Any, Any, None]) -> None:
@@ -141,9 +147,13 @@ class SimulatedSite:
 
 
 def virtual(
-    test: Callable[..., Coroutine[Any, Any, None]], *, make: Callable[[], SimulatedSite] = SimulatedSite
+    test: Callable[..., Coroutine[Any, Any, None]],
+    *,
+    make: Callable[[], SimulatedSite] = SimulatedSite,
 ) -> Callable[..., None]:
-    """Run a test in virtual time. Its first parameter is the `SimulatedSite`, the others are fixtures."""
+    """Run a test in virtual time. Its first parameter is the `SimulatedSite`, the others are
+    fixtures.
+    """
 
     @functools.wraps(test)
     def run(**fixtures: Any) -> None:
@@ -171,7 +181,9 @@ class RestartableBroker:
 
     async def start(self) -> None:
         """Start it again. From this thread: the broker lives as long as the thread that started it."""
-        self._served = brokers.start(directory=self._directory, kind=self._kind, port=self._served.port)
+        self._served = brokers.start(
+            directory=self._directory, kind=self._kind, port=self._served.port
+        )
 
     def close(self) -> None:
         """End it."""

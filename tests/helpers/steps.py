@@ -27,13 +27,19 @@ def run_steps(
     programs: Mapping[int, Program | None] = NO_PROGRAMS,
     **more: Any,
 ) -> tuple[Tensor, int]:
-    """Return what `run_sgd` does, for batches (epoch, inputs, labels); `more` are arguments of LocalSteps."""
+    """Return what `run_sgd` does, for batches (epoch, inputs, labels); `more` are arguments of
+    LocalSteps.
+    """
     steps = LocalSteps(forward, weights, training=training, learning_rate=learning_rate, **more)
     blocks = ((epoch, inputs[None], labels[None]) for epoch, inputs, labels in batches)
-    return run_sgd(steps, blocks, last_epoch=last_epoch, watch=watch, uniform=uniform, programs=programs)
+    return run_sgd(
+        steps, blocks, last_epoch=last_epoch, watch=watch, uniform=uniform, programs=programs
+    )
 
 
-def batches_of(local: LocalDataset, experiment: Experiment, **which: Any) -> Iterator[tuple[int, Tensor, Tensor]]:
+def batches_of(
+    local: LocalDataset, experiment: Experiment, **which: Any
+) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield the single batches (epoch, inputs, labels) of a local round, in the order of the steps."""
     for epoch, inputs, labels in blocks(local, experiment, **which):
         for batch in zip(inputs, labels, strict=True):

@@ -30,7 +30,11 @@ TREE: dict[str, Any] = {
 
 
 def results(
-    tmp_path: Path, make_run: MakeRun, *, left_out: Sequence[tuple[str, str, int]] = (), **changes: Any
+    tmp_path: Path,
+    make_run: MakeRun,
+    *,
+    left_out: Sequence[tuple[str, str, int]] = (),
+    **changes: Any,
 ) -> SweepResults:
     grid: Grid = expand({**TREE, **changes}, Path("two.toml"))
     runs = {}
@@ -53,14 +57,26 @@ def the_best_of_two(tmp_path: Path, make_run: MakeRun) -> SweepResults:
         "measure": [
             {"name": "accuracy"},
             {"name": "rounds", "target": 0.5},
-            {"name": "rounds", "target": 0.5, "against": "Fixed", "relation": "speed_up", "label": "faster"},
+            {
+                "name": "rounds",
+                "target": 0.5,
+                "against": "Fixed",
+                "relation": "speed_up",
+                "label": "faster",
+            },
         ],
         "experiment": {"rounds": 3},
-        "axes": {"method": {name: {"training": {"learning_rate": rate}} for name, rate in rates.items()}},
+        "axes": {
+            "method": {name: {"training": {"learning_rate": rate}} for name, rate in rates.items()}
+        },
         "paper": {
             "best": {"Fixed": ["Slow", "Fast"]},
             "baseline": "Fixed",
-            "figures": [["measure", "Fixed", "New"], ["accuracy", 75.0, 80.0], ["global rounds to 50 %", 2, 3]],
+            "figures": [
+                ["measure", "Fixed", "New"],
+                ["accuracy", 75.0, 80.0],
+                ["global rounds to 50 %", 2, 3],
+            ],
         },
     }
     accuracies = {0.1: (0.4, 0.6, 0.7), 0.5: (0.5, 0.6, 0.6), 0.2: (0.1, 0.4, 0.65)}
@@ -68,5 +84,7 @@ def the_best_of_two(tmp_path: Path, make_run: MakeRun) -> SweepResults:
     runs = {}
     for one in grid.experiments.values():
         each = accuracies[one.training.learning_rate]
-        runs[one.digest] = Run(make_run(tmp_path, one.model_dump(mode="json", exclude_none=True), accuracies=each))
+        runs[one.digest] = Run(
+            make_run(tmp_path, one.model_dump(mode="json", exclude_none=True), accuracies=each)
+        )
     return SweepResults(grid, runs)

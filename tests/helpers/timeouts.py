@@ -11,7 +11,9 @@ from pathlib import Path
 
 @contextmanager
 def ended_by_timeout() -> Iterator[None]:
-    """Kill the processes that this thread has started in the `with` block if the block ends by pytest-timeout."""
+    """Kill the processes that this thread has started in the `with` block if the block ends by
+    pytest-timeout.
+    """
     before = _children()
     try:
         yield

@@ -26,12 +26,16 @@ CHUNK = 1024
 def blob_of(chunks: int, seed: int = 0, *, chunk_bytes: int = CHUNK) -> tuple[Manifest, memoryview]:
     """Return a blob of so many chunks, the last one short."""
     data = random.Random(seed).randbytes(chunk_bytes * chunks - 300)
-    return describe(memoryview(data), chunk_bytes=chunk_bytes, codec="fp32", layout="l"), memoryview(data)
+    return describe(
+        memoryview(data), chunk_bytes=chunk_bytes, codec="fp32", layout="l"
+    ), memoryview(data)
 
 
 @dataclass
 class Peer:
-    """One node that fetches; `slow_s` is what its link needs for a chunk, `kernel`: it can tell what comes in."""
+    """One node that fetches; `slow_s` is what its link needs for a chunk, `kernel`: it can tell
+    what comes in.
+    """
 
     name: str
     core: Receiver
@@ -50,7 +54,10 @@ class Peer:
 
     def carried(self, now: float) -> int:
         """Return what its kernel has received, -1 where it does not tell."""
-        parts = (size * min(1.0, max(0.0, 1.0 - (end - now) / self.slow_s)) for end, size in self.arriving)
+        parts = (
+            size * min(1.0, max(0.0, 1.0 - (end - now) / self.slow_s))
+            for end, size in self.arriving
+        )
         return int(sum(parts)) if self.kernel else -1
 
     @property
@@ -93,7 +100,15 @@ class Line:
     def after(self, delay: float, action: Callable[[], None]) -> None:
         self.at(self.now + delay, action)
 
-    def add(self, name: str, *, window: int = 8, slots: int = 4, slow_s: float = 0.0, kernel: bool = False) -> Peer:
+    def add(
+        self,
+        name: str,
+        *,
+        window: int = 8,
+        slots: int = 4,
+        slow_s: float = 0.0,
+        kernel: bool = False,
+    ) -> Peer:
         core = Receiver(window=window, slots=slots, exclusive=True)
         self.receivers[name] = Peer(name, core, slow_s, kernel)
         return self.receivers[name]
@@ -166,7 +181,9 @@ class Line:
 
     def _publish(self) -> None:
         while self._owner_free_at <= self.now:
-            publication = self.owner.next_publication(self.now, lambda peers: self.shaper.ready(peers, self.now))
+            publication = self.owner.next_publication(
+                self.now, lambda peers: self.shaper.ready(peers, self.now)
+            )
             if publication is None:
                 if (ready_at := self.shaper.next_ready(self.now)) is not None:
                     self.at(ready_at, lambda: None)
@@ -177,7 +194,10 @@ class Line:
             self._owner_free_at = self.now + self.pace_s
             self.at(self._owner_free_at, lambda: None)
             for receiver in self.receivers.values():
-                if (OWNER, publication.blob) in receiver.subscribed and publication.stream in (ALL, receiver.name):
+                if (OWNER, publication.blob) in receiver.subscribed and publication.stream in (
+                    ALL,
+                    receiver.name,
+                ):
                     self._deliver(receiver, publication, due - self.now)
 
     def _deliver(self, receiver: Peer, publication: Publication, shaped_s: float) -> None:
@@ -227,7 +247,9 @@ def check_complete(line: Line, manifest: Manifest, data: memoryview) -> None:
 
 
 def published(owner: Sender, now: float) -> list[Publication]:
-    """Let an owner publish what it may now, on links with room for all of it; return that, which has left."""
+    """Let an owner publish what it may now, on links with room for all of it; return that, which
+    has left.
+    """
     ready = partial(owner.next_publication, now, lambda peers: True)
     found = [publication for publication in iter(ready, None) if publication is not None]
     for publication in found:

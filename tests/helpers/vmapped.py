@@ -19,8 +19,8 @@ from fedstrata.common.learning.inputs import Inputs
 from fedstrata.common.learning.nets import Dropout, reseed
 from fedstrata.common.model.layout import LinkLayouts, ModelLayout, Row
 from fedstrata.common.settings.training import TrainingSettings
+from fedstrata.deploy.checking import objective_checks
 from fedstrata.device.training.batches import Changes, change_images, draw_changes
-from fedstrata.device.training.objectives import objective_checks
 from fedstrata.device.training.sgd import forward_of
 from fedstrata.device.training.vectors import TaskVectors
 from fedstrata.device.vmapped import loop
@@ -37,7 +37,9 @@ RAGGED = (Load(7, 2), Load(12, 1), Load(3, 3), Load(20, 1), Load(8, 2))
 
 def mlp(inputs: Inputs) -> nn.Module:
     torch.manual_seed(1)
-    return nn.Sequential(nn.Flatten(), nn.Linear(int(np.prod(inputs.shape)), 32), nn.ReLU(), nn.Linear(32, 10))
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(int(np.prod(inputs.shape)), 32), nn.ReLU(), nn.Linear(32, 10)
+    )
 
 
 class _Odd(nn.Module):
@@ -73,7 +75,13 @@ class _Sequences(nn.Module):
 
 def dropping(norm: nn.Module | None = None) -> nn.Module:
     torch.manual_seed(1)
-    layers = [nn.Conv2d(1, 4, 3), norm or nn.Identity(), Dropout(0.25, whole=True), nn.ReLU(), nn.Flatten()]
+    layers = [
+        nn.Conv2d(1, 4, 3),
+        norm or nn.Identity(),
+        Dropout(0.25, whole=True),
+        nn.ReLU(),
+        nn.Flatten(),
+    ]
     return nn.Sequential(*layers, nn.Linear(144, 32), nn.ReLU(), Dropout(), nn.Linear(32, 10))
 
 
@@ -143,7 +151,9 @@ class Case:
     def turns(self) -> list[Turn]:
         return [
             Turn(row, load, visits, self._reported(k), self.cancelled[k], self._done(k), seed=k)
-            for k, (row, load, visits) in enumerate(zip(self.rows, self.loads, self.visits, strict=True))
+            for k, (row, load, visits) in enumerate(
+                zip(self.rows, self.loads, self.visits, strict=True)
+            )
         ]
 
     def _reported(self, k: int) -> Callable[[int, int], None]:
@@ -170,7 +180,9 @@ class Case:
         losses, taken = run_steps(
             forward_of(module, self.training, device=on),
             list(module.parameters()),
-            [(epoch, inputs.to(on), labels.to(on)) for epoch, inputs, labels in self._batches(k)][:steps],
+            [(epoch, inputs.to(on), labels.to(on)) for epoch, inputs, labels in self._batches(k)][
+                :steps
+            ],
             training=self.training,
             learning_rate=0.05,
             last_epoch=load.epochs - 1,
@@ -188,7 +200,9 @@ class Case:
                 )
                 images = self.images[visits.places[some]]
                 if isinstance(visits.changes, Changes):
-                    images = change_images(images, visits.changes[some], crop=self.training.image_changes.crop)
+                    images = change_images(
+                        images, visits.changes[some], crop=self.training.image_changes.crop
+                    )
                 yield epoch, self.normalise(images), self.labels[visits.places[some]]
 
     def states(self, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
@@ -202,16 +216,22 @@ class Case:
 
         monkeypatch.setattr(VmappedModels, "read", spy)
         self.train()
-        made = loop.plan(list(self.loads), batch_size=self.training.batch_size, pad=self.recipe.pads)
+        made = loop.plan(
+            list(self.loads), batch_size=self.training.batch_size, pad=self.recipe.pads
+        )
         places = {int(k): place for place, k in enumerate(made.order)}
-        return [{name: t[places[k]] for name, t in kept[-1].items()} for k in range(len(self.loads))]
+        return [
+            {name: t[places[k]] for name, t in kept[-1].items()} for k in range(len(self.loads))
+        ]
 
 
 def of(name: str, shape: tuple[int, ...]) -> nn.Module:
     return models.build(name, 1, inputs=Inputs(shape, 10))
 
 
-def text_case(name: str, loads: tuple[Load, ...] = RAGGED, dtype: torch.dtype = torch.float64) -> Case:
+def text_case(
+    name: str, loads: tuple[Load, ...] = RAGGED, dtype: torch.dtype = torch.float64
+) -> Case:
     module = models.build(name, 1, inputs=Inputs((6,), 10, tokens=20))
     return Case(module, (6,), loads=loads, dtype=dtype, tokens=20)
 
@@ -229,7 +249,9 @@ def resnet(name: str = "resnet20", shape: tuple[int, ...] = (3, 16, 16), **train
 
 
 def settings_of(**training: Any) -> TrainingSettings:
-    return TrainingSettings.model_validate({"batch_size": 4, **training}) if training else BATCHES_OF_4
+    return (
+        TrainingSettings.model_validate({"batch_size": 4, **training}) if training else BATCHES_OF_4
+    )
 
 
 PROX: dict[str, Any] = {"weight_decay": 0.01, "objective": {"name": "fedprox", "mu": 1.0}}
@@ -263,7 +285,14 @@ CASES: dict[str, Callable[[], Case]] = {
 
 def resnet_in(precision: str, device: torch.device = CPU) -> Case:
     training = TrainingSettings.model_validate({"batch_size": 8, "precision": precision})
-    return Case(of("resnet20", (3, 16, 16)), (3, 16, 16), (Load(8, 1), Load(8, 1)), training, torch.float32, device)
+    return Case(
+        of("resnet20", (3, 16, 16)),
+        (3, 16, 16),
+        (Load(8, 1), Load(8, 1)),
+        training,
+        torch.float32,
+        device,
+    )
 
 
 def quick() -> Case:
@@ -271,15 +300,26 @@ def quick() -> Case:
 
 
 def objective_trial(training: TrainingSettings) -> tuple[Recipe, list[Turn]]:
-    """Return two devices' vmapped trainings of a small model, by an objective whose vectors are noise."""
+    """Return two devices' vmapped trainings of a small model, by an objective whose vectors are
+    noise.
+    """
     trial = objective_checks.Trial(training)
-    row = np.zeros(trial.layout.row_bytes + 4 * trial.layout.parameters * len(trial.vectors), np.uint8)
+    row = np.zeros(
+        trial.layout.row_bytes + 4 * trial.layout.parameters * len(trial.vectors), np.uint8
+    )
     models.write_row(trial.module, trial.layout, row)
-    recipe = Recipe(trial.module, trial.task, trial.images, trial.labels, lambda images: images, training, 0.05)
-    visits = [Visits(places, None, trial.uniform[places]) for places in torch.arange(len(trial.labels)).view(2, -1)]
+    recipe = Recipe(
+        trial.module, trial.task, trial.images, trial.labels, lambda images: images, training, 0.05
+    )
+    visits = [
+        Visits(places, None, trial.uniform[places])
+        for places in torch.arange(len(trial.labels)).view(2, -1)
+    ]
     loads = [Load(len(each.places), 1) for each in visits]
     turns = zip(loads, visits, strict=True)
-    return recipe, [Turn(row, *each, lambda *_: None, threading.Event(), lambda _: None) for each in turns]
+    return recipe, [
+        Turn(row, *each, lambda *_: None, threading.Event(), lambda _: None) for each in turns
+    ]
 
 
 def rows_of(case: Case) -> list[bytes | None]:

@@ -29,9 +29,10 @@ from fedstrata.device.vmapped.schedule import Load
 
 TRIAL_STEPS: Final = 3
 TRIAL_LEARNING_RATE: Final = 0.01  # its steps are long compared with the rounding of float32 models
-# How far vmapped steps may be from a device's own, relative to their length. In float64 both give the same float32
-# model, up to its last bit. In the others rounding decides on which side of a ReLU's kink a value is, and batch norm
-# over few samples amplifies it: 0.02 and 0.33 were seen (ResNet-18, batches of 10, on a CPU). Wrong steps are 1 off.
+# How far vmapped steps may be from a device's own, relative to their length. In float64 both give
+# the same float32 model, up to its last bit. In the others rounding decides on which side of a
+# ReLU's kink a value is, and batch norm over few samples amplifies it: 0.02 and 0.33 were seen
+# (ResNet-18, batches of 10, on a CPU). Wrong steps are 1 off.
 ERROR_MOST: Final = {"float64": 1e-6, "fp32": 0.1, "tf32": 0.5, "bf16": 0.5}
 ROUNDING: Final = 2.0**-22  # of float32, with a bit to spare
 
@@ -39,9 +40,10 @@ ROUNDING: Final = 2.0**-22  # of float32, with a bit to spare
 def problem_of(recipe: Recipe, turns: Sequence[Turn]) -> str:
     """Return why two devices' vmapped steps differ from their in-process ones, or "".
 
-    Of the steps, all but the first start from other parameters than the received ones and with momentum. They are
-    computed twice: in float64, where only another formula makes a difference, however small a term it has; and in the
-    precision that will run, whose kernels may fail. Raises torch.OutOfMemoryError.
+    Of the steps, all but the first start from other parameters than the received ones and with
+    momentum. They are computed twice: in float64, where only another formula makes a difference,
+    however small a term it has; and in the precision that will run, whose kernels may fail. Raises
+    torch.OutOfMemoryError.
     """
     precision = recipe.training.precision
     exact = replace(
@@ -80,7 +82,9 @@ def _problem(recipe: Recipe, turns: Sequence[Turn], precision: str) -> str:
         if precision == "float64":
             problem = _different_tensor(recipe.layout, start, vmapped, own)
         else:
-            problem = _different_part(recipe.layout, start, vmapped, own, most=ERROR_MOST[precision])
+            problem = _different_part(
+                recipe.layout, start, vmapped, own, most=ERROR_MOST[precision]
+            )
         if problem:
             return f"vmapped steps in {precision} {problem}"
     return ""
@@ -99,7 +103,9 @@ def _different_tensor(layout: ModelLayout, start: Row, vmapped: Row, own: Row) -
 
 
 def _different_part(layout: ModelLayout, start: Row, vmapped: Row, own: Row, *, most: float) -> str:
-    """Return how far the steps of the parameters, or those of the buffers, are apart, if it is too far."""
+    """Return how far the steps of the parameters, or those of the buffers, are apart, if it is too
+    far.
+    """
     for part in (slice(layout.parameters), slice(layout.parameters, None)):
         start_C, vmapped_C, own_C = (layout.floats(row)[part] for row in (start, vmapped, own))
         apart, length = np.linalg.norm(vmapped_C - own_C), np.linalg.norm(own_C - start_C)
@@ -114,11 +120,15 @@ def _in_float64(normalise: Normalise, images: Tensor) -> Tensor:
 
 
 def _alone(recipe: Recipe, turn: Turn, count: int) -> Row:
-    """Take the first step of a turn `count` times as its trainer does, and return the model, uint8 [row_bytes]."""
+    """Take the first step of a turn `count` times as its trainer does, and return the model, uint8
+    [row_bytes].
+    """
     module = recipe.module
     layout, size = recipe.layout, min(recipe.training.batch_size, turn.load.samples)
     places = turn.visits.places[:size].to(recipe.accelerator)
-    changes = None if turn.visits.changes is None else turn.visits.changes[:size].to(recipe.accelerator)
+    changes = (
+        None if turn.visits.changes is None else turn.visits.changes[:size].to(recipe.accelerator)
+    )
     inputs, labels = recipe.inputs(places, changes), recipe.labels.index_select(0, places)
     models.read_row(module, layout, turn.row)
     weights = models.weights_of(module, layout)
@@ -132,7 +142,9 @@ def _alone(recipe: Recipe, turn: Turn, count: int) -> Row:
         training=recipe.training,
         learning_rate=recipe.learning_rate,
         buffers=list(module.buffers()),
-        vectors={name: list(recipe.parts_of(name, vector).values()) for name, vector in found.items()},
+        vectors={
+            name: list(recipe.parts_of(name, vector).values()) for name, vector in found.items()
+        },
         features=features_of(module, recipe.training, device=recipe.accelerator),
         head=head_places(module, layout) if objective_of(recipe.training).uses_head else (),
         personal=[place for place, name in enumerate(weights) if name in recipe.personal],

@@ -37,9 +37,18 @@ RUN = "20260101T000000Z-abcdef"
 MANY = 2**63 - 1
 
 
-def experiment_of(institutions: int = 2, devices: int = 4, *, rounds: int = 2, global_rounds: int = 10) -> Experiment:
+def experiment_of(
+    institutions: int = 2, devices: int = 4, *, rounds: int = 2, global_rounds: int = 10
+) -> Experiment:
     topology = {"institutions": institutions, "devices": devices}
-    return parse({"name": "small", "rounds": global_rounds, "topology": topology, "institution": {"rounds": rounds}})
+    return parse(
+        {
+            "name": "small",
+            "rounds": global_rounds,
+            "topology": topology,
+            "institution": {"rounds": rounds},
+        }
+    )
 
 
 class Watched:
@@ -59,14 +68,26 @@ class Watched:
         return self.sessions.setdefault(name, f"{name}-1")
 
     def state(
-        self, name: str, state: NodeState | None, *, session: str = "", reason: str = "", retained: bool = False
+        self,
+        name: str,
+        state: NodeState | None,
+        *,
+        session: str = "",
+        reason: str = "",
+        retained: bool = False,
     ) -> None:
         """Receive a presence; None clears it."""
         presence = None if state is None else Presence(state, "device", reason=reason)
-        body = b"" if presence is None else serialization.encode(presence, session or self.session(name))
+        body = (
+            b""
+            if presence is None
+            else serialization.encode(presence, session or self.session(name))
+        )
         self.lab.receive(topics.StateTopic(LAB, RUN, name), body, self.now, retained=retained)
 
-    def status(self, name: str, *children: ChildStatus, at_s: float | None = None, **facts: Any) -> None:
+    def status(
+        self, name: str, *children: ChildStatus, at_s: float | None = None, **facts: Any
+    ) -> None:
         """Receive a parent's record."""
         message = record(*children, at_s=self.now if at_s is None else at_s, **facts)
         body = serialization.encode(message, self.session(name))
@@ -93,7 +114,14 @@ TEXTS = st.sampled_from(["", "device-0 has not joined yet", "x" * 1000])
 STATES = st.none() | st.sampled_from(NodeState)
 STEPS = st.sampled_from(Step)
 ENTRIES = st.builds(
-    ChildStatus, st.sampled_from(NAMES), STATES, STEPS, *[COUNTS] * 6, st.none() | NUMBERS, NUMBERS, TEXTS
+    ChildStatus,
+    st.sampled_from(NAMES),
+    STATES,
+    STEPS,
+    *[COUNTS] * 6,
+    st.none() | NUMBERS,
+    NUMBERS,
+    TEXTS,
 )
 RUNS = st.builds(
     RunStatus, COUNTS, NUMBERS, NUMBERS, st.just((PhaseSeconds("x", math.inf),)),
@@ -102,23 +130,39 @@ RUNS = st.builds(
 MESSAGES = st.one_of(
     st.builds(Presence, st.sampled_from(NodeState), st.just("device"), st.just(""), st.just(MANY)),
     st.builds(
-        Status, NUMBERS, st.none() | KEYS, st.booleans(), st.booleans(),
+        Status,
+        NUMBERS,
+        st.none() | KEYS,
+        st.booleans(),
+        st.booleans(),
         st.lists(st.builds(LinkBytes, COUNTS, COUNTS), max_size=3).map(tuple),
         st.lists(ENTRIES, max_size=4).map(tuple),
-        st.lists(st.builds(ChildCount, STATES, STEPS, COUNTS), max_size=3).map(tuple), st.none() | RUNS,
+        st.lists(st.builds(ChildCount, STATES, STEPS, COUNTS), max_size=3).map(tuple),
+        st.none() | RUNS,
     ),
     st.builds(Announcement, st.just("{"), st.just("[")),
     st.just(Goodbye()),
-)  # fmt: skip
+)
 BODIES = st.one_of(
-    st.binary(max_size=40), st.builds(serialization.encode, MESSAGES, st.sampled_from(["a", "b", "c"])), st.just(b"")
+    st.binary(max_size=40),
+    st.builds(serialization.encode, MESSAGES, st.sampled_from(["a", "b", "c"])),
+    st.just(b""),
 )
 
 
-def drawn(watched: Watched, width: int, *, height: int = 40, plain: bool = False, devices: bool | None = None) -> str:
+def drawn(
+    watched: Watched,
+    width: int,
+    *,
+    height: int = 40,
+    plain: bool = False,
+    devices: bool | None = None,
+) -> str:
     console = Console(width=width, height=height, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     with console.file:
-        lines = View(width, height, devices=devices, plain=plain).picture(watched.lab, watched.now, ["device-2: lost"])
+        lines = View(width, height, devices=devices, plain=plain).picture(
+            watched.lab, watched.now, ["device-2: lost"]
+        )
         console.print(*lines, sep="\n")
     text = console.export_text()
     assert max(map(len, text.splitlines())) <= width

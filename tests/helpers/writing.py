@@ -1,4 +1,6 @@
-"""Own code that writes into what it is given, and its twins, which do not. Imported as a user's own code is."""
+"""Own code that writes into what it is given, and its twins, which do not. Imported as a user's own
+code is.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def writing_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    return functional.cross_entropy(outputs.mul_(2), targets.add_(1).remainder_(CLASSES), reduction="none")
+    return functional.cross_entropy(
+        outputs.mul_(2), targets.add_(1).remainder_(CLASSES), reduction="none"
+    )
 
 
 def score(outputs: npt.NDArray[Any], targets: npt.NDArray[Any]) -> float:

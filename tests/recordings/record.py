@@ -1,7 +1,9 @@
-"""Record all messages of a small real lab: `python tests/recordings/record.py` writes `run.msgpack` beside this file.
+"""Record all messages of a small real lab: `python tests/recordings/record.py` writes `run.msgpack`
+beside this file.
 
-Only after the wire format was changed on purpose, and its version raised. The file holds the experiment as JSON and a
-list of [seconds, topic, payload, retained] in the order in which the broker passed them on.
+Only after the wire format was changed on purpose, and its version raised. The file holds the
+experiment as JSON and a list of [seconds, topic, payload, retained] in the order in which the
+broker passed them on.
 """
 
 from __future__ import annotations
@@ -34,14 +36,22 @@ def main() -> None:
     """Run a lab of processes and write what its broker passed on."""
     experiment = parse(EXPERIMENT)
     messages: list[tuple[float, str, bytes, bool]] = []
-    with tempfile.TemporaryDirectory() as name, broker.start(directory=Path(name), kind="mosquitto") as served:
+    with (
+        tempfile.TemporaryDirectory() as name,
+        broker.start(directory=Path(name), kind="mosquitto") as served,
+    ):
         home, where = Path(name), f"{served.host}:{served.port}"
         file = home / "experiment.toml"
         file.write_text(to_toml(experiment))
         client = mqtt.Client(mqtt.CallbackAPIVersion.VERSION2)
         begun = time.monotonic()
         client.on_message = lambda _client, _data, message: messages.append(
-            (round(time.monotonic() - begun, 4), message.topic, bytes(message.payload), message.retain)
+            (
+                round(time.monotonic() - begun, 4),
+                message.topic,
+                bytes(message.payload),
+                message.retain,
+            )
         )
         client.connect(served.host, served.port)
         client.subscribe("fs1/#", qos=1)

@@ -1,10 +1,13 @@
 """`python -m tests.simulation`: run labs in virtual time.
 
---seeds N [--from K]     N random labs with faults, each with its undisturbed twin, checked against invariants
---seed K [--trace]       one of them    --keep NAME: write it to a file, which the tests run from then on
+--seeds N [--from K]     N random labs with faults, each with its undisturbed twin, checked against
+invariants
+--seed K [--trace]       one of them    --keep NAME: write it to a file, which the tests run from
+then on
 --lab NAME [--trace]     one that was kept (`tests/simulation/labs/NAME.toml`)
---mutation NAME          --seeds N labs with a bug put back, until one finds it (`tests/simulation/mutations.py`)
---kill-each K --seed S   one small lab, with a kill after every K-th message, of each role in turn
+--mutation NAME          --seeds N labs with a bug put back, until one finds it
+(`tests/simulation/mutations.py`) --kill-each K --seed S   one small lab, with a kill after every
+K-th message, of each role in turn
 EXPERIMENT [--set ...]   an undisturbed lab; prints its outcome as JSON
 """
 
@@ -90,22 +93,40 @@ def _run_experiment(chosen: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.simulation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tests.simulation",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("experiment", nargs="?", type=Path, help="a TOML file, run undisturbed")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override the experiment")
-    parser.add_argument("--model-bytes", type=int, default=10_000, help="size of the model (default: 10000)")
-    parser.add_argument("--seeds", type=int, default=100, metavar="N", help="number of seeds to run (default: 100)")
-    parser.add_argument("--from", dest="first", type=int, default=0, metavar="K", help="the first seed (default: 0)")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override the experiment"
+    )
+    parser.add_argument(
+        "--model-bytes", type=int, default=10_000, help="size of the model (default: 10000)"
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=100, metavar="N", help="number of seeds to run (default: 100)"
+    )
+    parser.add_argument(
+        "--from", dest="first", type=int, default=0, metavar="K", help="the first seed (default: 0)"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one per core)"
+    )
     parser.add_argument("--seed", type=int, metavar="K", help="run only this seed")
     parser.add_argument("--lab", metavar="NAME", help="run only this lab, which was kept")
     parser.add_argument("--mutation", choices=list(MUTATIONS), help="put this bug back")
-    parser.add_argument("--keep", metavar="NAME", help="keep the lab that is run, after --only or --reduce")
+    parser.add_argument(
+        "--keep", metavar="NAME", help="keep the lab that is run, after --only or --reduce"
+    )
     parser.add_argument("--trace", action="store_true", help="print the messages of the faulty lab")
     parser.add_argument("--only", metavar="I,J", help="inject only these of its faults, by number")
-    parser.add_argument("--reduce", action="store_true", help="search the fewest faults with the same violation")
-    parser.add_argument("--kill-each", type=int, metavar="K", help="kill after every K-th message of a small lab")
+    parser.add_argument(
+        "--reduce", action="store_true", help="search the fewest faults with the same violation"
+    )
+    parser.add_argument(
+        "--kill-each", type=int, metavar="K", help="kill after every K-th message of a small lab"
+    )
     return parser
 
 

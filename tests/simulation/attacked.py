@@ -1,7 +1,9 @@
-"""Adversaries in drawn labs: devices that lie, alone or together, late ones, and institutions that lie to both sides.
+"""Adversaries in drawn labs: devices that lie, alone or together, late ones, and institutions that
+lie to both sides.
 
-Lies depend on the seed, the name and the round alone, so a disturbed lab has the model of its undisturbed twin, and no
-lie ends an honest node. Silent ones are left out: a lab with them depends on time.
+Lies depend on the seed, the name and the round alone, so a disturbed lab has the model of its
+undisturbed twin, and no lie ends an honest node. Silent ones are left out: a lab with them depends
+on time.
 """
 
 from __future__ import annotations
@@ -39,11 +41,15 @@ def attacked(seed: int, experiment: Experiment) -> Experiment:
         devices, institutions = list(experiment.tree.devices), experiment.tree.aggregators
         rng.shuffle(devices)
         if institutions and rng.random() < 0.4:
-            tables.append({"attack": dict(rng.choice(BY_INSTITUTIONS)), "nodes": [rng.choice(institutions)]})
+            tables.append(
+                {"attack": dict(rng.choice(BY_INSTITUTIONS)), "nodes": [rng.choice(institutions)]}
+            )
         if len(devices) > 2 and rng.random() < 0.4:
             some = [devices.pop() for _ in range(rng.randint(1, len(devices) // 2))]
             attack = {"name": rng.choice(TOGETHER)}
-            tables.append({"attack": attack, "nodes": some, "knows": rng.choice(["colluders", "siblings"])})
+            tables.append(
+                {"attack": attack, "nodes": some, "knows": rng.choice(["colluders", "siblings"])}
+            )
         if not tables or rng.random() < 0.5:
             tables.append({"attack": dict(rng.choice(BY_DEVICES)), "nodes": [devices.pop()]})
         for table in tables:

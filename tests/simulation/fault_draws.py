@@ -1,4 +1,6 @@
-"""Random choice of a lab's faults: some that pass, or one device that is lost for good where that matters."""
+"""Random choice of a lab's faults: some that pass, or one device that is lost for good where that
+matters.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import Any, Final
 
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.host.subprocess_channel import REPLACEMENTS
+from fedstrata.common.processes.subprocess_channel import REPLACEMENTS
 from fedstrata.common.settings.topology import CLOUD, participants
 from fedstrata.deploy.simulation.simulated_lab import BROKER
 from fedstrata.device.pool.executors import RETRIES
@@ -17,22 +19,60 @@ from tests.simulation.faults import SIDE, Fault, FaultKind
 from tests.simulation.interference import CHUNK
 
 CONTROL: Final = (
-    "Presence", "Task", "Progress", "Result", "Acknowledgement", "Ask", "Gone", "Question", "Alive", "Preparing",
-    "Farewell", "Goodbye", "Reports", "Announcement", "chunk",
-)  # fmt: skip
+    "Presence",
+    "Task",
+    "Progress",
+    "Result",
+    "Acknowledgement",
+    "Ask",
+    "Gone",
+    "Question",
+    "Alive",
+    "Preparing",
+    "Farewell",
+    "Goodbye",
+    "Reports",
+    "Announcement",
+    "chunk",
+)
 LETHAL: Final = 0.06  # share of the faults that last about as long as `idle_s` or longer
-OF_CLOUD: Final = 0.25  # share of the kills: it returns to its last checkpoint, behind what the others have done
+# share of the kills: it returns to its last checkpoint, behind what the others have done
+OF_CLOUD: Final = 0.25
 KINDS: Final = (
-    *(FaultKind.KILL,) * 5, *(FaultKind.TERMINATE,) * 3, *(FaultKind.STOP,) * 3, *(FaultKind.BROKER,) * 3,
-    *(FaultKind.PARTITION,) * 2, *(FaultKind.MUTE,) * 4, FaultKind.LOSS, FaultKind.DUPLICATION, FaultKind.REORDERING,
-    FaultKind.SLOW, FaultKind.BLACK_HOLE, *(FaultKind.STRANGER,) * 3, FaultKind.FLIP, FaultKind.FLOOD,
-    FaultKind.SEEKERS, FaultKind.HANG, FaultKind.WRONG, FaultKind.REMAINS, FaultKind.SECOND, FaultKind.RATES,
-    *(FaultKind.ONE_WAY,) * 2, *(FaultKind.LIES,) * 3, FaultKind.UNREAD, FaultKind.PACKETS, FaultKind.CLOCK,
-    *(FaultKind.SLEEP,) * 2, FaultKind.DISK, FaultKind.EVALUATOR, *(FaultKind.WORKER,) * 2,
-)  # fmt: skip
+    *(FaultKind.KILL,) * 5,
+    *(FaultKind.TERMINATE,) * 3,
+    *(FaultKind.STOP,) * 3,
+    *(FaultKind.BROKER,) * 3,
+    *(FaultKind.PARTITION,) * 2,
+    *(FaultKind.MUTE,) * 4,
+    FaultKind.LOSS,
+    FaultKind.DUPLICATION,
+    FaultKind.REORDERING,
+    FaultKind.SLOW,
+    FaultKind.BLACK_HOLE,
+    *(FaultKind.STRANGER,) * 3,
+    FaultKind.FLIP,
+    FaultKind.FLOOD,
+    FaultKind.SEEKERS,
+    FaultKind.HANG,
+    FaultKind.WRONG,
+    FaultKind.REMAINS,
+    FaultKind.SECOND,
+    FaultKind.RATES,
+    *(FaultKind.ONE_WAY,) * 2,
+    *(FaultKind.LIES,) * 3,
+    FaultKind.UNREAD,
+    FaultKind.PACKETS,
+    FaultKind.CLOCK,
+    *(FaultKind.SLEEP,) * 2,
+    FaultKind.DISK,
+    FaultKind.EVALUATOR,
+    *(FaultKind.WORKER,) * 2,
+)
 
 AT_START: Final = (FaultKind.WRONG, FaultKind.REMAINS, FaultKind.PACKETS)
-LATE: Final = ("Farewell", "Goodbye", "Reports")  # sent at the end only: lost from the middle of the run to its end
+# sent at the end only: lost from the middle of the run to its end
+LATE: Final = ("Farewell", "Goodbye", "Reports")
 CHAOS: Final = (FaultKind.LOSS, FaultKind.DUPLICATION, FaultKind.REORDERING)
 AMOUNTS: Final[Mapping[FaultKind, Sequence[float]]] = {
     **dict.fromkeys(CHAOS, (0.05, 0.3)),
@@ -53,13 +93,17 @@ DETAILS: Final[Mapping[FaultKind, Sequence[str]]] = {
     FaultKind.BROKER: ("empty", "current", "old"),
     FaultKind.ONE_WAY: ("up", "down"),
 }
-LASTING: Final = (FaultKind.HANG, FaultKind.KILL, FaultKind.MUTE, FaultKind.BLACK_HOLE)  # the permanent faults
-LYING: Final = 0.3  # share of the labs with scores that have a member which lies in its side numbers throughout
+# the permanent faults
+LASTING: Final = (FaultKind.HANG, FaultKind.KILL, FaultKind.MUTE, FaultKind.BLACK_HOLE)
+# share of the labs with scores that have a member which lies in its side numbers throughout
+LYING: Final = 0.3
 HANGS_S: Final = (0.05, 0.3)  # a device hangs before its institution can have gathered its devices
 HOLE_BYTES: Final = 1500  # of a packet: all messages but chunks are smaller
 ROUNDS_LEAST: Final = 3  # rounds that are not the one which pays for the loss
-IDLE_S_LEAST: Final = 60.0  # time for a broker's restart, and for uploads behind a fetch that starves
-DEADLINE_S: Final = 40.0  # added to three expected global rounds: only a round that waits for the lost device needs it
+# time for a broker's restart, and for uploads behind a fetch that starves
+IDLE_S_LEAST: Final = 60.0
+# added to three expected global rounds: only a round that waits for the lost device needs it
+DEADLINE_S: Final = 40.0
 QUORUM_SHARE: Final = 0.7
 OLD_SHARE: Final = 0.5
 
@@ -73,11 +117,19 @@ def draw_faults(
     faults = []
     for _ in range(rng.choice([1, 1, 2, 2, 3, 3, 4, 5, 6, 10])):
         kind = rng.choice(KINDS)
-        node = rng.choice([rng.choice(devices), rng.choice(parents or [CLOUD]), rng.choice([*devices, CLOUD, CLOUD])])
+        node = rng.choice(
+            [
+                rng.choice(devices),
+                rng.choice(parents or [CLOUD]),
+                rng.choice([*devices, CLOUD, CLOUD]),
+            ]
+        )
         faults.append(_fault(rng, kind, node, experiment, expected_s, devices, brokers))
     if experiment.evaluation.on_devices and rng.random() < LYING:
         amount = rng.choice(AMOUNTS[FaultKind.LIES])
-        faults.append(Fault(FaultKind.LIES, 0.0, round(expected_s, 3), rng.choice(devices), amount, SIDE))
+        faults.append(
+            Fault(FaultKind.LIES, 0.0, round(expected_s, 3), rng.choice(devices), amount, SIDE)
+        )
     return tuple(sorted(faults, key=lambda fault: (fault.at_s, fault.kind)))
 
 
@@ -96,7 +148,10 @@ def _fault(
     keep, clean = rng.random() < 0.7, rng.random() < 0.5
     if kind in (FaultKind.KILL, FaultKind.TERMINATE) and rng.random() < OF_CLOUD:
         node = CLOUD
-    if kind in (FaultKind.WRONG, FaultKind.HANG, FaultKind.SECOND, FaultKind.WORKER) and node not in devices:
+    if (
+        kind in (FaultKind.WRONG, FaultKind.HANG, FaultKind.SECOND, FaultKind.WORKER)
+        and node not in devices
+    ):
         node = rng.choice(devices) if kind is not FaultKind.SECOND or node == CLOUD else node
     if kind in (*CHAOS, FaultKind.MUTE):
         node = rng.choice([node, ""])
@@ -122,8 +177,8 @@ def draw_permanent_fault(
 ) -> tuple[Experiment, tuple[Fault, ...]]:
     """Return the experiment, changed so that the loss of one device matters, and the faults.
 
-    Besides the permanent fault there is only a broker's restart with a store in which a killed device is READY: other
-    faults would excuse too much.
+    Besides the permanent fault there is only a broker's restart with a store in which a killed
+    device is READY: other faults would excuse too much.
     """
     kind = rng.choice(LASTING)
     home, node = _device(rng, experiment)
@@ -131,12 +186,18 @@ def draw_permanent_fault(
     if kind is FaultKind.HANG:
         return changed, (Fault(kind, round(rng.uniform(*HANGS_S), 3), inf, node),)
     at_s = round(rng.uniform(0, 0.5 * expected_s), 3)
-    detail, amount = (CHUNK if kind is FaultKind.MUTE else ""), (HOLE_BYTES if kind is FaultKind.BLACK_HOLE else 0.0)
+    detail, amount = (
+        (CHUNK if kind is FaultKind.MUTE else ""),
+        (HOLE_BYTES if kind is FaultKind.BLACK_HOLE else 0.0),
+    )
     fault = Fault(kind, at_s, inf, node, amount, detail)
     if kind is not FaultKind.KILL or rng.random() >= OLD_SHARE:
         return changed, (fault,)
     broker = home if broker_each else BROKER
-    before_s, for_s = round(max(0.0, at_s - rng.uniform(0.1, 0.9)), 3), round(rng.uniform(0.2, 3), 3)
+    before_s, for_s = (
+        round(max(0.0, at_s - rng.uniform(0.1, 0.9)), 3),
+        round(rng.uniform(0.2, 3), 3),
+    )
     return changed, (Fault(FaultKind.BROKER, before_s, for_s, broker, detail="old"), fault)
 
 
@@ -144,10 +205,14 @@ def _device(rng: random.Random, experiment: Experiment) -> tuple[str, str]:
     """Return an institution and one of its devices, preferably one with siblings that can continue."""
     children = experiment.tree.children
     devices = [(experiment.tree.parent(device), device) for device in experiment.tree.devices]
-    return rng.choice([(home, device) for home, device in devices if len(children[home]) > 1] or devices)
+    return rng.choice(
+        [(home, device) for home, device in devices if len(children[home]) > 1] or devices
+    )
 
 
-def _tree(rng: random.Random, experiment: Experiment, kind: FaultKind, *, round_s: float) -> dict[str, Any]:
+def _tree(
+    rng: random.Random, experiment: Experiment, kind: FaultKind, *, round_s: float
+) -> dict[str, Any]:
     tree = experiment.model_dump(mode="json")
     transfer, institution = tree["transfer"], tree["tiers"][-1]
     tree["rounds"] = max(tree["rounds"], ROUNDS_LEAST)
@@ -157,9 +222,12 @@ def _tree(rng: random.Random, experiment: Experiment, kind: FaultKind, *, round_
     if kind is FaultKind.BLACK_HOLE:
         institution["transfer"] = {}  # a codec may make the model smaller than a packet
     if rng.random() < QUORUM_SHARE and not experiment.tiers[-1].aggregation.buffers:
-        most = min(participants(size, institution["participation"]) for size in experiment.sizes()[-1])
+        most = min(
+            participants(size, institution["participation"]) for size in experiment.sizes()[-1]
+        )
         quorum = max(1, most - rng.choice([0, 1, 1]))
         deadline_s = round(DEADLINE_S + 3 * round_s, 3)
         institution["closing"] = {"rule": "quorum", "quorum": quorum, "deadline_s": deadline_s}
-        transfer["idle_s"] = max(transfer["idle_s"], deadline_s)  # an idle child would not be waited for either
+        # an idle child would not be waited for either
+        transfer["idle_s"] = max(transfer["idle_s"], deadline_s)
     return tree

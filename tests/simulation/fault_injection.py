@@ -58,7 +58,9 @@ async def _inject(lab: ScenarioLab, fault: Fault) -> None:
 
 
 async def _until_trained(lab: ScenarioLab, institution: str) -> None:
-    """Wait until a device of an institution has trained: before the run begins, an absent device is waited for."""
+    """Wait until a device of an institution has trained: before the run begins, an absent device is
+    waited for.
+    """
     while not any(lab.homes[device] == institution for device, _ in lab.hardware.trained):  # noqa: ASYNC110
         await asyncio.sleep(LOOK_S)
 
@@ -137,7 +139,9 @@ async def _broker(lab: ScenarioLab, fault: Fault) -> None:
         return
     broker.terminate() if fault.clean else broker.kill()
     await asyncio.sleep(fault.for_s)
-    broker.start(old if fault.detail == "old" else "current" if fault.detail == "current" else "empty")
+    broker.start(
+        old if fault.detail == "old" else "current" if fault.detail == "current" else "empty"
+    )
 
 
 async def _link(lab: ScenarioLab, fault: Fault) -> None:
@@ -162,7 +166,9 @@ async def _rates(lab: ScenarioLab, fault: Fault) -> None:
     rng = lab.random(str(fault))
     for _ in range(CHANGES):
         rate = rng.choice(RATES)
-        for link in (links := [link for (name, _), link in lab.network.links.items() if name == fault.node]):
+        for link in (
+            links := [link for (name, _), link in lab.network.links.items() if name == fault.node]
+        ):
             link.change(up_rate=rate, down_rate=rate)
         await asyncio.sleep(fault.for_s / CHANGES)
     for link in links:
@@ -175,7 +181,9 @@ async def _packets(lab: ScenarioLab, fault: Fault) -> None:
 
 
 async def _unread(lab: ScenarioLab, fault: Fault) -> None:
-    """Refuse a node what is sent to it, as a wrong access control list does; all connections begin anew with a list."""
+    """Refuse a node what is sent to it, as a wrong access control list does; all connections begin
+    anew with a list.
+    """
     for refused in (interference.InboxOf(fault.node), ()):
         for broker in lab.network.brokers.values():
             broker.refused = refused

@@ -44,25 +44,40 @@ class FaultKind(StrEnum):
     VISIT = "visit"
 
 
-RESTARTS: Final = (FaultKind.KILL, FaultKind.TERMINATE, FaultKind.HANG, FaultKind.WRONG, FaultKind.SECOND)
+RESTARTS: Final = (
+    FaultKind.KILL,
+    FaultKind.TERMINATE,
+    FaultKind.HANG,
+    FaultKind.WRONG,
+    FaultKind.SECOND,
+)
 CUTS: Final = (
-    FaultKind.STOP, FaultKind.SLEEP, FaultKind.PARTITION, FaultKind.ONE_WAY, FaultKind.BLACK_HOLE, FaultKind.SLOW,
-    FaultKind.RATES, FaultKind.UNREAD,
-)  # fmt: skip
+    FaultKind.STOP,
+    FaultKind.SLEEP,
+    FaultKind.PARTITION,
+    FaultKind.ONE_WAY,
+    FaultKind.BLACK_HOLE,
+    FaultKind.SLOW,
+    FaultKind.RATES,
+    FaultKind.UNREAD,
+)
 
 
-SIDE: Final = "side numbers"  # the detail of a member that lies in nothing else: no model needs them
+# the detail of a member that lies in nothing else: no model needs them
+SIDE: Final = "side numbers"
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
     """One fault. `node`: a node's or a broker's name, or "" for all nodes.
 
-    at_s: since the start; with a permanent fault other than a hang, since a device of its institution has trained
-    for_s: infinite if it is permanent
-    amount: a share, bytes, bytes per second, messages that were seen before, a clock offset in seconds, or the
-        evaluators, or the workers of a training, that die one after another, by kind
-    detail: the kind of message that is lost, the store of a restarted broker, the direction of a cut, or a new
+    at_s: since the start; with a permanent fault other than a hang, since a device of its
+    institution has trained for_s: infinite if it is permanent amount: a share, bytes, bytes per
+    second, messages that were seen before, a clock offset in
+        seconds, or the evaluators, or the workers of a training, that die one after another, by
+        kind
+    detail: the kind of message that is lost, the store of a restarted broker, the direction of a
+    cut, or a new
         device's parent
     keep: whether a restarted node keeps its files    clean: SIGTERM instead of SIGKILL
     """
@@ -92,7 +107,9 @@ class Fault:
         return self.kind in RESTARTS
 
     def __str__(self) -> str:
-        when = f"{self.at_s:.2f}s for ever" if self.permanent else f"{self.at_s:.2f}+{self.for_s:.2f}s"
+        when = (
+            f"{self.at_s:.2f}s for ever" if self.permanent else f"{self.at_s:.2f}+{self.for_s:.2f}s"
+        )
         parts = [when, self.kind.value, self.node, self.detail]
         parts += [f"{self.amount:g}"] if self.amount else []
         parts += [] if self.keep else ["without files"]
@@ -101,7 +118,8 @@ class Fault:
 
 
 def longest_s(faults: tuple[Fault, ...], *, keepalive_s: float) -> float:
-    """Return the longest time without an undisturbed moment, including each fault's recovery, seconds.
+    """Return the longest time without an undisturbed moment, including each fault's recovery,
+    seconds.
 
     Permanent faults aside, which `tests.simulation.losses` judges.
     """
@@ -117,7 +135,9 @@ def longest_s(faults: tuple[Fault, ...], *, keepalive_s: float) -> float:
 
 
 def recovery_s(fault: Fault, *, keepalive_s: float) -> float:
-    """Return the time within which progress resumes after a fault (reconnects, repeats, asks), seconds."""
+    """Return the time within which progress resumes after a fault (reconnects, repeats, asks),
+    seconds.
+    """
     return RECOVERY_S + (2 * keepalive_s if fault.kind in CUTS else 0.0)
 
 

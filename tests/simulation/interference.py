@@ -56,15 +56,26 @@ CHUNK: Final = "chunk"
 HUGE: Final = 10**9  # more than any experiment has
 LIES: Final[Mapping[type, Sequence[Mapping[str, Any]]]] = {
     Result: (
-        *({name: HUGE} for name in ("samples", "epochs", "steps", "path_steps")), {"samples": 0}, {"loss": nan},
-        {"train_s": -1.0}, {"plans": "[1]"}, {"children": (ChildReport("stranger"),)},
-        {"costs": DeviceCosts(1e306, 1e306, energy_source=EnergySource.PLUG)}, {"costs": DeviceCosts(cpu_s=nan)},
+        *({name: HUGE} for name in ("samples", "epochs", "steps", "path_steps")),
+        {"samples": 0},
+        {"loss": nan},
+        {"train_s": -1.0},
+        {"plans": "[1]"},
+        {"children": (ChildReport("stranger"),)},
+        {"costs": DeviceCosts(1e306, 1e306, energy_source=EnergySource.PLUG)},
+        {"costs": DeviceCosts(cpu_s=nan)},
         {"tests": ScoredModels(ScoreSums(10**11, 1.0, b""), None)},
     ),
     Task: ({"follows": HUGE}, {"epochs": HUGE}, {"epochs": 0}),
     Presence: (
-        {"samples": HUGE}, {"targets": (Target("stranger", "stranger:1"),) * 99}, {"state": NodeState.INIT},
-        {"elapsed_s": 1e9}, {"role": "stranger"}, {"answers": "f" * 16}, {"parent": "stranger"}, {"after": HUGE},
+        {"samples": HUGE},
+        {"targets": (Target("stranger", "stranger:1"),) * 99},
+        {"state": NodeState.INIT},
+        {"elapsed_s": 1e9},
+        {"role": "stranger"},
+        {"answers": "f" * 16},
+        {"parent": "stranger"},
+        {"after": HUGE},
         {"tests": 1},
     ),
     Alive: ({"presence": Presence(NodeState.INIT, "stranger")}, {"nonce": "f" * 16}),
@@ -73,13 +84,16 @@ LIES: Final[Mapping[type, Sequence[Mapping[str, Any]]]] = {
     Progress: ({"below": (Traffic(),) * 99},),
     Ask: ({"lacking": b"\xff" * 64}, {"window": HUGE}, {"seen_all": HUGE}),
     Reports: ({"children": (ChildReport("stranger"),)},),
-}  # fmt: skip
+}
 # What lies are about, by the field that has them; those of side numbers cost no model.
 SUBJECTS: Final[Mapping[str, str]] = {
     "tests": "scores", "costs": "costs", "parent": "places", "after": "places", "targets": "places",
     "children": "places",
 }  # fmt: skip
-SIDE_NUMBERS: Final[Mapping[type, Sequence[str]]] = {Result: ("tests", "costs"), Presence: ("tests", "targets")}
+SIDE_NUMBERS: Final[Mapping[type, Sequence[str]]] = {
+    Result: ("tests", "costs"),
+    Presence: ("tests", "targets"),
+}
 SEEN: Final = 50  # messages of each node that a stranger remembers
 REPLAYED: Final = 0.4  # share of a stranger's messages that are sent as they were
 CLEARED: Final = 0.2  # share of the forged presences that are empty, as when a node leaves
@@ -141,15 +155,19 @@ class Flipper:
         place = self._rng.randrange(8 * len(body))
         body[place // 8] ^= 1 << place % 8
         self._flipping = True
-        self._lab.broker(message.broker).route(message.topic, bytes(body), qos=message.qos, retain=message.retain)
+        self._lab.broker(message.broker).route(
+            message.topic, bytes(body), qos=message.qos, retain=message.retain
+        )
         self._flipping = False
         return False
 
 
 class Liar:
-    """Filter that replaces the content of a share of one member's messages, which remain those of its own session.
+    """Filter that replaces the content of a share of one member's messages, which remain those of
+    its own session.
 
-    Only by what the experiment, or another message, contradicts: no node can know that another number is wrong.
+    Only by what the experiment, or another message, contradicts: no node can know that another
+    number is wrong.
     """
 
     def __init__(self, lab: ScenarioLab, fault: Fault) -> None:
@@ -160,7 +178,12 @@ class Liar:
     def __call__(self, message: Routed) -> bool:
         """Return whether a message is forwarded as it was sent."""
         lab, rng, fault = self._lab, self._rng, self._fault
-        if lab.injecting or self._lying or kind_of(message) in ("", CHUNK) or sender_of(message.topic) != fault.node:
+        if (
+            lab.injecting
+            or self._lying
+            or kind_of(message) in ("", CHUNK)
+            or sender_of(message.topic) != fault.node
+        ):
             return True
         try:
             session, content = serialization.decode(message.body)
@@ -177,10 +200,14 @@ class Liar:
         body = serialization.encode(_altered(content, lie), session)
         if fault.detail == SIDE:  # all else is what the member has sent
             self._lying = True
-            lab.broker(message.broker).route(message.topic, body, qos=message.qos, retain=message.retain)
+            lab.broker(message.broker).route(
+                message.topic, body, qos=message.qos, retain=message.retain
+            )
             self._lying = False
         else:
-            lab.inject(message.topic, body, qos=message.qos, retain=message.retain, broker=message.broker)
+            lab.inject(
+                message.topic, body, qos=message.qos, retain=message.retain, broker=message.broker
+            )
         return False
 
 
@@ -205,7 +232,11 @@ def _lies(content: Message, rng: random.Random) -> list[Mapping[str, Any]]:
     tests = content.work.tests if isinstance(content, Result) else None
     if tests is not None and tests.received is not None:
         received = tests.received
-        false = [replace(received, samples=10**11), replace(received, loss=-inf), replace(received, loss=nan)]
+        false = [
+            replace(received, samples=10**11),
+            replace(received, loss=-inf),
+            replace(received, loss=nan),
+        ]
         changes += [{"tests": replace(tests, received=each)} for each in false]
     return changes
 
@@ -216,7 +247,9 @@ def _altered(content: Any, lie: Mapping[str, Any]) -> Message:
         return cast(Message, replace(content, **lie))
     own = {field.name for field in fields(content)}
     work = replace(content.work, **{name: value for name, value in lie.items() if name not in own})
-    return replace(content, work=work, **{name: value for name, value in lie.items() if name in own})
+    return replace(
+        content, work=work, **{name: value for name, value in lie.items() if name in own}
+    )
 
 
 class InboxOf(Container[str]):
@@ -230,7 +263,8 @@ class InboxOf(Container[str]):
 
 
 class Wiretap:
-    """What a stranger has seen of a lab: its latest messages by sender, and the sessions of each node in order.
+    """What a stranger has seen of a lab: its latest messages by sender, and the sessions of each
+    node in order.
 
     It forges no proof of life: a session that proves itself is a new process of its peer to a node.
     """
@@ -247,7 +281,10 @@ class Wiretap:
             return
         node = sender_of(message.topic)
         try:
-            topic, (session, content) = topics.parse(message.topic), serialization.decode(message.body)
+            topic, (session, content) = (
+                topics.parse(message.topic),
+                serialization.decode(message.body),
+            )
         except WireError:
             return
         if isinstance(content, Task) and isinstance(topic, topics.InboxTopic):
@@ -258,7 +295,9 @@ class Wiretap:
         self.messages.setdefault(node, deque(maxlen=SEEN)).append(message)
 
     def forge(self, node: str, rng: random.Random) -> Routed | None:
-        """Return a real message of a node: as it was, or of another session, with another model where it has one."""
+        """Return a real message of a node: as it was, or of another session, with another model
+        where it has one.
+        """
         seen = self.messages.get(node)
         if not seen:
             return None
@@ -266,7 +305,9 @@ class Wiretap:
         _, content = serialization.decode(message.body)
         if isinstance(content, Alive):
             return None
-        if rng.random() < REPLAYED and not (isinstance(content, Presence) and content.state in LIVING):
+        if rng.random() < REPLAYED and not (
+            isinstance(content, Presence) and content.state in LIVING
+        ):
             return message
         *old, _own = self.sessions[node]
         others = [name for each, names in self.sessions.items() if each != node for name in names]
@@ -289,13 +330,16 @@ class Wiretap:
 
 
 def send_as_stranger(lab: ScenarioLab, fault: Fault, number: int, tap: Wiretap | None) -> None:
-    """Publish a message under a node's name: one seen before, as it was or forged; else one of an unknown session."""
+    """Publish a message under a node's name: one seen before, as it was or forged; else one of an
+    unknown session.
+    """
     rng = random.Random(f"{lab.seed} stranger seen {fault} {number}")
     seen = None if tap is None else tap.forge(fault.node, rng)
     if tap is None:
         _send_unseen(lab, fault, number)
     elif seen is not None:
-        retain = seen.retain and rng.random() < 0.3 and not _ends_a_run(seen)  # a new process believes such a state
+        # a new process believes such a state
+        retain = seen.retain and rng.random() < 0.3 and not _ends_a_run(seen)
         lab.inject(seen.topic, seen.body, qos=seen.qos, retain=retain, broker=seen.broker)
 
 
@@ -331,20 +375,32 @@ def _send_unseen(lab: ScenarioLab, fault: Fault, number: int) -> None:
         if rng.random() < 0.2:
             state = rng.choice([NodeState.INIT, NodeState.READY, NodeState.LOST])
             body = serialization.encode(Presence(state, identity.role, samples=7), session)
-            lab.inject(topics.state(identity.lab, identity.run, node), body, retain=rng.random() < 0.5, broker=broker)
+            lab.inject(
+                topics.state(identity.lab, identity.run, node),
+                body,
+                retain=rng.random() < 0.5,
+                broker=broker,
+            )
         else:
             lab.inject(topics.inbox(identity.lab, identity.run, peer, node), body, broker=broker)
 
 
 def flood(lab: ScenarioLab, fault: Fault, number: int) -> None:
-    """Publish one message of a flood: asks of a node's own session, or searches of unknown nodes for it."""
+    """Publish one message of a flood: asks of a node's own session, or searches of unknown nodes
+    for it.
+    """
     rng = random.Random(f"{lab.seed} flood {fault} {number}")
     for endpoint in _endpoints(lab, fault.node):
         identity, broker = endpoint.identity, endpoint.connection.address.host
         if fault.kind is FaultKind.SEEKERS:
             question = Question(f"{number:016x}", run=identity.run)
             body = serialization.encode(question, f"{number:016x}")
-            lab.inject(topics.ask(identity.lab, fault.node, f"stranger-{number}"), body, qos=0, broker=broker)
+            lab.inject(
+                topics.ask(identity.lab, fault.node, f"stranger-{number}"),
+                body,
+                qos=0,
+                broker=broker,
+            )
         else:
             ask = Ask(rng.randbytes(8).hex(), b"\xff" * 8, 0, 0, 64, True)
             for peer in endpoint.link.peers:
@@ -358,7 +414,9 @@ def leave_remains(lab: ScenarioLab, fault: Fault) -> None:
     for node in {fault.node, lab.homes.get(fault.node, CLOUD), CLOUD}:
         for broker in lab.network.brokers:
             topic = topics.state("lab", DEAD_RUN, node)
-            lab.inject(topic, serialization.encode(presence, DEAD_SESSION), retain=True, broker=broker)
+            lab.inject(
+                topic, serialization.encode(presence, DEAD_SESSION), retain=True, broker=broker
+            )
     announcement = serialization.encode(Announcement("{}", "{}"), DEAD_SESSION)
     lab.inject(topics.spec("lab", DEAD_RUN, CLOUD), announcement, retain=True, broker=BROKER)
 
@@ -375,8 +433,13 @@ def _messages(parent: bool) -> list[Message]:
     alive = Alive("f" * 16, Presence(NodeState.READY, "x"))
     both: list[Message] = [Ask(blob, b"\xff", 0, 0, 8, True), Gone(blob), Question("f" * 16), alive]
     if parent:
-        manifest: Any = describe(memoryview(b"1" * 64), chunk_bytes=32_768, codec="fp32", layout="0" * 16)
+        manifest: Any = describe(
+            memoryview(b"1" * 64), chunk_bytes=32_768, codec="fp32", layout="0" * 16
+        )
         return [*both, Task(key, 1, manifest, None), Acknowledgement(key, "no"), Goodbye()]
     return [
-        *both, Progress(key, Phase.TRAINING, 1, 2, nothing, ()), Preparing(1, ""), Farewell(nothing, ()),
-    ]  # fmt: skip
+        *both,
+        Progress(key, Phase.TRAINING, 1, 2, nothing, ()),
+        Preparing(1, ""),
+        Farewell(nothing, ()),
+    ]

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Final
 
 from fedstrata.common.accounting.counters import LINK_KINDS
-from fedstrata.common.host.subprocess_channel import REPLACEMENTS
+from fedstrata.common.processes.subprocess_channel import REPLACEMENTS
 from fedstrata.common.protocol.messages import Presence
 from fedstrata.common.protocol.topics import ALL
 from fedstrata.common.settings.topology import CLOUD, participants
@@ -25,19 +25,35 @@ from tests.simulation.outcome import LabOutcome
 DOCUMENTED: Final = re.compile(
     r"NoProgress|OutOfReach|RunFailed|ParentGaveUp|StateLost|InvalidBelow|ConnectionFailed|StorageFailed"
 )
-MISTAKEN: Final = re.compile(r"InvalidExperiment: --parent")  # the end of a node with another node's configuration
-GONE_STATE: Final = re.compile(r"StateLost|gave up: .*\b(is|are) lost\b")  # at a node, or as its parent reports it
-STALL_S: Final = 45.0  # added to two undisturbed rounds and two keep-alives: back-off, repeats, proof of life
-TASKS_MOST: Final = {"cloud": (16, 2), "institution": (24, 2), "device": (16, 0)}  # (base, per child)
+# the end of a node with another node's configuration
+MISTAKEN: Final = re.compile(r"InvalidExperiment: --parent")
+# at a node, or as its parent reports it
+GONE_STATE: Final = re.compile(r"StateLost|gave up: .*\b(is|are) lost\b")
+# added to two undisturbed rounds and two keep-alives: back-off, repeats, proof of life
+STALL_S: Final = 45.0
+# (base, per child)
+TASKS_MOST: Final = {"cloud": (16, 2), "institution": (24, 2), "device": (16, 0)}
 SIZE_MOST: Final = 48
 SIZE_EACH: Final = 16  # entries per child: its byte account has fourteen cells
 FLOOD_MOST: Final = 300  # `SEEKERS_MOST`, with a margin
 END_S: Final = 5.0  # from the last closing to the end of the run
-INVENTED: Final = (FaultKind.DUPLICATION, FaultKind.STRANGER, FaultKind.FLOOD, FaultKind.SEEKERS, FaultKind.SECOND)
+INVENTED: Final = (
+    FaultKind.DUPLICATION,
+    FaultKind.STRANGER,
+    FaultKind.FLOOD,
+    FaultKind.SEEKERS,
+    FaultKind.SECOND,
+)
 REFUSED: Final = re.compile(r"refused \S+'s model|is left out")
-MESSAGES_ONLY: Final = (FaultKind.MUTE, FaultKind.STRANGER, FaultKind.DUPLICATION, FaultKind.REMAINS)
+MESSAGES_ONLY: Final = (
+    FaultKind.MUTE,
+    FaultKind.STRANGER,
+    FaultKind.DUPLICATION,
+    FaultKind.REMAINS,
+)
 LEAVE_S: Final = 4.0  # to evaluate the last model, and to publish the last state
-LAST_BYTES: Final = 400  # messages that may be sent after the other end has left: an answer, a goodbye
+# messages that may be sent after the other end has left: an answer, a goodbye
+LAST_BYTES: Final = 400
 COUNTED: Final = (*LINK_KINDS, "probe")
 KEPT_MOST: Final = 3  # retained topics per node that was absent at the end: presence, experiment
 
@@ -53,11 +69,19 @@ def ends_as_documented(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str:
     if not outcome.result.startswith("failed: "):
         return outcome.result
     wrong = {fault.node for fault in drawn.faults if fault.kind is FaultKind.WRONG}
-    errors = {n: error for n, error in outcome.ended.items() if error and not (n in wrong and MISTAKEN.match(error))}
+    errors = {
+        n: error
+        for n, error in outcome.ended.items()
+        if error and not (n in wrong and MISTAKEN.match(error))
+    }
     strange = {node: error for node, error in errors.items() if not DOCUMENTED.match(error)}
     if strange:
         return f"undocumented: {strange}"
-    if drawn.permanent is not None or may_fail(drawn) or all(_is_orphan(drawn, outcome, node) for node in errors):
+    if (
+        drawn.permanent is not None
+        or may_fail(drawn)
+        or all(_is_orphan(drawn, outcome, node) for node in errors)
+    ):
         return ""
     lost_end = outcome.ended.get(CLOUD) == "" and _end_is_lost(drawn, faulty)
     if lost_end or (forgets(drawn) and any(GONE_STATE.search(error) for error in errors.values())):
@@ -73,7 +97,11 @@ def does_not_stall(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str:
     if drawn.permanent is not None:
         return ""
     gap, bound = gap_and_bound(drawn, faulty, twin)
-    return f"no global round closed for {gap:.1f} s after the last fault (bound {bound:.1f} s)" if gap > bound else ""
+    return (
+        f"no global round closed for {gap:.1f} s after the last fault (bound {bound:.1f} s)"
+        if gap > bound
+        else ""
+    )
 
 
 def leaves_in_time(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str:
@@ -87,7 +115,9 @@ def leaves_in_time(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str:
         return ""
     keepalive_s = drawn.experiment.transfer.keepalive_s
     others = [fault for fault in drawn.faults if fault.kind not in MESSAGES_ONLY]
-    if any(fault.end_s + recovery_s(fault, keepalive_s=keepalive_s) > closed[-1] for fault in others):
+    if any(
+        fault.end_s + recovery_s(fault, keepalive_s=keepalive_s) > closed[-1] for fault in others
+    ):
         return ""
     last_s = max(closed[-1], *(left_s[name] for name in children))
     waited_s = left_s[CLOUD] - last_s
@@ -95,11 +125,21 @@ def leaves_in_time(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str:
 
 
 def gap_and_bound(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> tuple[float, float]:
-    """Return the seconds from the end of the last fault, or the last return, to the next closing, and their bound."""
+    """Return the seconds from the end of the last fault, or the last return, to the next closing,
+    and their bound.
+    """
     outcome, closed = faulty.outcome, faulty.evidence.closed_s
-    last = max(returned_s(drawn, faulty), *(fault.end_s for fault in drawn.faults if not fault.permanent), 0.0)
-    following = [at for at in closed if at > last] or [outcome.virtual_s if outcome.ok and not closed else last]
-    longest = max((after - before for before, after in pairwise([0.0, *twin.evidence.closed_s])), default=0.0)
+    last = max(
+        returned_s(drawn, faulty),
+        *(fault.end_s for fault in drawn.faults if not fault.permanent),
+        0.0,
+    )
+    following = [at for at in closed if at > last] or [
+        outcome.virtual_s if outcome.ok and not closed else last
+    ]
+    longest = max(
+        (after - before for before, after in pairwise([0.0, *twin.evidence.closed_s])), default=0.0
+    )
     transfer = drawn.experiment.transfer
     waits = transfer.idle_s if may_fail(drawn) or drawn.timed else 0.0
     spread = drawn.durations.spread + 1
@@ -146,15 +186,21 @@ def has_agreeing_ledgers(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str:
 
 
 def settles_all_results(drawn: DrawnLab, faulty: LabRun, twin: LabRun | None = None) -> str:
-    """Check that each accepted result is in one closed round or taken back, and what devices keep follows from that."""
+    """Check that each accepted result is in one closed round or taken back, and what devices keep
+    follows from that.
+    """
     evidence = faulty.evidence
-    return "; ".join([f"accepted and lost at {found}" for found in evidence.unsettled] + evidence.misled)
+    return "; ".join(
+        [f"accepted and lost at {found}" for found in evidence.unsettled] + evidence.misled
+    )
 
 
 def weighs_by_what_is_prepared(drawn: DrawnLab, faulty: LabRun, twin: LabRun | None = None) -> str:
-    """Check that an institution weighs what its devices had prepared that could take part, whoever restarted.
+    """Check that an institution weighs what its devices had prepared that could take part, whoever
+    restarted.
 
-    Not where devices may be below several institutions: nothing that is sent has the ones below each.
+    Not where devices may be below several institutions: nothing that is sent has the ones below
+    each.
     """
     if drawn.experiment.tiers[-1].entering or _lied(drawn):
         return ""
@@ -162,16 +208,24 @@ def weighs_by_what_is_prepared(drawn: DrawnLab, faulty: LabRun, twin: LabRun | N
 
 
 def accounts_for_trainings(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str:
-    """Check that restarts explain repeated trainings, and that no training is missing or superfluous."""
+    """Check that restarts explain repeated trainings, and that no training is missing or
+    superfluous.
+    """
     evidence = faulty.evidence
     wrong = []
     for (device, local_round), times in faulty.evidence.trained.items():
         again = sum(evidence.starts[node] - 1 for node in (device, *_above(drawn, device)))
-        again += sum(int(fault.amount) for fault in drawn.faults if fault.kind is FaultKind.STRANGER)
+        again += sum(
+            int(fault.amount) for fault in drawn.faults if fault.kind is FaultKind.STRANGER
+        )
         left = drawn.departures(device) * evidence.starts[CLOUD]  # a resumed run repeats them
-        moves = drawn.experiment.tiers[-1].entering > 0  # a task that it left behind is another one's, too
+        # a task that it left behind is another one's, too
+        moves = drawn.experiment.tiers[-1].entering > 0
         if times > drawn.runs + again + left and not moves and not _lied(drawn):
-            wrong.append(f"{device} trained round {local_round} {times} times with {again} restarts, {left} absences")
+            wrong.append(
+                f"{device} trained round {local_round} {times} times with {again} restarts, "
+                f"{left} absences"
+            )
     if faulty.outcome.ok and not drawn.timed and not _reports_a_lie(drawn, faulty):
         lacking = twin.evidence.trained.keys() - evidence.trained.keys()
         if lacking:
@@ -206,7 +260,9 @@ def warns_of_no_bug(drawn: DrawnLab, faulty: LabRun, twin: LabRun) -> str:
 
 
 def brings_frozen_arrays_once(drawn: DrawnLab, faulty: LabRun, twin: LabRun | None = None) -> str:
-    """Check that frozen arrays go down where a device lacks them, once if nothing disturbs, and nowhere else."""
+    """Check that frozen arrays go down where a device lacks them, once if nothing disturbs, and
+    nowhere else.
+    """
     brought = drawn.frozen_bytes and drawn.experiment.training.trainer.learns_module
     if not brought or any(fault.kind in INVENTED for fault in drawn.faults):
         return ""
@@ -216,13 +272,17 @@ def brings_frozen_arrays_once(drawn: DrawnLab, faulty: LabRun, twin: LabRun | No
         if child == ALL:
             continue
         entered = any(fault.kind in (FaultKind.ENTRY, FaultKind.VISIT) for fault in drawn.faults)
-        needed = entered or any(lacks(name) for name in (child, *tree.below(child)) if name not in tree.children)
+        needed = entered or any(
+            lacks(name) for name in (child, *tree.below(child)) if name not in tree.children
+        )
         came, times = link.received["frozen payload"], 1 if drawn.spool else drawn.runs
         undisturbed = not (drawn.faults or drawn.slow)
         # A chunk that is broadcast just before a child asks comes once more.
         once = times * nbytes <= came <= 2 * times * nbytes
         if (came and not needed) or (undisturbed and needed and not once):
-            wrong.append(f"{child} received {came} bytes of frozen arrays from {parent}, which have {nbytes}")
+            wrong.append(
+                f"{child} received {came} bytes of frozen arrays from {parent}, which have {nbytes}"
+            )
     up = sum(link.sent["frozen"] for link in evidence.up.values())
     return "; ".join([*wrong[:5], *([f"{up} bytes of frozen arrays went up"] if up else [])])
 
@@ -235,8 +295,11 @@ def is_exact(drawn: DrawnLab, twin: LabRun) -> str:
     wrongs = (
         "" if outcome.ok else f"{outcome.result} {outcome.errors}",
         f"warnings: {strange[:5]}" if strange else "",
-        # A farewell over a slow link may come after the parent has left its last state for that child.
-        f"retained: {evidence.retained}" if evidence.retained and not (drawn.timed or drawn.slow) else "",
+        # A farewell over a slow link may come after the parent has left its last state for that
+        # child.
+        f"retained: {evidence.retained}"
+        if evidence.retained and not (drawn.timed or drawn.slow)
+        else "",
         stays_bounded(drawn, twin),
         exact_accounts(drawn, evidence),
         brings_frozen_arrays_once(drawn, twin),
@@ -263,15 +326,23 @@ def _trainings(drawn: DrawnLab, twin: LabRun) -> str:
 
 
 def may_fail(drawn: DrawnLab) -> bool:
-    """Return whether the faults may leave a node without progress for `idle_s`, or a parent without enough children."""
-    if drawn.experiment.availability.moves or (drawn.experiment.tiers[-1].move_after_s is not None and drawn.faults):
+    """Return whether the faults may leave a node without progress for `idle_s`, or a parent without
+    enough children.
+    """
+    if drawn.experiment.availability.moves or (
+        drawn.experiment.tiers[-1].move_after_s is not None and drawn.faults
+    ):
         return True
     transfer = drawn.experiment.transfer
     if _lied(drawn) or _loses_a_training(drawn) or any(_is_fatal(fault) for fault in drawn.faults):
         return True
-    if drawn.experiment.availability.trace is not None:  # an absence does not count: the time before and after it does
+    # an absence does not count: the time before and after it does
+    if drawn.experiment.availability.trace is not None:
         lasting = (fault for fault in drawn.faults if not fault.permanent)
-        return sum(f.for_s + recovery_s(f, keepalive_s=transfer.keepalive_s) for f in lasting) >= transfer.idle_s
+        return (
+            sum(f.for_s + recovery_s(f, keepalive_s=transfer.keepalive_s) for f in lasting)
+            >= transfer.idle_s
+        )
     return longest_s(drawn.faults, keepalive_s=transfer.keepalive_s) >= transfer.idle_s
 
 
@@ -281,13 +352,19 @@ def _lied(drawn: DrawnLab) -> bool:
 
 
 def _reports_a_lie(drawn: DrawnLab, faulty: LabRun) -> bool:
-    """Return whether a member's result was refused, and the run went on without it, as was reported."""
+    """Return whether a member's result was refused, and the run went on without it, as was
+    reported.
+    """
     return _lied(drawn) and any(REFUSED.search(warning) for warning in faulty.outcome.warnings)
 
 
 def _is_fatal(fault: Fault) -> bool:
-    """Return whether a node may end with an error at once: a process that begins writes to a full disk."""
-    return fault.kind is FaultKind.DISK or (fault.kind is FaultKind.EVALUATOR and fault.amount > REPLACEMENTS)
+    """Return whether a node may end with an error at once: a process that begins writes to a full
+    disk.
+    """
+    return fault.kind is FaultKind.DISK or (
+        fault.kind is FaultKind.EVALUATOR and fault.amount > REPLACEMENTS
+    )
 
 
 def _loses_a_training(drawn: DrawnLab) -> bool:
@@ -299,7 +376,9 @@ def _loses_a_training(drawn: DrawnLab) -> bool:
 
 
 def forgets(drawn: DrawnLab) -> bool:
-    """Return whether a restart may lose the state of an institution or of a device, or a second one has none."""
+    """Return whether a restart may lose the state of an institution or of a device, or a second one
+    has none.
+    """
     experiment = drawn.experiment
     if not any(experiment.remembers(node) for node in experiment.tree.nodes):
         return False
@@ -310,18 +389,28 @@ def forgets(drawn: DrawnLab) -> bool:
 
 
 def _is_orphan(drawn: DrawnLab, outcome: LabOutcome, node: str) -> bool:
-    """Return whether the run ended well without the node: a second one took its place, or a node above it failed."""
+    """Return whether the run ended well without the node: a second one took its place, or a node
+    above it failed.
+    """
     if drawn.experiment.tiers[-1].entering and node not in drawn.experiment.tree.aggregators:
         return outcome.ended.get(CLOUD) == ""  # it moved, or looked for a parent, as the run ended
     above = [name for name in _above(drawn, node) if name != CLOUD]
     replaced = any(fault.kind is FaultKind.SECOND and fault.node == node for fault in drawn.faults)
-    return outcome.ended.get(CLOUD) == "" and (replaced or any(outcome.ended.get(name) != "" for name in above))
+    return outcome.ended.get(CLOUD) == "" and (
+        replaced or any(outcome.ended.get(name) != "" for name in above)
+    )
 
 
 def _end_is_lost(drawn: DrawnLab, faulty: LabRun) -> bool:
-    """Return whether the broker lost the presence by which the run's end is known, which it had acknowledged."""
+    """Return whether the broker lost the presence by which the run's end is known, which it had
+    acknowledged.
+    """
     ends = faulty.evidence.closed_s[-1:]
-    lost = (fault for fault in drawn.faults if fault.kind is FaultKind.MUTE and fault.detail == Presence.__name__)
+    lost = (
+        fault
+        for fault in drawn.faults
+        if fault.kind is FaultKind.MUTE and fault.detail == Presence.__name__
+    )
     return any(fault.at_s <= end + END_S and end <= fault.end_s for fault in lost for end in ends)
 
 
@@ -336,57 +425,85 @@ def _above(drawn: DrawnLab, node: str) -> list[str]:
 
 
 def exact_accounts(drawn: DrawnLab, evidence: Evidence) -> str:
-    """Return the differences between the ends of an undisturbed lab's links, beyond the last messages of a run."""
-    if drawn.timed or drawn.slow:  # late children are cut off at the end of the run; repeats may be in flight
+    """Return the differences between the ends of an undisturbed lab's links, beyond the last
+    messages of a run.
+    """
+    # late children are cut off at the end of the run; repeats may be in flight
+    if drawn.timed or drawn.slow:
         return plausible_accounts(replace(drawn, faults=()), evidence)
     wrong = []
     for (parent, child), link in evidence.up.items():
         for kind in COUNTED:
             most = LAST_BYTES if kind == "control" else 0
             if not 0 <= link.sent[kind] - link.received[kind] <= most:
-                wrong.append(f"{child} sent {link.sent[kind]} {kind} bytes, {parent} received {link.received[kind]}")
+                wrong.append(
+                    f"{child} sent {link.sent[kind]} {kind} bytes, {parent} received "
+                    f"{link.received[kind]}"
+                )
     for (parent, child), link in evidence.down.items():
         if child == ALL:
             continue
         control = link.sent["control"] - evidence.before_join[parent, child]
         if not 0 <= control - link.received["control"] <= LAST_BYTES:
-            wrong.append(f"{parent} sent {control} control bytes, {child} received {link.received['control']}")
+            wrong.append(
+                f"{parent} sent {control} control bytes, {child} received "
+                f"{link.received['control']}"
+            )
         for kind in ("model", "extras", "frozen", "probe"):
             # A broadcast chunk may replace a unicast one, whose topic is longer.
             whole = link.sent[f"{kind} payload"] <= link.received[f"{kind} payload"]
             if not (whole and link.received[kind] <= _sent(evidence, parent, kind)):
-                wrong.append(f"{parent} sent {link.sent[kind]} {kind} bytes, {child} received {link.received[kind]}")
+                wrong.append(
+                    f"{parent} sent {link.sent[kind]} {kind} bytes, {child} received "
+                    f"{link.received[kind]}"
+                )
     return "; ".join(wrong)
 
 
 def plausible_accounts(drawn: DrawnLab, evidence: Evidence) -> str:
-    """Return the links of which an end counted more than the other sent, over all processes of both."""
+    """Return the links of which an end counted more than the other sent, over all processes of
+    both.
+    """
     if any(fault.kind in (*INVENTED, FaultKind.LIES) for fault in drawn.faults):
         return ""
     tree, wrong = drawn.experiment.tree, []
     for (parent, child), link in evidence.up.items():
         for kind in COUNTED:
             if link.received[kind] > link.sent[kind]:
-                wrong.append(f"{child} sent {link.sent[kind]} {kind} bytes, {parent} received {link.received[kind]}")
+                wrong.append(
+                    f"{child} sent {link.sent[kind]} {kind} bytes, {parent} received "
+                    f"{link.received[kind]}"
+                )
     joined = {_ends(drawn, name) for links in evidence.ledgers.values() for name in links}
     for (parent, child), link in evidence.down.items():
         if child == ALL:
             continue
-        may_enter = drawn.experiment.enters(child) or (child in tree and parent != tree.parent(child))
+        may_enter = drawn.experiment.enters(child) or (
+            child in tree and parent != tree.parent(child)
+        )
         if may_enter and (parent, child) not in joined:
             continue  # it was answered and has never joined here: that counts for no link
         for kind in COUNTED:
             sent = link.sent[kind] if kind == "control" else _sent(evidence, parent, kind)
             if link.received[kind] > sent:
-                wrong.append(f"{parent} sent {sent} {kind} bytes, {child} received {link.received[kind]}")
-    for owner, name, traffic in ((node, *link) for node, links in evidence.ledgers.items() for link in links.items()):
+                wrong.append(
+                    f"{parent} sent {sent} {kind} bytes, {child} received {link.received[kind]}"
+                )
+    for owner, name, traffic in (
+        (node, *link) for node, links in evidence.ledgers.items() for link in links.items()
+    ):
         parent, child = _ends(drawn, name)
         up = evidence.up.get((parent, child), LinkCount()).received
         down = evidence.down.get((parent, child), LinkCount()).received
         if traffic.received > sum(up[kind] for kind in LINK_KINDS):
-            wrong.append(f"{owner}'s ledger has {traffic.received} bytes of {child}, received were {dict(up)}")
+            wrong.append(
+                f"{owner}'s ledger has {traffic.received} bytes of {child}, received were "
+                f"{dict(up)}"
+            )
         if traffic.sent > sum(down[kind] for kind in LINK_KINDS):
-            wrong.append(f"{owner}'s ledger has {traffic.sent} bytes to {child}, it received {dict(down)}")
+            wrong.append(
+                f"{owner}'s ledger has {traffic.sent} bytes to {child}, it received {dict(down)}"
+            )
     return "; ".join(wrong[:6])
 
 
@@ -397,7 +514,9 @@ def _ends(drawn: DrawnLab, name: str) -> tuple[str, str]:
 
 
 def _sent(evidence: Evidence, parent: str, kind: str) -> int:
-    """Return the bytes that a parent sent to all children: a broadcast chunk for one child reaches others, too."""
+    """Return the bytes that a parent sent to all children: a broadcast chunk for one child reaches
+    others, too.
+    """
     return sum(link.sent[kind] for (name, _), link in evidence.down.items() if name == parent)
 
 
@@ -428,9 +547,13 @@ _EXPLAINED: Final = [
     (re.compile(r"costs that cannot be"), {FaultKind.LIES}),
     (re.compile(r"refuses the subscription to"), {FaultKind.UNREAD}),
     (re.compile(r"The run waits for it|no room for|not on the disk"), {FaultKind.DISK}),
-    (re.compile(r"drops messages"), {FaultKind.LOSS, FaultKind.MUTE, FaultKind.REORDERING}),  # no broker reorders
+    # no broker reorders
+    (re.compile(r"drops messages"), {FaultKind.LOSS, FaultKind.MUTE, FaultKind.REORDERING}),
     (re.compile(r"\(too many\)"), {FaultKind.FLOOD, FaultKind.SEEKERS, FaultKind.STRANGER}),
-    (re.compile(r"\(does not fit\)"), {FaultKind.STRANGER, FaultKind.REORDERING, FaultKind.LIES, *RESTARTS}),
+    (
+        re.compile(r"\(does not fit\)"),
+        {FaultKind.STRANGER, FaultKind.REORDERING, FaultKind.LIES, *RESTARTS},
+    ),
 ]
 
 DISTURBED: Final[Mapping[str, Callable[[DrawnLab, LabRun, LabRun], str]]] = {

@@ -39,7 +39,9 @@ def kill_each(step: int, *, seed: int, jobs: int) -> int:
     context = multiprocessing.get_context("forkserver")
     violated = 0
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        for (victim, number), wrong in zip(cases, pool.map(partial(kill_at, seed), cases, chunksize=4), strict=True):
+        for (victim, number), wrong in zip(
+            cases, pool.map(partial(kill_at, seed), cases, chunksize=4), strict=True
+        ):
             if wrong:
                 violated += 1
                 print(f"kill {victim} after message {number}: {wrong[:600]}", flush=True)
@@ -50,7 +52,9 @@ def kill_each(step: int, *, seed: int, jobs: int) -> int:
 def small_lab(seed: int) -> DrawnLab:
     """Return a small lab without faults, with the random durations and links of a seed."""
     drawn = draw_lab(seed)
-    return replace(drawn, experiment=parse(SMALL), unequal={}, faults=(), model_bytes=80_000, broker_each=False)
+    return replace(
+        drawn, experiment=parse(SMALL), unequal={}, faults=(), model_bytes=80_000, broker_each=False
+    )
 
 
 @cache
@@ -86,4 +90,8 @@ def kill_at(seed: int, case: tuple[str, int]) -> str:
     killed = run_lab(drawn, seed=seed, scenario=scenario)
     at_s = killed.outcome.faults[0][0] if killed.outcome.faults else 0.0
     judged = replace(drawn, faults=(replace(fault, at_s=at_s),))
-    return "; ".join(f"{name}: {wrong}" for name, check in DISTURBED.items() if (wrong := check(judged, killed, twin)))
+    return "; ".join(
+        f"{name}: {wrong}"
+        for name, check in DISTURBED.items()
+        if (wrong := check(judged, killed, twin))
+    )

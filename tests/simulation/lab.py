@@ -2,8 +2,8 @@
 
     outcome = ScenarioLab(experiment, seed=7, scenario=scenario).run()
 
-A scenario is a coroutine that gets the lab and disturbs it: it kills, stops and starts nodes and brokers, changes
-links, and injects messages. It starts before the first node.
+A scenario is a coroutine that gets the lab and disturbs it: it kills, stops and starts nodes and
+brokers, changes links, and injects messages. It starts before the first node.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ class ScenarioLab(SimulatedLab):
     """One lab; `run` may be called once. `at_end`: called with the lab before it is torn down."""
 
     def __init__(
-        self, experiment: Experiment, *, at_end: Callable[[ScenarioLab], None] = lambda lab: None, **options: Any
+        self,
+        experiment: Experiment,
+        *,
+        at_end: Callable[[ScenarioLab], None] = lambda lab: None,
+        **options: Any,
     ) -> None:
         super().__init__(experiment, **options)
         self.faults: list[tuple[float, str]] = []
@@ -38,7 +42,8 @@ class ScenarioLab(SimulatedLab):
         self.lies: set[str] = set()  # what members have lied about
         self.usual: dict[str, LinkConditions] = {}  # of nodes whose links differ from `conditions`
         self._at_end = at_end
-        self._entered: dict[str, str] = {}  # devices that the experiment does not name, and their parents
+        # devices that the experiment does not name, and their parents
+        self._entered: dict[str, str] = {}
         self._seconds: dict[str, SimulatedProcess] = {}
         self._second_ends: dict[str, str] = {}  # the errors of second nodes that have ended
 
@@ -57,7 +62,9 @@ class ScenarioLab(SimulatedLab):
                 messages=trace.messages,
                 trace=trace.hexadecimal(),
                 trainings=self.hardware.trainings,
-                errors=tuple(str(e.get("exception") or e["message"])[:500] for e in self.loop.errors),
+                errors=tuple(
+                    str(e.get("exception") or e["message"])[:500] for e in self.loop.errors
+                ),
                 warnings=tuple(warnings),
                 faults=tuple(self.faults),
                 rounds=round_rows(self.agents.runs),
@@ -83,25 +90,38 @@ class ScenarioLab(SimulatedLab):
         """Return a broker."""
         return self.network.brokers[name]
 
-    def inject(self, topic: str, body: bytes, *, qos: int = 1, retain: bool = False, broker: str = BROKER) -> None:
+    def inject(
+        self, topic: str, body: bytes, *, qos: int = 1, retain: bool = False, broker: str = BROKER
+    ) -> None:
         """Publish a message as an unknown client."""
         self.injecting = True
         self.broker(broker).route(topic, body, qos=qos, retain=retain)
         self.injecting = False
 
     def files(self, node: str) -> Path:
-        """Return the folder that a node writes: the runs of the cloud, or what others keep for a restart."""
+        """Return the folder that a node writes: the runs of the cloud, or what others keep for a
+        restart.
+        """
         return self.agents.runs if node == CLOUD else self.agents.spool_of(node)
 
     def start(
-        self, node: str, *, clock_offset_s: float = 0.0, parent: str | None = None, keep_files: bool = True
+        self,
+        node: str,
+        *,
+        clock_offset_s: float = 0.0,
+        parent: str | None = None,
+        keep_files: bool = True,
     ) -> SimulatedProcess:
-        """Start or restart a node. A device that the experiment does not name needs a parent at its first start."""
+        """Start or restart a node. A device that the experiment does not name needs a parent at its
+        first start.
+        """
         if not keep_files:
             shutil.rmtree(self.agents.spool_of(node), ignore_errors=True)
         if parent is not None and node not in self.names:
             self._entered[node] = parent
-        return super().start(node, clock_offset_s=clock_offset_s, parent=parent or self._entered.get(node))
+        return super().start(
+            node, clock_offset_s=clock_offset_s, parent=parent or self._entered.get(node)
+        )
 
     def kill(self, node: str) -> None:
         """Send SIGKILL to a node."""
@@ -127,7 +147,8 @@ class ScenarioLab(SimulatedLab):
     # Two nodes with one name
 
     def start_second(self, node: str) -> SimulatedProcess:
-        """Start a second node with the name of a device or an institution, with its own link and files.
+        """Start a second node with the name of a device or an institution, with its own link and
+        files.
 
         If the first one ends because of the duplicate name, the second one replaces it.
         """
@@ -157,5 +178,6 @@ class ScenarioLab(SimulatedLab):
             if second is not None:
                 self.processes[node] = self._seconds.pop(node)
                 return
-            error = self._second_ends.pop(node, error)  # the second one took part, and ended before this one
+            # the second one took part, and ended before this one
+            error = self._second_ends.pop(node, error)
         super().process_ended(node, process, error)

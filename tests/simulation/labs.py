@@ -1,7 +1,9 @@
-"""Labs that once failed, kept as the labs that they were: one TOML file each in `labs/`, with what failed in it.
+"""Labs that once failed, kept as the labs that they were: one TOML file each in `labs/`, with what
+failed in it.
 
-A file has the drawn lab and its faults, without the keys of the experiment that have their defaults. So a kept lab
-stays what it is when the draw changes: `python -m tests.simulation --seed K --keep NAME` writes one.
+A file has the drawn lab and its faults, without the keys of the experiment that have their
+defaults. So a kept lab stays what it is when the draw changes: `python -m tests.simulation --seed K
+--keep NAME` writes one.
 """
 
 from __future__ import annotations
@@ -65,7 +67,9 @@ def write_lab(drawn: DrawnLab, *, why: str) -> str:
             **{name: getattr(drawn, name) for name in PLAIN},
             "durations": _changed(drawn.durations, Durations()),
             "conditions": _changed(drawn.conditions, LinkConditions()),
-            "unequal": {node: _changed(found, LinkConditions()) for node, found in drawn.unequal.items()},
+            "unequal": {
+                node: _changed(found, LinkConditions()) for node, found in drawn.unequal.items()
+            },
             "faults": [_fault_table(fault) for fault in drawn.faults],
             "experiment": _least(drawn.experiment),
         }

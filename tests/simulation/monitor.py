@@ -43,19 +43,18 @@ class LinkCount:
 class Evidence:
     """Observations of one lab.
 
-    sizes: the largest size of each container, by its path    tasks: the most asyncio tasks of each role
-    zero_s: when the traces began, as the cloud's last process has it    closed_s: when each global round closed
-    failed_s: when the cloud failed
-    retained: topics retained by the brokers at the end
-    up, down: each child's link to its parent, by (parent, child)
+    sizes: the largest size of each container, by its path    tasks: the most asyncio tasks of each
+    role zero_s: when the traces began, as the cloud's last process has it    closed_s: when each
+    global round closed failed_s: when the cloud failed retained: topics retained by the brokers at
+    the end up, down: each child's link to its parent, by (parent, child)
     ledgers: each parent's byte ledger at the end, every link below it
-    trained: how often each device completed each round    starts: processes of each node    late: late results
-    before_join: bytes of a parent's messages to a child that had not joined the run, by (parent, child)
-    unsettled: results that a parent has accepted, and neither used in one closed round nor taken back
-    left_s: when each node last cleared its retained messages: it has left the run
-    misled: tasks that follow one whose result was refused, or taken back; results accepted before they arrived, and
-    results of rounds that were not trained
-    weighed: results of parents of devices whose samples are not those that their children had prepared
+    trained: how often each device completed each round    starts: processes of each node    late:
+    late results before_join: bytes of a parent's messages to a child that had not joined the run,
+    by (parent, child) unsettled: results that a parent has accepted, and neither used in one closed
+    round nor taken back left_s: when each node last cleared its retained messages: it has left the
+    run misled: tasks that follow one whose result was refused, or taken back; results accepted
+    before they arrived, and results of rounds that were not trained weighed: results of parents of
+    devices whose samples are not those that their children had prepared
     """
 
     sizes: Counter[str] = field(default_factory=Counter)
@@ -91,8 +90,10 @@ class Monitor:
     def __init__(self) -> None:
         self.evidence = Evidence()
         self._joined: set[tuple[str, str]] = set()  # runs, and their nodes
-        self._answers: dict[tuple[str, str, int, int], str] = {}  # by a parent's session, the child and its round
-        self._answered: dict[tuple[str, str], Key] = {}  # the last key that was answered, by the same
+        # by a parent's session, the child and its round
+        self._answers: dict[tuple[str, str, int, int], str] = {}
+        # the last key that was answered, by the same
+        self._answered: dict[tuple[str, str], Key] = {}
         self._prepared: dict[str, int] = {}  # each device's samples, as it has published them
         self.lab: ScenarioLab
 
@@ -106,7 +107,9 @@ class Monitor:
             self.evidence.failed_s = self.lab.now()
 
     def routed(self, message: Routed) -> None:
-        """Count messages to a node that has not joined the run: questions, and answers to its search."""
+        """Count messages to a node that has not joined the run: questions, and answers to its
+        search.
+        """
         topic = topics.parse(message.topic)
         if isinstance(topic, topics.StateTopic):
             self._joined.add((topic.run, topic.node))
@@ -117,9 +120,11 @@ class Monitor:
                 self.evidence.before_join[topic.sender, topic.node] += size
 
     def answered(self, message: Routed) -> None:
-        """Compare what each task follows with the last answer of its parent's session to that task's result.
+        """Compare what each task follows with the last answer of its parent's session to that
+        task's result.
 
-        And each result of a device with the rounds that it has trained, each of its parent with the devices' samples.
+        And each result of a device with the rounds that it has trained, each of its parent with the
+        devices' samples.
         """
         if self.lab.injecting:
             return
@@ -128,10 +133,17 @@ class Monitor:
         if kind_of(message) not in ("Task", "Acknowledgement", "Result", "Presence"):
             return
         try:
-            topic, (session, content) = topics.parse(message.topic), serialization.decode(message.body)
+            topic, (session, content) = (
+                topics.parse(message.topic),
+                serialization.decode(message.body),
+            )
         except WireError:
             return  # damaged on its way
-        if isinstance(content, Presence) and isinstance(topic, topics.StateTopic) and content.samples:
+        if (
+            isinstance(content, Presence)
+            and isinstance(topic, topics.StateTopic)
+            and content.samples
+        ):
             self._prepared[topic.node] = content.samples
         if not isinstance(topic, topics.InboxTopic):
             return
@@ -145,29 +157,43 @@ class Monitor:
             place = session, topic.node, content.key.global_round, content.key.local_round
             self._answers[place] = content.reason
             if not content.reason and self._awaits(topic.sender, session, topic.node, content.key):
-                self.evidence.misled.append(f"{topic.node}'s result {tuple(content.key)} is accepted before it arrived")
+                self.evidence.misled.append(
+                    f"{topic.node}'s result {tuple(content.key)} is accepted before it arrived"
+                )
         elif isinstance(content, Task) and content.follows:
             rounds = experiment.rounds_of(experiment.tree.depth(topic.sender))
             place = session, topic.node, *divmod(content.follows - 1, rounds)
-            claimed = "places" in self.lab.lies and experiment.tiers[-1].entering  # by the child, to its own harm
+            # by the child, to its own harm
+            claimed = "places" in self.lab.lies and experiment.tiers[-1].entering
             if (reason := self._answers.get(place)) and not claimed:
-                self.evidence.misled.append(f"{topic.node} follows its task {content.follows}: {reason}")
+                self.evidence.misled.append(
+                    f"{topic.node} follows its task {content.follows}: {reason}"
+                )
 
     def _announced(self, node: str, result: Result) -> None:
-        """Compare a device's result with what it has trained, its parent's with the samples of its last round."""
+        """Compare a device's result with what it has trained, its parent's with the samples of its
+        last round.
+        """
         experiment, key = self.lab.agents.experiment, result.key
         if result.work.epochs and node in self.lab.homes:
             number = key.global_round * experiment.device_rounds + key.local_round
             if not self.lab.hardware.trained[node, number]:
-                self.evidence.misled.append(f"{node} announces round {number}, which it has not trained")
+                self.evidence.misled.append(
+                    f"{node} announces round {number}, which it has not trained"
+                )
         elif node in experiment.tree.layers[-2]:
             last = plans_of(result)[node][-1]
             absent = {*last.get("absent", ()), *last.get("unreported", ())}
             expected = sum(
-                self._prepared.get(child, 0) for child in experiment.tree.children[node] if child not in absent
+                self._prepared.get(child, 0)
+                for child in experiment.tree.children[node]
+                if child not in absent
             )
             if result.samples != expected:
-                wrong = f"{node} weighs {result.samples} in round {tuple(key)}, its devices have {expected}"
+                wrong = (
+                    f"{node} weighs {result.samples} in round {tuple(key)}, its devices have "
+                    f"{expected}"
+                )
                 self.evidence.weighed.append(wrong)
 
     def _note_leaving(self, topic: topics.Topic) -> None:
@@ -177,8 +203,15 @@ class Monitor:
     def _awaits(self, parent: str, session: str, child: str, key: Key) -> bool:
         """Return whether a parent has yet to receive the model of a result that a child announced."""
         found = (endpoint.session for endpoint in endpoints(self.lab, parent, last=True))
-        parents = [each for each in found if isinstance(each, ParentSession) and each.link.identity.session == session]
-        return any(child in each.link.peers and each.coordinator.is_announced(child, key) for each in parents)
+        parents = [
+            each
+            for each in found
+            if isinstance(each, ParentSession) and each.link.identity.session == session
+        ]
+        return any(
+            child in each.link.peers and each.coordinator.is_announced(child, key)
+            for each in parents
+        )
 
     async def sample(self) -> None:
         """Sample all sessions at growing intervals until cancelled."""
@@ -206,7 +239,9 @@ class Monitor:
         evidence = self.evidence
         evidence.trained = lab.hardware.trained
         evidence.starts = Counter({node: len(worlds) for node, worlds in lab.worlds.items()})
-        evidence.retained = sorted({topic for broker in lab.network.brokers.values() for topic in broker.retained})
+        evidence.retained = sorted(
+            {topic for broker in lab.network.brokers.values() for topic in broker.retained}
+        )
         for node in lab.worlds:
             for endpoint in endpoints(lab, node):
                 self._count(node, endpoint.session)
@@ -226,7 +261,9 @@ class Monitor:
     def _count(self, node: str, session: ParentSession | ChildSession) -> None:
         evidence = self.evidence
         if isinstance(session, ParentSession):
-            evidence.ledgers[node] = {name: report.traffic for name, report in session.ledger.reports().items()}
+            evidence.ledgers[node] = {
+                name: report.traffic for name, report in session.ledger.reports().items()
+            }
             evidence.late += session.coordinator.late
         for (peer, direction, kind), tally in session.link.counters.cells.items():
             if isinstance(session, ParentSession):

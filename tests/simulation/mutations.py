@@ -1,9 +1,11 @@
-"""Bugs put back on purpose: each removes one promise of the protocol, and drawn labs should find it.
+"""Bugs put back on purpose: each removes one promise of the protocol, and drawn labs should find
+it.
 
     python -m tests.simulation --mutation session_check_dropped --seeds 500
 
-runs labs until one violates an invariant. A mutation replaces a method of a class, which is looked for by its name in
-`common.protocol`, or is ArrayTraining: it fails loudly if the class or the method is no longer there.
+runs labs until one violates an invariant. A mutation replaces a method of a class, which is looked
+for by its name in `common.protocol`, or is ArrayTraining: it fails loudly if the class or the
+method is no longer there.
 """
 
 from __future__ import annotations
@@ -38,9 +40,10 @@ def _speaks(original: Method) -> Method:
 def _announced(original: Method) -> Method:
     """Acknowledge a result when it is announced, not when its model has arrived and is valid.
 
-    No model and no ending changes: a child does nothing on an acceptance but stop repeating the result. It still serves
-    the model; if that is gone, or the child restarts, the task is sent again and answered anew; a refusal may follow an
-    acceptance, as when one is taken back. So the order of the two messages is checked: `Evidence.misled`.
+    No model and no ending changes: a child does nothing on an acceptance but stop repeating the
+    result. It still serves the model; if that is gone, or the child restarts, the task is sent
+    again and answered anew; a refusal may follow an acceptance, as when one is taken back. So the
+    order of the two messages is checked: `Evidence.misled`.
     """
 
     def receive(self: Any, name: str, message: Any, *, now: float) -> str:
@@ -53,7 +56,9 @@ def _announced(original: Method) -> Method:
 
 
 def _cleared(original: Method) -> Method:
-    """Ignore that a peer has cleared its presence: of a child only the end is late, by the time for its farewell."""
+    """Ignore that a peer has cleared its presence: of a child only the end is late, by the time for
+    its farewell.
+    """
 
     def _presence(self: Any, *proof: Any, **settings: Any) -> None:
         if _presence_of(*proof) is not None:
@@ -89,7 +94,9 @@ def _same_blob(original: Method) -> Method:
     def _take(self: Any, task: Task, now: float) -> None:
         mine: Task | None = self._task
         if mine is not None and mine.model.blob == task.model.blob:
-            self._task = replace(task, key=mine.key._replace(global_round=task.key[1], local_round=task.key[2]))
+            self._task = replace(
+                task, key=mine.key._replace(global_round=task.key[1], local_round=task.key[2])
+            )
         original(self, task, now)
 
     return _take
@@ -98,7 +105,9 @@ def _same_blob(original: Method) -> Method:
 def _late_will(original: Method) -> Method:
     """Count the last message of any session under a peer's name."""
 
-    def receive(self: Any, peer: str, session: str, presence: Presence, *, retained: bool, now: float) -> bool:
+    def receive(
+        self: Any, peer: str, session: str, presence: Presence, *, retained: bool, now: float
+    ) -> bool:
         counts: bool = original(self, peer, session, presence, retained=retained, now=now)
         return counts or not retained
 
@@ -120,7 +129,9 @@ def _in_place(original: Method) -> Method:
 
 
 def _presence_of(first: Any, *others: Any) -> Presence | None:
-    """Return the presence among the arguments of a session's handler: a field of the first, or the second next."""
+    """Return the presence among the arguments of a session's handler: a field of the first, or the
+    second next.
+    """
     found: Presence | None = others[1] if isinstance(first, str) else first.presence
     return found
 
@@ -128,7 +139,10 @@ def _presence_of(first: Any, *others: Any) -> Presence | None:
 MUTATIONS: Final[Mapping[str, Mapping[tuple[str, str], Change]]] = {
     "session_check_dropped": {("PeerProofs", "speaks"): _speaks},
     "acknowledged_when_announced": {("Coordinator", "receive"): _announced},
-    "cleared_presence_ignored": {("ParentSession", "_presence"): _cleared, ("ChildSession", "_presence"): _cleared},
+    "cleared_presence_ignored": {
+        ("ParentSession", "_presence"): _cleared,
+        ("ChildSession", "_presence"): _cleared,
+    },
     "attempt_never_grows": {("Coordinator", "open"): _same_attempt},
     "new_session_keeps_order": {("Participant", "parent_restarted"): _same_order},
     "task_is_its_blob": {("Participant", "_take"): _same_blob},
@@ -154,7 +168,9 @@ def mutated(name: str) -> Iterator[None]:
 
 
 def _class(name: str) -> Any:
-    """Return the class of this name: ArrayTraining, or one in `common.protocol`, in whichever file it is."""
+    """Return the class of this name: ArrayTraining, or one in `common.protocol`, in whichever file
+    it is.
+    """
     if name == ArrayTraining.__name__:
         return ArrayTraining
     for module in pkgutil.iter_modules(protocol.__path__, "fedstrata.common.protocol."):

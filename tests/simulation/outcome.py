@@ -65,7 +65,8 @@ class TraceDigest:
 
 
 def model_digest(runs: Path) -> str:
-    """Return a digest of the final model of the runs in a folder, 16 hexadecimal digits, or "" if there is none.
+    """Return a digest of the final model of the runs in a folder, 16 hexadecimal digits, or "" if
+    there is none.
 
     Runs that differ have their digests joined.
     """

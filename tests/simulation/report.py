@@ -9,7 +9,16 @@ from fedstrata.common.errors import WireError
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.experiment.tiers import Closing, Tier
 from fedstrata.common.protocol import serialization, topics
-from fedstrata.common.protocol.messages import Ask, Message, Preparing, Presence, Progress, Question, Result, Task
+from fedstrata.common.protocol.messages import (
+    Ask,
+    Message,
+    Preparing,
+    Presence,
+    Progress,
+    Question,
+    Result,
+    Task,
+)
 from fedstrata.deploy.simulation.broker import Routed
 from tests.simulation.drawn import DrawnLab
 from tests.simulation.fault_draws import LASTING
@@ -43,12 +52,16 @@ def describe(drawn: DrawnLab) -> str:
 
     rounds = " x ".join(map(str, (experiment.rounds, *(tier.rounds for tier in tiers[1:]))))
     lines = [
-        f"  {experiment.sizes()[-1]} devices, {'a broker each' if drawn.broker_each else 'one broker'}, "
+        f"  {experiment.sizes()[-1]} devices, "
+        f"{'a broker each' if drawn.broker_each else 'one broker'}, "
         f"{rounds} rounds, about {drawn.expected_s:.0f} s"
         f"{f', {drawn.runs} runs' if drawn.runs > 1 else ''}{f', {drawn.byte_s:g} s a byte' if drawn.byte_s else ''}",
-        f"  {each(lambda tier: tier.aggregation.name)}, closing {each(lambda tier: _closing(tier.closing))}, "
-        f"participation {each(lambda tier: f'{tier.participation:g}')}, {experiment.cloud.epoch_control.name}",
-        f"  model {drawn.model_bytes} B, inline {transfer.inline_bytes}, chunks {transfer.chunk_bytes}, idle "
+        f"  {each(lambda tier: tier.aggregation.name)}, closing "
+        f"{each(lambda tier: _closing(tier.closing))}, "
+        f"participation {each(lambda tier: f'{tier.participation:g}')}, "
+        f"{experiment.cloud.epoch_control.name}",
+        f"  model {drawn.model_bytes} B, inline {transfer.inline_bytes}, chunks "
+        f"{transfer.chunk_bytes}, idle "
         f"{transfer.idle_s:g} s, keep-alive {transfer.keepalive_s} s, codecs {each(_codec)}, "
         f"{'files' if drawn.spool else 'no files'}, train {drawn.durations.train_s:g} s",
         *_absences(experiment),
@@ -65,26 +78,42 @@ def _codec(tier: Tier) -> str:
 def _absences(experiment: Experiment) -> list[str]:
     trace = experiment.availability.trace
     found = {} if trace is None else trace.changes
-    return [f"  {device} comes, leaves, comes ... at {', '.join(map(str, times))} s" for device, times in found.items()]
+    return [
+        f"  {device} comes, leaves, comes ... at {', '.join(map(str, times))} s"
+        for device, times in found.items()
+    ]
 
 
 def _closing(closing: Closing) -> str:
-    return closing.rule if closing.quorum is None else f"quorum {closing.quorum} after {closing.deadline_s:.1f} s"
+    return (
+        closing.rule
+        if closing.quorum is None
+        else f"quorum {closing.quorum} after {closing.deadline_s:.1f} s"
+    )
 
 
 def summary(reports: Sequence[LabReport], *, real_s: float) -> str:
     """Return a summary of many labs."""
-    labs, virtual_s = sum(report.labs for report in reports), sum(report.virtual_s for report in reports)
+    labs, virtual_s = (
+        sum(report.labs for report in reports),
+        sum(report.virtual_s for report in reports),
+    )
     busy_s = sum(report.real_s for report in reports)
-    drawn = Counter((fault.kind, fault.permanent) for report in reports for fault in report.drawn.faults)
+    drawn = Counter(
+        (fault.kind, fault.permanent) for report in reports for fault in report.drawn.faults
+    )
     kinds = Counter(kind for report in reports for kind in _members(report))
     violated = [report.drawn.title for report in reports if report.violations]
     lines = [
-        f"{len(reports)} drawn, {labs} labs in {real_s:.0f} s: {labs / max(real_s, 1e-9):.1f} labs a second, "
-        f"{labs / max(busy_s, 1e-9):.1f} a second and process; {virtual_s / 3600:.1f} virtual hours",
-        f"{sum(report.failed for report in reports)} labs ended with a documented error, {len(violated)} violate "
+        f"{len(reports)} drawn, {labs} labs in {real_s:.0f} s: {labs / max(real_s, 1e-9):.1f} "
+        "labs a second, "
+        f"{labs / max(busy_s, 1e-9):.1f} a second and process; {virtual_s / 3600:.1f} virtual "
+        "hours",
+        f"{sum(report.failed for report in reports)} labs ended with a documented error, "
+        f"{len(violated)} violate "
         f"an invariant{': ' + ', '.join(violated) if violated else ''}",
-        f"{sum(report.drawn.has_everything for report in reports)} have a trainer, its state, absences, and deaths of "
+        f"{sum(report.drawn.has_everything for report in reports)} have a trainer, its state, "
+        "absences, and deaths of "
         "nodes and workers together",
         *(f"  {drawn[kind, False]:6d}  {kind.value}" for kind in FaultKind),
         *(f"  {drawn[kind, True]:6d}  {kind.value}, permanent" for kind in LASTING),
@@ -129,11 +158,18 @@ def line(message: Routed) -> str:
     """Return one line for a message."""
     try:
         topic = topics.parse(message.topic)
-        session, content = serialization.decode(message.body) if not _is_chunk(topic) and message.body else ("", None)
+        session, content = (
+            serialization.decode(message.body)
+            if not _is_chunk(topic) and message.body
+            else ("", None)
+        )
     except WireError as error:
         return f"{message.topic} {len(message.body)} bytes: {error}"
     if isinstance(topic, topics.ChunkTopic):
-        return f"{topic.node} -> {topic.stream}: chunk {topic.index} of {topic.blob[:6]} no. {topic.number}"
+        return (
+            f"{topic.node} -> {topic.stream}: chunk {topic.index} of {topic.blob[:6]} no. "
+            f"{topic.number}"
+        )
     if isinstance(topic, topics.InboxTopic):
         head = f"{topic.sender}({session[:4]}) -> {topic.node}"
     elif isinstance(topic, topics.AskTopic):
@@ -157,7 +193,9 @@ def _brief(content: Message | None) -> str:
         text += f" {content.state} {content.reason[:DETAIL_MOST]} {content.answers[:4]}"
     elif isinstance(content, Task | Result):
         inline = " inline" if content.inline is not None else ""
-        text += f" {tuple(content.key)} {content.model.blob[:6]} {content.model.chunks} chunks{inline}"
+        text += (
+            f" {tuple(content.key)} {content.model.blob[:6]} {content.model.chunks} chunks{inline}"
+        )
     elif isinstance(content, Progress):
         text += f" {tuple(content.key)} {content.phase} {content.done}/{content.total}"
     elif isinstance(content, Ask):
@@ -168,5 +206,8 @@ def _brief(content: Message | None) -> str:
         text = str(content)[:DETAIL_MOST]
     else:
         key = getattr(content, "key", None)
-        text += f" {tuple(key) if key else ''} {getattr(content, 'reason', '') or getattr(content, 'blob', '')}"
+        text += (
+            f" {tuple(key) if key else ''} "
+            f"{getattr(content, 'reason', '') or getattr(content, 'blob', '')}"
+        )
     return text

@@ -1,4 +1,6 @@
-"""A drawn lab with its faults, beside its undisturbed twin, checked against the invariants; and many of them."""
+"""A drawn lab with its faults, beside its undisturbed twin, checked against the invariants; and
+many of them.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ from tests.simulation.trainer import TrainerComputing
 TWIN_SEED: Final = 1_000_000_007
 TIME_FACTOR: Final = 30.0  # a lab's time limit, in multiples of the expected time
 TIME_SPARE_S: Final = 1500.0
-GRACE_S: Final = 60.0  # added to twice `idle_s` and the longest fault: time for nodes whose parent is gone at the end
+# added to twice `idle_s` and the longest fault: time for nodes whose parent is gone at the end
+GRACE_S: Final = 60.0
 
 Watch = Callable[[ScenarioLab], None]
 Source = int | Path  # of a lab: the seed of its draw, or its file
@@ -35,7 +38,8 @@ Source = int | Path  # of a lab: the seed of its draw, or its file
 
 @dataclass(frozen=True, slots=True)
 class LabReport:
-    """What came of a drawn lab. `violations`: (invariant, problem); `gap_s`: from the last fault to a closing.
+    """What came of a drawn lab. `violations`: (invariant, problem); `gap_s`: from the last fault to
+    a closing.
 
     `lies`: what its members have lied about.
     """
@@ -57,11 +61,15 @@ def lab_of(source: Source) -> DrawnLab:
 
 
 def check_lab(drawn: DrawnLab, *, watch: Watch | None = None) -> LabReport:
-    """Run a lab with its faults beside its twin. `watch` is called with the faulty lab at its start."""
+    """Run a lab with its faults beside its twin. `watch` is called with the faulty lab at its
+    start.
+    """
     begun = time.perf_counter()
     undisturbed = replace(drawn.without_absences(), faults=())
     twin = run_lab(undisturbed, seed=drawn.seed + TWIN_SEED)
-    violations = [(name, wrong) for name, check in UNDISTURBED.items() if (wrong := check(undisturbed, twin))]
+    violations = [
+        (name, wrong) for name, check in UNDISTURBED.items() if (wrong := check(undisturbed, twin))
+    ]
     faulty = run_lab(drawn, seed=drawn.seed, watch=watch)
     gap_s, bound_s = gap_and_bound(drawn, faulty, twin)
     if not violations:
@@ -80,7 +88,9 @@ def check_lab(drawn: DrawnLab, *, watch: Watch | None = None) -> LabReport:
     )
 
 
-def run_lab(drawn: DrawnLab, *, seed: int, watch: Watch | None = None, scenario: Scenario | None = None) -> LabRun:
+def run_lab(
+    drawn: DrawnLab, *, seed: int, watch: Watch | None = None, scenario: Scenario | None = None
+) -> LabRun:
     """Run a lab once, with its faults."""
     monitor = Monitor()
 
@@ -109,7 +119,9 @@ def run_lab(drawn: DrawnLab, *, seed: int, watch: Watch | None = None, scenario:
         drawn.experiment,
         seed=seed,
         scenario=disturb,
-        workload=FrozenWorkload(drawn.model_bytes, drawn.frozen_bytes) if drawn.frozen_bytes else None,
+        workload=FrozenWorkload(drawn.model_bytes, drawn.frozen_bytes)
+        if drawn.frozen_bytes
+        else None,
         model_bytes=drawn.model_bytes,
         durations=drawn.durations,
         conditions=drawn.conditions,
@@ -118,7 +130,11 @@ def run_lab(drawn: DrawnLab, *, seed: int, watch: Watch | None = None, scenario:
         placement=_placement(drawn) if drawn.byte_s else None,
         runs=drawn.runs,
         executor_delay_s=drawn.executor_delay_s,
-        time_limit_s=TIME_FACTOR * drawn.expected_s + TIME_SPARE_S + 4 * idle_s + absent_s + drawn.waits_s,
+        time_limit_s=TIME_FACTOR * drawn.expected_s
+        + TIME_SPARE_S
+        + 4 * idle_s
+        + absent_s
+        + drawn.waits_s,
         grace_s=2 * idle_s + GRACE_S + absent_s + longest_s,
         observe=monitor.observe,
         at_end=monitor.end,
@@ -159,11 +175,15 @@ def check_many(sources: Sequence[Source], *, jobs: int) -> Iterator[LabReport]:
 
 def with_only(drawn: DrawnLab, places: Collection[int]) -> DrawnLab:
     """Return a lab with some of its faults, by their numbers."""
-    return replace(drawn, faults=tuple(fault for place, fault in enumerate(drawn.faults) if place in places))
+    return replace(
+        drawn, faults=tuple(fault for place, fault in enumerate(drawn.faults) if place in places)
+    )
 
 
 def reduce_faults(drawn: DrawnLab) -> frozenset[int]:
-    """Return the numbers of a small set of faults that violates an invariant which all faults together violate."""
+    """Return the numbers of a small set of faults that violates an invariant which all faults
+    together violate.
+    """
     needed = set(range(len(drawn.faults)))
     violated = _violated(drawn)
     for place in sorted(needed, reverse=True):

@@ -1,4 +1,6 @@
-"""Random choice of what must come together: a trainer of a user's own with its state, absences, and deaths."""
+"""Random choice of what must come together: a trainer of a user's own with its state, absences, and
+deaths.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +17,29 @@ from tests.simulation import trainer
 from tests.simulation.faults import Fault, FaultKind
 
 SILENT: Final = 0.5  # share of the trainers some of whose devices know no loss
-KEPT: Final = ("at", "every", "participation", "personalised")  # keys of the evaluation by a trainer
-DEATHS: Final = (FaultKind.KILL, FaultKind.KILL, FaultKind.KILL, FaultKind.TERMINATE, FaultKind.EVALUATOR)
+# keys of the evaluation by a trainer
+KEPT: Final = ("at", "every", "participation", "personalised")
+DEATHS: Final = (
+    FaultKind.KILL,
+    FaultKind.KILL,
+    FaultKind.KILL,
+    FaultKind.TERMINATE,
+    FaultKind.EVALUATOR,
+)
 
 
 def trained_by_own(
     rng: random.Random, experiment: Experiment, *, model_bytes: int, plainly: bool = False
 ) -> Experiment:
-    """Return a lab with a trainer of a user's own, whose model has a buffer; as it is, if it cannot have one.
+    """Return a lab with a trainer of a user's own, whose model has a buffer; as it is, if it cannot
+    have one.
 
     `plainly`: a rule that cannot have one gives way to FedAvg, and privacy goes.
     """
     silent = rng.random() < SILENT and not experiment.compares_losses
     own = trainer.settings(model_bytes // 4, silent=silent)
-    private = any(tier.privacy.acts for tier in experiment.tiers)  # the model has a buffer, which has no noise
+    # the model has a buffer, which has no noise
+    private = any(tier.privacy.acts for tier in experiment.tiers)
     choices = [] if private else [_tiers(experiment)]
     choices += [_plain_tiers(experiment)] if plainly else []
     for tiers in choices:
@@ -43,7 +54,10 @@ def deaths(rng: random.Random, experiment: Experiment, expected_s: float) -> tup
     """Return faults that end processes, mostly of devices while they train, and of their workers."""
     devices, above = experiment.tree.devices, [*experiment.tree.aggregators, CLOUD]
     trained = rng.sample(devices, min(len(devices), rng.choice([1, 1, 2])))
-    found = [Fault(FaultKind.WORKER, round(rng.uniform(0, expected_s), 3), 0.0, node, 1.0) for node in trained]
+    found = [
+        Fault(FaultKind.WORKER, round(rng.uniform(0, expected_s), 3), 0.0, node, 1.0)
+        for node in trained
+    ]
     for _ in range(rng.choice([1, 2, 3])):
         kind = rng.choice(DEATHS)
         node = rng.choice([rng.choice(devices), rng.choice(devices), rng.choice(above)])
@@ -64,11 +78,18 @@ def _tiers(experiment: Experiment) -> list[dict[str, Any]]:
 
 
 def _plain_tiers(experiment: Experiment) -> list[dict[str, Any]]:
-    return [tier | {"aggregation": {"name": "fedavg"}, "privacy": {}} for tier in _tiers(experiment)]
+    return [
+        tier | {"aggregation": {"name": "fedavg"}, "privacy": {}} for tier in _tiers(experiment)
+    ]
 
 
 def _tree(experiment: Experiment, own: dict[str, Any]) -> dict[str, Any]:
     tree = experiment.model_dump(mode="json")
     training = {key: value for key, value in tree["training"].items() if key not in OF_MODULES}
     evaluation = {key: value for key, value in tree["evaluation"].items() if key in KEPT}
-    return tree | {"data": {}, "model": {}, "training": training | {"trainer": own}, "evaluation": evaluation}
+    return tree | {
+        "data": {},
+        "model": {},
+        "training": training | {"trainer": own},
+        "evaluation": evaluation,
+    }

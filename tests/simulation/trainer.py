@@ -1,7 +1,8 @@
-"""A trainer of a user's own in drawn labs: real code in virtual time, with a state, numbers, and scores on devices.
+"""A trainer of a user's own in drawn labs: real code in virtual time, with a state, numbers, and
+scores on devices.
 
-Each task changes the state and the model, each by the other, so a state that is lost, repeated or of another task
-gives another model.
+Each task changes the state and the model, each by the other, so a state that is lost, repeated or
+of another task gives another model.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import numpy as np
 from fedstrata.cloud.evaluator import Beginning, EvaluationResult
 from fedstrata.common.accounting.costs import UNKNOWN_COSTS
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.host.subprocess_channel import ProcessEnded
 from fedstrata.common.model.layout import Row
+from fedstrata.common.processes.subprocess_channel import ProcessEnded
 from fedstrata.common.training.array_trainer import (
     Array,
     Arrays,
@@ -30,7 +31,11 @@ from fedstrata.common.training.array_trainer import (
     TrainerTester,
     TrainingSite,
 )
-from fedstrata.deploy.simulation.hardware import SimulatedEvaluator, SimulatedHardware, SimulatedMember
+from fedstrata.deploy.simulation.hardware import (
+    SimulatedEvaluator,
+    SimulatedHardware,
+    SimulatedMember,
+)
 from fedstrata.device.jobs import LocalResult, Order, Prepared
 from fedstrata.device.training.arrays import ArrayTraining
 
@@ -40,7 +45,9 @@ STATE: Final = "state.npy"
 
 
 class DrawnTrainer(ArrayTrainer):
-    """Adds noise, and what it remembers, to `columns` numbers. Every third device knows no loss if it is `silent`."""
+    """Adds noise, and what it remembers, to `columns` numbers. Every third device knows no loss if
+    it is `silent`.
+    """
 
     buffers = ("mean",)
 
@@ -77,7 +84,9 @@ class DrawnTrainer(ArrayTrainer):
         made = {"w": w, "mean": w.mean(), "tasks": arrays["tasks"] + 1}
         loss = None if self._silent and self._place % 3 == 0 else float(np.abs(w).mean())
         numbers = {"kept": float(after.sum())}
-        return Trained(made, loss, STEPS * task.epochs, samples=50 - self._place % 2, numbers=numbers)
+        return Trained(
+            made, loss, STEPS * task.epochs, samples=50 - self._place % 2, numbers=numbers
+        )
 
     def evaluate(self, arrays: dict[str, Array], task: LocalTask) -> Scored:
         """Return a score of the model and the state."""
@@ -87,7 +96,9 @@ class DrawnTrainer(ArrayTrainer):
 
 
 class TrainerComputing:
-    """The pools and the evaluator of a lab whose experiment has the trainer: `timed` has their virtual seconds."""
+    """The pools and the evaluator of a lab whose experiment has the trainer: `timed` has their
+    virtual seconds.
+    """
 
     def __init__(self, timed: SimulatedHardware) -> None:
         self._timed = timed
@@ -98,7 +109,9 @@ class TrainerComputing:
 
     def evaluator(self, experiment: Experiment, folder: Path) -> TrainerEvaluator:
         """Return the evaluator of a cloud."""
-        return TrainerEvaluator(self._timed.evaluator(experiment, folder), TrainerTester(experiment))
+        return TrainerEvaluator(
+            self._timed.evaluator(experiment, folder), TrainerTester(experiment)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +153,11 @@ class TrainerMember:
         return self._begin(experiment)
 
     async def train(self, order: Order) -> LocalResult:
-        """Train at once, and return the result when the training is over: what ends meanwhile leaves its traces.
+        """Train at once, and return the result when the training is over: what ends meanwhile
+        leaves its traces.
 
-        A worker that is to be killed is killed in the midst of the training, one that is killed meanwhile after it.
+        A worker that is to be killed is killed in the midst of the training, one that is killed
+        meanwhile after it.
         """
         durations, dies = self._hardware.durations, bool(self._hardware.worker_ends[self._node])
         result = self._result(order, dies=dies)
@@ -153,9 +168,17 @@ class TrainerMember:
             self._begin(self._experiment)
             result = self._result(order)
 
-        seconds = durations.training_s(self._node, epochs=order.epochs, drawn=0.5) if order.epochs else 0.0
-        scored_s = (order.scores + order.scores_trained) * durations.scoring_s(self._node, share=0.1)
-        (train_s, scored_s), wait_s = await self._timed.occupy((seconds, scored_s), order.progress, again=again)
+        seconds = (
+            durations.training_s(self._node, epochs=order.epochs, drawn=0.5)
+            if order.epochs
+            else 0.0
+        )
+        scored_s = (order.scores + order.scores_trained) * durations.scoring_s(
+            self._node, share=0.1
+        )
+        (train_s, scored_s), wait_s = await self._timed.occupy(
+            (seconds, scored_s), order.progress, again=again
+        )
         assert result is not None
         work = replace(result.work, train_s=train_s, wait_s=wait_s, costs=UNKNOWN_COSTS)
         if work.tests is not None:
@@ -193,7 +216,9 @@ class TrainerEvaluator:
     async def start(self) -> Beginning:
         """Return the first model."""
         await self.timed.start()
-        return Beginning(self.tester.layout, self.tester.first.copy(), "", evaluates=self.tester.evaluates)
+        return Beginning(
+            self.tester.layout, self.tester.first.copy(), "", evaluates=self.tester.evaluates
+        )
 
     async def evaluate(self, global_round: int, row: Row) -> EvaluationResult:
         """Return a model's score and loss."""

@@ -2,7 +2,8 @@
 
 - the digits that come with fedstrata, and synthetic images of any size
 - MNIST's format: `<root>/<name>/raw/train-images-idx3-ubyte` etc., or .gz
-- CIFAR's Python version, pickles: `<root>/cifar-10-batches-py/data_batch_1` ..., `<root>/cifar-100-python/train`
+- CIFAR's Python version, pickles: `<root>/cifar-10-batches-py/data_batch_1` ...,
+  `<root>/cifar-100-python/train`
 - motions of a watch: `<root>/motions/watch_dataset.npy`, or that of the installed package seglearn
 - LEAF's JSON: FEMNIST, Shakespeare, Sent140 (`leaf.py`)
 """
@@ -46,7 +47,8 @@ TRAIN_SHARE: Final = 0.8  # of each recording: its beginning
 
 def check_files(data: Data, *, node: str = CLOUD) -> None:
     """Raise InvalidExperiment, as the reader does, if a node's files are missing."""
-    name, root = data.dataset, Path(data.root.replace("{node}", node))
+    name = data.dataset
+    root = Path(data.root.replace("{node}", node))
     if name in ("mnist", "fashionmnist"):
         _find_mnist_like(root, FOLDERS[name])
     elif name in CIFAR:
@@ -56,40 +58,54 @@ def check_files(data: Data, *, node: str = CLOUD) -> None:
     elif name in leaf.OPTIONS:
         for part in ("train", "test"):
             leaf.paths_of(root, name, part)
-    elif name == "folder" and not (folder := root / ("test" if node == CLOUD else "train")).is_dir():
-        problem, remedy = f"not found: {folder.absolute()}", "Put this node's own images there."
+    elif (
+        name == "folder" and not (folder := root / ("test" if node == CLOUD else "train")).is_dir()
+    ):
+        problem = f"not found: {folder.absolute()}"
+        remedy = "Put this node's own images there."
         raise InvalidExperiment("data.root", str(root), problem, remedy)
 
 
 def read_digits() -> Parts:
-    """Split the digits by class, always in the same way: the test set must not depend on the run's seed.
+    """Split the digits by class, always in the same way: the test set must not depend on the run's
+    seed.
 
-    The file is scikit-learn's copy of the test set of "Optical Recognition of Handwritten Digits" (E. Alpaydin and
-    C. Kaynak, UCI Machine Learning Repository, 1998, CC BY 4.0): 1,797 rows of 64 pixels in 0 to 16 and the class.
+    The file is scikit-learn's copy of the test set of "Optical Recognition of Handwritten Digits"
+    (E. Alpaydin and
+    C. Kaynak, UCI Machine Learning Repository, 1998, CC BY 4.0): 1,797 rows of 64 pixels in 0 to 16
+    and the class.
     """
     rows = np.loadtxt(DIGITS, np.uint8, delimiter=",")
     images = rows[:, :64].reshape(-1, 1, 8, 8)
     labels = rows[:, 64].astype(np.int64)
     order = generator(0, Purpose.PARTITION, "digits").permutation(len(labels))
     order = order[np.argsort(labels[order], kind="stable")]
-    # Sorted by class, the i-th of n samples is for testing where i * DIGITS_TEST / n passes an integer.
+    # Sorted by class, the i-th of n samples is for testing where i * DIGITS_TEST / n passes an
+    # integer.
     passed = np.arange(len(order) + 1) * DIGITS_TEST // len(order)
     is_test = np.diff(passed) > 0
-    train, test = np.sort(order[~is_test]), np.sort(order[is_test])
+    train = np.sort(order[~is_test])
+    test = np.sort(order[is_test])
     return Parts(images[train], labels[train], images[test], labels[test], classes=10)
 
 
 def make_synthetic(data: Data) -> Parts:
     """Generate images for benchmarks: a pattern per class plus noise, the classes in turn.
 
-    They are the same for every seed of an experiment, and a prefix of a larger set. Raises InvalidExperiment.
+    They are the same for every seed of an experiment, and a prefix of a larger set. Raises
+    InvalidExperiment.
     """
-    shape, classes = tuple(data.image_shape), data.classes if isinstance(data.classes, int) else 0
+    shape = tuple(data.image_shape)
+    classes = data.classes if isinstance(data.classes, int) else 0
     images = data.samples + data.test_samples + classes
     if (size := images * prod(shape)) > MOST_BYTES:
         problem = f"{images} images and patterns of {list(shape)} take {size / 1e9:.0f} GB"
-        raise InvalidExperiment("data.samples", data.samples, problem, "Use fewer or smaller images.")
-    patterns = generator(0, Purpose.PARTITION, "synthetic").integers(0, 128, (classes, *shape), np.uint8)
+        raise InvalidExperiment(
+            "data.samples", data.samples, problem, "Use fewer or smaller images."
+        )
+    patterns = generator(0, Purpose.PARTITION, "synthetic").integers(
+        0, 128, (classes, *shape), np.uint8
+    )
 
     def part(name: str, samples: int) -> tuple[npt.NDArray[np.uint8], Labels]:
         labels = np.arange(samples, dtype=np.int64) % classes
@@ -98,33 +114,55 @@ def make_synthetic(data: Data) -> Parts:
             images[start : start + 4096] += patterns[labels[start : start + 4096]]
         return images, labels
 
-    return Parts(*part("synthetic train", data.samples), *part("synthetic test", data.test_samples), classes=classes)
+    return Parts(
+        *part("synthetic train", data.samples),
+        *part("synthetic test", data.test_samples),
+        classes=classes,
+    )
 
 
 def read_mnist_like(root: Path, folder: str) -> Parts:
     """Read the four files. Raises InvalidExperiment."""
     paths = _find_mnist_like(root, folder)
-    train, labels, test, test_labels = (_idx_array(path, 3 if "images" in path.name else 1) for path in paths)
-    return Parts(train[:, None], labels.astype(np.int64), test[:, None], test_labels.astype(np.int64), classes=10)
+    train, labels, test, test_labels = (
+        _idx_array(path, 3 if "images" in path.name else 1) for path in paths
+    )
+    return Parts(
+        train[:, None],
+        labels.astype(np.int64),
+        test[:, None],
+        test_labels.astype(np.int64),
+        classes=10,
+    )
 
 
 def _find_mnist_like(root: Path, folder: str) -> list[Path]:
     raw = root / folder / "raw"
-    names = [f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1")]
-    return find(root, [(raw / name, raw / f"{name}.gz") for name in names], fetch=_torchvision_fetches(root, folder))
+    names = [
+        f"{part}-{kind}-ubyte"
+        for part in ("train", "t10k")
+        for kind in ("images-idx3", "labels-idx1")
+    ]
+    return find(
+        root,
+        [(raw / name, raw / f"{name}.gz") for name in names],
+        fetch=_torchvision_fetches(root, folder),
+    )
 
 
 def _idx_array(path: Path, dimensions: int) -> npt.NDArray[np.uint8]:
     """Read an IDX file of unsigned bytes, plain or .gz, with this number of dimensions.
 
-    Format: two zero bytes, 0x08 for uint8, the number of dimensions; each dimension as a big-endian uint32; the bytes
-    in row-major order. Raises InvalidExperiment.
+    Format: two zero bytes, 0x08 for uint8, the number of dimensions; each dimension as a big-endian
+    uint32; the bytes in row-major order. Raises InvalidExperiment.
     """
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             magic = file.read(4)
             if magic != bytes((0, 0, 8, dimensions)):
-                raise damaged(path, f"begins with {magic.hex() or 'nothing'}, not 0000080{dimensions}")
+                raise damaged(
+                    path, f"begins with {magic.hex() or 'nothing'}, not 0000080{dimensions}"
+                )
             header = file.read(4 * dimensions)
             if len(header) < 4 * dimensions:
                 raise damaged(path, "ends inside its header")
@@ -136,19 +174,27 @@ def _idx_array(path: Path, dimensions: int) -> npt.NDArray[np.uint8]:
     except (OSError, EOFError, zlib.error) as error:
         raise damaged(path, f"cannot be read ({error})") from None
     if len(body) != size:
-        raise damaged(path, f"holds {'more' if len(body) > size else len(body)} than the {size} bytes it announces")
+        raise damaged(
+            path,
+            f"holds {'more' if len(body) > size else len(body)} than the {size} bytes it announces",
+        )
     return np.frombuffer(body, np.uint8).reshape(shape).copy()
 
 
 def read_cifar10(root: Path) -> Parts:
     """Read the five training batches and the test batch. Raises InvalidExperiment."""
-    *train, (test, test_labels) = (_cifar_batch(path, "labels") for path in _find_cifar(root, "cifar10"))
-    images, labels = np.concatenate([batch[0] for batch in train]), np.concatenate([batch[1] for batch in train])
+    *train, (test, test_labels) = (
+        _cifar_batch(path, "labels") for path in _find_cifar(root, "cifar10")
+    )
+    images = np.concatenate([batch[0] for batch in train])
+    labels = np.concatenate([batch[1] for batch in train])
     return Parts(images, labels, test, test_labels, classes=10)
 
 
 def read_cifar100(root: Path, *, labels: str) -> Parts:
-    """Read with the `fine` labels, 100 classes, or the `coarse` ones, their 20 groups. Raises InvalidExperiment."""
+    """Read with the `fine` labels, 100 classes, or the `coarse` ones, their 20 groups. Raises
+    InvalidExperiment.
+    """
     (train, train_labels), (test, test_labels) = (
         _cifar_batch(path, f"{labels}_labels") for path in _find_cifar(root, "cifar100")
     )
@@ -167,23 +213,38 @@ def _cifar_batch(path: Path, key: str) -> tuple[npt.NDArray[np.uint8], Labels]:
     """
     try:
         with path.open("rb") as file:
-            # Written by Python 2, whose strings, including the pixels, are bytes: numpy expects latin1.
+            # Written by Python 2, whose strings, including the pixels, are bytes: numpy expects
+            # latin1.
             batch = _ArraysOnly(file, encoding="latin1").load()
-        images, labels = np.asarray(batch["data"]), np.asarray(batch[key])
+        images = np.asarray(batch["data"])
+        labels = np.asarray(batch[key])
     except Exception as error:  # noqa: BLE001 - a damaged pickle may raise anything
         raise damaged(path, f"is not a CIFAR batch ({type(error).__name__}: {error})") from None
-    if images.dtype != np.uint8 or images.shape != (len(labels), prod(SHAPE)) or labels.dtype.kind != "i":
-        raise damaged(path, f"holds data {images.dtype} {images.shape} and {key} {labels.dtype} {labels.shape}")
+    if (
+        images.dtype != np.uint8
+        or images.shape != (len(labels), prod(SHAPE))
+        or labels.dtype.kind != "i"
+    ):
+        raise damaged(
+            path,
+            f"holds data {images.dtype} {images.shape} and {key} {labels.dtype} {labels.shape}",
+        )
     return images.reshape(-1, *SHAPE), labels.astype(np.int64)
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """Unpickler for numpy arrays and Python's basic containers that rejects every other class or function."""
+    """Unpickler for numpy arrays and Python's basic containers that rejects every other class or
+    function.
+    """
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        if (module_name, global_name) == ("_codecs", "encode"):  # Python 2's bytes, as protocols before 3 have them
+        # Python 2's bytes, as protocols before 3 have them
+        if (module_name, global_name) == ("_codecs", "encode"):
             return _latin1
-        if module_name in ("numpy.core.multiarray", "numpy._core.multiarray") and global_name == "_reconstruct":
+        if (
+            module_name in ("numpy.core.multiarray", "numpy._core.multiarray")
+            and global_name == "_reconstruct"
+        ):
             return np.ndarray(0).__reduce__()[0]  # its module differs between versions of numpy
         if module_name == "numpy" and global_name in ("ndarray", "dtype"):
             return getattr(np, global_name)
@@ -197,11 +258,12 @@ def _latin1(text: str, encoding: str) -> bytes:
 
 
 def read_motions(root: Path) -> Parts:
-    """Read windows of a watch's motions, float32 [N, 6, 1, 128]: acceleration and rotation in three axes, 50 a second.
+    """Read windows of a watch's motions, float32 [N, 6, 1, 128]: acceleration and rotation in three
+    axes, 50 a second.
 
-    140 recordings of ten people, each exercising a shoulder in seven ways on both sides (D. Burns et al. 2018, of the
-    package seglearn, BSD). Windows of the first four fifths of a recording are for training, those of the rest for
-    testing. The people are the users. Raises InvalidExperiment.
+    140 recordings of ten people, each exercising a shoulder in seven ways on both sides (D. Burns
+    et al. 2018, of the package seglearn, BSD). Windows of the first four fifths of a recording are
+    for training, those of the rest for testing. The people are the users. Raises InvalidExperiment.
     """
     path = _find_motions(root)
     try:
@@ -214,8 +276,12 @@ def read_motions(root: Path) -> Parts:
             content = _ArraysOnly(file, encoding="latin1").load().item()
         recordings = [np.asarray(each, np.float32) for each in content["X"]]
         labels, people = (np.asarray(content[key], np.int64) for key in ("y", "subject"))
-        if not len(recordings) == len(labels) == len(people) or any(each.shape[1:] != (6,) for each in recordings):
-            raise ValueError("its recordings are not of six columns, with a label and a subject each")
+        if not len(recordings) == len(labels) == len(people) or any(
+            each.shape[1:] != (6,) for each in recordings
+        ):
+            raise ValueError(
+                "its recordings are not of six columns, with a label and a subject each"
+            )
     except Exception as error:  # noqa: BLE001 - a damaged pickle may raise anything
         raise damaged(path, f"is not seglearn's ({type(error).__name__}: {error})") from None
     numbers = sorted(set(people.tolist()))
@@ -224,9 +290,20 @@ def read_motions(root: Path) -> Parts:
         end = int(TRAIN_SHARE * len(motion))
         for name, piece in (("train", motion[:end]), ("test", motion[end:])):
             parts[name].append((windows(piece), label, numbers.index(person)))
-    (train, train_labels, owners), (test, test_labels, testers) = (_joined(each) for each in parts.values())
+    (train, train_labels, owners), (test, test_labels, testers) = (
+        _joined(each) for each in parts.values()
+    )
     users = tuple(f"{number:02d}" for number in numbers)
-    return Parts(train, train_labels, test, test_labels, classes=7, users=users, owners=owners, test_owners=testers)
+    return Parts(
+        train,
+        train_labels,
+        test,
+        test_labels,
+        classes=7,
+        users=users,
+        owners=owners,
+        test_owners=testers,
+    )
 
 
 def _find_motions(root: Path) -> Path:
@@ -247,9 +324,16 @@ def _joined(pieces: Sequence[tuple[Samples, int, int]]) -> tuple[Samples, Labels
     """Return the windows of recordings with the label and the owner of each."""
     counts = [len(found) for found, _, _ in pieces]
     labels, owners = (np.repeat(np.array([piece[i] for piece in pieces]), counts) for i in (1, 2))
-    return np.concatenate([found for found, _, _ in pieces]), labels.astype(np.int64), owners.astype(np.int64)
+    return (
+        np.concatenate([found for found, _, _ in pieces]),
+        labels.astype(np.int64),
+        owners.astype(np.int64),
+    )
 
 
 def _torchvision_fetches(root: Path, dataset: str) -> str:
     """Return the command that fetches a data set of `torchvision.datasets`."""
-    return f'python -c "import torchvision; torchvision.datasets.{dataset}({str(root)!r}, download=True)"'
+    return (
+        f'python -c "import torchvision; torchvision.datasets.{dataset}({str(root)!r}, '
+        'download=True)"'
+    )

@@ -9,7 +9,9 @@ from fedstrata.common.errors import InvalidExperiment
 
 
 def find(root: Path, candidates: Sequence[Sequence[Path]], *, fetch: str) -> list[Path]:
-    """Return the first existing path of each group. Raises InvalidExperiment naming all groups without one."""
+    """Return the first existing path of each group. Raises InvalidExperiment naming all groups
+    without one.
+    """
     found = [next((path for path in group if path.is_file()), None) for group in candidates]
     lacking = [group for group, path in zip(candidates, found, strict=True) if path is None]
     if lacking:
@@ -20,9 +22,13 @@ def find(root: Path, candidates: Sequence[Sequence[Path]], *, fetch: str) -> lis
 
 def missing(root: Path, names: str, *, fetch: str) -> InvalidExperiment:
     """Return the error for missing files; `fetch` is the command that fetches them."""
-    return InvalidExperiment("data.root", str(root), f"not found: {names}", f"To fetch them: {fetch}")
+    return InvalidExperiment(
+        "data.root", str(root), f"not found: {names}", f"To fetch them: {fetch}"
+    )
 
 
 def damaged(path: Path, problem: str) -> InvalidExperiment:
     """Return the error for a file with invalid content."""
-    return InvalidExperiment("data.root", str(path), f"this file {problem}", "Delete it and fetch it again.")
+    return InvalidExperiment(
+        "data.root", str(path), f"this file {problem}", "Delete it and fetch it again."
+    )

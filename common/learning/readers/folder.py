@@ -1,14 +1,15 @@
-"""Images of one's own in torchvision's ImageFolder layout: `<root>/train/<class>/*.png`, `<root>/test/<class>/`.
+"""Images of one's own in torchvision's ImageFolder layout: `<root>/train/<class>/*.png`,
+`<root>/test/<class>/`.
 
-As there, a class has the images of all folders below its own, also behind links, in the order of their names. Files
-that systems leave beside images do not count; all others that are not read are named. If images are split, every node
-reads both parts. If they are private, a device reads `train` of its own root, the cloud `test` of its own; a device's
-images never leave the device.
+As there, a class has the images of all folders below its own, also behind links, in the order of
+their names. Files that systems leave beside images do not count; all others that are not read are
+named. If images are split, every node reads both parts. If they are private, a device reads `train`
+of its own root, the cloud `test` of its own; a device's images never leave the device.
 
-Any file that Pillow reads will do. An image is turned by its EXIF data. What such a file has beside 8-bit colours
-is named in a note: transparency, whose pixels count by the colours below it, as in torchvision; more than one image, of
-which the first counts; inks (CMYK), which are converted without a profile; 16 bits, of which the higher 8 count, where
-they are nearly black.
+Any file that Pillow reads will do. An image is turned by its EXIF data. What such a file has beside
+8-bit colours is named in a note: transparency, whose pixels count by the colours below it, as in
+torchvision; more than one image, of which the first counts; inks (CMYK), which are converted
+without a profile; 16 bits, of which the higher 8 count, where they are nearly black.
 """
 
 from __future__ import annotations
@@ -33,10 +34,22 @@ if TYPE_CHECKING:
     from PIL.Image import Image, Transpose
     from PIL.ImageFile import ImageFile
 
-SUFFIXES: Final = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp", ".gif")
+SUFFIXES: Final = (
+    ".jpg",
+    ".jpeg",
+    ".png",
+    ".ppm",
+    ".bmp",
+    ".pgm",
+    ".tif",
+    ".tiff",
+    ".webp",
+    ".gif",
+)
 CLUTTER: Final = ("thumbs.db", "desktop.ini", "@eadir", "__macosx")  # and hidden files
 DARK: Final = 1 << 12  # of 16 bits: images of no more than 12 have no pixel above
-RANGED: Final = ("PNG", "PPM")  # whose pixels of mode I are 0 to 65535; of other formats nothing is known
+# whose pixels of mode I are 0 to 65535; of other formats nothing is known
+RANGED: Final = ("PNG", "PPM")
 ORIENTATION: Final = 0x0112  # of EXIF
 # What an image's file has that its pixels here do not show, as a note has it.
 TRANSPARENT: Final = "transparent pixels, which count by the colours below"
@@ -47,7 +60,9 @@ UNCLEAR: Final = "EXIF data that cannot be read, so they may lie on a side"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Picture:
-    """An image, uint8 [C, H, W], what is peculiar of its file, and if it has 16 bits its largest pixel, else 0."""
+    """An image, uint8 [C, H, W], what is peculiar of its file, and if it has 16 bits its largest
+    pixel, else 0.
+    """
 
     pixels: npt.NDArray[np.uint8]
     peculiar: Sequence[str]
@@ -55,14 +70,17 @@ class _Picture:
 
 
 class ClassFiles(NamedTuple):
-    """The files of a part, "train" or "test": the images of each class, in order, and what is not read."""
+    """The files of a part, "train" or "test": the images of each class, in order, and what is not
+    read.
+    """
 
     images: dict[str, list[Path]]
     others: list[Path]
 
 
 def files_of(folder: Path, classes: Sequence[str]) -> ClassFiles:
-    """Return the files of a part, none if it does not exist. A folder that several links lead to is read once.
+    """Return the files of a part, none if it does not exist. A folder that several links lead to is
+    read once.
 
     Raises InvalidExperiment, also for a class that is not listed.
     """
@@ -72,17 +90,24 @@ def files_of(folder: Path, classes: Sequence[str]) -> ClassFiles:
     try:
         beside = [path for path in sorted(folder.iterdir()) if not _is_clutter(path.name)]
         if unknown := [path.name for path in beside if path.is_dir() and path.name not in classes]:
-            problem, remedy = f"{folder.absolute()} also has {some(unknown)}", "List it, or move it away."
+            problem = f"{folder.absolute()} also has {some(unknown)}"
+            remedy = "List it, or move it away."
             raise InvalidExperiment("data.classes", list(classes), problem, remedy)
         found.others.extend(path for path in beside if not path.is_dir())
         # A link to another class, or upward, is not followed.
-        seen = {folder.resolve(), *folder.resolve().parents, *(path.resolve() for path in beside if path.is_dir())}
+        seen = {
+            folder.resolve(),
+            *folder.resolve().parents,
+            *(path.resolve() for path in beside if path.is_dir()),
+        }
         for name in classes:
             tree = _walk(folder / name, seen, found.others) if (folder / name).is_dir() else []
             found.images[name].extend(sorted(tree, key=lambda path: (str(path.parent), path.name)))
     except OSError as error:
         problem = error.strerror or str(error)
-        raise InvalidExperiment("data.root", str(error.filename), problem, "Make it readable.") from None
+        raise InvalidExperiment(
+            "data.root", str(error.filename), problem, "Make it readable."
+        ) from None
     return found
 
 
@@ -96,7 +121,8 @@ def _walk(folder: Path, seen: set[Path], others: list[Path]) -> list[Path]:
         if path.is_dir() and path.resolve() not in seen:
             seen.add(path.resolve())
             images += _walk(path, seen, others)
-        elif is_image and not path.is_dir() and (path.is_file() or path.is_symlink()):  # a broken link is an error
+        # a broken link is an error
+        elif is_image and not path.is_dir() and (path.is_file() or path.is_symlink()):
             images.append(path)
         else:
             others.append(path)
@@ -104,35 +130,52 @@ def _walk(folder: Path, seen: set[Path], others: list[Path]) -> list[Path]:
 
 
 def _is_clutter(name: str) -> bool:
-    """Return whether systems leave files or folders of this name beside images; none is an image, whatever its end."""
+    """Return whether systems leave files or folders of this name beside images; none is an image,
+    whatever its end.
+    """
     hidden = name.startswith(".") and not name.lower().endswith(SUFFIXES)
     return hidden or name.startswith("._") or name.lower() in CLUTTER
 
 
-def read_folder(root: Path, *, classes: list[str], shape: tuple[int, ...], parts: Sequence[str]) -> Parts:
-    """Read these parts, "train" and "test", scaled to `shape` (C, H, W); of a private one a class may be missing.
+def read_folder(
+    root: Path, *, classes: list[str], shape: tuple[int, ...], parts: Sequence[str]
+) -> Parts:
+    """Read these parts, "train" and "test", scaled to `shape` (C, H, W); of a private one a class
+    may be missing.
 
     Raises InvalidExperiment.
     """
     notes: list[str] = []
     nothing = np.empty((0, *shape), np.uint8), np.empty(0, np.int64)
     train, test = (
-        _read(root / part, classes=classes, shape=shape, whole=part == "train" and len(parts) > 1, notes=notes)
+        _read(
+            root / part,
+            classes=classes,
+            shape=shape,
+            whole=part == "train" and len(parts) > 1,
+            notes=notes,
+        )
         if part in parts
         else nothing
         for part in ("train", "test")
     )
-    return Parts(train[0], train[1], test[0], test[1], classes=len(classes), names=classes, notes=notes)
+    return Parts(
+        train[0], train[1], test[0], test[1], classes=len(classes), names=classes, notes=notes
+    )
 
 
 def _read(
     folder: Path, *, classes: list[str], shape: tuple[int, ...], whole: bool, notes: list[str]
 ) -> tuple[npt.NDArray[np.uint8], Labels]:
-    """Return the images of a part, uint8 [N, C, H, W], and their classes, int64 [N]; `whole`: of each class."""
+    """Return the images of a part, uint8 [N, C, H, W], and their classes, int64 [N]; `whole`: of
+    each class.
+    """
     layout = f"{folder.absolute()}/<class>/*.png with the classes {', '.join(classes)}"
 
     def refuse(problem: str) -> NoReturn:
-        raise InvalidExperiment("data.root", str(folder.parent), problem, "Put this node's own images there.")
+        raise InvalidExperiment(
+            "data.root", str(folder.parent), problem, "Put this node's own images there."
+        )
 
     if not folder.is_dir():
         refuse(f"not found: {layout}")
@@ -144,14 +187,23 @@ def _read(
     for name, paths in found.images.items():
         if not paths and (whole or (folder / name).is_dir()):
             held = [each for each in skipped if each.startswith(f"{name}{os.sep}")]
-            problem = f"no image in {(folder / name).absolute()}" + (f", but {some(held)}" if held else "")
-            raise InvalidExperiment("data.classes", name, problem, "Put its images there, or remove the class.")
+            problem = f"no image in {(folder / name).absolute()}" + (
+                f", but {some(held)}" if held else ""
+            )
+            raise InvalidExperiment(
+                "data.classes", name, problem, "Put its images there, or remove the class."
+            )
     if skipped:
         count = "1 file or link is" if len(skipped) == 1 else f"{len(skipped)} files and links are"
-        notes.append(f"{folder}: {count} not read: {some(skipped)}. Names of images end in {', '.join(SUFFIXES)}")
+        notes.append(
+            f"{folder}: {count} not read: {some(skipped)}. Names of images end in "
+            f"{', '.join(SUFFIXES)}"
+        )
     if (size := len(named) * prod(shape)) > MOST_BYTES:
         problem = f"{len(named)} images of {list(shape)} take {size / 1e9:.0f} GB"
-        raise InvalidExperiment("data.image_shape", list(shape), problem, "Use fewer or smaller images.")
+        raise InvalidExperiment(
+            "data.image_shape", list(shape), problem, "Use fewer or smaller images."
+        )
     images = np.empty((len(named), *shape), np.uint8)
     brightest = 0
     peculiar = Counter[str]()
@@ -161,7 +213,10 @@ def _read(
         brightest = max(brightest, picture.brightest)
         peculiar.update(picture.peculiar)
     if 0 < brightest < DARK:
-        notes.append(f"{folder}: no pixel of its 16-bit images is above {brightest} of 65535: they are nearly black")
+        notes.append(
+            f"{folder}: no pixel of its 16-bit images is above {brightest} of 65535: they are "
+            "nearly black"
+        )
     for what, number in sorted(peculiar.items()):
         notes.append(f"{folder}: {number} of its {len(named)} images have {what}")
     return images, np.array([label for _, label in named], np.int64)
@@ -174,13 +229,16 @@ def _picture(path: Path, shape: tuple[int, ...]) -> _Picture:
     try:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            # Not by its path: Pillow 13 maps plain TIFF files into memory then, and scrambles those to be turned.
+            # Not by its path: Pillow 13 maps plain TIFF files into memory then, and scrambles those
+            # to be turned.
             with path.open("rb") as raw, Image.open(raw) as file:
                 picture = _read_picture(file, shape)
     except Exception as error:  # noqa: BLE001 - Pillow's decoders raise many types on damaged files
         reason = str(error).removesuffix(f" {str(path)!r}").partition(" <_io.")[0]
         problem = f"this file is not an image that can be read ({reason})"
-        raise InvalidExperiment("data.root", str(path), problem, "Replace it, or move it away.") from None
+        raise InvalidExperiment(
+            "data.root", str(path), problem, "Replace it, or move it away."
+        ) from None
     unclear = UNCLEAR in picture.peculiar
     for each in said:
         if "EXIF" not in str(each.message):
@@ -197,8 +255,11 @@ def _read_picture(file: ImageFile, shape: tuple[int, ...]) -> _Picture:
 
     channels, height, width = shape
     if file.mode == "F" or (file.mode == "I" and file.format not in RANGED):
-        raise ValueError(f"pixels of mode {file.mode}, whose range is unknown: convert it to 8 or 16 bits")
-    halved = ";16" in str(file.tile) and not file.mode.startswith("I")  # colours, of which Pillow keeps the higher half
+        raise ValueError(
+            f"pixels of mode {file.mode}, whose range is unknown: convert it to 8 or 16 bits"
+        )
+    # colours, of which Pillow keeps the higher half
+    halved = ";16" in str(file.tile) and not file.mode.startswith("I")
     file.load()
     image: Image.Image = file
     brightest = 0
@@ -209,7 +270,8 @@ def _read_picture(file: ImageFile, shape: tuple[int, ...]) -> _Picture:
     peculiar = [TRANSPARENT] if _shows_below(image) else []
     if image.mode == "CMYK":
         peculiar.append(INKS)
-    image = image.convert("RGBA") if image.mode == "P" else image  # else Pillow warns of some palettes
+    # else Pillow warns of some palettes
+    image = image.convert("RGBA") if image.mode == "P" else image
     image = image.convert("L" if channels == 1 else "RGB")
     if halved and (highest := int(np.asarray(image).max())):
         brightest = 256 * highest + 255
@@ -237,7 +299,9 @@ def _shows_below(image: Image) -> bool:
 
 
 def _turn(file: ImageFile) -> Transpose | None:
-    """Return how a loaded image is turned upright, None if it stands. Raises what damaged EXIF data raises."""
+    """Return how a loaded image is turned upright, None if it stands. Raises what damaged EXIF data
+    raises.
+    """
     from PIL.Image import Transpose
 
     turns = {
@@ -253,7 +317,9 @@ def _turn(file: ImageFile) -> Transpose | None:
 
 
 def _has_more(file: ImageFile) -> bool:
-    """Return whether a file has further images; of those damaged nothing is known, and nothing needed."""
+    """Return whether a file has further images; of those damaged nothing is known, and nothing
+    needed.
+    """
     with suppress(Exception):
         return bool(getattr(file, "is_animated", False))
     return False

@@ -1,9 +1,10 @@
 """LEAF's JSON: FEMNIST, Shakespeare, Sent140, as `<root>/<name>/data/{train,test}/*.json`.
 
-A file is {"users": [...], "num_samples": [...], "user_data": {user: {"x": [...], "y": [...]}}}. `num_samples` is
-ignored: in Shakespeare's test files it exceeds the actual numbers. Files are read one user at a time, in any order.
-Users are sorted; those without training samples have no device. Their samples go through files without a name, so that
-reading takes the memory of the largest user, and not of all.
+A file is {"users": [...], "num_samples": [...], "user_data": {user: {"x": [...], "y": [...]}}}.
+`num_samples` is ignored: in Shakespeare's test files it exceeds the actual numbers. Files are read
+one user at a time, in any order. Users are sorted; those without training samples have no device.
+Their samples go through files without a name, so that reading takes the memory of the largest user,
+and not of all.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from fedstrata.common.learning.readers.files import damaged, find, missing
 from fedstrata.common.learning.readers.parts import Labels, Parts, Samples
 
 # In LEAF's order; every other character is read as a space.
-ALPHABET: Final = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
+ALPHABET: Final = (
+    "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
+)
 CHARACTERS: Final = 80  # per text of Shakespeare; by chance also the size of the alphabet
 WORDS: Final = 25
 JSON_BLOCK: Final = 4096  # bytes of a file that are parsed at once
@@ -40,7 +43,9 @@ Encode = Callable[[list[Any]], Samples]
 
 @dataclass(frozen=True, slots=True)
 class UserSamples:
-    """The encoded samples of a user, in a file from `place` on, of this shape and type, and their labels."""
+    """The encoded samples of a user, in a file from `place` on, of this shape and type, and their
+    labels.
+    """
 
     file: BinaryIO
     place: int
@@ -60,20 +65,28 @@ Users = dict[str, UserSamples]
 
 
 def read_femnist(root: Path) -> Parts:
-    """Read images uint8 [N, 1, 28, 28], white paper = 255; 62 classes: digits, A-Z, a-z. Raises InvalidExperiment."""
+    """Read images uint8 [N, 1, 28, 28], white paper = 255; 62 classes: digits, A-Z, a-z. Raises
+    InvalidExperiment.
+    """
     return _read_leaf(root, "femnist", encode=_pixels, labels=_numbers, classes=62, tokens=0)
 
 
 def read_shakespeare(root: Path) -> Parts:
-    """Read texts of 80 characters as uint8 [N, 80], labelled with the next character. Raises InvalidExperiment."""
+    """Read texts of 80 characters as uint8 [N, 80], labelled with the next character. Raises
+    InvalidExperiment.
+    """
     tokens = len(ALPHABET)
-    return _read_leaf(root, "shakespeare", encode=_characters, labels=_next, classes=tokens, tokens=tokens)
+    return _read_leaf(
+        root, "shakespeare", encode=_characters, labels=_next, classes=tokens, tokens=tokens
+    )
 
 
 def read_sent140(root: Path) -> Parts:
-    """Read the first 25 words and punctuation marks as int32 [N, 25]; labels 1 = positive. Raises InvalidExperiment.
+    """Read the first 25 words and punctuation marks as int32 [N, 25]; labels 1 = positive. Raises
+    InvalidExperiment.
 
-    With V words in the vocabulary, V is the value of every other word and of the padding of short texts.
+    With V words in the vocabulary, V is the value of every other word and of the padding of short
+    texts.
     """
     fetch = f"{_fetch_leaf('sent140')} && cd ../../models/sent140 && ./get_embs.sh"
     where = [root / "sent140" / "embs.json", root.parent / "models" / "sent140" / "embs.json"]
@@ -86,28 +99,44 @@ def read_sent140(root: Path) -> Parts:
             row[: len(found)] = found
         return rows
 
-    return _read_leaf(root, "sent140", encode=words, labels=_numbers, classes=2, tokens=len(places) + 1)
+    return _read_leaf(
+        root, "sent140", encode=words, labels=_numbers, classes=2, tokens=len(places) + 1
+    )
 
 
-def _read_leaf(root: Path, name: str, *, encode: Encode, labels: Encode, classes: int, tokens: int) -> Parts:
+def _read_leaf(
+    root: Path, name: str, *, encode: Encode, labels: Encode, classes: int, tokens: int
+) -> Parts:
     """Read both parts. Raises InvalidExperiment, StorageFailed."""
     with writing(_home()), _scratch() as file:
-        train, test = (_merge_leaf(root, name, part, file, encode=encode, labels=labels) for part in ("train", "test"))
+        train, test = (
+            _merge_leaf(root, name, part, file, encode=encode, labels=labels)
+            for part in ("train", "test")
+        )
         users = tuple(sorted(train))
         places = {user: place for place, user in enumerate(users)}
         owners, testers = (
             np.repeat(
-                [places.get(user, -1) for user in sorted(part)], [len(part[user].labels) for user in sorted(part)]
+                [places.get(user, -1) for user in sorted(part)],
+                [len(part[user].labels) for user in sorted(part)],
             )
             for part in (train, test)
         )
         return Parts(
-            *_join(train), *_join(test), classes=classes, tokens=tokens, users=users, owners=owners, test_owners=testers
+            *_join(train),
+            *_join(test),
+            classes=classes,
+            tokens=tokens,
+            users=users,
+            owners=owners,
+            test_owners=testers,
         )
 
 
 def _join(users: Users) -> tuple[Samples, Labels]:
-    """Return the samples, which the kernel may drop from memory, and the labels of all users, sorted."""
+    """Return the samples, which the kernel may drop from memory, and the labels of all users,
+    sorted.
+    """
     order = sorted(users)
     total = sum(len(users[user].labels) for user in order)
     first = users[order[0]]
@@ -124,29 +153,41 @@ def _join(users: Users) -> tuple[Samples, Labels]:
 
 
 def _home() -> Path:
-    from fedstrata.common.learning.stored import folder  # imports torch, which a cloud that checks files does without
+    # imports torch, which a cloud that checks files does without
+    from fedstrata.common.learning.stored import folder
 
     return folder()
 
 
 def _scratch() -> BinaryIO:
-    """Open a file without a name, on the disk of the stored data sets if there is one: others may be in memory."""
+    """Open a file without a name, on the disk of the stored data sets if there is one: others may
+    be in memory.
+    """
     home = _home()
     return tempfile.TemporaryFile(dir=home if home.is_dir() else None)
 
 
-def _merge_leaf(root: Path, name: str, part: str, file: BinaryIO, *, encode: Encode, labels: Encode) -> Users:
-    """Return each user's samples, which are written to the file, and labels from all files of `train` or `test`."""
+def _merge_leaf(
+    root: Path, name: str, part: str, file: BinaryIO, *, encode: Encode, labels: Encode
+) -> Users:
+    """Return each user's samples, which are written to the file, and labels from all files of
+    `train` or `test`.
+    """
     paths = paths_of(root, name, part)
     merged: Users = {}
     for path in paths:
         for user, x, y in _leaf_users(path):
             if user in merged:
-                raise damaged(path, f"has the user {user!r}, which is also in another file beside it")
+                raise damaged(
+                    path, f"has the user {user!r}, which is also in another file beside it"
+                )
             try:
-                samples, wanted = encode(x), labels(y).astype(np.int64)
+                samples = encode(x)
+                wanted = labels(y).astype(np.int64)
             except (ValueError, TypeError, IndexError, KeyError, OverflowError) as error:
-                raise damaged(path, f"has a sample of {user!r} that does not fit {name} ({error})") from None
+                raise damaged(
+                    path, f"has a sample of {user!r} that does not fit {name} ({error})"
+                ) from None
             if len(x):
                 merged[user] = UserSamples(file, file.tell(), samples.shape, samples.dtype, wanted)
                 file.write(np.ascontiguousarray(samples).data)
@@ -171,7 +212,8 @@ def _leaf_users(path: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
     try:
         with path.open("rb") as file:
             for user, own in ijson.kvitems(_events(file), "user_data"):
-                x, y = own["x"], own["y"]
+                x = own["x"]
+                y = own["y"]
                 if not isinstance(x, list) or not isinstance(y, list) or len(x) != len(y):
                     raise damaged(path, f"has not as many x as y of the user {user!r}")
                 if user in found:
@@ -181,15 +223,19 @@ def _leaf_users(path: Path) -> Iterator[tuple[str, list[Any], list[Any]]]:
             file.seek(0)
             listed = set(next(ijson.items(_events(file), "users")))
     except (OSError, ValueError, TypeError, KeyError, StopIteration, ijson.JSONError) as error:
-        raise damaged(path, f"is not one of LEAF's files ({type(error).__name__}: {error})") from None
+        raise damaged(
+            path, f"is not one of LEAF's files ({type(error).__name__}: {error})"
+        ) from None
     if listed != found:
         raise damaged(path, f"lists {len(listed)} users and holds the data of {len(found)}")
 
 
 def _events(file: BinaryIO) -> Iterator[tuple[str, str, Any]]:
-    """Yield ijson's events of a file. Raises ValueError if it is nested more deeply than any of these files.
+    """Yield ijson's events of a file. Raises ValueError if it is nested more deeply than any of
+    these files.
 
-    A prefix has a part for each level, so blocks of the file are small: a block of brackets would take gigabytes.
+    A prefix has a part for each level, so blocks of the file are small: a block of brackets would
+    take gigabytes.
     """
     import ijson
 
@@ -232,7 +278,9 @@ def _next(y: list[Any]) -> Samples:
 
 
 def _vocabulary(path: Path) -> dict[str, int]:
-    """Return the index of each word of `vocab`. Gigabytes of vectors (`emba`) behind it are not read."""
+    """Return the index of each word of `vocab`. Gigabytes of vectors (`emba`) behind it are not
+    read.
+    """
     import ijson
 
     try:
@@ -247,4 +295,7 @@ def _vocabulary(path: Path) -> dict[str, int]:
 
 def _fetch_leaf(name: str) -> str:
     clone = "git clone https://github.com/TalwalkarLab/leaf"
-    return f"{clone} && cd leaf/data/{name} && ./preprocess.sh {OPTIONS[name]} (then data.root = 'leaf/data')"
+    return (
+        f"{clone} && cd leaf/data/{name} && ./preprocess.sh {OPTIONS[name]} (then data.root = "
+        "'leaf/data')"
+    )

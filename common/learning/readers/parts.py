@@ -1,14 +1,16 @@
 """The result of a reader, and the conversion of any array, tensor or PyTorch data set to it.
 
-Floats become float32; uint8 of three or more dimensions are images, [N, H, W] of one channel, and [N, H, W, C] only
-where nothing else is likely; other integers are tokens, int64. Classes are integers, int64 [N], without gaps unless
-their number is given; numbers become float32 [N, T].
+Floats become float32; uint8 of three or more dimensions are images, [N, H, W] of one channel, and
+[N, H, W, C] only where nothing else is likely; other integers are tokens, int64. Classes are
+integers, int64 [N], without gaps unless their number is given; numbers become float32 [N, T].
 
-Data of the user's own come from a function named in the experiment, `data.dataset = "package.module:function"`. It is
-called with those of the keywords `root`, a Path, and `node`, the reading node's name, that it accepts. It returns
-`Parts`, or a pair of training and test set: each a PyTorch data set, or a pair of samples and targets, or samples,
-targets and users. Unless `data.partition` is private the result must be the same everywhere: each node splits the
-training samples by itself. If it is private, a device returns None for the test set and the cloud for the training set.
+Data of the user's own come from a function named in the experiment, `data.dataset =
+"package.module:function"`. It is called with those of the keywords `root`, a Path, and `node`, the
+reading node's name, that it accepts. It returns `Parts`, or a pair of training and test set: each a
+PyTorch data set, or a pair of samples and targets, or samples, targets and users. Unless
+`data.partition` is private the result must be the same everywhere: each node splits the training
+samples by itself. If it is private, a device returns None for the test set and the cloud for the
+training set.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from fedstrata.common.randomness import Purpose, generator
 from fedstrata.common.settings import own
 from fedstrata.common.settings.data import NUMBERS, Data
 
-Samples = npt.NDArray[np.uint8] | npt.NDArray[np.int32] | npt.NDArray[np.int64] | npt.NDArray[np.float32]
+Samples = (
+    npt.NDArray[np.uint8] | npt.NDArray[np.int32] | npt.NDArray[np.int64] | npt.NDArray[np.float32]
+)
 Labels = npt.NDArray[np.int64]
 Targets = Labels | npt.NDArray[np.float32]
 Array = npt.NDArray[Any]
@@ -36,18 +40,22 @@ NAME_MOST = 200  # characters of a name in a message
 IMAGES_DIM = 3  # with the samples' own dimension, the least
 CHANNELS = (1, 3, 4)  # grey, colour, colour and transparency
 DATASET_KEY: Final = "data.dataset"
-FORMS: Final = "Return two pairs of samples and targets: (x, y), (x_test, y_test), or two PyTorch data sets."
+FORMS: Final = (
+    "Return two pairs of samples and targets: (x, y), (x_test, y_test), or two PyTorch data sets."
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
     """Images uint8 [N, C, H, W] or texts int64 [N, L]; labels int64 [N], below `classes`.
 
-    Tables and own data may be float32 [N, ...], which is taken as it is; their uint8 becomes -1 to 1. Their labels may
-    be numbers, float32 [N, T], T being `classes`. `tokens` is 0 but for texts.
-    If the files name the users of the training samples, `owners` int64 [N] are indices in `users`, which are sorted.
-    If they name those of the test samples, too, `test_owners` are theirs, -1 for a user without training samples.
-    `names`: of the classes, if they have any. `notes`: what the user should know of the files, a line each.
+    Tables and own data may be float32 [N, ...], which is taken as it is; their uint8 becomes -1 to
+    1. Their labels may be numbers, float32 [N, T], T being `classes`. `tokens` is 0 but for texts.
+    If the files name the users of the training samples, `owners` int64 [N] are indices in `users`,
+    which are sorted.
+    If they name those of the test samples, too, `test_owners` are theirs, -1 for a user without
+    training samples. `names`: of the classes, if they have any. `notes`: what the user should know
+    of the files, a line each.
     """
 
     train: Samples
@@ -65,7 +73,10 @@ class Parts:
 
 def some(names: Sequence[object], *, most: int = 3) -> str:
     """Return the first few of many names, long ones cut, and the number of the others."""
-    shown = (text if len(text := str(name)) <= NAME_MOST else f"{text[:NAME_MOST]}..." for name in names[:most])
+    shown = (
+        text if len(text := str(name)) <= NAME_MOST else f"{text[:NAME_MOST]}..."
+        for name in names[:most]
+    )
     return ", ".join(shown) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
@@ -89,10 +100,25 @@ def _read(data: Data, root: Path, node: str) -> Parts:
     result = own.call(DATASET_KEY, data.dataset, {"root": root, "node": node})
     if isinstance(result, Parts):
         names_of = np.array([*result.users, ""])  # of -1: nobody
-        users, testers = (None if each is None else names_of[each] for each in (result.owners, result.test_owners))
-        train, test = (result.train, result.train_labels, users), (result.test, result.test_labels, testers)
-        classes, tokens, names, notes = result.classes, result.tokens, result.names, result.notes
-        return parts_of(data, train, test, refuse=refuse, classes=classes, tokens=tokens, names=names, notes=notes)
+        users, testers = (
+            None if each is None else names_of[each] for each in (result.owners, result.test_owners)
+        )
+        train = (result.train, result.train_labels, users)
+        test = (result.test, result.test_labels, testers)
+        classes = result.classes
+        tokens = result.tokens
+        names = result.names
+        notes = result.notes
+        return parts_of(
+            data,
+            train,
+            test,
+            refuse=refuse,
+            classes=classes,
+            tokens=tokens,
+            names=names,
+            notes=notes,
+        )
     if not isinstance(result, (tuple, list)) or len(result) != 2:
         refuse(f"returns {type(result).__name__}", FORMS)
     train, test = (_part(each, refuse) for each in result)
@@ -123,24 +149,30 @@ def parts_of(
 ) -> Parts:
     """Return converted samples and targets. Raises InvalidExperiment through `refuse`.
 
-    `train` and `test` are samples, targets and users, None if they have none. One of both may have no samples: None.
-    `classes`, `tokens`: their numbers if they are known, else those that occur; `names`, `notes`: see
-    `Parts`.
+    `train` and `test` are samples, targets and users, None if they have none. One of both may have
+    no samples: None. `classes`, `tokens`: their numbers if they are known, else those that occur;
+    `names`, `notes`: see `Parts`.
     """
     found = [_samples(each, refuse, of) for each, of in ((train[0], "training"), (test[0], "test"))]
     first = next((each for each in found if each is not None), None)
     if first is None:
         refuse("has no samples", "Return some.")
-    samples = [np.empty((0, *first.shape[1:]), first.dtype) if each is None else each for each in found]
+    samples = [
+        np.empty((0, *first.shape[1:]), first.dtype) if each is None else each for each in found
+    ]
     if samples[0].dtype != samples[1].dtype or samples[0].shape[1:] != samples[1].shape[1:]:
         shapes = " and ".join(f"{each.dtype} {list(each.shape)}" for each in samples)
         refuse(f"has training and test samples of {shapes}", "Convert one of them.")
-    given = [_targets(data, each, refuse, of) for each, of in ((train[1], "training"), (test[1], "test"))]
+    given = [
+        _targets(data, each, refuse, of) for each, of in ((train[1], "training"), (test[1], "test"))
+    ]
     width = next((each.shape[1:] for each in given if each is not None), ())
     kind = np.float32 if data.targets == NUMBERS else np.int64
     labels = [np.empty((0, *width), kind) if each is None else each for each in given]
     if labels[0].shape[1:] != labels[1].shape[1:]:
-        refuse("has other numbers to predict in training than in test", "Give all samples the same.")
+        refuse(
+            "has other numbers to predict in training than in test", "Give all samples the same."
+        )
     for each, of in zip(samples, labels, strict=True):
         if len(each) != len(of):
             refuse(f"has {len(each)} samples with {len(of)} targets", "Give each sample one.")
@@ -151,20 +183,36 @@ def parts_of(
         classes = named or classes or _classes(labels, refuse)
     users, owners = _users(train[2], len(samples[0]), refuse)
     names_of_test, places = _users(test[2], len(samples[1]), refuse)
-    numbers = np.array([users.index(name) if name in users else -1 for name in names_of_test], np.int64)
+    numbers = np.array(
+        [users.index(name) if name in users else -1 for name in names_of_test], np.int64
+    )
     test_owners = None if owners is None or places is None else numbers[places]
     if first.dtype == np.int64:
         tokens = tokens or 1 + max(int(each.max(initial=0)) for each in samples)
         if any(len(each) and not 0 <= each.min() <= each.max() < tokens for each in samples):
-            refuse(f"has integers outside of 0 to {tokens - 1}", "Check `tokens`, or convert the samples to float32.")
+            refuse(
+                f"has integers outside of 0 to {tokens - 1}",
+                "Check `tokens`, or convert the samples to float32.",
+            )
     notes = [*notes, *_unlikely(samples[0] if len(samples[0]) else samples[1])]
     return Parts(
-        samples[0], labels[0], samples[1], labels[1], classes, tokens, users, owners, names, notes, test_owners
+        samples[0],
+        labels[0],
+        samples[1],
+        labels[1],
+        classes,
+        tokens,
+        users,
+        owners,
+        names,
+        notes,
+        test_owners,
     )
 
 
 def rows_to_test(count: int, share: float, *, refuse: Refuse) -> npt.NDArray[np.bool_]:
-    """Return which of `count` rows of a table are for testing, bool [count]: at least one, and not all.
+    """Return which of `count` rows of a table are for testing, bool [count]: at least one, and not
+    all.
 
     They are drawn once and for all, so that no run's seed has a say.
     """
@@ -180,10 +228,14 @@ def _classes(labels: Sequence[Targets], refuse: Refuse) -> int:
     """Return the number of classes that occur: 0 to n - 1, each of them."""
     found = np.unique(np.concatenate(labels)).tolist()
     if found and found[0] < 0:
-        refuse(f"has labels that should be 0 to n - 1, and {found[0]} among them", "Number the classes from 0.")
+        refuse(
+            f"has labels that should be 0 to n - 1, and {found[0]} among them",
+            "Number the classes from 0.",
+        )
     if found != list(range(len(found))):
         problem = (
-            f"has {len(found)} classes with the labels {some(found)}, for which a model would have {found[-1] + 1}"
+            f"has {len(found)} classes with the labels {some(found)}, for which a model "
+            f"would have {found[-1] + 1}"
         )
         remedy = f"Number them from 0 to {len(found) - 1}, or set data.classes = {found[-1] + 1}."
         refuse(problem, remedy)
@@ -191,7 +243,9 @@ def _classes(labels: Sequence[Targets], refuse: Refuse) -> int:
 
 
 def _unlikely(samples: Samples) -> list[str]:
-    """Return a line if samples may be images whose channels are last, which a model would take for rows of pixels."""
+    """Return a line if samples may be images whose channels are last, which a model would take for
+    rows of pixels.
+    """
     shape = samples.shape[1:]
     if len(shape) != IMAGES_DIM or samples.dtype == np.int64:
         return []
@@ -199,7 +253,8 @@ def _unlikely(samples: Samples) -> list[str]:
     if not odd and not _channels_last(shape):
         return []
     images = (
-        f"{samples.dtype} samples of {list(shape)} are images of {shape[0]} channels, {shape[1]} x {shape[2]} pixels"
+        f"{samples.dtype} samples of {list(shape)} are images of {shape[0]} channels, "
+        f"{shape[1]} x {shape[2]} pixels"
     )
     return [f"{images}. If their channels are last, use x.transpose(0, 3, 1, 2)"]
 
@@ -214,7 +269,10 @@ def _samples(found: Any, refuse: Refuse, part: str) -> Samples | None:
         return None
     array = array_of(found, "samples", refuse)
     if array.ndim < 2:
-        refuse(f"has samples of shape {list(array.shape)}", "Give each sample a shape of its own: [N, ...].")
+        refuse(
+            f"has samples of shape {list(array.shape)}",
+            "Give each sample a shape of its own: [N, ...].",
+        )
     kind = array.dtype.kind
     if kind in "fb":
         with np.errstate(over="ignore"):
@@ -232,7 +290,9 @@ def _samples(found: Any, refuse: Refuse, part: str) -> Samples | None:
 
 
 def check_finite(array: Array, what: str, refuse: Refuse) -> None:
-    """Refuse floats that are not finite in float32, by the first one's place along the first dimension."""
+    """Refuse floats that are not finite in float32, by the first one's place along the first
+    dimension.
+    """
     if array.dtype.kind != "f":
         return
     with np.errstate(over="ignore"):
@@ -240,7 +300,8 @@ def check_finite(array: Array, what: str, refuse: Refuse) -> None:
     if not finite.all():
         first = int(finite.argmin())
         problem = (
-            f"has {what} that are not finite in float32, the first in place {np.unravel_index(first, finite.shape)[0]}"
+            f"has {what} that are not finite in float32, the first in place "
+            f"{np.unravel_index(first, finite.shape)[0]}"
         )
         refuse(f"{problem}: {array.flat[first]}", "Replace such values, or drop these samples.")
 
@@ -251,13 +312,19 @@ def _targets(data: Data, found: Any, refuse: Refuse, part: str) -> Targets | Non
     array = array_of(found, "targets", refuse)
     if data.targets == NUMBERS:
         if array.dtype.kind not in "fbiu" or array.ndim not in (1, 2):
-            refuse(f"has targets of {array.dtype} {list(array.shape)}", "Convert them to floats, [N] or [N, T].")
+            refuse(
+                f"has targets of {array.dtype} {list(array.shape)}",
+                "Convert them to floats, [N] or [N, T].",
+            )
         with np.errstate(over="ignore"):
             numbers = np.ascontiguousarray(array if array.ndim > 1 else array[:, None], np.float32)
         check_finite(numbers, f"{part} targets", refuse)
         return numbers
     if array.dtype.kind not in "biu" or array.ndim != 1:
-        how = {1: " by y[:, 0]"}.get(array.shape[1], " by y.argmax(1) if they are one-hot") if array.ndim == 2 else ""
+        if array.ndim == 2:
+            how = {1: " by y[:, 0]"}.get(array.shape[1], " by y.argmax(1) if they are one-hot")
+        else:
+            how = ""
         remedy = f"Convert them to integers from 0, [N]{how}, or set data.targets = 'numbers'."
         refuse(f"has targets of {array.dtype} {list(array.shape)}, which are no classes", remedy)
     return np.ascontiguousarray(array, np.int64)
@@ -269,7 +336,10 @@ def _users(found: Any, count: int, refuse: Refuse) -> tuple[tuple[str, ...], Lab
         return (), None
     array = array_of(found, "users", refuse)
     if array.shape != (count,) or array.dtype.kind not in "iuUS":
-        refuse(f"has users of {array.dtype} {list(array.shape)}", f"Give each of {count} samples a name or a number.")
+        refuse(
+            f"has users of {array.dtype} {list(array.shape)}",
+            f"Give each of {count} samples a name or a number.",
+        )
     names, owners = np.unique(array, return_inverse=True)
     return tuple(str(name) for name in names), owners.astype(np.int64)
 
@@ -279,14 +349,19 @@ def array_of(found: Any, what: str, refuse: Refuse) -> Array:
     try:
         array = found if isinstance(found, np.ndarray) else np.asarray(found)
     except (TypeError, ValueError) as error:
-        refuse(f"has {what} that are no array ({described(error)})", "Return arrays or tensors of one shape.")
+        refuse(
+            f"has {what} that are no array ({described(error)})",
+            "Return arrays or tensors of one shape.",
+        )
     if array.nbytes > MOST_BYTES:
         refuse(f"has {what} of {array.nbytes / 1e9:.0f} GB", f"Use at most {MOST_BYTES >> 30} GiB.")
     return array
 
 
 def stacked(pairs: Any, refuse: Refuse) -> tuple[Array, Array]:
-    """Return the samples and targets of a PyTorch data set, read once: `pairs[i]` is a sample and its target."""
+    """Return the samples and targets of a PyTorch data set, read once: `pairs[i]` is a sample and
+    its target.
+    """
     samples: list[Array] = []
     targets: list[Array] = []
     total = 0
@@ -297,15 +372,23 @@ def stacked(pairs: Any, refuse: Refuse) -> tuple[Array, Array]:
             error.add_note(f"its sample {place}")
             raise
         if not isinstance(pair, Sequence) or len(pair) != 2:
-            refuse(f"its sample {place} is no pair of a sample and its target", "Let the data set return pairs.")
+            refuse(
+                f"its sample {place} is no pair of a sample and its target",
+                "Let the data set return pairs.",
+            )
         samples.append(array_of(pair[0], "samples", refuse))
         targets.append(array_of(pair[1], "targets", refuse))
         total += samples[-1].nbytes
         if samples[-1].shape != samples[0].shape or targets[-1].shape != targets[0].shape:
             shapes = f"{list(samples[-1].shape)} instead of {list(samples[0].shape)}"
-            refuse(f"its sample {place} has another shape, {shapes}", "Bring all samples to one shape.")
+            refuse(
+                f"its sample {place} has another shape, {shapes}", "Bring all samples to one shape."
+            )
         if total > MOST_BYTES:
-            refuse(f"its samples take more than {MOST_BYTES >> 30} GiB", "Use fewer or smaller samples.")
+            refuse(
+                f"its samples take more than {MOST_BYTES >> 30} GiB",
+                "Use fewer or smaller samples.",
+            )
     if not samples:
         refuse("has no samples", "Return some.")
     return np.stack(samples), np.stack(targets)

@@ -1,4 +1,5 @@
-"""Backdoor: images with a bright patch are to be taken for one class (Gu et al. 2017; Bagdasaryan et al. 2020).
+"""Backdoor: images with a bright patch are to be taken for one class (Gu et al. 2017; Bagdasaryan
+et al. 2020).
 
 With `factor` the device also sends a scaled update, which replaces the parent's model.
 """
@@ -29,7 +30,8 @@ class Backdoor(Attack):
         """Return the samples, some of them with the patch and its label."""
         count = len(samples.labels)
         some = np.sort(chance.permutation(count)[: max(1, int(self.share * count + 1e-9))])
-        images, labels = samples.images.copy(), samples.labels.copy()
+        images = samples.images.copy()
+        labels = samples.labels.copy()
         images[some] = self._patched(images[some], bright=samples.images.max())
         labels[some] = self.target
         return LabelledSamples(images, labels, samples.classes)
@@ -38,14 +40,20 @@ class Backdoor(Attack):
         """Return the tests of other classes, with the patch and its label."""
         some = tests.labels != self.target
         wanted = np.full(int(some.sum()), self.target, np.int64)
-        return LabelledSamples(self._patched(tests.images[some], bright=tests.images.max()), wanted, tests.classes)
+        return LabelledSamples(
+            self._patched(tests.images[some], bright=tests.images.max()), wanted, tests.classes
+        )
 
     def upload(self, now: AttackedUpload) -> Floats | Doubles:
         """Return the model, its step `factor` times as long."""
-        return now.trained_D if self.factor == 1.0 else moved(now, self.factor)
+        if self.factor == 1.0:
+            return now.trained_D
+        return moved(now, self.factor)
 
     def _patched(self, images: npt.NDArray[Any], *, bright: float) -> npt.NDArray[Any]:
-        """Return images [n, C, H, W], or samples [n, F], with the patch, as bright as the brightest pixel of all."""
+        """Return images [n, C, H, W], or samples [n, F], with the patch, as bright as the brightest
+        pixel of all.
+        """
         found = images.copy()
         edge = slice(-self.size, None)
         corner = (..., edge, edge) if images.ndim > 2 else (..., edge)

@@ -11,7 +11,9 @@ from fedstrata.common.settings.tables import Positive
 
 
 class FalseReport(Attack):
-    """So many times the samples and the training loss. A parent refuses more samples than a device can have."""
+    """So many times the samples and the training loss. A parent refuses more samples than a device
+    can have.
+    """
 
     name: Literal["false_report"] = "false_report"  # the attack
     samples_factor: Positive = 2.0  # times the samples; at least one is reported
@@ -19,4 +21,6 @@ class FalseReport(Attack):
 
     def report(self, samples: int, loss: float | None) -> tuple[int, float | None]:
         """Return both."""
-        return max(1, round(self.samples_factor * samples)), None if loss is None else self.loss_factor * loss
+        return max(
+            1, round(self.samples_factor * samples)
+        ), None if loss is None else self.loss_factor * loss

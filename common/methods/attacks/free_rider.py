@@ -1,6 +1,7 @@
 """Free rider: the model comes back as it went (Fraboni et al. 2021).
 
-The device trains nevertheless, and reports samples, loss and seconds of that: only what it sends is not its own.
+The device trains nevertheless, and reports samples, loss and seconds of that: only what it sends is
+not its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Label flip: a device trains on wrong labels (Tolpekin et al. 2020; all labels: Fang et al. 2020)."""
+"""Label flip: a device trains on wrong labels (Tolpekin et al. 2020; all labels: Fang et al.
+2020).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ class LabelFlip(Attack):
     """Wrong labels: of C classes y becomes C - 1 - y, or those of one class become another."""
 
     name: Literal["label_flip"] = "label_flip"  # the attack
-    mode: Literal["all", "pair"] = "all"  # `all`: y becomes C - 1 - y; `pair`: `source` becomes `target`
+    # `all`: y becomes C - 1 - y; `pair`: `source` becomes `target`
+    mode: Literal["all", "pair"] = "all"
     source: Label = 1  # with `pair`: the class whose labels change
     target: Label = 7  # with `pair`: what they become
 

@@ -1,4 +1,6 @@
-"""Late and silent devices, which cost a parent time: only a round that closes without them goes on."""
+"""Late and silent devices, which cost a parent time: only a round that closes without them goes
+on.
+"""
 
 from __future__ import annotations
 

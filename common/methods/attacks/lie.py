@@ -1,9 +1,11 @@
-"""LIE: "A Little Is Enough" (Baruch et al. 2019, algorithm 3): as far from the mean as a majority hides.
+"""LIE: "A Little Is Enough" (Baruch et al. 2019, algorithm 3): as far from the mean as a majority
+hides.
 
-    s = floor(n / 2 + 1) - m        z = Phi^-1((n - m - s) / (n - m))        mu_j - z sigma_j in each column
+    s = floor(n / 2 + 1) - m        z = Phi^-1((n - m - s) / (n - m))        mu_j - z sigma_j in
+    each column
 
-of n uploads, m of them the colluders'; mu and sigma are of the uploads that they know. The paper adds z sigma to
-gradients, and a model moves against them.
+of n uploads, m of them the colluders'; mu and sigma are of the uploads that they know. The paper
+adds z sigma to gradients, and a model moves against them.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ class LittleIsEnough(Attack):
     colludes: ClassVar[bool] = True
 
     name: Literal["lie"] = "lie"  # the attack
-    # Standard deviations from the mean; omitted: those of the formula, 0 below 3 uploads and for a majority.
+    # Standard deviations from the mean; omitted: those of the formula, 0 below 3 uploads and for a
+    # majority.
     z: Annotated[float, Field(ge=0)] | None = None
 
     def upload(self, now: AttackedUpload) -> Doubles:
@@ -36,7 +39,9 @@ class LittleIsEnough(Attack):
 
 
 def z_of(uploads: int, colluders: int) -> float:
-    """Return z for n uploads and m colluders; where it has no value there is nothing to hide behind: 0."""
+    """Return z for n uploads and m colluders; where it has no value there is nothing to hide
+    behind: 0.
+    """
     supporters = uploads // 2 + 1 - colluders
     honest = uploads - colluders
     if uploads < 3 or supporters <= 0:

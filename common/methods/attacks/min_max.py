@@ -1,6 +1,8 @@
-"""Min-Max and Min-Sum (Shejwalkar & Houmansadr 2021, section 4.4): far from the mean, and no outlier.
+"""Min-Max and Min-Sum (Shejwalkar & Houmansadr 2021, section 4.4): far from the mean, and no
+outlier.
 
-    u_i: the steps that the colluders know      u = mean_i u_i + gamma p,  p = -std_i(u_i), -u/|u| or -sign(u)
+    u_i: the steps that the colluders know      u = mean_i u_i + gamma p,  p = -std_i(u_i), -u/|u|
+    or -sign(u)
 
     Min-Max    the largest gamma with    max_i ||u - u_i|| <= max_ij ||u_i - u_j||
     Min-Sum    the largest gamma with    sum_i ||u - u_i||^2 <= max_i sum_j ||u_i - u_j||^2
@@ -23,7 +25,8 @@ class MinMax(Attack):
     colludes: ClassVar[bool] = True
 
     name: Literal["min_max"] = "min_max"  # the attack
-    direction: Literal["std", "unit", "sign"] = "std"  # the vector p: std_i(u_i), u/|u| or sign(u), negative
+    # the vector p: std_i(u_i), u/|u| or sign(u), negative
+    direction: Literal["std", "unit", "sign"] = "std"
 
     def upload(self, now: AttackedUpload) -> Doubles:
         """Return z + mean u + gamma p, z being the model received."""
@@ -49,7 +52,9 @@ class MinMax(Attack):
             return 0.0
         return self._root(squares_K, apart_KK, along_K, length)
 
-    def _root(self, squares_K: Doubles, apart_KK: Doubles, along_K: Doubles, length: float) -> float:
+    def _root(
+        self, squares_K: Doubles, apart_KK: Doubles, along_K: Doubles, length: float
+    ) -> float:
         """Return the least root of length g^2 + 2 along_i g + squares_i = max_ij apart_ij."""
         room_K = np.maximum(apart_KK.max() - squares_K, 0.0)
         return float(((np.sqrt(np.square(along_K) + length * room_K) - along_K) / length).min())
@@ -60,7 +65,11 @@ class MinSum(MinMax):
 
     name: Literal["min_sum"] = "min_sum"  # type: ignore[assignment]  # the attack
 
-    def _root(self, squares_K: Doubles, apart_KK: Doubles, along_K: Doubles, length: float) -> float:
-        """Return the root of K length g^2 + sum squares = max_i sum_j apart_ij; the sum of `along_K` is 0."""
+    def _root(
+        self, squares_K: Doubles, apart_KK: Doubles, along_K: Doubles, length: float
+    ) -> float:
+        """Return the root of K length g^2 + sum squares = max_i sum_j apart_ij; the sum of
+        `along_K` is 0.
+        """
         room = max(float(apart_KK.sum(axis=1).max() - squares_K.sum()), 0.0)
         return float(np.sqrt(room / (len(squares_K) * length)))

@@ -10,7 +10,9 @@ from fedstrata.common.settings.tables import Positive
 
 
 class ScaledUpdate(Attack):
-    """The step of honest work, so many times as long: with K equal uploads a factor K replaces their mean."""
+    """The step of honest work, so many times as long: with K equal uploads a factor K replaces
+    their mean.
+    """
 
     name: Literal["scaled"] = "scaled"  # the attack
     factor: Positive = 10.0  # times the honest step

@@ -1,1 +1,3 @@
-"""Baselines that import the public names alone, as a user's file does: `from fedstrata import ...`."""
+"""Baselines that import the public names alone, as a user's file does: `from fedstrata import
+...`.
+"""

@@ -2,22 +2,25 @@
 
 FedDF (Lin et al. 2020):
 
-    minimise  mean over samples of KL(softmax(mean of the teachers' logits) || softmax(the student's logits))
+    minimise  mean over samples of KL(softmax(mean of the teachers' logits) || softmax(the student's
+    logits))
 
-Adam with a cosine from the learning rate to 0, gradients clipped (epfml/federated-learning-public-code). The teachers
-are the uploads, with equal weights; the student begins as the mean of the uploads. It is the one with the smallest
-divergence over all samples, looked at every few steps, the start included: there are no labels to validate with.
+Adam with a cosine from the learning rate to 0, gradients clipped
+(epfml/federated-learning-public-code). The teachers are the uploads, with equal weights; the
+student begins as the mean of the uploads. It is the one with the smallest divergence over all
+samples, looked at every few steps, the start included: there are no labels to validate with.
 
 FedBE (Chen & Chao 2021), with an ensemble of models around the uploads:
 
     teachers  the mean, `samples` sampled models, and the uploads
-    gaussian  z + s (m + spread sqrt(v) e)    e ~ N(0, 1), for each tensor: m and v are mean and variance of the steps
-              d_k / ||d_k||, d_k = v_k - z; s is the mean of ||d_k||; z is the model that the children received
-    dirichlet sum of q_k v_k                  q ~ Dirichlet(concentration, ..., concentration)
+    gaussian  z + s (m + spread sqrt(v) e)    e ~ N(0, 1), for each tensor: m and v are mean and
+              variance of the steps d_k / ||d_k||, d_k = v_k - z; s is the mean of ||d_k||; z is the
+              model that the children received dirichlet sum of q_k v_k                  q ~
+              Dirichlet(concentration, ..., concentration)
     target    P^(1/T) / its sum               P: the mean of the teachers' probabilities
 
-SGD on KL(target || student), then the mean of the student's weights after the epochs of the second half
-(hongyouc/FedBE averages from step 500 on, which few samples never reach).
+SGD on KL(target || student), then the mean of the student's weights after the epochs of the second
+half (hongyouc/FedBE averages from step 500 on, which few samples never reach).
 """
 
 from __future__ import annotations
@@ -43,11 +46,15 @@ VARIANCE_LEAST: Final = 1e-5  # of the normalised steps, as in the authors' code
 
 
 def distil(node: NodeSamples, settings: FedDF, models: RoundModels) -> Mapping[str, Any]:
-    """Write the student over the mean; return the steps taken and the divergence before and after."""
+    """Write the student over the mean; return the steps taken and the divergence before and
+    after.
+    """
     target = functional.softmax(mean_logits(node, models.uploads), dim=1)
     node.load(models.mean)
     before = best = node.divergence(target)
-    kept, kept_at, taken = _copies(node.weights), 0, 0
+    kept = _copies(node.weights)
+    kept_at = 0
+    taken = 0
     step_at = node.adam(node.weights)
     batches = chain.from_iterable(node.passes(settings.batch_size, r=models.r))
     for step, places in enumerate(islice(batches, settings.steps)):
@@ -58,17 +65,27 @@ def distil(node: NodeSamples, settings: FedDF, models: RoundModels) -> Mapping[s
         if taken % LOOK_STEPS and taken < settings.steps:
             continue
         if (divergence := node.divergence(target)) < best:
-            best, kept, kept_at = divergence, _copies(node.weights), taken
+            best = divergence
+            kept = _copies(node.weights)
+            kept_at = taken
         elif taken - kept_at >= settings.patience:
             break
     put(node, kept)
     node.store(models.mean)
-    return {"steps": taken, "kept_step": kept_at, "divergence_before": before, "divergence_after": best}
+    return {
+        "steps": taken,
+        "kept_step": kept_at,
+        "divergence_before": before,
+        "divergence_after": best,
+    }
 
 
 def distil_ensemble(node: NodeSamples, settings: FedBE, models: RoundModels) -> Mapping[str, Any]:
-    """Write the student over the mean; return the steps taken and the divergence before and after."""
-    target, count = torch.zeros(()), 0
+    """Write the student over the mean; return the steps taken and the divergence before and
+    after.
+    """
+    target = torch.zeros(())
+    count = 0
     for row in _teachers(node, settings, models):
         node.load(row)
         target = target + functional.softmax(node.all_logits(), dim=1)
@@ -77,8 +94,12 @@ def distil_ensemble(node: NodeSamples, settings: FedBE, models: RoundModels) -> 
     node.load(models.mean)
     before = node.divergence(target)
     momenta = [torch.zeros_like(weight) for weight in node.weights]
-    sums, averaged, steps = [torch.zeros_like(weight) for weight in node.weights], 0, 0
-    for epoch, batches in enumerate(islice(node.passes(settings.batch_size, r=models.r), settings.epochs)):
+    sums = [torch.zeros_like(weight) for weight in node.weights]
+    averaged = 0
+    steps = 0
+    for epoch, batches in enumerate(
+        islice(node.passes(settings.batch_size, r=models.r), settings.epochs)
+    ):
         for places in batches:
             loss_to(node, places, target).backward()  # type: ignore[no-untyped-call]
             _step(node.weights, momenta, settings)
@@ -90,7 +111,12 @@ def distil_ensemble(node: NodeSamples, settings: FedBE, models: RoundModels) -> 
     put(node, [total / averaged for total in sums])
     node.store(models.mean)
     after = node.divergence(target)
-    return {"teachers": count, "steps": steps, "divergence_before": before, "divergence_after": after}
+    return {
+        "teachers": count,
+        "steps": steps,
+        "divergence_before": before,
+        "divergence_after": after,
+    }
 
 
 def mean_logits(node: NodeSamples, rows: Sequence[Row]) -> Tensor:
@@ -122,7 +148,9 @@ def _copies(weights: Sequence[Tensor]) -> list[Tensor]:
 
 
 def sharpened(probabilities: Tensor, temperature: float) -> Tensor:
-    """Return probabilities [N, classes] to the power of 1 / temperature, each row divided by its sum."""
+    """Return probabilities [N, classes] to the power of 1 / temperature, each row divided by its
+    sum.
+    """
     powers = probabilities ** (1 / temperature)
     return powers / powers.sum(dim=1, keepdim=True)
 
@@ -141,10 +169,13 @@ def _teachers(node: NodeSamples, settings: FedBE, models: RoundModels) -> Iterat
     draw = node.chance(models.r, "teachers")
     yield models.mean
     row = models.mean.copy()
-    floats, layout = node.layout.floats(row), node.layout
+    floats = node.layout.floats(row)
+    layout = node.layout
     if settings.teachers == "dirichlet":
         for _ in range(settings.samples):
-            floats[:] = _mixed(node, models, draw.dirichlet([settings.concentration] * len(models.uploads)))
+            floats[:] = _mixed(
+                node, models, draw.dirichlet([settings.concentration] * len(models.uploads))
+            )
             yield row
     elif settings.samples:
         centres, scales = moments(node, models)
@@ -165,16 +196,20 @@ def _mixed(node: NodeSamples, models: RoundModels, weights_K: Doubles) -> Double
 def moments(node: NodeSamples, models: RoundModels) -> tuple[Doubles, Doubles]:
     """Return the centre z + s m and the scale s sqrt(v) of each weight, float64 [D]."""
     layout = node.layout
-    z, uploads = layout.floats(models.received), [layout.floats(row) for row in models.uploads]
-    centres, scales = z[: layout.parameters].astype(np.float64), np.zeros(layout.parameters)
+    z = layout.floats(models.received)
+    uploads = [layout.floats(row) for row in models.uploads]
+    centres = z[: layout.parameters].astype(np.float64)
+    scales = np.zeros(layout.parameters)
     for entry in layout.entries:
         if entry.section != "parameter":
             continue
         columns = slice(entry.start, entry.stop)
         steps_KC = np.stack([upload[columns].astype(np.float64) - z[columns] for upload in uploads])
         lengths_K = np.linalg.norm(steps_KC, axis=1)
-        steps_KC /= np.where(lengths_K > 0, lengths_K, 1.0)[:, None]  # a tensor that did not move has no direction
-        means, length = steps_KC.mean(axis=0), lengths_K.mean()
+        # a tensor that did not move has no direction
+        steps_KC /= np.where(lengths_K > 0, lengths_K, 1.0)[:, None]
+        means = steps_KC.mean(axis=0)
+        length = lengths_K.mean()
         variances = np.maximum((steps_KC**2).mean(axis=0) - means**2, VARIANCE_LEAST)
         centres[columns] += length * means
         scales[columns] = length * np.sqrt(variances)

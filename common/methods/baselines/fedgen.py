@@ -1,14 +1,17 @@
-"""FedGen (Zhu et al. 2021, Algorithm 1): the mean of the uploads, and a generator of features learned from their heads.
+"""FedGen (Zhu et al. 2021, Algorithm 1): the mean of the uploads, and a generator of features
+learned from their heads.
 
-Children receive the generator behind the model (`device/training/objectives/fedgen.py`) and return the counts of their
-labels. After each round the generator learns for which features the children's heads predict a label
-(`common/methods/baselines/generator.py`), in the node's refiner and without samples. Its tensors are the rule's state.
+Children receive the generator behind the model (`device/training/objectives/fedgen.py`) and return
+the counts of their labels. After each round the generator learns for which features the children's
+heads predict a label (`common/methods/baselines/generator.py`), in the node's refiner and without
+samples. Its tensors are the rule's state.
 
     z = output relu(batch norm(weight [noise | one-hot label] + bias)) + output_bias
 
-`noise` Z uniform numbers, `hidden` H, features F: the inputs of the model's head, a linear layer [C, F] of C classes.
-Devices receive it at its running statistics, where batch norm is linear: biases are the last columns of
-`generator_hidden` [H, Z + C + 1] and `generator_features` [F, H + 1]. Zeros: there is no generator yet.
+`noise` Z uniform numbers, `hidden` H, features F: the inputs of the model's head, a linear layer
+[C, F] of C classes. Devices receive it at its running statistics, where batch norm is linear:
+biases are the last columns of `generator_hidden` [H, Z + C + 1] and `generator_features` [F, H +
+1]. Zeros: there is no generator yet.
 """
 
 from __future__ import annotations
@@ -49,11 +52,14 @@ BATCH_NORM_EPSILON: Final = 1e-5  # torch's
 
 
 class FedGen(RuleSettings):
-    """One model: the mean of the uploads; a generator of features, learned from their heads, goes down with it."""
+    """One model: the mean of the uploads; a generator of features, learned from their heads, goes
+    down with it.
+    """
 
     objective = "fedgen"
     sends: ClassVar[Sequence[str]] = (HIDDEN, FEATURES)  # the generator's two layers
-    returns: ClassVar[Sequence[str]] = (LABEL_COUNTS,)  # how many samples of each label a device has
+    # how many samples of each label a device has
+    returns: ClassVar[Sequence[str]] = (LABEL_COUNTS,)
     reads_samples: ClassVar[bool] = False  # it learns from the heads
 
     name: Literal["fedgen"] = "fedgen"  # the rule
@@ -83,7 +89,9 @@ class FedGen(RuleSettings):
     @property
     def refiner(self) -> str | None:
         """Its computation, unless there is no step."""
-        return "fedstrata.common.methods.baselines.generator:learn_generator" if self.steps else None
+        if self.steps:
+            return "fedstrata.common.methods.baselines.generator:learn_generator"
+        return None
 
     def build(self, context: RuleContext) -> Rule:
         return GeneratorRule(self, context)
@@ -112,7 +120,9 @@ class GeneratorRule(ExtrasRule):
             return outcome
         rows = [self._child(uploads, k) for k in uploads.answered]
         equal = np.full(len(rows), 1 / len(rows))
-        facts = self._refiner.refine(RoundModels(r, self._made.rows, self._generator, self._generator, rows, equal))
+        facts = self._refiner.refine(
+            RoundModels(r, self._made.rows, self._generator, self._generator, rows, equal)
+        )
         self._learned = True
         self._publish()
         return replace(outcome, facts={**outcome.facts, **facts})
@@ -136,7 +146,8 @@ class GeneratorRule(ExtrasRule):
     def _child(self, uploads: Uploads, k: int) -> Row:
         """Return a child's head and the counts of its labels, uint8 [row_bytes]."""
         row = np.zeros(self._made.rows.row_bytes, np.uint8)
-        tensors, upload = self._made.rows.views(row), uploads.rows_K[k]
+        tensors = self._made.rows.views(row)
+        upload = uploads.rows_K[k]
         model = self._model.floats(upload)
         tensors["head"].ravel()[:] = model[self._weight.start : self._weight.stop]
         if self._bias is not None:
@@ -152,7 +163,9 @@ class GeneratorRule(ExtrasRule):
 
 @dataclass(frozen=True)
 class GeneratorLayout:
-    """The sizes of a generator, and the place of its tensors in a row that also has a child's head and labels."""
+    """The sizes of a generator, and the place of its tensors in a row that also has a child's head
+    and labels.
+    """
 
     noise: int
     hidden: int
@@ -168,7 +181,10 @@ class GeneratorLayout:
     @cached_property
     def sent(self) -> Mapping[str, tuple[int, int]]:
         """The shapes of what devices receive."""
-        return {HIDDEN: (self.hidden, self.noise + self.classes + 1), FEATURES: (self.features, self.hidden + 1)}
+        return {
+            HIDDEN: (self.hidden, self.noise + self.classes + 1),
+            FEATURES: (self.features, self.hidden + 1),
+        }
 
     @cached_property
     def generator(self) -> Mapping[str, tuple[int, ...]]:
@@ -187,8 +203,14 @@ class GeneratorLayout:
 
     @cached_property
     def rows(self) -> ModelLayout:
-        """The layout of a row: the generator, a child's head, and the counts of its samples' labels."""
-        head = {"head": (self.classes, self.features), "head_bias": (self.classes,), LABEL_COUNTS: (self.classes,)}
+        """The layout of a row: the generator, a child's head, and the counts of its samples'
+        labels.
+        """
+        head = {
+            "head": (self.classes, self.features),
+            "head_bias": (self.classes,),
+            LABEL_COUNTS: (self.classes,),
+        }
         shapes = {**self.generator, **head}
         return ModelLayout.build([(name, shape, "parameter") for name, shape in shapes.items()])
 
@@ -214,6 +236,10 @@ class GeneratorLayout:
         factor = tensors["scale"] / np.sqrt(tensors["variance"] + BATCH_NORM_EPSILON)
         offset = factor * (tensors["bias"] - tensors["mean"]) + tensors["shift"]
         return {
-            HIDDEN: np.column_stack([factor[:, None] * tensors["weight"], offset]).astype(np.float32),
-            FEATURES: np.column_stack([tensors["output"], tensors["output_bias"]]).astype(np.float32),
+            HIDDEN: np.column_stack([factor[:, None] * tensors["weight"], offset]).astype(
+                np.float32
+            ),
+            FEATURES: np.column_stack([tensors["output"], tensors["output_bias"]]).astype(
+                np.float32
+            ),
         }

@@ -1,20 +1,24 @@
-"""FedMA (Wang et al., ICLR 2020), one exchange a round, fixed width: neurons are matched before they are averaged.
+"""FedMA (Wang et al., ICLR 2020), one exchange a round, fixed width: neurons are matched before
+they are averaged.
 
-For each layer, from the inputs on, an upload's neurons are permuted so that they fit those of the others; the layers
-that read them are permuted alike, so each upload still computes the same. Then the uploads are averaged.
+For each layer, from the inputs on, an upload's neurons are permuted so that they fit those of the
+others; the layers that read them are permuted alike, so each upload still computes the same. Then
+the uploads are averaged.
 
-    order_k = argmax over permutations of sum_i < sum over j != k of W_j[i], W_k[order[i]] >        Hungarian algorithm
+    order_k = argmax over permutations of sum_i < sum over j != k of W_j[i], W_k[order[i]] >
+    Hungarian algorithm
 
-W_k[i]: the weights, bias and norm of neuron i, behind inputs that are matched already. First each upload is matched to
-the model that the children received, which makes the result independent of arrivals, then in sweeps to the others.
+W_k[i]: the weights, bias and norm of neuron i, behind inputs that are matched already. First each
+upload is matched to the model that the children received, which makes the result independent of
+arrivals, then in sweeps to the others.
 
-This is the paper's cost where the width cannot grow. There neuron l of upload k costs, at global neuron i that n others
-share, with S = 1/sigma0^2 + n/sigma^2 and G_i = sum of W_j[i]/sigma^2,
+This is the paper's cost where the width cannot grow. There neuron l of upload k costs, at global
+neuron i that n others share, with S = 1/sigma0^2 + n/sigma^2 and G_i = sum of W_j[i]/sigma^2,
 
     -||G_i + W_k[l]/sigma^2||^2 / (S + 1/sigma^2) + ||G_i||^2 / S - popularity(n)
 
-n is the same for all i, and the norms of G_i and W_k[l] sum to the same for every permutation. What remains is the
-inner product, so sigma, sigma0 and gamma have no effect.
+n is the same for all i, and the norms of G_i and W_k[l] sum to the same for every permutation. What
+remains is the inner product, so sigma, sigma0 and gamma have no effect.
 """
 
 from __future__ import annotations
@@ -40,7 +44,13 @@ from fedstrata import (
     TrainingSettings,
     Uploads,
 )
-from fedstrata.common.methods.baselines.permutations import Indices, NeuronGroup, folded, groups_of, permute
+from fedstrata.common.methods.baselines.permutations import (
+    Indices,
+    NeuronGroup,
+    folded,
+    groups_of,
+    permute,
+)
 
 Doubles: TypeAlias = "npt.NDArray[np.float64]"
 Row: TypeAlias = "npt.NDArray[np.uint8]"
@@ -56,11 +66,20 @@ class MatchedSettings(RuleSettings):
     @property
     def packages(self) -> Sequence[str]:
         """The packages of an extra that the node needs."""
-        return ("scipy",) if self.matching else ()
+        if self.matching:
+            return ("scipy",)
+        return ()
 
-    def held_bytes(self, row_bytes: int, *, children: int, taking_part: int, resident_bytes: float) -> float:
-        """Return the bytes of the matched uploads and, as measured with ResNet-18, of what the matching takes."""
-        return min(taking_part * row_bytes, resident_bytes) + self.step_models * taking_part * row_bytes
+    def held_bytes(
+        self, row_bytes: int, *, children: int, taking_part: int, resident_bytes: float
+    ) -> float:
+        """Return the bytes of the matched uploads and, as measured with ResNet-18, of what the
+        matching takes.
+        """
+        return (
+            min(taking_part * row_bytes, resident_bytes)
+            + self.step_models * taking_part * row_bytes
+        )
 
     def check_devices(self, key: str, training: TrainingSettings, model: ModelSettings) -> None:
         """Check that the layers of the model are known. Raises InvalidExperiment."""
@@ -68,8 +87,13 @@ class MatchedSettings(RuleSettings):
             problem = f"it knows the layers of fedstrata's models, and {model.name} is your own"
             raise InvalidExperiment(f"{key}.name", self.name, problem, "Use another rule.")
         if model.frozen or model.personal:
-            problem = "it permutes the neurons of all layers, and some arrays of the model are not exchanged"
-            raise InvalidExperiment(f"{key}.name", self.name, problem, "Use another rule, or exchange the whole model.")
+            problem = (
+                "it permutes the neurons of all layers, and some arrays of the model are "
+                "not exchanged"
+            )
+            raise InvalidExperiment(
+                f"{key}.name", self.name, problem, "Use another rule, or exchange the whole model."
+            )
 
 
 class FedMA(MatchedSettings):
@@ -95,7 +119,9 @@ class MatchedRule(SingleModelRule):
             self._rows_K = context.rows("matched", context.children)
 
     def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
-        """Match copies of the uploads, and write their mean. Distances are those of the matched uploads."""
+        """Match copies of the uploads, and write their mean. Distances are those of the matched
+        uploads.
+        """
         if not self._groups:
             return super().aggregate(r, uploads)
         rows_K = self._rows_K[: len(uploads.children)]
@@ -105,7 +131,10 @@ class MatchedRule(SingleModelRule):
         matched = [rows_K[k] for k in uploads.answered]
         moved = self._match(self.current, matched)
         outcome = super().aggregate(r, replace(uploads, rows_K=rows_K))
-        return replace(outcome, facts={**outcome.facts, "moved": dict(zip(uploads.senders, moved, strict=True))})
+        return replace(
+            outcome,
+            facts={**outcome.facts, "moved": dict(zip(uploads.senders, moved, strict=True))},
+        )
 
     def _match(self, received: Row, rows: Sequence[Row]) -> list[int]:
         """Permute flat models in place; return how many neurons of each have moved."""
@@ -124,10 +153,16 @@ class LayerMatchedRule(MatchedRule):
 
 
 def match(
-    layout: ModelLayout, groups: Sequence[NeuronGroup], received: Row, rows: Sequence[Row], *, sweeps: int
+    layout: ModelLayout,
+    groups: Sequence[NeuronGroup],
+    received: Row,
+    rows: Sequence[Row],
+    *,
+    sweeps: int,
 ) -> list[int]:
     """Permute the neurons of flat models in place; return how many neurons of each have moved."""
-    moved, waiting = [0] * len(rows), set(groups)
+    moved = [0] * len(rows)
+    waiting = set(groups)
     for group in groups:
         reference = _own(layout, group, received, waiting)
         neurons = [_own(layout, group, row, waiting) for row in rows]
@@ -141,7 +176,8 @@ def match(
                 if (order != np.arange(group.size)).any():
                     settled = False
                     total += each[order] - each
-                    neurons[k], orders[k] = each[order], orders[k][order]
+                    neurons[k] = each[order]
+                    orders[k] = orders[k][order]
             if settled:
                 break
         for k, order in enumerate(orders):
@@ -153,17 +189,23 @@ def match(
 
 
 def _own(layout: ModelLayout, group: NeuronGroup, row: Row, waiting: set[NeuronGroup]) -> Doubles:
-    """Return the neurons' trainable values, float64 [size, F], whose inputs do not wait to be matched."""
-    floats, parts = layout.floats(row), []
+    """Return the neurons' trainable values, float64 [size, F], whose inputs do not wait to be
+    matched.
+    """
+    floats = layout.floats(row)
+    parts = []
     for place in group.own():
         if place.entry.section == "parameter" and place.reads not in waiting:
-            values = folded(floats[place.entry.start : place.entry.stop], place, group.size)[0]  # [outer, size, rest]
+            # [outer, size, rest]
+            values = folded(floats[place.entry.start : place.entry.stop], place, group.size)[0]
             parts.append(values.swapaxes(0, 1).reshape(group.size, -1))
     return np.concatenate(parts, axis=1).astype(np.float64)
 
 
 def assigned(products: Doubles) -> Indices:
-    """Return the order of own neurons that maximises the sum of products [i, order[i]], float64 [size, size]."""
+    """Return the order of own neurons that maximises the sum of products [i, order[i]], float64
+    [size, size].
+    """
     from scipy.optimize import linear_sum_assignment  # of an extra, and slow to import
 
     _, order = linear_sum_assignment(products, maximize=True)

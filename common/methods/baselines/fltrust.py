@@ -1,9 +1,11 @@
-"""FLTrust (Cao et al. 2021): the node trains on a few samples of its own, and trusts steps that go the same way.
+"""FLTrust (Cao et al. 2021): the node trains on a few samples of its own, and trusts steps that go
+the same way.
 
     g_0: the node's own step from the model z that the children received        g_k = v_k - z
     t_k = max(0, cos(g_k, g_0))        w_next = z + 1 / sum t  sum t_k (||g_0|| / ||g_k||) g_k
 
-Buffers are the mean of the uploads with the weights t_k / sum t. If no step is trusted, the model stays.
+Buffers are the mean of the uploads with the weights t_k / sum t. If no step is trusted, the model
+stays.
 The node's training is in `root_training.py`.
 """
 
@@ -53,7 +55,9 @@ class FLTrust(CombiningSettings):
     @property
     def refiner(self) -> str | None:
         """The node's training, unless it has no epoch."""
-        return "fedstrata.common.methods.baselines.root_training:train" if self.epochs else None
+        if self.epochs:
+            return "fedstrata.common.methods.baselines.root_training:train"
+        return None
 
     def build(self, context: RuleContext) -> Rule:
         return FLTrustRule(self, context)
@@ -66,13 +70,17 @@ class TrustedSteps(ColumnRule):
     weights_K: Doubles
 
     def weights(self, facts: RoundFacts) -> Doubles:
-        return facts.weights_K if self.mixed_K is None else self.weights_K
+        if self.mixed_K is None:
+            return facts.weights_K
+        return self.weights_K
 
     def columns(self, block: Columns) -> Doubles | npt.NDArray[np.float32]:
         """Return the columns of the next model, [C]."""
         if self.mixed_K is None:
             return block.mean_C
-        found: Doubles = block.model_C + self.mixed_K @ (block.uploads_KC - block.model_C).astype(np.float64)
+        found: Doubles = block.model_C + self.mixed_K @ (block.uploads_KC - block.model_C).astype(
+            np.float64
+        )
         return found
 
 
@@ -88,15 +96,21 @@ class FLTrustRule(SingleModelRule):
         """Train on the node's samples, then mix the steps of the uploads."""
         if self._refiner is None:
             return super().aggregate(r, uploads)
-        layout, size = self.context.layout, self.context.layout.parameters
-        root, rows = self.current.copy(), [uploads.rows_K[k] for k in uploads.answered]
+        layout = self.context.layout
+        size = self.context.layout.parameters
+        root = self.current.copy()
+        rows = [uploads.rows_K[k] for k in uploads.answered]
         uniform_K = uploads.statistics.weights_K("uniform")
         facts = self._refiner.refine(RoundModels(r, layout, root, self.current, rows, uniform_K))
         columns = [layout.floats(row)[:size] for row in (root, *rows)]
-        inner_LL = Gram.of(columns, layout.floats(self.current)[:size], release=uploads.release).offsets_KK
+        inner_LL = Gram.of(
+            columns, layout.floats(self.current)[:size], release=uploads.release
+        ).offsets_KK
         trust_K, mixed_K = trusted(inner_LL)
         if not trust_K.any():
-            kept = self._keep(uploads.senders, uploads.statistics, "no step is trusted: the model is kept")
+            kept = self._keep(
+                uploads.senders, uploads.statistics, "no step is trusted: the model is kept"
+            )
             return replace(kept, facts={**kept.facts, **facts})
         self._steps.mixed_K, self._steps.weights_K = mixed_K, trust_K / trust_K.sum()
         done = super().aggregate(r, uploads)
@@ -105,7 +119,9 @@ class FLTrustRule(SingleModelRule):
 
 
 def trusted(inner_LL: Doubles) -> tuple[Doubles, Doubles]:
-    """Return t_k and the factors of the steps, float64 [K], by the inner products of g_0, g_1, ..., g_K."""
+    """Return t_k and the factors of the steps, float64 [K], by the inner products of g_0, g_1, ...,
+    g_K.
+    """
     lengths_L = np.sqrt(np.diagonal(inner_LL))
     both_K = lengths_L[0] * lengths_L[1:]
     trust_K = np.maximum(0.0, inner_LL[0, 1:]) / np.where(both_K > 0, both_K, 1.0)
@@ -115,5 +131,7 @@ def trusted(inner_LL: Doubles) -> tuple[Doubles, Doubles]:
     return trust_K, trust_K * shorter_K / trust_K.sum()
 
 
-def _joined(facts: Mapping[str, object], refined: Mapping[str, Any], weights: Mapping[str, float]) -> dict[str, object]:
+def _joined(
+    facts: Mapping[str, object], refined: Mapping[str, Any], weights: Mapping[str, float]
+) -> dict[str, object]:
     return {**facts, **refined, "weights": dict(weights)}

@@ -1,16 +1,18 @@
 """GAMF (Liu et al., ICML 2022): the neurons of all layers and of all uploads are matched together.
 
-Neurons are nodes, weights are edges. With U_k a permutation of all neurons of upload k, and A_k the upload after it,
+Neurons are nodes, weights are edges. With U_k a permutation of all neurons of upload k, and A_k the
+upload after it,
 
     maximise the sum over pairs of <A_i, A_j>, over weights, biases and norms
 
-which is the paper's sum of vec(X_ij)^T K_ij vec(X_ij), X_ij = U_i^T U_j, with the product of two weights as the
-affinity of two edges; K is never built. With all permutations but those of one layer fixed, this is linear in U_k of
-that layer, with the matrix M_k = own neurons' products with the sum of the other uploads, by incoming and by outgoing
-weights. In each pass a layer's U_k becomes Sinkhorn(M_k / t), and the temperature t falls; the last passes take the
-Hungarian algorithm. The first U_k are uniform. The model that the children received takes part as one more upload,
-which stays as it is: without it no layer would have a direction. All uploads of a layer are updated at once, so neither
-the order of children nor that of arrivals matters.
+which is the paper's sum of vec(X_ij)^T K_ij vec(X_ij), X_ij = U_i^T U_j, with the product of two
+weights as the affinity of two edges; K is never built. With all permutations but those of one layer
+fixed, this is linear in U_k of that layer, with the matrix M_k = own neurons' products with the sum
+of the other uploads, by incoming and by outgoing weights. In each pass a layer's U_k becomes
+Sinkhorn(M_k / t), and the temperature t falls; the last passes take the Hungarian algorithm. The
+first U_k are uniform. The model that the children received takes part as one more upload, which
+stays as it is: without it no layer would have a direction. All uploads of a layer are updated at
+once, so neither the order of children nor that of arrivals matters.
 """
 
 from __future__ import annotations
@@ -24,23 +26,32 @@ from pydantic import Field, PositiveFloat
 
 from fedstrata import ModelLayout, Rule, RuleContext
 from fedstrata.common.methods.baselines.fedma import MatchedRule, MatchedSettings, assigned
-from fedstrata.common.methods.baselines.permutations import NeuronGroup, NeuronPlace, folded, permute
+from fedstrata.common.methods.baselines.permutations import (
+    NeuronGroup,
+    NeuronPlace,
+    folded,
+    permute,
+)
 
 Doubles: TypeAlias = "npt.NDArray[np.float64]"
 Row: TypeAlias = "npt.NDArray[np.uint8]"
 
-SINKHORN_STEPS: Final = 50  # at most, until the logarithms of the rows' sums are below the tolerance
+# at most, until the logarithms of the rows' sums are below the tolerance
+SINKHORN_STEPS: Final = 50
 SINKHORN_TOLERANCE: Final = 1e-3
 ROUNDED_PASSES: Final = 3  # at most, with the Hungarian algorithm
 
 
 class GAMF(MatchedSettings):
-    """One model: the mean of the uploads, whose neurons were matched before, in all layers and uploads together."""
+    """One model: the mean of the uploads, whose neurons were matched before, in all layers and
+    uploads together.
+    """
 
     step_models = 1.8  # for each upload
 
     name: Literal["gamf"] = "gamf"  # the rule
-    temperature: PositiveFloat = 1.0  # of the first Sinkhorn pass, relative to the products' standard deviation
+    # of the first Sinkhorn pass, relative to the products' standard deviation
+    temperature: PositiveFloat = 1.0
     cooling: Annotated[float, Field(gt=0, lt=1)] = 0.8  # factor from pass to pass
     last_temperature: PositiveFloat = 0.05  # of the last one, before the Hungarian algorithm
 
@@ -74,11 +85,20 @@ def temperatures(settings: GAMF) -> list[float]:
 
 
 class JointMatching:
-    """The K uploads of one round with soft permutations, float64 [n, n] for a group of n neurons."""
+    """The K uploads of one round with soft permutations, float64 [n, n] for a group of n
+    neurons.
+    """
 
-    def __init__(self, layout: ModelLayout, groups: Sequence[NeuronGroup], received: Row, rows: Sequence[Row]) -> None:
-        self._layout, self._groups, self._rows = layout, groups, rows
-        self._soft_K = [{group: np.full((group.size, group.size), 1 / group.size) for group in groups} for _ in rows]
+    def __init__(
+        self, layout: ModelLayout, groups: Sequence[NeuronGroup], received: Row, rows: Sequence[Row]
+    ) -> None:
+        self._layout = layout
+        self._groups = groups
+        self._rows = rows
+        self._soft_K = [
+            {group: np.full((group.size, group.size), 1 / group.size) for group in groups}
+            for _ in rows
+        ]
         places = [(group, place) for group in groups for place in group.places]
         self._moved_by: dict[str, list[tuple[NeuronGroup, NeuronPlace]]] = {}
         for group, place in places:
@@ -88,7 +108,9 @@ class JointMatching:
         self._own_K = [layout.views(row) for row in rows]
 
     def take(self, temperature: float) -> bool:
-        """Update all groups in turn, by permutations if the temperature is 0; return whether one has changed."""
+        """Update all groups in turn, by permutations if the temperature is 0; return whether one
+        has changed.
+        """
         changed = [self._update(group, temperature) for group in self._groups]
         return any(changed)
 
@@ -99,7 +121,9 @@ class JointMatching:
             orders = {group: soft[group].argmax(axis=1) for group in self._groups}
             for group, order in orders.items():
                 permute(self._layout, row, group, order)
-            moved.append(sum(int((order != np.arange(group.size)).sum()) for group, order in orders.items()))
+            moved.append(
+                sum(int((order != np.arange(group.size)).sum()) for group, order in orders.items())
+            )
         return moved
 
     def _update(self, group: NeuronGroup, temperature: float) -> bool:
@@ -107,20 +131,26 @@ class JointMatching:
         for name, moves in self._moved_by.items():
             for place in [place for mover, place in moves if mover is group]:
                 neurons_K = [
-                    _neurons(self._aligned(k, name, without=place), place, group.size) for k in range(len(self._rows))
+                    _neurons(self._aligned(k, name, without=place), place, group.size)
+                    for k in range(len(self._rows))
                 ]
-                moved_K = [soft[group] @ each for soft, each in zip(self._soft_K, neurons_K, strict=True)]
+                moved_K = [
+                    soft[group] @ each for soft, each in zip(self._soft_K, neurons_K, strict=True)
+                ]
                 total = _neurons(self._received[name], place, group.size) + sum(moved_K)
                 for k, neurons in enumerate(neurons_K):
                     products_KNN[k] += (total - moved_K[k]) @ neurons.T
         changed = False
         for soft, products in zip(self._soft_K, products_KNN, strict=True):
-            before, soft[group] = soft[group], _solved(products, temperature)
+            before = soft[group]
+            soft[group] = _solved(products, temperature)
             changed |= not np.array_equal(before, soft[group])
         return changed
 
     def _aligned(self, k: int, name: str, *, without: NeuronPlace) -> Doubles:
-        """Return a tensor of an upload after its soft permutations, but for one of its dimensions."""
+        """Return a tensor of an upload after its soft permutations, but for one of its
+        dimensions.
+        """
         values = self._own_K[k][name].astype(np.float64)
         for group, place in self._moved_by[name]:
             if place is not without:
@@ -137,11 +167,16 @@ def _neurons(values: npt.NDArray[Any], place: NeuronPlace, size: int) -> Doubles
 
 
 def _solved(products: Doubles, temperature: float) -> Doubles:
-    """Return the doubly stochastic matrix of a temperature, relative to the products' deviation; 0: a permutation."""
+    """Return the doubly stochastic matrix of a temperature, relative to the products' deviation; 0:
+    a permutation.
+    """
     if not temperature:
         return np.eye(len(products))[assigned(products)]
     deviation = float(products.std())
-    logs = (products - products.mean()) / (temperature * deviation) if deviation else np.zeros_like(products)
+    if deviation:
+        logs = (products - products.mean()) / (temperature * deviation)
+    else:
+        logs = np.zeros_like(products)
     for _ in range(SINKHORN_STEPS):
         rows = _log_sums(logs, axis=1)
         logs -= rows

@@ -1,10 +1,12 @@
-"""FedGen's generator (Zhu et al. 2021, eq. 4): features for which the children's heads predict a given label.
+"""FedGen's generator (Zhu et al. 2021, eq. 4): features for which the children's heads predict a
+given label.
 
     minimise  mean of sum_k a_k(y) CE(head_k(G(y, e)), y) + exp(-mean of d(e_i, e_j) d(G_i, G_j))
 
-over minibatches of labels y and uniform noise e; a_k(y): child k's share of the samples with label y; labels that no
-child has are not drawn. The second term keeps the features apart: d(e_i, e_j) is the mean squared difference of noise,
-d(G_i, G_j) the mean absolute difference of features (zhuangdizhu/FedGen). Adam with L2 decay, anew in each round.
+over minibatches of labels y and uniform noise e; a_k(y): child k's share of the samples with label
+y; labels that no child has are not drawn. The second term keeps the features apart: d(e_i, e_j) is
+the mean squared difference of noise, d(G_i, G_j) the mean absolute difference of features
+(zhuangdizhu/FedGen). Adam with L2 decay, anew in each round.
 """
 
 from __future__ import annotations
@@ -25,10 +27,14 @@ BATCH_NORM_MOMENTUM: Final = 0.1  # torch's
 
 
 def learn_generator(node: NodeDraws, settings: FedGen, models: RoundModels) -> Mapping[str, Any]:
-    """Write the generator after some steps; return their number and the heads' loss in the first and the last one."""
+    """Write the generator after some steps; return their number and the heads' loss in the first
+    and the last one.
+    """
     layout = models.layout
     children = [_copied(layout.views(row)) for row in models.uploads]
-    heads_KCF, biases_KC = (torch.stack([each[name] for each in children]) for name in ("head", "head_bias"))
+    heads_KCF, biases_KC = (
+        torch.stack([each[name] for each in children]) for name in ("head", "head_bias")
+    )
     counts_KC = torch.stack([each[LABEL_COUNTS] for each in children])
     shares_KC = counts_KC / counts_KC.sum(0).clamp(min=1e-12)
     present = np.flatnonzero(counts_KC.sum(0).numpy() > 0)
@@ -42,7 +48,9 @@ def learn_generator(node: NodeDraws, settings: FedGen, models: RoundModels) -> M
         noise = torch.from_numpy(draw.random((settings.batch_size, settings.noise), np.float32))
         features = generate(tensors, noise, labels, classes=heads_KCF.shape[1])
         logits = features @ heads_KCF.mT + biases_KC[:, None]
-        each = functional.cross_entropy(logits.flatten(0, 1), labels.repeat(len(children)), reduction="none")
+        each = functional.cross_entropy(
+            logits.flatten(0, 1), labels.repeat(len(children)), reduction="none"
+        )
         taught = (each.view(len(children), -1) * shares_KC[:, labels]).sum(0).mean()
         (taught + diversity(noise, features)).backward()  # type: ignore[no-untyped-call]
         step_at(settings.learning_rate)
@@ -55,8 +63,12 @@ def learn_generator(node: NodeDraws, settings: FedGen, models: RoundModels) -> M
     return {"steps": len(losses), **first_and_last}
 
 
-def generate(tensors: Mapping[str, Tensor], noise: Tensor, labels: Tensor, *, classes: int) -> Tensor:
-    """Return features [B, F] from noise [B, Z] and labels [B]; batch norm takes the batch's statistics."""
+def generate(
+    tensors: Mapping[str, Tensor], noise: Tensor, labels: Tensor, *, classes: int
+) -> Tensor:
+    """Return features [B, F] from noise [B, Z] and labels [B]; batch norm takes the batch's
+    statistics.
+    """
     inputs = torch.cat([noise, functional.one_hot(labels, classes).to(noise.dtype)], 1)
     hidden = functional.batch_norm(
         functional.linear(inputs, tensors["weight"], tensors["bias"]),
@@ -67,8 +79,13 @@ def generate(tensors: Mapping[str, Tensor], noise: Tensor, labels: Tensor, *, cl
 
 
 def diversity(noise: Tensor, features: Tensor) -> Tensor:
-    """Return exp(-mean of the products of the distances of noise and of features) over all pairs, []."""
-    squares = torch.cdist(noise, noise, compute_mode="donot_use_mm_for_euclid_dist").square() / noise.shape[1]
+    """Return exp(-mean of the products of the distances of noise and of features) over all pairs,
+    [].
+    """
+    squares = (
+        torch.cdist(noise, noise, compute_mode="donot_use_mm_for_euclid_dist").square()
+        / noise.shape[1]
+    )
     absolute = torch.cdist(features, features, p=1) / features.shape[1]
     return torch.exp(-(squares * absolute).mean())
 

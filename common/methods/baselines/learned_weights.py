@@ -1,10 +1,14 @@
-"""FedLAW (Li et al. 2023): gamma and lambda of w = gamma sum of lambda_k v_k, learned on samples with labels.
+"""FedLAW (Li et al. 2023): gamma and lambda of w = gamma sum of lambda_k v_k, learned on samples
+with labels.
 
-    gamma = e^s, lambda = softmax(x)        start: s = 0, x_k = ln p_k, which is the mean of the uploads
-    minimise the cross-entropy by Adam with betas 0.5 and 0.999, its rate halved every 20 epochs (ZexiLee/FedLAW)
+    gamma = e^s, lambda = softmax(x)        start: s = 0, x_k = ln p_k, which is the mean of the
+    uploads
+    minimise the cross-entropy by Adam with betas 0.5 and 0.999, its rate halved every 20 epochs
+    (ZexiLee/FedLAW)
 
-By the chain rule, with g the gradient at w: dL/ds = g . w, and dL/dx_k = lambda_k (gamma g . v_k - dL/ds). Buffers are
-mixed by lambda. They are not in g, because batch norm runs on its running statistics.
+By the chain rule, with g the gradient at w: dL/ds = g . w, and dL/dx_k = lambda_k (gamma g . v_k -
+dL/ds). Buffers are mixed by lambda. They are not in g, because batch norm runs on its running
+statistics.
 """
 
 from __future__ import annotations
@@ -24,20 +28,28 @@ from fedstrata.common.methods.baselines.refined import FedLAW
 
 Doubles: TypeAlias = "npt.NDArray[np.float64]"
 
-BETA_1, BETA_2, EPSILON = 0.5, 0.999, 1e-8
+BETA_1 = 0.5
+BETA_2 = 0.999
+EPSILON = 1e-8
 HALVED_EPOCHS: Final = 20
 BLOCK: Final = 65_536  # columns of an inner product at once
 
 
 def learn_weights(node: NodeSamples, settings: FedLAW, models: RoundModels) -> Mapping[str, Any]:
-    """Return gamma, the lambdas in the order of the uploads, and the loss before and after; the mean stays."""
+    """Return gamma, the lambdas in the order of the uploads, and the loss before and after; the
+    mean stays.
+    """
     mixer = _Mixer(node, models)
     node.load(models.mean)
     before = node.loss()
     with np.errstate(divide="ignore"):  # a child without samples stays at weight 0
         logarithms = np.append(np.log(models.weights_K), 0.0)  # x, then s
-    first, second, steps = np.zeros_like(logarithms), np.zeros_like(logarithms), 0
-    for epoch, batches in enumerate(islice(node.passes(settings.batch_size, r=models.r), settings.epochs)):
+    first = np.zeros_like(logarithms)
+    second = np.zeros_like(logarithms)
+    steps = 0
+    for epoch, batches in enumerate(
+        islice(node.passes(settings.batch_size, r=models.r), settings.epochs)
+    ):
         rate = settings.learning_rate * 0.5 ** (epoch // HALVED_EPOCHS)
         for places in batches:
             gradient = mixer.gradient(logarithms, places)
@@ -49,7 +61,13 @@ def learn_weights(node: NodeSamples, settings: FedLAW, models: RoundModels) -> M
     gamma, lambdas_K = split(logarithms)
     mixer.mix(gamma, lambdas_K)
     after = node.loss()
-    return {"gamma": gamma, "lambdas": lambdas_K.tolist(), "steps": steps, "loss_before": before, "loss_after": after}
+    return {
+        "gamma": gamma,
+        "lambdas": lambdas_K.tolist(),
+        "steps": steps,
+        "loss_before": before,
+        "loss_after": after,
+    }
 
 
 def split(logarithms: Doubles) -> tuple[float, Doubles]:
@@ -81,8 +99,11 @@ class _Mixer:
         """Return the gradient of a batch's loss with respect to x and s, float64 [K + 1]."""
         gamma, lambdas_K = split(logarithms)
         self.mix(gamma, lambdas_K)
-        node, columns = self._node, self._node.layout.parameters
-        functional.cross_entropy(node.logits(places), node.labels.index_select(0, places)).backward()  # type: ignore[no-untyped-call]
+        node = self._node
+        columns = self._node.layout.parameters
+        functional.cross_entropy(
+            node.logits(places), node.labels.index_select(0, places)
+        ).backward()  # type: ignore[no-untyped-call]
         flat = torch.zeros(columns)
         places_of = {entry.name: slice(entry.start, entry.stop) for entry in node.layout.entries}
         for name, weight in node.module.named_parameters():
@@ -94,7 +115,9 @@ class _Mixer:
         return np.append(lambdas_K * (inner_K - by_s), by_s)
 
     def _product(self, flat: Tensor, row: Tensor) -> float:
-        """Return the inner product with a row, whose place in memory must not matter: BLAS depends on alignment."""
+        """Return the inner product with a row, whose place in memory must not matter: BLAS depends
+        on alignment.
+        """
         total = 0.0
         for start in range(0, len(flat), BLOCK):
             part = flat[start : start + BLOCK]

@@ -1,12 +1,13 @@
 """Which dimensions of a model's tensors a permutation of a layer's neurons moves together.
 
-A group is a layer's neurons (channels, hidden units): its own weights, bias and norm by their first dimension, and the
-next layer's weights by their second one. If all places of a group are permuted alike, the model computes the same.
+A group is a layer's neurons (channels, hidden units): its own weights, bias and norm by their first
+dimension, and the next layer's weights by their second one. If all places of a group are permuted
+alike, the model computes the same.
 
-The groups follow from names and shapes alone, for fedstrata's models: layers in the order of the state, each reading
-the one before; residual blocks `stageN.M` and `layerN.M` with an optional `shortcut`; LSTMs. A sum of channels belongs
-to one group. Where a shortcut pads with zeros (He's option A), its channels stay where they are, as do all neurons that
-a layer of another form reads.
+The groups follow from names and shapes alone, for fedstrata's models: layers in the order of the
+state, each reading the one before; residual blocks `stageN.M` and `layerN.M` with an optional
+`shortcut`; LSTMs. A sum of channels belongs to one group. Where a shortcut pads with zeros (He's
+option A), its channels stay where they are, as do all neurons that a layer of another form reads.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ GATES: Final = 4  # of an LSTM
 class NeuronPlace:
     """The first or second dimension of a tensor, which has `outer` times the group's neurons.
 
-    `reads`: the group that the tensor's second dimension belongs to; None = none, or this place is that dimension.
+    `reads`: the group that the tensor's second dimension belongs to; None = none, or this place is
+    that dimension.
     """
 
     entry: Entry
@@ -56,7 +58,9 @@ class NeuronGroup:
 
 
 def groups_of(layout: ModelLayout) -> list[NeuronGroup]:
-    """Return a model's groups, in the order of its layers; without those of the inputs, the classes and the padded."""
+    """Return a model's groups, in the order of its layers; without those of the inputs, the classes
+    and the padded.
+    """
     reader = _Reader()
     entries = [entry for entry in layout.in_state_order if entry.section in ("parameter", "buffer")]
     for block, parts in groupby(entries, key=_block_of):
@@ -78,7 +82,8 @@ def permute(layout: ModelLayout, row: Row, group: NeuronGroup, order: Indices) -
 
 
 def folded(values: npt.NDArray[Any], place: NeuronPlace, size: int) -> npt.NDArray[Any]:
-    """Return a tensor's values as [before, outer, size, rest], a view whose third dimension are the neurons.
+    """Return a tensor's values as [before, outer, size, rest], a view whose third dimension are the
+    neurons.
 
     A layer that reads flattened channels has several values for each.
     """
@@ -88,11 +93,15 @@ def folded(values: npt.NDArray[Any], place: NeuronPlace, size: int) -> npt.NDArr
 
 def _block_of(entry: Entry) -> str:
     found = BLOCK.match(entry.name)
-    return found[1] if found else ""
+    if found:
+        return found[1]
+    return ""
 
 
 class _Reader:
-    """The groups of the layers read so far; `_now` is that of the last layer's outputs, None = inputs, or fixed."""
+    """The groups of the layers read so far; `_now` is that of the last layer's outputs, None =
+    inputs, or fixed.
+    """
 
     def __init__(self) -> None:
         self._groups: list[NeuronGroup] = []
@@ -111,7 +120,8 @@ class _Reader:
             self._add(self._now, module)
         else:
             self._fit(shapes["weight"][1])
-            inputs, self._now = self._now, self._new(shapes["weight"][0])
+            inputs = self._now
+            self._now = self._new(shapes["weight"][0])
             self._read_weights(module, inputs, self._now)
 
     def read_block(self, modules: Sequence[Sequence[Entry]]) -> None:
@@ -147,7 +157,9 @@ class _Reader:
         return self._groups[-1]
 
     def _fit(self, numbers: int) -> None:
-        """Leave the last layer's neurons where they are if the next one does not read as many of each."""
+        """Leave the last layer's neurons where they are if the next one does not read as many of
+        each.
+        """
         if self._now is not None and numbers % self._now.size:
             self._drop(self._now)
             self._now = None
@@ -155,7 +167,9 @@ class _Reader:
     def _drop(self, *groups: NeuronGroup | None) -> None:
         self._groups = [group for group in self._groups if group not in groups]
 
-    def _read_weights(self, module: Iterable[Entry], inputs: NeuronGroup | None, outputs: NeuronGroup | None) -> None:
+    def _read_weights(
+        self, module: Iterable[Entry], inputs: NeuronGroup | None, outputs: NeuronGroup | None
+    ) -> None:
         for entry in module:
             reads = None
             if len(entry.shape) > 1 and inputs is not None:
@@ -170,10 +184,15 @@ class _Reader:
 
     def _read_lstm(self, module: Sequence[Entry]) -> None:
         for _, layer in groupby(module, key=lambda entry: entry.name.rpartition("_l")[2]):
-            inputs, entries = self._now, list(layer)
+            inputs = self._now
+            entries = list(layer)
             self._now = hidden = self._new(entries[0].shape[0] // GATES)
             for entry in entries:
                 reads = hidden if "_hh_" in entry.name else inputs
                 if len(entry.shape) > 1 and reads is not None:
                     reads.places.append(NeuronPlace(entry, 1))
-                hidden.places.append(NeuronPlace(entry, 0, outer=GATES, reads=reads if len(entry.shape) > 1 else None))
+                hidden.places.append(
+                    NeuronPlace(
+                        entry, 0, outer=GATES, reads=reads if len(entry.shape) > 1 else None
+                    )
+                )

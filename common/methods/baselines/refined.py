@@ -1,11 +1,13 @@
 """FedDF, FedBE and FedLAW: the mean of the uploads, refined with samples at the node.
 
-    FedDF  (Lin et al. 2020)       a student that begins as the mean learns what the ensemble of the uploads predicts
-    FedBE  (Chen & Chao 2021)      as well, with more teachers: models sampled around the uploads
+    FedDF  (Lin et al. 2020)       a student that begins as the mean learns what the ensemble of the
+    uploads predicts FedBE  (Chen & Chao 2021)      as well, with more teachers: models sampled
+    around the uploads
     FedLAW (Li et al. 2023)        w = gamma sum of lambda_k v_k, gamma and lambda learned
 
 The computation is in `common/learning/` (`distillation.py`, `learned_weights.py`). Buffers and
-counters are those of the mean; FedLAW's are mixed by lambda, without gamma: a variance must not be scaled.
+counters are those of the mean; FedLAW's are mixed by lambda, without gamma: a variance must not be
+scaled.
 """
 
 from __future__ import annotations
@@ -17,7 +19,16 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field, NonNegativeInt, PositiveFloat
 
-from fedstrata import Aggregated, CombiningSettings, MeanRule, RoundModels, Rule, RuleContext, SingleModelRule, Uploads
+from fedstrata import (
+    Aggregated,
+    CombiningSettings,
+    MeanRule,
+    RoundModels,
+    Rule,
+    RuleContext,
+    SingleModelRule,
+    Uploads,
+)
 
 Weights = Literal["data", "uniform"]
 Count = Annotated[int, Field(ge=1)]
@@ -29,7 +40,8 @@ class FedDF(CombiningSettings):
     step_models = 1.0
 
     name: Literal["feddf"] = "feddf"  # the rule
-    weights: Weights = "data"  # of the mean from which the student starts: shares of the samples, or 1/K
+    # of the mean from which the student starts: shares of the samples, or 1/K
+    weights: Weights = "data"
     steps: NonNegativeInt = 500  # of Adam at most; 0 is FedAvg
     patience: Count = 100  # steps without a smaller divergence, after which it stops
     batch_size: Count = 128  # samples in each step
@@ -39,25 +51,32 @@ class FedDF(CombiningSettings):
     @property
     def refiner(self) -> str | None:
         """Its computation, unless there is no step."""
-        return "fedstrata.common.methods.baselines.distillation:distil" if self.steps else None
+        if self.steps:
+            return "fedstrata.common.methods.baselines.distillation:distil"
+        return None
 
     def build(self, context: RuleContext) -> Rule:
         return DistilledRule(self, context)
 
 
 class FedBE(CombiningSettings):
-    """One model: the mean of the uploads, distilled from a Bayesian ensemble of models around them."""
+    """One model: the mean of the uploads, distilled from a Bayesian ensemble of models around
+    them.
+    """
 
     step_models = 1.0
 
     name: Literal["fedbe"] = "fedbe"  # the rule
-    weights: Weights = "data"  # of the mean from which the student starts: shares of the samples, or 1/K
-    # How models are sampled: from a Gaussian around the mean step, or as Dirichlet mixtures of the uploads.
+    # of the mean from which the student starts: shares of the samples, or 1/K
+    weights: Weights = "data"
+    # How models are sampled: from a Gaussian around the mean step, or as Dirichlet mixtures of the
+    # uploads.
     teachers: Literal["gaussian", "dirichlet"] = "gaussian"
     samples: NonNegativeInt = 10  # models sampled, beside the mean and the uploads
     spread: PositiveFloat = 0.1  # of `gaussian`: factor of the standard deviation
     concentration: PositiveFloat = 1.0  # of `dirichlet`
-    temperature: PositiveFloat = 0.5  # to which the ensemble's mean probabilities are sharpened; 1 leaves them
+    # to which the ensemble's mean probabilities are sharpened; 1 leaves them
+    temperature: PositiveFloat = 0.5
     epochs: NonNegativeInt = 20  # over the node's samples; 0 is FedAvg
     batch_size: Count = 128  # samples in each step
     learning_rate: PositiveFloat = 0.001  # of SGD
@@ -66,14 +85,18 @@ class FedBE(CombiningSettings):
     @property
     def refiner(self) -> str | None:
         """Its computation, unless there is no epoch."""
-        return "fedstrata.common.methods.baselines.distillation:distil_ensemble" if self.epochs else None
+        if self.epochs:
+            return "fedstrata.common.methods.baselines.distillation:distil_ensemble"
+        return None
 
     def build(self, context: RuleContext) -> Rule:
         return DistilledRule(self, context)
 
 
 class FedLAW(CombiningSettings):
-    """One model: gamma times a mean of the uploads, both learned on the node's samples and labels."""
+    """One model: gamma times a mean of the uploads, both learned on the node's samples and
+    labels.
+    """
 
     step_models = 1.0
 
@@ -86,7 +109,9 @@ class FedLAW(CombiningSettings):
     @property
     def refiner(self) -> str | None:
         """Its computation, unless there is no epoch."""
-        return "fedstrata.common.methods.baselines.learned_weights:learn_weights" if self.epochs else None
+        if self.epochs:
+            return "fedstrata.common.methods.baselines.learned_weights:learn_weights"
+        return None
 
     def build(self, context: RuleContext) -> Rule:
         return LearnedWeightsRule(self, context)
@@ -107,7 +132,9 @@ class DistilledRule(SingleModelRule):
             return outcome
         weights_K = uploads.statistics.weights_K(self._weights)
         rows = [uploads.rows_K[k] for k in uploads.answered]
-        facts = self._refiner.refine(RoundModels(r, self.context.layout, self.mean, received, rows, weights_K))
+        facts = self._refiner.refine(
+            RoundModels(r, self.context.layout, self.mean, received, rows, weights_K)
+        )
         outcome = self._after(outcome, uploads, facts)
         return replace(outcome, distances=self.distances(uploads) if self.context.measures else {})
 

@@ -16,10 +16,13 @@ from fedstrata.common.methods.baselines.fltrust import FLTrust
 def train(node: NodeSamples, settings: FLTrust, models: RoundModels) -> Mapping[str, Any]:
     """Write the trained model over the mean; return the steps, and the loss before and after."""
     node.load(models.received)
-    before, steps = node.loss(), 0
+    before = node.loss()
+    steps = 0
     for batches in islice(node.passes(settings.batch_size, r=models.r), settings.epochs):
         for places in batches:
-            loss = functional.cross_entropy(node.logits(places), node.labels.index_select(0, places))
+            loss = functional.cross_entropy(
+                node.logits(places), node.labels.index_select(0, places)
+            )
             loss.backward()  # type: ignore[no-untyped-call]
             with torch.no_grad():
                 for weight in node.weights:

@@ -1,10 +1,11 @@
-"""FedDyn at a device (Acar et al. 2021, Algorithm 1): a linear and a quadratic term beside the loss.
+"""FedDyn at a device (Acar et al. 2021, Algorithm 1): a linear and a quadratic term beside the
+loss.
 
     total = loss - <h_k, w> + (alpha / 2) ||w - z||^2           z: the received parameters
     h_k  = h_k - alpha (w_k - z)                                        after training
 
-h_k is kept. Its w_k is the upload as the node decodes it, so that h is the mean of the h_k. Both terms' gradients are
-added to that of the loss, as FedProx does it.
+h_k is kept. Its w_k is the upload as the node decodes it, so that h is the mean of the h_k. Both
+terms' gradients are added to that of the loss, as FedProx does it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""FedGen at a device (Zhu et al. 2021, Algorithm 1): cross-entropy, and two terms of generated features.
+"""FedGen at a device (Zhu et al. 2021, Algorithm 1): cross-entropy, and two terms of generated
+features.
 
-    loss = CE(x, y) + alpha CE(head(G(y', e')), y') + beta KL(softmax(head(G(y, e))) || softmax(model(x)))
+    loss = CE(x, y) + alpha CE(head(G(y', e')), y') + beta KL(softmax(head(G(y, e))) ||
+    softmax(model(x)))
 
-G is the parent's generator (`common/methods/baselines/fedgen.py`), y' are random labels, e and e' uniform noise, new
-ones for each sample in each step. The target of the divergence is constant. Before the parent has a generator it is
-zeros, and both terms count as zero.
+G is the parent's generator (`common/methods/baselines/fedgen.py`), y' are random labels, e and e'
+uniform noise, new ones for each sample in each step. The target of the divergence is constant.
+Before the parent has a generator it is zeros, and both terms count as zero.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from fedstrata.device.training.objectives.objective import LocalUpdate, Minibatc
 
 
 class GeneratedObjective(Objective):
-    """Cross-entropy of samples and of generated features. The reported loss is the cross-entropy of samples."""
+    """Cross-entropy of samples and of generated features. The reported loss is the cross-entropy of
+    samples.
+    """
 
     uses_head = True
     receives = (HIDDEN, FEATURES)
@@ -42,7 +46,8 @@ class GeneratedObjective(Objective):
             return super().backward(batch)
         assert batch.uniform is not None
         logits = batch.forward()
-        classes, noise = logits.shape[-1], batch.uniform.shape[-1] // 2
+        classes = logits.shape[-1]
+        noise = batch.uniform.shape[-1] // 2
         with torch.no_grad():
             labels = (batch.uniform[..., -1] * classes).long().clamp_(max=classes - 1)
             features = _generated(batch, batch.uniform[..., :noise], labels, classes)
@@ -50,9 +55,13 @@ class GeneratedObjective(Objective):
             target = functional.softmax(batch.classify(of_own), -1)
         generated = functional.log_softmax(batch.classify(features), -1)
         first = -generated.gather(-1, labels[..., None])[..., 0]
-        second = functional.kl_div(functional.log_softmax(logits, -1), target, reduction="none").sum(-1)
+        second = functional.kl_div(
+            functional.log_softmax(logits, -1), target, reduction="none"
+        ).sum(-1)
         losses = self.losses(batch, logits)
-        total = losses + _present(batch, losses.dim()) * batch.mean(self._alpha * first + self._beta * second)
+        total = losses + _present(batch, losses.dim()) * batch.mean(
+            self._alpha * first + self._beta * second
+        )
         torch.autograd.backward(total.sum() if total.dim() else total)
         return losses.detach()
 
@@ -63,9 +72,11 @@ class GeneratedObjective(Objective):
 
 def _generated(batch: Minibatch, noise: Tensor, labels: Tensor, classes: int) -> Tensor:
     """Return the generator's features [W, F], or [A, W, F], for noise and labels."""
-    (hidden,), (output,) = batch.vectors[HIDDEN], batch.vectors[FEATURES]
+    (hidden,) = batch.vectors[HIDDEN]
+    (output,) = batch.vectors[FEATURES]
     one = torch.ones_like(noise[..., :1])
-    hot = labels[..., None] == torch.arange(classes, device=labels.device)  # one_hot looks at the labels' values
+    # one_hot looks at the labels' values
+    hot = labels[..., None] == torch.arange(classes, device=labels.device)
     inputs = torch.cat([noise, hot.to(noise.dtype), one], -1)
     return torch.cat([functional.relu(inputs @ hidden.mT), one], -1) @ output.mT
 

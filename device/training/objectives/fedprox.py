@@ -1,7 +1,9 @@
-"""FedProx: the loss and (mu / 2) ||w - w_received||^2 over the parameters (Li et al. 2020, Algorithm 2).
+"""FedProx: the loss and (mu / 2) ||w - w_received||^2 over the parameters (Li et al. 2020,
+Algorithm 2).
 
-The term's gradient mu (w - w_received) is added to that of the loss, as in the authors' optimiser. It is the
-gradient that autograd gives for the term, without a graph over all parameters in each step.
+The term's gradient mu (w - w_received) is added to that of the loss, as in the authors' optimiser.
+It is the gradient that autograd gives for the term, without a graph over all parameters in each
+step.
 """
 
 from __future__ import annotations
@@ -26,5 +28,6 @@ class ProximalObjective(Objective):
         losses = super().backward(batch)
         with torch.no_grad():
             moves = torch._foreach_sub(list(batch.weights), list(batch.received))
-        add_to_gradients(batch.weights, (self._mu, moves))  # a weight without gradient has not moved
+        # a weight without gradient has not moved
+        add_to_gradients(batch.weights, (self._mu, moves))
         return losses

@@ -1,4 +1,5 @@
-"""FedSAM: the gradient at w + rho g / ||g||, g being the gradient at w (Qu et al. 2022, Algorithm 1).
+"""FedSAM: the gradient at w + rho g / ||g||, g being the gradient at w (Qu et al. 2022, Algorithm
+1).
 
 The norm is over all parameters. Both gradients are of the same batch.
 """

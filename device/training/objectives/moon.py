@@ -1,12 +1,14 @@
-"""MOON (Li et al. 2021, Algorithm 1): the loss, and a term that draws features to those of the received model.
+"""MOON (Li et al. 2021, Algorithm 1): the loss, and a term that draws features to those of the
+received model.
 
     term = -ln( e^(cos(z, z_g)/T) / (e^(cos(z, z_g)/T) + e^(cos(z, z_p)/T)) )
          = softplus((cos(z, z_p) - cos(z, z_g)) / T)
 
-z, z_g, z_p: a sample's features, the inputs of the last linear layer, with the present, the received and the device's
-previous parameters. The latter are kept, exact whatever the codec: no other node has them. Before its first result they
-are zeros, and the received ones count: then the term is the constant ln 2. All three passes run in train mode with the
-statistics of the batch; only that with the present parameters updates buffers.
+z, z_g, z_p: a sample's features, the inputs of the last linear layer, with the present, the
+received and the device's previous parameters. The latter are kept, exact whatever the codec: no
+other node has them. Before its first result they are zeros, and the received ones count: then the
+term is the constant ln 2. All three passes run in train mode with the statistics of the batch; only
+that with the present parameters updates buffers.
 """
 
 from __future__ import annotations
@@ -58,7 +60,10 @@ class ContrastiveObjective(Objective):
 
 
 def _absent(batch: Minibatch, dimensions: int) -> Tensor:
-    """Return whether there are no previous parameters, bool [1, ...] or [A, 1, ...] of so many dimensions."""
-    vector, vmapped = batch.vectors[PREVIOUS], dimensions > 2
+    """Return whether there are no previous parameters, bool [1, ...] or [A, 1, ...] of so many
+    dimensions.
+    """
+    vector = batch.vectors[PREVIOUS]
+    vmapped = dimensions > 2
     length = norms(vector if vmapped else [part[None] for part in vector])
     return (length == 0).view(-1, *[1] * (dimensions - 1))

@@ -1,7 +1,8 @@
 """The interface of an objective, and the loss alone, on which the others build.
 
-Everything here is of one model, or of A models at once (vmapped): then the tensors of the weights are [A, ...], logits
-[A, W, classes], labels [A, W] or [A, W, T], and losses [A], and each model's loss and gradients are its own.
+Everything here is of one model, or of A models at once (vmapped): then the tensors of the weights
+are [A, ...], logits [A, W, classes], labels [A, W] or [A, W, T], and losses [A], and each model's
+loss and gradients are its own.
 """
 
 from __future__ import annotations
@@ -23,21 +24,24 @@ def _no_features(at: Sequence[Tensor] | None) -> tuple[Tensor, Tensor]:
     raise RuntimeError("an objective that reads features has `uses_features = True`")
 
 
-@dataclass(slots=True, eq=False)  # not frozen: each step makes one, and a frozen one costs a microsecond more
+# not frozen: each step makes one, and a frozen one costs a microsecond more
+@dataclass(slots=True, eq=False)
 class Minibatch:
     """One step's batch and the parameters at which it is taken.
 
-    `forward()` returns the logits, float32 [W, classes], at the present `weights`, which are leaves. It may be called
-    several times; only the first call updates batch statistics. `labels` are int64 [W], or float32 [W, T] if the data's
-    targets are numbers. `sample_weights` [A, W], each
-    row of sum 1, are the samples' weights in the loss of A models; None = equal. `received` are the parameters that
-    training began with, in the order and with the shapes of `weights`; empty if the objective does not use them.
-    `vectors`: those that the parent sent with the model, and those that the device keeps, by name. One of the length of
-    the parameters is a list like `weights`, another one a list of itself.
-    `features(at)` is a pass as `forward` that returns the logits and the samples' features, float32 [W, F], the inputs
-    of the model's last linear layer; at other parameters, which are like `weights`, unless `at` is None.
-    `uniform` are random numbers from 0 to 1, float32 [W, draws]. `head`: the places of the last linear layer's weight
-    and bias in `weights`.
+    `forward()` returns the logits, float32 [W, classes], at the present `weights`, which are
+    leaves. It may be called several times; only the first call updates batch statistics. `labels`
+    are int64 [W], or float32 [W, T] if the data's targets are numbers. `sample_weights` [A, W],
+    each row of sum 1, are the samples' weights in the loss of A models; None = equal. `received`
+    are the parameters that training began with, in the order and with the shapes of `weights`;
+    empty if the objective does not use them. `vectors`: those that the parent sent with the model,
+    and those that the device keeps, by name. One of the length of the parameters is a list like
+    `weights`, another one a list of itself.
+    `features(at)` is a pass as `forward` that returns the logits and the samples' features, float32
+    [W, F], the inputs of the model's last linear layer; at other parameters, which are like
+    `weights`, unless `at` is None.
+    `uniform` are random numbers from 0 to 1, float32 [W, draws]. `head`: the places of the last
+    linear layer's weight and bias in `weights`.
     """
 
     forward: Callable[[], Tensor]
@@ -51,29 +55,37 @@ class Minibatch:
     head: Sequence[int] = ()
 
     def classify(self, features: Tensor) -> Tensor:
-        """Return the logits [W, classes] of features [W, F], of the model's last linear layer at the present weights.
+        """Return the logits [W, classes] of features [W, F], of the model's last linear layer at
+        the present weights.
 
         The objective has `uses_head = True`.
         """
         weight, *bias = (self.weights[place] for place in self.head)
         logits = features @ weight.mT
-        return logits + bias[0].unsqueeze(-2) if bias else logits
+        if bias:
+            return logits + bias[0].unsqueeze(-2)
+        return logits
 
     def mean(self, each: Tensor) -> Tensor:
-        """Return the mean [] of what each sample adds to the loss, [W], or the A models' means [A] of [A, W]."""
+        """Return the mean [] of what each sample adds to the loss, [W], or the A models' means [A]
+        of [A, W].
+        """
         if each.dim() == 1:
             return each.mean()
-        return each.mean(1) if self.sample_weights is None else (each * self.sample_weights).sum(1)
+        if self.sample_weights is None:
+            return each.mean(1)
+        return (each * self.sample_weights).sum(1)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalUpdate:
-    """What one device's training has done: the model's trainable columns before and after it, float32 [D] each.
+    """What one device's training has done: the model's trainable columns before and after it,
+    float32 [D] each.
 
-    `uploaded_D`: the trained ones as the parent decodes them. `vectors`: as in Minibatch, but whole. `steps` of SGD
-    were taken with this learning rate. `gradient_weight`: the sum of the weights of their gradients, without momentum
-    the number of steps; the mean gradient is (received - trained) / (gradient_weight learning_rate). NaN unless the
-    optimiser is SGD. `label_counts`:
+    `uploaded_D`: the trained ones as the parent decodes them. `vectors`: as in Minibatch, but
+    whole. `steps` of SGD were taken with this learning rate. `gradient_weight`: the sum of the
+    weights of their gradients, without momentum the number of steps; the mean gradient is (received
+    - trained) / (gradient_weight learning_rate). NaN unless the optimiser is SGD. `label_counts`:
     how many of the device's samples each label has, float32 [classes]; none if targets are numbers.
     """
 
@@ -90,19 +102,24 @@ class LocalUpdate:
 class Objective:
     """The mean loss of a batch. Another objective has other losses, or other gradients.
 
-    Your own inherits from it (docs/own-methods.md): its keywords are the experiment's keys of `training.objective`.
+    Your own inherits from it (docs/own-methods.md): its keywords are the experiment's keys of
+    `training.objective`.
     """
 
-    sample_loss: Loss = staticmethod(cross_entropy)  # `training.loss`, of outputs [N, K] and targets: [N]
+    # `training.loss`, of outputs [N, K] and targets: [N]
+    sample_loss: Loss = staticmethod(cross_entropy)
     uses_received = False  # whether a copy of the received parameters is kept during training
     uses_features = False  # whether it reads the features
     uses_head = False  # whether it calls `batch.classify`
-    keeps: Sequence[str] = ()  # vectors of the device's own, float32 [D] each, zeros at first, from task to task
+    # vectors of the device's own, float32 [D] each, zeros at first, from task to task
+    keeps: Sequence[str] = ()
     receives: Sequence[str] = ()  # vectors that the rule must send with the model
     returns: Sequence[str] = ()  # vectors that the rule expects with the trained model
 
     def draws(self, shapes: Mapping[str, Sequence[int]], classes: int) -> int:
-        """Return how many numbers of each sample `batch.uniform` has; `shapes`: of the vectors, by name."""
+        """Return how many numbers of each sample `batch.uniform` has; `shapes`: of the vectors, by
+        name.
+        """
         return 0
 
     def losses(self, batch: Minibatch, logits: Tensor) -> Tensor:
@@ -115,16 +132,20 @@ class Objective:
         return batch.mean(self.sample_loss(logits, batch.labels))
 
     def backward(self, batch: Minibatch) -> Tensor:
-        """Write each weight's gradient to `.grad`, None before; return the loss [] or [A] that is reported, detached.
+        """Write each weight's gradient to `.grad`, None before; return the loss [] or [A] that is
+        reported, detached.
 
         A weight that the logits do not depend on keeps None. Weights are the same before and after.
         """
         losses = self.losses(batch, batch.forward())
-        torch.autograd.backward(losses.sum() if losses.dim() else losses)  # each depends on its own model's weights
+        # each depends on its own model's weights
+        torch.autograd.backward(losses.sum() if losses.dim() else losses)
         return losses.detach()
 
     def finish(self, update: LocalUpdate) -> Mapping[str, Floats]:
-        """Return the vectors that the device keeps, and those that its parent expects, float32, of length D."""
+        """Return the vectors that the device keeps, and those that its parent expects, float32, of
+        length D.
+        """
         return {}
 
 
@@ -138,7 +159,9 @@ def add_to_gradients(weights: Sequence[Tensor], *terms: tuple[float, Sequence[Te
 
 
 def norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the L2 norm [A] of each model's tensors, [A, ...], all together; of numbers they are [A]."""
+    """Return the L2 norm [A] of each model's tensors, [A, ...], all together; of numbers they are
+    [A].
+    """
     flat = [tensor.unsqueeze(-1).flatten(1) for tensor in tensors]
     each = torch.stack([torch.linalg.vector_norm(tensor, dim=1) for tensor in flat])
     whole: Tensor = torch.linalg.vector_norm(each, dim=0)

@@ -1,12 +1,15 @@
 """SCAFFOLD at a device (Karimireddy et al. 2020, Algorithm 1, option II).
 
-    g    = gradient of the loss - c_k + c                              in each of S steps with learning rate eta
-    c_k+ = c_k - c + (x - y_k) / (a eta)                       x: received, y_k: trained parameters; a = S
+    g    = gradient of the loss - c_k + c                              in each of S steps with
+    learning rate eta
+    c_k+ = c_k - c + (x - y_k) / (a eta)                       x: received, y_k: trained parameters;
+    a = S
 
-c comes with the model, c_k is kept, and c_k+ - c_k is returned. The correction is of the gradient, before momentum,
-weight decay and clipping. With momentum m the path is longer: a is the sum of the weights that its gradients got, as in
-FedNova (`common/methods/fednova.py`). With a = S the estimate would be 1 / (1 - m) times too long, and training
-diverges at m = 0.9. y_k is exact whatever the codec, for c_k is a mean gradient, and its change is returned as it is.
+c comes with the model, c_k is kept, and c_k+ - c_k is returned. The correction is of the gradient,
+before momentum, weight decay and clipping. With momentum m the path is longer: a is the sum of the
+weights that its gradients got, as in FedNova (`common/methods/fednova.py`). With a = S the estimate
+would be 1 / (1 - m) times too long, and training diverges at m = 0.9. y_k is exact whatever the
+codec, for c_k is a mean gradient, and its change is returned as it is.
 """
 
 from __future__ import annotations
@@ -18,9 +21,16 @@ from torch import Tensor
 
 from fedstrata.common.methods.mixing import Floats
 from fedstrata.common.settings.training import ScaffoldCorrection
-from fedstrata.device.training.objectives.objective import LocalUpdate, Minibatch, Objective, add_to_gradients
+from fedstrata.device.training.objectives.objective import (
+    LocalUpdate,
+    Minibatch,
+    Objective,
+    add_to_gradients,
+)
 
-CONTROL, CHANGE, (OWN,) = "control", "control_change", ScaffoldCorrection.keeps
+CONTROL = "control"
+CHANGE = "control_change"
+(OWN,) = ScaffoldCorrection.keeps
 
 
 class ControlledObjective(Objective):
@@ -41,7 +51,8 @@ class ControlledObjective(Objective):
 
     def finish(self, update: LocalUpdate) -> Mapping[str, Floats]:
         """Return c_k+, and its difference to c_k."""
-        control, own = update.vectors[CONTROL], update.vectors[OWN]
+        control = update.vectors[CONTROL]
+        own = update.vectors[OWN]
         taken = update.gradient_weight * update.learning_rate
         gradient = (update.received_D.astype(np.float64) - update.trained_D) / taken
         after = (own - control.astype(np.float64) + gradient).astype(np.float32)

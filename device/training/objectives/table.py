@@ -1,4 +1,6 @@
-"""The objectives by name, each with its class, which is imported when it is needed, as a user's own."""
+"""The objectives by name, each with its class, which is imported when it is needed, as a user's
+own.
+"""
 
 from __future__ import annotations
 
@@ -41,17 +43,27 @@ def objective_of(training: TrainingSettings) -> Objective:
 
 def _check_results(name: str, objective: Objective) -> None:
     """Let a user's objective raise InvalidExperiment for a loss that is none."""
-    losses_of, backward_of = objective.losses, objective.backward
+    losses_of = objective.losses
+    backward_of = objective.backward
 
     def losses(batch: Minibatch, logits: Tensor) -> Tensor:
         found = losses_of(batch, logits)
         if not isinstance(found, Tensor):
             _refuse_type(name, losses_of, found)
         if found.dim():
-            problem = f"losses returns a tensor of {list(found.shape)}, not of []{own.place(losses_of)}"
-            own.refuse(OBJECTIVE_KEY, name, problem, "Return the mean over the samples: `batch.mean(each)`.")
+            problem = (
+                f"losses returns a tensor of {list(found.shape)}, not of []{own.place(losses_of)}"
+            )
+            own.refuse(
+                OBJECTIVE_KEY,
+                name,
+                problem,
+                "Return the mean over the samples: `batch.mean(each)`.",
+            )
         if logits.requires_grad and not found.requires_grad:
-            problem = f"losses returns a loss that does not depend on the model{own.place(losses_of)}"
+            problem = (
+                f"losses returns a loss that does not depend on the model{own.place(losses_of)}"
+            )
             own.refuse(OBJECTIVE_KEY, name, problem, "Compute it with torch, from the logits.")
         return found
 

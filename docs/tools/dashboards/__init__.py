@@ -1,7 +1,9 @@
-"""Generator of the Grafana dashboards: `python -m docs.tools.dashboards deploy/grafana/dashboards` rewrites them.
+"""Generator of the Grafana dashboards: `python -m docs.tools.dashboards deploy/grafana/dashboards`
+rewrites them.
 
-A dashboard has rows of panels that show the metrics of `common.metrics` and the recording rules of `deploy/prometheus`.
-They are built with Grafana's own types (grafana-foundation-sdk for 10.1), so that mypy checks them against its schema.
+A dashboard has rows of panels that show the metrics of `common.metrics` and the recording rules of
+`deploy/prometheus`. They are built with Grafana's own types (grafana-foundation-sdk for 10.1), so
+that mypy checks them against its schema.
 """
 
 from __future__ import annotations
@@ -10,7 +12,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from grafana_foundation_sdk.builders.dashboard import Dashboard, DashboardLink, QueryVariable, TextBoxVariable
+from grafana_foundation_sdk.builders.dashboard import (
+    Dashboard,
+    DashboardLink,
+    QueryVariable,
+    TextBoxVariable,
+)
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.common import TimeZoneBrowser
 from grafana_foundation_sdk.models.dashboard import (
@@ -36,7 +43,9 @@ _PARENT: Final = {
     "tier": 'label_values(fedstrata_nodes{run="$run"}, tier)',
     "parent": 'label_values(fedstrata_nodes{run="$run", tier="$tier"}, node)',
 }
-_INSTITUTION: Final = {"node": 'label_values(fedstrata_run_info{run="$run", role="institution"}, node)'}
+_INSTITUTION: Final = {
+    "node": 'label_values(fedstrata_run_info{run="$run", role="institution"}, node)'
+}
 _DEVICE: Final = {
     "parent": 'label_values(fedstrata_run_info{run="$run", role="device"}, parent)',
     "node": 'label_values(fedstrata_run_info{run="$run", role="device", parent="$parent"}, node)',
@@ -55,7 +64,9 @@ class PrometheusAnnotation(AnnotationQuery):
 
     OWN: Final = ("titleFormat", "step", "useValueForTime")
 
-    def __init__(self, name: str, expr: str, *, text: str, colour: str, step: str, times: bool = False) -> None:
+    def __init__(
+        self, name: str, expr: str, *, text: str, colour: str, step: str, times: bool = False
+    ) -> None:
         super().__init__(name=name, datasource=SOURCE, enable=True, icon_color=colour, expr=expr)
         self._own = dict(zip(self.OWN, (text, step, times), strict=True))
 
@@ -67,7 +78,9 @@ class PrometheusAnnotation(AnnotationQuery):
 def build(name: str) -> GrafanaDashboard:
     """Return a dashboard in Grafana's types."""
     title, variables, panels = DASHBOARDS[name]
-    links = DashboardLink("").type(DashboardLinkType.DASHBOARDS).tags(["fedstrata"]).icon("dashboard")
+    links = (
+        DashboardLink("").type(DashboardLinkType.DASHBOARDS).tags(["fedstrata"]).icon("dashboard")
+    )
     made = (
         Dashboard(f"fedstrata: {title}")
         .uid(f"fedstrata-{name}")
@@ -88,12 +101,17 @@ def build(name: str) -> GrafanaDashboard:
             .default_value(REPORTS)
             .current(VariableOption(True, REPORTS, REPORTS))
         )
-        made.with_variable(reports.description("URL of a web server with the folder of runs, for links to reports"))
+        made.with_variable(
+            reports.description("URL of a web server with the folder of runs, for links to reports")
+        )
     dashboard = made.build()
-    dashboard.annotations = AnnotationContainer(list(_annotations('run="$run"' if "run" in variables else BOTH)))
+    dashboard.annotations = AnnotationContainer(
+        list(_annotations('run="$run"' if "run" in variables else BOTH))
+    )
     x = y = height = 0
     dashboard.panels = []
-    for number, panel in enumerate(panels, 1):  # from left to right, in rows as high as their highest panel
+    # from left to right, in rows as high as their highest panel
+    for number, panel in enumerate(panels, 1):
         if x + panel.width > WIDTH:
             x, y, height = 0, y + height, 0
         dashboard.panels.append(panel.build(number, x=x, y=y))
@@ -122,8 +140,8 @@ def _variable(name: str, query: str) -> QueryVariable:
 def _annotations(run: str) -> Iterator[AnnotationQuery]:
     """Yield the annotations of all panels.
 
-    Grafana marks only values above 0, and joins marks that are at most a step apart. The time of a global round is that
-    of the clock of the cloud's host.
+    Grafana marks only values above 0, and joins marks that are at most a step apart. The time of a
+    global round is that of the clock of the cloud's host.
     """
     lost, global_rounds = f"1 - fedstrata_child_up{{{run}}} > 0", f'{{{run}, role="cloud"}} * 1000'
     yield PrometheusAnnotation("Lost nodes", lost, text="{{peer}} is lost", colour="red", step="5s")

@@ -26,7 +26,13 @@ WIDTH: Final = 24  # of a dashboard
 RATE: Final = "[$__rate_interval]"
 NAMES: Final = re.compile(r"(?:\b\w+:)?\bfedstrata[_:][\w:]+|\bALERTS\b|\bup\b")
 COUNT, BYTES, BYTES_PER_SECOND = units.Short, units.BytesSI, units.BytesPerSecondSI
-SECONDS, SHARE, CELSIUS, WATTS, JOULES = units.Seconds, units.PercentUnit, units.Celsius, units.Watt, units.Joule
+SECONDS, SHARE, CELSIUS, WATTS, JOULES = (
+    units.Seconds,
+    units.PercentUnit,
+    units.Celsius,
+    units.Watt,
+    units.Joule,
+)
 IN_WORDS: Final = {
     COUNT: "a number",
     BYTES: "bytes",
@@ -44,10 +50,11 @@ Builder: TypeAlias = timeseries.Panel | stat.Panel | bargauge.Panel
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One panel. `shows` and `remedy` are its description: what it shows, and what to do if it is bad.
+    """One panel. `shows` and `remedy` are its description: what it shows, and what to do if it is
+    bad.
 
-    `width`: in 24ths of the dashboard. `least`, `most`: the ends of its axis. `link`: title and URL of a link of each
-    value.
+    `width`: in 24ths of the dashboard. `least`, `most`: the ends of its axis. `link`: title and URL
+    of a link of each value.
     """
 
     title: str
@@ -76,7 +83,13 @@ class Panel:
 
     def build(self, number: int, *, x: int, y: int) -> GrafanaPanel:
         """Return the panel for Grafana."""
-        panel = self._of_its_kind().id(number).title(self.title).description(self.description).datasource(SOURCE)
+        panel = (
+            self._of_its_kind()
+            .id(number)
+            .title(self.title)
+            .description(self.description)
+            .datasource(SOURCE)
+        )
         panel.grid_pos(GridPos(h=self.height, w=self.width, x=x, y=y)).unit(self.unit)
         if self.least is not None:
             panel.min(self.least)
@@ -87,7 +100,12 @@ class Panel:
             link = DashboardLink(title).type(DashboardLinkType.LINK).url(url).target_blank(True)
             panel.data_links([link])
         for index, (expr, legend) in enumerate(self.queries):
-            query = prometheus.Dataquery().ref_id(chr(ord("A") + index)).expr(expr).legend_format(legend)
+            query = (
+                prometheus.Dataquery()
+                .ref_id(chr(ord("A") + index))
+                .expr(expr)
+                .legend_format(legend)
+            )
             query.datasource(SOURCE)
             panel.with_target(query.instant() if "$__range" in expr else query.range())
         return panel.build()
@@ -98,7 +116,11 @@ class Panel:
             return stat.Panel().reduce_options(reduced).text_mode(BigValueTextMode.AUTO)
         if self.kind == "bargauge":
             return bargauge.Panel().reduce_options(reduced)
-        legend = common.VizLegendOptions().display_mode(LegendDisplayMode.LIST).placement(LegendPlacement.BOTTOM)
+        legend = (
+            common.VizLegendOptions()
+            .display_mode(LegendDisplayMode.LIST)
+            .placement(LegendPlacement.BOTTOM)
+        )
         stacking = StackingMode.NORMAL if self.stacked else StackingMode.NONE
         return (
             timeseries.Panel()

@@ -22,7 +22,9 @@ from fedstrata.device.training.sgd import LocalSteps, features_of
 from fedstrata.device.training.vectors import TaskVectors
 
 KEY: Final = "training.objective.name"
-SAMPLES, BATCH, STEPS = 40, 10, 3
+SAMPLES = 40
+BATCH = 10
+STEPS = 3
 INPUTS: Final = Inputs((1, 8, 8), 10)
 
 
@@ -48,20 +50,25 @@ class Trial:
             for name in self.task.shapes
         }
         draws = self.objective.draws(self.task.shapes, INPUTS.classes)
-        self.uniform = torch.from_numpy(np.random.default_rng(3).random((SAMPLES, draws), np.float32))
+        self.uniform = torch.from_numpy(
+            np.random.default_rng(3).random((SAMPLES, draws), np.float32)
+        )
         self.features = features_of(self.module, training, device=torch.device("cpu"))
         self.head = head_places(self.module, self.layout)
 
 
 def of(training: TrainingSettings) -> Iterator[tuple[str, str]]:
-    """Yield items, each with its problem, "" for none. Raises InvalidExperiment if the objective fails."""
+    """Yield items, each with its problem, "" for none. Raises InvalidExperiment if the objective
+    fails.
+    """
     with own.guarded({KEY: training.objective.name}):
         yield from _checks(training)
 
 
 def _checks(training: TrainingSettings) -> Iterator[tuple[str, str]]:
     trial = Trial(training)
-    weights, images = trial.weights, trial.images
+    weights = trial.weights
+    images = trial.images
     before = [weight.detach().clone() for weight in weights]
     received = [weight + 0.1 for weight in before] if trial.objective.uses_received else []
     batch = Minibatch(
@@ -71,12 +78,27 @@ def _checks(training: TrainingSettings) -> Iterator[tuple[str, str]]:
     loss = trial.objective.backward(batch)
     gradients = [weight.grad for weight in weights]
     moved = any(not torch.equal(one, other) for one, other in zip(weights, before, strict=True))
-    yield "weights after backward", "it changes them; only gradients are its result" if moved else ""
-    shaped = all(grad is None or grad.stride() == own.stride() for grad, own in zip(gradients, weights, strict=True))
+    yield (
+        "weights after backward",
+        "it changes them; only gradients are its result" if moved else "",
+    )
+    shaped = all(
+        grad is None or grad.stride() == own.stride()
+        for grad, own in zip(gradients, weights, strict=True)
+    )
     finite = all(grad is None or bool(torch.isfinite(grad).all()) for grad in gradients)
     problem = "" if finite else "not finite"
-    yield "gradients", problem or ("" if shaped else "not strided as the weights are; let autograd.backward write them")
-    right = isinstance(loss, Tensor) and loss.shape == () and not loss.requires_grad and bool(torch.isfinite(loss))
+    yield (
+        "gradients",
+        problem
+        or ("" if shaped else "not strided as the weights are; let autograd.backward write them"),
+    )
+    right = (
+        isinstance(loss, Tensor)
+        and loss.shape == ()
+        and not loss.requires_grad
+        and bool(torch.isfinite(loss))
+    )
     yield "loss", "" if right else "`backward` must return it finite, detached, of shape []"
     trained = [_train(training) for _ in range(2)]
     same = all(torch.equal(one, other) for one, other in zip(*trained, strict=True))
@@ -84,29 +106,52 @@ def _checks(training: TrainingSettings) -> Iterator[tuple[str, str]]:
     yield "vectors", _finish(trial)
     plain = _train(training.model_copy(update={"objective": CrossEntropy()}))
     equal = all(torch.equal(one, other) for one, other in zip(trained[0], plain, strict=True))
-    yield "other than cross-entropy", "the same weights after some steps: does it have an effect?" if equal else ""
+    yield (
+        "other than cross-entropy",
+        "the same weights after some steps: does it have an effect?" if equal else "",
+    )
 
 
 def _train(training: TrainingSettings) -> list[Tensor]:
     """Return the weights after some steps."""
     trial = Trial(training)
     steps = LocalSteps(
-        trial.module, trial.weights, training=training, learning_rate=0.05, buffers=list(trial.module.buffers()),
-        vectors=trial.vectors, features=trial.features, head=trial.head,
-    )  # fmt: skip
+        trial.module,
+        trial.weights,
+        training=training,
+        learning_rate=0.05,
+        buffers=list(trial.module.buffers()),
+        vectors=trial.vectors,
+        features=trial.features,
+        head=trial.head,
+    )
     for first in range(0, BATCH * STEPS, BATCH):
-        steps.take([each[first : first + BATCH] for each in (trial.images, trial.labels, trial.uniform)])
+        steps.take(
+            [each[first : first + BATCH] for each in (trial.images, trial.labels, trial.uniform)]
+        )
     return [weight.detach() for weight in trial.weights]
 
 
 def _finish(trial: Trial) -> str:
-    """Return what is wrong with the vectors that the objective makes of a training, "" for nothing."""
-    draw, columns, shapes = np.random.default_rng(1), trial.layout.parameters, trial.task.shapes
+    """Return what is wrong with the vectors that the objective makes of a training, "" for
+    nothing.
+    """
+    draw = np.random.default_rng(1)
+    columns = trial.layout.parameters
+    shapes = trial.task.shapes
     received_D, trained_D, *others = draw.normal(size=(2 + len(shapes), columns)).astype(np.float32)
-    given, counts = dict(zip(shapes, others, strict=True)), np.ones(INPUTS.classes, np.float32)
+    given = dict(zip(shapes, others, strict=True))
+    counts = np.ones(INPUTS.classes, np.float32)
     update = LocalUpdate(received_D, trained_D, trained_D, given, STEPS, 0.05, float(STEPS), counts)
-    found, wanted = objective_of(trial.training).finish(update), trial.task.expected
+    found = objective_of(trial.training).finish(update)
+    wanted = trial.task.expected
     if sorted(found) != sorted(wanted):
         return f"`finish` returns {sorted(found)}, and must return {sorted(wanted)}"
-    wrong = [name for name, each in found.items() if np.shape(each) != (columns,) or not np.isfinite(each).all()]
-    return f"`finish` returns {wrong[0]} that is not {columns} finite numbers" if wrong else ""
+    wrong = [
+        name
+        for name, each in found.items()
+        if np.shape(each) != (columns,) or not np.isfinite(each).all()
+    ]
+    if wrong:
+        return f"`finish` returns {wrong[0]} that is not {columns} finite numbers"
+    return ""

@@ -37,7 +37,7 @@ from fedstrata.common.settings.topology import CLOUD
 from fedstrata.common.text import named
 from fedstrata.common.training.array_trainer import ArrayTrainer, TrainerCode
 from fedstrata.common.training.scores import ScoreSums
-from fedstrata.deploy.local import model_checks
+from fedstrata.deploy.checking import model_checks
 from fedstrata.device.jobs import LocalResult, Order, TrainerFolder
 from fedstrata.device.training.arrays import ArrayTraining
 
@@ -62,14 +62,18 @@ class Report(NamedTuple):
 
 
 def checks(name: str, keywords: Mapping[str, Any], *, data: Path) -> tuple[str, Iterator[Finding]]:
-    """Return what a name of own code is, and its checks, which run one by one. `data`: the samples of a trainer.
+    """Return what a name of own code is, and its checks, which run one by one. `data`: the samples
+    of a trainer.
 
     The keywords are those of the class; of a model they are keys of its experiment.
     Both raise InvalidExperiment, the latter for own code that fails.
     """
     found = own.load("name", name)
     if isinstance(found, type) and issubclass(found, (ColumnRule, RuleSettings)):
-        tree = {"institution": {"aggregation": {**keywords, "name": name}}, "data": {"node_samples": NODE_SAMPLES}}
+        tree = {
+            "institution": {"aggregation": {**keywords, "name": name}},
+            "data": {"node_samples": NODE_SAMPLES},
+        }
         return "rule", _each(name, _rule(parse(tree).tiers[-1].aggregation))
     if isinstance(found, type) and issubclass(found, Selector):
         tree = {"cloud": {"selection": {**keywords, "name": name}, "participation": 0.4}}
@@ -84,20 +88,27 @@ def checks(name: str, keywords: Mapping[str, Any], *, data: Path) -> tuple[str, 
         from fedstrata.device.training.objectives.objective import Objective
 
         if issubclass(found, Objective):
-            from fedstrata.device.training.objectives import objective_checks
+            from fedstrata.deploy.checking import objective_checks
 
             settings = parse({"training": {"objective": {**keywords, "name": name}}}).training
             return "objective", _each(name, objective_checks.of(settings))
-    kinds = "selector (Selector), trainer (ArrayTrainer), codec (DeltaCodec), objective (Objective) or model"
+    kinds = (
+        "selector (Selector), trainer (ArrayTrainer), codec (DeltaCodec), objective "
+        "(Objective) or model"
+    )
     if model_checks.is_model(found):
         return "model", model_checks.of(name, keywords)
     problem = f"is no rule (ColumnRule, MixingRule, RuleSettings), {kinds}"
-    remedy = "The pages docs/own-*.md have an example of each. A run names what is wrong with data sets."
+    remedy = (
+        "The pages docs/own-*.md have an example of each. A run names what is wrong with data sets."
+    )
     raise InvalidExperiment("name", name, problem, remedy)
 
 
 def _each(name: str, steps: Iterator[tuple[str, str]]) -> Iterator[Finding]:
-    """Yield a finding for each pair of an item and its problem, "" for none, and one for what the file keeps."""
+    """Yield a finding for each pair of an item and its problem, "" for none, and one for what the
+    file keeps.
+    """
     before: Mapping[str, bytes] | None = None
     for item, problem in steps:
         before = before or kept_in_files([name])  # the first item may fill caches
@@ -108,14 +119,16 @@ def _each(name: str, steps: Iterator[tuple[str, str]]) -> Iterator[Finding]:
 
 
 def _rule(settings: RuleSettings) -> Iterator[tuple[str, str]]:
-    first, again = _Lab(settings), _Lab(settings)
+    first = _Lab(settings)
+    again = _Lab(settings)
     models = [first.round(r) for r in range(ROUNDS)]
     yield "three rounds", ""
     yield "the same twice", _differs(models, [again.round(r) for r in range(ROUNDS)])
     if isinstance(settings, OwnRule):
         yield "any cut of the columns", _cuts(settings)
     with TemporaryDirectory() as folder:
-        killed, resumed = _Lab(settings), _Lab(settings)
+        killed = _Lab(settings)
+        resumed = _Lab(settings)
         for r in range(ROUNDS - 1):
             killed.round(r)
         facts = killed.rule.save(Path(folder))
@@ -130,18 +143,27 @@ def _selector(tier: Tier) -> Iterator[tuple[str, str]]:
     first, again, killed, resumed = (ClientSelection(tier, seed=1, node=CLOUD) for _ in range(4))
     chosen = _select(first, range(2 * ROUNDS))
     yield f"{2 * ROUNDS} rounds", ""
-    yield "the same twice", "it selects others" if _select(again, range(2 * ROUNDS)) != chosen else ""
+    yield (
+        "the same twice",
+        "it selects others" if _select(again, range(2 * ROUNDS)) != chosen else "",
+    )
     _select(killed, range(ROUNDS))
     resumed.restore(json.loads(json.dumps(killed.save())))
     others = _select(resumed, range(ROUNDS, 2 * ROUNDS)) != chosen[ROUNDS:]
-    yield "killed and resumed", "it selects others; what it needs to keep belongs into `numbers`" if others else ""
+    yield (
+        "killed and resumed",
+        "it selects others; what it needs to keep belongs into `numbers`" if others else "",
+    )
 
 
 def _select(one: ClientSelection, rounds: Iterable[int]) -> list[list[str]]:
     """Play rounds of ten children, of which some results are missing; return who was selected."""
-    children, found = [f"device-{k}" for k in range(10)], []
+    children = [f"device-{k}" for k in range(10)]
+    found = []
     for r in rounds:
-        chosen = one.select(children, r, samples={name: 100 * (k + 1) for k, name in enumerate(children)})
+        chosen = one.select(
+            children, r, samples={name: 100 * (k + 1) for k, name in enumerate(children)}
+        )
         results = {
             name: ResultFacts(100 * (k + 1), 1 / (k + 1 + r), 1.0 + k, 1000)
             for k, name in enumerate(children)
@@ -208,7 +230,9 @@ def _reports() -> list[Report]:
 
 
 def _layout() -> ModelLayout:
-    return ModelLayout.build((("w", (PARAMETERS,), Section.PARAMETER), ("mean", (3,), Section.BUFFER)))
+    return ModelLayout.build(
+        (("w", (PARAMETERS,), Section.PARAMETER), ("mean", (3,), Section.BUFFER))
+    )
 
 
 def _memory(name: str, count: int) -> npt.NDArray[np.uint8]:
@@ -221,20 +245,28 @@ def _random(seed: int, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
 
 def _differs(wanted: list[npt.NDArray[np.float32]], found: list[npt.NDArray[np.float32]]) -> str:
     apart = max(float(np.abs(one - other).max()) for one, other in zip(wanted, found, strict=True))
-    return f"its models differ by up to {apart:.2g}" if apart else ""
+    if apart:
+        return f"its models differ by up to {apart:.2g}"
+    return ""
 
 
 def _cuts(settings: OwnRule) -> str:
     """Return why columns computed in other blocks differ, or ""."""
     context = RuleContext(_layout(), CLOUD, 1, measures=True, rows=_memory, children=CHILDREN)
-    uploads_KD, model_D = _random(1, (CHILDREN, PARAMETERS)), _random(2, (PARAMETERS,))
-    extras = {name: _random(3 + i, (CHILDREN, PARAMETERS)) for i, name in enumerate(settings.returns)}
-    children, statistics = [f"device-{k}" for k in range(CHILDREN)], Statistics.of(_reports())
+    uploads_KD = _random(1, (CHILDREN, PARAMETERS))
+    model_D = _random(2, (PARAMETERS,))
+    extras = {
+        name: _random(3 + i, (CHILDREN, PARAMETERS)) for i, name in enumerate(settings.returns)
+    }
+    children = [f"device-{k}" for k in range(CHILDREN)]
+    statistics = Statistics.of(_reports())
     found = []
     for width in (PARAMETERS, BLOCK_COLUMNS, 1000):
         rule = GuardedRule(settings)
         products = Gram.of(list(uploads_KD), model_D) if rule.compares else None
-        facts = RoundFacts.of(context, 0, children, statistics, weights=settings.weights, products=products)
+        facts = RoundFacts.of(
+            context, 0, children, statistics, weights=settings.weights, products=products
+        )
         rule.begin(facts)
         weights_K = rule.weights(facts)
         state = {name: np.full(PARAMETERS, rule.first(name), np.float32) for name in rule.vectors}
@@ -244,14 +276,22 @@ def _cuts(settings: OwnRule) -> str:
         found.append(np.concatenate(parts).astype(np.float32))
     if all(np.array_equal(found[0], other) for other in found[1:]):
         return ""
-    return f"its columns depend on others of the same block. What needs all of them belongs into `begin` ({RULE_KEY})"
+    return (
+        "its columns depend on others of the same block. What needs all of them belongs into "
+        f"`begin` ({RULE_KEY})"
+    )
 
 
 def _part(whole: Columns, columns: slice) -> Columns:
     state = {name: values[columns] for name, values in whole.state.items()}
     extras = {name: values_K[:, columns] for name, values_K in whole.extras.items()}
     return Columns(
-        whole.uploads_KC[:, columns], whole.model_C[columns], whole.mean_C[columns], whole.weights_K, state, extras
+        whole.uploads_KC[:, columns],
+        whole.model_C[columns],
+        whole.mean_C[columns],
+        whole.weights_K,
+        state,
+        extras,
     )
 
 
@@ -259,36 +299,58 @@ def _part(whole: Columns, columns: slice) -> Columns:
 
 
 def _trainer(experiment: Experiment) -> Iterator[tuple[str, str]]:
-    """Yield each item and its problem, "" for none. Raises InvalidExperiment if the trainer fails."""
+    """Yield each item and its problem, "" for none. Raises InvalidExperiment if the trainer
+    fails.
+    """
     with TemporaryDirectory(prefix="fedstrata-") as home:
         folders = [Path(home) / name for name in ("first", "again", "killed")]
         first = _Trained(experiment, folders[0])
         yield "first arrays and samples", ""
         models = [first.round(r) for r in range(ROUNDS)]
-        yield f"{ROUNDS} rounds", "" if _apart(models, [first.start, *models]) else "it changes no array"
+        yield (
+            f"{ROUNDS} rounds",
+            "" if _apart(models, [first.start, *models]) else "it changes no array",
+        )
         again = _Trained(experiment, folders[1])
         same = _differ(models, [again.round(r) for r in range(ROUNDS)])
-        yield "the same twice", same and f"{same}; draw random numbers from task.seed, or from global generators"
+        yield (
+            "the same twice",
+            same and f"{same}; draw random numbers from task.seed, or from global generators",
+        )
         if first.evaluates:
-            yield "the same score twice", "" if first.score() == again.score() else "its scores of one model differ"
+            yield (
+                "the same score twice",
+                "" if first.score() == again.score() else "its scores of one model differ",
+            )
         killed = _Trained(experiment, folders[2])
         for r in range(ROUNDS - 1):
             killed.round(r)
         resumed = _Trained(experiment, folders[2], model=killed.model)
         same = _differ(models[-1:], [resumed.round(ROUNDS - 1)])
-        yield "killed and resumed", same and f"{same}; what it needs to keep belongs into task.state"
-        once, more = resumed.result.work, resumed.again(ROUNDS, epochs=2).work
-        wrong = "" if more.samples == once.samples else f"it reports {more.samples} samples after {once.samples}"
+        yield (
+            "killed and resumed",
+            same and f"{same}; what it needs to keep belongs into task.state",
+        )
+        once = resumed.result.work
+        more = resumed.again(ROUNDS, epochs=2).work
+        if more.samples == once.samples:
+            wrong = ""
+        else:
+            wrong = f"it reports {more.samples} samples after {once.samples}"
         yield "the same samples with more epochs", wrong
         few = f"it takes {more.steps} steps in two epochs, and {once.steps} in one"
         yield "more steps with more epochs", "" if more.steps > once.steps else few
 
 
 class _Trained:
-    """A device with a trainer, alone: its model goes from task to task. `model`: None for the first one."""
+    """A device with a trainer, alone: its model goes from task to task. `model`: None for the first
+    one.
+    """
 
     def __init__(self, experiment: Experiment, folder: Path, model: Row | None = None) -> None:
-        self._training = ArrayTraining(experiment, node=experiment.tree.devices[0], accelerator="cpu")
+        self._training = ArrayTraining(
+            experiment, node=experiment.tree.devices[0], accelerator="cpu"
+        )
         self._layout, self.start = TrainerCode(experiment).first(experiment.seed)
         self._training.prepare()
         self.model = self.start if model is None else model
@@ -332,14 +394,18 @@ def _apart(wanted: Sequence[Row], found: Sequence[Row]) -> bool:
 
 
 def _differ(wanted: Sequence[Row], found: Sequence[Row]) -> str:
-    return "its models differ" if _apart(wanted, found) else ""
+    if _apart(wanted, found):
+        return "its models differ"
+    return ""
 
 
 # Codecs
 
 
 def _codec(settings: CodecSettings) -> Iterator[tuple[str, str]]:
-    """Yield each item and its problem, "" for none. Raises InvalidExperiment if the codec fails in encoding."""
+    """Yield each item and its problem, "" for none. Raises InvalidExperiment if the codec fails in
+    encoding.
+    """
     codec = settings.build()
     changes = [_change(i, columns) for i, columns in enumerate(WIDTHS)]
     yield "sizes", next(filter(None, (_wrong_size(codec, delta_D) for delta_D in changes)), "")
@@ -347,17 +413,27 @@ def _codec(settings: CodecSettings) -> Iterator[tuple[str, str]]:
     if codec.unbiased:
         yield "unbiased", _bias(codec, _change(9, FEW))
     else:
-        yield "a contraction", next(filter(None, (_grows(codec, delta_D) for delta_D in changes)), "")
+        yield (
+            "a contraction",
+            next(filter(None, (_grows(codec, delta_D) for delta_D in changes)), ""),
+        )
     yield "any bytes", next(filter(None, (_fails(codec, columns) for columns in WIDTHS)), "")
-    yield "numbers that are not finite", next(filter(None, (_hides(codec, value) for value in (np.nan, np.inf))), "")
+    yield (
+        "numbers that are not finite",
+        next(filter(None, (_hides(codec, value) for value in (np.nan, np.inf))), ""),
+    )
 
 
 def _change(seed: int, columns: int) -> npt.NDArray[np.float32]:
     return (1e-3 * np.random.default_rng(seed).laplace(size=columns)).astype(np.float32)
 
 
-def _decoded(codec: DeltaCodec, delta_D: npt.NDArray[np.float32], seed: int = 0) -> npt.NDArray[np.float64]:
-    return codec.decode(codec.encode(delta_D.copy(), np.random.default_rng(seed)), delta_D.size).astype(np.float64)
+def _decoded(
+    codec: DeltaCodec, delta_D: npt.NDArray[np.float32], seed: int = 0
+) -> npt.NDArray[np.float64]:
+    return codec.decode(
+        codec.encode(delta_D.copy(), np.random.default_rng(seed)), delta_D.size
+    ).astype(np.float64)
 
 
 def _is_change(found: object, columns: int) -> bool:
@@ -369,7 +445,10 @@ def _wrong_size(codec: DeltaCodec, delta_D: npt.NDArray[np.float32]) -> str:
     found = codec.decode(codec.encode(delta_D.copy(), np.random.default_rng(0)), columns)
     if _is_change(found, columns):
         return ""
-    shape = f"{found.dtype} {list(found.shape)}" if isinstance(found, np.ndarray) else type(found).__name__
+    if isinstance(found, np.ndarray):
+        shape = f"{found.dtype} {list(found.shape)}"
+    else:
+        shape = type(found).__name__
     return f"decode returns {shape}, not float32 [{columns}]"
 
 
@@ -377,13 +456,17 @@ def _draws(codec: DeltaCodec, delta_D: npt.NDArray[np.float32]) -> str:
     same = codec.encode(delta_D.copy(), np.random.default_rng(5)) == codec.encode(
         delta_D.copy(), np.random.default_rng(5)
     )
-    return "" if same else "its bytes differ; draw random numbers from `chance`"
+    if same:
+        return ""
+    return "its bytes differ; draw random numbers from `chance`"
 
 
 def _grows(codec: DeltaCodec, delta_D: npt.NDArray[np.float32]) -> str:
     d = delta_D.astype(np.float64)
     share = np.sum((d - _decoded(codec, delta_D)) ** 2) / np.sum(d**2)
-    return f"of {d.size} columns it leaves out {share:.4g} times what there is" if not share < 1 else ""
+    if not share < 1:
+        return f"of {d.size} columns it leaves out {share:.4g} times what there is"
+    return ""
 
 
 def _bias(codec: DeltaCodec, delta_D: npt.NDArray[np.float32]) -> str:
@@ -393,12 +476,18 @@ def _bias(codec: DeltaCodec, delta_D: npt.NDArray[np.float32]) -> str:
     if (apart <= allowed).all():
         return ""
     share = apart.max() / np.abs(delta_D).max()
-    return f"the mean of {MEANS} decoded changes differs from the change by {share:.2g} of its largest column"
+    return (
+        f"the mean of {MEANS} decoded changes differs from the change by {share:.2g} of its "
+        "largest column"
+    )
 
 
 def _fails(codec: DeltaCodec, columns: int) -> str:
-    """Return why bytes from the network are not handled: each gives a change, WireError or ValueError."""
-    draw, most = np.random.default_rng(columns), codec.nbytes(columns)
+    """Return why bytes from the network are not handled: each gives a change, WireError or
+    ValueError.
+    """
+    draw = np.random.default_rng(columns)
+    most = codec.nbytes(columns)
     sound = codec.encode(_change(1, columns), np.random.default_rng(0))
     tried = [sound[: draw.integers(len(sound) + 1)] for _ in range(GARBAGE // 4)]
     tried += [draw.bytes(int(draw.integers(most + 1))) for _ in range(GARBAGE // 2)]
@@ -428,4 +517,6 @@ def _hides(codec: DeltaCodec, value: float) -> str:
     except (WireError, ValueError, RefusedModel, InvalidExperiment):
         return ""
     hides = np.isfinite(found).all()
-    return f"a change with {value} is decoded to finite numbers, so the parent would use it" if hides else ""
+    if hides:
+        return f"a change with {value} is decoded to finite numbers, so the parent would use it"
+    return ""

@@ -1,7 +1,7 @@
 """Large rows that another process of this user maps: a model passes between them without a copy.
 
-A row is found by its place, the path of the open file that has it and where it begins there. Small rows are copied:
-each shared one holds a descriptor.
+A row is found by its place, the path of the open file that has it and where it begins there. Small
+rows are copied: each shared one holds a descriptor.
 """
 
 from __future__ import annotations
@@ -22,23 +22,30 @@ SHARED_BYTES: Final = 16 << 20  # of a row; a copy of fewer takes some milliseco
 
 
 class SharedFile(mmap.mmap):
-    """The memory of a file that stays open, `path` for other processes, as long as an array of it lives."""
+    """The memory of a file that stays open, `path` for other processes, as long as an array of it
+    lives.
+    """
 
     path: str
 
 
 def map_file(descriptor: int, size: int) -> mmap.mmap:
-    """Map a file, so that `place_of` finds its rows if they are large and the system names open files."""
+    """Map a file, so that `place_of` finds its rows if they are large and the system names open
+    files.
+    """
     if size < SHARED_BYTES or sys.platform != "linux":
         return mmap.mmap(descriptor, size)
-    mapped, kept = SharedFile(descriptor, size), os.dup(descriptor)
+    mapped = SharedFile(descriptor, size)
+    kept = os.dup(descriptor)
     mapped.path = f"/proc/{os.getpid()}/fd/{kept}"
     weakref.finalize(mapped, os.close, kept)
     return mapped
 
 
 def new_row(row_bytes: int) -> Row:
-    """Return a row of zeros, uint8 [row_bytes], which `place_of` finds if it is large and the system allows that."""
+    """Return a row of zeros, uint8 [row_bytes], which `place_of` finds if it is large and the
+    system allows that.
+    """
     if row_bytes < SHARED_BYTES or sys.platform != "linux":
         return np.zeros(row_bytes, np.uint8)
     try:
@@ -64,10 +71,14 @@ def place_of(row: Row) -> Place | None:
 
 
 def row_at(place: Place, row_bytes: int, *, writable: bool) -> Row:
-    """Map another process's row, uint8 [row_bytes]; changes are that process's, too, if it is writable."""
+    """Map another process's row, uint8 [row_bytes]; changes are that process's, too, if it is
+    writable.
+    """
     path, before = place
     skipped = before % mmap.ALLOCATIONGRANULARITY
     access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
     with open(path, "r+b" if writable else "rb") as file:
-        mapped = mmap.mmap(file.fileno(), skipped + row_bytes, access=access, offset=before - skipped)
+        mapped = mmap.mmap(
+            file.fileno(), skipped + row_bytes, access=access, offset=before - skipped
+        )
     return np.frombuffer(mapped, np.uint8)[skipped:]

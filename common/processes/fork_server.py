@@ -1,9 +1,11 @@
-"""A process that imports large libraries once and forks others, which share their memory and begin in milliseconds.
+"""A process that imports large libraries once and forks others, which share their memory and begin
+in milliseconds.
 
-The agent starts `python -m MODULE SOCKET` of this module. A request is one packet, {"run": "module:function",
-"imports": [...]}, with the descriptors that the process gets. The reply is {"pid"}, with a descriptor of the process,
-and one from which its exit code is read, 4 bytes; none if this server is gone. The server imports, and does nothing
-else: threads, locks and accelerators do not survive a fork. It ends when the agent's end of the socket closes.
+The agent starts `python -m MODULE SOCKET` of this module. A request is one packet, {"run":
+"module:function", "imports": [...]}, with the descriptors that the process gets. The reply is
+{"pid"}, with a descriptor of the process, and one from which its exit code is read, 4 bytes; none
+if this server is gone. The server imports, and does nothing else: threads, locks and accelerators
+do not survive a fork. It ends when the agent's end of the socket closes.
 """
 
 from __future__ import annotations
@@ -26,13 +28,15 @@ from typing import Final
 from fedstrata.common.host.memory import frozen_imports, keep_large_buffers
 from fedstrata.common.host.processes import python
 
-MODULE: Final = "fedstrata.common.host.fork_server"
+MODULE: Final = "fedstrata.common.processes.fork_server"
 PACKET: Final = 1 << 16
 CODE: Final = struct.Struct("i")
 
 
 class ForkedProcess:
-    """A process that the server has forked, with the methods of `subprocess.Popen` that a channel needs."""
+    """A process that the server has forked, with the methods of `subprocess.Popen` that a channel
+    needs.
+    """
 
     def __init__(self, pid: int, descriptor: int, code: int) -> None:
         self.pid = pid
@@ -47,7 +51,9 @@ class ForkedProcess:
                 signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end and return its exit code; that of a kill if the server is gone. Raises TimeoutExpired."""
+        """Wait for its end and return its exit code; that of a kill if the server is gone. Raises
+        TimeoutExpired.
+        """
         if self._returncode is None:
             look = select.poll()
             look.register(self._descriptor, select.POLLIN)
@@ -61,14 +67,18 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """The agent's end. The server starts with the first request, and again if it was ended. Close it."""
+    """The agent's end. The server starts with the first request, and again if it was ended. Close
+    it.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # requests come from threads
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
 
-    def fork(self, run: str, descriptors: Sequence[int], *, imports: Sequence[str]) -> ForkedProcess:
+    def fork(
+        self, run: str, descriptors: Sequence[int], *, imports: Sequence[str]
+    ) -> ForkedProcess:
         """Run a function of a module in a new process with these descriptors, after the imports.
 
         Raises OSError if the server cannot.
@@ -138,13 +148,15 @@ def main() -> None:
                 return
             request = json.loads(packet)
             _import(request["imports"])
-            (ours, theirs), (waits, gate) = os.pipe(), os.pipe()
+            (ours, theirs) = os.pipe()
+            (waits, gate) = os.pipe()
             pid = os.fork()
             if pid == 0:
                 codes = (code for _, code in children.values())
                 for descriptor in (agent.fileno(), ours, theirs, gate, *children, *codes):
                     os.close(descriptor)
-                if not os.read(waits, 1):  # the agent knows nothing of this process, and may start another one
+                # the agent knows nothing of this process, and may start another one
+                if not os.read(waits, 1):
                     os._exit(1)
                 os.close(waits)
                 _run(request["run"], descriptors)

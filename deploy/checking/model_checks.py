@@ -1,4 +1,6 @@
-"""What a model of the user's own must do before a lab relies on it, and whether its steps can be recorded."""
+"""What a model of the user's own must do before a lab relies on it, and whether its steps can be
+recorded.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,14 @@ from typing import Any, Final
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.host.examination import Finding
 
-KEYWORDS: Final = frozenset({"shape", "classes", "outputs", "tokens"})  # that a function of a model may have
+# that a function of a model may have
+KEYWORDS: Final = frozenset({"shape", "classes", "outputs", "tokens"})
 
 
 def is_model(found: object) -> bool:
-    """Return whether own code is a class of modules, or a function with the keywords of one that makes a module."""
+    """Return whether own code is a class of modules, or a function with the keywords of one that
+    makes a module.
+    """
     torch = sys.modules.get("torch")
     if isinstance(found, type):
         return torch is not None and issubclass(found, torch.nn.Module)
@@ -26,7 +31,9 @@ def is_model(found: object) -> bool:
 
 
 def of(name: str, keys: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield the findings about a model; `keys`: of its experiment. Raises InvalidExperiment if it fails."""
+    """Yield the findings about a model; `keys`: of its experiment. Raises InvalidExperiment if it
+    fails.
+    """
     from fedstrata.device.training.trainer import Trainer
 
     model, training = ({**keys.get(table, {})} for table in ("model", "training"))

@@ -1,8 +1,10 @@
-"""A channel between an agent and a process that computes for it, and the replacement of a process that fails.
+"""A channel between an agent and a process that computes for it, and the replacement of a process
+that fails.
 
-The agent starts `python -m MODULE SOCKET MEMORY`; the arguments are descriptors. A record is a line of JSON on the
-socket, in either direction. Models are passed in the shared memory. When the agent's end of the socket closes, however
-the agent ended, the process ends at once. An error of the process is a record, too, and so is its progress.
+The agent starts `python -m MODULE SOCKET MEMORY`; the arguments are descriptors. A record is a line
+of JSON on the socket, in either direction. Models are passed in the shared memory. When the agent's
+end of the socket closes, however the agent ended, the process ends at once. An error of the process
+is a record, too, and so is its progress.
 """
 
 from __future__ import annotations
@@ -42,14 +44,17 @@ from fedstrata.common.errors import (
 from fedstrata.common.host.offload import offload, repeated
 from fedstrata.common.host.processes import python
 
-RECORD_BYTES: Final = 1 << 24  # limit of a reply: the longest, a layout, has some 60 for each tensor
+# limit of a reply: the longest, a layout, has some 60 for each tensor
+RECORD_BYTES: Final = 1 << 24
 LAST_BREATH_S: Final = 5.0  # between the end of the socket and the end of the process
 REPORT_S: Final = 0.5  # between two reports of progress
-BUSY_S: Final = 0.05  # of a core that count as progress; a process that waits, and its reports, take a thousandth of it
+# of a core that count as progress; a process that waits, and its reports, take a thousandth of it
+BUSY_S: Final = 0.05
 MOVES: Final = "moves"
 REPLACEMENTS: Final = 3  # of a process, for one request
 ADVICE: Final = (
-    "If memory was short: run fewer nodes on this machine. If one batch takes longer than that: raise transfer.idle_s."
+    "If memory was short: run fewer nodes on this machine. If one batch takes longer "
+    "than that: raise transfer.idle_s."
 )
 
 Record: TypeAlias = Mapping[str, Any]
@@ -59,7 +64,9 @@ log = logging.getLogger("fedstrata.process")
 
 
 class ProcessEnded(RunFailed):
-    """A process ended before it replied: `killed` by a signal, or with an exit code; `how` is the predicate."""
+    """A process ended before it replied: `killed` by a signal, or with an exit code; `how` is the
+    predicate.
+    """
 
     def __init__(self, name: str, code: int) -> None:
         self.killed = code < 0
@@ -69,7 +76,9 @@ class ProcessEnded(RunFailed):
 
 
 class Garbled(ProcessEnded):
-    """A process sent what is no record, and was ended: own code in it may write to any descriptor."""
+    """A process sent what is no record, and was ended: own code in it may write to any
+    descriptor.
+    """
 
     def __init__(self, name: str) -> None:
         self.killed = False
@@ -85,9 +94,12 @@ class SharedMemory:
         self._mapped: mmap.mmap | None = None
 
     def rows(self, count: int, row_bytes: int) -> npt.NDArray[np.uint8]:
-        """Return the first rows, uint8 [count, row_bytes], each on its own pages; earlier rows become invalid."""
+        """Return the first rows, uint8 [count, row_bytes], each on its own pages; earlier rows
+        become invalid.
+        """
         stride = -(-row_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        size, descriptor = count * stride, self._file.fileno()
+        size = count * stride
+        descriptor = self._file.fileno()
         if not size:
             return np.empty((count, row_bytes), np.uint8)
         if os.fstat(descriptor).st_size < size:
@@ -126,7 +138,8 @@ Fork: TypeAlias = Callable[[Sequence[int]], ChildProcess]  # with these descript
 class SubprocessChannel:
     """The agent's end of the channel to one process. Close it even if the process has ended.
 
-    `idle_s`: the longest wait for a record, None: any. `moved` is called with each report of progress.
+    `idle_s`: the longest wait for a record, None: any. `moved` is called with each report of
+    progress.
     """
 
     name: str
@@ -220,10 +233,10 @@ async def nothing(_: SubprocessChannel) -> None:
 class ReplaceableProcess:
     """A process that computes for an agent. It starts with the first request.
 
-    If a signal ends it, if it makes no progress for `idle_s`, or if its accelerator fails for good, the request is done
-    again in a new process, `replacements` times. So requests must be repeatable. `begin`: the first exchange with each
-    process. `advice`: the end of the error of a request that fails in each of them. `fork` starts it, if that is given
-    and can.
+    If a signal ends it, if it makes no progress for `idle_s`, or if its accelerator fails for good,
+    the request is done again in a new process, `replacements` times. So requests must be
+    repeatable. `begin`: the first exchange with each process. `advice`: the end of the error of a
+    request that fails in each of them. `fork` starts it, if that is given and can.
     """
 
     def __init__(
@@ -250,9 +263,11 @@ class ReplaceableProcess:
     async def do(self, work: Callable[[SubprocessChannel], Awaitable[_T]], *, name: str = "") -> _T:
         """Do the work in the process; errors call that `name`.
 
-        Raises RunFailed, NoProgress, and the error that a record passes. A cancelled caller ends the process.
+        Raises RunFailed, NoProgress, and the error that a record passes. A cancelled caller ends
+        the process.
         """
-        name, replaced = name or self._name, 0
+        name = name or self._name
+        replaced = 0
         while True:
             try:
                 return await work(self.channel or await self._start())
@@ -262,7 +277,10 @@ class ReplaceableProcess:
                 if isinstance(error, ProcessEnded) and not error.killed:
                     raise kind(f"{name} {how}") from None
                 if replaced == self._replacements:
-                    others = f"so {too} its replacement" if replaced == 1 else f"{replaced} replacements failed, too"
+                    if replaced == 1:
+                        others = f"so {too} its replacement"
+                    else:
+                        others = f"{replaced} replacements failed, too"
                     raise kind(f"{name} {how}, and {others}. {self._advice}") from None
                 replaced += 1
                 log.warning("%s %s: it is started again", name, how)
@@ -272,13 +290,15 @@ class ReplaceableProcess:
 
     async def end(self) -> None:
         """End the process, if any; the next request starts another one."""
-        channel, self.channel = self.channel, None
+        channel = self.channel
+        self.channel = None
         if channel is not None:
             await channel.end()
 
     def close(self) -> None:
         """End the process at once."""
-        channel, self.channel = self.channel, None
+        channel = self.channel
+        self.channel = None
         if channel is not None:
             channel.close()
 
@@ -296,8 +316,12 @@ class ReplaceableProcess:
     def _moved(self) -> None:
         self.moves += 1
 
-    def _how(self, error: ProcessEnded | NoProgress | AcceleratorLost) -> tuple[str, str, type[RunFailed]]:
-        """Return what happened to the process, as a predicate, its verb, and the class of the error for the caller."""
+    def _how(
+        self, error: ProcessEnded | NoProgress | AcceleratorLost
+    ) -> tuple[str, str, type[RunFailed]]:
+        """Return what happened to the process, as a predicate, its verb, and the class of the error
+        for the caller.
+        """
         if isinstance(error, ProcessEnded):
             return error.how, "was", RunFailed
         if isinstance(error, NoProgress):
@@ -306,7 +330,8 @@ class ReplaceableProcess:
 
 
 class AgentChannel:
-    """The process's end. A thread reads the records, so that the process ends at once when the agent is gone.
+    """The process's end. A thread reads the records, so that the process ends at once when the
+    agent is gone.
 
     The thread calls `at_once` with each record; a record for which it returns True is not received.
     """
@@ -314,8 +339,10 @@ class AgentChannel:
     def __init__(self, at_once: Callable[[Record], bool] = lambda record: False) -> None:
         descriptors = [int(argument) for argument in sys.argv[1:3]]
         for descriptor in descriptors:
-            os.set_inheritable(descriptor, False)  # programs that this process starts must not keep them open
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is for the agent, so own code alone raises KeyboardInterrupt
+            # programs that this process starts must not keep them open
+            os.set_inheritable(descriptor, False)
+        # it is for the agent, so own code alone raises KeyboardInterrupt
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._reported = time.monotonic()
         self._socket = socket.socket(fileno=descriptors[0])
         self.memory = SharedMemory(os.fdopen(descriptors[1], "r+b", buffering=0))
@@ -341,7 +368,9 @@ class AgentChannel:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Report the use of a core as progress in the `with` block, of imports and of reading data."""
+        """Report the use of a core as progress in the `with` block, of imports and of reading
+        data.
+        """
         used = time.process_time()
 
         def look() -> None:
@@ -368,7 +397,9 @@ class AgentChannel:
 
 
 async def _started(module: str, descriptors: tuple[int, int], fork: Fork | None) -> ChildProcess:
-    """Start the process by `fork`, or else as a new interpreter, which takes a millisecond: no memory is copied."""
+    """Start the process by `fork`, or else as a new interpreter, which takes a millisecond: no
+    memory is copied.
+    """
     if fork is not None:
         try:
             return await offload(partial(fork, descriptors))
@@ -388,7 +419,9 @@ def _spawned(module: str, descriptors: tuple[int, int]) -> ChildProcess:
 
 
 def exit_code(process: ChildProcess) -> int:
-    """Return the exit code of a process that has closed its socket, and may still write its last message."""
+    """Return the exit code of a process that has closed its socket, and may still write its last
+    message.
+    """
     with suppress(subprocess.TimeoutExpired):
         return process.wait(LAST_BREATH_S)
     process.kill()
@@ -396,13 +429,17 @@ def exit_code(process: ChildProcess) -> int:
 
 
 def error_record(error: Exception) -> Record:
-    """Return the facts of a record that passes an error to the agent; an unexpected one is logged here."""
+    """Return the facts of a record that passes an error to the agent; an unexpected one is logged
+    here.
+    """
     known = as_known(error, "the process")
     if isinstance(known, StorageFailed):
         return {"storage": known.parts}
     if isinstance(known, InvalidExperiment):
         return {"invalid": [*known.parts, known.frames]}
-    return {"lost": known.reason} if isinstance(known, AcceleratorLost) else {"failed": str(known)}
+    if isinstance(known, AcceleratorLost):
+        return {"lost": known.reason}
+    return {"failed": str(known)}
 
 
 def error_in(record: Record) -> FedstrataError | None:
@@ -413,7 +450,9 @@ def error_in(record: Record) -> FedstrataError | None:
         return StorageFailed(*record["storage"])
     if "lost" in record:
         return AcceleratorLost(record["lost"])
-    return RunFailed(record["failed"]) if "failed" in record else None
+    if "failed" in record:
+        return RunFailed(record["failed"])
+    return None
 
 
 def encoded(facts: Record) -> bytes:
