@@ -305,15 +305,20 @@ class ParentEndpoint(Endpoint):
         """Return the children that are not ready, once as many are as a round needs; none if it
         waits for each.
 
-        Raises NoProgress if these are not ready within `idle_s`.
+        Raises NoProgress if these are not ready within `idle_s`, without the time in which devices
+        that the round needs are away by their traces.
         """
         if self._minimum(()) is None:
             return ()
         begun = self.now()
 
         def enough(found: Readiness, now: float) -> bool:
+            nonlocal begun
             minimum = self._minimum(found.ready)
             least = 0 if minimum is None else minimum.children
+            returning = self.session.coordinator.returning(now)
+            if len(found.ready) < least <= len(found.ready) + len(returning):
+                begun = now
             if len(found.ready) < least and now >= begun + self.transfer.idle_s:
                 problem = (
                     f"{len(found.ready)} of at least {least} children were ready for "
