@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from math import inf
 from typing import Any
 
 import msgpack
@@ -322,7 +323,7 @@ class Node:
         for output in session.to_send(now):
             self._perform(output)
         due = session.next_deadline(now)
-        if due is not None and due != self._due:
+        if due < inf and due != self._due:
             self._due = due
             self.lab.loop.at(due, lambda: self._timer(due))
 
@@ -358,7 +359,7 @@ class Node:
             broker.unsubscribe(connection, output.topics)
 
     def _sent(self, output: PublishChunk) -> None:
-        self.session.link.sent(output.chunk)
+        self.session.link.outbox.sent(output.chunk)
         self.wake()
 
 
@@ -390,7 +391,7 @@ class ParentNode(Node):
         for model in set(opening.models.values()):
             receivers = [name for name, each in opening.models.items() if each == model]
             manifest = manifest_of(model)
-            inline = self.session.link.offer(manifest, memoryview(model), receivers)
+            inline = self.session.link.offers.add(manifest, memoryview(model), receivers)
             assignments |= {
                 name: Assignment(manifest, opening.epochs, inline) for name in receivers
             }
@@ -473,7 +474,7 @@ class ChildNode(Node):
     def _begin(self, task: Task) -> None:
         self._stop()
         if self._answer_blob:
-            self.session.link.retire(self._answer_blob)
+            self.session.link.offers.retire(self._answer_blob)
             self._answer_blob = ""
         self.task, self.buffer = task, bytearray(task.model.size)
         self._later(self.lab.work_s(0.02), self._fetch)
@@ -503,9 +504,9 @@ class ChildNode(Node):
     def _finish(self, task: Task, answer: bytes) -> None:
         self._stop()
         manifest = manifest_of(answer)
-        inline = self.session.link.offer(manifest, memoryview(answer), self.session.link.peers)
+        inline = self.session.link.offers.add(manifest, memoryview(answer), self.session.link.peers)
         if not self.serves:
-            self.session.link.retire(manifest.blob)
+            self.session.link.offers.retire(manifest.blob)
         self._answer, self._answer_blob = answer, manifest.blob
         result = Result(
             task.key, manifest, inline, Work(10, 0.5, task.epochs, 6, 1.0, 0.0, 0.0), 6, (), ""

@@ -223,14 +223,14 @@ async def test_the_least_packet_limit_of_the_addresses_that_were_used_is_kept(
     other.packet_limit = 40_000
     site.address = replace(site.address, others=(("other", 1883),))
     parent = parent_of(site, ["device-0"], layout=layout_of(4000))
-    chunk_most = parent.session.link.chunk_most
+    chunk_most = parent.session.link.offers.chunk_most
 
     async def at(host: str) -> int:
         await until(
             lambda: parent.connection.up and parent.connection.attempts.address.host == host
         )
         await asyncio.sleep(1.0)
-        return parent.session.link.chunk_most
+        return parent.session.link.offers.chunk_most
 
     async with together(living(site, parent)):
         assert await at(BROKER) == chunk_most == TransferSettings().chunk_bytes

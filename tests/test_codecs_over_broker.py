@@ -21,6 +21,7 @@ from fedstrata.common.protocol import serialization, topics
 from fedstrata.common.protocol.messages import NodeState, Presence, Result
 from fedstrata.common.protocol.round_state import ChildState
 from fedstrata.common.protocol.sender import Publication
+from fedstrata.common.protocol.topics import ChunkTopic
 from fedstrata.common.runtime.child_endpoint import ChildEndpoint
 from fedstrata.common.runtime.round import Dispatch
 from tests.helpers.codecs import codecs_of
@@ -95,10 +96,10 @@ async def test_a_model_that_fails_on_its_way_ends_the_round_below_and_is_sent_ag
     device = child_of(site, "device-0")
     receive = middle.up.session.link.receiver.receive_chunk
 
-    def damage(owner: str, blob: str, **how: Any) -> bool:
-        if how["index"] >= 20 and not middle.up.refusals:
-            how["data"] = bytes(len(how["data"]))
-        return receive(owner, blob, **how)
+    def damage(topic: ChunkTopic, data: bytes | memoryview, *, now: float) -> bool:
+        if topic.index >= 20 and not middle.up.refusals:
+            data = bytes(len(data))
+        return receive(topic, data, now=now)
 
     middle.up.session.link.receiver.receive_chunk = damage  # type: ignore[method-assign]
     async with together(living(site, cloud), middle.live(), serving(site, device, layout, 0)):

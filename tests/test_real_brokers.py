@@ -133,7 +133,11 @@ def test_a_broker_that_carries_less_is_named_and_serves(
                 if "message_size_limit" in settings
                 else TransferSettings().chunk_bytes
             )
-            assert parent.session.link.chunk_most == child.session.link.chunk_most == chunk
+            assert (
+                parent.session.link.offers.chunk_most
+                == child.session.link.offers.chunk_most
+                == chunk
+            )
             reconnects = 0 if "message_size_limit" in settings else 1
             assert parent.connection.reconnects == child.connection.reconnects == reconnects
 
@@ -157,7 +161,7 @@ def test_a_limit_that_stays_unknown_is_kept(
 
     async def run(site: RealSite) -> None:
         async with after_a_round(site, 60_000) as (parent, _):
-            assert parent.session.link.chunk_most == packet_limit.LEAST_BYTES - PACKET_ROOM
+            assert parent.session.link.offers.chunk_most == packet_limit.LEAST_BYTES - PACKET_ROOM
 
     with broker.start(
         directory=tmp_path, kind="mosquitto", settings={"message_size_limit": 50_000}

@@ -212,7 +212,7 @@ class Replay:
         for output in outputs:
             if isinstance(output, PublishChunk):
                 self.chunks[output.chunk.blob].add(output.chunk.index)
-                self.session.link.sent(output.chunk)
+                self.session.link.outbox.sent(output.chunk)
             elif isinstance(output, Publish) and output.body:
                 topic = topics.parse(output.topic)
                 if isinstance(topic, topics.InboxTopic):
@@ -270,7 +270,7 @@ def test_a_parent_plays_the_recorded_rounds_again(
                 for child, task in tasks[key].items()
             }
             for task in tasks[key].values():
-                session.link.offer(task.model, memoryview(blobs[task.model.blob]), children)
+                session.link.offers.add(task.model, memoryview(blobs[task.model.blob]), children)
             numbers = {"global_round": key.global_round, "local_round": key.local_round}
             assert session.open(**numbers, assignments=given, closing=Closing(), now=now) == key
         while (event := session.next_event()) is not None:
@@ -321,7 +321,7 @@ def test_a_child_answers_the_recorded_tasks_again(
         mine = isinstance(one.topic, topics.InboxTopic) and one.topic.sender == node
         if mine and isinstance(one.message, Result):
             answer = blobs[one.message.model.blob]  # what comes back of it does not travel
-            session.link.offer(
+            session.link.offers.add(
                 one.message.model, memoryview(blobs[one.message.model.blob]), (parent,)
             )
             session.participant.finish(one.message, now=now)

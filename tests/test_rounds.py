@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from math import inf
 
 import pytest
 from hypothesis import example, given
@@ -101,7 +102,7 @@ def test_a_round_without_trouble_sends_everything_once() -> None:
     assert lab.kinds["Acknowledgement"] == 5
     for child in lab.children.values():
         assert len(child.trained) == 1 and child.session.participant.state is ParticipantState.DONE
-        assert child.session.participant.next_deadline() is None
+        assert child.session.participant.next_deadline() == inf
     lab.check()
 
 

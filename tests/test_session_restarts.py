@@ -111,7 +111,7 @@ def test_a_result_that_its_child_no_longer_holds_is_asked_for_again() -> None:
     lab.open()
     child = lab.child
     lab.until(lambda: bool(lab.parent.of(UploadAnnounced)))
-    child.session.link.retire(child._answer_blob)
+    child.session.link.offers.retire(child._answer_blob)
     child.session.participant._result = None  # as after a row that was written again
     lab.finish()
     assert lab.kinds["Gone"] and len(lab.parent.of(UploadAnnounced)) == 2
@@ -369,11 +369,11 @@ def test_a_packet_limit_of_the_broker_is_kept() -> None:
     lab = Lab(names_of(1), transfer=TransferSettings(inline_bytes=262_144, idle_s=60.0))
     session = lab.parent.session
     session.connected(lab.now, packet_most=40_000)
-    assert session.link.cut(["device-0"])[0] == 40_000
+    assert session.link.offers.cut(["device-0"])[0] == 40_000
     large = manifest_of(bytes(50_000))
-    assert session.link.offer(large, memoryview(bytes(50_000)), ["device-0"]) is None
+    assert session.link.offers.add(large, memoryview(bytes(50_000)), ["device-0"]) is None
     small = manifest_of(bytes(30_000))
-    assert session.link.offer(small, memoryview(bytes(30_000)), ["device-0"]) == bytes(30_000)
+    assert session.link.offers.add(small, memoryview(bytes(30_000)), ["device-0"]) == bytes(30_000)
 
 
 def test_a_model_that_does_not_fit_in_a_packet_with_its_reports_is_fetched() -> None:

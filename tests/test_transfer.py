@@ -484,7 +484,7 @@ def test_silence_is_answered_at_growing_intervals() -> None:
     manifest, _ = blob_of(4)
     core.fetch(OWNER, manifest, memoryview(bytearray(manifest.size)), now=0.0)
     asked = []
-    while (due := core.next_deadline()) is not None and due < 60:
+    while (due := core.next_deadline()) < 60:
         core.tick(due)
         asked += [due] * len(core.to_send())
     gaps = np.diff([0.0, *asked])
@@ -502,7 +502,7 @@ def asked_at(
     core.fetch(OWNER, manifest, memoryview(bytearray(manifest.size)), now=0.0)
     core.tick(0.0, carried=carried(0.0))
     asked = [0.0] * len(core.to_send())
-    while (due := core.next_deadline()) is not None and due < until_s:
+    while (due := core.next_deadline()) < until_s:
         core.tick(due, carried=carried(due))
         asked += [due] * len(core.to_send())
     return asked

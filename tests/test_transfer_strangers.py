@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ from fedstrata.common.protocol.receiver import (
     Receiver,
 )
 from fedstrata.common.protocol.sender import RESTART_S, Sender
-from fedstrata.common.protocol.topics import ALL
+from fedstrata.common.protocol.topics import ALL, ChunkTopic
 from fedstrata.common.settings.links import LinkDirection
 from tests.helpers.examples import examples
 from tests.helpers.transfer_line import (
@@ -44,6 +45,7 @@ from tests.helpers.transfer_line import (
     blob_of,
     broadcast,
     check_complete,
+    chunk_topic,
     published,
 )
 from tests.session_lab import names_of
@@ -77,12 +79,10 @@ class Fetches:
         self.number += 1
         body = bytes(self.data[self.manifest.span(index)]) if data is None else data
         return self.core.receive_chunk(
-            owner,
-            blob or self.manifest.blob,
-            stream=ALL,
-            index=index,
-            number=self.number,
-            data=body,
+            chunk_topic(
+                owner, blob or self.manifest.blob, stream=ALL, index=index, number=self.number
+            ),
+            body,
             now=self.now,
         )
 
@@ -185,11 +185,11 @@ def test_damage_on_the_way_is_repaired() -> None:
     victim, damaged = line.receivers["device-1"], []
     inner = victim.core.receive_chunk
 
-    def damage(owner: str, blob: str, *, data: bytes, **more: object) -> bool:
-        if more["index"] in (4, 19) and more["index"] not in damaged:
-            damaged.append(more["index"])
+    def damage(topic: ChunkTopic, data: bytes, *, now: float) -> bool:
+        if topic.index in (4, 19) and topic.index not in damaged:
+            damaged.append(topic.index)
             data = data[:-1] + bytes([data[-1] ^ 1])
-        return inner(owner, blob, data=data, **more)  # type: ignore[arg-type]
+        return inner(topic, data, now=now)
 
     victim.core.receive_chunk = damage  # type: ignore[method-assign, assignment]
     line.run()
@@ -256,12 +256,8 @@ def test_hundreds_of_hostile_chunks_are_refused_and_the_blob_is_exact(
         known = (it.owner, it.blob) in victim.core.wanted() and it.index < chunks
         sound = known and it.data == data[manifest.span(it.index)]
         fresh = victim.core.receive_chunk(
-            it.owner,
-            it.blob,
-            stream=it.stream,
-            index=it.index,
-            number=it.number,
-            data=it.data,
+            chunk_topic(it.owner, it.blob, stream=it.stream, index=it.index, number=it.number),
+            it.data,
             now=line.now,
         )
         assert fresh == (sound and it.index not in victim.has[manifest.blob])
@@ -386,16 +382,14 @@ def test_uploads_take_slots_in_order(slots: int) -> None:
         for index in range(2):
             span = manifest.span(index)
             assert core.receive_chunk(
-                f"device-{number}",
-                manifest.blob,
-                stream="parent",
-                index=index,
-                number=index,
-                data=bytes(data[span]),
+                chunk_topic(
+                    f"device-{number}", manifest.blob, stream="parent", index=index, number=index
+                ),
+                bytes(data[span]),
                 now=0.0,
             )
         assert core.next_event() == Fetched(f"device-{number}", manifest.blob)
-    assert not core.wanted() and core.next_deadline() is None
+    assert not core.wanted() and core.next_deadline() == inf
 
 
 def test_slow_links_share_slots() -> None:
@@ -579,12 +573,8 @@ def test_a_receiver_asks_for_what_its_link_can_carry() -> None:
     }
     for index in range(2):
         core.receive_chunk(
-            "slow",
-            manifest.blob,
-            stream=ALL,
-            index=index,
-            number=index + 1,
-            data=bytes(32_768),
+            chunk_topic("slow", manifest.blob, stream=ALL, index=index, number=index + 1),
+            bytes(32_768),
             now=1.0,
         )
         assert [ask.window for _, ask in core.to_send()] == [2]  # a quarter of two is each one

@@ -607,7 +607,7 @@ def test_a_presence_task_and_progress_by_hand() -> None:
 # Topics
 
 LAB = "lab"
-RUNS = NAMES.filter(lambda name: "-" in name)
+RUNS = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.]{0,30}-[A-Za-z0-9_.-]{0,30}", fullmatch=True)
 
 
 @given(

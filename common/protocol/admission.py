@@ -95,12 +95,11 @@ class Admission:
         source = _source(peer, session, body)
         if not budget.take(source, now, 1 + len(body) // COUNTED_BYTES):
             raise Flooded("too many messages at once")
-        found = serialization.decode(
-            body, sender=self.bounds.get(peer, ANYBODY) if peer else STRANGER
-        )
-        if items := _items(found[1]):
+        bounds = self.bounds.get(peer, ANYBODY) if peer else STRANGER
+        found, message = serialization.decode(body, sender=bounds)
+        if items := _items(message):
             budget.owe(source, items // COUNTED_ITEMS)
-        return found
+        return found, message
 
     def read_presence(
         self, node: str, session: str, body: bytes, now: float, *, retained: bool
@@ -112,12 +111,10 @@ class Admission:
         """
         if not retained and not self._presences.take(_source(node, session, body), now):
             raise Flooded("too many presences at once")
-        found, message = (
-            serialization.decode(body, sender=self.bounds.get(node, ANYBODY))
-            if body
-            else ("", None)
-        )
-        if not (message is None or isinstance(message, Presence)):
+        if not body:
+            return "", None
+        found, message = serialization.decode(body, sender=self.bounds.get(node, ANYBODY))
+        if not isinstance(message, Presence):
             raise WireError("no presence on a state topic")
         return found, message
 
@@ -219,10 +216,13 @@ class PendingAnswers:
 
         All nodes that are not peers share one budget, all namesakes another one.
         """
-        same = name == self._namesake
-        asker = name, question.nonce if same else ""
+        asker = (name, "")
+        source = ""
+        if name == self._namesake:
+            asker = (name, question.nonce)
+            source = name
         if asker not in self._questions:
-            if name not in self._peers and not self._strangers.take(name if same else "", now):
+            if name not in self._peers and not self._strangers.take(source, now):
                 return False
             due = max(now, self._answered.get(asker, -inf) + ANSWER_S)
             heapq.heappush(self._due, (due, next(self._numbers), asker))
@@ -236,9 +236,10 @@ class PendingAnswers:
             asker = heapq.heappop(self._due)[2]
             ready.append((asker, self._questions.pop(asker)))
             self.sent(asker, now)
-        while (
-            self._answered and now >= self._answered[first := next(iter(self._answered))] + ANSWER_S
-        ):
+        while self._answered:
+            first, answered = next(iter(self._answered.items()))
+            if now < answered + ANSWER_S:
+                break
             del self._answered[first]
         return ready
 

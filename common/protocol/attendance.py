@@ -32,16 +32,14 @@ ADDRESS: Final = re.compile(r"(https://)?(\[[0-9A-Fa-f:.%]{2,45}\]|[\w.-]{1,253}
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """Which children can take part: the `ready` ones; the `missing` ones, each with the reason.
-
-    The missing ones include the `failed` ones, which gave up or are of another release: somebody
-    has to act; and the `hanging` ones, which have prepared for `idle_s` without progress, or failed
-    for lack of progress below them. Those that the experiment names come first.
-    """
+    """Which children can take part; those that the experiment names come first."""
 
     ready: frozenset[str]
-    missing: Mapping[str, str]
+    missing: Mapping[str, str]  # the others, each with the reason
+    # of these, those that have prepared for `idle_s` without progress, or failed for lack of
+    # progress below them
     hanging: frozenset[str]
+    # of these, those that gave up or are of another release: somebody has to act
     failed: frozenset[str]
 
     @property
@@ -57,10 +55,6 @@ class Readiness:
 class Attendance:
     """The last presences of a parent's children. `varying`: those whose samples may change, as they
     have children.
-
-    `samples`, `tests`: of the children that have reported them; `farewells`: the children that have
-    sent theirs; `after`: of those that have come from another parent, the task that this one used
-    last.
     """
 
     def __init__(self, children: Iterable[str], *, varying: Collection[str] = ()) -> None:
@@ -69,9 +63,10 @@ class Attendance:
         self._gone: set[str] = set()  # of these, those that are not present: nobody waits for them
         self._varying = frozenset(varying)
         self.last: dict[str, Presence | None] = {}
-        self.samples: dict[str, int] = {}
-        self.tests: dict[str, int] = {}
-        self.farewells: set[str] = set()
+        self.samples: dict[str, int] = {}  # of the children that have reported them
+        self.tests: dict[str, int] = {}  # of the same children
+        self.farewells: set[str] = set()  # the children that have sent theirs
+        # of those that have come from another parent, the task that this one used last
         self.after: dict[str, int] = {}
         self._ready: set[str] = set()
         self._owing: set[str] = set()
@@ -111,36 +106,47 @@ class Attendance:
     def receive(
         self, child: str, session: str, presence: Presence | None, *, published: bool
     ) -> bool:
-        """Note a child's presence; return whether it must be asked for its samples. One that is
-        ready may have none.
+        """Note a child's presence; return whether it must be asked for its samples.
 
         What is published is possibly a stranger's: new samples of a session that was not met before
         are taken from an answer only.
         """
         met = session == self._met.get(child)
         self._met[child] = session
-        samples = 0 if presence is None else presence.samples
-        doubtful = False
-        # of none
-        reported = samples or (presence is not None and presence.state is NodeState.READY)
-        if reported and (child in self._varying or session != self._counted.get(child)):
-            doubtful = published and self.samples.get(child, samples if met else -1) != samples
-            if not doubtful:
-                self.samples[child] = samples
-                self._counted[child] = session
-                self.tests[child] = 0 if presence is None else presence.tests
         self.last[child] = presence
-        if presence is not None and presence.after:
-            self.after[child] = presence.after
-        ready = presence is not None and presence.state is NodeState.READY and child in self.samples
-        owing = presence is not None and presence.state in STAYING and child not in self.farewells
-        gone = child in self._entered and not (presence is not None and presence.state in LIVING)
-        for children, is_one in ((self._ready, ready), (self._owing, owing), (self._gone, gone)):
+        doubtful = False
+        state = None
+        if presence is not None:
+            state = presence.state
+            doubtful = self._count(child, session, presence, met=met, published=published)
+            if presence.after:
+                self.after[child] = presence.after
+        for children, is_one in (
+            (self._ready, state is NodeState.READY and child in self.samples),
+            (self._owing, state in STAYING and child not in self.farewells),
+            (self._gone, state not in LIVING and child in self._entered),
+        ):
             if is_one:
                 children.add(child)
             else:
                 children.discard(child)
         return doubtful
+
+    def _count(
+        self, child: str, session: str, presence: Presence, *, met: bool, published: bool
+    ) -> bool:
+        """Take the samples in a presence; return whether they are doubtful."""
+        samples = presence.samples
+        reported = samples or presence.state is NodeState.READY  # a ready one may have none
+        if not reported or (child not in self._varying and session == self._counted.get(child)):
+            return False
+        usual = samples if met else -1
+        if published and self.samples.get(child, usual) != samples:
+            return True
+        self.samples[child] = samples
+        self._counted[child] = session
+        self.tests[child] = presence.tests
+        return False
 
     def preparing(self, child: str, waits_for: str, now: float) -> None:
         """Note a report of a child that prepares, and for whom it waits."""
@@ -172,15 +178,12 @@ class Attendance:
         """Return the children that stopped reporting their preparation, each again after
         QUIET_S.
         """
-        preparing = [
-            name
-            for name, last in self.last.items()
-            if last is not None and last.state is NodeState.INIT
-        ]
-        quiet = [
-            name for name in preparing if now >= self._prepared_at.setdefault(name, now) + QUIET_S
-        ]
-        self._prepared_at.update(dict.fromkeys(quiet, now))
+        quiet = []
+        for name, last in self.last.items():
+            prepares = last is not None and last.state is NodeState.INIT
+            if prepares and now >= self._prepared_at.setdefault(name, now) + QUIET_S:
+                self._prepared_at[name] = now
+                quiet.append(name)
         return quiet
 
     def readiness(
@@ -276,19 +279,8 @@ class Targets:
         own = ""
         report = before[1]
         if presence is not None and presence.state in STAYING:
-            below = self._below.get(child, ())
             own = presence.metrics
-            report = {
-                target.name: target.metrics for target in presence.targets if target.name in below
-            }
-            others = [
-                target
-                for target in presence.targets
-                if target.name not in below and is_node(target.name)
-            ]
-            report |= {
-                target.name: target.metrics for target in others[: self._guests.get(child, 0)]
-            }
+            report = self._report(child, presence.targets)
         elif presence is None or presence.state not in AWAITED:
             report = {}
         if (own, report) != before:
@@ -296,6 +288,18 @@ class Targets:
             self._reports[child] = report
             self._changed_at = min(self._changed_at, now)
             self.due = min(self._changed_at + REPORT_MOST_S, now + REPORT_S)
+
+    def _report(self, child: str, targets: Iterable[Target]) -> dict[str, str]:
+        """Return a child's report on the nodes that may be below it."""
+        below = self._below.get(child, ())
+        named = {}
+        guests = []
+        for target in targets:
+            if target.name in below:
+                named[target.name] = target.metrics
+            elif is_node(target.name):
+                guests.append((target.name, target.metrics))
+        return named | dict(guests[: self._guests.get(child, 0)])
 
     def remove(self, child: str, *, now: float) -> None:
         """Forget a child."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from math import inf
-from typing import Final
+from typing import Final, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -50,7 +50,6 @@ from fedstrata.common.protocol.messages import (
     Acknowledgement,
     Alive,
     Declined,
-    Failure,
     Farewell,
     FrozenOffered,
     Goodbye,
@@ -72,7 +71,7 @@ from fedstrata.common.protocol.outbox import Output
 from fedstrata.common.protocol.participant import PHASE_S, Participant
 from fedstrata.common.protocol.peer_link import ByteMeter, PeerLink
 from fedstrata.common.protocol.peers import ToParent
-from fedstrata.common.protocol.presence import Identity, Proof, TimeZero
+from fedstrata.common.protocol.presence import Identity, Proof, StateFacts, TimeZero
 from fedstrata.common.protocol.receiver import Fetched, FetchFailed, ReceiverEvent
 from fedstrata.common.protocol.round_state import HEARTBEAT_S
 from fedstrata.common.settings.links import LinkSet
@@ -114,9 +113,8 @@ class ChildSession:
         )
         self.parent = parent
         # When the institutions have a model is measured: they report it at once.
-        self.participant = Participant(
-            idle_s=transfer.idle_s, phase_s=PHASE_S if above.below is None else 0.0
-        )
+        phase_s = PHASE_S if above.below is None else 0.0
+        self.participant = Participant(idle_s=transfer.idle_s, phase_s=phase_s)
         self._form: ModelForm | None = None
         self._frozen = above.frozen
         self._limits = above.limits
@@ -180,14 +178,16 @@ class ChildSession:
         """Set the bounds of the parent's messages, and of the presences under this node's own
         name.
         """
-        if (limits := self._limits) is None:
+        limits = self._limits
+        if limits is None:
             return
         blob_bytes = ROW_BYTES_MOST if self._form is None else self._form.size
+        frozen_bytes = 0 if self._frozen is None else self._frozen.nbytes
         above = SenderBounds(
             nodes=limits.below_parent,
             blob_bytes=blob_bytes,
             inline_bytes=self.link.transfer.inline_bytes,
-            frozen_bytes=0 if self._frozen is None else self._frozen.nbytes,
+            frozen_bytes=frozen_bytes,
             plans=False,
         )
         self.link.admission.bounds = {
@@ -246,17 +246,9 @@ class ChildSession:
         """Whether the parent has replied to the farewell, or none has been sent."""
         return self._farewell is None
 
-    def set_state(
-        self,
-        state: NodeState,
-        *,
-        reason: str = "",
-        samples: int = 0,
-        tests: int = 0,
-        failure: Failure = Failure.NONE,
-    ) -> None:
+    def set_state(self, state: NodeState, **facts: Unpack[StateFacts]) -> None:
         """Publish this node's state, retained."""
-        self.link.own.set_state(state, reason=reason, samples=samples, tests=tests, failure=failure)
+        self.link.own.set_state(state, **facts)
 
     # Between the link and the endpoint
 
@@ -265,11 +257,10 @@ class ChildSession:
 
         What may have been lost with the old one is repeated; the parent is asked for proof of life.
         """
-        lab = self.link.identity.lab
-        name = self.link.identity.name
+        own = self.link.identity
         # any run: a parent that moved replies from its new one
-        inboxes = [topics.inbox(lab, "+", name, self.parent)]
-        self.link.connected(now, inboxes=inboxes, packet_most=packet_most)
+        inbox = topics.inbox(own.lab, "+", own.name, self.parent)
+        self.link.connected(now, inboxes=[inbox], packet_most=packet_most)
         self.participant.reconnected(now)
         if self._gone_since is None:
             self._gone_since = now
@@ -299,22 +290,19 @@ class ChildSession:
         """
         if not self.link.events:
             self._collect(self._now)
-        if self.link.events:
-            return self.link.events.popleft()
-        return None
+        return self.link.next_event()
 
-    def next_deadline(self, now: float) -> float | None:
-        """Return when `tick` or `to_send` next has something to do."""
+    def next_deadline(self, now: float) -> float:
+        """Return when `tick` or `to_send` next has something to do, inf for never."""
         at = min(self.link.next_deadline(now), self._gone_at())
-        if self.link.up:
-            due = self.participant.next_deadline()
-            declined = -inf if self._declined is not None else inf
-            quiet = inf if self._ended else self._quiet_at
-            at = min(at, self._prepare_at, self._want_at, self._farewell_at, declined, quiet)
-            at = at if due is None else min(at, due)
-        if at < inf:
+        if not self.link.up:
             return at
-        return None
+        if self._declined is not None:
+            return -inf
+        if not self._ended:
+            at = min(at, self._quiet_at)
+        reports_at = min(self._prepare_at, self._want_at, self._farewell_at)
+        return min(at, reports_at, self.participant.next_deadline())
 
     # Handling of what has come
 
@@ -382,21 +370,19 @@ class ChildSession:
         peer = proven.peer
         session = proven.session
         presence = proven.presence
-        published = proven.published
         if presence is not None and presence.state in LIVING:
             self._begin_count(presence.ledger)
             self._lives(peer, session, now)
-            if (
-                begun := self._zero.note(presence.elapsed_s, session, now, published=published)
-            ) is not None:
+            begun = self._zero.note(presence.elapsed_s, session, now, published=proven.published)
+            if begun is not None:
                 self.link.begin(begun)
                 self.link.events.append(RunBegan(begun))
-        else:
-            if self._gone_since is None:
-                self._gone_since = now
-            self._lost = True
-            self.link.proofs.doubt(peer, now)
-            self.link.sender.forget(peer)
+            return
+        if self._gone_since is None:
+            self._gone_since = now
+        self._lost = True
+        self.link.proofs.doubt(peer, now)
+        self.link.sender.forget(peer)
         if presence is not None and presence.state in (NodeState.FINISHED, NodeState.FAILED):
             self._end(presence)
 
@@ -424,9 +410,10 @@ class ChildSession:
             self.link.events.append(ParentMoved(arrival.run, arrival.session, answer.announcement))
 
     def _moved(self, parent: str, now: float) -> None:
-        if (task := self._fetching) is not None:
-            done = task.model.chunks - self.link.receiver.lacks(parent, task.model.blob)
-            self.participant.progress(Phase.FETCHING, done, task.model.chunks, now=now)
+        if self._fetching is not None:
+            model = self._fetching.model
+            done = model.chunks - self.link.receiver.lacks(parent, model.blob)
+            self.participant.progress(Phase.FETCHING, done, model.chunks, now=now)
 
     def _collect(self, now: float) -> None:
         """Handle the ended fetches, and what the participant has to say."""
@@ -456,7 +443,8 @@ class ChildSession:
         """
         carried = self.link.meter.received()
         if abs(carried - self._carried) > QUIET_BYTES:
-            self._gone_since = None if not self._lost else self._gone_since
+            if not self._lost:
+                self._gone_since = None
         elif self._gone_since is None:
             self._gone_since = now
             self.link.proofs.doubt(self.parent, now)
@@ -464,8 +452,8 @@ class ChildSession:
         self._quiet_at = now + self._quiet_s
 
     def _due(self, now: float) -> Iterator[tuple[str, Message]]:
-        """Yield the messages that are due, each with the parent; asked when the link is about to
-        send them.
+        """Yield the messages that are due, each with the parent, when the link is about to send
+        them.
         """
         messages: list[Message] = []
         if self._declined is not None:
@@ -478,22 +466,20 @@ class ChildSession:
             messages.append(Question(self.link.proofs.nonce, About.FROZEN, self.link.identity.run))
             self._want_at = now + HEARTBEAT_S
         if self._farewell is not None and now >= self._farewell_at:
-            messages += (
-                [Reports(self._mark.reports_since(self._farewell))] if self._farewell else []
-            )
+            if self._farewell:
+                messages.append(Reports(self._mark.reports_since(self._farewell)))
             messages.append(Farewell(*self._traffic()))
             self._farewell_at = now + FAREWELL_S
-        due = self.participant.next_deadline()
-        if due is not None and now >= due:  # the counts are summed only when they are sent
+        if now >= self.participant.next_deadline():  # the counts are summed only when they are sent
             messages += map(self._counted_since, self.participant.to_send(now, *self._traffic()))
         yield from ((self.parent, message) for message in messages)
 
     def _gone_at(self) -> float:
-        gone = self._gone_since is not None and self.link.away_since is None and not self._ended
-        patience_s = self.link.transfer.idle_s if self.link.own.begun is None else self._patience_s
-        if gone:
-            return (self._gone_since or 0.0) + patience_s
-        return inf
+        if self._gone_since is None or self.link.away_since is not None or self._ended:
+            return inf
+        if self.link.own.begun is None:
+            return self._gone_since + self.link.transfer.idle_s
+        return self._gone_since + self._patience_s
 
     def _lives(self, peer: str, session: str, now: float) -> None:
         self._gone_since = self._found_end = None
@@ -516,15 +502,16 @@ class ChildSession:
 
     def _begin_count(self, ledger: str) -> None:
         """Count from zero for a new ledger of the parent."""
-        if ledger != self._ledger:
-            below = self._below
-            reports = below.reports() if below is not None else {}
-            self._marks.setdefault(
-                ledger, Mark(*self._counted(), reports) if self._ledger else Mark()
-            )
-            self._ledger = ledger
-            if len(self._marks) > LEDGERS_KEPT:
-                del self._marks[next(iter(self._marks))]
+        if ledger == self._ledger:
+            return
+        mark = Mark()
+        if self._ledger:
+            reports = {} if self._below is None else self._below.reports()
+            mark = Mark(*self._counted(), reports)
+        self._marks.setdefault(ledger, mark)
+        self._ledger = ledger
+        if len(self._marks) > LEDGERS_KEPT:
+            del self._marks[next(iter(self._marks))]
 
     @property
     def _mark(self) -> Mark:
@@ -542,4 +529,6 @@ class ChildSession:
 
     def _counted(self) -> tuple[Traffic, tuple[Traffic, ...]]:
         link = self.link.counters.traffic(self.parent, self.link.meter.sample())
-        return link, self._below.tiers() if self._below is not None else ()
+        if self._below is None:
+            return link, ()
+        return link, self._below.tiers()

@@ -48,6 +48,7 @@ from fedstrata.common.protocol.round_state import (
     judge,
     returning,
     standing_of,
+    taking_part,
     waiting_most_s,
 )
 from fedstrata.common.settings.devices import Online, OnlineTimes
@@ -58,16 +59,16 @@ _C = TypeVar("_C")
 
 
 class Coordinator:
-    """One parent's rounds with its children, one round at a time; `online`: when each is there by
+    """One parent's rounds with its children, one round at a time; `online`: when each is present by
     its trace.
-
-    `children`: the state of each in the last round, `key`, which may be open.
     """
 
     def __init__(
         self, children: Iterable[str], *, idle_s: float, online: Online | None = None
     ) -> None:
-        self.children = {name: ChildInRound(online=(online or {}).get(name)) for name in children}
+        times = online or {}
+        # the state of each in the last round, `key`, which may be open
+        self.children = {name: ChildInRound(online=times.get(name)) for name in children}
         self._begun: float | None = None
         self._idle_s = idle_s
         self._waiting_most_s = waiting_most_s(idle_s)
@@ -113,7 +114,8 @@ class Coordinator:
         `carried`: the children whose tasks of earlier rounds go on, and count in this one; its own
         unfinished tasks will go on too. None: a task ends with its round.
         """
-        self.end(but=carried or ())
+        going_on = carried or ()
+        self.end(but=going_on)
         attempt = 0
         if self.key is not None:
             back = (global_round, local_round) <= (self.key.global_round, self.key.local_round)
@@ -125,26 +127,15 @@ class Coordinator:
         self._judged = self._collected = self._quiet_until = -inf
         self.timeline = Timeline(now)
         for name, child in self.children.items():
-            if child.carried and name in (carried or ()):
+            if child.carried and name in going_on:
                 continue
-            child.key = self.key
-            child.carried = False
-            child.assigned = now
-            child.assignment = assignments.get(name)
-            child.result = None
-            child.refusal = ""
-            child.declined = ""
-            child.mark = None
-            child.has_model = False
-            child.absent = child.presence is not NodeState.READY
-            child.moved = now - self._idle_s if child.presence is NodeState.FAILED else now
-            child.state = ChildState.IDLE if child.assignment is None else ChildState.ASSIGNED
+            child.begin(self.key, assignments.get(name), now)
+            if child.presence is NodeState.FAILED:
+                child.moved = now - self._idle_s
             self._send_task(child, now)
         self._at_work = Lacking()
-        self._without_model, self._without_result = (
-            Lacking(self._taking_part()),
-            Lacking(self._taking_part()),
-        )
+        self._without_model = Lacking(self._taking_part())
+        self._without_result = Lacking(self._taking_part())
         return self.key
 
     def receive(self, name: str, message: Progress | Result, *, now: float) -> str:
@@ -183,8 +174,8 @@ class Coordinator:
             work = message.work
             child.loss = work.loss
             child.worked_s = work.train_s + work.wait_s + work.pause_s
-            first = self.timeline.first_result
-            self.timeline.first_result = now if first is None else first
+            if self.timeline.first_result is None:
+                self.timeline.first_result = now
             if not self._without_result.any(lambda c: c.result is None):
                 self.timeline.last_result = now
             self._events.append(UploadAnnounced(name, message))
@@ -203,26 +194,21 @@ class Coordinator:
         """
         for name in self.unsettled():
             child = self.children[name]
-            if (
-                name not in but
-                and child.acknowledged is not None
-                and child.go(ChildCause.TAKE_BACK)
-            ):
+            answer = child.acknowledged
+            if name not in but and answer is not None and child.go(ChildCause.TAKE_BACK):
                 self.taken_back += 1
-                child.acknowledged = child.acknowledged[0], TAKEN_BACK
-                self._acknowledgements.append((name, Acknowledgement(*child.acknowledged)))
+                child.acknowledged = replace(answer, reason=TAKEN_BACK)
+                self._acknowledgements.append((name, child.acknowledged))
         self.is_open = False
         for name, child in self.children.items():
             child.carried = child.carried and name in but
 
     def unsettled(self) -> list[str]:
         """Return the children whose results are accepted, and not yet in a closed round."""
-        pending = (
-            (name, self.is_open or child.carried, child.state)
-            for name, child in self.children.items()
-        )
         return [
-            name for name, goes_on, state in pending if goes_on and state is ChildState.ACCEPTED
+            name
+            for name, child in self.children.items()
+            if child.state is ChildState.ACCEPTED and (self.is_open or child.carried)
         ]
 
     def in_flight(self) -> list[str]:
@@ -233,7 +219,8 @@ class Coordinator:
         """Note why a child declined its task; the task is repeated, and the reason reported if the
         child stalls.
         """
-        if self._serves(child := self.children[name], key) and child.state is ChildState.ASSIGNED:
+        child = self.children[name]
+        if child.state is ChildState.ASSIGNED and self._serves(child, key):
             child.declined = reason
 
     def preparing(self, name: str, done: int, *, waits: bool, now: float) -> bool:
@@ -253,8 +240,11 @@ class Coordinator:
 
     def hanging(self, now: float) -> list[str]:
         """Return the children that have prepared for `idle_s` without progress."""
-        preparing = ((n, c) for n, c in self.children.items() if c.presence is NodeState.INIT)
-        return [name for name, child in preparing if now >= child.moved + self._idle_s]
+        return [
+            name
+            for name, child in self.children.items()
+            if child.presence is NodeState.INIT and now >= child.moved + self._idle_s
+        ]
 
     def presence(self, name: str, session: str, presence: Presence | None, *, now: float) -> None:
         """Handle a child's proven presence; None = it left."""
@@ -307,31 +297,33 @@ class Coordinator:
         for child in self.children.values():
             if child.presence is not NodeState.FAILED:
                 idle = child.moved == child.excused
-                child.excused = child.moved = (
-                    min(now, child.moved + now - self._received_at) if idle else now
-                )
+                excused = min(now, child.moved + now - self._received_at) if idle else now
+                child.excused = child.moved = excused
         self._received_at = now
 
     def accept(self, name: str, key: Key, *, now: float) -> None:
         """Accept the result that a child announced under `key`, whose model has arrived and is
         valid.
         """
-        if self.is_announced(name, key) and self.children[name].go(ChildCause.ACCEPT):
-            self.children[name].moved = now
+        child = self.children[name]
+        if self._serves(child, key) and child.go(ChildCause.ACCEPT):
+            child.moved = now
             self.accepted += 1
             self._acknowledge(name, key, "", now)
 
     def refuse(self, name: str, key: Key, *, reason: str, now: float) -> None:
         """Refuse that result permanently; the round continues with the other children."""
-        if self.is_announced(name, key) and self.children[name].go(ChildCause.REFUSE):
-            self.children[name].refusal = reason
+        child = self.children[name]
+        if self._serves(child, key) and child.go(ChildCause.REFUSE):
+            child.refusal = reason
             self.refused += 1
             self._acknowledge(name, key, reason, now)
 
     def retry(self, name: str, key: Key, *, now: float) -> None:
         """Wait for that result again: the child no longer holds the model that it announced."""
-        if self.is_announced(name, key) and self.children[name].go(ChildCause.RETRY):
-            self._send_task_again(self.children[name], now)
+        child = self.children[name]
+        if self._serves(child, key) and child.go(ChildCause.RETRY):
+            self._send_task_again(child, now)
 
     def tick(self, now: float) -> None:
         """Evaluate the round at this time."""
@@ -358,14 +350,13 @@ class Coordinator:
         self._quiet_until = self._earliest()
         return due
 
-    def next_deadline(self) -> float | None:
-        """Return when `to_send` or `tick` has to be called next."""
+    def next_deadline(self) -> float:
+        """Return when `to_send` or `tick` has to be called next, inf for never."""
         if not self.is_open:
-            return None
-        at = self._quiet_until if self._quiet_until > -inf else self._earliest()
-        if at < inf:
-            return at
-        return None
+            return inf
+        if self._quiet_until > -inf:
+            return self._quiet_until
+        return self._earliest()
 
     def next_event(self) -> CoordinatorEvent | None:
         """Return the next event."""
@@ -389,12 +380,12 @@ class Coordinator:
         """Return the seconds without progress of each child; 0 for children that the round does not
         wait for.
         """
-        waiting = {
-            name: self.is_open and child.state in UNFINISHED
-            for name, child in self.children.items()
-        }
-        since = {name: self._idle_at(child) - self._idle_s for name, child in self.children.items()}
-        return {name: max(0.0, now - since[name]) if waiting[name] else 0.0 for name in since}
+        found = dict.fromkeys(self.children, 0.0)
+        if self.is_open:
+            for name, child in self.children.items():
+                if child.state in UNFINISHED:
+                    found[name] = max(0.0, now - (self._idle_at(child) - self._idle_s))
+        return found
 
     def away(self, now: float) -> tuple[dict[str, float], bool]:
         """Return the seconds until each child returns for which the round, or the first one, waits;
@@ -417,23 +408,23 @@ class Coordinator:
 
     def is_announced(self, name: str, key: Key) -> bool:
         """Return whether a child's result under this key is to be accepted or refused."""
-        return (
-            self._serves(child := self.children[name], key) and child.state is ChildState.ANNOUNCED
-        )
+        child = self.children[name]
+        return child.state is ChildState.ANNOUNCED and self._serves(child, key)
 
     def _earliest(self) -> float:
         """Return when a message or a decision becomes due in the present state; later events only
         delay it.
         """
-        times = [child.repeat_at for child in self._taking_part() if child.needs_task]
+        repeats = []
+        decisions = [self._deadline_at()]
+        for child in self._taking_part():
+            if child.needs_task:
+                repeats.append(child.repeat_at)
+            if child.state in UNFINISHED:
+                decisions.append(self._idle_at(child))
         # Deadlines that were evaluated do not count: a dropped child must not keep the event loop
         # spinning.
-        idle = (self._idle_at(child) for child in self._taking_part() if child.state in UNFINISHED)
-        times += [at for at in idle if at > self._judged]
-        deadline_at = self._deadline_at()
-        if deadline_at > self._judged:
-            times.append(deadline_at)
-        return min(times, default=inf)
+        return min(*repeats, inf, *(at for at in decisions if at > self._judged))
 
     def _deadline_at(self) -> float:
         deadline_s = self._closing.deadline_s
@@ -450,8 +441,8 @@ class Coordinator:
         """
         return child.assignment is not None and key == child.key and (self.is_open or child.carried)
 
-    def _taking_part(self) -> list[ChildInRound]:
-        return [child for child in self.children.values() if child.assignment is not None]
+    def _taking_part(self) -> Collection[ChildInRound]:
+        return taking_part(self.children).values()
 
     def _send_task(self, child: ChildInRound, now: float) -> None:
         child.repeat_at = now
@@ -484,14 +475,14 @@ class Coordinator:
             self._send_task_again(child, now)
 
     def _acknowledge(self, name: str, key: Key, reason: str, now: float) -> None:
-        self.children[name].acknowledged = key, reason
-        self._acknowledgements.append((name, Acknowledgement(key, reason)))
+        answer = self.children[name].acknowledged = Acknowledgement(key, reason)
+        self._acknowledgements.append((name, answer))
+        if not self.is_open:
+            return
         # Before its deadline a round stays open after one more accepted result if another child is
         # at work.
-        at_work = (
-            self._at_work.any(lambda c: self._is_at_work(c, now)) and now < self._deadline_at()
-        )
-        if self.is_open and (reason or not at_work):
+        at_work = self._at_work.any(lambda c: self._is_at_work(c, now))
+        if reason or not at_work or now >= self._deadline_at():
             self._judge(now)
 
     def _is_at_work(self, child: ChildInRound, now: float) -> bool:
@@ -507,15 +498,13 @@ class Coordinator:
     def _acknowledge_old(self, name: str, child: ChildInRound, result: Result, now: float) -> None:
         if self.key is None or (self.is_open and result.key >= self.key):
             return
-        last = child.acknowledged
-        if last is None or last[0] < result.key:
+        answer = child.acknowledged
+        if answer is None or answer.key < result.key:
             self.late += 1
-            last = child.acknowledged = result.key, CLOSED
+            answer = child.acknowledged = Acknowledgement(result.key, CLOSED)
         # A repeat of an earlier result must not replace the answer to the last one, which may be
         # asked for again.
-        if last[0] == result.key:
-            answer = Acknowledgement(*last)
-        else:
+        if answer.key != result.key:
             answer = Acknowledgement(result.key, CLOSED)
         self._acknowledge_again(name, answer, now)
 
@@ -523,17 +512,17 @@ class Coordinator:
         # it is working, regardless of its presence
         child.has_model = True
         child.absent = False
-        if self.timeline.dispatched is None and not self._without_model.any(
-            lambda c: not c.has_model
-        ):
+        if self.timeline.dispatched is not None:
+            return
+        if not self._without_model.any(lambda c: not c.has_model):
             self.timeline.dispatched = now
 
     def _judge(self, now: float) -> None:
         self._judged = now
-        part = [(n, c) for n, c in self.children.items() if c.assignment is not None]
-        idle = [n for n, c in part if c.state in UNFINISHED and now >= self._idle_at(c)]
+        part = taking_part(self.children)
+        idle = [n for n, c in part.items() if c.state in UNFINISHED and now >= self._idle_at(c)]
         verdict = judge(self._closing, standing_of(part, idle), overdue=now >= self._deadline_at())
-        self._at_work = Lacking(c for _, c in part if self._is_at_work(c, now))
+        self._at_work = Lacking(c for c in part.values() if self._is_at_work(c, now))
         if verdict is Verdict.CLOSE and self.key is not None:
             self._close(self.key, now)
         elif verdict is Verdict.IMPOSSIBLE:

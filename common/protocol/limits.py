@@ -71,27 +71,22 @@ MODELS: Final = 2  # that a report has scores of
 
 
 class SenderBounds:
-    """What the messages of one sender may hold, and so the most bytes of each.
-
-    `nodes`: entries of its lists, one for each node below it; `blob_bytes`: of a model;
-    `inline_bytes`: of one inside a message; `frozen_bytes`: of a file of frozen arrays. `plans`: it
-    aggregates, and reports its decisions; `announces`: it is a parent. `score_bytes`: of the sums
-    of scores, and the counts of classes, in each of its reports.
-    """
+    """What the messages of one sender may hold, and so the most bytes of each."""
 
     def __init__(
         self,
         *,
-        nodes: int = NODES_MOST,
-        blob_bytes: int = ROW_BYTES_MOST,
-        inline_bytes: int = INLINE_MOST,
-        frozen_bytes: int = ROW_BYTES_MOST,
-        plans: bool = True,
-        announces: bool = True,
+        nodes: int = NODES_MOST,  # entries of its lists, one for each node below it
+        blob_bytes: int = ROW_BYTES_MOST,  # of a model
+        inline_bytes: int = INLINE_MOST,  # of a model inside a message
+        frozen_bytes: int = ROW_BYTES_MOST,  # of a file of frozen arrays
+        plans: bool = True,  # it aggregates, and reports its decisions
+        announces: bool = True,  # it is a parent
+        # of the sums of scores, and the counts of classes, in each of its reports
         score_bytes: int = 0,
     ) -> None:
         self.nodes = nodes
-        chunks = -(-blob_bytes // MIN_CHUNK_BYTES)
+        chunks = _chunks(blob_bytes)
         announcement = SMALL_BYTES + announces * 2 * JSON_MOST
         presence = SMALL_BYTES + nodes * TARGET_BYTES
         model = SMALL_BYTES + chunks * DIGEST_BYTES + inline_bytes
@@ -107,8 +102,7 @@ class SenderBounds:
             messages.Ask: SMALL_BYTES + chunks // 8,
             messages.Reports: SMALL_BYTES + reports,
             messages.Farewell: tiers,
-            messages.FrozenOffered: SMALL_BYTES
-            + -(-frozen_bytes // MIN_CHUNK_BYTES) * DIGEST_BYTES,
+            messages.FrozenOffered: SMALL_BYTES + _chunks(frozen_bytes) * DIGEST_BYTES,
             messages.Probe: noise,
             messages.Probed: noise,
             messages.Alive: presence + announces * announcement,
@@ -121,6 +115,11 @@ class SenderBounds:
     def most(self, kind: type[Message]) -> int:
         """Return the most bytes of a message of this kind."""
         return self._bytes.get(kind, SMALL_BYTES)
+
+
+def _chunks(blob_bytes: int) -> int:
+    """Return the most chunks of a blob."""
+    return -(-blob_bytes // MIN_CHUNK_BYTES)
 
 
 ANYBODY: Final = SenderBounds(  # of any lab
@@ -178,30 +177,23 @@ def skip_large(topic_text: str, size: int) -> Skipped | None:
 
 @dataclass(frozen=True, slots=True)
 class ChildLimits:
-    """Limits of one child's presence and results.
+    """Limits of one child's presence and results."""
 
-    `samples`: of its training data; `rounds`: local rounds of a device below it for each of its
-    tasks; `below`: the most samples of each node below it, and `aggregators` the names of those of
-    them, and itself, that have children, or whose trainer may report numbers.
-    `guests`: how many devices besides those may enter below `guest_parents`, each with
-    `guest_samples` at most. `online`: when a device is there by its trace; at other times nothing
-    is expected of it. `scores`: the names of those in a report, none if devices do not score;
-    `class_bytes`: of the counts of classes in it. `loss`: whether its results have a training loss;
-    `start_loss`: that of the model received.
-    """
-
-    samples: int = COUNT_MOST
-    rounds: int = 1
-    below: Mapping[str, int] = field(default_factory=dict)
+    samples: int = COUNT_MOST  # of its training data
+    rounds: int = 1  # local rounds of a device below it for each of its tasks
+    below: Mapping[str, int] = field(default_factory=dict)  # the most samples of each node below it
+    # How many devices besides those may enter below these parents, each with so many samples.
     guests: int = 0
     guest_parents: Collection[str] = ()
     guest_samples: int = 0
+    # the nodes below it, and itself, that have children, or whose trainer may report numbers
     aggregators: Collection[str] = ()
+    # when a device is present by its trace; at other times nothing is expected of it
     online: OnlineTimes | None = None
-    scores: Sequence[str] = ()
-    class_bytes: int = 0
-    loss: bool = False
-    start_loss: bool = False
+    scores: Sequence[str] = ()  # names of the scores in a report, none if devices do not score
+    class_bytes: int = 0  # of the counts of classes in a report
+    loss: bool = False  # whether its results have a training loss
+    start_loss: bool = False  # and that of the model received
 
     def most_samples(self, report: ChildReport) -> int | None:
         """Return the most samples of a node on which the child reports; None if it cannot be below
@@ -228,18 +220,14 @@ ANY: Final = ChildLimits()  # of a node below which there is nobody, with any da
 
 @dataclass(frozen=True, slots=True)
 class TaskLimits:
-    """Limits of a parent's tasks: global rounds, local rounds in each, and epochs.
-
-    `below_parent`, `below_node`: the numbers of nodes below the parent, and below the node that
-    gets the tasks. `scored`: whether devices score the run's last model, in a task without epochs.
-    """
+    """Limits of a parent's tasks."""
 
     global_rounds: int
-    local_rounds: int
+    local_rounds: int  # in each global round
     epochs: int
-    below_parent: int = 0
-    below_node: int = 0
-    scored: bool = False
+    below_parent: int = 0  # nodes below the parent
+    below_node: int = 0  # nodes below the node that gets the tasks
+    scored: bool = False  # devices score the run's last model, in a task without epochs
 
     def check(self, task: Task) -> None:
         """Check a task's numbers. Raises RefusedModel."""
@@ -263,44 +251,47 @@ class TaskLimits:
 def limits_below(experiment: Experiment, parent: str) -> dict[str, ChildLimits]:
     """Return the limits of each child of a node."""
     tree = experiment.tree
-    each = samples_most(experiment.data, devices=len(experiment.tree.devices))
+    tier = experiment.tier_below(parent)
+    each = samples_most(experiment.data, devices=len(tree.devices))
     rounds = experiment.device_rounds // experiment.rounds_of(tree.depth(parent))
     numbers = not experiment.training.trainer.learns_module
+    scores = experiment.score.names if experiment.evaluation.on_devices else ()
+    class_bytes = CLASSES_MOST * CLASS_BYTES if experiment.evaluation.per_class else 0
+
+    def samples(name: str) -> int:
+        devices = sum(below not in tree.children for below in (name, *tree.below(name)))
+        return each * (devices + guests_below(experiment, name))
+
     found = {}
     for child, names in tree.below_each(parent).items():
-        everybody = (child, *names)
+        everybody = frozenset((child, *names))
         guests = guests_below(experiment, child)
-        devices = {
-            name: sum(below not in tree.children for below in (name, *tree.below(name)))
-            for name in everybody
-        }
+        guest_parents = everybody.intersection(tree.parents) if guests else ()
+        aggregators = everybody if numbers else everybody.intersection(tree.children)
         found[child] = ChildLimits(
-            samples=each * (devices[child] + guests),
+            samples=samples(child),
             rounds=rounds,
-            below={name: each * (devices[name] + guests_below(experiment, name)) for name in names},
+            below={name: samples(name) for name in names},
             guests=guests,
-            guest_parents=frozenset(tree.parents).intersection(everybody) if guests else (),
+            guest_parents=guest_parents,
             guest_samples=each,
-            aggregators=frozenset(name for name in everybody if numbers or name in tree.children),
+            aggregators=aggregators,
             online=experiment.online(child),
-            scores=experiment.score.names if experiment.evaluation.on_devices else (),
-            class_bytes=CLASSES_MOST * CLASS_BYTES if experiment.evaluation.per_class else 0,
-            loss=experiment.tier_below(parent).compares_losses,
-            start_loss=experiment.tier_below(parent).aggregation.reads_losses,
+            scores=scores,
+            class_bytes=class_bytes,
+            loss=tier.compares_losses,
+            start_loss=tier.aggregation.reads_losses,
         )
     return found
 
 
 @dataclass(frozen=True, slots=True)
 class Entering:
-    """Who may become a parent's child besides those that the experiment names there.
+    """Who may become a parent's child besides those that the experiment names there."""
 
-    `most`: children in all. `parents`: those to which devices may move. By name, `admits`: whether
-    a node may enter; `link`: to it; `limits`: what it may report.
-    """
-
-    most: int
-    parents: Collection[str]
+    most: int  # children in all
+    parents: Collection[str]  # to which devices may move
+    # of a node, by its name: whether it may enter, the link to it, and what it may report
     admits: Callable[[str], bool]
     link: Callable[[str], LinkSettings]
     limits: Callable[[str], ChildLimits]
@@ -318,12 +309,12 @@ def entering_below(experiment: Experiment, parent: str) -> Entering | None:
     numbers = not experiment.training.trainer.learns_module
 
     def limits(name: str) -> ChildLimits:
-        return replace(usual, online=experiment.online(name), aggregators={name} if numbers else ())
+        aggregators = (name,) if numbers else ()
+        return replace(usual, online=experiment.online(name), aggregators=aggregators)
 
     admits = partial(experiment.takes, parent=parent)
-    return Entering(
-        len(children) + tier.entering, experiment.tree.parents, admits, experiment.link, limits
-    )
+    most = len(children) + tier.entering
+    return Entering(most, experiment.tree.parents, admits, experiment.link, limits)
 
 
 def guests_below(experiment: Experiment, node: str) -> int:
@@ -364,29 +355,25 @@ def check_report(result: Result, *, limits: ChildLimits = ANY, epochs: int = COU
         raise RefusedModel(f"it reports {result.path_steps} steps of SGD in a row")
     if limits.loss and work.epochs and work.loss is None:
         raise RefusedModel("it has no training loss")
-    if limits.start_loss and work.epochs and not abs(result.start_loss or 0.0) <= LOSS_MOST:
-        raise RefusedModel(f"its loss of the model that it received is {result.start_loss}")
-    if limits.start_loss and work.epochs and result.start_loss is None:
-        raise RefusedModel("it has no loss of the model that it received")
+    if limits.start_loss and work.epochs:
+        if result.start_loss is None:
+            raise RefusedModel("it has no loss of the model that it received")
+        if not abs(result.start_loss) <= LOSS_MOST:
+            raise RefusedModel(f"its loss of the model that it received is {result.start_loss}")
     if len(result.children) > len(limits.below) + limits.guests:
         raise RefusedModel(f"it reports on {len(result.children)} nodes, more than can be below it")
+    guests = set()
+    rounds = limits.rounds
     for report in result.children:
-        if (of := limits.most_samples(report)) is None:
+        most = limits.most_samples(report)
+        if most is None:
             raise RefusedModel(f"it reports on {report.name[:64]!r}, which is not below it")
-        rounds = limits.rounds
-        _check_work(
-            f"{report.name!r}",
-            report,
-            samples=of,
-            epochs=epochs * rounds,
-            rounds=rounds,
-            limits=limits,
-        )
+        who = f"{report.name!r}"
+        _check_work(who, report, samples=most, epochs=epochs * rounds, rounds=rounds, limits=limits)
+        if limits.guests and report.parent:
+            guests.add(report.name)
     for name, found in plans_of(result).items():
-        guest = limits.guests and any(
-            report.name == name and report.parent for report in result.children
-        )
-        if not (guest or name in limits.aggregators) or len(found) > limits.rounds:
+        if not (name in guests or name in limits.aggregators) or len(found) > rounds:
             raise RefusedModel(f"it reports {len(found)} decisions of {name[:64]!r}")
 
 
@@ -408,11 +395,8 @@ def _check_work(
             "{} reports {} s of training, {} s of waiting and a pause of {} s".format(who, *seconds)
         )
     if not abs(work.loss or 0.0) <= LOSS_MOST:
-        raise RefusedModel(
-            f"its training loss is {work.loss}"
-            if who == "it"
-            else f"{who} has a loss of {work.loss}"
-        )
+        whose = "its training loss is" if who == "it" else f"{who} has a loss of"
+        raise RefusedModel(f"{whose} {work.loss}")
 
 
 def possible_scores(
@@ -428,32 +412,27 @@ def possible_scores(
     found: dict[str, Result] = {}
     wrong: dict[str, str] = {}
     for child, result in results.items():
-        found[child] = result
-        if result.work.tests is None and all(
-            report.work.tests is None for report in result.children
-        ):
-            continue
         most = tests.get(child, 0) or COUNT_MOST
-        own, why = _possible_scores(result.work.tests, limits[child], most=most)
+        work, why = _possible_scores(result.work, limits[child], most=most)
         if why:
             wrong[child] = why
-        below = list(result.children)
-        for place, report in enumerate(below):
-            kept, why = _possible_scores(report.work.tests, limits[child], most=most)
+        reports = []
+        count = 0
+        for report in result.children:
+            below, why = _possible_scores(report.work, limits[child], most=most)
+            reports.append(report)
             if why:
                 wrong[report.name] = why
-                below[place] = _with_tests(report, kept)
-        named = [report for report in below if not report.parent]
-        count = sum(_most_samples(report.work.tests) for report in named)
+                reports[-1] = replace(report, work=below)
+            if not report.parent:
+                count += _most_samples(below.tests)
         if count > most:
             wrong[child] = f"the nodes below it report {count} test samples, it has {most}"
-            below = [report if report.parent else _with_tests(report, None) for report in below]
-        found[child] = replace(result, work=replace(result.work, tests=own), children=tuple(below))
+            for place, report in enumerate(reports):
+                if not report.parent:
+                    reports[place] = replace(report, work=replace(report.work, tests=None))
+        found[child] = replace(result, work=work, children=tuple(reports))
     return found, wrong
-
-
-def _with_tests(report: ChildReport, tests: ScoredModels | None) -> ChildReport:
-    return replace(report, work=replace(report.work, tests=tests))
 
 
 def tests_below(experiment: Experiment, tests: Mapping[str, int]) -> int:
@@ -473,25 +452,26 @@ def _most_samples(tests: ScoredModels | None) -> int:
     return 0
 
 
-def _possible_scores(
-    tests: ScoredModels | None, limits: ChildLimits, *, most: int
-) -> tuple[ScoredModels | None, str]:
-    """Return the scores of a node that can be, and why one cannot, "" if all can."""
-    if tests is None:
-        return None, ""
-    received, trained = (
-        _impossible(sums, limits, most=most) for sums in (tests.received, tests.trained)
-    )
-    kept = ScoredModels(None if received else tests.received, None if trained else tests.trained)
-    return kept if kept.each else None, received or trained
+def _possible_scores(work: Work, limits: ChildLimits, *, most: int) -> tuple[Work, str]:
+    """Return a node's work without scores that cannot be, and why one cannot, "" if all can."""
+    if work.tests is None:
+        return work, ""
+    tests = work.tests
+    reason = ""
+    if tests.trained is not None and (why := _impossible(tests.trained, limits, most=most)):
+        reason = why
+        tests = replace(tests, trained=None)
+    if tests.received is not None and (why := _impossible(tests.received, limits, most=most)):
+        reason = why
+        tests = replace(tests, received=None)
+    possible = tests if tests.each else None
+    return replace(work, tests=possible), reason
 
 
-def _impossible(sums: ScoreSums | None, limits: ChildLimits, *, most: int) -> str:
+def _impossible(sums: ScoreSums, limits: ChildLimits, *, most: int) -> str:
     """Return why sums cannot be those of a device with at most this many test samples, "" if they
     can.
     """
-    if sums is None:
-        return ""
     reason = ""
     if not limits.scores:
         reason = "no device scores models in this run"

@@ -34,21 +34,16 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Description of a blob: its content id, size, chunks (xxh3-64 of each), codec and model layout
-    digest.
+    """Description of a blob."""
 
-    `reference`: the blob id of the model that a delta is based on, else empty. `extras`: how many
-    of the last bytes are no model, but the vectors behind it.
-    """
-
-    blob: NameText
-    size: int
+    blob: NameText  # id of its content
+    size: int  # bytes
     chunk_bytes: int
-    digests: bytes
+    digests: bytes  # xxh3-64 of each chunk
     codec: NameText
-    layout: NameText
-    reference: NameText = ""
-    extras: int = 0
+    layout: NameText  # digest of the model's layout
+    reference: NameText = ""  # the blob id of the model that a delta is based on, else empty
+    extras: int = 0  # how many of the last bytes are not the model, but the vectors behind it
 
     def __post_init__(self) -> None:
         for blob in (self.blob, self.reference or self.blob):
@@ -118,30 +113,23 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Presence:
-    """A node's retained state; its will has LOST. `answers`: the session of a second node with this
-    node's name.
-
-    `samples`: a device's training samples, 0 if unknown; `metrics`: the address of its /metrics,
-    `targets` those of the nodes below; `ledger`: the id of the byte ledger that its children count
-    for. `failure`: why it failed. `elapsed_s`: seconds since the run's first global round began,
-    over all its sessions; negative before that. `parent`: whose child it is, of a device, which may
-    move. `after`: the task that another parent used last; 0 for none. `tests`: the test samples of
-    a device that scores models, or of all devices below a node; 0 if it scores none, or their
-    number is not known.
-    """
+    """A node's retained state; its will has LOST."""
 
     state: NodeState
     role: NameText
-    metrics: ShortText = ""
-    samples: int = 0
+    metrics: ShortText = ""  # the address of its /metrics
+    samples: int = 0  # a device's training samples, 0 if unknown
     reason: ShortText = ""
-    answers: NameText = ""
-    ledger: NameText = ""
-    failure: Failure = Failure.NONE
-    targets: tuple[Target, ...] = ()
+    answers: NameText = ""  # the session of a second node with this node's name
+    ledger: NameText = ""  # the id of the byte ledger that its children count for
+    failure: Failure = Failure.NONE  # why it failed
+    targets: tuple[Target, ...] = ()  # the addresses of /metrics of the nodes below
+    # since the run's first global round began, over all its sessions; negative before that
     elapsed_s: float = -1.0
-    parent: NameText = ""
-    after: int = 0
+    parent: NameText = ""  # whose child it is, of a device, which may move
+    after: int = 0  # the task that another parent used last; 0 for none
+    # The test samples of a device that scores models, or of all devices below a node; 0 if it
+    # scores none, or their number is not known.
     tests: int = 0
 
 
@@ -193,16 +181,16 @@ class Alive:
 class Task:
     """Assignment of a model and a number of epochs to a child, resent until it is answered.
 
-    `follows`: the child's last task whose result was used, counted over the run from 1; 0 if there
-    is none. Its state after that task is the one that this task starts from. With no epochs the
-    model is to be scored only, and its result has no model of its own: its manifest is that of the
-    task.
+    With no epochs the model is to be scored only, and its result has no model of its own: its
+    manifest is that of the task.
     """
 
     key: Key
     epochs: int
     model: Manifest
     inline: bytes | None
+    # The child's last task whose result was used, counted over the run from 1; 0 if there is none.
+    # Its state after that task is the one that this task starts from.
     follows: int = 0
 
 
@@ -217,42 +205,36 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A child's progress; `done` grows with chunks, steps or, at an institution, with its
-    children's progress.
-
-    `below`: the sums of the links below it by tier, from those to its own children down. Their
-    `wire` is that of the parents' connections, which all of a parent's links share.
-    """
+    """A child's progress."""
 
     key: Key
     phase: Phase
-    done: int
+    done: int  # grows with chunks, steps or, at an institution, with its children's progress
     total: int
     traffic: Traffic
+    # The sums of the links below it by tier, from those to its own children down. Their `wire` is
+    # that of the parents' connections, which all of a parent's links share.
     below: tuple[Traffic, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A child's result announcement, repeated until it is acknowledged.
-
-    `work`: of its task. `path_steps`: the SGD steps on the critical path: in each local round those
-    of the slowest device. `children`: reports on all nodes below it. `plans`: the decisions of the
-    child's own aggregation, and of those below it, in each of their rounds: a JSON object of lists
-    of objects, by node. `traffic` and `below` as in Progress, at the time of the announcement.
-    `start_loss`: a device's training loss of the model that came with the task, where the parent's
-    rule reads it.
-    """
+    """A child's result announcement, repeated until it is acknowledged."""
 
     key: Key
     model: Manifest
     inline: bytes | None
-    work: Work
+    work: Work  # of its task
+    # the SGD steps on the critical path: in each local round those of the slowest device
     path_steps: int
-    children: tuple[ChildReport, ...]
+    children: tuple[ChildReport, ...]  # on all nodes below it
+    # The decisions of the child's own aggregation, and of those below it, in each of their rounds:
+    # a JSON object of lists of objects, by node.
     plans: JsonText
-    traffic: Traffic = Traffic()
+    traffic: Traffic = Traffic()  # as in Progress, at the time of the announcement, and `below`
     below: tuple[Traffic, ...] = ()
+    # A device's training loss of the model that came with the task, where the parent's rule reads
+    # it.
     start_loss: float | None = None
 
     @property
@@ -304,20 +286,15 @@ class Acknowledgement:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A receiver's complete state of one blob: the chunks it lacks, the last numbers it saw, and
-    its window.
-
-    `lacking` is a bitmap, chunk 0 in the highest bit; empty = complete. `seen_all` and `seen_own`
-    are the last publication numbers seen on the broadcast and the unicast stream. `restart`:
-    nothing is in flight any more.
-    """
+    """A receiver's complete state of one blob."""
 
     blob: NameText
-    lacking: bytes
+    lacking: bytes  # bitmap of the chunks, chunk 0 in the highest bit; empty = complete
+    # the last publication numbers seen on the broadcast and the unicast stream
     seen_all: int
     seen_own: int
     window: int
-    restart: bool
+    restart: bool  # nothing is in flight any more
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,23 +359,18 @@ class Goodbye:
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """A node's entry in the roll of the lab. `run` is empty while the node waits for one.
-
-    `hardware` are the accelerators of a device, `data` the data sets on its host. `kit` is the
-    digest of the machine's part of the lab's file, "" outside kits, `clock_s` the time there, Unix
-    seconds.
-    """
+    """A node's entry in the roll of the lab."""
 
     nonce: NameText
     role: NameText
     parent: NameText
-    run: NameText
+    run: NameText  # empty while the node waits for one
     release: NameText
     host: ShortText
-    hardware: ShortText
-    data: ShortText
-    kit: NameText
-    clock_s: float
+    hardware: ShortText  # the accelerators of a device
+    data: ShortText  # the data sets on its host
+    kit: NameText  # digest of the machine's part of the lab's file, "" outside kits
+    clock_s: float  # the time there, Unix seconds
     findings: tuple[Finding, ...]
 
 
@@ -417,26 +389,20 @@ class Step(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ChildStatus:
-    """A child as its parent knows it. `state`: its presence, None if there is none.
-
-    `done` of `total`: its progress within its step, 0 of 0 if it is unknown; `size`: bytes of the
-    model in transfer. `up`, `down`: MQTT bytes of its link, each counted on arrival. `loss` and
-    `seconds`: of its last training, None and 0 before the first. `text`: whom it waits for, or why
-    it failed or is refused.
-    """
+    """A child as its parent knows it."""
 
     name: NameText
-    state: NodeState | None
+    state: NodeState | None  # its presence, None if there is none
     step: Step
-    done: int
+    done: int  # of `total`: its progress within its step, 0 of 0 if it is unknown
     total: int
-    size: int
+    size: int  # bytes of the model in transfer
     epochs: int
-    up: int
+    up: int  # MQTT bytes of its link, each counted on arrival, and `down`
     down: int
-    loss: float | None
+    loss: float | None  # of its last training, None before the first, and the `seconds` of that
     seconds: float
-    text: ShortText
+    text: ShortText  # whom it waits for, or why it failed or is refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -493,22 +459,18 @@ class RunStatus:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What a parent knows of its round and of its children, published while somebody asks for it.
-
-    `at_s`: seconds of its clock, which only differences have a meaning of. `key`: its children's
-    last round, and whether it is `open`; `measuring`: it calibrates the links. `tiers`: those below
-    it, from its own links down. `children`: all of them, or of many the missing and the slowest
-    ones; `others`: the number of the rest. `run`: at the cloud.
+    """What a parent knows of its round and of its children, published while somebody asks for
+    it.
     """
 
-    at_s: float
-    key: Key | None
+    at_s: float  # seconds of its clock, of which only differences have a meaning
+    key: Key | None  # its children's last round, and whether that is `open`
     open: bool
-    measuring: bool
-    tiers: tuple[LinkBytes, ...]
-    children: tuple[ChildStatus, ...]
-    others: tuple[ChildCount, ...]
-    run: RunStatus | None = None
+    measuring: bool  # it calibrates the links
+    tiers: tuple[LinkBytes, ...]  # below it, from its own links down
+    children: tuple[ChildStatus, ...]  # all of them, or of many the missing and the slowest ones
+    others: tuple[ChildCount, ...]  # the numbers of the rest
+    run: RunStatus | None = None  # at the cloud
 
 
 # In the order of their codes on the wire.

@@ -15,6 +15,7 @@ from fedstrata.common.protocol import serialization, topics
 from fedstrata.common.protocol.messages import Goodbye, Message, Result, Task
 from fedstrata.common.protocol.presence import Identity
 from fedstrata.common.protocol.sender import Publication, Sender
+from fedstrata.common.protocol.topics import ChunkTopic
 from fedstrata.common.settings.links import LinkDirection, LinkSet
 
 CHUNKS_IN_CLIENT: Final = 4
@@ -87,7 +88,8 @@ class Outbox:
         self._sender = sender
         self._counters = counters
         self._peers = ways.to.keys()
-        self._shaper = Shaper(ways.to if ways.shaped else {})
+        shaped = ways.to if ways.shaped else {}
+        self._shaper = Shaper(shaped)
         self._waiting: list[tuple[float, int, _Departure]] = []  # by time, then in order
         self._number = 0
         self._in_client = 0
@@ -135,8 +137,7 @@ class Outbox:
 
     def send(self, peer: str, message: Message, now: float) -> float:
         """Send a control message to a peer's inbox; return when it leaves."""
-        identity = self._identity
-        topic = topics.inbox(identity.lab, identity.run, peer, identity.name)
+        topic = self._identity.inbox_of(peer)
         body = self._encoded(message)
         if (
             isinstance(message, Task | Result)
@@ -170,12 +171,11 @@ class Outbox:
             size = packet_bytes(topic, len(body), qos=0)
             self._counters.add(sender, "received", message=size, **_parts_of(message, body))
 
-    def count_chunk(self, owner: str, blob: str, topic: str, size: int, *, extras: int) -> None:
-        """Count a chunk of `size` bytes that a peer has sent."""
+    def count_chunk(self, chunk: ChunkTopic, topic: str, size: int, *, extras: int) -> None:
+        """Count a chunk of `size` bytes that a peer has sent on a topic."""
         packet = packet_bytes(topic, size, qos=0)
-        self._counters.add(
-            owner, "received", message=packet, **self._chunk_parts(owner, blob, size, extras)
-        )
+        parts = self._chunk_parts(chunk.node, chunk.blob, size, extras)
+        self._counters.add(chunk.node, "received", message=packet, **parts)
 
     def to_send(self, now: float) -> list[Output]:
         """Return what is due, including chunks that receivers lack and links have room for."""
@@ -190,13 +190,12 @@ class Outbox:
             self._release(now, out)
         return out
 
-    def next_deadline(self, now: float) -> float | None:
-        """Return when `to_send` may have output."""
-        times = [self._waiting[0][0]] if self._waiting else []
+    def next_deadline(self, now: float) -> float:
+        """Return when `to_send` may have output, inf for never."""
+        at = self._waiting[0][0] if self._waiting else inf
         if self._in_client < CHUNKS_IN_CLIENT:
-            more = (self._sender.next_deadline(now), self._shaper.next_ready(now))
-            times += [at for at in more if at is not None]
-        return min(times, default=None)
+            at = min(at, self._sender.next_deadline(now), self._shaper.next_ready(now))
+        return at
 
     def sent(self, chunk: Publication) -> None:
         """Note that a chunk has left the client, or was lost with its connection."""
@@ -207,12 +206,7 @@ class Outbox:
         """Drop a blob's chunks that wait for their link; its memory may be overwritten
         afterwards.
         """
-        outputs = ((entry, entry[2].output) for entry in self._waiting)
-        kept = [
-            entry
-            for entry, out in outputs
-            if not (isinstance(out, PublishChunk) and out.chunk.blob == blob)
-        ]
+        kept = [entry for entry in self._waiting if not _is_chunk_of(blob, entry[2].output)]
         if len(kept) < len(self._waiting):
             heapq.heapify(kept)
             self._waiting = kept
@@ -309,7 +303,8 @@ class Shaper:
         """Note that all bulk messages that may leave were considered: a waiting one has waited at
         the next call.
         """
-        self._waited, self._waiting = self._waiting, set()
+        self._waited = self._waiting
+        self._waiting = set()
 
     def ready(self, peers: Iterable[str], now: float) -> bool:
         """Return whether the next bulk message to these peers may be reserved; if not, it waits for
@@ -319,12 +314,10 @@ class Shaper:
         self._waiting.update(busy)
         return not busy
 
-    def next_ready(self, now: float) -> float | None:
-        """Return when the next busy link becomes ready."""
-        return min(
-            (at for free_at in self._free_at.values() if (at := free_at - LEAD_S) > now),
-            default=None,
-        )
+    def next_ready(self, now: float) -> float:
+        """Return when the next busy link becomes ready, inf if none is busy."""
+        times = (free_at - LEAD_S for free_at in self._free_at.values())
+        return min((at for at in times if at > now), default=inf)
 
     def reserve(self, peers: Iterable[str], nbytes: int, now: float) -> float:
         """Reserve the peers' links for a message and return when it leaves, in monotonic seconds.
@@ -349,6 +342,10 @@ class Shaper:
             due = max(due, max(free_at, now) + delay_s, self._last.get(peer, 0.0))
         self._last.update(dict.fromkeys(ways, due))
         return due
+
+
+def _is_chunk_of(blob: str, output: Publish | PublishChunk) -> bool:
+    return isinstance(output, PublishChunk) and output.chunk.blob == blob
 
 
 def _parts_of(message: Message, body: bytes) -> dict[str, int]:

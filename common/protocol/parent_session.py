@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import inf
-from typing import Final
+from typing import Final, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -50,7 +50,6 @@ from fedstrata.common.protocol.limits import (
     ANY,
     NODES_MOST,
     ChildLimits,
-    Entering,
     SenderBounds,
     check_report,
     with_plausible_costs,
@@ -78,7 +77,8 @@ from fedstrata.common.protocol.messages import (
 from fedstrata.common.protocol.outbox import Output
 from fedstrata.common.protocol.peer_link import ByteMeter, PeerLink
 from fedstrata.common.protocol.peers import ToChildren
-from fedstrata.common.protocol.presence import Identity
+from fedstrata.common.protocol.places import Places
+from fedstrata.common.protocol.presence import Identity, StateFacts
 from fedstrata.common.protocol.receiver import Fetched, FetchFailed, FetchFailure, ReceiverEvent
 from fedstrata.common.protocol.round_state import MOVED, Assignment, Restarted
 from fedstrata.common.protocol.status import RunProgress, status_of
@@ -114,12 +114,12 @@ class ParentSession:
             moved=self._moved,
         )
         self._limits = dict.fromkeys(links, ANY) | dict(below.limits)
-        self._entering = below.entering
-        self._left: dict[str, float] = {}  # since when each child that had entered is away
+        self._places = Places(below.entering)
         self._form_bytes = 0
         online = {name: limit.online for name, limit in self._limits.items()}
         self.coordinator = Coordinator(links, idle_s=transfer.idle_s, online=online)
-        self._absence = AwayWatch(idle_s=transfer.idle_s if any(online.values()) else inf)
+        looks_s = transfer.idle_s if any(online.values()) else inf
+        self._absence = AwayWatch(idle_s=looks_s)
         nodes = {name: limit.below.keys() for name, limit in self._limits.items()}
         self._bound()
         self.ledger = Ledger(links, self.link.counters, wire=meter.sample, below=nodes)
@@ -225,30 +225,24 @@ class ParentSession:
         served = {assignment.model.blob for assignment in kept.values()}
         retired = {assignment.model.blob for assignment in self._assignments.values()} - served
         for blob in retired:
-            self.link.retire(blob)
+            self.link.offers.retire(blob)
         for name in ended:
             self.link.receiver.drop(name, now=now)
-        self._pending = {
-            key: result for key, result in self._pending.items() if key[0] in in_flight
-        }
+        self._forget_pending(ended)
         self._assignments = kept
         self.coordinator.end(but=in_flight)
         return sorted(retired)
 
-    def set_state(
-        self,
-        state: NodeState,
-        *,
-        reason: str = "",
-        samples: int = 0,
-        tests: int = 0,
-        failure: Failure = Failure.NONE,
-    ) -> None:
+    def _forget_pending(self, children: Collection[str]) -> None:
+        for key in [key for key in self._pending if key[0] in children]:
+            del self._pending[key]
+
+    def set_state(self, state: NodeState, **facts: Unpack[StateFacts]) -> None:
         """Publish this node's state, retained. One that ends the run ends all tasks."""
         if state not in LIVING:
             self.coordinator.end()
             self.link.publishing.hasten()
-        self.link.own.set_state(state, reason=reason, samples=samples, tests=tests, failure=failure)
+        self.link.own.set_state(state, **facts)
 
     @property
     def limits(self) -> Mapping[str, ChildLimits]:
@@ -268,6 +262,7 @@ class ParentSession:
     def status(self, now: float) -> Status:
         """Return this node's status record."""
         coordinator = self.coordinator
+        run = None if self.run is None else self.run.status
         return status_of(
             coordinator.children,
             self.ledger,
@@ -277,7 +272,7 @@ class ParentSession:
             measuring=self.measuring,
             waits_for=self.attendance.waits_for,
             uploads=self.link.receiver.arrived(),
-            run=None if self.run is None else self.run.status,
+            run=run,
         )
 
     def ask_quiet(self, now: float) -> None:
@@ -291,71 +286,57 @@ class ParentSession:
         """Forget the children that had entered and have been away for `idle_s`, between two tasks;
         return them.
         """
-        left = [
-            name for name, since in self._left.items() if now >= since + self.link.transfer.idle_s
-        ]
-        own = self.link.identity
+        left = self._places.given_back(now, idle_s=self.link.transfer.idle_s)
         for name in left:
-            del self._left[name], self._limits[name]
+            del self._limits[name]
             self.rates.pop(name, None)
             self.coordinator.remove(name)
             self.attendance.remove(name)
             self.targets.remove(name, now=now)
             self.ledger.retire(name)
             self._bound()
-            self.link.remove_peer(
-                name, inbox=topics.inbox(own.lab, own.run, own.name, name), now=now
-            )
+            self.link.remove_peer(name, now=now)
         return left
-
-    def _check_place(self, entering: Entering) -> None:
-        """Check that a place is free. Raises Misfit."""
-        if len(self.link.peers) >= entering.most:
-            raise Misfit(f"it wants to enter, and all places are taken: {entering.most} children")
 
     def _sought(self, name: str, now: float) -> None:
         """Expect a node that looks for a run here, if it may enter. Raises Misfit if there is no
         room, or Flooded.
         """
-        if self._entering is not None and self._entering.admits(name):
-            self._check_place(self._entering)
+        if self._places.open_to(name, children=len(self.link.peers)):
             self.link.expect(name, now)
 
     def _enter(self, name: str, now: float) -> None:
         """Take in an expected node that has joined. Raises Misfit if there is no room."""
-        entering = self._entering
-        assert entering is not None
-        self._check_place(entering)
-        self._left[name] = now
+        entering = self._places.enter(name, now, children=len(self.link.peers))
         self._limits[name] = limits = entering.limits(name)
         self.link.ways.add(name, entering.link(name))
         self.coordinator.add(name, online=limits.online)
         self.attendance.add(name)
         self.ledger.add(name, parent=self.link.identity.name)
         self._bound()
-        own = self.link.identity
-        self.link.add_peer(name, inbox=topics.inbox(own.lab, own.run, own.name, name))
+        self.link.add_peer(name)
         self.link.events.append(Entered(name))
 
     def _bound(self) -> None:
         """Set the bounds of the children's messages, and of the presences under this node's own
         name.
         """
-        inline_bytes = self.link.transfer.inline_bytes
-        self.link.admission.bounds = {
-            name: SenderBounds(
-                nodes=len(limit.below) + limit.guests,
+        bounds = {}
+        everybody = 0
+        for name, limit in self._limits.items():
+            nodes = len(limit.below) + limit.guests
+            everybody += nodes + 1
+            bounds[name] = SenderBounds(
+                nodes=nodes,
                 blob_bytes=self._form_bytes,
-                inline_bytes=inline_bytes,
+                inline_bytes=self.link.transfer.inline_bytes,
                 frozen_bytes=0,
                 plans=bool(limit.aggregators),
                 announces=False,
                 score_bytes=limit.score_bytes,
             )
-            for name, limit in self._limits.items()
-        }
-        everybody = sum(len(limit.below) + limit.guests + 1 for limit in self._limits.values())
-        self.link.admission.bounds |= {self.link.identity.name: SenderBounds(nodes=everybody)}
+        bounds[self.link.identity.name] = SenderBounds(nodes=everybody)
+        self.link.admission.bounds = bounds
 
     # Between the link and the endpoint
 
@@ -364,13 +345,8 @@ class ParentSession:
 
         The children's idle times begin again: without the broker nothing could arrive from them.
         """
-        lab = self.link.identity.lab
-        run = self.link.identity.run
-        me = self.link.identity.name
-        inboxes = [
-            *(topics.inbox(lab, run, me, peer) for peer in self.link.peers),
-            topics.ask(lab, me, "+"),
-        ]
+        own = self.link.identity
+        inboxes = [*map(own.inbox_from, self.link.peers), topics.ask(own.lab, own.name, "+")]
         self.link.connected(now, inboxes=inboxes, packet_most=packet_most)
         self.coordinator.reconnected(now)
 
@@ -378,10 +354,8 @@ class ParentSession:
         """Return what is due, in order; nothing while the broker is away."""
         link = self.link
         if link.up and link.publishing.due(now):
-            own = link.identity
-            size = link.outbox.publish(
-                topics.status(own.lab, own.run, own.name), self.status(now), now
-            )
+            topic = link.identity.topic(topics.status)
+            size = link.outbox.publish(topic, self.status(now), now)
             link.publishing.published(size, now)
         return link.to_send(now, self._due(now))
 
@@ -395,8 +369,11 @@ class ParentSession:
             self.coordinator.tick(now)
         if now >= self._absence.due:
             away, all_away = self.coordinator.away(now)
-            self.moves += bool(away)  # to wait for them is no idleness, whoever else is lost
-            if self._absence.look(away if all_away else (), now):
+            # waiting for them does not count as idle, whoever else is lost
+            self.moves += bool(away)
+            if not all_away:
+                away = {}
+            if self._absence.look(away, now):
                 self.link.events.append(DevicesAway(away))
         targets = self.targets.changed(now)
         if targets is not None:
@@ -409,24 +386,15 @@ class ParentSession:
         """
         if not self.link.events:
             self._collect(self._now)
-        if self.link.events:
-            return self.link.events.popleft()
-        return None
+        return self.link.next_event()
 
-    def next_deadline(self, now: float) -> float | None:
-        """Return when `tick` or `to_send` next has something to do."""
+    def next_deadline(self, now: float) -> float:
+        """Return when `tick` or `to_send` next has something to do, inf for never."""
         at = min(self.link.next_deadline(now), self.targets.due)
-        if self.link.up:
-            due = self.coordinator.next_deadline()
-            at = min(
-                at,
-                self._absence.due,
-                self.link.publishing.next_deadline(),
-                inf if due is None else due,
-            )
-        if at < inf:
+        if not self.link.up:
             return at
-        return None
+        publishing_at = self.link.publishing.next_deadline()
+        return min(at, self._absence.due, publishing_at, self.coordinator.next_deadline())
 
     # Handling of what has come
 
@@ -491,55 +459,48 @@ class ParentSession:
         """Handle a child's proven presence. Raises Misfit."""
         peer = proven.peer
         session = proven.session
-        presence = proven.presence
-        published = proven.published
-        if presence is not None:
-            most = self._limits[peer].samples
-            if presence.samples > most:
-                raise Misfit(f"it reports {presence.samples} samples, at most {most} are possible")
-            presence = replace(presence, reason=short(presence.reason))
-            if presence.parent not in ("", self.link.identity.name):
-                if self._entering is None or presence.parent not in self._entering.parents:
-                    raise Misfit(
-                        f"it names {presence.parent!r} as its parent, which takes in no devices "
-                        "of others"
-                    )
-                elsewhere = f"moved to {presence.parent}"
-                presence = replace(
-                    presence, state=NodeState.DISCONNECTED, reason=elsewhere, failure=Failure.MOVED
-                )
+        presence = None
+        if proven.presence is not None:
+            presence = self._checked(peer, proven.presence)
+        lives = presence is not None and presence.state in LIVING
+        before = self.attendance.last.get(peer)
+        lived = before is not None and before.state in LIVING
         self.coordinator.presence(peer, session, presence, now=now)
         self.targets.receive(peer, presence, now=now)
         if self.attendance.has_entered(peer):
-            self._note_stay(peer, presence is not None and presence.state in LIVING, now)
-        before = self.attendance.last.get(peer)
-        if presence is None and before is not None and before.state in LIVING:
+            self._places.note(peer, now, present=lives)
+        if presence is None and lived:
             # a node finishes before it leaves: a stranger may have cleared it
             self.link.proofs.want(peer, now)
-        if presence is None or presence.state not in LIVING:
+        if not lives:
             self.link.sender.forget(peer)
             self.link.receiver.yield_slot(peer, now=now)
-        elif published or before is None or before.state not in LIVING:  # its connection is new
+        elif proven.published or not lived:  # its connection is new
             self.link.receiver.ask_again(peer, now=now)
-        if self.attendance.receive(peer, session, presence, published=published):
+        if self.attendance.receive(peer, session, presence, published=proven.published):
             self.link.proofs.want(peer, now)
-        if (
-            presence is None
-            or before is None
-            or (before.state, before.reason) != (presence.state, presence.reason)
-        ):
-            state, reason = (
-                ("left", "") if presence is None else (str(presence.state), presence.reason)
-            )
-            state = MOVED if presence is not None and presence.failure is Failure.MOVED else state
-            self.link.events.append(PeerChanged(peer, state, reason))
+        if presence is None:
+            self.link.events.append(PeerChanged(peer, "left", ""))
+        elif before is None or (before.state, before.reason) != (presence.state, presence.reason):
+            state = MOVED if presence.failure is Failure.MOVED else str(presence.state)
+            self.link.events.append(PeerChanged(peer, state, presence.reason))
 
-    def _note_stay(self, child: str, present: bool, now: float) -> None:
-        """Note whether a child that has entered is present."""
-        if present:
-            self._left.pop(child, None)
-        else:
-            self._left.setdefault(child, now)
+    def _checked(self, child: str, presence: Presence) -> Presence:
+        """Return a child's presence as it counts here. Raises Misfit."""
+        most = self._limits[child].samples
+        if presence.samples > most:
+            raise Misfit(f"it reports {presence.samples} samples, at most {most} are possible")
+        parent = presence.parent
+        if parent in ("", self.link.identity.name):
+            return replace(presence, reason=short(presence.reason))
+        if not self._places.may_move_to(parent):
+            raise Misfit(f"it names {parent!r} as its parent, which takes in no devices of others")
+        return replace(
+            presence,
+            state=NodeState.DISCONNECTED,
+            reason=f"moved to {parent}",
+            failure=Failure.MOVED,
+        )
 
     def _moved(self, child: str, now: float) -> None:
         self.coordinator.moved(child, now=now)
@@ -555,15 +516,13 @@ class ParentSession:
             elif isinstance(event, Restarted):
                 self.link.receiver.drop(event.child, now=now)
                 self.link.sender.forget(event.child)
-                self._pending = {
-                    key: result for key, result in self._pending.items() if key[0] != event.child
-                }
+                self._forget_pending({event.child})
             else:
                 self.link.events.append(event)
 
     def _due(self, now: float) -> Iterator[tuple[str, Message]]:
-        """Yield the messages that are due, each with its child; asked when the link is about to
-        send them.
+        """Yield the messages that are due, each with its child, when the link is about to send
+        them.
         """
         yield from self.coordinator.to_send(now)
 
@@ -581,12 +540,16 @@ class ParentSession:
             self.refuse(event.owner, result.key, event.reason, now)
 
     def _enter_reports(self, child: str, session: str, reports: tuple[ChildReport, ...]) -> None:
-        limits = self._limits[child]
-        known = [report for report in reports if limits.most_samples(report) is not None]
+        known = []
+        unknown = []
+        for report in reports:
+            if self._limits[child].most_samples(report) is None:
+                unknown.append(report)
+            else:
+                known.append(report)
         self.ledger.enter_reports(child, session, known)
-        if len(known) < len(reports):
-            unknown = next(report.name for report in reports if limits.most_samples(report) is None)
-            raise Misfit(f"a report on {unknown[:64]!r}, which is not below it")
+        if unknown:
+            raise Misfit(f"a report on {unknown[0].name[:64]!r}, which is not below it")
 
     def _announced(self, announced: UploadAnnounced, now: float) -> None:
         child = announced.child

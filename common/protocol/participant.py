@@ -1,16 +1,13 @@
 """The child's side of a round: receives a task, reports progress, announces its result until that
 is acknowledged.
 
-    IDLE --new task--> FETCHING --model here--> WORKING --finish--> ANNOUNCING --Acknowledgement-->
-    DONE
-                          ^                                            ^
-                          |
-                          +-- a new task, from any state               +----- the same task again
-                          ----+
+    IDLE --new task--> FETCHING --model here--> WORKING --finish--> ANNOUNCING --answer--> DONE
+                          ^                                             ^                    |
+                          +-- a new task, from any state                +-- the same task ---+
 
-`TRANSITIONS` defines this diagram. A task that is already being served is not started twice. A task
-with a result gets the same result again, without training. A task of a newer round, or of a
-restarted parent, replaces the present one.
+The answer is the parent's Acknowledgement. `TRANSITIONS` defines this diagram. A task that is
+already being served is not started twice. A task with a result gets the same result again, without
+training. A task of a newer round, or of a restarted parent, replaces the present one.
 """
 
 from __future__ import annotations
@@ -19,6 +16,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from math import inf
 from typing import Any, Final, TypeAlias
 
 from fedstrata.common.accounting.traffic import Traffic
@@ -176,8 +174,7 @@ class Participant:
         self, now: float, traffic: Traffic, below: tuple[Traffic, ...]
     ) -> list[Progress | Result]:
         """Return what is due to the parent."""
-        due = self.next_deadline()
-        if self._task is None or due is None or now < due:
+        if self._task is None or now < self.next_deadline():
             return []
         if self.state is ParticipantState.ANNOUNCING and self._result is not None:
             self._send_at = now + self._announce_s
@@ -191,10 +188,10 @@ class Participant:
             self._heartbeat_s = min(2 * self._heartbeat_s, self._waiting_most_s)
         return [Progress(self._task.key, self._phase, self._done, self._total, traffic, below)]
 
-    def next_deadline(self) -> float | None:
-        """Return when `to_send` next has something to send."""
+    def next_deadline(self) -> float:
+        """Return when `to_send` next has something to send, inf for never."""
         if self._task is None or self.state in (ParticipantState.IDLE, ParticipantState.DONE):
-            return None
+            return inf
         return self._send_at
 
     def next_event(self) -> ParticipantEvent | None:
@@ -219,33 +216,12 @@ class Participant:
         self._events.append(Acknowledged(answer.key, answer.reason))
 
     def _take(self, task: Task, now: float) -> None:
-        # only the event has the model
         mine = self._task
-        self._task = replace(task, inline=None)
-        same = mine is not None and (
-            (
-                mine.key.global_round,
-                mine.key.local_round,
-                mine.model.blob,
-                mine.epochs,
-                mine.follows,
-            )
-            == (
-                task.key.global_round,
-                task.key.local_round,
-                task.model.blob,
-                task.epochs,
-                task.follows,
-            )
-        )
-        crossed = (
-            same
-            and mine is not None
-            and mine.key == task.key
-            and self.state is ParticipantState.ANNOUNCING
-        )
-        if crossed and self._result is not None:
-            return  # it is repeated anyway
+        same = mine is not None and _same_work(mine, task)
+        self._task = replace(task, inline=None)  # only the event has the model
+        announces = self.state is ParticipantState.ANNOUNCING and self._result is not None
+        if same and announces and mine is not None and mine.key == task.key:
+            return  # the result is repeated anyway
         if same and self._result is not None and self._go(ParticipantCause.SAME_TASK):
             self._result = replace(self._result, key=task.key)
             self._announce(now)
@@ -265,6 +241,16 @@ class Participant:
     def _announce(self, now: float) -> None:
         self._send_at = now
         self._announce_s = self._first_announce_s
+
+
+def _same_work(one: Task, other: Task) -> bool:
+    """Return whether two tasks are of the same round, model and epochs; the attempts may
+    differ.
+    """
+    mine, others = (
+        (task.key[1:], task.model.blob, task.epochs, task.follows) for task in (one, other)
+    )
+    return mine == others
 
 
 def _with_shared(task: Task) -> TaskReceived:

@@ -46,7 +46,6 @@ from fedstrata.common.protocol.arrivals import (
 )
 from fedstrata.common.protocol.events import BrokerAway, BrokerDrops, NameTaken
 from fedstrata.common.protocol.limits import SKIPPED, SMALL_BYTES, Skipped
-from fedstrata.common.protocol.manifest import chunk_bytes_for, renamed
 from fedstrata.common.protocol.messages import (
     LIVING,
     About,
@@ -58,6 +57,7 @@ from fedstrata.common.protocol.messages import (
     Message,
     Question,
 )
+from fedstrata.common.protocol.offers import Offers
 from fedstrata.common.protocol.outbox import (
     OTHERS,
     Aside,
@@ -69,7 +69,7 @@ from fedstrata.common.protocol.outbox import (
 )
 from fedstrata.common.protocol.presence import Identity, OwnPresence, PeerProofs
 from fedstrata.common.protocol.receiver import Landing, Receiver
-from fedstrata.common.protocol.sender import Publication, Sender
+from fedstrata.common.protocol.sender import Sender
 from fedstrata.common.protocol.status import Publishing
 from fedstrata.common.settings.links import LinkSet
 
@@ -92,14 +92,7 @@ class ByteMeter(Protocol):
 
 
 class PeerLink:
-    """One node's connection to its peers. `seeks`: it asks for their proof of life where nodes look
-    for a run, forever.
-
-    `first_number`: of the chunks' publications, from a clock, so that numbers grow over restarts.
-    `take` handles what has come from a peer; it raises WireError for a message that does not fit,
-    which is refused. `moved`: a chunk of a model was transferred to or from this peer. `events`:
-    what the endpoint has to know, in order.
-    """
+    """One node's connection to its peers. `events`: what the endpoint has to know, in order."""
 
     def __init__(
         self,
@@ -109,9 +102,14 @@ class PeerLink:
         transfer: TransferSettings,
         ways: LinkSet,
         meter: ByteMeter,
+        # of the chunks' publications, from a clock, so that numbers grow over restarts
         first_number: int,
+        # It asks for its peers' proof of life where nodes look for a run, forever.
         seeks: bool,
+        # Handles what has come from a peer, at a time; raises WireError for a message that does not
+        # fit, which is refused.
         take: Callable[[Arrival, float], None],
+        # A chunk of a model was transferred to or from this peer, at a time.
         moved: Callable[[str, float], None],
     ) -> None:
         self.identity = identity
@@ -133,6 +131,7 @@ class PeerLink:
             idle_s=transfer.idle_s,
         )
         self.outbox = Outbox(identity, sender=self.sender, counters=self.counters, ways=ways)
+        self.offers = Offers(identity.name, transfer, ways, sender=self.sender, outbox=self.outbox)
         self.own = OwnPresence(identity)
         silent_s = min(transfer.idle_s, SILENT_MOST_S)
         self.proofs = PeerProofs(peers, identity, silent_s=silent_s, persistent=seeks)
@@ -142,8 +141,6 @@ class PeerLink:
         self.events: deque[object] = deque()
         self.up = False
         self.away_since: float | None = None
-        self.chunk_most = transfer.chunk_bytes
-        self._inline_most = transfer.inline_bytes
         self._seeks = seeks
         self._take = take
         self._moved = moved
@@ -159,19 +156,17 @@ class PeerLink:
         self._asks = PendingAsks()
         self._questions = PendingAnswers(self._known, namesake=identity.name)
 
-    def add_peer(self, name: str, *, inbox: str) -> None:
-        """Add an expected node as a peer, whose link is known; read its messages on `inbox`,
-        too.
-        """
+    def add_peer(self, name: str) -> None:
+        """Add an expected node as a peer, whose link is known; read its messages, too."""
         del self._expected[name]
         self.outbox.join(name)
         self.peers = (*self.peers, name)
         self._known.add(name)
         self.proofs.add(name)
         self.receiver.exclusive = False
-        self._new.append(Subscribe((inbox,)))
+        self._new.append(Subscribe((self.identity.inbox_from(name),)))
 
-    def remove_peer(self, name: str, *, inbox: str, now: float) -> None:
+    def remove_peer(self, name: str, *, now: float) -> None:
         """Forget a peer that has been away for long; it is expected again once it asks."""
         self.peers = tuple(peer for peer in self.peers if peer != name)
         self._known.discard(name)
@@ -183,7 +178,7 @@ class PeerLink:
         self.ways.remove(name)
         self.admission.forget(name)
         self.answers.forget(name)
-        self._new.append(Unsubscribe((self._state_of(name), inbox)))
+        self._new.append(Unsubscribe((self._state_of(name), self.identity.inbox_from(name))))
 
     def expect(self, name: str, now: float) -> None:
         """Read the state of a node that may join, for as long as few others ask. Raises Flooded.
@@ -204,7 +199,7 @@ class PeerLink:
             self._new.append(Subscribe((self._state_of(name),)))
 
     def _state_of(self, name: str) -> str:
-        return topics.state(self.identity.lab, self.identity.run, name)
+        return self.identity.topic(topics.state, name)
 
     # From the broker
 
@@ -213,19 +208,15 @@ class PeerLink:
 
         `inboxes`: the topics of messages to this node.
         """
-        lab = self.identity.lab
-        name = self.identity.name
+        own = self.identity
         self.up = True
         self._connected_at = now
-        self.chunk_most = int(min(self.transfer.chunk_bytes, packet_most))
-        self._inline_most = int(min(self.transfer.inline_bytes, packet_most))
+        self.offers.set_packet_most(packet_most)
         self.outbox.packet_most = packet_most
         self._streams = frozenset()
-        states = [
-            topics.state(lab, "+", name),
-            *map(self._state_of, (*self.peers, *self._expected)),
-        ]
-        self._first = [Subscribe((*states, *inboxes), first=True)]
+        mine = topics.state(own.lab, "+", own.name)
+        theirs = map(self._state_of, (*self.peers, *self._expected))
+        self._first = [Subscribe((mine, *theirs, *inboxes), first=True)]
         self._new = []
         self.own.connected()
         self._announce = self._announcement is not None
@@ -246,16 +237,16 @@ class PeerLink:
         """
         if size <= SMALL_BYTES and not self.receiver.wanted():
             return None
+        sender = ""
         try:
             topic = topics.parse(topic_text)
-        except WireError as error:
-            if size > SMALL_BYTES:
-                return self._skip("", topic_text, size, error)
-            return None
-        try:
+            sender = topics.sender_of(topic)
             self.admission.check_size(topic, size)
         except WireError as error:
-            return self._skip(topics.sender_of(topic), topic_text, size, error)
+            if not sender and size <= SMALL_BYTES:
+                return None
+            self._refuse_message(sender, topic_text, size, error)
+            return SKIPPED
         if not isinstance(topic, topics.ChunkTopic) or topic.run != self.identity.run:
             return None
         return self.receiver.place(topic, size)
@@ -305,25 +296,19 @@ class PeerLink:
         out = [*self._first, *self._new]
         self._first = []
         self._new = []
-        lab = self.identity.lab
-        run = self.identity.run
-        name = self.identity.name
+        own = self.identity
         for presence in self.own.to_send():
-            body = serialization.encode(self.own.timed(presence, now), self.identity.session)
-            out.append(Publish(topics.state(lab, run, name), body, retain=True))
+            out.append(self._retained(topics.state, self.own.timed(presence, now)))
         for old in self.own.remains():
-            out += [
-                Publish(topic(lab, old, name), b"", retain=True)
-                for topic in (topics.state, topics.spec)
-            ]
+            for form in (topics.state, topics.spec):
+                out.append(Publish(form(own.lab, old, own.name), b"", retain=True))
         if self._announce and self._announcement is not None:
             self._announce = False
-            body = serialization.encode(self._announcement, self.identity.session)
-            out.append(Publish(topics.spec(lab, run, name), body, retain=True))
+            out.append(self._retained(topics.spec, self._announcement))
         for peer, question in self.proofs.questions(now):
             if self._seeks:
-                body = serialization.encode(question, self.identity.session)
-                out.append(Publish(topics.ask(lab, peer, name), body))
+                body = serialization.encode(question, own.session)
+                out.append(Publish(topics.ask(own.lab, peer, own.name), body))
             else:
                 self.outbox.send(peer, question, now)
         self._answer_questions(now)
@@ -336,9 +321,12 @@ class PeerLink:
         out += self.outbox.to_send(now)
         return out
 
-    def sent(self, chunk: Publication) -> None:
-        """Note that a chunk has left, or was lost with its connection."""
-        self.outbox.sent(chunk)
+    def _retained(
+        self, form: Callable[[str, str, str], str], message: Message | None = None
+    ) -> Publish:
+        """Return a retained message on a topic of this node; None clears the topic."""
+        body = b"" if message is None else serialization.encode(message, self.identity.session)
+        return Publish(self.identity.topic(form), body, retain=True)
 
     # Time
 
@@ -349,9 +337,12 @@ class PeerLink:
         """
         silent: list[str] = []
         if self.up:
-            # else nothing asks for the bytes, a system call
-            fetches = self.receiver.next_deadline() is not None
-            self.receiver.tick(now, carried=self.meter.received() if fetches else -1)
+            carried = -1
+            if (
+                self.receiver.next_deadline() < inf
+            ):  # else nothing asks for the bytes, a system call
+                carried = self.meter.received()
+            self.receiver.tick(now, carried=carried)
             silent = list(self.proofs.silent(now))
         if now >= self._away_at():
             self.away_since = None
@@ -360,13 +351,23 @@ class PeerLink:
                 self.events.append(BrokerAway())
         return silent
 
+    def next_event(self) -> object | None:
+        """Return the next event for the endpoint."""
+        if self.events:
+            return self.events.popleft()
+        return None
+
     def next_deadline(self, now: float) -> float:
         """Return when `tick` or `to_send` next has something to do, inf for never."""
         if not self.up:
             return self._away_at()
-        times = (self.receiver.next_deadline(), self.outbox.next_deadline(now))
-        answers = (self.proofs.next_deadline(), self._questions.next_deadline(), self._away_at())
-        return min(*answers, *(time for time in times if time is not None))
+        return min(
+            self.receiver.next_deadline(),
+            self.outbox.next_deadline(now),
+            self.proofs.next_deadline(),
+            self._questions.next_deadline(),
+            self._away_at(),
+        )
 
     def _away_at(self) -> float:
         """Return when the broker will have been away for too long."""
@@ -374,77 +375,7 @@ class PeerLink:
             return inf
         return self.away_since + self.transfer.idle_s
 
-    # What this node offers
-
-    def largest(self) -> int:
-        """Return the most bytes of a chunk, or of a model inside its announcement, on the links of
-        all receivers.
-        """
-        chunks = (
-            chunk_bytes_for(way.rate, self.transfer.chunk_bytes) for way in self.ways.to.values()
-        )
-        return max(self.transfer.inline_bytes, *chunks)
-
-    def cut(self, receivers: Sequence[str]) -> tuple[int, str]:
-        """Return the chunk size and the salt of a blob for receivers with equal links and
-        chunks.
-        """
-        return self.chunk_bytes(receivers[0]), str(self.ways.to[receivers[0]])
-
-    def chunk_bytes(self, peer: str) -> int:
-        """Return the chunk size for the slowest link on the way to a peer, and to those to which it
-        forwards.
-        """
-        return chunk_bytes_for(self.ways.chunk_rate(peer), self.chunk_most)
-
-    def offer(self, manifest: Manifest, blob: memoryview, receivers: Sequence[str]) -> bytes | None:
-        """Offer a model to receivers with equal links. It must not change until it is retired.
-
-        Return its bytes if they are few enough to be sent inside the announcement.
-        """
-        self.sender.offer(manifest, blob, receivers)
-        inline_most = min(
-            self._inline_most, chunk_bytes_for(self.ways.to[receivers[0]].rate, self._inline_most)
-        )
-        if manifest.size <= inline_most:
-            return bytes(blob)
-        return None
-
-    def forwards(self, manifest: Manifest, receivers: Sequence[str]) -> bool:
-        """Return whether to forward a model before it is complete: it is large, and its chunks suit
-        the links.
-        """
-        return (
-            manifest.chunk_bytes <= self.chunk_bytes(receivers[0])
-            and manifest.size > self._inline_most
-        )
-
-    def forward(
-        self,
-        manifest: Manifest,
-        buffer: memoryview,
-        receivers: Sequence[str],
-        *,
-        lacking: npt.NDArray[np.bool_],
-    ) -> Manifest:
-        """Forward an arriving model to receivers with equal links until it is retired; return its
-        new manifest.
-        """
-        passed = renamed(manifest, salt=str(self.ways.to[receivers[0]]))
-        self.sender.offer(passed, buffer, receivers, to_come=lacking)
-        return passed
-
-    def retire(self, blob: str) -> None:
-        """Stop serving a blob."""
-        self.sender.retire(blob)
-        self.outbox.drop(blob)
-
     # Blobs that are no models
-
-    def offer_aside(self, kind: Aside, manifest: Manifest, data: memoryview, peer: str) -> None:
-        """Offer a blob to a peer until it is retired; one that others get already to one more."""
-        self.outbox.add_aside(kind, self.identity.name, manifest.blob)
-        self.sender.offer(manifest, data, (peer,))
 
     def fetch_aside(
         self,
@@ -478,14 +409,11 @@ class PeerLink:
         """Return the messages that clear this node's topics; `keep_state` keeps its state for nodes
         that were away.
         """
-        lab = self.identity.lab
-        run = self.identity.run
-        name = self.identity.name
-        out: list[Output] = (
-            [] if keep_state else [Publish(topics.state(lab, run, name), b"", retain=True)]
-        )
+        out: list[Output] = []
+        if not keep_state:
+            out.append(self._retained(topics.state))
         if self._announcement is not None:
-            out.append(Publish(topics.spec(lab, run, name), b"", retain=True))
+            out.append(self._retained(topics.spec))
             self._announcement = None
         return out
 
@@ -497,18 +425,9 @@ class PeerLink:
         if topic.node not in self._known or topic.run != self.identity.run:
             self._refuse(Refusal.STRANGER, topic.node, f"a chunk on {text[:80]}")
             return
-        extras = min(len(body), self.receiver.extras_in(topic.node, topic.blob, topic.index))
-        self.outbox.count_chunk(topic.node, topic.blob, text, len(body), extras=extras)
-        fresh = self.receiver.receive_chunk(
-            topic.node,
-            topic.blob,
-            stream=topic.stream,
-            index=topic.index,
-            number=topic.number,
-            data=body,
-            now=now,
-        )
-        if fresh:
+        extras = min(len(body), self.receiver.extras_in(topic))
+        self.outbox.count_chunk(topic, text, len(body), extras=extras)
+        if self.receiver.receive_chunk(topic, body, now=now):
             self._moved(topic.node, now)
         if self.receiver.loses and not self._lossy:
             self._lossy = True
@@ -596,13 +515,10 @@ class PeerLink:
         """
         asker = topic.asker
         known = asker if asker in self._known else ""
-        session, question = self.admission.read(
-            known, self.proofs.session(known) if known else "", body, now
-        )
-        if not isinstance(question, Question) or question.about not in (
-            About.PRESENCE,
-            About.STATUS,
-        ):
+        mine = self.proofs.session(known) if known else ""
+        session, question = self.admission.read(known, mine, body, now)
+        answered = (About.PRESENCE, About.STATUS)
+        if not isinstance(question, Question) or question.about not in answered:
             raise WireError(f"nobody asks a node for this: {str(question)[:80]}")
         if topic.node != self.identity.name or retained:
             return
@@ -611,10 +527,9 @@ class PeerLink:
             if question.run == self.identity.run:
                 self.publishing.asked(now)
             return
-        if asker not in self._known:
+        if not known:
             self._take(Sought(asker), now)
-        ours = asker in self._known and question.run == self.identity.run
-        if ours and self.proofs.speaks(asker, session, now):
+        elif question.run == self.identity.run and self.proofs.speaks(asker, session, now):
             self._take(Living(asker, session), now)
         self._ask_for_proof(asker, question, now)
 
@@ -654,24 +569,20 @@ class PeerLink:
         ended = self._streams - wanted
         begun = wanted - self._streams
         self._streams = frozenset(wanted)
-        out: list[Output] = [Unsubscribe(self._filters(ended))] if ended else []
+        out: list[Output] = []
+        if ended:
+            out.append(Unsubscribe(self._filters(ended)))
         if begun:
-            return [*out, Subscribe(self._filters(begun))]
+            out.append(Subscribe(self._filters(begun)))
         return out
 
     def _filters(self, fetches: Iterable[tuple[str, str]]) -> tuple[str, ...]:
-        lab = self.identity.lab
-        run = self.identity.run
-        me = self.identity.name
+        own = self.identity
         return tuple(
             each
             for owner, blob in sorted(fetches)
-            for each in topics.streams(lab, run, owner, me, blob)
+            for each in topics.streams(own.lab, own.run, owner, own.name, blob)
         )
-
-    def _skip(self, sender: str, topic_text: str, size: int, error: WireError) -> Skipped:
-        self._refuse_message(sender, topic_text, size, error)
-        return SKIPPED
 
     def _refuse_message(self, sender: str, topic_text: str, size: int, error: WireError) -> None:
         refusal = refusal_of(error)

@@ -5,9 +5,9 @@ presences of dead processes. So a peer counts as present only once its session h
 the present connection, by `TRANSITIONS`:
 
     UNKNOWN --retained--> CLAIMED --live--> PROVEN --reconnected--> DOUBTED --live--> PROVEN
-       +---------------------live-------------^                        +----retained----+ (asked
-       for, not believed)
+       +---------------------live-------------^                        +----retained----+
 
+A retained presence of a DOUBTED session is asked for, not believed.
 `live` is a presence published during the connection, a reply to a question with its nonce, or any
 message of a session that was proved before. The order of presences at the broker decides which
 session represents a name.
@@ -16,12 +16,13 @@ session represents a name.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import inf
-from typing import Final
+from typing import Final, TypedDict, Unpack
 
+from fedstrata.common.protocol import topics
 from fedstrata.common.protocol.messages import (
     LIVING,
     Alive,
@@ -57,21 +58,42 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A node's identity in a run of a lab.
-
-    `session` and `claim` are shared by its endpoints; `metrics` is its /metrics address. `ledger`:
-    the id of the byte ledger that its children count for, empty: the session, because the ledger is
-    not kept across restarts.
-    """
+    """A node's identity in a run of a lab."""
 
     run: str
     name: str
     role: str
-    session: str
-    metrics: str = ""
+    session: str  # of its process, which its endpoints share
+    metrics: str = ""  # its /metrics address
+    # The id of the byte ledger that its children count for, empty: the session, because the ledger
+    # is not kept across restarts.
     ledger: str = ""
     lab: str = DEFAULT_LAB
-    claim: Claim = field(default_factory=Claim, compare=False)
+    claim: Claim = field(default_factory=Claim, compare=False)  # shared, as the session is
+
+    def topic(self, form: Callable[[str, str, str], str], node: str = "") -> str:
+        """Return the topic of a node in this run, by default of this node."""
+        return form(self.lab, self.run, node or self.name)
+
+    def inbox_from(self, peer: str) -> str:
+        """Return the topic of a peer's messages to this node."""
+        return topics.inbox(self.lab, self.run, self.name, peer)
+
+    def inbox_of(self, peer: str) -> str:
+        """Return the topic of this node's messages to a peer."""
+        return topics.inbox(self.lab, self.run, peer, self.name)
+
+
+class StateFacts(TypedDict, total=False):
+    """What a node publishes with its state; the fields of its presence, by default of none."""
+
+    reason: str
+    samples: int
+    tests: int
+    failure: Failure
+
+
+NO_FACTS: Final[StateFacts] = {"reason": "", "samples": 0, "tests": 0, "failure": Failure.NONE}
 
 
 class OwnPresence:
@@ -96,18 +118,11 @@ class OwnPresence:
         self.leaving = False
         self.taken = ""
 
-    def set_state(
-        self, state: NodeState, *, reason: str, samples: int, failure: Failure, tests: int = 0
-    ) -> None:
+    def set_state(self, state: NodeState, **facts: Unpack[StateFacts]) -> None:
         """Publish this node's state."""
-        self.presence = replace(
-            self.presence,
-            state=state,
-            reason=short(reason),
-            samples=samples,
-            tests=tests,
-            failure=failure,
-        )
+        known: StateFacts = {**NO_FACTS, **facts}
+        known["reason"] = short(known["reason"])
+        self.presence = replace(self.presence, state=state, **known)
         self._due.append(self.presence)
 
     def below(self, parent: str, *, after: int) -> None:
@@ -360,10 +375,8 @@ class PeerProofs:
         for known in self._of.values():
             known.go(ProofCause.RECONNECTED)
             likely = self._persistent or known.proof is Proof.DOUBTED
-            first_s, known.ask_s = (
-                (ASK_FIRST_S, PROOF_EVERY_S) if likely else (ASK_UNKNOWN_S, ASK_UNKNOWN_S)
-            )
-            known.ask_at = now + first_s
+            known.ask_s = PROOF_EVERY_S if likely else ASK_UNKNOWN_S
+            known.ask_at = now + (ASK_FIRST_S if likely else ASK_UNKNOWN_S)
             known.silent_at = now + self._silent_s if known.proof is Proof.DOUBTED else inf
         self._look_at = now
 

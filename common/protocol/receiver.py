@@ -55,6 +55,7 @@ LOST_LEAST: Final = 8
 LOST_SHARE: Final = 0.01
 # more than the acknowledgements and pings of a connection without models, TLS included
 FLOW_BYTES_S: Final = 256
+OWN: Final = "own"  # a receiver's own stream
 BLOBS_KNOWN: Final = 4  # of each owner, of those with extras
 
 
@@ -118,11 +119,15 @@ class Fetch:
     first_at: float | None = None
     since_first: int = 0
 
+    @property
+    def key(self) -> tuple[str, str]:
+        """Its owner and blob, of which there is one fetch at a time."""
+        return self.owner, self.manifest.blob
+
     def rate(self, now: float) -> float | None:
         """Return bytes per second from the first chunk's arrival to now, None if unknown."""
-        seconds = now - self.first_at if self.first_at is not None else 0.0
-        if self.since_first and seconds > 0:
-            return self.since_first / seconds
+        if self.since_first and self.first_at is not None and now > self.first_at:
+            return self.since_first / (now - self.first_at)
         return None
 
 
@@ -192,25 +197,29 @@ class Receiver:
         `lacking`, bool [chunks], marks the missing chunks, None: all. It is kept up to date, so
         that others may follow the fetch.
         """
-        if any(
-            (f.owner, f.manifest.blob) == (owner, manifest.blob)
-            for f in (*self._active.values(), *self._queued)
-        ):
+        key = (owner, manifest.blob)
+        if key in self._active or any(fetch.key == key for fetch in self._queued):
             return False
         if manifest.extras:
             self._with_extras.setdefault(owner, deque(maxlen=BLOBS_KNOWN)).append(manifest)
-        lacking = np.ones(manifest.chunks, np.bool_) if lacking is None else lacking
+        if lacking is None:
+            lacking = np.ones(manifest.chunks, np.bool_)
         way = self._ways.get(owner, LinkDirection())
-        window = window_for(way, manifest.chunk_bytes, self._window, self._keepalive_s)
-        pace_s = manifest.chunk_bytes / way.rate if way.rate else 0.0
-        left = int(lacking.sum())
-        share = min(1.0, way.rate / SLOT_BYTES_S) if way.rate else 1.0
-        self._queued.append(
-            Fetch(owner, manifest, buffer.cast("B"), lacking, left, window, pace_s, share)
+        fetch = Fetch(
+            owner,
+            manifest,
+            buffer.cast("B"),
+            lacking,
+            left=int(lacking.sum()),
+            window=window_for(way, manifest.chunk_bytes, self._window, self._keepalive_s),
+            patience_s=min(PATIENCE_S, self._most_s),
         )
-        self._queued[-1].patience_s = min(PATIENCE_S, self._most_s)
-        if not lacking.any():  # complete from the start: only report that to the owner
-            self._complete(self._queued[-1], now)
+        if way.rate:
+            fetch.pace_s = manifest.chunk_bytes / way.rate
+            fetch.share = min(1.0, way.rate / SLOT_BYTES_S)
+        self._queued.append(fetch)
+        if not fetch.left:  # complete from the start: only report that to the owner
+            self._complete(fetch, now)
         self._promote(now)
         return True
 
@@ -249,13 +258,14 @@ class Receiver:
 
     def yield_slot(self, owner: str, *, now: float) -> None:
         """Move an owner's fetches behind those that wait for a slot; they keep their chunks."""
-        for key in [k for k in self._active if k[0] == owner] if self._queued else []:
-            self._park(key)
+        if self._queued:
+            for key in [key for key in self._active if key[0] == owner]:
+                self._park(key)
         self._promote(now)
 
     def ask_again(self, owner: str, *, now: float) -> None:
         """Ask an owner with a new connection again: none of its chunks is in flight."""
-        for fetch in (*self._active.values(), *self._parked.values()):
+        for fetch in self._under_way():
             if fetch.owner == owner:
                 fetch.due = fetch.restart = True
                 fetch.waits_since = now
@@ -271,19 +281,18 @@ class Receiver:
         """Return by owner how many chunks of each fetch under way have arrived, and how many it
         has.
         """
-        fetches = (*self._active.values(), *self._parked.values())
         return {
             fetch.owner: (fetch.manifest.chunks - fetch.left, fetch.manifest.chunks)
-            for fetch in fetches
+            for fetch in self._under_way()
         }
 
-    def extras_in(self, owner: str, blob: str, index: int) -> int:
+    def extras_in(self, topic: ChunkTopic) -> int:
         """Return how many bytes of a chunk are extras, even if it is late; 0 for a blob that was
         not fetched lately.
         """
-        for manifest in self._with_extras.get(owner, ()):
-            if manifest.blob == blob and index < manifest.chunks:
-                return manifest.extras_in(index)
+        for manifest in self._with_extras.get(topic.node, ()):
+            if manifest.blob == topic.blob and topic.index < manifest.chunks:
+                return manifest.extras_in(topic.index)
         return 0
 
     def wanted(self) -> set[tuple[str, str]]:
@@ -305,17 +314,7 @@ class Receiver:
         self._landing = Landing(topic, fetch.buffer[span])
         return self._landing
 
-    def receive_chunk(
-        self,
-        owner: str,
-        blob: str,
-        *,
-        stream: str,
-        index: int,
-        number: int,
-        data: bytes | memoryview,
-        now: float,
-    ) -> bool:
+    def receive_chunk(self, topic: ChunkTopic, data: bytes | memoryview, *, now: float) -> bool:
         """Handle one publication; return whether it was new. Never raises on unknown input.
 
         `data` may be the view of its `place`, which is already in its destination.
@@ -323,18 +322,19 @@ class Receiver:
         landing = self._landing
         self._landing = None
         silent_s = now - self._arrived
-        fetch = self._begun((owner, blob))
+        fetch = self._begun((topic.node, topic.blob))
+        index = topic.index
         if fetch is None or index >= fetch.manifest.chunks:
             self.note_arrival(now)
             self.chunks_refused += 1
             return False
         span = fetch.manifest.span(index)
-        sound = len(data) == span.stop - span.start and chunk_digest(data) == fetch.manifest.digest(
-            index
-        )
+        size = span.stop - span.start
+        sound = len(data) == size and chunk_digest(data) == fetch.manifest.digest(index)
         if not sound:
             self._damaged(fetch, index, now)
-        self._count(fetch, ALL if stream == ALL else "own", number, silent_s, sound=sound)
+        stream = ALL if topic.stream == ALL else OWN
+        self._count(fetch, stream, topic.number, silent_s, sound=sound)
         if not sound:
             return False  # damaged chunks alone are silence: they are asked for less and less often
         self.note_arrival(now)
@@ -353,7 +353,7 @@ class Receiver:
         if fetch.first_at is None:
             fetch.first_at = now
         else:
-            fetch.since_first += span.stop - span.start
+            fetch.since_first += size
         if fetch.left == 0:
             self._complete(fetch, now)
         return True
@@ -372,10 +372,9 @@ class Receiver:
     def reconnected(self, now: float) -> None:
         """Ask for everything again: the chunks in flight were lost with the old connection."""
         self._listen(now)
-        for fetch in (*self._active.values(), *self._parked.values()):
+        for fetch in self._under_way():
             fetch.due = fetch.restart = True
-            fetch.waits_since = now
-            fetch.moved = now
+            fetch.waits_since = fetch.moved = now
             fetch.damaged = 0
 
     def tick(self, now: float, *, carried: int = -1) -> None:
@@ -386,8 +385,7 @@ class Receiver:
         """
         if self._carried is None:
             self._carried = carried, carried, now
-        due = self.next_deadline()
-        if due is not None and now >= due:
+        if now >= self.next_deadline():
             self._look(carried, now)
         silent = now >= self._last_arrival + self._repair_s
         for key, fetch in list(self._active.items()):
@@ -409,12 +407,13 @@ class Receiver:
             )
         self._promote(now)
 
-    def next_deadline(self) -> float | None:
-        """Return when `tick` has something to do."""
-        starved = (self._starves_at(fetch) for fetch in self._active.values())
-        if self._active:
-            return min(self._last_arrival + self._repair_s, *starved)
-        return None
+    def next_deadline(self) -> float:
+        """Return when `tick` has something to do, inf without fetches."""
+        if not self._active:
+            return inf
+        return min(
+            self._last_arrival + self._repair_s, *map(self._starves_at, self._active.values())
+        )
 
     def is_due(self) -> bool:
         """Return whether an ask is due, or an event has not been taken."""
@@ -464,7 +463,8 @@ class Receiver:
     def _listen(self, now: float) -> None:
         self._carried = None
         self._last_arrival = self._arrived = now
-        self._gap_s, self._repair_s = 0.0, self._least_repair_s()
+        self._gap_s = 0.0
+        self._repair_s = self._least_repair_s()
 
     def _least_repair_s(self) -> float:
         """Return the shortest silence that counts: a broker forwards whole chunks, each as slow as
@@ -480,19 +480,21 @@ class Receiver:
             if not self._active:
                 self._listen(now)
             fetch = self._queued.popleft()
-            key = fetch.owner, fetch.manifest.blob
             # A parked fetch may have chunks in flight: they are requested again after it starved in
             # two turns.
-            was_parked = self._parked.pop(key, None) is not None
+            was_parked = self._parked.pop(fetch.key, None) is not None
             fetch.restart = fetch.restart or not was_parked or fetch.starved > 1
             fetch.waits_since = fetch.moved = now
             fetch.due = True
-            self._active[key] = fetch
+            self._active[fetch.key] = fetch
 
     def _park(self, key: tuple[str, str]) -> None:
         """Move an active fetch behind those that wait for a slot."""
         fetch = self._parked[key] = self._active.pop(key)
         self._queued.append(fetch)
+
+    def _under_way(self) -> tuple[Fetch, ...]:
+        return (*self._active.values(), *self._parked.values())
 
     def _begun(self, key: tuple[str, str]) -> Fetch | None:
         return self._active.get(key) or self._parked.get(key)
@@ -514,7 +516,7 @@ class Receiver:
             fetch.manifest.blob,
             lacking,
             seen.get(ALL, 0),
-            seen.get("own", 0),
+            seen.get(OWN, 0),
             fetch.window,
             fetch.restart,
         )
@@ -529,7 +531,9 @@ class Receiver:
         in_order = last is None or number == last + 1
         if not sound and (not in_order or fetch.damaged > DAMAGED_MOST):
             return  # possibly not the owner's, or an owner that is not asked again forever
-        self._gap_s = max(silent_s if in_order else 0.0, self._gap_s / 2)
+        self._gap_s /= 2
+        if in_order:
+            self._gap_s = max(silent_s, self._gap_s)
         self.chunks_arrived += 1
         if last is not None and stream in fetch.trusted:
             self.chunks_lost += min(max(0, number - last - 1), fetch.window)

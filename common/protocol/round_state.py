@@ -2,18 +2,18 @@
 and its times.
 
     ASSIGNED --message of this round--> WORKING --Result--> ANNOUNCED --accept--> ACCEPTED
-       ^                                   |                    |                    | its task ends
-       unused
+       ^                                   |                    |                    | unused
        |                                   |                    +-----refuse-----> REFUSED
        +------- a new session, or its model is gone ------------+
 
-`TRANSITIONS` defines this diagram; `common.protocol.coordinator` uses it. A child without a task is
-IDLE.
+`unused`: its task ends before a round used its result. `TRANSITIONS` defines this diagram;
+`common.protocol.coordinator` uses it. A child without a task is IDLE.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from math import inf
@@ -23,6 +23,7 @@ from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.protocol.events import UploadAnnounced
 from fedstrata.common.protocol.messages import (
     LIVING,
+    Acknowledgement,
     Failure,
     Key,
     Manifest,
@@ -185,10 +186,24 @@ class ChildInRound:
     carried_from: int | None = None
     carried_best: int = 0  # bytes of the longest attempt since the last progress
     prepared: int = -1
-    acknowledged: tuple[Key, str] | None = None
+    acknowledged: Acknowledgement | None = None  # the last one
     acknowledge_at: float = -inf  # earliest time of the next acknowledgement
     has_model: bool = False
     online: OnlineTimes | None = None  # by its trace, from the run's begin on; None: always
+
+    def begin(self, key: Key, assignment: Assignment | None, now: float) -> None:
+        """Begin a round with its task, None: it takes no part."""
+        self.key = key
+        self.carried = False
+        self.assigned = self.moved = now
+        self.assignment = assignment
+        self.result = None
+        self.refusal = ""
+        self.declined = ""
+        self.mark = None
+        self.has_model = False
+        self.absent = self.presence is not NodeState.READY
+        self.state = ChildState.IDLE if assignment is None else ChildState.ASSIGNED
 
     @property
     def present(self) -> bool:
@@ -232,7 +247,9 @@ class ChildInRound:
         `collected`. The time in which a device is away by its trace does not count; traces have
         `begun`.
         """
-        moved = max(self.moved, collected) if self.state is ChildState.ANNOUNCED else self.moved
+        moved = self.moved
+        if self.state is ChildState.ANNOUNCED:
+            moved = max(moved, collected)
         if self.online is None or begun is None or self.presence is NodeState.FAILED:
             return moved + idle_s
         return begun + self.online.after(moved - begun, idle_s)
@@ -241,10 +258,10 @@ class ChildInRound:
         """Return when a device that is away by its trace comes back, seconds from t on; 0 if it is
         not, or never.
         """
-        back = t if self.online is None else self.online.returns(t)
-        if back < inf:
-            return back - t
-        return 0.0
+        if self.online is None:
+            return 0.0
+        back = self.online.returns(t)
+        return back - t if back < inf else 0.0
 
     def contradiction(self, message: Progress | Result) -> str:
         """Return how a message of the open round contradicts this child's result, empty if it does
@@ -267,12 +284,12 @@ class ChildInRound:
         minutes. More bytes without an arriving chunk are repeats, and so are those of a new
         connection up to what an earlier one carried.
         """
+        mark = (Phase.ANNOUNCING, 0)
+        self.total = 0
         if isinstance(message, Progress):
             mark = (message.phase, message.done)
-        else:
-            mark = (Phase.ANNOUNCING, 0)
+            self.total = message.total
         carried = message.traffic.carried_models
-        self.total = message.total if isinstance(message, Progress) else 0
         if self.mark != mark:
             self.mark = mark
             self.carried_from = carried
@@ -304,18 +321,13 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """The state of a round as numbers of children. `refused` ones count as answered: the round
-    continues without them.
-
-    `absent`: not ready since before the round opened, or moved. The other expected children are
-    `waiting`.
-    """
+    """The state of a round as numbers of children."""
 
     accepted: int
-    refused: int
+    refused: int  # they have answered: the round continues without them
     idle: int
-    waiting: int
-    absent: int = 0
+    waiting: int  # all others that are expected
+    absent: int = 0  # not ready since before the round opened, or moved
 
 
 def judge(closing: Closing, standing: Standing, *, overdue: bool) -> Verdict:
@@ -340,16 +352,21 @@ def judge(closing: Closing, standing: Standing, *, overdue: bool) -> Verdict:
     return Verdict.WAIT
 
 
-def standing_of(part: Sequence[tuple[str, ChildInRound]], idle: Collection[str]) -> Standing:
+def taking_part(children: Mapping[str, ChildInRound]) -> dict[str, ChildInRound]:
+    """Return the children that have a task of the round."""
+    return {name: child for name, child in children.items() if child.assignment is not None}
+
+
+def standing_of(part: Mapping[str, ChildInRound], idle: Collection[str]) -> Standing:
     """Return the counts of the children that take part; `idle`: those of them that have made no
     progress.
     """
-    absent = sum(c.absent and c.state in UNFINISHED and n not in idle for n, c in part)
-    accepted = sum(c.state is ChildState.ACCEPTED for _, c in part)
-    refused = sum(c.state is ChildState.REFUSED for _, c in part)
-    return Standing(
-        accepted, refused, len(idle), len(part) - accepted - refused - len(idle) - absent, absent
-    )
+    counts = Counter(child.state for child in part.values())
+    accepted = counts[ChildState.ACCEPTED]
+    refused = counts[ChildState.REFUSED]
+    unfinished = len(part) - accepted - refused - len(idle)
+    absent = sum(c.absent and c.state in UNFINISHED and n not in idle for n, c in part.items())
+    return Standing(accepted, refused, len(idle), unfinished - absent, absent)
 
 
 def returning(
@@ -360,24 +377,33 @@ def returning(
 
     `idle` ones are given up. Without `in_round`: each that is not present.
     """
-    waiting = (
-        n for n, c in children.items() if (c.state in UNFINISHED if in_round else not c.present)
-    )
-    lacking = [name for name in waiting if name not in idle]
-    found = {name: left_s for name in lacking if (left_s := children[name].returns(t))}
-    return found, len(found) == len(lacking)
+    found = {}
+    all_away = True
+    for name, child in children.items():
+        lacks = child.state in UNFINISHED if in_round else not child.present
+        if not lacks or name in idle:
+            continue
+        left_s = child.returns(t)
+        if left_s:
+            found[name] = left_s
+        else:
+            all_away = False
+    return found, all_away
 
 
 def closed_of(key: Key, children: Mapping[str, ChildInRound]) -> Closed:
     """Return the closed round of these children."""
-    part = [(n, c) for n, c in children.items() if c.assignment is not None]
-    results = {
-        n: c.result for n, c in part if c.state is ChildState.ACCEPTED and c.result is not None
-    }
-    refused = {n: c.refusal for n, c in part if c.refusal}
-    return Closed(
-        key, results, tuple(n for n, _ in part if n not in results and n not in refused), refused
-    )
+    results = {}
+    missing = []
+    refused = {}
+    for name, child in taking_part(children).items():
+        if child.state is ChildState.ACCEPTED and child.result is not None:
+            results[name] = child.result
+        if child.refusal:
+            refused[name] = child.refusal
+        elif name not in results:
+            missing.append(name)
+    return Closed(key, results, tuple(missing), refused)
 
 
 def blame(children: Mapping[str, ChildInRound], idle: Iterable[str], *, idle_s: float) -> str:
@@ -390,10 +416,12 @@ def blame(children: Mapping[str, ChildInRound], idle: Iterable[str], *, idle_s: 
         if child.presence is NodeState.FAILED:
             reasons.append((name, f"gave up: {child.reason}"))
         else:
-            state = f"its state is {child.presence}" if child.session else "it never came"
-            state += f": {child.reason}" if child.session and child.reason else ""
-            why = f"; it declined its task: {child.declined}" if child.declined else ""
-            reasons.append((name, f"made no progress for {idle_s:g} s ({state}{why})"))
+            state = "it never came"
+            if child.session:
+                state = ": ".join(filter(None, (f"its state is {child.presence}", child.reason)))
+            if child.declined:
+                state += f"; it declined its task: {child.declined}"
+            reasons.append((name, f"made no progress for {idle_s:g} s ({state})"))
     for name, child in children.items():
         if child.refusal:
             reasons.append((name, f"sent a model that was refused: {child.refusal}"))
@@ -417,15 +445,17 @@ class Timeline:
 
         dispatch: until every child has its model; train: until the first result is announced; wait:
         until the last result is announced; collect: until the last upload has arrived. A phase that
-        is overtaken by others has length
-        0.
+        is overtaken by others has no length.
         """
-        # later events are of other rounds
-        marks = [self.opened]
-        closed = inf if self.closed is None else self.closed
-        for mark in (self.dispatched, self.first_result, self.last_result, self.closed):
-            end = min(closed, inf if mark is None else mark)
-            marks.append(max(marks[-1], end) if end < inf else marks[-1])
-        return {
-            name: end - start for name, start, end in zip(PHASES, marks, marks[1:], strict=False)
-        }
+        found = {}
+        begin = self.opened
+        marks = (self.dispatched, self.first_result, self.last_result, self.closed)
+        for phase, mark in zip(PHASES, marks, strict=True):
+            end = begin
+            # later events are of other rounds
+            known = [at for at in (mark, self.closed) if at is not None]
+            if known:
+                end = max(begin, min(known))
+            found[phase] = end - begin
+            begin = end
+        return found

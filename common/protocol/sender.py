@@ -214,18 +214,18 @@ class Sender:
                 return publication
         return None
 
-    def next_deadline(self, now: float) -> float | None:
+    def next_deadline(self, now: float) -> float:
         """Return when a broadcast may start without receivers that have not asked, or a delayed
-        repeat is due.
+        repeat is due; inf for never.
         """
-        waits = [
-            b.gather_until for b in self._blobs.values() if b.awaited and b.gather_until is not None
-        ]
-        askers = (asker for blob in self._blobs.values() for asker in blob.askers.values())
-        waits += [
-            asker.repeats_from + RESTART_S for asker in askers if asker.repeats >= WINDOW_MOST
-        ]
-        return min((at for at in waits if at > now), default=None)
+        waits: list[float] = []
+        for blob in self._blobs.values():
+            if blob.awaited and blob.gather_until is not None:
+                waits.append(blob.gather_until)
+            for asker in blob.askers.values():
+                if asker.repeats >= WINDOW_MOST:
+                    waits.append(asker.repeats_from + RESTART_S)
+        return min((at for at in waits if at > now), default=inf)
 
     def _advance(
         self, blob: _Blob, now: float, ready: Callable[[Iterable[str]], bool]

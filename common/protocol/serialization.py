@@ -95,8 +95,10 @@ def from_facts(kind: type[_Record], facts: Any) -> _Record:
 
 def _tree(facts: Any) -> Any:
     """Return facts as `decode` expects them: the values alone."""
-    if isinstance(facts, (dict, list, tuple)):
-        return tuple(map(_tree, facts.values() if isinstance(facts, dict) else facts))
+    if isinstance(facts, dict):
+        facts = list(facts.values())
+    if isinstance(facts, (list, tuple)):
+        return tuple(map(_tree, facts))
     return facts
 
 
@@ -117,7 +119,8 @@ def _read(
             raise _other_release(version)
         raise WireError(f"unknown kind {code}")
     kind = KINDS[code]
-    if len(data) > (most := sender.most(kind)):
+    most = sender.most(kind)
+    if len(data) > most:
         raise TooLarge(f"a {kind.__name__} of {len(data)} bytes: its sender's have at most {most}")
     try:
         limits = {"max_array_len": ITEMS + sender.nodes, "max_map_len": 0}
@@ -239,7 +242,8 @@ def _exactly(kind: type, what: str) -> Callable[[Any], Any]:
 def _text(value: Any, limit: TextLimit) -> str:
     if not isinstance(value, str):
         raise WireError(f"{_brief(value)} is not a text")
-    if (text := escaped_within(value, limit)) is None:  # whoever passes it on escapes it no more
+    text = escaped_within(value, limit)  # whoever passes it on escapes it no more
+    if text is None:
         raise WireError(f"a text of {len(value)} characters, at most {limit.most} are possible")
     return text
 

@@ -104,33 +104,22 @@ def status_of(
     result the chunks that have arrived, and all.
     """
     children = {name: child for name, child in children.items() if not child.has_moved}
-    ranks = {name: _rank(child, uploads.get(name)) for name, child in children.items()}
+    named = set(children)
     if len(children) > NAMED_MOST:
-        named = nsmallest(NAMED_MOST, children, key=ranks.__getitem__)
-    else:
-        named = list(children)
-    rest = children.keys() - set(named)
-    counts = Counter((children[name].presence, step_of(children[name])) for name in rest)
-    return Status(
-        now,
-        key,
-        is_open,
-        measuring,
-        tuple(LinkBytes(links.received, links.sent) for links in ledger.tiers()),
-        tuple(
-            _child_status(
-                name,
-                children[name],
-                ledger,
-                waits_for=waits_for.get(name, ""),
-                upload=uploads.get(name),
-            )
-            for name in children
-            if name not in rest
-        ),
-        tuple(ChildCount(state, step, count) for (state, step), count in counts.items()),
-        run,
-    )
+        ranks = {name: _rank(child, uploads.get(name)) for name, child in children.items()}
+        named = set(nsmallest(NAMED_MOST, children, key=ranks.__getitem__))
+    shown = []
+    counts: Counter[tuple[NodeState | None, Step]] = Counter()
+    for name, child in children.items():
+        if name in named:
+            lacks = waits_for.get(name, "")
+            upload = uploads.get(name)
+            shown.append(_child_status(name, child, ledger, waits_for=lacks, upload=upload))
+        else:
+            counts[child.presence, step_of(child)] += 1
+    tiers = (LinkBytes(links.received, links.sent) for links in ledger.tiers())
+    others = (ChildCount(state, step, count) for (state, step), count in counts.items())
+    return Status(now, key, is_open, measuring, tuple(tiers), tuple(shown), tuple(others), run)
 
 
 def step_of(child: ChildInRound) -> Step:
@@ -158,7 +147,8 @@ def _rank(child: ChildInRound, upload: tuple[int, int] | None) -> tuple[bool, bo
     step = step_of(child)
     done, total = _progress(child, upload)
     works = Step.IDLE is not step is not Step.DONE
-    return child.presence in LIVING, not works, STEPS.index(step), done / total if total else 0.0
+    share = done / total if total else 0.0
+    return child.presence in LIVING, not works, STEPS.index(step), share
 
 
 def _child_status(
@@ -170,27 +160,31 @@ def _child_status(
     upload: tuple[int, int] | None,
 ) -> ChildStatus:
     step = step_of(child)
-    (done, total) = _progress(child, upload)
-    model = None
+    done, total = _progress(child, upload)
+    size = epochs = 0
+    if child.assignment is not None:
+        epochs = child.assignment.epochs
+        if step is Step.FETCHING:
+            size = child.assignment.model.size
     if step is Step.OFFERING and child.result is not None:
-        model = child.result.model
-    elif step is Step.FETCHING and child.assignment is not None:
-        model = child.assignment.model
+        size = child.result.model.size
     links = ledger.link(name)
-    lacks = waits_for if child.presence is NodeState.INIT else ""
+    text = child.refusal or child.declined or child.reason
+    if child.presence is NodeState.INIT:
+        text = text or waits_for
     return ChildStatus(
         name,
         child.presence,
         step,
         done,
         total,
-        0 if model is None else model.size,
-        0 if child.assignment is None else child.assignment.epochs,
+        size,
+        epochs,
         links.received,
         links.sent,
         _finite(child.loss),
         child.worked_s,
-        (child.refusal or child.declined or child.reason or lacks)[:TEXT_MOST],
+        text[:TEXT_MOST],
     )
 
 
@@ -213,30 +207,21 @@ class RunProgress:
             closed = facts["global_round"]
             elapsed_s = float(facts["elapsed_s"])
             self._elapsed.append(elapsed_s)
-            seconds = self._elapsed[-1] - self._elapsed[0]
-            rounds = len(self._elapsed) - 1
+            round_s = elapsed_s / closed
+            if len(self._elapsed) > 1:
+                round_s = (elapsed_s - self._elapsed[0]) / (len(self._elapsed) - 1)
             phases = ((phase, facts.get(f"{phase}_s")) for phase in GLOBAL_PHASES)
-            self.status = RunStatus(
-                closed,
-                elapsed_s,
-                seconds / rounds if rounds else elapsed_s / closed,
-                tuple(
-                    PhaseSeconds(phase, float(each)) for phase, each in phases if each is not None
-                ),
-                (*before.scores, RoundScore(closed, _finite(facts["train_loss"]), None, None))[
-                    -ROUNDS_KEPT:
-                ],
-            )
+            seconds = (PhaseSeconds(phase, float(s)) for phase, s in phases if s is not None)
+            score = RoundScore(closed, _finite(facts["train_loss"]), None, None)
+            scores = (*before.scores, score)[-ROUNDS_KEPT:]
+            self.status = RunStatus(closed, elapsed_s, round_s, tuple(seconds), scores)
         elif event == "evaluated":
             place = facts["global_round"]
-            score = _finite(facts["score"])
-            loss = _finite(facts["loss"])
             known = {each.global_round: each for each in before.scores}
-            train_loss = known[place].train_loss if place in known else None
-            known[place] = RoundScore(place, train_loss, score, loss)
-            self.status = replace(
-                before, scores=tuple(known[each] for each in sorted(known))[-ROUNDS_KEPT:]
-            )
+            row = known.get(place, RoundScore(place, None, None, None))
+            known[place] = replace(row, score=_finite(facts["score"]), loss=_finite(facts["loss"]))
+            scores = tuple(known[each] for each in sorted(known))[-ROUNDS_KEPT:]
+            self.status = replace(before, scores=scores)
 
 
 def _finite(number: float | None) -> float | None:

@@ -1,14 +1,13 @@
 """The MQTT topics of fedstrata, built and parsed.
 
-    fs1/{lab}/{run}/{node}/state                                  retained presence; the will is
-    sent here fs1/{lab}/{run}/{node}/spec                                   retained experiment, for
-    the node's children fs1/{lab}/{run}/{node}/inbox/{sender}                         control
-    messages
-    fs1/{lab}/{run}/{node}/status                                 what a parent knows of its
-    children, while asked fs1/{lab}/{run}/{node}/blob/{stream}/{blob}/{index}/{number}    chunks;
-    stream = `all` or a receiver's name fs1/{lab}/ask/{node}/{asker}
-    a question to a node, or to `all` that stay fs1/{lab}/answer/{asker}/{node}
-    a node's answer, outside its runs
+    fs1/{lab}/{run}/{node}/state            retained presence; the will is sent here
+    fs1/{lab}/{run}/{node}/spec             retained experiment, for the node's children
+    fs1/{lab}/{run}/{node}/inbox/{sender}   control messages
+    fs1/{lab}/{run}/{node}/status           what a parent knows of its children, while asked
+    fs1/{lab}/{run}/{node}/blob/{stream}/{blob}/{index}/{number}
+                                            chunks; stream = `all` or a receiver's name
+    fs1/{lab}/ask/{node}/{asker}            a question to a node, or to `all` that stay
+    fs1/{lab}/answer/{asker}/{node}         a node's answer, outside its runs
 
 Labs share a broker without reading each other's topics. A run's id contains a dash, so no run is
 named `ask`. A node writes only below its own name and, with its own name as the last level, into

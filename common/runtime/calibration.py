@@ -183,11 +183,13 @@ class Probes:
 
     def _offer(self, peer: str, rate: float) -> Manifest:
         link = self._endpoint.link
-        chunk_bytes = int(min(max(rate * PROBE_S / CHUNKS_USUAL, CHUNK_LEAST), link.chunk_most))
+        chunk_bytes = int(
+            min(max(rate * PROBE_S / CHUNKS_USUAL, CHUNK_LEAST), link.offers.chunk_most)
+        )
         chunks = int(min(max(rate * PROBE_S / chunk_bytes, CHUNKS_LEAST), CHUNKS_MOST))
         data = memoryview(self._world.noise(chunk_bytes * chunks))
         noise = describe(data, chunk_bytes=chunk_bytes, codec=CODEC, layout="")
-        link.offer_aside("probe", noise, data, peer)
+        link.offers.add_aside("probe", noise, data, peer)
         return noise
 
     def _send(self, peer: str, message: Probe | Probed) -> None:

@@ -276,11 +276,11 @@ class ChildEndpoint(Endpoint):
             session.participant.finish(result.announcement(task, task.model), now=self.now())
             self.wake()
             return
-        cut = self.link.cut(self.link.peers)
+        cut = self.link.offers.cut(self.link.peers)
         manifest = await self.models.describe(
             layouts.up, result.blob, cut=cut, task=task.model.blob
         )
-        inline = self.link.offer(manifest, result.blob, self.link.peers)
+        inline = self.link.offers.add(manifest, result.blob, self.link.peers)
         self._result_model = manifest, result.blob
         session.participant.finish(result.announcement(task, manifest, inline), now=self.now())
         self.wake()

@@ -12,7 +12,7 @@ import logging
 from abc import ABC, abstractmethod
 from functools import partial
 from math import inf
-from typing import Final
+from typing import Final, Unpack
 
 from fedstrata.common.accounting.counters import packet_bytes
 from fedstrata.common.errors import ConnectionFailed, DuplicateName, OutOfReach
@@ -27,11 +27,11 @@ from fedstrata.common.protocol.child_session import ChildSession
 from fedstrata.common.protocol.events import BrokerAway, BrokerDrops, CostsUnknown, NameTaken
 from fedstrata.common.protocol.limits import Skipped
 from fedstrata.common.protocol.manifest import MIN_RATED_CHUNK
-from fedstrata.common.protocol.messages import Failure, NodeState, Presence
+from fedstrata.common.protocol.messages import NodeState, Presence
 from fedstrata.common.protocol.outbox import Output, Publish, PublishChunk, Subscribe
 from fedstrata.common.protocol.parent_session import ParentSession
 from fedstrata.common.protocol.peer_link import PeerLink
-from fedstrata.common.protocol.presence import Identity
+from fedstrata.common.protocol.presence import Identity, StateFacts
 from fedstrata.common.protocol.receiver import Landing
 from fedstrata.common.protocol.sender import Publication
 from fedstrata.common.runtime.lab_client import RefusedTopics
@@ -85,7 +85,7 @@ class Endpoint(ABC):
             # a node may have two
             client_id=f"{identity.name}-{identity.session[:8]}-{world.token(4)}",
             keepalive_s=transfer.keepalive_s,
-            will=(topics.state(identity.lab, identity.run, identity.name), will),
+            will=(identity.topic(topics.state), will),
         )
 
     @property
@@ -101,17 +101,9 @@ class Endpoint(ABC):
         """Let the pump evaluate the session again; call it from the event loop after any change."""
         self._wake.set()
 
-    def set_state(
-        self,
-        state: NodeState,
-        *,
-        reason: str = "",
-        samples: int = 0,
-        tests: int = 0,
-        failure: Failure = Failure.NONE,
-    ) -> None:
+    def set_state(self, state: NodeState, **facts: Unpack[StateFacts]) -> None:
         """Publish this node's state, retained."""
-        self.session.set_state(state, reason=reason, samples=samples, tests=tests, failure=failure)
+        self.session.set_state(state, **facts)
         self.wake()
 
     async def run(self, *, connect_timeout_s: float) -> None:
@@ -165,7 +157,7 @@ class Endpoint(ABC):
 
     def retire(self, blob: str) -> None:
         """Stop serving a blob; its memory may be overwritten afterwards."""
-        self.link.retire(blob)
+        self.link.offers.retire(blob)
         self._detach()
 
     def _detach(self) -> None:
@@ -218,7 +210,7 @@ class Endpoint(ABC):
 
     async def _find_limit(self, address: BrokerAddress) -> None:
         own = self.identity
-        largest = self.link.largest() + PACKET_ROOM
+        largest = self.link.offers.largest() + PACKET_ROOM
         topic = topics.chunk(own.lab, own.run, own.name, own.name, own.session, 0, 0)
         limit = await self._world.packet_limit(address, topic=topic, most=largest)
         if limit.passes < MIN_RATED_CHUNK + PACKET_ROOM:
@@ -256,11 +248,11 @@ class Endpoint(ABC):
             self._after_pass()
             await self._sleep(session.next_deadline(now))
 
-    async def _sleep(self, due: float | None) -> None:
+    async def _sleep(self, due: float) -> None:
         if self._wake.is_set():
             await asyncio.sleep(0)
             return
-        timer = self._loop.call_at(due, self._wake.set) if due is not None else None
+        timer = self._loop.call_at(due, self._wake.set) if due < inf else None
         await self._wake.wait()
         if timer is not None:
             timer.cancel()
@@ -340,7 +332,7 @@ class Endpoint(ABC):
 
     def _left(self, body: Body, chunk: Publication) -> None:
         del self._bodies[body]
-        self.link.sent(chunk)
+        self.link.outbox.sent(chunk)
         self.wake()
 
 

@@ -249,7 +249,7 @@ class FrozenOffers:
     async def _answer(self, child: str, source: FrozenSource) -> None:
         endpoint = self._endpoint
         link = self._endpoint.link
-        cut = link.cut((child,))
+        cut = link.offers.cut((child,))
         try:
             if cut not in self._offered:
                 arrays = await source.arriving()
@@ -258,7 +258,7 @@ class FrozenOffers:
         except ModelUnavailable:
             return  # the child asks again
         manifest, data = self._offered[cut]
-        link.offer_aside("frozen", manifest, data, child)
+        link.offers.add_aside("frozen", manifest, data, child)
         link.outbox.send(child, FrozenOffered(manifest), endpoint.now())
         endpoint.wake()
 
@@ -270,10 +270,10 @@ class FrozenOffers:
         """
         endpoint = self._endpoint
         link = self._endpoint.link
-        if not arrays.complete and link.forwards(arrays.manifest, (child,)):
+        if not arrays.complete and link.offers.forwards(arrays.manifest, (child,)):
             if cut in self._offered:
                 return self._offered[cut]
-            manifest = link.forward(
+            manifest = link.offers.forward(
                 arrays.manifest, arrays.buffer, (child,), lacking=arrays.lacking
             )
             arrays.on_chunk(endpoint.wake)

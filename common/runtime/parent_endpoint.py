@@ -480,27 +480,29 @@ class ParentEndpoint(Endpoint):
         groups: dict[tuple[int, LinkDirection, int], list[str]] = {}
         for i, (_, children) in enumerate(dispatch.models):
             for name in children:
-                groups.setdefault((i, link.ways.to[name], link.chunk_bytes(name)), []).append(name)
+                groups.setdefault(
+                    (i, link.ways.to[name], link.offers.chunk_bytes(name)), []
+                ).append(name)
         assignments: dict[str, Assignment] = {}
         for (i, *_), receivers in groups.items():
             model = dispatch.models[i][0]
             inline = None
             if isinstance(model, Arriving) and self._forwards(model, receivers):
-                manifest = link.forward(
+                manifest = link.offers.forward(
                     model.manifest, model.buffer, receivers, lacking=model.lacking
                 )
                 model.on_chunk(self.wake)
                 self.models.keep(manifest.blob, model)
             else:
                 row = await model.whole() if isinstance(model, Arriving) else model
-                cut = link.cut(receivers)
+                cut = link.offers.cut(receivers)
                 try:
                     manifest, blob = await self.models.encode(
                         layout, row, cut=cut, adopt=row is model
                     )
                 except RefusedModel as error:
                     raise RunFailed(f"the model cannot be sent: {error}") from None
-                inline = link.offer(manifest, blob, receivers)
+                inline = link.offers.add(manifest, blob, receivers)
             assignments |= {
                 name: Assignment(
                     manifest, dispatch.epochs[name], inline, dispatch.follows.get(name, 0)
@@ -514,7 +516,7 @@ class ParentEndpoint(Endpoint):
         the same bytes.
         """
         same = model.manifest.codec == self.models.sent.name and not model.complete
-        return same and self.link.forwards(model.manifest, receivers)
+        return same and self.link.offers.forwards(model.manifest, receivers)
 
     def _fetch(self, upload: UploadAnnounced) -> None:
         if not self.session.is_announced(upload):

@@ -15,6 +15,7 @@ import os
 import platform
 import statistics
 from collections import deque
+from math import inf
 
 from rich.console import Console
 from rich.table import Table
@@ -46,9 +47,9 @@ async def measure_rate(rate: float, chunk_bytes: int, *, seconds: float) -> tupl
         while len(left) + len(leaving) < chunks and shaper.ready((PEER,), now):
             leaving.append(shaper.reserve((PEER,), chunk_bytes, now))
         ready_at = shaper.next_ready(now)
-        times = [*([ready_at] if ready_at is not None else []), *itertools.islice(leaving, 1)]
-        if times:
-            await asyncio.sleep(max(0.0, min(times) - loop.time()))
+        at = min(ready_at, *itertools.islice(leaving, 1))
+        if at < inf:
+            await asyncio.sleep(max(0.0, at - loop.time()))
     return chunks - 1, left[-1] - left[0]
 
 

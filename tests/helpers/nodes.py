@@ -36,6 +36,7 @@ from fedstrata.common.protocol.messages import (
 )
 from fedstrata.common.protocol.peers import ToChildren, ToParent
 from fedstrata.common.protocol.presence import Identity, Proof
+from fedstrata.common.protocol.topics import ChunkTopic
 from fedstrata.common.runtime.child_endpoint import ChildEndpoint
 from fedstrata.common.runtime.endpoint import Endpoint
 from fedstrata.common.runtime.lifecycle import live
@@ -348,10 +349,10 @@ class Watched:
             *(indices for (name, _), indices in self.arrived.items() if name == owner)
         )
 
-    def _receive(self, owner: str, blob: str, *, index: int, **known: Any) -> bool:
-        fresh = self._chunk(owner, blob, index=index, **known)
+    def _receive(self, topic: ChunkTopic, data: bytes | memoryview, *, now: float) -> bool:
+        fresh = self._chunk(topic, data, now=now)
         if fresh:
-            self.arrived.setdefault((owner, blob), set()).add(index)
+            self.arrived.setdefault((topic.node, topic.blob), set()).add(topic.index)
             self.chunks += 1
         return fresh
 

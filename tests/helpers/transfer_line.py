@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from fedstrata.common.protocol.messages import Ask, Gone, Manifest
 from fedstrata.common.protocol.outbox import Shaper
 from fedstrata.common.protocol.receiver import Fetched, Receiver, ReceiverEvent
 from fedstrata.common.protocol.sender import Publication, Sender
-from fedstrata.common.protocol.topics import ALL
+from fedstrata.common.protocol.topics import ALL, ChunkTopic
 from fedstrata.common.settings.links import LinkDirection
 
 OWNER = "cloud"
@@ -29,6 +30,11 @@ def blob_of(chunks: int, seed: int = 0, *, chunk_bytes: int = CHUNK) -> tuple[Ma
     return describe(
         memoryview(data), chunk_bytes=chunk_bytes, codec="fp32", layout="l"
     ), memoryview(data)
+
+
+def chunk_topic(owner: str, blob: str, *, stream: str, index: int, number: int) -> ChunkTopic:
+    """Return the topic of a chunk, in some run."""
+    return ChunkTopic("lab", "run-1", owner, stream, blob, index, number)
 
 
 @dataclass
@@ -140,7 +146,7 @@ class Line:
     def run(self, *, until_s: float = 600.0) -> None:
         """Play until nothing more will ever happen. Fails if that takes longer."""
         end = self.now + until_s
-        while (due := self._next()) is not None:
+        while (due := self._next()) < inf:
             assert due < end, f"not at rest after {until_s} s"
             self.now = max(self.now, due)
             while self._events and self._events[0][0] <= self.now:
@@ -149,11 +155,11 @@ class Line:
                 self._pump(receiver)
             self._publish()
 
-    def _next(self) -> float | None:
-        times = [self._events[0][0]] if self._events else []
+    def _next(self) -> float:
         deadlines = [receiver.core.next_deadline() for receiver in self.receivers.values()]
-        deadlines.append(self.owner.next_deadline(self.now))
-        return min((at for at in (*times, *deadlines) if at is not None), default=None)
+        if self._events:
+            deadlines.append(self._events[0][0])
+        return min(self.owner.next_deadline(self.now), *deadlines)
 
     def _pump(self, receiver: Peer) -> None:
         core = receiver.core
@@ -185,7 +191,7 @@ class Line:
                 self.now, lambda peers: self.shaper.ready(peers, self.now)
             )
             if publication is None:
-                if (ready_at := self.shaper.next_ready(self.now)) is not None:
+                if (ready_at := self.shaper.next_ready(self.now)) < inf:
                     self.at(ready_at, lambda: None)
                 return
             self.published.append(publication)
@@ -207,9 +213,16 @@ class Line:
             if connection == receiver.connection:
                 receiver.got += 1
                 if receiver.core.receive_chunk(
-                    OWNER, publication.blob, stream=publication.stream, index=publication.index,
-                    number=publication.number, data=bytes(publication.data), now=self.now,
-                ):  # fmt: skip
+                    chunk_topic(
+                        OWNER,
+                        publication.blob,
+                        stream=publication.stream,
+                        index=publication.index,
+                        number=publication.number,
+                    ),
+                    bytes(publication.data),
+                    now=self.now,
+                ):
                     receiver.has[publication.blob].add(publication.index)
                     receiver.done = self.now
 
@@ -243,7 +256,7 @@ def check_complete(line: Line, manifest: Manifest, data: memoryview) -> None:
     for receiver in line.receivers.values():
         assert receiver.fetched == [manifest.blob], receiver.name
         assert receiver.buffers[manifest.blob] == data
-        assert not receiver.core.wanted() and receiver.core.next_deadline() is None
+        assert not receiver.core.wanted() and receiver.core.next_deadline() == inf
 
 
 def published(owner: Sender, now: float) -> list[Publication]:
