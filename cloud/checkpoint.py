@@ -7,6 +7,7 @@ of the same name holds the state of the cloud's rule.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -102,7 +103,7 @@ def load_initial(model: ModelSettings) -> tuple[ModelLayout, Row, str, Tensors]:
             raise ValueError("its frozen arrays are damaged")
         listed = [(entry.name, entry.shape, entry.section) for entry in layout.entries]
         listed += [(name, found[name].shape, Section.BUFFER) for name in sorted(constant)]
-        held = [each for each in model.personal if any(fnmatchcase(name, each) for name in found)]
+        held = [pattern for pattern in model.personal if _matches(pattern, found)]
         # a run with personal parts has none of them here
         patterns = model.model_copy(update={"personal": held})
         parts = part_of_each(patterns, {name: [name] for name in found}, constant=constant)
@@ -129,6 +130,10 @@ def load_initial(model: ModelSettings) -> tuple[ModelLayout, Row, str, Tensors]:
     return layout, row, tensors.content(found, {}), frozen
 
 
+def _matches(pattern: str, names: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names)
+
+
 def save_best(
     folder: Path,
     global_round: int,
@@ -150,9 +155,8 @@ def save_best(
     facts = {"run": run, "global_round": global_round}
     save_model(best_of(folder, global_round), layout=layout, row=row, facts=facts, frozen=frozen)
     older = sorted(folder.glob("best-*.safetensors"))
-    for old in [
-        path for path in older if path < best_of(folder, max(0, global_round - rounds_back))
-    ][:-1]:
+    first = best_of(folder, max(0, global_round - rounds_back))
+    for old in [path for path in older if path < first][:-1]:
         old.unlink(missing_ok=True)
 
 

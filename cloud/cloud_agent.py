@@ -43,7 +43,7 @@ from fedstrata.common.runtime.frozen import OwnFrozen
 from fedstrata.common.runtime.lifecycle import live
 from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
 from fedstrata.common.runtime.refining import RefinerProcess
-from fedstrata.common.runtime.round import Observe
+from fedstrata.common.runtime.round import NodeContext, Observe
 from fedstrata.common.runtime.world import Host
 from fedstrata.common.settings.topology import CLOUD
 from fedstrata.common.storage.spool import FrozenFiles, Spool
@@ -129,8 +129,9 @@ class CloudAgent:
             "run": self._folder.run,
             "experiment": experiment.name,
             "digest": experiment.digest,
+            "algorithm": tier.aggregation.name,
+            "folder": self._folder.path.name,
         }
-        facts |= {"algorithm": tier.aggregation.name, "folder": self._folder.path.name}
         self._metrics.introduce(LABELS, facts, phases=GLOBAL_PHASES)
         self._metrics.run_is(LABELS, "running")
 
@@ -152,10 +153,9 @@ class CloudAgent:
                 last_scrape=partial(self._end_scrapes, "finished", down),
             )
             finish = partial(self._folder.finish, down.ledger)
-            patience_s = experiment.transfer.idle_s
             await until_written(
                 lambda: offload(finish),
-                patience_s=patience_s,
+                patience_s=experiment.transfer.idle_s,
                 warn=lambda reason: self._observe("warning", {"reason": reason}),
             )
             spool.close()
@@ -194,7 +194,7 @@ class CloudAgent:
 
     async def _run(self, down: ParentEndpoint, evaluator: ModelEvaluator, spool: Spool) -> Path:
         experiment = self._folder.experiment
-        tier = self._folder.experiment.tier_below(CLOUD)
+        tier = experiment.tier_below(CLOUD)
         beginning = await evaluator.start()
         if experiment.evaluation.on_cloud:
             self._folder.note(evaluated_on=beginning.accelerator)
@@ -215,13 +215,15 @@ class CloudAgent:
             run = GlobalRounds(
                 self._folder,
                 beginning,
-                spool=spool,
-                down=down,
+                NodeContext(
+                    down=down,
+                    spool=spool,
+                    metrics=self._metrics,
+                    refiner=refiner,
+                    world=self._host.world,
+                ),
                 evaluate=evaluator.evaluate,
-                metrics=self._metrics,
                 observe=self._observe,
-                refiner=refiner,
-                world=self._host.world,
             )
             beginning = run.beginning
             if self._resume:
@@ -255,10 +257,10 @@ class CloudAgent:
             await asyncio.sleep(STATUS_S)
 
     def _observe(self, event: str, facts: dict[str, object]) -> None:
-        if event == "child" and not self._changes.take(
-            str(facts["node"]), asyncio.get_running_loop().time()
-        ):
-            return  # of a child that changes its state, or its reason, as fast as it may
+        if event == "child":
+            now = asyncio.get_running_loop().time()
+            if not self._changes.take(str(facts["node"]), now):
+                return  # of a child that changes its state, or its reason, as fast as it may
         self._folder.event(event, facts)
         self._progress.take(event, facts)
         self._show(event, facts)

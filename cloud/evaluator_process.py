@@ -108,7 +108,8 @@ def _give_first(tester: ModelTester | TrainerTester, channel: AgentChannel) -> i
         behind = frozen.getvalue()
     row_bytes = tester.layout.row_bytes
     (shared,) = channel.memory.rows(1, row_bytes + len(behind))
-    shared[:row_bytes], shared[row_bytes:] = tester.first, np.frombuffer(behind, np.uint8)
+    shared[:row_bytes] = tester.first
+    shared[row_bytes:] = np.frombuffer(behind, np.uint8)
     del tester.first
     return len(behind)
 

@@ -6,19 +6,20 @@ Each: dispatch, wait, aggregate, decide the epochs, evaluate in parallel with th
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import chain, starmap
+from itertools import chain
 from math import inf
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from fedstrata.cloud import checkpoint, tempo
 from fedstrata.cloud.checkpoint import RunState
 from fedstrata.cloud.evaluator import Beginning, evaluated
+from fedstrata.cloud.node_reports import NodeReports
 from fedstrata.cloud.privacy import PrivacyLedger
 from fedstrata.cloud.records import GlobalRoundRecord, tier_bytes
 from fedstrata.cloud.results import RunFolder
@@ -30,61 +31,44 @@ from fedstrata.common.host.files import until_written
 from fedstrata.common.host.offload import offload
 from fedstrata.common.methods import aggregator
 from fedstrata.common.methods.rule import Aggregated
-from fedstrata.common.methods.selection import Choose, ClientSelection
+from fedstrata.common.methods.selection import ClientSelection
 from fedstrata.common.methods.statistics import tensor_distances
-from fedstrata.common.metrics import Metrics, NodeLabels
-from fedstrata.common.model.refinement import Refiner
+from fedstrata.common.metrics import NodeLabels
 from fedstrata.common.protocol.limits import plans_of
-from fedstrata.common.protocol.messages import Result
 from fedstrata.common.randomness import Purpose, generator
 from fedstrata.common.runtime.refining import run_refining
 from fedstrata.common.runtime.round import (
-    NOTES,
-    NUMBERS,
-    UNSCORED,
-    Children,
     ClosedRound,
+    NodeContext,
     Observe,
     rule_context,
     run_round,
     unreported,
 )
-from fedstrata.common.runtime.world import REAL, World
 from fedstrata.common.settings.stopping import StopReason
 from fedstrata.common.settings.topology import CLOUD
 from fedstrata.common.settings.training import ACCURACY
-from fedstrata.common.storage.spool import Spool
-from fedstrata.common.text import TEXT_MOST, TextLimit, escaped_within, short
 
 LINKS_S: Final = 5.0  # between two writes of links.csv, which has a row for each link
 LINKS_SHARE: Final = 0.02  # of the time, if it takes long: of thousands of devices
-SPREAD_MOST: Final = 0.37  # measured on digits; up to 0.15 was healthy
-
-NOTE: Final = TextLimit(TEXT_MOST, cut=True)
-NOTES_MOST: Final = 32  # of a run
 EMPTY: Final = np.empty(0, np.uint8)
 
 
 class GlobalRounds:
     """One run's global rounds, from the initial model, that of `beginning`, to the last one.
 
-    `spool`: where the rule keeps rows. `choose`: a client selection, as recorded. The initial model
-    is freed with the first round if its owner keeps `beginning`, which is without it.
+    The initial model is freed with the first round if its owner keeps `beginning`, which is without
+    it.
     """
 
     def __init__(
         self,
         folder: RunFolder,
         beginning: Beginning,
+        context: NodeContext,
         *,
-        spool: Spool,
-        down: Children,
         evaluate: Evaluate,
-        metrics: Metrics,
         observe: Observe,
-        choose: Choose | None = None,
-        refiner: Refiner | None = None,
-        world: World = REAL,
     ) -> None:
         self._folder = folder
         self._experiment = experiment = folder.experiment
@@ -92,59 +76,51 @@ class GlobalRounds:
         self.beginning = beginning = replace(beginning, row=EMPTY)
         self._layout = layout = beginning.layout
         tier = experiment.tier_below(CLOUD)
-        context = rule_context(
-            experiment,
-            CLOUD,
-            layout=layout,
-            spool=spool,
-            folder=folder.path / "cache",
-            measures=True,
-            refiner=refiner,
-        )
         self._rule = rule = aggregator.build(
             tier.aggregation,
-            context,
+            rule_context(
+                experiment,
+                CLOUD,
+                context,
+                layout=layout,
+                folder=folder.path / "cache",
+                measures=True,
+            ),
             bound=tier.norm_bound,
             privacy=tier.privacy,
-            secret=partial(spool.secret, world.noise),
+            secret=partial(context.spool.secret, context.world.noise),
             hides_uploads=experiment.cloud.epoch_control.name == "fixed",  # else it reads them
             adversaries=experiment.attackers.near(CLOUD),
         )
         rule.begin(self._row)
-        self._down = down
+        self._down = down = context.down
         self._privacy = PrivacyLedger(experiment, layout)
         tree = experiment.tree
-        chosen = rule.choose or choose
-        named = len(tree.children[CLOUD])
         self._selection = ClientSelection(
-            tier, seed=experiment.seed, node=CLOUD, choose=chosen, named=named
+            tier,
+            seed=experiment.seed,
+            node=CLOUD,
+            choose=rule.choose or context.choose,
+            named=len(tree.children[CLOUD]),
         )
-        below = {child: (child, *names) for child, names in tree.below_each(CLOUD).items()}
         self._run = partial(run_round, down, tier, self._selection, rule)
-        self._devices = {
-            child: [name for name in names if name not in tree.children]
-            for child, names in below.items()
-        }
-        self._aggregators = {
-            child: set(names) & tree.children.keys() for child, names in below.items()
-        }
-        self._refiner = refiner
+        self._reports = NodeReports(folder, beginning.notes, observe=observe)
+        self._refiner = context.refiner
         self._scores = RoundScores(
             folder,
             beginning,
             evaluate=evaluate,
-            metrics=metrics,
+            metrics=context.metrics,
             observe=observe,
             write=self._written,
         )
-        self._metrics = metrics
+        self._metrics = context.metrics
         self._observe = observe
         start_epochs = dict.fromkeys(down.peers, experiment.training.epochs)
         self._state = RunState(folder.run, experiment.digest, 0, 0.0, start_epochs)
         self._mark = 0.0
         self._links_at = -inf  # when links.csv is written next
         self._bytes: Mapping[str, int] = self._tier_bytes()  # up to the last global round
-        self._noted = set(beginning.notes)  # and what the trainers of devices note
 
     def resume(self) -> None:
         """Continue from the last checkpoint that can be read, with a warning for each other one.
@@ -226,9 +202,8 @@ class GlobalRounds:
     @property
     def _stopped(self) -> StopReason | None:
         """Why the run ends before its last global round, None while it goes on."""
-        if 0 < self._state.global_round < self._experiment.rounds and self._privacy.spent(
-            self._state.epochs
-        ):
+        within = 0 < self._state.global_round < self._experiment.rounds
+        if within and self._privacy.spent(self._state.epochs):
             return StopReason.PRIVACY
         return self._scores.ended
 
@@ -266,21 +241,24 @@ class GlobalRounds:
         )
         await self._written(lambda: offload(save))
         await self._scores.keep_best()
-        self._observe(
-            "finished",
-            {
-                "global_round": self._state.global_round,
-                "elapsed_s": self._state.elapsed_s,
-                **({"stopped": reason.value} if (reason := self._stopped) else {}),
-                **{f"epsilon_{tier}": epsilon for tier, epsilon in self._privacy.epsilons.items()},
-                **({"best_round": self._scores.best_round} if experiment.stop.best else {}),
-                **evaluated(experiment.score, self._scores.of(self._state.global_round)),
-                "model": str(path),
-                "model_bytes": self._layout.row_bytes,
-                **self._tier_bytes(),
-            },
-        )
+        sizes = {"model_bytes": self._layout.row_bytes, **self._tier_bytes()}
+        self._observe("finished", {**self._end(), "model": str(path), **sizes})
         return path
+
+    def _end(self) -> dict[str, object]:
+        """Return how the run ended."""
+        state = self._state
+        found: dict[str, object] = {
+            "global_round": state.global_round,
+            "elapsed_s": state.elapsed_s,
+        }
+        if self._stopped is not None:
+            found["stopped"] = self._stopped.value
+        for tier, epsilon in self._privacy.epsilons.items():
+            found[f"epsilon_{tier}"] = epsilon
+        if self._experiment.stop.best:
+            found["best_round"] = self._scores.best_round
+        return found | evaluated(self._experiment.score, self._scores.of(state.global_round))
 
     def _check_tested(self) -> None:
         """Check that a device has test samples if devices score and all are known. Raises
@@ -312,16 +290,15 @@ class GlobalRounds:
         """Load the newest checkpoint that can be read, if there is any. Raises
         InvalidExperiment.
         """
-        for path in (found := checkpoint.newest_first(self._folder.checkpoints)):
+        found = checkpoint.newest_first(self._folder.checkpoints)
+        for path in found:
             try:
                 return checkpoint.load(path, layout=self._layout, row=self._row, rule=self._rule)
             except InvalidExperiment as error:
                 if path == found[-1]:
                     raise
-                self._observe(
-                    "warning",
-                    {"reason": f"{error} The run continues from the checkpoint before it."},
-                )
+                reason = f"{error} The run continues from the checkpoint before it."
+                self._observe("warning", {"reason": reason})
         return self._state
 
     async def _run_round(self) -> None:
@@ -335,25 +312,23 @@ class GlobalRounds:
             r, (r, 0), epochs=c, epochs_of=state.epochs, last=last
         )
         selected = dispatch.selected
-        outcome = await run_refining(
-            partial(self._rule.aggregate, r, closed_round.uploads), self._refiner
-        )
-        self._selection.observe(
-            r, selected, closed_round.facts, unused=outcome.left_out, refused=closed_round.refused
-        )
-        decided = self._selection.facts(selected) | closed_round.decided(
-            r, unreported=unreported(self._down)
-        )
+        aggregate = partial(self._rule.aggregate, r, closed_round.uploads)
+        outcome = await run_refining(aggregate, self._refiner)
+        facts = closed_round.facts
+        refused = closed_round.refused
+        self._selection.observe(r, selected, facts, unused=outcome.left_out, refused=refused)
+        decided = closed_round.decided(r, unreported=unreported(self._down))
+        decided = self._selection.facts(selected) | decided
         outcome = replace(outcome, facts={**outcome.facts, **decided})
         for name, reason in outcome.left_out.items():
             self._observe("refused", {"node": name, "reason": reason})
-        self._scores.leave_out(self._unscored(closed_round))
+        self._scores.leave_out(self._reports.unscored(closed_round))
         self._row = self._rule.model
         omegas = await offload(partial(self._omegas, closed_round, outcome))
         epochs = state.epochs | self._next_epochs(omegas)
         closed = closed_round.timeline.closed or started
         aggregated = self._down.now()
-        await self._scores.finish(self._reports_of(closed_round.results), last=False)
+        await self._scores.finish(self._reports.of_devices(closed_round.results), last=False)
         ended = self._down.now()
         # "record": the writes of the last global round.
         phases = {"record": started - self._mark} | closed_round.timeline.phases()
@@ -365,7 +340,9 @@ class GlobalRounds:
         self._mark = ended
         self._state = RunState(state.run, state.digest, state.global_round + 1, elapsed_s, epochs)
         if self._privacy.settings:
-            self._privacy.take(selected, self._plans_below(closed_round.results), state.epochs)
+            self._privacy.take(
+                selected, self._reports.plans_below(closed_round.results), state.epochs
+            )
         record = self._record(
             closed_round, outcome, phases=phases, epochs=state.epochs, omegas=omegas
         )
@@ -389,33 +366,12 @@ class GlobalRounds:
         dispatch, closed_round = await self._run(r, (r, 0), epochs=0, last=True)
         decided = closed_round.decided(r, unreported=unreported(self._down))
         plans = {CLOUD: [self._selection.facts(dispatch.selected) | decided]}
-        for node, (plan, *_) in (plans | self._plans_below(closed_round.results)).items():
+        for node, (plan, *_) in (plans | self._reports.plans_below(closed_round.results)).items():
             self._folder.event(
                 "scoring", {"global_round": r, "node": node, "local_round": 0, **plan}
             )
-        self._scores.leave_out(self._unscored(closed_round))
-        return self._reports_of(closed_round.results)
-
-    def _unscored(self, closed_round: ClosedRound) -> dict[str, str]:
-        """Return the nodes whose scores a parent has left out in a round, each with the reason."""
-        found = dict(closed_round.unscored)
-        for plans in self._plans_below(closed_round.results).values():
-            for plan in plans:
-                named = plan.get(UNSCORED)
-                if isinstance(named, dict):
-                    found |= {
-                        short(str(name)): short(str(reason)) for name, reason in named.items()
-                    }
-        return found
-
-    def _plans_below(self, results: Mapping[str, Result]) -> dict[str, list[dict[str, Any]]]:
-        """Return the decisions of the aggregating nodes below the cloud."""
-        every = (
-            (child, *plan) for child, result in results.items() for plan in plans_of(result).items()
-        )
-        return {
-            node: found for child, node, found in every if node in self._aggregators.get(child, ())
-        }
+        self._scores.leave_out(self._reports.unscored(closed_round))
+        return self._reports.of_devices(closed_round.results)
 
     async def _written(self, write: Callable[[], Awaitable[None]]) -> None:
         """Write to the run's folder; wait while the disk is full or read-only. Raises StorageFailed
@@ -492,32 +448,26 @@ class GlobalRounds:
         epochs: Mapping[str, int],
         omegas: Mapping[str, float],
     ) -> GlobalRoundRecord:
+        r = self._state.global_round
         before = self._bytes
         self._bytes = self._tier_bytes()
-        names = self._experiment.tree.children[CLOUD]
-        results = {
-            name: closed_round.results[name]
-            for name in self._down.peers
-            if name in closed_round.results
-        }
+        tree = self._experiment.tree
+        names = tree.children[CLOUD]
+        answered = closed_round.results
+        results = {name: answered[name] for name in self._down.peers if name in answered}
         plans = {CLOUD: [outcome.plan | self._tempo(omegas)]}
-        reports = {name: self._device_reports(name, result) for name, result in results.items()}
+        reports = {name: self._reports.of_child(name, result) for name, result in results.items()}
         for name, result in results.items():
             found = plans_of(result)
-            plans |= {
-                node: made
-                for node, made in found.items()
-                if node in self._aggregators.get(name, ())
-            }
-            self._folder.add_devices(self._state.global_round, reports[name], plans)
-            self._report_numbers(
-                {each.name: found[each.name] for each in reports[name] if each.name in found}
-            )
+            plans |= self._reports.of_aggregators(name, found)
+            self._folder.add_devices(r, reports[name], plans)
+            for each in reports[name]:
+                self._reports.add_numbers(r, each.name, found.get(each.name, ()))
         steps = sum(result.work.steps for result in results.values())
-        spreads = self._report_plans(plans)
-        scores = [] if self._experiment.score.name == ACCURACY else ["score", "mixed_score"]
+        spreads = self._reports.add_plans(r, plans)
+        ran = {name: epochs[name] for name in results}
         record = GlobalRoundRecord(
-            global_round=self._state.global_round,
+            global_round=r,
             elapsed_s=round(self._state.elapsed_s, 6),
             train_loss=outcome.loss,
             phases=phases,
@@ -526,21 +476,17 @@ class GlobalRounds:
             bytes_={name: count - before[name] for name, count in self._bytes.items()},
             missing=closed_round.missing,
             refused=(*closed_round.refused, *outcome.left_out),
-            epochs={name: epochs[name] if name in results else None for name in names},
+            epochs={name: ran.get(name) for name in names},
             omega={name: omegas.get(name) for name in names},
-            spread={
-                name: spreads.get(name) for name in (CLOUD, *self._experiment.tree.aggregators)
-            },
+            spread={name: spreads.get(name) for name in (CLOUD, *tree.aggregators)},
             epsilon=self._privacy.epsilons,
-            other_scores=dict.fromkeys(
-                [*scores, *self._experiment.score.columns.values(), *self._success_columns]
-            ),
+            other_scores=dict.fromkeys(self._score_columns),
             by_devices=self._scores.by_devices([*chain(*reports.values())]),
         )
         self._folder.add_round(record)
         self._observe("global_round", record.values())
         metrics = self._metrics
-        metrics.closed(LABELS, rounds=self._state.global_round)
+        metrics.closed(LABELS, rounds=r)
         metrics.trained(LABELS, outcome.loss)
         metrics.steps.labels(*LABELS).inc(steps)
         self._privacy.export(metrics, LABELS)
@@ -551,11 +497,16 @@ class GlobalRounds:
         return record
 
     @property
-    def _success_columns(self) -> Collection[str]:
-        """The columns of attacks that have tests of their own, where the cloud scores."""
-        if self._experiment.evaluation.on_cloud:
-            return self._experiment.attackers.targeted
-        return ()
+    def _score_columns(self) -> Iterator[str]:
+        """The columns of scores beside accuracy and loss; attacks that have tests of their own have
+        one where the cloud scores.
+        """
+        experiment = self._experiment
+        if experiment.score.name != ACCURACY:
+            yield from ("score", "mixed_score")
+        yield from experiment.score.columns.values()
+        if experiment.evaluation.on_cloud:
+            yield from experiment.attackers.targeted
 
     def _tier_bytes(self) -> dict[str, int]:
         return tier_bytes(self._down.ledger, self._experiment.tier_names)
@@ -566,59 +517,7 @@ class GlobalRounds:
             return {}
         return {"omegas": dict(omegas), "next_epochs": self._state.epochs}
 
-    def _report_numbers(self, numbers: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-        """Record what the trainers of devices report with each of their results."""
-        for node, found in numbers.items():
-            for i, each in enumerate(found):
-                facts = {"global_round": self._state.global_round, "node": node, "result": i}
-                if found_numbers := each.get(NUMBERS):
-                    self._folder.event("trained", {**facts, NUMBERS: found_numbers})
-                notes = each.get(NOTES, [])
-                for note in notes if isinstance(notes, list) else ():
-                    self._note(node, note)
-
-    def _note(self, node: str, note: object) -> None:
-        """Report what the trainer of a device noted, once a run, of the first device that did."""
-        text = escaped_within(note, NOTE) if isinstance(note, str) else None
-        if text and text not in self._noted and len(self._noted) < NOTES_MOST:
-            self._noted.add(text)
-            self._observe("warning", {"node": node, "reason": f"{node}: {text}"})
-
-    def _report_plans(self, plans: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, float]:
-        """Record each node's aggregation decisions; return the last spread of each multi-model
-        node.
-        """
-        global_round = self._state.global_round
-        spreads = {}
-        for name, found in plans.items():
-            for i, plan in enumerate(found):
-                self._folder.event(
-                    "plan", {"global_round": global_round, "node": name, "local_round": i, **plan}
-                )
-                if "spread" in plan:
-                    spreads[name] = float(plan["spread"])
-        for name, spread in spreads.items():
-            if spread > SPREAD_MOST:
-                size = f"{name}'s models differ by {spread:.2f} of their size"
-                reason = f"{size}: if they stay beyond {SPREAD_MOST}, they have collapsed"
-                self._observe(
-                    "warning", {"global_round": global_round, "node": name, "reason": reason}
-                )
-        return spreads
-
     @property
     def _due(self) -> bool:
         """Whether the present model is scored: a run's last one is, whatever ended the run."""
         return self._scores.due(self._state.global_round, last=self.complete)
-
-    def _reports_of(self, results: Mapping[str, Result]) -> list[ChildReport]:
-        return [*chain.from_iterable(starmap(self._device_reports, results.items()))]
-
-    def _device_reports(self, child: str, result: Result) -> list[ChildReport]:
-        """Return the reports on the devices at and below a child, in their order."""
-        own = replace(result.work_of(child), parent="" if child in self._devices else CLOUD)
-        found = {report.link: report for report in (own, *result.children)}
-        entered = [report for report in found.values() if report.parent]
-        return [
-            found[device] for device in self._devices.get(child, ()) if device in found
-        ] + entered

@@ -40,24 +40,21 @@ class PrivacyLedger:
         each child.
         """
         experiment = self._experiment
-        children = self._experiment.tree.children
+        children = experiment.tree.children
         for top in selected:
             times = Counter({top: 1})  # tasks of the nodes at a depth
             for place, tier in enumerate(experiment.tiers):
                 if place:
                     below = Counter[str]()
                     for node, tasks in times.items():
-                        below.update(
-                            _taking_part(
-                                plans.get(node, ()), children[node], rounds=tasks * tier.rounds
-                            )
-                        )
+                        rounds = tasks * tier.rounds
+                        part = _taking_part(plans.get(node, ()), children[node], rounds=rounds)
+                        below.update(part)
                     times = below
                 if tier.name in self._counts:
                     releases = tier.privacy.releases(epochs[top])
-                    self._counts[tier.name].update(
-                        {child: tasks * releases for child, tasks in times.items()}
-                    )
+                    for child, tasks in times.items():
+                        self._counts[tier.name][child] += tasks * releases
 
     @property
     def epsilons(self) -> dict[str, float]:
@@ -72,9 +69,8 @@ class PrivacyLedger:
         """
         for place, tier in enumerate(self._experiment.tiers):
             if tier.name in self._counts:
-                once = self._experiment.rounds_of(place) * tier.privacy.releases(
-                    max(epochs.values())
-                )
+                releases = tier.privacy.releases(max(epochs.values()))
+                once = self._experiment.rounds_of(place) * releases
                 if not tier.privacy.affords(self._worst(tier.name) + once):
                     return tier.name
         return ""
@@ -109,5 +105,6 @@ def _taking_part(
     for plan in plans:
         chosen = plan.get(TAKING_PART)
         listed = isinstance(chosen, Collection) and all(isinstance(each, str) for each in chosen)
-        found.update(known & set(chosen) if listed and chosen else known)
+        took_part = known.intersection(chosen) if listed and chosen else known
+        found.update(took_part)
     return found

@@ -186,11 +186,10 @@ class Record:
 
     def columns(self) -> list[str]:
         """Return the columns, in order."""
-        return [
-            name
-            for field, form in self._formats.items()
-            for name in form.names(field, getattr(self, field))
-        ]
+        found: list[str] = []
+        for field, form in self._formats.items():
+            found += form.names(field, getattr(self, field))
+        return found
 
     def cells(self) -> list[Cell]:
         """Return the cells, in the order of the columns."""
@@ -225,18 +224,6 @@ class Record:
 class GlobalRoundRecord(Record):
     """A row of rounds.csv: one global round. The scores and losses of a model are None until it is
     evaluated.
-
-    `other_scores`: columns `score` and `mixed_score` of an experiment whose score is not accuracy,
-    which then is None, and a column of each further score, and of the success of each attack that
-    has tests of its own.
-
-    `by_devices`: the columns of `device_columns` where devices score. If they alone do, accuracy,
-    or score, and loss are those over all their samples.
-
-    `phases`: seconds by GLOBAL_PHASES; `bytes_`: MQTT bytes by `TIER_up_bytes`, `TIER_down_bytes`;
-    `missing`, `refused`: children of the cloud without an upload. `epochs`, `omega`: by child, None
-    without a result; `spread`: by node, None for a rule of one model. `epsilon`: of the worst unit
-    so far, by tier with privacy, None: infinite.
     """
 
     global_round: _Int
@@ -245,22 +232,32 @@ class GlobalRoundRecord(Record):
     loss: _Short = None
     mixed_accuracy: _Short = None
     mixed_loss: _Short = None
+    # Columns `score` and `mixed_score` of an experiment whose score is not accuracy, which then is
+    # None, and a column of each further score, and of the success of each attack that has tests of
+    # its own.
     other_scores: Annotated[
         Mapping[str, float | None], _Columns(_maybe, "{:.6g}", columns=OF_MODEL)
     ] = dataclasses.field(default_factory=dict)
+    # The columns of `device_columns` where devices score. If they alone do, accuracy, or score, and
+    # loss are those over all their samples.
     by_devices: Annotated[
         Mapping[str, float | None], _Columns(_maybe, "{:.6g}", columns=OF_DEVICES)
     ] = dataclasses.field(default_factory=dict)
     train_loss: _Short
+    # seconds
     phases: Annotated[Mapping[str, float], _Columns(finite, pattern="{}_s", keys=GLOBAL_PHASES)]
     sgd_steps: _Int
     path_steps: _Int
+    # MQTT bytes by `TIER_up_bytes`, `TIER_down_bytes`
     bytes_: Annotated[Mapping[str, int], _Columns(int, columns=BYTES)]
-    missing: _Names
+    missing: _Names  # children of the cloud without an upload, and with one that was refused
     refused: _Names
+    # by child, None without a result, and `omega`
     epochs: Annotated[Mapping[str, int | None], _Columns(_count, pattern="epochs_{}")]
     omega: Annotated[Mapping[str, float | None], _Columns(_maybe, "{:.6g}", pattern="omega_{}")]
+    # by node, None for a rule of one model
     spread: Annotated[Mapping[str, float | None], _Columns(_maybe, "{:.6g}", pattern="spread_{}")]
+    # of the worst unit so far, by tier with privacy, None: infinite
     epsilon: Annotated[
         Mapping[str, float | None], _Columns(_maybe, "{:.6g}", pattern="epsilon_{}")
     ] = dataclasses.field(default_factory=dict)
@@ -280,14 +277,11 @@ class GlobalRoundRecord(Record):
         trained.
         """
         models = [PERSONALISED] if personalised else [DEVICES, DISPATCHED]
-        return next(
-            (
-                found
-                for of in models
-                if (found := self.by_devices.get(f"{of}_{statistic}")) is not None
-            ),
-            None,
-        )
+        for each in models:
+            found = self.by_devices.get(f"{each}_{statistic}")
+            if found is not None:
+                return found
+        return None
 
     def further(self, column: str) -> float | None:
         """Return a column that only some experiments have, None without it or before it is
@@ -414,10 +408,12 @@ def device_columns(experiment: Experiment) -> dict[str, tuple[str, ...]]:
     kinds = [DISPATCHED if experiment.several_models else DEVICES]
     kinds += [PERSONALISED] if experiment.evaluation.personalised else []
     kinds += [HONEST] if experiment.attackers else []
-    return {
-        kind: tuple(f"{kind}_{name}" for name in (*STATISTICS, *experiment.score.columns.values()))
-        for kind in kinds
-    }
+    names = (*STATISTICS, *experiment.score.columns.values())
+    return {kind: _prefixed(kind, names) for kind in kinds}
+
+
+def _prefixed(kind: str, names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(f"{kind}_{name}" for name in names)
 
 
 MEASURED: Final = "counted by the kernels (TCP_INFO)"
@@ -435,18 +431,18 @@ def link_records(
     tree = experiment.tree
     tiers = experiment.tier_names
     table = [record for link in _links(reports, experiment) for record in _link_records(link)]
-    brokers = [(tiers[0], CLOUD, wire)]
-    brokers += [
-        (tiers[tree.depth(name)], name, reports[name].broker)
-        for name in tree.aggregators
-        if name in reports
-    ]
-    for tier, parent, counted in brokers:
-        table.append(_sent(LinkRecord(tier=tier, from_=parent, to=BROKER, kind=BROKER), counted))
-        table.append(
-            _received(LinkRecord(tier=tier, from_=BROKER, to=parent, kind=BROKER), counted)
-        )
+    table += _broker_records(tiers[0], CLOUD, wire)
+    for name in tree.aggregators:
+        if name in reports:
+            table += _broker_records(tiers[tree.depth(name)], name, reports[name].broker)
     return table
+
+
+def _broker_records(tier: str, parent: str, wire: TcpStats) -> tuple[LinkRecord, LinkRecord]:
+    """Return the rows of a parent's whole connection."""
+    sent = LinkRecord(tier=tier, from_=parent, to=BROKER, kind=BROKER)
+    received = LinkRecord(tier=tier, from_=BROKER, to=parent, kind=BROKER)
+    return _sent(sent, wire), _received(received, wire)
 
 
 def tier_bytes(ledger: Ledger, tiers: Sequence[str]) -> dict[str, int]:
@@ -456,13 +452,11 @@ def tier_bytes(ledger: Ledger, tiers: Sequence[str]) -> dict[str, int]:
     `tiers`: the tiers' names from the cloud down.
     """
     counted = chain(ledger.tiers(), repeat(Traffic()))  # nothing is known before the first report
-    sums = zip(tiers, counted, strict=False)
-    ways = [
-        (tier, way, count)
-        for tier, links in sums
-        for way, count in (("up", links.received), ("down", links.sent))
-    ]
-    return {f"{tier}_{way}_bytes": count for tier, way, count in ways}
+    found = {}
+    for tier, links in zip(tiers, counted, strict=False):
+        found[f"{tier}_up_bytes"] = links.received
+        found[f"{tier}_down_bytes"] = links.sent
+    return found
 
 
 def wire_status(reports: Mapping[str, ChildReport], experiment: Experiment) -> str:
@@ -494,13 +488,8 @@ def _links(reports: Mapping[str, ChildReport], experiment: Experiment) -> Iterat
     for name in tree.below(CLOUD):
         if name in reports:
             report = reports[name]
-            yield _Link(
-                experiment.tier_above(name).name,
-                tree.parent(name),
-                name,
-                report.traffic,
-                report.measured,
-            )
+            tier = experiment.tier_above(name).name
+            yield _Link(tier, tree.parent(name), name, report.traffic, report.measured)
     for report in reports.values():
         if report.parent:
             tier = experiment.tier_below(report.parent).name
@@ -512,16 +501,11 @@ def _link_records(link: _Link) -> list[LinkRecord]:
     one.
     """
     tier, parent, child, traffic, before = link
-    down = _calibrated(
-        LinkRecord(tier=tier, from_=parent, to=child, kind="all"), before.down, before.down_bytes
-    )
-    up = _calibrated(
-        LinkRecord(tier=tier, from_=child, to=parent, kind="all"), before.up, before.up_bytes
-    )
-    return [
-        *_direction(_received(down, traffic.wire), traffic, "sent"),
-        *_direction(_sent(up, traffic.wire), traffic, "received"),
-    ]
+    down = LinkRecord(tier=tier, from_=parent, to=child, kind="all")
+    down = _received(_calibrated(down, before.down, before.down_bytes), traffic.wire)
+    up = LinkRecord(tier=tier, from_=child, to=parent, kind="all")
+    up = _sent(_calibrated(up, before.up, before.up_bytes), traffic.wire)
+    return [*_direction(down, traffic, "sent"), *_direction(up, traffic, "received")]
 
 
 def _direction(whole: LinkRecord, traffic: Traffic, direction: Direction) -> list[LinkRecord]:
@@ -561,11 +545,12 @@ def _sent(record: LinkRecord, wire: TcpStats) -> LinkRecord:
     """Add the counts of the direction in which the node itself sends."""
     if not wire.measured:
         return record
+    retransmitted = None if wire.retransmitted_unknown else wire.retransmitted
     return replace(
         _with_rtt(record, wire),
         wire_bytes=wire.sent,
         segments=wire.sent_segments,
-        retransmitted_bytes=None if wire.retransmitted_unknown else wire.retransmitted,
+        retransmitted_bytes=retransmitted,
         retransmitted_segments=wire.retransmitted_segments,
     )
 

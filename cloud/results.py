@@ -19,20 +19,16 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 from xxhash import xxh3_64
 
+from fedstrata.cloud.device_rows import NO_PLANS, DeviceRows
 from fedstrata.cloud.records import (
-    AGAINST,
-    COSTS,
-    PERSONALISED,
     DeviceRecord,
     GlobalRoundRecord,
     Record,
@@ -43,13 +39,11 @@ from fedstrata.cloud.records import (
 )
 from fedstrata.common.accounting.child_report import ChildReport
 from fedstrata.common.accounting.ledger import Ledger
-from fedstrata.common.accounting.work import Work
 from fedstrata.common.errors import InvalidExperiment, StorageFailed
 from fedstrata.common.experiment.reading import read, recorded, to_toml
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.host.files import replacing, sync, writing
 from fedstrata.common.host.processor import instructions
-from fedstrata.common.methods.attacked_rule import refused_in
 from fedstrata.common.runtime.world import REAL, World
 from fedstrata.common.text import json_text
 
@@ -73,7 +67,6 @@ KINDS: Final = {
     DIRECT: ("no network", "--direct"),
     SIMULATED: ("a simulated network", "--simulate"),
 }
-NO_PLANS: Final[Mapping[str, Sequence[Mapping[str, Any]]]] = MappingProxyType({})
 GROWING: Final = ("rounds.csv", "devices.csv", "events.jsonl")
 
 _R = TypeVar("_R", GlobalRoundRecord, DeviceRecord)
@@ -102,7 +95,7 @@ class RunFolder:
         self._measured = ""
         self._pending: deque[Callable[[], None]] = deque()
         self._release: Callable[[], object] = lambda: None
-        self._devices: list[DeviceRecord] = []  # of the last global round in devices.csv
+        self._devices = DeviceRows(experiment)
 
     @classmethod
     def create(
@@ -179,24 +172,11 @@ class RunFolder:
             problem = f"not a run's manifest: {error!r:.200}"
             raise InvalidExperiment("--resume", str(file), problem, "Restore the file.") from None
         check_format(manifest, path, key="--resume")
-        asked = {DIRECT: direct, SIMULATED: simulated}
         if manifest.pop(DIGEST, None) != _digest(manifest):
             raise InvalidExperiment(
                 "--resume", str(file), "damaged, or changed", "Restore the file."
             )
-        # its seconds would not be comparable
-        if any(asked[kind] is not (kind in manifest) for kind in KINDS):
-            had = [
-                f"the run was started with {KINDS[kind][0]}" for kind in KINDS if kind in manifest
-            ]
-            remedy = [
-                f"Add {KINDS[kind][1]}." for kind in KINDS if kind in manifest and not asked[kind]
-            ]
-            remedy += [
-                f"Omit {KINDS[kind][1]}." for kind in KINDS if asked[kind] and kind not in manifest
-            ]
-            problem = had[0] if had else "the run was started with a network"
-            raise InvalidExperiment("--resume", str(path), problem, " ".join(remedy))
+        _check_kind(manifest, path, {DIRECT: direct, SIMULATED: simulated})
         held = str(path / HELD)
         try:
             experiment = recorded(read(path / HELD))
@@ -281,103 +261,18 @@ class RunFolder:
         """Append devices to devices.csv. `plans`: the decisions of their parents in this global
         round.
         """
-        if self._devices and self._devices[0].global_round != global_round:
-            self._devices = []
-        records = [self._record(global_round, report, plans) for report in reports]
-        self._devices += records
-        self._add_rows("devices.csv", records)
-
-    def _record(
-        self,
-        global_round: int,
-        report: ChildReport,
-        plans: Mapping[str, Sequence[Mapping[str, Any]]] = NO_PLANS,
-    ) -> DeviceRecord:
-        """Return the row of a device's work in a global round."""
-        work = report.work
-        trained = self._trained(report.work)
-        if attackers := self.experiment.attackers:
-            parent = report.parent or self.experiment.tree.parent(report.name)
-            refused = sum(report.name in refused_in(plan) for plan in plans.get(parent, ()))
-            acts = float(report.name in attackers.at)
-            trained["more"] |= zip(
-                AGAINST, (acts, float(report.rounds - refused), float(refused)), strict=True
-            )
-        return DeviceRecord(
-            global_round=global_round,
-            node=self._path(report),
-            samples=work.samples,
-            local_rounds=report.rounds,
-            epochs=work.epochs,
-            sgd_steps=work.steps,
-            loss=work.loss,
-            train_s=work.train_s,
-            wait_s=work.wait_s,
-            pause_s=work.pause_s,
-            path=work.path,
-            **{name: getattr(work.costs, name) for name in COSTS},
-            **trained,
-        )
-
-    def _path(self, device: ChildReport) -> str:
-        """Return the names from the cloud down to a device."""
-        tree = self.experiment.tree
-        if device.parent:
-            return f"{tree.path(device.parent)}/{device.name}"
-        return tree.path(device.name)
+        self._add_rows("devices.csv", self._devices.add(global_round, reports, plans))
 
     def score_devices(self, global_round: int, reports: Iterable[ChildReport]) -> None:
         """Add the devices' scores of a global round's model to its rows, the last ones of
         devices.csv.
         """
-        score = self.experiment.score
-        rows = {
-            record.node: record for record in self._devices if record.global_round == global_round
-        }
-        count = len(rows)
-        for report in reports:
-            if report.work.tests is not None and (tests := report.work.tests.received) is not None:
-                node = self._path(report)
-                untrained = replace(report, work=Work(report.work.samples), rounds=0)
-                row = rows.get(node) or self._record(global_round, untrained)
-                first, *further = tests.by(score.names)
-                more = {
-                    f"test_{name}": each
-                    for name, each in zip(score.columns.values(), further, strict=True)
-                }
-                rows[node] = replace(
-                    row, test_samples=tests.samples, test_loss=tests.mean_loss, test_score=first,
-                    evaluate_s=tests.seconds, more={**row.more, **more},
-                )  # fmt: skip
-        self._devices = [*rows.values()]
+        count = self._devices.score(global_round, reports)
+        rows = self._devices.last
         if rows:
             new = not count and not (self.path / "devices.csv").exists()
-            self._later(
-                partial(self._replace_rows, "devices.csv", to_csv(self._devices, header=new), count)
-            )
-
-    @property
-    def _no_more(self) -> dict[str, float | None]:
-        """The cells of a device's further columns, all of them empty."""
-        experiment = self.experiment
-        further = self.experiment.score.columns.values()
-        if not experiment.evaluation.on_devices:
-            return {}
-        names = [f"test_{name}" for name in further]
-        if experiment.evaluation.personalised:
-            names += [f"{PERSONALISED}_{name}" for name in ("loss", "score", "s", *further)]
-        return dict.fromkeys(names)
-
-    def _trained(self, work: Work) -> dict[str, Any]:
-        """Return the cells of a device's scores of the model that it trained."""
-        tests = None if work.tests is None else work.tests.trained
-        score = self.experiment.score
-        if tests is None:
-            return {"more": self._no_more}
-        found = {"loss": tests.mean_loss, "s": tests.seconds}
-        found |= dict(zip(("score", *score.columns.values()), tests.by(score.names), strict=True))
-        more = {f"{PERSONALISED}_{name}": value for name, value in found.items()}
-        return {"test_samples": tests.samples, "more": {**self._no_more, **more}}
+            text = to_csv(rows, header=new)
+            self._later(partial(self._replace_rows, "devices.csv", text, count))
 
     def catch_up(self) -> None:
         """Write the rows and events that could not be written before. Raises StorageFailed."""
@@ -401,7 +296,7 @@ class RunFolder:
         Raises InvalidExperiment if one is missing or damaged.
         """
         devices = self._forget("devices.csv", DeviceRecord, after=global_rounds)
-        self._devices = [row for row in devices if row.global_round == global_rounds]
+        self._devices.last = [row for row in devices if row.global_round == global_rounds]
         kept = self._forget("rounds.csv", GlobalRoundRecord, after=global_rounds)
         for place in range(global_rounds):
             if place == len(kept) or kept[place].global_round != place + 1:
@@ -417,11 +312,8 @@ class RunFolder:
     def write_of_ledger(self, ledger: Ledger) -> Callable[[], None]:
         """Return what writes the byte ledger of a resumed run, like `write_of_links`."""
         text = ledger.to_json()
-        return partial(
-            _replace,
-            self.path / LEDGER,
-            f'{{"{DIGEST}": "{_digest_of(text)}", "ledger": {text}}}\n',
-        )
+        facts = f'{{"{DIGEST}": "{_digest_of(text)}", "ledger": {text}}}\n'
+        return partial(_replace, self.path / LEDGER, facts)
 
     def write_of_links(self, ledger: Ledger) -> Callable[[], None]:
         """Return what writes links.csv, each link's bytes in the run.
@@ -433,10 +325,8 @@ class RunFolder:
         wire = ledger.broker()
 
         def write() -> None:
-            _replace(
-                self.path / "links.csv",
-                to_csv(link_records(reports, wire, self.experiment), header=True),
-            )
+            records = link_records(reports, wire, self.experiment)
+            _replace(self.path / "links.csv", to_csv(records, header=True))
             status = wire_status(reports, self.experiment)
             if status and status != self._measured:
                 self._measured = status
@@ -492,9 +382,8 @@ class RunFolder:
     def _add_rows(self, name: str, records: Sequence[Record]) -> None:
         def write() -> None:
             path = self.path / name
-            _append(
-                path, to_csv(records, header=not path.exists() or not path.stat().st_size).encode()
-            )
+            header = not path.exists() or not path.stat().st_size
+            _append(path, to_csv(records, header=header).encode())
 
         self._later(write)
 
@@ -549,6 +438,7 @@ class RunFolder:
         what it is.
         """
         experiment = self.experiment
+        trace = experiment.availability.trace
         manifest = {
             "format": FORMAT,
             "run": self.run,
@@ -558,9 +448,7 @@ class RunFolder:
                 "enforce": experiment.links.enforce,
                 "of": {name: experiment.link(name).recorded() for name in experiment.tree.nodes},
             },
-            "availability": trace.recorded()
-            if (trace := experiment.availability.trace) is not None
-            else None,
+            "availability": None if trace is None else trace.recorded(),
             "hardware": {
                 name: experiment.machine(name).model_dump() for name in experiment.tree.devices
             },
@@ -582,9 +470,8 @@ class RunFolder:
         return found
 
     def _replace_manifest(self, facts: Mapping[str, object]) -> None:
-        _replace(
-            self.path / MANIFEST, json_text({**facts, DIGEST: _digest(facts)}, indent=2) + "\n"
-        )
+        text = json_text({**facts, DIGEST: _digest(facts)}, indent=2)
+        _replace(self.path / MANIFEST, text + "\n")
 
 
 def check_format(manifest: Mapping[str, object], path: Path, *, key: str) -> None:
@@ -594,6 +481,25 @@ def check_format(manifest: Mapping[str, object], path: Path, *, key: str) -> Non
     if (found := manifest.get("format")) != FORMAT:
         problem = f"a run's folder of format {found}, this release has {FORMAT}"
         raise InvalidExperiment(key, str(path), problem, "Use the release that wrote it.")
+
+
+def _check_kind(manifest: Mapping[str, object], path: Path, asked: Mapping[str, bool]) -> None:
+    """Check that a run is resumed as what it was: its seconds would not be comparable. Raises
+    InvalidExperiment.
+    """
+    network = "a network"
+    add = []
+    omit = []
+    for kind, (name, option) in KINDS.items():
+        if kind in manifest:
+            network = name
+            if not asked[kind]:
+                add.append(f"Add {option}.")
+        elif asked[kind]:
+            omit.append(f"Omit {option}.")
+    if add or omit:
+        problem = f"the run was started with {network}"
+        raise InvalidExperiment("--resume", str(path), problem, " ".join((*add, *omit)))
 
 
 def held(path: Path) -> bool:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any, Final
 
 from fedstrata.cloud import checkpoint
@@ -134,19 +135,15 @@ class RoundScores:
 
     def _result_of(self, row: GlobalRoundRecord) -> EvaluationResult:
         """Return a row's evaluation, whose numbers that are not finite are NaN."""
-        further = (row.other_scores.get(name) for name in self._experiment.score.columns.values())
-        score, loss, *more = (
-            math.nan if each is None else each for each in (row.score, row.loss, *further)
-        )
-        return EvaluationResult(row.global_round, score, loss, more)
+        names = self._experiment.score.columns.values()
+        more = [_or_nan(row.other_scores.get(name)) for name in names]
+        return EvaluationResult(row.global_round, _or_nan(row.score), _or_nan(row.loss), more)
 
     def by_devices(self, reports: Sequence[ChildReport]) -> dict[str, float | None]:
         """Return the devices' columns of a new row; known are those of the models that they
         trained, by its reports.
         """
-        columns: dict[str, float | None] = {
-            each: None for columns in self._columns.values() for each in columns
-        }
+        columns: dict[str, float | None] = dict.fromkeys(chain(*self._columns.values()))
         if PERSONALISED in self._columns:
             sums = [each.work.tests.trained for each in reports if each.work.tests is not None]
             columns |= self._over_devices(PERSONALISED, sums)[0]
@@ -166,20 +163,24 @@ class RoundScores:
 
         The cloud starts here. It evaluates `mixed`, the mean after mixing, too, if it differs.
         """
-        best = self._experiment.stop.best
-        rows = [_copied(row)] if by_cloud or best else []
-        rows += [] if mixed is None or not by_cloud else [mixed]
+        rows = []
+        kept: Row | None = None
+        if by_cloud or self._experiment.stop.best:
+            kept = _copied(row)
+            rows.append(kept)
+        if mixed is not None and by_cloud:
+            rows.append(mixed)
 
         async def evaluate() -> list[EvaluationResult]:
             every = [await self._test(record.global_round, row) for row in rows]
             found = [each for each in every if each is not None]
             if len(found) < len(rows):  # own code scores not in this round
                 return []
-            await self._improved(found[0], rows[0])
+            await self._improved(found[0], kept)
             return found
 
         evaluating = asyncio.create_task(evaluate(), name="evaluate") if by_cloud else None
-        self._pending = _Pending(record, rows[0] if rows else None, evaluating, by_devices)
+        self._pending = _Pending(record, kept, evaluating, by_devices)
 
     def _improves(self, found: EvaluationResult) -> bool:
         return self._course.take(found.global_round, score=found.score, loss=found.loss)
@@ -233,10 +234,8 @@ class RoundScores:
             self._last = found
             facts |= self._exported(found)
         for other in mixed:
-            facts |= {
-                f"mixed_{key}": value
-                for key, value in evaluated(score, replace(other, more=())).items()
-            }
+            for key, value in evaluated(score, replace(other, more=())).items():
+                facts[f"mixed_{key}"] = value
         scores = {key: facts.get(key, value) for key, value in record.other_scores.items()}
         of_row = {key: value for key, value in facts.items() if key in ROW_FACTS}
         record = replace(record, **of_row, other_scores=scores)
@@ -270,9 +269,8 @@ class RoundScores:
         facts: dict[str, Any] = evaluated(score, found)
         targeted = self._experiment.attackers.targeted if found.attacks else {}
         for (column, adversary), value in zip(targeted.items(), found.attacks, strict=True):
-            metrics.attack_success.labels(*LABELS, column, adversary.settings.attack.name).set(
-                value
-            )
+            attack = adversary.settings.attack.name
+            metrics.attack_success.labels(*LABELS, column, attack).set(value)
             facts[column] = value
         return facts
 
@@ -283,9 +281,8 @@ class RoundScores:
         for name, reason in nodes.items():
             if name not in self._left_out:
                 self._left_out.add(name)
-                self._observe(
-                    "warning", {"node": name, "reason": f"{name}'s scores are left out: {reason}"}
-                )
+                text = f"{name}'s scores are left out: {reason}"
+                self._observe("warning", {"node": name, "reason": text})
 
     def _without_scores(self, global_round: int) -> None:
         """Note that no device has a score of a model, which so is no improvement where the cloud
@@ -306,21 +303,18 @@ class RoundScores:
 
         Reports are on the model with which their global round began, the one of the round before.
         """
-        scored = [
-            each
-            for each in reports
-            if each.work.tests is not None and each.work.tests.received is not None
-        ]
-        self._folder.score_devices(global_round, scored)
+        everybody = []
+        honest = []
+        for each in reports:
+            if each.work.tests is not None and each.work.tests.received is not None:
+                everybody.append(each.work.tests.received)
+                if each.name not in self._experiment.attackers.at:
+                    honest.append(each.work.tests.received)
+        self._folder.score_devices(global_round, reports)
         kind = next(iter(self._columns))
-        found, total = self._over_devices(
-            kind, [each.work.tests.received for each in scored if each.work.tests]
-        )
+        found, total = self._over_devices(kind, everybody)
         if HONEST in self._columns:
-            honest = [each for each in scored if each.name not in self._experiment.attackers.at]
-            found |= self._over_devices(
-                HONEST, [each.work.tests.received for each in honest if each.work.tests]
-            )[0]
+            found |= self._over_devices(HONEST, honest)[0]
         if total is not None and total.classes:
             counts = unpacked(total.classes)
             by_class = {"samples": counts[::2], "right": counts[1::2]}
@@ -366,6 +360,12 @@ class RoundScores:
         except InvalidExperiment as error:
             reason = f"the best model, of global round {self._course.best}, is lost: {error}"
             self._observe("warning", {"reason": reason})
+
+
+def _or_nan(number: float | None) -> float:
+    if number is None:
+        return math.nan
+    return number
 
 
 def _copied(row: Row) -> Row:

@@ -28,7 +28,7 @@ from fedstrata.common.runtime.models import Arriving
 from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
 from fedstrata.common.runtime.refining import RefinerProcess
 from fedstrata.common.runtime.roll import Resources
-from fedstrata.common.runtime.round import DoTask, Report, WorkResult
+from fedstrata.common.runtime.round import DoTask, NodeContext, Report, WorkResult
 from fedstrata.common.runtime.world import Host
 from fedstrata.common.settings.own import permit
 from fedstrata.common.settings.topology import CLOUD, check_parent
@@ -67,10 +67,11 @@ class InstitutionAgent:
             self._parent,
             self._take_part,
             role="institution",
-            resources=lambda: Resources(
-                findings=tuple(examine_host(self._host.folders, learns=False))
-            ),
+            resources=self._resources,
         )
+
+    def _resources(self) -> Resources:
+        return Resources(findings=tuple(examine_host(self._host.folders, learns=False)))
 
     async def _take_part(self, found: Found) -> None:
         with self._metrics.run_of(self._labels):
@@ -85,10 +86,16 @@ class InstitutionAgent:
         tree = experiment.tree
         check_parent(tree, self._name, self._parent, role="institution", among=tree.aggregators)
         children = tree.children[self._name]
+        above = experiment.tier_above(self._name)
         tier = experiment.tier_below(self._name)
         identity = host.identity(run, self._name, "institution")
         spool = Spool.open(host.spool, run=run, node=self._name)
-        files = FrozenFiles(host.spool, self._name, run="" if host.stay else run)
+        files = FrozenFiles(host.spool, self._name, run=host.keeps_files_of(run))
+
+        def observe(event: str, _: object) -> None:
+            if event == "child":
+                presence.look()
+
         down = ParentEndpoint(
             self._child_broker,
             identity,
@@ -96,7 +103,7 @@ class InstitutionAgent:
             codecs=tier.transfer,
             minimum_of=tier.minimum_of,
             spool=spool,
-            observe=lambda event, facts: presence.look() if event == "child" else None,
+            observe=observe,
             world=host.world,
         )
         up = ChildEndpoint(
@@ -110,38 +117,29 @@ class InstitutionAgent:
                 below=down.ledger,
                 frozen=layout.frozen,
             ),
-            codecs=experiment.tier_above(self._name).transfer,
+            codecs=above.transfer,
             spool=spool,
             files=files,
             world=host.world,
         )
-        above = link_layouts(experiment.tier_above(self._name).aggregation, layout)
         down.set_layouts(link_layouts(tier.aggregation, layout))
         down.frozen.source = up.frozen
         down.remember(spool.counts())
         down.announce(announcement)
         facts = {"run": run, "experiment": experiment.name, "algorithm": tier.aggregation.name}
         self._metrics.introduce(self._labels, facts, phases=PHASES)
-        export_child(self._metrics, up, self._labels, tier=experiment.tier_above(self._name).name)
+        export_child(self._metrics, up, self._labels, tier=above.name)
         export_parent(self._metrics, down, self._labels, tier=tier.name)
         refiner = self._refiner(experiment, announcement.partition)
-        rounds = LocalRounds(
-            self._name,
-            experiment,
-            layout=layout,
-            spool=spool,
-            down=down,
-            metrics=self._metrics,
-            refiner=refiner,
-            world=host.world,
+        context = NodeContext(
+            down=down, spool=spool, metrics=self._metrics, refiner=refiner, world=host.world
         )
+        rounds = LocalRounds(self._name, experiment, context, layout=layout)
 
         def tests() -> int:
-            whole = len(down.tests) == len(children) and not tier.entering
-            # else more may come
-            if whole:
-                return tests_below(experiment, down.tests)
-            return 0
+            if tier.entering or len(down.tests) != len(children):
+                return 0  # more may come
+            return tests_below(experiment, down.tests)
 
         presence = _OwnPresence(self._name, up, down, kind=tier.children, tests=tests)
         presence.look()
@@ -155,14 +153,18 @@ class InstitutionAgent:
                     if await up.unless_over(self._prepare(up, down, experiment, layout, refiner)):
                         samples = sum(down.samples.values())
                         presence.publish(NodeState.READY, samples=samples)
-                        found_children = (
-                            f"{len(down.samples)} of {len(children)} "
-                            f"{tier.children}s, {samples} samples"
-                        )
                         activity.info(
-                            "%s: run %s: taking part with %s", self._name, run, found_children
+                            "%s: run %s: taking part with %d of %d %ss, %d samples",
+                            self._name,
+                            run,
+                            len(down.samples),
+                            len(children),
+                            tier.children,
+                            samples,
                         )
-                        await up.serve(above, _counting(rounds, down, spool))
+                        await up.serve(
+                            link_layouts(above.aggregation, layout), _counting(rounds, down, spool)
+                        )
             finally:
                 presence.close()
                 if refiner is not None:

@@ -28,19 +28,18 @@ from fedstrata.common.host.offload import offload
 from fedstrata.common.methods import aggregator
 from fedstrata.common.methods.private import NoiseSource, PrivateUpdates
 from fedstrata.common.methods.rule import Aggregated, Rule, link_layouts
-from fedstrata.common.methods.selection import Choose, ClientSelection
-from fedstrata.common.metrics import Metrics, NodeLabels
+from fedstrata.common.methods.selection import ClientSelection
+from fedstrata.common.metrics import NodeLabels
 from fedstrata.common.model.codecs import codec_of
 from fedstrata.common.model.layout import ModelLayout, Row
-from fedstrata.common.model.refinement import Refiner
 from fedstrata.common.protocol.limits import plans_of
 from fedstrata.common.protocol.messages import Phase, Task
 from fedstrata.common.runtime.models import Arriving, work_on
 from fedstrata.common.runtime.refining import run_refining
 from fedstrata.common.runtime.round import (
-    Children,
     ClosedRound,
     Dispatch,
+    NodeContext,
     Report,
     WorkResult,
     rule_context,
@@ -48,7 +47,6 @@ from fedstrata.common.runtime.round import (
     unreported,
 )
 from fedstrata.common.runtime.uploads import UploadEncoder
-from fedstrata.common.runtime.world import REAL, World
 from fedstrata.common.storage.spool import Spool
 from fedstrata.common.storage.states import TaskStates
 
@@ -60,24 +58,13 @@ log = logging.getLogger("fedstrata.institution")
 
 
 class LocalRounds:
-    """The work of one institution; `work` does one task of its parent. `choose`: a client
-    selection, as recorded.
-    """
+    """The work of one institution; `work` does one task of its parent."""
 
     def __init__(
-        self,
-        name: str,
-        experiment: Experiment,
-        *,
-        layout: ModelLayout,
-        spool: Spool,
-        down: Children,
-        metrics: Metrics,
-        choose: Choose | None = None,
-        refiner: Refiner | None = None,
-        world: World = REAL,
+        self, name: str, experiment: Experiment, context: NodeContext, *, layout: ModelLayout
     ) -> None:
-        secret = partial(spool.secret, world.noise)
+        spool = context.spool
+        secret = partial(spool.secret, context.world.noise)
         self._name = name
         self._experiment = experiment
         self._layout = layout
@@ -85,47 +72,45 @@ class LocalRounds:
         # in each global round: the parent's rounds
         self._tasks = experiment.rounds_of(tree.depth(name) - 1)
         self._below = {child: frozenset(below) for child, below in tree.below_each(name).items()}
-        self._down = down
-        self._metrics = metrics
-        self._refiner = refiner
+        self._down = context.down
+        self._metrics = context.metrics
+        self._refiner = context.refiner
         self._labels = NodeLabels("institution", name, parent=tree.parent(name))
         self._tier = experiment.tier_below(name)
-        down_above = experiment.tier_above(name).transfer.down
+        above = experiment.tier_above(name)
         below = self._tier.transfer.down
         # the children decode another model
-        self._recodes = below != down_above and not codec_of(below).exact
-        context = rule_context(
-            experiment,
-            name,
-            layout=layout,
-            spool=spool,
-            folder=spool.folder("cache"),
-            measures=False,
-            refiner=refiner,
-        )
+        self._recodes = below != above.transfer.down and not codec_of(below).exact
         build = partial(
             aggregator.build,
             self._tier.aggregation,
-            context,
+            rule_context(
+                experiment,
+                name,
+                context,
+                layout=layout,
+                folder=spool.folder("cache"),
+                measures=False,
+            ),
             bound=self._tier.norm_bound,
             privacy=self._tier.privacy,
             secret=secret,
             adversaries=experiment.attackers.near(name),
         )
         self._adversary = experiment.attackers.adversary(name)
-        above = experiment.tier_above(name).privacy
-        source = NoiseSource(above, seed=experiment.seed, node=name, secret=secret)
-        self._updates = PrivateUpdates(above, layout, source) if above.by_child else None
-        self._encoder = UploadEncoder.of(
-            experiment, name, link_layouts(experiment.tier_above(name).aggregation, layout).up
-        )
+        self._updates: PrivateUpdates | None = None
+        if above.privacy.by_child:
+            source = NoiseSource(above.privacy, seed=experiment.seed, node=name, secret=secret)
+            self._updates = PrivateUpdates(above.privacy, layout, source)
+        uploaded = link_layouts(above.aggregation, layout).up
+        self._encoder = UploadEncoder.of(experiment, name, uploaded)
         self._memory = Memory(
             build,
             lambda rule: ClientSelection(
                 self._tier,
                 seed=experiment.seed,
                 node=name,
-                choose=rule.choose or choose,
+                choose=rule.choose or context.choose,
                 named=len(tree.children[name]),
             ),
             remembers=experiment.remembers(name),
@@ -184,9 +169,8 @@ class LocalRounds:
             )
             selected = dispatch.selected
             await model.whole()  # the children may have finished before it is decoded here
-            decided = selection.facts(selected) | closed_round.decided(
-                r, unreported=unreported(down)
-            )
+            decided = closed_round.decided(r, unreported=unreported(down))
+            decided = selection.facts(selected) | decided
             for result in closed_round.results.values():
                 for name, found in plans_of(result).items():
                     plans.setdefault(name, []).extend(found)
@@ -202,19 +186,19 @@ class LocalRounds:
             )
             for child, reason in outcome.left_out.items():
                 log.warning("%s: %s's model is left out: %s", self._name, child, reason)
-            train_s += max(result.work.train_s for result in closed_round.results.values())
-            wait_s += max(result.work.wait_s for result in closed_round.results.values())
-            pause_s += max(result.work.pause_s for result in closed_round.results.values())
-            path_steps += max(result.path_steps for result in closed_round.results.values())
+            results = closed_round.results.values()
+            train_s += max(result.work.train_s for result in results)
+            wait_s += max(result.work.wait_s for result in results)
+            pause_s += max(result.work.pause_s for result in results)
+            path_steps += max(result.path_steps for result in results)
             self._count(closed_round, outcome, epochs=task.epochs)
             plans[self._name].append(outcome.plan | decided)
         row = rule.model
         if self._updates is not None or self._adversary is not None:
             row = await offload(partial(self._sent, row, received=model.row, number=number))
         steps = sum(self._did[name].work.steps for name in down.peers if name in self._did)
-        did = self._reported(
-            Work(samples, outcome.loss, task.epochs, steps, train_s, wait_s, pause_s), number
-        )
+        done = Work(samples, outcome.loss, task.epochs, steps, train_s, wait_s, pause_s)
+        did = self._reported(done, number)
         encode = partial(
             self._encoder.encode,
             row,
@@ -223,12 +207,9 @@ class LocalRounds:
             left_out=self._memory.left_out,
         )
         blob = await work_on(encode, nbytes=rule.model.nbytes)
+        save = partial(self._memory.after, number + 1, global_round=task.key.global_round)
         await until_written(
-            lambda: offload(
-                partial(self._memory.after, number + 1, global_round=task.key.global_round)
-            ),
-            patience_s=self._experiment.transfer.idle_s,
-            warn=log.warning,
+            lambda: offload(save), patience_s=self._experiment.transfer.idle_s, warn=log.warning
         )
         return WorkResult(blob, did, path_steps, self.reports(), plans)
 
@@ -236,15 +217,12 @@ class LocalRounds:
         """Return the model that goes up, of a task of this number; the rule goes on from the one
         without noise.
         """
-        if self._adversary is not None and self._adversary.acts(number):
-            adversary = self._adversary
-        else:
-            adversary = None
         row = model.copy()
         size = self._layout.parameters
         if self._updates is not None:
             self._updates.protect(received, row, number=number)
-        if adversary is not None and not adversary.hosted:
+        adversary = self._adversary
+        if adversary is not None and adversary.acts(number) and not adversary.hosted:
             columns_D, received_D = (self._layout.floats(each)[:size] for each in (row, received))
             columns_D[:] = adversary.uploaded(number, columns_D, received_D)
         return row
@@ -275,16 +253,13 @@ class LocalRounds:
         """Return the work of each node below in the last task, with its link's bytes in the whole
         run.
         """
-        counted = self._down.ledger.reports(present=True)
-        return tuple(
-            replace(
-                self._did.get(link, ChildReport(report.name, parent=report.parent)),
-                measured=report.measured,
-                traffic=report.traffic,
-                broker=report.broker,
+        found = []
+        for link, report in self._down.ledger.reports(present=True).items():
+            did = self._did.get(link, ChildReport(report.name, parent=report.parent))
+            found.append(
+                replace(did, measured=report.measured, traffic=report.traffic, broker=report.broker)
             )
-            for link, report in counted.items()
-        )
+        return tuple(found)
 
     def _count(self, closed_round: ClosedRound, outcome: Aggregated, *, epochs: int) -> None:
         """Count a round's work."""
@@ -293,9 +268,8 @@ class LocalRounds:
         metrics.closed(labels)
         metrics.epochs.labels(*labels).set(epochs)
         metrics.trained(labels, outcome.loss)
-        metrics.steps.labels(*labels).inc(
-            sum(result.work.steps for result in closed_round.results.values())
-        )
+        steps = sum(result.work.steps for result in closed_round.results.values())
+        metrics.steps.labels(*labels).inc(steps)
         for phase, seconds in closed_round.timeline.phases().items():
             metrics.phase_seconds.labels(*labels, phase).inc(seconds)
 
@@ -305,23 +279,20 @@ class LocalRounds:
             below = self._below.get(name, frozenset())
             if below:
                 self._counts[name] = result.work.samples
-            own = replace(result.work_of(name), parent="" if name in self._below else self._name)
-            for report in (
-                own,
-                *(each for each in result.children if each.name in below or each.parent),
-            ):
-                self._did[report.link] = report.with_work_of(
-                    self._did.get(report.link, ChildReport(report.name))
-                )
+            parent = "" if name in self._below else self._name
+            self._add(replace(result.work_of(name), parent=parent))
+            for report in result.children:
+                if report.name in below or report.parent:
+                    self._add(report)
+
+    def _add(self, report: ChildReport) -> None:
+        before = self._did.get(report.link, ChildReport(report.name))
+        self._did[report.link] = report.with_work_of(before)
 
 
 class Memory:
     """One institution's rule and client selection, and `left_out`, float32 [left_out_columns],
-    which encoding changes.
-
-    `build` and `select` create new ones. `remembers`: their state persists between tasks, in the
-    spool. `rounds_back`: the global rounds that the cloud may return. Tasks are counted over the
-    run, from 1.
+    which encoding changes. Tasks are counted over the run, from 1.
     """
 
     def __init__(
@@ -329,9 +300,9 @@ class Memory:
         build: Callable[[], Rule],
         select: Callable[[Rule], ClientSelection],
         *,
-        remembers: bool,
+        remembers: bool,  # their state persists between tasks, in the spool
         spool: Spool,
-        rounds_back: int,
+        rounds_back: int,  # global rounds that the cloud may return
         left_out_columns: int = 0,
     ) -> None:
         self.left_out = np.zeros(left_out_columns, np.float32)

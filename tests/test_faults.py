@@ -34,6 +34,7 @@ from fedstrata.common.metrics import Metrics
 from fedstrata.common.model.layout import ModelLayout, Row, Section
 from fedstrata.common.protocol import serialization, topics
 from fedstrata.common.protocol.messages import Message, NodeState, Phase, Presence, Progress
+from fedstrata.common.runtime.round import NodeContext
 from fedstrata.common.storage.spool import Spool
 from fedstrata.deploy.brokers import broker
 from fedstrata.deploy.brokers.broker import BrokerProcess
@@ -577,10 +578,8 @@ def resumed(root: Path, *accuracies: str) -> tuple[RunFolder, list[int]]:
         global_rounds = GlobalRounds(
             folder,
             Beginning(layout, layout.empty(), ""),
-            spool=Spool(None),
-            down=alone,
+            NodeContext(down=alone, spool=Spool(None), metrics=Metrics()),
             evaluate=evaluate,
-            metrics=Metrics(),
             observe=lambda event, facts: None,
         )
         state = RunState(folder.run, folder.experiment.digest, len(accuracies), 1.0, {})

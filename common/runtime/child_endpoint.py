@@ -57,11 +57,7 @@ log = logging.getLogger("fedstrata.child")
 
 
 class ChildEndpoint(Endpoint):
-    """One node's parent on one broker; `serve` works until the parent has ended the run.
-
-    `spool`: where a model is assembled, None: in memory. `files`: the frozen arrays that this node
-    has, None: in a temporary folder. `after`: of a device, the task that another parent used last.
-    """
+    """One node's parent on one broker; `serve` works until the parent has ended the run."""
 
     session: ChildSession
 
@@ -72,9 +68,10 @@ class ChildEndpoint(Endpoint):
         above: ToParent,
         *,
         codecs: Codecs = PLAIN,
-        spool: Spool | None = None,
+        spool: Spool | None = None,  # where a model is assembled, None: in memory
+        # the frozen arrays that this node has, None: in a temporary folder
         files: FrozenFiles | None = None,
-        after: int | None = None,
+        after: int | None = None,  # of a device, the task that another parent used last
         world: World = REAL,
     ) -> None:
         transfer = above.transfer
@@ -196,7 +193,8 @@ class ChildEndpoint(Endpoint):
     def _take(self, event: object) -> None:
         if isinstance(event, TaskReceived):
             if not self._over.done():
-                self._begin((event.task, event.row if self.models.received.is_row else None))
+                inside = event.row if self.models.received.is_row else None
+                self._begin((event.task, inside))
         elif isinstance(event, ModelArrived | ModelFailed):
             self._arrived(event)
         elif isinstance(event, ResultRefused):
@@ -302,20 +300,18 @@ class ChildEndpoint(Endpoint):
             return model
         row = self._row(layout)
         buffer = self._buffer(layout, row, size=manifest.size)
-        if self._model is not None and self._model.manifest.blob == manifest.blob:
-            had = self._model
-        else:
-            had = None
-        lacking = np.ones(manifest.chunks, np.bool_) if had is None else had.lacking
+        last = self._model
+        again = last is not None and last.manifest.blob == manifest.blob
+        lacking = np.ones(manifest.chunks, np.bool_)
+        if last is not None and again:
+            lacking = last.lacking
         if self.models.received.is_row and self._rows.take_found(0):
             lacking = await offload(partial(missing, manifest, buffer))
-        elif self.models.received.is_row and had is None:
-            # its row will be overwritten
-            last = self._model
-            self._model = None
+        elif self.models.received.is_row and not again:
+            self._model = None  # its row will be overwritten
             lacking = await offload(partial(self._lacking, manifest, buffer, last))
         model = self._model = Arriving(manifest, row, buffer, lacking)
-        if had is not None and had.complete:
+        if last is not None and again and last.complete:
             self._has(model)
             return model
         self._fetching = model

@@ -20,7 +20,7 @@ from fedstrata.common.net.address import BrokerAddress
 from fedstrata.common.protocol import serialization, topics
 from fedstrata.common.protocol.admission import SEEKER_S, SEEKERS_MOST, Budget
 from fedstrata.common.protocol.messages import About, Alive, NodeState, Presence, Question
-from fedstrata.common.runtime.lab_client import LabClient, Reply
+from fedstrata.common.runtime.lab_client import LabCallbacks, LabClient, Reply
 from fedstrata.common.runtime.world import REAL, World
 from fedstrata.common.settings.topology import CLOUD
 
@@ -139,15 +139,18 @@ async def claim(
     def connected() -> None:
         found.connected()
 
+    on = LabCallbacks(
+        received=lambda topic, body, retained: found.asked(body, retained),
+        answered=answered,
+        subscribed=connected,
+    )
     client = LabClient(
         address,
         "claim",
         lab=lab,
         node=CLOUD,
         reads=[topics.inbox(lab, "+", CLOUD, CLOUD), *NameClaim.reads(lab, CLOUD)],
-        received=lambda topic, body, retained: found.asked(body, retained),
-        answered=answered,
-        subscribed=connected,
+        on=on,
         world=world,
     )
     found = NameClaim(client, free_s=FREE_S, reason=SEEKING)

@@ -29,7 +29,7 @@ from fedstrata.common.net.address import BrokerAddress
 from fedstrata.common.protocol import serialization, topics
 from fedstrata.common.protocol.messages import About, Alive, Announcement, Question
 from fedstrata.common.runtime.claim import NameClaim
-from fedstrata.common.runtime.lab_client import RETRY_S, LabClient, Reply
+from fedstrata.common.runtime.lab_client import RETRY_S, LabCallbacks, LabClient, Reply
 from fedstrata.common.runtime.roll import Resources, RollEntry
 from fedstrata.common.runtime.world import REAL, Host, World, within
 
@@ -190,7 +190,7 @@ async def another_parent(
         lab=host.lab,
         node=name,
         reads=reads,
-        answered=note,
+        on=LabCallbacks(answered=note),
         world=host.world,
     )
     try:
@@ -222,16 +222,11 @@ class _Seeker:
         lab = host.lab
         own = NameClaim.reads(lab, name)
         above = [topics.inbox(lab, "+", name, parent), topics.state(lab, "+", parent)]
+        on = LabCallbacks(
+            received=self._received, answered=self._answered, subscribed=self._subscribed
+        )
         self._client = LabClient(
-            host.broker,
-            SEEKER,
-            lab=lab,
-            node=name,
-            reads=[*own, *above],
-            received=self._received,
-            answered=self._answered,
-            subscribed=self._subscribed,
-            world=host.world,
+            host.broker, SEEKER, lab=lab, node=name, reads=[*own, *above], on=on, world=host.world
         )
         self._claim = NameClaim(self._client, free_s=SETTLED_S, reason=socket.gethostname())
         self._claim.held = left is not None
@@ -386,7 +381,8 @@ async def check_carried(
                 return
 
     reads = [topics.ask(lab, name, "+"), topics.ask(PLAIN, PLAIN, "+")]
-    client = LabClient(address, f"{name}-names", reads=reads, received=received, world=world)
+    on = LabCallbacks(received=received)
+    client = LabClient(address, f"{name}-names", reads=reads, on=on, world=world)
     async with client.connected(timeout_s=connect_timeout_s):
         await client.during(send())
     if plain in came and wanted not in came:

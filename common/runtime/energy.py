@@ -21,7 +21,7 @@ from fedstrata.common.host.energy import (
 from fedstrata.common.host.offload import beside
 from fedstrata.common.net.address import BrokerAddress
 from fedstrata.common.net.connection import Handlers
-from fedstrata.common.protocol.limits import SKIPPED
+from fedstrata.common.protocol.limits import SKIPPED, Skipped
 from fedstrata.common.runtime.lab_client import keep
 from fedstrata.common.runtime.world import REAL, World, new_session
 
@@ -77,15 +77,17 @@ async def energy_counter(
     elif source == UNKNOWN:
         yield None
     else:
-        counter = HostCounter(
-            meter(), EnergySource.NONE if source == AUTO else EnergySource(source)
-        )
-        if counter.source is EnergySource.NONE and source != AUTO:
-            remedy = f"{COUNTERS[EnergySource(source)]}, or omit {OPTION}."
+        wanted = EnergySource.NONE if source == AUTO else EnergySource(source)
+        counter = HostCounter(meter(), wanted)
+        if counter.source is not EnergySource.NONE:
+            yield counter
+        elif source == AUTO:
+            yield None
+        else:
+            remedy = f"{COUNTERS[wanted]}, or omit {OPTION}."
             raise InvalidExperiment(
                 OPTION, source, "this host has no such counter that can be read", remedy
             )
-        yield None if counter.source is EnergySource.NONE else counter
 
 
 @asynccontextmanager
@@ -109,13 +111,14 @@ async def _plug(topic: str, broker: BrokerAddress, world: World) -> AsyncIterato
     async def connected() -> None:
         connection.subscribe([topic], qos=0, refused=refused)
 
+    def skipped(_: str, size: int) -> Skipped | None:
+        if size > REPORT_BYTES_MOST:
+            return SKIPPED
+        return None
+
     connection = world.connection(
         broker,
-        Handlers(
-            received,
-            connected,
-            find_place=lambda _, size: SKIPPED if size > REPORT_BYTES_MOST else None,
-        ),
+        Handlers(received, connected, find_place=skipped),
         client_id=f"energy-{new_session(world)}",
         keepalive_s=TransferSettings().keepalive_s,
     )

@@ -122,10 +122,9 @@ def _export(
 
     def tallies(part: str) -> Reading:
         cells = dict.fromkeys(product(peers, DIRECTIONS, KINDS), 0)
-        return (
-            cells
-            | {cell: getattr(tally, part) for cell, tally in list(link.counters.cells.items())}
-        ).items()
+        for cell, tally in list(link.counters.cells.items()):
+            cells[cell] = getattr(tally, part)
+        return cells.items()
 
     def wire() -> Reading:
         sample = mqtt.meter.sample()
@@ -191,15 +190,13 @@ def discovery(targets: Iterable[Target], tree: Tree, *, cloud: str, run: str) ->
         # of a device that has entered
         parent = tree.parent(target.name) if target.name in tree else ""
         nodes[target.metrics].append(NodeLabels(role, target.name, parent=parent))
-    return [
-        {
-            "targets": [address.removeprefix(HTTPS)],
-            "labels": _labels(found)
-            | {"run": run}
-            | ({"__scheme__": "https"} if address.startswith(HTTPS) else {}),
-        }
-        for address, found in nodes.items()
-    ]
+    targets_found: list[ScrapeTarget] = []
+    for address, found in nodes.items():
+        labels = _labels(found) | {"run": run}
+        if address.startswith(HTTPS):
+            labels["__scheme__"] = "https"
+        targets_found.append({"targets": [address.removeprefix(HTTPS)], "labels": labels})
+    return targets_found
 
 
 def reachable(host: str, broker: BrokerAddress) -> str:
@@ -211,8 +208,8 @@ def reachable(host: str, broker: BrokerAddress) -> str:
     """
     if host not in EVERYWHERE:
         return _in_url(host)
-    routes = _routes(broker.hosts, socket.AF_UNSPEC if host == "::" else socket.AF_INET)
-    source = next((source for source, _ in routes), "")
+    family = socket.AF_UNSPEC if host == "::" else socket.AF_INET
+    source = next((source for source, _ in _routes(broker.hosts, family)), "")
     if source and is_loopback(source):
         outside = ((OUTSIDE_6 if ":" in source else OUTSIDE, 9),)
         source = next((source for source, _ in _routes(outside, socket.AF_UNSPEC)), source)
@@ -266,5 +263,8 @@ def _in_url(host: str) -> str:
 
 
 def _labels(nodes: list[NodeLabels]) -> dict[str, str]:
-    shared = [values[0] if len(set(values)) == 1 else "" for values in zip(*nodes, strict=True)]
-    return dict(zip(NODE, shared, strict=True))
+    labels = dict.fromkeys(NODE, "")
+    for label, values in zip(NODE, zip(*nodes, strict=True), strict=True):
+        if len(set(values)) == 1:
+            labels[label] = values[0]
+    return labels

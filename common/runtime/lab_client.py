@@ -1,8 +1,9 @@
 """A client that asks a lab's nodes over a connection of its own, or answers them, beside the
 endpoints of a run.
 
-    client = LabClient(broker, "someone", lab=lab, node="someone", reads=[answer(lab, "someone",
-    "+")], answered=take) async with client.connected(timeout_s=30.0):
+    on = LabCallbacks(answered=take)
+    client = LabClient(broker, "me", lab=lab, node="me", reads=[answer(lab, "me", "+")], on=on)
+    async with client.connected(timeout_s=30.0):
         await client.during(client.ask(ALL, About.ENTRY, until=complete, every_s=0.5))
 
 A message may be lost: a question is repeated until it is answered. An answer counts only with its
@@ -93,15 +94,25 @@ def _ignore(*received: object) -> None:
     """Ignore what has come."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabCallbacks:
+    """What a client calls. Messages for which `received` or `answered` raise WireError are
+    ignored.
+    """
+
+    # with each message on a topic that is no inbox and not for answers: its topic, its bytes, and
+    # whether it was retained
+    received: Callable[[topics.Topic, bytes, bool], None] = _ignore
+    answered: Callable[[Reply], None] = _ignore  # with each answer to its questions
+    subscribed: Callable[[], None] = nothing  # after each connect
+    lost: Callable[[], None] = nothing  # when the connection is lost
+    # with each topic that the broker does not let it read, None: warn
+    refused: Callable[[str], None] | None = None
+
+
 class LabClient:
     """A client of one broker, where its id begins with `name`; the task that keeps its connection
-    has that name, too.
-
-    `reads`: the topics that it subscribes to. It asks as `node`; `answered` gets the answers to its
-    questions. `received` gets each message on a topic that is no inbox and not for answers: its
-    topic, its bytes, and whether it was retained. Messages for which one of them raises WireError
-    are ignored. `subscribed` is called after each connect, `lost` when the connection is lost, and
-    `refused` with each topic that the broker does not let it read, by default to warn.
+    has that name, too. It subscribes to the topics that it `reads`, and asks as `node`.
     """
 
     def __init__(
@@ -112,11 +123,7 @@ class LabClient:
         lab: str = DEFAULT_LAB,
         node: str = "",
         reads: Sequence[str],
-        received: Callable[[topics.Topic, bytes, bool], None] = _ignore,
-        answered: Callable[[Reply], None] = _ignore,
-        subscribed: Callable[[], None] = nothing,
-        lost: Callable[[], None] = nothing,
-        refused: Callable[[str], None] | None = None,
+        on: LabCallbacks,
         world: World = REAL,
     ) -> None:
         self.address = address
@@ -127,15 +134,13 @@ class LabClient:
         self.node = node
         self._name = name
         self._reads = reads
-        self._take = received
-        self._answered = answered
-        self._subscribed = subscribed
-        self._refused = refused or RefusedTopics(name, address).add
+        self._on = on
+        self._refused = on.refused or RefusedTopics(name, address).add
         self.once_connected = asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
         self._connection = world.connection(
             address,
-            Handlers(self._received, self._connected, lost),
+            Handlers(self._received, self._connected, on.lost),
             client_id=f"{name}-{self.session}",
             keepalive_s=TransferSettings().keepalive_s,
         )
@@ -211,7 +216,7 @@ class LabClient:
     async def _connected(self) -> None:
         self._connection.subscribe(list(self._reads), qos=0, refused=self._refused)
         self.once_connected.set()
-        self._subscribed()
+        self._on.subscribed()
 
     def _received(self, topic: str, body: bytes, retained: bool) -> None:
         try:
@@ -219,7 +224,7 @@ class LabClient:
             if isinstance(place, topics.InboxTopic | topics.AnswerTopic):
                 self._take_answer(place, body, retained)
             else:
-                self._take(place, body, retained)
+                self._on.received(place, body, retained)
         except WireError:
             pass
 
@@ -230,4 +235,6 @@ class LabClient:
         if retained or not isinstance(message, Alive | Here) or message.nonce != self.nonce:
             return
         run = place.run if isinstance(place, topics.InboxTopic) else ""
-        self._answered(Reply(topics.sender_of(place), run, session, message, len(body), protocol))
+        self._on.answered(
+            Reply(topics.sender_of(place), run, session, message, len(body), protocol)
+        )

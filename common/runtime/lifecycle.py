@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from contextlib import suppress
 from math import inf
 from typing import Any, Final, TypeVar
 
@@ -29,7 +30,7 @@ from fedstrata.common.protocol.presence import TimeZero
 from fedstrata.common.runtime.child_endpoint import ChildEndpoint
 from fedstrata.common.runtime.discovery import Moved, activity
 from fedstrata.common.runtime.endpoint import Endpoint
-from fedstrata.common.runtime.lab_client import LabClient
+from fedstrata.common.runtime.lab_client import LabCallbacks, LabClient
 from fedstrata.common.runtime.world import Host, within
 from fedstrata.common.settings.devices import Move, Moves, OnlineTimes
 from fedstrata.common.text import short
@@ -166,9 +167,8 @@ class Away(FedstrataError):
     """The device is away by its trace, which `begun` in monotonic seconds."""
 
     def __init__(self, begun: float, *, for_s: float) -> None:
-        super().__init__(
-            f"away by its trace for {for_s:.0f} s" if for_s < inf else "away by its trace for good"
-        )
+        length = f"{for_s:.0f} s" if for_s < inf else "good"
+        super().__init__(f"away by its trace for {length}")
         self.begun = begun
 
 
@@ -231,18 +231,16 @@ async def _departure(
         t = up.now() - begun
         if times is not None and not times.online(t):
             return Away(begun, for_s=times.returns(t) - t)
-        if (
-            (move := moves.due(t)) is not None
-            and move.parent != up.session.parent
-            and move not in failed
-        ):
+        move = moves.due(t)
+        if not (move is None or move.parent == up.session.parent or move in failed):
             return MovesAway(move)
-        left_s = min(moves.next_change(t), inf if times is None else times.next_change(t)) - t
-        try:
-            async with asyncio.timeout(left_s if left_s < inf else None):
+        change = moves.next_change(t)
+        if times is not None:
+            change = min(change, times.next_change(t))
+        left_s = change - t if change < inf else None
+        with suppress(TimeoutError):
+            async with asyncio.timeout(left_s):
                 begun = await up.began()  # of a run that was resumed
-        except TimeoutError:
-            pass
 
 
 async def until_return(
@@ -284,9 +282,8 @@ class _ParentState:
         self._parent = parent
         self._loop = asyncio.get_running_loop()
         state = topics.state(host.lab, "+", parent)
-        self.client = LabClient(
-            host.broker, f"{name}-away", reads=[state], received=self._received, world=host.world
-        )
+        on = LabCallbacks(received=self._received)
+        self.client = LabClient(host.broker, f"{name}-away", reads=[state], on=on, world=host.world)
 
     async def over(self) -> bool:
         """Return whether the run has ended: a living parent publishes its state again if another
@@ -312,11 +309,9 @@ class _ParentState:
             self.ended = self.ended or message.state in (NodeState.FINISHED, NodeState.FAILED)
             if message.state is NodeState.FAILED:
                 self.failure = ParentGaveUp(f"{self._parent} gave up: {short(message.reason)}")
-            now = self._loop.time()
-            if (
-                not retained
-                and (begun := self._zero.note(message.elapsed_s, session, now, published=True))
-                is not None
-            ):
-                self.begun = begun
+            if not retained:
+                now = self._loop.time()
+                self._zero.note(message.elapsed_s, session, now, published=True)
+                if self._zero.begun is not None:
+                    self.begun = self._zero.begun
         self.changed.set()

@@ -229,4 +229,5 @@ def decode_row(
         codec.decode(layout, blob, row, reference=reference)
         layout.check_finite(row)
     except (RefusedModel, WireError) as error:
-        raise RefusedModel(str(error) if codec.is_row else f"{error} (as {codec.name})") from None
+        form = "" if codec.is_row else f" (as {codec.name})"
+        raise RefusedModel(f"{error}{form}") from None

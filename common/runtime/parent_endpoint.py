@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from fedstrata.common.accounting.ledger import Ledger
-from fedstrata.common.errors import (
-    FedstrataError,
-    InvalidBelow,
-    NoProgress,
-    RefusedModel,
-    RunFailed,
-)
+from fedstrata.common.errors import InvalidBelow, NoProgress, RefusedModel, RunFailed
 from fedstrata.common.experiment.tiers import Closing, Minimum
-from fedstrata.common.host.offload import offload
-from fedstrata.common.methods.rule import Uploads
 from fedstrata.common.model.codec_settings import PLAIN, Codecs
-from fedstrata.common.model.layout import LinkLayouts, Row
+from fedstrata.common.model.layout import LinkLayouts
 from fedstrata.common.net.address import BrokerAddress
 from fedstrata.common.protocol.attendance import Readiness
 from fedstrata.common.protocol.events import (
@@ -38,7 +29,6 @@ from fedstrata.common.protocol.events import (
     UploadRefused,
 )
 from fedstrata.common.protocol.limits import possible_scores
-from fedstrata.common.protocol.manifest import missing
 from fedstrata.common.protocol.messages import Announcement, Failure, Target
 from fedstrata.common.protocol.parent_session import ParentSession
 from fedstrata.common.protocol.peers import ToChildren
@@ -47,6 +37,7 @@ from fedstrata.common.protocol.round_state import Assignment, Closed, Stalled
 from fedstrata.common.runtime.calibration import Probes, measure_all
 from fedstrata.common.runtime.endpoint import BrokerStatistics, Endpoint
 from fedstrata.common.runtime.frozen import FrozenOffers
+from fedstrata.common.runtime.incoming import IncomingUploads
 from fedstrata.common.runtime.models import Arriving, Models
 from fedstrata.common.runtime.round import ClosedRound, Dispatch, Observe
 from fedstrata.common.runtime.world import REAL, World, nothing, within
@@ -71,11 +62,7 @@ def _no_minimum(children: int) -> Minimum | None:
 
 
 class ParentEndpoint(Endpoint):
-    """A parent's children on one broker; `run` keeps the connection, `round` runs a round.
-
-    `minimum_of`: what rounds need of so many children, None: they wait for each. `spool`: where
-    uploads are assembled, None: in memory.
-    """
+    """A parent's children on one broker; `run` keeps the connection, `round` runs a round."""
 
     session: ParentSession
 
@@ -86,8 +73,9 @@ class ParentEndpoint(Endpoint):
         below: ToChildren,
         *,
         codecs: Codecs = PLAIN,
+        # what rounds need of a number of children, None: they wait for each
         minimum_of: Callable[[int], Minimum | None] = _no_minimum,
-        spool: Spool | None = None,
+        spool: Spool | None = None,  # where uploads are assembled, None: in memory
         observe: Observe = lambda event, facts: None,
         world: World = REAL,
     ) -> None:
@@ -107,15 +95,9 @@ class ParentEndpoint(Endpoint):
         self.probes = Probes(self, world)
         self.frozen = FrozenOffers(self)
         self._layouts: LinkLayouts | None = None
-        self._spool = spool or Spool(None)
-        self._uploads = self._spool.rows("uploads", 0, 0)
-        self._places: dict[str, int] = {}
+        self._incoming = IncomingUploads(self, self.session, self.models, spool or Spool(None))
         self._sent: dict[str, int] = {}  # bytes of the model of each child with a task
-        self._buffers: dict[str, memoryview] = {}
         self._closed: asyncio.Future[Closed] | None = None
-        self._checks: set[asyncio.Task[None]] = set()
-        # the child's upload that is decoded in a thread
-        self._checking: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
         self._targets: tuple[Target, ...] = ()
         self._new_targets = asyncio.Event()
@@ -208,12 +190,7 @@ class ParentEndpoint(Endpoint):
         children = dispatch.children if dispatch.carried is None else self.peers
         assignments = await self._offer(dispatch)
         self._sent |= {name: assignment.model.size for name, assignment in assignments.items()}
-        if self._uploads.array.shape != (len(children), layout.row_bytes):
-            resident = 1e6 * self.transfer.resident_mb
-            self._uploads = self._spool.rows(
-                "uploads", len(children), layout.row_bytes, resident_bytes=resident
-            )
-        self._places = {name: place for place, name in enumerate(children)}
+        self._incoming.open(children, layout)
         self._closed = asyncio.get_running_loop().create_future()
         for model, _ in dispatch.models:
             if isinstance(model, Arriving):
@@ -231,37 +208,33 @@ class ParentEndpoint(Endpoint):
         in_flight: Sequence[str] = ()
         try:
             closed = await self._closed
-            in_flight = () if dispatch.last else self.session.coordinator.in_flight()
+            if not dispatch.last:
+                in_flight = self.session.coordinator.in_flight()
         # after this the rows of both directions may be overwritten, but for those of children in
         # flight
         finally:
             self._on_progress = nothing
             retired = self.session.end_round(self.now(), in_flight=in_flight)
             self._detach()
-            if self._checks:
-                await asyncio.wait(self._checks)  # a late one still writes its row
+            await self._incoming.settled()
             for blob in retired:
                 self.models.release(blob)
             sent = self._sent
             self._sent = {name: self._sent[name] for name in in_flight}
         results = {name: closed.results[name] for name in children if name in closed.results}
-        uploads = Uploads(
-            children, self._uploads.array, tuple(map(results.get, children)), self._uploads.release
-        )
+        uploads = self._incoming.of(results)
         nbytes = {name: sent[name] + result.model.size for name, result in results.items()}
-        timeline = self.session.coordinator.timeline
-        buffered = dispatch.carried is not None
         results, unscored = possible_scores(results, self.session.limits, tests=self.tests)
         return ClosedRound(
             results,
             uploads,
             closed.missing,
             closed.refused,
-            timeline,
+            self.session.coordinator.timeline,
             nbytes,
-            buffered,
-            dispatch.absent,
-            unscored,
+            buffered=dispatch.carried is not None,
+            absent=dispatch.absent,
+            unscored=unscored,
         )
 
     async def gather(
@@ -388,8 +361,12 @@ class ParentEndpoint(Endpoint):
         finally:
             self.session.measuring = False
         for name, measured in self.ledger.measured.items():
-            facts = {"node": name, "up_mbit": measured.up * 8e-6, "down_mbit": measured.down * 8e-6}
-            self._observe("measured", {key: fact for key, fact in facts.items() if fact})
+            facts: dict[str, object] = {"node": name}
+            if measured.up:
+                facts["up_mbit"] = measured.up * 8e-6
+            if measured.down:
+                facts["down_mbit"] = measured.down * 8e-6
+            self._observe("measured", facts)
 
     async def farewells(self, *, timeout_s: float) -> None:
         """Wait until the present children have sent their farewells, at most `timeout_s`."""
@@ -406,9 +383,9 @@ class ParentEndpoint(Endpoint):
 
     def _take(self, event: object) -> None:
         if isinstance(event, UploadAnnounced):
-            self._fetch(event)
+            self._incoming.fetch(event)
         elif isinstance(event, UploadArrived):
-            self._check(event)
+            self._incoming.check(event)
         elif isinstance(event, UploadRefused):
             log.warning("%s: refused %s's model: %s", self.identity.name, event.child, event.reason)
             self._observe("refused", {"node": event.child, "reason": event.reason})
@@ -476,39 +453,35 @@ class ParentEndpoint(Endpoint):
         set the pace.
         """
         layout = self._require_layouts().down
-        link = self.link
+        offers = self.link.offers
         groups: dict[tuple[int, LinkDirection, int], list[str]] = {}
         for i, (_, children) in enumerate(dispatch.models):
             for name in children:
-                groups.setdefault(
-                    (i, link.ways.to[name], link.offers.chunk_bytes(name)), []
-                ).append(name)
+                equal = (i, self.link.ways.to[name], offers.chunk_bytes(name))
+                groups.setdefault(equal, []).append(name)
         assignments: dict[str, Assignment] = {}
         for (i, *_), receivers in groups.items():
             model = dispatch.models[i][0]
             inline = None
             if isinstance(model, Arriving) and self._forwards(model, receivers):
-                manifest = link.offers.forward(
+                manifest = offers.forward(
                     model.manifest, model.buffer, receivers, lacking=model.lacking
                 )
                 model.on_chunk(self.wake)
                 self.models.keep(manifest.blob, model)
             else:
                 row = await model.whole() if isinstance(model, Arriving) else model
-                cut = link.offers.cut(receivers)
+                cut = offers.cut(receivers)
                 try:
                     manifest, blob = await self.models.encode(
                         layout, row, cut=cut, adopt=row is model
                     )
                 except RefusedModel as error:
                     raise RunFailed(f"the model cannot be sent: {error}") from None
-                inline = link.offers.add(manifest, blob, receivers)
-            assignments |= {
-                name: Assignment(
-                    manifest, dispatch.epochs[name], inline, dispatch.follows.get(name, 0)
-                )
-                for name in receivers
-            }
+                inline = offers.add(manifest, blob, receivers)
+            for name in receivers:
+                follows = dispatch.follows.get(name, 0)
+                assignments[name] = Assignment(manifest, dispatch.epochs[name], inline, follows)
         return assignments
 
     def _forwards(self, model: Arriving, receivers: Sequence[str]) -> bool:
@@ -517,80 +490,6 @@ class ParentEndpoint(Endpoint):
         """
         same = model.manifest.codec == self.models.sent.name and not model.complete
         return same and self.link.offers.forwards(model.manifest, receivers)
-
-    def _fetch(self, upload: UploadAnnounced) -> None:
-        if not self.session.is_announced(upload):
-            return
-        # an announcement after a restart must not change the row meanwhile
-        if upload.child in self._checking:
-            self._soon(self._fetch_later(upload), name=f"fetch {upload.child}")
-            return
-        layout = self._require_layouts().up
-        manifest = upload.result.model
-        place = self._places[upload.child]
-        buffer = self.models.received.buffer(layout, self._uploads.array[place], size=manifest.size)
-        if (
-            upload.result.inline is None
-            and self._uploads.take_found(place)
-            and self.models.received.is_row
-        ):
-            self._soon(self._fetch_rest(upload, buffer), name=f"scan {upload.child}")
-        elif self.session.fetch(upload, buffer, self.now()):
-            self._buffers[upload.child] = buffer
-
-    async def _fetch_later(self, upload: UploadAnnounced) -> None:
-        await asyncio.wait([self._checking[upload.child]])
-        self._fetch(upload)
-        self.wake()
-
-    async def _fetch_rest(self, upload: UploadAnnounced, buffer: memoryview) -> None:
-        """Fetch the chunks that an earlier process of this node did not receive."""
-        lacking = await offload(partial(missing, upload.result.model, buffer))
-        if self.session.fetch(upload, buffer, self.now(), lacking=lacking):
-            self._buffers[upload.child] = buffer
-        self.wake()
-
-    def _check(self, upload: UploadArrived) -> None:
-        """Decode an upload and accept it if it is valid; a small one at once, without a task."""
-        if not self.session.is_announced(upload):
-            return  # the round has ended, and with it the references of its deltas
-        layout = self._require_layouts().up
-        row = self._uploads.array[self._places[upload.child]]
-        buffer = self._buffers[upload.child]
-        reference = upload.result.model.reference
-        decode = self.models.decoder(layout, buffer, row, reference=reference)
-        if decode is None:
-            checking = self._soon(
-                self._check_later(upload, buffer, row), name=f"check {upload.child}"
-            )
-            self._checking[upload.child] = checking
-            checking.add_done_callback(lambda task: self._checking.pop(upload.child))
-            return
-        with self._judging(upload):
-            decode()
-
-    async def _check_later(self, upload: UploadArrived, buffer: memoryview, row: Row) -> None:
-        with self._judging(upload):
-            reference = upload.result.model.reference
-            await self.models.decode(self._require_layouts().up, buffer, row, reference=reference)
-        self.wake()
-
-    @contextmanager
-    def _judging(self, upload: UploadArrived) -> Iterator[None]:
-        """Accept an upload if its decoding, the body, succeeds; else refuse it with the reason."""
-        try:
-            yield
-        except FedstrataError as error:
-            self.session.refuse(upload.child, upload.result.key, str(error), self.now())
-        else:
-            self._uploads.release(self._places[upload.child])
-            self.session.accept(upload, self.now())
-
-    def _soon(self, checking: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
-        task = asyncio.create_task(checking, name=name)
-        self._checks.add(task)
-        task.add_done_callback(self._checks.discard)
-        return task
 
     def _require_layouts(self) -> LinkLayouts:
         assert self._layouts is not None, "call set_layouts before the first round"

@@ -20,7 +20,7 @@ from fedstrata.common.net.address import BrokerAddress
 from fedstrata.common.protocol import serialization, topics
 from fedstrata.common.protocol.limits import STRANGER
 from fedstrata.common.protocol.messages import About, Here, Question
-from fedstrata.common.runtime.lab_client import LabClient, Reply
+from fedstrata.common.runtime.lab_client import LabCallbacks, LabClient, Reply
 from fedstrata.common.runtime.world import REAL, Host, World
 from fedstrata.common.text import short
 
@@ -70,8 +70,9 @@ class RollEntry:
         self._answered: dict[str, float] = {}
         self._loop = asyncio.get_running_loop()
         calls = topics.ask(host.lab, topics.ALL, "+")
+        on = LabCallbacks(received=self._received)
         self._client = LabClient(
-            host.broker, f"{name}-roll", reads=[calls], received=self._received, world=host.world
+            host.broker, f"{name}-roll", reads=[calls], on=on, world=host.world
         )
 
     def kept(self) -> AbstractAsyncContextManager[None]:
@@ -173,9 +174,10 @@ async def call_rolls(
         raise failures[0]
     for failure in failures:
         log.warning("%s", failure)
-    return [
-        answer for _, known in sorted(answers.found.items()) for _, answer in sorted(known.items())
-    ]
+    found: list[Answer] = []
+    for _, known in sorted(answers.found.items()):
+        found += [answer for _, answer in sorted(known.items())]
+    return found
 
 
 class _Answers:
@@ -184,7 +186,8 @@ class _Answers:
     def __init__(self, expected: Collection[str]) -> None:
         self.found: dict[str, dict[str, Answer]] = {}
         self.complete = asyncio.Event()
-        self._expects, self._lacking = bool(expected), set(expected)
+        self._expects = bool(expected)
+        self._lacking = set(expected)
         self._held = 0
 
     def add(self, session: str, answer: Answer, size: int) -> None:
@@ -220,9 +223,8 @@ async def _call_roll(
             answers.add(reply.session, answer, reply.nbytes)
 
     reads = [topics.answer(lab, name, "+")]
-    client = LabClient(
-        address, f"{name}-asks", lab=lab, node=name, reads=reads, answered=answered, world=world
-    )
+    on = LabCallbacks(answered=answered)
+    client = LabClient(address, f"{name}-asks", lab=lab, node=name, reads=reads, on=on, world=world)
     times = max(1, round(wait_s / CALL_EVERY_S))
     async with client.connected(timeout_s=timeout_s):
         call = client.ask(

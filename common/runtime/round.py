@@ -19,13 +19,14 @@ from fedstrata.common.errors import InvalidBelow, RunFailed
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.experiment.tiers import Closing, Tier
 from fedstrata.common.methods.rule import Rule, RuleContext, Uploads
-from fedstrata.common.methods.selection import NOTHING, ClientSelection, ResultFacts
+from fedstrata.common.methods.selection import NOTHING, Choose, ClientSelection, ResultFacts
+from fedstrata.common.metrics import Metrics
 from fedstrata.common.model.layout import ModelLayout, Row
 from fedstrata.common.model.refinement import Refiner
 from fedstrata.common.protocol.messages import Manifest, Phase, Result, Task
 from fedstrata.common.protocol.round_state import Timeline
 from fedstrata.common.runtime.models import Arriving
-from fedstrata.common.runtime.world import nothing
+from fedstrata.common.runtime.world import REAL, World, nothing
 from fedstrata.common.storage.spool import Spool
 from fedstrata.common.text import JSON_MOST, named
 
@@ -41,30 +42,26 @@ log = logging.getLogger("fedstrata.round")
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """The tasks of a round.
-
-    `models`: each flat model, uint8 [row_bytes], with the children that receive it. A lossy codec
-    overwrites it with what they decode, so that the node goes on from the model that its children
-    had. One that is still arriving stays as it is, and is forwarded chunk by chunk; its codec is
-    that of the children, or theirs is exact. `epochs`: at least those of the children that take
-    part, `selected` in the node's order from the `able` ones; `absent`: those that could not be.
-    `follows`: what their tasks follow, as in the message Task; 0 for others. `carried`: the
-    children whose tasks of earlier rounds go on, None if tasks end with their round (see
-    `Coordinator.open`); the models that were sent to them must not have changed. `last`: no round
-    follows, so no task goes on.
-    """
+    """The tasks of a round."""
 
     global_round: int
     local_round: int
+    # Each flat model, uint8 [row_bytes], with the children that receive it. A lossy codec
+    # overwrites it with what they decode, so that the node goes on from the model that its children
+    # had. One that is still arriving stays as it is, and is forwarded chunk by chunk; its codec is
+    # that of the children, or theirs is exact.
     models: Sequence[tuple[Row | Arriving, Sequence[str]]]
-    epochs: Mapping[str, int]
+    epochs: Mapping[str, int]  # at least those of the children that take part
     closing: Closing
-    selected: Sequence[str] = ()
-    absent: Collection[str] = ()
+    selected: Sequence[str] = ()  # the children that take part, in the node's order
+    absent: Collection[str] = ()  # those that could not be selected
+    # what their tasks follow, as in the message Task; 0 for others
     follows: Mapping[str, int] = field(default_factory=dict)
+    # The children whose tasks of earlier rounds go on, None if tasks end with their round (see
+    # `Coordinator.open`); the models that were sent to them must not have changed.
     carried: Collection[str] | None = None
-    last: bool = False
-    able: Collection[str] = ()
+    last: bool = False  # no round follows, so no task goes on
+    able: Collection[str] = ()  # the children that could be selected
 
     @property
     def children(self) -> tuple[str, ...]:
@@ -76,22 +73,19 @@ class Dispatch:
 class ClosedRound:
     """A closed round, its children in the order of `Dispatch.children`; all of the parent's if
     tasks go on.
-
-    `results`: those of the children that answered, in that order; `absent`: see `Dispatch`.
-    `uploads`: their models, in rows that are valid until the next round opens. `model_bytes`: of
-    each child that answered, the encoded models that it received and returned. `buffered`: tasks go
-    on. `unscored`: nodes whose scores are left out, each with the reason
-    (`common.protocol.limits.possible_scores`); their models count.
     """
 
-    results: Mapping[str, Result]
-    uploads: Uploads
+    results: Mapping[str, Result]  # of the children that answered, in that order
+    uploads: Uploads  # their models, in rows that are valid until the next round opens
     missing: tuple[str, ...]
     refused: Mapping[str, str]
     timeline: Timeline
+    # of each child that answered, the encoded models that it received and returned
     model_bytes: Mapping[str, int]
-    buffered: bool = False
-    absent: Collection[str] = ()
+    buffered: bool = False  # tasks go on
+    absent: Collection[str] = ()  # see `Dispatch`
+    # nodes whose scores are left out, each with the reason
+    # (`common.protocol.limits.possible_scores`); their models count
     unscored: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -110,20 +104,16 @@ class ClosedRound:
         where tasks go on; `unreported`: those whose samples are not known yet; `absent`: those that
         could not take part; `unscored`: see the class. Each is left out if there are none.
         """
-        used = [*self.results, *self.refused] if self.buffered else []
+        found: dict[str, object] = {}
         if self.buffered:
-            without = []
+            found["used"] = [*self.results, *self.refused]
         else:
-            without = [child for child in self.uploads.children if child not in self.results]
-        found = {
-            "without": without,
-            "used": used,
-            "unreported": list(unreported),
-            "absent": list(self.absent),
-        }
-        made: dict[str, object] = {"node_round": r}
-        made |= {name: children for name, children in found.items() if children}
-        return made | ({UNSCORED: dict(self.unscored)} if self.unscored else {})
+            children = self.uploads.children
+            found["without"] = [child for child in children if child not in self.results]
+        found["unreported"] = list(unreported)
+        found["absent"] = list(self.absent)
+        found[UNSCORED] = dict(self.unscored)
+        return {"node_round": r} | {name: children for name, children in found.items() if children}
 
     @property
     def models(self) -> dict[str, Row]:
@@ -153,12 +143,11 @@ class WorkResult:
         plans = json.dumps(self.plans) if self.plans else ""
         # a replay needs the decisions, nothing needs the numbers of trainers
         if len(plans) > JSON_MOST:
-            numbers = {
-                name for name, found in self.plans.items() if all(NUMBERS in each for each in found)
-            }
-            plans = json.dumps(
-                {name: found for name, found in self.plans.items() if name not in numbers}
-            )
+            decisions = {}
+            for name, found in self.plans.items():
+                if not all(NUMBERS in each for each in found):
+                    decisions[name] = found
+            plans = json.dumps(decisions)
         if len(plans) > JSON_MOST:
             log.warning(
                 "the decisions of %d rules are not reported: %d characters",
@@ -314,6 +303,18 @@ async def run_round(
             log.warning("round %d.%d begins again with other children: %s", *key, error)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeContext:
+    """What a node's rounds are run with, beside its experiment."""
+
+    down: Children
+    spool: Spool  # where its rule keeps rows
+    metrics: Metrics
+    choose: Choose | None = None  # a client selection, as recorded
+    refiner: Refiner | None = None
+    world: World = REAL
+
+
 def unreported(children: Children) -> list[str]:
     """Return the children whose samples are not known."""
     return [name for name in children.peers if name not in children.samples]
@@ -322,28 +323,25 @@ def unreported(children: Children) -> list[str]:
 def rule_context(
     experiment: Experiment,
     node: str,
+    context: NodeContext,
     *,
     layout: ModelLayout,
-    spool: Spool,
     folder: Path | None,
     measures: bool,
-    refiner: Refiner | None,
 ) -> RuleContext:
-    """Return what a node's rule is built for. `spool`: where its rows are; for the others see
-    `RuleContext`.
-    """
+    """Return what a node's rule is built for; see `RuleContext`."""
+    resident_mb = experiment.transfer.resident_mb
+    rows = partial(context.spool.memory, row_bytes=layout.row_bytes, resident_mb=resident_mb)
     return RuleContext(
         layout=layout,
         node=node,
         seed=experiment.seed,
         measures=measures,
-        rows=partial(
-            spool.memory, row_bytes=layout.row_bytes, resident_mb=experiment.transfer.resident_mb
-        ),
+        rows=rows,
         folder=folder,
         children=len(experiment.tree.children[node]),
         training=experiment.training,
         learning_rate=experiment.learning_rate_in,
         rounds_below=experiment.rounds_below(node),
-        refiner=refiner,
+        refiner=context.refiner,
     )

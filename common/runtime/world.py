@@ -143,26 +143,20 @@ def new_session(world: World = REAL) -> str:
 class Host:
     """A node's surroundings, whatever its role. Raises ValueError if the lab's name has another
     form.
-
-    broker: between the node and its parent; the cloud's is that of its children
-    metrics_address: where others reach its metrics, "" if they cannot
-    spool: folder of partly transferred models, None: in memory
-    allow: the packages whose code an experiment may name
-    data: folder of data sets, in place of the experiment's, which must be below `data_root`
-    otherwise stay: wait for the next run after each one    kit: digest of the kit that installed it
     """
 
-    broker: BrokerAddress
+    broker: BrokerAddress  # between the node and its parent; the cloud's is that of its children
     connect_timeout_s: float
     metrics: Metrics
-    metrics_address: str = ""
+    metrics_address: str = ""  # where others reach its metrics, "" if they cannot
     lab: str = DEFAULT_LAB
-    spool: Path | None = None
-    allow: Sequence[str] = ()
+    spool: Path | None = None  # folder of partly transferred models, None: in memory
+    allow: Sequence[str] = ()  # the packages whose code an experiment may name
+    # folder of data sets, in place of the experiment's, which must be below `data_root` otherwise
     data: str | None = None
     data_root: Path = Path()
-    stay: bool = False
-    kit: str = ""
+    stay: bool = False  # wait for the next run after each one
+    kit: str = ""  # digest of the kit that installed it
     world: World = REAL
 
     def __post_init__(self) -> None:
@@ -179,6 +173,10 @@ class Host:
             ledger=ledger,
             lab=self.lab,
         )
+
+    def keeps_files_of(self, run: str) -> str:
+        """Return the run whose files this node keeps until its end, "" if they serve later runs."""
+        return "" if self.stay else run
 
     @property
     def folders(self) -> Mapping[str, Path]:
@@ -202,8 +200,9 @@ def nothing() -> None:
 
 async def within(event: asyncio.Event, timeout_s: float) -> bool:
     """Wait until an event is set, at most `timeout_s`, inf: for ever; return whether it is."""
+    limit_s = timeout_s if timeout_s < inf else None
     try:
-        async with asyncio.timeout(timeout_s if timeout_s < inf else None):
+        async with asyncio.timeout(limit_s):
             return await event.wait()
     except TimeoutError:
         return False

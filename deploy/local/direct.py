@@ -33,7 +33,7 @@ from fedstrata.common.model.refinement import Refiner
 from fedstrata.common.protocol.limits import limits_below, tests_below
 from fedstrata.common.protocol.messages import Phase, Task
 from fedstrata.common.runtime.models import Arriving
-from fedstrata.common.runtime.round import DoTask, Observe, Report, WorkResult
+from fedstrata.common.runtime.round import DoTask, NodeContext, Observe, Report, WorkResult
 from fedstrata.common.runtime.world import REAL
 from fedstrata.common.settings.data import check_alike
 from fedstrata.common.settings.topology import CLOUD
@@ -153,12 +153,14 @@ async def _run(
         rounds = LocalRounds(
             name,
             experiment,
+            NodeContext(
+                down=below[name],
+                spool=spool,
+                metrics=metrics,
+                choose=choose(name),
+                refiner=_refiner(experiment, name, partition=partition, frozen=frozen),
+            ),
             layout=layout,
-            spool=spool,
-            down=below[name],
-            metrics=metrics,
-            choose=choose(name),
-            refiner=_refiner(experiment, name, partition=partition, frozen=frozen),
         )
         work[name] = rounds.work
     spool = _spool(folder, CLOUD)
@@ -167,13 +169,15 @@ async def _run(
         run = GlobalRounds(
             folder,
             cloud.beginning,
-            spool=spool,
-            down=down,
+            NodeContext(
+                down=down,
+                spool=spool,
+                metrics=metrics,
+                choose=choose(CLOUD),
+                refiner=_refiner(experiment, CLOUD, partition=partition, frozen=frozen),
+            ),
             evaluate=evaluate,
-            metrics=metrics,
             observe=record,
-            choose=choose(CLOUD),
-            refiner=_refiner(experiment, CLOUD, partition=partition, frozen=frozen),
         )
         if resume:
             run.resume()

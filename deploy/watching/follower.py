@@ -15,7 +15,7 @@ from fedstrata.common.net.address import BrokerAddress
 from fedstrata.common.protocol import topics
 from fedstrata.common.protocol.messages import About
 from fedstrata.common.protocol.status import PUBLISH_S
-from fedstrata.common.runtime.lab_client import LabClient
+from fedstrata.common.runtime.lab_client import LabCallbacks, LabClient
 from fedstrata.common.runtime.world import REAL, World
 from fedstrata.deploy.console.login import OPERATOR
 from fedstrata.deploy.watching.lab_state import Event, WatchedLab
@@ -72,10 +72,12 @@ class Follower:
                     topics.state(lab, "+", "+"),
                     topics.status(lab, "+", "+"),
                 ],
-                received=self._received,
-                subscribed=partial(self._set_broker, place, up=True),
-                lost=partial(self._set_broker, place, up=False),
-                refused=partial(self._refuse, address),
+                on=LabCallbacks(
+                    received=self._received,
+                    subscribed=partial(self._set_broker, place, up=True),
+                    lost=partial(self._set_broker, place, up=False),
+                    refused=partial(self._refuse, address),
+                ),
                 world=world,
             )
             for place, address in enumerate(addresses)
