@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from threading import Lock
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -279,6 +279,9 @@ class _Watched:
         return sums
 
 
+_M = TypeVar("_M")
+
+
 class Metrics:
     """The metrics of one process, in its own registry.
 
@@ -292,7 +295,8 @@ class Metrics:
         self._watched = _Watched()
         registry.register(self._watched)
         self._targets: Callable[[str], Sequence[Mapping[str, object]]] = lambda asked: ()
-        self._scrapes, self._discoveries = Scrapes(), Scrapes()
+        self._scrapes = Scrapes()
+        self._discoveries = Scrapes()
         self._scored: dict[NodeLabels, tuple[str, ...]] = {}  # the scores that a run's end removes
         self.run: Final = Info("fedstrata_run", FAMILIES["run"].text, NODE, registry=registry)
         self.run_state: Final = self._gauge("run_state")
@@ -402,10 +406,8 @@ class Metrics:
         def answer(environ: Any, start_response: Any) -> Iterable[bytes]:
             if environ["PATH_INFO"] == HEALTH:
                 failure = self.heartbeat.failure()
-                start_response(
-                    "503 Service Unavailable" if failure else "200 OK",
-                    [("Content-Type", "text/plain")],
-                )
+                status = "503 Service Unavailable" if failure else "200 OK"
+                start_response(status, [("Content-Type", "text/plain")])
                 return [f"{failure or 'ok'}\n".encode()]
             if guard is not None and not guard.admits(environ):
                 start_response(
@@ -423,7 +425,8 @@ class Metrics:
                 lambda: scrape(environ, start_response), interval=environ.get(TIMEOUT, "")
             )
 
-        return serve(answer, host, port, tls=guard.tls if guard else None)
+        tls = None if guard is None else guard.tls
+        return serve(answer, host, port, tls=tls)
 
     async def last_scrape(self) -> None:
         """Wait for one more scrape if Prometheus scrapes regularly, so that it gets the last
@@ -448,13 +451,12 @@ class Metrics:
         await self._discoveries.wait_for_next()
 
     def _gauge(self, name: str) -> Gauge:
-        family = FAMILIES[name]
-        return Gauge(
-            f"fedstrata_{name}", family.text, (*family.of, *family.labels), registry=self._registry
-        )
+        return self._metric(Gauge, name)
 
     def _counter(self, name: str) -> Counter:
+        return self._metric(Counter, name)
+
+    def _metric(self, kind: Callable[..., _M], name: str) -> _M:
         family = FAMILIES[name]
-        return Counter(
-            f"fedstrata_{name}", family.text, (*family.of, *family.labels), registry=self._registry
-        )
+        labels = (*family.of, *family.labels)
+        return kind(f"fedstrata_{name}", family.text, labels, registry=self._registry)

@@ -140,7 +140,8 @@ def serve(
     """Serve a WSGI application from a thread and return the port; port 0 selects a free one. Raises
     OSError.
     """
-    server = make_server(host, port, answer, _Server6 if ":" in host else _Server, _Silent)
+    family = _Server6 if ":" in host else _Server
+    server = make_server(host, port, answer, family, _Silent)
     server.tls = tls
     Thread(target=server.serve_forever, name="metrics", daemon=True).start()
     return int(server.server_port)

@@ -127,10 +127,12 @@ def by_cause(causes: Iterable[tuple[str, str]]) -> str:
     groups: dict[str, list[tuple[str, str]]] = {}
     for name, cause in causes:
         groups.setdefault(_SAMPLES.sub("", cause), []).append((name, cause))
-    return "; ".join(
-        f"{named([name for name, _ in found])} {found[0][1] if len(found) == 1 else shared}"
-        for shared, found in groups.items()
-    )
+    parts = []
+    for shared, found in groups.items():
+        names, whole = zip(*found, strict=True)
+        cause = whole[0] if len(found) == 1 else shared
+        parts.append(f"{named(names)} {cause}")
+    return "; ".join(parts)
 
 
 def named(names: Sequence[str]) -> str:

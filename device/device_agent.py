@@ -139,12 +139,13 @@ class DeviceAgent:
             check_parent(tree, self._name, self._parent, role="device", among=tree.devices)
         spool = Spool.open(host.spool, run=run, node=self._name)
         keeps = experiment.devices_remember or experiment.keeps_secret(self._name)
-        states = Spool.open(self._states if keeps else None, run=run, node=self._name)
+        folder = self._states if keeps else None
+        states = Spool.open(folder, run=run, node=self._name)
         self._metrics.introduce(
             self._labels, {"run": run, "experiment": experiment.name}, phases=PHASES
         )
         layout = ModelLayout.from_json(found.announcement.layout)
-        files = FrozenFiles(self._states, self._name, run="" if host.stay else run)
+        files = FrozenFiles(self._states, self._name, run=host.keeps_files_of(run))
         part = _Part(
             found, experiment, layout, spool, states, files, self._parent, found.parent_session
         )
@@ -177,9 +178,8 @@ class DeviceAgent:
                 for_s = experiment.transfer.idle_s
                 parents = [parent for parent in experiment.tree.parents if parent != part.parent]
                 activity.info("%s: run %s: looks for another parent: %s", name, run, error)
-                if (
-                    found := await another_parent(host, name, parents, run=run, for_s=for_s)
-                ) is None:
+                found = await another_parent(host, name, parents, run=run, for_s=for_s)
+                if found is None:
                     raise
                 part.parent, part.session = found
             self._moved_to = part.parent
@@ -194,6 +194,7 @@ class DeviceAgent:
         found = part.found
         tier = experiment.tier_above(self._name)
         used, by = part.used
+        after = 0 if by == part.parent else used
         up = ChildEndpoint(
             host.broker,
             host.identity(found.run, self._name, "device"),
@@ -209,7 +210,7 @@ class DeviceAgent:
             codecs=tier.transfer,
             spool=part.spool,
             files=part.files,
-            after=0 if by == part.parent else used,
+            after=after,
             world=host.world,
         )
         export_child(self._metrics, up, self._labels, tier=tier.name)
@@ -267,12 +268,8 @@ class DeviceAgent:
         return work
 
     async def _train_all(self, up: ChildEndpoint, experiment: Experiment, local: LocalWork) -> None:
-        scores = experiment.evaluation.on_devices
-        up.set_state(
-            NodeState.READY,
-            samples=local.prepared.samples,
-            tests=local.prepared.tests if scores else 0,
-        )
+        tests = local.prepared.tests if experiment.evaluation.on_devices else 0
+        up.set_state(NodeState.READY, samples=local.prepared.samples, tests=tests)
         machine = experiment.machine(self._name)
         keeps = local.keeps
         self._scores = experiment.score.names

@@ -12,7 +12,17 @@ from tests.test_house import ROOT, SOURCES
 COMPREHENSIONS: Final = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 CALLS: Final = (ast.Call, *COMPREHENSIONS)
 # Rooms whose lines hold more than one idea, still.
-DENSE_STILL: Final = ("cloud/", "common/", "deploy/", "device/", "institution/")
+DENSE_STILL: Final = (
+    "common/experiment/",
+    "common/learning/",
+    "common/methods/",
+    "common/model/",
+    "common/settings/",
+    "common/training/",
+    "deploy/",
+    "device/training/",
+    "device/vmapped/",
+)
 
 
 def ideas(path: Path) -> Iterator[str]:

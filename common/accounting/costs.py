@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
 from fedstrata.common.host.energy import EnergySource
@@ -17,20 +17,16 @@ _T = TypeVar("_T", int, float)
 
 @dataclass(frozen=True, slots=True)
 class DeviceCosts:
-    """The costs of a device's work in a round.
+    """The costs of a device's work in a round."""
 
-    joules: the device's share of its host's energy since its last result, by `energy_source`
-    train_joules: the part of it during its own training
-    cpu_s: CPU seconds of the training's thread; of vmapped training the device's share
-    memory_bytes: the most resident memory of the process that trained, since that process began
-    celsius: of the hottest sensor of the host at the end of the training
-    """
-
+    # the device's share of its host's energy since its last result, by `energy_source`
     joules: float | None = None
-    train_joules: float | None = None
+    train_joules: float | None = None  # the part of it during its own training
+    # CPU seconds of the training's thread; of vmapped training the device's share
     cpu_s: float | None = None
+    # the most resident memory of the process that trained, since that process began
     memory_bytes: int | None = None
-    celsius: float | None = None
+    celsius: float | None = None  # of the host's hottest sensor at the end of the training
     energy_source: EnergySource = EnergySource.NONE
 
     def after(self, earlier: DeviceCosts) -> DeviceCosts:
@@ -40,36 +36,44 @@ class DeviceCosts:
         A sum with an unknown part is unknown, and so is energy by different sources.
         """
         joules = train_joules = None
+        source = EnergySource.NONE
         if self.energy_source is earlier.energy_source:
             joules = added(earlier.joules, self.joules)
             train_joules = added(earlier.train_joules, self.train_joules)
-        memory = [each.memory_bytes for each in (earlier, self) if each.memory_bytes is not None]
-        celsius = [each.celsius for each in (earlier, self) if each.celsius is not None]
+        if joules is not None:
+            source = self.energy_source
         return DeviceCosts(
             joules,
             train_joules,
             added(earlier.cpu_s, self.cpu_s),
-            max(memory, default=None),
-            max(celsius, default=None),
-            EnergySource.NONE if joules is None else self.energy_source,
+            _highest(earlier.memory_bytes, self.memory_bytes),
+            _highest(earlier.celsius, self.celsius),
+            source,
         )
 
     def plausible(self, *, rounds: int) -> DeviceCosts:
         """Return these costs without those that no work of so many local rounds has."""
-        energy = [each for each in (self.joules, self.train_joules) if each is not None]
-        measured = len(energy) == 2 and self.energy_source is not EnergySource.NONE
-        known = measured and all(0 <= each <= JOULES_MOST * rounds for each in energy)
-        return DeviceCosts(
-            joules=self.joules if known else None,
-            train_joules=self.train_joules if known else None,
+        found = DeviceCosts(
             cpu_s=_within(self.cpu_s, 0.0, CPU_SECONDS_MOST * rounds),
             memory_bytes=_within(self.memory_bytes, 0, MEMORY_MOST),
             celsius=_within(self.celsius, -CELSIUS_MOST, CELSIUS_MOST),
-            energy_source=self.energy_source if known else EnergySource.NONE,
         )
+        joules = _within(self.joules, 0.0, JOULES_MOST * rounds)
+        train_joules = _within(self.train_joules, 0.0, JOULES_MOST * rounds)
+        source = self.energy_source
+        if joules is None or train_joules is None or source is EnergySource.NONE:
+            return found
+        return replace(found, joules=joules, train_joules=train_joules, energy_source=source)
 
 
 UNKNOWN_COSTS: Final = DeviceCosts()
+
+
+def _highest(one: _T | None, other: _T | None) -> _T | None:
+    """Return the higher value, the known one if one is not known."""
+    if one is None or other is None:
+        return other if one is None else one
+    return max(one, other)
 
 
 def _within(value: _T | None, least: _T, most: _T) -> _T | None:

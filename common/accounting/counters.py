@@ -38,10 +38,15 @@ class Tally:
 
 
 _NONE: Final = Tally()
-_IN_ORDER: Final = tuple(  # of the fields of Traffic, two for each
-    (cast(Direction, direction), cast(Kind, kind))
-    for direction, kind, _ in (n.split("_") for n in BYTE_FIELDS[::2])
-)
+
+
+def _counted_in(field: str) -> tuple[Direction, Kind]:
+    """Return what a field of Traffic counts."""
+    direction, kind, _ = field.split("_")
+    return cast(Direction, direction), cast(Kind, kind)
+
+
+_IN_ORDER: Final = tuple(map(_counted_in, BYTE_FIELDS[::2]))  # of Traffic, two fields for each
 
 
 @dataclass(slots=True)
@@ -115,7 +120,8 @@ class Account:
 
     def total(self) -> Traffic:
         """Return the bytes to and from all peers."""
-        tallies = [self.sums.get(each, _NONE) for each in _IN_ORDER]
-        return Traffic.of(
-            (count for tally in tallies for count in (tally.payload, tally.message)), NO_WIRE
-        )
+        counts: list[int] = []
+        for each in _IN_ORDER:
+            tally = self.sums.get(each, _NONE)
+            counts += (tally.payload, tally.message)
+        return Traffic.of(counts, NO_WIRE)

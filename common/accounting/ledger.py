@@ -57,15 +57,11 @@ class _Page:
         """Begin a new session of the child, which counts from zero."""
         if session == self.session:
             return
-        self.link_before, self.below_before = (
-            self.link_before + self.link,
-            added(self.below_before, self.below),
-        )
-        room = REPORTS_MOST - len(self.reports_before)
-        kept = [
-            link for link in self.reports if link in self.reports_before or (room := room - 1) >= 0
-        ]
-        self.reports_before |= {link: self.whole(self.reports[link]) for link in kept}
+        self.link_before += self.link
+        self.below_before = added(self.below_before, self.below)
+        for link, report in self.reports.items():
+            if link in self.reports_before or len(self.reports_before) < REPORTS_MOST:
+                self.reports_before[link] = self.whole(report)
         self.session = session
         self.link = NOTHING
         self.below = ()
@@ -160,7 +156,9 @@ class Ledger:
             if before is None or _size(report.traffic) >= _size(before.traffic):
                 page.reports[link] = report
         left = [
-            link for link in page.reports if link not in page.latest and page.reports[link].parent
+            link
+            for link, report in page.reports.items()
+            if report.parent and link not in page.latest
         ]
         for link in left[: max(0, len(left) - LEFT_MOST)]:
             del page.reports[link]
@@ -186,13 +184,10 @@ class Ledger:
         accepts: a child that counts too much must not silence this node. Those of the links to the
         children are kept: a node reports twice a second, and may have thousands.
         """
-        counts = (
-            each
-            for page in self._pages.values()
-            for each in (page.below_before, page.below)
-            if each
-        )
-        below = added(*counts)
+        counts: list[tuple[Traffic, ...]] = []
+        for page in self._pages.values():
+            counts += (page.below_before, page.below)
+        below = added(*filter(None, counts))
         link = _link(self._there, self._here_before + self._account.total(), self.broker())
         return tuple(map(_bounded, (link, *below)))
 
@@ -214,20 +209,17 @@ class Ledger:
         for name, page in self._pages.items():
             if present and page.left:
                 continue
-            broker = added(page.below_before, page.below)[:1]
+            below = added(page.below_before, page.below)
+            wire = below[0].wire if below else TcpStats()
             measured = self.measured.get(name, Measured())
-            wire = broker[0].wire if broker else TcpStats()
             report = ChildReport(
                 name, measured=measured, traffic=links[name], broker=wire, parent=page.parent
             )
             found[report.link] = report
         for page in self._pages.values():
-            reports = (
-                report
-                for link, report in page.reports.items()
-                if link in page.latest or not present
-            )
-            found |= {report.link: page.whole(report) for report in reports}
+            for link, report in page.reports.items():
+                if link in page.latest or not present:
+                    found[link] = page.whole(report)
         return {link: _bounded_report(report) for link, report in found.items()}
 
     def to_json(self) -> str:
@@ -288,8 +280,13 @@ class Mark:
 
     def reports_since(self, reports: Iterable[ChildReport]) -> tuple[ChildReport, ...]:
         """Return reports with the bytes counted from here."""
-        before = self.reports
-        return tuple(r.without_bytes_of(before[r.link]) if r.link in before else r for r in reports)
+        found = []
+        for report in reports:
+            before = self.reports.get(report.link)
+            found.append(report)
+            if before is not None:
+                found[-1] = report.without_bytes_of(before)
+        return tuple(found)
 
 
 def _link(there: Sequence[int], here: Traffic, wire: TcpStats) -> Traffic:
@@ -312,9 +309,8 @@ def _bounded(traffic: Traffic) -> Traffic:
     """Return counts of which none exceeds BYTES_MOST."""
     if max(*BYTES(traffic), *WIRE_COUNTS(traffic.wire)) <= BYTES_MOST:
         return traffic
-    return Traffic.of(
-        (min(count, BYTES_MOST) for count in BYTES(traffic)), _bounded_wire(traffic.wire)
-    )
+    counts = (min(count, BYTES_MOST) for count in BYTES(traffic))
+    return Traffic.of(counts, _bounded_wire(traffic.wire))
 
 
 def _bounded_wire(wire: TcpStats) -> TcpStats:
@@ -387,6 +383,6 @@ _MEASURED: Final = attrgetter(*(f.name for f in fields(Measured)))
 # those here.
 _OF_LINK: Final = tuple(
     BYTE_FIELDS.index(name.replace("sent", "received"))
-    + (len(BYTE_FIELDS) if name.startswith("received") else 0)
+    + len(BYTE_FIELDS) * name.startswith("received")
     for name in BYTE_FIELDS
 )

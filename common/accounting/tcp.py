@@ -48,18 +48,21 @@ def tcp_info(sock: socket.socket) -> TcpStats | None:
         _FIELDS.unpack_from(data)
     )
     has_bytes = len(data) >= _BYTES_RETRANS.size
+    retransmitted = _BYTES_RETRANS.unpack_from(data)[0] if has_bytes else 0
+    if rtt_min_us == _NO_RTT:
+        rtt_min_us = 0
     return TcpStats(
         # SYN and FIN count as one byte each; this side's FIN is sent after the last sample
         sent=acked - 1,
         received=_received(data),
-        retransmitted=_BYTES_RETRANS.unpack_from(data)[0] if has_bytes else 0,
+        retransmitted=retransmitted,
         sent_segments=sent_segments,
         received_segments=received_segments,
         retransmitted_segments=retransmitted_segments,
         connections=1,
         retransmitted_unknown=int(not has_bytes),
         rtt_us=rtt_us,
-        rtt_min_us=0 if rtt_min_us == _NO_RTT else rtt_min_us,
+        rtt_min_us=rtt_min_us,
     )
 
 

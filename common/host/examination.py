@@ -66,9 +66,8 @@ def _clock() -> list[Finding]:
     if ask(ctypes.byref(record)) < 0:
         return []
     kept = not record.status & _UNSYNCHRONISED
-    if kept:
-        note = ""
-    else:
+    note = ""
+    if not kept:
         note = "nothing synchronises it: certificates are refused by a wrong clock; install chrony"
     return [Finding("clock is synchronised", False, kept, note)]
 
@@ -78,10 +77,10 @@ def _memory(proc: Path) -> list[Finding]:
         lines = (proc / "meminfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
-    amounts = {
-        name: 1024 * int(rest.split()[0])
-        for name, _, rest in (line.partition(":") for line in lines)
-    }
+    amounts = {}
+    for line in lines:
+        name, _, rest = line.partition(":")
+        amounts[name] = 1024 * int(rest.split()[0])
     free = amounts.get("MemAvailable", 0)
     total = amounts.get("MemTotal", 0)
     note = f"{free / GB:.1f} of {total / GB:.1f} GB available"
@@ -90,23 +89,26 @@ def _memory(proc: Path) -> list[Finding]:
 
 def _disk(use: str, folder: Path) -> Finding:
     item = f"disk of {use}"
-    there = next(
-        (each for each in (folder, *folder.absolute().parents) if each.exists()), Path("/")
-    )
+    there = Path("/")
+    for each in (folder, *folder.absolute().parents):
+        if each.exists():
+            there = each
+            break
     try:
         free = shutil.disk_usage(there).free
     except OSError as error:
         return Finding(item, True, False, f"{there}: {error.strerror}")
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
         return Finding(item, True, False, f"{there} is not writable for this user")
-    room = free >= DISK_LEAST
-    return Finding(
-        item, True, room, f"{free / GB:.1f} GB free at {there}" + ("" if room else ": make room")
-    )
+    note = f"{free / GB:.1f} GB free at {there}"
+    if free < DISK_LEAST:
+        return Finding(item, True, False, f"{note}: make room")
+    return Finding(item, True, True, note)
 
 
 def _torch(*, needed: bool) -> Finding:
     try:
         return Finding(TORCH, needed, True, version("torch"))
     except PackageNotFoundError:
-        return Finding(TORCH, needed, False, installing("learning") if needed else "not installed")
+        note = installing("learning") if needed else "not installed"
+        return Finding(TORCH, needed, False, note)

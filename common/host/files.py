@@ -175,8 +175,9 @@ def make_usable(folder: Path) -> None:
     folder.chmod(0o700)
     for where, folders, files in os.walk(folder):
         for path in (Path(where, name) for name in (*folders, *files)):
+            needed = 0o700 if path.is_dir() else 0o600
             if not path.is_symlink():
-                path.chmod(path.stat().st_mode | (0o700 if path.is_dir() else 0o600))
+                path.chmod(path.stat().st_mode | needed)
 
 
 def sync(path: Path) -> None:

@@ -78,9 +78,8 @@ def available_bytes(proc: Path = Path("/proc")) -> float | None:
 def hottest_celsius(gpus: Gpus | None, sys: Path = Path("/sys")) -> float | None:
     """Return the highest temperature of the host's sensors and GPUs, None without any."""
     found = [celsius for _, celsius in _temperatures(sys)]
-    found += [
-        gpu.celsius for gpu in (() if gpus is None else gpus.states()) if gpu.celsius is not None
-    ]
+    if gpus is not None:
+        found += [gpu.celsius for gpu in gpus.states() if gpu.celsius is not None]
     return max(found, default=None)
 
 

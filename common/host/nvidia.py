@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 LIBRARY: Final = "libnvidia-ml.so.1"
@@ -23,11 +23,11 @@ class Gpu:
     """
 
     index: int
-    memory_bytes: int | None
-    used_bytes: int | None
-    busy: float | None
-    celsius: int | None
-    joules: float | None  # since the driver was loaded
+    memory_bytes: int | None = None
+    used_bytes: int | None = None
+    busy: float | None = None
+    celsius: int | None = None
+    joules: float | None = None  # since the driver was loaded
 
 
 class _Memory(ctypes.Structure):
@@ -49,14 +49,16 @@ class Gpus:
         self._library = library
         self._handles: list[ctypes.c_void_p] = []
         count = ctypes.c_uint()
+        by = ctypes.byref
         if (
-            library.nvmlInit_v2() == _SUCCESS
-            and library.nvmlDeviceGetCount_v2(ctypes.byref(count)) == _SUCCESS
+            library.nvmlInit_v2() != _SUCCESS
+            or library.nvmlDeviceGetCount_v2(by(count)) != _SUCCESS
         ):
-            for index in range(count.value):
-                handle = ctypes.c_void_p()
-                if library.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) == _SUCCESS:
-                    self._handles.append(handle)
+            return
+        for index in range(count.value):
+            handle = ctypes.c_void_p()
+            if library.nvmlDeviceGetHandleByIndex_v2(index, by(handle)) == _SUCCESS:
+                self._handles.append(handle)
 
     def states(self) -> Sequence[Gpu]:
         """Return the state of each GPU."""
@@ -69,22 +71,18 @@ class Gpus:
         millijoules = ctypes.c_ulonglong()
         library = self._library
         by = ctypes.byref
-        has_memory = library.nvmlDeviceGetMemoryInfo(handle, by(memory)) == _SUCCESS
-        has_use = library.nvmlDeviceGetUtilizationRates(handle, by(used)) == _SUCCESS
-        warm = (
-            library.nvmlDeviceGetTemperature(handle, _TEMPERATURE_OF_CHIP, by(celsius)) == _SUCCESS
-        )
+        state = Gpu(index)
+        if library.nvmlDeviceGetMemoryInfo(handle, by(memory)) == _SUCCESS:
+            state = replace(state, memory_bytes=memory.total, used_bytes=memory.used)
+        if library.nvmlDeviceGetUtilizationRates(handle, by(used)) == _SUCCESS:
+            state = replace(state, busy=used.gpu / 100)
+        if library.nvmlDeviceGetTemperature(handle, _TEMPERATURE_OF_CHIP, by(celsius)) == _SUCCESS:
+            state = replace(state, celsius=celsius.value)
         # not in every driver
         energy = getattr(library, "nvmlDeviceGetTotalEnergyConsumption", None)
-        counts = energy is not None and energy(handle, by(millijoules)) == _SUCCESS
-        return Gpu(
-            index,
-            memory.total if has_memory else None,
-            memory.used if has_memory else None,
-            used.gpu / 100 if has_use else None,
-            celsius.value if warm else None,
-            millijoules.value / 1e3 if counts else None,
-        )
+        if energy is not None and energy(handle, by(millijoules)) == _SUCCESS:
+            state = replace(state, joules=millijoules.value / 1e3)
+        return state
 
 
 def find() -> Gpus | None:

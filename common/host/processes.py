@@ -63,15 +63,16 @@ def spawn(
     program = shutil.which(argv[0])
     if program is None:
         raise FileNotFoundError(f"no program {argv[0]!r} on PATH")
-    if log is None:
-        errors = subprocess.STDOUT
-    else:
-        errors = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    output = errors = subprocess.STDOUT
+    if log is not None:
+        output = errors = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    if log is None or read_output:
+        output = subprocess.PIPE
     try:
         return subprocess.Popen(
             bound([program, *argv[1:]]),
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE if log is None or read_output else errors,
+            stdout=output,
             stderr=errors,
             env={**os.environ, **(env or {})},
             cwd=cwd,

@@ -142,9 +142,10 @@ class Attempts:
         return self._thrown > 1
 
     def _ended(self, hint: str) -> ConnectionFailed:
-        explained = all(self._explained[address] for address in self._reasons)
         text = f"broker {self.reasons().rstrip('.')}."
-        return ConnectionFailed(text if explained else f"{text} {hint}")
+        if not all(self._explained[address] for address in self._reasons):
+            text += f" {hint}"
+        return ConnectionFailed(text)
 
     def reasons(self) -> str:
         """Return why each address failed, since a connection was accepted."""

@@ -246,7 +246,8 @@ class BulkClient(mqtt.Client):
 
     def _end(self, error: OSError) -> None:
         closed = isinstance(error, ConnectionResetError | BrokenPipeError | ssl.SSLEOFError)
-        self.ended, self.final = CLOSED if closed else reason_of(error), is_final(error)
+        self.ended = CLOSED if closed else reason_of(error)
+        self.final = is_final(error)
 
     def _send_parts(self, parts: tuple[memoryview, ...]) -> int:
         sock: Any = self._sock
@@ -404,13 +405,13 @@ class PacketReader:
         if place is None and not topic and length > OTHER_MOST:
             raise NotMqtt(f"a packet of {length} bytes without a topic")
         here = head[begin : min(end, stop)]
-        packet = bytearray(end - begin if place is None else 0)
+        size = end - begin if place is None else 0
+        packet = bytearray(size)
         target = memoryview(packet) if place is None else place.view
         if target is not None:
             target[: len(here)] = here
-        return _Body(
-            command, topic, place, packet, len(here), end - begin - len(here)
-        ), begin + len(here)
+        body = _Body(command, topic, place, packet, len(here), end - begin - len(here))
+        return body, begin + len(here)
 
     def _end(self, body: _Body) -> None:
         self._body = None

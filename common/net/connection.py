@@ -408,8 +408,9 @@ class BrokerConnection:
         *,
         optional: bool,
     ) -> None:
+        timeout_s = OPTIONAL_S if optional else math.inf
         codes: Sequence[int | ReasonCode] = await client.subscribe(
-            [(topic, qos) for topic in topics], timeout=OPTIONAL_S if optional else math.inf
+            [(topic, qos) for topic in topics], timeout=timeout_s
         )
         if client is not self._client:
             return  # that connection has ended meanwhile
@@ -419,7 +420,8 @@ class BrokerConnection:
                 self._accepted = True
                 self._reads = ""
         for topic, code in zip(topics, codes, strict=False):
-            if (code if isinstance(code, int) else code.value) >= REFUSED:
+            value = code if isinstance(code, int) else code.value
+            if value >= REFUSED:
                 refused(topic)
         acknowledged()
 

@@ -177,13 +177,15 @@ class RenewedContext:
     def __init__(self, tls: Tls, *, clients: ssl.VerifyMode) -> None:
         self._tls = tls
         self._clients = clients
-        self._stamp, self._context = tls.stamp(), tls.server_context(clients=clients)
+        self._stamp = tls.stamp()
+        self._context = tls.server_context(clients=clients)
 
     def __call__(self) -> ssl.SSLContext:
         """Return the context of the files as they are, the one before while they are being
         replaced.
         """
-        if (stamp := self._tls.stamp()) not in (self._stamp, None):
+        stamp = self._tls.stamp()
+        if stamp not in (self._stamp, None):
             with suppress(InvalidExperiment):
                 self._context = self._tls.server_context(clients=self._clients)
                 self._stamp = stamp

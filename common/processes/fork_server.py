@@ -57,7 +57,8 @@ class ForkedProcess:
         if self._returncode is None:
             look = select.poll()
             look.register(self._descriptor, select.POLLIN)
-            if not look.poll(None if timeout is None else 1000 * timeout):
+            limit_ms = None if timeout is None else 1000 * timeout
+            if not look.poll(limit_ms):
                 raise subprocess.TimeoutExpired(MODULE, timeout or 0.0)
             found = os.read(self._code, CODE.size)
             self._returncode = CODE.unpack(found)[0] if found else -signal.SIGKILL

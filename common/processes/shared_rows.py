@@ -76,8 +76,9 @@ def row_at(place: Place, row_bytes: int, *, writable: bool) -> Row:
     """
     path, before = place
     skipped = before % mmap.ALLOCATIONGRANULARITY
+    mode = "r+b" if writable else "rb"
     access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
-    with open(path, "r+b" if writable else "rb") as file:
+    with open(path, mode) as file:
         mapped = mmap.mmap(
             file.fileno(), skipped + row_bytes, access=access, offset=before - skipped
         )

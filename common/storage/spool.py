@@ -173,7 +173,8 @@ class Spool:
                 path.unlink()
             return Rows(_in_memory(count, row_bytes))
         array = np.frombuffer(mapped, np.uint8).reshape(count, stride)[:, :row_bytes]
-        return Rows(array, mapped, range(count) if found else (), resident_bytes)
+        rows_found = range(count) if found else ()
+        return Rows(array, mapped, rows_found, resident_bytes)
 
     def memory(
         self, name: str, count: int, *, row_bytes: int, resident_mb: float

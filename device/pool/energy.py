@@ -111,8 +111,9 @@ class EnergyShares:
             used = None  # no counter of ours, but a share that is no number would cost a model
         self._last = joules
         among = self._training.total() or len(self._shares)
+        trains = bool(self._training)
         for device, share in self._shares.items():
-            if parts := self._training[device] if self._training else 1:
-                share.add(
-                    None if used is None else used * parts / among, trains=bool(self._training)
-                )
+            parts = self._training[device] if trains else 1
+            if parts:
+                part = None if used is None else used * parts / among
+                share.add(part, trains=trains)

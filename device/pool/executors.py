@@ -140,13 +140,14 @@ class Worker:
         self.accelerator = "cpu"
         self._server = server
         self._imports: Sequence[str] = ()
+        fork = None if server is None else self._fork
         self._process = ReplaceableProcess(
             MODULE,
             "the worker process",
             replacements=RETRIES,
             advice=ADVICE,
             begin=self._begin,
-            fork=None if server is None else self._fork,
+            fork=fork,
         )
         self._known: set[str] = set()  # digests of the experiments that were sent to the process
         self._jobs = 0

@@ -195,7 +195,8 @@ class Pool:
         try:
             most = min(self._slots or cores(), self._devices)
             sure = is_cpu(self._accelerator)
-            await self._start(most if sure else 1)
+            known = most if sure else 1
+            await self._start(known)
             there = ["cpu"] if sure else await self._executors[0].accelerators()
             places = choose(self._accelerator, there)
             if places != ("cpu",):

@@ -109,15 +109,12 @@ class WorkerServer:
         def done(place: int, how: Ending) -> None:
             number = orders[place]["job"]
             if isinstance(how, LocalResult):
-                more = {
-                    name: getattr(how, name)
-                    for name in ("wall_s", "numbers", "notes", "start_loss")
-                }
+                names = ("wall_s", "numbers", "notes", "start_loss")
+                more = {name: getattr(how, name) for name in names}
                 self._channel.send(job=number, result=how.work.to_json(), more=more)
-            else:
-                self._channel.send(
-                    job=number, failure={} if isinstance(how, Cancelled) else error_record(how)
-                )
+                return
+            failure = {} if isinstance(how, Cancelled) else error_record(how)
+            self._channel.send(job=number, failure=failure)
 
         self._trainers.train(work, accelerator, done)
 
@@ -148,7 +145,8 @@ def _folder(sent: list[str | None] | None) -> TrainerFolder | None:
     if sent is None:
         return None
     before, after = sent
-    return TrainerFolder(None if before is None else Path(before), Path(after or ""))
+    earlier = None if before is None else Path(before)
+    return TrainerFolder(earlier, Path(after or ""))
 
 
 def main() -> None:
