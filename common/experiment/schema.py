@@ -74,11 +74,11 @@ from fedstrata.common.settings.training import (
     Score,
     TrainingSettings,
     check_score,
-    check_training,
     learning_rate,
     settings_in,
     with_loss_and_score,
 )
+from fedstrata.common.settings.training_checks import check_training
 
 
 class TransferSettings(SettingsTable):

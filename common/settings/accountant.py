@@ -1,12 +1,10 @@
-"""Epsilon of Gaussian noise over many releases, by Renyi differential privacy. No numpy:
-experiments are checked by it.
+"""Epsilon of Gaussian noise over many releases, by Renyi differential privacy, without numpy.
 
-    Gaussian                       RDP(a) = a / (2 z^2)                        (Mironov 2017,
-    Corollary 3) Poisson-subsampled Gaussian    RDP(a) = ln A_a / (a - 1)
-    (Mironov, Talwar, Zhang 2019, 3.3)
-    n releases                     n RDP(a)
-    epsilon = min over a of n RDP(a) + ln(1 - 1/a) - ln(delta a) / (a - 1)     (Canonne, Kamath,
-    Steinke 2020, Prop. 12)
+    Gaussian: RDP(a) = a / (2 z^2)                       (Mironov 2017, Corollary 3)
+    Poisson-subsampled: RDP(a) = ln A_a / (a - 1)        (Mironov, Talwar, Zhang 2019, 3.3)
+    n releases: n RDP(a)
+    epsilon = min over a of n RDP(a) + ln(1 - 1/a) - ln(delta a) / (a - 1)
+                                                         (Canonne, Kamath, Steinke 2020, Prop. 12)
 
 z is the noise's standard deviation over the sensitivity. Neighbours differ by one unit, in whose
 place there is a zero update, or a zero gradient.
@@ -45,8 +43,7 @@ def epsilon(
     """Return epsilon of so many releases of a unit, each with the noise z; infinite without noise.
 
     `sampling_rate`: the probability with which each release has the unit, independently of all
-    others (Poisson); 1:
-    no amplification.
+    others (Poisson); 1: no amplification.
     """
     if releases == 0:
         return 0.0
@@ -72,13 +69,14 @@ def renyi(noise_multiplier: float, sampling_rate: float = 1.0) -> tuple[float, .
     """Return the divergences of one release, for each of ORDERS."""
     if sampling_rate == 1:
         return tuple(order / (2 * noise_multiplier**2) for order in ORDERS)
-    q = sampling_rate
-    z = noise_multiplier
-    logs = (
-        _of_whole(q, z, int(each)) if each.is_integer() else _of_fraction(q, z, each)
-        for each in ORDERS
-    )
-    return tuple(max(0.0, log_a / (order - 1)) for log_a, order in zip(logs, ORDERS, strict=True))
+    divergences = []
+    for order in ORDERS:
+        if order.is_integer():
+            log_a = _of_whole(sampling_rate, noise_multiplier, int(order))
+        else:
+            log_a = _of_fraction(sampling_rate, noise_multiplier, order)
+        divergences.append(max(0.0, log_a / (order - 1)))
+    return tuple(divergences)
 
 
 def _of_whole(q: float, z: float, order: int) -> float:
@@ -98,22 +96,12 @@ def _of_fraction(q: float, z: float, order: float) -> float:
     before = (-inf, -inf)
     z0 = z**2 * log(1 / q - 1) + 0.5
     for i in range(TERMS_MOST):
-        binomial = _log_binomial(order, i)
         j = order - i
-        below = (
-            binomial
-            + i * log(q)
-            + j * log1p(-q)
-            + (i * i - i) / (2 * z**2)
-            + _log_half_erfc((i - z0) / z)
-        )
-        above = (
-            binomial
-            + j * log(q)
-            + i * log1p(-q)
-            + (j * j - j) / (2 * z**2)
-            + _log_half_erfc((z0 - j) / z)
-        )
+        binomial = _log_binomial(order, i)
+        below = binomial + i * log(q) + j * log1p(-q) + (i * i - i) / (2 * z**2)
+        below += _log_half_erfc((i - z0) / z)
+        above = binomial + j * log(q) + i * log1p(-q) + (j * j - j) / (2 * z**2)
+        above += _log_half_erfc((z0 - j) / z)
         total = _log_sum(total, _log_sum(below, above))
         if below < before[0] and above < before[1] and max(below, above) < total - NEGLIGIBLE:
             return total

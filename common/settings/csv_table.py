@@ -44,9 +44,8 @@ class CsvTable:
         self.key = key
         self.path = path
         self.line = 1
-        bare = re.split(
-            r"[\r\n]", _QUOTED.sub("", file.read(_HEADER_MOST)).lstrip(" \r\n"), maxsplit=1
-        )[0]
+        unquoted = _QUOTED.sub("", file.read(_HEADER_MOST)).lstrip(" \r\n")
+        bare, *_ = re.split(r"[\r\n]", unquoted, maxsplit=1)
         file.seek(0)
         self._separator = max(SEPARATORS, key=bare.count)
         self._lines: Reader = csv.reader(
@@ -56,14 +55,13 @@ class CsvTable:
         if not self.header or all(number_in(name) is not None for name in self.header):
             raise self.wrong("has no header", "Begin it with a line of the columns' names.")
         for place, name in enumerate(self.header):
+            problem = ""
             if not name:
-                raise self.wrong(
-                    f"has a column without a name, number {place + 1}", "Name each column once."
-                )
-            if name in self.header[:place]:
-                raise self.wrong(
-                    f"has columns with the same name, {name!r}", "Name each column once."
-                )
+                problem = f"has a column without a name, number {place + 1}"
+            elif name in self.header[:place]:
+                problem = f"has columns with the same name, {name!r}"
+            if problem:
+                raise self.wrong(problem, "Name each column once.")
 
     @classmethod
     @contextmanager
@@ -71,7 +69,8 @@ class CsvTable:
         """Open a file, read its header, and close it after the `with` block."""
         with path.open("rb") as file:
             wide = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-        with path.open(encoding="utf-16" if wide else "utf-8-sig", newline="") as text:
+        encoding = "utf-16" if wide else "utf-8-sig"
+        with path.open(encoding=encoding, newline="") as text:
             try:
                 yield cls(key, path, text)
             except UnicodeDecodeError as error:
@@ -84,14 +83,11 @@ class CsvTable:
         width = len(self.header)
         for row in self._rows():
             if len(row) != width:
+                remedy = "Correct that line."
                 if self._separator == ",":
                     remedy = "Correct that line; decimals have a point."
-                else:
-                    remedy = "Correct that line."
-                found = counted(len(row), "cells")
-                raise self.wrong(
-                    f"has {found} in line {self.line}, and {counted(width, 'columns')}", remedy
-                )
+                cells = f"has {counted(len(row), 'cells')} in line {self.line}"
+                raise self.wrong(f"{cells}, and {counted(width, 'columns')}", remedy)
             yield row
 
     def _rows(self) -> Iterator[list[str]]:
@@ -102,9 +98,8 @@ class CsvTable:
             except StopIteration:
                 return
             except csv.Error as error:
-                raise self.wrong(
-                    f"is no CSV file: {error}, in line {self.line}", "Correct that line."
-                ) from None
+                problem = f"is no CSV file: {error}, in line {self.line}"
+                raise self.wrong(problem, "Correct that line.") from None
             if len(row) > 1 or any(cell.strip() for cell in row):
                 yield row
 
@@ -112,9 +107,8 @@ class CsvTable:
         """Return the places of columns in the rows."""
         for name in names:
             if name not in self.header:
-                raise self.wrong(
-                    f"has no column {name}", f"Write the first line {','.join(names)}."
-                )
+                remedy = f"Write the first line {','.join(names)}."
+                raise self.wrong(f"has no column {name}", remedy)
         return [self.header.index(name) for name in names]
 
     def number(self, row: Sequence[str], place: int, *, remedy: str = "Correct it.") -> float:
@@ -123,10 +117,8 @@ class CsvTable:
         found = number_in(cell)
         if found is not None and abs(found) <= FLOAT32_MOST:
             return found
-        problem = (
-            f"has no number in line {self.line}, column {self.header[place]!r}: "
-            f"{cell.strip()[:40]!r}"
-        )
+        at = f"line {self.line}, column {self.header[place]!r}"
+        problem = f"has no number in {at}: {cell.strip()[:40]!r}"
         if found is not None or _is_infinite(cell):
             problem += " is not finite in float32"
         if _DECIMAL_COMMA.fullmatch(cell.strip()):

@@ -18,7 +18,16 @@ from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.host.examination import Finding
 from fedstrata.common.settings import own
 from fedstrata.common.settings.own import is_own
-from fedstrata.common.settings.tables import Count, EffectiveTable, Positive, Text, form, proposal
+from fedstrata.common.settings.tables import (
+    Count,
+    EffectiveTable,
+    Positive,
+    Refused,
+    Text,
+    check_table,
+    form,
+    proposal,
+)
 
 DATASETS: Final = (
     "digits", "mnist", "fashionmnist", "cifar10", "cifar100", "femnist",
@@ -74,17 +83,17 @@ SKEWED: Final = (
     "institution_dirichlet",
     "institution_shards",
 )
+DRAWN: Final = ("dirichlet", "institution_dirichlet", "quantity")  # with `min_samples`
+SHAPED: Final = ("folder", "synthetic")  # the data sets with `image_shape`
 FolderName = Annotated[
     str, form(r"^[^./\\][^/\\]*$", "the name of a folder, without a dot first and without slashes")
 ]
 
 
 class Accepted(NamedTuple):
-    """The samples that a model accepts: text, images of these channels (None: any) and side
-    lengths, or one shape.
-    """
+    """The samples that a model accepts: text, images, or arrays of one shape."""
 
-    channels: tuple[int, ...] | None = None
+    channels: tuple[int, ...] | None = None  # of images; None: any
     sides: Container[int] = ()
     text: bool = False
     shape: tuple[int, ...] | None = None
@@ -96,9 +105,9 @@ class Accepted(NamedTuple):
         if self.text or text or len(shape) != 3:
             return self.text and text
         channels, *sides = shape
-        return (self.channels is None or channels in self.channels) and all(
-            side in self.sides for side in sides
-        )
+        if self.channels is not None and channels not in self.channels:
+            return False
+        return all(side in self.sides for side in sides)
 
 
 _FROM_16 = range(16, 4096)
@@ -133,6 +142,7 @@ Pattern = Annotated[str, Field(min_length=1, max_length=512)]
 PUBLISHED: Final = "published"
 OWN: Final = "own"
 NONE: Final = "none"
+NUMBERED_ALIKE: Final = "all nodes must number the classes in the same way"  # a problem
 
 
 class Data(EffectiveTable):
@@ -260,13 +270,9 @@ _USES: Final = {
     "labels": _Use("data.dataset cifar100", lambda data: data.dataset == "cifar100"),
     "classes": _Use(
         "data.dataset folder and synthetic, and to tables and own data with data.targets classes",
-        lambda data: (
-            data.dataset in ("folder", "synthetic") or (_own(data) and data.targets == CLASSES)
-        ),
+        lambda data: data.dataset in SHAPED or (_own(data) and data.targets == CLASSES),
     ),
-    "image_shape": _Use(
-        "data.dataset folder and synthetic", lambda data: data.dataset in ("folder", "synthetic")
-    ),
+    "image_shape": _Use("data.dataset folder and synthetic", lambda data: data.dataset in SHAPED),
     "target_column": _CSV,
     "user_column": _CSV,
     "ignored_columns": _CSV,
@@ -293,10 +299,7 @@ _USES: Final = {
     "test_samples": _SYNTHETIC,
     "concentration": _Use(
         "data.partition dirichlet, dirichlet_overlap, institution_dirichlet and quantity",
-        lambda data: (
-            data.partition
-            in ("dirichlet", "dirichlet_overlap", "institution_dirichlet", "quantity")
-        ),
+        lambda data: data.partition == "dirichlet_overlap" or data.partition in DRAWN,
     ),
     "shards": _Use(
         "data.partition shards and institution_shards and data.within shards",
@@ -309,10 +312,7 @@ _USES: Final = {
     "within_concentration": _Use("data.within dirichlet", lambda data: _within(data, "dirichlet")),
     "min_samples": _Use(
         "data.partition dirichlet, institution_dirichlet and quantity, and data.within dirichlet",
-        lambda data: (
-            data.partition in ("dirichlet", "institution_dirichlet", "quantity")
-            or _within(data, "dirichlet")
-        ),
+        lambda data: data.partition in DRAWN or _within(data, "dirichlet"),
     ),
     "partition_size": _Use(
         "data.partition dirichlet_overlap", lambda data: data.partition == "dirichlet_overlap"
@@ -361,18 +361,14 @@ def found_in(root: Path) -> list[str]:
 
 
 def is_there(data: Data) -> bool:
-    """Return whether the data set has its folder below the root, is in an installed package, or
-    needs none.
-    """
+    """Return whether the data set's files are below the root or installed, or not needed."""
     if data.dataset == "motions" and seglearn_file() is not None:
         return True
     return data.dataset not in FOLDERS or (Path(data.root) / FOLDERS[data.dataset]).is_dir()
 
 
 def seglearn_file() -> Path | None:
-    """Return the file of motions in the package seglearn, None if it is not installed. The package
-    is not imported.
-    """
+    """Return the file of motions in seglearn, which is not imported, None if it is missing."""
     found = find_spec("seglearn")
     if found is None or found.origin is None:
         return None
@@ -382,10 +378,12 @@ def seglearn_file() -> Path | None:
 def examine_data(root: Path, *, needed: bool) -> Finding:
     """Return whether a folder of data sets has any. `digits` and `synthetic` need none."""
     found = found_in(root)
-    problem = "has no data set" if root.is_dir() else "there is no such folder"
-    return Finding(
-        "data sets", needed, bool(found), ", ".join(found) if found else f"{root}: {problem}"
-    )
+    text = ", ".join(found)
+    if not root.is_dir():
+        text = f"{root}: there is no such folder"
+    elif not found:
+        text = f"{root}: has no data set"
+    return Finding("data sets", needed, bool(found), text)
 
 
 def is_table(name: str) -> bool:
@@ -421,88 +419,79 @@ def check_data(data: Data, model: ModelSettings) -> None:
     """Check the values that types alone cannot check. Raises InvalidExperiment."""
     _check_named("model.name", model.name, MODELS, what="model")
     if not is_table(data.dataset):
-        _check_named(
-            "data.dataset", data.dataset, (*DATASETS, "NAME.csv", "NAME.npz"), what="data set"
-        )
-    if data.noise and data.dataset in TEXTS:
-        raise InvalidExperiment("data.noise", data.noise, f"{data.dataset} is text", "Omit it.")
-    if data.noise and data.dataset == "motions":
-        raise InvalidExperiment("data.noise", data.noise, "motions are no images", "Omit it.")
-    if data.noise and _own(data):
-        raise InvalidExperiment(
-            "data.noise", data.noise, "own data has its own", "Add it to the samples."
-        )
-    _check_own(data)
-    _check_normalise(data)
-    if data.dataset == "folder" and not (
-        isinstance(data.classes, list) and len(set(data.classes)) == len(data.classes)
-    ):
-        problem = "all nodes must number the classes in the same way"
-        raise InvalidExperiment(
-            "data.classes", data.classes, problem, "List the folders of the classes, each once."
-        )
-    if data.dataset == "folder" and data.image_shape[0] not in (1, 3):
-        raise InvalidExperiment(
-            "data.image_shape",
-            data.image_shape,
-            "images in files have 1 or 3 channels",
-            "Begin with 1 or 3.",
-        )
-    _check_model(model)
-    if data.dataset == "synthetic" and not isinstance(data.classes, int):
-        raise InvalidExperiment(
-            "data.classes", data.classes, "synthetic needs a number", "Write for instance 10."
-        )
-    if data.node_samples and data.private:
-        problem = "every device has samples of its own, so there are none to hold out"
-        raise InvalidExperiment(
-            "data.node_samples", data.node_samples, problem, "Omit it, or use another data set."
-        )
-    if data.node_samples >= _samples(data):
-        problem = f"{data.dataset} has {_samples(data)} training samples"
-        raise InvalidExperiment(
-            "data.node_samples", data.node_samples, problem, "Leave some to the devices."
-        )
-    for key in sorted(data.model_fields_set & data.unused):
-        problem = f"no effect with data.dataset {data.dataset} and data.partition {data.partition}"
-        remedy = f"Omit it; it belongs to {_USES[key].belongs}."
-        raise InvalidExperiment(f"data.{key}", getattr(data, key), problem, remedy)
+        known = (*DATASETS, "NAME.csv", "NAME.npz")
+        _check_named("data.dataset", data.dataset, known, what="data set")
+    for refused in (_refused_noise, _refused_of_own, _refused_constants, _refused_of_folder):
+        check_table("data", data, refused(data))
+    check_table("model", model, _refused_of_model(model))
+    check_table("data", data, _refused(data))
 
 
-def _check_model(model: ModelSettings) -> None:
+def _refused_noise(data: Data) -> Refused:
+    if not data.noise:
+        return
+    if data.dataset in TEXTS:
+        yield "noise", f"{data.dataset} is text", "Omit it."
+    if data.dataset == "motions":
+        yield "noise", "motions are no images", "Omit it."
+    if _own(data):
+        yield "noise", "own data has its own", "Add it to the samples."
+
+
+def _refused_of_folder(data: Data) -> Refused:
+    if data.dataset != "folder":
+        return
+    names = data.classes
+    if not isinstance(names, list) or len(set(names)) < len(names):
+        yield "classes", NUMBERED_ALIKE, "List the folders of the classes, each once."
+    if data.image_shape[0] not in (1, 3):
+        yield "image_shape", "images in files have 1 or 3 channels", "Begin with 1 or 3."
+
+
+def _refused_of_model(model: ModelSettings) -> Refused:
     if model.projection and is_own(model.name):
         problem = "a model of your own has no head of fedstrata's"
-        remedy = "Build the layers in its function."
-        raise InvalidExperiment("model.projection", model.projection, problem, remedy)
+        yield "projection", problem, "Build the layers in its function."
     if model.initial is not None and not model.same_initial:
-        problem = "devices begin with model.initial"
-        raise InvalidExperiment("model.same_initial", False, problem, "Omit one of the two.")
+        yield "same_initial", "devices begin with model.initial", "Omit one of the two."
+
+
+def _refused(data: Data) -> Refused:
+    if data.dataset == "synthetic" and not isinstance(data.classes, int):
+        yield "classes", "synthetic needs a number", "Write for instance 10."
+    if data.node_samples and data.private:
+        problem = "every device has samples of its own, so there are none to hold out"
+        yield "node_samples", problem, "Omit it, or use another data set."
+    if data.node_samples >= _samples(data):
+        problem = f"{data.dataset} has {_samples(data)} training samples"
+        yield "node_samples", problem, "Leave some to the devices."
+    for key in sorted(data.model_fields_set & data.unused):
+        problem = f"no effect with data.dataset {data.dataset} and data.partition {data.partition}"
+        yield key, problem, f"Omit it; it belongs to {_USES[key].belongs}."
 
 
 def check_fits(data: Data, model: ModelSettings, *, devices: int) -> None:
-    """Check, of data sets that are known without their files, that the model accepts them, and that
-    they suffice.
-
-    Raises InvalidExperiment.
+    """Check that the model accepts a data set, and that it suffices, if it is known without its
+    files. Raises InvalidExperiment.
     """
+    shape: Sequence[int] = SHAPES.get(data.dataset, ())
+    if data.dataset in SHAPED:
+        shape = data.image_shape
     if data.dataset in TEXTS:
         check_accepted(model.name, (), text=True, what="text")
-    elif (
-        shape := data.image_shape
-        if data.dataset in ("folder", "synthetic")
-        else SHAPES.get(data.dataset)
-    ):
+    elif shape:
         check_accepted(model.name, shape, text=False, what=f"images of {[*shape]}")
     total = _samples(data) - data.node_samples
-    (least, key) = _least(data)
+    least, key = _least(data)
     if devices * least > total:
         problem = f"{data.dataset} has {total:,} training samples, and each device needs {least}"
         most = total // least
-        if most:
-            remedy = f"Use at most {most:,} devices{f', or lower {key}' if least > 1 else ''}."
-        else:
-            remedy = f"Lower {key}."
-        raise InvalidExperiment("topology.devices", devices, problem, remedy)
+        remedy = f"Use at most {most:,} devices"
+        if not most:
+            remedy = f"Lower {key}"
+        elif least > 1:
+            remedy += f", or lower {key}"
+        raise InvalidExperiment("topology.devices", devices, problem, f"{remedy}.")
 
 
 def check_accepted(model: str, shape: Sequence[int], *, text: bool, what: str) -> None:
@@ -518,103 +507,77 @@ def check_accepted(model: str, shape: Sequence[int], *, text: bool, what: str) -
 
 
 def _least(data: Data) -> tuple[int, str]:
-    """Return how many of the training samples each device needs for itself, and the key that has
-    that number.
-    """
+    """Return the training samples that each device needs for itself, and the key of that number."""
     if data.private or data.partition == "dirichlet_overlap":
         return 0, ""
     if data.partition == "shards" or _within(data, "shards"):
         return data.shards, "data.shards"
-    drawn = data.partition in ("dirichlet", "quantity", "institution_dirichlet") or _within(
-        data, "dirichlet"
-    )
-    return max(1, data.min_samples) if drawn else 1, "data.min_samples"
+    if data.partition in DRAWN or _within(data, "dirichlet"):
+        return max(1, data.min_samples), "data.min_samples"
+    return 1, "data.min_samples"
 
 
-def _check_own(data: Data) -> None:
-    """Check the keys of folders, tables and own data. Raises InvalidExperiment."""
-    known = (*WITH_USERS, "folder") if data.user_column is None else (data.dataset,)
-    if data.partition == "natural" and data.dataset not in known and (not _own(data) or _csv(data)):
-        problem = f"the samples of {data.dataset} have no users"
-        if _csv(data):
+def _refused_of_own(data: Data) -> Refused:
+    """Yield the keys of folders, tables and own data."""
+    own = _own(data)
+    csv = _csv(data)
+    in_classes = data.targets == CLASSES
+    with_users = data.dataset in (*WITH_USERS, "folder") or (own and not csv)
+    if data.partition == "natural" and not with_users and data.user_column is None:
+        remedy = "Use iid, dirichlet or shards."
+        if csv:
             remedy = "Set data.user_column, or use another partition."
-        else:
-            remedy = "Use iid, dirichlet or shards."
-        raise InvalidExperiment("data.partition", "natural", problem, remedy)
-    if data.partition == "private" and data.dataset != "folder" and not _own(data):
+        yield "partition", f"the samples of {data.dataset} have no users", remedy
+    if data.partition == "private" and data.dataset != "folder" and not own:
         problem = f"{data.dataset} is the same on every node"
-        raise InvalidExperiment(
-            "data.partition", "private", problem, "Use iid, dirichlet or shards."
-        )
-    if data.targets == NUMBERS and not _own(data):
+        yield "partition", problem, "Use iid, dirichlet or shards."
+    if not in_classes and not own:
         problem = f"the samples of {data.dataset} have classes"
-        raise InvalidExperiment(
-            "data.targets", NUMBERS, problem, "Omit it, or use a table or own data."
-        )
-    if data.targets == NUMBERS and data.partition in SKEWED and data.bins is None:
+        yield "targets", problem, "Omit it, or use a table or own data."
+    if not in_classes and data.partition in SKEWED and data.bins is None:
+        remedy = "Set data.bins, for instance to 10 quantiles of the target, or use iid, quantity"
         problem = "the targets are numbers, which have no classes"
-        remedy = (
-            "Set data.bins, for instance to 10 quantiles of the target, or use iid, quantity "
-            "or natural."
-        )
-        raise InvalidExperiment("data.partition", data.partition, problem, remedy)
-    if _csv(data) and not data.target_column:
-        raise InvalidExperiment(
-            "data.target_column", None, "not set", "Name the column that the model predicts."
-        )
-    if _csv(data) and data.targets == CLASSES and isinstance(data.target_column, list):
-        problem = "a class is one column"
+        yield "partition", problem, f"{remedy} or natural."
+    if csv and not data.target_column:
+        yield "target_column", "not set", "Name the column that the model predicts."
+    if csv and in_classes and isinstance(data.target_column, list):
         remedy = "Name one, or set data.targets = 'numbers'."
-        raise InvalidExperiment("data.target_column", data.target_column, problem, remedy)
-    if (
-        _own(data)
-        and data.private
-        and data.targets == CLASSES
-        and data.classes is None
-        and not is_own(data.dataset)
-    ):
-        problem = "all nodes must number the classes in the same way"
-        raise InvalidExperiment(
-            "data.classes", None, problem, "Set their number, or list their names."
-        )
-    if _own(data) and not _csv(data) and isinstance(data.classes, list):
-        raise InvalidExperiment(
-            "data.classes", data.classes, "not a number", "Set the number of classes."
-        )
+        yield "target_column", "a class is one column", remedy
+    of_table = own and not is_own(data.dataset)
+    if of_table and data.private and in_classes and data.classes is None:
+        yield "classes", NUMBERED_ALIKE, "Set their number, or list their names."
+    if own and not csv and isinstance(data.classes, list):
+        yield "classes", "not a number", "Set the number of classes."
 
 
-def _check_normalise(data: Data) -> None:
+def _refused_constants(data: Data) -> Refused:
     if data.normalise == OWN and data.private:
         problem = "every device has samples of its own, and would have other constants"
-        raise InvalidExperiment(
-            "data.normalise", OWN, problem, "List mean and deviation, the same for all."
-        )
-    if isinstance(data.normalise, list):
-        mean, deviation = data.normalise if len(data.normalise) == 2 else ([], [])
-        if not mean or len(mean) != len(deviation) or not all(deviation):
-            problem = "not two lists of one length, of deviations that are not 0"
-            raise InvalidExperiment(
-                "data.normalise", data.normalise, problem, "Write for instance [[0.5], [0.5]]."
-            )
+        yield "normalise", problem, "List mean and deviation, the same for all."
+    if isinstance(data.normalise, list) and not _are_constants(data.normalise):
+        problem = "not two lists of one length, of deviations that are not 0"
+        yield "normalise", problem, "Write for instance [[0.5], [0.5]]."
+
+
+def _are_constants(given: list[list[float]]) -> bool:
+    if len(given) != 2:
+        return False
+    mean, deviation = given
+    return 0 < len(mean) == len(deviation) and all(deviation)
 
 
 def _check_named(key: str, name: str, known: Collection[str], *, what: str) -> None:
     if is_own(name):
-        if not re.fullmatch(own.FORM, name):
-            raise InvalidExperiment(
-                key, name, f"not of the form {OWN_FORM}", "Write for instance nets.own:build."
-            )
+        own.check_form(key, name, OWN_FORM, "Write for instance nets.own:build.")
     elif name not in known:
-        raise InvalidExperiment(
-            key, name, f"no such {what}", proposal(name, [*known, OWN_FORM], what="There are")
-        )
+        remedy = proposal(name, [*known, OWN_FORM], what="There are")
+        raise InvalidExperiment(key, name, f"no such {what}", remedy)
 
 
 def root_below(data: Data, node: str, *, allowed: Path) -> str:
-    """Return where a host reads the data of an experiment that comes from another one.
+    """Return where a host reads the data of another's experiment. Raises InvalidExperiment.
 
-    `allowed`: the folder of which it may read, to which `data.root` is relative. Raises
-    InvalidExperiment.
+    `allowed`: the folder of which it may read, to which `data.root` is relative.
     """
     if data.dataset not in (*FOLDERS, "folder") and not _own(data):
         return data.root  # no file is read
@@ -631,16 +594,10 @@ def root_below(data: Data, node: str, *, allowed: Path) -> str:
 
 
 def check_alike(data: Data, node: str, *, partition: str, clouds: str) -> None:
-    """Compare the digests of two splits, the cloud's "" where it has none. Raises
-    InvalidExperiment.
-    """
+    """Compare digests of two splits, the cloud's "" where it has none. Raises InvalidExperiment."""
     if clouds and partition != clouds:
-        problem = (
-            f"{node} splits the data differently than the cloud: digest {partition} instead "
-            f"of {clouds}"
-        )
-        remedy = (
-            "Give all nodes the same files (see `fedstrata data check`) and the same release "
-            "of fedstrata and numpy."
-        )
-        raise InvalidExperiment("data.root", data.root, problem, remedy)
+        digests = f"digest {partition} instead of {clouds}"
+        problem = f"{node} splits the data differently than the cloud: {digests}"
+        remedy = "Give all nodes the same files (see `fedstrata data check`) and the same release"
+        at = "data.root"
+        raise InvalidExperiment(at, data.root, problem, f"{remedy} of fedstrata and numpy.")

@@ -28,7 +28,7 @@ from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.randomness import Purpose, generator
 from fedstrata.common.settings.csv_table import CsvTable
 from fedstrata.common.settings.links import RateTrace, with_file
-from fedstrata.common.settings.tables import Name, Positive, SettingsTable, named
+from fedstrata.common.settings.tables import Name, Positive, SettingsTable, named, with_own
 
 AVAILABILITY_COLUMNS: Final = ("device", "begin_s", "end_s")  # of a trace of availability
 CHANGES_MOST: Final = 50_000  # of all devices together: they are part of one message
@@ -52,9 +52,10 @@ class Pace(SettingsTable):
 
         `train_s`: the host's seconds.
         """
-        return (
-            self.slowdown * train_s if self.step_s is None else self.step_s * steps
-        ) + self.overhead_s
+        emulated_s = self.slowdown * train_s
+        if self.step_s is not None:
+            emulated_s = self.step_s * steps
+        return emulated_s + self.overhead_s
 
 
 class Machine(Pace):
@@ -82,13 +83,11 @@ class HardwareSettings(SettingsTable):
         if device in self.of or not self.spread:
             return self.of.get(device, self.default)
         z = float(generator(seed, Purpose.HARDWARE, device).standard_normal())
-        if self.default.step_s is not None:
-            return self.default.model_copy(
-                update={"step_s": self.default.step_s * exp(self.spread * z)}
-            )
-        return self.default.model_copy(
-            update={"slowdown": max(1.0, self.default.slowdown * exp(self.spread * z))}
-        )
+        usual = self.default
+        drawn = {"slowdown": max(1.0, usual.slowdown * exp(self.spread * z))}
+        if usual.step_s is not None:
+            drawn = {"step_s": usual.step_s * exp(self.spread * z)}
+        return usual.model_copy(update=drawn)
 
 
 @cache
@@ -106,9 +105,8 @@ def with_machines(tree: Mapping[str, Any]) -> dict[str, Any]:
     hardware = tree.get("hardware")
     if not isinstance(hardware, Mapping):
         return dict(tree)
-    own = hardware.get("profiles")
     of = hardware.get("of")
-    profiles = {**shipped(), **(own if isinstance(own, Mapping) else {})}
+    profiles = with_own(shipped(), hardware)
     resolved = dict(hardware)
     if "default" in hardware:
         resolved["default"] = named("hardware.default", hardware["default"], profiles)
@@ -121,13 +119,11 @@ def with_machines(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class OnlineTimes:
-    """The times of one device: seconds at which it comes, leaves, comes again, and so on, from the
-    run's begin on.
+    """The times of one device."""
 
-    After `repeat_s` seconds they begin anew; None: after the last one nothing changes.
-    """
-
+    # Seconds from the run's begin on at which it comes, leaves, comes again, and so on.
     changes: tuple[float, ...]
+    # They begin anew after so many seconds; None: after the last one nothing changes.
     repeat_s: float | None = None
 
     def online(self, t: float) -> bool:
@@ -156,8 +152,10 @@ class OnlineTimes:
     @cached_property
     def _trace(self) -> RateTrace:
         """The times as a rate: 1 while the device is available, else 0."""
-        skipped = self.changes[0] == 0  # then it is never away at the begin
-        starts = self.changes if skipped else (0.0, *self.changes)
+        starts = (0.0, *self.changes)
+        if self.changes[0] == 0:  # then it is never away at the begin
+            starts = self.changes
+        skipped = len(starts) == len(self.changes)
         rates = tuple(float((place + skipped) % 2) for place in range(len(starts)))
         return RateTrace(starts, rates, (0.0,) * len(starts), self.repeat_s)
 
@@ -245,40 +243,32 @@ class Availability(SettingsTable):
 def check_availability(
     availability: Availability, check_device: Callable[[str, str], None]
 ) -> None:
-    """Raise InvalidExperiment if a trace cannot be replayed, or names something other than
-    devices.
-    """
+    """Raise InvalidExperiment if a trace cannot be replayed, or names another node than devices."""
     trace = availability.trace
     if trace is None:
         return
     key = "availability.trace"
     if not trace.changes:
-        raise InvalidExperiment(
-            key,
-            trace.file,
-            "no interval of any device",
-            f"Write rows {','.join(AVAILABILITY_COLUMNS)}.",
-        )
-    if (count := sum(map(len, trace.changes.values()))) > CHANGES_MOST:
-        raise InvalidExperiment(
-            f"{key}.changes", count, "too many changes", f"Use at most {CHANGES_MOST:,} in all."
-        )
+        remedy = f"Write rows {','.join(AVAILABILITY_COLUMNS)}."
+        raise InvalidExperiment(key, trace.file, "no interval of any device", remedy)
+    count = sum(map(len, trace.changes.values()))
+    if count > CHANGES_MOST:
+        remedy = f"Use at most {CHANGES_MOST:,} in all."
+        raise InvalidExperiment(f"{key}.changes", count, "too many changes", remedy)
     for device, changes in trace.changes.items():
-        check_device(f"{key}.changes", device)
-        at = f"{key}.changes.{device}"
+        at = f"{key}.changes"
+        check_device(at, device)
         if any(after <= before for before, after in pairwise(changes)):
-            raise InvalidExperiment(
-                at, changes[0], "does not grow", "Sort the intervals; they must not overlap."
-            )
+            remedy = "Sort the intervals; they must not overlap."
+            raise InvalidExperiment(f"{at}.{device}", changes[0], "does not grow", remedy)
+        if trace.repeat_s is None:
+            continue
         end = changes[-1]
         open_ended = len(changes) % 2 == 1
-        if trace.repeat_s is not None and (
-            trace.repeat_s < end or (open_ended and trace.repeat_s == end)
-        ):
+        if trace.repeat_s < end or (open_ended and trace.repeat_s == end):
+            problem = f"{device}'s trace is longer"
             remedy = f"Repeat after more than {end:g} s."
-            raise InvalidExperiment(
-                f"{key}.repeat_s", trace.repeat_s, f"{device}'s trace is longer", remedy
-            )
+            raise InvalidExperiment(f"{key}.repeat_s", trace.repeat_s, problem, remedy)
 
 
 def with_availability(tree: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -314,9 +304,8 @@ def _changes(table: CsvTable) -> dict[str, Any]:
         if found and found[-1] == begin and len(found) % 2 == 0:
             del found[-1]  # the intervals touch
         elif len(found) % 2 or (found and found[-1] > begin):
-            raise table.wrong(
-                f"{interval} begins before the end of the one above it", "Sort the intervals."
-            )
+            problem = f"{interval} begins before the end of the one above it"
+            raise table.wrong(problem, "Sort the intervals.")
         else:
             found.append(begin)
         if end < inf:

@@ -1,6 +1,4 @@
-"""Where and when the models of a run are scored: by the cloud on the test set, by the devices, or
-by both.
-"""
+"""Where and when the models of a run are scored: by the cloud, on the test set, or by devices."""
 
 from __future__ import annotations
 
@@ -12,7 +10,14 @@ from pydantic import Field
 
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.settings.data import CLASSES, Data
-from fedstrata.common.settings.tables import AcceleratorName, Count, EffectiveTable, Fraction
+from fedstrata.common.settings.tables import (
+    AcceleratorName,
+    Count,
+    EffectiveTable,
+    Fraction,
+    Refused,
+    check_table,
+)
 from fedstrata.common.settings.trainers import OWN_SAMPLES, TRAINER_KEY
 from fedstrata.common.settings.training import ACCURACY, Score, TrainingSettings
 
@@ -55,13 +60,14 @@ class EvaluationSettings(EffectiveTable):
     @property
     def unused(self) -> Set[str]:
         """The keys that have no effect."""
-        if self.at == "devices":
-            unused = {"accelerator"}
-        elif self.at == "both":
-            unused = set()
-        else:
-            unused = set(ON_DEVICES)
-        return unused | ({"held_out"} if self.data != "held_out" else set())
+        unused = set[str]()
+        if not self.on_cloud:
+            unused.add("accelerator")
+        if not self.on_devices:
+            unused.update(ON_DEVICES)
+        if self.data != "held_out":
+            unused.add("held_out")
+        return unused
 
     @property
     def on_cloud(self) -> bool:
@@ -95,43 +101,50 @@ def check_evaluation(
     """Check the keys against each other, the data, the trainer and the score. Raises
     InvalidExperiment.
     """
-    if not training.trainer.learns_module:
-        _check_own(evaluation, training.trainer.whose)
-    for key in sorted(evaluation.model_fields_set & evaluation.unused):
-        by = "data" if key == "held_out" and evaluation.on_devices else "at"
-        problem = f"no effect with evaluation.{by} = {getattr(evaluation, by)!r}"
-        needed = 'evaluation.data = "held_out"' if by == "data" else "evaluation.at"
-        remedy = "Omit it." if evaluation.data == OWN_SAMPLES else f"Omit it, or set {needed}."
-        raise InvalidExperiment(f"evaluation.{key}", getattr(evaluation, key), problem, remedy)
-    if score.also and not training.trainer.learns_module:
+    ours = training.trainer.learns_module
+    if not ours:
+        check_table("evaluation", evaluation, _refused_of_own(evaluation, training.trainer.whose))
+    check_table("evaluation", evaluation, _refused_unused(evaluation))
+    if score.also and not ours:
         problem = f"{TRAINER_KEY} {training.trainer.whose} has one score"
         raise InvalidExperiment("score.also", score.also, problem, "Omit it.")
-    if not evaluation.on_devices or not training.trainer.learns_module:
-        return
+    if evaluation.on_devices and ours:
+        check_table("evaluation", evaluation, _refused_on_devices(evaluation, data, score))
+
+
+def _refused_unused(evaluation: EvaluationSettings) -> Refused:
+    for key in sorted(evaluation.model_fields_set & evaluation.unused):
+        problem = f"no effect with evaluation.at = {evaluation.at!r}"
+        needed = "evaluation.at"
+        if key == "held_out" and evaluation.on_devices:
+            problem = f"no effect with evaluation.data = {evaluation.data!r}"
+            needed = 'evaluation.data = "held_out"'
+        remedy = f"Omit it, or set {needed}."
+        if evaluation.data == OWN_SAMPLES:
+            remedy = "Omit it."
+        yield key, problem, remedy
+
+
+def _refused_on_devices(evaluation: EvaluationSettings, data: Data, score: Score) -> Refused:
     if evaluation.data == OWN_SAMPLES:
         problem = f"it is for trainers of your own, and {TRAINER_KEY} is sgd"
-        raise InvalidExperiment(
-            "evaluation.data", evaluation.data, problem, "Use held_out, test or users."
-        )
+        yield "data", problem, "Use held_out, test or users."
     if evaluation.data != "held_out" and data.private:
         problem = "every device has samples of its own, and the cloud alone has the test set"
-        raise InvalidExperiment("evaluation.data", evaluation.data, problem, "Use held_out.")
+        yield "data", problem, "Use held_out."
     if evaluation.data == "users" and data.partition != "natural":
         problem = f"data.partition is {data.partition!r}, and devices are no users"
-        raise InvalidExperiment(
-            "evaluation.data", "users", problem, 'Use data.partition = "natural", or held_out.'
-        )
+        yield "data", problem, 'Use data.partition = "natural", or held_out.'
     if evaluation.per_class and (data.targets != CLASSES or ACCURACY not in score.names):
-        problem = "it counts right classes, and no score is accuracy"
-        raise InvalidExperiment("evaluation.per_class", True, problem, "Omit it.")
+        yield "per_class", "it counts right classes, and no score is accuracy", "Omit it."
 
 
-def _check_own(evaluation: EvaluationSettings, trainer: str) -> None:
-    """Check the keys with a trainer that evaluates by code of its own. Raises InvalidExperiment."""
+def _refused_of_own(evaluation: EvaluationSettings, trainer: str) -> Refused:
+    """Yield the keys that a trainer does not read which evaluates by code of its own."""
     wanted: dict[str, object] = {"accelerator": "cpu", "per_class": False}
     if evaluation.on_devices:
         wanted["data"] = OWN_SAMPLES
     for key, value in wanted.items():
-        if (given := getattr(evaluation, key)) != value:
+        if getattr(evaluation, key) != value:
             problem = f"{TRAINER_KEY} {trainer} evaluates on its own samples, by code of its own"
-            raise InvalidExperiment(f"evaluation.{key}", given, problem, "Omit it.")
+            yield key, problem, "Omit it."

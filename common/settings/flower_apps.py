@@ -35,9 +35,8 @@ def check_place(folder: str) -> None:
     path = PurePosixPath(folder)
     if path.is_absolute() or ".." in path.parts:
         problem = "not below the folder in which commands start"
-        raise InvalidExperiment(
-            APP, folder, problem, 'Start them in the folder of the app, and write ".".'
-        )
+        remedy = 'Start them in the folder of the app, and write ".".'
+        raise InvalidExperiment(APP, folder, problem, remedy)
 
 
 def with_app(tree: Mapping[str, Any], table: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -23,7 +23,14 @@ from pydantic import Field
 
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.settings.csv_table import CsvTable
-from fedstrata.common.settings.tables import Name, Positive, SettingsTable, named, proposal
+from fedstrata.common.settings.tables import (
+    Name,
+    Positive,
+    SettingsTable,
+    named,
+    proposal,
+    with_own,
+)
 
 SMALL_MESSAGE_BYTES: Final = 1000  # fewer than a node exchanges before it takes part
 TRACE_COLUMNS: Final = ("seconds", "up_mbit", "down_mbit", "delay_ms")
@@ -34,46 +41,42 @@ Column = list[Annotated[float, Field(ge=0)]]
 
 @dataclass(frozen=True, slots=True)
 class RateTrace:
-    """The rates (bytes per second) and delays (seconds) of one direction, each from its start until
-    the next one.
+    """The rates and delays of one direction, each from its start until the next one."""
 
-    After `repeat_s` seconds the trace begins anew; None: the last rate and delay hold.
-    """
-
-    starts: tuple[float, ...]
-    rates: tuple[float, ...]
-    delays: tuple[float, ...]
+    starts: tuple[float, ...]  # seconds
+    rates: tuple[float, ...]  # bytes per second
+    delays: tuple[float, ...]  # seconds
+    # The trace begins anew after so many seconds; None: the last rate and delay hold.
     repeat_s: float | None = None
 
     def delay_at(self, t: float) -> float:
         """Return the delay at t seconds."""
-        return self.delays[self._place(t if self.repeat_s is None else t % self.repeat_s)]
+        return self.delays[self._place(self._offset(t))]
 
     def rate_at(self, t: float) -> float:
         """Return the rate at t seconds."""
-        return self.rates[self._place(t if self.repeat_s is None else t % self.repeat_s)]
+        return self.rates[self._place(self._offset(t))]
 
     def next_change(self, t: float) -> float:
         """Return the first start of a rate, or of a period, after t seconds; inf: none."""
-        begin, offset = (
-            (0.0, t) if self.repeat_s is None else (t - t % self.repeat_s, t % self.repeat_s)
-        )
-        place = bisect_right(self.starts, offset)
-        end = inf if self.repeat_s is None else self.repeat_s
-        return max(
-            begin + (self.starts[place] if place < len(self.starts) else end), nextafter(t, inf)
-        )
+        begin = 0.0
+        change = inf
+        if self.repeat_s is not None:
+            begin = t - t % self.repeat_s
+            change = self.repeat_s
+        place = bisect_right(self.starts, self._offset(t))
+        if place < len(self.starts):
+            change = self.starts[place]
+        return max(begin + change, nextafter(t, inf))
 
     def finish(self, begin: float, nbytes: float) -> float:
-        """Return when the last of so many bytes has passed that begin to leave at `begin`,
-        seconds.
-        """
+        """Return when the last of so many bytes has passed that leave from `begin` on, seconds."""
         if self.repeat_s is None:
             return self._finish(begin, nbytes)
         periods, offset = divmod(begin, self.repeat_s)
         # as if it began with the period
         each = self._carried(self.repeat_s)
-        nbytes = nbytes + self._carried(offset)
+        nbytes += self._carried(offset)
         whole = max(0, -(-nbytes // each) - 1)
         return (periods + whole) * self.repeat_s + self._finish(0.0, nbytes - whole * each)
 
@@ -83,6 +86,12 @@ class RateTrace:
         if end:
             return self._carried(end) / end
         return self.rates[0]
+
+    def _offset(self, t: float) -> float:
+        """Return the seconds since the begin of the period."""
+        if self.repeat_s is None:
+            return t
+        return t % self.repeat_s
 
     def _place(self, t: float) -> int:
         return max(0, bisect_right(self.starts, t) - 1)
@@ -102,45 +111,36 @@ class RateTrace:
             if carried >= left and self.rates[place]:
                 break
             t = end
-            left = left - carried
-            place = place + 1
-        # then `left` is a rounding error
+            left -= carried
+            place += 1
         if self.rates[place]:
             return t + left / self.rates[place]
-        return t
+        return t  # `left` is a rounding error
 
 
 @dataclass(frozen=True, slots=True)
 class LinkDirection:
-    """One direction of a link: rate in bytes per second, None = unlimited, and delay of each
-    message in seconds.
+    """One direction of a link."""
 
-    `trace`: of the run; the rate, and the delay before it, are those that chunks, windows and
-    calibration go by.
-    """
-
-    rate: float | None = None
-    delay_s: float = 0.0
-    trace: RateTrace | None = None
+    # Chunks, windows and calibration go by the rate and the delay, also where there is a trace.
+    rate: float | None = None  # bytes per second; None: unlimited
+    delay_s: float = 0.0  # of each message
+    trace: RateTrace | None = None  # of the run
 
 
 @dataclass(frozen=True, slots=True)
 class LinkSet:
-    """The links of one end: directions to its peers and from them; `shaped`: this end enforces
-    rates and delays.
-
-    `onward`: the lowest rate, bytes per second, at which each peer forwards chunks as they arrive,
-    if it is limited.
-    """
+    """The links of one end: directions to its peers and from them."""
 
     to: dict[str, LinkDirection]
     from_: dict[str, LinkDirection]
-    shaped: bool
+    shaped: bool  # whether this end enforces rates and delays
+    # The lowest rate, bytes per second, at which each peer forwards chunks as they arrive, if it is
+    # limited.
     onward: Mapping[str, float] = field(default_factory=dict)
 
     def chunk_rate(self, peer: str) -> float | None:
-        """Return the rate for which chunks to a peer are cut, bytes per second; None: it is not
-        limited.
+        """Return the rate for which chunks to a peer are cut, bytes per second; None: unlimited.
 
         That of the slowest link on their way: chunks are forwarded as they are.
         """
@@ -186,10 +186,8 @@ class LinkTrace(SettingsTable):
 
     def direction(self, mbit: list[float]) -> RateTrace:
         """Return the trace of one direction."""
-        rates, delays = (
-            tuple(each * scale for each in of)
-            for of, scale in ((mbit, 1e6 / 8), (self.delay_ms, 1e-3))
-        )
+        rates = tuple(each * (1e6 / 8) for each in mbit)
+        delays = tuple(each * 1e-3 for each in self.delay_ms)
         return RateTrace(tuple(self.seconds), rates, delays or (0.0,) * len(rates), self.repeat_s)
 
 
@@ -225,12 +223,12 @@ class LinkSettings(Profile):
     @property
     def up(self) -> LinkDirection:
         """The direction towards the cloud."""
-        return self._traced(super().up, self.trace.up_mbit if self.trace else [])
+        return self._traced(super().up, "up_mbit")
 
     @property
     def down(self) -> LinkDirection:
         """The direction towards the devices."""
-        return self._traced(super().down, self.trace.down_mbit if self.trace else [])
+        return self._traced(super().down, "down_mbit")
 
     def recorded(self) -> dict[str, Any]:
         """Return what a run's manifest has of this link for each node: of a trace its file, length
@@ -241,13 +239,12 @@ class LinkSettings(Profile):
             return found
         return found | {"trace": self.trace.recorded()}
 
-    def _traced(self, way: LinkDirection, mbit: list[float]) -> LinkDirection:
+    def _traced(self, way: LinkDirection, column: str) -> LinkDirection:
         if self.trace is None:
             return way
-        trace = self.trace.direction(mbit)
-        return LinkDirection(
-            way.rate or trace.mean() or max(trace.rates), way.delay_s or trace.delays[0], trace
-        )
+        trace = self.trace.direction(getattr(self.trace, column))
+        rate = way.rate or trace.mean() or max(trace.rates)
+        return LinkDirection(rate, way.delay_s or trace.delays[0], trace)
 
 
 class Links(SettingsTable):
@@ -279,8 +276,7 @@ def with_profiles(tree: Mapping[str, Any]) -> dict[str, Any]:
     tables' own check.
     Raises InvalidExperiment where no profile has the name.
     """
-    own = tree.get("profiles")
-    profiles = {**shipped(), **(own if isinstance(own, Mapping) else {})}
+    profiles = with_own(shipped(), tree)
     return _with_links(tree, lambda key, link: named(key, link, profiles))
 
 
@@ -292,16 +288,13 @@ def with_traces(tree: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     def with_trace(key: str, link: Any) -> Any:
         if not isinstance(link, Mapping) or link.get("trace") is None:
             return link
-        at = f"{key}.trace"
-        columns = TRACE_COLUMNS[:-1]
-        optional = TRACE_COLUMNS[-1:]
         trace = with_file(
-            at,
+            f"{key}.trace",
             link["trace"],
             folder,
             numbers="seconds",
-            columns=columns,
-            optional=optional,
+            columns=TRACE_COLUMNS[:-1],
+            optional=TRACE_COLUMNS[-1:],
             convert=_numbers,
         )
         return {**link, "trace": trace}
@@ -312,24 +305,21 @@ def with_traces(tree: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 def _with_links(tree: Mapping[str, Any], change: Callable[[str, Any], Any]) -> dict[str, Any]:
     """Return an experiment's tree with each of its links changed, from its key and its table."""
     changed = dict(tree)
-    links = tree.get("links")
     tiers = tree.get("tiers")
     if isinstance(tiers, list):
-        changed["tiers"] = [
-            {**tier, "link": change(f"tiers.{tier.get('name', place)}.link", tier["link"])}
-            if isinstance(tier, Mapping) and "link" in tier
-            else tier
-            for place, tier in enumerate(tiers)
-        ]
-    if isinstance(links, Mapping):
-        changed["links"] = {
-            **links,
-            **{key: change(f"links.{key}", links[key]) for key in ("wan", "lan") if key in links},
-        }
-        if isinstance(of := links.get("of"), Mapping):
-            changed["links"]["of"] = {
-                child: change(f"links.of.{child}", link) for child, link in of.items()
-            }
+        changed["tiers"] = [*tiers]
+        for place, tier in enumerate(tiers):
+            if isinstance(tier, Mapping) and "link" in tier:
+                key = f"tiers.{tier.get('name', place)}.link"
+                changed["tiers"][place] = {**tier, "link": change(key, tier["link"])}
+    if isinstance(tree.get("links"), Mapping):
+        links = changed["links"] = dict(tree["links"])
+        for key in ("wan", "lan"):
+            if key in links:
+                links[key] = change(f"links.{key}", links[key])
+        of = links.get("of")
+        if isinstance(of, Mapping):
+            links["of"] = {key: change(f"links.of.{key}", link) for key, link in of.items()}
     return changed
 
 
@@ -343,46 +333,33 @@ def check_speed(key: str, link: LinkSettings, *, idle_s: float) -> None:
     """Check that a message comes through, and its answer, before nodes give up. Raises
     InvalidExperiment.
     """
-    remedy = f"transfer.idle_s, now {idle_s:g}."
+    limit = f"transfer.idle_s, now {idle_s:g}."
     for name, way in (("up_mbit", link.up), ("down_mbit", link.down)):
         if way.rate is not None and SMALL_MESSAGE_BYTES / way.rate >= idle_s:
-            problem = (
-                f"a message of 1 kB takes {SMALL_MESSAGE_BYTES / way.rate:.3g} s, so no "
-                "node ever joins"
-            )
-            raise InvalidExperiment(
-                f"{key}.{name}", way.rate * 8 / 1e6, problem, f"Use more, or a longer {remedy}"
-            )
+            message_s = f"{SMALL_MESSAGE_BYTES / way.rate:.3g} s"
+            problem = f"a message of 1 kB takes {message_s}, so no node ever joins"
+            remedy = f"Use more, or a longer {limit}"
+            raise InvalidExperiment(f"{key}.{name}", way.rate * 8 / 1e6, problem, remedy)
     answer_s = 2 * link.up.delay_s
     if answer_s >= idle_s:
         problem = f"a message and its answer take {answer_s:g} s, so no node ever joins"
-        raise InvalidExperiment(
-            f"{key}.delay_ms",
-            link.up.delay_s * 1e3,
-            problem,
-            f"Use less, or more than that for {remedy}",
-        )
+        remedy = f"Use less, or more than that for {limit}"
+        raise InvalidExperiment(f"{key}.delay_ms", link.up.delay_s * 1e3, problem, remedy)
 
 
 def check_trace(key: str, trace: LinkTrace) -> None:
     """Raise InvalidExperiment if a trace cannot be replayed."""
     times = trace.seconds
-    count = len(trace.seconds)
+    count = len(times)
     file = trace.file or "the table"
-    if (
-        not count
-        or len(trace.up_mbit) != count
-        or len(trace.down_mbit) != count
-        or len(trace.delay_ms) not in (0, count)
-    ):
+    same = len(trace.up_mbit) == len(trace.down_mbit) == count
+    if not count or not same or len(trace.delay_ms) not in (0, count):
+        problem = "seconds, up_mbit, down_mbit and delay_ms have not as many rows"
         remedy = f"Give a number in each row and column of {file}."
-        raise InvalidExperiment(
-            key, count, "seconds, up_mbit, down_mbit and delay_ms have not as many rows", remedy
-        )
+        raise InvalidExperiment(key, count, problem, remedy)
     if times[0] != 0:
-        raise InvalidExperiment(
-            f"{key}.seconds", times[0], "does not grow from 0 on", f"Begin {file} at 0."
-        )
+        remedy = f"Begin {file} at 0."
+        raise InvalidExperiment(f"{key}.seconds", times[0], "does not grow from 0 on", remedy)
     for row, (before, after) in enumerate(pairwise(times), 2):
         if after <= before:
             problem = f"row {row} does not grow, after {before:g}"
@@ -391,7 +368,8 @@ def check_trace(key: str, trace: LinkTrace) -> None:
         remedy = f"Repeat after more than {times[-1]:g} s."
         raise InvalidExperiment(f"{key}.repeat_s", trace.repeat_s, "the trace is longer", remedy)
     for name, mbit in (("up_mbit", trace.up_mbit), ("down_mbit", trace.down_mbit)):
-        if not (any(mbit) if trace.repeat_s else mbit[-1]):
+        lasting = mbit if trace.repeat_s else mbit[-1:]
+        if not any(lasting):
             remedy = f"End {file} with a rate above 0, or set repeat_s."
             raise InvalidExperiment(f"{key}.{name}", 0, "the link would be out for ever", remedy)
 
@@ -421,11 +399,11 @@ def with_file(
     try:
         with CsvTable.open(key, path) as table:
             table.places(columns)
+            known = (*columns, *optional)
             for name in table.header:
-                if name not in (known := [*columns, *optional]):
-                    raise table.wrong(
-                        f"has an unknown column {name!r}", proposal(name, known, what="There are")
-                    )
+                if name not in known:
+                    remedy = proposal(name, known, what="There are")
+                    raise table.wrong(f"has an unknown column {name!r}", remedy)
             return {**trace, **convert(table)}
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         problem = getattr(error, "strerror", None) or str(error)

@@ -84,10 +84,7 @@ def permit(names: Mapping[str, str], allowed: Collection[str]) -> None:
     Raises InvalidExperiment.
     """
     for key, name in names.items():
-        allows = any(
-            name == prefix or name.startswith((f"{prefix}.", f"{prefix}:")) for prefix in allowed
-        )
-        if allows or not is_own(name):
+        if not is_own(name) or any(_is_of(name, prefix) for prefix in allowed):
             continue
         package = name.partition(":")[0].partition(".")[0]
         problem = "this host does not import such code without its user's permission"
@@ -97,9 +94,7 @@ def permit(names: Mapping[str, str], allowed: Collection[str]) -> None:
 
 @contextmanager
 def without_imports() -> Iterator[None]:
-    """Refuse to import own code in the `with` block: nobody has allowed what the experiment
-    names.
-    """
+    """Refuse to import own code in the `with` block: nobody has allowed it."""
     token = _IMPORTS.set(False)
     try:
         yield
@@ -120,8 +115,7 @@ def load(key: str, name: str) -> Any:
     if not _IMPORTS.get():
         permit({key: name}, ())
     where, _, wanted = name.partition(":")
-    if not re.fullmatch(FORM, name):
-        refuse(key, name, "not of the form package.module:Name", "Write for instance mine:Rule.")
+    check_form(key, name, "package.module:Name", "Write for instance mine:Rule.")
     # some modules of Python have side effects when imported
     if where.partition(".")[0] in sys.stdlib_module_names:
         refuse(key, name, "is in Python's standard library", "Name one of your own modules.")
@@ -137,25 +131,24 @@ def load(key: str, name: str) -> Any:
                 remedy = "Start each command in its folder, or put that on PYTHONPATH."
             refuse(key, name, f"cannot be imported ({described(error)})", remedy)
         if found is _ABSENT:
-            remedy = proposal(
-                wanted, [each for each in vars(module) if not each.startswith("_")], what="It has"
-            )
-            refuse(
-                key, name, f"cannot be imported (AttributeError: {where} has no {wanted})", remedy
-            )
+            public = [each for each in vars(module) if not each.startswith("_")]
+            problem = f"cannot be imported (AttributeError: {where} has no {wanted})"
+            refuse(key, name, problem, proposal(wanted, public, what="It has"))
         return found
+
+
+def check_form(key: str, name: str, form: str, remedy: str) -> None:
+    """Check that a name has the form of own code, `form` for people. Raises InvalidExperiment."""
+    if not re.fullmatch(FORM, name):
+        refuse(key, name, f"not of the form {form}", remedy)
 
 
 def code(key: str, name: str) -> Callable[..., Any]:
     """Import the class or function that a key names. Raises InvalidExperiment."""
     found = load(key, name)
     if not callable(found):
-        refuse(
-            key,
-            name,
-            f"is neither a class nor a function but {type(found).__name__}",
-            "Name one of these.",
-        )
+        problem = f"is neither a class nor a function but {type(found).__name__}"
+        refuse(key, name, problem, "Name one of these.")
     return cast(Callable[..., Any], found)
 
 
@@ -168,21 +161,14 @@ def build(key: str, settings: OwnSettings, base: type[Base]) -> Base:
     name = settings.name
     found = code(key, name)
     if base is not object and not (isinstance(found, type) and issubclass(found, base)):
-        refuse(
-            key,
-            name,
-            f"is not a class of {base.__name__}",
-            f"Let it inherit from fedstrata.{base.__name__}.",
-        )
+        remedy = f"Let it inherit from fedstrata.{base.__name__}."
+        refuse(key, name, f"is not a class of {base.__name__}", remedy)
     table = key.rpartition(".")[0]
     parameters = _parameters(key, name, found)
     hidden = sorted(parameters.named & type(settings).model_fields.keys() - {"name"})
     if hidden:
-        problem = (
-            f"takes {hidden[0]}, which is a key of the table itself, so that the class does "
-            "not get it"
-        )
-        refuse(key, name, problem, "Rename that keyword.")
+        problem = f"takes {hidden[0]}, which is a key of the table itself"
+        refuse(key, name, f"{problem}, so that the class does not get it", "Rename that keyword.")
     unnamed = [each for each in settings.keywords if each not in parameters.named]
     if unnamed and not (parameters.rest and _refuses_others(key, name, found, settings.keywords)):
         keyword = unnamed[0]
@@ -193,12 +179,8 @@ def build(key: str, settings: OwnSettings, base: type[Base]) -> Base:
         refuse(key, name, f"needs {missing[0]}, which has no default", remedy)
     made = _called(key, name, found, settings.keywords)
     if not isinstance(made, base):
-        refuse(
-            key,
-            name,
-            f"makes {type(made).__name__}, not {base.__name__}",
-            "Return the object itself.",
-        )
+        problem = f"makes {type(made).__name__}, not {base.__name__}"
+        refuse(key, name, problem, "Return the object itself.")
     return made
 
 
@@ -216,44 +198,33 @@ def call(key: str, name: str, offered: Mapping[str, Any]) -> Any:
     names = offered.keys() - parameters.by_place
     if not parameters.rest:
         names &= parameters.named
-    return _called(
-        key, name, found, {each: value for each, value in offered.items() if each in names}
-    )
+    taken = {each: value for each, value in offered.items() if each in names}
+    return _called(key, name, found, taken)
 
 
 class _Parameters(NamedTuple):
-    """What own code takes. `needed`: parameters without a default, in their order.
+    """The parameters of own code."""
 
-    `named`: parameters that a keyword may name; `by_place`: those before a `/`; `rest`: the one
-    with `**`, "" for none. `has`: the names of its attributes.
-    """
-
-    named: set[str]
-    needed: Sequence[str]
-    by_place: set[str]
-    rest: str
-    has: Collection[str]
+    named: set[str]  # those that a keyword may name
+    needed: Sequence[str]  # those without a default, in their order
+    by_place: set[str]  # those before a `/`
+    rest: str  # the one with `**`, "" for none
+    has: Collection[str]  # the names of the attributes
 
     def refusal(self, keyword: str) -> tuple[str, str]:
         """Return why no parameter takes a keyword, and the remedy."""
         if keyword in self.by_place:
             return f"takes {keyword} by its place alone", "Omit the / of its signature."
         if self.rest:
-            return (
-                f"collects any keyword in **{self.rest}, used or not",
-                f"Name {keyword} in its signature.",
-            )
-        if not self.named:
-            if keyword in self.has:
-                return (
-                    "takes no keywords; an attribute is none",
-                    f"Write an __init__ that takes {keyword}.",
-                )
-            return "takes no keywords", f"Omit it, or write an __init__ that takes {keyword}."
-        return (
-            f"takes {', '.join(sorted(self.named))}, and not this keyword",
-            "Correct its name, or omit it.",
-        )
+            problem = f"collects any keyword in **{self.rest}, used or not"
+            return problem, f"Name {keyword} in its signature."
+        if self.named:
+            problem = f"takes {', '.join(sorted(self.named))}, and not this keyword"
+            return problem, "Correct its name, or omit it."
+        remedy = f"rite an __init__ that takes {keyword}."
+        if keyword in self.has:
+            return "takes no keywords; an attribute is none", f"W{remedy}"
+        return "takes no keywords", f"Omit it, or w{remedy}"
 
 
 def _parameters(key: str, name: str, found: Callable[..., Any]) -> _Parameters:
@@ -261,12 +232,8 @@ def _parameters(key: str, name: str, found: Callable[..., Any]) -> _Parameters:
     try:
         parameters = inspect.signature(found).parameters.values()
     except (TypeError, ValueError) as error:
-        refuse(
-            key,
-            name,
-            f"has no signature that can be read ({error})",
-            "Name a class or function of Python's.",
-        )
+        problem = f"has no signature that can be read ({error})"
+        refuse(key, name, problem, "Name a class or function of Python's.")
     named = set[str]()
     by_place = set[str]()
     needed: list[str] = []
@@ -380,9 +347,8 @@ class _CodePlace(NamedTuple):
     function: str
 
     def __str__(self) -> str:
-        return (
-            f"{self.where}, in {self.function}: {linecache.getline(self.file, self.line).strip()}"
-        )
+        line = linecache.getline(self.file, self.line).strip()
+        return f"{self.where}, in {self.function}: {line}"
 
     @property
     def where(self) -> str:
@@ -400,20 +366,17 @@ def _frames(error: BaseException, own: Mapping[str, str]) -> tuple[list[_CodePla
     That is "" for an error of the `with` block itself: it called what has no frame, such as a
     function in C.
     """
-    found = [
-        _CodePlace(
-            frame.f_globals.get("__name__", ""),
-            frame.f_code.co_filename,
-            line,
-            frame.f_code.co_qualname,
-        )
-        for frame, line in walk_tb(error.__traceback__)
-    ]
+    found = []
+    for frame, line in walk_tb(error.__traceback__):
+        module = frame.f_globals.get("__name__", "")
+        code = frame.f_code
+        found.append(_CodePlace(module, code.co_filename, line, code.co_qualname))
     packages = {_package(name) for name in own.values()}
+    theirs = [each for each in found if _package(each.module) in packages]
     _, _, *below = found  # of `guarded`, and of the block
-    return [each for each in found if _package(each.module) in packages], _package(
-        below[-1].module
-    ) if below else ""
+    if not below:
+        return theirs, ""
+    return theirs, _package(below[-1].module)
 
 
 def _place(error: BaseException, theirs: Sequence[_CodePlace]) -> str:
@@ -422,6 +385,11 @@ def _place(error: BaseException, theirs: Sequence[_CodePlace]) -> str:
     if theirs:
         return f", in {theirs[-1].function} ({theirs[-1].where})"
     return ""
+
+
+def _is_of(name: str, part: str) -> bool:
+    """Return whether own code is that of a name, or in a package or module of that name."""
+    return name == part or name.startswith((f"{part}.", f"{part}:"))
 
 
 def _package(name: str) -> str:
@@ -437,7 +405,7 @@ def _key_of(theirs: Sequence[_CodePlace], own: Mapping[str, str]) -> str:
     ):
         for part in reversed(found):
             for key, name in own.items():
-                if name == part or name.startswith((f"{part}:", f"{part}.")):
+                if _is_of(name, part):
                     return key
     return next(iter(own))
 
@@ -446,10 +414,9 @@ def _is_interruption(error: BaseException) -> bool:
     """Return whether a signal raised the error: it does in the main thread alone, by a handler;
     workers have none.
     """
-    if (
-        not isinstance(error, KeyboardInterrupt)
-        or threading.current_thread() is not threading.main_thread()
-    ):
+    if not isinstance(error, KeyboardInterrupt):
+        return False
+    if threading.current_thread() is not threading.main_thread():
         return False
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.default_int_handler:  # it leaves no trace

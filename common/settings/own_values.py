@@ -46,15 +46,9 @@ class ValueWriter(pickle.Pickler):
 
     def _of_torch(self, value: Any, torch: Any) -> object:
         if isinstance(value, torch.Tensor):
-            content: bytes = (
-                value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
-            )
-            return (
-                value.requires_grad,
-                str(value.dtype),
-                tuple(value.shape),
-                blake2b(content).digest(),
-            )
+            flat = value.detach().cpu().contiguous().flatten()
+            digest = blake2b(flat.view(torch.uint8).numpy().data).digest()
+            return value.requires_grad, str(value.dtype), tuple(value.shape), digest
         if isinstance(value, torch.Generator):
             return value.get_state().numpy().tobytes()
         if isinstance(value, torch.nn.Module):
@@ -110,9 +104,10 @@ def kept_in_files(names: Iterable[str]) -> dict[str, bytes]:
     import from the current folder, but nothing of fedstrata's. Of installed packages, which may be
     large, only the named modules count.
     """
-    return {
-        label: _digest(value) for module in _files_of(names) for label, value in _values_of(module)
-    }
+    found: dict[str, bytes] = {}
+    for module in _files_of(names):
+        found |= {label: _digest(value) for label, value in _values_of(module)}
+    return found
 
 
 def changed(before: Mapping[str, bytes], after: Mapping[str, bytes]) -> list[str]:
@@ -151,12 +146,9 @@ def _values_of(module: ModuleType) -> Iterator[tuple[str, object]]:
         elif value.__module__ == where:
             yield f"{where}.{name}", value
             if isinstance(value, type):
-                attributes = [
-                    (each, found)
-                    for each, found in vars(value).items()
-                    if not each.startswith("__")
-                ]
-                yield from ((f"{where}.{name}.{each}", found) for each, found in attributes)
+                for each, found in list(vars(value).items()):
+                    if not each.startswith("__"):
+                        yield f"{where}.{name}.{each}", found
 
 
 def _files_of(names: Iterable[str]) -> list[ModuleType]:
@@ -166,8 +158,11 @@ def _files_of(names: Iterable[str]) -> list[ModuleType]:
     left = list(named)
     found: dict[str, ModuleType] = {}
     while left:
-        module = sys.modules.get(name := left.pop())
-        if module is None or name in found or not (name in named or _is_users(module, packages)):
+        name = left.pop()
+        module = sys.modules.get(name)
+        if module is None or name in found:
+            continue
+        if name not in named and not _is_users(module, packages):
             continue
         found[name] = module
         for value in list(vars(module).values()):

@@ -1,17 +1,14 @@
-"""The table `privacy` of a tier: what is protected, the clipping, the noise, and epsilon of what is
-released.
+"""The table `privacy` of a tier: what is protected, the clipping, the noise, and epsilon.
 
 A unit is a sample, or a child of the tier: a device, or an institution with all below it.
 Neighbouring runs differ by one unit, in whose place there is a zero gradient, or a zero update. So
 the sensitivity is `clip_norm`, and that of the count of updates within a bound is 1. Each release
 of a unit has noise of `noise_multiplier` times that.
 
-    unit         a release                                    releases of a unit
-    sample       a step of a device                           one in each epoch: each sample is in
-    one of its batches sample       with `sampling_rate`, a step of a device     all steps, each
-    with the sampling rate
-    device,      an upload, or the mean of the uploads        the rounds in which the child is
-    selected
+    unit         a release                              releases of a unit
+    sample       a step of a device                     one in each epoch: a sample is in one batch
+    sample       a step, with `sampling_rate`           all steps, each with the sampling rate
+    device,      an upload, or the mean of the uploads  the rounds in which the child is selected
     institution
 
 No amplification is claimed but for `sampling_rate`: neither a fixed number of children in a round,
@@ -27,7 +24,8 @@ from pydantic import Field
 
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.settings import accountant
-from fedstrata.common.settings.tables import Positive, SettingsTable
+from fedstrata.common.settings.tables import Positive, Refused, SettingsTable, check_table
+from fedstrata.common.settings.trainers import TRAINER_KEY
 from fedstrata.common.settings.training import FedProx, TrainingSettings
 
 SAMPLE: Final = "sample"
@@ -98,9 +96,7 @@ class PrivacySettings(SettingsTable):
 
     @property
     def remembers(self) -> bool:
-        """Whether the parent has state that persists between its tasks: the bound that follows a
-        quantile.
-        """
+        """Whether the parent has state between its tasks: the bound that follows a quantile."""
         return self.by_parent and self.quantile is not None
 
     @property
@@ -109,9 +105,7 @@ class PrivacySettings(SettingsTable):
         return self.acts and self.delta is not None
 
     def releases(self, epochs: int) -> int:
-        """Return the releases of a unit in one participation, in which devices train for so many
-        epochs.
-        """
+        """Return the releases of a unit in one participation with so many epochs."""
         if self.unit != SAMPLE:
             return 1
         if self.sampling_rate is None:
@@ -157,47 +151,40 @@ def check_privacy(
     of the tier's parents in a global round.
     """
     if privacy.unit == "none":
-        for name in PrivacySettings.model_fields:
-            if (
-                name != "unit"
-                and getattr(privacy, name) != PrivacySettings.model_fields[name].default
-            ):
-                problem = "nothing is protected"
-                remedy = 'Set unit to "sample", "device" or "institution".'
-                raise InvalidExperiment(f"{key}.{name}", getattr(privacy, name), problem, remedy)
+        check_table(key, privacy, _refused_without_unit(privacy))
         return
+    check_table(key, privacy, _refused(key, privacy, children, devices))
+    if privacy.unit != SAMPLE:
+        check_delta(key, privacy, count, f"{children}s")
+    check_table(key, privacy, _refused_beside_unit(key, privacy))
+    releases = rounds * privacy.releases(epochs)
+    if not privacy.affords(releases):
+        at = f"{key}.max_epsilon"
+        problem = f"the first global round could cost {privacy.epsilon(releases):.4g}"
+        raise InvalidExperiment(at, privacy.max_epsilon, problem, "Raise it or noise_multiplier.")
+
+
+def _refused_without_unit(privacy: PrivacySettings) -> Refused:
+    for name, field in PrivacySettings.model_fields.items():
+        if name != "unit" and getattr(privacy, name) != field.default:
+            yield name, "nothing is protected", 'Set unit to "sample", "device" or "institution".'
+
+
+def _refused(key: str, privacy: PrivacySettings, children: str, devices: bool) -> Refused:
     if not devices and privacy.unit != "institution":
         problem = f"the children of this tier are {children}s"
-        raise InvalidExperiment(
-            f"{key}.unit", privacy.unit, problem, 'Use "institution", or set it below.'
-        )
+        yield "unit", problem, 'Use "institution", or set it below.'
     if devices and privacy.unit == "institution":
-        problem = "the children of this tier are devices"
-        raise InvalidExperiment(f"{key}.unit", privacy.unit, problem, 'Use "device" or "sample".')
+        yield "unit", "the children of this tier are devices", 'Use "device" or "sample".'
     if privacy.noise_multiplier is None:
-        problem = "not known"
-        remedy = "Set it: 1 is common, 0 only clips."
-        raise InvalidExperiment(f"{key}.noise_multiplier", None, problem, remedy)
+        yield "noise_multiplier", "not known", "Set it: 1 is common, 0 only clips."
     if privacy.multiplier > 0:
         for name in ("clip_norm", "delta"):
             if getattr(privacy, name) is None:
-                raise InvalidExperiment(
-                    f"{key}.{name}", None, "the noise needs it", f"Set {key}.{name}."
-                )
+                yield name, "the noise needs it", f"Set {key}.{name}."
     elif privacy.max_epsilon is not None:
         problem = "epsilon is infinite without noise"
-        raise InvalidExperiment(
-            f"{key}.max_epsilon", privacy.max_epsilon, problem, f"Set {key}.noise_multiplier."
-        )
-    if privacy.unit != SAMPLE:
-        check_delta(key, privacy, count, f"{children}s")
-    _check_beside_unit(key, privacy)
-    if not privacy.affords(rounds * privacy.releases(epochs)):
-        cost = privacy.epsilon(rounds * privacy.releases(epochs))
-        problem = f"the first global round could cost {cost:.4g}"
-        raise InvalidExperiment(
-            f"{key}.max_epsilon", privacy.max_epsilon, problem, "Raise it or noise_multiplier."
-        )
+        yield "max_epsilon", problem, f"Set {key}.noise_multiplier."
 
 
 def check_delta(key: str, privacy: PrivacySettings, units: int, what: str) -> None:
@@ -207,67 +194,47 @@ def check_delta(key: str, privacy: PrivacySettings, units: int, what: str) -> No
     """
     if privacy.delta is not None and privacy.delta * units >= 1:
         problem = f"not below 1 / {units} {what}, so that it allows to publish one of them"
-        raise InvalidExperiment(
-            f"{key}.delta", privacy.delta, problem, f"Write far less, such as {0.01 / units:.1g}."
-        )
+        remedy = f"Write far less, such as {0.01 / units:.1g}."
+        raise InvalidExperiment(f"{key}.delta", privacy.delta, problem, remedy)
 
 
-def _check_beside_unit(key: str, privacy: PrivacySettings) -> None:
-    """Check the keys that belong to one unit, or to one place of the noise."""
-    if privacy.unit == SAMPLE and privacy.noise_by == "parent":
-        problem = "a parent has no samples' gradients"
-        raise InvalidExperiment(f"{key}.noise_by", "parent", problem, 'Use "child".')
+def _refused_beside_unit(key: str, privacy: PrivacySettings) -> Refused:
+    """Yield the keys that belong to another unit, or to another place of the noise."""
+    of_samples = privacy.unit == SAMPLE
+    if of_samples and privacy.noise_by == "parent":
+        yield "noise_by", "a parent has no samples' gradients", 'Use "child".'
     if privacy.sampling_rate is not None:
-        if privacy.unit != SAMPLE:
+        if not of_samples:
             problem = f"it is for samples, and the unit is {privacy.unit}"
-            raise InvalidExperiment(
-                f"{key}.sampling_rate", privacy.sampling_rate, problem, "Omit it."
-            )
+            yield "sampling_rate", problem, "Omit it."
         if privacy.clip_norm is None:
-            raise InvalidExperiment(
-                f"{key}.clip_norm", None, "sampling_rate needs it", f"Set {key}.clip_norm."
-            )
+            yield "clip_norm", "sampling_rate needs it", f"Set {key}.clip_norm."
     if privacy.quantile is None:
         if privacy.quantile_rate != PrivacySettings.model_fields["quantile_rate"].default:
-            problem = "the bound is fixed"
-            raise InvalidExperiment(
-                f"{key}.quantile_rate", privacy.quantile_rate, problem, f"Set {key}.quantile."
-            )
+            yield "quantile_rate", "the bound is fixed", f"Set {key}.quantile."
         return
-    if privacy.unit == SAMPLE or privacy.noise_by != "parent":
+    if of_samples or privacy.noise_by != "parent":
         problem = "the parent counts the updates that it does not clip"
-        raise InvalidExperiment(
-            f"{key}.quantile", privacy.quantile, problem, 'Set noise_by = "parent", or omit it.'
-        )
+        yield "quantile", problem, 'Set noise_by = "parent", or omit it.'
     if privacy.clip_norm is None:
-        raise InvalidExperiment(
-            f"{key}.clip_norm", None, "the first bound is not known", f"Set {key}.clip_norm."
-        )
+        yield "clip_norm", "the first bound is not known", f"Set {key}.clip_norm."
 
 
 def check_training(key: str, privacy: PrivacySettings, training: TrainingSettings) -> None:
     """Check that devices can train by DP-SGD. Raises InvalidExperiment."""
-    found: tuple[str, object, str, str] | None = None
-    if not training.trainer.learns_module:
-        found = "trainer", training.trainer.whose, "it gives no samples' gradients", "Use sgd"
-    elif not training.plain and not isinstance(training.objective, FedProx):
-        found = (
-            "objective.name",
-            training.objective.name,
-            "it has other terms of private data",
-            "Use fedprox or none",
-        )
-    elif training.precision == "bf16":
-        found = "precision", "bf16", "samples' gradients are taken in fp32", "Omit it"
-    elif privacy.sampling_rate is not None and training.own_augmentation is not None:
-        found = (
-            "augmentation.name",
-            training.augmentation.name,
-            "not with a sampling rate",
-            "Omit it",
-        )
-    if found is not None:
-        name, value, problem, remedy = found
-        raise InvalidExperiment(
-            f"training.{name}", value, f"{key}.unit is 'sample': {problem}", f"{remedy}."
-        )
+    why = f"{key}.unit is 'sample'"
+    trainer = training.trainer
+    if not trainer.learns_module:
+        problem = f"{why}: it gives no samples' gradients"
+        raise InvalidExperiment(TRAINER_KEY, trainer.whose, problem, "Use sgd.")
+    check_table("training", training, _refused_of_samples(why, privacy, training))
+
+
+def _refused_of_samples(why: str, privacy: PrivacySettings, training: TrainingSettings) -> Refused:
+    if not training.plain and not isinstance(training.objective, FedProx):
+        problem = f"{why}: it has other terms of private data"
+        yield "objective.name", problem, "Use fedprox or none."
+    if training.precision == "bf16":
+        yield "precision", f"{why}: samples' gradients are taken in fp32", "Omit it."
+    if privacy.sampling_rate is not None and training.own_augmentation is not None:
+        yield "augmentation.name", f"{why}: not with a sampling rate", "Omit it."

@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.settings.tables import Count, SettingsTable
+from fedstrata.common.settings.tables import Count, Refused, SettingsTable, check_table
 from fedstrata.common.settings.training import Score
 
 
@@ -40,22 +39,30 @@ class StopReason(StrEnum):
 
 def check_stop(stop: Stop, score: Score) -> None:
     """Check the keys against each other and the score. Raises InvalidExperiment."""
+    check_table("stop", stop, _refused(stop, score))
+
+
+def _refused(stop: Stop, score: Score) -> Refused:
     if stop.target is not None and score.share and not 0 < stop.target <= 1:
         remedy = "Write a fraction above 0 and at most 1: 0.9 for 90 %."
-        raise InvalidExperiment("stop.target", stop.target, f"no {score.label}", remedy)
+        yield "target", f"no {score.label}", remedy
     if stop.patience is None and not stop.best:
         for key in ("monitor", "min_delta"):
-            if (value := getattr(stop, key)) != Stop.model_fields[key].default:
-                remedy = "Set stop.patience or stop.best, or omit it."
-                raise InvalidExperiment(f"stop.{key}", value, "nothing goes by it", remedy)
+            if getattr(stop, key) != Stop.model_fields[key].default:
+                yield key, "nothing goes by it", "Set stop.patience or stop.best, or omit it."
 
 
 def check_evaluated(stop: Stop, *, evaluates: bool) -> None:
     """Check that nothing goes by evaluations if there are none. Raises InvalidExperiment."""
-    for key in () if evaluates else ("target", "patience", "best"):
-        if value := getattr(stop, key):
+    if not evaluates:
+        check_table("stop", stop, _refused_without(stop))
+
+
+def _refused_without(stop: Stop) -> Refused:
+    for key in ("target", "patience", "best"):
+        if getattr(stop, key):
             problem = "the trainer has no `evaluate`, so the cloud has no evaluations"
-            raise InvalidExperiment(f"stop.{key}", value, problem, "Write one, or omit the key.")
+            yield key, problem, "Write one, or omit the key."
 
 
 class Course:
@@ -83,34 +90,36 @@ class Course:
         if global_round == self._last:
             return global_round == self.best
         self._last = global_round
-        monitored = score if self._stop.monitor == "score" else loss
         score = as_written(score)
-        value = as_written(monitored)
-        higher = self._stop.monitor == "score" and self._score.higher
-        gain = value - self._value if higher else self._value - value
-        if better := gain > self._stop.min_delta or (self.best == 0 and not isnan(value)):
+        value = as_written(loss)
+        gain = self._value - value
+        if self._stop.monitor == "score":
+            value = score
+            gain = value - self._value if self._score.higher else self._value - value
+        better = gain > self._stop.min_delta or (self.best == 0 and not isnan(value))
+        self._since += 1
+        if better:
             self.best = global_round
             self._value = value
-        self._since = 0 if better else self._since + 1
-        if self.ended is None and self._score.reached(score, self._stop.target):
+            self._since = 0
+        if self.ended is not None:
+            return better
+        patience = self._stop.patience
+        if self._score.reached(score, self._stop.target):
             self.ended = StopReason.TARGET
-        elif (
-            self.ended is None
-            and self._stop.patience is not None
-            and self._since >= self._stop.patience
-        ):
+        elif patience is not None and self._since >= patience:
             self.ended = StopReason.PATIENCE
         return better
 
     def save(self) -> dict[str, Any]:
         """Return the state, in a form that JSON can hold."""
-        numbers = {
+        return {
             "best": self.best,
             "value": self._value,
             "since": self._since,
             "last": self._last,
+            "ended": self.ended,
         }
-        return {**numbers, "ended": self.ended}
 
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Restore what `save` returned; {}, before the first checkpoint, is no evaluation."""
@@ -123,9 +132,7 @@ class Course:
 
 
 def as_written(value: float) -> float:
-    """Return a score or a loss as it is read from rounds.csv: with six digits, NaN if it is not
-    finite.
-    """
+    """Return a score or a loss as rounds.csv has it: with six digits, NaN if it is not finite."""
     if isfinite(value):
         return float(f"{value:.6g}")
     return nan

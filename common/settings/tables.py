@@ -1,6 +1,4 @@
-"""Shared parts of the experiment's tables: strict validation, suggestions for mistyped names, and
-TOML output.
-"""
+"""Shared parts of the experiment's tables: strict validation, proposals for names, and TOML."""
 
 from __future__ import annotations
 
@@ -12,8 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
+from operator import attrgetter
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeAlias, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -68,9 +67,7 @@ NAMED: Final = (
 
 
 def form(pattern: str, instead: str) -> Any:
-    """Return the field of a text that has a form; `instead`: what to write in place of one that has
-    not.
-    """
+    """Return the field of a text that has a form; `instead`: what to write in place of another."""
     FORMS[pattern] = instead
     return Field(pattern=pattern)
 
@@ -108,6 +105,16 @@ class EffectiveTable(SettingsTable):
         return {key: value for key, value in dump(self).items() if key not in unused}
 
 
+# The refused keys of a table, in the order of their checks: the key, the problem, the remedy.
+Refused: TypeAlias = Iterator[tuple[str, str, str]]
+
+
+def check_table(at: str, table: SettingsTable, refused: Refused) -> None:
+    """Raise InvalidExperiment for the first refused key of the table at a key, with its value."""
+    for key, problem, remedy in refused:
+        raise InvalidExperiment(f"{at}.{key}", attrgetter(key)(table), problem, remedy)
+
+
 Table = TypeVar("Table", bound=SettingsTable)
 
 
@@ -136,17 +143,13 @@ class NamedTables(Mapping[str, type[Table]]):
 
 
 def named_in_module(place: str) -> Any:
-    """Return what a `module:Name` names, importing the module. Raises ImportError,
-    AttributeError.
-    """
+    """Import and return what a `module:Name` names. Raises ImportError, AttributeError."""
     module, _, name = place.partition(":")
     return getattr(import_module(module), name)
 
 
 def installed(group: str) -> dict[str, str]:
-    """Return what installed packages bring by entry points of a group: `package.module:Class`, by
-    name.
-    """
+    """Return what installed packages bring by entry points of a group, `module:Class` by name."""
     return {each.name: each.value for each in entry_points(group=f"{PACKAGE}.{group}")}
 
 
@@ -193,27 +196,25 @@ class Selected:
         if self.group and name not in self.tables:
             name = place_of(self.group, name)
             tree = {**tree, "name": name}
-        is_own = bool(self.own) and isinstance(name, str) and ":" in name
-        if not is_own and name not in self.tables:
-            context = {
-                "discriminator": "name",
-                "tag": str(name),
-                "expected_tags": ", ".join(self.tables),
-            }
+        kind = name
+        table: Any
+        if self.own and isinstance(name, str) and ":" in name:
+            kind = OWN
+            table = named_in_module(self.own)
+        elif name in self.tables:
+            table = self.tables[name]
+        else:
+            context = {"discriminator": "name", "tag": str(name)}
+            context["expected_tags"] = ", ".join(self.tables)
             raise PydanticKnownError("union_tag_invalid", context)
-        table: Any = named_in_module(self.own) if is_own else self.tables[name]
         try:
             return getattr(table, "model_validate", table)({"name": name, **tree})
         except ValidationError as error:
-            found = error.errors(include_url=False)
             details = [
                 InitErrorDetails(
-                    type=e["type"],
-                    loc=(OWN if is_own else name, *e["loc"]),
-                    input=e["input"],
-                    ctx=e.get("ctx", {}),
+                    type=e["type"], loc=(kind, *e["loc"]), input=e["input"], ctx=e.get("ctx", {})
                 )
-                for e in found
+                for e in error.errors(include_url=False)
             ]
             raise ValidationError.from_exception_data(error.title, details) from None
 
@@ -222,9 +223,10 @@ def flat(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     """Return the leaves of a tree by dotted keys."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
-        leaves |= (
-            flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
-        )
+        if isinstance(value, Mapping):
+            leaves |= flat(value, f"{path}{key}.")
+        else:
+            leaves[f"{path}{key}"] = value
     return leaves
 
 
@@ -278,7 +280,9 @@ def proposal(name: str, known: Iterable[str], *, what: str, elsewhere: Sequence[
         return f"Did you mean {meant!r}?"
     if not names:
         return f"{what} none."
-    return f"{what}: {', '.join(names[:LISTED_MOST])}{', ...' if len(names) > LISTED_MOST else ''}."
+    listed = ", ".join(names[:LISTED_MOST])
+    more = ", ..." if len(names) > LISTED_MOST else ""
+    return f"{what}: {listed}{more}."
 
 
 def _meant(name: str, known: Sequence[str], similarity: float) -> str | None:
@@ -289,14 +293,10 @@ def _meant(name: str, known: Sequence[str], similarity: float) -> str | None:
     word = name.lower()
     if close := difflib.get_close_matches(word, lower, 1, similarity):
         return lower[close[0]]
-    return next(
-        (
-            each
-            for each in known
-            if word and (each.lower().startswith(word) or word == _initials(each))
-        ),
-        None,
-    )
+    for each in known:
+        if word and (each.lower().startswith(word) or word == _initials(each)):
+            return each
+    return None
 
 
 def _initials(name: str) -> str:
@@ -314,14 +314,24 @@ def named(key: str, given: Any, profiles: Mapping[str, Any]) -> Any:
     """
     if isinstance(given, str):
         given = {"profile": given}
-    name = given.get("profile") if isinstance(given, Mapping) else None
-    if not isinstance(name, str):
+    if not isinstance(given, Mapping) or not isinstance(given.get("profile"), str):
         return given
+    name = given["profile"]
     if name not in profiles:
         remedy = proposal(name, profiles, what="There are")
         raise InvalidExperiment(key, name, "no profile has this name", remedy)
-    base = profiles[name] if isinstance(profiles[name], Mapping) else {}
-    return {**base, **{part: value for part, value in given.items() if value is not None}}
+    set_here = {part: value for part, value in given.items() if value is not None}
+    if not isinstance(profiles[name], Mapping):
+        return set_here
+    return {**profiles[name], **set_here}
+
+
+def with_own(shipped: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the profiles that ship and those of a tree, which take precedence."""
+    own = tree.get("profiles")
+    if isinstance(own, Mapping):
+        return {**shipped, **own}
+    return dict(shipped)
 
 
 CURLY: Final = tuple("\u201c\u201d\u201e\u2018\u2019\u201a\u00ab\u00bb")
@@ -330,9 +340,7 @@ _LINE: Final = re.compile(r"at line (\d+)")
 
 
 def read_toml(key: str, path: Path, *, remedy: str) -> dict[str, Any]:
-    """Return the tree of a TOML file. `remedy`: if there is no such file. Raises
-    InvalidExperiment.
-    """
+    """Return the tree of a TOML file; `remedy`: if it is missing. Raises InvalidExperiment."""
     text = ""
     try:
         text = read_text(path)
@@ -341,12 +349,10 @@ def read_toml(key: str, path: Path, *, remedy: str) -> dict[str, Any]:
         raise InvalidExperiment(key, str(path), error.strerror or str(error), remedy) from None
     except tomllib.TOMLDecodeError as error:
         problem = str(error)
-        if (at := _LINE.search(problem)) and any(
-            quote in text.split("\n")[int(at[1]) - 1] for quote in CURLY
-        ):
-            raise InvalidExperiment(
-                key, str(path), f"curly quotes in line {at[1]}", STRAIGHT
-            ) from None
+        at = _LINE.search(problem)
+        if at and set(CURLY) & set(text.split("\n")[int(at[1]) - 1]):
+            where = f"curly quotes in line {at[1]}"
+            raise InvalidExperiment(key, str(path), where, STRAIGHT) from None
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         problem = f"byte 0x{error.object[error.start]:02x} in line {line} is not {error.encoding}"
@@ -376,25 +382,22 @@ def parsed(text: str) -> dict[str, Any]:
 
 
 def check_quotes(text: str) -> None:
-    """Raise InvalidExperiment if a part of a `key=value` has curly quotes around it, as of a text
-    processor.
-    """
+    """Raise InvalidExperiment if a part of a `key=value` has a text processor's curly quotes."""
     for part in text.split("="):
         if part.strip()[:1] in CURLY or part.strip()[-1:] in CURLY:
             raise InvalidExperiment("--set", text, "curly quotes", STRAIGHT)
 
 
 def _is_deep(tree: dict[str, Any]) -> bool:
-    """Return whether tables and lists are nested deeper than functions that call themselves can
-    follow.
-    """
+    """Return whether tables and lists are nested deeper than recursive functions can follow."""
     level: list[Any] = [tree]
     for _ in range(DEPTH_MOST):
-        inner = [
-            each
-            for found in level
-            for each in (found.values() if isinstance(found, dict) else found)
-        ]
+        inner: list[Any] = []
+        for found in level:
+            if isinstance(found, dict):
+                inner += found.values()
+            else:
+                inner += found
         level = [each for each in inner if isinstance(each, (dict, list))]
         if not level:
             return False

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Final
 
 from fedstrata.common.errors import InvalidExperiment, LeftOut
@@ -12,17 +13,18 @@ CLOUD: Final = "cloud"
 RESERVED: Final = frozenset({CLOUD, "all"})  # `all` is the broadcast stream
 
 
+def joined(groups: Iterable[Iterable[str]]) -> list[str]:
+    """Return the names of all groups, in order."""
+    return [*chain.from_iterable(groups)]
+
+
 class Tree:
-    """The nodes of a lab. `layers`: the children of each parent, by layer from the cloud down;
-    names are unique.
-    """
+    """The nodes of a lab, whose names are unique."""
 
     def __init__(self, layers: Sequence[Mapping[str, Sequence[str]]]) -> None:
+        """`layers`: the children of each parent, by layer from the cloud down."""
         self.children = {parent: list(names) for layer in layers for parent, names in layer.items()}
-        self.layers = [
-            [CLOUD],
-            *([name for names in layer.values() for name in names] for layer in layers),
-        ]
+        self.layers = [[CLOUD], *(joined(layer.values()) for layer in layers)]
         self._parents = {
             child: parent for parent, names in self.children.items() for child in names
         }
@@ -47,12 +49,12 @@ class Tree:
     @property
     def aggregators(self) -> list[str]:
         """The nodes between the cloud and the devices, from the top down."""
-        return [name for layer in self.layers[1:-1] for name in layer]
+        return joined(self.layers[1:-1])
 
     @property
     def nodes(self) -> list[str]:
         """All nodes but the cloud, from the top down."""
-        return [name for layer in self.layers[1:] for name in layer]
+        return joined(self.layers[1:])
 
     def parent(self, node: str) -> str:
         """Return a node's parent. Raises KeyError for the cloud and for unknown nodes."""
@@ -63,9 +65,7 @@ class Tree:
         return self._depths[node]
 
     def path(self, node: str) -> str:
-        """Return the names from the cloud down to a node, with `/` between them. Raises
-        KeyError.
-        """
+        """Return the names from the cloud down to a node, `/` between them. Raises KeyError."""
         names = [node]
         while names[-1] != CLOUD:
             names.append(self._parents[names[-1]])
@@ -73,8 +73,7 @@ class Tree:
 
     def below(self, node: str) -> Iterator[str]:
         """Yield all nodes below a node, children before grandchildren."""
-        for child in self.children.get(node, ()):
-            yield child
+        yield from self.children.get(node, ())
         for child in self.children.get(node, ()):
             yield from self.below(child)
 
@@ -107,20 +106,16 @@ def check_parent(tree: Tree, node: str, parent: str, *, role: str, among: Sequen
     if home != parent:
         problem = f"it belongs to {home}" if home else f"no {role} of this experiment"
         there = [name for name in tree.children.get(parent, ()) if name in among]
-        remedy = f"{parent} has {', '.join(there or [f'no {role}'])}."
+        remedy = f"{parent} has {', '.join(there) or f'no {role}'}."
         refused = InvalidExperiment if home else LeftOut
         raise refused("--parent", parent, f"{node} is not there: {problem}", remedy)
 
 
 def share_of(count: int, fraction: float) -> int:
-    """Return floor(fraction * count + 1e-9): 0.29 of 100 is 29, where the product of the floats
-    lies below.
-    """
+    """Return floor(fraction * count + 1e-9): 0.29 of 100 is 29, and the floats' product less."""
     return int(fraction * count + 1e-9)
 
 
 def participants(children: int, fraction: float) -> int:
-    """Return K = max(1, floor(fraction * children)), the number of children that take part in a
-    round.
-    """
+    """Return K = max(1, floor(fraction * children)), the children that take part in a round."""
     return max(1, share_of(children, fraction))

@@ -19,7 +19,14 @@ from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.settings.data import CLASSES, PARTS, Data, ModelSettings
 from fedstrata.common.settings.flower_apps import OF_TRAINING, ROUNDS, check_place, with_app
 from fedstrata.common.settings.own import OwnName, OwnSettings, is_own
-from fedstrata.common.settings.tables import Selected, SettingsTable, form, place_of
+from fedstrata.common.settings.tables import (
+    Refused,
+    Selected,
+    SettingsTable,
+    check_table,
+    form,
+    place_of,
+)
 
 TRAINER_KEY: Final = "training.trainer"
 PARTITION: Final = "private"  # every device has samples of its own
@@ -35,13 +42,11 @@ ByRound = dict[NumberName, Rounds]
 
 
 class TrainerTable(SettingsTable):
-    """The settings of a trainer.
+    """The settings of a trainer."""
 
-    `learns_module`: it trains `model` on `data` by the loss and the objective. `remembers`: a
-    device has state that persists between its tasks.
-    """
-
+    # Whether it trains `model` on `data` by the loss and the objective.
     learns_module: ClassVar[bool] = False
+    # Whether a device has state that persists between its tasks.
     remembers: ClassVar[bool] = False
 
     name: str  # the trainer
@@ -68,6 +73,10 @@ class SgdTrainer(TrainerTable):
     learns_module = True
 
     name: Literal["sgd"] = "sgd"  # the trainer
+
+
+OF_APP: Final[tuple[str, ...]] = ("clientapp", "serverapp")  # what an app names
+OF_CLIENT: Final[tuple[str, ...]] = ("client_fn", "initial", "evaluate_fn")  # in place of an app
 
 
 class FlowerTrainer(TrainerTable):
@@ -102,49 +111,35 @@ class FlowerTrainer(TrainerTable):
 
     @model_validator(mode="after")
     def _given_once(self) -> Self:
-        for name, key in {
-            **{name: f"training.{key}" for name, key in OF_TRAINING.items()},
-            ROUNDS: "rounds",
-        }.items():
+        keys = {name: f"training.{key}" for name, key in OF_TRAINING.items()}
+        for name, key in (keys | {ROUNDS: "rounds"}).items():
             if name in self.run_config:
+                at = f"{TRAINER_KEY}.run_config.{name}"
                 problem = f"clients have it from {key}"
                 remedy = f"Omit it, and set {key}."
-                raise InvalidExperiment(
-                    f"{TRAINER_KEY}.run_config.{name}", self.run_config[name], problem, remedy
-                )
+                raise InvalidExperiment(at, self.run_config[name], problem, remedy)
         return self
 
     @model_validator(mode="after")
     def _of_one_kind(self) -> Self:
-        if self.app is None:
-            if self.client_fn is None:
-                raise InvalidExperiment(
-                    f"{TRAINER_KEY}.client_fn",
-                    None,
-                    "neither it nor app is set",
-                    "Set one of them.",
-                )
-            others = ("serverapp", "clientapp", "score")
-        else:
+        if self.app is not None:
             check_place(self.app)
-            others = ("client_fn", "initial", "evaluate_fn")
-        for key in others:
-            if (value := getattr(self, key)) is not None:
-                whose = "client_fn" if self.app is None else "app"
-                raise InvalidExperiment(
-                    f"{TRAINER_KEY}.{key}",
-                    value,
-                    f"has no effect beside {whose}",
-                    "Omit one of them.",
-                )
+        check_table(TRAINER_KEY, self, self._refused())
         return self
+
+    def _refused(self) -> Refused:
+        if self.app is None and self.client_fn is None:
+            yield "client_fn", "neither it nor app is set", "Set one of them."
+        whose = "client_fn" if self.app is None else "app"
+        others = (*OF_APP, "score") if self.app is None else OF_CLIENT
+        for key in others:
+            if getattr(self, key) is not None:
+                yield key, f"has no effect beside {whose}", "Omit one of them."
 
     @property
     def code(self) -> Mapping[str, str]:
         """The names of its functions, or of the parts of its app."""
-        keys: tuple[str, ...] = ("clientapp", "serverapp")
-        if self.app is None:
-            keys = ("client_fn", "initial", "evaluate_fn")
+        keys = OF_CLIENT if self.app is None else OF_APP
         found = {key: getattr(self, key) for key in keys}
         return {f"{TRAINER_KEY}.{key}": name for key, name in found.items() if name is not None}
 
@@ -182,27 +177,24 @@ def with_trainer(tree: Any) -> Any:
     """Return an experiment's keys with the data, the model and the test samples of a trainer that
     brings its own.
     """
-    if not isinstance(tree, Mapping) or not isinstance(
-        training := tree.get("training", {}), Mapping
-    ):
+    training = tree.get("training", {}) if isinstance(tree, Mapping) else None
+    if not isinstance(training, Mapping):
         return tree
     data = tree.get("data", {})
     model = tree.get("model", {})
     table = training.get("trainer", {"name": "sgd"})
-    if (
-        not all(isinstance(each, Mapping) for each in (data, model, table))
-        or table.get("name") == "sgd"
-    ):
+    if not all(isinstance(each, Mapping) for each in (data, model, table)):
         return tree
     name = table.get("name")
     if name == "flower":
-        if isinstance(table.get("app"), str) and not {"serverapp", "clientapp"} <= table.keys():
+        if isinstance(table.get("app"), str) and not table.keys() >= {*OF_APP}:
             tree = with_app(tree, table)
             table = tree["training"]["trainer"]
-        name = table.get("clientapp" if "app" in table else "client_fn")
+        code = "clientapp" if "app" in table else "client_fn"
+        name = table.get(code)
     elif name not in TRAINERS:
         name = place_of("trainers", name)
-    if not isinstance(name, str) or not is_own(name):  # an error of the table itself
+    if not isinstance(name, str) or not is_own(name):  # sgd, or an error of the table itself
         return tree
     own = {
         "data": {"dataset": name, "partition": PARTITION, **data},
@@ -220,25 +212,25 @@ def check_trainer(trainer: TrainerTable, data: Data, model: ModelSettings) -> No
     """
     if trainer.learns_module:
         return
-    reads = f"{TRAINER_KEY} {trainer.whose} reads its samples from data.root"
-    brings = f"{TRAINER_KEY} {trainer.whose} has its arrays"
-    wanted: dict[str, object] = {
-        "dataset": trainer.whose,
-        "partition": PARTITION,
-        "targets": CLASSES,
-    }
-    wanted = {
-        key: field.get_default(call_default_factory=True)
-        for key, field in Data.model_fields.items()
-    } | wanted
-    for key in sorted(data.model_fields_set - {"root"}):
-        if (value := getattr(data, key)) != wanted[key]:
-            raise InvalidExperiment(f"data.{key}", value, reads, "Omit it.")
-    if model.name != trainer.whose:
-        raise InvalidExperiment("model.name", model.name, brings, "Omit it.")
-    if not model.same_initial:
-        raise InvalidExperiment("model.same_initial", False, brings, "Omit it.")
+    check_table("data", data, _refused_data(data, trainer.whose))
+    check_table("model", model, _refused_model(model, trainer.whose))
     for key in PARTS:
         if patterns := getattr(model, key):
             problem = f"{TRAINER_KEY} {trainer.whose} trains all of its arrays"
             raise InvalidExperiment(f"model.{key}", ", ".join(patterns), problem, "Omit it.")
+
+
+def _refused_data(data: Data, whose: str) -> Refused:
+    wanted = {"dataset": whose, "partition": PARTITION, "targets": CLASSES}
+    for key in sorted(data.model_fields_set - {"root"}):
+        usual = Data.model_fields[key].get_default(call_default_factory=True)
+        if getattr(data, key) != wanted.get(key, usual):
+            yield key, f"{TRAINER_KEY} {whose} reads its samples from data.root", "Omit it."
+
+
+def _refused_model(model: ModelSettings, whose: str) -> Refused:
+    problem = f"{TRAINER_KEY} {whose} has its arrays"
+    if model.name != whose:
+        yield "name", problem, "Omit it."
+    if not model.same_initial:
+        yield "same_initial", problem, "Omit it."

@@ -1,5 +1,4 @@
-"""What devices train by, and what the cloud scores: loss, objective, learning rate of each global
-round, and score.
+"""What devices train by, and what is scored: loss, objective, learning rate of each round, score.
 
 The formulas and their sources are in `common/learning/losses.py` and `evaluation.py`, and in
 `device/training/objectives/`, one file per objective.
@@ -7,7 +6,6 @@ The formulas and their sources are in `common/learning/losses.py` and `evaluatio
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence, Set
 from math import cos, pi
 from types import MappingProxyType
@@ -17,7 +15,7 @@ from pydantic import Field, model_validator
 
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.settings import own
-from fedstrata.common.settings.data import CLASSES, NUMBERS, OWN_FORM, TEXTS, Data, is_csv
+from fedstrata.common.settings.data import CLASSES, NUMBERS, OWN_FORM
 from fedstrata.common.settings.own import OwnName, OwnSettings, is_own
 from fedstrata.common.settings.tables import (
     Count,
@@ -28,7 +26,7 @@ from fedstrata.common.settings.tables import (
     SettingsTable,
     proposal,
 )
-from fedstrata.common.settings.trainers import TRAINER_KEY, ByRound, SgdTrainer, TrainerSettings
+from fedstrata.common.settings.trainers import ByRound, SgdTrainer, TrainerSettings
 
 Share = Annotated[float, Field(ge=0, le=1)]
 ACCURACY: Final = "accuracy"
@@ -59,16 +57,15 @@ ScoreName = Annotated[
 
 
 class ObjectiveTable(SettingsTable):
-    """The settings of an objective. `keeps`: the vectors, float32 [D] each, that a device keeps
-    from task to task.
+    """The settings of an objective."""
 
-    `rule`: that of the devices' tier which it needs. `parts`: whether some arrays of the model may
-    be personal. `reads_upload`: whether it reads the trained model as the parent decodes it.
-    """
-
+    # The vectors, float32 [D] each, that a device keeps from task to task.
     keeps: ClassVar[Sequence[str]] = ()
+    # The rule of the devices' tier that it needs.
     rule: ClassVar[str | None] = None
+    # Whether some arrays of the model may be personal.
     parts: ClassVar[bool] = True
+    # Whether it reads the trained model as the parent decodes it.
     reads_upload: ClassVar[bool] = False
 
     name: str  # the objective
@@ -318,7 +315,6 @@ OF_MODULES: Final = (
     "deterministic",
     "vmapped",
 )
-OF_TASKS: Final = ("epochs", "learning_rate")  # what others decide, or need to know
 
 
 class TrainingSettings(EffectiveTable):
@@ -374,12 +370,13 @@ class TrainingSettings(EffectiveTable):
         given = tree.get("optimizer") if isinstance(tree, Mapping) else None
         if not isinstance(given, Mapping) or given.get("name", "sgd") != "sgd":
             return tree
-        moved = {key: given[key] for key in OF_SGD if key in given}
-        if twice := [key for key in moved if key in tree and tree[key] != moved[key]]:
-            key = f"training.{twice[0]}"
-            problem = f"training.optimizer.{twice[0]} is {moved[twice[0]]}"
-            raise InvalidExperiment(key, tree[twice[0]], problem, "Omit one of the two.")
-        left = {key: value for key, value in given.items() if key not in moved}
+        left = dict(given)
+        moved = {key: left.pop(key) for key in OF_SGD if key in given}
+        for key, value in moved.items():
+            if key in tree and tree[key] != value:
+                problem = f"training.optimizer.{key} is {value}"
+                at = f"training.{key}"
+                raise InvalidExperiment(at, tree[key], problem, "Omit one of the two.")
         return {**tree, **moved, "optimizer": left}
 
     @property
@@ -389,12 +386,14 @@ class TrainingSettings(EffectiveTable):
         That is also the objective of the loss alone, which is named after cross-entropy, where the
         loss is another.
         """
-        unused: tuple[str, ...] = (
-            ("trainer", "by_round") if self.trainer.learns_module else OF_MODULES
-        )
+        unused = {*OF_MODULES}
+        if self.trainer.learns_module:
+            unused = {"trainer", "by_round"}
         if self.loss != CROSS_ENTROPY and self.plain:
-            unused += ("objective",)
-        return {*unused, *(("optimizer",) if self.by_sgd else OF_SGD)}
+            unused.add("objective")
+        if self.by_sgd:
+            return unused | {"optimizer"}
+        return unused.union(OF_SGD)
 
     @property
     def remembers(self) -> bool:
@@ -507,36 +506,34 @@ def learning_rate(training: TrainingSettings, *, global_round: int, global_round
 
 
 def settings_in(training: TrainingSettings, *, global_round: int, rate: float) -> dict[str, float]:
-    """Return the numbers for a trainer in a global round (0-based), whose learning rate is
-    `rate`.
-    """
+    """Return the numbers for a trainer in a global round (0-based) with this learning rate."""
     numbers = {
         "batch_size": training.batch_size,
         "learning_rate": rate,
         "momentum": training.momentum,
+        "weight_decay": training.weight_decay,
     }
-    numbers |= {"weight_decay": training.weight_decay}
-    numbers |= {} if training.clip_norm is None else {"clip_norm": training.clip_norm}
+    if training.clip_norm is not None:
+        numbers["clip_norm"] = training.clip_norm
     for name, values in training.by_round.items():
         begun = [begin for begin in map(int, values) if begin <= global_round + 1]
-        numbers |= {name: values[str(max(begun))]} if begun else {}
+        if begun:
+            numbers[name] = values[str(max(begun))]
     return numbers
 
 
 def with_loss_and_score(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return an experiment's keys with the loss and the score that its targets have by default."""
     data, training, score = (tree.get(key, {}) for key in ("data", "training", "score"))
-    if (
-        not all(isinstance(each, Mapping) for each in (data, training, score))
-        or data.get("targets") != NUMBERS
-    ):
+    if not all(isinstance(each, Mapping) for each in (data, training, score)):
+        return tree
+    if data.get("targets") != NUMBERS:
         return tree
     training = {"loss": LOSSES[NUMBERS][0], **training}
-    score = {
-        "name": "binary_accuracy" if training["loss"] == BINARY else SCORES[NUMBERS][0],
-        **score,
-    }
-    return {**tree, "training": training, "score": score}
+    usual = SCORES[NUMBERS][0]
+    if training["loss"] == BINARY:
+        usual = "binary_accuracy"
+    return {**tree, "training": training, "score": {"name": usual, **score}}
 
 
 def check_score(targets: str, loss: str, score: Score) -> None:
@@ -549,117 +546,27 @@ def check_score(targets: str, loss: str, score: Score) -> None:
     for name in score.also:
         _check_name("score.also", name, SCORES, targets)
     columns = ["score_" + score.name.rpartition(":")[2], *score.columns.values()]
-    if twice := [name for name, column in score.columns.items() if columns.count(column) > 1]:
-        remedy = "Name each score once, and functions differently."
-        raise InvalidExperiment("score.also", twice[0], "two scores have this name", remedy)
-    if (
-        score.better is not None
-        and score.higher != (score.name in HIGHER)
-        and not is_own(score.name)
-    ):
-        problem = f"{score.name} is better when {'higher' if score.name in HIGHER else 'lower'}"
+    for name, column in score.columns.items():
+        if columns.count(column) > 1:
+            remedy = "Name each score once, and functions differently."
+            raise InvalidExperiment("score.also", name, "two scores have this name", remedy)
+    better = "higher" if score.name in HIGHER else "lower"
+    if score.better not in (None, better) and not is_own(score.name):
+        problem = f"{score.name} is better when {better}"
         raise InvalidExperiment("score.better", score.better, problem, "Omit it.")
-
-
-def check_training(training: TrainingSettings, data: Data) -> None:
-    """Check the keys against each other and against the data. Raises InvalidExperiment."""
-    if not training.trainer.learns_module:
-        _check_foreign(training)
-        return
-    if training.by_round:
-        problem = "it is for trainers of your own"
-        remedy = "Omit it, or use training.schedule."
-        raise InvalidExperiment("training.by_round", dict(training.by_round), problem, remedy)
-    if not training.by_sgd:
-        _check_adaptive(training)
-    elif training.nesterov and not training.momentum:
-        raise InvalidExperiment(
-            "training.nesterov",
-            True,
-            "it is a form of momentum",
-            "Set training.momentum above 0, or omit it.",
-        )
-    schedule = training.schedule
-    needed = {"step": ("every", "factor"), "exponential": ("factor",), "inverse": ("halving",)}
-    for key in needed.get(schedule.name, ()):
-        if getattr(schedule, key) is None:
-            problem = f"schedule {schedule.name!r} needs it"
-            raise InvalidExperiment(
-                f"training.schedule.{key}", None, problem, f"Set training.schedule.{key}."
-            )
-    augmentation = training.image_changes
-    kind = "text" if data.dataset in TEXTS else "a table" if is_csv(data.dataset) else ""
-    if kind and augmentation.changes:
-        key, value = ("flip", True) if augmentation.flip else ("crop", augmentation.crop)
-        raise InvalidExperiment(
-            f"training.augmentation.{key}", value, f"{data.dataset} is {kind}", "Omit it."
-        )
-    if (
-        training.loss != CROSS_ENTROPY
-        and training.plain
-        and "objective" in training.model_fields_set
-    ):
-        problem = f"training.loss is {training.loss}"
-        raise InvalidExperiment(
-            "training.objective.name", "cross_entropy", problem, "Omit training.objective."
-        )
-    if data.targets == NUMBERS and training.objective.name == "fedgen":
-        problem = "it needs labels, and data.targets are numbers"
-        raise InvalidExperiment(
-            "training.objective.name", "fedgen", problem, "Use another objective and rule."
-        )
-
-
-def _check_adaptive(training: TrainingSettings) -> None:
-    """Check the keys beside an optimiser that is not SGD. Raises InvalidExperiment."""
-    name = training.optimizer.name
-    for key in OF_SGD:
-        if key in training.model_fields_set:
-            if hasattr(training.optimizer, key):
-                remedy = f"Set training.optimizer.{key}."
-            else:
-                remedy = "Omit it."
-            raise InvalidExperiment(
-                f"training.{key}", getattr(training, key), f"{name} does not read it", remedy
-            )
-    if training.objective.name == "scaffold":
-        problem = "scaffold estimates gradients from the steps of SGD"
-        raise InvalidExperiment(
-            "training.optimizer.name", name, problem, "Use sgd, or another objective and rule."
-        )
-
-
-def _check_foreign(training: TrainingSettings) -> None:
-    """Check the keys of a trainer that is not fedstrata's. Raises InvalidExperiment."""
-    for key in OF_MODULES:
-        if key in training.model_fields_set:
-            value = getattr(training, key)
-            shown = value.model_dump() if isinstance(value, SettingsTable) else value
-            problem = f"{TRAINER_KEY} {training.trainer.whose} trains in its own way"
-            raise InvalidExperiment(f"training.{key}", shown, problem, "Omit it.")
-    for key in OF_TASKS:
-        if key in training.by_round:
-            remedy = "Use training.schedule." if key == "learning_rate" else f"Use training.{key}."
-            raise InvalidExperiment(
-                f"training.by_round.{key}", training.by_round[key], "has keys of its own", remedy
-            )
 
 
 def _check_name(key: str, name: str, known: Mapping[str, tuple[str, ...]], targets: str) -> None:
     if is_own(name):
-        if not re.fullmatch(own.FORM, name):
-            raise InvalidExperiment(
-                key, name, f"not of the form {OWN_FORM}", "Write for instance mine:function."
-            )
+        own.check_form(key, name, OWN_FORM, "Write for instance mine:function.")
         return
     if name in known[targets]:
         return
-    everything = [each for names in known.values() for each in names]
-    if name not in everything:
-        remedy = proposal(name, [*known[targets], OWN_FORM], what="There are")
-        raise InvalidExperiment(
-            key, name, f"no such {'loss' if known is LOSSES else 'score'}", remedy
-        )
+    fitting = [*known[targets], OWN_FORM]
     problem = f"data.targets are {targets}"
-    remedy = f"Use {' or '.join([*known[targets], OWN_FORM])}."
+    remedy = f"Use {' or '.join(fitting)}."
+    if not any(name in names for names in known.values()):
+        kind = "loss" if known is LOSSES else "score"
+        problem = f"no such {kind}"
+        remedy = proposal(name, fitting, what="There are")
     raise InvalidExperiment(key, name, problem, remedy)
