@@ -1,5 +1,4 @@
-"""The adversaries of an experiment in its tree: who they are, who is near them, and whether they
-can attack so.
+"""The adversaries of an experiment in its tree: which nodes, their parents, and what they can do.
 
 The tree is asked for only where there are adversaries: a plan may have more nodes than have names.
 """
@@ -27,9 +26,7 @@ SUCCESS: Final = "attack_success"  # column; with several such attacks `attack_s
 
 
 class Attackers:
-    """The adversaries of an experiment. `learns_classes`: its devices train on labels of
-    fedstrata's.
-    """
+    """The adversaries of an experiment; `learns_classes`: devices train on fedstrata's labels."""
 
     def __init__(
         self,
@@ -84,44 +81,41 @@ class Attackers:
 
     @cached_property
     def targeted(self) -> Mapping[str, Adversary]:
-        """An adversary of each attack that has tests of its own, by the column of its success in
-        rounds.csv.
-        """
+        """An adversary of each attack with tests of its own, by its column of rounds.csv."""
         tables = {
             id(each.settings): each for each in self.at.values() if each.attack.does("targets")
         }
         found = [tables[id(table)] for table in self._tables if id(table) in tables]
-        return {
-            SUCCESS + (f"_{place}" if place > 1 else ""): each
-            for place, each in enumerate(found, 1)
-        }
+        columns = [SUCCESS, *(f"{SUCCESS}_{place}" for place in range(2, len(found) + 1))]
+        return dict(zip(columns, found, strict=False))
 
     def code_at(self, node: str) -> dict[str, str]:
-        """Return the users' own attacks that a node computes, by key: its own, its children's, all
-        to evaluate them.
-        """
-        children = self._tree().children.get(node, ()) if self._tables else ()
+        """Return the users' own attacks that a node computes, by key: the cloud evaluates all."""
+        if not self._tables:
+            return {}
+        children = self._tree().children.get(node, ())
         here = [self.at[name] for name in children if name in self.at and self.at[name].hosted]
         here += [each for name, each in self.at.items() if node in (name, CLOUD)]
-        names = {self._tables.index(each.settings): each.settings.attack.name for each in here}
-        return {
-            f"adversaries[{place}].attack.name": name
-            for place, name in names.items()
-            if is_own(name)
-        }
+        found = {}
+        for settings in (each.settings for each in here):
+            if is_own(settings.attack.name):
+                place = self._tables.index(settings)
+                found[f"adversaries[{place}].attack.name"] = settings.attack.name
+        return found
 
     def check(self) -> None:
-        """Check what is known without a user's own code, which nodes check that run it. Raises
+        """Check what is known without a user's own code, whose nodes check it. Raises
         InvalidExperiment.
         """
         shipped = [each for each in self.at.values() if not is_own(each.settings.attack.name)]
         for each in shipped:
             self._check(each)
-        silent = [each.node for each in shipped if each.attack.delay_s() == inf]
-        for parent in dict.fromkeys(self._tree().parent(name) for name in silent):
-            self._check_quorum(
-                parent, [name for name in silent if self._tree().parent(name) == parent]
-            )
+        silent: dict[str, list[str]] = {}
+        for each in shipped:
+            if each.attack.delay_s() == inf:
+                silent.setdefault(self._tree().parent(each.node), []).append(each.node)
+        for parent, children in silent.items():
+            self._check_quorum(parent, children)
 
     def _check(self, adversary: Adversary) -> None:
         tree = self._tree()
@@ -133,9 +127,7 @@ class Attackers:
         )
 
     def _check_quorum(self, parent: str, silent: Sequence[str]) -> None:
-        """Check that rounds of a parent close without its silent children. Raises
-        InvalidExperiment.
-        """
+        """Check that a parent's rounds close without silent children. Raises InvalidExperiment."""
         tree = self._tree()
         tier = self._tiers[tree.depth(parent)]
         children = tree.children[parent]
@@ -143,8 +135,7 @@ class Attackers:
         answer = selected - min(len(silent), selected)
         if tier.closing.rule != "quorum" or tier.closing.uploads_of(selected) > answer:
             problem = f"rounds of {parent} would wait for {', '.join(silent)} for ever"
+            remedy = "Keep one honest."
             if answer:
                 remedy = f'Use closing.rule = "quorum" with a quorum of {answer} or less.'
-            else:
-                remedy = "Keep one honest."
             refuse("attack.name", SILENT, problem, remedy)

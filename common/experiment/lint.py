@@ -27,145 +27,120 @@ SKEWED_CONCENTRATION: Final = 1.0  # of the Dirichlet split, at or below which l
 
 def warnings(experiment: Experiment) -> list[str]:
     """Return one line per such setting: the key, its value and the effect."""
-    found: list[str] = []
+    return [*_warnings(experiment)]
+
+
+def _warnings(experiment: Experiment) -> Iterator[str]:
     for depth, tier in enumerate(experiment.tiers):
         key = experiment.key(tier)
-        found += tier.aggregation.advice(_use(experiment, key, tier, depth))
-        found += _codec(experiment, tier)
+        yield from tier.aggregation.advice(_use(experiment, key, tier, depth))
+        yield from _codec(experiment, tier)
         if tier.selection.name != "fraction" and tier.participation >= 1:
-            found.append(
+            yield (
                 f"{key}.selection.name = {tier.selection.name!r}: with participation = 1 all "
                 "children take part."
             )
-        if (
-            tier.norm_bound.action == "clip"
-            and tier.aggregation.objective
-            and experiment.training.objective.keeps
-        ):
-            found.append(
+        keeps = tier.aggregation.objective and experiment.training.objective.keeps
+        if tier.norm_bound.action == "clip" and keeps:
+            yield (
                 f"{key}.norm_bound.action = 'clip': a device does not know what was clipped, so "
-                "the state of"
-                f" {tier.aggregation.name} at the node is not the mean of what the devices keep. "
-                "Use 'refuse'."
+                f"the state of {tier.aggregation.name} at the node is not the mean of what the "
+                "devices keep. Use 'refuse'."
             )
-        if tier.closing.rule == "all" and tier.closing.quorum is not None:
-            found.append(
-                f"{key}.closing.quorum = {tier.closing.quorum}: no effect with closing.rule = "
-                "'all'."
-            )
-        found += _privacy(experiment, tier, depth)
-        found += conditions(experiment, tier, depth)
-    found += [
-        *_epochs(experiment),
-        *_schedule(experiment.training.schedule, global_rounds=experiment.rounds),
-    ]
+        closing = tier.closing
+        if closing.rule == "all" and closing.quorum is not None:
+            yield f"{key}.closing.quorum = {closing.quorum}: no effect with closing.rule = 'all'."
+        yield from _privacy(experiment, tier, depth)
+        yield from conditions(experiment, tier, depth)
+    yield from _epochs(experiment)
+    yield from _schedule(experiment.training.schedule, global_rounds=experiment.rounds)
     if experiment.model.name in BATCH_NORM and _skew(experiment.data) <= SKEWED_CONCENTRATION:
-        found.append(
+        yield (
             f"model.name = {experiment.model.name!r}: batch norm with label skew costs accuracy "
-            "(about 9 points on"
-            " digits) and changes the ranking of the rules."
+            "(about 9 points on digits) and changes the ranking of the rules."
         )
-    return found
 
 
 def _privacy(experiment: Experiment, tier: Tier, depth: int) -> Iterator[str]:
-    """Yield what a tier's privacy does to its models, what it costs, and what it does not
-    protect.
-    """
+    """Yield what a tier's privacy does to its models, costs, and does not protect."""
     privacy = tier.privacy
     key = f"{experiment.key(tier)}.privacy"
     if not privacy.acts or privacy.clip_norm is None:
         return
     fewest = min(participants(size, tier.participation) for size in set(experiment.sizes()[depth]))
-    yield (
-        f"{key}.noise_by = {privacy.noise_by!r}: "
-        f"{_sensitivity(tier, fewest, experiment.training.batch_size)}."
-    )
+    sensitivity = _sensitivity(tier, fewest, experiment.training.batch_size)
+    yield f"{key}.noise_by = {privacy.noise_by!r}: {sensitivity}."
     if privacy.multiplier:
-        releases = (
-            experiment.rounds
-            * experiment.rounds_of(depth)
-            * privacy.releases(experiment.training.epochs)
-        )
+        rounds = experiment.rounds * experiment.rounds_of(depth)
+        releases = rounds * privacy.releases(experiment.training.epochs)
+        claimed = "without amplification by sampling"
         if privacy.sampling_rate:
             claimed = "with Poisson sampling"
-        else:
-            claimed = "without amplification by sampling"
         yield (
             f"{key}.noise_multiplier = {privacy.multiplier:g}: epsilon of one {privacy.unit} that "
-            "takes part in all"
-            f" {experiment.rounds} global rounds is {privacy.epsilon(releases):.4g}, {claimed}."
+            f"takes part in all {experiment.rounds} global rounds is "
+            f"{privacy.epsilon(releases):.4g}, {claimed}."
         )
         if not privacy.affords(releases):
             yield (
                 f"{key}.max_epsilon = {privacy.max_epsilon}: the run may end before its last "
                 "global round."
             )
-    if privacy.noise == "seeded" and privacy.multiplier:
-        yield (
-            f"{key}.noise = 'seeded': who knows the experiment can remove the noise. Nobody is "
-            "protected."
-        )
+        if privacy.noise == "seeded":
+            yield (
+                f"{key}.noise = 'seeded': who knows the experiment can remove the noise. Nobody is "
+                "protected."
+            )
+    unit = f"{key}.unit = {privacy.unit!r}"
     sent = "losses, scores and" if experiment.evaluation.on_devices else "losses and"
     yield (
-        f"{key}.unit = {privacy.unit!r}: training {sent} numbers of samples are sent without "
-        "noise, and epsilon does"
-        " not cover them."
+        f"{unit}: training {sent} numbers of samples are sent without noise, and epsilon does not "
+        "cover them."
     )
     if tier.selection.compares_losses:
-        yield (
-            f"{key}.unit = {privacy.unit!r}: the selector {tier.selection.name} reads losses "
-            "without noise."
-        )
+        yield f"{unit}: the selector {tier.selection.name} reads losses without noise."
     for computed in experiment.data.from_all_samples:
+        yield f"{unit}: epsilon does not cover what is computed before the training. {computed}."
+    initial = experiment.model.initial
+    if initial is not None:
         yield (
-            f"{key}.unit = {privacy.unit!r}: epsilon does not cover what is computed before the "
-            f"training. {computed}."
-        )
-    if (initial := experiment.model.initial) is not None:
-        yield (
-            f"model.initial = {initial!r}: epsilon counts this run alone. What that model has "
-            "cost the same"
-            f" {privacy.unit}s is to be added."
+            f"model.initial = {initial!r}: epsilon counts this run alone. What that model has cost "
+            f"the same {privacy.unit}s is to be added."
         )
 
 
 def conditions(experiment: Experiment, tier: Tier, depth: int) -> Iterator[str]:
-    """Yield where the condition of a robust rule's theorem holds among the adversaries of an
-    experiment.
-    """
+    """Yield where the condition of a robust rule's theorem holds among the adversaries."""
     rule = tier.aggregation
-    tree = experiment.tree if experiment.attackers else None
-    if tree is None or not rule.condition:
+    if not experiment.attackers or not rule.condition:
         return
-    holds = list[str]()
-    fails = list[str]()
+    tree = experiment.tree
+    holds: list[str] = []
+    fails: list[str] = []
     for parent in tree.layers[depth]:
         children = tree.children[parent]
         uploads = tier.closing.uploads_of(participants(len(children), tier.participation))
         wrong = min(uploads, sum(child in experiment.attackers.at for child in children))
-        where = f"{parent} (f = {wrong} of n = {uploads})"
-        (holds if wrong <= rule.tolerates(uploads) else fails).append(where)
-    found = (
-        f"{experiment.key(tier)}.aggregation.name = {rule.name!r}: its theorem needs "
-        f"{rule.condition}."
-    )
-    found += f" It holds at {named(holds)}." if holds else ""
-    yield found + (f" It does not hold at {named(fails)}." if fails else "")
+        found = holds if wrong <= rule.tolerates(uploads) else fails
+        found.append(f"{parent} (f = {wrong} of n = {uploads})")
+    key = f"{experiment.key(tier)}.aggregation.name"
+    text = f"{key} = {rule.name!r}: its theorem needs {rule.condition}."
+    if holds:
+        text += f" It holds at {named(holds)}."
+    if fails:
+        text += f" It does not hold at {named(fails)}."
+    yield text
 
 
 def _sensitivity(tier: Tier, uploads: int, batch: int) -> str:
-    """Return where the noise is, and how much of it reaches the next model, with so many uploads in
-    a round.
-    """
+    """Return where the noise is, and how much reaches the next model of so many uploads."""
     privacy = tier.privacy
     name = tier.aggregation.name
     std = privacy.multiplier * (privacy.clip_norm or 0.0)
     if privacy.on_samples:
+        of = "the expected number of samples"
         if privacy.sampling_rate is None:
             of = f"{batch} samples"
-        else:
-            of = "the expected number of samples"
         return f"each step of a device has noise of standard deviation {std:g}, divided by {of}"
     if privacy.by_parent and tier.aggregation.of_mean is not None:
         mean = std / uploads
@@ -213,15 +188,14 @@ def _codec(experiment: Experiment, tier: Tier) -> Iterator[str]:
         yield f"{name}: what it leaves out of a model is lost. Use {key}.feedback = true."
     if codec.feedback and rule.several:
         yield (
-            f"{key}.feedback = true: {rule.name} has several models, so what a child leaves out "
-            "of one is added to"
-            " another."
+            f"{key}.feedback = true: {rule.name} has several models, so what a child leaves out of "
+            "one is added to another."
         )
     if codec.feedback and tier.norm_bound.action == "clip":
         yield (
             f"{key}.feedback = true: a child does not know what norm_bound.action = 'clip' cuts "
-            "off, so that is lost."
-            " Use 'refuse': what is left out of a refused upload is sent again."
+            "off, so that is lost. Use 'refuse': what is left out of a refused upload is sent "
+            "again."
         )
     if not isinstance(codec, FormSettings) and rule.returns:
         yield (
@@ -268,9 +242,7 @@ def _schedule(schedule: Schedule, *, global_rounds: int) -> Iterator[str]:
 
 
 def _skew(data: Data) -> float:
-    """Return the concentration of the labels' distribution over the devices; infinite without
-    skew.
-    """
+    """Return the concentration of the labels over the devices; infinite without skew."""
     if data.partition == "iid":
         return float("inf")
     return data.concentration

@@ -66,6 +66,8 @@ _FORMS: Final = frozenset(  # pydantic's, not keys
     {"int", "float", "constrained-int", "constrained-float", "constrained-str", "[key]"}
 )
 _FORM_STARTS: Final = ("list[", "literal[")
+# what may stand for a table, by the key for whose value it stands
+_INSTEAD: Final = {"name": "a name, or ", "profile": "the name of a profile, or ", None: ""}
 
 
 def explain(error: ValidationError, root: type[BaseModel]) -> InvalidExperiment:
@@ -77,43 +79,39 @@ def explain(error: ValidationError, root: type[BaseModel]) -> InvalidExperiment:
     path, first = max((e for e in errors if e[0][: len(top)] == top), key=lambda e: len(e[0]))
     # if the table has an unknown key, that is the one, with another name
     if first["type"] == "missing":
-        unknown = [
-            e for e in errors if e[1]["type"] == "extra_forbidden" and e[0][:-1] == path[:-1]
-        ]
-        path, first = unknown[0] if unknown else (path, first)
+        for place, details in errors:
+            if details["type"] == "extra_forbidden" and place[:-1] == path[:-1]:
+                path = place
+                first = details
+                break
+    kind = first["type"]
     key = ".".join(path) or "experiment"
-    if first["type"] == "extra_forbidden":
+    if kind == "extra_forbidden":
         return _unknown(key, first["loc"], first["input"], root)
-    if first["type"] == "union_tag_invalid":
+    if kind == "union_tag_invalid":
         name = first["ctx"]["tag"]
-        (kind, tables) = SELECTED[path[-1]]
-        problem = f"no {kind} has this name"
-        return InvalidExperiment(
-            f"{key}.name", name, problem, proposal(name, tables, what="There are")
-        )
+        what, tables = SELECTED[path[-1]]
+        remedy = proposal(name, tables, what="There are")
+        return InvalidExperiment(f"{key}.name", name, f"no {what} has this name", remedy)
     # else the table in which it is missing
-    value = None if first["type"] == "missing" else first["input"]
+    value = None if kind == "missing" else first["input"]
     problem, remedy = problem_of(first)
     shares = [
         details for place, details in errors if place == path and details["type"] in _OF_SHARES
     ]
-    if first["type"] in _OF_COUNTS and shares:  # it may be either
+    if kind in _OF_COUNTS and shares:  # it may be either
         _, other = problem_of(shares[0])
         remedy = f"{remedy.removesuffix('.')}, or {other[:1].lower()}{other[1:]}"
-    if first["type"] in NOT_A_TABLE and (keys := _known_keys(path, root)):
-        name = {"name": "a name, or ", "profile": "the name of a profile, or "}.get(
-            stands_for(path) or "", ""
-        )
+    keys = _known_keys(path, root)
+    if kind in NOT_A_TABLE and keys:
+        table = "a table"
         if len(keys) > 1:
-            remedy = f"Write {name}a table of {', '.join(keys)}."
-        else:
-            remedy = f"Write {name}a table."
-    elif (
-        first["type"] == "list_type"
-        and get_args(kind := _at(path, root))
-        and _is_table(get_args(kind)[0])
-    ):
-        remedy = f"Write a table [[{key}]] for each."
+            table = f"a table of {', '.join(keys)}"
+        remedy = f"Write {_INSTEAD.get(stands_for(path), '')}{table}."
+    elif kind == "list_type":
+        inner = get_args(_at(path, root))
+        if inner and _is_table(inner[0]):
+            remedy = f"Write a table [[{key}]] for each."
     return InvalidExperiment(key, value, problem, remedy)
 
 
@@ -125,17 +123,14 @@ def problem_of(error: ErrorDetails) -> tuple[str, str]:
     if kind == "string_pattern_mismatch":
         return "not of the form that is needed", f"Write {FORMS[bound['pattern']]}."
     if kind == "literal_error":
-        return "not one of its values", proposal(
-            str(value), _expected(bound["expected"]), what="There are"
-        )
+        known = _expected(bound["expected"])
+        return "not one of its values", proposal(str(value), known, what="There are")
     if kind in _KINDS:
         problem, remedy = _KINDS[kind]
-        whole = {
-            name: int(each)
-            for name, each in bound.items()
-            if isinstance(each, float) and each.is_integer()
-        }
-        return problem, remedy.format_map(bound | whole)
+        for name, each in bound.items():
+            if isinstance(each, float) and each.is_integer():
+                bound = bound | {name: int(each)}
+        return problem, remedy.format_map(bound)
     return error["msg"][:1].lower() + error["msg"][1:], "Correct the value."
 
 
@@ -167,21 +162,19 @@ def _unknown(
     if owners:
         remedy = f"It belongs to {' and '.join(owners)}; this is {parents[-1]}."
     else:
-        remedy = proposal(
-            last, _known_keys(parents, root), what="Known keys", elsewhere=places(last, root)
-        )
+        known = _known_keys(parents, root)
+        remedy = proposal(last, known, what="Known keys", elsewhere=places(last, root))
     return InvalidExperiment(key, value, "unknown key", remedy)
 
 
 def _path(loc: tuple[int | str, ...]) -> list[str]:
-    """Return the key as in the file: without pydantic's forms, and without the name that selected a
-    table.
-    """
-    return [
-        str(part)
-        for i, part in enumerate(loc)
-        if not _is_form(part) and (i < 2 or loc[i - 1] not in SELECTED)
-    ]
+    """Return the key as in the file: without pydantic's forms and names that selected tables."""
+    found = []
+    for i, part in enumerate(loc):
+        named = i > 1 and loc[i - 1] in SELECTED
+        if not named and not _is_form(part):
+            found.append(str(part))
+    return found
 
 
 def _is_form(part: int | str) -> bool:
@@ -229,5 +222,10 @@ def _below(table: Any, part: str) -> Any:
 
 def _expected(text: str) -> list[str]:
     """Return the values of pydantic's list, `'a', 'b' or True`, as in a file."""
-    parts = text.replace(" or ", ", ").split(", ")
-    return [part.strip("'") if part.startswith("'") else part.lower() for part in parts]
+    found = []
+    for part in text.replace(" or ", ", ").split(", "):
+        if part.startswith("'"):
+            found.append(part.strip("'"))
+        else:
+            found.append(part.lower())
+    return found

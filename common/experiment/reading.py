@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Never
 
 from pydantic import ValidationError
 from pydantic_core import from_json
 
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.messages import explain
-from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.schema import Experiment, ExperimentSettings
 from fedstrata.common.experiment.short_form import LAB, ShortForm, as_written, short_key
 from fedstrata.common.settings import own
 from fedstrata.common.settings.devices import with_availability
@@ -58,22 +58,21 @@ def parse(tree: Mapping[str, Any] | str | bytes) -> Experiment:
         tree = _of_json(tree)
     if tree.get("topology") == LAB:
         problem = "only `fedstrata cloud` can ask which nodes are there"
-        raise InvalidExperiment(
-            "topology", LAB, problem, "Give topology.institutions and topology.devices."
-        )
+        remedy = "Give topology.institutions and topology.devices."
+        raise InvalidExperiment("topology", LAB, problem, remedy)
+    form: type[ExperimentSettings] = ShortForm
     try:
         if "tiers" not in tree:
             return ShortForm.model_validate(tree).experiment()
+        form = Experiment
         _check_one_form(tree)
         return Experiment.model_validate(tree)
     except ValidationError as error:
-        raise _named(explain(error, Experiment if "tiers" in tree else ShortForm), tree) from None
+        raise _named(explain(error, form), tree) from None
 
 
 def recorded(tree: Mapping[str, Any] | str | bytes) -> Experiment:
-    """Return the experiment of a run's folder or of a message, as `parse` does, and import none of
-    its own code.
-    """
+    """Return the experiment of a run's folder or of a message, and import none of its own code."""
     with own.without_imports():
         return parse(tree)
 
@@ -87,10 +86,9 @@ def announced(text: str) -> Experiment:
     """
     longest = max((found[0] for found in _JSON_TEXT.finditer(text)), key=len, default="")
     if len(longest) > ANNOUNCED_MOST:
+        problem = f"a text of {len(longest)} characters"
         remedy = f"Use at most {ANNOUNCED_MOST}."
-        raise InvalidExperiment(
-            "experiment", longest[:32], f"a text of {len(longest)} characters", remedy
-        )
+        raise InvalidExperiment("experiment", longest[:32], problem, remedy)
     experiment = recorded(text)
     _ = experiment.tree  # before copies with another data root are made: they keep it
     return experiment
@@ -102,10 +100,10 @@ def _undeclared(tree: Any) -> Any:
         return [_undeclared(each) for each in tree]
     if not isinstance(tree, Mapping):
         return tree
-    of_own = "declared" in tree and own.is_own(str(tree.get("name", "")))
-    return {
-        key: _undeclared(value) for key, value in tree.items() if not (of_own and key == "declared")
-    }
+    found = {key: _undeclared(value) for key, value in tree.items()}
+    if own.is_own(str(tree.get("name", ""))):
+        found.pop("declared", None)
+    return found
 
 
 def to_toml(experiment: Experiment) -> str:
@@ -121,78 +119,80 @@ def override(tree: dict[str, Any], text: str) -> None:
     path = key.strip().split(".")
     check_quotes(text)
     if not equals or not any(path):
-        raise InvalidExperiment(
-            "--set", text, "not of the form key=value", "Write for instance seed=3."
-        )
+        _refuse(text, "not of the form key=value", "Write for instance seed=3.")
     if len(path) > PARENTS_MOST + 1:
-        raise InvalidExperiment(
-            "--set", text, "no key is that deep", "Write for instance training.epochs=2."
-        )
+        _refuse(text, "no key is that deep", "Write for instance training.epochs=2.")
     try:
         read = parsed(f"value = {value}")
     except (ValueError, RecursionError, OverflowError):
         read = {}
     begin = 0
     if path[0] == "tiers" and len(path) > 2:
-        if isinstance(tiers := tree.get("tiers"), list):
+        tiers = tree.get("tiers")
+        if isinstance(tiers, list):
             tree = _tier(tiers, path[1], text)
             begin = 2
         else:
             path = short_key(path)
     for depth in range(begin, len(path) - 1):
         parent = path[depth]
-        if isinstance(name := tree.get(parent), str) and (inner := stands_for(path[: depth + 1])):
+        name = tree.get(parent)
+        inner = stands_for(path[: depth + 1])
+        if isinstance(name, str) and inner:
             tree[parent] = {inner: name}
         tree = tree.setdefault(parent, {})
         if not isinstance(tree, dict):
-            raise InvalidExperiment(
-                "--set", text, f"{'.'.join(path[: depth + 1])} is not a table", "Check the key."
-            )
+            _refuse(text, f"{'.'.join(path[: depth + 1])} is not a table", "Check the key.")
     # A bare word is a string, as in a shell. So is a value that would add further lines.
-    tree[path[-1]] = read["value"] if read.keys() == {"value"} else value.strip()
+    tree[path[-1]] = value.strip()
+    if read.keys() == {"value"}:
+        tree[path[-1]] = read["value"]
+
+
+def _refuse(text: str, problem: str, remedy: str) -> Never:
+    raise InvalidExperiment("--set", text, problem, remedy)
 
 
 def _tier(tiers: list[Any], name: str, text: str) -> dict[str, Any]:
-    names = {
-        each["name"]: each
-        for each in tiers
-        if isinstance(each, dict) and isinstance(each.get("name"), str)
-    }
-    if name not in names:
-        raise InvalidExperiment(
-            "--set", text, "no tier has this name", proposal(name, names, what="There are")
-        )
-    return names[name]
+    names = []
+    for each in tiers:
+        if isinstance(each, dict) and isinstance(each.get("name"), str):
+            names.append(each["name"])
+            if each["name"] == name:
+                return each
+    _refuse(text, "no tier has this name", proposal(name, names, what="There are"))
 
 
 def _check_one_form(tree: Mapping[str, Any]) -> None:
     """Check that a tree with `[[tiers]]` has no key of the short form."""
+    problem = "[[tiers]] has these settings"
     for key, field in ShortForm.model_fields.items():
         found = tree.get(key)
         general = Experiment.model_fields.get(key)
-        if found is not None and general is None:
-            raise InvalidExperiment(key, found, "[[tiers]] has these settings", f"Remove {key}.")
-        short = getattr(field.annotation, "model_fields", {}).keys()
-        for below in short - getattr(general and general.annotation, "model_fields", {}).keys():
-            if isinstance(found, Mapping) and below in found:
+        if general is None and found is not None:
+            raise InvalidExperiment(key, found, problem, f"Remove {key}.")
+        if general is None or not isinstance(found, Mapping):
+            continue
+        for below in _keys(field.annotation) - _keys(general.annotation):
+            if below in found:
                 at = f"{key}.{below}"
-                raise InvalidExperiment(
-                    at, found[below], "[[tiers]] has these settings", f"Remove {at}."
-                )
+                raise InvalidExperiment(at, found[below], problem, f"Remove {at}.")
+
+
+def _keys(table: Any) -> Set[str]:
+    return {*getattr(table, "model_fields", ())}
 
 
 def _of_json(text: str | bytes) -> Mapping[str, Any]:
+    problem = "not a table"
     try:
         tree = from_json(text)
     except ValueError as error:
-        raise InvalidExperiment(
-            "experiment", "...", str(error), "Start all roles from one release."
-        ) from None
-    if not isinstance(tree, dict):
-        raise InvalidExperiment(
-            "experiment", "...", "not a table", "Start all roles from one release."
-        )
-    return tree
+        tree = None
+        problem = str(error)
+    if isinstance(tree, dict):
+        return tree
+    raise InvalidExperiment("experiment", "...", problem, "Start all roles from one release.")
 
 
 def _named(error: InvalidExperiment, tree: Mapping[str, Any]) -> InvalidExperiment:

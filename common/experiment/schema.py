@@ -15,28 +15,36 @@ from collections.abc import Iterable
 from functools import cached_property, partial
 from hashlib import blake2b
 from itertools import pairwise
-from math import prod
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Self
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from fedstrata.common.errors import InvalidExperiment
+from fedstrata.common.experiment.across_tiers import (
+    check_buffering,
+    check_objective,
+    check_personal,
+    check_privacy,
+    check_same_initial,
+    refused_entering,
+    refused_refiner,
+)
 from fedstrata.common.experiment.attackers import Attackers
 from fedstrata.common.experiment.tiers import (
-    DEVICE,
     NODES_MOST,
     Tier,
-    check_private,
+    TierTable,
     check_rounds,
     check_tiers,
+    is_short,
+    key_of,
     layers_of,
+    rounds_of,
     sizes_of,
 )
 from fedstrata.common.methods.adversary import Adversaries
-from fedstrata.common.methods.settings import RuleSettings
 from fedstrata.common.model.codec_settings import check_codecs
 from fedstrata.common.randomness import Purpose, generator
-from fedstrata.common.settings import privacy
 from fedstrata.common.settings.accountant import steps_in_epoch
 from fedstrata.common.settings.cloud import CloudSettings
 from fedstrata.common.settings.data import NUMBERS, Data, ModelSettings, check_data
@@ -65,6 +73,7 @@ from fedstrata.common.settings.tables import (
     Name,
     Positive,
     SettingsTable,
+    check_table,
     proposal,
     with_tables,
 )
@@ -103,8 +112,6 @@ class TransferSettings(SettingsTable):
 
 
 ROUNDS_MOST: Final = 10**12  # of a device in a run; their numbers fit into messages
-# the tiers that the short form stands for: name, children
-SHORT: Final = (("wan", "institution"), ("lan", DEVICE))
 
 
 class ExperimentSettings(SettingsTable):
@@ -149,51 +156,37 @@ class Experiment(ExperimentSettings):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        check_tiers(self.tiers)
+        tiers = self.tiers
+        control = self.cloud.epoch_control
+        check_tiers(tiers)
         if self.rounds * self.device_rounds > ROUNDS_MOST:
             problem = "too many local rounds of each device"
-            raise InvalidExperiment(
-                "rounds", self.rounds, problem, f"Use at most {ROUNDS_MOST:,} in all."
-            )
-        if len(self.tiers) == 1 and self.data.partition.startswith("institution_"):
+            remedy = f"Use at most {ROUNDS_MOST:,} in all."
+            raise InvalidExperiment("rounds", self.rounds, problem, remedy)
+        split = self.data.partition
+        if len(tiers) == 1 and split.startswith("institution_"):
             problem = "this lab has no institution"
-            raise InvalidExperiment(
-                "data.partition", self.data.partition, problem, "Use a partition over the devices."
-            )
+            remedy = "Use a partition over the devices."
+            raise InvalidExperiment("data.partition", split, problem, remedy)
         check_trainer(self.training.trainer, self.data, self.model)
         check_data(self.data, self.model)
         check_training(self.training, self.data)
         check_score(self.data.targets, self.training.loss, self.score)
         check_evaluation(self.evaluation, self.data, self.training, self.score)
         check_stop(self.stop, self.score)
-        for tier, sizes in zip(self.tiers, self.sizes(), strict=True):
+        for tier, sizes in zip(tiers, self.sizes(), strict=True):
             key = self.key(tier)
             check_rounds(key, tier, sizes)
             tier.aggregation.check_devices(f"{key}.aggregation", self.training, self.model)
             if tier.entering or tier.move_after_s is not None:
-                self._check_entering(key, tier)
-            if tier.aggregation.refines:
-                self._check_refined(f"{key}.aggregation.name", tier.aggregation)
+                check_table(key, tier, refused_entering(tiers, tier, control))
+            check_table(key, tier, refused_refiner(tier, self.data))
             for table, children in tier.aggregation.named_children.items():
                 self._check_children(f"{key}.aggregation.{table}", tier, children)
-        self._check_objective()
-        self._check_privacy()
-        rule = self.tiers[0].aggregation
-        buffering = next((tier for tier in self.tiers if tier.aggregation.buffers), None)
-        if buffering is not None and self.evaluation.on_devices:
-            problem = (
-                f"{self.key(buffering)}.aggregation.name = {buffering.aggregation.name!r} "
-                "has tasks of several rounds"
-            )
-            raise InvalidExperiment("evaluation.at", self.evaluation.at, problem, 'Use "cloud".')
-        if rule.buffers and self.cloud.epoch_control.name != "fixed":
-            problem = (
-                f"it compares the uploads of a global round, and {rule.name} has uploads of several"
-            )
-            raise InvalidExperiment(
-                "cloud.epoch_control.name", "tempo", problem, "Use another rule at the cloud."
-            )
-        self._check_personal()
+        check_objective(tiers, self.training)
+        check_privacy(tiers, self.training)
+        check_buffering(tiers, self.evaluation, control)
+        check_personal(tiers, self.model, self.training, self.evaluation)
         for child in self.links.of:
             self._check_node("links.of", child)
         for device in self.hardware.of:
@@ -202,38 +195,19 @@ class Experiment(ExperimentSettings):
         self._check_moves()
         self.attackers.check()
         self._check_links()
-        for tier in self.tiers:
+        for tier in tiers:
             check_codecs(self.key(tier, "transfer"), tier.transfer)
-        up = self.tiers[-1].transfer.up
-        last = self.key(self.tiers[-1], "transfer")
-        if not self.model.same_initial and up.delta and not up.exact:
-            problem = (
-                f"{last}.up = {up.name!r} rounds differences to the model received, and "
-                "devices begin with others"
-            )
-            raise InvalidExperiment(
-                "model.same_initial", False, problem, "Use fp32, or delta+fp32+zstd."
-            )
+        check_same_initial(tiers, self.model)
         return self
 
     @property
     def is_short(self) -> bool:
-        """Whether the short form (`short_form.py`) can say it: so it is written, and errors have
-        its keys.
-        """
-        shape = tuple((tier.name, tier.children) for tier in self.tiers)
-        counted = all(tier.members or tier.number for tier in self.tiers)
-        return counted and shape in (SHORT, (("wan", DEVICE),))
+        """Whether the file may have the short form (`short_form.py`): then errors have its keys."""
+        return is_short(self.tiers)
 
-    def key(self, tier: Tier, table: Literal["", "link", "transfer"] = "") -> str:
+    def key(self, tier: Tier, table: TierTable = "") -> str:
         """Return the key in the file of a tier's rounds, or of its link or transfer."""
-        if not self.is_short:
-            return f"tiers.{tier.name}.{table}".rstrip(".")
-        if table:
-            return f"{'links' if table == 'link' else table}.{tier.name}"
-        if tier.name == "wan":
-            return CLOUD
-        return "institution"
+        return key_of(self.tiers, tier, table)
 
     def link(self, child: str) -> LinkSettings:
         """Return the link between a node and its parent. Raises InvalidExperiment."""
@@ -242,23 +216,23 @@ class Experiment(ExperimentSettings):
         return self.links.of.get(child) or self.tier_above(child).link
 
     def onward_rates(self, parent: str) -> dict[str, float]:
-        """Return the lowest rate, bytes per second, at which each child of a node forwards models
-        that go down.
+        """Return the lowest rate, bytes per second, at which each child of a node forwards models.
 
         It forwards them in their chunks where its tier has the codec of the one above. Children
         without such a limit are left out.
         """
         found = {}
-        for child in self.tree.children[parent]:
-            if child not in self.tree.children:
+        children = self.tree.children
+        for child in children[parent]:
+            if child not in children:
                 continue
             if self.tier_below(child).transfer.down != self.tier_above(child).transfer.down:
                 continue
-            below = self.tree.children[child]
-            rates = [rate for name in below if (rate := self.link(name).down.rate) is not None]
-            rates += self.onward_rates(child).values()
-            if rates:
-                found[child] = min(rates)
+            rates = [self.link(name).down.rate for name in children[child]]
+            limits = [rate for rate in rates if rate is not None]
+            limits += self.onward_rates(child).values()
+            if limits:
+                found[child] = min(limits)
         return found
 
     def machine(self, device: str) -> Machine:
@@ -284,42 +258,32 @@ class Experiment(ExperimentSettings):
 
     @cached_property
     def tree(self) -> Tree:
-        """The nodes of the lab. Raises InvalidExperiment if there are too many to give them
-        names.
-        """
+        """The nodes of the lab. Raises InvalidExperiment if they are too many to have names."""
         count = sum(map(sum, self.sizes()))
         if count > NODES_MOST:
+            key = "topology" if self.is_short else "tiers"
             problem = "too many nodes for a run; only a plan may have more"
-            raise InvalidExperiment(
-                "topology" if self.is_short else "tiers",
-                count,
-                problem,
-                f"Use at most {NODES_MOST:,}.",
-            )
+            raise InvalidExperiment(key, count, problem, f"Use at most {NODES_MOST:,}.")
         return Tree(layers_of(self.tiers))
 
     def takes(self, device: str, parent: str) -> bool:
-        """Return whether a device may take part below this parent: its own, or one that takes in
-        others.
-        """
+        """Return whether a device may take part below a parent: its own, or one that takes in."""
         tree = self.tree
         if parent not in tree.parents or device in RESERVED:
             return False
+        takes_others = self.tiers[-1].entering > 0
         if device not in tree:
-            return self.tiers[-1].entering > 0
-        moves = self.tiers[-1].entering > 0 and tree.depth(device) == len(self.tiers)
-        return moves or tree.parent(device) == parent
+            return takes_others
+        if tree.parent(device) == parent:
+            return True
+        return takes_others and tree.depth(device) == len(self.tiers)
 
     def enters(self, node: str) -> bool:
-        """Return whether a node is a device that the experiment does not name, and may take
-        part.
-        """
+        """Return whether a node is a device that may take part, and is not named here."""
         return self.tiers[-1].entering > 0 and node not in self.tree
 
     def depth(self, node: str) -> int:
-        """Return the number of links between a node and the cloud, of a device that enters too.
-        Raises KeyError.
-        """
+        """Return the number of links between a node and the cloud. Raises KeyError."""
         if self.enters(node):
             return len(self.tiers)
         return self.tree.depth(node)
@@ -333,9 +297,7 @@ class Experiment(ExperimentSettings):
         return self.tiers[self.tree.depth(parent)]
 
     def rounds_below(self, parent: str) -> int:
-        """Return a device's local rounds in each round of a node above it, 1 for its own parent.
-        Raises KeyError.
-        """
+        """Return a device's local rounds in each round of a node above it. Raises KeyError."""
         return self.device_rounds // self.rounds_of(self.tree.depth(parent))
 
     def remembers(self, parent: str) -> bool:
@@ -346,8 +308,9 @@ class Experiment(ExperimentSettings):
         objective, the trainer, the model or the codec has.
         """
         above, *below = self.tiers[self.tree.depth(parent) - 1 :]
-        sends = any(tier.transfer.up.feedback for tier in (above, *below))
-        return self.devices_remember or sends or any(tier.remembers for tier in below)
+        if self.devices_remember or above.transfer.up.feedback:
+            return True
+        return any(tier.remembers or tier.transfer.up.feedback for tier in below)
 
     def steps_in_epoch(self, samples: int) -> int:
         """Return the steps of a device with so many samples in an epoch."""
@@ -359,14 +322,13 @@ class Experiment(ExperimentSettings):
     def keeps_secret(self, node: str) -> bool:
         """Return whether a node draws noise from a secret of its own. Raises KeyError."""
         depth = self.depth(node)
-        above = self.tiers[depth - 1].privacy if depth else None
-        if (
-            depth < len(self.tiers)
-            and self.tiers[depth].privacy.by_parent
-            and self.tiers[depth].privacy.secret
-        ):
-            return True
-        return above is not None and above.secret and (above.by_child or above.on_samples)
+        for below in self.tiers[depth : depth + 1]:
+            if below.privacy.by_parent and below.privacy.secret:
+                return True
+        if not depth:
+            return False
+        above = self.tiers[depth - 1].privacy
+        return above.secret and (above.by_child or above.on_samples)
 
     @property
     def devices_remember(self) -> bool:
@@ -380,10 +342,8 @@ class Experiment(ExperimentSettings):
 
     def count_by_kind(self) -> dict[str, int]:
         """Return the number of nodes by what they are: `{"institutions": 3, "devices": 12}`."""
-        return {
-            f"{tier.children}s": sum(sizes)
-            for tier, sizes in zip(self.tiers, self.sizes(), strict=True)
-        }
+        kinds = (f"{tier.children}s" for tier in self.tiers)
+        return dict(zip(kinds, map(sum, self.sizes()), strict=True))
 
     @property
     def tier_names(self) -> list[str]:
@@ -391,16 +351,12 @@ class Experiment(ExperimentSettings):
         return [tier.name for tier in self.tiers]
 
     def sizes(self) -> list[list[int]]:
-        """Return the number of children of each parent, by tier: without names, there may be
-        millions.
-        """
+        """Return the number of children of each parent, by tier: there may be millions."""
         return sizes_of(self.tiers)
 
     def rounds_of(self, depth: int) -> int:
-        """Return how many rounds a parent at this depth runs in a global round, the cloud's depth
-        being 0.
-        """
-        return prod(tier.rounds for tier in self.tiers[1 : depth + 1])
+        """Return how many rounds a parent at a depth, the cloud's is 0, runs in a global round."""
+        return rounds_of(self.tiers, depth)
 
     @property
     def device_rounds(self) -> int:
@@ -408,15 +364,12 @@ class Experiment(ExperimentSettings):
         return self.rounds_of(len(self.tiers) - 1)
 
     def learning_rate_in(self, local_round: int) -> float:
-        """Return the devices' learning rate in one of their local rounds, counted over the run from
-        0.
-        """
+        """Return the devices' learning rate in one of their local rounds of the run, from 0."""
         global_round = local_round // self.device_rounds
         return learning_rate(self.training, global_round=global_round, global_rounds=self.rounds)
 
     def scores(self, node: str, *, global_round: int, local_round: int, last: bool) -> bool:
-        """Return whether a device scores the model that it receives with a task, both rounds from
-        0.
+        """Return whether a device scores the model of a task, both rounds from 0.
 
         `last`: the task is to score the run's last model. The first model of a run has no row, and
         is not scored.
@@ -441,14 +394,13 @@ class Experiment(ExperimentSettings):
         if not last and global_round % evaluation.every:
             return False
         devices = self.tree.devices
-        if (count := evaluation.scoring(len(devices))) == len(devices):
+        count = evaluation.scoring(len(devices))
+        if count == len(devices):
             return True
         if node not in devices:
             return False
-        drawn = generator(self.seed, Purpose.SCORING, CLOUD, global_round).permutation(
-            len(devices)
-        )[:count]
-        return devices.index(node) in drawn
+        rng = generator(self.seed, Purpose.SCORING, CLOUD, global_round)
+        return devices.index(node) in rng.permutation(len(devices))[:count]
 
     @cached_property
     def attackers(self) -> Attackers:
@@ -461,74 +413,60 @@ class Experiment(ExperimentSettings):
 
     @property
     def score_label(self) -> str:
-        """The name for people of the score of a run's models: with personal parts, devices score
-        each with theirs.
-        """
+        """The name for people of the score of a run's models."""
         if self.model.personal:
             return f"{self.score.label} with personal parts"
         return self.score.label
 
     @property
     def several_models(self) -> bool:
-        """Whether devices begin a global round with one of several models, and not with the global
-        one.
-        """
+        """Whether devices begin a global round with one of several models."""
         first, *below = (tier.aggregation for tier in self.tiers)
         return first.several or any(rule.several and rule.remembers for rule in below)
 
     @property
     def compares_losses(self) -> str:
-        """What needs the training loss of each result, as text: a rule or a selector; empty if
-        nothing does.
-        """
-        found = {f"{self.key(tier)}.aggregation.name": tier.aggregation for tier in self.tiers} | {
-            f"{self.key(tier)}.selection.name": tier.selection for tier in self.tiers
-        }
-        return next(
-            (f"{key} = {each.name!r}" for key, each in found.items() if each.compares_losses), ""
-        )
+        """The rule or the selector that needs the training loss of each result, as text, or ""."""
+        for table in ("aggregation", "selection"):
+            for tier in self.tiers:
+                settings = getattr(tier, table)
+                if settings.compares_losses:
+                    return f"{self.key(tier)}.{table}.name = {settings.name!r}"
+        return ""
 
     def code_at(self, node: str) -> dict[str, str]:
-        """Return the names of what runs at a node, by key: fedstrata's own, or
-        `package.module:Name`.
-
-        Of codecs it returns the user's own alone.
-        """
+        """Return the names of what runs at a node, by key; of codecs the user's own alone."""
         depth = self.depth(node)
-        attacks = self.attackers.code_at(node)
         near = self.tiers[max(0, depth - 1) : depth + 1]  # a codec runs at both ends of its links
         up = {f"{self.key(tier, 'transfer')}.up.name": tier.transfer.up.name for tier in near}
-        codecs = {key: name for key, name in up.items() if is_own(name)} | attacks
+        names = {key: name for key, name in up.items() if is_own(name)}
+        names |= self.attackers.code_at(node)
         if depth < len(self.tiers):
-            tier = self.tier_below(node)
-            key = self.key(tier)
-            names = {
-                f"{key}.aggregation.name": tier.aggregation.name,
-                f"{key}.selection.name": tier.selection.name,
-            }
-            return names | codecs | (self._learned if tier.aggregation.reads_samples else {})
+            rounds = self.tiers[depth]
+            key = self.key(rounds)
+            rule = {f"{key}.aggregation.name": rounds.aggregation.name}
+            names = rule | {f"{key}.selection.name": rounds.selection.name} | names
+            if rounds.aggregation.reads_samples:
+                names |= self._learned
+            return names
         training = self.training
-        tier = self.tiers[-1]
+        last = self.tiers[-1]
         # its class knows the shapes of the vectors
-        if tier.aggregation.shaped and is_own(tier.aggregation.name):
-            codecs[f"{self.key(tier)}.aggregation.name"] = tier.aggregation.name
+        if last.aggregation.shaped and is_own(last.aggregation.name):
+            names[f"{self.key(last)}.aggregation.name"] = last.aggregation.name
         if not training.trainer.learns_module:
-            return dict(training.trainer.code) | codecs
-        names = codecs | {
-            "training.loss": training.loss,
-            "training.objective.name": training.objective.name,
-        }
+            return dict(training.trainer.code) | names
+        names["training.loss"] = training.loss
+        names["training.objective.name"] = training.objective.name
         if self.evaluation.on_devices:
-            names |= {"score.name": self.score.name}
+            names["score.name"] = self.score.name
             names |= {f"score.also[{place}]": name for place, name in enumerate(self.score.also)}
         if training.own_augmentation is not None:
-            names |= {"training.augmentation.name": training.augmentation.name}
+            names["training.augmentation.name"] = training.augmentation.name
         return self._learned | names
 
     def settings_in(self, local_round: int) -> dict[str, float]:
-        """Return the numbers of one of the devices' local rounds for a trainer, counted as in
-        `learning_rate_in`.
-        """
+        """Return a trainer's numbers of a local round, counted as in `learning_rate_in`."""
         global_round = local_round // self.device_rounds
         rate = self.learning_rate_in(local_round)
         return settings_in(self.training, global_round=global_round, rate=rate)
@@ -538,9 +476,7 @@ class Experiment(ExperimentSettings):
         return {"model.name": self.model.name, "data.dataset": self.data.dataset}
 
     def to_json(self) -> str:
-        """Return the effective experiment as canonical JSON, the form in which the nodes receive
-        it.
-        """
+        """Return the effective experiment as canonical JSON, as the nodes receive it."""
         return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
 
     @property
@@ -556,182 +492,36 @@ class Experiment(ExperimentSettings):
                 problem = f"no {tier.children}: the rule's children are those of tier {tier.name}"
                 raise InvalidExperiment(f"{key}.{name}", name, problem, "Name one of them.")
 
-    def _check_entering(self, key: str, tier: Tier) -> None:
-        """Check that a tier can take in devices. Raises InvalidExperiment."""
-        if not tier.entering:
-            problem = "no parent takes in a device that moves"
-            raise InvalidExperiment(
-                f"{key}.move_after_s", tier.move_after_s, problem, f"Set {key}.entering."
-            )
-        for refused, problem, remedy in (
-            (
-                tier is not self.tiers[-1],
-                "its children must be devices",
-                f"Use it in {self.key(self.tiers[-1])}.",
-            ),
-            (tier.min_available is None, "rounds wait for each child", f"Set {key}.min_available."),
-            (
-                tier.aggregation.buffers,
-                f"the rule {tier.aggregation.name} has tasks of several rounds",
-                "Use another.",
-            ),
-            (
-                len(self.tiers) == 1 and self.cloud.epoch_control.name != "fixed",
-                "the epoch control compares the children that the experiment names",
-                'Use cloud.epoch_control = "fixed".',
-            ),
-            (
-                any(each.privacy.accounted for each in self.tiers),
-                "epsilon counts the devices that the experiment names",
-                "Omit privacy, or name all devices.",
-            ),
-        ):
-            if refused:
-                raise InvalidExperiment(f"{key}.entering", tier.entering, problem, remedy)
-
     def _check_moves(self) -> None:
         """Check the parents to which devices move. Raises InvalidExperiment."""
+        last = self.tiers[-1]
         for device, moves in self.availability.moves.items():
             key = f"availability.moves.{device}"
             self._check_device("availability.moves", device)
-            if not self.tiers[-1].entering:
-                needed = f"{self.key(self.tiers[-1])}.entering"
-                raise InvalidExperiment(
-                    key, moves[0].parent, "no parent takes in a device that moves", f"Set {needed}."
-                )
+            if not last.entering:
+                problem = "no parent takes in a device that moves"
+                remedy = f"Set {self.key(last)}.entering."
+                raise InvalidExperiment(key, moves[0].parent, problem, remedy)
             for move in moves:
                 if move.parent not in self.tree.parents:
+                    problem = "no parent of devices has this name"
                     remedy = proposal(move.parent, self.tree.parents, what="There are")
-                    raise InvalidExperiment(
-                        key, move.parent, "no parent of devices has this name", remedy
-                    )
+                    raise InvalidExperiment(key, move.parent, problem, remedy)
             if any(after.at_s <= before.at_s for before, after in pairwise(moves)):
-                raise InvalidExperiment(
-                    key, moves[0].at_s, "does not grow", "Sort the moves by their seconds."
-                )
-
-    def _check_refined(self, key: str, rule: RuleSettings) -> None:
-        """Check that the data are those that a rule with a refiner's process needs."""
-        if self.data.targets == NUMBERS:
-            problem = "it needs classes, and data.targets are numbers"
-            raise InvalidExperiment(key, rule.name, problem, "Use another rule.")
-        if rule.reads_samples and not self.data.node_samples:
-            problem = "needs samples at the node, and data.node_samples is 0"
-            remedy = "Set data.node_samples, for instance to 2 % of the training samples."
-            raise InvalidExperiment(key, rule.name, problem, remedy)
-
-    def _check_objective(self) -> None:
-        """Check that the objective and the rule of the devices' tier belong together."""
-        objective = self.training.objective
-        key = "training.objective.name"
-        *above, last = self.tiers
-        last_key = self.key(last)
-        trainer = self.training.trainer
-        for tier in () if trainer.learns_module else self.tiers:
-            given = tier.aggregation
-            if (
-                given.objective
-                or given.sends
-                or given.returns
-                or given.refines
-                or given.reads_losses
-            ):
-                problem = (
-                    f"it needs fedstrata's own training, and training.trainer is {trainer.whose}"
-                )
-                at = f"{self.key(tier)}.aggregation.name"
-                raise InvalidExperiment(
-                    at, given.name, problem, "Use another rule, or omit training.trainer."
-                )
-        for tier in above:
-            rule = tier.aggregation
-            if rule.objective or rule.sends or rule.returns or rule.reads_losses:
-                at = f"{self.key(tier)}.aggregation.name"
-                remedy = f"Use it in {last_key}.aggregation."
-                raise InvalidExperiment(
-                    at, tier.aggregation.name, "its children must be devices", remedy
-                )
-        rule = last.aggregation
-        if rule.objective not in (None, objective.name):
-            problem = f"{last_key}.aggregation.name = {rule.name!r} needs another"
-            remedy = f"Use {rule.objective!r}."
-            raise InvalidExperiment(key, objective.name, problem, remedy)
-        if last.transfer.up.feedback and objective.reads_upload:
-            at = f"{self.key(last, 'transfer')}.up.feedback"
-            remedy = "Omit it, or use another objective."
-            problem = (
-                f"the objective {objective.name!r} keeps the change that it sends, which "
-                "has what was left out before"
-            )
-            raise InvalidExperiment(at, True, problem, remedy)
-        if objective.rule not in (None, rule.name):
-            problem = (
-                f"needs the rule {objective.rule!r}, {last_key}.aggregation.name is {rule.name!r}"
-            )
-            raise InvalidExperiment(
-                key, objective.name, problem, f"Set {last_key}.aggregation.name."
-            )
-
-    def _check_privacy(self) -> None:
-        """Check what is protected, and that nothing else depends on it."""
-        unit = ""
-        last = self.tiers[-1]
-        for place, tier in reversed(list(enumerate(self.tiers))):
-            key = f"{self.key(tier)}.privacy"
-            settings = tier.privacy
-            rule = tier.aggregation
-            privacy.check_privacy(
-                key,
-                settings,
-                children=tier.children,
-                count=sum(self.sizes()[place]),
-                devices=tier is last,
-                rounds=self.rounds_of(place),
-                epochs=self.training.epochs,
-            )
-            if settings.on_samples:
-                privacy.check_training(key, settings, self.training)
-            if settings.by_parent and tier.norm_bound.action != "off":
-                at = f"{self.key(tier)}.norm_bound.action"
-                problem = "it publishes the lengths of updates without noise"
-                raise InvalidExperiment(
-                    at, tier.norm_bound.action, problem, "Omit it: clip_norm bounds them."
-                )
-            unit = settings.unit if settings.acts else unit
-            if unit:
-                check_private(f"{self.key(tier)}.aggregation", rule, unit=unit)
-
-    def _check_personal(self) -> None:
-        """Check that nothing needs the arrays that devices keep for themselves."""
-        objective = self.training.objective
-        patterns = ", ".join(self.model.personal)
-        if not patterns:
-            return
-        if self.evaluation.on_cloud:
-            problem = f"the cloud has no whole model to score, as {patterns} of it is personal"
-            raise InvalidExperiment("evaluation.at", self.evaluation.at, problem, 'Use "devices".')
-        if not objective.parts:
-            problem = f"the objective {objective.name!r} needs the whole model"
-            raise InvalidExperiment("model.personal", patterns, problem, "Use another objective.")
-        for tier in self.tiers:
-            if tier.aggregation.reads_samples:
-                problem = (
-                    f"{self.key(tier)}.aggregation.name = {tier.aggregation.name!r} needs "
-                    "the whole model"
-                )
-                raise InvalidExperiment("model.personal", patterns, problem, "Use another rule.")
+                remedy = "Sort the moves by their seconds."
+                raise InvalidExperiment(key, moves[0].at_s, "does not grow", remedy)
 
     def _check_links(self) -> None:
-        tiers = {self.key(tier, "link"): tier.link for tier in self.tiers}
-        for key, link in (
-            tiers | {f"links.of.{name}": link for name, link in self.links.of.items()}
-        ).items():
+        enforce = self.links.enforce
+        links = {self.key(tier, "link"): tier.link for tier in self.tiers}
+        links |= {f"links.of.{name}": link for name, link in self.links.of.items()}
+        for key, link in links.items():
             if link.trace is not None:
                 check_trace(f"{key}.trace", link.trace)
-                if self.links.enforce != "bucket":
+                if enforce != "bucket":
                     problem = "only token buckets replay a trace"
                     remedy = f'Use links.enforce = "bucket", or remove {key}.trace.'
-                    raise InvalidExperiment("links.enforce", self.links.enforce, problem, remedy)
+                    raise InvalidExperiment("links.enforce", enforce, problem, remedy)
             check_speed(key, link, idle_s=self.transfer.idle_s)
 
     def _check_node(self, key: str, name: str) -> None:
@@ -742,6 +532,5 @@ class Experiment(ExperimentSettings):
     def _check_device(self, key: str, name: str) -> None:
         devices = self.tree.layers[-1]
         if name not in self.tree or self.tree.depth(name) != len(self.tiers):
-            raise InvalidExperiment(
-                key, name, "no device has this name", proposal(name, devices, what="There are")
-            )
+            remedy = proposal(name, devices, what="There are")
+            raise InvalidExperiment(key, name, "no device has this name", remedy)

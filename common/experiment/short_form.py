@@ -12,24 +12,19 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import islice
 from typing import Annotated, Any, Final
 
 from pydantic import Field
 
 from fedstrata.common.errors import DuplicateName, InvalidExperiment
-from fedstrata.common.experiment.schema import (
-    SHORT,
-    Experiment,
-    ExperimentSettings,
-    TransferSettings,
-)
-from fedstrata.common.experiment.tiers import DEVICE, RoundSettings, Tier, shares
+from fedstrata.common.experiment.schema import Experiment, ExperimentSettings, TransferSettings
+from fedstrata.common.experiment.tiers import DEVICE, SHORT, RoundSettings, Tier, double, shares
 from fedstrata.common.model.codec_settings import Codecs
 from fedstrata.common.settings.cloud import CloudSettings
 from fedstrata.common.settings.links import Links, LinkSettings
 from fedstrata.common.settings.tables import LISTED_MOST, Count, Name, SettingsTable
-from fedstrata.common.settings.topology import CLOUD, RESERVED
+from fedstrata.common.settings.topology import CLOUD, RESERVED, joined
 from fedstrata.common.text import counted
 
 LAB: Final = "lab"
@@ -54,21 +49,13 @@ class Topology(SettingsTable):
 
     def tiers(self) -> list[dict[str, Any]]:
         """Return the name of each tier, what its children are, and their number or names."""
-        devices = {CLOUD: self.device_names()} if isinstance(self.devices, list) else {}
         if self.institutions == 0:
-            return [{"name": "wan", "children": DEVICE, **_children(self.devices, devices)}]
-        if isinstance(self.institutions, list):
-            institutions = {CLOUD: self.institution_names()}
-        else:
-            institutions = {}
-        upper = {
-            "name": "wan",
-            "children": INSTITUTION,
-            **_children(self.institutions, institutions),
-        }
-        if devices or self.members:
-            devices = self.homes()
-        return [upper, {"name": "lan", "children": DEVICE, **_children(self.devices, devices)}]
+            return [{"name": "wan", "children": DEVICE, **_children(self.devices)}]
+        upper = {"name": "wan", "children": INSTITUTION, **_children(self.institutions)}
+        lower = {"name": "lan", "children": DEVICE, **_children(self.devices)}
+        if self.members or "members" in lower:
+            lower = {"name": "lan", "children": DEVICE, "members": self.homes()}
+        return [upper, lower]
 
     def institution_names(self) -> list[str]:
         """Return the institutions in order."""
@@ -86,11 +73,9 @@ class Topology(SettingsTable):
         devices = self.device_names()
         if self.members or not institutions:
             return {name: list(self.members.get(name, [])) for name in institutions}
-        ends = accumulate(shares(len(devices), len(institutions)), initial=0)
-        return {
-            name: devices[start:end]
-            for name, (start, end) in zip(institutions, pairwise(ends), strict=True)
-        }
+        left = iter(devices)
+        counts = zip(institutions, shares(len(devices), len(institutions)), strict=True)
+        return {name: [*islice(left, count)] for name, count in counts}
 
 
 class Cloud(CloudSettings, RoundSettings):
@@ -137,24 +122,17 @@ class ShortForm(ExperimentSettings):
         """Return the experiment, with tiers. Raises InvalidExperiment."""
         check_topology(self.topology)
         rounds = (_values(RoundSettings, self.cloud), _values(Institution, self.institution))
-        tiers = [
-            Tier(
-                **nodes,
-                **own,
-                link=getattr(self.links, name),
-                transfer=getattr(self.transfer, name),
-            )
-            for nodes, own, (name, _) in zip(self.topology.tiers(), rounds, SHORT, strict=False)
-        ]
+        tiers = []
+        for nodes, own, (name, _) in zip(self.topology.tiers(), rounds, SHORT, strict=False):
+            link = getattr(self.links, name)
+            tiers.append(Tier(**nodes, **own, link=link, transfer=getattr(self.transfer, name)))
         if len(tiers) == 1:
             self._check_no_institution()
-        parts: dict[str, type[SettingsTable]] = {
-            "cloud": CloudSettings,
-            "links": Links,
-            "transfer": TransferSettings,
-        }
-        plain = {key: table(**_values(table, getattr(self, key))) for key, table in parts.items()}
-        return Experiment(**{**_values(ExperimentSettings, self), **plain, "tiers": tiers})
+        keys = _values(ExperimentSettings, self)
+        keys["cloud"] = CloudSettings(**_values(CloudSettings, self.cloud))
+        keys["links"] = Links(**_values(Links, self.links))
+        keys["transfer"] = TransferSettings(**_values(TransferSettings, self.transfer))
+        return Experiment(**keys, tiers=tiers)
 
     def _check_no_institution(self) -> None:
         """Check that no key is set that has no effect without institutions."""
@@ -174,11 +152,13 @@ def short_key(path: Sequence[str]) -> list[str]:
     """
     _, name, key, *below = path
     table = {"wan": CLOUD, "lan": INSTITUTION}.get(name)
-    if key in ("link", "transfer") and table:
-        return ["links" if key == "link" else key, name, *below]
     if table is None:
         remedy = "Its tiers are wan and lan: use one of them, or [[tiers]]."
         raise InvalidExperiment("--set", ".".join(path), "the file has no such tier", remedy)
+    if key == "link":
+        return ["links", name, *below]
+    if key == "transfer":
+        return [key, name, *below]
     return [table, key, *below]
 
 
@@ -192,7 +172,7 @@ def as_written(experiment: Experiment) -> dict[str, Any]:
     topology: dict[str, Any] = {"institutions": 0}
     if last is not first:
         topology = {"institutions": first.number or first.members[CLOUD]}
-    topology["devices"] = last.number or [name for names in last.members.values() for name in names]
+    topology["devices"] = last.number or joined(last.members.values())
     if last is not first and last.members:
         topology["members"] = last.members
     return {"topology": topology, **by_table(tree)}
@@ -206,15 +186,14 @@ def by_table(tree: Mapping[str, Any]) -> dict[str, Any]:
     """
     tables = {key: value for key, value in tree.items() if key != "tiers"}
     parent = CLOUD
+    keys = {*RoundSettings.model_fields}
     for tier in tree["tiers"]:
-        keys = RoundSettings.model_fields.keys() | ({"rounds"} if parent != CLOUD else set())
-        tables[parent] = {
-            **tables.get(parent, {}),
-            **{key: tier[key] for key in tier if key in keys},
-        }
+        rounds = {key: tier[key] for key in tier if key in keys}
+        tables[parent] = {**tables.get(parent, {}), **rounds}
         for table, key in (("links", "link"), ("transfer", "transfer")):
             tables[table] = {**tables.get(table, {}), tier["name"]: tier.get(key, {})}
         parent = tier.get("children", DEVICE)
+        keys.add("rounds")  # the first tier's are the experiment's
     return tables
 
 
@@ -229,24 +208,19 @@ class PresentNode:
 
 
 def check_topology(topology: Topology) -> None:
-    """Check that all names differ, and that each institution has a device. Raises
-    InvalidExperiment.
-    """
-    if (
-        isinstance(topology.institutions, list)
-        or isinstance(topology.devices, list)
-        or topology.members
-    ):
+    """Check that names differ, and institutions have devices. Raises InvalidExperiment."""
+    listed = isinstance(topology.institutions, list) or isinstance(topology.devices, list)
+    if listed or topology.members:
         _check_names(topology)
     institutions = _count(topology.institutions)
     devices = _count(topology.devices)
-    without = ""
+    without = []
     if topology.members:
-        without = next((name for name, names in topology.homes().items() if not names), "")
+        without = [name for name, names in topology.homes().items() if not names]
     elif devices < max(1, institutions):
-        without = topology.institution_names()[0] if institutions else CLOUD
+        without = topology.institution_names() or [CLOUD]
     if without:
-        problem = f"{without} would have no device"
+        problem = f"{without[0]} would have no device"
         remedy = "Use at least one device per institution."
         raise InvalidExperiment("topology.devices", devices, problem, remedy)
 
@@ -254,57 +228,47 @@ def check_topology(topology: Topology) -> None:
 def topology_of(
     nodes: Sequence[PresentNode], *, unfit: int = 0
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the `topology` table of the nodes that are there, and one line for each node that has
-    no place in it.
+    """Return the `topology` table of the nodes that are there, and a line for each other one.
 
     All institutions with a device and all devices whose parent is there take part. Names are in the
     order of their numbers, device-2 before device-10. `unfit`: how many others are there and cannot
     take part, as was reported. Raises DuplicateName; InvalidExperiment if no device could take
     part, or if the lab has no form of one or two tiers.
     """
-    for name, count in Counter(n.name for n in nodes).items():
-        if count > 1:
-            hosts = " and ".join(n.host for n in nodes if n.name == name)
-            raise DuplicateName(
-                f"{count} nodes of the lab are called {name!r}, on {hosts}. Give each its own name."
-            )
-    institutions = [n for n in _in_order(nodes) if n.role == "institution"]
-    devices = [n for n in _in_order(nodes) if n.role == "device"]
+    twice = double(n.name for n in nodes)
+    if twice is not None:
+        hosts = [n.host for n in nodes if n.name == twice]
+        called = f"{len(hosts)} nodes of the lab are called {twice!r}, on {' and '.join(hosts)}"
+        raise DuplicateName(f"{called}. Give each its own name.")
+    institutions = [n for n in _in_order(nodes) if n.role == INSTITUTION]
+    devices = [n for n in _in_order(nodes) if n.role == DEVICE]
     names = {n.name for n in institutions}
     for n in institutions:
         if n.parent in names:
             problem = f"{n.name} is below {n.parent}, so the lab has more than two tiers"
             raise InvalidExperiment("topology", LAB, problem, "Describe it by [[tiers]].")
-    below: dict[str, list[str]] = {
-        CLOUD: [],
-        **{n.name: [] for n in institutions if n.parent == CLOUD},
-    }
+    below: dict[str, list[str]] = {n.name: [] for n in institutions if n.parent == CLOUD}
+    direct = below[CLOUD] = []
     left_out = []
     for n in (*institutions, *devices):
         if n.parent not in below:
             left_out.append(f"{n.name} is left out: its parent {n.parent!r} is not there")
-        elif n.role == "device":
+        elif n.role == DEVICE:
             below[n.parent].append(n.name)
-    direct = below.pop(CLOUD)
-    left_out += [
-        f"{name} is left out: it has no device" for name, each in below.items() if not each
-    ]
+    del below[CLOUD]
     members = {name: each for name, each in below.items() if each}
+    left_out += [f"{name} is left out: it has no device" for name in below if name not in members]
     if direct and members:
-        problem = (
-            "some devices are below institutions, others below the cloud "
-            f"({', '.join(direct[:LISTED_MOST])})"
-        )
-        raise InvalidExperiment(
-            "topology", LAB, problem, "Start all with an institution as --parent, or none."
-        )
+        some = ", ".join(direct[:LISTED_MOST])
+        problem = f"some devices are below institutions, others below the cloud ({some})"
+        remedy = "Start all with an institution as --parent, or none."
+        raise InvalidExperiment("topology", LAB, problem, remedy)
     if direct:
         return {"institutions": 0, "devices": direct}, left_out
     if not members:
+        remedy = "Start devices first."
         if unfit:
             remedy = f"Fix what is left out as above: {counted(unfit, 'nodes')}."
-        else:
-            remedy = "Start devices first."
         raise InvalidExperiment("topology", LAB, "no device is there that could take part", remedy)
     taking_part = [n.name for n in devices if n.parent in members]
     return {"institutions": list(members), "devices": taking_part, "members": members}, left_out
@@ -313,40 +277,43 @@ def topology_of(
 def _check_names(topology: Topology) -> None:
     institutions = topology.institution_names()
     devices = topology.device_names()
+    remedy = "Give every node its own name."
     if topology.institutions == []:
-        remedy = "Use at least one institution, or 0 for a cloud and devices."
-        raise InvalidExperiment("topology.institutions", [], "no institution", remedy)
+        instead = "Use at least one institution, or 0 for a cloud and devices."
+        raise InvalidExperiment("topology.institutions", [], "no institution", instead)
     for key, names in (("topology.institutions", institutions), ("topology.devices", devices)):
-        if len(set(names)) < len(names):
-            double = next(name for name, times in Counter(names).items() if times > 1)
-            raise InvalidExperiment(key, double, "duplicate name", "Give every node its own name.")
+        twice = double(names)
+        if twice is not None:
+            raise InvalidExperiment(key, twice, "duplicate name", remedy)
     both = set(institutions) & set(devices)
-    for name in [*institutions, *devices]:
-        if name in RESERVED or name in both:
-            problem = "the name is reserved" if name in RESERVED else "two roles share this name"
-            raise InvalidExperiment("topology", name, problem, "Give every node its own name.")
+    for name in (*institutions, *devices):
+        if name in RESERVED:
+            raise InvalidExperiment("topology", name, "the name is reserved", remedy)
+        if name in both:
+            raise InvalidExperiment("topology", name, "two roles share this name", remedy)
+    _check_homes(topology, institutions, devices)
+
+
+def _check_homes(topology: Topology, institutions: list[str], devices: list[str]) -> None:
     children = topology.homes()
-    for unknown in (name for name in topology.members if name not in children):
-        key = f"topology.members.{unknown}"
-        remedy = f"Use one of topology.institutions: {', '.join(institutions)}."
-        remedy = remedy if institutions else "Remove it."
-        raise InvalidExperiment(
-            key, topology.members[unknown], "no institution has this name", remedy
-        )
-    homes = Counter(device for members in children.values() for device in members)
-    for device in devices if institutions else ():
+    for unknown, names in topology.members.items():
+        if unknown not in children:
+            remedy = "Remove it."
+            if institutions:
+                remedy = f"Use one of topology.institutions: {', '.join(institutions)}."
+            key = f"topology.members.{unknown}"
+            raise InvalidExperiment(key, names, "no institution has this name", remedy)
+    if not institutions:
+        return
+    homes = Counter(joined(children.values()))
+    for device in devices:
         if homes[device] != 1:
-            if device not in homes:
-                problem = "is in no institution"
-            else:
-                problem = "is in more than one institution"
-            raise InvalidExperiment(
-                "topology.members", device, problem, "List each device in exactly one institution."
-            )
+            problem = "is in more than one institution" if homes[device] else "is in no institution"
+            remedy = "List each device in exactly one institution."
+            raise InvalidExperiment("topology.members", device, problem, remedy)
     for device in homes.keys() - set(devices):
-        raise InvalidExperiment(
-            "topology.members", device, "not a device of topology.devices", "Add it there."
-        )
+        problem = "not a device of topology.devices"
+        raise InvalidExperiment("topology.members", device, problem, "Add it there.")
 
 
 def _count(given: int | list[str]) -> int:
@@ -365,18 +332,22 @@ def _in_order(nodes: Iterable[PresentNode]) -> list[PresentNode]:
     """Return nodes by name, numbers in names compared as numbers."""
 
     def parts(node: PresentNode) -> list[tuple[int, str]]:
-        return [
-            (int(part), "") if part.isdigit() else (-1, part)
-            for part in re.split(r"([0-9]+)", node.name)
-        ]
+        found = []
+        for part in re.split(r"([0-9]+)", node.name):
+            if part.isdigit():
+                found.append((int(part), ""))
+            else:
+                found.append((-1, part))
+        return found
 
     return sorted(nodes, key=parts)
 
 
-def _children(given: int | list[str], members: Mapping[str, list[str]]) -> dict[str, Any]:
-    if members:
-        return {"members": members}
-    return {"number": _count(given)}
+def _children(given: int | list[str]) -> dict[str, Any]:
+    """Return the keys of a tier for a number of children, or for the names of the cloud's."""
+    if isinstance(given, int):
+        return {"number": given}
+    return {"members": {CLOUD: given}}
 
 
 def _values(table: type[SettingsTable], found: SettingsTable) -> dict[str, Any]:

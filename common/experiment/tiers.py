@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from math import inf
-from typing import Annotated, Final, Literal
+from math import inf, prod
+from typing import Annotated, Final, Literal, TypeAlias
 
 from pydantic import Field
 
@@ -35,16 +35,21 @@ from fedstrata.common.settings.tables import (
     Count,
     Name,
     Positive,
+    Refused,
     SettingsTable,
+    check_table,
     form,
     proposal,
 )
-from fedstrata.common.settings.topology import CLOUD, RESERVED, Tree, participants
+from fedstrata.common.settings.topology import CLOUD, RESERVED, Tree, joined, participants
 
 DEVICE: Final = "device"
 TIER_NAME: Final = r"[a-z][a-z0-9-]{0,15}"
 TIERS_MOST: Final = 16
 NODES_MOST: Final = 1_000_000  # each has its name in memory
+# the tiers that the short form stands for: name, children
+SHORT: Final = (("wan", "institution"), ("lan", DEVICE))
+TierTable: TypeAlias = Literal["", "link", "transfer"]  # a table of a tier beside its rounds
 # rounds.csv has columns of nodes that begin with these
 TAKEN: Final = ("epochs", "omega", "spread", "epsilon")
 
@@ -142,10 +147,10 @@ class TierNodes(SettingsTable):
         if self.members:
             return {parent: list(self.members[parent]) for parent in parents}
         ends = accumulate(self.sizes(len(parents)), initial=0)
-        return {
-            parent: [f"{self.children}-{i}" for i in range(start, end)]
-            for parent, (start, end) in zip(parents, pairwise(ends), strict=True)
-        }
+        found = {}
+        for parent, (start, end) in zip(parents, pairwise(ends), strict=True):
+            found[parent] = [f"{self.children}-{i}" for i in range(start, end)]
+        return found
 
 
 class Tier(RoundSettings, TierNodes):
@@ -168,12 +173,12 @@ class Tier(RoundSettings, TierNodes):
 
     def minimum_of(self, children: int) -> Minimum | None:
         """Return what a parent of so many children needs; None: it waits for each of them."""
-        if self.min_available is None:
+        needed = self.min_available
+        if needed is None:
             return None
-        given = self.min_available
-        return Minimum(
-            given if isinstance(given, int) else participants(children, given), self.start_wait_s
-        )
+        if not isinstance(needed, int):
+            needed = participants(children, needed)
+        return Minimum(needed, self.start_wait_s)
 
     def closing_of(self, children: int, *, among: int) -> Closing:
         """Return when a round closes in which so many children take part, of a parent of `among`
@@ -182,7 +187,8 @@ class Tier(RoundSettings, TierNodes):
         With `min_available` a lost child is left out: the round needs what this minimum makes of
         the participation.
         """
-        if (enough := self.aggregation.closes_with) is not None:
+        enough = self.aggregation.closes_with
+        if enough is not None:
             return Closing.model_construct(rule="quorum", quorum=enough, deadline_s=0.0)
         minimum = self.minimum_of(among)
         if minimum is not None and self.closing.rule == "all":
@@ -202,27 +208,40 @@ class Tier(RoundSettings, TierNodes):
 
 
 def shares(number: int, parents: int) -> list[int]:
-    """Return how many of so many children each parent has, in numbers that differ by at most
-    one.
-    """
-    return [
-        end - start
-        for start, end in pairwise(number * place // parents for place in range(parents + 1))
-    ]
+    """Return the children of each of so many parents, in numbers that differ by at most one."""
+    ends = [number * place // parents for place in range(parents + 1)]
+    return [end - start for start, end in pairwise(ends)]
+
+
+def is_short(tiers: Sequence[Tier]) -> bool:
+    """Return whether a file may have these tiers in the short form."""
+    shape = tuple((tier.name, tier.children) for tier in tiers)
+    counted = all(tier.members or tier.number for tier in tiers)
+    return counted and shape in (SHORT, (("wan", DEVICE),))
+
+
+def key_of(tiers: Sequence[Tier], tier: Tier, table: TierTable = "") -> str:
+    """Return the key in the file of a tier's rounds, or of its link or transfer."""
+    if not is_short(tiers):
+        return f"tiers.{tier.name}.{table}".rstrip(".")
+    if table == "link":
+        return f"links.{tier.name}"
+    if table:
+        return f"{table}.{tier.name}"
+    return CLOUD if tier.name == "wan" else "institution"
+
+
+def rounds_of(tiers: Sequence[Tier], depth: int) -> int:
+    """Return how many rounds a parent at a depth, the cloud's is 0, runs in a global round."""
+    return prod(tier.rounds for tier in tiers[1 : depth + 1])
 
 
 def check_rounds(key: str, tier: Tier, sizes: Sequence[int]) -> None:
-    """Check that rounds of a tier whose parents have so many children are possible. Raises
-    InvalidExperiment.
-    """
-    if tier.participation <= 0:
-        remedy = "Give a fraction above 0 and at most 1."
-        raise InvalidExperiment(
-            f"{key}.participation", tier.participation, "selects no clients", remedy
-        )
+    """Check that rounds of parents with so many children are possible. Raises InvalidExperiment."""
+    check_table(key, tier, _refused_share(tier))
     selected = [participants(size, tier.participation) for size in set(sizes)]
-    _check_closing(f"{key}.closing", tier.closing, min(selected))
-    _check_minimum(key, tier, min(sizes))
+    check_table(f"{key}.closing", tier.closing, _refused_closing(key, tier.closing, min(selected)))
+    check_table(key, tier, _refused_minimum(tier, min(sizes)))
     for size in {min(sizes), max(sizes)}:
         count = participants(size, tier.participation)
         uploads = tier.closing.uploads_of
@@ -230,29 +249,32 @@ def check_rounds(key: str, tier: Tier, sizes: Sequence[int]) -> None:
             fewest = min(uploads(taking_part), _fewest(tier, size))
             tier.aggregation.check(f"{key}.aggregation", taking_part, fewest)
     tier.selection.check(f"{key}.selection", max(sizes), max(selected))
-    _check_alone(key, tier)
+    check_table(key, tier, _refused_beside(tier))
+
+
+def _refused_share(tier: Tier) -> Refused:
+    if tier.participation <= 0:
+        yield "participation", "selects no clients", "Give a fraction above 0 and at most 1."
 
 
 def _fewest(tier: Tier, size: int) -> int:
     """Return how many of so many children take part at least."""
     minimum = tier.minimum_of(size)
-    return participants(size if minimum is None else minimum.children, tier.participation)
+    if minimum is not None:
+        size = minimum.children
+    return participants(size, tier.participation)
 
 
-def _check_minimum(key: str, tier: Tier, fewest: int) -> None:
-    """Check a parent's least children against the fewest that one has. Raises InvalidExperiment."""
-    given = tier.min_available
-    if given is None:
+def _refused_minimum(tier: Tier, fewest: int) -> Refused:
+    """Yield why a parent cannot do with its least children, if one has the `fewest`."""
+    if tier.min_available is None:
         return
-    if given > fewest:
+    if tier.min_available > fewest:
         problem = f"more than the children of a parent ({fewest})"
-        remedy = f"Use at most {fewest}."
-        raise InvalidExperiment(f"{key}.min_available", given, problem, remedy)
+        yield "min_available", problem, f"Use at most {fewest}."
     if tier.aggregation.selects:
         problem = f"the rule {tier.aggregation.name} selects from all children"
-        raise InvalidExperiment(
-            f"{key}.min_available", given, problem, "Omit it, or use another rule."
-        )
+        yield "min_available", problem, "Omit it, or use another rule."
 
 
 def check_tiers(tiers: Sequence[Tier]) -> None:
@@ -260,150 +282,138 @@ def check_tiers(tiers: Sequence[Tier]) -> None:
     InvalidExperiment.
     """
     if len(tiers) > TIERS_MOST:
-        raise InvalidExperiment(
-            "tiers", f"{len(tiers)} tables", "too many tiers", f"Use at most {TIERS_MOST}."
-        )
+        remedy = f"Use at most {TIERS_MOST}."
+        raise InvalidExperiment("tiers", f"{len(tiers)} tables", "too many tiers", remedy)
     for key in ("name", "children"):
-        double = _double(getattr(tier, key) for tier in tiers)
-        if double:
-            raise InvalidExperiment(
-                f"tiers.{key}", double, "two tiers have it", "Give every tier its own."
-            )
+        found = double(getattr(tier, key) for tier in tiers)
+        if found:
+            remedy = "Give every tier its own."
+            raise InvalidExperiment(f"tiers.{key}", found, "two tiers have it", remedy)
     for tier in tiers:
         if tier.name in TAKEN:
-            raise InvalidExperiment(
-                "tiers.name", tier.name, "rounds.csv has other columns of this name", "Rename it."
-            )
-    if tiers[0].rounds != 1:
-        key = f"tiers.{tiers[0].name}.rounds"
+            problem = "rounds.csv has other columns of this name"
+            raise InvalidExperiment("tiers.name", tier.name, problem, "Rename it.")
+    first = tiers[0]
+    if first.rounds != 1:
+        key = f"tiers.{first.name}.rounds"
         problem = "the first tier's rounds are the global rounds"
-        raise InvalidExperiment(key, tiers[0].rounds, problem, "Set rounds.")
+        raise InvalidExperiment(key, first.rounds, problem, "Set rounds.")
     parents = 1
     for place, tier in enumerate(tiers):
         key = f"tiers.{tier.name}"
-        given = {
-            "fan_out": tier.fan_out > 1,
-            "number": tier.number is not None,
-            "members": bool(tier.members),
-        }
-        if sum(given.values()) > 1:
-            first, second, *_ = (name for name, is_given in given.items() if is_given)
-            raise InvalidExperiment(
-                f"{key}.{second}", getattr(tier, second), f"{first} is given too", "Remove one."
-            )
+        check_table(key, tier, _refused_twice(tier))
         if tier.members:
             _check_members(key, tier, Tree(layers_of(tiers[:place])).layers[-1])
-        elif tier.number is not None and tier.number < parents:
-            raise InvalidExperiment(
-                f"{key}.number", tier.number, f"there are {parents} parents", f"Use {parents}."
-            )
-        elif tier.number is None and parents * tier.fan_out > NODES_MOST:
-            problem = f"{parents} parents would have more than {NODES_MOST:,} children"
-            raise InvalidExperiment(f"{key}.fan_out", tier.fan_out, problem, "Use fewer.")
+        else:
+            check_table(key, tier, _refused_number(tier, parents))
         parents = sum(tier.sizes(parents))
     if any(tier.members for tier in tiers):  # names by number cannot clash: their beginnings differ
-        _check_names(
-            [name for layer in layers_of(tiers) for names in layer.values() for name in names]
-        )
+        _check_names(Tree(layers_of(tiers)).nodes)
+
+
+def _refused_twice(tier: Tier) -> Refused:
+    """Yield the second of the keys that give the children."""
+    keys: dict[str, object] = {"fan_out": 1, "number": None, "members": {}}
+    given = [key for key, unset in keys.items() if getattr(tier, key) != unset]
+    for key in given[1:]:
+        yield key, f"{given[0]} is given too", "Remove one."
+
+
+def _refused_number(tier: Tier, parents: int) -> Refused:
+    if tier.number is None:
+        if parents * tier.fan_out > NODES_MOST:
+            problem = f"{parents} parents would have more than {NODES_MOST:,} children"
+            yield "fan_out", problem, "Use fewer."
+    elif tier.number < parents:
+        yield "number", f"there are {parents} parents", f"Use {parents}."
 
 
 def layers_of(tiers: Sequence[Tier]) -> list[dict[str, list[str]]]:
     """Return the children of each parent, by layer from the cloud down."""
     layers: list[dict[str, list[str]]] = []
+    parents = [CLOUD]
     for tier in tiers:
-        layers.append(
-            tier.below(
-                [name for names in layers[-1].values() for name in names] if layers else [CLOUD]
-            )
-        )
+        layers.append(tier.below(parents))
+        parents = joined(layers[-1].values())
     return layers
 
 
 def sizes_of(tiers: Sequence[Tier]) -> list[list[int]]:
-    """Return the number of children of each parent, by tier: without names, there may be
-    millions.
-    """
+    """Return the number of children of each parent, by tier: there may be millions."""
     sizes: list[list[int]] = []
+    parents = 1
     for tier in tiers:
-        sizes.append(tier.sizes(sum(sizes[-1]) if sizes else 1))
+        sizes.append(tier.sizes(parents))
+        parents = sum(sizes[-1])
     return sizes
 
 
-def _check_closing(key: str, closing: Closing, children: int) -> None:
-    """Check that a round with this number of children can close. Raises InvalidExperiment."""
+def _refused_closing(key: str, closing: Closing, children: int) -> Refused:
+    """Yield why a round with this number of children cannot close."""
     if closing.rule == "all":
         return
-    if closing.quorum is None or closing.deadline_s is None:
-        missing = "quorum" if closing.quorum is None else "deadline_s"
-        raise InvalidExperiment(
-            f"{key}.{missing}", None, "rule 'quorum' needs it", f"Set {key}.{missing}."
-        )
-    if closing.quorum > children:
+    for name in ("quorum", "deadline_s"):
+        if getattr(closing, name) is None:
+            yield name, "rule 'quorum' needs it", f"Set {key}.closing.{name}."
+    if (closing.quorum or 0) > children:
         problem = f"more than the children that take part ({children})"
-        raise InvalidExperiment(
-            f"{key}.quorum", closing.quorum, problem, f"Give at most {children}."
-        )
+        yield "quorum", problem, f"Give at most {children}."
 
 
-def _check_alone(key: str, tier: Tier) -> None:
-    """Check that a tier has no settings that its rule replaces. Raises InvalidExperiment."""
+def _refused_beside(tier: Tier) -> Refused:
+    """Yield the settings of a tier that its rule replaces."""
     rule = tier.aggregation
-    replaced = []
+    replaced = {}
     if rule.selects or rule.buffers:
-        replaced.append(("selection.name", tier.selection.name, "fraction"))
+        replaced["selection.name"] = (tier.selection.name, "fraction")
     if rule.buffers:
-        replaced += [
-            ("closing.rule", tier.closing.rule, "all"),
-            ("norm_bound.action", tier.norm_bound.action, "off"),
-        ]
-    for name, value, default in replaced:
+        replaced["closing.rule"] = (tier.closing.rule, "all")
+        replaced["norm_bound.action"] = (tier.norm_bound.action, "off")
+    for key, (value, default) in replaced.items():
         if value != default:
             problem = f"the rule {rule.name} goes without it"
-            raise InvalidExperiment(
-                f"{key}.{name}", value, problem, f"Use {default!r}, or another rule."
-            )
+            yield key, problem, f"Use {default!r}, or another rule."
 
 
 def _check_members(key: str, tier: Tier, parents: Sequence[str]) -> None:
     for unknown in tier.members.keys() - set(parents):
+        at = f"{key}.members.{unknown}"
         remedy = proposal(unknown, parents, what="There are")
-        raise InvalidExperiment(
-            f"{key}.members.{unknown}", tier.members[unknown], "no parent has this name", remedy
-        )
+        raise InvalidExperiment(at, tier.members[unknown], "no parent has this name", remedy)
     for parent in parents:
         if not tier.members.get(parent):
-            raise InvalidExperiment(
-                f"{key}.members", parent, "it would have no child", "Give every parent children."
-            )
+            remedy = "Give every parent children."
+            raise InvalidExperiment(f"{key}.members", parent, "it would have no child", remedy)
 
 
 def _check_names(nodes: Sequence[str]) -> None:
-    double = _double(nodes)
+    twice = double(nodes)
     for name in nodes:
-        if name in RESERVED or name == double:
-            problem = "two nodes share this name" if name == double else "the name is reserved"
+        if name in RESERVED or name == twice:
+            problem = "two nodes share this name" if name == twice else "the name is reserved"
             raise InvalidExperiment("tiers", name, problem, "Give every node its own name.")
 
 
-def _double(names: Iterable[str]) -> str | None:
-    return next((name for name, times in Counter(names).items() if times > 1), None)
+def double(names: Iterable[str]) -> str | None:
+    """Return the first name that occurs twice, None if all differ."""
+    for name, times in Counter(names).items():
+        if times > 1:
+            return name
+    return None
 
 
-def check_private(key: str, rule: RuleSettings, *, unit: str) -> None:
-    """Check that a rule's models depend on private data by the noised updates alone. Raises
-    InvalidExperiment.
+def refused_private(rule: RuleSettings, unit: str) -> Refused:
+    """Yield why a rule's models do not depend on private data by the noised updates alone.
 
     `unit`: of the rule's tier, or of one below it.
     """
-    problem = ""
+    remedy = f"Use another rule, or no privacy of unit {unit!r}."
     if rule.reads_losses or rule.compares_losses:
         problem = "its models depend on training losses, which have no noise"
-    elif rule.returns:
-        problem = (
-            f"devices return {', '.join(rule.returns)}, which are not clipped and have no noise"
-        )
-    elif rule.buffers:
-        problem = "its uploads belong to models of several rounds"
-    if problem:
-        remedy = f"Use another rule, or no privacy of unit {unit!r}."
-        raise InvalidExperiment(f"{key}.name", rule.name, problem, remedy)
+        yield "aggregation.name", problem, remedy
+    if rule.returns:
+        vectors = ", ".join(rule.returns)
+        problem = f"devices return {vectors}, which are not clipped and have no noise"
+        yield "aggregation.name", problem, remedy
+    if rule.buffers:
+        yield "aggregation.name", "its uploads belong to models of several rounds", remedy
