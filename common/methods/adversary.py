@@ -26,7 +26,15 @@ from fedstrata.common.methods.attack import (
 from fedstrata.common.methods.mixing import Floats
 from fedstrata.common.randomness import Purpose, generator
 from fedstrata.common.settings import own
-from fedstrata.common.settings.tables import Count, Fraction, Name, SettingsTable, proposal
+from fedstrata.common.settings.tables import (
+    Count,
+    Fraction,
+    Name,
+    Refused,
+    SettingsTable,
+    check_table,
+    proposal,
+)
 from fedstrata.common.settings.topology import CLOUD, Tree
 
 KEY: Final = "adversaries"
@@ -57,24 +65,12 @@ class Adversaries(SettingsTable):
         self, tree: Tree, *, seed: int, place: int, taken: Mapping[str, object]
     ) -> list[str]:
         """Return the nodes; drawn ones are others than those `taken`. Raises InvalidExperiment."""
-        given = [name for name in ("nodes", "below", "share") if getattr(self, name)]
-        if not given or ("nodes" in given and len(given) > 1):
-            problem = "names no adversary" if not given else f"{given[1]} is given, too"
-            refuse(
-                "nodes",
-                self.nodes,
-                problem,
-                "Give nodes, or below, or share, or both of the latter.",
-            )
-        for name in [*self.nodes, *([self.below] if self.below else [])]:
+        check_table(KEY, self, self._refused())
+        key = "below" if self.below else "nodes"
+        for name in self.nodes or filter(None, [self.below]):
             if name not in tree or name == CLOUD:
                 remedy = proposal(name, tree.nodes, what="There are")
-                refuse(
-                    "below" if self.below else "nodes",
-                    name,
-                    "no institution or device has this name",
-                    remedy,
-                )
+                refuse(key, name, "no institution or device has this name", remedy)
         if self.nodes:
             return self.nodes
         devices = tree.devices
@@ -90,49 +86,49 @@ class Adversaries(SettingsTable):
         count = max(1, int(self.share * len(devices) + 1e-9))
         return sorted((free[i] for i in order[:count]), key=devices.index)
 
+    def _refused(self) -> Refused:
+        """Yield why the keys name no adversaries, or name them twice."""
+        remedy = "Give nodes, or below, or share, or both of the latter."
+        others = [name for name in ("below", "share") if getattr(self, name)]
+        if self.nodes and others:
+            yield "nodes", f"{others[0]} is given, too", remedy
+        if not self.nodes and not others:
+            yield "nodes", "names no adversary", remedy
+
     def check(self) -> None:
         """Check that the attack has what it needs. Raises InvalidExperiment."""
+        check_table(KEY, self, self._refused_knowledge())
+
+    def _refused_knowledge(self) -> Refused:
         attack = self.attack
         alone = self.knows == "itself"
         if attack.resolved.colludes and alone:
-            remedy = 'Set knows = "colluders" or "siblings".'
-            refuse(
-                "knows", self.knows, f"{attack.name} computes with the uploads of others", remedy
-            )
+            problem = f"{attack.name} computes with the uploads of others"
+            yield "knows", problem, 'Set knows = "colluders" or "siblings".'
         if not alone and not attack.does("upload"):
-            refuse(
-                "knows", self.knows, f"{attack.name} sends no upload of its own", 'Use "itself".'
-            )
+            yield "knows", f"{attack.name} sends no upload of its own", 'Use "itself".'
 
     def check_node(self, *, device: bool, learns_classes: bool, buffers: bool) -> None:
         """Check that a node can do it: a device, or an institution. Raises InvalidExperiment.
 
         `buffers`: its parent's rule has uploads of several rounds.
         """
-        name = self.attack.name
+        check_table(KEY, self, self._refused_at(device, learns_classes, buffers))
+
+    def _refused_at(self, device: bool, learns_classes: bool, buffers: bool) -> Refused:
         does = self.attack.does
         if buffers and self.knows != "itself":
             problem = "the parent's rule has uploads of several rounds at a time"
-            refuse("knows", self.knows, problem, 'Use "itself", or another rule.')
+            yield "knows", problem, 'Use "itself", or another rule.'
         if any(map(does, PARENTS)) and device:
-            refuse(
-                "attack.name",
-                name,
-                "only an institution sends models to others",
-                "Name institutions in nodes.",
-            )
+            problem = "only an institution sends models to others"
+            yield "attack.name", problem, "Name institutions in nodes."
         if any(map(does, DEVICES)) and not device:
-            refuse(
-                "attack.name",
-                name,
-                "only a device can do that",
-                "Name devices in nodes, or use below.",
-            )
+            remedy = "Name devices in nodes, or use below."
+            yield "attack.name", "only a device can do that", remedy
         if any(map(does, DATA)) and not learns_classes:
-            problem = (
-                "it changes labels, and training.trainer or data.targets has none of fedstrata's"
-            )
-            refuse("attack.name", name, problem, "Use an attack on uploads.")
+            none = "training.trainer or data.targets has none of fedstrata's"
+            yield "attack.name", f"it changes labels, and {none}", "Use an attack on uploads."
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +162,9 @@ class Adversary:
 
     def poisoned(self, samples: LabelledSamples) -> LabelledSamples:
         """Return the samples on which it trains, always the same ones. Raises InvalidExperiment."""
+        draw = generator(self.seed, Purpose.ATTACK, f"{self.node}/samples")
         with self.guarded():
-            found = self.attack.poison(
-                samples, generator(self.seed, Purpose.ATTACK, f"{self.node}/samples")
-            )
+            found = self.attack.poison(samples, draw)
         return self._checked(found, samples, fewer=False)
 
     def wanted(self, tests: LabelledSamples) -> LabelledSamples:
@@ -193,9 +188,8 @@ class Adversary:
 
         Raises InvalidExperiment.
         """
-        return self._columns(
-            lambda: self.attack.dispatch(model_D, self.chance(number, child)), len(model_D)
-        )
+        draw = self.chance(number, child)
+        return self._columns(lambda: self.attack.dispatch(model_D, draw), len(model_D))
 
     def reported(self, samples: int, loss: float | None) -> tuple[int, float | None]:
         """Return the samples and the loss that it reports. Raises InvalidExperiment."""
@@ -230,15 +224,14 @@ class Adversary:
         with self.guarded(), np.errstate(over="ignore"):
             found = np.asarray(compute(), np.float32)
         if found.shape != (count,):
-            name = self.settings.attack.name
             problem = f"returns {list(found.shape)} numbers for {count} columns"
-            own.refuse(ATTACK_KEY, name, problem, "Return one number for each column.")
+            self._refuse(problem, "Return one number for each column.")
         if self.hosted and not np.isfinite(found).all():
-            problem = "computes numbers that are not finite"
-            own.refuse(
-                ATTACK_KEY, self.settings.attack.name, problem, "Look for a division by zero."
-            )
+            self._refuse("computes numbers that are not finite", "Look for a division by zero.")
         return found
+
+    def _refuse(self, problem: str, remedy: str) -> Never:
+        own.refuse(ATTACK_KEY, self.settings.attack.name, problem, remedy)
 
     def _checked(
         self, found: LabelledSamples, given: LabelledSamples, *, fewer: bool
@@ -248,21 +241,19 @@ class Adversary:
         """
         count = len(found.labels)
         images = found.images
-        alike = (
-            images.shape == (count, *given.images.shape[1:]) and images.dtype == given.images.dtype
-        )
+        shape = (count, *given.images.shape[1:])
+        alike = images.shape == shape and images.dtype == given.images.dtype
         if not alike or not (fewer or count == len(given.labels)):
             problem = f"makes {count} labels and samples of {images.dtype} {list(images.shape)}"
             wanted = f"of {given.images.dtype} {list(given.images.shape)}"
-            own.refuse(ATTACK_KEY, self.settings.attack.name, problem, f"Return samples {wanted}.")
-        if count and not 0 <= int(found.labels.min()) <= int(found.labels.max()) < given.classes:
-            problem = (
-                f"makes labels {int(found.labels.min())} to {int(found.labels.max())} of "
-                f"{given.classes} classes"
-            )
-            own.refuse(
-                ATTACK_KEY, self.settings.attack.name, problem, f"Use 0 to {given.classes - 1}."
-            )
+            self._refuse(problem, f"Return samples {wanted}.")
+        if not count:
+            return found
+        lowest = int(found.labels.min())
+        highest = int(found.labels.max())
+        if lowest < 0 or highest >= given.classes:
+            problem = f"makes labels {lowest} to {highest} of {given.classes} classes"
+            self._refuse(problem, f"Use 0 to {given.classes - 1}.")
         return found
 
 
@@ -286,9 +277,8 @@ def placed(tables: Sequence[Adversaries], tree: Tree, *, seed: int) -> dict[str,
     for place, each in sorted(enumerate(tables), key=lambda table: table[1].share is not None):
         for name in each.placed(tree, seed=seed, place=place, taken=found):
             if name in found:
-                refuse(
-                    "nodes", name, "is an adversary of another table, too", "Give it one attack."
-                )
+                problem = "is an adversary of another table, too"
+                refuse("nodes", name, problem, "Give it one attack.")
             found[name] = each
     return found
 

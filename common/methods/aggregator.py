@@ -112,9 +112,9 @@ class NormBoundedRule(WrappedRule):
         else:
             reasons = self._left_out(found, medians)
             facts["left_out"] = list(reasons)
-        reports = zip(uploads.children, uploads.reports, strict=True)
-        kept = tuple(None if name in reasons else report for name, report in reports)
-        done = self._rule.aggregate(r, replace(uploads, reports=kept))
+        reports = dict(zip(uploads.children, uploads.reports, strict=True))
+        reports |= dict.fromkeys(reasons)
+        done = self._rule.aggregate(r, replace(uploads, reports=tuple(reports.values())))
         return replace(done, facts={**done.facts, **facts}, left_out={**done.left_out, **reasons})
 
     def _vectors(self, uploads: Uploads) -> list[_BoundedVectors]:
@@ -122,20 +122,17 @@ class NormBoundedRule(WrappedRule):
         model = self._links.model
         size = self._links.model.parameters
         steps_K = model.floats(uploads.rows_K)[:, :size]
-        found = [
-            _BoundedVectors(STEP, steps_K, lambda child: model.floats(self._received[child])[:size])
-        ]
-        for name, values_K in self._links.up.extras_of(uploads.rows_K).items():
-            found.append(_BoundedVectors(name, values_K, lambda child: None))
-        return found
+        steps = _BoundedVectors(
+            STEP, steps_K, lambda child: model.floats(self._received[child])[:size]
+        )
+        extras = self._links.up.extras_of(uploads.rows_K)
+        return [steps, *(_BoundedVectors(*each, lambda child: None) for each in extras.items())]
 
     def _lengths(self, vectors: _BoundedVectors, uploads: Uploads) -> dict[str, float]:
         """Return the lengths of the uploads that came, by child."""
         names = uploads.senders
-        pairs = [
-            (vectors.floats_K[k], vectors.origin(name))
-            for k, name in zip(uploads.answered, names, strict=True)
-        ]
+        own = (vectors.floats_K[k] for k in uploads.answered)
+        pairs = [*zip(own, map(vectors.origin, names), strict=True)]
         return dict(zip(names, lengths(pairs, release=uploads.release), strict=True))
 
     def _clipped(
@@ -150,9 +147,8 @@ class NormBoundedRule(WrappedRule):
                 if found_lengths[name] > most:
                     clipped.add(name)
                     share = most / found_lengths[name]
-                    shorten(
-                        vectors.floats_K[k], vectors.origin(name), share, release=uploads.release
-                    )
+                    origin = vectors.origin(name)
+                    shorten(vectors.floats_K[k], origin, share, release=uploads.release)
         return [name for name in uploads.children if name in clipped]
 
     def _left_out(self, found: Sequence[Measured], medians: Sequence[float]) -> dict[str, str]:
@@ -163,7 +159,8 @@ class NormBoundedRule(WrappedRule):
         for (vectors, found_lengths), median in zip(found, medians, strict=True):
             for name, length in found_lengths.items():
                 if length > self._settings.factor * median:
-                    beyond.append((length / median if median else inf, name, vectors.name))
+                    times = length / median if median else inf
+                    beyond.append((times, name, vectors.name))
         worst: dict[str, str] = {}
         for times, name, vector in sorted(beyond, key=lambda each: (-each[0], each[1])):
             if name not in worst and len(worst) < len(found[0][1]) // 2:

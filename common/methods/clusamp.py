@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 
@@ -25,7 +26,7 @@ from fedstrata.common.methods.rule import Aggregated, Rule, RuleContext, Uploads
 from fedstrata.common.methods.selection import Choose, Situation
 from fedstrata.common.methods.settings import RuleSettings, RuleUse
 from fedstrata.common.methods.single_model import SingleModelRule
-from fedstrata.common.methods.statistics import Doubles
+from fedstrata.common.methods.statistics import Doubles, TrainingReport
 
 STEPS_FILE: Final = "steps"
 PAIRS_FILE: Final = "pairs"
@@ -60,8 +61,8 @@ class CluSamp(RuleSettings):
         if use.sparse:
             yield (
                 f"{use.key}.aggregation.name = 'clusamp': the codec of the uploads sends few "
-                "columns, each child"
-                " others, so steps of children that learn alike are compared in different columns."
+                "columns, each child others, so steps of children that learn alike are compared "
+                "in different columns."
             )
 
     def build(self, context: RuleContext) -> Rule:
@@ -105,11 +106,10 @@ class ClusteredSampling(WrappedRule):
         """
         self._keep(uploads)
         draws = {child: self._draws.get(child, 1) for child in uploads.children}
-        reports = tuple(
-            report and Drawn(draws[child], report.loss, report.path_steps)
-            for child, report in zip(uploads.children, uploads.reports, strict=True)
-        )
-        done = self._rule.aggregate(r, replace(uploads, reports=reports))
+        reports: list[TrainingReport | None] = []
+        for child, report in zip(uploads.children, uploads.reports, strict=True):
+            reports.append(report and Drawn(draws[child], report.loss, report.path_steps))
+        done = self._rule.aggregate(r, replace(uploads, reports=tuple(reports)))
         return replace(done, facts={**done.facts, "draws": draws})
 
     def save(self, folder: Path) -> dict[str, object]:
@@ -122,9 +122,8 @@ class ClusteredSampling(WrappedRule):
 
     def restore(self, folder: Path, facts: Mapping[str, Any]) -> None:
         """Read both."""
-        self._steps_ND[:] = np.fromfile(folder / STEPS_FILE, np.float32).reshape(
-            self._steps_ND.shape
-        )
+        steps = np.fromfile(folder / STEPS_FILE, np.float32)
+        self._steps_ND[:] = steps.reshape(self._steps_ND.shape)
         self._pairs_NN[:] = np.fromfile(folder / PAIRS_FILE).reshape(self._pairs_NN.shape)
         self._rule.restore(folder, facts)
         self._merges = linked(self._distance, self._pairs_NN)
@@ -156,9 +155,8 @@ class ClusteredSampling(WrappedRule):
                 np.subtract(floats_K[k, columns], received[columns], out=steps_ND[place, columns])
             steps_NC = steps_ND[:, columns].astype(np.float64)
             if self._distance == "l1":
-                return np.stack(
-                    [np.abs(steps_NC - steps_NC[place]).sum(axis=1) for place in places]
-                )
+                apart = [np.abs(steps_NC - steps_NC[place]).sum(axis=1) for place in places]
+                return np.stack(apart)
             found: Doubles = steps_NC[places] @ steps_NC.T
             return found
 
@@ -220,12 +218,12 @@ def distributions(samples_N: Sequence[int], draws: int, merges: Merges) -> list[
         times, left[k] = divmod(draws * samples, whole)
         own += [{k: whole}] * times
     clusters = clusters_below(merges, left, whole)
-    clusters.sort(key=lambda cluster: (sum(left[k] for k in cluster), cluster))
+    clusters.sort(key=lambda cluster: (sum(map(left.__getitem__, cluster)), cluster))
     others = len(clusters) - (draws - len(own))
     found = [{k: left[k] for k in cluster if left[k]} for cluster in clusters[others:]]
     room = [whole - sum(masses.values()) for masses in found]
     at = 0
-    for k in (k for cluster in clusters[:others] for k in cluster):
+    for k in chain.from_iterable(clusters[:others]):
         while left[k]:
             while not room[at]:
                 at += 1

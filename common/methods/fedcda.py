@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from math import ceil
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
@@ -92,12 +93,11 @@ class FedCDA(StagedSettings):
     ) -> float:
         """Return the bytes of the cached uploads, and of one or two sums in float64."""
         sums = 4 if self.smoothness_of else 2
+        cached = min(self.depth * children * row_bytes, self.memory_mb * 1e6)
         rest = super().held_bytes(
             row_bytes, children=children, taking_part=taking_part, resident_bytes=resident_bytes
         )
-        return (
-            min(self.depth * children * row_bytes, self.memory_mb * 1e6) + sums * row_bytes + rest
-        )
+        return cached + sums * row_bytes + rest
 
     @property
     def named_children(self) -> Mapping[str, Iterable[str]]:
@@ -109,15 +109,10 @@ class FedCDA(StagedSettings):
         super().check(key, children, uploads)
         group = ceil(children / self.groups)
         if self.choice == "close" and self.depth**group > self.combinations:
-            raise InvalidExperiment(
-                f"{key}.combinations",
-                self.combinations,
-                (
-                    f"a group of {group} children with {self.depth} uploads each has "
-                    f"{self.depth}^{group} combinations"
-                ),
-                f"Raise {key}.groups or lower {key}.depth.",
-            )
+            of_group = f"a group of {group} children with {self.depth} uploads each"
+            problem = f"{of_group} has {self.depth}^{group} combinations"
+            remedy = f"Raise {key}.groups or lower {key}.depth."
+            raise InvalidExperiment(f"{key}.combinations", self.combinations, problem, remedy)
 
     def build(self, context: RuleContext) -> Rule:
         return CachedUploadRule(self, context)
@@ -128,14 +123,14 @@ class FedCDA(StagedSettings):
         if use.feedback:
             yield (
                 f"{key}.name = 'fedcda': an upload may be used in several rounds or in none, and "
-                "what a codec with"
-                " feedback leaves out of it is added to the next one as if it was used once."
+                "what a codec with feedback leaves out of it is added to the next one as if it "
+                "was used once."
             )
         if use.rounds <= self.warmup_rounds:
             yield (
                 f"{key}.warmup_rounds = {self.warmup_rounds}: all {use.rounds} rounds belong to "
-                "the warm-up, which is"
-                f" the same as {self.begins_with.name}. In short runs use about half of the rounds."
+                f"the warm-up, which is the same as {self.begins_with.name}. In short runs use "
+                "about half of the rounds."
             )
         if use.depth and self.history == "keep" and not use.alone:
             yield (
@@ -145,8 +140,7 @@ class FedCDA(StagedSettings):
         if use.depth and self.history == "clear" and use.tier_rounds == 1:
             yield (
                 f"{key}.name = 'fedcda': with {use.key}.rounds = 1 a history is cleared before it "
-                "has a second"
-                " upload, so there is nothing to choose from."
+                "has a second upload, so there is nothing to choose from."
             )
 
 
@@ -178,7 +172,7 @@ class CachedUploadRule(SingleModelRule):
         """Dispatch this model next, and drop the cached uploads unless the history is kept."""
         super().begin(model)
         if self._settings.history == "clear":
-            for kept in (kept for queue in self._queues.values() for kept in queue):
+            for kept in chain.from_iterable(self._queues.values()):
                 self._cache.drop(kept)
             self._queues = {}
             self._selected = {}
@@ -215,30 +209,29 @@ class CachedUploadRule(SingleModelRule):
         """Write the histories, as links if they are files already, and the sum of the selected
         uploads.
         """
-        self._cache.save(folder, (kept for queue in self._queues.values() for kept in queue))
+        self._cache.save(folder, chain.from_iterable(self._queues.values()))
         (folder / "sum").write_bytes(self._sum_F.data)  # `tofile` hides the errno of a full disk
         if self._weighted_D is not None:
             (folder / "weighted").write_bytes(self._weighted_D.data)
+        queues = {}
+        for child, queue in self._queues.items():
+            queues[child] = [[kept.r, kept.loss] for kept in queue]
         return {
             "warmup": self._warmup.save(folder),
-            "queues": {
-                child: [[kept.r, kept.loss] for kept in queue]
-                for child, queue in self._queues.items()
-            },
+            "queues": queues,
             "selected": {child: kept.r for child, kept in self._selected.items()},
         }
 
     def restore(self, folder: Path, facts: Mapping[str, Any]) -> None:
         """Restore the histories, and the warm-up's state."""
         self._warmup.restore(folder, facts["warmup"])
-        self._queues = {
-            child: [self._cache.restore(folder, child, r, loss=loss) for r, loss in queue]
-            for child, queue in facts["queues"].items()
-        }
-        self._selected = {
-            child: next(kept for kept in self._queues[child] if kept.r == r)
-            for child, r in facts["selected"].items()
-        }
+        self._queues = {}
+        self._selected = {}
+        for child, queue in facts["queues"].items():
+            restored = [self._cache.restore(folder, child, r, loss=loss) for r, loss in queue]
+            self._queues[child] = restored
+        for child, r in facts["selected"].items():
+            self._selected[child] = next(kept for kept in self._queues[child] if kept.r == r)
         self._sum_F[:] = np.fromfile(folder / "sum")
         if self._weighted_D is not None:
             self._weighted_D[:] = np.fromfile(folder / "weighted")
@@ -250,18 +243,66 @@ class CachedUploadRule(SingleModelRule):
         self._add(list(newest.values()), 1)
         self._warmup.begin(self.current)
         outcome = self._warmup.aggregate(r, uploads)
-        return replace(
-            outcome, facts={**outcome.facts, "stage": "warm-up", "seen": len(self._selected)}
-        )
+        facts = {**outcome.facts, "stage": "warm-up", "seen": len(self._selected)}
+        return replace(outcome, facts=facts)
 
     def _select(self, r: int, uploads: Uploads, participants: list[str]) -> Aggregated:
         """Select one upload from each participant's history; take the mean of all selected ones."""
         layout = self.context.layout
         settings = self._settings
+        kept, candidates = self._candidates(participants)
+        draw = self.context.chance(r, "grouping")
+        if settings.choice == "random":
+            groups: list[list[int]] = []
+            drawn = [own[int(draw.integers(len(own)))] for own in candidates.of]
+            choice = Choice(tuple(drawn), candidates.beside(drawn).products)
+        else:
+            groups = group(len(participants), settings.groups, draw)
+            choice = plan(candidates, groups)
+        chosen = [kept[c] for c in choice.chosen]
+        self._add(chosen, 1)
+        self._selected |= dict(zip(participants, chosen, strict=True))
+        n = len(self._selected)
+        received = self.current
+        if self._refiner is not None:
+            received = received.copy()
+        np.divide(self._sum_F, n, out=layout.floats(self.mean), casting="same_kind")
+        # equal weights: the counters are those of the first
+        first = self._selected[min(self._selected)]
+        layout.integers(self.mean)[:] = layout.integers(first.row)
+        first.close()
+        named = np.array(participants)
+        facts: dict[str, object] = {
+            "stage": "selection",
+            "seen": n,
+            "groups": [named[members].tolist() for members in groups],
+            "selected": {child: self._selected[child].r for child in participants},
+        }
+        newest = choice.distances([own[0] for own in candidates.of], n)
+        distances = dict(zip(participants, newest, strict=True))
+        selected = [self._selected[child] for child in sorted(self._selected)]
+        if self._refiner is not None:
+            teachers = [candidate.row for candidate in selected]
+            models = RoundModels(r, layout, self.mean, received, teachers, np.full(n, 1 / n))
+            facts |= self._refiner.refine(models)
+            distances = {}
+            if self.context.measures:
+                distances = self.distances(uploads)
+            for candidate in selected:
+                candidate.close()
+        loss = float(np.mean([candidate.loss for candidate in selected]))
+        return Aggregated(loss, distances, None, facts)
+
+    def _candidates(self, participants: list[str]) -> tuple[list[CachedUpload], Candidates]:
+        """Return the participants' cached uploads, each one's newest first, and what (5) needs."""
+        layout = self.context.layout
         fixed = len(self._selected)
-        kept = [kept for child in participants for kept in reversed(self._queues[child])]
-        places = iter(range(len(kept)))
-        of = [[next(places) for _ in self._queues[child]] for child in participants]
+        kept: list[CachedUpload] = []
+        of: list[Sequence[int]] = []
+        for child in participants:
+            begin = len(kept)
+            kept += reversed(self._queues[child])
+            of.append(range(begin, len(kept)))
         z = layout.floats(self.current)
 
         def others(columns: slice) -> Doubles:
@@ -278,53 +319,12 @@ class CachedUploadRule(SingleModelRule):
         fixed_L = sum(map(self._smoothness, self._selected))
         weighted_C = smooth_C * products.along_K
         if self._weighted_D is not None:
-            weighted_D = self._weighted_D
-            products_L = Gram.of(
-                rows, z[: layout.parameters], along=lambda at: weighted_D[at] - fixed_L * z[at]
-            )
-            weighted_C = products_L.along_K
+            total_D = self._weighted_D
+            weighted_C = Gram.of(
+                rows, z[: layout.parameters], along=lambda at: total_D[at] - fixed_L * z[at]
+            ).along_K
         losses_C = np.array([candidate.loss for candidate in kept])
-        candidates = Candidates(products, losses_C, of, fixed, smooth_C, weighted_C, fixed_L)
-        draw = self.context.chance(r, "grouping")
-        if settings.choice == "random":
-            groups: list[list[int]] = []
-            drawn = [own[int(draw.integers(len(own)))] for own in of]
-            choice = Choice(tuple(drawn), candidates.beside(drawn).products)
-        else:
-            groups = group(len(participants), settings.groups, draw)
-            choice = plan(candidates, groups)
-        chosen = [kept[c] for c in choice.chosen]
-        self._add(chosen, 1)
-        self._selected |= dict(zip(participants, chosen, strict=True))
-        n = len(self._selected)
-        received = self.current if self._refiner is None else self.current.copy()
-        np.divide(self._sum_F, n, out=layout.floats(self.mean), casting="same_kind")
-        # equal weights: the counters are those of the first
-        first = self._selected[min(self._selected)]
-        layout.integers(self.mean)[:] = layout.integers(first.row)
-        first.close()
-        facts: dict[str, object] = {
-            "stage": "selection",
-            "seen": n,
-            "groups": [[participants[p] for p in members] for members in groups],
-            "selected": {
-                child: candidate.r for child, candidate in zip(participants, chosen, strict=True)
-            },
-        }
-        distances = dict(
-            zip(participants, choice.distances([own[0] for own in of], n), strict=True)
-        )
-        selected = [self._selected[child] for child in sorted(self._selected)]
-        if self._refiner is not None:
-            teachers = [candidate.row for candidate in selected]
-            facts |= self._refiner.refine(
-                RoundModels(r, layout, self.mean, received, teachers, np.full(n, 1 / n))
-            )
-            distances = self.distances(uploads) if self.context.measures else {}
-            for candidate in selected:
-                candidate.close()
-        loss = float(np.mean([candidate.loss for candidate in selected]))
-        return Aggregated(loss, distances, None, facts)
+        return kept, Candidates(products, losses_C, of, fixed, smooth_C, weighted_C, fixed_L)
 
     def _smoothness(self, child: str) -> float:
         return self._settings.smoothness_of.get(child, self._settings.smoothness)
@@ -341,9 +341,10 @@ class CachedUploadRule(SingleModelRule):
             total = self._sum_F[columns]
             weighted = None if self._weighted_D is None else self._weighted_D[columns]
             term = np.empty(len(total))
+            change = np.add if sign > 0 else np.subtract
             for row, kept in zip(rows, uploads, strict=True):
                 np.copyto(term, row[columns])
-                (np.add if sign > 0 else np.subtract)(total, term, out=total)
+                change(total, term, out=total)
                 if weighted is not None:
                     weighted += sign * self._smoothness(kept.child) * term[: len(weighted)]
 
@@ -356,31 +357,23 @@ class CachedUploadRule(SingleModelRule):
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The cached uploads of the round's participants: G, u and q, their losses, and their owners.
+    """The cached uploads of the round's participants."""
 
-    `of[p]`: participant p's candidates as rows of G, newest first. `fixed`: the number of other
-    children with uploads, and `fixed_L` the sum of their L. `smooth_C`: L of each candidate's
-    child; `weighted_C`: v.
-    """
-
-    products: Gram
+    products: Gram  # G, u and q
     losses_C: Doubles
-    of: Sequence[Sequence[int]]
-    fixed: int
-    smooth_C: Doubles
-    weighted_C: Doubles
-    fixed_L: float
+    of: Sequence[Sequence[int]]  # each participant's candidates as rows of G, newest first
+    fixed: int  # the number of other children with uploads
+    smooth_C: Doubles  # L of each candidate's child
+    weighted_C: Doubles  # v
+    fixed_L: float  # the sum of L over the others
 
     def beside(self, found: list[int]) -> Candidates:
-        """Return the candidates beside what was fixed and these ones, which are fixed from now
-        on.
-        """
+        """Return the candidates beside what was fixed and these ones, now fixed, too."""
         g_KK = self.products.offsets_KK
         u_K = self.products.along_K
         smooth_K = self.smooth_C[found]
-        square = self.products.square + float(
-            2 * u_K[found].sum() + g_KK[np.ix_(found, found)].sum()
-        )
+        added = 2 * u_K[found].sum() + g_KK[np.ix_(found, found)].sum()
+        square = self.products.square + float(added)
         return replace(
             self,
             products=Gram(g_KK, u_K + g_KK[:, found].sum(axis=1), square),
@@ -411,10 +404,8 @@ def group(participants: int, groups: int, draw: np.random.Generator) -> list[lis
     """Return the participants 0 .. P-1, shuffled, in groups of near-equal size; the first P mod B
     are larger by one.
     """
-    return [
-        part.tolist()
-        for part in np.array_split(draw.permutation(participants), min(groups, participants))
-    ]
+    parts = np.array_split(draw.permutation(participants), min(groups, participants))
+    return [part.tolist() for part in parts]
 
 
 def plan(candidates: Candidates, groups: Sequence[Sequence[int]]) -> Choice:
@@ -457,13 +448,11 @@ def search(candidates: Candidates, members: Sequence[Sequence[int]]) -> list[int
     for own in map(list, members):
         pull = pulls[:, own]
         step = losses_C[own] / n + spread_C[own] - pull
-        scale += float(
-            np.abs(losses_C[own] / n).max() + np.abs(spread_C[own]).max() + np.abs(pull).max()
-        )
+        terms = np.abs(losses_C[own] / n).max() + np.abs(spread_C[own]).max()
+        scale += float(terms + np.abs(pull).max())
         values = (values[:, None] + step).ravel()
-        pulls = (pulls[:, None, :] + (pair_C[own][:, None] + pair_C) * g_CC[own]).reshape(
-            len(values), -1
-        )
+        pairs = (pair_C[own][:, None] + pair_C) * g_CC[own]
+        pulls = (pulls[:, None, :] + pairs).reshape(len(values), -1)
     best = int(np.argmax(values <= values.min() + TIE * scale))
     chosen: list[int] = []
     for own in map(list, reversed(members)):

@@ -80,8 +80,7 @@ class FedCross(TwoStageRule):
         if self.propeller_rounds and (self.propeller_alpha or 0) >= PROPELLER_ALPHA_MOST:
             yield (
                 f"{key}.propeller_alpha = {self.propeller_alpha}: propellers with so little "
-                "weight have no measurable"
-                " effect. Omit the key for equal weights."
+                "weight have no measurable effect. Omit the key for equal weights."
             )
         if self.normalise and self.similarity != "pairwise":
             yield f"{key}.normalise = true: it has an effect only with similarity 'pairwise'."
@@ -92,8 +91,7 @@ class FedCross(TwoStageRule):
         if self.alpha > RECENTRE_ALPHA_MOST:
             yield (
                 f"{key}.on_new_model = 'recentre': hurts fedcross with alpha above "
-                f"{RECENTRE_ALPHA_MOST}, here"
-                f" {self.alpha}."
+                f"{RECENTRE_ALPHA_MOST}, here {self.alpha}."
             )
 
 
@@ -118,19 +116,15 @@ def stage(settings: FedCross, r: int, count: int) -> FedCrossStage:
     similar = settings.strategy != "in_order"
     if r < settings.propeller_rounds:
         propellers = min(settings.propellers, count - 1)
-        if settings.propeller_alpha is None:
-            alpha = 1 / (propellers + 1)
-        else:
-            alpha = settings.propeller_alpha
+        alpha = settings.propeller_alpha or 1 / (propellers + 1)
         return FedCrossStage("propellers", alpha, propellers, similar=False)
     position = r - settings.propeller_rounds
     length = settings.dynamic_alpha_rounds
     if position < length - 1:
         alpha = LEAST_ALPHA + (settings.alpha - LEAST_ALPHA) * position / (length - 1)
         return FedCrossStage("dynamic alpha", alpha, 1, similar)
-    return FedCrossStage(
-        "dynamic alpha" if position < length else "plain", settings.alpha, 1, similar
-    )
+    name = "dynamic alpha" if position < length else "plain"
+    return FedCrossStage(name, settings.alpha, 1, similar)
 
 
 def in_order(r: int, count: int, place: int = 0) -> list[int]:
@@ -179,8 +173,9 @@ def pairwise(entries: Sequence[Gram], *, normalise: bool) -> Doubles:
     """
     pairs = [one + other for one, other in zip(entries[:-1:2], entries[1::2], strict=True)]
     odd = len(entries) % 2
+    last = entries[-1] if odd else pairs[-1]
     total_KK = sum((pair.cosines_KK() for pair in pairs), np.zeros_like(entries[0].offsets_KK))
-    total_KK = total_KK + (entries[-1] if odd else pairs[-1]).cosines_KK()
+    total_KK = total_KK + last.cosines_KK()
     if normalise:
         return total_KK / (len(pairs) + 1)
     return total_KK
@@ -188,7 +183,9 @@ def pairwise(entries: Sequence[Gram], *, normalise: bool) -> Doubles:
 
 def mixing_matrix(found: FedCrossStage, partners: Sequence[Sequence[int]], count: int) -> Doubles:
     """Return W, float64 [K, K], for the partners of each model, by their place."""
-    weights_KK = np.eye(count) * (found.alpha if partners else 1.0)
+    weights_KK = np.eye(count)
+    if partners:
+        weights_KK *= found.alpha
     for others in partners:
         weights_KK[np.arange(count), others] += (1 - found.alpha) / len(partners)
     return weights_KK

@@ -37,10 +37,9 @@ class FedNova(RuleSettings):
     def check_devices(self, key: str, training: TrainingSettings, model: ModelSettings) -> None:
         """Check that the gradients' weights are known. Raises InvalidExperiment."""
         if not training.by_sgd:
+            name = training.optimizer.name
             problem = "fednova weighs the gradients of SGD"
-            raise InvalidExperiment(
-                "training.optimizer.name", training.optimizer.name, problem, "Use sgd."
-            )
+            raise InvalidExperiment("training.optimizer.name", name, problem, "Use sgd.")
         if training.clip_norm is not None and training.objective.proximal:
             problem = "fednova cannot weigh gradients that are clipped together with fedprox's term"
             raise InvalidExperiment("training.clip_norm", training.clip_norm, problem, "Omit it.")
@@ -56,9 +55,8 @@ class NormalisedSteps(ColumnRule):
         """Return each child's a_k, and tau_eff."""
         shares_K = facts.weights_K
         rounds = facts.local_rounds
-        norms_K = rounds * gradient_weights(
-            facts.steps_K / rounds, facts.training, facts.learning_rate
-        )
+        steps_K = facts.steps_K / rounds
+        norms_K = rounds * gradient_weights(steps_K, facts.training, facts.learning_rate)
         effective = float(shares_K @ norms_K)
         self._factors_K = effective * shares_K / norms_K
         return {"steps": facts.by_child(norms_K), "effective_steps": effective}
@@ -95,8 +93,7 @@ def gradient_weights(steps_K: Doubles, training: TrainingSettings, learning_rate
     sums = {
         count: float(np.linalg.matrix_power(step, int(count))[0, 2]) for count in {*low_K, *high_K}
     }
-    lows_K, highs_K = (
-        np.array([sums[count] for count in counts_K]) for counts_K in (low_K, high_K)
-    )
+    lows_K = np.array([sums[count] for count in low_K])
+    highs_K = np.array([sums[count] for count in high_K])
     found: Doubles = lows_K + (steps_K - low_K) * (highs_K - lows_K)
     return found

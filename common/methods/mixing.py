@@ -65,9 +65,7 @@ Mixtures = tuple[Mixture, ...]
 
 @dataclass(frozen=True, slots=True)
 class MixedColumns:
-    """Some columns of the float section and of the counters, and the mixture of each output row in
-    these columns.
-    """
+    """Some columns of floats and of counters, and the mixture of each output row in them."""
 
     mixtures: Mixtures
     columns: tuple[slice, ...]
@@ -76,10 +74,12 @@ class MixedColumns:
     @classmethod
     def of(cls, mixtures: Mixtures, entries: Sequence[Entry]) -> MixedColumns:
         """Return the columns of these entries of the state."""
-        places = [
-            (entry.section is Section.COUNTER, slice(entry.start, entry.stop)) for entry in entries
-        ]
-        return cls(mixtures, tuple(s for q, s in places if not q), tuple(s for q, s in places if q))
+        columns: list[slice] = []
+        counters: list[slice] = []
+        for entry in entries:
+            found = counters if entry.section is Section.COUNTER else columns
+            found.append(slice(entry.start, entry.stop))
+        return cls(mixtures, tuple(columns), tuple(counters))
 
     def with_first(self, mixture: Mixture) -> MixedColumns:
         """Return the same columns with one more output row, before the others."""
@@ -88,9 +88,8 @@ class MixedColumns:
 
 def whole(layout: ModelLayout, mixtures: Sequence[Mixture]) -> tuple[MixedColumns, ...]:
     """Return the plan that mixes all columns in the same way."""
-    return (
-        MixedColumns(tuple(mixtures), (slice(0, layout.columns),), (slice(0, layout.counters),)),
-    )
+    counters = slice(0, layout.counters)
+    return (MixedColumns(tuple(mixtures), (slice(0, layout.columns),), (counters,)),)
 
 
 def apply(
@@ -118,12 +117,8 @@ def apply(
         for span in part.columns:
 
             def mix(columns: slice, mixtures: Mixtures = part.mixtures) -> None:
-                _mix_block(
-                    mixtures,
-                    models_KF[:, columns],
-                    [target[columns] for target in targets],
-                    in_place,
-                )
+                into = [target[columns] for target in targets]
+                _mix_block(mixtures, models_KF[:, columns], into, in_place)
 
             over(list(cut(span.start, span.stop)), mix, release=release)
 
@@ -132,9 +127,8 @@ def _mix_counters(
     part: MixedColumns, rows_K: npt.NDArray[np.uint8], layout: ModelLayout, out: Sequence[Row]
 ) -> None:
     for span in part.counters:
-        found = [
-            layout.integers(rows_K[mixture.heaviest])[span].copy() for mixture in part.mixtures
-        ]
+        counters = (layout.integers(rows_K[mixture.heaviest]) for mixture in part.mixtures)
+        found = [values[span].copy() for values in counters]
         for row, values in zip(out, found, strict=True):
             layout.integers(row)[span] = values
 
@@ -148,16 +142,15 @@ def _mix_block(mixtures: Mixtures, block_KC: Floats, out: Sequence[Floats], in_p
         if mixture.weights == (1.0,):
             target[:] = block_KC[mixture.indices[0]]
         elif len(mixture.indices) <= FLOAT32_TERMS:
-            for place, (index, weight) in enumerate(
-                zip(mixture.indices, mixture.weights, strict=True)
-            ):
-                np.multiply(block_KC[index], np.float32(weight), out=term if place else target)
-                if place:
+            into = target
+            for index, weight in zip(mixture.indices, mixture.weights, strict=True):
+                np.multiply(block_KC[index], np.float32(weight), out=into)
+                if into is term:
                     np.add(target, term, out=target)
+                into = term
         else:
-            if len(mixture.indices) == len(block_KC):
-                chosen_KC = block_KC
-            else:
+            chosen_KC = block_KC
+            if len(mixture.indices) < len(block_KC):
                 chosen_KC = block_KC[list(mixture.indices)]
             np.einsum("k,kc->c", mixture.weights, chosen_KC, dtype=np.float64, out=total)
             target[:] = total
@@ -231,10 +224,9 @@ def _released(results: Iterator[Result], release: Callable[[], None]) -> Iterato
 
 @cache
 def _threads() -> int:
+    available = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         available = len(os.sched_getaffinity(0))
-    else:
-        available = os.cpu_count() or 1
     return min(THREADS_MOST, available)
 
 

@@ -101,8 +101,7 @@ class MixingRule(RuleSettings):
         if not self.mixes and use.learning_rate >= FAST_LEARNING_RATE:
             yield (
                 f"training.learning_rate = {use.learning_rate}: models that hardly mix "
-                f"({key}.name = {self.name!r})"
-                " collapsed at such rates where fedavg trained well."
+                f"({key}.name = {self.name!r}) collapsed at such rates where fedavg trained well."
             )
         if use.depth == 0 and self.on_new_model != "reset":
             yield (
@@ -112,9 +111,8 @@ class MixingRule(RuleSettings):
         if use.depth and self.on_new_model == "reset" and use.tier_rounds == 1:
             yield (
                 f"{key}.name = {self.name!r}: with {use.key}.rounds = 1 and on_new_model 'reset' "
-                "the mixed models are"
-                f" discarded before any device trains on them; this is fedavg with {self.weights} "
-                "weights."
+                "the mixed models are discarded before any device trains on them; this is fedavg "
+                f"with {self.weights} weights."
             )
         if use.depth and self.on_new_model == "recentre" and not use.alone:
             yield from self.recentred(key)
@@ -126,8 +124,7 @@ class MixingRule(RuleSettings):
         if 0 < use.rounds <= first_stage_rounds:
             yield (
                 f"{use.key}.aggregation.first_stage_rounds = {first_stage_rounds}: all "
-                f"{use.rounds} rounds belong to"
-                " the first stage, which is the same as fedavg."
+                f"{use.rounds} rounds belong to the first stage, which is the same as fedavg."
             )
 
     def recentred(self, key: str) -> Iterator[str]:
@@ -312,9 +309,8 @@ class MultiModelRule(Rule):
         facts: Mapping[str, object] = {"stage": "one model" if count == 1 else "first"}
         if not self._first_stage(r, loss) and count > 1:
             parts, facts = self._planned(now)
-        compares = (
-            self._context.measures or self._settings.weights == "data" or "products" in vars(now)
-        )
+        of_data = self._settings.weights == "data"
+        compares = self._context.measures or of_data or "products" in vars(now)
         products = now.products if compares else None
         apart = self._mix(parts, weights_K, products, uploads)
         distances: dict[str, float] = {}
@@ -328,12 +324,9 @@ class MultiModelRule(Rule):
         """Return whether a round belongs to the first stage; what has ended stays so."""
         settings = self._settings
         if self._in_first_stage and isinstance(settings, TwoStageRule):
-            reached = (
-                settings.first_stage_loss is not None
-                and loss is not None
-                and loss <= settings.first_stage_loss
-            )
-            self._in_first_stage = r < settings.first_stage_rounds and not reached
+            self._in_first_stage = r < settings.first_stage_rounds
+            if settings.first_stage_loss is not None and loss is not None:
+                self._in_first_stage &= not loss <= settings.first_stage_loss
         return self._in_first_stage
 
     def _planned(self, now: MixingRound) -> tuple[list[_Part], Mapping[str, object]]:
@@ -352,9 +345,8 @@ class MultiModelRule(Rule):
                 return [], facts
             if isinstance(mixing, np.ndarray):
                 return [_Part.of(entries, mixing, now.count)], facts
-            if not isinstance(mixing, Sequence) or not all(
-                isinstance(each, tuple) for each in mixing
-            ):
+            paired = isinstance(mixing, Sequence)
+            if not paired or not all(isinstance(each, tuple) for each in mixing):
                 raise ValueError(f"returns {type(mixing).__name__}, not an array")
             parts = [_Part.of(chosen, each, now.count) for chosen, each in mixing]
             names = Counter(entry.name for chosen, _ in mixing for entry in chosen)
@@ -362,10 +354,8 @@ class MultiModelRule(Rule):
                 if names[entry.name] != 1:
                     raise ValueError(f"mixes {entry.name} {names[entry.name]} times")
         except (AttributeError, TypeError, ValueError) as error:
-            remedy = (
-                f"Return an array [{now.count}, {now.count}] whose rows sum to 1, or one for "
-                "each part of the layout."
-            )
+            array = f"an array [{now.count}, {now.count}] whose rows sum to 1"
+            remedy = f"Return {array}, or one for each part of the layout."
             own.refuse(RULE_KEY, name, f"plan {error}{own.place(plan)}", remedy)
         return parts, facts
 
@@ -382,16 +372,16 @@ class MultiModelRule(Rule):
             if self._rows is None or len(self._rows) != count:
                 self._rows = self._memory("models", count)
             rows = list(self._rows)
-        self._start, self._distinct, self._mixed = self._mean, bool(parts), None
+        self._start = self._mean
+        self._distinct = bool(parts)
+        self._mixed = None
         plan = [part.columns.with_first(mean) for part in parts] or whole(self._layout, [mean])
         out = [self._mean, *rows]
         mixing.apply(plan, uploads.rows_K, layout=self._layout, out=out, release=uploads.release)
         if not parts:
             return 0.0
-        if not all(
-            np.allclose(part.mixing_KK.mean(axis=0), weights_K, rtol=0, atol=1e-12)
-            for part in parts
-        ):
+        means = (part.mixing_KK.mean(axis=0) for part in parts)
+        if not all(np.allclose(each, weights_K, rtol=0, atol=1e-12) for each in means):
             self._mixed = Mixture.of([1 / count] * count)
         if products is not None and (len(parts) == 1 or all(part.permutes for part in parts)):
             return products.spread(parts[0].mixing_KK)  # permutations do not change the spread

@@ -83,9 +83,8 @@ class AdaptiveSettings(StepSettings):
         """Check that there is a learning rate. Raises InvalidExperiment."""
         if self.learning_rate is None:
             problem = f"{self.name} needs the server's learning rate; the paper tunes it"
-            raise InvalidExperiment(
-                f"{key}.learning_rate", "not set", problem, "Try 0.01, 0.1 and 1."
-            )
+            remedy = "Try 0.01, 0.1 and 1."
+            raise InvalidExperiment(f"{key}.learning_rate", "not set", problem, remedy)
 
 
 class FedAdagrad(AdaptiveSettings):
@@ -107,7 +106,9 @@ class FedAdam(AdaptiveSettings):
     beta_2: Annotated[float, Field(ge=0, lt=1)] = 0.99  # decay of the second moments
 
     def step(self) -> ServerStep:
-        return (AdamMoments if self.name == "fedadam" else YogiMoments)(**self.keywords)
+        if self.name == "fedadam":
+            return AdamMoments(**self.keywords)
+        return YogiMoments(**self.keywords)
 
 
 class FedExP(RuleSettings):
@@ -151,10 +152,9 @@ class Momentum(ServerStep):
     def columns(self, block: Columns) -> Doubles:
         """Return z + eta m."""
         z = block.model_C.astype(np.float64)
-        moved: Doubles = self._momentum * block.state["momentum"].astype(np.float64) + (
-            block.mean_C - z
-        )
-        block.state["momentum"][:] = moved
+        state_C = block.state["momentum"]
+        moved: Doubles = self._momentum * state_C.astype(np.float64) + (block.mean_C - z)
+        state_C[:] = moved
         return z + self._learning_rate * moved
 
 

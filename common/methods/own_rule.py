@@ -261,9 +261,9 @@ def _made(table: type[RuleSettings], tree: Mapping[str, Any]) -> RuleSettings:
             own.refuse(f"aggregation.{key}", value, refusal, "Correct its name, or omit it.")
     with own.guarded({RULE_KEY: name}):
         try:
-            found = table.model_validate(
-                {**keys, **({"name": name} if field.is_required() else {})}
-            )
+            if field.is_required():
+                keys["name"] = name
+            found = table.model_validate(keys)
             return found.model_copy(update={"name": name})
         except ValidationError as error:
             wrong = error

@@ -25,6 +25,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from math import exp, sqrt
 from pathlib import Path
 from typing import Any, Final
@@ -51,13 +52,10 @@ def no_secret() -> bytes:
 
 def check_covered(key: str, settings: PrivacySettings, layout: ModelLayout) -> None:
     """Check that updates are all that children send of a model. Raises InvalidExperiment."""
-    if (settings.by_child or settings.by_parent) and (
-        layout.columns > layout.parameters or layout.counters
-    ):
-        problem = (
-            "the model has buffers, such as batch statistics, which are not clipped and "
-            "have no noise"
-        )
+    has_buffers = layout.columns > layout.parameters or layout.counters
+    if has_buffers and (settings.by_child or settings.by_parent):
+        buffers = "the model has buffers, such as batch statistics"
+        problem = f"{buffers}, which are not clipped and have no noise"
         remedy = "Use a model without, or name them in model.personal."
         raise InvalidExperiment(f"{key}.unit", settings.unit, problem, remedy)
 
@@ -168,11 +166,10 @@ class PrivateRule(WrappedRule):
         answered = uploads.answered
         own = [floats(uploads.rows_K[k])[:size] for k in answered]
         origins = [floats(self._received[child])[:size] for child in uploads.senders]
-        noise = self._source.of(
-            r, (each for pair in zip(own, origins, strict=True) for each in pair)
-        )
-        found = lengths(list(zip(own, origins, strict=True)), release=uploads.release)
-        for vector, origin, length in zip(own, origins, found, strict=True):
+        pairs = list(zip(own, origins, strict=True))
+        noise = self._source.of(r, chain.from_iterable(pairs))
+        found = lengths(pairs, release=uploads.release)
+        for (vector, origin), length in zip(pairs, found, strict=True):
             if length > bound:
                 shorten(vector, origin, bound / length, release=uploads.release)
         counted = 0.0
@@ -180,21 +177,20 @@ class PrivateRule(WrappedRule):
             counted = max(len(own) / COUNT_SHARE, COUNT_LEAST * z)
             z /= sqrt(1 - (z / counted) ** 2)
         std = bound * z
-        if self._mean is None:
-            noisy = own
-        else:
+        noisy = own
+        if self._mean is not None:
             noisy = [own[np.argmax(uploads.statistics.weights_K(self._mean))]]
         for vector in noisy:
             add_noise(vector, noise, std, release=uploads.release)
         if self._settings.quantile is not None:
             within = sum(length <= bound for length in found)
             share = (within + counted * float(noise.normals(1)[0])) / len(found)
-            self._bound = bound * exp(
-                -self._settings.quantile_rate * (share - self._settings.quantile)
-            )
+            beyond = share - self._settings.quantile
+            self._bound = bound * exp(-self._settings.quantile_rate * beyond)
         done = self._rule.aggregate(r, uploads)
-        facts = {**done.facts, "clip_norm": bound, "noise": std}
-        return replace(done, facts=facts, distances={} if self.hides_uploads else done.distances)
+        if self.hides_uploads:
+            done = replace(done, distances={})
+        return replace(done, facts={**done.facts, "clip_norm": bound, "noise": std})
 
     def save(self, folder: Path) -> dict[str, object]:
         """Write the rule's state, and the bound that follows a quantile."""
@@ -239,9 +235,9 @@ def lengths(
 
     size = len(vectors[0][0]) if vectors else 0
     squares = by_block(size, block, release=release)
-    found: list[float] = (
-        np.sqrt(np.sum(squares, axis=0)).tolist() if squares else [0.0] * len(vectors)
-    )
+    if not squares:
+        return [0.0] * len(vectors)
+    found: list[float] = np.sqrt(np.sum(squares, axis=0)).tolist()
     return found
 
 

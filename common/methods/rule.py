@@ -8,7 +8,7 @@ global round. To resume from a checkpoint, the cloud calls `begin` with the save
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -245,8 +245,8 @@ def link_layouts(settings: RuleSettings, model: ModelLayout) -> LinkLayouts:
     default.
     """
     shapes = settings.shapes(model)
-    down, up = (
-        model.with_extras({name: shapes.get(name, (model.parameters,)) for name in names})
-        for names in (settings.sends, settings.returns)
-    )
-    return LinkLayouts(model, down, up)
+
+    def carrying(names: Iterable[str]) -> ModelLayout:
+        return model.with_extras({name: shapes.get(name, (model.parameters,)) for name in names})
+
+    return LinkLayouts(model, carrying(settings.sends), carrying(settings.returns))

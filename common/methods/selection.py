@@ -1,5 +1,4 @@
-"""Client selection at one node: what a selector sees, what it is, and what the node knows of
-earlier rounds.
+"""Client selection at one node: selectors, what they see, and what is known of earlier rounds.
 
 A selector is one of fedstrata's (`selectors.py`), or the user's own: `selection.name =
 "package.module:Class"`, a class that inherits from `Selector`. Either is named by the tier's
@@ -10,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
@@ -28,49 +27,38 @@ NOTHING: Final[Mapping[str, int]] = MappingProxyType({})
 
 
 class ResultFacts(NamedTuple):
-    """One result: its samples and mean training loss, its seconds, its bytes.
-
-    `loss`: None if the child does not know it, unless the selector's settings say that it compares
-    losses. `seconds`: from the round's opening to the announcement of the result, by the parent's
-    monotonic clock. `bytes`: of the two encoded models, sent and returned, each counted once; so
-    they are the same wherever the roles run.
-    """
+    """One result."""
 
     samples: int
+    # The mean training loss; None if the child does not know it, unless the selector's settings
+    # say that it compares losses.
     loss: float | None
+    # From the round's opening to the announcement of the result, by the parent's monotonic clock.
     seconds: float
+    # Of the two encoded models, sent and returned, each counted once; so they are the same wherever
+    # the roles run.
     bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Participation:
-    """A child's earlier rounds. `rounds`: in how many it was selected; `missed`: those without its
-    result.
+    """A child's earlier rounds."""
 
-    `last_round`: the last one in which it was selected; `used_round`: the last one whose
-    aggregation used its result. Both are -1 if there is none. `result`: its last result; None if
-    there is none yet.
-    """
-
-    rounds: int = 0
-    missed: int = 0
-    last_round: int = -1
-    used_round: int = -1
-    result: ResultFacts | None = None
+    rounds: int = 0  # in which it was selected
+    missed: int = 0  # those without its result
+    last_round: int = -1  # the last one in which it was selected; -1: none
+    used_round: int = -1  # the last one whose aggregation used its result; -1: none
+    result: ResultFacts | None = None  # the last one
 
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """A node before its round r, in which `count` of its children are to take part.
-
-    `samples`: of each child that has reported them. `history`: of each child that was selected
-    before.
-    """
+    """A node before its round r."""
 
     children: Sequence[str]
-    count: int
-    samples: Mapping[str, int]
-    history: Mapping[str, Participation]
+    count: int  # of the children that are to take part
+    samples: Mapping[str, int]  # of each child that has reported them
+    history: Mapping[str, Participation]  # of each child that was selected before
     seed: int
     node: str
     r: int
@@ -128,19 +116,13 @@ class GuardedSelector(Selector):
             chosen = list(found) if isinstance(found, Iterable) else [found]
         self.numbers = own.kept(SELECTOR_KEY, self._name, self._selector.numbers, "`numbers` are")
         named = [each for each in chosen if isinstance(each, str)]
-        known = len(named) == len(chosen) and set(named) <= set(now.children)
-        if not known or len(set(named)) != now.count or len(named) != now.count:
+        wanted = (now.count, now.count)
+        if (len(chosen), len(set(named) & set(now.children))) != wanted:
             shown = chosen if isinstance(found, Iterable) else found
-            problem = (
-                f"selects {shown!r:.200} of {len(now.children)} "
-                f"children{own.place(self._selector.select)}"
-            )
-            own.refuse(
-                SELECTOR_KEY,
-                self._name,
-                problem,
-                f"Return {now.count} different ones of `now.children`.",
-            )
+            at = own.place(self._selector.select)
+            problem = f"selects {shown!r:.200} of {len(now.children)} children{at}"
+            remedy = f"Return {now.count} different ones of `now.children`."
+            own.refuse(SELECTOR_KEY, self._name, problem, remedy)
         return named
 
 
@@ -213,25 +195,23 @@ class ClientSelection:
         ones are not selected, but as the last of K children that get a model each: a rule of K
         models has K of them. Raises InvalidExperiment if own code fails.
         """
-        if self._named is None or not self._tier.aggregation.several:
-            among = len(children)
-        else:
+        several = self._tier.aggregation.several
+        among = len(children)
+        if several and self._named is not None:
             among = self._named
         count = participants(among, self._tier.participation) - len(self._in_flight)
         present = [
             child for child in children if child not in self._in_flight and child not in absent
         ]
-        if count >= len(present) and self._selector is not None:
-            chosen = set(present)
-            if self._tier.aggregation.several:
-                chosen |= set(
-                    [child for child in children if child in absent][: count - len(present)]
-                )
-        else:
-            now = Situation(
-                present, min(count, len(present)), samples, self._history, self._seed, self._node, r
-            )
+        if count < len(present) or self._selector is None:
+            count = min(count, len(present))
+            now = Situation(present, count, samples, self._history, self._seed, self._node, r)
             chosen = set(self._choose(now))
+        else:
+            chosen = set(present)
+            if several:
+                missing = [child for child in children if child in absent]
+                chosen.update(missing[: count - len(present)])
         return [child for child in children if child in chosen]
 
     def observe(
@@ -250,16 +230,10 @@ class ClientSelection:
         """
         if self._tier.aggregation.buffers:
             self._in_flight |= dict.fromkeys(selected, r)
-            ended = {
-                name: since
-                for name, since in self._in_flight.items()
-                if name in results or name in refused
-            }
-            self._in_flight = {
-                name: since for name, since in self._in_flight.items() if name not in ended
-            }
-            for name, since in ended.items():
-                self._note(since, [name], results, unused)
+            for name, since in list(self._in_flight.items()):
+                if name in results or name in refused:
+                    del self._in_flight[name]
+                    self._note(since, [name], results, unused)
         else:
             self._note(r, selected, results, unused)
 
@@ -273,14 +247,14 @@ class ClientSelection:
         for name in selected:
             past = self._history.get(name, Participation())
             is_new = r > past.last_round
-            self._history[name] = replace(
-                past,
+            used_round = past.used_round
+            if name in results and name not in unused:
+                used_round = max(r, used_round)
+            self._history[name] = Participation(
                 rounds=past.rounds + is_new,
                 missed=past.missed + (is_new and name not in results),
                 last_round=max(r, past.last_round),
-                used_round=max(r, past.used_round)
-                if name in results and name not in unused
-                else past.used_round,
+                used_round=used_round,
                 result=results.get(name, past.result),
             )
 
@@ -290,8 +264,12 @@ class ClientSelection:
 
         0 for those without one. A node that repeats rounds knows it only if its state was restored.
         """
-        used = {name: self._history[name].used_round for name in selected if name in self._history}
-        return {name: round_ + 1 if (round_ := used.get(name, -1)) < r else 0 for name in selected}
+        found = dict.fromkeys(selected, 0)
+        for name in selected:
+            past = self._history.get(name)
+            if past is not None and past.used_round < r:
+                found[name] = past.used_round + 1
+        return found
 
     def facts(self, selected: Sequence[str]) -> dict[str, object]:
         """Return what a round's plan records: who was selected, unless seed and round alone
@@ -305,10 +283,9 @@ class ClientSelection:
 
     def save(self) -> dict[str, Any]:
         """Return the state, in a form that JSON can hold."""
-        keys = Participation.__slots__
-        history = {
-            name: {key: getattr(past, key) for key in keys} for name, past in self._history.items()
-        }
+        history: dict[str, Any] = {}
+        for name, past in self._history.items():
+            history[name] = {key: getattr(past, key) for key in Participation.__slots__}
         found: dict[str, Any] = {"history": history}
         if self._selector is not None and self._selector.numbers:
             found["numbers"] = self._selector.numbers
@@ -316,11 +293,9 @@ class ClientSelection:
 
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Restore what `save` returned; {}, before the first checkpoint, is no state."""
-        self._history = {
-            name: Participation(
-                **{**past, "result": past["result"] and ResultFacts(*past["result"])}
-            )
-            for name, past in facts.get("history", {}).items()
-        }
+        self._history = {}
+        for name, past in facts.get("history", {}).items():
+            result = past["result"] and ResultFacts(*past["result"])
+            self._history[name] = Participation(**{**past, "result": result})
         if self._selector is not None:
             self._selector.numbers = facts.get("numbers", {})

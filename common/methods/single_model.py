@@ -66,13 +66,10 @@ class OneModel(Rule):
         plan = whole(layout, [convex])
         if scale != 1.0:
             scaled = Mixture(convex.indices, tuple(scale * weight for weight in convex.weights))
+            buffers = slice(layout.parameters, layout.columns)
             plan = (
                 MixedColumns((scaled,), (slice(0, layout.parameters),), ()),
-                MixedColumns(
-                    (convex,),
-                    (slice(layout.parameters, layout.columns),),
-                    (slice(0, layout.counters),),
-                ),
+                MixedColumns((convex,), (buffers,), (slice(0, layout.counters),)),
             )
         mixing.apply(plan, uploads.rows_K, layout=layout, out=[self.mean], release=uploads.release)
 
@@ -108,12 +105,9 @@ class SingleModelRule(OneModel):
         self._weights = weights
         self._uploads_least = uploads_least
         self._before_D: Floats | None = None  # the model before the last one, of a rule of columns
-        self.vectors: dict[str, Floats] = {}
+        self.vectors: Mapping[str, Floats] = {}
         if self._columns is not None:
-            for name in self._columns.vectors:
-                self.vectors[name] = np.full(
-                    context.layout.parameters, self._columns.first(name), np.float32
-                )
+            self.vectors = first_vectors(self._columns, context)
 
     @property
     def mixed(self) -> Row | None:
@@ -155,7 +149,8 @@ class SingleModelRule(OneModel):
             distances = known.by_child(products.distances(weights_K))
         elif self._columns is not None:
             self._replace(self._columns, uploads, weights_K)
-            distances = self.distances(uploads) if self.context.measures else {}
+            if self.context.measures:
+                distances = self.distances(uploads)
         return Aggregated(statistics.mean_loss(weights_K), distances, None, facts)
 
     def save(self, folder: Path) -> dict[str, object]:
@@ -176,18 +171,11 @@ class SingleModelRule(OneModel):
         if self.current is not self.mean:
             self.mean[:] = self.current
             self.current = self.mean
-        few = (
-            f"{len(children)} uploads do not protect from wrong ones, {self._uploads_least} do: "
-            "the model is kept"
-        )
-        facts = {"uploads": len(children), "uploads_least": self._uploads_least}
-        return Aggregated(
-            float(statistics.losses_K.mean()),
-            {},
-            None,
-            facts,
-            dict.fromkeys(children, reason or few),
-        )
+        least = self._uploads_least
+        few = f"{len(children)} uploads do not protect from wrong ones, {least} do"
+        left_out = dict.fromkeys(children, reason or f"{few}: the model is kept")
+        facts = {"uploads": len(children), "uploads_least": least}
+        return Aggregated(float(statistics.losses_K.mean()), {}, None, facts, left_out)
 
     def _replace(self, rule: ColumnRule, uploads: Uploads, weights_K: Doubles) -> None:
         """Write the rule's columns over those of the mean."""
@@ -201,14 +189,10 @@ class SingleModelRule(OneModel):
         def block(columns: slice) -> None:
             state = {name: values[columns] for name, values in self.vectors.items()}
             extras = {name: values_K[rows, columns] for name, values_K in uploads.extras.items()}
-            found = Columns(
-                floats_K[rows, columns],
-                before_D[columns],
-                next_D[columns],
-                weights_K,
-                state=state,
-                extras=extras,
-            )
+            uploads_KC = floats_K[rows, columns]
+            before_C = before_D[columns]
+            mean_C = next_D[columns]
+            found = Columns(uploads_KC, before_C, mean_C, weights_K, state=state, extras=extras)
             next_D[columns] = rule.columns(found)
 
         by_block(self._layout.parameters, block, release=uploads.release)
@@ -226,8 +210,7 @@ class SteppedRule(WrappedRule):
         self._one = rule
         self._step = step
         self._context = context
-        size = context.layout.parameters
-        self._vectors = {name: np.full(size, step.first(name), np.float32) for name in step.vectors}
+        self._vectors = first_vectors(step, context)
 
     def aggregate(self, r: int, uploads: Uploads) -> Aggregated:
         """Aggregate by the rule, then take the step; a rule that keeps its model takes none."""
@@ -243,14 +226,14 @@ class SteppedRule(WrappedRule):
 
         def block(columns: slice) -> None:
             state = {name: values[columns] for name, values in self._vectors.items()}
-            next_D[columns] = self._step.columns(
-                Columns(none_KC, before_D[columns], next_D[columns], weights_K, state=state)
-            )
+            found = Columns(none_KC, before_D[columns], next_D[columns], weights_K, state=state)
+            next_D[columns] = self._step.columns(found)
 
         by_block(size, block)
-        return replace(
-            outcome, distances=self._one.distances(uploads) if self._context.measures else {}
-        )
+        distances = {}
+        if self._context.measures:
+            distances = self._one.distances(uploads)
+        return replace(outcome, distances=distances)
 
     def save(self, folder: Path) -> dict[str, object]:
         """Write the step's vectors, too."""
@@ -302,9 +285,8 @@ class ExtrasRule(WrappedRule):
         rows_K = uploads.rows_K
         up = self._links.up
         models_K = rows_K[:, : up.model_bytes]
-        return self._rule.aggregate(
-            r, replace(uploads, rows_K=models_K, extras=up.extras_of(rows_K))
-        )
+        apart = replace(uploads, rows_K=models_K, extras=up.extras_of(rows_K))
+        return self._rule.aggregate(r, apart)
 
 
 def single_model(
@@ -318,6 +300,12 @@ def single_model(
         return made
     sent = {name: made.vectors[name] for name in settings.sends}
     return ExtrasRule(made, settings, context, sent=sent)
+
+
+def first_vectors(rule: ColumnRule, context: RuleContext) -> dict[str, Floats]:
+    """Return the vectors of a rule's state, float32 [D] each, before its first round."""
+    size = context.layout.parameters
+    return {name: np.full(size, rule.first(name), np.float32) for name in rule.vectors}
 
 
 def write_vectors(vectors: Mapping[str, Floats], folder: Path) -> None:

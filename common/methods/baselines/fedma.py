@@ -168,24 +168,29 @@ def match(
         neurons = [_own(layout, group, row, waiting) for row in rows]
         orders = [assigned(reference @ each.T) for each in neurons]
         neurons = [each[order] for each, order in zip(neurons, orders, strict=True)]
-        total = sum(neurons, np.zeros_like(reference))
-        for _ in range(sweeps if len(rows) > 1 else 0):
-            settled = True
-            for k, each in enumerate(neurons):
-                order = assigned((total - each) @ each.T)
-                if (order != np.arange(group.size)).any():
-                    settled = False
-                    total += each[order] - each
-                    neurons[k] = each[order]
-                    orders[k] = orders[k][order]
-            if settled:
-                break
+        if len(rows) > 1:
+            _sweep(neurons, orders, total=sum(neurons, np.zeros_like(reference)), sweeps=sweeps)
         for k, order in enumerate(orders):
             if count := int((order != np.arange(group.size)).sum()):
                 permute(layout, rows[k], group, order)
                 moved[k] += count
         waiting.remove(group)
     return moved
+
+
+def _sweep(neurons: list[Doubles], orders: list[Indices], *, total: Doubles, sweeps: int) -> None:
+    """Match each model's neurons to the `total` of the others, until none moves."""
+    for _ in range(sweeps):
+        settled = True
+        for k, each in enumerate(neurons):
+            order = assigned((total - each) @ each.T)
+            if (order != np.arange(len(each))).any():
+                settled = False
+                total += each[order] - each
+                neurons[k] = each[order]
+                orders[k] = orders[k][order]
+        if settled:
+            return
 
 
 def _own(layout: ModelLayout, group: NeuronGroup, row: Row, waiting: set[NeuronGroup]) -> Doubles:

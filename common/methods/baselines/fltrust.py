@@ -97,22 +97,21 @@ class FLTrustRule(SingleModelRule):
         if self._refiner is None:
             return super().aggregate(r, uploads)
         layout = self.context.layout
-        size = self.context.layout.parameters
+        size = layout.parameters
         root = self.current.copy()
         rows = [uploads.rows_K[k] for k in uploads.answered]
         uniform_K = uploads.statistics.weights_K("uniform")
         facts = self._refiner.refine(RoundModels(r, layout, root, self.current, rows, uniform_K))
         columns = [layout.floats(row)[:size] for row in (root, *rows)]
-        inner_LL = Gram.of(
-            columns, layout.floats(self.current)[:size], release=uploads.release
-        ).offsets_KK
+        origin = layout.floats(self.current)[:size]
+        inner_LL = Gram.of(columns, origin, release=uploads.release).offsets_KK
         trust_K, mixed_K = trusted(inner_LL)
         if not trust_K.any():
-            kept = self._keep(
-                uploads.senders, uploads.statistics, "no step is trusted: the model is kept"
-            )
+            reason = "no step is trusted: the model is kept"
+            kept = self._keep(uploads.senders, uploads.statistics, reason)
             return replace(kept, facts={**kept.facts, **facts})
-        self._steps.mixed_K, self._steps.weights_K = mixed_K, trust_K / trust_K.sum()
+        self._steps.mixed_K = mixed_K
+        self._steps.weights_K = trust_K / trust_K.sum()
         done = super().aggregate(r, uploads)
         by_child = dict(zip(uploads.senders, self._steps.weights_K.tolist(), strict=True))
         return replace(done, facts=_joined(done.facts, facts, by_child))

@@ -95,10 +95,10 @@ class JointMatching:
         self._layout = layout
         self._groups = groups
         self._rows = rows
-        self._soft_K = [
-            {group: np.full((group.size, group.size), 1 / group.size) for group in groups}
-            for _ in rows
-        ]
+        self._soft_K: list[dict[NeuronGroup, Doubles]] = []
+        for _ in rows:
+            flat = {group: np.full((group.size, group.size), 1 / group.size) for group in groups}
+            self._soft_K.append(flat)
         places = [(group, place) for group in groups for place in group.places]
         self._moved_by: dict[str, list[tuple[NeuronGroup, NeuronPlace]]] = {}
         for group, place in places:

@@ -32,9 +32,8 @@ def learn_generator(node: NodeDraws, settings: FedGen, models: RoundModels) -> M
     """
     layout = models.layout
     children = [_copied(layout.views(row)) for row in models.uploads]
-    heads_KCF, biases_KC = (
-        torch.stack([each[name] for each in children]) for name in ("head", "head_bias")
-    )
+    heads_KCF = torch.stack([each["head"] for each in children])
+    biases_KC = torch.stack([each["head_bias"] for each in children])
     counts_KC = torch.stack([each[LABEL_COUNTS] for each in children])
     shares_KC = counts_KC / counts_KC.sum(0).clamp(min=1e-12)
     present = np.flatnonzero(counts_KC.sum(0).numpy() > 0)
@@ -42,8 +41,8 @@ def learn_generator(node: NodeDraws, settings: FedGen, models: RoundModels) -> M
     learned = [tensors[name].requires_grad_() for name in LEARNED]
     step_at = node.adam(learned, weight_decay=settings.weight_decay)
     draw = node.chance(models.r + 1, "generator")
-    losses = []
-    for _ in range(settings.steps if len(present) else 0):
+    losses: list[float] = []
+    while len(present) and len(losses) < settings.steps:
         labels = torch.from_numpy(present[draw.integers(0, len(present), settings.batch_size)])
         noise = torch.from_numpy(draw.random((settings.batch_size, settings.noise), np.float32))
         features = generate(tensors, noise, labels, classes=heads_KCF.shape[1])
@@ -59,8 +58,9 @@ def learn_generator(node: NodeDraws, settings: FedGen, models: RoundModels) -> M
     written = layout.views(models.mean)
     for name in (*LEARNED, "mean", "variance"):
         written[name][:] = tensors[name].detach().numpy()
-    first_and_last = {"loss_before": losses[0], "loss_after": losses[-1]} if losses else {}
-    return {"steps": len(losses), **first_and_last}
+    if not losses:
+        return {"steps": 0}
+    return {"steps": len(losses), "loss_before": losses[0], "loss_after": losses[-1]}
 
 
 def generate(
@@ -82,10 +82,8 @@ def diversity(noise: Tensor, features: Tensor) -> Tensor:
     """Return exp(-mean of the products of the distances of noise and of features) over all pairs,
     [].
     """
-    squares = (
-        torch.cdist(noise, noise, compute_mode="donot_use_mm_for_euclid_dist").square()
-        / noise.shape[1]
-    )
+    apart = torch.cdist(noise, noise, compute_mode="donot_use_mm_for_euclid_dist")
+    squares = apart.square() / noise.shape[1]
     absolute = torch.cdist(features, features, p=1) / features.shape[1]
     return torch.exp(-(squares * absolute).mean())
 

@@ -188,11 +188,9 @@ class _Reader:
             entries = list(layer)
             self._now = hidden = self._new(entries[0].shape[0] // GATES)
             for entry in entries:
-                reads = hidden if "_hh_" in entry.name else inputs
-                if len(entry.shape) > 1 and reads is not None:
+                reads = None
+                if len(entry.shape) > 1:
+                    reads = hidden if "_hh_" in entry.name else inputs
+                if reads is not None:
                     reads.places.append(NeuronPlace(entry, 1))
-                hidden.places.append(
-                    NeuronPlace(
-                        entry, 0, outer=GATES, reads=reads if len(entry.shape) > 1 else None
-                    )
-                )
+                hidden.places.append(NeuronPlace(entry, 0, outer=GATES, reads=reads))

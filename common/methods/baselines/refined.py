@@ -132,11 +132,12 @@ class DistilledRule(SingleModelRule):
             return outcome
         weights_K = uploads.statistics.weights_K(self._weights)
         rows = [uploads.rows_K[k] for k in uploads.answered]
-        facts = self._refiner.refine(
-            RoundModels(r, self.context.layout, self.mean, received, rows, weights_K)
-        )
-        outcome = self._after(outcome, uploads, facts)
-        return replace(outcome, distances=self.distances(uploads) if self.context.measures else {})
+        models = RoundModels(r, self.context.layout, self.mean, received, rows, weights_K)
+        outcome = self._after(outcome, uploads, self._refiner.refine(models))
+        distances = {}
+        if self.context.measures:
+            distances = self.distances(uploads)
+        return replace(outcome, distances=distances)
 
     def _after(self, outcome: Aggregated, uploads: Uploads, facts: Mapping[str, Any]) -> Aggregated:
         """Return the outcome with the facts of the refinement."""
