@@ -15,6 +15,7 @@ from fedstrata.common.experiment.reading import parse
 from fedstrata.device.training import trained_network as network
 from fedstrata.device.training.trained_network import as_products
 from fedstrata.device.training.trainer import Trainer
+from fedstrata.device.training.trials import TriedTraining
 
 
 def chosen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -93,7 +94,7 @@ def test_training_on_a_cpu_in_fp32_takes_them(
     keys: dict[str, object], products: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lab = parse({"data": {"dataset": "digits"}, "model": {"name": "cnn_digits"}, "training": keys})
-    monkeypatch.setattr(Trainer, "_tried", lambda *_: None)
+    monkeypatch.setattr(TriedTraining, "tried", lambda *_: None)
     trainer = Trainer(lab, node="device-0", accelerator="cpu")
     trainer.prepare()
     assert ("forward" in vars(trainer._prepared.source.network().module.conv1)) is products

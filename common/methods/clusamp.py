@@ -220,7 +220,9 @@ def distributions(samples_N: Sequence[int], draws: int, merges: Merges) -> list[
     clusters = clusters_below(merges, left, whole)
     clusters.sort(key=lambda cluster: (sum(map(left.__getitem__, cluster)), cluster))
     others = len(clusters) - (draws - len(own))
-    found = [{k: left[k] for k in cluster if left[k]} for cluster in clusters[others:]]
+    found = []
+    for cluster in clusters[others:]:
+        found.append({k: left[k] for k in cluster if left[k]})
     room = [whole - sum(masses.values()) for masses in found]
     at = 0
     for k in chain.from_iterable(clusters[:others]):
