@@ -59,9 +59,12 @@ class ArrayTraining:
         self._layout, _ = self._code.first(experiment.seed)
         devices = experiment.tree.devices
         data = Path(experiment.data.root.replace("{node}", node))
+        place = len(devices) + (number_of(node) or 0)  # of one that enters
+        if node in devices:
+            place = devices.index(node)
         self._site = TrainingSite(
             node=node,
-            place=devices.index(node) if node in devices else len(devices) + (number_of(node) or 0),
+            place=place,
             places=len(devices),
             data=data,
             seed=experiment.seed,
@@ -151,8 +154,10 @@ class ArrayTraining:
             progress=progress,
         )
         try:
-            before = replace(task, global_round=task.global_round - 1)
-            received = Examined(self._score(order.row, before) if order.scores else None)
+            received = Examined()
+            if order.scores:
+                before = replace(task, global_round=task.global_round - 1)
+                received = Examined(self._score(order.row, before))
             if not order.epochs:
                 return received.of(LocalResult(Work(self._samples)))
             # as one of several models a task may come all the same: its result is refused
@@ -161,20 +166,23 @@ class ArrayTraining:
                 return received.of(LocalResult(Work(epochs=order.epochs)))
             start = time.monotonic()
             cpu_start = time.thread_time()
-            found = self._code.train(
-                self._layout, order.row, order.out, task, samples=self._samples
-            )
+            samples = self._samples
+            found = self._code.train(self._layout, order.row, order.out, task, samples=samples)
             train_s = time.monotonic() - start
             cpu_s = time.thread_time() - cpu_start
-            trained = self._score(order.out, task) if order.scores_trained else None
+            trained = None
+            if order.scores_trained:
+                trained = self._score(order.out, task)
         except InvalidExperiment:
             if order.cancelled.is_set():
                 raise Cancelled from None
             raise
-        if found.loss is None and (rule := experiment.compares_losses):
+        rule = experiment.compares_losses
+        if found.loss is None and rule:
             self._code.refuse_of("train", "returns no loss", f"Return one: {rule} compares losses.")
         order.progress(found.steps, found.steps)
-        samples = self._samples if found.samples is None else found.samples
+        if found.samples is not None:
+            samples = found.samples
         work = Work(
             samples,
             found.loss,

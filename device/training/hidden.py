@@ -27,10 +27,9 @@ def hidden_state(module: nn.Module, objective: object, names: Iterable[str]) -> 
     """
     file = BytesIO()
     writer = _StateWriter(file, module)
-    layers = [
-        {key: value for key, value in vars(layer).items() if key != "_parameters"}
-        for layer in module.modules()
-    ]
+    layers = []
+    for layer in module.modules():
+        layers.append({key: value for key, value in vars(layer).items() if key != "_parameters"})
     hooks = [
         (each._backward_hooks, getattr(each, "_post_accumulate_grad_hooks", None))
         for each in module.parameters()
@@ -39,9 +38,8 @@ def hidden_state(module: nn.Module, objective: object, names: Iterable[str]) -> 
     try:
         writer.dump((layers, hooks, vars(objective), generators, kept_in_files(names)))
     except Exception as error:  # noqa: BLE001 - any object may refuse to be pickled, with any error
-        raise NotComparable(
-            f"the model or the objective keeps what cannot be compared: {error}"
-        ) from None
+        problem = "the model or the objective keeps what cannot be compared"
+        raise NotComparable(f"{problem}: {error}") from None
     return file.getvalue()
 
 

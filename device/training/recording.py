@@ -146,7 +146,7 @@ class Program:
         Each batch's loss, times its samples, is added to `losses`, float64 [].
         """
         recording = self.recording
-        lists = [[state[place] for place in places] for places in recording.lists]
+        lists = [list(map(state.__getitem__, places)) for places in recording.lists]
         # Optimised it would merge matrix products, and have other bits. The switch is each thread's
         # own.
         torch._C._set_graph_executor_optimize(False)
@@ -185,7 +185,7 @@ def program_of(
     try:
         for factor in factors:
             start = [_times(tensor, factor, counts=True) for tensor in before]
-            some = [[_times(tensor, factor) for tensor in batch] for batch in batches]
+            some = [_all_times(batch, factor) for batch in batches]
             _restore(state, start)
             recordings = []
             expected = _no_losses(state)
@@ -195,9 +195,8 @@ def program_of(
                 expected.add_(loss, alpha=len(batch[0]))
                 recordings.append(_recording(recorder.operations, state, batch, loss))
             if hidden() != kept:
-                raise NotRecordable(
-                    "code keeps something beside the state, or draws random numbers"
-                )
+                problem = "code keeps something beside the state, or draws random numbers"
+                raise NotRecordable(problem)
             first, second = recordings
             program = program or Program(_compiled(first.text), first, _forms(batches[0]))
             if not (program.recording.equals(first) and first.equals(second)):
@@ -300,6 +299,10 @@ def _times(tensor: Tensor, factor: float, *, counts: bool = False) -> Tensor:
     return tensor
 
 
+def _all_times(batch: Sequence[Tensor], factor: float) -> list[Tensor]:
+    return [_times(tensor, factor) for tensor in batch]
+
+
 def _same(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
     """Return whether tensors have the same values; NaN equals NaN."""
     return all(
@@ -392,28 +395,23 @@ class _ProgramWriter:
         name = operation.call.overloadpacket.__name__
         if name.startswith("_foreach_") and name.endswith("_"):
             for place in range(len(operation.args[0])):
-                some = [
-                    arg[place] if isinstance(arg, (list, tuple)) else arg for arg in operation.args
-                ]
-                arguments = [
-                    *map(self.text, some),
-                    *(f"{key}={self.text(v)}" for key, v in operation.kwargs.items()),
-                ]
-                self.lines.append(
-                    f"torch.ops.aten.{name.removeprefix('_foreach_')}({', '.join(arguments)})"
-                )
+                arguments = []
+                for arg in operation.args:
+                    of_each = isinstance(arg, (list, tuple))
+                    arguments.append(self.text(arg[place] if of_each else arg))
+                arguments += [f"{key}={self.text(v)}" for key, v in operation.kwargs.items()]
+                call = f"torch.ops.aten.{name.removeprefix('_foreach_')}"
+                self.lines.append(f"{call}({', '.join(arguments)})")
             return
         arguments = [self.text(value) for value in operation.args]
-        if operation.call is _POOL_BACKWARD and operation.args[1].is_contiguous(
-            memory_format=torch.channels_last
-        ):
+        last = torch.channels_last
+        if operation.call is _POOL_BACKWARD and operation.args[1].is_contiguous(memory_format=last):
             # With a gradient in another order torch would reorder all that the kernel reads and
             # writes.
-            arguments[0] = (
-                f"torch.ops.aten.contiguous({arguments[0]}, memory_format=torch.channels_last)"
-            )
+            arguments[0] = f"torch.ops.aten.contiguous({arguments[0]}, memory_format={last})"
         for key, value in operation.kwargs.items():
-            arguments.append(f"{key}={RATE if key == RATE else self.text(value)}")
+            text = RATE if key == RATE else self.text(value)
+            arguments.append(f"{key}={text}")
         call = f"torch.ops.{operation.call.overloadpacket!s}({', '.join(arguments)})"
         target = self._target(operation.result)
         self.lines.append(f"{target} = {call}" if target else call)
@@ -452,22 +450,20 @@ class _ProgramWriter:
         body = [
             f"b{place} = torch.ops.aten.select(batches[{place}], 0, k)" for place in range(batch)
         ]
-        unpacked = [
-            f"{', '.join(f'{letter}{place}' for place in range(count))}, = {source}"
-            for letter, count, source in (
-                ("s", state, "state"),
-                ("c", len(self.constants), "constants"),
-                ("l", len(self.lists), "lists"),
-                ("n", len(self.numbers), "numbers"),
-            )
-            if count
-        ]
-        tensors = (
-            "state: List[Tensor], batches: List[Tensor], constants: List[Tensor], lists: "
-            "List[List[Tensor]]"
-        )
+        unpacked = []
+        for source, count in (
+            ("state", state),
+            ("constants", len(self.constants)),
+            ("lists", len(self.lists)),
+            ("numbers", len(self.numbers)),
+        ):
+            if count:
+                names = ", ".join(f"{source[0]}{place}" for place in range(count))
+                unpacked.append(f"{names}, = {source}")
+        tensors = "state: List[Tensor], batches: List[Tensor], constants: List[Tensor]"
         lines = [
-            f"def loop({tensors}, numbers: List[int], {RATE}: float, losses: Tensor):",
+            f"def loop({tensors}, lists: List[List[Tensor]], "
+            f"numbers: List[int], {RATE}: float, losses: Tensor):",
             *unpacked,
             "for k in range(torch.ops.aten.size(batches[0], 0)):",
             *(f"    {line}" for line in (*body, *self.lines, added)),

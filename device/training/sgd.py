@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from types import MappingProxyType, MethodType
 from typing import Final, Protocol
 
@@ -54,10 +55,11 @@ def features_of(
     mixed = torch.autocast(device.type, torch.bfloat16, enabled=training.precision == "bf16")
 
     def features(inputs: Tensor, at: Sequence[Tensor] | None) -> tuple[Tensor, Tensor]:
+        weights = None
+        if at is not None:
+            weights = dict(zip(names, at, strict=True))
         with mixed:
-            logits, found = with_features(
-                module, inputs, None if at is None else dict(zip(names, at, strict=True))
-            )
+            logits, found = with_features(module, inputs, weights)
         if training.precision == "bf16":
             return (logits.float(), found.float())
         return (logits, found)
@@ -73,11 +75,8 @@ def keep_linear_fp32(
     With few samples, casts of weights and gradients cost more than they save: a step in bf16 moves
     18 bytes per weight, one in fp32 12. FedAvg's CNN trains 1.2 times as fast.
     """
-    if (
-        training.precision != "bf16"
-        or device.type != "cpu"
-        or training.batch_size > SMALL_BATCH_SAMPLES
-    ):
+    on_cpu = training.precision == "bf16" and device.type == "cpu"
+    if not on_cpu or training.batch_size > SMALL_BATCH_SAMPLES:
         return
     for layer in module.modules():
         if type(layer) is nn.Linear:
@@ -122,35 +121,29 @@ class LocalSteps:
         self._head = head
         self._received: list[Tensor] = []
         if self.objective.uses_received:
-            self._received = [
-                weight.detach() if place in personal else weight.detach().clone()
-                for place, weight in enumerate(weights)
-            ]
+            for place, weight in enumerate(weights):
+                received = weight.detach()
+                if place not in personal:
+                    received = received.clone()
+                self._received.append(received)
         self._moments = self._optimizer.begin(weights)
         self._passes = _Passes(forward, features, buffers)
-        given = (each for some in vectors.values() for each in some)
-        moments = (each for some in self._moments.values() for each in some)
-        self.state: Sequence[Tensor] = [
-            *weights,
-            *buffers,
-            *fixed,
-            *self._received,
-            *given,
-            *moments,
-        ]
+        read = (weights, buffers, fixed, self._received, *vectors.values())
+        self.state: Sequence[Tensor] = [*chain(*read, *self._moments.values())]
 
     def take(self, tensors: Sequence[Tensor]) -> Tensor:
         """Take the step of a batch: inputs [b, ...], labels [b], and [b, draws] random numbers, if
         the objective reads some. Return the reported loss [], detached.
         """
-        inputs, labels, *uniform = tensors
+        inputs, labels, *drawn = tensors
+        uniform = drawn[0] if drawn else None
         batch = Minibatch(
             partial(self._passes.logits, inputs),
             labels,
             self._weights,
             self._received,
             vectors=self._vectors,
-            uniform=uniform[0] if uniform else None,
+            uniform=uniform,
             head=self._head,
         )
         if self._features is not None:

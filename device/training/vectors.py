@@ -75,9 +75,10 @@ class TaskVectors:
     @property
     def kept_bytes(self) -> int:
         """Bytes of the vectors and the personal arrays that are kept."""
-        return 4 * self.layout.parameters * len(self.kept) + (
-            self.parts.kept_bytes if self.parts else 0
-        )
+        kept_bytes = 4 * self.layout.parameters * len(self.kept)
+        if self.parts is not None:
+            kept_bytes += self.parts.kept_bytes
+        return kept_bytes
 
     @cached_property
     def inner(self) -> TaskVectors:
@@ -85,22 +86,23 @@ class TaskVectors:
         if self.parts is None:
             return self
         whole = self.parts.whole
-        long = (self.layout.parameters,)
-        down, up = (
-            whole.with_extras(
-                {
-                    name: (whole.parameters,) if shape == long else shape
-                    for name, shape in found.items()
-                }
-            )
-            for found in (self.links.down.extra_shapes, self.links.up.extra_shapes)
-        )
-        return TaskVectors(LinkLayouts(whole, down, up), self.kept)
+
+        def widened(layout: ModelLayout) -> ModelLayout:
+            shapes = dict(layout.extra_shapes)
+            for name, shape in shapes.items():
+                if shape == (self.layout.parameters,):
+                    shapes[name] = (whole.parameters,)
+            return whole.with_extras(shapes)
+
+        links = LinkLayouts(whole, widened(self.links.down), widened(self.links.up))
+        return TaskVectors(links, self.kept)
 
     @property
     def personal(self) -> frozenset[str]:
         """The names of the personal arrays."""
-        return frozenset(self.parts.personal if self.parts else ())
+        if self.parts is None:
+            return frozenset()
+        return frozenset(self.parts.personal)
 
     def begin(self, row: Row) -> Row:
         """Return a task's row as training has it, read-only."""
@@ -157,40 +159,35 @@ class TaskVectors:
         """
         if self.shapes[name] != (self.layout.parameters,):
             return {name: vector}
-        parameters = (entry for entry in self.layout.entries if entry.section is Section.PARAMETER)
-        return {
-            entry.name: vector[..., entry.start : entry.stop].reshape(
-                (*vector.shape[:-1], *entry.shape)
-            )
-            for entry in parameters
-        }
+        found = {}
+        for entry in self.layout.entries:
+            if entry.section is Section.PARAMETER:
+                part = vector[..., entry.start : entry.stop]
+                found[entry.name] = part.reshape((*vector.shape[:-1], *entry.shape))
+        return found
 
 
 def vectors_of(experiment: Experiment, node: str, parts: ModelParts) -> TaskVectors:
     """Return the vectors of a device's tasks. Raises InvalidExperiment."""
     rule = experiment.tier_above(node).aggregation
     objective = objective_of(experiment.training)
+    name = experiment.training.objective.name
     for what, given, wanted in (
         ("receives", rule.sends, objective.receives),
         ("returns", rule.returns, objective.returns),
     ):
         if sorted(given) != sorted(wanted):
-            has, needs = (", ".join(names) or "nothing" for names in (given, wanted))
+            has = ", ".join(given) or "nothing"
+            needs = ", ".join(wanted) or "nothing"
             problem = f"it {what} {needs} with the model, and the rule {rule.name!r} has {has}"
-            remedy = (
-                "Name the same vectors in extras_down and extras_up of the rule, and in the "
-                "objective's class."
-            )
-            raise InvalidExperiment(
-                OBJECTIVE_KEY, experiment.training.objective.name, problem, remedy
-            )
-    if own.is_own(experiment.training.objective.name) and (objective.keeps or objective.returns):
+            remedy = "Name the same vectors in extras_down and extras_up of the rule"
+            remedy += ", and in the objective's class."
+            raise InvalidExperiment(OBJECTIVE_KEY, name, problem, remedy)
+    if own.is_own(name) and (objective.keeps or objective.returns):
         _check_feedback(experiment)
-    return TaskVectors(
-        link_layouts(rule, parts.exchanged),
-        tuple(objective.keeps),
-        parts if parts.personal else None,
-    )
+    links = link_layouts(rule, parts.exchanged)
+    personal = parts if parts.personal else None
+    return TaskVectors(links, tuple(objective.keeps), personal)
 
 
 def _check_feedback(experiment: Experiment) -> None:

@@ -194,10 +194,10 @@ class DeviceMemory:
         self.left_out = whole[written:].view(np.float32)
         self._kept = whole[layouts.up.row_bytes :]
         self._kept_bytes = kept_bytes
-        self._row = new_row(layouts.down.row_bytes + kept_bytes if kept_bytes else 0)
-        keeps = self._kept.size > 0 or keeps_folder
+        row_bytes = layouts.down.row_bytes + kept_bytes
+        self._row = new_row(row_bytes * bool(kept_bytes))
         self._states: TaskStates | None = None
-        if keeps:
+        if self._kept.size or keeps_folder:
             self._states = TaskStates(
                 spool.states(), rounds_back=rounds_back, what=STATE, who="devices"
             )

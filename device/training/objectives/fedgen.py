@@ -20,7 +20,12 @@ from torch.nn import functional
 from fedstrata.common.methods.baselines.fedgen import FEATURES, HIDDEN, LABEL_COUNTS
 from fedstrata.common.methods.mixing import Floats
 from fedstrata.common.settings.training import GeneratedFeatures
-from fedstrata.device.training.objectives.objective import LocalUpdate, Minibatch, Objective
+from fedstrata.device.training.objectives.objective import (
+    LocalUpdate,
+    Minibatch,
+    Objective,
+    write_gradients,
+)
 
 
 class GeneratedObjective(Objective):
@@ -55,14 +60,11 @@ class GeneratedObjective(Objective):
             target = functional.softmax(batch.classify(of_own), -1)
         generated = functional.log_softmax(batch.classify(features), -1)
         first = -generated.gather(-1, labels[..., None])[..., 0]
-        second = functional.kl_div(
-            functional.log_softmax(logits, -1), target, reduction="none"
-        ).sum(-1)
+        log_probabilities = functional.log_softmax(logits, -1)
+        second = functional.kl_div(log_probabilities, target, reduction="none").sum(-1)
         losses = self.losses(batch, logits)
-        total = losses + _present(batch, losses.dim()) * batch.mean(
-            self._alpha * first + self._beta * second
-        )
-        torch.autograd.backward(total.sum() if total.dim() else total)
+        terms = batch.mean(self._alpha * first + self._beta * second)
+        write_gradients(losses + _present(batch, losses.dim()) * terms)
         return losses.detach()
 
     def finish(self, update: LocalUpdate) -> Mapping[str, Floats]:

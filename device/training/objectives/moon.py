@@ -21,7 +21,13 @@ from torch.nn import functional
 
 from fedstrata.common.methods.mixing import Floats
 from fedstrata.common.settings.training import ModelContrast
-from fedstrata.device.training.objectives.objective import LocalUpdate, Minibatch, Objective, norms
+from fedstrata.device.training.objectives.objective import (
+    LocalUpdate,
+    Minibatch,
+    Objective,
+    norms,
+    write_gradients,
+)
 
 (PREVIOUS,) = ModelContrast.keeps
 
@@ -50,8 +56,7 @@ class ContrastiveObjective(Objective):
         farther = functional.cosine_similarity(features, previous, dim=-1)
         term = batch.mean(functional.softplus((farther - nearer) / self._temperature))
         losses = self.losses(batch, logits)
-        total = losses + self._mu * term
-        torch.autograd.backward(total.sum() if total.dim() else total)
+        write_gradients(losses + self._mu * term)
         return losses.detach()
 
     def finish(self, update: LocalUpdate) -> Mapping[str, Floats]:
@@ -64,6 +69,7 @@ def _absent(batch: Minibatch, dimensions: int) -> Tensor:
     dimensions.
     """
     vector = batch.vectors[PREVIOUS]
-    vmapped = dimensions > 2
-    length = norms(vector if vmapped else [part[None] for part in vector])
+    if dimensions <= 2:  # of one model
+        vector = [part[None] for part in vector]
+    length = norms(vector)
     return (length == 0).view(-1, *[1] * (dimensions - 1))

@@ -138,8 +138,7 @@ class Objective:
         A weight that the logits do not depend on keeps None. Weights are the same before and after.
         """
         losses = self.losses(batch, batch.forward())
-        # each depends on its own model's weights
-        torch.autograd.backward(losses.sum() if losses.dim() else losses)
+        write_gradients(losses)
         return losses.detach()
 
     def finish(self, update: LocalUpdate) -> Mapping[str, Floats]:
@@ -149,11 +148,18 @@ class Objective:
         return {}
 
 
+def write_gradients(losses: Tensor) -> None:
+    """Write the gradients of a loss [], or of losses [A], each of its own model's weights."""
+    if losses.dim():
+        losses = losses.sum()
+    torch.autograd.backward(losses)
+
+
 @torch.no_grad()
 def add_to_gradients(weights: Sequence[Tensor], *terms: tuple[float, Sequence[Tensor]]) -> None:
     """Add vectors, each times its factor, to the gradients of the weights that have one."""
     used = [place for place, weight in enumerate(weights) if weight.grad is not None]
-    gradients = [grad for weight in weights if (grad := weight.grad) is not None]
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
     for factor, vector in terms:
         torch._foreach_add_(gradients, [vector[place] for place in used], alpha=factor)
 
