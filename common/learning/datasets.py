@@ -19,7 +19,7 @@ from itertools import chain
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -270,13 +270,13 @@ def _make_stored(data: Data, root: Path, reader: str) -> stored.Stored:
 
 def _dataset(data: Data, made: stored.Stored) -> Dataset:
     tensors = made.tensors
-    as_it_is = (is_own(data.dataset) or is_table(data.dataset)) and tensors[
-        "train"
-    ].is_floating_point()
-    source = _AS_IT_IS if as_it_is else _source(data)
-    owners, test_owners = (
-        None if (each := tensors.get(name)) is None else each.numpy() for name in users.OWNERS
-    )
+    floats = tensors["train"].is_floating_point()
+    if floats and (is_own(data.dataset) or is_table(data.dataset)):
+        source = _AS_IT_IS
+    else:
+        source = _source(data)
+    found = {name: tensors[name].numpy() for name in users.OWNERS if name in tensors}
+    owners, test_owners = map(found.get, users.OWNERS)
     published = source.mean, source.std
     samples = tensors["train"] if len(tensors["train"]) else tensors["test"]
     mean, std = constants_of(data, samples, scale=source.scale, published=published)
@@ -399,21 +399,19 @@ def _unlearned(data: Data, parts: Parts) -> list[str]:
     """
     if data.private or data.targets == NUMBERS:
         return []
-    train, test = (
-        np.bincount(labels, minlength=parts.classes)
-        for labels in (parts.train_labels, parts.test_labels)
-    )
+    train = np.bincount(parts.train_labels, minlength=parts.classes)
+    test = np.bincount(parts.test_labels, minlength=parts.classes)
     lines = []
     for lacking, having, one, other in (
         (train, test, "training", "test"),
         (test, train, "test", "training"),
     ):
-        if found := np.flatnonzero((lacking == 0) & (having > 0)).tolist():
-            named = len(parts.names) == parts.classes
-            names = some([repr(parts.names[label]) if named else label for label in found])
-            lines.append(
-                f"{data.dataset}: no {one} sample has these classes of the {other} samples: {names}"
-            )
+        found: list[Any] = np.flatnonzero((lacking == 0) & (having > 0)).tolist()
+        if found and len(parts.names) == parts.classes:
+            found = [repr(parts.names[label]) for label in found]
+        if found:
+            problem = f"no {one} sample has these classes of the {other} samples"
+            lines.append(f"{data.dataset}: {problem}: {some(found)}")
     return lines
 
 

@@ -173,7 +173,9 @@ def accelerator_of(experiment: Experiment, *, beside: torch.device = CPU) -> tor
     if name == CPU.type:  # no driver is asked
         return CPU
     chosen = choose(name, accelerators(), key="evaluation.accelerator")
-    return torch.device(str(beside) if str(beside) in chosen else chosen[0])
+    if str(beside) in chosen:
+        return torch.device(str(beside))
+    return torch.device(chosen[0])
 
 
 class ModelTester:
@@ -281,11 +283,13 @@ def scores_of(names: Sequence[str]) -> dict[str, ScoreFunction]:
     """Return an experiment's scores by name, but accuracy, which batches count. Raises
     InvalidExperiment.
     """
-    return {
-        name: score_of(name, ALSO if place else SCORE_KEY)
-        for place, name in enumerate(names)
-        if name != ACCURACY
-    }
+    found = {}
+    key = SCORE_KEY
+    for name in names:
+        if name != ACCURACY:
+            found[name] = score_of(name, key)
+        key = ALSO
+    return found
 
 
 def score_of(name: str, key: str = SCORE_KEY) -> ScoreFunction:

@@ -119,17 +119,17 @@ class Surroundings:
         InvalidExperiment.
         """
         found = []
-        for number in range(directions if distance else 1):
+        if not distance:
+            directions = 1
+        for number in range(directions):
             draw = torch.Generator().manual_seed(
                 torch_seed(self._experiment.seed, Purpose.SHARPNESS, "", 1 + number)
             )
             drawn = [torch.randn(weight.shape, generator=draw) for weight in self._start]
             found.append(self._evaluated([distance * each for each in self._scaled(drawn)]))
         worst = self._evaluated(self._ascent(distance)) if distance else found[0]
-        loss, score = (
-            fmean(values)
-            for values in zip(*((each.loss, each.score) for each in found), strict=True)
-        )
+        loss = fmean(each.loss for each in found)
+        score = fmean(each.score for each in found)
         return Around(distance, loss, worst.loss, score, worst.score)
 
     def eigenvalue(self) -> float:
@@ -146,9 +146,8 @@ class Surroundings:
             vector = [each / length for each in vector]
             product = self._hessian_product(vector)
             before = found
-            found = sum(
-                float((one * other).sum()) for one, other in zip(vector, product, strict=True)
-            )
+            pairs = zip(vector, product, strict=True)
+            found = sum(float((one * other).sum()) for one, other in pairs)
             if abs(found - before) <= TOLERANCE * abs(found):
                 break
             vector = product
@@ -160,9 +159,8 @@ class Surroundings:
         """
         if [weight.shape for weight in self._start] != [weight.shape for weight in central._start]:
             name = central._experiment.model.name
-            raise InvalidExperiment(
-                "model.name", name, "the centralised run has another model", "Name another run."
-            )
+            problem = "the centralised run has another model"
+            raise InvalidExperiment("model.name", name, problem, "Name another run.")
         apart = [one - other for one, other in zip(self._start, central._start, strict=True)]
         return Divergence(_norm(apart), _norm(apart) / _norm(central._start))
 
@@ -186,8 +184,11 @@ class Surroundings:
         """Return a direction with the length of the parameters, filter by filter."""
         found = []
         for each, weight in zip(direction, self._start, strict=True):
-            scale = _lengths(weight) / _lengths(each).clamp_min(torch.finfo(each.dtype).tiny)
-            found.append(each * scale if weight.dim() > 1 else torch.zeros_like(weight))
+            if weight.dim() > 1:
+                lengths = _lengths(each).clamp_min(torch.finfo(each.dtype).tiny)
+                found.append(each * (_lengths(weight) / lengths))
+            else:
+                found.append(torch.zeros_like(weight))
         return found
 
     def _gradient(self, moves: Sequence[Tensor]) -> list[Tensor]:
@@ -226,8 +227,9 @@ class Surroundings:
             batches = (torch.split(each, CPU_BATCH) for each in (self._samples, self._labels))
             for some, labels in zip(*batches, strict=True):
                 value = loss(self._module(self._normalise(some)), labels).sum() / len(self._labels)
-                parts = zip(total, derived(value), strict=True)
-                total = [sums if part is None else sums + part for sums, part in parts]
+                for place, part in enumerate(derived(value)):
+                    if part is not None:
+                        total[place] = total[place] + part
         return total
 
     def _evaluated(self, moves: Sequence[Tensor]) -> Evaluation:

@@ -254,17 +254,16 @@ def parts_of(module: nn.Module, model: ModelSettings = NO_PARTS) -> ModelParts:
         if problem:
             break
         section = Section.COUNTER if tensor.dtype == torch.int64 else Section.BUFFER
-        arrays.append(
-            (path, tuple(tensor.shape), Section.PARAMETER if kind == "parameter" else section)
-        )
+        if kind == "parameter":
+            section = Section.PARAMETER
+        arrays.append((path, tuple(tensor.shape), section))
         if parts[path] is not Part.EXCHANGED:
             values[path] = _array(tensor)
     if parameters and not problem:
         problem = f"its parameter {next(iter(parameters.values()))} is not in its state_dict"
         remedy = "Leave it there."
-    if not (problem or model.frozen) and not any(
-        weight.requires_grad for weight in module.parameters()
-    ):
+    trained = any(weight.requires_grad for weight in module.parameters())
+    if not (trained or problem or model.frozen):
         problem = "it has no parameter that is trained"
         remedy = "Leave some parameters with requires_grad."
     if problem:

@@ -174,10 +174,10 @@ def _resnet(inputs: Inputs, *, widths: tuple[int, ...], blocks: int, pad: bool) 
     before = widths[0]
     stages: dict[str, nn.Module] = {}
     for stage, width in enumerate(widths, start=1):
-        first = _Block(before, width, 1 if stage == 1 else 2, pad=pad)
-        stages[f"stage{stage}"] = nn.Sequential(
-            first, *(_Block(width, width, 1, pad=pad) for _ in range(1, blocks))
-        )
+        stride = 1 if stage == 1 else 2
+        layers = [_Block(before, width, stride, pad=pad)]
+        layers += [_Block(width, width, 1, pad=pad) for _ in range(1, blocks)]
+        stages[f"stage{stage}"] = nn.Sequential(*layers)
         before = width
     return sequence(
         conv1=nn.Conv2d(inputs.shape[0], widths[0], 3, padding=1, bias=False),

@@ -8,7 +8,7 @@ not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -117,7 +117,7 @@ class AdaptiveMoments:
         torch._foreach_add_(parts[2], 1.0)
         lists = [list(weights), list(gradients), *parts]
         if parts[2] and parts[2][0].dim():  # the kernel has one count for each tensor
-            lists = [[one for tensor in tensors for one in tensor.unbind()] for tensors in lists]
+            lists = list(map(_of_models, lists))
         changed, given, means, squares, steps = lists
         self._kernel(
             changed,
@@ -151,11 +151,17 @@ def take(optimizer: Optimizer, weights: Sequence[Tensor], moments: Moments, *, r
     A weight without one, for example of a layer that is never called, does not change.
     """
     used = [place for place, weight in enumerate(weights) if weight.grad is not None]
-    gradients = [grad for weight in weights if (grad := weight.grad) is not None]
-    some = {name: [each[place] for place in used] for name, each in moments.items()}
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
+    some: dict[str, list[Tensor]] = {}
+    for name, each in moments.items():
+        some[name] = [each[place] for place in used]
     optimizer.step([weights[place] for place in used], gradients, some, rate=rate)
     for weight in weights:
         weight.grad = None
+
+
+def _of_models(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [one for tensor in tensors for one in tensor.unbind()]
 
 
 def _zeros(weight: Tensor) -> Tensor:

@@ -279,7 +279,9 @@ def partition(
     if data.partition == "dirichlet_overlap":
         return list(_all_overlapping(labels, data=data, seed=seed, devices=devices))
     if data.partition == "natural":
-        parts = _natural(owners if owners is not None else np.empty(0, np.int64), devices)
+        if owners is None:
+            owners = np.empty(0, np.int64)
+        parts = _natural(owners, devices)
     elif data.partition in ("dirichlet", "quantity"):
         least = np.full(devices, max(1, data.min_samples))
         split_by = labels if data.partition == "dirichlet" else np.zeros_like(labels)
@@ -422,12 +424,11 @@ def _shards(labels: Indices, draw: np.random.Generator, *, parts: int, each: int
     """
     if parts * each > len(labels):
         problem = f"{parts} parts with {each} shards each need more than the {len(labels)} samples"
-        raise InvalidExperiment(
-            "data.shards", each, problem, "Lower data.shards or use fewer devices."
-        )
+        remedy = "Lower data.shards or use fewer devices."
+        raise InvalidExperiment("data.shards", each, problem, remedy)
     shards = np.array_split(np.argsort(labels, kind="stable"), parts * each)
     dealt = draw.permutation(parts * each).reshape(parts, each)
-    return [np.concatenate([shards[shard] for shard in mine]) for mine in dealt]
+    return [np.concatenate(list(map(shards.__getitem__, mine))) for mine in dealt]
 
 
 def _dirichlet(

@@ -567,9 +567,7 @@ def _pieces(form: str, layout: ModelLayout) -> tuple[Piece, ...]:
     return tuple(_FORMS[form].pieces(layout))
 
 
-CODECS: Final[dict[str, Codec]] = {
-    name: Fp32() if name == Fp32.name else Packed(name) for name in UP
-}
+CODECS: Final[dict[str, Codec]] = {name: Packed(name) for name in UP} | {Fp32.name: Fp32()}
 
 
 def codec_of(name: str | CodecSettings) -> Codec:

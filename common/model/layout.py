@@ -132,10 +132,10 @@ class ModelLayout:
     def to_json(self) -> str:
         """Return the layout as JSON, the form for nodes without torch."""
         listed = [[e.name, e.shape, e.section] for e in self.entries]
-        return json.dumps(
-            {"exchanged": listed, "frozen": self.frozen} if self.frozen else listed,
-            separators=(",", ":"),
-        )
+        found: object = listed
+        if self.frozen:
+            found = {"exchanged": listed, "frozen": self.frozen}
+        return json.dumps(found, separators=(",", ":"))
 
     @cached_property
     def parameters(self) -> int:
@@ -191,17 +191,17 @@ class ModelLayout:
         Modules are in the order of their first entry here, so modules without a parameter come
         last.
         """
-        modules = {
-            module: i
-            for i, module in enumerate(dict.fromkeys(entry.module for entry in self.entries))
-        }
+        modules: dict[str, int] = {}
+        for entry in self.entries:
+            modules.setdefault(entry.module, len(modules))
         return tuple(sorted(self.entries, key=lambda entry: modules[entry.module]))
 
     @cached_property
     def digest(self) -> str:
         """16 hexadecimal digits over names, shapes and sections, and over the frozen arrays."""
         text = ";".join(f"{e.name}:{e.section}:{','.join(map(str, e.shape))}" for e in self.entries)
-        text += f";frozen:{self.frozen.digest}" if self.frozen else ""
+        if self.frozen:
+            text += f";frozen:{self.frozen.digest}"
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     @property

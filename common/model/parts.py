@@ -45,6 +45,10 @@ class Part(StrEnum):
     PERSONAL = "personal"
 
 
+def _fits(names: Sequence[str], pattern: str) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names)
+
+
 def part_of_each(
     model: ModelSettings, arrays: Mapping[str, Sequence[str]], *, constant: Collection[str]
 ) -> dict[str, Part]:
@@ -57,21 +61,15 @@ def part_of_each(
     for part, patterns in ((Part.FROZEN, model.frozen), (Part.PERSONAL, model.personal)):
         for pattern in patterns:
             key = f"model.{part}"
-            named = [
-                first
-                for first, names in arrays.items()
-                if any(fnmatchcase(name, pattern) for name in names)
-            ]
+            named = [first for first, names in arrays.items() if _fits(names, pattern)]
             if not named:
+                problem = f"{model.name} has no array of such a name"
                 remedy = proposal(pattern, list(arrays), what="It has")
-                raise InvalidExperiment(
-                    key, pattern, f"{model.name} has no array of such a name", remedy
-                )
+                raise InvalidExperiment(key, pattern, problem, remedy)
             for name in named:
                 if part is Part.PERSONAL and found[name] is Part.FROZEN:
-                    raise InvalidExperiment(
-                        key, pattern, f"{name} is frozen, too", "Let the patterns differ."
-                    )
+                    problem = f"{name} is frozen, too"
+                    raise InvalidExperiment(key, pattern, problem, "Let the patterns differ.")
                 found[name] = part
     return found | dict.fromkeys(constant, Part.FROZEN)
 

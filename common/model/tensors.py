@@ -33,7 +33,8 @@ TYPES: Final = {
     **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
 }  # numpy's names, and those of the format
 _DTYPES: Final = {
-    kind: BFLOAT16 if kind == "BF16" else np.dtype(name) for name, kind in TYPES.items()
+    **{kind: np.dtype(name) for name, kind in TYPES.items() if kind != "BF16"},
+    "BF16": BFLOAT16,
 }
 
 

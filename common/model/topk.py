@@ -106,7 +106,9 @@ class TopK(DeltaCodec):
 
 def _word(low: int) -> np.dtype[np.unsignedinteger[Any]]:
     """Return the type of integers of so many bits, the highest byte first as in `np.packbits`."""
-    return np.dtype(">u2" if low <= 16 else ">u8")
+    if low <= 16:
+        return np.dtype(">u2")
+    return np.dtype(">u8")
 
 
 def _ones_most(columns: int, count: int, low: int) -> int:

@@ -112,24 +112,23 @@ def _renamed(read: Tensors, wanted: list[str]) -> tuple[Tensors, list[str]]:
     if all(name in read for name in wanted):
         return read, []
     for names, note in _candidates(read, wanted):
-        if len(set(names.values())) == len(names) and all(
-            name in names.values() for name in wanted
-        ):
+        given = set(names.values())
+        if len(given) == len(names) and given.issuperset(wanted):
             return {name: read[old] for old, name in names.items()}, [note]
     return read, []
 
 
 def _candidates(read: Iterable[str], wanted: list[str]) -> Iterable[tuple[dict[str, str], str]]:
     """Yield other names for a file's arrays, and how each note describes them."""
-    names = {
-        name: ".".join(part for part in name.split(".") if part not in WRAPPERS) for name in read
-    }
-    left_out = sorted({part for name in read for part in name.split(".") if part in WRAPPERS})
+    names = {}
+    left_out = set()
+    for name in read:
+        parts = name.split(".")
+        names[name] = ".".join(part for part in parts if part not in WRAPPERS)
+        left_out.update(set(WRAPPERS).intersection(parts))
     if left_out:
-        yield (
-            names,
-            f"its names have {', '.join(f'`{part}.`' for part in left_out)}, which is left out",
-        )
+        shown = ", ".join(f"`{part}.`" for part in sorted(left_out))
+        yield names, f"its names have {shown}, which is left out"
     prefix = ""
     while True:
         heads = {name.partition(".")[0] for name in names.values()}

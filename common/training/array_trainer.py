@@ -277,26 +277,20 @@ class TrainerCode:
             seed_generators(task.seed)
             found = self._trainer.train(self._arrays(layout, row), task)
         if not isinstance(found, Trained):
-            self.refuse_of(
-                "train",
-                f"returns {form(found)}, not Trained",
-                "Return Trained(arrays, loss, steps).",
-            )
+            remedy = "Return Trained(arrays, loss, steps)."
+            self.refuse_of("train", f"returns {form(found)}, not Trained", remedy)
         with self._guarded():
             arrays = self._arrays_in(found.arrays, "train")
         self._write(layout, arrays, out, "train")
-        if found.samples is None:
-            used = samples
-        else:
+        used = samples
+        if found.samples is not None:
             used = self._count(found.samples, "train", "returns samples =", least=0)
-        steps = self._count(
-            found.steps, "train", "returns steps =", least=1 if task.epochs and used else 0
-        )
-        if task.epochs and steps > (most := task.epochs * max(samples, used)):
-            problem = (
-                f"returns steps = {steps}, more than the {most} of {task.epochs} epochs of "
-                "single samples"
-            )
+        least = int(task.epochs > 0 and used > 0)
+        steps = self._count(found.steps, "train", "returns steps =", least=least)
+        most = task.epochs * max(samples, used)
+        if task.epochs and steps > most:
+            epochs = f"the {most} of {task.epochs} epochs of single samples"
+            problem = f"returns steps = {steps}, more than {epochs}"
             self.refuse_of("train", problem, "Count a step for each batch.")
         loss = number(found.loss)
         if found.loss is not None and (loss is None or not isfinite(loss)):

@@ -333,32 +333,29 @@ class AppTrainer(ArrayTrainer):
         name = _weight(self._start({}))
         found = count(metrics.get(name))
         if found is None or found < 0:
-            self._refuse(
-                kind,
-                f"replies with {name} = {form(metrics.get(name))}",
-                "Add the number of its samples.",
-            )
+            problem = f"replies with {name} = {form(metrics.get(name))}"
+            self._refuse(kind, problem, "Add the number of its samples.")
         return found
 
     def _scores(self, metrics: Mapping[str, Any]) -> tuple[float, float]:
         """Return the loss and the score among metrics."""
-        names = [self._settings.score] if self._settings.score else SCORES
         loss = _metric(metrics, LOSSES, ["loss"])
-        score = _metric(metrics, names, [] if self._settings.score else ["acc", "score"])
+        if self._settings.score:
+            score = _metric(metrics, [self._settings.score], [])
+        else:
+            score = _metric(metrics, SCORES, ["acc", "score"])
         if loss is None or score is None:
-            problem = (
-                f"returns no {'loss' if loss is None else 'score'} among "
-                f"{', '.join(map(str, metrics))}"
-            )
+            missing = "loss" if loss is None else "score"
+            problem = f"returns no {missing} among {', '.join(map(str, metrics))}"
             self._refuse(EVALUATE, problem, f"Add one, or name a metric in {TRAINER_KEY}.score.")
         return loss, score
 
     def _refuse(self, method: str, problem: str, remedy: str) -> Never:
         where = "" if self._site is None else f" ({self._site.node})"
         key, name, called = self.place(method)
-        own.refuse(
-            key, name, f"{problem if method == 'initial' else f'{called} {problem}'}{where}", remedy
-        )
+        if method != "initial":
+            problem = f"{called} {problem}"
+        own.refuse(key, name, f"{problem}{where}", remedy)
 
 
 def _flwr(name: str) -> Any:

@@ -227,9 +227,8 @@ class ScoredModels:
     def lasting(self, seconds: float) -> ScoredModels:
         """Return the same sums, whose scoring takes these seconds, as many for each model."""
         each = seconds / max(1, len(self.each))
-        received, trained = (
-            sums and replace(sums, seconds=each) for sums in (self.received, self.trained)
-        )
+        received = self.received and replace(self.received, seconds=each)
+        trained = self.trained and replace(self.trained, seconds=each)
         return ScoredModels(received, trained)
 
     def to_json(self) -> list[Any]:
@@ -238,7 +237,8 @@ class ScoredModels:
         def plain(sums: ScoreSums | None) -> list[Any] | None:
             if sums is None:
                 return None
-            return [each.hex() if isinstance(each, bytes) else each for each in astuple(sums)]
+            samples, loss, scores, seconds, classes = astuple(sums)
+            return [samples, loss, scores.hex(), seconds, classes.hex()]
 
         return [plain(self.received), plain(self.trained)]
 

@@ -397,8 +397,8 @@ class _ProgramWriter:
             for place in range(len(operation.args[0])):
                 arguments = []
                 for arg in operation.args:
-                    of_each = isinstance(arg, (list, tuple))
-                    arguments.append(self.text(arg[place] if of_each else arg))
+                    one = arg[place] if isinstance(arg, (list, tuple)) else arg
+                    arguments.append(self.text(one))
                 arguments += [f"{key}={self.text(v)}" for key, v in operation.kwargs.items()]
                 call = f"torch.ops.aten.{name.removeprefix('_foreach_')}"
                 self.lines.append(f"{call}({', '.join(arguments)})")
@@ -414,7 +414,9 @@ class _ProgramWriter:
             arguments.append(f"{key}={text}")
         call = f"torch.ops.{operation.call.overloadpacket!s}({', '.join(arguments)})"
         target = self._target(operation.result)
-        self.lines.append(f"{target} = {call}" if target else call)
+        if target:
+            call = f"{target} = {call}"
+        self.lines.append(call)
 
     def text(self, value: Any) -> str:
         """Return the text of an argument. Raises NotRecordable for one that has none."""

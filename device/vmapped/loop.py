@@ -147,17 +147,18 @@ class _Group:
         self._looked = 0.0
         self._cpu = 0.0
         self._since = 0
-        self._shares, self._steps = np.zeros(len(members)), np.zeros(len(members), np.int64)
+        self._shares = np.zeros(len(members))
+        self._steps = np.zeros(len(members), np.int64)
 
     def run(self) -> None:
         """Train until every member is done. After a lack of memory `halves` can continue."""
-        self._looked, self._cpu = time.monotonic(), time.thread_time()
+        self._looked = time.monotonic()
+        self._cpu = time.thread_time()
         self._began = self._began or self._looked
         if self._state is None:
             turns = [member.turn for member in self._members]
-            self._state = VmappedModels(
-                self._recipe, [turn.row for turn in turns], [turn.seed for turn in turns]
-            )
+            rows = [turn.row for turn in turns]
+            self._state = VmappedModels(self._recipe, rows, [turn.seed for turn in turns])
         self._state.move_to(self._recipe.accelerator)
         batches = Batches(self._recipe, self._plan, [member.turn for member in self._members])
         self._look(self._state)
@@ -276,8 +277,10 @@ class Batches:
         self._changes = None if changes is None else changes[numbers].to(recipe.accelerator)
         self._uniform = None
         self._numbers = numbers
-        if uniform := [turn.visits.uniform for turn in turns if turn.visits.uniform is not None]:
-            self._uniform, self._numbers = to(torch.cat(uniform).to(self._dtype)), to(numbers)
+        uniform = [turn.visits.uniform for turn in turns if turn.visits.uniform is not None]
+        if uniform:
+            self._uniform = to(torch.cat(uniform).to(self._dtype))
+            self._numbers = to(numbers)
         self._places = to(torch.from_numpy(_joined([step.places for step in made.steps])))
         self._counts = to(torch.from_numpy(_joined([step.counts for step in made.steps])))
         self._counted = to(torch.from_numpy(_joined(counted)).double())
@@ -292,19 +295,15 @@ class Batches:
         weights = None
         if step.ragged:
             counts = self._counts[rows, None]
-            weights = (torch.arange(step.width, device=counts.device) < counts).to(
-                self._dtype
-            ) / counts
-        batch = Batch(
-            step,
-            self._samples[slots].view(len(step.places), step.width),
-            None if self._changes is None else self._changes[slots],
-            weights,
-            self._counted[rows],
-            None
-            if self._uniform is None
-            else self._uniform[self._numbers[slots]].view(len(step.places), step.width, -1),
-        )
+            real = torch.arange(step.width, device=counts.device) < counts
+            weights = real.to(self._dtype) / counts
+        shape = (len(step.places), step.width)
+        samples = self._samples[slots].view(shape)
+        changes = None if self._changes is None else self._changes[slots]
+        uniform = None
+        if self._uniform is not None:
+            uniform = self._uniform[self._numbers[slots]].view(*shape, -1)
+        batch = Batch(step, samples, changes, weights, self._counted[rows], uniform)
         return len(step.places) if step.prefix else self._places[rows], batch
 
 

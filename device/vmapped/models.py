@@ -112,7 +112,9 @@ def keep_batch_norm_fp32(
 
 
 def _of_fp32(forward: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
-    return forward(inputs.float() if inputs.dtype is torch.bfloat16 else inputs)
+    if inputs.dtype is torch.bfloat16:
+        inputs = inputs.float()
+    return forward(inputs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -157,10 +159,10 @@ class VmappedModels:
             name: weight.clone() for name, weight in kept.items() if name not in recipe.personal
         }
         found = [recipe.vectors.read(row) for row in rows]
-        self._vectors = {
-            name: recipe.parts_of(name, np.stack([each[name] for each in found]))
-            for name in recipe.vectors.shapes
-        }
+        self._vectors: dict[str, Tensors] = {}
+        for name in recipe.vectors.shapes:
+            given = np.stack([each[name] for each in found])
+            self._vectors[name] = recipe.parts_of(name, given)
         self._head = head_places(recipe.module, recipe.layout) if self._objective.uses_head else ()
         self._optimizer = optimizer_of(recipe.training)
         begun = self._optimizer.begin(list(self._weights.values()), models=len(rows))
@@ -280,11 +282,8 @@ class VmappedModels:
         """
         if not self._objective.uses_received:
             return []
-        received = _some(self._received, places)
-        return [
-            received[name] if name in received else weight.detach()
-            for name, weight in weights.items()
-        ]
+        present = {name: weight.detach() for name, weight in weights.items()}
+        return [*(present | _some(self._received, places)).values()]
 
     def _outputs(
         self,
@@ -453,7 +452,8 @@ def _unrolled(layer: nn.LSTM, inputs: Tensor, state: State | None = None) -> tup
     last: list[State] = []
     for number, names in enumerate(layer._all_weights):
         from_input, from_hidden, *biases = (getattr(layer, name) for name in names)
-        gates_BLG = functional.linear(x_BLF, from_input, sum(biases) if biases else None)
+        bias = sum(biases) if biases else None
+        gates_BLG = functional.linear(x_BLF, from_input, bias)
         zeros = x_BLF.new_zeros(len(x_BLF), layer.hidden_size)
         hidden, cell = (zeros, zeros) if state is None else (state[0][number], state[1][number])
         outputs = []

@@ -108,7 +108,8 @@ def plan(loads: Sequence[Load], *, batch_size: int, pad: bool) -> VmappedSchedul
     batches = -(-samples // batch_size) if pad else samples // batch_size
     order = np.lexsort((np.arange(len(loads)), -samples, -batches * epochs))
     shape = _Shape(samples[order], epochs[order], batches[order], batch_size)
-    return VmappedSchedule(order, tuple(_padded(shape) if pad else _whole(shape)))
+    steps = _padded(shape) if pad else _whole(shape)
+    return VmappedSchedule(order, tuple(steps))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -119,7 +119,8 @@ class VmappedTrainer:
 
     def _shared_of(self, device: HostedDevice) -> _Shared:
         if self._shared is None or self._built != device.built:
-            self._built, self._shared = device.built, _Shared(device, self._accelerator)
+            self._built = device.built
+            self._shared = _Shared(device, self._accelerator)
         return self._shared
 
     def _train(self, work: Sequence[DeviceOrder], done: Done) -> None:
@@ -231,11 +232,9 @@ class _Shared:
         numbers = uniform_numbers(
             experiment, self._draws, node=node, local_round=local_round, device=CPU
         )
-        visits = Visits(
-            begin + torch.searchsorted(samples, places),
-            Changes.joined(changes for _, changes in visited),
-            None if numbers is None else numbers(len(places)),
-        )
+        uniform = None if numbers is None else numbers(len(places))
+        changes = Changes.joined(changes for _, changes in visited)
+        visits = Visits(begin + torch.searchsorted(samples, places), changes, uniform)
         load = Load(len(local.samples), order.epochs)
 
         def end(how: VmappedResult | Cancelled) -> None:

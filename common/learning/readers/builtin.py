@@ -58,12 +58,12 @@ def check_files(data: Data, *, node: str = CLOUD) -> None:
     elif name in leaf.OPTIONS:
         for part in ("train", "test"):
             leaf.paths_of(root, name, part)
-    elif (
-        name == "folder" and not (folder := root / ("test" if node == CLOUD else "train")).is_dir()
-    ):
-        problem = f"not found: {folder.absolute()}"
-        remedy = "Put this node's own images there."
-        raise InvalidExperiment("data.root", str(root), problem, remedy)
+    elif name == "folder":
+        part = "test" if node == CLOUD else "train"
+        if not (root / part).is_dir():
+            problem = f"not found: {(root / part).absolute()}"
+            remedy = "Put this node's own images there."
+            raise InvalidExperiment("data.root", str(root), problem, remedy)
 
 
 def read_digits() -> Parts:
@@ -124,9 +124,8 @@ def make_synthetic(data: Data) -> Parts:
 def read_mnist_like(root: Path, folder: str) -> Parts:
     """Read the four files. Raises InvalidExperiment."""
     paths = _find_mnist_like(root, folder)
-    train, labels, test, test_labels = (
-        _idx_array(path, 3 if "images" in path.name else 1) for path in paths
-    )
+    dimensions = (3, 1, 3, 1)
+    train, labels, test, test_labels = map(_idx_array, paths, dimensions)
     return Parts(
         train[:, None],
         labels.astype(np.int64),
@@ -143,11 +142,8 @@ def _find_mnist_like(root: Path, folder: str) -> list[Path]:
         for part in ("train", "t10k")
         for kind in ("images-idx3", "labels-idx1")
     ]
-    return find(
-        root,
-        [(raw / name, raw / f"{name}.gz") for name in names],
-        fetch=_torchvision_fetches(root, folder),
-    )
+    candidates = [(raw / name, raw / f"{name}.gz") for name in names]
+    return find(root, candidates, fetch=_torchvision_fetches(root, folder))
 
 
 def _idx_array(path: Path, dimensions: int) -> npt.NDArray[np.uint8]:
@@ -160,9 +156,8 @@ def _idx_array(path: Path, dimensions: int) -> npt.NDArray[np.uint8]:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             magic = file.read(4)
             if magic != bytes((0, 0, 8, dimensions)):
-                raise damaged(
-                    path, f"begins with {magic.hex() or 'nothing'}, not 0000080{dimensions}"
-                )
+                begin = magic.hex() or "nothing"
+                raise damaged(path, f"begins with {begin}, not 0000080{dimensions}")
             header = file.read(4 * dimensions)
             if len(header) < 4 * dimensions:
                 raise damaged(path, "ends inside its header")
@@ -174,10 +169,8 @@ def _idx_array(path: Path, dimensions: int) -> npt.NDArray[np.uint8]:
     except (OSError, EOFError, zlib.error) as error:
         raise damaged(path, f"cannot be read ({error})") from None
     if len(body) != size:
-        raise damaged(
-            path,
-            f"holds {'more' if len(body) > size else len(body)} than the {size} bytes it announces",
-        )
+        held = "more" if len(body) > size else str(len(body))
+        raise damaged(path, f"holds {held} than the {size} bytes it announces")
     return np.frombuffer(body, np.uint8).reshape(shape).copy()
 
 
@@ -307,8 +300,10 @@ def read_motions(root: Path) -> Parts:
 
 
 def _find_motions(root: Path) -> Path:
+    places = [root / FOLDERS["motions"] / MOTIONS]
     installed = seglearn_file()
-    places = [root / FOLDERS["motions"] / MOTIONS, *([installed] if installed is not None else [])]
+    if installed is not None:
+        places.append(installed)
     return find(root, [places], fetch="pip install seglearn, on each host that reads it")[0]
 
 
@@ -322,12 +317,12 @@ def windows(motion: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
 
 def _joined(pieces: Sequence[tuple[Samples, int, int]]) -> tuple[Samples, Labels, Labels]:
     """Return the windows of recordings with the label and the owner of each."""
-    counts = [len(found) for found, _, _ in pieces]
-    labels, owners = (np.repeat(np.array([piece[i] for piece in pieces]), counts) for i in (1, 2))
+    samples, labels, owners = zip(*pieces, strict=True)
+    counts = list(map(len, samples))
     return (
-        np.concatenate([found for found, _, _ in pieces]),
-        labels.astype(np.int64),
-        owners.astype(np.int64),
+        np.concatenate(samples),
+        np.repeat(np.array(labels), counts).astype(np.int64),
+        np.repeat(np.array(owners), counts).astype(np.int64),
     )
 
 

@@ -12,12 +12,16 @@ def find(root: Path, candidates: Sequence[Sequence[Path]], *, fetch: str) -> lis
     """Return the first existing path of each group. Raises InvalidExperiment naming all groups
     without one.
     """
-    found = [next((path for path in group if path.is_file()), None) for group in candidates]
-    lacking = [group for group, path in zip(candidates, found, strict=True) if path is None]
+    found = []
+    lacking = []
+    for group in candidates:
+        there = [path for path in group if path.is_file()]
+        found += there[:1]
+        if not there:
+            lacking.append(" or ".join(str(path.absolute()) for path in group))
     if lacking:
-        names = ", ".join(" or ".join(str(path.absolute()) for path in group) for group in lacking)
-        raise missing(root, names, fetch=fetch)
-    return [path for path in found if path is not None]
+        raise missing(root, ", ".join(lacking), fetch=fetch)
+    return found
 
 
 def missing(root: Path, names: str, *, fetch: str) -> InvalidExperiment:

@@ -146,22 +146,22 @@ def read_folder(
     Raises InvalidExperiment.
     """
     notes: list[str] = []
-    nothing = np.empty((0, *shape), np.uint8), np.empty(0, np.int64)
-    train, test = (
-        _read(
-            root / part,
-            classes=classes,
-            shape=shape,
-            whole=part == "train" and len(parts) > 1,
-            notes=notes,
-        )
-        if part in parts
-        else nothing
-        for part in ("train", "test")
-    )
-    return Parts(
-        train[0], train[1], test[0], test[1], classes=len(classes), names=classes, notes=notes
-    )
+
+    def read(part: str, *, whole: bool) -> tuple[npt.NDArray[np.uint8], Labels]:
+        if part not in parts:
+            return np.empty((0, *shape), np.uint8), np.empty(0, np.int64)
+        return _read(root / part, classes=classes, shape=shape, whole=whole, notes=notes)
+
+    train = read("train", whole=len(parts) > 1)
+    test = read("test", whole=False)
+    return Parts(*train, *test, classes=len(classes), names=classes, notes=notes)
+
+
+def _but(others: Sequence[str]) -> str:
+    """Return the files that are no images, for people."""
+    if others:
+        return f", but {some(others)}"
+    return ""
 
 
 def _read(
@@ -173,9 +173,8 @@ def _read(
     layout = f"{folder.absolute()}/<class>/*.png with the classes {', '.join(classes)}"
 
     def refuse(problem: str) -> NoReturn:
-        raise InvalidExperiment(
-            "data.root", str(folder.parent), problem, "Put this node's own images there."
-        )
+        remedy = "Put this node's own images there."
+        raise InvalidExperiment("data.root", str(folder.parent), problem, remedy)
 
     if not folder.is_dir():
         refuse(f"not found: {layout}")
@@ -183,16 +182,13 @@ def _read(
     named = [(path, label) for label, paths in enumerate(found.images.values()) for path in paths]
     skipped = [str(path.relative_to(folder)) for path in found.others]
     if not named:
-        refuse(f"no image in {layout}" + (f", but {some(skipped)}" if skipped else ""))
+        refuse(f"no image in {layout}{_but(skipped)}")
     for name, paths in found.images.items():
         if not paths and (whole or (folder / name).is_dir()):
             held = [each for each in skipped if each.startswith(f"{name}{os.sep}")]
-            problem = f"no image in {(folder / name).absolute()}" + (
-                f", but {some(held)}" if held else ""
-            )
-            raise InvalidExperiment(
-                "data.classes", name, problem, "Put its images there, or remove the class."
-            )
+            problem = f"no image in {(folder / name).absolute()}{_but(held)}"
+            remedy = "Put its images there, or remove the class."
+            raise InvalidExperiment("data.classes", name, problem, remedy)
     if skipped:
         count = "1 file or link is" if len(skipped) == 1 else f"{len(skipped)} files and links are"
         notes.append(
@@ -271,9 +267,12 @@ def _read_picture(file: ImageFile, shape: tuple[int, ...]) -> _Picture:
     if image.mode == "CMYK":
         peculiar.append(INKS)
     # else Pillow warns of some palettes
-    image = image.convert("RGBA") if image.mode == "P" else image
-    image = image.convert("L" if channels == 1 else "RGB")
-    if halved and (highest := int(np.asarray(image).max())):
+    if image.mode == "P":
+        image = image.convert("RGBA")
+    colours = "L" if channels == 1 else "RGB"
+    image = image.convert(colours)
+    highest = int(np.asarray(image).max()) if halved else 0
+    if highest:
         brightest = 256 * highest + 255
     try:
         turn = _turn(file)

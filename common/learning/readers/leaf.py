@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -115,22 +115,22 @@ def _read_leaf(
         )
         users = tuple(sorted(train))
         places = {user: place for place, user in enumerate(users)}
-        owners, testers = (
-            np.repeat(
-                [places.get(user, -1) for user in sorted(part)],
-                [len(part[user].labels) for user in sorted(part)],
-            )
-            for part in (train, test)
-        )
         return Parts(
             *_join(train),
             *_join(test),
             classes=classes,
             tokens=tokens,
             users=users,
-            owners=owners,
-            test_owners=testers,
+            owners=_owners(train, places),
+            test_owners=_owners(test, places),
         )
+
+
+def _owners(part: Users, places: Mapping[str, int]) -> Labels:
+    """Return the user's place of each sample of a part, -1 if it has none."""
+    order = sorted(part)
+    counts = [len(part[user].labels) for user in order]
+    return np.repeat([places.get(user, -1) for user in order], counts)
 
 
 def _join(users: Users) -> tuple[Samples, Labels]:
@@ -164,7 +164,9 @@ def _scratch() -> BinaryIO:
     be in memory.
     """
     home = _home()
-    return tempfile.TemporaryFile(dir=home if home.is_dir() else None)
+    if home.is_dir():
+        return tempfile.TemporaryFile(dir=home)
+    return tempfile.TemporaryFile()
 
 
 def _merge_leaf(
@@ -258,7 +260,9 @@ def _pixels(x: list[Any]) -> Samples:
 
 
 def _numbers(y: list[Any]) -> Samples:
-    labels = np.asarray(y, dtype=None if y else np.int64)
+    labels = np.asarray(y)
+    if not y:
+        labels = labels.astype(np.int64)
     if labels.dtype.kind != "i" or labels.ndim != 1:
         raise ValueError("a label is not a whole number")
     return labels.astype(np.int64)

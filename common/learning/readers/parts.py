@@ -73,11 +73,13 @@ class Parts:
 
 def some(names: Sequence[object], *, most: int = 3) -> str:
     """Return the first few of many names, long ones cut, and the number of the others."""
-    shown = (
-        text if len(text := str(name)) <= NAME_MOST else f"{text[:NAME_MOST]}..."
-        for name in names[:most]
-    )
-    return ", ".join(shown) + (f" and {len(names) - most} more" if len(names) > most else "")
+    shown = []
+    for text in map(str, names[:most]):
+        shown.append(text[:NAME_MOST] + "..." * (len(text) > NAME_MOST))
+    listed = ", ".join(shown)
+    if len(names) > most:
+        return f"{listed} and {len(names) - most} more"
+    return listed
 
 
 class Refuse(Protocol):
@@ -100,9 +102,8 @@ def _read(data: Data, root: Path, node: str) -> Parts:
     result = own.call(DATASET_KEY, data.dataset, {"root": root, "node": node})
     if isinstance(result, Parts):
         names_of = np.array([*result.users, ""])  # of -1: nobody
-        users, testers = (
-            None if each is None else names_of[each] for each in (result.owners, result.test_owners)
-        )
+        users = None if result.owners is None else names_of[result.owners]
+        testers = None if result.test_owners is None else names_of[result.test_owners]
         train = (result.train, result.train_labels, users)
         test = (result.test, result.test_labels, testers)
         classes = result.classes
@@ -130,7 +131,8 @@ def _part(found: Any, refuse: Refuse) -> tuple[Any, Any, Any]:
     if found is None:
         return None, None, None
     if isinstance(found, (tuple, list)) and len(found) in (2, 3):
-        return found[0], found[1], found[2] if len(found) > 2 else None
+        samples, targets, *owners = found
+        return samples, targets, owners[0] if owners else None
     if not (hasattr(found, "__getitem__") and hasattr(found, "__len__")) or hasattr(found, "dtype"):
         refuse(f"returns {type(found).__name__} for one of both sets", FORMS)
     return *stacked(found, refuse), None
@@ -157,9 +159,8 @@ def parts_of(
     first = next((each for each in found if each is not None), None)
     if first is None:
         refuse("has no samples", "Return some.")
-    samples = [
-        np.empty((0, *first.shape[1:]), first.dtype) if each is None else each for each in found
-    ]
+    nothing: Samples = np.empty((0, *first.shape[1:]), first.dtype)
+    samples = _filled(found, nothing)
     if samples[0].dtype != samples[1].dtype or samples[0].shape[1:] != samples[1].shape[1:]:
         shapes = " and ".join(f"{each.dtype} {list(each.shape)}" for each in samples)
         refuse(f"has training and test samples of {shapes}", "Convert one of them.")
@@ -168,11 +169,10 @@ def parts_of(
     ]
     width = next((each.shape[1:] for each in given if each is not None), ())
     kind = np.float32 if data.targets == NUMBERS else np.int64
-    labels = [np.empty((0, *width), kind) if each is None else each for each in given]
+    labels = _filled(given, np.empty((0, *width), kind))
     if labels[0].shape[1:] != labels[1].shape[1:]:
-        refuse(
-            "has other numbers to predict in training than in test", "Give all samples the same."
-        )
+        problem = "has other numbers to predict in training than in test"
+        refuse(problem, "Give all samples the same.")
     for each, of in zip(samples, labels, strict=True):
         if len(each) != len(of):
             refuse(f"has {len(each)} samples with {len(of)} targets", "Give each sample one.")
@@ -183,18 +183,18 @@ def parts_of(
         classes = named or classes or _classes(labels, refuse)
     users, owners = _users(train[2], len(samples[0]), refuse)
     names_of_test, places = _users(test[2], len(samples[1]), refuse)
-    numbers = np.array(
-        [users.index(name) if name in users else -1 for name in names_of_test], np.int64
-    )
-    test_owners = None if owners is None or places is None else numbers[places]
+    test_owners = None
+    if owners is not None and places is not None:
+        known = {name: place for place, name in enumerate(users)}
+        numbers = np.array([known.get(name, -1) for name in names_of_test], np.int64)
+        test_owners = numbers[places]
     if first.dtype == np.int64:
         tokens = tokens or 1 + max(int(each.max(initial=0)) for each in samples)
         if any(len(each) and not 0 <= each.min() <= each.max() < tokens for each in samples):
-            refuse(
-                f"has integers outside of 0 to {tokens - 1}",
-                "Check `tokens`, or convert the samples to float32.",
-            )
-    notes = [*notes, *_unlikely(samples[0] if len(samples[0]) else samples[1])]
+            remedy = "Check `tokens`, or convert the samples to float32."
+            refuse(f"has integers outside of 0 to {tokens - 1}", remedy)
+    looked_at = samples[0] if len(samples[0]) else samples[1]
+    notes = [*notes, *_unlikely(looked_at)]
     return Parts(
         samples[0],
         labels[0],
@@ -269,10 +269,8 @@ def _samples(found: Any, refuse: Refuse, part: str) -> Samples | None:
         return None
     array = array_of(found, "samples", refuse)
     if array.ndim < 2:
-        refuse(
-            f"has samples of shape {list(array.shape)}",
-            "Give each sample a shape of its own: [N, ...].",
-        )
+        remedy = "Give each sample a shape of its own: [N, ...]."
+        refuse(f"has samples of shape {list(array.shape)}", remedy)
     kind = array.dtype.kind
     if kind in "fb":
         with np.errstate(over="ignore"):
@@ -282,11 +280,22 @@ def _samples(found: Any, refuse: Refuse, part: str) -> Samples | None:
     if array.dtype == np.uint8 and array.ndim >= IMAGES_DIM:
         if array.ndim == IMAGES_DIM + 1 and _channels_last(array.shape[1:]):
             array = array.transpose(0, 3, 1, 2)
-        return np.ascontiguousarray(array[:, None] if array.ndim == IMAGES_DIM else array)
+        if array.ndim == IMAGES_DIM:
+            array = array[:, None]
+        return np.ascontiguousarray(array)
     if kind not in "iu" or array.dtype == np.uint8:
         remedy = "Convert them: floats, uint8 images [N, C, H, W], or integers that are tokens."
         refuse(f"has samples of {array.dtype} {list(array.shape)}", remedy)
     return np.ascontiguousarray(array, np.int64)
+
+
+def _filled(found: Sequence[Any], nothing: Any) -> list[Any]:
+    """Return arrays with `nothing` in place of those that are missing."""
+    filled = list(found)
+    for place, each in enumerate(found):
+        if each is None:
+            filled[place] = nothing
+    return filled
 
 
 def check_finite(array: Array, what: str, refuse: Refuse) -> None:
@@ -299,10 +308,8 @@ def check_finite(array: Array, what: str, refuse: Refuse) -> None:
         finite = np.atleast_1d(np.isfinite(np.asarray(array, np.float32)))
     if not finite.all():
         first = int(finite.argmin())
-        problem = (
-            f"has {what} that are not finite in float32, the first in place "
-            f"{np.unravel_index(first, finite.shape)[0]}"
-        )
+        place = np.unravel_index(first, finite.shape)[0]
+        problem = f"has {what} that are not finite in float32, the first in place {place}"
         refuse(f"{problem}: {array.flat[first]}", "Replace such values, or drop these samples.")
 
 
@@ -312,19 +319,18 @@ def _targets(data: Data, found: Any, refuse: Refuse, part: str) -> Targets | Non
     array = array_of(found, "targets", refuse)
     if data.targets == NUMBERS:
         if array.dtype.kind not in "fbiu" or array.ndim not in (1, 2):
-            refuse(
-                f"has targets of {array.dtype} {list(array.shape)}",
-                "Convert them to floats, [N] or [N, T].",
-            )
+            remedy = "Convert them to floats, [N] or [N, T]."
+            refuse(f"has targets of {array.dtype} {list(array.shape)}", remedy)
+        if array.ndim == 1:
+            array = array[:, None]
         with np.errstate(over="ignore"):
-            numbers = np.ascontiguousarray(array if array.ndim > 1 else array[:, None], np.float32)
+            numbers = np.ascontiguousarray(array, np.float32)
         check_finite(numbers, f"{part} targets", refuse)
         return numbers
     if array.dtype.kind not in "biu" or array.ndim != 1:
+        how = ""
         if array.ndim == 2:
             how = {1: " by y[:, 0]"}.get(array.shape[1], " by y.argmax(1) if they are one-hot")
-        else:
-            how = ""
         remedy = f"Convert them to integers from 0, [N]{how}, or set data.targets = 'numbers'."
         refuse(f"has targets of {array.dtype} {list(array.shape)}, which are no classes", remedy)
     return np.ascontiguousarray(array, np.int64)

@@ -132,10 +132,9 @@ def _divided(
         return rows, apart
     picked = rows_to_test(len(rows[0]), data.test_share, refuse=refuse)
     x, y, user = rows
-    train, tests = (
-        (x[one], y[one], None if user is None else user[one]) for one in (~picked, picked)
-    )
-    return train, tests
+    if user is None:
+        return (x[~picked], y[~picked], None), (x[picked], y[picked], None)
+    return (x[~picked], y[~picked], user[~picked]), (x[picked], y[picked], user[picked])
 
 
 def _standardised(train: Doubles, test: Doubles) -> tuple[Doubles, Doubles]:
@@ -231,16 +230,18 @@ def _read(data: Data, path: Path, wanted: Sequence[str] | None) -> tuple[list[st
     except FileNotFoundError:
         raise _absent(path) from None
     except OSError as error:
-        raise InvalidExperiment(
-            "data.root", str(path), error.strerror or str(error), "Check the file."
-        ) from None
+        problem = error.strerror or str(error)
+        raise InvalidExperiment("data.root", str(path), problem, "Check the file.") from None
 
 
 def _cells(data: Data, table: CsvTable, features: Sequence[str]) -> _Rows:
     targets = _targets(data)
     classes = [] if data.targets == NUMBERS else targets
-    columns = [*classes, *([] if data.user_column is None else [data.user_column])]
-    numbers = table.places([*features, *([] if classes else targets)])
+    columns = [*classes]
+    if data.user_column is not None:
+        columns.append(data.user_column)
+    of_numbers = [each for each in targets if each not in classes]
+    numbers = table.places([*features, *of_numbers])
     texts = dict(zip(columns, table.places(columns), strict=True))
     values = array("d")
     count = 0
@@ -257,15 +258,14 @@ def _cells(data: Data, table: CsvTable, features: Sequence[str]) -> _Rows:
         absent += [place for place in texts.values() if not row[place].strip()]
         if absent:
             rows.lacks(data, table.line, table.header[absent[0]])
-            rows.dropped[_class(row[texts[classes[0]]]) if classes else ""] += 1
+            of_class = _class(row[texts[classes[0]]]) if classes else ""
+            rows.dropped[of_class] += 1
             continue
         for place in wrong:
-            of_target = table.header[place] in targets
-            table.number(
-                row,
-                place,
-                remedy="Correct it, or set data.targets = 'classes'." if of_target else ENCODE,
-            )
+            remedy = ENCODE
+            if table.header[place] in targets:
+                remedy = "Correct it, or set data.targets = 'classes'."
+            table.number(row, place, remedy=remedy)
         values.extend(value for value in found if value is not None)  # the others were refused
         for name, place in texts.items():
             text = _class(row[place]) if name in classes else row[place].strip()
@@ -274,7 +274,8 @@ def _cells(data: Data, table: CsvTable, features: Sequence[str]) -> _Rows:
                 rows.words[name].setdefault(text, table.line)
         count += 1
     cells = np.array(values, np.float64).reshape(count, len(numbers))
-    rows.x, rows.numbers = cells[:, : len(features)], cells[:, len(features) :]
+    rows.x = cells[:, : len(features)]
+    rows.numbers = cells[:, len(features) :]
     return rows
 
 
@@ -315,16 +316,14 @@ def _notes(data: Data, tables: Sequence[_Rows], known: Sequence[str]) -> Iterato
         lost = [name for name in rows.dropped if name and name not in kept]
         if count and not data.private and (lost or count == total):
             which = f"class {some([*map(repr, lost)])}" if lost else "any class"
-            problem = (
-                f"leaves no row of {which} in {rows.path}; the first missing value is in "
-                f"{rows.first}"
-            )
+            missing = f"the first missing value is in {rows.first}"
+            problem = f"leaves no row of {which} in {rows.path}; {missing}"
             raise InvalidExperiment("data.missing", data.missing, problem, FILL)
         if count:
-            by_class = [
-                f"{n} of {name!r}" if name else f"{n} without a class"
-                for name, n in rows.dropped.most_common()
-            ]
+            by_class = []
+            for name, n in rows.dropped.most_common():
+                of = f"of {name!r}" if name else "without a class"
+                by_class.append(f"{n} {of}")
             shown = f" ({some(by_class, most=5)})" if data.targets != NUMBERS else ""
             left_out = f"{count} of {total} rows lack a value and are left out{shown}"
             yield f"{rows.path}: {left_out}, the first in {rows.first}"
@@ -408,6 +407,7 @@ def read_npz(data: Data, root: Path, *, test: bool) -> Parts:
     x = arrays["x"]
     y = arrays["y"]
     user = arrays.get("user")
+    counts = {each.shape[:1] for each in (x, y, user) if each is not None}
     if data.private:
         unread += [name for name in arrays if name not in ("x", "y")]
     apart = None
@@ -416,13 +416,9 @@ def read_npz(data: Data, root: Path, *, test: bool) -> Parts:
             refuse("has only one of x_test and y_test", "Save both, or none.")
         if "x_test" in arrays:
             apart = arrays["x_test"], arrays["y_test"], arrays.get("user_test")
-        elif x.ndim < 1 or any(
-            each.shape[:1] != x.shape[:1] for each in (y, *([] if user is None else [user]))
-        ):
-            refuse(
-                f"has x of {list(x.shape)} and y of {list(y.shape)}",
-                "Give each sample one target, and one user.",
-            )
+        elif len(counts) > 1 or () in counts:
+            problem = f"has x of {list(x.shape)} and y of {list(y.shape)}"
+            refuse(problem, "Give each sample one target, and one user.")
     train, tests = _divided(data, (x, y, user), apart, test=test, refuse=refuse)
     notes = [f"{path}: these arrays are not read: {some(unread)}"] if unread else []
     return parts_of(data, train, tests, refuse=refuse, notes=notes)
