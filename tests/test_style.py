@@ -13,15 +13,20 @@ COMPREHENSIONS: Final = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorE
 CALLS: Final = (ast.Call, *COMPREHENSIONS)
 # Rooms whose lines hold more than one idea, still.
 DENSE_STILL: Final = (
-    "common/experiment/",
-    "common/learning/",
-    "common/methods/",
-    "common/model/",
-    "common/settings/",
-    "common/training/",
+    "cloud/",
+    "common/accounting/",
+    "common/host/",
+    "common/metrics",
+    "common/net/",
+    "common/processes/",
+    "common/protocol/",
+    "common/runtime/",
+    "common/storage/",
+    "common/text.py",
     "deploy/",
-    "device/training/",
-    "device/vmapped/",
+    "device/device_agent.py",
+    "device/pool/",
+    "institution/",
 )
 
 

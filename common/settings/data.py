@@ -471,9 +471,7 @@ def _refused(data: Data) -> Refused:
 
 
 def check_fits(data: Data, model: ModelSettings, *, devices: int) -> None:
-    """Check that the model accepts a data set, and that it suffices, if it is known without its
-    files. Raises InvalidExperiment.
-    """
+    """Check a data set known without its files: shape and number. Raises InvalidExperiment."""
     shape: Sequence[int] = SHAPES.get(data.dataset, ())
     if data.dataset in SHAPED:
         shape = data.image_shape
@@ -499,10 +497,8 @@ def check_accepted(model: str, shape: Sequence[int], *, text: bool, what: str) -
     if is_own(model) or MODELS[model].takes(shape, text=text):
         return
     fitting = [name for name, accepted in MODELS.items() if accepted.takes(shape, text=text)]
-    remedy = (
-        f"Use {' or '.join(fitting) or 'a model of your own, package.module:function'}, or "
-        "another data.dataset."
-    )
+    use = " or ".join(fitting) or "a model of your own, package.module:function"
+    remedy = f"Use {use}, or another data.dataset."
     raise InvalidExperiment("model.name", model, f"does not accept {what} of the data set", remedy)
 
 
