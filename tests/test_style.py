@@ -12,22 +12,7 @@ from tests.test_house import ROOT, SOURCES
 COMPREHENSIONS: Final = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 CALLS: Final = (ast.Call, *COMPREHENSIONS)
 # Rooms whose lines hold more than one idea, still.
-DENSE_STILL: Final = (
-    "cloud/",
-    "common/accounting/",
-    "common/host/",
-    "common/metrics",
-    "common/net/",
-    "common/processes/",
-    "common/protocol/",
-    "common/runtime/",
-    "common/storage/",
-    "common/text.py",
-    "deploy/",
-    "device/device_agent.py",
-    "device/pool/",
-    "institution/",
-)
+DENSE_STILL: Final = ("deploy/",)
 
 
 def ideas(path: Path) -> Iterator[str]:
