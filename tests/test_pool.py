@@ -348,10 +348,11 @@ async def test_lanes_that_cannot_start_fail_whoever_waits_and_whoever_comes() ->
                 await pool.member(name).prepare(experiment())
 
 
-def test_a_driver_makes_it_worth_looking_for_gpus(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["nvidia0", "nvhost-gpu", "nvgpu", "nvmap", "kfd", "dxg"])
+def test_a_driver_makes_it_worth_looking_for_gpus(name: str, tmp_path: Path) -> None:
     (tmp_path / "nvidiactl").touch()
     assert not may_have_gpu(tmp_path)
-    (tmp_path / "nvidia0").touch()
+    (tmp_path / name).touch()
     assert may_have_gpu(tmp_path)
 
 

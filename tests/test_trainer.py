@@ -315,6 +315,15 @@ def test_a_gpu_computes_in_tf32_only_where_the_experiment_has_it(
             True,
         ),
         ("HIP out of memory. Tried to allocate 20.00 MiB.", True),
+        ("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED", True),
+        (
+            'NVML_SUCCESS == r INTERNAL ASSERT FAILED at "../c10/cuda/CUDACachingAllocator.cpp":838'
+            ", please report a bug to PyTorch.",
+            True,
+        ),
+        ("NvMapMemAllocInternalTagged: 1075072515 error 12", True),
+        ("NvMapMemHandleAlloc: error 0", True),
+        ("CUDA error: CUDNN_STATUS_BAD_PARAM", False),
         ("CUDA error: an illegal memory access was encountered", False),
     ],
 )

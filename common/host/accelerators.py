@@ -13,19 +13,27 @@ from fedstrata.common.errors import InvalidExperiment
 
 OPTION: Final = "--accelerator"
 _NAMES: Final = re.compile(r"auto|cpu|cuda|cuda:\d+")
-# Device files of GPU drivers: Nvidia's, AMD's, Windows' below WSL.
-_DRIVERS: Final = ("nvidia[0-9]*", "kfd", "dxg")
+# Device files of GPU drivers: Nvidia's, those of its Tegra boards (Jetson), AMD's, Windows' below
+# WSL.
+_DRIVERS: Final = ("nvidia[0-9]*", "nvhost-gpu", "nvgpu", "nvmap", "kfd", "dxg")
 # GPUs on which fedstrata does not compute
 _UNUSED: Final[Mapping[str, str]] = {"mps": "Apple", "xpu": "Intel"}
-# Failures to allocate that torch raises as plain RuntimeErrors: those of the libraries, by their
-# documented status (of cuDNN 9 and of earlier releases), and those of CUDA's runtime and driver
-# outside torch's allocator. cuBLAS reports a handle for which there was no memory as not
-# initialized; cuDNN without memory for any algorithm finds none.
-_NO_MEMORY: Final = re.compile(
-    r"\b(CU|HIP)[A-Z_]*ALLOC(ATION)?_FAILED|\b(CU|HIP)BLAS_STATUS_NOT_INITIALIZED"
-    r"|\b(CUDA|HIP) (driver )?(error: )?out of memory|unable to find an engine|Unable to find a "
-    r"valid cuDNN algorithm"
-)
+# Failures to allocate that torch raises as plain RuntimeErrors, by who names them: patterns of
+# their texts. The libraries' are their documented status, of cuDNN 9 and of earlier releases.
+_NO_MEMORY_OF: Final[Mapping[str, str]] = {
+    # outside torch's allocator
+    "runtime and driver": r"\b(CUDA|HIP) (driver )?(error: )?out of memory",
+    "libraries": r"\b(CU|HIP)[A-Z_]*ALLOC(ATION)?_FAILED",
+    # a handle for which there was no memory
+    "handles": r"\b(CU|HIP)(BLAS|DNN|SOLVER|SPARSE)_STATUS_NOT_INITIALIZED",
+    # no memory for any algorithm
+    "cuDNN's choice": r"unable to find an engine|Unable to find a valid cuDNN algorithm",
+    # torch asks NVML for the text of its own lack of memory: Tegra has none, or too old a one
+    "torch's own text": r"NVML_SUCCESS == r INTERNAL ASSERT",
+    # Tegra's driver, whose memory is the host's
+    "Tegra": r"\bNvMapMem(Alloc|HandleAlloc)",
+}
+_NO_MEMORY: Final = re.compile("|".join(_NO_MEMORY_OF.values()))
 # Failures after which each call in the process fails, by the CUDA runtime's documentation of its
 # error codes, and those by which the libraries report one of them.
 _LOST: Final = re.compile(
