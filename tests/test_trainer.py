@@ -9,7 +9,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -289,6 +289,22 @@ def test_a_gpu_computes_in_tf32_only_where_the_experiment_has_it(
         assert settings() == (True, True, True, True)
         computing.set_up_evaluation(gpu)
         assert settings() == (False, False, False, False)
+
+
+@pytest.mark.parametrize(("workspaces", "refused"), [(":16:8", False), (":0:0", True)])
+def test_workspaces_of_the_environment_must_be_deterministic(
+    workspaces: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    gpu = torch.device("cuda", 0)
+    with restored():
+        monkeypatch.setenv(computing.WORKSPACES, workspaces)
+        computing.set_up(gpu, TrainingSettings())
+        named = r"training.deterministic = True: .*=:0:0.* Unset it, or use :4096:8 or :16:8"
+        with pytest.raises(InvalidExperiment, match=named) if refused else nullcontext():
+            computing.set_up(gpu, TrainingSettings(deterministic=True))
+        assert os.environ[computing.WORKSPACES] == workspaces
+        assert torch.are_deterministic_algorithms_enabled() is not refused
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,10 @@ from fedstrata.common.settings import own
 from fedstrata.common.settings.training import TrainingSettings
 
 CPU: Final = torch.device("cpu")
+WORKSPACES: Final = "CUBLAS_WORKSPACE_CONFIG"
+# Those of the page of torch.use_deterministic_algorithms: the first takes 24 MiB more, the second
+# may be slower.
+DETERMINISTIC_WORKSPACES: Final = (":4096:8", ":16:8")
 
 
 class OfExperiment(Protocol):
@@ -150,7 +154,11 @@ def seeded(seed: int, accelerator: torch.device = CPU) -> Iterator[None]:
 def _set_up_gpu(*, tf32: bool, deterministic: bool) -> None:
     # Releases of torch before 2.10 look for it at the process's first matrix product, and refuse
     # deterministic ones later, though it has been set meanwhile.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    workspaces = os.environ.setdefault(WORKSPACES, DETERMINISTIC_WORKSPACES[0])
+    if deterministic and workspaces not in DETERMINISTIC_WORKSPACES:
+        problem = f"the environment has {WORKSPACES}={workspaces}, with which cuBLAS is not"
+        remedy = f"Unset it, or use {' or '.join(DETERMINISTIC_WORKSPACES)}."
+        raise InvalidExperiment("training.deterministic", True, problem, remedy)
     # setting it imports the compiler's settings
     if torch.are_deterministic_algorithms_enabled() != deterministic:
         torch.use_deterministic_algorithms(deterministic)
