@@ -307,11 +307,11 @@ def test_a_cap_follows_from_what_a_few_devices_take(monkeypatch: pytest.MonkeyPa
     assert most_in_memory(case.recipe, case.turns[0]) >= 5  # a host's memory is not asked
     gpu = SimpleNamespace(accelerator=torch.device("cuda", 0))
     monkeypatch.setattr(trainer, "_peak_bytes", lambda _, turns: 100 + 50 * len(turns))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 5000))
-    assert most_in_memory(gpu, case.turns[0]) == 16  # type: ignore[arg-type]
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10, 5000))
-    assert most_in_memory(gpu, case.turns[0]) == 1  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 200)
+    for share, most in ((1000, 16), (210, 1), (0, 1)):
+        memory = SimpleNamespace(share_bytes=lambda share=share: share)
+        monkeypatch.setattr(trainer, "memory_of", lambda _, memory=memory: memory)
+        assert most_in_memory(gpu, case.turns[0]) == most  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

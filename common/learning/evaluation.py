@@ -37,6 +37,7 @@ from fedstrata.common.learning.computing import (
     seeded,
     set_up_evaluation,
 )
+from fedstrata.common.learning.gpu_memory import memory_of
 from fedstrata.common.learning.losses import loss_of, try_loss
 from fedstrata.common.methods.attack import LabelledSamples
 from fedstrata.common.model.layout import Row
@@ -53,6 +54,8 @@ ALSO: Final = "score.also"
 BATCH: Final = 500
 # on a slow machine 500 samples may take longer than the progress that is expected of a process
 CPU_BATCH: Final = 100
+# of a module and a test set that stay on a GPU between two evaluations
+KEPT_BYTES: Final = 500_000_000
 
 log = logging.getLogger("fedstrata.evaluation")
 
@@ -195,6 +198,8 @@ class ModelTester:
         self._experiment = experiment
         self._watch = watch
         self._data = datasets.load(experiment.data)
+        # images and labels, where they are
+        self._tests = {CPU: (self._data.test_images, self._data.test_labels)}
         self._loss = experiment.training.loss
         self._scores = experiment.score.names
         try_loss(self._loss, self._data.inputs)
@@ -237,26 +242,49 @@ class ModelTester:
     def _on_accelerator(self) -> Evaluation | None:
         """Return the result, None if memory ran out; leave the accelerator's memory to others."""
         set_up_evaluation(self._accelerator)
+        kept = False
         try:
             self._module.to(self._accelerator)
-            return self._on(self._accelerator)
+            found = self._on(self._accelerator)
+            kept = self._bytes <= KEPT_BYTES
+            return found
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
         finally:
-            self._module.to(CPU)
-            if self._accelerator.type == "cuda":
-                torch.cuda.empty_cache()
+            if not kept:
+                self._module.to(CPU)
+                self._tests.pop(self._accelerator, None)
+            memory = memory_of(self._accelerator)
+            if memory is not None and (memory.others() or not kept):
+                memory.give_back()
         return None
+
+    @property
+    def _bytes(self) -> int:
+        """The bytes of the module and the test set."""
+        tensors = [*self._module.parameters(), *self._module.buffers()]
+        tensors += [*self._tests[CPU]]
+        return sum(tensor.nbytes for tensor in tensors)
+
+    def _copied(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the test set on a device, where it stays; of a large one each batch is copied."""
+        images, labels = self._tests[CPU]
+        if images.nbytes + labels.nbytes > KEPT_BYTES:
+            return images, labels
+        return images.to(device), labels.to(device)
 
     def _on(self, device: torch.device) -> Evaluation:
         data = self._data
+        if device not in self._tests:
+            self._tests[device] = self._copied(device)
+        images, labels = self._tests[device]
         batch = CPU_BATCH if device == CPU else BATCH
         normalise = data.normaliser(device)
         found = evaluate(
             self._module,
-            data.test_images,
-            labels=data.test_labels,
+            images,
+            labels=labels,
             normalise=normalise,
             batch_size=batch,
             loss=self._loss,

@@ -149,12 +149,18 @@ BLOCK_BYTES = 1 << 20
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoredSamples:
     """`samples` int64 [m], at least one, are a device's test samples: indices in `images` and
-    `labels`, on the CPU.
+    `labels`, on the accelerator.
     """
 
     images: Tensor
     labels: Tensor
     samples: Tensor
+
+    def on(self, accelerator: torch.device) -> ScoredSamples:
+        """Return a copy of these samples alone on an accelerator."""
+        images = self.images[self.samples].to(accelerator)
+        labels = self.labels[self.samples].to(accelerator)
+        return ScoredSamples(images, labels, torch.arange(len(labels), device=accelerator))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -221,6 +227,7 @@ def load_local_dataset(
         images = images[samples].to(accelerator)
         labels = labels[samples].to(accelerator)
         samples = torch.arange(len(samples), device=accelerator)
+        tests = None if tests is None else tests.on(accelerator)
     normalise = dataset.normaliser(accelerator)
     local = LocalDataset(dataset.inputs, images, labels, samples, normalise, partition, tests=tests)
     if experiment.training.own_augmentation is not None:

@@ -17,6 +17,7 @@ from fedstrata.common.errors import InvalidExperiment, RunFailed
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.learning import models
 from fedstrata.common.learning.computing import seeded
+from fedstrata.common.learning.gpu_memory import memory_of
 from fedstrata.common.learning.nets import reseed
 from fedstrata.common.methods.private import noise_of
 from fedstrata.common.randomness import Purpose, torch_seed
@@ -57,6 +58,7 @@ class LocalTraining:
         self._experiment = experiment
         self._node = node
         self._accelerator = accelerator
+        self.memory = memory_of(accelerator)
         self._own = [key for key, name in experiment.code_at(node).items() if is_own(name)]
 
     def trained(
@@ -91,7 +93,7 @@ class LocalTraining:
         with generators, self._deterministic():
             network.tensors(parts).row.read(inner)
             models.read_frozen(module, parts.frozen)
-            self.move(network, self._accelerator)
+            self.move(network)
             if network.drops:
                 seed = dropout_seed(experiment, node=self._node, local_round=local_round)
                 reseed(module, seed, self._accelerator)
@@ -128,7 +130,6 @@ class LocalTraining:
                 programs=recorded,
                 comparison=comparison,
             )
-            self.move(network, "cpu")
             models.check_constant(module, parts)
             trained = parts.whole.empty() if vectors.personal else out
             network.tensors(parts).row.write(trained)
@@ -196,6 +197,9 @@ class LocalTraining:
         )
 
     def exhausted(self) -> RunFailed:
+        """Return the error of a lack of memory, after giving back what can be."""
+        if self.memory is not None:
+            self.memory.give_back()
         experiment = self._experiment
         problem = f"{self._accelerator} has not enough free memory to train {experiment.model.name}"
         return RunFailed(
@@ -222,17 +226,15 @@ class LocalTraining:
             remedy = "Set it to false, use another model, or --accelerator cpu."
             raise InvalidExperiment("training.deterministic", True, problem, remedy) from None
 
-    def move(self, network: Network, where: torch.device | str) -> None:
-        if self._accelerator.type != "cpu":  # torch would check every tensor of the module
-            network.module.to(where)
+    def move(self, network: Network) -> None:
+        """Move a user's own module, which each training has anew, to the accelerator."""
+        if network.kept is None and self._accelerator.type != "cpu":
+            network.module.to(self._accelerator)
 
     def release(self, network: Network) -> None:
-        """Drop gradients and release the accelerator's memory, because other processes may train on
-        it too.
-        """
+        """Drop gradients and what this process holds of the accelerator beyond its share."""
         weights = network.kept.weights if network.kept else network.module.parameters()
         for weight in weights:
             weight.grad = None
-        self.move(network, "cpu")
-        if self._accelerator.type == "cuda":
-            torch.cuda.empty_cache()
+        if self.memory is not None:
+            self.memory.end()

@@ -104,7 +104,7 @@ class Network:
 
     `features` and `head` (the places of the last linear layer's weight and bias) are for objectives
     that read them. `kept`: the tensors of a model that always has the same ones. A user's own may
-    replace its buffers, and so does a move to another device.
+    replace its buffers.
     """
 
     module: nn.Module
@@ -216,9 +216,9 @@ def source_of(
             if training.precision != "bf16":
                 as_products(module)
         keep_linear_fp32(module, training, device=accelerator)
-        shared = _network(experiment, module.train(), parts, accelerator)
-        if accelerator.type == "cpu":
-            shared = replace(shared, kept=NetworkTensors.of(module, parts))
+        # it stays there, so that no training moves it
+        shared = _network(experiment, module.to(accelerator).train(), parts, accelerator)
+        shared = replace(shared, kept=NetworkTensors.of(module, parts))
     return NetworkSource(experiment, inputs, accelerator, parts, shared)
 
 

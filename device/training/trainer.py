@@ -194,6 +194,8 @@ class Trainer:
             made = replace(made, local=self.wrong.of(made.local))
         exhausted = False
         set_up(self._accelerator, self._experiment.training)
+        if self._training.memory is not None:
+            self._training.memory.begin()
         network = made.source.network()
         total = epochs * self._training.steps_in_epoch(made.local)
         start = time.monotonic()
@@ -317,7 +319,7 @@ class Trainer:
             with generators:
                 network.tensors(made.source.parts).row.read(model)
                 models.read_frozen(network.module, made.source.parts.frozen)
-                self._training.move(network, self._accelerator)
+                self._training.move(network)
                 for samples, labels in parts:
                     result = evaluate(
                         network.module,

@@ -19,6 +19,7 @@ from fedstrata.common.errors import AcceleratorLost
 from fedstrata.common.host.accelerators import is_lost, out_of_memory
 from fedstrata.common.learning import datasets, models
 from fedstrata.common.learning.computing import first_line, set_up
+from fedstrata.common.learning.gpu_memory import memory_of
 from fedstrata.common.learning.inputs import Inputs
 from fedstrata.common.model.parts import given_arrays
 from fedstrata.device.jobs import (
@@ -47,8 +48,6 @@ from fedstrata.device.vmapped.schedule import Load, plan
 CPU: Final = torch.device("cpu")
 PEAK_STEPS: Final = 3  # after which a group's memory is known
 UNLIMITED_DEVICES: Final = 1 << 20  # where memory is the host's
-# of the free memory: for other libraries and gaps of the allocator
-MEMORY_RESERVE_SHARE: Final = 0.2
 
 log = logging.getLogger("fedstrata.vmapped")
 
@@ -93,12 +92,15 @@ class VmappedTrainer:
             done(number, how)
 
         set_up(self._accelerator, first.experiment.training)
+        memory = memory_of(self._accelerator)
+        if memory is not None:
+            memory.begin()
         try:
             self._train(work, end)
         except Exception as error:  # noqa: BLE001 - any kernel may be missing; each device alone finds its place
             self._give_up(first, error)
-        if self._accelerator.type == "cuda":
-            torch.cuda.empty_cache()  # other processes may train on it too
+        if memory is not None:
+            memory.end()
         return left
 
     def _give_up(self, device: HostedDevice, error: Exception) -> None:
@@ -149,6 +151,7 @@ class _Shared:
         self._local: dict[str, LocalDataset] = {}
         self._prepared = 0
         self._most: int | None = None
+        self._others = 0  # processes that shared the accelerator then
 
     def know(self, nodes: Sequence[str]) -> None:
         """Load the data of new devices and copy the samples of all devices to the accelerator."""
@@ -261,9 +264,14 @@ class _Shared:
         )
 
     def most(self, recipe: Recipe, turn: Turn) -> int:
-        """Return how many devices fit in one group: measured once, with any turn."""
-        if self._most is None:
+        """Return how many devices fit in one group: measured with any turn, once for each number
+        of processes that share the accelerator.
+        """
+        memory = memory_of(self._accelerator)
+        others = 0 if memory is None else memory.others()
+        if self._most is None or others != self._others:
             self._most = most_in_memory(recipe, turn)
+            self._others = others
             log.info(
                 "%s on %s: at most %d together",
                 self._experiment.model.name,
@@ -274,15 +282,15 @@ class _Shared:
 
 
 def most_in_memory(recipe: Recipe, turn: Turn) -> int:
-    """Return the number of devices that fit into the accelerator's free memory, estimated from
-    copies of a turn.
+    """Return the number of devices that fit into this process's share of the accelerator's memory,
+    estimated from copies of a turn.
     """
-    if recipe.accelerator.type != "cuda":
+    memory = memory_of(recipe.accelerator)
+    if memory is None:
         return UNLIMITED_DEVICES
     each_bytes = max(1, (_peak_bytes(recipe, [turn] * 4) - _peak_bytes(recipe, [turn])) // 3)
-    torch.cuda.empty_cache()
-    free_bytes, _ = torch.cuda.mem_get_info(recipe.accelerator)
-    return max(1, int(free_bytes * (1 - MEMORY_RESERVE_SHARE)) // each_bytes)
+    room_bytes = memory.share_bytes() - torch.cuda.memory_allocated(recipe.accelerator)
+    return max(1, room_bytes // each_bytes)
 
 
 def _peak_bytes(recipe: Recipe, turns: Sequence[Turn]) -> int:
