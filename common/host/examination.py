@@ -1,4 +1,6 @@
-"""What a machine lacks: its clock, memory, disks and packages, examined without disturbing it."""
+"""What a machine lacks: its clock, memory, power, disks and packages, examined without disturbing
+it.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from fedstrata.common.errors import installing
+from fedstrata.common.host.board import board_problems
 from fedstrata.common.text import ShortText
 
 MEMORY_LEAST: Final = 256_000_000
@@ -46,12 +49,19 @@ class Finding:
 
 
 def examine_host(
-    folders: Mapping[str, Path], *, learns: bool, proc: Path = Path("/proc")
+    folders: Mapping[str, Path],
+    *,
+    learns: bool,
+    proc: Path = Path("/proc"),
+    sys: Path = Path("/sys"),
 ) -> list[Finding]:
     """Return findings of this machine: `folders` are those written to, by use; `learns`: PyTorch is
     needed.
     """
     found = [*_clock(), *_memory(proc)]
+    found += [
+        Finding(item, False, not problem, problem) for item, problem in board_problems(proc, sys)
+    ]
     found += [_disk(use, folder) for use, folder in folders.items()]
     return [*found, _torch(needed=learns)]
 

@@ -8,6 +8,7 @@ from functools import cache
 from importlib.metadata import version
 from typing import Final
 
+from fedstrata.common.host.board import BOARD_ITEMS
 from fedstrata.common.host.examination import TORCH
 from fedstrata.common.runtime.roll import Answer
 from fedstrata.deploy.kits.lab_file import Lab
@@ -45,7 +46,9 @@ def faults(found: Sequence[Answer], lab: Lab | None) -> dict[str, list[str]]:
             way = "ahead of" if each.ahead_s > 0 else "behind"
             wrong.append(f"its clock is {abs(each.ahead_s):.0f} s {way} this one's")
         wrong += [
-            f"{one.item}: {one.note}" for one in here.findings if one.needed and not one.there
+            f"{one.item}: {one.note}"
+            for one in here.findings
+            if not one.there and (one.needed or one.item in BOARD_ITEMS)
         ]
     torch = {
         each.node: one.note
