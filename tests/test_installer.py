@@ -16,6 +16,7 @@ import pytest
 from fedstrata.deploy.kits.lab_file import load
 from fedstrata.deploy.kits.provision import INSTALLER, provision
 from tests import test_kits
+from tests.helpers.kits import wheel_in
 
 wheel = test_kits.wheel  # a fixture
 
@@ -26,6 +27,15 @@ KNOWN: Final = (
 ADDED: Final = STUB + 'touch "$STUBS/user"\n'
 PACKAGES: Final = (
     STUB + 'case "$*" in *mosquitto*) cp "$STUBS/systemctl" "$STUBS/mosquitto" ;; esac\n'
+)
+# pip installs the command, whose release it prints
+PYTHON: Final = (
+    STUB
+    + 'case "$*" in *./fedstrata-*) wheel=${*##*./fedstrata-}; '
+    + 'printf \'#!%s\\n#\\necho %s\\n\' "$(dirname "$0")/sh" "${wheel%%-*}" > "$STUBS/command"; '
+    + '[ ! -e "$STUBS/broken" ] || echo "exit 1" >> "$STUBS/command"; '
+    + 'rm -f "$(dirname "$0")/fedstrata"; cp "$STUBS/command" "$(dirname "$0")/fedstrata"; '
+    + 'chmod 755 "$(dirname "$0")/fedstrata" ;; esac\n'
 )
 STUBS: Final = {
     "systemctl": STUB,
@@ -74,8 +84,10 @@ class Machine:
         (self.home / "none").touch(mode=0o644)  # in place of this host's own mosquitto
         python = self.home / "opt" / "fedstrata" / "venv" / "bin" / "python"
         python.parent.mkdir(parents=True)
-        python.write_text(STUB)
+        python.write_text(PYTHON)
         python.chmod(0o755)
+        # of the command's first line: what it is run by lies in its own environment
+        (python.parent / "sh").symlink_to(str(shutil.which("sh")))
 
     def install(self, kit: Path, *options: str) -> subprocess.CompletedProcess[str]:
         """Run a kit's installer as root, without a mosquitto on its PATH unless a stub was
@@ -95,6 +107,9 @@ class Machine:
             "mount",
             "cp",
             "touch",
+            "mv",
+            "sed",
+            "chmod",
         ):
             if not (tools / name).exists():
                 (tools / name).symlink_to(str(shutil.which(name)))
@@ -122,11 +137,53 @@ class Machine:
     def units(self) -> list[str]:
         return sorted(path.name for path in (self.home / "etc" / "systemd" / "system").iterdir())
 
+    @property
+    def release(self) -> str:
+        """The release of the installed command, and where what runs it is."""
+        text = (self.home / "opt" / "fedstrata" / "venv" / "bin" / "fedstrata").read_text()
+        first, _, rest = text.partition("\n")
+        assert first == "#!/opt/fedstrata/venv/bin/sh", (
+            "not that of the folder in which it was made"
+        )
+        return rest.rpartition("echo ")[2].strip()
+
 
 def kit_of(folder: Path, wheel: Path, machine: str, text: str = test_kits.RACK) -> Path:
     file = test_kits.rack(folder, text)
     provision(load(file), file, wheel=wheel, out=folder / "kits")
     return folder / "kits" / machine
+
+
+def boards(count: int) -> str:
+    """Return the file of a lab of boards, a device on each."""
+    machines = [f'pi-{number} = {{ address = "10.0.0.{number + 10}" }}' for number in range(count)]
+    devices = [
+        f'[[devices]]\nnames = ["device-{number}"]\nmachine = "pi-{number}"\nparent = "cloud"'
+        for number in range(count)
+    ]
+    lab = ['name = "rack"', 'broker = "main"', "[machines]", 'server = { address = "10.0.0.1" }']
+    return "\n".join([*lab, *machines, '[brokers.main]\nmachine = "server"', *devices])
+
+
+@dataclass(frozen=True)
+class Releases:
+    """The kits of two releases of a lab of boards."""
+
+    old: Path
+    new: Path
+
+    @classmethod
+    def of(cls, folder: Path, count: int) -> Releases:
+        made = []
+        for version in ("0.1.0", "0.2.0"):
+            text = boards(count)
+            if version == "0.2.0":  # it has other services, too
+                text = text.replace('"10.0.0.10" }', '"10.0.0.10", link = "lan-1g" }')
+            file = test_kits.rack(folder, text)
+            wheel = wheel_in(folder / version, version=version)
+            made.append(folder / f"kits-{version}")
+            provision(load(file), file, wheel=wheel, out=made[-1])
+        return cls(*made)
 
 
 def started(*names: str) -> list[str]:
@@ -185,6 +242,74 @@ def test_a_brokers_machine_gets_mosquitto_whose_own_service_ends(
     ]
 
 
+@pytest.mark.parametrize("count", [3, pytest.param(40, marks=pytest.mark.slow)])
+def test_a_lab_of_boards_is_upgraded_board_by_board_and_back(tmp_path: Path, count: int) -> None:
+    kits = Releases.of(tmp_path, count)
+    lab = {f"pi-{number}": Machine(tmp_path / f"machine-{number}") for number in range(count)}
+    for name, machine in lab.items():
+        assert machine.install(kits.old / name).returncode == 0
+    for name, machine in lab.items():
+        machine.asked()
+        done = machine.install(kits.new / name)
+        assert done.returncode == 0, done.stderr
+        assert [line for line in machine.asked("systemctl") if "restart" in line] != []
+        upgraded = [each.release for each in lab.values()].count("0.2.0")
+        assert upgraded == 1 + list(lab).index(name), "the others run on"
+    first = lab["pi-0"]
+    assert len(first.units) == 2
+    for name, machine in lab.items():
+        assert machine.install(kits.new / name, "--back").returncode == 0
+        assert machine.release == "0.1.0"
+    assert len(first.units) == 1 and "link" not in first.units[0]
+    text = (first.home / "etc" / "fedstrata" / "lab.toml").read_text()
+    assert text == (kits.old / "pi-0" / "lab.toml").read_text()
+    *_, stopped, reloaded, enabled, restarted = first.asked("systemctl")
+    assert stopped == "systemctl disable --now --quiet fedstrata-link.service"
+    assert (reloaded, enabled.split()[1], restarted.split()[1]) == (
+        "systemctl daemon-reload",
+        "enable",
+        "restart",
+    )
+    assert first.install(kits.old / "pi-0", "--back").returncode == 0
+    assert first.release == "0.2.0" and len(first.units) == 2, "back again undoes it"
+
+
+def test_an_upgrade_that_fails_leaves_what_runs(tmp_path: Path) -> None:
+    kits = Releases.of(tmp_path, 1)
+    machine = Machine(tmp_path / "machine")
+    assert machine.install(kits.old / "pi-0").returncode == 0
+    unit = machine.home / "etc" / "systemd" / "system" / machine.units[0]
+    before = unit.read_text()
+    machine.asked()
+    (machine.home / "broken").touch()
+    done = machine.install(kits.new / "pi-0")
+    assert done.returncode != 0
+    assert machine.asked("systemctl") == [] and machine.release == "0.1.0"
+    assert unit.read_text() == before and len(machine.units) == 1
+    (machine.home / "broken").unlink()
+    assert machine.install(kits.new / "pi-0").returncode == 0
+    assert machine.release == "0.2.0"
+
+
+def test_an_upgrade_that_was_killed_between_two_moves_is_repeated(tmp_path: Path) -> None:
+    kits = Releases.of(tmp_path, 1)
+    machine = Machine(tmp_path / "machine")
+    assert machine.install(kits.old / "pi-0").returncode == 0
+    folder = machine.home / "opt" / "fedstrata"
+    (folder / "venv").rename(folder / "venv-before")
+    assert machine.install(kits.new / "pi-0").returncode == 0
+    assert machine.release == "0.2.0"
+    assert machine.install(kits.new / "pi-0", "--back").returncode == 0
+    assert machine.release == "0.1.0"
+
+
+def test_without_an_earlier_installation_there_is_no_way_back(tmp_path: Path) -> None:
+    kits = Releases.of(tmp_path, 1)
+    machine = Machine(tmp_path / "machine")
+    done = machine.install(kits.old / "pi-0", "--back")
+    assert done.returncode == 1 and done.stderr.startswith("nothing to return to: ")
+
+
 def test_what_is_removed_is_stopped_first(tmp_path: Path, wheel: Path) -> None:
     machine = Machine(tmp_path / "machine")
     kit = kit_of(tmp_path, wheel, "pi-0")
@@ -200,7 +325,7 @@ def test_what_is_removed_is_stopped_first(tmp_path: Path, wheel: Path) -> None:
         "systemctl daemon-reload",
     ]
     assert machine.units == [] and not (machine.home / "etc" / "fedstrata" / "tls").exists()
-    assert not (machine.home / "opt" / "fedstrata" / "venv").exists()
+    assert list((machine.home / "opt" / "fedstrata").iterdir()) == []
 
 
 @pytest.mark.parametrize("program", ["systemctl", "chgrp", "useradd", "apt-get"])

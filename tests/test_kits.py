@@ -443,7 +443,10 @@ class Host:
         python = self.root / "opt" / "fedstrata" / "venv" / "bin" / "python"
         python.parent.mkdir(parents=True)
         python.write_text(f'#!/bin/sh\necho "$@" >> {self.asked}\n')
-        python.chmod(0o755)
+        command = python.with_name("fedstrata")
+        command.write_text("#!/bin/sh\n")
+        for path in (python, command):
+            path.chmod(0o755)
 
     def install(self, kit: Path, *options: str) -> str:
         line = [kit / INSTALLER, "--root", self.root, *options]

@@ -38,7 +38,8 @@ _CARD: Final = re.compile(r"mmcblk\d+")
 def board_problems(
     proc: Path = Path("/proc"), sys: Path = Path("/sys")
 ) -> Iterator[tuple[str, str]]:
-    """Yield each item that this host can be examined for, and its problem with the remedy, or "".
+    """Yield each item for which this host can be examined, and its problem with the remedy; "":
+    none.
     """
     bits = _firmware_bits(sys)
     if bits is not None:

@@ -253,7 +253,8 @@ From the folder that contains this one:
     scp -r {machine} {where}:
     ssh -t {where} sudo ./{machine}/install.sh
 
-The same two commands renew it. `install.sh --remove` removes it. Services:
+The same two commands renew it. `install.sh --back` returns to what the last
+installation replaced. `install.sh --remove` removes it. Services:
 
 {rows}
 `systemctl status 'fedstrata-*'` shows what they do, `journalctl -u 'fedstrata-*'` their logs. A
