@@ -191,6 +191,7 @@ def cloud(
     from fedstrata.common.runtime.world import Host
     from fedstrata.deploy.kits.lab_file import reach
     from fedstrata.deploy.local.beforehand import check_cloud
+    from fedstrata.deploy.results.stragglers import straggler_note
     from fedstrata.deploy.watching.showing import show
 
     with reporting():
@@ -249,6 +250,8 @@ def cloud(
         registry, address = serve_metrics(
             metrics, broker=where, login=reached.login, insecure=insecure, folders=folders
         )
+        if not resume and (note := straggler_note(chosen, runs)):
+            logs.write_line(note)
         folder = RunFolder.reopen(resume) if resume else RunFolder.create(runs, chosen)
         shown = show(folder.experiment, json_lines=output == "json", broker=str(where))
         with kept_once_begun(folder, [] if sole else again), shown as observe:
