@@ -13,9 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from docs.tools import wifi_trace
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.reading import load, parse, to_toml
 from fedstrata.common.protocol.outbox import Shaper
+from fedstrata.common.settings import links
 from fedstrata.common.settings.links import LinkDirection, RateTrace
 from fedstrata.deploy.simulation.hardware import Durations
 from tests.helpers.examples import slow
@@ -204,3 +206,48 @@ def test_a_quorum_goes_on_without_a_device_in_an_outage() -> None:
     single = {"device-0": {"trace": OUTAGE | {"seconds": [0, 4, 400]}}}
     ended = run({"lan": SHAPED, "of": single}, institution={"rounds": 2, "closing": closing})
     assert ended.ended["cloud"] == "" and len(ended.rounds) == 3
+
+
+# The trace that ships, and those that users record
+
+WIFI = '[links]\nlan = { trace = "wifi-synthetic" }\n'
+
+
+def test_a_trace_that_ships_is_named_and_made_by_its_generator(tmp_path: Path) -> None:
+    file = tmp_path / "lab.toml"
+    file.write_text(WIFI)
+    trace = load(file).tiers[-1].link.trace
+    assert trace is not None and (trace.file, trace.repeat_s) == ("wifi-synthetic", 300.0)
+    assert len(trace.seconds) == 300 and trace.up_mbit.count(0) == 4
+    assert trace.direction(trace.up_mbit).mean() == pytest.approx(23.53e6 / 8, rel=1e-3)
+    shipped = Path(links.__file__).with_name("traces")
+    assert {path.stem for path in shipped.iterdir()} == set(links.SHIPPED_TRACES)
+    assert (shipped / "wifi-synthetic.csv").read_text() == wifi_trace.trace()
+    file.write_text(WIFI.replace('"wifi-synthetic"', '{ file = "wifi-synthetic", repeat_s = 900 }'))
+    trace = load(file).tiers[-1].link.trace
+    assert trace is not None and trace.repeat_s == 900
+
+
+def test_the_pages_script_makes_a_trace_of_what_iperf3_and_ping_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "links.md").read_text()
+    (script,) = [block for block in page.split("```python")[1:] if "icmp_seq" in block]
+    for name, mbit in (("up", [19.12, 0.0, 9.56]), ("down", [28.68, 9.56, 9.56, 9.56])):
+        intervals = [{"sum": {"bits_per_second": each * 1e6}} for each in mbit]
+        (tmp_path / f"{name}.json").write_text(json.dumps({"intervals": intervals}))
+    lines = [
+        "64 bytes from 10.0.0.1: icmp_seq=1 ttl=64 time=3.20 ms",
+        "no answer yet for icmp_seq=2",
+    ]
+    lines.append("64 bytes from 10.0.0.1: icmp_seq=3 ttl=64 time=12 ms")
+    (tmp_path / "ping.txt").write_text("\n".join(lines))
+    monkeypatch.chdir(tmp_path)
+    exec(script.partition("```")[0], {})
+    made = capsys.readouterr().out
+    assert made.splitlines()[1:] == ["0,20,30,1.60", "1,0,10,1.60", "2,10,10,6.00"]
+    (tmp_path / "wifi.csv").write_text(made)
+    file = tmp_path / "lab.toml"
+    file.write_text(WIFI.replace('"wifi-synthetic"', '{ file = "wifi.csv", repeat_s = 3 }'))
+    trace = load(file).tiers[-1].link.trace
+    assert trace is not None and trace.up_mbit == [20, 0, 10]

@@ -35,6 +35,8 @@ from fedstrata.common.settings.tables import (
 SMALL_MESSAGE_BYTES: Final = 1000  # fewer than a node exchanges before it takes part
 TRACE_COLUMNS: Final = ("seconds", "up_mbit", "down_mbit", "delay_ms")
 ROWS_MOST: Final = 5000
+# those of `traces/`, each with the seconds after which it begins anew
+SHIPPED_TRACES: Final[Mapping[str, float]] = {"wifi-synthetic": 300.0}
 
 Column = list[Annotated[float, Field(ge=0)]]
 
@@ -158,8 +160,8 @@ class LinkSet:
 
 
 class LinkTrace(SettingsTable):
-    """Rates and delays that change with time. The name of a CSV file stands for a table that has
-    only `file`.
+    """Rates and delays that change with time. The name of a CSV file, or of a trace that ships,
+    stands for a table that has only `file`.
 
     The file has the columns seconds, up_mbit, down_mbit and delay_ms (which may be left out), and
     gives these keys. A rate of 0 is an outage. Time begins with the first task of the run.
@@ -281,25 +283,42 @@ def with_profiles(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_traces(tree: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return an experiment's tree with the numbers of the trace files that its links name. Raises
-    InvalidExperiment.
+    """Return an experiment's tree with the numbers of the traces that its links name: files, or
+    those that ship. Raises InvalidExperiment.
     """
 
     def with_trace(key: str, link: Any) -> Any:
         if not isinstance(link, Mapping) or link.get("trace") is None:
             return link
+        asked = _shipped_trace(link["trace"])
+        given = link["trace"] if asked is None else asked
         trace = with_file(
             f"{key}.trace",
-            link["trace"],
+            given,
             folder,
             numbers="seconds",
             columns=TRACE_COLUMNS[:-1],
             optional=TRACE_COLUMNS[-1:],
             convert=_numbers,
         )
+        if asked is not None:
+            trace["file"] = Path(asked["file"]).stem
         return {**link, "trace": trace}
 
     return _with_links(tree, with_trace)
+
+
+def _shipped_trace(asked: Any) -> dict[str, Any] | None:
+    """Return the table of a trace that ships, None if another one is asked for."""
+    if isinstance(asked, str):
+        asked = {"file": asked}
+    if not isinstance(asked, Mapping) or "seconds" in asked:
+        return None
+    name = asked.get("file")
+    if not isinstance(name, str) or name not in SHIPPED_TRACES:
+        return None
+    file = Path(__file__).with_name("traces") / f"{name}.csv"
+    return {"repeat_s": SHIPPED_TRACES[name], **asked, "file": str(file)}
 
 
 def _with_links(tree: Mapping[str, Any], change: Callable[[str, Any], Any]) -> dict[str, Any]:
