@@ -35,10 +35,10 @@ NOISE: Final = {
 }  # fmt: skip
 
 
-def method(name: str) -> dict[str, Any]:
-    """Return the tables of a method with a rule and an objective."""
+def method(name: str, **keys: Any) -> dict[str, Any]:
+    """Return the tables of a method with a rule and an objective; `keys`: of the rule."""
     return {
-        "cloud": {"aggregation": {"name": name}},
+        "cloud": {"aggregation": {"name": name, **keys}},
         "training": {"objective": {"name": name}, "momentum": 0.0},
     }
 
@@ -55,6 +55,7 @@ LABS: Final[Mapping[str, tuple[str, dict[str, Any]]]] = {
     "fedprox": ("mlp_digits", {"training": {"objective": {"name": "fedprox"}}}),
     "feddyn": ("mlp_digits", method("feddyn")),
     "fedsam": ("mlp_digits", {"training": {"objective": {"name": "fedsam"}}}),
+    "fedgen": ("mlp_digits", method("fedgen", learning_rate=0.01)),
     "moon": ("mlp_digits", {"training": {"objective": {"name": "moon"}}}),
     "scaffold": ("mlp_digits", method("scaffold")),
     "scored on devices": ("mlp_digits", {"evaluation": {"at": "devices", "held_out": 0.2}}),
@@ -106,7 +107,9 @@ def test_a_device_trains_there_as_on_the_cpu(name: str) -> None:
         made = trainer_of(lab, accelerator=where)
         order = ordered(made, lab)
         received = made.examine(order)
+        held = held_bytes()
         work = made.train(order).work
+        assert held_bytes() == held, "a training leaves nothing behind"
         found.append((order.out, work, received.tests, made.examine_trained(order)))
     (wanted, work, *scores), (row, its, *its_scores) = found
     layout = made.vectors.links.up
@@ -117,9 +120,6 @@ def test_a_device_trains_there_as_on_the_cpu(name: str) -> None:
         assert (mine is None) is (other is None)
         if mine is not None and other is not None:
             assert mine.loss == pytest.approx(other.loss, rel=1e-4)
-    held = held_bytes()
-    made.train(order)
-    assert held_bytes() == held, "a training leaves nothing behind"
 
 
 @pytest.mark.parametrize("name", ["plain", "batch norm"])
