@@ -14,7 +14,7 @@ from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.deploy.results.run import Run, folders
 
-LOOKED_AT: Final = 20  # runs, the last ones
+LOOKED_AT: Final = 5  # runs, the last ones: each is parsed before the lab starts
 DEVICES_LEAST: Final = 3  # whose steps were measured
 SLOWER: Final = 3.0  # than the median of the others
 LEAST_S: Final = 1.0  # of a local round
