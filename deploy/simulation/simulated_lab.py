@@ -159,44 +159,48 @@ LOOK_S: Final = 0.5  # between two looks at nodes that stay
 MEMORY: Final = Path("/dev/shm")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationSettings:
+    """What a simulated lab is beside its experiment."""
+
+    seed: int = 0  # of all randomness
+    # The folder of the lab's run; None: a temporary one, in which the cloud creates the run.
+    run: RunFolder | None = None
+    runs: int = 1  # of the experiment, one after another; in several the other nodes stay
+    # Models and training; None: a `NullWorkload` of `model_bytes`.
+    workload: Workload | None = None
+    model_bytes: int = 10_000
+    durations: Durations = field(default_factory=Durations)
+    # Of every link, until the scenario changes them.
+    conditions: LinkConditions = field(default_factory=LinkConditions)
+    # The machines of processes and brokers; None: only training and evaluation take time.
+    placement: Placement | None = None
+    # Whether each institution's children have their own broker, named like the institution.
+    broker_each: bool = False
+    autostart: Collection[str] | None = None  # the nodes that start at once; None: all
+    spool: bool = True  # whether nodes keep files for a restart
+    executor_delay_s: float = 0.0  # virtual seconds until a call in an executor begins
+    time_limit_s: float = 3600.0  # virtual seconds until the lab is aborted
+    grace_s: float = 60.0  # virtual seconds for the other nodes to end after the cloud
+
+
 class SimulatedLab:
     """One lab; `play` may be called once, then `close`.
 
     scenario: a coroutine that gets the lab and changes it; it starts before the first node
-    run: the folder of the lab's run, by default a temporary one that the cloud creates
-    workload: models and training, by default a `NullWorkload` of `model_bytes`
-    conditions: of every link, until the scenario changes them
-    placement: the machines of processes and brokers, None: only training and evaluation take time
-    broker_each: each institution's children have their own broker, named like the institution
-    autostart: the nodes that start at once, by default all    spool: whether nodes keep files for a
-    restart time_limit_s: virtual seconds until the lab is aborted runs: of the experiment, one
-    after another; in several of them the other nodes stay grace_s: virtual seconds for the other
-    nodes to end after the cloud
     observe: called with the cloud's events
     """
 
     def __init__(
         self,
         experiment: Experiment,
+        settings: SimulationSettings,
         *,
-        seed: int = 0,
-        run: RunFolder | None = None,
         scenario: Callable[[Any], Awaitable[None]] | None = None,
-        workload: Workload | None = None,
-        model_bytes: int = 10_000,
-        durations: Durations | None = None,
-        conditions: LinkConditions | None = None,
-        placement: Placement | None = None,
-        broker_each: bool = False,
-        autostart: Collection[str] | None = None,
-        spool: bool = True,
-        executor_delay_s: float = 0.0,
-        runs: int = 1,
-        time_limit_s: float = 3600.0,
-        grace_s: float = 60.0,
         observe: Observe = ignore,
     ) -> None:
         tree = experiment.tree
+        seed = settings.seed
         self.seed = seed
         self.institutions = tuple(tree.aggregators)
         self.homes = {device: tree.parent(device) for device in tree.layers[-1]}
@@ -205,42 +209,38 @@ class SimulatedLab:
         self.ended: dict[str, str] = {}
         self.errors: dict[str, Exception] = {}  # of nodes that ended with one
         self.failed = asyncio.Event()  # set with the first of them
-        self.loop = VirtualLoop(seed, executor_delay_s=executor_delay_s)
-        machines = None if placement is None else Machines(self.loop, placement)
-        workload = workload or NullWorkload(model_bytes)
-        self.hardware = SimulatedHardware(workload, durations or Durations(), seed, machines)
-        self.loop.time_limit = START_S + time_limit_s
-        self.network = SimulatedNetwork(
-            self.loop, seed, conditions or LinkConditions(), machines=machines
-        )
-        for name in (BROKER, *(self.institutions if broker_each else ())):
+        self.loop = VirtualLoop(seed, executor_delay_s=settings.executor_delay_s)
+        self.loop.time_limit = START_S + settings.time_limit_s
+        machines = None
+        if settings.placement is not None:
+            machines = Machines(self.loop, settings.placement)
+        workload = settings.workload or NullWorkload(settings.model_bytes)
+        self.hardware = SimulatedHardware(workload, settings.durations, seed, machines)
+        self.network = SimulatedNetwork(self.loop, seed, settings.conditions, machines=machines)
+        self.network.add_broker(BROKER)
+        for name in self.institutions if settings.broker_each else ():
             self.network.add_broker(name)
         self._remove_files: Callable[[], object] = lambda: None
-        if run is None:
-            path = Path(
-                tempfile.mkdtemp(
-                    prefix="fedstrata-simulation-", dir=MEMORY if MEMORY.is_dir() else None
-                )
-            )
+        if settings.run is None:
+            home = MEMORY if MEMORY.is_dir() else None
+            path = Path(tempfile.mkdtemp(prefix="fedstrata-simulation-", dir=home))
             self._remove_files = weakref.finalize(self, shutil.rmtree, path, ignore_errors=True)
         else:
-            path = run.path
+            path = settings.run.path
         self.agents = AgentFactory(
             experiment,
             self.hardware,
             Metrics(),
             path,
-            broker_each=broker_each,
-            spool=spool,
-            stay=runs > 1,
+            broker_each=settings.broker_each,
+            spool=settings.spool,
+            stay=settings.runs > 1,
             observe=observe,
-            run=run,
+            run=settings.run,
         )
         self.worlds: dict[str, list[SimulatedWorld]] = {name: [] for name in self.names}
         self._scenario = scenario
-        self._autostart = self.names if autostart is None else tuple(autostart)
-        self._runs = runs
-        self._grace_s = grace_s
+        self._settings = settings
         self._started: list[SimulatedProcess] = []
         # set when a process has ended or was killed: the lab looks again
         self.changed = asyncio.Event()
@@ -328,11 +328,12 @@ class SimulatedLab:
         disturbing = asyncio.create_task(self._disturb(), name="scenario")
         disturbing.add_done_callback(lambda task: self.changed.set())
         await asyncio.sleep(0)  # the scenario starts first
-        for node in self._autostart:
+        autostart = self._settings.autostart
+        for node in self.names if autostart is None else autostart:
             if node not in self.processes:
                 self.start(node)
         await self._until(lambda: CLOUD in self.ended, disturbing)
-        for _ in range(1, self._runs):
+        for _ in range(1, self._settings.runs):
             if self.ended[CLOUD]:
                 break
             del self.processes[CLOUD]  # the next one begins another run
@@ -340,8 +341,8 @@ class SimulatedLab:
             await self._until(lambda: CLOUD in self.ended, disturbing)
         present = [process for process in self.processes.values() if process.alive]
         try:
-            async with asyncio.timeout(self._grace_s):
-                if self._runs == 1:
+            async with asyncio.timeout(self._settings.grace_s):
+                if self._settings.runs == 1:
                     await self._until(
                         lambda: not any(process.alive for process in present), disturbing
                     )

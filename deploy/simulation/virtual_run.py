@@ -28,7 +28,7 @@ from fedstrata.deploy.simulation.hardware import Durations, Workload
 from fedstrata.deploy.simulation.link import LinkConditions
 from fedstrata.deploy.simulation.loop import SimulationError
 from fedstrata.deploy.simulation.machines import Placement
-from fedstrata.deploy.simulation.simulated_lab import SimulatedLab, ignore
+from fedstrata.deploy.simulation.simulated_lab import SimulatedLab, SimulationSettings, ignore
 
 LIMIT_S: Final = 1e9  # virtual seconds
 LOOPBACK_S: Final = 2e-5  # one way, of a node's link to the broker on its own host
@@ -99,18 +99,19 @@ class VirtualRun:
         def observe_run(event: str, facts: dict[str, object]) -> None:
             observe(event, {**facts, SIMULATED: True} if event == "run" else facts)
 
-        self._lab = lab = SimulatedLab(
-            experiment,
+        settings = SimulationSettings(
             seed=self._seed(),
             run=self._folder,
-            scenario=self._watch,
-            workload=self._null and self._null[0],
-            durations=self._null and self._null[1],
             conditions=LinkConditions(delay_s=LOOPBACK_S),
             placement=self._placement,
             broker_each=True,
             time_limit_s=LIMIT_S,
-            observe=observe_run,
+        )
+        if self._null is not None:
+            workload, durations = self._null
+            settings = replace(settings, workload=workload, durations=durations)
+        self._lab = lab = SimulatedLab(
+            experiment, settings, scenario=self._watch, observe=observe_run
         )
         lab.network.hooks.append(self._routed)
         with interruptible(), closing(lab), ExitStack() as opened:

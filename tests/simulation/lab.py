@@ -16,11 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.runtime.round import Observe
 from fedstrata.common.settings.topology import CLOUD
 from fedstrata.deploy.simulation.broker import SimulatedBroker
 from fedstrata.deploy.simulation.link import LinkConditions
 from fedstrata.deploy.simulation.machines import SimulatedProcess
-from fedstrata.deploy.simulation.simulated_lab import BROKER, SimulatedLab, collected_warnings
+from fedstrata.deploy.simulation.simulated_lab import (
+    BROKER,
+    SimulatedLab,
+    SimulationSettings,
+    collected_warnings,
+    ignore,
+)
 from tests.simulation.outcome import LabOutcome, TraceDigest, model_digest, round_rows
 
 Scenario = Callable[["ScenarioLab"], Awaitable[None]]
@@ -34,9 +41,13 @@ class ScenarioLab(SimulatedLab):
         experiment: Experiment,
         *,
         at_end: Callable[[ScenarioLab], None] = lambda lab: None,
-        **options: Any,
+        scenario: Scenario | None = None,
+        observe: Observe = ignore,
+        **settings: Any,
     ) -> None:
-        super().__init__(experiment, **options)
+        super().__init__(
+            experiment, SimulationSettings(**settings), scenario=scenario, observe=observe
+        )
         self.faults: list[tuple[float, str]] = []
         self.injecting = False  # a message that no node has sent is being routed
         self.lies: set[str] = set()  # what members have lied about
