@@ -131,17 +131,15 @@ def sweep(
     }
 
 
-def compare(
-    runs: Sequence[Run | str | Path], *, target: float | None = None, by_task: bool = False
-) -> Mapping[str, Any]:
+def compare(runs: Sequence[Run | str | Path], *, target: float | None = None) -> Mapping[str, Any]:
     """Return what runs cost until they reached a score, over seeds, as `fedstrata compare --format
     json` prints it.
 
     `target`: the score, by default the experiments' own; without one whole runs are compared.
-    `by_task`: runs of several tasks too. Raises InvalidExperiment if they cannot be compared.
+    Raises InvalidExperiment if they cannot be compared.
     """
     found = [each if isinstance(each, Run) else load(each) for each in runs]
-    _, _, tree = compared(found, target=target, by_task=by_task)
+    _, _, tree = compared(found, target=target)
     return tree()
 
 

@@ -71,7 +71,6 @@ CALLS: Final[dict[str, list[tuple[str, int, str]]]] = {
     "compare": [("{run} --target 0.5", 0, "")],
     "export": [
         ("{run} --tensorboard t", 4, "pip install 'fedstrata[tensorboard]'."),
-        ("{run} --mlflow m", 4, "pip install 'fedstrata[mlflow]'."),
         ("{run} --wandb w", 4, "pip install 'fedstrata[wandb]'."),
     ],
     "replay": [("{run}", *TORCH)],
@@ -101,10 +100,8 @@ CALLS: Final[dict[str, list[tuple[str, int, str]]]] = {
     "data check": [("mnist", *TORCH), ("", 4, "data.root = 'data': contains no data set.")],
     "data partition": [("demo", *TORCH)],
     "runs list": [("", 0, "")],
-    "runs show": [("{run}", 0, "")],
     "runs sharpness": [("{run}", *TORCH)],
     "runs divergence": [("{run}", *TORCH)],
-    "runs prune": [("--yes --days 9", 0, "")],
     "runs delete": [("{other} --yes", 0, "")],
     "lab status": [(NOWHERE, 3, "Is it running there, and are the login and --broker right?")],
     "links apply": [("wan-50mbit --to 127.0.0.1", 4, "Name the host at the link's other end.")],

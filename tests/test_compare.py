@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.deploy.console.tabular import Column, Spread, Table, show
-from fedstrata.deploy.results.compare import Group, costs_to, groups_of, notes, speed_up, target_of
+from fedstrata.deploy.results.compare import Group, costs_to, groups_of, notes, target_of
 from fedstrata.deploy.results.pairs import Pairs
 from fedstrata.deploy.results.run import Run
 from fedstrata.deploy.results.series import series_of
@@ -79,7 +79,7 @@ def test_means_are_over_the_runs_that_reached_it_and_the_others_are_reported(
     found += runs(tmp_path, make_run, {"seed": 3}, accuracies=(0.25, None), last="")
     (each,) = group(found, 0.9)
     assert each.spread("rounds") == Spread(2, pytest.approx(2**0.5)) and each.reached == 2
-    assert each.spread("wan_up_bytes") == Spread(2_000_006, pytest.approx(2**0.5 * 1_000_003))
+    assert each.spread("wan_up_bytes") == Spread(2.000006, pytest.approx(2**0.5 * 1.000003))
     (note,) = notes([each], 0.9)
     assert "seed 3" in note and "at best 0.2500 in 2 of 10 global rounds, interrupted" in note
     done = invoke("compare", *(run.path for run in found), "--target", "0.9", "--format", "json")
@@ -104,13 +104,13 @@ def test_speed_ups_are_paired_by_seed(tmp_path: Path, make_run: MakeRun) -> None
     quick += runs(tmp_path, make_run, {"seed": 2, **TEMPO}, accuracies=(0.1, 0.9))
     quick += runs(tmp_path, make_run, {"seed": 3, **TEMPO}, accuracies=(0.1, 0.1))  # never had it
     first, other = group(slow + quick, 0.9)
-    ratio, common = speed_up(other, 0.9)
-    assert (len(ratio.values), common) == (2, 3) and ratio.interval is None
+    ratio = other.ratio
+    assert (len(ratio.values), other.common) == (2, 3) and ratio.interval is None
     assert ratio.spread is not None and ratio.spread.mean == pytest.approx((3 + 1.5) / 2)
     assert ratio.spread.deviation == pytest.approx(1.5 / 2**0.5)
-    assert speed_up(first, 0.9)[0].spread == Spread(1, 0)
+    assert first.ratio.spread == Spread(1, 0)
     _, other = group([slow[0], quick[1]], 0.9)  # without a common seed
-    assert speed_up(other, 0.9) == (Pairs({}), 0)
+    assert (other.ratio, other.common) == (Pairs({}), 0)
 
 
 def test_the_target_is_the_experiments_unless_given(tmp_path: Path, make_run: MakeRun) -> None:
@@ -128,19 +128,14 @@ def test_the_target_is_the_experiments_unless_given(tmp_path: Path, make_run: Ma
     assert invoke("compare").exit_code == 2
 
 
-def test_another_task_is_refused_or_compared_by_itself(tmp_path: Path, make_run: MakeRun) -> None:
+def test_another_task_is_compared_by_itself(tmp_path: Path, make_run: MakeRun) -> None:
     small, large = {"topology": {"devices": 4}}, {"topology": {"devices": 12}}
     found = [make_run(tmp_path, tree) for tree in (small, small | TEMPO)]
     found[1:1] = [make_run(tmp_path, large, accuracies=(0.1, 0.1, 0.1, 0.9))]
     found += [make_run(tmp_path, large | TEMPO, accuracies=(0.1, 0.1, 0.1, 0.9))]
-    refused = invoke("compare", *found, "--target", "0.9")
-    assert refused.exit_code == 4 and not refused.stdout
-    assert (
-        "2 tasks" in refused.stderr
-        and "1 institution, 4 devices; 1 institution, 12 devices" in refused.stderr
-    )
-    assert "use --by-task for speed-ups within each" in refused.stderr
-    done = invoke("compare", *found, "--target", "0.9", "--by-task", "--format", "json")
+    done = invoke("compare", *found, "--target", "0.9", "--format", "json")
+    names = "1 institution, 4 devices; 1 institution, 12 devices"
+    assert f"2 tasks, between which no cost is comparable: {names}" in done.stderr
     groups = json.loads(done.stdout)["groups"]
     assert [(each["task"], each["label"], each["relative_to"]) for each in groups] == [
         (f"1 institution, {count} devices", label, "fixed")
@@ -148,12 +143,10 @@ def test_another_task_is_refused_or_compared_by_itself(tmp_path: Path, make_run:
         for label in ("fixed", "tempo")
     ]
     assert all(each["speed_up"]["mean"] == 1 for each in groups)
-    rows = table(
-        invoke("compare", *found, "--target", "0.9", "--by-task", "--format", "csv").stdout
-    )
+    rows = table(invoke("compare", *found, "--target", "0.9", "--format", "csv").stdout)
     assert [row["task"] for row in rows] == [each["task"] for each in groups]
     assert [row["speed-up_within_the_task"] for row in rows] == ["1.0"] * 4
-    alone = invoke("compare", *found[:2], "--target", "0.9", "--by-task", "--format", "json")
+    alone = invoke("compare", *found[:2], "--target", "0.9", "--format", "json")
     assert [each["relative_to"] for each in json.loads(alone.stdout)["groups"]] == [
         "experiment",
         "experiment",

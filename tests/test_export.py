@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -149,30 +147,6 @@ def test_a_folder_of_other_files_is_left_alone(folder: Path, tmp_path: Path) -> 
     assert (tmp_path / folder.name / "thesis.tex").read_text() == "years"
 
 
-def test_mlflow_gets_each_number_once_and_the_experiment(folder: Path, tmp_path: Path) -> None:
-    for _ in range(2):  # the second time it has all
-        done = invoke("export", folder, "--mlflow", tmp_path / "mlruns", "--format", "json")
-        assert done.exit_code == 0 and json.loads(done.stdout)["global_rounds"] == 3
-    from mlflow import MlflowClient  # seconds, in this process of tests alone
-
-    client = MlflowClient(tracking_uri=(tmp_path / "mlruns").as_uri())
-    group = client.get_experiment_by_name("fedstrata")
-    assert group is not None
-    (known,) = client.search_runs([group.experiment_id])
-    run = Run(folder)
-    assert known.info.status == "FINISHED" and known.data.tags["fedstrata_run"] == run.id
-    assert (
-        known.data.params["model.name"] == "mlp_digits"
-        and known.data.params["topology.devices"] == "2"
-    )
-    for name in series(run.rounds[0]):
-        points = client.get_metric_history(known.info.run_id, name)
-        assert [point.step for point in points] == [1, 2, 3]
-        assert [point.value for point in points] == pytest.approx(
-            [series(row)[name] for row in run.rounds]
-        )
-
-
 @pytest.mark.slow
 def test_wandb_gets_a_run_that_can_be_synchronised(folder: Path, tmp_path: Path) -> None:
     done = subprocess.run(
@@ -190,16 +164,6 @@ def test_wandb_gets_a_run_that_can_be_synchronised(folder: Path, tmp_path: Path)
     assert all(data.count(name.encode()) >= 3 for name in series(run.rounds[0]))
 
 
-def test_a_tracker_that_is_away_is_one_line(folder: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    done = invoke("export", folder, "--mlflow", f"http://127.0.0.1:{port}")
-    assert done.exit_code == 3 and done.stderr.startswith(
-        f"fedstrata: --mlflow: http://127.0.0.1:{port}"
-    )
-    assert done.stderr.count("\n") == 1 and "export again" in done.stderr
-
-
 def test_a_missing_extra_and_no_tracker_are_one_line(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,8 +174,8 @@ def test_a_missing_extra_and_no_tracker_are_one_line(
     done = invoke("export", folder, "--tensorboard", "boards")
     assert done.exit_code == 4 and "pip install 'fedstrata[tensorboard]'" in done.stderr
     done = invoke("export", folder)
-    assert done.exit_code == 4 and "Give --tensorboard, --mlflow or --wandb." in done.stderr
-    assert {"tensorboardX", "mlflow", "wandb"} <= reporting.EXTRAS.keys()
+    assert done.exit_code == 4 and "Give --tensorboard or --wandb." in done.stderr
+    assert {"tensorboardX", "wandb"} <= reporting.EXTRAS.keys()
 
 
 @pytest.mark.slow

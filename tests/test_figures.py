@@ -54,7 +54,7 @@ def test_points_bands_and_targets_are_those_of_the_curves() -> None:
     assert tooltips(drawn(figure)) == ["a: 0 s, 100 %", "a: 8 s, 300 %", "a: 20 s, 500 %"]
 
 
-def test_bars_and_columns_are_stacked() -> None:
+def test_bars_are_stacked() -> None:
     axis = Axis("time", "s", 2.0)
     figure = charts.bars("n", "t", PARTS, {"a": (1.0, 3.0), "b": (0.0, 2.0)}, axis=axis)
     canvas = drawn(figure)
@@ -64,11 +64,7 @@ def test_bars_and_columns_are_stacked() -> None:
     assert canvas.sheet.axes[0].get_xlim() == (0, 8) and {"a: 8.00 s", "b: 4.00 s"} <= set(
         texts(figure)
     )
-    canvas = drawn(charts.columns("n", "t", PARTS, [(1.0, 2.0), (4.0, 0.0)], x=AXIS, axis=axis))
-    boxes = sorted(boxes_of(canvas), key=lambda box: (box[0], box[1]))
-    assert [(y, high) for _, y, _, high in boxes] == [(0, 2), (2, 4), (0, 8)]
-    assert [x + wide / 2 for x, _, wide, _ in boxes] == pytest.approx([1, 1, 2])
-    assert tooltips(canvas) == ["x 1, train: 2.000 s", "x 2, train: 8.000 s", "x 1, wait: 4.000 s"]
+    assert tooltips(canvas) == ["a, train: 2.000 s", "a, wait: 6.000 s", "b, wait: 4.000 s"]
 
 
 def test_a_page_has_the_variables_of_its_colours_and_tooltips() -> None:
@@ -114,9 +110,7 @@ def test_each_series_has_a_colour_and_a_marker() -> None:
         COLOURS[f"s{i}"] for i in range(SERIES)
     ]
     assert "".join(str(line.get_marker()) for line in found.values()) == MARKERS
-    assert [line.get_markevery() for line in found.values()] == [4] * SERIES
-    paper = curves_of(drawn(charts.curves("n", "t", lines, x=AXIS, y=AXIS), paper=True))
-    assert [line.get_markevery() for line in paper.values()] == [12] * SERIES
+    assert [line.get_markevery() for line in found.values()] == [8] * SERIES
 
 
 @example(levels=[(0.00025, 0.0)], ends=[199_999.0])
@@ -134,7 +128,6 @@ def test_no_text_is_outside_of_its_chart(
         charts.bars(
             "n", "t", PARTS, {f"bar {i}": both for i, both in enumerate(levels)}, axis=AXIS
         ),
-        charts.columns("n", "t", PARTS, levels, x=AXIS, axis=AXIS),
     ):
         check_inside(figure)
 
@@ -145,10 +138,9 @@ def test_no_text_is_outside_of_its_chart(
         charts.curves("n", "t", LONG_CURVES, x=AXIS, y=AXIS),
         charts.curves("n", "t", {"_a": Curve([(1.0, 0.5)]), "b": Curve([])}, x=AXIS, y=AXIS),
         charts.bars("n", "t", PARTS, dict.fromkeys(LONG, (1.0, 2e6)), axis=AXIS),
-        charts.columns("n", "t", PARTS, [], x=AXIS, axis=AXIS),
         topology("t", Tree([{"cloud": LONG[:1]}, {LONG[0]: LONG[1:]}]), {}),
     ],
-    ids=["curves", "points", "bars", "columns", "topology"],
+    ids=["curves", "points", "bars", "topology"],
 )
 def test_no_label_is_cut_off(figure: Figure) -> None:
     check_inside(figure)
@@ -156,35 +148,23 @@ def test_no_label_is_cut_off(figure: Figure) -> None:
 
 def check_inside(figure: Figure) -> None:
     """Check that what is drawn lies within the figure."""
-    for paper in (False, True):
-        sheet = drawn(figure, paper=paper).sheet
-        box, (width, height) = sheet.get_tightbbox(), sheet.get_size_inches()
-        assert (
-            box.x0 >= -0.03
-            and box.y0 >= -0.03
-            and box.x1 <= width + 0.03
-            and box.y1 <= height + 0.03
-        ), box
+    sheet = drawn(figure).sheet
+    box, (width, height) = sheet.get_tightbbox(), sheet.get_size_inches()
+    assert box.x0 >= -0.03 and box.y0 >= -0.03, box
+    assert box.x1 <= width + 0.03 and box.y1 <= height + 0.03, box
 
 
 def test_global_rounds_are_whole_numbers() -> None:
-    whole, axis = Axis("global round", whole=True), Axis("time", "s")
+    whole = Axis("global round", whole=True)
     curve = charts.curves("n", "t", {"a": Curve([(1.0, 0.0), (2.0, 1.0)])}, x=whole, y=AXIS)
     assert "1.5" not in texts(curve)
-    bars = charts.columns("n", "t", PARTS, [(1.0, 1.0)] * 30, x=whole, axis=axis)
-    assert {"10", "20", "30"} < set(texts(bars)) and "29" not in texts(bars)
 
 
-def test_papers_have_whole_labels_and_pages_short_ones() -> None:
+def test_a_chart_has_whole_labels_and_no_title_inside() -> None:
     points = [(1.0, 0.5), (11.0, 0.75)]
     lines = {"alpha=1": Curve(points), "alpha=2": Curve(points[:1])}
-    short = {"alpha=1": "#1", "alpha=2": "#2"}
-    figure = charts.curves("n", "t", lines, x=AXIS, y=Axis("accuracy", "%", 100.0), short=short)
-    page, paper = (texts(figure, paper=paper) for paper in (False, True))
-    assert {"accuracy, %", "#1", "#2", "10"} <= set(page) and not {"t", "alpha=1"} & set(page)
-    assert {"accuracy, %", "alpha=1", "alpha=2", "10"} <= set(paper) and not {"t", "#1"} & set(
-        paper
-    )
+    words = texts(charts.curves("n", "t", lines, x=AXIS, y=Axis("accuracy", "%", 100.0)))
+    assert {"accuracy, %", "alpha=1", "alpha=2", "10"} <= set(words) and "t" not in words
 
 
 # Machado et al. 2009: linear RGB as it is, and as seen without long, middle and short cones.
@@ -258,53 +238,36 @@ def test_equal_curves_are_drawn_once_and_share_a_name() -> None:
         "none": Curve([]),
         "none, too": Curve([]),
     }
-    figure = charts.curves(
-        "n", "t", lines, x=AXIS, y=AXIS, short={"slow, a": "#1", "fast, a": "#3"}
-    )
+    figure = charts.curves("n", "t", lines, x=AXIS, y=AXIS)
     words, found = texts(figure), curves_of(drawn(figure))
-    assert {"#1 = #3", "slow, b", "none", "none, too"} <= set(words) and "slow, a" not in words
+    assert {"slow, a = fast, a", "slow, b", "none", "none, too"} <= set(
+        words
+    ) and "slow, a" not in words
     assert [line.get_color() for line in found.values()] == [COLOURS["s0"], COLOURS["s1"]]
     assert figure.table is not None and len(figure.table.rows) == 6  # each curve has its numbers
 
 
 def test_a_legend_has_what_can_be_seen() -> None:
     parts = [("s0", "train"), ("s5", "wait"), ("s2", "evaluate"), ("s1", "collect")]
-    bars = [(1.0, 0.5, 0.0, 1e-4), (0.5, 0.0, 0.0, 0.0)]
-    for figure in (
-        charts.bars("n", "t", parts, {"a": bars[0], "b": bars[1]}, axis=AXIS),
-        charts.columns("n", "t", parts, bars, x=AXIS, axis=AXIS),
-    ):
-        words = texts(figure)
-        assert {"train", "wait"} <= set(words) and not {"evaluate", "collect"} & set(words)
-        assert figure.table is not None and "evaluate" in [
-            column.name for column in figure.table.columns
-        ]
+    bars = {"a": (1.0, 0.5, 0.0, 1e-4), "b": (0.5, 0.0, 0.0, 0.0)}
+    figure = charts.bars("n", "t", parts, bars, axis=AXIS)
+    words = texts(figure)
+    assert {"train", "wait"} <= set(words) and not {"evaluate", "collect"} & set(words)
+    assert figure.table is not None and "evaluate" in [
+        column.name for column in figure.table.columns
+    ]
 
 
 @example(low=5e-324, span=0.0)
 @given(low=st.floats(-1e9, 1e9), span=st.floats(0, 1e9))
 def test_levels_are_few_and_hold_the_range(low: float, span: float) -> None:
     figure = charts.curves("n", "t", {"a": Curve([(1.0, low), (2.0, low + span)])}, x=AXIS, y=AXIS)
-    axes = figure.draw(False).sheet.axes[0]
+    axes = figure.draw().sheet.axes[0]
     found: Sequence[float] = axes.get_yticks()
     slack = 1e-6 * (found[1] - found[0]) + 1e-9 * abs(low)
     assert 2 <= len(found) <= 9
     assert found[0] <= low + slack and found[-1] >= low + span - slack
     assert axes.get_ylim() == (found[0], found[-1])
-
-
-def test_many_global_rounds_are_joined_to_means() -> None:
-    values = [[float(i), 2.0] for i in range(150)]
-    figure = charts.columns("n", "t", PARTS, values, x=Axis("global_round"), axis=Axis("s", "s"))
-    canvas = drawn(figure)
-    assert (
-        len(tooltips(canvas)) == 60 and tooltips(canvas)[0] == "global_round 1 to 5, train: 2.000 s"
-    )
-    assert (
-        figure.table is not None
-        and len(figure.table.rows) == 150
-        and "5 global rounds" in figure.text
-    )
 
 
 def test_devices_of_like_links_are_one_box() -> None:

@@ -72,7 +72,6 @@ OPTIONS = [
     ("broker --port abc", "--port = 'abc': not a whole number."),
     ("compare x --target 90%", "--target = '90%': not a number. Write a fraction: 0.9 for 90 %."),
     ("plan demo --interface 0", "--interface = '0': too small. Write 0.001 or more."),
-    ("runs prune --days -1", "--days = '-1': too small. Write 0 or more."),
     ("cloud demo --connect-timeout 0", "--connect-timeout = '0': too small. Write 0.1 or more."),
     ("report x --figure-formats gif", "--figure-formats: 'gif': use pdf, png, svg."),
     ("compare x --allow links", "--allow: no such option"),
@@ -81,7 +80,6 @@ EMPTY = [  # as of a variable of the shell that is not set: a path would be the 
     ("run ''", "'': an empty value. Write one, or omit it."),
     ("run demo --runs ''", "--runs: an empty value. Write one, or omit it."),
     ("run demo --set ''", "--set: an empty value. Write one, or omit it."),
-    ("plan demo --out=", "--out: an empty value. Write one, or omit it."),
     ("cloud demo --broker ''", "--broker: an empty value. Write one, or omit it."),
     (
         "cloud demo --broker localhost --username ''",
@@ -189,10 +187,6 @@ WRONG_USE = [
     ("data partition", "EXPERIMENT: missing. The experiment: a TOML file, or a name"),
     ("runs list --sort", "--sort: no such option of fedstrata runs list. Did you mean"),
     ("runs delete", "RUN: missing. Folders of runs, or of a sweep, or prefixes"),
-    ("runs prune --days x", "--days = 'x': not a number. Write for instance 0.5."),
-    ("runs prune --keep -1", "--keep: no such option of fedstrata runs prune. There are:"),
-    ("runs show", "RUN: missing. A run's folder, or a prefix of its id."),
-    ("runs show . --round x", "--round: no such option of fedstrata runs show. Did you"),
     ("runs sharpness", "RUN: missing. Folders of runs, or of a sweep, or prefixes"),
     ("runs sharpness x --points 0", "--points: no such option of fedstrata runs sharpness. There"),
     ("lab statos", "'statos': no such command of fedstrata lab. Did you mean"),
@@ -223,7 +217,6 @@ WRONG_USE = [
     ("report", "RUN: missing. Folders of runs, or of a sweep, or prefixes of runs' ids."),
     ("experiments list", "'list': one argument too many. See fedstrata experiments --help."),
     ("runs list x", "'x': one argument too many. See fedstrata runs list --help."),
-    ("runs show x --format", "--format: requires an argument."),
     (
         "runs delete x --force",
         "--force: no such option of fedstrata runs delete. There are: runs, yes.",
@@ -231,7 +224,7 @@ WRONG_USE = [
     ("runs sharpness x --samples 0", "--samples = '0': too small. Write 1 or more."),
     (
         "runs resume x",
-        "'resume': no such command of fedstrata runs. There are: list, delete, prune,",
+        "'resume': no such command of fedstrata runs. There are: list, delete, sharpness,",
     ),
     (
         "data check --roots x",
@@ -580,10 +573,7 @@ WRONG_VALUES = [
     ("runs delete no", "RUN = 'no': not a run's folder, and no run id has this"),
     ("runs delete .", "RUN = '.': no run in it. List the runs: fedstrata runs list."),
     ("compare . --target 0.9", "RUN = '.': no run in it. List the runs: fedstrata runs list."),
-    (
-        "runs prune --days 3 --runs no",
-        "--runs = 'no': No such file or directory. Name another folder.",
-    ),
+    ("runs list --runs no", "--runs = 'no': No such file or directory. Name another folder."),
     (
         "run demo --set cloud.rounds=3",
         "cloud.rounds = 3: unknown key. Did you mean rounds or institution.rounds?",
@@ -631,7 +621,6 @@ WRONG_VALUES = [
         "--set = 'rounds:3': not of the form key=value. Write for instance seed=3.",
     ),
     ("run demo --set Rounds=3", "Rounds = 3: unknown key. Did you mean 'rounds'?"),
-    ("runs show x", "RUN = 'x': not a run's folder, and no run id has this prefix (below runs)."),
     (
         "data partition demo --set data.partition=iidd",
         "data.partition = 'iidd': not one of its values. Did you mean 'iid'?",
@@ -691,10 +680,6 @@ FILES = [
     ),
     ("run demo --direct --runs /dev/null", "--runs = '/dev/null': Not a directory."),
     ("cloud demo --broker localhost:1 --runs /dev/null", "--runs = '/dev/null': Not a directory."),
-    (
-        "plan demo --out /proc/no/plan.json",
-        "'/proc/no/plan.json': No such file or directory. Name another place, in",
-    ),
     (
         "sweep study/two --direct --kept /proc/no",
         "No such file or directory. Name another place, in a folder that exists",
@@ -946,15 +931,3 @@ def test_a_figures_folder_is_checked_before_they_are_drawn(
     done = invoke("report", run, "--figures", tmp_path / "file")
     assert done.exit_code == 4 and done.stderr.count("\n") == 1 and "--figures = " in done.stderr
     assert not (run / "report.html").exists()
-
-
-def test_a_tracker_of_an_unknown_kind_is_one_line(
-    tmp_path: Path, make_run: Callable[..., Path]
-) -> None:
-    pytest.importorskip("mlflow")
-    done = invoke("export", make_run(tmp_path, {}), "--mlflow", "htp://x")
-    assert (
-        done.exit_code == 3
-        and done.stderr.count("\n") == 1
-        and "--mlflow: htp://x: " in done.stderr
-    )

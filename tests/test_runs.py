@@ -12,7 +12,6 @@ import pytest
 
 from fedstrata.cloud.results import RunFolder, held
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.reading import parse
 from fedstrata.common.protocol.round_state import GLOBAL_PHASES
 from fedstrata.deploy.console.tabular import age
 from fedstrata.deploy.results.run import Run, State, find, find_all, folders
@@ -41,9 +40,7 @@ def test_a_run_is_read_as_it_was_written(tmp_path: Path, make_run: MakeRun) -> N
         "institution-0": ["device-0"],
     }
     assert run.tiers == ["wan", "lan"]
-    assert (
-        run.links == [] and run.devices == [] and run.partition is None and run.prediction is None
-    )
+    assert run.links == [] and run.devices == [] and run.partition is None
     run = Run(make_run(tmp_path, {}, accuracies=(0.5, None)))  # the last one is not known yet
     assert [row.accuracy for row in run.rounds] == [0.5, None] and run.accuracy == 0.5
 
@@ -106,8 +103,6 @@ def test_events_that_were_cut_are_left_out_also_in_the_middle(
         ("manifest.json", "[]", "not an object"),
         ("manifest.json", "{", "manifest.json"),
         ("experiment.toml", "= 3", "experiment.toml"),
-        ("prediction.json", '{"seconds": {"train": "x"}}', "prediction.json"),
-        ("prediction.json", '{"seconds": 3}', "prediction.json"),
         ("partition.json", '{"devices": {"d": {}}}', "partition.json"),
         ("partition.json", '{"devices": {"d": {"by_class": [1]}}}', "parent"),
         ("experiment.toml", "rounds = 0", "rounds = 0"),
@@ -258,18 +253,6 @@ def test_runs_are_deleted_after_a_question(tmp_path: Path, make_run: MakeRun) ->
     )
 
 
-def test_runs_that_never_began_a_global_round_are_pruned(tmp_path: Path, make_run: MakeRun) -> None:
-    good, late = (
-        make_run(tmp_path, {"name": "good"}),
-        make_run(tmp_path, {"name": "late"}, last="failed"),
-    )
-    never = make_run(tmp_path, {"name": "never"}, accuracies=(), last="failed")
-    assert invoke("runs", "prune", "--runs", tmp_path, "--days", "20000", "--yes").stdout == ""
-    done = invoke("runs", "prune", "--runs", tmp_path, "--yes")
-    assert done.exit_code == 0 and done.stdout.splitlines() == [str(never)]
-    assert good.exists() and late.exists() and not never.exists()
-
-
 def test_a_damaged_run_is_reported_and_the_others_are_listed(
     tmp_path: Path, make_run: MakeRun
 ) -> None:
@@ -284,19 +267,6 @@ def test_a_damaged_run_is_reported_and_the_others_are_listed(
     )
 
 
-def test_a_run_is_shown(tmp_path: Path, make_run: MakeRun) -> None:
-    path = make_run(tmp_path, {"name": "lab", "seed": 5})
-    shown = json.loads(invoke("runs", "show", path, "--format", "json").stdout)
-    assert (
-        shown["seed"] == 5 and shown["files"]["rounds.csv"] == (path / "rounds.csv").stat().st_size
-    )
-    assert (
-        parse(shown["experiment"]) == parse({"name": "lab", "seed": 5})
-        and "host" in shown["manifest"]
-    )
-    assert "rounds.csv" in invoke("runs", "show", path).stdout
-
-
 @pytest.mark.parametrize("number", [None, 0, 2])
 def test_a_folder_of_another_format_is_refused(
     tmp_path: Path, make_run: MakeRun, number: int | None
@@ -308,7 +278,7 @@ def test_a_folder_of_another_format_is_refused(
         f"{str(path)!r}: a run's folder of format {number}, this release has 1. Use the "
         "release that wrote it."
     )
-    for command in (["report"], ["compare", "--target", "0.7"], ["runs", "show"]):
+    for command in (["report"], ["compare", "--target", "0.7"], ["replay"]):
         result = invoke(*command, path)
         assert result.exit_code == 4 and result.output.strip() == f"fedstrata: RUN = {text}"
     with pytest.raises(InvalidExperiment) as raised:

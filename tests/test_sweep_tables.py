@@ -14,9 +14,10 @@ from fedstrata.common.protocol.round_state import GLOBAL_PHASES
 from fedstrata.deploy.console.layout import Width
 from fedstrata.deploy.console.tabular import Column, Table
 from fedstrata.deploy.results.figures import styled
+from fedstrata.deploy.results.machines import conditions
 from fedstrata.deploy.results.run import Run
 from fedstrata.deploy.sweeps.grid import expand
-from fedstrata.deploy.sweeps.output import conditions, long_table, missing, notes, to_json
+from fedstrata.deploy.sweeps.output import long_table, missing, notes, to_json
 from fedstrata.deploy.sweeps.output import tables_of as tables_within
 from fedstrata.deploy.sweeps.results import SweepResults, value_of
 from fedstrata.deploy.sweeps.schema import Measure
@@ -199,7 +200,7 @@ def test_a_table_for_each_value_and_a_curve(tmp_path: Path, make_run: MakeRun) -
 def test_machines_and_links_are_named(tmp_path: Path, make_run: MakeRun) -> None:
     links = {"links": {"wan": {"up_mbit": 20.0, "down_mbit": 40.0, "delay_ms": 10.0}}}
     found = results(tmp_path, make_run, experiment={"rounds": 3, **links})
-    hardware, network = conditions(found)
+    hardware, network = conditions(list(found.runs.values()))
     assert re.fullmatch(r"hardware: .+ cores(, (AVX-512|AVX2|SVE|NEON))?; torch .+", hardware)
     assert (
         network

@@ -30,14 +30,6 @@ def export(
             metavar="FOLDER", help="Write event files for TensorBoard.", show_default=False
         ),
     ] = None,
-    mlflow: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URI",
-            help="Write to MLflow: http://HOST:PORT, or a folder.",
-            show_default=False,
-        ),
-    ] = None,
     wandb: Annotated[
         str | None,
         typer.Option(
@@ -52,18 +44,17 @@ def export(
     ] = False,
     output: Output = "table",
 ) -> None:
-    """Export runs to TensorBoard, MLflow or Weights & Biases, afterwards or while they run.
+    """Export runs to TensorBoard or Weights & Biases, afterwards or while they run.
 
     Only the runs' folders are read: a tracker that is away ends this command, never a run. Exported
-    again, a run is replaced (TensorBoard), continued (MLflow), or joined when synchronised (W&B).
+    again, a run is replaced (TensorBoard), or joined when synchronised (W&B).
     """
     with reporting():
-        places = {"tensorboard": tensorboard, "mlflow": mlflow, "wandb": wandb}
+        places = {"tensorboard": tensorboard, "wandb": wandb}
         chosen = {kind: place for kind, place in places.items() if place}
         if not chosen:
-            problem = "no tracker is chosen"
-            remedy = "Give --tensorboard, --mlflow or --wandb."
-            raise InvalidExperiment("export", " ".join(names), problem, remedy)
+            remedy = "Give --tensorboard or --wandb."
+            raise InvalidExperiment("export", " ".join(names), "no tracker is chosen", remedy)
         for run in named_runs(names, runs):
             _export(run, chosen, follow=follow, output=output)
 
@@ -74,15 +65,15 @@ def _export(run: Run, chosen: Mapping[str, str], *, follow: bool, output: str) -
     from fedstrata.deploy.results.trackers import TRACKERS, complete, series, time_of
 
     trackers = [TRACKERS[kind](run, place) for kind, place in chosen.items()]
-    written = [tracker.begin() for tracker in trackers]
+    written = 0
     while True:
         rows = complete(run)
         state = run.state
-        for i, tracker in enumerate(trackers):
-            for row in rows:
-                if row.global_round > written[i]:
-                    tracker.write(row.global_round, row.elapsed_s, series(row, time=time_of(run)))
-                    written[i] = row.global_round
+        for row in rows[written:]:
+            values = series(row, time=time_of(run))
+            for tracker in trackers:
+                tracker.write(row.global_round, row.elapsed_s, values)
+        written = len(rows)
         if not follow or state is not State.RUNNING:
             break
         time.sleep(POLL_S)

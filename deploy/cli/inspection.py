@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     from fedstrata.deploy.results.page import Page
     from fedstrata.deploy.results.run import Run
 
+CENTRALISED: Final = (
+    "Name one: topology = { institutions = 0, devices = 1 }, as many epochs in all."
+)
 DISTANCES: Final = (0.1, 0.2, 0.5)  # of `sharpness`
-DAYS_MOST: Final = 100_000
 LENGTHS_MOST: Final = 1000  # of a filter, how far from it
 REASON_MOST: Final = 60  # characters of a reason in the list
 Labels = Annotated[
@@ -37,7 +39,11 @@ Labels = Annotated[
     ),
 ]
 
-app = typer.Typer(help="List, show and delete runs.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(
+    help="List and delete runs, and examine their models.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 
 
 def report(
@@ -83,30 +89,23 @@ def report(
         if figures is not None:
             _write("--figures", figures, {})  # before they are drawn
         with stages(2) if figures or len(found) > 1 else nullcontext(lambda stage: None) as begin:
-            begin(f"reading {len(found)} run{'s' * (len(found) > 1)}")
+            begin(f"reading {counted(len(found), 'runs')}")
             page = compose(found, label or ())
             written = _write("--out", file, {file: page.html()})
             if figures is not None:
                 begin(f"drawing {len(page.figures)} figures, {', '.join(kinds)}")
-                written += _write(
-                    "--figures",
-                    figures,
-                    {figures / name: each for name, each in _files(page, kinds)},
-                )
+                files = {figures / name: each for name, each in _files(page, kinds)}
+                written += _write("--figures", figures, files)
         if output == "json":
-            facts = {
-                "report": str(file),
-                "runs": [run.id for run in found],
-                "files": list(map(str, written)),
-            }
+            ids = [run.id for run in found]
+            facts = {"report": str(file), "runs": ids, "files": list(map(str, written))}
             typer.echo(json_text(facts))
             return
         typer.echo(file)
         if figures is not None:
             typer.echo(figures)
-            write_line(
-                f"{len(page.figures)} figures and {len(page.tables)} tables are in {figures}"
-            )
+            count = f"{len(page.figures)} figures and {len(page.tables)} tables"
+            write_line(f"{count} are in {figures}")
 
 
 def compare(
@@ -123,12 +122,6 @@ def compare(
         ),
     ] = None,
     label: Labels = None,
-    by_task: Annotated[
-        bool,
-        typer.Option(
-            "--by-task", help="Compare runs of several tasks too: speed-ups within each task."
-        ),
-    ] = False,
     output: Annotated[
         Literal["table", "json", "csv", "latex"],
         typer.Option("--format", help="Format of standard output."),
@@ -139,16 +132,17 @@ def compare(
 
     Without a score, whole runs are compared: final and best score, loss, seconds, bytes, epsilon
     and energy.
-    Runs that differ only in the seed form a group. Speed-ups are relative to the sweep's baseline,
-    else to FedAvg, else to the first group. Runs that did not reach the score are in no mean. Exit
-    code 4 if data, partition, nodes, model or score differ, or one had no network: these are other
-    tasks. Other links, hardware or versions are named, and simulated seconds beside measured ones.
+    Runs that differ only in the seed form a group. Runs that did not reach the score are in no
+    mean. Speed-ups are relative to the sweep's baseline, else to FedAvg, else to the first group,
+    of the same task: of the same data, partition, nodes, model and score, and with or without a
+    network. Other links, hardware or versions are named, and simulated seconds beside measured
+    ones.
     """
     from fedstrata.deploy.results.compare import compared
 
     with reporting():
         found = named_runs(names, runs)
-        notes, table, tree = compared(found, target=target, label=label or (), by_task=by_task)
+        notes, table, tree = compared(found, target=target, label=label or ())
         for note in notes:
             write_line(note)
         if output == "json":
@@ -172,30 +166,40 @@ def experiments(output: Output = "table") -> None:
         rows = []
         for name, path in shipped().items():
             one = load(path, ())
-            rules = " + ".join(tier.aggregation.name for tier in one.tiers)
-            nodes = ", ".join(counted(count, kind) for kind, count in one.count_by_kind().items())
-            rows.append((name, rules, one.model.name, one.data.dataset, nodes, one.rounds))
-            if output == "json":
-                keys = ("name", "aggregation", "model", "dataset", "nodes", "rounds")
-                typer.echo(json_text(dict(zip(keys, rows[-1], strict=True)) | {"file": str(path)}))
-        names = ("name", "aggregation, from the cloud down", "model", "data", "nodes")
-        columns = [*(Column(name, text=True) for name in names), Column("global rounds")]
+            facts = {
+                "name": name,
+                "aggregation": " + ".join(tier.aggregation.name for tier in one.tiers),
+                "model": one.model.name,
+                "dataset": one.data.dataset,
+                "nodes": ", ".join(counted(n, kind) for kind, n in one.count_by_kind().items()),
+                "rounds": one.rounds,
+            }
+            rows.append(facts | {"file": str(path)})
         sweeps = []
         for name, path in shipped_sweeps().items():
             cells = grid.load(path)
-            sweeps.append((name, cells.file.title, len(cells.cells), len(cells.experiments)))
-            if output == "json":
-                facts = dict(zip(("name", "title", "cells", "runs"), sweeps[-1], strict=True))
-                typer.echo(json_text(facts | {"file": str(path)}))
-        if output == "table":
-            typer.echo(Table("experiments", "Experiments", columns, rows).on_terminal())
-            columns = [
-                Column("sweep", text=True),
-                Column("title", text=True),
-                Column("cells"),
-                Column("runs"),
-            ]
-            typer.echo(Table("sweeps", "Sweeps", columns, sweeps).on_terminal(), nl=False)
+            facts = {"name": name, "title": cells.file.title, "cells": len(cells.cells)}
+            sweeps.append(facts | {"runs": len(cells.experiments), "file": str(path)})
+        if output == "json":
+            for facts in (*rows, *sweeps):
+                typer.echo(json_text(facts))
+            return
+        heads = {
+            "name": Column("name", text=True),
+            "aggregation": Column("aggregation, from the cloud down", text=True),
+            "model": Column("model", text=True),
+            "dataset": Column("data", text=True),
+            "nodes": Column("nodes", text=True),
+            "rounds": Column("global rounds"),
+        }
+        typer.echo(Table.of_keys("experiments", "Experiments", heads, rows).on_terminal())
+        heads = {
+            "name": Column("sweep", text=True),
+            "title": Column("title", text=True),
+            "cells": Column("cells"),
+            "runs": Column("runs"),
+        }
+        typer.echo(Table.of_keys("sweeps", "Sweeps", heads, sweeps).on_terminal(), nl=False)
 
 
 @app.command("list")
@@ -203,47 +207,36 @@ def list_runs(runs: Runs = Path("runs"), output: Output = "table") -> None:
     """List the runs of a folder, with their states, their costs so far, and why they failed."""
     from fedstrata.deploy.console.tabular import Column, Table, age, size
 
+    heads = {
+        **{key: Column(key, text=True) for key in ("run", "name", "state")},
+        "done": Column("global rounds"),
+        "score": Column("score", digits=4),
+        "seconds": Column("time", "s"),
+        "carried": Column("bytes"),
+        "age": Column("age"),
+        "score_name": Column("score is", text=True),
+        "time": Column("time is", text=True),
+        "aggregation": Column("aggregation", text=True),
+        "model": Column("model", text=True),
+        "dataset": Column("data", text=True),
+        "brief": Column("reason", text=True),
+    }
     with reporting():
         rows = []
         for run, facts in _all(runs):
             if output == "json":
                 typer.echo(json_text(facts))
             old = run.age_s(time.time())
-            done = f"{facts['global_rounds_done']}/{facts['global_rounds']}"
-            carried = size(sum(facts["bytes"].values()))
-            kind = "simulated" if facts["simulated"] else "measured"
-            rows.append(
-                (
-                    facts["run"],
-                    facts["name"],
-                    facts["state"],
-                    done,
-                    facts["score"],
-                    facts["seconds"],
-                    carried,
-                    "-" if old is None else age(old),
-                    facts["score_name"],
-                    kind,
-                    facts["aggregation"],
-                    facts["model"],
-                    facts["dataset"],
-                    shorten(facts["reason"], REASON_MOST),
-                )
-            )
-        columns = [
-            *(Column(name, text=True) for name in ("run", "name", "state")),
-            Column("global rounds"),
-            Column("score", digits=4),
-            Column("time", "s"),
-            Column("bytes"),
-            Column("age"),
-            *(
-                Column(name, text=True)
-                for name in ("score is", "time is", "aggregation", "model", "data", "reason")
-            ),
-        ]
+            shown = {
+                "done": f"{len(run.rounds)}/{run.experiment.rounds}",
+                "carried": size(sum(run.totals.values())),
+                "age": "-" if old is None else age(old),
+                "time": "simulated" if run.simulated else "measured",
+                "brief": shorten(run.reason, REASON_MOST),
+            }
+            rows.append(facts | shown)
         if output == "table":
-            typer.echo(Table("runs", "Runs", columns, rows).on_terminal(), nl=False)
+            typer.echo(Table.of_keys("runs", "Runs", heads, rows).on_terminal(), nl=False)
 
 
 @app.command()
@@ -254,42 +247,14 @@ def delete(
 ) -> None:
     """Delete runs with all their files. One that is running is refused."""
     with reporting():
-        _delete(named_runs(names, runs), yes=yes)
-
-
-@app.command()
-def prune(
-    runs: Runs = Path("runs"),
-    days: Annotated[
-        float,
-        typer.Option(
-            min=0, max=DAYS_MOST, help="Keep runs that were started in the last days, this many."
-        ),
-    ] = 0.0,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-) -> None:
-    """Delete the runs that ended, by failure or interruption, before their first global round."""
-    with reporting():
-        least_s = days * 86_400
-        now = time.time()
-        ended = [
-            run
-            for run, _ in _all(runs)
-            if run.state in ("failed", "interrupted") and not run.rounds
-        ]
-        _delete([run for run in ended if (run.age_s(now) or 0.0) >= least_s], yes=yes)
-
-
-def _delete(chosen: list[Run], *, yes: bool) -> None:
-    if not chosen:
-        write_line("no run is to be deleted")
-    for run in chosen:
-        write_line(f"{run.path}: {run.state}, {counted(len(run.rounds), 'global rounds')}")
-    if chosen and not yes:
-        typer.confirm(f"Delete {counted(len(chosen), 'runs')}?", abort=True, err=True)
-    for run in chosen:
-        run.delete()
-        typer.echo(run.path)
+        chosen = named_runs(names, runs)
+        for run in chosen:
+            write_line(f"{run.path}: {run.state}, {counted(len(run.rounds), 'global rounds')}")
+        if not yes:
+            typer.confirm(f"Delete {counted(len(chosen), 'runs')}?", abort=True, err=True)
+        for run in chosen:
+            run.delete()
+            typer.echo(run.path)
 
 
 def _all(root: Path) -> Iterator[tuple[Run, dict[str, Any]]]:
@@ -304,44 +269,6 @@ def _all(root: Path) -> Iterator[tuple[Run, dict[str, Any]]]:
             write_line(f"fedstrata: {error}", level=logging.ERROR)
             continue
         yield found
-
-
-@app.command("show")
-def show_run(
-    name: Annotated[
-        str, typer.Argument(metavar="RUN", help="A run's folder, or a prefix of its id.")
-    ],
-    runs: Runs = Path("runs"),
-    output: Output = "table",
-) -> None:
-    """Show the facts of a run, and the files in its folder."""
-    from fedstrata.deploy.console.tabular import Column, Table
-    from fedstrata.deploy.results.run import Run, find
-    from fedstrata.deploy.results.sections import facts
-
-    with reporting():
-        run = Run(find(name, runs))
-        files = {
-            str(path.relative_to(run.path)): path.stat().st_size
-            for path in sorted(run.path.rglob("*"))
-            if path.is_file()
-        }
-        if output == "json":
-            typer.echo(
-                json_text(
-                    {
-                        **_summary(run),
-                        "manifest": run.manifest,
-                        "experiment": run.tree,
-                        "files": files,
-                    }
-                )
-            )
-            return
-        columns = (Column("fact", text=True), Column("value", text=True))
-        typer.echo(Table("facts", "Facts", columns, facts(run)).on_terminal())
-        columns = (Column("file", text=True), Column("bytes"))
-        typer.echo(Table("files", "Files", columns, list(files.items())).on_terminal(), nl=False)
 
 
 def replay(
@@ -372,11 +299,8 @@ def replay(
             path = replayed(recorded, runs, accelerator=accelerator, observe=observe)
         difference = largest_difference(recorded.path, path)
     if output == "json":
-        typer.echo(
-            json_text(
-                {"replay": str(path), "of": str(recorded.path), "largest_difference": difference}
-            )
-        )
+        facts = {"replay": str(path), "of": str(recorded.path), "largest_difference": difference}
+        typer.echo(json_text(facts))
     elif difference is not None:
         typer.echo(f"another model: its values differ by up to {difference:.3g}")
     else:
@@ -432,32 +356,29 @@ def sharpness(
             tops = list[float]()
             for run in each.runs:
                 around = Surroundings.of(run.experiment, run.path, samples=samples)
-                several.append(
-                    [around.at(r, directions=directions) for r in (0.0, *(distance or DISTANCES))]
-                )
-                top = {"eigenvalue": around.eigenvalue()} if eigenvalue else {}
-                tops += top.values()
+                places = (0.0, *(distance or DISTANCES))
+                several.append([around.at(r, directions=directions) for r in places])
+                facts: dict[str, Any] = {"run": run.id, "label": each.label, "seed": run.seed}
+                if eigenvalue:
+                    tops.append(around.eigenvalue())
+                    facts["eigenvalue"] = tops[-1]
                 if output == "json":
-                    facts = {"run": run.id, "label": each.label, "seed": run.seed, **top}
-                    typer.echo(
-                        json_text({**facts, "points": [asdict(point) for point in several[-1]]})
-                    )
+                    points = [asdict(point) for point in several[-1]]
+                    typer.echo(json_text({**facts, "points": points}))
             for places in zip(*several, strict=True):
-                values = [
-                    [place.loss, place.worst_loss, place.score, place.worst_score]
-                    for place in places
-                ]
-                rows.append(
-                    [each.label, places[0].distance, *map(Spread.of, zip(*values, strict=True))]
-                )
+                away = places[0].distance
+                row: list[Cell] = [each.label, away]
+                for key in ("loss", "worst_loss", "score", "worst_score"):
+                    row.append(Spread.of([getattr(place, key) for place in places]))
                 if eigenvalue:  # it is that of the model itself
-                    rows[-1].append(None if places[0].distance else Spread.of(tops))
+                    row.append(None if away else Spread.of(tops))
+                rows.append(row)
         score = series[0].runs[0].experiment.score_label
         columns = [Column("", text=True), Column("distance", digits=3)]
-        columns += [
-            Column(head, digits=4) for head in ("loss", "loss, worst", score, f"{score}, worst")
-        ]
-        columns += [Column("eigenvalue", digits=3)] if eigenvalue else []
+        for head in ("loss", "loss, worst", score, f"{score}, worst"):
+            columns.append(Column(head, digits=4))
+        if eigenvalue:
+            columns.append(Column("eigenvalue", digits=3))
         if output == "table":
             typer.echo(Table("sharpness", "Sharpness", columns, rows).on_terminal(), nl=False)
 
@@ -480,42 +401,27 @@ def divergence(
         from fedstrata.common.learning.landscape import Surroundings
 
         given = named_runs(names, runs)
-        rows = list[list[Cell]]()
         central = {run.seed: run for run in given if len(run.experiment.tree.devices) == 1}
-        for each in series_of(
-            [run for run in given if central.get(run.seed) is not run], label or ()
-        ):
+        others = [run for run in given if central.get(run.seed) is not run]
+        rows = list[list[Cell]]()
+        for each in series_of(others, label or ()):
             found = []
             for run in each.runs:
-                if (other := central.get(run.seed)) is None:
-                    remedy = (
-                        "Name one: topology = { institutions = 0, devices = 1 }, as many "
-                        "epochs in all."
-                    )
-                    raise InvalidExperiment(
-                        "seed", run.seed, f"{run.id} has no centralised run of its seed", remedy
-                    )
-                model, target = (
-                    Surroundings.of(each.experiment, each.path, samples=1) for each in (run, other)
-                )
+                other = central.get(run.seed)
+                if other is None:
+                    problem = f"{run.id} has no centralised run of its seed"
+                    raise InvalidExperiment("seed", run.seed, problem, CENTRALISED)
+                model = Surroundings.of(run.experiment, run.path, samples=1)
+                target = Surroundings.of(other.experiment, other.path, samples=1)
                 found.append(model.divergence(target))
                 if output == "json":
-                    facts = {
-                        "run": run.id,
-                        "label": each.label,
-                        "seed": run.seed,
-                        "central": other.id,
-                    }
-                    typer.echo(json_text({**facts, **asdict(found[-1])}))
-            lengths, shares = (
-                [getattr(one, key) for one in found] for key in ("length", "relative")
-            )
-            rows.append([each.label, Spread.of(lengths), Spread.of(shares)])
-        columns = [
-            Column("", text=True),
-            Column("divergence", digits=4),
-            Column("relative", digits=4),
-        ]
+                    facts = {"run": run.id, "label": each.label, "seed": run.seed}
+                    facts |= {"central": other.id, **asdict(found[-1])}
+                    typer.echo(json_text(facts))
+            lengths = Spread.of([one.length for one in found])
+            rows.append([each.label, lengths, Spread.of([one.relative for one in found])])
+        columns = [Column("", text=True)]
+        columns += [Column(name, digits=4) for name in ("divergence", "relative")]
         if output == "table":
             typer.echo(Table("divergence", "Divergence", columns, rows).on_terminal(), nl=False)
 
@@ -529,20 +435,21 @@ def _listed(given: str, known: Sequence[str], option: str) -> list[str]:
 
 
 def _summary(run: Run) -> dict[str, Any]:
+    experiment = run.experiment
     return {
         "run": run.id,
-        "name": run.experiment.name,
+        "name": experiment.name,
         "started": run.started,
         "aggregation": run.aggregation,
-        "model": run.experiment.model.name,
-        "dataset": run.experiment.data.dataset,
+        "model": experiment.model.name,
+        "dataset": experiment.data.dataset,
         "state": str(run.state),
         "reason": run.reason,
         "global_rounds_done": len(run.rounds),
-        "global_rounds": run.experiment.rounds,
+        "global_rounds": experiment.rounds,
         "accuracy": run.accuracy,
         "score": run.score,
-        "score_name": run.experiment.score.name,
+        "score_name": experiment.score.name,
         "seconds": run.seconds,
         "simulated": run.simulated,
         "bytes": run.totals,
@@ -554,13 +461,13 @@ def _summary(run: Run) -> dict[str, Any]:
 def _files(page: Page, kinds: Sequence[str]) -> Iterator[tuple[str, str | bytes]]:
     """Yield the names and contents of a page's figures and tables as separate files."""
     for figure in page.figures:
-        yield from (
-            (f"{figure.name}.{kind}", content) for kind, content in figure.files(kinds).items()
-        )
+        for kind, content in figure.files(kinds).items():
+            yield f"{figure.name}.{kind}", content
         if figure.table is not None:
             yield f"{figure.name}.csv", figure.table.csv()
     for table in page.tables:
-        yield from ((f"{table.name}.csv", table.csv()), (f"{table.name}.tex", table.latex()))
+        yield f"{table.name}.csv", table.csv()
+        yield f"{table.name}.tex", table.latex()
 
 
 def _write(option: str, place: Path, files: Mapping[Path, str | bytes]) -> list[Path]:

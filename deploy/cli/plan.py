@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
 from fedstrata.common.text import json_text
 from fedstrata.deploy.cli.links import LEAST, MOST
 from fedstrata.deploy.cli.sweep import Only, Seeds, SizeOption
-from fedstrata.deploy.console.options import Overrides
+from fedstrata.deploy.console.options import Overrides, refuse
 from fedstrata.deploy.console.reporting import reporting
 from fedstrata.deploy.console.shipped import ExperimentFile
 from fedstrata.deploy.console.stages import stages
+
+if TYPE_CHECKING:
+    from fedstrata.common.experiment.schema import Experiment
+
+OF_SWEEPS: Final = "valid only for a sweep"
 
 
 def plan(
@@ -53,10 +58,6 @@ def plan(
     size: SizeOption = "full",
     only: Only = None,
     seeds: Seeds = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Also write the prediction to this file, as JSON.", show_default=False),
-    ] = None,
     output: Annotated[
         Literal["table", "json"], typer.Option("--format", help="Standard output: table or JSON.")
     ] = "table",
@@ -73,41 +74,36 @@ def plan(
     once.
     """
     from fedstrata.common.experiment.reading import load, read
-    from fedstrata.common.host.files import check_writable, writing
-    from fedstrata.deploy.sweeps.grid import is_sweep
+    from fedstrata.deploy.sweeps import grid, planning
 
     with reporting():
-        if out is not None:
-            check_writable(out)
-        sweeps = is_sweep(read(experiment))
+        sweeps = grid.is_sweep(read(experiment))
         if sweeps:
-            from fedstrata.deploy.sweeps import grid, planning
-
             cells = grid.load(
                 experiment, size=size, overrides=overrides or (), only=only or (), seeds=seeds
             )
+            rounds = rounds or planning.ROUNDS
         else:
-            own = {"--size": size != "full", "--only": only, "--seeds": seeds}
-            for option in (option for option, value in own.items() if value):
-                raise typer.BadParameter("valid only for a sweep", param_hint=option)
+            refuse(size != "full", "--size", OF_SWEEPS)
+            refuse(only, "--only", OF_SWEEPS)
+            refuse(seeds, "--seeds", OF_SWEEPS)
             chosen = load(experiment, overrides or ())
         from fedstrata.deploy.planning.predicting import STAGES, Predictor, text_of
 
-        rounds = rounds or (planning.ROUNDS if sweeps else None)
         predictor = Predictor(interface_mbit=interface, rounds=rounds, nodes=nodes, speeds=speeds)
         if sweeps:
             groups = planning.groups_of(cells)
             with stages(len(groups)) as begin:
-                planned = planning.plan_of(
-                    groups, lambda one: predictor.predict(one, reach=begin.reach), begin
-                )
-            found = planning.to_json(cells, planned)
-            text = planning.written(found, output)
+
+                def predict(one: Experiment) -> dict[str, Any]:
+                    return predictor.predict(one, reach=begin.reach)
+
+                found = planning.to_json(cells, planning.plan_of(groups, predict, begin))
+            text = planning.text_of(found)
         else:
             with stages(STAGES) as begin:
                 found = predictor.predict(chosen, begin=begin, reach=begin.reach)
-            text = f"{json_text(found)}\n" if output == "json" else text_of(found)
-        if out is not None:
-            with writing(out):
-                out.write_text(json_text(found, indent=2) + "\n", encoding="utf-8")
+            text = text_of(found)
+        if output == "json":
+            text = json_text(found) + "\n"
         typer.echo(text, nl=False)

@@ -44,7 +44,6 @@ EXTRAS: Final[Mapping[str, str]] = {
     "cryptography": "provision",
     "scipy": "methods",
     "tensorboardX": "tensorboard",
-    "mlflow": "mlflow",
     "wandb": "wandb",
     "pandas": "notebook",
     "distributed": "cluster",

@@ -9,11 +9,11 @@ import csv
 import io
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from statistics import mean, stdev
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 from fedstrata.common.text import escaped
 from fedstrata.deploy.console.layout import Layout, TableSection, Width, joined, layout_of, wrapped
@@ -61,7 +61,20 @@ class Spread:
             return None
         return cls(mean(values), stdev(values) if len(values) > 1 else None)
 
+    def over(self, divisor: float) -> Spread:
+        """Return it in a unit that is `divisor` times as large."""
+        deviation = None if self.deviation is None else self.deviation / divisor
+        return Spread(self.mean / divisor, deviation)
 
+
+def plain(spread: Spread | None) -> dict[str, float | None] | None:
+    """Return a mean and its deviation as JSON has them."""
+    if spread is None:
+        return None
+    return {"mean": spread.mean, "deviation": spread.deviation}
+
+
+_T = TypeVar("_T")
 Cell: TypeAlias = str | int | float | Spread | None
 
 
@@ -95,6 +108,30 @@ class Table:
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
     keys: int = 1
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        title: str,
+        columns: Sequence[tuple[Column, Callable[[_T], Cell]]],
+        items: Iterable[_T],
+        *,
+        keys: int = 1,
+    ) -> Table:
+        """Return a table with a row for each item. Each column comes with its cell of an item."""
+        rows = [[cell(item) for _, cell in columns] for item in items]
+        return cls(name, title, [column for column, _ in columns], rows, keys=keys)
+
+    @classmethod
+    def of_keys(
+        cls, name: str, title: str, heads: Mapping[str, Column], rows: Iterable[Mapping[str, Any]]
+    ) -> Table:
+        """Return a table of rows that have a cell by key, or none; others than `heads` are left
+        out.
+        """
+        cells = [[row.get(key) for key in heads] for row in rows]
+        return cls(name, title, list(heads.values()), cells)
 
     def aligned(self, most: float = inf) -> str:
         """Return lines of text of at most this many letters: text columns left-aligned, numbers

@@ -15,7 +15,7 @@ from fedstrata.deploy.planning.footprint import memory_of
 from fedstrata.deploy.planning.machine_speed import load_line
 from fedstrata.deploy.planning.simulated import SimulatedRun, changes, simulate
 from fedstrata.deploy.planning.simulated_run import INTERFACE_MBIT, machine_speeds, speeds_in
-from fedstrata.deploy.planning.workload import OF_THE_SPLIT
+from fedstrata.deploy.planning.workload import OF_THE_SPLIT, sizes_of
 
 STAGES: Final = 3  # of a prediction
 
@@ -132,9 +132,11 @@ class Predictor:
 
 def trains_like(experiment: Experiment) -> str:
     """Return what the measured speeds depend on: equal texts, equal speeds."""
-    tree = experiment.model_dump(mode="json")
-    data = {key: value for key, value in tree["data"].items() if key not in OF_THE_SPLIT}
-    return str((tree["model"], data, tree["training"], tree["hardware"], experiment.sizes()))
+    keys = ("model", "data", "training", "hardware")
+    tree = experiment.model_dump(mode="json", include=set(keys))
+    for key in OF_THE_SPLIT:
+        tree["data"].pop(key, None)
+    return str((*(tree[key] for key in keys), experiment.sizes()))
 
 
 def text_of(found: Mapping[str, Any]) -> str:
@@ -144,14 +146,8 @@ def text_of(found: Mapping[str, Any]) -> str:
     lines.append(
         f"{found['global_rounds']} global rounds".ljust(16) + " " + _duration(found["total_s"])
     )
-    lines.append("bytes of a global round")
-    lines += [
-        f"  {tier.replace('_', ' '):<14} {size(count)}" for tier, count in found["tiers"].items()
-    ]
-    lines.append("memory of a process")
-    lines += [
-        f"  {role.replace('_', ' '):<14} {size(count)}" for role, count in found["memory"].items()
-    ]
+    lines += ["bytes of a global round", *sizes_of(found["tiers"])]
+    lines += ["memory of a process", *sizes_of(found["memory"])]
     if own := sorted(found["own_bytes"].values()):
         lines.append(
             f"  own samples    {size(own[0])} to {size(own[-1])} by user, "

@@ -18,6 +18,7 @@ from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.model.layout import ModelLayout, Row
 from fedstrata.common.settings.data import SHAPES
 from fedstrata.common.training.array_trainer import TrainerTester
+from fedstrata.deploy.console.tabular import size
 from fedstrata.device.jobs import HostedDevice
 from fedstrata.device.pool.trainers import Trainers
 
@@ -48,6 +49,11 @@ IMAGES: Final = MappingProxyType(
         "femnist": (40_000, 4_000, 62),
     }
 )
+
+
+def sizes_of(counts: Mapping[str, float]) -> list[str]:
+    """Return a line with the bytes of each tier or role."""
+    return [f"  {name.replace('_', ' '):<14} {size(count)}" for name, count in counts.items()]
 
 
 @dataclass(slots=True)

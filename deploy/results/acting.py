@@ -26,14 +26,15 @@ class LatePart:
     name: str
     begins: int
 
-    def acted(self, rounds: float) -> float:
-        """Return in how many of the first global rounds it acted."""
-        return max(0.0, rounds - self.begins + 1)
-
     @property
     def text(self) -> str:
         """Its key and value, and when it begins."""
         return f"{self.key} = {self.name} acts from global round {self.begins} on"
+
+
+def rounds_acted(begins: int, rounds: float) -> float:
+    """Return in how many of the first global rounds acts what begins in one of them."""
+    return max(0.0, rounds - begins + 1)
 
 
 def unacted(parts: Sequence[LatePart], rounds: Sequence[float]) -> list[str]:
@@ -42,31 +43,26 @@ def unacted(parts: Sequence[LatePart], rounds: Sequence[float]) -> list[str]:
     """
     found = []
     for part in parts:
-        idle = sum(part.acted(count) == 0 for count in rounds)
-        if idle:
+        if idle := sum(count < part.begins for count in rounds):
             found.append(f"{part.text}; it did not act in {idle} of {counted(len(rounds), 'runs')}")
     return found
 
 
 def late_parts(experiment: Experiment, others: Sequence[Experiment]) -> list[LatePart]:
     """Return the late parts of an experiment that at least one of the others has not."""
-    theirs = [{key: settings for key, (settings, _) in _tables(other)} for other in others]
+    theirs = [{part.key: settings for settings, part in _tables(other)} for other in others]
     found = []
-    for key, (settings, part) in _tables(experiment):
-        if part.begins > 1 and any(other.get(key) != settings for other in theirs):
+    for settings, part in _tables(experiment):
+        if part.begins > 1 and any(other.get(part.key) != settings for other in theirs):
             found.append(part)
     return found
 
 
-def _tables(experiment: Experiment) -> Iterator[tuple[str, tuple[SettingsTable, LatePart]]]:
-    """Yield what may act late, by key: its settings, and from which global round on."""
+def _tables(experiment: Experiment) -> Iterator[tuple[SettingsTable, LatePart]]:
+    """Yield the settings of what may act late, with from which global round on it can."""
     control = experiment.cloud.epoch_control
-    key = "cloud.epoch_control"
-    yield key, (control, LatePart(key, control.name, control.acts_from))
+    yield control, LatePart("cloud.epoch_control", control.name, control.acts_from)
     for depth, tier in enumerate(experiment.tiers):
         rule = tier.aggregation
-        key = f"{experiment.key(tier)}.aggregation"
-        yield (
-            key,
-            (rule, LatePart(key, rule.name, ceil(rule.acts_from / experiment.rounds_of(depth)))),
-        )
+        begins = ceil(rule.acts_from / experiment.rounds_of(depth))
+        yield rule, LatePart(f"{experiment.key(tier)}.aggregation", rule.name, begins)

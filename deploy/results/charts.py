@@ -1,10 +1,10 @@
-"""Line charts and stacked bar charts."""
+"""Line charts, and bars of stacked parts."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -30,14 +30,12 @@ if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
-MARKERS_MOST: Final = (30, 10)  # markers of a curve on a page, and on a paper, about
+MARKERS_MOST: Final = 15  # of a curve
 HEIGHT: Final = 130.0  # points, of the axes of a chart
 BELOW: Final = 32.0  # of the numbers and the head of an x axis
 THICK: Final = 12.0  # of a horizontal bar
-GAP: Final = 0.2  # between vertical bars, a part of one
 SAME: Final = " = "  # between the labels of equal curves
 SEEN_LEAST: Final = 0.002  # of the longest bar: what is shorter is not drawn
-COLUMNS_MOST: Final = 30  # bars up to which each is drawn; more are averaged
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +71,11 @@ class Curve:
     rest: Sequence[Sequence[Point]] = ()
     style: tuple[int, int] | None = None
 
+    @property
+    def drawn(self) -> object:
+        """What is seen of it but its style."""
+        return self.points, self.deviations, self.rest
+
     def band(self, axis: Axis) -> list[tuple[float, float, float]]:
         """Return x, lower and upper end of the band at each point, within the axis's bounds."""
         low, high = axis.bounds
@@ -90,45 +93,16 @@ def curves(
     x: Axis,
     y: Axis,
     target: float | None = None,
-    short: Mapping[str, str] | None = None,
 ) -> Figure:
-    """Draw each curve with its band, equal ones once, and `target` as a horizontal line.
-
-    `short`: names for the legend of a page, by label.
-    """
+    """Draw each curve with its band, equal ones once, and `target` as a horizontal line."""
     shown = distinct(lines)
 
-    def draw(paper: bool) -> Canvas:
-        of = {} if paper else short or {}
-        if len(lines) > 1:
-            labels = [SAME.join(of.get(label, label) for label in names) for names, _ in shown]
-        else:
-            labels = []
+    def draw() -> Canvas:
+        labels = list(shown) if len(lines) > 1 else []
         canvas, axes = chart(y.head, labels)
-        handles: list[Artist] = []
-        for names, line in shown:
-            look = line_style(*(line.style or (0, 0)))
-            if len(line.deviations) > 1:
-                band = [
-                    (x.factor * at, y.factor * least, y.factor * most)
-                    for at, least, most in line.band(y)
-                ]
-                across, low, high = zip(*band, strict=True)
-                axes.fill_between(across, low, high, color=look["color"], alpha=0.16, linewidth=0)
-            for rest in line.rest:
-                axes.plot(*scaled(rest, x, y), linewidth=0.7, alpha=0.7, **look)
-            handles.append(_curve(canvas, axes, names, line, x, y, MARKERS_MOST[paper], look))
+        handles = [_curve(canvas, axes, label, line, x, y) for label, line in shown.items()]
         if target is not None:
-            axes.axhline(
-                y.factor * target, color=COLOURS["soft"], linewidth=0.8, linestyle=(0, (1.3, 2))
-            )
-            axes.annotate(
-                "target",
-                (0, y.factor * target),
-                (3, 2),
-                textcoords="offset points",
-                color=COLOURS["soft"],
-            )
+            _draw_target(axes, y.factor * target)
         most = axes.dataLim.xmax  # infinite without a known value
         axes.set_xlim(0, most if 0 < most < math.inf else 1)
         axes.locator_params(axis="y", integer=y.whole)
@@ -138,18 +112,23 @@ def curves(
     return Figure(name, title, _last_points(lines, x, y), draw, _numbers(name, title, lines, x, y))
 
 
-def distinct(lines: Mapping[str, Curve]) -> list[tuple[list[str], Curve]]:
-    """Return the different ones of some curves, each with its labels and a style."""
+def _draw_target(axes: Axes, level: float) -> None:
+    look: dict[str, Any] = {"color": COLOURS["soft"]}
+    axes.axhline(level, linewidth=0.8, linestyle=(0, (1.3, 2)), **look)
+    axes.annotate("target", (0, level), (3, 2), textcoords="offset points", **look)
+
+
+def distinct(lines: Mapping[str, Curve]) -> dict[str, Curve]:
+    """Return the different ones of some curves, each with a style, by the labels that it has."""
     found: list[tuple[list[str], Curve]] = []
     for i, (label, line) in enumerate(lines.items()):
-        drawn = (line.points, line.deviations, line.rest)
         for names, other in found:
-            if line.points and drawn == (other.points, other.deviations, other.rest):
+            if line.points and line.drawn == other.drawn:
                 names.append(label)
                 break
         else:
-            found.append(([label], Curve(*drawn, line.style or (i, i))))
-    return found
+            found.append(([label], replace(line, style=line.style or (i, i))))
+    return {SAME.join(names): line for names, line in found}
 
 
 def bars(
@@ -159,95 +138,40 @@ def bars(
     rows: Mapping[str, Sequence[float]],
     *,
     axis: Axis,
-    short: Mapping[str, str] | None = None,
 ) -> Figure:
     """Draw a horizontal stacked bar for each label, of parts (colour, label); its label and its sum
     are above it.
-
-    `short`: names for the bars of a page, by label.
     """
-    own = [[axis.factor * value for value in values] for values in rows.values()]
-    sums = [math.fsum(values) for values in own]
-    pieces = _stacked(parts, own, list(rows), axis.unit)
+    own = {}
+    heads = []
+    for label, values in rows.items():
+        own[label] = [axis.factor * value for value in values]
+        heads.append(f"{label}: {show(math.fsum(own[label]), 2)} {axis.unit}")
+    pieces = _stacked(parts, own, axis.unit)
+    longest = max(map(math.fsum, own.values()), default=0.0)
 
-    def heads(of: Mapping[str, str]) -> list[str]:
-        return [
-            f"{of.get(label, label)}: {show(total, 2)} {axis.unit}"
-            for label, total in zip(rows, sums, strict=True)
-        ]
+    def draw() -> Canvas:
+        from matplotlib.patches import Patch
 
-    def draw(paper: bool) -> Canvas:
         tops = list[float]()
         height = 0.0
-        above = [wrapped(head, COLUMN - 12) for head in heads({} if paper else short or {})]
+        above = [wrapped(head, COLUMN - 12) for head in heads]
         for lines in above:
             tops.append(height + LINE * len(lines) + 3)
             height = tops[-1] + THICK + 5
         canvas, axes = chart("", {piece.part for piece in pieces}, height=height)
-        axes.set(xlim=(0, max(sums, default=0.0) or 1), ylim=(height, 0), yticks=[])
+        axes.set(xlim=(0, longest or 1), ylim=(height, 0), yticks=[])
         for lines, top in zip(above, tops, strict=True):
             axes.annotate("\n".join(lines), (0, top), (1, 3), textcoords="offset points")
-        canvas.boxes(
-            axes, [Box(p.start, tops[p.bar], p.size, THICK, p.colour, p.tooltip) for p in pieces]
-        )
-        return finished(canvas, axes, axis, swatches(pieces))
+        boxes = [Box(p.start, tops[p.bar], p.size, THICK, p.colour, p.tooltip) for p in pieces]
+        canvas.boxes(axes, boxes)
+        legend = {piece.part: Patch(color=COLOURS[piece.colour]) for piece in pieces}
+        return finished(canvas, axes, axis, legend)
 
-    columns = (Column("bar", text=True), *(Column(part, axis.unit, 3) for _, part in parts))
-    table = Table(
-        name, title, columns, [(label, *values) for label, values in zip(rows, own, strict=True)]
-    )
-    return Figure(name, title, "; ".join(heads(short or {})), draw, table)
-
-
-def columns(
-    name: str,
-    title: str,
-    parts: Sequence[tuple[str, str]],
-    values: Sequence[Sequence[float]],
-    *,
-    x: Axis,
-    axis: Axis,
-) -> Figure:
-    """Draw a vertical stacked bar for each of `values` [bars][parts]. Above COLUMNS_MOST,
-    neighbours are averaged.
-    """
-    own = np.asarray(values, dtype=float).reshape(-1, len(parts)) * axis.factor
-    joined = max(1, math.ceil(len(own) / COLUMNS_MOST))
-    starts = range(0, len(own), joined)
-    means = [own[start : start + joined].mean(axis=0).tolist() for start in starts]
-    ends = [min(start + joined, len(own)) for start in starts]
-    labels = [
-        f"{x.name} {i + 1}" if joined == 1 else f"{x.name} {i + 1} to {j}"
-        for i, j in zip(starts, ends, strict=True)
-    ]
-    pieces = _stacked(parts, means, labels, axis.unit)
-
-    def draw(paper: bool) -> Canvas:
-        canvas, axes = chart(axis.head, {piece.part for piece in pieces})
-        wide = joined * (1 - GAP)
-        canvas.boxes(
-            axes,
-            [
-                Box(
-                    starts[p.bar] + (1 + joined - wide) / 2,
-                    p.start,
-                    wide,
-                    p.size,
-                    p.colour,
-                    p.tooltip,
-                )
-                for p in pieces
-            ],
-        )
-        axes.update_datalim([(1, 0), (1, max(map(math.fsum, means), default=0.0))])
-        axes.set_xlim(0.5, max(len(own), 1) + 0.5)
-        levels(axes)
-        return finished(canvas, axes, x, swatches(pieces))
-
-    heads = (Column(x.name), *(Column(part, axis.unit, 3) for _, part in parts))
-    table = Table(name, title, heads, [(i, *bar) for i, bar in enumerate(own.tolist(), 1)])
-    text = f"{len(own)} bars" if joined == 1 else f"Each bar is the mean of {joined} global rounds"
-    return Figure(name, title, text, draw, table)
+    columns = [Column("bar", text=True)]
+    columns += [Column(part, axis.unit, 3) for _, part in parts]
+    cells: list[Sequence[Cell]] = [(label, *values) for label, values in own.items()]
+    return Figure(name, title, "; ".join(heads), draw, Table(name, title, columns, cells))
 
 
 class BarPiece(NamedTuple):
@@ -262,32 +186,22 @@ class BarPiece(NamedTuple):
 
 
 def _stacked(
-    parts: Sequence[tuple[str, str]],
-    bars: Sequence[Sequence[float]],
-    labels: Sequence[str],
-    unit: str,
+    parts: Sequence[tuple[str, str]], bars: Mapping[str, Sequence[float]], unit: str
 ) -> list[BarPiece]:
     """Return the pieces of stacked bars, part by part, without those that are too short to be
     seen.
     """
-    least = SEEN_LEAST * max(map(math.fsum, bars), default=0.0)
+    least = SEEN_LEAST * max(map(math.fsum, bars.values()), default=0.0)
     starts = [0.0] * len(bars)
     found = []
     for place, (colour, part) in enumerate(parts):
-        for i, values in enumerate(bars):
+        for i, (label, values) in enumerate(bars.items()):
             size = values[place]
             if size > least:
-                tooltip = f"{labels[i]}, {part}: {show(size, 3)} {unit}"
+                tooltip = f"{label}, {part}: {show(size, 3)} {unit}"
                 found.append(BarPiece(colour, part, i, starts[i], size, tooltip))
             starts[i] += size
     return found
-
-
-def swatches(pieces: Sequence[BarPiece]) -> dict[str, Artist]:
-    """Return what a legend of the parts has."""
-    from matplotlib.patches import Patch
-
-    return {piece.part: Patch(color=COLOURS[piece.colour]) for piece in pieces}
 
 
 def chart(head: str, labels: Collection[str], *, height: float = HEIGHT) -> tuple[Canvas, Axes]:
@@ -340,31 +254,29 @@ def number(value: float) -> str:
     return show(round(value))
 
 
-def _curve(
-    canvas: Canvas,
-    axes: Axes,
-    names: Sequence[str],
-    line: Curve,
-    x: Axis,
-    y: Axis,
-    markers: int,
-    look: dict[str, Any],
-) -> Artist:
-    """Draw the line of a curve with its markers."""
-    every = max(1, -(-len(line.points) // markers))
-    marker = MARKERS[(line.style or (0, 0))[0] % SERIES]
+def _curve(canvas: Canvas, axes: Axes, label: str, line: Curve, x: Axis, y: Axis) -> Artist:
+    """Draw a curve: its band, its thin lines, and the line itself with its markers."""
+    colour, dash = line.style or (0, 0)
+    look = line_style(colour, dash)
+    if len(line.deviations) > 1:
+        across, low, high = (np.array(each) for each in zip(*line.band(y), strict=True))
+        look_of_band = {"color": look["color"], "alpha": 0.16, "linewidth": 0}
+        axes.fill_between(x.factor * across, y.factor * low, y.factor * high, **look_of_band)
+    for rest in line.rest:
+        axes.plot(*scaled(rest, x, y), linewidth=0.7, alpha=0.7, **look)
+    every = max(1, -(-len(line.points) // MARKERS_MOST))
     (drawn,) = axes.plot(
         *scaled(line.points, x, y),
-        marker=marker,
+        marker=MARKERS[colour % SERIES],
         markeredgewidth=0,
         markevery=every,
         clip_on=False,
         **look,
     )
     texts = []
-    for at, level in line.points[::every]:
-        where = f"{number(x.factor * at)} {x.unit or x.name}, {y.factor * level:.4g} {y.unit}"
-        texts.append(f"{SAME.join(names)}: {where}")
+    for place, level in line.points[::every]:
+        where = f"{number(x.factor * place)} {x.unit or x.name}, {y.factor * level:.4g} {y.unit}"
+        texts.append(f"{label}: {where}")
     canvas.describe(drawn, texts)
     return drawn
 
@@ -375,11 +287,12 @@ def scaled(points: Sequence[Point], x: Axis, y: Axis) -> tuple[list[float], list
 
 
 def _last_points(lines: Mapping[str, Curve], x: Axis, y: Axis) -> str:
-    ends = {label: line.points[-1] for label, line in lines.items() if line.points}
-    return "; ".join(
-        f"{label}: {y.factor * level:.4g} {y.unit} at {number(x.factor * at)} {x.unit or x.name}"
-        for label, (at, level) in ends.items()
-    )
+    texts = []
+    for label, line in lines.items():
+        for at, level in line.points[-1:]:
+            where = f"{number(x.factor * at)} {x.unit or x.name}"
+            texts.append(f"{label}: {y.factor * level:.4g} {y.unit} at {where}")
+    return "; ".join(texts)
 
 
 def _numbers(name: str, title: str, lines: Mapping[str, Curve], x: Axis, y: Axis) -> Table:
@@ -389,7 +302,9 @@ def _numbers(name: str, title: str, lines: Mapping[str, Curve], x: Axis, y: Axis
     rows: list[Sequence[Cell]] = []
     for label, line in lines.items():
         for i, (at, level) in enumerate(line.points):
-            deviation = y.factor * line.deviations[i] if line.deviations else None
-            cell = Spread(y.factor * level, deviation) if banded else y.factor * level
+            cell: Cell = y.factor * level
+            if banded:
+                deviation = y.factor * line.deviations[i] if line.deviations else None
+                cell = Spread(y.factor * level, deviation)
             rows.append((label, x.factor * at, cell))
     return Table(name, title, columns, rows)

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import partial
+from typing import Any, TypeAlias
 
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.settings.training import ACCURACY
-from fedstrata.deploy.console.tabular import Column, Spread, Table
+from fedstrata.deploy.console.tabular import Cell, Column, Spread, Table, plain
 from fedstrata.deploy.results import whole
-from fedstrata.deploy.results.acting import LatePart, late_parts, unacted
+from fedstrata.deploy.results.acting import LatePart, late_parts, rounds_acted, unacted
 from fedstrata.deploy.results.device_costs import COSTS, costs_until, sources_of
 from fedstrata.deploy.results.device_scores import OverDevices, statistics_of
 from fedstrata.deploy.results.pairs import INTERVAL, Pairs, by_seed, paired
@@ -31,8 +32,7 @@ from fedstrata.deploy.results.series import (
 )
 from fedstrata.deploy.results.whole import best_score, byte_columns
 
-BY_TASK: Final = "--by-task"
-VOWELS: Final = "aeiou"
+Columns: TypeAlias = list[tuple[Column, Callable[["Group"], Cell]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,8 @@ class Group:
 
     `baseline`: the series of the same task that it is compared with; `unlike`: the conditions in
     which it differs from that, as texts. `late`: what it has beside another series of the task, and
-    does not act in the first global round.
+    does not act in the first global round. `ratio`: the baseline's seconds over its own, by seed;
+    `common`: the number of common seeds, with a ratio or not.
     """
 
     series: Series
@@ -50,50 +51,52 @@ class Group:
     unlike: Mapping[str, str]
     late: Sequence[LatePart]
     costs: Sequence[Mapping[str, float] | None]
+    ratio: Pairs
+    common: int
 
     @property
     def reached(self) -> int:
         """The number of runs that reached the target."""
-        return sum(cost is not None for cost in self.costs)
+        return len(self.of("rounds"))
 
-    @property
-    def rounds(self) -> list[float]:
-        """The global rounds to the target of the runs that reached it."""
-        return [cost["rounds"] for cost in self.costs if cost is not None]
+    def of(self, cost: str) -> list[float]:
+        """Return a cost of the runs that reached the target, of those that have it."""
+        return [costs[cost] for costs in self.costs if costs is not None and cost in costs]
 
     @property
     def acted(self) -> Spread | None:
         """In how many of them all late parts acted; None without one."""
-        return Spread.of(
-            [min(part.acted(count) for part in self.late) for count in self.rounds if self.late]
-        )
+        if not self.late:
+            return None
+        begins = max(part.begins for part in self.late)
+        return Spread.of([rounds_acted(begins, count) for count in self.of("rounds")])
 
     def of_devices(self, statistic: OverDevices) -> Spread | None:
         """Return the mean and the deviation of a statistic over the runs, of each the last one."""
-        return Spread.of(
-            [value for run in self.series.runs if (value := statistic.of(run)) is not None]
-        )
+        found = [statistic.of(run) for run in self.series.runs]
+        return Spread.of([value for value in found if value is not None])
 
-    def spread(self, figure: str) -> Spread | None:
+    def spread(self, cost: str) -> Spread | None:
         """Return the mean and the standard deviation of a cost over the runs that reached the
-        target.
+        target; bytes in MB.
         """
-        return Spread.of(
-            [cost[figure] for cost in self.costs if cost is not None and figure in cost]
-        )
+        found = Spread.of(self.of(cost))
+        if found is None or not cost.endswith("_bytes"):
+            return found
+        return found.over(1e6)
 
 
 def costs_to(run: Run, target: float) -> Mapping[str, float] | None:
     """Return a run's costs until it first reached a score, None if it did not."""
-    for i, row in enumerate(run.rounds):
+    done = []
+    for row in run.rounds:
+        done.append(row)
         if run.experiment.score.reached(row.score, target):
-            done = run.rounds[: i + 1]
             costs: dict[str, float] = {"rounds": row.global_round, "seconds": row.elapsed_s}
-            costs |= {
-                name: sum(each.bytes_[name] for each in done) for name in columns_of(run.tiers)
-            }
-            costs |= {"sgd_steps": sum(each.sgd_steps for each in done)}
-            costs |= {"path_steps": sum(each.path_steps for each in done)}
+            for name in columns_of(run.tiers):
+                costs[name] = sum(each.bytes_[name] for each in done)
+            costs["sgd_steps"] = sum(each.sgd_steps for each in done)
+            costs["path_steps"] = sum(each.path_steps for each in done)
             return costs | costs_until(run, row.global_round)
     return None
 
@@ -102,17 +105,15 @@ def target_of(runs: Sequence[Run], given: float | None) -> float | None:
     """Return the target of the score: `given`, else that of the experiments, None without. Raises
     InvalidExperiment.
     """
-    scores = {(run.experiment.score.name, run.experiment.score.higher) for run in runs}
+    score = runs[0].experiment.score
+    scores = {(each.name, each.higher) for each in (run.experiment.score for run in runs)}
     if len(scores) > 1:
-        names = sorted({run.experiment.score.name for run in runs})
-        raise InvalidExperiment(
-            "RUN",
-            [run.id for run in runs],
-            (f"they have several scores: {', '.join(names)}"),
-            "Compare runs with the same score.",
-        )
+        names = ", ".join(sorted({name for name, _ in scores}))
+        problem = f"they have several scores: {names}"
+        remedy = "Compare runs with the same score."
+        raise InvalidExperiment("RUN", [run.id for run in runs], problem, remedy)
     if given is not None:
-        if runs[0].experiment.score.name == ACCURACY and not 0 <= given <= 1:
+        if score.name == ACCURACY and not 0 <= given <= 1:
             raise InvalidExperiment(
                 "--target", given, "an accuracy is a fraction of 1", "Write 0.9 for 90 %."
             )
@@ -124,24 +125,11 @@ def target_of(runs: Sequence[Run], given: float | None) -> float | None:
     return own.pop()
 
 
-def check(series: Sequence[Series], *, by_task: bool) -> None:
-    """Raise InvalidExperiment if the series are of several tasks, unless they are compared task by
-    task.
-    """
-    tasks = {each.task: each.runs[0] for each in series}
-    if len(tasks) > 1 and not by_task:
-        problem = f"{len(tasks)} tasks, between which no cost is comparable: {'; '.join(tasks)}"
-        remedy = f"Compare runs of one task, or use {BY_TASK} for speed-ups within each."
-        raise InvalidExperiment("RUN", [run.id for run in tasks.values()], problem, remedy)
-
-
 # the notes, the table, and what makes the JSON
 Comparison = tuple[list[str], Table, Callable[[], dict[str, Any]]]
 
 
-def compared(
-    runs: Sequence[Run], *, target: float | None, label: Sequence[str] = (), by_task: bool = False
-) -> Comparison:
+def compared(runs: Sequence[Run], *, target: float | None, label: Sequence[str] = ()) -> Comparison:
     """Return the comparison of runs by a score to reach, by default the experiments' own; of whole
     runs without one.
 
@@ -149,181 +137,168 @@ def compared(
     """
     goal = target_of(runs, target)
     series = series_of(runs, label)
-    check(series, by_task=by_task)
-    if goal is None:
-        return of_whole_runs(series)
-    return to_target(series, goal)
+    tasks = list(baselines(series))
+    found = [*baseline_notes(series), *condition_notes(series), *source_notes(series)]
+    if len(tasks) > 1:
+        names = "; ".join(tasks)
+        found.append(f"{len(tasks)} tasks, between which no cost is comparable: {names}")
+    if goal is not None:
+        groups = groups_of(series, goal)
+        return [*found, *notes(groups, goal)], table(groups), lambda: to_json(groups, goal)
+    what = "no target: whole runs are compared. --target gives the costs of reaching a score"
+    found = [what, *found, *whole.notes(series)]
+    for each, parts in _late(series):
+        texts = unacted(parts, [len(run.rounds) for run in each.finished])
+        found += [f"{each.whole}: {text}" for text in texts]
+    return found, whole.table(series), lambda: whole.to_json(series)
 
 
-def to_target(series: Sequence[Series], target: float) -> Comparison:
-    """Return the comparison of the costs of reaching a target."""
-    groups = groups_of(series, target)
-    return notes(groups, target), table(groups, target), lambda: to_json(groups, target)
-
-
-def of_whole_runs(series: Sequence[Series]) -> Comparison:
-    """Return the comparison of whole runs."""
-    found = ["no target: whole runs are compared. --target gives the costs of reaching a score"]
-    found += [
-        *baseline_notes(series),
-        *condition_notes(series),
-        *source_notes(series),
-        *whole.notes(series),
-    ]
+def _late(series: Sequence[Series]) -> list[tuple[Series, list[LatePart]]]:
+    """Return the series, those of a task together, with what each has beside the others and acts
+    late.
+    """
+    found = []
     for task in baselines(series):
         members = [each for each in series if each.task == task]
         experiments = [each.runs[0].experiment for each in members]
-        for each, experiment in zip(members, experiments, strict=True):
-            parts = late_parts(experiment, experiments)
-            found += [
-                f"{each.whole}: {text}"
-                for text in unacted(parts, [len(run.rounds) for run in each.finished])
-            ]
-    return found, whole.table(series), lambda: whole.to_json(series)
+        found += [(each, late_parts(each.runs[0].experiment, experiments)) for each in members]
+    return found
 
 
 def groups_of(series: Sequence[Series], target: float) -> list[Group]:
     """Return the groups, those of a task together."""
     other = unlike(series)
+    base = baselines(series)
     found = []
-    for task, baseline in baselines(series).items():
-        members = [each for each in series if each.task == task]
-        experiments = [each.runs[0].experiment for each in members]
-        for each, experiment in zip(members, experiments, strict=True):
-            costs = [costs_to(run, target) for run in each.runs]
-            found.append(
-                Group(each, baseline, other[each.whole], late_parts(experiment, experiments), costs)
-            )
+    for each, late in _late(series):
+        first = base[each.task]
+        costs = [costs_to(run, target) for run in each.runs]
+        ratio, common = speed_up(first, each, target)
+        found.append(Group(each, first, other[each.whole], late, costs, ratio, common))
     return found
 
 
-def speed_up(group: Group, target: float) -> tuple[Pairs, int]:
-    """Return the baseline's seconds over the group's, and the number of common seeds, paired or
+def speed_up(baseline: Series, series: Series, target: float) -> tuple[Pairs, int]:
+    """Return the baseline's seconds over the series', and the number of common seeds, paired or
     not.
     """
-    theirs, own = (_seconds(series, target) for series in (group.baseline, group.series))
-    seeds = [{str(run.seed) for run in series.runs} for series in (group.baseline, group.series)]
-    ratio = paired(
-        theirs, {seed: s for seed, s in own.items() if s}, lambda base, other: base / other
-    )
-    return ratio, len(seeds[0] & seeds[1])
+
+    def seconds(run: Run) -> float | None:
+        return (costs_to(run, target) or {}).get("seconds")
+
+    theirs = by_seed(baseline.runs, seconds)
+    own = {seed: s for seed, s in by_seed(series.runs, seconds).items() if s}
+    ratio = paired(theirs, own, lambda base, other: base / other)
+    return ratio, len({*baseline.seeds} & {*series.seeds})
 
 
-def table(groups: Sequence[Group], target: float) -> Table:
+def table(groups: Sequence[Group]) -> Table:
     """Return a table of the groups: means and deviations over the runs that reached the target."""
-    tasks = any(each.series.task for each in groups)
-    unlike = any(each.unlike for each in groups)
-    late = any(each.late for each in groups)
-    ratios = [speed_up(each, target) for each in groups]
-    several = any(ratio.interval for ratio, _ in ratios)
-    figures = _figures(groups)
     runs = [run for each in groups for run in each.series.runs]
-    by_devices = statistics_of(runs)
-    ratio_head = "speed-up within the task" if tasks else "speed-up"
-    columns = [
-        *[Column("task", text=True)] * tasks,
-        *(Column(name, text=True) for name in ("experiment", "reached")),
-        *(Column("global rounds"), Column("time", seconds_of(runs)), *byte_columns(tiers_of(runs))),
-        *(Column(name, digits=0) for name in ("SGD steps", "critical path")),
-        *(COSTS[name] for name in figures if name in COSTS),
-        *[Column("rounds it acted in")] * late,
-        Column(ratio_head, digits=2),
-        *[Column(f"speed-up, {INTERVAL}", text=True)] * several,
-        Column("seeds paired", text=True),
-        *(Column(statistic.title, digits=4) for statistic in by_devices),
-        *[Column("also differs in", text=True)] * unlike,
+    tiers = tiers_of(runs)
+    tasks = any(each.series.task for each in groups)
+    ratio = "speed-up within the task" if tasks else "speed-up"
+    heads = {
+        "rounds": Column("global rounds"),
+        "seconds": Column("time", seconds_of(runs)),
+        **dict(zip(columns_of(tiers), byte_columns(tiers), strict=True)),
+        "sgd_steps": Column("SGD steps", digits=0),
+        "path_steps": Column("critical path", digits=0),
+        **COSTS,
+    }
+    columns: Columns = []
+    if tasks:
+        columns.append((Column("task", text=True), lambda each: each.series.task))
+    columns += [
+        (Column("experiment", text=True), lambda each: each.series.label),
+        (Column("reached", text=True), lambda each: f"{each.reached}/{len(each.costs)}"),
     ]
-    rows = []
-    for each, (ratio, common) in zip(groups, ratios, strict=True):
-        costs = [each.spread(figure) for figure in figures]
-        costs = [
-            _mega(cost) if name.endswith("_bytes") else cost
-            for name, cost in zip(figures, costs, strict=True)
-        ]
-        rows.append(
-            [
-                *[each.series.task] * tasks,
-                each.series.label,
-                f"{each.reached}/{len(each.costs)}",
-                *costs,
-                *[each.acted] * late,
-                ratio.spread,
-                *[ratio.text(2)] * several,
-                f"{len(ratio.values)}/{common}",
-                *map(each.of_devices, by_devices),
-                *[", ".join(each.unlike)] * unlike,
-            ]
+    for cost in _costs(groups):
+        columns.append((heads[cost], partial(_spread, cost)))
+    if any(each.late for each in groups):
+        columns.append((Column("rounds it acted in"), lambda each: each.acted))
+    columns.append((Column(ratio, digits=2), lambda each: each.ratio.spread))
+    if any(each.ratio.interval for each in groups):
+        columns.append(
+            (Column(f"speed-up, {INTERVAL}", text=True), lambda each: each.ratio.text(2))
         )
-    within = ", speed-ups within each task" if tasks else ""
-    label = groups[0].baseline.runs[0].experiment.score_label
-    article = "an" if label[0] in VOWELS else "a"
-    return Table(
-        "compare",
-        f"Costs of reaching {article} {label} of {target:g}{within}",
-        columns,
-        rows,
-        keys=1 + tasks,
+    columns.append(
+        (Column("seeds paired", text=True), lambda each: f"{len(each.ratio.values)}/{each.common}")
     )
+    for statistic in statistics_of(runs):
+        columns.append((Column(statistic.title, digits=4), partial(_of_devices, statistic)))
+    if any(each.unlike for each in groups):
+        columns.append((Column("also differs in", text=True), lambda each: ", ".join(each.unlike)))
+    return Table.of("compare", "Costs of reaching the target", columns, groups, keys=1 + tasks)
+
+
+def _spread(cost: str, group: Group) -> Spread | None:
+    return group.spread(cost)
+
+
+def _of_devices(statistic: OverDevices, group: Group) -> Spread | None:
+    return group.of_devices(statistic)
 
 
 def to_json(groups: Sequence[Group], target: float) -> dict[str, Any]:
     """Return the comparison as JSON: each group's means and deviations, and each run's costs."""
-    return {
-        "target": target,
-        "groups": [
-            {
-                "label": each.series.label,
-                "simulated": any(run.simulated for run in each.series.runs),
-                "task": each.series.task,
-                "reached": each.reached,
-                "of": len(each.costs),
-                **{figure: _plain(each.spread(figure)) for figure in _figures(groups)},
-                **{
-                    found.key: _plain(each.of_devices(found))
-                    for found in statistics_of(each.series.runs)
-                },
-                "acts_from": {part.key: part.begins for part in each.late},
-                "rounds_acted": _plain(each.acted),
-                "speed_up": ratio.plain(),
-                "relative_to": each.baseline.label,
-                "seeds_paired": len(ratio.values),
-                "common_seeds": common,
-                "also_differs_in": dict(each.unlike),
-                "runs": [
-                    {"run": run.id, "seed": run.seed, "state": run.state, "costs": cost}
-                    for run, cost in zip(each.series.runs, each.costs, strict=True)
-                ],
-            }
-            for each in groups
-            for ratio, common in [speed_up(each, target)]
+    return {"target": target, "groups": [_facts(each, _costs(groups)) for each in groups]}
+
+
+def _facts(group: Group, costs: Sequence[str]) -> dict[str, Any]:
+    runs = group.series.runs
+    facts: dict[str, Any] = {
+        "label": group.series.label,
+        "simulated": any(run.simulated for run in runs),
+        "task": group.series.task,
+        "reached": group.reached,
+        "of": len(runs),
+    }
+    facts |= {cost: plain(Spread.of(group.of(cost))) for cost in costs}
+    facts |= {each.key: plain(group.of_devices(each)) for each in statistics_of(runs)}
+    return facts | {
+        "acts_from": {part.key: part.begins for part in group.late},
+        "rounds_acted": plain(group.acted),
+        "speed_up": group.ratio.plain(),
+        "relative_to": group.baseline.label,
+        "seeds_paired": len(group.ratio.values),
+        "common_seeds": group.common,
+        "also_differs_in": dict(group.unlike),
+        "runs": [
+            {"run": run.id, "seed": run.seed, "state": run.state, "costs": cost}
+            for run, cost in zip(runs, group.costs, strict=True)
         ],
     }
 
 
 def notes(groups: Sequence[Group], target: float) -> list[str]:
-    """Return notes on the table: other conditions, runs that did not reach the target, and repeated
-    seeds.
+    """Return notes on the groups: runs that did not reach the target, what did not act before it,
+    and repeated seeds.
     """
-    series = [each.series for each in groups]
-    found = [*baseline_notes(series), *condition_notes(series), *source_notes(series)]
+    found = []
     for each in groups:
         label = each.series.whole
         runs = each.series.runs
-        for left in (run for run, cost in zip(runs, each.costs, strict=True) if cost is None):
-            score = left.experiment.score
-            best = best_score(left)
-            seen = f"no {left.experiment.score_label}" if best is None else f"at best {best:.4f}"
-            done = f"{len(left.rounds)} of {left.experiment.rounds} global rounds, {left.state}"
-            own = left.experiment.stop.target
-            if left.state is State.FINISHED and own is not None and not score.reached(own, target):
-                done += f" at its own target of {own:g}"
-            found.append(
-                f"{label}: {left.id} (seed {left.seed}) did not reach the target: {seen} in {done}"
-            )
-        found += [f"{label}: {text} before the target" for text in unacted(each.late, each.rounds)]
-        if len({str(run.seed) for run in runs}) < len(runs):
+        for run, cost in zip(runs, each.costs, strict=True):
+            if cost is None:
+                found.append(f"{label}: {_unreached(run, target)}")
+        texts = unacted(each.late, each.of("rounds"))
+        found += [f"{label}: {text} before the target" for text in texts]
+        if len(each.series.seeds) < len(runs):
             found.append(f"{label}: several runs have the same seed; the deviation is over runs")
     return found
+
+
+def _unreached(run: Run, target: float) -> str:
+    experiment = run.experiment
+    best = best_score(run)
+    seen = f"no {experiment.score_label}" if best is None else f"at best {best:.4f}"
+    done = f"{len(run.rounds)} of {experiment.rounds} global rounds, {run.state}"
+    own = experiment.stop.target
+    ended = run.state is State.FINISHED and own is not None
+    if ended and not experiment.score.reached(own, target):
+        done += f" at its own target of {own:g}"
+    return f"{run.id} (seed {run.seed}) did not reach the target: {seen} in {done}"
 
 
 def source_notes(series: Sequence[Series]) -> list[str]:
@@ -339,25 +314,8 @@ def source_notes(series: Sequence[Series]) -> list[str]:
     return []
 
 
-def _figures(groups: Sequence[Group]) -> list[str]:
-    known = {name for each in groups for cost in each.costs if cost is not None for name in cost}
-    of_devices = [name for name in COSTS if name in known]
+def _costs(groups: Sequence[Group]) -> list[str]:
+    """Return the names of the costs; those of devices where some run has them."""
     tiers = tiers_of(run for each in groups for run in each.series.runs)
+    of_devices = [name for name in COSTS if any(each.of(name) for each in groups)]
     return ["rounds", "seconds", *columns_of(tiers), "sgd_steps", "path_steps", *of_devices]
-
-
-def _seconds(series: Series, target: float) -> dict[str, float]:
-    """Return the mean seconds by seed, for seeds of which all runs reached the target."""
-    return by_seed(series.runs, lambda run: (costs_to(run, target) or {}).get("seconds"))
-
-
-def _mega(cost: Spread | None) -> Spread | None:
-    return cost and Spread(
-        cost.mean / 1e6, None if cost.deviation is None else cost.deviation / 1e6
-    )
-
-
-def _plain(cost: Spread | None) -> dict[str, float | None] | None:
-    if cost is None:
-        return None
-    return {"mean": cost.mean, "deviation": cost.deviation}

@@ -1,4 +1,4 @@
-"""The scores of a run's devices: their course, their distribution, and a table."""
+"""The scores of a run's devices: their course, and their distribution."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Final, NamedTuple
 
 from fedstrata.cloud.records import DEVICES, PERSONALISED
 from fedstrata.common.settings.training import Score
-from fedstrata.deploy.console.tabular import Column, Table
 from fedstrata.deploy.results import charts
 from fedstrata.deploy.results.charts import Axis, Curve
 from fedstrata.deploy.results.figures import Figure
@@ -71,90 +70,55 @@ def figures(run: Run) -> list[Figure]:
     """Return figures of the devices' scores: their course, and the distribution over devices; none
     without scores.
     """
-    models = list(dict.fromkeys(each.personalised for each in statistics_of([run])))
-    if not models:
-        return []
-    label = run.experiment.score_label
-    axis = score_axis(run.experiment.score, label)
-
-    def line(statistic: str, deviation: str = "", *, own: bool) -> Curve:
-        rows = [row for row in run.rounds if row.of_devices("mean", personalised=own) is not None]
-        points = [
-            (float(row.global_round), row.of_devices(statistic, personalised=own) or 0.0)
-            for row in rows
-        ]
-        return Curve(
-            points,
-            [row.of_devices(deviation, personalised=own) or 0.0 for row in rows]
-            if deviation
-            else (),
-        )
-
-    def distribution(global_round: int, *, own: bool) -> Curve:
-        here = [each for each in run.devices if each.global_round == global_round]
-        scores = [each.personalised_score if own else each.test_score for each in here]
-        ordered = sorted(score for score in scores if score is not None)
-        return Curve([(float(place), score) for place, score in enumerate(ordered, 1)])
-
     course: dict[str, Curve] = {}
     each: dict[str, Curve] = {}
-    for own in models:
+    for own in dict.fromkeys(each.personalised for each in statistics_of([run])):
         kind = f"{PERSONALISED}, " if own else ""
-        course[f"{kind}mean over devices"] = line("mean", "spread", own=own)
-        course[f"{kind}worst tenth"], course[f"{kind}all samples"] = (
-            line("worst", own=own),
-            line("score", own=own),
-        )
-        rounds = [round(x) for x, _ in line("mean", own=own).points]
-        for r in dict.fromkeys(
-            rounds[-1:] if own else (rounds[place] for place in (0, len(rounds) // 2, -1))
-        ):
-            if (found := distribution(r, own=own)).points:
+        course[f"{kind}mean over devices"] = _course(run, "mean", "spread", own=own)
+        course[f"{kind}worst tenth"] = _course(run, "worst", own=own)
+        course[f"{kind}all samples"] = _course(run, "score", own=own)
+        rounds = [round(x) for x, _ in course[f"{kind}mean over devices"].points]
+        shown = [rounds[-1]] if own else [rounds[0], rounds[len(rounds) // 2], rounds[-1]]
+        for r in shown:
+            found = _distribution(run, r, own=own)
+            if found.points:
                 each[f"{kind}after global round {r}"] = found
-    title = f"{label[:1].upper()}{label[1:]}"
+    if not course:
+        return []
+    label = run.experiment.score_label
+    y = score_axis(run.experiment.score, label)
+    title = f"{label[:1].upper()}{label[1:]} of"
     rank = Axis("devices up to this score", whole=True)
-    name = run.file_name("device-scores")
-    over = charts.curves(
-        name, f"{title} of devices over global rounds", course, x=GLOBAL_ROUND, y=axis
-    )
-    name = run.file_name("device-distribution")
-    return [over, charts.curves(name, f"{title} of each device, in order", each, x=rank, y=axis)]
+    over = run.file_name("device-scores")
+    among = run.file_name("device-distribution")
+    return [
+        charts.curves(over, f"{title} devices over global rounds", course, x=GLOBAL_ROUND, y=y),
+        charts.curves(among, f"{title} each device, in order", each, x=rank, y=y),
+    ]
 
 
-def table(run: Run) -> Table:
-    """Return a table of the devices' scores of each global round."""
-    share, unit = (100.0, "%") if run.experiment.score.share else (1.0, "")
-    columns = [Column("global round")]
-    rows = list[list[float | None]]()
-    models = list(dict.fromkeys(each.personalised for each in statistics_of([run])))
-    further = list(run.experiment.score.columns.values())
-    for own in models:
-        kind = f"{PERSONALISED}, " if own else ""
-        columns += [Column(f"{kind}{name}") for name in ("devices", "test samples")]
-        columns += [Column(f"{kind}test loss", digits=4)]
-        columns += [
-            Column(f"{kind}{name}", unit, 2 if unit else 4)
-            for name in ("all samples", *OVER_DEVICES.values())
-        ]
-        columns += [Column(f"{kind}{name.removeprefix('score_')}", digits=4) for name in further]
+def _course(run: Run, statistic: str, deviation: str = "", *, own: bool) -> Curve:
+    """Return a statistic by global round, with another one as its band."""
+    points = []
+    deviations = []
     for row in run.rounds:
-        cells: list[float | None] = []
-        for own in models:
-            cells += [
-                row.of_devices(name, personalised=own) for name in ("scored", "samples", "loss")
-            ]
-            cells += [
-                times(share, row.of_devices(name, personalised=own))
-                for name in ("score", *OVER_DEVICES)
-            ]
-            cells += [row.of_devices(name, personalised=own) for name in further]
-        if any(cells):
-            rows.append([float(row.global_round), *cells])
-    if run.experiment.several_models:
-        title = "Scores of dispatched models"
-    else:
-        title = "Scores of the global model"
-    return Table(run.file_name("device-scores"), f"{title} by devices", columns, rows)
+        if row.of_devices("mean", personalised=own) is None:
+            continue
+        value = row.of_devices(statistic, personalised=own) or 0.0
+        points.append((float(row.global_round), value))
+        if deviation:
+            deviations.append(row.of_devices(deviation, personalised=own) or 0.0)
+    return Curve(points, deviations)
+
+
+def _distribution(run: Run, global_round: int, *, own: bool) -> Curve:
+    """Return the devices' scores in a global round, in their order."""
+    scores = []
+    for row in run.devices:
+        score = row.personalised_score if own else row.test_score
+        if row.global_round == global_round and score is not None:
+            scores.append(score)
+    return Curve([(float(place), score) for place, score in enumerate(sorted(scores), 1)])
 
 
 def times(factor: float, value: float | None) -> float | None:

@@ -188,24 +188,24 @@ class Figure:
     """A picture. `name` is the file name's stem, `text` the alternative text, `table` has the
     numbers.
 
-    `draw(paper)` draws it for a page, or for a paper, with whole labels and fewer markers.
+    `draw` draws it, inside of `style`.
     """
 
     name: str
     title: str
     text: str
-    draw: Callable[[bool], Canvas]
+    draw: Callable[[], Canvas]
     table: Table | None = None
 
     def svg(self, key: str) -> str:
         """Return an element of a page that has STYLE. The key makes its ids unique on the page."""
         with style({"svg.fonttype": "none"}):
-            return _themed(self.draw(False), self, key)
+            return _themed(self.draw(), self, key)
 
     def files(self, formats: Iterable[str]) -> dict[str, bytes]:
         """Return the files for a paper by format: pdf, png or svg."""
         with style({"savefig.facecolor": "white"}):
-            canvas = self.draw(True)
+            canvas = self.draw()
             return {kind: canvas.saved(kind) for kind in formats}
 
 

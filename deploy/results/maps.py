@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import add
 from typing import Any, Final, TypeVar
 
 import numpy as np
 
+from fedstrata.common.settings.devices import OnlineTimes
 from fedstrata.common.settings.topology import CLOUD, Tree
 from fedstrata.deploy.console.tabular import Cell, Column, Table, clean
 from fedstrata.deploy.results import charts
@@ -75,47 +77,49 @@ def topology(key: str, tree: Tree, rates: Mapping[str, Rates]) -> Figure:
 
     def place(nodes: Sequence[str], depth: int) -> TopologyBox:
         nonlocal leaves
-        groups = [[child] for child in tree.children.get(nodes[0], ())]
+        children = tree.children.get(nodes[0], ())
+        groups: Sequence[Sequence[str]] = [[child] for child in children]
         if depth == len(tree.layers) - 2:
-            groups = _alike(tree.children[nodes[0]], rates)
+            groups = _alike(children, rates)
         below = [place(group, depth + 1) for group in groups]
         leaves += not below
-        middle = sum(box.middle for box in below) / len(below) if below else TALL * (leaves - 0.5)
+        middle = TALL * (leaves - 0.5)
+        if below:
+            middle = sum(box.middle for box in below) / len(below)
         label = nodes[0] if len(nodes) == 1 else f"{len(nodes)} devices"
-        found.append(
-            TopologyBox(
-                label, depth, middle, _labels([rates[n] for n in nodes if n in rates]), below
-            )
-        )
-        return found[-1]
+        texts = _labels([rates[node] for node in nodes if node in rates])
+        box = TopologyBox(label, depth, middle, texts, below)
+        found.append(box)
+        return box
 
     place([CLOUD], 0)
-    layers = [[box for box in found if box.depth == depth] for depth in range(len(tree.layers))]
-    wide = [10 + LETTER * max(len(box.label) for box in layer) for layer in layers]
-    links = [
-        20 + LETTER * max((len(text) for box in layer for text in box.texts), default=6)
-        for layer in layers[1:]
-    ]
-    lefts = [1 + sum(wide[:depth]) + sum(links[:depth]) for depth in range(len(layers))]
+    lefts = []
+    wide = []
+    left = 1.0
+    for depth in range(len(tree.layers)):
+        layer = [box for box in found if box.depth == depth]
+        if depth:
+            longest = max((len(text) for box in layer for text in box.texts), default=6)
+            left += 20 + LETTER * longest
+        lefts.append(left)
+        wide.append(10 + LETTER * max(len(box.label) for box in layer))
+        left += wide[-1]
 
-    def draw(paper: bool) -> Canvas:
+    def draw() -> Canvas:
         canvas = Canvas(max(COLUMN, lefts[-1] + wide[-1] + 1), TALL * leaves + 4)
         axes = canvas.ground()
+        look: dict[str, Any] = {"color": COLOURS["line"], "linewidth": 0.8}
         for box in found:
             left = lefts[box.depth]
             right = lefts[box.depth] + wide[box.depth]
             for end in box.below:
                 turn = [right, right + TURN, right + TURN, lefts[end.depth]]
-                axes.plot(
-                    turn,
-                    [box.middle, box.middle, end.middle, end.middle],
-                    color=COLOURS["line"],
-                    linewidth=0.8,
-                )
+                levels = [box.middle, box.middle, end.middle, end.middle]
+                axes.plot(turn, levels, **look)
                 for text, y, colour in zip(end.texts, (-3, 10), ("ink", "soft"), strict=False):
                     axes.text(right + TURN + 6, end.middle + y, text, color=COLOURS[colour])
-            corners = [left, right, right, left, left], [box.middle + y for y in (-9, -9, 9, 9, -9)]
-            axes.plot(*corners, color=COLOURS["line"], linewidth=0.8)
+            around = [box.middle + y for y in (-9, -9, 9, 9, -9)]
+            axes.plot([left, right, right, left, left], around, **look)
             axes.text((left + right) / 2, box.middle, clean(box.label), ha="center", va="center")
         return canvas
 
@@ -133,24 +137,24 @@ def partition(facts: Mapping[str, Any], *, name: str = "partition") -> Figure:
     devices = facts["devices"]
     data = facts.get("data", {})
     split = f"{data.get('dataset', '')}, {data.get('partition', '')}"
+    kind = "bin" if any("by_bin" in held for held in devices.values()) else "class"
     homes: dict[str, list[str]] = {}
+    counts = {}
     for device, held in devices.items():
         homes.setdefault(str(held["parent"]), []).append(device)
-    kind = "bin" if any("by_bin" in held for held in devices.values()) else "class"
-    counts = {
-        device: [int(count) for count in held[f"by_{kind}"]] for device, held in devices.items()
-    }
+        counts[device] = [int(count) for count in held[f"by_{kind}"]]
     classes = max(map(len, counts.values()), default=0)
-    most = max((count for held in counts.values() for count in held), default=0) or 1
-    rows = spaced([(home, device) for home, members in homes.items() for device in members])
-    if len(rows) < len(devices):
-        split += f", {len(rows)} of {len(devices)} devices, evenly spaced (partition.json has all)"
+    most = max((max(held, default=0) for held in counts.values()), default=0) or 1
+    every = [(home, device) for home, members in homes.items() for device in members]
+    rows = spaced(every)
+    if len(rows) < len(every):
+        split += f", {len(rows)} of {len(every)} devices, evenly spaced (partition.json has all)"
     named = [f"{home} / {device}" for home, device in rows]
     title = f"Samples of {split}, seed {facts.get('seed', '')}: {facts.get('digest', '')}"
 
-    def draw(paper: bool) -> Canvas:
+    def draw() -> Canvas:
         left = 6 + LETTER * max(map(len, named), default=0)
-        right = 6 + LETTER * max((len(str(sum(held))) for held in counts.values()), default=0)
+        right = 6 + LETTER * len(str(max(map(sum, counts.values()), default=0)))
         cell = max(CELL_LEAST, min(ROW, (COLUMN - left - right) / max(classes, 1)))
         canvas = Canvas(max(COLUMN, left + right + cell * classes), cell * len(rows) + BELOW)
         axes = canvas.axes()
@@ -171,14 +175,12 @@ def partition(facts: Mapping[str, Any], *, name: str = "partition") -> Figure:
         canvas.boxes(axes, boxes)
         return canvas
 
-    columns = [
-        Column("parent", text=True),
-        Column("device", text=True),
-        *(Column(str(c)) for c in range(classes)),
-    ]
-    cells: list[Sequence[Cell]] = [
-        (*row, *counts[row[1]], *[0] * (classes - len(counts[row[1]]))) for row in rows
-    ]
+    columns = [Column("parent", text=True), Column("device", text=True)]
+    columns += [Column(str(c)) for c in range(classes)]
+    cells: list[Sequence[Cell]] = []
+    for home, device in rows:
+        own = counts[device]
+        cells.append((home, device, *own, *[0] * (classes - len(own))))
     table = Table(name, f"Samples by device and {kind}", columns, cells)
     return Figure(name, title, split, draw, table)
 
@@ -197,28 +199,21 @@ def _labels(rates: Sequence[Rates]) -> list[str]:
     """
     if not rates:
         return []
+    declared = [f"{rate:.4g}" if rate is not None else "-" for rate in rates[0].declared]
+    text = "unlimited" if declared == ["-", "-"] else f"{' / '.join(declared)} Mbit/s"
     late = f", {rates[0].delay_ms:g} ms" if rates[0].delay_ms else ""
-    labels = [f"{_declared(rates[0].declared)}{late}"]
-    down, up = ([link.measured[index] for link in rates] for index in (0, 1))
-    if any(rate is not None for rate in (*down, *up)):
-        labels.append(f"measured {_range(down)} / {_range(up)}")
-    return labels
-
-
-def _declared(rates: tuple[float | None, float | None]) -> str:
-    if rates == (None, None):
-        return "unlimited"
-    return f"{' / '.join('-' if rate is None else f'{rate:.4g}' for rate in rates)} Mbit/s"
+    down = _range([link.measured[0] for link in rates])
+    up = _range([link.measured[1] for link in rates])
+    if down == up == "-":
+        return [f"{text}{late}"]
+    return [f"{text}{late}", f"measured {down} / {up}"]
 
 
 def _range(rates: Sequence[float | None]) -> str:
-    known = [rate for rate in rates if rate is not None]
-    least, most = (f"{end:.3g}" for end in (min(known, default=0.0), max(known, default=0.0)))
+    known = [f"{rate:.3g}" for rate in sorted(rate for rate in rates if rate is not None)]
     if not known:
         return "-"
-    if least == most:
-        return least
-    return f"{least}-{most}"
+    return "-".join(dict.fromkeys((known[0], known[-1])))
 
 
 CHANGES: Final = (
@@ -231,30 +226,33 @@ PARENTS_MOST: Final = 5  # lines of devices that worked
 
 def changes(run: Run) -> Figure | None:
     """Return the figure of a run whose devices may be absent or move, else None."""
-    tree = run.experiment.tree
-    tiers = run.experiment.tiers
-    traces = [run.experiment.online(device) for device in tree.devices]
+    experiment = run.experiment
+    tree = experiment.tree
+    traces = [experiment.online(device) for device in tree.devices]
     traced = any(trace is not None for trace in traces)
-    if run.direct or not run.rounds or not (traced or any(tier.min_available for tier in tiers)):
+    changing = traced or any(tier.min_available for tier in experiment.tiers)
+    if run.direct or not run.rounds or not changing:
         return None
     begins = [0.0, *(row.elapsed_s for row in run.rounds[:-1])]
     used = Counter((row.global_round, row.parent) for row in run.devices if row.local_rounds)
-    few = len(tree.parents) <= PARENTS_MOST
-    lines: dict[str, Curve] = {}
+    counts: dict[str, list[int]] = {}
     if traced:
-        online = [sum(trace is None or trace.online(t) for trace in traces) for t in begins]
-        lines["available"] = Curve(
-            [(t, float(count)) for t, count in zip(begins, online, strict=True)]
-        )
-    for name, parents in (
-        {each: [each] for each in tree.parents}.items() if few else [("all parents", tree.parents)]
-    ):
-        counts = [sum(used[row.global_round, parent] for parent in parents) for row in run.rounds]
-        lines[f"below {name}"] = Curve(
-            [(t, float(count)) for t, count in zip(begins, counts, strict=True)]
-        )
-    title = f"Devices over time, {run.ending}"
+        counts["available"] = [_online(traces, t) for t in begins]
+    few = len(tree.parents) <= PARENTS_MOST
+    for parent in tree.parents:
+        name = f"below {parent if few else 'all parents'}"
+        before = counts.get(name, [0] * len(begins))
+        own = [used[row.global_round, parent] for row in run.rounds]
+        counts[name] = list(map(add, before, own))
+    lines = {
+        name: Curve(list(zip(begins, map(float, each), strict=True)))
+        for name, each in counts.items()
+    }
     time = Axis("time", seconds_of([run]))
-    return charts.curves(
-        run.file_name("changes"), title, lines, x=time, y=Axis("devices", whole=True)
-    )
+    title = f"Devices over time, {run.ending}"
+    y = Axis("devices", whole=True)
+    return charts.curves(run.file_name("changes"), title, lines, x=time, y=y)
+
+
+def _online(traces: Sequence[OnlineTimes | None], t: float) -> int:
+    return sum(trace is None or trace.online(t) for trace in traces)

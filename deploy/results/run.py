@@ -23,14 +23,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
-from fedstrata.cloud.records import (
-    DeviceRecord,
-    GlobalRoundRecord,
-    LinkRecord,
-    Record,
-    finite,
-    rows_of,
-)
+from fedstrata.cloud.records import DeviceRecord, GlobalRoundRecord, LinkRecord, Record, rows_of
 from fedstrata.cloud.results import DIRECT, HELD, SIMULATED, check_format, held
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.reading import recorded
@@ -46,10 +39,10 @@ if TYPE_CHECKING:
 
 STARTED: Final = "%Y%m%dT%H%M%SZ"
 STATE_EVENTS: Final = ("run", "finished", "failed")  # the events that change a run's state
-PREDICTION: Final = "prediction.json"  # in a run's folder, if a prediction was made
 COMMIT: Final = "commit"  # in a manifest: of the source that ran
 
 _R = TypeVar("_R", bound=Record)
+_T = TypeVar("_T")
 
 
 def columns_of(tiers: Sequence[str]) -> list[str]:
@@ -60,9 +53,9 @@ def columns_of(tiers: Sequence[str]) -> list[str]:
 def seconds_of(runs: Iterable[Run]) -> str:
     """Return the unit of the seconds of some runs: whether they are simulated."""
     kinds = {run.simulated for run in runs}
-    return {frozenset({True}): "simulated s", frozenset({True, False}): "s, some simulated"}.get(
-        frozenset(kinds), "s"
-    )
+    if kinds == {True, False}:
+        return "s, some simulated"
+    return "simulated s" if kinds == {True} else "s"
 
 
 def tiers_of(runs: Iterable[Run]) -> list[str]:
@@ -86,16 +79,6 @@ class Event:
     time: str
     name: str
     facts: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """A prediction of one global round: seconds by phase, MQTT bytes by `source target` of a link's
-    direction.
-    """
-
-    seconds: Mapping[str, float]
-    bytes_: Mapping[str, float]
 
 
 class Run:
@@ -184,37 +167,19 @@ class Run:
         try:
             for device in content["devices"].values():
                 counts = device["by_bin"] if "by_bin" in device else device["by_class"]
-                if not all(isinstance(count, int) and count >= 0 for count in counts):
-                    raise ValueError(counts)
-                if not isinstance(device["parent"], str):
-                    raise ValueError(device["parent"])
+                possible = all(isinstance(count, int) and count >= 0 for count in counts)
+                if not possible or not isinstance(device["parent"], str):
+                    raise ValueError(device)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise self._damaged("partition.json", repr(error)) from None
         return content
 
     @cached_property
-    def prediction(self) -> Prediction | None:
-        """The prediction made before the run, or None."""
-        if not (self.path / PREDICTION).exists():
-            return None
-        content = self._json(PREDICTION)
-        try:
-            seconds, bytes_ = (
-                {str(key): finite(value) for key, value in content.get(name, {}).items()}
-                for name in ("seconds", "bytes")
-            )
-        except (ValueError, TypeError, AttributeError):
-            raise self._damaged(
-                PREDICTION, "`seconds` and `bytes` are no tables of numbers"
-            ) from None
-        return Prediction(seconds, bytes_)
-
-    @cached_property
     def state(self) -> State:
         """The run's current state."""
-        last = ""
-        for event in self._events(*(f'"event": "{name}"' for name in STATE_EVENTS)):
-            last = event.name if event.name in STATE_EVENTS else last
+        marks = [f'"event": "{name}"' for name in STATE_EVENTS]
+        names = [event.name for event in self._events(*marks) if event.name in STATE_EVENTS]
+        last = names[-1] if names else ""
         if last == State.FINISHED:
             return State.FINISHED
         if held(self.path):
@@ -321,31 +286,37 @@ class Run:
         """The names of the tiers, from the cloud down."""
         return self.experiment.tier_names
 
+    def last(self, value: Callable[[GlobalRoundRecord], _T | None]) -> _T | None:
+        """Return the last known one of a value of the global rounds, or None."""
+        for row in reversed(self.rounds):
+            found = value(row)
+            if found is not None:
+                return found
+        return None
+
     @property
     def accuracy(self) -> float | None:
         """The last known accuracy, or None."""
-        return next(
-            (row.accuracy for row in reversed(self.rounds) if row.accuracy is not None), None
-        )
+        return self.last(lambda row: row.accuracy)
 
     @property
     def score(self) -> float | None:
         """The last known score, or None."""
-        return next((row.score for row in reversed(self.rounds) if row.score is not None), None)
+        return self.last(lambda row: row.score)
+
+    @property
+    def loss(self) -> float | None:
+        """The test loss of the last known score, or None."""
+        scored = self.last(lambda row: None if row.score is None else row)
+        if scored is None:
+            return None
+        return scored.loss
 
     def of_devices(self, statistic: str, *, personalised: bool = False) -> float | None:
         """Return the last known one of the devices' STATISTICS, of the models that they trained or
         not, or None.
         """
-        found = (
-            row.of_devices(statistic, personalised=personalised) for row in reversed(self.rounds)
-        )
-        return next((value for value in found if value is not None), None)
-
-    @property
-    def loss(self) -> float | None:
-        """The test loss of the last known score, or None."""
-        return next((row.loss for row in reversed(self.rounds) if row.score is not None), None)
+        return self.last(lambda row: row.of_devices(statistic, personalised=personalised))
 
     @property
     def seconds(self) -> float:
@@ -448,23 +419,23 @@ def find(text: str, root: Path) -> Path:
     """
     if _is_run(Path(text)):
         return Path(text)
-    matching = [
-        path
-        for path in (folders(root) if root.is_dir() else ())
-        for parts in [path.name.split("-")]
-        if text
-        and any(name.startswith(text) for name in (path.name, f"{parts[0]}-{parts[-1]}", parts[-1]))
-    ]
+    known = folders(root) if root.is_dir() else []
+    matching = [path for path in known if text and _begins(path.name, text)]
     if len(matching) == 1:
         return matching[0]
-    among = f"below {root}" if not matching else ", ".join(path.name for path in matching[:5])
-    if not matching:
-        problem = "not a run's folder, and no run id has this prefix"
+    if matching:
+        among = ", ".join(path.name for path in matching[:5])
+        problem = f"{len(matching)} runs match ({among})"
     else:
-        problem = f"{len(matching)} runs match"
-    raise InvalidExperiment(
-        "RUN", text, f"{problem} ({among})", "List the runs: fedstrata runs list."
-    )
+        problem = f"not a run's folder, and no run id has this prefix (below {root})"
+    raise InvalidExperiment("RUN", text, problem, "List the runs: fedstrata runs list.")
+
+
+def _begins(name: str, text: str) -> bool:
+    """Return whether a run's folder, its id or the id's last part begins so."""
+    parts = name.split("-")
+    known = (name, f"{parts[0]}-{parts[-1]}", parts[-1])
+    return any(each.startswith(text) for each in known)
 
 
 def find_all(texts: Sequence[str], root: Path) -> tuple[list[Path], list[str]]:
@@ -479,13 +450,14 @@ def find_all(texts: Sequence[str], root: Path) -> tuple[list[Path], list[str]]:
     for text in texts:
         places = [Path(text), root / text] if text else []
         folder = next((path for path in places if path.is_dir() and not _is_run(path)), None)
-        if folder is None and Path(text).is_file():
+        if folder is not None:
+            inside = sorted(folders(folder), key=_begun)
+        else:
+            inside = [] if Path(text).is_file() else [find(text, root)]
+        if not inside:
             others.append(text)
-            continue
-        inside = folders(folder) if folder is not None else [find(text, root)]
-        others += [] if inside else [text]
-        inside = sorted(inside, key=_begun) if folder is not None else inside
-        found |= {path.resolve(): path for path in inside if path.resolve() not in found}
+        for path in inside:
+            found.setdefault(path.resolve(), path)
     if not found:
         raise InvalidExperiment(
             "RUN", " ".join(texts), "no run in it", "List the runs: fedstrata runs list."

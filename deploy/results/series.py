@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,7 +44,8 @@ def differing(every: Sequence[Mapping[str, Any]]) -> list[str]:
     """
     keys = dict.fromkeys(key for leaves in every for key in leaves)
     tables = list(dict.fromkeys(key.rpartition(".")[0] for key in keys))
-    apart = [key for key in keys if any(leaves.get(key) != every[0].get(key) for leaves in every)]
+    first = every[0]
+    apart = [key for key in keys if any(leaves.get(key) != first.get(key) for leaves in every)]
     return sorted(apart, key=lambda key: tables.index(key.rpartition(".")[0]))
 
 
@@ -62,15 +62,14 @@ def labels(every: Sequence[Mapping[str, Any]], chosen: Sequence[Collection[str]]
         return [str(leaves.get("name", "")) for leaves in every]
     every_key = {key for leaves in every for key in leaves}
     keys = [key for key in apart if key != "name"]
-    common = {
-        key for key in keys if key.rpartition(".")[2] in NAMES or _is_common(key, keys, every)
-    }
+    common = {key for key in keys if _is_common(key, keys, every)}
     some = []
+    whole = []
     for leaves, own in zip(every, chosen or [()] * len(every), strict=True):
         there = [key for key in keys if key in leaves and (key in common or key in own)]
         some.append([_part(key, leaves[key], every_key) for key in there])
-    whole = [[_part(key, leaves.get(key), every_key) for key in apart] for leaves in every]
-    count = len({repr([leaves.get(key) for key in apart]) for leaves in every})
+        whole.append([_part(key, leaves.get(key), every_key) for key in apart])
+    count = len({repr(parts) for parts in whole})
     for parts, most in ((some, PARTS_MOST), (some, len(keys)), (whole, len(apart))):
         found = [_joined(each, most) for each in parts]
         if len(set(found)) == count:
@@ -79,10 +78,13 @@ def labels(every: Sequence[Mapping[str, Any]], chosen: Sequence[Collection[str]]
 
 
 def _is_common(key: str, keys: Collection[str], every: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a key means the same in all experiments: they have it, and its table has one
-    name.
+    """Return whether a key means the same in all experiments: its value is clear without it, or
+    they have it, and its table has one name.
     """
-    return all(key in leaves for leaves in every) and f"{key.rpartition('.')[0]}.name" not in keys
+    table, _, last = key.rpartition(".")
+    if last in NAMES:
+        return True
+    return all(key in leaves for leaves in every) and f"{table}.name" not in keys
 
 
 def shown(value: object) -> str:
@@ -112,27 +114,23 @@ def _part(key: str, value: object, every_key: Collection[str]) -> str:
 def _short(key: str, every_key: Collection[str]) -> str:
     """Return the shortest end of a key that is no other key's end."""
     words = key.split(".")
-    ends = (".".join(words[start:]) for start in range(len(words) - 1, 0, -1))
-    return next(
-        (
-            end
-            for end in ends
-            if not any(o != key and f".{o}".endswith(f".{end}") for o in every_key)
-        ),
-        key,
-    )
+    for start in range(len(words) - 1, 0, -1):
+        end = ".".join(words[start:])
+        if not any(other != key and f".{other}".endswith(f".{end}") for other in every_key):
+            return end
+    return key
 
 
 def _joined(parts: Sequence[str], most: int) -> str:
-    more = len(parts) - most
-    return ", ".join([*parts[:most], *([f"{more} more"] if more > 0 else [])]) or "defaults"
+    shown = list(parts[:most])
+    if len(parts) > most:
+        shown.append(f"{len(parts) - most} more")
+    return ", ".join(shown) or "defaults"
 
 
 # leaves, or their tables
 TASK: Final = ("data", "model", "nodes", "network", "score.name", "score.better")
 BUSY: Final = 0.5  # load of a core before a run above which its seconds are in doubt
-# letters of a series' name up to which reports repeat it; longer ones are numbered
-NAME_MOST: Final = 24
 _IGNORED: Final = ("seed", "data.root", "links.check", "links.tolerance")  # they change no result
 _PROFILES: Final = "profiles."  # their effect is in other leaves
 _HOST: Final = ("host", "cpus", "instructions")
@@ -143,27 +141,15 @@ class Series:
     """Runs that differ in nothing but the seed. `task`: what distinguishes its task, empty if there
     is one only.
 
-    `label`: what distinguishes it from the others of the task; `whole`: from all others. `number`:
-    `#2` if names are too long to be repeated, else empty. `style`: the numbers of its colour and of
-    its dash pattern in all charts.
+    `label`: what distinguishes it from the others of the task; `whole`: from all others. `style`:
+    the numbers of its colour and of its dash pattern in all charts.
     """
 
     label: str
     whole: str
     task: str
-    number: str
     style: tuple[int, int]
     runs: tuple[Run, ...]
-
-    @property
-    def short(self) -> str:
-        """The number, or the whole label."""
-        return self.number or self.whole
-
-    @property
-    def mark(self) -> str:
-        """The number, or the label within the task."""
-        return self.number or self.label
 
     @property
     def seeds(self) -> list[str]:
@@ -184,15 +170,17 @@ class Series:
 
     @property
     def names(self) -> list[str]:
-        """A name of each run: the short one, with the seed if there are several, and the id if two
-        share it.
+        """A name of each run: that of the series, with the seed if there are several, and the id if
+        two share it.
         """
-        seeds = [str(run.seed) for run in self.runs]
         if len(self.runs) == 1:
-            return [self.short]
-        ends = [f" ({run.ending})" if seeds.count(seed) > 1 else ""
-                for run, seed in zip(self.runs, seeds, strict=True)]  # fmt: skip
-        return [f"{self.short}, seed {seed}{end}" for seed, end in zip(seeds, ends, strict=True)]
+            return [self.whole]
+        seeds = [run.seed for run in self.runs]
+        found = []
+        for run in self.runs:
+            end = f" ({run.ending})" if seeds.count(run.seed) > 1 else ""
+            found.append(f"{self.whole}, seed {run.seed}{end}")
+        return found
 
 
 def series_of(runs: Sequence[Run], names: Sequence[str] = ()) -> list[Series]:
@@ -214,23 +202,22 @@ def series_of(runs: Sequence[Run], names: Sequence[str] = ()) -> list[Series]:
         raise InvalidExperiment(
             "--label", list(names), f"{len(names)} for {len(found)} series", remedy
         )
-    _check_splits(
-        [(task, run) for task, (_, members) in zip(tasks, found, strict=True) for run in members]
-    )
+    _check_splits(tasks, [members for _, members in found])
     apart = list(names) or by_keys
     whole = list[str]()
     for label, task in zip(apart, tasks, strict=True):
-        alone = not names and tasks.count(task) == 1
-        whole.append(task if task and alone else f"{label} ({task})" if task else label)
-    cells = [] if names else _cells(found)
-    named = [cell or label for cell, label in zip(cells, whole, strict=False)]
-    if named and len(set(named)) == len(named):
-        apart = [cell or label for cell, label in zip(cells, apart, strict=True)]
-        whole = named
-    numbered = len(found) > 1 and max(map(len, whole)) > NAME_MOST
-    numbers = [f"#{i}" if numbered else "" for i in range(1, len(found) + 1)]
+        if task and not names and tasks.count(task) == 1:
+            whole.append(task)
+        else:
+            whole.append(f"{label} ({task})" if task else label)
+    if not names:
+        cells = _cells(found)
+        named = [cell or label for cell, label in zip(cells, whole, strict=True)]
+        if len(set(named)) == len(named):
+            apart = [cell or label for cell, label in zip(cells, apart, strict=True)]
+            whole = named
     styles = _styles(apart, tasks, [members[0] for _, members in found])
-    texts = zip(apart, whole, tasks, numbers, styles, strict=True)
+    texts = zip(apart, whole, tasks, styles, strict=True)
     return [Series(*each, tuple(members)) for each, (_, members) in zip(texts, found, strict=True)]
 
 
@@ -314,14 +301,10 @@ def _cells(found: Sequence[tuple[dict[str, Any], list[Run]]]) -> list[str]:
 
 def _tasks(every: Sequence[Mapping[str, Any]], chosen: Sequence[frozenset[str]]) -> list[str]:
     """Return what distinguishes the task of each experiment, "" if all have the same."""
-    tasks = [
-        {
-            key: value
-            for key, value in leaves.items()
-            if key in TASK or key.partition(".")[0] in TASK
-        }
-        for leaves in every
-    ]
+    tasks = []
+    for leaves in every:
+        keys = [key for key in leaves if key in TASK or key.partition(".")[0] in TASK]
+        tasks.append({key: leaves[key] for key in keys})
     if any(task != tasks[0] for task in tasks):
         return labels(tasks, chosen)
     return [""] * len(tasks)
@@ -398,13 +381,12 @@ def conditions(one: Run, other: Run) -> dict[str, str]:
         mine = read(one)
         theirs = read(other)
         if kind == "links":  # labs of different nodes are different tasks
-            mine, theirs = (
-                {key: each[key] for key in mine if key in theirs} for each in (mine, theirs)
-            )
+            both = mine.keys() & theirs.keys()
+            mine = {key: value for key, value in mine.items() if key in both}
+            theirs = {key: value for key, value in theirs.items() if key in both}
         if apart := differing([mine, theirs]):
-            found[kind] = (
-                f"{apart[0]}: {shown(mine.get(apart[0]))} and {shown(theirs.get(apart[0]))}"
-            )
+            key = apart[0]
+            found[kind] = f"{key}: {shown(mine.get(key))} and {shown(theirs.get(key))}"
     return found
 
 
@@ -418,15 +400,13 @@ def baselines(series: Sequence[Series]) -> dict[str, Series]:
     return {task: min(members, key=_as_baseline) for task, members in tasks.items()}
 
 
-def baseline_notes(
-    series: Sequence[Series], name: Callable[[Series], str] = attrgetter("whole")
-) -> list[str]:
+def baseline_notes(series: Sequence[Series]) -> list[str]:
     """Return a line with the baselines and why they are, none without a series that is compared."""
     found = baselines(series)
     if len(found) == len(series):
         return []
     why = {_SWEEPS: "the sweep's baseline", _FEDAVG: "FedAvg", _FIRST_OF_ALL: "the first"}
-    texts = [f"{name(base)} ({why[_as_baseline(base)]})" for base in found.values()]
+    texts = [f"{base.whole} ({why[_as_baseline(base)]})" for base in found.values()]
     return [f"compared with {'; '.join(texts)}"]
 
 
@@ -468,45 +448,42 @@ def unlike(series: Sequence[Series]) -> dict[str, Mapping[str, str]]:
     return found
 
 
-def condition_notes(
-    series: Sequence[Series], name: Callable[[Series], str] = attrgetter("whole")
-) -> list[str]:
+def condition_notes(series: Sequence[Series]) -> list[str]:
     """Return a line for each condition in which series differ from their task's baseline, and on
     busy machines.
     """
     base = baselines(series)
     found = unlike(series)
     names: dict[str, list[str]] = {}
+    busy: list[str] = []
+    loads = list[float]()
+    runs = 0
     for each in series:
         for kind, text in found[each.whole].items():
-            names.setdefault(f"other {kind} than {name(base[each.task])}: {text}", []).append(
-                name(each)
-            )
+            note = f"other {kind} than {base[each.task].whole}: {text}"
+            names.setdefault(note, []).append(each.whole)
+        own = [load for run in each.runs if (load := load_of(run)) > BUSY]
+        if own:
+            busy.append(each.whole)
+            loads += own
+            runs += len(each.runs)
     notes = [f"{'; '.join(named)}: {note}" for note, named in names.items()]
-    loads = {
-        each.whole: [load for run in each.runs if (load := load_of(run)) > BUSY] for each in series
-    }
-    busy = [each for each in series if loads[each.whole]]
     if busy:
-        every = [load for some in loads.values() for load in some]
-        runs = sum(len(each.runs) for each in busy)
-        who = "" if 1 < len(busy) == len(series) else f"{'; '.join(map(name, busy))}: "
-        count = f"{len(every)} of {runs} runs" if runs > 1 else "the run"
-        notes.append(f"{who}{count} began on a busy machine: load up to {max(every):.1f} a core")
+        who = "" if 1 < len(busy) == len(series) else f"{'; '.join(busy)}: "
+        count = f"{len(loads)} of {runs} runs" if runs > 1 else "the run"
+        notes.append(f"{who}{count} began on a busy machine: load up to {max(loads):.1f} a core")
     return [*notes, *kept_notes([run for each in series for run in each.runs])]
 
 
 def kept_notes(runs: Sequence[Run]) -> list[str]:
     """Return a line with the commits whose seconds kept runs have, none without kept runs."""
-    counts = Counter(
-        str(run.manifest.get(COMMIT) or "unknown") for run in runs if CELL in run.manifest
-    )
+    kept = [run.manifest.get(COMMIT) for run in runs if CELL in run.manifest]
+    counts = Counter(str(commit or "unknown") for commit in kept)
     if not counts:
         return []
-    texts = [
-        f"{commit} ({counted(count, 'runs')})" if len(counts) > 1 else commit
-        for commit, count in counts.items()
-    ]
+    texts = list(counts)
+    if len(counts) > 1:
+        texts = [f"{commit} ({counted(count, 'runs')})" for commit, count in counts.items()]
     return [f"the seconds of kept runs are those of commit {', '.join(texts)}"]
 
 
@@ -557,15 +534,19 @@ CONDITIONS: Final[Mapping[str, Callable[[Run], dict[str, Any]]]] = {
 }  # fmt: skip
 
 
-def _check_splits(runs: Sequence[tuple[str, Run]]) -> None:
+def _check_splits(tasks: Sequence[str], series: Sequence[Sequence[Run]]) -> None:
     """Raise InvalidExperiment if two runs of a task and a seed have different splits."""
-    digests: dict[tuple[str, str], tuple[Run, object]] = {}
-    for task, run in runs:
-        if run.partition is not None:
-            other, digest = digests.setdefault(
-                (task, str(run.seed)), (run, run.partition.get("digest"))
-            )
-            if digest != run.partition.get("digest"):
+    first: dict[tuple[str, int], Run] = {}
+    for task, members in zip(tasks, series, strict=True):
+        for run in members:
+            if run.partition is None:
+                continue
+            other = first.setdefault((task, run.seed), run)
+            if _split(other) != _split(run):
                 problem = f"{other.id} and {run.id} have the same seed, but different splits"
                 remedy = "Compare runs of the same data and the same release."
                 raise InvalidExperiment("RUN", [other.id, run.id], problem, remedy)
+
+
+def _split(run: Run) -> object:
+    return run.partition and run.partition.get("digest")

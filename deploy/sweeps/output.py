@@ -6,12 +6,11 @@ lines of a row if the table has axes as columns, else columns.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any, Final
 
-from fedstrata.common.settings.links import LinkSettings
 from fedstrata.common.text import json_text
 from fedstrata.deploy.console.layout import Width, wrapped
 from fedstrata.deploy.console.tabular import (
@@ -24,9 +23,8 @@ from fedstrata.deploy.console.tabular import (
     terminal_width,
 )
 from fedstrata.deploy.results.acting import late_parts, unacted
+from fedstrata.deploy.results.machines import conditions
 from fedstrata.deploy.results.pairs import Pairs
-from fedstrata.deploy.results.run import Run
-from fedstrata.deploy.results.series import kept_notes
 from fedstrata.deploy.sweeps.grid import SweepCell, label_of
 from fedstrata.deploy.sweeps.results import SweepResults, reached, unit_of
 from fedstrata.deploy.sweeps.schema import FULL, Measure
@@ -203,7 +201,7 @@ def notes(results: SweepResults) -> Iterator[str]:
         yield f"{paper.label}: {', '.join(part for part in (paper.cite, paper.table) if part)}"
     yield from idle(results)
     yield from (f"note: {note}" for note in paper.notes)
-    yield from conditions(results)
+    yield from conditions(list(results.runs.values()))
 
 
 def missing(results: SweepResults) -> Iterator[str]:
@@ -237,62 +235,6 @@ def idle(results: SweepResults) -> Iterator[str]:
         yield from (f"{cell.label}: {text} before the target" for text in unacted(parts, rounds))
 
 
-def conditions(results: SweepResults) -> list[str]:
-    """Return a line on the machines and one on the links of the finished runs, which their seconds
-    depend on.
-    """
-    runs = list(results.runs.values())
-    if not runs:
-        return []
-    hosts = _distinct(map(_host, runs))
-    torch = _distinct(f"torch {(run.manifest.get('packages') or {}).get('torch')}" for run in runs)
-    lines = [f"hardware: {'; '.join(hosts)}; {', '.join(torch)}", *kept_notes(runs)]
-    profiles = _distinct(
-        str(machine.get("profile"))
-        for run in runs
-        for machine in (run.manifest.get("hardware") or {}).values()
-        if machine.get("profile")
-    )
-    if all(run.direct for run in runs):
-        lines.append(
-            "links: none, the runs had no network: seconds are computing time, bytes those of the "
-            "models"
-        )
-        return lines
-    if profiles:
-        lines.append(f"emulated: {', '.join(profiles)}")
-    links = _distinct(
-        f"{tier.name}: {_link(tier.link)}" for run in runs for tier in run.experiment.tiers
-    )
-    enforced = _distinct(str((run.manifest.get("links") or {}).get("enforce")) for run in runs)
-    lines.append(f"links: {'; '.join(links)}; enforced by: {', '.join(enforced)}")
-    if any(run.simulated for run in runs):
-        lines.append("seconds: simulated, of machines and links as in the runs' manifest.json")
-    return lines
-
-
-def _host(run: Run) -> str:
-    manifest = run.manifest
-    parts = [str(manifest.get("host", "a host")), f"{manifest.get('cpus')} cores"]
-    if kind := manifest.get("instructions"):
-        parts.append(str(kind))
-    return ", ".join(parts)
-
-
-def _link(link: LinkSettings) -> str:
-    rates = [
-        f"{way} {rate:g} Mbit/s"
-        for way, rate in (("up", link.up_mbit), ("down", link.down_mbit))
-        if rate
-    ]
-    delay = [f"{link.delay_ms:g} ms"] if link.delay_ms else []
-    return ", ".join([*rates, *delay]) or "unlimited"
-
-
-def _distinct(texts: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(texts))
-
-
 # JSON
 
 
@@ -307,7 +249,7 @@ def to_json(results: SweepResults) -> dict[str, Any]:
         "finished": len(results.runs),
         "cells": [_cell(results, cell) for cell in grid.rows],
         "paper": grid.file.paper.model_dump(include={"cite", "table", "label", "notes"}),
-        "conditions": conditions(results),
+        "conditions": conditions(list(results.runs.values())),
     }
 
 

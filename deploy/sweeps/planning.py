@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.text import json_text
-from fedstrata.deploy.console.tabular import Cell, Column, Table, size
-from fedstrata.deploy.planning.workload import OF_THE_SPLIT
+from fedstrata.deploy.console.tabular import Column, Table
+from fedstrata.deploy.planning.workload import OF_THE_SPLIT, sizes_of
 from fedstrata.deploy.sweeps.grid import Grid
 
 WITHOUT_COST: Final = ("seed", "name", "rounds", "stop")
@@ -78,62 +77,47 @@ def to_json(grid: Grid, planned: Sequence[PlannedRuns]) -> dict[str, Any]:
     """
     bytes_: dict[str, float] = {}
     memory: dict[str, int] = {}
+    groups = []
     for group in planned:
+        rounds = sum(group.rounds)
         for tier, count in group.tiers.items():
-            bytes_[tier] = bytes_.get(tier, 0.0) + sum(group.rounds) * count
-        for role, count in group.memory.items():
-            memory[role] = max(memory.get(role, 0), count)
+            bytes_[tier] = bytes_.get(tier, 0.0) + rounds * count
+        for role, held in group.memory.items():
+            memory[role] = max(memory.get(role, 0), held)
+        facts = {"first": group.label, "runs": len(group.rounds), "global_rounds": rounds}
+        groups.append(facts | {"global_round_s": group.global_round_s, "seconds": group.seconds})
     return {
         "title": grid.file.title,
         "runs": len(grid.experiments),
         "total_s": sum(group.seconds for group in planned),
         "bytes": bytes_,
         "memory": memory,
-        "groups": [
-            {
-                "first": group.label,
-                "runs": len(group.rounds),
-                "global_rounds": sum(group.rounds),
-                "global_round_s": group.global_round_s,
-                "seconds": group.seconds,
-            }
-            for group in planned
-        ],
+        "groups": groups,
         "assumed": list(dict.fromkeys(text for group in planned for text in group.assumed)),
     }
 
 
-def written(plan: Mapping[str, Any], form: str) -> str:
-    """Return the plan as JSON or as text."""
-    if form == "json":
-        return json_text(plan) + "\n"
-    columns = [Column("runs like", text=True), Column("runs"), Column("global rounds"),
-               Column("global round", "s", 3), Column("time", "h", 2)]  # fmt: skip
-    rows: list[list[Cell]] = [
-        [
-            each["first"],
-            each["runs"],
-            each["global_rounds"],
-            each["global_round_s"],
-            each["seconds"] / 3600,
-        ]
-        for each in plan["groups"]
-    ]
+def text_of(plan: Mapping[str, Any]) -> str:
+    """Return the plan as text."""
+    heads = {
+        "first": Column("runs like", text=True),
+        "runs": Column("runs"),
+        "global_rounds": Column("global rounds"),
+        "global_round_s": Column("global round", "s", 3),
+        "hours": Column("time", "h", 2),
+    }
+    groups = [{**each, "hours": each["seconds"] / 3600} for each in plan["groups"]]
+    table = Table.of_keys("plan", plan["title"], heads, groups).on_terminal()
     lines = [f"{plan['runs']} runs   {plan['total_s'] / 3600:.2f} h", "bytes of all runs"]
-    lines += [
-        f"  {tier.replace('_', ' '):<14} {size(count)}" for tier, count in plan["bytes"].items()
-    ]
+    lines += sizes_of(plan["bytes"])
     lines.append("memory of a process, the largest run")
-    lines += [
-        f"  {role.replace('_', ' '):<14} {size(count)}" for role, count in plan["memory"].items()
-    ]
+    lines += sizes_of(plan["memory"])
     lines += [f"assumed: {text}" for text in plan["assumed"]]
-    return Table("plan", plan["title"], columns, rows).on_terminal() + "\n".join(lines) + "\n"
+    return table + "\n".join(lines) + "\n"
 
 
 def _cost(experiment: Experiment) -> str:
-    tree = experiment.model_dump(mode="json")
-    data = {key: value for key, value in tree["data"].items() if key not in OF_THE_SPLIT}
-    return str(
-        {key: value for key, value in tree.items() if key not in WITHOUT_COST} | {"data": data}
-    )
+    tree = experiment.model_dump(mode="json", exclude=set(WITHOUT_COST))
+    for key in OF_THE_SPLIT:
+        tree["data"].pop(key, None)
+    return str(tree)

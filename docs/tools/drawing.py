@@ -174,7 +174,7 @@ class SvgPanel:
 def matrices(title: str, rows: Sequence[Sequence[SvgPanel]]) -> str:
     """Draw rows of matrices."""
 
-    def draw(paper: bool) -> Canvas:
+    def draw() -> Canvas:
         canvas = Canvas(
             max(sum(panel.width for panel in row) for row in rows),
             sum(max(panel.height for panel in row) for row in rows),

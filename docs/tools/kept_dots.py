@@ -82,7 +82,7 @@ def dots(folder: str, series: Sequence[Series]) -> Figure | None:
         f"{measure.name}-dots",
         title,
         text,
-        lambda _: _draw(rows, unit, from_0=measure.name != "accuracy"),
+        lambda: _draw(rows, unit, from_0=measure.name != "accuracy"),
     )
 
 

@@ -48,7 +48,7 @@ def _named(series: Sequence[Series]) -> tuple[str, list[Series]]:
     common = [part for part in names[0] if all(part in name for name in names)]
     labels = [", ".join(part for part in name if part not in common) for name in names]
     return ", ".join(common), [
-        replace(each, label=own, number="") for each, own in zip(series, labels, strict=True)
+        replace(each, label=own) for each, own in zip(series, labels, strict=True)
     ]
 
 

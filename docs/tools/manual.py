@@ -55,11 +55,9 @@ EXAMPLES: Final[Mapping[str, str]] = {
     "replay": "fedstrata replay 89f8b0",
     "compare": "fedstrata compare runs/*tempo* runs/*fixed* --target 0.9 --format latex",
     "runs list": "fedstrata runs list --runs runs",
-    "runs show": "fedstrata runs show 89f8b0",
     "runs sharpness": "fedstrata runs sharpness runs/fedavg runs/fedcross",
     "runs divergence": "fedstrata runs divergence runs/central runs/tempo runs/fedavg",
     "runs delete": "fedstrata runs delete 89f8b0",
-    "runs prune": "fedstrata runs prune --days 7",
     "data check": "fedstrata data check --root data",
     "data partition": "fedstrata data partition demo --out partition",
 }

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from docs.tools.pictures import picture
-from fedstrata.deploy.results import sections
+from fedstrata.deploy.results import phases
 from fedstrata.deploy.results.run import Run
-from fedstrata.deploy.results.sections import curves
+from fedstrata.deploy.results.score_curves import curves
 from fedstrata.deploy.results.series import BUSY, load_of, series_of
 
 
@@ -33,7 +33,7 @@ def drawn(runs: Sequence[Run], names: Sequence[str]) -> str:
             )
     series = series_of(runs, names)
     accuracy = next(figure for figure in curves(series) if figure.name == "accuracy-rounds")
-    budget = sections.budget(series)
+    budget = phases.budget(series)
     machines = dict.fromkeys(
         f"{run.manifest.get('platform')}, {run.manifest.get('cpus')} cores" for run in runs
     )

@@ -37,7 +37,7 @@ def layers() -> str:
         226.0: "epochs of SGD on the device's own samples",
     }
 
-    def draw(paper: bool) -> Canvas:
+    def draw() -> Canvas:
         canvas = Canvas(620, 246)
         axes = canvas.ground()
         ends = [(cloud, upper), *((upper, home) for home in homes), *zip(homes, lower, strict=True)]
@@ -77,7 +77,7 @@ def global_round() -> str:
     ends = {"dispatch": 174.0, "train": 314.0, "wait": 406.0, "collect": 494.0, "aggregate": 534.0}
     start, phases = 100.0, 206.0
 
-    def draw(paper: bool) -> Canvas:
+    def draw() -> Canvas:
         canvas = Canvas(580, 234)
         axes = canvas.ground()
         boxes = [Box(ends["collect"], rows["cloud"] - BAR / 2, 40, BAR, PHASES["aggregate"])]
@@ -184,7 +184,7 @@ def transfers() -> str:
         293.0: "Down: cut-through",
     }
 
-    def draw(paper: bool) -> Canvas:
+    def draw() -> Canvas:
         canvas = Canvas(620, 436)
         axes = canvas.ground()
         for name, x in lanes.items():

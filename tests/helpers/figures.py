@@ -13,17 +13,17 @@ from matplotlib.text import Text
 from fedstrata.deploy.results.figures import Canvas, Figure, style
 
 
-def drawn(figure: Figure, *, paper: bool = False) -> Canvas:
+def drawn(figure: Figure) -> Canvas:
     """Draw a figure."""
     with style():
-        canvas = figure.draw(paper)
+        canvas = figure.draw()
         canvas.sheet.draw_without_rendering()
     return canvas
 
 
-def texts(figure: Figure, *, paper: bool = False) -> list[str]:
+def texts(figure: Figure) -> list[str]:
     """Return the texts of a figure."""
-    found = drawn(figure, paper=paper).sheet.findobj(Text)
+    found = drawn(figure).sheet.findobj(Text)
     return [text.get_text() for text in found if text.get_visible() and text.get_text()]
 
 
