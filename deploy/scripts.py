@@ -110,7 +110,8 @@ def sweep(
 
     chosen = []
     for axis, values in (only or {}).items():
-        chosen += [f"{axis}={value}" for value in ([values] if isinstance(values, str) else values)]
+        several = [values] if isinstance(values, str) else values
+        chosen += [f"{axis}={value}" for value in several]
     overrides = _overrides(set)
     words = ["sweep", *_mode(mode), "--size", size, "--runs", str(runs), *overrides]
     words += [word for each in chosen for word in ("--only", each)]
@@ -125,10 +126,10 @@ def sweep(
     if done.returncode != 0:
         raise RunFailed(f"the sweep {file} is not finished (exit code {done.returncode})")
     finished = SweepFolder(Path(runs) / grid.folder).finished(grid)
-    return {
-        cell.label: [finished[each.digest] for each in cell.experiments.values()]
-        for cell in grid.cells
-    }
+    found = {}
+    for cell in grid.cells:
+        found[cell.label] = [finished[each.digest] for each in cell.experiments.values()]
+    return found
 
 
 def compare(runs: Sequence[Run | str | Path], *, target: float | None = None) -> Mapping[str, Any]:
@@ -138,7 +139,10 @@ def compare(runs: Sequence[Run | str | Path], *, target: float | None = None) ->
     `target`: the score, by default the experiments' own; without one whole runs are compared.
     Raises InvalidExperiment if they cannot be compared.
     """
-    found = [each if isinstance(each, Run) else load(each) for each in runs]
+    found = []
+    for each in runs:
+        run = each if isinstance(each, Run) else load(each)
+        found.append(run)
     _, _, tree = compared(found, target=target)
     return tree()
 

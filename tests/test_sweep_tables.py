@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedstrata.common.protocol.round_state import GLOBAL_PHASES
 from fedstrata.deploy.console.layout import Width
-from fedstrata.deploy.console.tabular import Column, Table
+from fedstrata.deploy.console.tabular import Table
 from fedstrata.deploy.results.figures import styled
 from fedstrata.deploy.results.machines import conditions
 from fedstrata.deploy.results.run import Run
@@ -21,7 +20,7 @@ from fedstrata.deploy.sweeps.output import long_table, missing, notes, to_json
 from fedstrata.deploy.sweeps.output import tables_of as tables_within
 from fedstrata.deploy.sweeps.results import SweepResults, value_of
 from fedstrata.deploy.sweeps.schema import Measure
-from tests.helpers.records import BYTES, PHASES_S, a_global_round
+from tests.helpers.records import BYTES, a_global_round
 from tests.helpers.sweeps import ACCURACIES, FIGURES, TREE, MakeRun, results, the_best_of_two
 
 
@@ -46,11 +45,7 @@ def tables_of(found: SweepResults) -> list[Table]:
         ({"name": "steps"}, 100 + 200 + 300),
         ({"name": "path_steps", "until": "end"}, 10 + 20 + 30 + 40),
         ({"name": "seconds", "unit": "min"}, 3 * 1.58 / 60),
-        (
-            {"name": "seconds", "phases": ["train", "wait"]},
-            3 * (PHASES_S["train"] + PHASES_S["wait"]),
-        ),
-        ({"name": "seconds", "phases": list(GLOBAL_PHASES), "until": "end"}, 4 * 1.58),
+        ({"name": "seconds", "until": "end"}, 4 * 1.58),
         ({"name": "bytes"}, 3 * sum(BYTES.values()) / 1e6),
         (
             {"name": "bytes", "tier": "wan", "direction": "up", "unit": "kB"},
@@ -206,16 +201,6 @@ def test_machines_and_links_are_named(tmp_path: Path, make_run: MakeRun) -> None
         network
         == "links: wan: up 20 Mbit/s, down 40 Mbit/s, 10 ms; lan: unlimited; enforced by: bucket"
     )
-
-
-def test_markdown_has_aligned_columns_and_escaped_bars(tmp_path: Path, make_run: MakeRun) -> None:
-    (table,) = tables_of(results(tmp_path, make_run, axes=TREE["axes"]))
-    assert table.markdown().splitlines()[:3] == [
-        "| split | FedAvg, % | Other, % |",
-        "| --- | ---: | ---: |",
-        ("| a | 62.50 ± 3.54 | 75.00 ± 7.07 |"),
-    ]
-    assert "| a\\|b |" in Table("t", "t", [Column("x", text=True)], [["a|b"]]).markdown()
 
 
 def test_a_method_has_a_colour_and_the_other_values_a_dash_pattern(

@@ -176,24 +176,6 @@ def test_methods_are_rows_where_they_do_not_fit_as_columns(
     assert TREE["columns"] == ["method"] and narrow.keys == 2
 
 
-def test_markdown_has_tables_below_one_another() -> None:
-    columns = [
-        Column("a", text=True),
-        *(Column(f"{'head ' * 4}{i}") for i in range(8)),
-        Column("same"),
-    ]
-    text = Table("t", "T", columns, [["x|y", *range(8), 7], ["z", *range(1, 9), 7]]).markdown()
-    above, *tables = text.split("\n\n")
-    assert above == "same: 7" and len(tables) > 1
-    for table in tables:
-        lines = table.strip().splitlines()
-        assert (
-            lines[1].startswith("| --- |")
-            and lines[2].startswith("| x\\|y |")
-            and max(map(len, lines)) <= 105
-        )
-
-
 def latex_of(tmp_path: Path, make_run: MakeRun) -> str:
     for place, tree in enumerate(({}, CROSS, TEMPO)):
         for seed in (1, 2, 3):

@@ -122,7 +122,8 @@ def start(
     Raises ConnectionFailed, with the port and the broker's last log lines.
     """
     chosen = choose(kind)
-    for attempts_left in range(0 if port else 4, -1, -1):
+    more = 0 if port else 4
+    for attempts_left in range(more, -1, -1):
         try:
             return _start_on(
                 port or free_port(),
@@ -180,11 +181,10 @@ def _watch(broker: BrokerProcess, guard: Guard, *, read: tuple[int, ...] | None)
     allowed_s = watchdog_s()
     tls = guard.tls if broker.kind == "mosquitto" else None
     seen = read
+    every_s = _RENEW_S if allowed_s is None else min(_RENEW_S, allowed_s / 3)
     while True:
         try:
-            return broker.process.wait(
-                _RENEW_S if allowed_s is None else min(_RENEW_S, allowed_s / 3)
-            )
+            return broker.process.wait(every_s)
         except subprocess.TimeoutExpired:
             before = seen
             seen = None if tls is None else tls.stamp()

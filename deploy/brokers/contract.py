@@ -59,7 +59,8 @@ def steps(address: BrokerAddress) -> Iterator[Finding]:
             f"{host}: {error.strerror}. Is --broker right? Is the name server there?",
         )
         return
-    yield Finding("name", True, True, "" if where[0] == host else str(where[0]))
+    other = str(where[0]) * (where[0] != host)
+    yield Finding("name", True, True, other)
     began = time.monotonic()
     try:
         raw = socket.create_connection((host, port), timeout=CONNECT_S)
@@ -83,10 +84,12 @@ def steps(address: BrokerAddress) -> Iterator[Finding]:
             return
     try:
         with connected(address):
-            yield Finding("login", True, True, f"as {address.username}" if address.username else "")
+            who = f"as {address.username}" if address.username else ""
+            yield Finding("login", True, True, who)
     except ConnectRefused as refused:
         lack = CODES.get(refused.code or 0, Lack.CLIENTS)
-        yield Finding("login", True, False, str(refused) if lack is Lack.LOGIN else lack.value)
+        why = str(refused) if lack is Lack.LOGIN else lack.value
+        yield Finding("login", True, False, why)
     except ConnectionFailed as error:
         yield Finding("login", True, False, str(error))
 
@@ -135,28 +138,17 @@ def examine(address: BrokerAddress, *, lab: str, name: str) -> Iterator[Finding]
         if not lasts.there:
             return  # nothing else can be examined
         granted = second.subscribe([inbox(0)])
-        yield Finding(
-            "subscriptions are granted",
-            True,
-            granted,
-            "" if granted else f"this login may not read {inbox(0)}",
-        )
+        yield _needed("subscriptions are granted", granted, f"this login may not read {inbox(0)}")
         first.publish(inbox(0), b"hello")
         arrived = pump(both, lambda: inbox(0) in second.topics())
-        yield Finding(
-            "messages are delivered",
-            True,
-            arrived,
-            "" if arrived else f"nothing arrives on {inbox(0)}",
-        )
+        yield _needed("messages are delivered", arrived, f"nothing arrives on {inbox(0)}")
         yield _forged(both, topics.inbox(lab, f"{run}-3", name, STRANGER))
         yield _packets(address, inbox(1))
         yield _as_a_node(address, name, topics.state(lab, f"{run}-2", name))
 
 
 def _beside(both: tuple[PlainClient, PlainClient]) -> Finding:
-    last = both_last(both)
-    return Finding("two connections of one login", True, last, "" if last else Lack.BESIDE.value)
+    return _needed("two connections of one login", both_last(both), Lack.BESIDE.value)
 
 
 def _as_a_node(address: BrokerAddress, name: str, topic: str) -> Finding:
@@ -164,11 +156,18 @@ def _as_a_node(address: BrokerAddress, name: str, topic: str) -> Finding:
     lack = find_lack(
         address, Asked(f"{name}-01234567-0123-0", TransferSettings().keepalive_s, Will(topic))
     )
-    return _useful("ids and wills of nodes", lack is None, "" if lack is None else lack.value)
+    why = "" if lack is None else lack.value
+    return _useful("ids and wills of nodes", lack is None, why)
+
+
+def _needed(item: str, there: bool, otherwise: str) -> Finding:
+    note = "" if there else otherwise
+    return Finding(item, True, there, note)
 
 
 def _useful(item: str, there: bool, otherwise: str) -> Finding:
-    return Finding(item, False, there, "" if there else otherwise)
+    note = "" if there else otherwise
+    return Finding(item, False, there, note)
 
 
 def _forged(both: tuple[PlainClient, PlainClient], topic: str) -> Finding:

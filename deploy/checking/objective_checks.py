@@ -45,10 +45,10 @@ class Trial:
         down, up = (self.layout.with_extras(dict.fromkeys(some, shape)) for some in names)
         self.task = TaskVectors(LinkLayouts(self.layout, down, up), tuple(self.objective.keeps))
         noise = torch.Generator().manual_seed(2)
-        self.vectors = {
-            name: [torch.randn(weight.shape, generator=noise) / 10 for weight in self.weights]
-            for name in self.task.shapes
-        }
+        self.vectors = {}
+        for name in self.task.shapes:
+            drawn = [torch.randn(weight.shape, generator=noise) for weight in self.weights]
+            self.vectors[name] = [each / 10 for each in drawn]
         draws = self.objective.draws(self.task.shapes, INPUTS.classes)
         self.uniform = torch.from_numpy(
             np.random.default_rng(3).random((SAMPLES, draws), np.float32)

@@ -178,7 +178,8 @@ class _Lab:
     """A node with a rule, and children whose uploads are random, the same for each lab."""
 
     def __init__(self, settings: RuleSettings) -> None:
-        self._layout, self._links = _layout(), link_layouts(settings, _layout())
+        self._layout = _layout()
+        self._links = link_layouts(settings, self._layout)
         self.rule = aggregator.build(
             settings,
             RuleContext(
@@ -491,7 +492,7 @@ def _fails(codec: DeltaCodec, columns: int) -> str:
     sound = codec.encode(_change(1, columns), np.random.default_rng(0))
     tried = [sound[: draw.integers(len(sound) + 1)] for _ in range(GARBAGE // 4)]
     tried += [draw.bytes(int(draw.integers(most + 1))) for _ in range(GARBAGE // 2)]
-    for _ in range(GARBAGE // 4 if sound else 0):
+    for _ in range(GARBAGE // 4 * bool(sound)):
         flipped = bytearray(sound)
         flipped[draw.integers(len(sound))] ^= 1 << int(draw.integers(8))
         tried.append(bytes(flipped))

@@ -91,13 +91,11 @@ def check(
             found.append(Finding("runs", True, False, str(error)))
         if output == "json":
             for one in found:
-                typer.echo(
-                    json_text(
-                        {"kind": kind, "item": one.item, "right": one.there, "note": one.note}
-                    )
-                )
+                facts = {"kind": kind, "item": one.item, "right": one.there, "note": one.note}
+                typer.echo(json_text(facts))
         else:
-            cells = [[one.item, "right" if one.there else "wrong", one.note] for one in found]
+            verdicts = {True: "right", False: "wrong"}
+            cells = [[one.item, verdicts[one.there], one.note] for one in found]
             columns = [Column(title, text=True) for title in (kind, "is", "note")]
             typer.echo(Table("check", name, columns, cells).on_terminal(), nl=False)
         if failed is not None:

@@ -109,11 +109,9 @@ def check(
             if not headed:
                 typer.echo("\t".join(SET_COLUMNS))
                 headed = True
-            typer.echo(
-                json_text(facts)
-                if output == "json"
-                else "\t".join(str(facts[key]) for key in SET_COLUMNS)
-            )
+            cells = "\t".join(str(facts[key]) for key in SET_COLUMNS)
+            line = json_text(facts) if output == "json" else cells
+            typer.echo(line)
         if failed is not None:
             raise failed
 
@@ -154,13 +152,12 @@ def partition(
         if output == "json":
             typer.echo(json_text(facts))
             return
+        kind = "by_class"
+        what = "classes"
         if any("by_bin" in device for device in facts["devices"].values()):
             kind = "by_bin"
-        else:
-            kind = "by_class"
-        typer.echo(
-            "\t".join(("device", "parent", "samples", "bins" if kind == "by_bin" else "classes"))
-        )
+            what = "bins"
+        typer.echo("\t".join(("device", "parent", "samples", what)))
         for name, device in facts["devices"].items():
             held = sum(count > 0 for count in device[kind])
             typer.echo(f"{name}\t{device['parent']}\t{device['samples']}\t{held}")

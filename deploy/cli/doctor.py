@@ -85,7 +85,8 @@ def doctor(
     from fedstrata.deploy.kits.lab_file import reach
 
     with reporting():
-        reached = reach(lab, None if broker is None else [broker], login)
+        given = None if broker is None else [broker]
+        reached = reach(lab, given, login)
         reached.check_node("--name", name)
         brokers = {f"broker {address}": address for address in _brokers(reached, name, broker)}
         sections = {HOST: _host(name, accelerator, data, spool, reached)}
@@ -110,8 +111,10 @@ def doctor(
                 )
         for section, found in every.items():
             _write(section, found, output)
+    if unreached:
+        raise typer.Exit(3)
     if missing:
-        raise typer.Exit(3 if unreached else 1)
+        raise typer.Exit(1)
 
 
 def _host(
@@ -129,10 +132,10 @@ def _host(
         learns = name not in reached.lab.institutions
         accelerator = machine.accelerator if accelerator == AUTO else accelerator
         data = Path(machine.data) if data is None and machine.data is not None else data
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    partly = spool_folder(spool)
-    found = examine_host({"cache": cache} | ({"spool": partly} if partly else {}), learns=learns)
-    yield from found
+    folders = {"cache": Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")}
+    if (partly := spool_folder(spool)) is not None:
+        folders["spool"] = partly
+    yield from examine_host(folders, learns=learns)
     yield _accelerator(accelerator)
     yield examine_data(data or Path(Data.model_fields["root"].default), needed=data is not None)
 
@@ -208,10 +211,11 @@ def _write(section: str, found: Sequence[Finding], output: str) -> None:
     shown = found
     if section == NODES and len(found) > NODES_SHOWN:
         shown = [one for one in found if not one.there]
-    cells = [
-        [one.item, "needed" if one.needed else "useful", "ok" if one.there else "missing", one.note]
-        for one in shown
-    ]
+    cells = []
+    for one in shown:
+        needed = "needed" if one.needed else "useful"
+        there = "ok" if one.there else "missing"
+        cells.append([one.item, needed, there, one.note])
     columns = [Column(name, text=True) for name in ("item", "", "found", "note")]
     if cells:
         typer.echo(f"{section}\n{Table('doctor', section, columns, cells).on_terminal()}")

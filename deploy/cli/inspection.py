@@ -371,7 +371,7 @@ def sharpness(
                 for key in ("loss", "worst_loss", "score", "worst_score"):
                     row.append(Spread.of([getattr(place, key) for place in places]))
                 if eigenvalue:  # it is that of the model itself
-                    row.append(None if away else Spread.of(tops))
+                    row.append(Spread.of(tops * (not away)))
                 rows.append(row)
         score = series[0].runs[0].experiment.score_label
         columns = [Column("", text=True), Column("distance", digits=3)]
@@ -479,7 +479,10 @@ def _write(option: str, place: Path, files: Mapping[Path, str | bytes]) -> list[
             place.mkdir(parents=True, exist_ok=True)
         for path, content in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content if isinstance(content, bytes) else content.encode())
+            if isinstance(content, str):
+                path.write_text(content, encoding="utf-8", newline="")
+            else:
+                path.write_bytes(content)
     except OSError as error:
         raise InvalidExperiment(
             option, str(place), error.strerror or str(error), "Name a writable place."

@@ -60,17 +60,15 @@ def status(
     from fedstrata.deploy.watching.formatting import progress
 
     async def ask() -> None:
-        reached = reach(lab, None if broker is None else [broker], login)
+        given = None if broker is None else [broker]
+        reached = reach(lab, given, login)
         expected = reached.lab.parents if reached.lab is not None else {}
         brokers = reached.addresses(OPERATOR)
         found = await call_the_roll(
             reached, OPERATOR, connect_timeout_s=connect_timeout, wait_s=wait
         )
-        away = {
-            node: parent
-            for node, parent in expected.items()
-            if node not in {each.node for each in found}
-        }
+        there = {each.node for each in found}
+        away = {node: parent for node, parent in expected.items() if node not in there}
         rows: list[dict[str, Any]] = [
             {"node": each.node, "there": True} | asdict(each.here) for each in found
         ]
@@ -165,16 +163,12 @@ def provision(
 def _table(lab: str, rows: list[dict[str, Any]]) -> Table:
     names = ("node", "role", "parent", "run", "release", "host", "hardware", "data")
 
-    def cell(row: dict[str, Any], name: str) -> str:
-        if name == "release" and "protocol" in row:
-            return f"{row['release']} (protocol {row['protocol']})"
-        if name == "run":
-            if row["there"]:
-                return row["run"] or "waits"
-            return "away"
-        return row.get(name) or "-"
-
-    columns = [Column(name, text=True) for name in names]
-    return Table(
-        "nodes", f"lab {lab}", columns, [[cell(row, name) for name in names] for row in rows]
-    )
+    shown = []
+    for row in rows:
+        cells = {name: row.get(name) or "-" for name in names}
+        if "protocol" in row:
+            cells["release"] += f" (protocol {row['protocol']})"
+        cells["run"] = (row["run"] or "waits") if row["there"] else "away"
+        shown.append(cells)
+    heads = {name: Column(name, text=True) for name in names}
+    return Table.of_keys("nodes", f"lab {lab}", heads, shown)

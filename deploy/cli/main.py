@@ -178,7 +178,6 @@ def run(
     from fedstrata.deploy.local.process_lab import LocalLab
 
     here = direct or simulate
-    new = own.resume is None
     resume = own.resume
     refuse(
         own.accelerator is not None and not here,
@@ -199,12 +198,17 @@ def run(
             return
         chosen = parse(tree_of(experiment, overrides, resume))
         if dry_run:
-            typer.echo(f"{chosen.to_json()}\n" if own.json_lines else to_toml(chosen), nl=False)
+            text = f"{chosen.to_json()}\n" if own.json_lines else to_toml(chosen)
+            typer.echo(text, nl=False)
             return
-        check_lab(chosen, own.runs if new else None, direct=here)
+        home = own.runs if resume is None else None
+        check_lab(chosen, home, direct=here)
         check_metrics(metrics)
-        if here:
-            (_run_simulated if simulate else _run_direct)(chosen, own)
+        if simulate:
+            _run_simulated(chosen, own)
+            return
+        if direct:
+            _run_direct(chosen, own)
             return
         code = LocalLab(
             chosen,
@@ -212,7 +216,7 @@ def run(
             resume=resume,
             json_lines=own.json_lines,
             lab=lab,
-            metrics=(metrics, *(("--insecure",) if insecure else ())),
+            metrics=[metrics, *["--insecure"] * insecure],
         ).run()
     raise typer.Exit(code)
 

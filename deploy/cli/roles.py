@@ -199,29 +199,31 @@ def cloud(
             return
         tree = tree_of(experiment, overrides, resume)
 
+    again = ["fedstrata", "cloud"]  # what resumes the run
     given = {
         "--broker": (broker, None),
         "--lab": (lab, DEFAULT_LAB),
         "--metrics": (metrics, METRICS),
     }
-    own = [
-        word
-        for option, (value, usual) in given.items()
-        if value not in (None, usual)
-        for word in (option, value)
-    ]
-    again = ["fedstrata", "cloud", *own, *login.options(), *(["--insecure"] if insecure else [])]
+    for option, (value, usual) in given.items():
+        if value is not None and value != usual:
+            again += [option, value]
+    again += [*login.options(), *["--insecure"] * insecure]
+    if sole:
+        again = []  # the process that has started this one reports it
 
     def checked() -> Experiment:
         found = parse(tree)
-        check_cloud(found, None if resume else runs)
+        home = None if resume else runs
+        check_cloud(found, home)
         return found
 
     async def run_cloud() -> None:
         def waiting(by: str) -> None:
             logs.write_line(f"lab {reached.name} is used by {by}: waiting for its end")
 
-        reached = reach(lab, None if broker is None else [broker], login)
+        brokers = None if broker is None else [broker]
+        reached = reach(lab, brokers, login)
         where, *_ = reached.addresses(CLOUD)
         report_certificates(where)
         chosen = None if tree.get("topology") == LAB else checked()
@@ -254,7 +256,7 @@ def cloud(
             logs.write_line(note)
         folder = RunFolder.reopen(resume) if resume else RunFolder.create(runs, chosen)
         shown = show(folder.experiment, json_lines=output == "json", broker=str(where))
-        with kept_once_begun(folder, [] if sole else again), shown as observe:
+        with kept_once_begun(folder, again), shown as observe:
             host = Host(
                 where, connect_timeout, registry, address, lab=reached.name, spool=folders["spool"]
             )
@@ -406,8 +408,9 @@ def device(
             each: login.address(where, node=each)
             for each, where in zip(name, addresses, strict=True)
         }
-        states = spool_folder("auto" if spool == "none" else spool)  # what a method keeps
-        hosts = own.hosts(places, login, spool=spool_folder(spool), kept=states)
+        partly = spool_folder(spool)
+        states = partly or spool_folder("auto")  # what a method keeps
+        hosts = own.hosts(places, login, spool=partly, kept=states)
         first = hosts[name[0]]
         async with (
             energy_counter(energy, first.broker) as counter,
@@ -462,7 +465,9 @@ async def _nodes_there(
 
     found = await call_the_roll(reached, CLOUD, connect_timeout_s=connect_timeout_s, wait_s=ROLL_S)
     others = {each.node: each.other_release for each in found if each.other_release}
-    return found, others | dict(stale(found, reached.lab) if reached.lab is not None else {})
+    if reached.lab is not None:
+        others |= dict(stale(found, reached.lab))
+    return found, others
 
 
 def _topology(found: Sequence[Answer], old: Mapping[str, str]) -> dict[str, Any]:
@@ -508,7 +513,9 @@ def _stays(once: bool) -> bool:
 def spool_folder(text: str) -> Path | None:
     if text == "none":
         return None
-    return Path(SPOOL.format(uid=os.getuid()) if text == "auto" else text)
+    if text == "auto":
+        return Path(SPOOL.format(uid=os.getuid()))
+    return Path(text)
 
 
 def _run_role(role: Callable[[], Coroutine[Any, Any, None]], node: str = "") -> None:

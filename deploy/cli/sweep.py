@@ -7,7 +7,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from fedstrata.deploy.sweeps.grid import Grid
 
 CONNECT_S: Final = 30.0
+ONE_OF: Final = "use one of --simulate, --direct and a lab"
+HERE: Final = "valid only with --direct or --simulate"
 OF_RUNNING: Final = (  # parameters without effect where nothing runs
     "jobs",
     "direct",
@@ -152,7 +154,7 @@ def sweep(
         ),
     ] = None,
     output: Annotated[
-        Literal["table", "csv", "latex", "markdown", "json"],
+        Literal["table", "csv", "latex", "json"],
         typer.Option("--format", help="Format of standard output."),
     ] = "table",
     *,
@@ -181,26 +183,18 @@ def sweep(
     staying = broker is not None or lab is not None
     here = direct or simulate
     refuse(direct and staying, "--direct", "--direct uses no network: use it or a lab")
-    refuse(
-        simulate and (direct or staying), "--simulate", "use one of --simulate, --direct and a lab"
-    )
-    refuse(
-        accelerator is not None and not here,
-        "--accelerator",
-        "valid only with --direct or --simulate",
-    )
+    refuse(simulate and (direct or staying), "--simulate", ONE_OF)
+    if not here:
+        refuse(accelerator is not None, "--accelerator", HERE)
+        refuse(cluster is not None, "--cluster", HERE)
     refuse(staying and jobs not in (None, 1), "--jobs", "a lab has one run at a time")
-    refuse(cluster is not None and not here, "--cluster", "valid only with --direct or --simulate")
-    refuse(
-        cluster is not None and jobs is not None,
-        "--jobs",
-        "a cluster has as many runs at once as its workers",
-    )
+    as_many = "a cluster has as many runs at once as its workers"
+    refuse(cluster is not None and jobs is not None, "--jobs", as_many)
     with reporting():
         if accelerator is not None:
             check_name(accelerator)
         grid = load(file, size=size, overrides=overrides or (), only=only or (), seeds=seeds)
-        folder = SweepFolder(runs / grid.folder, kept=None if kept is None else kept / grid.folder)
+        folder = SweepFolder(runs / grid.folder, kept=kept and kept / grid.folder)
         folder.check()
         if dry_run:
             _list(grid, folder.finished(grid), as_json=output == "json")
@@ -212,7 +206,8 @@ def sweep(
             require_torch(one)
         folder.check_kept()
         if staying:
-            reach(lab or DEFAULT_LAB, None if broker is None else [broker], login).addresses(CLOUD)
+            brokers = None if broker is None else [broker]
+            reach(lab or DEFAULT_LAB, brokers, login).addresses(CLOUD)
         if cluster is not None:
             require("distributed")
         command = _cloud(broker, lab, connect_timeout, login) if staying else ["run"]
@@ -275,7 +270,8 @@ def _run(
         there = _accelerators(
             missing, direct=direct, simulate=simulate, jobs=jobs, accelerator=accelerator
         )
-        executor = HostExecutor(order, there, WorkerProcess if direct else RunCommand)
+        slot = WorkerProcess if direct else RunCommand
+        executor = HostExecutor(order, there, slot)
         at_once = len(there)
     else:
         from fedstrata.deploy.sweeps.cluster import ClusterExecutor
@@ -370,46 +366,35 @@ def _cloud(
     lab.
     """
     words = ["cloud", "--queue", "--connect-timeout", f"{connect_timeout_s:g}"]
-    given = {"--lab": lab, "--broker": broker}
-    return [
-        *words,
-        *(word for option, value in given.items() if value for word in (option, value)),
-        *login.options(),
-    ]
+    words += ["--lab", lab] if lab else []
+    words += ["--broker", broker] if broker else []
+    return [*words, *login.options()]
 
 
 def _list(grid: Grid, finished: Mapping[str, Run], *, as_json: bool) -> None:
     """Print the runs of a sweep."""
     from fedstrata.common.settings.data import is_there
-    from fedstrata.deploy.console.tabular import Cell, Column, Table
+    from fedstrata.deploy.console.tabular import Column, Table
 
     lacking = {one.data.dataset for one in grid.experiments.values() if not is_there(one.data)}
-    rows = [
-        (cell, seed, one, _state(one, finished, lacking))
-        for cell in grid.cells
-        for seed, one in cell.experiments.items()
-    ]
+    rows: list[dict[str, Any]] = []
+    for cell in grid.cells:
+        for seed, one in cell.experiments.items():
+            facts = {"cell": dict(cell.values), "seed": seed, "digest": one.digest}
+            facts |= {"target": cell.target, "global_rounds": one.rounds}
+            rows.append(facts | {"state": _state(one, finished, lacking)})
     if as_json:
-        for cell, seed, one, state in rows:
-            facts = {
-                "cell": dict(cell.values),
-                "seed": seed,
-                "digest": one.digest,
-                "target": cell.target,
-            }
-            typer.echo(json_text(facts | {"global_rounds": one.rounds, "state": state}))
+        for facts in rows:
+            typer.echo(json_text(facts))
         return
-    columns = [
-        *(Column(axis, text=True) for axis in grid.axes),
-        Column("seed"),
-        Column("global rounds"),
-    ]
-    columns += [Column("digest", text=True), Column("state", text=True)]
-    cells: list[list[Cell]] = [
-        [*cell.values.values(), seed, one.rounds, one.digest, state]
-        for cell, seed, one, state in rows
-    ]
-    typer.echo(Table("runs", grid.title, columns, cells).on_terminal(), nl=False)
+    heads = {axis: Column(axis, text=True) for axis in grid.axes} | {
+        "seed": Column("seed"),
+        "global_rounds": Column("global rounds"),
+        "digest": Column("digest", text=True),
+        "state": Column("state", text=True),
+    }
+    cells = [facts | facts["cell"] for facts in rows]
+    typer.echo(Table.of_keys("runs", grid.title, heads, cells).on_terminal(), nl=False)
     rounds = sum(one.rounds for one in grid.experiments.values())
     left = len(grid.experiments) - len(finished)
     counts = {"cells": len(grid.cells), "runs": len(grid.experiments), "global rounds": rounds}
@@ -417,9 +402,8 @@ def _list(grid: Grid, finished: Mapping[str, Run], *, as_json: bool) -> None:
     typer.echo(f"{known}; {counted(left, 'runs')} missing")
     if lacking:
         names = " ".join(sorted(lacking))
-        typer.echo(
-            f"no data on this host for {names}; `fedstrata data check {names}` lists the files"
-        )
+        remedy = f"`fedstrata data check {names}` lists the files"
+        typer.echo(f"no data on this host for {names}; {remedy}")
 
 
 def _state(experiment: Experiment, finished: Mapping[str, Run], lacking: Collection[str]) -> str:

@@ -32,20 +32,21 @@ class TableSection:
 class Width:
     """The width that a table may have.
 
-    gap: between two columns    measure: of a text    breaks: whether heads and texts may be broken
+    gap: between two columns    measure: of a text
     """
 
     most: float
     gap: float = 2.0
     measure: Measure = len
-    breaks: bool = True
 
     def fits(self, section: TableSection) -> bool:
         """Return whether a section is no wider."""
         every = [section.heads, *section.rows]
         columns = zip(*every, strict=True)
-        widths = [max(self.measure(line) for cell in column for line in cell) for column in columns]
-        return sum(widths) + self.gap * (len(widths) - 1) <= self.most
+        wide = 0.0
+        for column in columns:
+            wide += self.gap + max(self.measure(line) for cell in column for line in cell)
+        return wide - self.gap <= self.most
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +73,8 @@ def layout_of(
     a row, and stand in each section.
     """
     places = range(len(heads))
-    plain = TableSection(
-        places, [[head] for head in heads], [[[cell] for cell in row] for row in rows]
-    )
+    lines = [_one_line_each(row) for row in rows]
+    plain = TableSection(places, _one_line_each(heads), lines)
     if width.fits(plain):
         return Layout([], [plain])
     above: list[str] = []
@@ -85,7 +85,7 @@ def layout_of(
             kept.append(place)
         elif heads[place]:
             above.append(f"{heads[place]}: {rows[0][place]}")
-    for share in SHARES if width.breaks else ():
+    for share in SHARES:
         columns = {
             place: _broken(heads, rows, place, share, width, text=texts[place]) for place in kept
         }
@@ -125,6 +125,10 @@ def joined(parts: Sequence[str], between: str, most: float, measure: Measure = l
     return lines
 
 
+def _one_line_each(cells: Sequence[str]) -> list[list[str]]:
+    return [[cell] for cell in cells]
+
+
 # by place: the lines of the head, and of each cell
 Columns = dict[int, tuple[list[str], list[list[str]]]]
 
@@ -143,8 +147,6 @@ def _broken(
     """
     cells = [[row[place]] for row in rows]
     measure = width.measure
-    if not width.breaks:
-        return [heads[place]], cells
     if text:
         bound = max(share * width.most, TEXT_LEAST * measure("n"))
         cells = [wrapped(line, bound, measure) for (line,) in cells]

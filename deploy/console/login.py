@@ -94,10 +94,9 @@ class Login:
         from fedstrata.common.net import address, tls
 
         secure = self.tls_of(node)
+        usual = tls.PORT if secure else address.PORT
         try:
-            (host, port), *others = address.parse_hosts(
-                text, port=tls.PORT if secure else address.PORT
-            )
+            (host, port), *others = address.parse_hosts(text, port=usual)
         except ValueError as error:
             remedy = (
                 "Write host, host:port or [IPv6 address]:port; separate several addresses of "
@@ -106,7 +105,8 @@ class Login:
             raise InvalidExperiment(option, text, str(error), remedy) from None
         username = self.username and self.username.replace(NODE, node)
         password = self._password(node)
-        if username is None and secure is None and (own := local_login(host, port)) is not None:
+        own = local_login(host, port)
+        if username is None and secure is None and own is not None:
             username, password = own
         return address.BrokerAddress(host, port, username, password, tuple(others), secure)
 

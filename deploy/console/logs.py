@@ -84,7 +84,8 @@ def begin(level: str, *, json_lines: bool) -> None:
     if not isinstance(number, int):
         raise ValueError(f"{level!r}: use debug, info, warning or error")
     handler = StandardError()
-    handler.setFormatter(JsonLines() if json_lines else PlainLines(PLAIN))
+    formatter = JsonLines() if json_lines else PlainLines(PLAIN)
+    handler.setFormatter(formatter)
     handler.addFilter(
         lambda record: (
             record.name != ACTIVITY or record.levelno >= number or number <= logging.WARNING

@@ -82,10 +82,10 @@ def with_records(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def with_options(**given: Any) -> None:
-        made = {
-            name: kind(**{one.name: given.pop(one.name) for one in fields(kind)})
-            for name, kind in records.items()
-        }
+        made = {}
+        for name, kind in records.items():
+            own = {one.name: given.pop(one.name) for one in fields(kind)}
+            made[name] = kind(**own)
         command(**given, **made)
 
     with_options.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
@@ -108,10 +108,10 @@ def refuse_given(context: typer.Context, names: Collection[str], problem: str) -
     for each in context.command.params:
         source = context.get_parameter_source(each.name or "")
         if each.name in names and source is not None and source.name == "COMMANDLINE":
-            is_option = each.param_type_name == "option"
-            refuse(
-                True, max(each.opts, key=len) if is_option else (each.name or "").upper(), problem
-            )
+            name = (each.name or "").upper()
+            if each.param_type_name == "option":
+                name = max(each.opts, key=len)
+            refuse(True, name, problem)
 
 
 @contextmanager

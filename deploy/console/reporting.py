@@ -68,7 +68,8 @@ def report(error: FedstrataError, *, node: str = "") -> None:
 
     The frames of own code that failed stand below it, at the log level info.
     """
-    write_line(f"{ERROR}{node}: {error}" if node else f"{ERROR}{error}", level=logging.ERROR)
+    where = f"{node}: " if node else ""
+    write_line(f"{ERROR}{where}{error}", level=logging.ERROR)
     for line in frame_lines(error.frames) if isinstance(error, InvalidExperiment) else ():
         write_line(line)
 

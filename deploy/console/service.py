@@ -27,9 +27,8 @@ def notify(*assignments: str) -> None:
     if not path.startswith(("/", "@")):
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as to_systemd, suppress(OSError):
-        to_systemd.sendto(
-            "\n".join(assignments).encode(), f"\0{path[1:]}" if path[0] == "@" else path
-        )
+        place = f"\0{path[1:]}" if path[0] == "@" else path
+        to_systemd.sendto("\n".join(assignments).encode(), place)
 
 
 def watchdog_s() -> float | None:

@@ -1,4 +1,4 @@
-"""Tables, written as aligned text, CSV, LaTeX (booktabs) or Markdown.
+"""Tables, written as aligned text, CSV or LaTeX (booktabs).
 
 All but CSV round numbers; CSV has them in full.
 """
@@ -20,7 +20,6 @@ from fedstrata.deploy.console.layout import Layout, TableSection, Width, joined,
 
 THIN: Final = "\u202f"  # narrow no-break space between thousands
 COLUMN_PT: Final = 245.0  # of LaTeX: a column of IEEE's and ACM's styles, and some room
-MARKDOWN: Final = Width(100, gap=3, breaks=False)
 _BLANKS: Final = str.maketrans("\t\r\n", "   ")
 _POINTS: Final = dict.fromkeys("ijlt.,:;'()|f[] ", 3.1) | dict.fromkeys("mMWw%±", 8.2) | {THIN: 1.5}
 _UPPER_PT: Final = 6.4
@@ -59,7 +58,8 @@ class Spread:
         """
         if not values:
             return None
-        return cls(mean(values), stdev(values) if len(values) > 1 else None)
+        deviation = stdev(values) if len(values) > 1 else None
+        return cls(mean(values), deviation)
 
     def over(self, divisor: float) -> Spread:
         """Return it in a unit that is `divisor` times as large."""
@@ -120,7 +120,9 @@ class Table:
         keys: int = 1,
     ) -> Table:
         """Return a table with a row for each item. Each column comes with its cell of an item."""
-        rows = [[cell(item) for _, cell in columns] for item in items]
+        rows = []
+        for item in items:
+            rows.append([cell(item) for _, cell in columns])
         return cls(name, title, [column for column, _ in columns], rows, keys=keys)
 
     @classmethod
@@ -130,7 +132,7 @@ class Table:
         """Return a table of rows that have a cell by key, or none; others than `heads` are left
         out.
         """
-        cells = [[row.get(key) for key in heads] for row in rows]
+        cells = [list(map(row.get, heads)) for row in rows]
         return cls(name, title, list(heads.values()), cells)
 
     def aligned(self, most: float = inf) -> str:
@@ -157,9 +159,7 @@ class Table:
         return layout_of(heads, list(self.shown()), texts, keys=self.keys, width=width)
 
     def _aligned(self, section: TableSection) -> str:
-        widths = [
-            max(len(line) for cell in column for line in cell) for column in _columns(section)
-        ]
+        widths = list(map(_widest, _columns(section)))
         sides = [self.columns[place].text for place in section.places]
         lines: list[str] = []
         for cells, below in ((section.heads, True), *((row, False) for row in section.rows)):
@@ -175,27 +175,19 @@ class Table:
 
     def csv(self) -> str:
         """Return CSV with unrounded numbers; a deviation has its own column after the mean."""
-        spread = [
-            any(isinstance(row[i], Spread) for row in self.rows) for i in range(len(self.columns))
-        ]
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
-        heads = [
-            [_plain(column)] + [f"{_plain(column)}_sd"] * two
-            for column, two in zip(self.columns, spread, strict=True)
-        ]
-        writer.writerow([head for pair in heads for head in pair])
-        for row in self.rows:
-            cells: list[object] = []
-            for cell, two in zip(row, spread, strict=True):
-                if isinstance(cell, Spread):
-                    cells += [cell.mean, "" if cell.deviation is None else cell.deviation]
-                else:
-                    cells += [
-                        "" if cell is None else clean(cell) if isinstance(cell, str) else cell,
-                        *[""] * two,
-                    ]
-            writer.writerow(cells)
+        heads: list[str] = []
+        columns: list[list[object]] = []
+        for i, column in enumerate(self.columns):
+            cells = [row[i] for row in self.rows]
+            heads.append(_plain(column))
+            columns.append(list(map(_first, cells)))
+            if any(isinstance(cell, Spread) for cell in cells):
+                heads.append(f"{_plain(column)}_sd")
+                columns.append(list(map(_deviation, cells)))
+        writer.writerow(heads)
+        writer.writerows(zip(*columns, strict=True))
         return text.getvalue()
 
     def latex(self) -> str:
@@ -213,10 +205,12 @@ class Table:
         )
 
     def _tabular(self, section: TableSection) -> str:
-        columns = [self.columns[place] for place in section.places]
-        sides = ["l" if column.text else "r" for column in columns]
-        heads = [_tex_lines([tex(line) for line in head], side, "b")
-                 for head, side in zip(section.heads, sides, strict=True)]  # fmt: skip
+        sides = []
+        heads = []
+        for place, head in zip(section.places, section.heads, strict=True):
+            side = "l" if self.columns[place].text else "r"
+            sides.append(side)
+            heads.append(_tex_lines(list(map(tex, head)), side, "b"))
         frame = [rf"\noindent\begin{{tabular}}{{@{{}}{''.join(sides)}@{{}}}}", r"\toprule"]
         rows = []
         for line, cells in zip(self.rows, section.rows, strict=True):
@@ -236,22 +230,6 @@ class Table:
             ]
         )
 
-    def markdown(self) -> str:
-        """Return tables of Markdown."""
-        layout = self.layout(MARKDOWN)
-        above = ["; ".join(map(_markdown, layout.above)) + "\n"] if layout.above else []
-        tables = []
-        for section in layout.sections:
-            rule = ["---" if self.columns[place].text else "---:" for place in section.places]
-            lines = [
-                [_markdown(" ".join(cell)) for cell in line]
-                for line in (section.heads, *section.rows)
-            ]
-            tables.append(
-                "".join(f"| {' | '.join(line)} |\n" for line in [lines[0], rule, *lines[1:]])
-            )
-        return "\n".join([*above, *tables])
-
     def shown(self) -> Iterator[list[str]]:
         """Yield the cells of each row as they are displayed."""
         for row in self.rows:
@@ -265,6 +243,10 @@ def terminal_width() -> float:
     if sys.stdout.isatty():
         return shutil.get_terminal_size().columns
     return inf
+
+
+def _widest(cells: Sequence[Sequence[str]]) -> int:
+    return max(len(line) for cell in cells for line in cell)
 
 
 def _columns(section: TableSection) -> list[Sequence[Sequence[str]]]:
@@ -323,7 +305,11 @@ def points(text: str) -> float:
     """Return about the width of a text in LaTeX's \\footnotesize, 8 pt of Computer Modern, in
     points.
     """
-    return sum(_POINTS.get(letter, _UPPER_PT if letter.isupper() else _LOWER_PT) for letter in text)
+    wide = 0.0
+    for letter in text:
+        usual = _UPPER_PT if letter.isupper() else _LOWER_PT
+        wide += _POINTS.get(letter, usual)
+    return wide
 
 
 LATEX: Final = Width(COLUMN_PT, gap=6.0, measure=points)
@@ -346,8 +332,19 @@ def _tex_cell(shown: str, cell: Cell) -> str:
     return f"${number}$"
 
 
-def _markdown(text: str) -> str:
-    return clean(text).replace("|", "\\|")
+def _first(cell: Cell) -> object:
+    """Return a cell of CSV, of a mean with a deviation the mean."""
+    if isinstance(cell, Spread):
+        return cell.mean
+    if isinstance(cell, str):
+        return clean(cell)
+    return "" if cell is None else cell
+
+
+def _deviation(cell: Cell) -> object:
+    if isinstance(cell, Spread) and cell.deviation is not None:
+        return cell.deviation
+    return ""
 
 
 def _plain(column: Column) -> str:

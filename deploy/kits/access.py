@@ -33,10 +33,9 @@ class Access:
 
     def of(self, name: str) -> Access:
         """Return the filters of one user."""
-        publish, receive = (
-            [each.replace(NODE, name) for each in some] for some in (self.publish, self.receive)
-        )
-        return Access(tuple(publish), tuple(receive))
+        publish = tuple(each.replace(NODE, name) for each in self.publish)
+        receive = tuple(each.replace(NODE, name) for each in self.receive)
+        return Access(publish, receive)
 
     def __add__(self, other: Access) -> Access:
         return Access(self.publish + other.publish, self.receive + other.receive)

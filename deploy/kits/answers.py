@@ -68,13 +68,10 @@ def faults(found: Sequence[Answer], lab: Lab | None) -> dict[str, list[str]]:
 def stale(found: Sequence[Answer], lab: Lab) -> Mapping[str, str]:
     """Return the nodes whose kit was written from another file of the lab, each with what to do."""
     of_machine = cache(lambda machine: digest(lab, machine))
-    return {
-        each.node: (
-            f"the kit of machine {machine} is not that of this lab file: provision it and "
-            "install it again"
-        )
-        for each in found
-        if each.here.kit
-        and (machine := lab.machine_of.get(each.node))
-        and each.here.kit != of_machine(machine)
-    }
+    old = {}
+    for each in found:
+        machine = lab.machine_of.get(each.node)
+        if each.here.kit and machine and each.here.kit != of_machine(machine):
+            remedy = "provision it and install it again"
+            old[each.node] = f"the kit of machine {machine} is not that of this lab file: {remedy}"
+    return old

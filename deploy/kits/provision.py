@@ -266,7 +266,6 @@ FEDSTRATA_PASSWORD=...
 def _inventory(lab: Lab) -> str:
     lines = ["[lab]"]
     for name, own in lab.machines.items():
-        lines.append(
-            f"{name} ansible_host={own.address}" + (f" ansible_user={own.user}" if own.user else "")
-        )
+        user = f" ansible_user={own.user}" if own.user else ""
+        lines.append(f"{name} ansible_host={own.address}{user}")
     return "\n".join(lines) + "\n"

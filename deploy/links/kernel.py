@@ -130,10 +130,8 @@ def addresses_of(host: str) -> list[IpAddress]:
     except (OSError, UnicodeError) as error:
         problem = f"no address is known: {getattr(error, 'strerror', None) or error}"
         raise InvalidExperiment("--to", host, problem, "Name a host or an address.") from None
-    return [
-        ip_address(text)
-        for text in dict.fromkeys(str(place[0]).partition("%")[0] for *_, place in found)
-    ]
+    texts = [str(place[0]).partition("%")[0] for *_, place in found]
+    return [ip_address(text) for text in dict.fromkeys(texts)]
 
 
 def interface_to(host: str, addresses: Collection[IpAddress]) -> str:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import typer
 
-from fedstrata.common.errors import FedstrataError, as_known
+from fedstrata.common.errors import as_known
 from fedstrata.deploy.console import logs
 from fedstrata.deploy.console.reporting import report
 
@@ -37,7 +37,8 @@ async def run_agents(
             known = as_known(error, name)
             if known is not None and known not in errors:  # a shared failure may end several agents
                 alone = len(agents) == 1 or known is shared_failure()
-                report(known, node="" if alone else name)
+                named = "" if alone else name
+                report(known, node=named)
             errors.append(known or error)
 
     tasks: set[asyncio.Task[None]] = set()
@@ -56,4 +57,4 @@ async def run_agents(
         if tasks:
             await asyncio.wait(tasks)
     if errors:
-        raise typer.Exit(errors[0].exit_code if isinstance(errors[0], FedstrataError) else 1)
+        raise typer.Exit(getattr(errors[0], "exit_code", 1))

@@ -48,7 +48,8 @@ def check_lab(experiment: Experiment, runs: Path | None, *, direct: bool) -> Non
         here = experiment
     else:
         here = experiment.with_data_root(os.environ.get(DATA) or experiment.data.root)
-    _check_data(here, tree.devices if "{node}" in here.data.root else tree.devices[:1])
+    most = None if "{node}" in here.data.root else 1
+    _check_data(here, tree.devices[:most])
 
 
 def allow_connections(nodes: int) -> None:

@@ -147,7 +147,8 @@ class Calls:
         self._samples = dict(samples)
         self._recorded = recorded
         self._layouts = layouts
-        self._down, self._up = codec_of(codecs.down), codec_of(codecs.up)
+        self._down = codec_of(codecs.down)
+        self._up = codec_of(codecs.up)
         self._spool = spool
         self._resident_mb = resident_mb
         self._below = below

@@ -9,7 +9,7 @@ bit. Bytes are those of the models only, and seconds are this machine's computin
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from fedstrata.cloud.evaluator import Beginning, EvaluationResult
 from fedstrata.cloud.global_rounds import GlobalRounds
 from fedstrata.cloud.results import RunFolder
+from fedstrata.common.accounting.traffic import Traffic
 from fedstrata.common.errors import FedstrataError, StorageFailed
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.host.files import replacing, writing
@@ -39,7 +40,7 @@ from fedstrata.common.settings.data import check_alike
 from fedstrata.common.settings.topology import CLOUD
 from fedstrata.common.storage.spool import Spool
 from fedstrata.common.training.array_trainer import TrainerTester
-from fedstrata.deploy.local.calls import Calls, Clock
+from fedstrata.deploy.local.calls import Calls, Clock, RoundDecisions
 from fedstrata.device.jobs import Ending, HostedDevice, LocalResult, Order, Prepared, most_together
 from fedstrata.device.pool.pool import is_cpu
 from fedstrata.device.pool.trainers import Trainers
@@ -132,12 +133,12 @@ async def _run(
             spool=spool,
             resident_mb=experiment.transfer.resident_mb,
             clock=clock,
-            below=lambda child: below[child].ledger.tiers() if child in below else (),
+            below=partial(_traffic, below),
             limits=limits_below(experiment, parent),
             observe=record,
-            recorded=partial(decisions.of_round, parent) if decisions else None,
+            recorded=_recorded(decisions, parent),
             silent=partial(_silent, experiment),
-            at_once=most_together(experiment, where) if parent in tree.layers[-2] else 1,
+            at_once=_at_once(experiment, where, parent),
         )
 
     def choose(parent: str) -> Choose | None:
@@ -194,6 +195,29 @@ async def _run(
     for name in (*tree.aggregators, *keeping, CLOUD):
         _spool(folder, name).close()
     return model
+
+
+def _traffic(calls: Mapping[str, Calls], child: str) -> tuple[Traffic, ...]:
+    """Return the traffic of the tiers below a child."""
+    if child in calls:
+        return calls[child].ledger.tiers()
+    return ()
+
+
+def _recorded(
+    decisions: Decisions | None, parent: str
+) -> Callable[[int, int], RoundDecisions] | None:
+    """Return what gives the recorded decisions of a parent's rounds, None without a record."""
+    if decisions is None:
+        return None
+    return partial(decisions.of_round, parent)
+
+
+def _at_once(experiment: Experiment, accelerator: str, parent: str) -> int:
+    """Return how many children of a parent are called before a result is awaited."""
+    if parent in experiment.tree.layers[-2]:
+        return most_together(experiment, accelerator)
+    return 1
 
 
 def _local(folder: RunFolder, device: str, facts: Prepared) -> LocalWork:

@@ -156,33 +156,12 @@ class LocalLab:
         # The user who starts the lab chose the data, and the code.
         data = [] if "FEDSTRATA_DATA" in os.environ else ["--data", self._experiment.data.root]
         for name in tree.aggregators:
-            own = [
-                "--once",
-                "--name",
-                name,
-                "--parent",
-                tree.parent(name),
-                "--broker",
-                network.address,
-            ]
-            self._spawn(
-                home, network, name, ["institution", *own, *states, *data, *self._allowed(name)]
-            )
+            own = ["institution", "--once", *self._place(name, network)]
+            self._spawn(home, network, name, [*own, *states, *data, *self._allowed(name)])
         self._shown = dict.fromkeys(network.groups, 0)
         slots = shares(cores(), len(network.groups))
         for (process, devices), count in zip(network.groups.items(), slots, strict=True):
-            names = [
-                option
-                for device in devices
-                for option in (
-                    "--name",
-                    device,
-                    "--parent",
-                    tree.parent(device),
-                    "--broker",
-                    network.address,
-                )
-            ]
+            names = [word for device in devices for word in self._place(device, network)]
             # A single process detects its cores or GPUs itself; several processes share the cores.
             several = ["--slots", str(count)] if len(slots) > 1 else []
             allowed = self._allowed(devices[0])
@@ -191,6 +170,11 @@ class LocalLab:
             self._spawn(
                 home, network, process, ["device", *names, *allowed, *data, *several, *alone]
             )
+
+    def _place(self, node: str, network: LabNetwork) -> list[str]:
+        """Return the options that name a node, its parent and its broker."""
+        parent = self._experiment.tree.parent(node)
+        return ["--name", node, "--parent", parent, "--broker", network.address]
 
     def _allowed(self, node: str) -> list[str]:
         names = self._experiment.code_at(node).values()
@@ -238,7 +222,8 @@ class LocalLab:
                 return CLOUD
             event, facts = item
             if event == "run":
-                self._folder, self._run = Path(str(facts["folder"])), str(facts["run"])
+                self._folder = Path(str(facts["folder"]))
+                self._run = str(facts["run"])
             self._show_notes(home)
             observe(event, facts)
 
@@ -284,7 +269,8 @@ class LocalLab:
         another one's.
         """
         found = [last_error(home / f"{each}.log") for each in (role, *self._roles)]
-        write_line(found[0][0] if found[0] else f"{role} ended without a word", level=logging.ERROR)
+        first = found[0] or [f"{role} ended without a word"]
+        write_line(first[0], level=logging.ERROR)
         for frame in next((lines[1:] for lines in found if len(lines) > 1), []):
             write_line(frame)
 

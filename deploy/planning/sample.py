@@ -117,8 +117,9 @@ def _sampled(
         parents = [each for children in members.values() for each in children]
         multiples.append(sum(counts[each.name] for each in parents) / len(parents))
         tiers.append(_tier(tier, members, loads))
-    names = {each for tier in tiers for children in tier["members"].values() for each in children}
-    tables = _of_nodes(experiment, names if work.listed else set())
+    names = {*counts} - {CLOUD}
+    listed = names if work.listed else set[str]()
+    tables = _of_nodes(experiment, listed)
     # A message on behalf of several children takes their time, in which nobody else makes progress.
     tables["transfer"]["idle_s"] *= max(loads.values())
     try:
@@ -191,11 +192,10 @@ def _tier(
         least = min(map(len, members.values()))
         load = max(loads[parent] for parent in members)
         tree["closing"]["quorum"] = min(least, ceil(tier.closing.quorum / load))
-    return tree | {
-        "members": {
-            parent: [each.name for each in children] for parent, children in members.items()
-        }
-    }
+    named = {}
+    for parent, children in members.items():
+        named[parent] = [each.name for each in children]
+    return tree | {"members": named}
 
 
 def _of_nodes(experiment: Experiment, names: set[str]) -> dict[str, Any]:

@@ -65,10 +65,10 @@ class SimulatedRun:
 
     def seconds(self) -> dict[str, float]:
         """Return the mean seconds of a global round by phase."""
-        return {
-            phase: mean(each.phases[phase] for each in self.settled)
-            for phase in self.settled[0].phases
-        }
+        found = {}
+        for phase in self.settled[0].phases:
+            found[phase] = mean(each.phases[phase] for each in self.settled)
+        return found
 
     def total_s(self, global_rounds: int) -> float:
         """Return the seconds of so many global rounds: those simulated, and the mean for each of
@@ -215,7 +215,8 @@ def simulate(
     sample = sample_of(work, speeds, nodes=nodes or NODES)
     trained = 0 if sample.loads else _trained_rounds(work)
     most = max(trained, rounds or 0) or _rounds(sample.experiment)
-    experiment = _simulated(sample.experiment, most, "" if trained else "fixed")
+    epoch_control = "" if trained else "fixed"
+    experiment = _simulated(sample.experiment, most, epoch_control)
     seconds = seconds_of(experiment, speeds)
     durations = PlannedDurations(
         boot_s=BOOT_S, evaluate_s=speeds.evaluation_s, work=work, seconds=seconds

@@ -65,7 +65,8 @@ def machine_speeds(
     STAGES. Raises InvalidExperiment.
     """
     if of is not None:
-        return _speeds_of(of if of.exists() else find(str(of), runs), experiment)
+        place = of if of.exists() else find(str(of), runs)
+        return _speeds_of(place, experiment)
     if _states_steps(experiment):
         return _facts(
             REFERENCE, "training: step_s of each device; else a reference machine of two cores"
@@ -167,11 +168,10 @@ def _conditions(experiment: Experiment, node: str) -> LinkConditions:
         return LinkConditions(delay_s=NETWORK_DELAY_S)
     payload = PAYLOAD if experiment.links.enforce == "kernel" else 1.0
     link = experiment.link(node)
-    up_rate, down_rate = (
-        None if way.rate is None else way.rate * payload for way in (link.up, link.down)
-    )
     return LinkConditions(
-        up_rate=up_rate, down_rate=down_rate, delay_s=max(NETWORK_DELAY_S, link.up.delay_s)
+        up_rate=link.up.rate and link.up.rate * payload,
+        down_rate=link.down.rate and link.down.rate * payload,
+        delay_s=max(NETWORK_DELAY_S, link.up.delay_s),
     )
 
 

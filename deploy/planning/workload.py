@@ -141,6 +141,7 @@ def workload(experiment: Experiment) -> PlannedWorkload:
         )
     calibrated = experiment if isinstance(samples, dict) and not assumed else _alone(here, mean)
     nbytes = dataset.train_images.nbytes + dataset.test_images.nbytes
+    own_bytes = _own_bytes(experiment, dataset, samples, tests) if here is experiment else {}
     return PlannedWorkload(
         experiment,
         calibrated,
@@ -151,7 +152,7 @@ def workload(experiment: Experiment) -> PlannedWorkload:
         nbytes,
         here=here is experiment,
         kept_bytes=tester.parts.kept_bytes,
-        own_bytes=_own_bytes(experiment, dataset, samples, tests) if here is experiment else {},
+        own_bytes=own_bytes,
         assumed=assumed,
     )
 

@@ -50,10 +50,14 @@ def unacted(parts: Sequence[LatePart], rounds: Sequence[float]) -> list[str]:
 
 def late_parts(experiment: Experiment, others: Sequence[Experiment]) -> list[LatePart]:
     """Return the late parts of an experiment that at least one of the others has not."""
-    theirs = [{part.key: settings for settings, part in _tables(other)} for other in others]
+    theirs: dict[str, list[SettingsTable]] = {}
+    for other in others:
+        for settings, part in _tables(other):
+            theirs.setdefault(part.key, []).append(settings)
     found = []
     for settings, part in _tables(experiment):
-        if part.begins > 1 and any(other.get(part.key) != settings for other in theirs):
+        same = theirs.get(part.key, []).count(settings) == len(others)
+        if part.begins > 1 and not same:
             found.append(part)
     return found
 

@@ -78,12 +78,7 @@ def table(run: Run) -> Table:
     rows: list[list[Cell]] = []
     for node, found in counts.items():
         own = at.get(node.rpartition("/")[2])
-        rows.append(
-            [
-                node,
-                own.settings.attack.name if own else "-",
-                *(float(found[key]) for key in AGAINST[1:]),
-            ]
-        )
+        attack = own.settings.attack.name if own else "-"
+        rows.append([node, attack, *(float(found[key]) for key in AGAINST[1:])])
     columns = [Column("device", text=True), Column("attack", text=True), *map(Column, AGAINST[1:])]
     return Table(run.file_name("attacks"), "Results that rules used", columns, rows)

@@ -103,8 +103,10 @@ def curves(
         handles = [_curve(canvas, axes, label, line, x, y) for label, line in shown.items()]
         if target is not None:
             _draw_target(axes, y.factor * target)
-        most = axes.dataLim.xmax  # infinite without a known value
-        axes.set_xlim(0, most if 0 < most < math.inf else 1)
+        most = axes.dataLim.xmax
+        if not 0 < most < math.inf:  # infinite without a known value
+            most = 1.0
+        axes.set_xlim(0, most)
         axes.locator_params(axis="y", integer=y.whole)
         levels(axes)
         return finished(canvas, axes, x, dict(zip(labels, handles, strict=False)))

@@ -106,7 +106,8 @@ def target_of(runs: Sequence[Run], given: float | None) -> float | None:
     InvalidExperiment.
     """
     score = runs[0].experiment.score
-    scores = {(each.name, each.higher) for each in (run.experiment.score for run in runs)}
+    every = [run.experiment.score for run in runs]
+    scores = {(each.name, each.higher) for each in every}
     if len(scores) > 1:
         names = ", ".join(sorted({name for name, _ in scores}))
         problem = f"they have several scores: {names}"
@@ -317,5 +318,8 @@ def source_notes(series: Sequence[Series]) -> list[str]:
 def _costs(groups: Sequence[Group]) -> list[str]:
     """Return the names of the costs; those of devices where some run has them."""
     tiers = tiers_of(run for each in groups for run in each.series.runs)
-    of_devices = [name for name in COSTS if any(each.of(name) for each in groups)]
+    known = set[str]()
+    for each in groups:
+        known.update(*(cost for cost in each.costs if cost is not None))
+    of_devices = [name for name in COSTS if name in known]
     return ["rounds", "seconds", *columns_of(tiers), "sgd_steps", "path_steps", *of_devices]

@@ -32,11 +32,11 @@ def costs_until(run: Run, global_round: int) -> dict[str, float]:
     joules_per_point    over 100 times the score of that round, where a score is a share of 1
     joules_per_mb       over the MQTT bytes of all links until then
     """
-    found = {
-        name: value
-        for name in SUMS
-        if (value := total(run.devices, name, until=global_round)) is not None
-    }
+    found: dict[str, float] = {}
+    for name in SUMS:
+        value = total(run.devices, name, until=global_round)
+        if value is not None:
+            found[name] = value
     if "joules" in found:
         rounds = [row for row in run.rounds if row.global_round <= global_round]
         score = rounds[-1].score if rounds else None
@@ -96,20 +96,21 @@ def table(run: Run, *, each_most: int) -> Table | None:
     for row in run.devices:
         devices.setdefault(row.node, []).append(row)
     groups = {"all": list(run.devices)} | (devices if len(devices) <= each_most else {})
-    columns = [
-        column
-        for column, cell in _CELLS.items()
-        if any(cell(rows) is not None for rows in groups.values())
-    ]
-    if not columns:
+    known = []
+    for column, cell in _CELLS.items():
+        values = [cell(found) for found in groups.values()]
+        if values.count(None) < len(values):
+            known.append((column, values))
+    if not known:
         return None
     sources = sources_of([run])
     title = "Costs on the devices' hosts" + (f", energy by {sources}" if sources else "")
     if run.rounds and (ratios := costs_until(run, run.rounds[-1].global_round)):
-        shown = [f"{ratios[n]:.3g} {COSTS[n].unit} {COSTS[n].name.removeprefix('energy ')}"
-                 for n in ("joules_per_point", "joules_per_mb") if n in ratios]  # fmt: skip
-        title += "".join(f", {text}" for text in shown)
-    rows = [
-        [name, *(_CELLS[column](found) for column in columns)] for name, found in groups.items()
-    ]
-    return Table(run.file_name("costs"), title, [Column("device", text=True), *columns], rows)
+        for key in ("joules_per_point", "joules_per_mb"):
+            if key in ratios:
+                name = COSTS[key].name.removeprefix("energy ")
+                title += f", {ratios[key]:.3g} {COSTS[key].unit} {name}"
+    values_of = [values for _, values in known]
+    rows = [list(row) for row in zip(groups, *values_of, strict=True)]
+    columns = [Column("device", text=True), *(column for column, _ in known)]
+    return Table(run.file_name("costs"), title, columns, rows)

@@ -50,12 +50,13 @@ class OverDevices(NamedTuple):
 def statistics_of(runs: Iterable[Run]) -> list[OverDevices]:
     """Return the statistics over devices that some of the runs have."""
     known = list(runs)
-    return [
-        OverDevices(statistic, f"{PERSONALISED}, {title}" if personalised else title, personalised)
-        for personalised in (False, True)
-        if any(run.of_devices("mean", personalised=personalised) is not None for run in known)
-        for statistic, title in OVER_DEVICES.items()
-    ]
+    found = []
+    for own in (False, True):
+        if any(run.of_devices("mean", personalised=own) is not None for run in known):
+            kind = f"{PERSONALISED}, " if own else ""
+            for statistic, title in OVER_DEVICES.items():
+                found.append(OverDevices(statistic, f"{kind}{title}", own))
+    return found
 
 
 def score_axis(score: Score, label: str = "") -> Axis:

@@ -109,9 +109,8 @@ class KeptTable:
     def write(self, folder: Path) -> None:
         """Write both files, first the rows: those of no run do not count. Raises OSError."""
         runs = [self.runs[key] for key in sorted(self.runs, key=self._rank)]
-        shared = _shared(
-            [{key: value for key, value in run.facts.items() if key != RUN} for run in runs]
-        )
+        shared = _shared([run.facts for run in runs])
+        shared.pop(RUN, None)  # of a single run
         lines = ",\n".join(json_text(_rest(run.facts, shared)) for run in runs)
         tree = json_text({**self.order, SHARED: shared}, indent=1).removesuffix("\n}")
         rows = [row for run in runs for row in run.rows]
@@ -138,9 +137,9 @@ def add(runs: Iterable[KeptRun], folder: Path, order: Mapping[str, Any]) -> None
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder):
             known = KeptTable.read(folder)
-            KeptTable(
-                order, {**(known.runs if known else {}), **{run.id: run for run in runs}}
-            ).write(folder)
+            every = dict(known.runs) if known else {}
+            every |= {run.id: run for run in runs}
+            KeptTable(order, every).write(folder)
 
 
 def kept_in(folder: Path) -> list[Path]:
@@ -190,24 +189,29 @@ def _locked(folder: Path) -> Iterator[None]:
 def _needed(rows: Sequence[Row]) -> list[Row]:
     """Return a run's rows with the columns that it has: other runs of the table may have others."""
     required = GlobalRoundRecord.required()
-    names = [
-        name
-        for name in (rows[0] if rows else ())
-        if name not in NAMED and any(row[name] for row in rows)
-    ]
-    return [dict.fromkeys(required, "") | {name: row[name] for name in names} for row in rows]
+    own = [name for name in _used(rows) if name not in NAMED]
+    return [dict.fromkeys(required, "") | _part(row, own) for row in rows]
 
 
 def _filled(rows: Sequence[Row]) -> list[Row]:
     """Return rows with the columns of all of them that are not empty, but for those of nodes."""
-    names = list(dict.fromkeys(name for row in rows for name, cell in row.items() if cell))
-    names = [name for name in names if not name.startswith(NODES)]
-    return [{name: row.get(name, "") for name in names} for row in rows]
+    names = [name for name in _used(rows) if not name.startswith(NODES)]
+    return [_part(row, names) for row in rows]
+
+
+def _used(rows: Sequence[Row]) -> list[str]:
+    """Return the columns of some rows that are not empty."""
+    return list(dict.fromkeys(name for row in rows for name, cell in row.items() if cell))
+
+
+def _part(row: Row, names: Sequence[str]) -> Row:
+    return {name: row.get(name, "") for name in names}
 
 
 def _csv(rows: Sequence[Row]) -> str:
     text = io.StringIO()
-    table = csv.DictWriter(text, list(rows[0]) if rows else [RUN], lineterminator="\n")
+    names = list(rows[0]) if rows else [RUN]
+    table = csv.DictWriter(text, names, lineterminator="\n")
     table.writeheader()
     table.writerows(rows)
     return text.getvalue()

@@ -189,7 +189,8 @@ def _alike(devices: Sequence[str], rates: Mapping[str, Rates]) -> list[list[str]
     groups: dict[object, list[str]] = {}
     for device in devices:
         link = rates.get(device)
-        groups.setdefault((link.declared, link.delay_ms) if link else None, []).append(device)
+        kind = (link.declared, link.delay_ms) if link else None
+        groups.setdefault(kind, []).append(device)
     return list(groups.values())
 
 
@@ -199,8 +200,10 @@ def _labels(rates: Sequence[Rates]) -> list[str]:
     """
     if not rates:
         return []
-    declared = [f"{rate:.4g}" if rate is not None else "-" for rate in rates[0].declared]
-    text = "unlimited" if declared == ["-", "-"] else f"{' / '.join(declared)} Mbit/s"
+    text = "unlimited"
+    if rates[0].declared != (None, None):
+        down, up = map(_shown, rates[0].declared)
+        text = f"{down} / {up} Mbit/s"
     late = f", {rates[0].delay_ms:g} ms" if rates[0].delay_ms else ""
     down = _range([link.measured[0] for link in rates])
     up = _range([link.measured[1] for link in rates])
@@ -209,11 +212,18 @@ def _labels(rates: Sequence[Rates]) -> list[str]:
     return [f"{text}{late}", f"measured {down} / {up}"]
 
 
+def _shown(rate: float | None) -> str:
+    if rate is None:
+        return "-"
+    return f"{rate:.4g}"
+
+
 def _range(rates: Sequence[float | None]) -> str:
-    known = [f"{rate:.3g}" for rate in sorted(rate for rate in rates if rate is not None)]
+    known = [rate for rate in rates if rate is not None]
     if not known:
         return "-"
-    return "-".join(dict.fromkeys((known[0], known[-1])))
+    ends = (f"{min(known):.3g}", f"{max(known):.3g}")
+    return "-".join(dict.fromkeys(ends))
 
 
 CHANGES: Final = (

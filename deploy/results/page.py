@@ -122,9 +122,15 @@ def _template() -> Template:
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
-        finalize=lambda value: clean(value) if type(value) is str else value,
+        finalize=_finalized,
     )
     return environment.get_template("page.html.jinja")
+
+
+def _finalized(value: object) -> object:
+    if type(value) is str:  # not text that is marked as safe
+        return clean(value)
+    return value
 
 
 def default_file(runs: Sequence[Run]) -> Path:
@@ -177,7 +183,7 @@ def compose(runs: Sequence[Run], labels: Sequence[str] = ()) -> Page:
         for run, name in zip(each.runs, each.names, strict=True):
             if several:
                 page.add("run", f"{name} ({run.id})")
-            _add_run(page, run, 3 if several else 2)
+            _add_run(page, run, 2 + several)
             if several:
                 page.add("end", None)
     return page
@@ -225,7 +231,9 @@ def _add_run(page: Page, run: Run, level: int) -> None:
         page.add("curves", [changed])
     if run.links:
         text = traffic.DIRECT if run.direct else traffic.BYTES
-        begin("Bytes", traffic.SIMULATED if run.simulated else text)
+        if run.simulated:
+            text = traffic.SIMULATED
+        begin("Bytes", text)
         page.add("curves", [traffic.traffic(run)])
         page.add_table(traffic.tiers(run))
     if traffic.declared_links(run):

@@ -74,15 +74,16 @@ def paired(
 
 def by_seed(runs: Sequence[Run], value: Callable[[Run], float | None]) -> dict[str, float]:
     """Return the mean value of the runs of each seed, of seeds all of whose runs have one."""
-    found: dict[str, list[float | None]] = {}
+    found: dict[str, list[float]] = {}
+    without = set()
     for run in runs:
-        found.setdefault(str(run.seed), []).append(value(run))
-    whole = {
-        seed: [v for v in values if v is not None]
-        for seed, values in found.items()
-        if None not in values
-    }
-    return {seed: sum(values) / len(values) for seed, values in whole.items()}
+        seed = str(run.seed)
+        known = value(run)
+        if known is None:
+            without.add(seed)
+        else:
+            found.setdefault(seed, []).append(known)
+    return {seed: sum(own) / len(own) for seed, own in found.items() if seed not in without}
 
 
 @cache
@@ -109,7 +110,7 @@ def _mass(t: float, freedom: int) -> float:
     odd = freedom % 2 == 1
     term = cos(angle) if odd else 1.0
     total = term if freedom > 1 else 0.0
-    for k in range(3 if odd else 2, freedom - 1, 2):
+    for k in range(2 + odd, freedom - 1, 2):
         term *= (k - 1) / k * cos(angle) ** 2
         total += term
     if odd:

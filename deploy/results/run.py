@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from functools import cached_property
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
@@ -63,6 +64,16 @@ def tiers_of(runs: Iterable[Run]) -> list[str]:
     return list(dict.fromkeys(tier for run in runs for tier in run.tiers))
 
 
+def largest_epsilon(rows: Sequence[GlobalRoundRecord]) -> float | None:
+    """Return the largest epsilon of the tiers after the last global round, infinite without noise;
+    None without privacy.
+    """
+    found = list(rows[-1].epsilon.values()) if rows else []
+    if None in found:
+        return inf
+    return max((each for each in found if each is not None), default=None)
+
+
 class State(StrEnum):
     """State of a run. Interrupted: no process writes it, and it has neither finished nor failed."""
 
@@ -97,6 +108,11 @@ class Run:
         self.started = str(self.manifest.get("started", ""))
         self.direct = DIRECT in self.manifest
         self.simulated = SIMULATED in self.manifest
+
+    @property
+    def kind(self) -> tuple[bool, bool]:
+        """Whether it has no network, and whether a simulated one."""
+        return self.direct, self.simulated
 
     @cached_property
     def experiment(self) -> Experiment:
@@ -307,10 +323,10 @@ class Run:
     @property
     def loss(self) -> float | None:
         """The test loss of the last known score, or None."""
-        scored = self.last(lambda row: None if row.score is None else row)
-        if scored is None:
-            return None
-        return scored.loss
+        scored = [row for row in self.rounds if row.score is not None]
+        if scored:
+            return scored[-1].loss
+        return None
 
     def of_devices(self, statistic: str, *, personalised: bool = False) -> float | None:
         """Return the last known one of the devices' STATISTICS, of the models that they trained or
@@ -328,10 +344,11 @@ class Run:
     @property
     def totals(self) -> dict[str, int]:
         """The bytes of the completed global rounds, by tier and direction."""
-        return {
-            name: sum(row.bytes_.get(name, 0) for row in self.rounds)
-            for name in columns_of(self.tiers)
-        }
+        found = dict.fromkeys(columns_of(self.tiers), 0)
+        for row in self.rounds:
+            for name in found:
+                found[name] += row.bytes_.get(name, 0)
+        return found
 
     def _json(self, name: str) -> Mapping[str, Any]:
         return self._parsed(name, lambda: self._content(name))

@@ -44,8 +44,11 @@ def differing(every: Sequence[Mapping[str, Any]]) -> list[str]:
     """
     keys = dict.fromkeys(key for leaves in every for key in leaves)
     tables = list(dict.fromkeys(key.rpartition(".")[0] for key in keys))
-    first = every[0]
-    apart = [key for key in keys if any(leaves.get(key) != first.get(key) for leaves in every)]
+    apart = []
+    for key in keys:
+        first, *others = (leaves.get(key) for leaves in every)
+        if others.count(first) < len(others):
+            apart.append(key)
     return sorted(apart, key=lambda key: tables.index(key.rpartition(".")[0]))
 
 
@@ -206,10 +209,12 @@ def series_of(runs: Sequence[Run], names: Sequence[str] = ()) -> list[Series]:
     apart = list(names) or by_keys
     whole = list[str]()
     for label, task in zip(apart, tasks, strict=True):
-        if task and not names and tasks.count(task) == 1:
+        if not task:
+            whole.append(label)
+        elif not names and tasks.count(task) == 1:
             whole.append(task)
         else:
-            whole.append(f"{label} ({task})" if task else label)
+            whole.append(f"{label} ({task})")
     if not names:
         cells = _cells(found)
         named = [cell or label for cell, label in zip(cells, whole, strict=True)]
@@ -295,8 +300,8 @@ def _cells(found: Sequence[tuple[dict[str, Any], list[Run]]]) -> list[str]:
     names = []
     for _, members in found:
         own = {run.cell for run in members if run.cell}
-        names.append(own.pop() if len(own) == 1 else "")
-    return [name if names.count(name) == 1 else "" for name in names]
+        names.append("".join(own) * (len(own) == 1))
+    return [name * (names.count(name) == 1) for name in names]
 
 
 def _tasks(every: Sequence[Mapping[str, Any]], chosen: Sequence[frozenset[str]]) -> list[str]:

@@ -76,7 +76,8 @@ def _directions(run: Run) -> list[_Direction]:
         rows[tier, "up"] = []
     for link in run.links:
         if link.kind != BROKER and link.tier in run.tiers:
-            rows[link.tier, "down" if _goes_down(run, link) else "up"].append(link)
+            way = "down" if _goes_down(run, link) else "up"
+            rows[link.tier, way].append(link)
     found = []
     for (tier, way), links in rows.items():
         kinds = [_payload(links, kind) for kind in LINK_KINDS]
@@ -118,10 +119,14 @@ def traffic(run: Run) -> Figure:
         own = each.message - sum(each.kinds)
         rows[f"{each.tier} {each.way}"] = [*each.kinds, own, rest]
     axis = bytes_axis("bytes", max(map(sum, rows.values()), default=0.0))
-    rare = [LINK_KINDS.index(kind) for kind in RARE]
-    used = [i for i in range(len(_PARTS)) if i not in rare or any(row[i] for row in rows.values())]
-    shown = {name: [row[i] for i in used] for name, row in rows.items()}
-    parts = [_PARTS[i] for i in used]
+    parts = []
+    shown: dict[str, list[int]] = {name: [] for name in rows}
+    for i, part in enumerate(_PARTS):
+        counts = [row[i] for row in rows.values()]
+        if any(counts) or i >= len(LINK_KINDS) or LINK_KINDS[i] not in RARE:
+            parts.append(part)
+            for name, row in rows.items():
+                shown[name].append(row[i])
     return charts.bars(run.file_name("bytes"), "Bytes of the run", parts, shown, axis=axis)
 
 

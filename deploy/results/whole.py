@@ -6,7 +6,7 @@ seed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -18,7 +18,7 @@ from fedstrata.deploy.console.tabular import Cell, Column, Spread, Table, plain
 from fedstrata.deploy.results.device_costs import COSTS, costs_until
 from fedstrata.deploy.results.device_scores import statistics_of
 from fedstrata.deploy.results.pairs import INTERVAL, Pairs, by_seed, paired
-from fedstrata.deploy.results.run import Run, columns_of, seconds_of, tiers_of
+from fedstrata.deploy.results.run import Run, columns_of, largest_epsilon, seconds_of, tiers_of
 from fedstrata.deploy.results.series import Series, baselines
 
 AGAINST: Final = {  # columns of rounds.csv in experiments with adversaries, and their titles
@@ -45,6 +45,10 @@ class Quantity:
     of: Callable[[Run], float | None]
     factor: float = 1.0
     relation: Relation | None = None
+
+    def known(self, runs: Iterable[Run]) -> bool:
+        """Return whether some runs have it."""
+        return any(self.of(run) is not None for run in runs)
 
     def spread(self, series: Series, *, in_units_of_runs: bool = False) -> Spread | None:
         """Return the mean and the deviation over the finished runs that have it."""
@@ -78,7 +82,7 @@ def quantities(series: Sequence[Series]) -> list[Quantity]:
     ) -> Quantity:
         return Quantity(key, Column(title, unit, digits), of, factor, relation)
 
-    points = Column("difference, paired", "points" if shares else "", digits)
+    points = Column("difference, paired", unit and "points", digits)
     loss = Column("loss, difference", digits=4)
     ratio = Column("time, ratio", digits=2)
     found = [
@@ -98,14 +102,14 @@ def quantities(series: Sequence[Series]) -> list[Quantity]:
     ]  # fmt: skip
     for name, column in zip(columns_of(tiers), byte_columns(tiers), strict=True):
         found.append(Quantity(name, column, partial(_bytes, name), 1e-6))
-    found.append(Quantity("epsilon", Column("epsilon", digits=3), _epsilon))
+    epsilon = Column("epsilon", digits=3)
+    found.append(Quantity("epsilon", epsilon, lambda run: largest_epsilon(run.rounds)))
     found += [Quantity(name, COSTS[name], partial(_cost, name)) for name in ENERGY]
     found += [scored(name, title, partial(_last_of, name)) for name, title in AGAINST.items()]
     found += [scored(each.key, each.title, each.of) for each in statistics_of(runs)]
     done = [run for each in series for run in each.finished]
     optional = {"best_score", "epsilon", *ENERGY, *AGAINST}
-    known = {each.key for each in found if any(each.of(run) is not None for run in done)}
-    return [each for each in found if each.key in known or each.key not in optional]
+    return [each for each in found if each.key not in optional or each.known(done)]
 
 
 def table(series: Sequence[Series]) -> Table:
@@ -114,7 +118,9 @@ def table(series: Sequence[Series]) -> Table:
     base = baselines(series)
     tasks = any(each.task for each in series)
     compared = len(series) > len(base)
-    pairs = [[each.pairs(one, base[one.task]) for each in shown] for one in series]
+    pairs = []
+    for one in series:
+        pairs.append([each.pairs(one, base[one.task]) for each in shown])
     several = compared and any(own.interval for every in pairs for own in every)
     texts = (*["task"] * tasks, "series", "finished", "seeds")
     columns = [Column(name, text=True) for name in texts]
@@ -198,14 +204,6 @@ def _difference(base: float, own: float) -> float:
 
 def _bytes(name: str, run: Run) -> float | None:
     return run.totals.get(name)
-
-
-def _epsilon(run: Run) -> float | None:
-    """Return the largest epsilon of the tiers after the last global round, infinite without
-    noise.
-    """
-    last = run.rounds[-1].epsilon.values() if run.rounds else ()
-    return max((inf if value is None else value for value in last), default=None)
 
 
 def _last_of(name: str, run: Run) -> float | None:

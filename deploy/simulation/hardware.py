@@ -305,16 +305,16 @@ class SimulatedMember:
             path=TrainingPath.IN_PROCESS,
             tests=tests,
         )
-        return LocalResult(work, start_loss=loss if self._reads_losses else None)
+        start_loss = loss if self._reads_losses else None
+        return LocalResult(work, start_loss=start_loss)
 
     def _tested(self, row: Row) -> ScoreSums:
         """Return sums over the test samples, of which R2 has one target."""
         score, loss = self._hardware.workload.evaluate(row)
-        sums = [
-            each
-            for name in self._scores
-            for each in [self._tests * score] * (R2_SUMS if name == R2 else 1)
-        ]
+        sums = []
+        for name in self._scores:
+            count = R2_SUMS if name == R2 else 1
+            sums += [self._tests * score] * count
         return ScoreSums(self._tests, self._tests * loss, packed_sums(sums))
 
     async def occupy(

@@ -315,7 +315,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
             if ready or self._stopping or (timers and timers[0][0] <= self._now):
                 self._count_turn()
             else:
-                self._jump(timers[0][0] if timers else math.inf)
+                at = timers[0][0] if timers else math.inf
+                self._jump(at)
             now = self._now
             while timers and timers[0][0] <= now:
                 timer = pop(timers)[2]

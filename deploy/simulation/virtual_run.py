@@ -97,7 +97,8 @@ class VirtualRun:
         experiment = self._folder.experiment
 
         def observe_run(event: str, facts: dict[str, object]) -> None:
-            observe(event, {**facts, SIMULATED: True} if event == "run" else facts)
+            more = {SIMULATED: True} if event == "run" else {}
+            observe(event, facts | more)
 
         settings = SimulationSettings(
             seed=self._seed(),

@@ -87,7 +87,8 @@ class SimulatedConnection:
             self._accepted = False
             try:
                 stream = await self._open()
-                self.stream, begun = stream, loop.time()
+                self.stream = stream
+                begun = loop.time()
                 try:
                     await self._handlers.connected()
                     self._ready = True

@@ -136,39 +136,32 @@ class SweepFolder:
         """
         runs = self._runs(grid)
         labels = grid.labels()
+        kind = (direct, simulated)
         for run in (run for several in runs.values() for run in several):
-            if (run.direct, run.simulated) != (direct, simulated) and (
-                run.state is State.FINISHED or run.rounds
-            ):
-                had, option = KINDS.get(
-                    DIRECT if run.direct else SIMULATED if run.simulated else "", ("a network", "")
-                )
-                omitted = " and ".join(
-                    name
-                    for name, given in (("--direct", direct), ("--simulate", simulated))
-                    if given
-                )
-                remedy = (
-                    f"{f'Add {option}' if option else f'Omit {omitted}'}, or name another folder."
-                )
-                raise InvalidExperiment("--runs", str(self.path), f"run {run.id} had {had}", remedy)
+            if run.kind != kind and (run.state is State.FINISHED or run.rounds):
+                raise self._of_another_kind(run, kind)
         found = []
         for digest, experiment in grid.experiments.items():
-            if digest not in finished:
-                begun = [
-                    run
-                    for run in runs.get(digest, ())
-                    if (run.direct, run.simulated) == (direct, simulated)
-                ]
-                if begun and not settled(begun[-1].path):
-                    problem = f"another process runs run {begun[-1].id}"
-                    raise InvalidExperiment(
-                        "--runs", str(self.path), problem, "Wait for its end, or stop it."
-                    )
-                found.append(
-                    MissingRun(labels[digest], experiment, begun[-1].path if begun else None)
-                )
+            if digest in finished:
+                continue
+            begun = [run.path for run in runs.get(digest, ()) if run.kind == kind]
+            resume = begun[-1] if begun else None
+            if resume is not None and not settled(resume):
+                problem = f"another process runs run {Run(resume).id}"
+                remedy = "Wait for its end, or stop it."
+                raise InvalidExperiment("--runs", str(self.path), problem, remedy)
+            found.append(MissingRun(labels[digest], experiment, resume))
         return found
+
+    def _of_another_kind(self, run: Run, kind: tuple[bool, bool]) -> InvalidExperiment:
+        names = {(True, False): DIRECT, (False, True): SIMULATED}
+        had, option = KINDS.get(names.get(run.kind, ""), ("a network", ""))
+        options = zip(("--direct", "--simulate"), kind, strict=True)
+        change = f"Omit {' and '.join(name for name, given in options if given)}"
+        if option:
+            change = f"Add {option}"
+        remedy = f"{change}, or name another folder."
+        return InvalidExperiment("--runs", str(self.path), f"run {run.id} had {had}", remedy)
 
     def _runs(self, grid: Grid) -> dict[str, list[Run]]:
         """Return the sweep's runs by digest, oldest first, the kept ones last.
@@ -192,7 +185,7 @@ def begun_in(folder: Path, digest: str, kind: tuple[bool, bool]) -> Path | None:
     """
     for path in reversed(folders(folder)):
         run = Run(path)
-        if run.manifest.get("experiment_digest") == digest and (run.direct, run.simulated) == kind:
+        if run.manifest.get("experiment_digest") == digest and run.kind == kind:
             return path
     return None
 

@@ -246,9 +246,9 @@ def expand(
             continue
         keys = merged({"name": _name(path.stem)}, base, *map(with_tables, trees))
         experiments = {seed: _experiment(keys, values, seed, overrides) for seed in chosen}
-        targets = [where.target for where in wheres if where.target is not None]
-        own = file.target or experiments[chosen[0]].stop.target
-        cells.append(SweepCell(values, experiments, targets[-1] if targets else own))
+        targets = [file.target or experiments[chosen[0]].stop.target]
+        targets += [where.target for where in wheres if where.target is not None]
+        cells.append(SweepCell(values, experiments, targets[-1]))
     if not cells:
         raise InvalidExperiment("where", "skip", "no cell remains", "Skip fewer.")
     measures = list(_measures(file, cells))
@@ -287,11 +287,13 @@ def _base(name: str, path: Path) -> dict[str, Any]:
     if not name:
         return {}
     file = path.parent / name
-    known = shipped()
-    if not file.exists() and name not in known:
-        remedy = proposal(name, known, what="There are")
-        raise InvalidExperiment("base", name, "no file and no experiment has this name", remedy)
-    tree = read(file if file.exists() else known[name])
+    if not file.exists():
+        known = shipped()
+        if name not in known:
+            remedy = proposal(name, known, what="There are")
+            raise InvalidExperiment("base", name, "no file and no experiment has this name", remedy)
+        file = known[name]
+    tree = read(file)
     if is_sweep(tree):
         raise InvalidExperiment("base", name, "a sweep", "Name an experiment.")
     return dict(
@@ -368,14 +370,13 @@ def axis_of(file: SweepFile, value: str) -> str:
         axes = [file.ranked]
     else:
         axes = [axis for axis, each in file.axes.items() if value in each]
-    if len(axes) != 1:
-        problem = "several axes have this value" if axes else "no axis has this value"
-        remedy = proposal(
-            value, [each for values in file.axes.values() for each in values], what="There are"
-        )
-        raise InvalidExperiment(
-            "measure.against", value, problem, "Rename one of them." if axes else remedy
-        )
+    if len(axes) > 1:
+        problem = "several axes have this value"
+        raise InvalidExperiment("measure.against", value, problem, "Rename one of them.")
+    if not axes:
+        known = [each for values in file.axes.values() for each in values]
+        remedy = proposal(value, known, what="There are")
+        raise InvalidExperiment("measure.against", value, "no axis has this value", remedy)
     return axes[0]
 
 
@@ -393,10 +394,12 @@ def figures_of(file: SweepFile, labels: Sequence[str]) -> Figures:
     axes[file.ranked] = [*axes[file.ranked], *file.paper.best]
     only = {axis: values[0] for axis, values in axes.items() if len(values) == 1}
     heads, *rows = file.paper.figures or [[]]
-    columns = [
-        (head, None) if head in axes else (_axis_with(head, heads, axes), head)
-        for head in map(str, heads)
-    ]
+    columns: list[tuple[str, str | None]] = []
+    for text in map(str, heads):
+        if text in axes:
+            columns.append((text, None))
+        else:
+            columns.append((_axis_with(text, heads, axes), text))
     found: dict[tuple[tuple[str, ...], str], PaperFigure] = {}
     for number, row in enumerate(rows, 1):
         if len(row) > len(heads):
@@ -486,7 +489,6 @@ def _label(measure: Measure, *, several: bool) -> str:
         text += of[measure.of]
         text += ", personalised" if measure.personalised else ""
         text += f" to {100 * measure.target:g} %" if measure.target is not None else ""
-        text += f", {' + '.join(measure.phases)}" if measure.phases else ""
         text += f", {measure.tier}" if measure.tier else ""
         text += f" {measure.direction}" if measure.direction else ""
     if measure.against and not measure.label:

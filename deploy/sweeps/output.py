@@ -1,4 +1,4 @@
-"""A sweep's results as text, CSV, LaTeX, Markdown and JSON.
+"""A sweep's results as text, CSV, LaTeX and JSON.
 
 With a paper's figures each value has three parts: ours, the paper's, and their difference. They are
 lines of a row if the table has axes as columns, else columns.
@@ -15,11 +15,11 @@ from fedstrata.common.text import json_text
 from fedstrata.deploy.console.layout import Width, wrapped
 from fedstrata.deploy.console.tabular import (
     LATEX,
-    MARKDOWN,
     Cell,
     Column,
     Spread,
     Table,
+    plain,
     terminal_width,
 )
 from fedstrata.deploy.results.acting import late_parts, unacted
@@ -36,19 +36,16 @@ DIFFERENCE = "difference"
 
 
 def written(results: SweepResults, form: str) -> str:
-    """Return the results in one of the forms table, csv, latex, markdown and json."""
+    """Return the results in one of the forms table, csv, latex and json."""
     if form == "csv":
         return long_table(results).csv()
     if form == "json":
         return json_text(to_json(results)) + "\n"
-    width = {"latex": LATEX, "markdown": MARKDOWN}.get(form) or Width(terminal_width())
+    width = LATEX if form == "latex" else Width(terminal_width())
     tables = tables_of(results, width)
     if form == "latex":
         lines = "".join(f"% {line}\n" for line in changed(results))
         return "\n".join(f"% {table.title}\n{lines}{table.latex()}" for table in tables)
-    if form == "markdown":
-        parts = [f"### {each.title}\n\n{each.markdown()}" for each in tables]
-        return "\n".join([*parts, "".join(f"- {line}\n" for line in notes(results))])
     parts = [f"{each.title}\n{each.on_terminal()}" for each in tables]
     below = [part for line in notes(results) for part in wrapped(line, width.most)]
     return "\n".join([*parts, "".join(f"{line}\n" for line in below)])
@@ -66,34 +63,29 @@ def tables_of(results: SweepResults, width: Width) -> list[Table]:
     names = grid.file.tables
     found: list[Table] = []
     for values in product(*(grid.axes[axis] for axis in names)):
-        chosen = dict(zip(names, values, strict=True))
-        cells = [
-            cell
-            for cell in grid.rows
-            if all(cell.values[axis] == value for axis, value in chosen.items())
-        ]
-        if cells:
-            name = f"table-{len(found) + 1}"
-            title = grid.title if not values else f"{grid.title}: {label_of(values)}"
-            table = _table(name, title, cells, results, across=grid.file.columns)
-            found.append(
-                table if table.fits(width) else _table(name, title, cells, results, across=())
-            )
+        cells = [cell for cell in grid.rows if _at(cell, names) == values]
+        if not cells:
+            continue
+        name = f"table-{len(found) + 1}"
+        title = f"{grid.title}: {label_of(values)}" if values else grid.title
+        table = _table(name, title, cells, results, across=grid.file.columns)
+        if not table.fits(width):
+            table = _table(name, title, cells, results, across=())
+        found.append(table)
     return found
 
 
 def long_table(results: SweepResults) -> Table:
     """Return one table with a row for each cell: for CSV."""
     grid = results.grid
+    changes = [" ".join(grid.changes)] * bool(grid.changes)
     columns = [*(Column(axis, text=True) for axis in grid.axes), Column("runs"), Column("of")]
     for measure in grid.measures:
         columns.append(replace(column_of(measure), text=False))
         if measure in results.compared:
-            columns += [
-                Column(f"{measure.label} {end}", digits=4)
-                for end in ("paper", "paper_sd", DIFFERENCE)
-            ]
-    columns += [Column("changed", text=True)] if grid.changes else []
+            ends = ("paper", "paper_sd", DIFFERENCE)
+            columns += [Column(f"{measure.label} {end}", digits=4) for end in ends]
+    columns += [Column("changed", text=True)] * len(changes)
     rows = []
     for cell in grid.rows:
         row: list[Cell] = [*cell.values.values(), len(results.runs_of(cell)), len(cell.experiments)]
@@ -101,9 +93,9 @@ def long_table(results: SweepResults) -> Table:
             row.append(results.spread(cell, measure))
             if measure in results.compared:
                 figure = results.figure(cell, measure)
-                row += [figure.mean, figure.deviation] if figure is not None else [None, None]
+                row += (None, None) if figure is None else (figure.mean, figure.deviation)
                 row.append(results.difference(cell, measure))
-        rows.append([*row, *([" ".join(grid.changes)] if grid.changes else [])])
+        rows.append([*row, *changes])
     return Table("cells", grid.title, columns, rows)
 
 
@@ -124,43 +116,40 @@ def _table(
 ) -> Table:
     grid = results.grid
     file = grid.file
-    named = {*file.tables, *file.rows, *across}
-    down = [*file.rows, *(axis for axis in grid.axes if axis not in named)]
+    paper = file.paper.label
+    down = [axis for axis in grid.axes if axis not in (*file.tables, *file.rows, *across)]
+    down = [*file.rows, *down]
     by_place = {(_at(cell, down), _at(cell, across)): cell for cell in cells}
     rows_at = list(dict.fromkeys(_at(cell, down) for cell in cells))
     columns_at = list(dict.fromkeys(_at(cell, across) for cell in cells))
     measures = [measure for measure in grid.measures if measure.shown]
-    heads = [(place, measure) for place in columns_at for measure in measures]
-    beside = any(measure in results.compared for measure in measures)
-    lines = beside and bool(across)
-    columns = [
-        *(Column(axis, text=True) for axis in down),
-        *([Column("", text=True)] if lines else []),
-    ]
-    for place, measure in heads:
-        head = label_of([*place, *([measure.label] if len(measures) > 1 or not place else [])])
-        columns.append(column_of(measure, head))
-        if beside and not lines and measure in results.compared:
-            digits = column_of(measure).digits
-            columns += [Column(grid.file.paper.label, text=True), Column(DIFFERENCE, digits=digits)]
+    compared = [measure for measure in measures if measure in results.compared]
+    lines = bool(compared and across)
+    columns = [Column(axis, text=True) for axis in down]
+    columns += [Column("", text=True)] * lines
+    for place in columns_at:
+        for measure in measures:
+            named = [measure.label] * (len(measures) > 1 or not place)
+            column = column_of(measure, label_of([*place, *named]))
+            columns.append(column)
+            if measure in compared and not lines:
+                columns += [Column(paper, text=True), Column(DIFFERENCE, digits=column.digits)]
     rows: list[list[Cell]] = []
     for at in rows_at:
-        parts = [_parts(results, by_place.get((at, place)), measure) for place, measure in heads]
+        three: list[list[Cell]] = [[], [], []]  # ours, the paper's, and the differences
+        row: list[Cell] = list(at)
+        for place in columns_at:
+            for measure in measures:
+                parts = _parts(results, by_place.get((at, place)), measure)
+                row += parts if measure in compared else parts[:1]
+                for line, part in zip(three, parts, strict=True):
+                    line.append(part)
         if lines:
-            names = (OURS, grid.file.paper.label, DIFFERENCE)
-            shown = zip(names, zip(*parts, strict=True), strict=True)
-            rows += [
-                [*(at if i == 0 else [""] * len(at)), what, *own]
-                for i, (what, own) in enumerate(shown)
-            ]
+            blank = [""] * len(at)
+            rows.append([*at, OURS, *three[0]])
+            rows += [[*blank, paper, *three[1]], [*blank, DIFFERENCE, *three[2]]]
         else:
-            several = [beside and measure in results.compared for _, measure in heads]
-            own = [
-                cell
-                for part, all_ in zip(parts, several, strict=True)
-                for cell in (part if all_ else part[:1])
-            ]
-            rows.append([*at, *own])
+            rows.append(row)
     return Table(name, title, columns, rows, keys=len(down) + lines)
 
 
@@ -228,10 +217,13 @@ def idle(results: SweepResults) -> Iterator[str]:
     experiments = [next(iter(cell.experiments.values())) for cell in results.grid.cells]
     for cell, experiment in zip(results.grid.cells, experiments, strict=True):
         parts = late_parts(experiment, experiments)
+        if not parts:
+            continue
         rounds: list[float] = []
-        for run in results.runs_of(cell).values() if parts else ():
+        for run in results.runs_of(cell).values():
             place = reached(run.rounds, cell.target)
-            rounds += [] if place is None else [run.rounds[place].global_round]
+            if place is not None:
+                rounds.append(run.rounds[place].global_round)
         yield from (f"{cell.label}: {text} before the target" for text in unacted(parts, rounds))
 
 
@@ -254,32 +246,27 @@ def to_json(results: SweepResults) -> dict[str, Any]:
 
 
 def _cell(results: SweepResults, cell: SweepCell) -> dict[str, Any]:
-    runs = results.runs_of(cell)
+    found = results.runs_of(cell)
+    runs = []
+    for seed, one in cell.experiments.items():
+        run = found[seed].id if seed in found else None
+        runs.append({"seed": seed, "digest": one.digest, "run": run})
+    measures = results.grid.measures
     return {
         "values": dict(cell.values),
         "target": cell.target,
-        "runs": [
-            {"seed": seed, "digest": one.digest, "run": runs[seed].id if seed in runs else None}
-            for seed, one in cell.experiments.items()
-        ],
-        "measures": {
-            measure.label: _measure(results, cell, measure) for measure in results.grid.measures
-        },
+        "runs": runs,
+        "measures": {each.label: _measure(results, cell, each) for each in measures},
     }
 
 
 def _measure(results: SweepResults, cell: SweepCell, measure: Measure) -> dict[str, Any]:
-    values = results.values(cell, measure)
-    spread = Spread.of(list(values.values()))
+    values = {str(seed): value for seed, value in results.values(cell, measure).items()}
+    spread = plain(Spread.of(list(values.values()))) or {"mean": None, "deviation": None}
     figure = results.figure(cell, measure)
-    found: dict[str, Any] = {
-        "unit": unit_of(measure),
-        "mean": spread and spread.mean,
-        "deviation": spread and spread.deviation,
-        "by_seed": {str(seed): value for seed, value in values.items()},
-    }
+    found: dict[str, Any] = {"unit": unit_of(measure), **spread, "by_seed": values}
     if measure.against:
-        found["interval"] = Pairs({str(seed): value for seed, value in values.items()}).interval
+        found["interval"] = Pairs(values).interval
     if figure is not None and measure in results.compared:
         papers = {"from": figure.low, "to": figure.high, "deviation": figure.deviation}
         found |= {"paper": papers, "difference": results.difference(cell, measure)}

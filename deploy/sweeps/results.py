@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from math import inf
 from statistics import mean
 from typing import Final, TypeAlias
 
 from fedstrata.cloud.records import HONEST, GlobalRoundRecord
 from fedstrata.common.experiment.attackers import SUCCESS
 from fedstrata.deploy.console.tabular import Spread
-from fedstrata.deploy.results.run import Run
+from fedstrata.deploy.results.run import Run, largest_epsilon
 from fedstrata.deploy.sweeps.grid import Grid, PaperFigure, SweepCell, axis_of
 from fedstrata.deploy.sweeps.schema import SCALES, UNITS, Measure
 
@@ -32,21 +31,18 @@ def _rounds(done: Rows, measure: Measure) -> float:
 
 
 def _seconds(done: Rows, measure: Measure) -> float:
-    """Return the seconds of some global rounds, or of their phases that the measure names."""
-    if not measure.phases:
-        return done[-1].elapsed_s
-    return sum(row.phases[phase] for row in done for phase in measure.phases)
+    return done[-1].elapsed_s
 
 
 def _bytes(done: Rows, measure: Measure) -> float:
     """Return the bytes of some global rounds, of the measure's tier and direction."""
-    return float(sum(
-        count
-        for row in done
-        for column, count in row.bytes_.items()
-        for tier, way in [column.removesuffix("_bytes").rsplit("_", 1)]
-        if measure.tier in ("", tier) and measure.direction in ("", way)
-    ))  # fmt: skip
+    total = 0
+    for row in done:
+        for column, count in row.bytes_.items():
+            tier, way = column.removesuffix("_bytes").rsplit("_", 1)
+            if measure.tier in ("", tier) and measure.direction in ("", way):
+                total += count
+    return float(total)
 
 
 def _steps(done: Rows, measure: Measure) -> float:
@@ -58,11 +54,7 @@ def _path_steps(done: Rows, measure: Measure) -> float:
 
 
 def _epsilon(done: Rows, measure: Measure) -> float | None:
-    """Return the largest epsilon of the tiers so far, infinite without noise; None without
-    privacy.
-    """
-    found = [inf if each is None else each for each in done[-1].epsilon.values()]
-    return max(found, default=None)
+    return largest_epsilon(done)
 
 
 LESS: Final = ("spread", "attack")  # a smaller one is better
@@ -88,30 +80,24 @@ def value_of(rows: Rows, measure: Measure, *, target: float | None, rounds: int)
     """
     if measure.name == "accuracy":
         found = _accuracy(rows, measure, rounds)
-        if found is None:
-            return None
-        return PERCENT * found
+        return found and PERCENT * found
     last = len(rows) - 1 if measure.until == "end" else reached(rows, target)
     if measure.name == "reached":
-        if last is None:
-            return 0.0
-        return 1.0
+        return float(last is not None)
     if last is None or last < 0:
         return None
     cost = COSTS[measure.name](rows[: last + 1], measure)
-    if cost is None:
-        return None
-    return cost / SCALES.get(unit_of(measure), 1.0)
+    return cost and cost / SCALES.get(unit_of(measure), 1.0)
 
 
 def reached(rows: Rows, target: float | None) -> int | None:
     """Return the place of the first row whose accuracy reached the target, None without one."""
     if target is None:
         return None
-    return next(
-        (i for i, row in enumerate(rows) if row.accuracy is not None and row.accuracy >= target),
-        None,
-    )
+    for i, row in enumerate(rows):
+        if row.accuracy is not None and row.accuracy >= target:
+            return i
+    return None
 
 
 def unit_of(measure: Measure) -> str:
@@ -129,23 +115,23 @@ def sign_of(measure: Measure) -> float:
     """Return 1 if a larger value of a measure is the better one, -1 if a smaller one is, before any
     comparison.
     """
-    if measure.of in LESS:
-        return -1.0
-    if measure.name in ("accuracy", "reached"):
+    if measure.name in ("accuracy", "reached") and measure.of not in LESS:
         return 1.0
     return -1.0
 
 
 def _accuracy(rows: Rows, measure: Measure, rounds: int) -> float | None:
     """Return an accuracy as a fraction. That of a round is the last one evaluated until then."""
-    if measure.round is not None and measure.round > rounds:
+    until = rounds if measure.round is None else measure.round
+    if until > rounds:
         return None
-    until = [row for row in rows if measure.round is None or row.global_round <= measure.round]
-    known = [found for row in until if (found := _of(row, measure)) is not None]
+    values = [_of(row, measure) for row in rows if row.global_round <= until]
+    known = [value for value in values if value is not None]
     if not known:
         return None
     if measure.best:
-        return (min if measure.of in LESS else max)(known)
+        best = min if measure.of in LESS else max
+        return best(known)
     return mean(known[-(measure.last or 1) :])
 
 
@@ -174,10 +160,8 @@ class SweepResults:
 
     def runs_of(self, cell: SweepCell) -> dict[int, Run]:
         """Return a cell's finished runs by seed."""
-        found = {
-            seed: self.runs.get(experiment.digest) for seed, experiment in cell.experiments.items()
-        }
-        return {seed: run for seed, run in found.items() if run is not None}
+        known = {seed: one.digest for seed, one in cell.experiments.items()}
+        return {seed: self.runs[each] for seed, each in known.items() if each in self.runs}
 
     def values(self, cell: SweepCell, measure: Measure) -> dict[int, float]:
         """Return a measure of a cell's finished runs by seed; without those that have none, or
@@ -235,14 +219,9 @@ class SweepResults:
     def _values(self, cell: SweepCell, measure: Measure) -> dict[int, float]:
         """Return the same before the difference."""
         if cell.members:
-            several = [
-                values
-                for values in (self._values(each, measure) for each in cell.members)
-                if values
-            ]
-            return max(
-                several, key=lambda values: sign_of(measure) * mean(values.values()), default={}
-            )
+            every = [self._values(each, measure) for each in cell.members]
+            sign = sign_of(measure)
+            return max(filter(None, every), key=lambda each: sign * mean(each.values()), default={})
         found = {}
         target = measure.target if measure.target is not None else cell.target
         for seed, run in self.runs_of(cell).items():

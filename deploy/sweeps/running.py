@@ -62,8 +62,10 @@ def accelerators_of(name: str) -> Sequence[str]:
     """
     if name == "cpu":
         return ("cpu",)
-    gpus = nvidia.find()
-    return choose(name, ["cpu", *(f"cuda:{gpu.index}" for gpu in (gpus.states() if gpus else ()))])
+    known = ["cpu"]
+    if (gpus := nvidia.find()) is not None:
+        known += [f"cuda:{gpu.index}" for gpu in gpus.states()]
+    return choose(name, known)
 
 
 def default_jobs(experiments: Iterable[Experiment], accelerators: Sequence[str]) -> int:

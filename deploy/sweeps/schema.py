@@ -13,7 +13,6 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import Field, model_validator
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.protocol.round_state import GLOBAL_PHASES
 from fedstrata.common.settings.tables import Count, Fraction, SettingsTable, proposal
 from fedstrata.deploy.results.cells import CellOrder
 
@@ -38,7 +37,6 @@ UNITS: Final[Mapping[str, tuple[str, ...]]] = {
 ONLY_FOR: Final[Mapping[str, str]] = {  # keys of a measure that belong to one name
     **dict.fromkeys(("last", "best", "round", "every", "of", "personalised"), "accuracy"),
     **dict.fromkeys(("tier", "direction"), "bytes"),
-    "phases": "seconds",
 }
 
 
@@ -85,7 +83,8 @@ def _values(given: Any) -> Any:
     """Return the labels of one value of an axis or several; a table is left for its own check."""
     if isinstance(given, Mapping):
         return given
-    return [_label(value) for value in (given if isinstance(given, list) else [given])]
+    values = given if isinstance(given, list) else [given]
+    return list(map(_label, values))
 
 
 class Measure(SettingsTable):
@@ -114,7 +113,6 @@ class Measure(SettingsTable):
     target: Fraction | None = None  # costs: the accuracy to reach; without it, the cell's
     # costs: until the target is reached, or of the whole run
     until: Literal["target", "end"] = "target"
-    phases: list[str] = Field(default_factory=list)  # seconds: those of these phases, summed
     tier: str = ""  # bytes: of this tier only
     direction: Literal["", "up", "down"] = ""  # bytes: in this direction only
     against: str = ""  # compared with the cell that has this value of its axis, seed by seed
@@ -133,12 +131,6 @@ class Measure(SettingsTable):
                 problem = f"it belongs to name = {name!r}; this is {self.name!r}"
                 raise InvalidExperiment(
                     f"measure.{key}", getattr(self, key), problem, f"Remove {key}."
-                )
-        for phase in self.phases:
-            if phase not in GLOBAL_PHASES:
-                remedy = proposal(phase, GLOBAL_PHASES, what="There are")
-                raise InvalidExperiment(
-                    "measure.phases", phase, "no phase of a global round", remedy
                 )
         chosen = [key for key in ("last", "best", "round", "every") if getattr(self, key)]
         if len(chosen) > 1:
@@ -287,11 +279,11 @@ class SweepFile(SettingsTable):
         if not self.axes:
             raise InvalidExperiment("axes", {}, "a sweep needs one", "Add [axes.method].")
         for axis, values in self.axes.items():
-            if axis in (*EACH_CELL, MEASURE) or not values:
-                problem = "a key of the file's own" if values else "it has no values"
-                raise InvalidExperiment(
-                    "axes", axis, problem, "Give the axis another name." if values else "Add some."
-                )
+            if axis in (*EACH_CELL, MEASURE):
+                remedy = "Give the axis another name."
+                raise InvalidExperiment("axes", axis, "a key of the file's own", remedy)
+            if not values:
+                raise InvalidExperiment("axes", axis, "it has no values", "Add some.")
         self._check_places()
         for where in self.where:
             self._check_values("where", where.at)

@@ -80,11 +80,11 @@ def progress(lab: WatchedLab) -> str:
 def traffic(lab: WatchedLab) -> str:
     """Return the bytes of each tier in both directions together."""
     flows = lab.flows()
-    both = {
-        tier: flows[f"{tier}_up"].total + flows[f"{tier}_down"].total
-        for tier in lab.experiment.tier_names
-    }
-    return ", ".join(f"{tier} {size(total)}" for tier, total in both.items())
+    texts = []
+    for tier in lab.experiment.tier_names:
+        total = flows[f"{tier}_up"].total + flows[f"{tier}_down"].total
+        texts.append(f"{tier} {size(total)}")
+    return ", ".join(texts)
 
 
 def facts_of(
@@ -114,7 +114,7 @@ def tree(lab: WatchedLab, now: float) -> dict[str, object]:
         "global_round": lab.global_round,
         **sums(lab),
         "phases": {each.name: each.seconds for each in lab.progress.phases},
-        "brokers": {broker.address: "connected" if broker.up else "away" for broker in lab.brokers},
+        "brokers": {broker.address: broker.state for broker in lab.brokers},
         "nodes": {lab.cloud.name: branch(lab.cloud, now)},
     }
 

@@ -55,6 +55,13 @@ class WatchedBroker:
     up: bool
     since: float
 
+    @property
+    def state(self) -> str:
+        """Whether it is connected, as a word."""
+        if self.up:
+            return "connected"
+        return "away"
+
 
 class WatchedLab:
     """One run. The caller passes in every message and the time, and takes the events until the run
@@ -169,7 +176,7 @@ class WatchedLab:
             return
         broker.up = up
         broker.since = now
-        self._emit("broker", {"broker": broker.address, "state": "connected" if up else "away"})
+        self._emit("broker", {"broker": broker.address, "state": broker.state})
         if up:
             self._asked_since = now
         if up and place == 0:
@@ -187,24 +194,27 @@ class WatchedLab:
         if silent_s >= WARN_S and not self._warned:
             self._warned = True
             why = "it hangs, or the broker's access rules do not let this login ask"
-            self._emit(
-                "warning", {"reason": f"no status from the cloud for {silent_s:.0f} s: {why}"}
-            )
-        over = bool(roots) and all(root.state in OVER for root in roots)
-        self._over_since = min(self._over_since, now) if over else inf
-        failed = [root for root in roots if root.state == NodeState.FAILED]
+            reason = f"no status from the cloud for {silent_s:.0f} s: {why}"
+            self._emit("warning", {"reason": reason})
         idle_s = self.experiment.transfer.idle_s
-        if over and failed:
+        if not roots or any(root.state not in OVER for root in roots):
+            self._over_since = inf
+            if now >= self._alive_at + idle_s:
+                self._finish(self._absence(idle_s))
+            return
+        self._over_since = min(self._over_since, now)
+        failed = [root for root in roots if root.state == NodeState.FAILED]
+        if failed:
             self._finish(RunFailed(f"{failed[0].name} gave up: {failed[0].text}"))
-        elif over and (
-            all(root.state == LEFT for root in roots) or now >= self._over_since + GOODBYE_S
-        ):
+        elif all(root.state == LEFT for root in roots) or now >= self._over_since + GOODBYE_S:
             self._finish(None)
-        elif not over and now >= self._alive_at + idle_s:
-            away = [broker.address for broker in self.brokers if not broker.up]
-            who = f"broker {away[0]}" if away else CLOUD
-            state = "" if away else f" (its state is {self.cloud.state})"
-            self._finish(NoProgress(f"{who} was not there for {idle_s:g} s{state}"))
+
+    def _absence(self, idle_s: float) -> NoProgress:
+        for broker in self.brokers:
+            if not broker.up:
+                return NoProgress(f"broker {broker.address} was not there for {idle_s:g} s")
+        state = f"its state is {self.cloud.state}"
+        return NoProgress(f"{CLOUD} was not there for {idle_s:g} s ({state})")
 
     def new_events(self) -> list[Event]:
         """Return the events since the last call, each with its name and JSON-serialisable facts."""
@@ -217,8 +227,9 @@ class WatchedLab:
     @property
     def global_round(self) -> int:
         """The current global round, counted from 1; 0 before the first."""
-        key = self.cloud.key
-        return max(self.progress.closed, key.global_round + 1 if key is not None else 0)
+        if self.cloud.key is None:
+            return self.progress.closed
+        return max(self.progress.closed, self.cloud.key.global_round + 1)
 
     @property
     def loss(self) -> float | None:
@@ -230,9 +241,9 @@ class WatchedLab:
     @property
     def score(self) -> float | None:
         """The score of the last evaluated global round, None if there is none."""
-        scores = [each.score for each in self.progress.scores if each.score is not None]
-        if scores:
-            return scores[-1]
+        for each in reversed(self.progress.scores):
+            if each.score is not None:
+                return each.score
         return None
 
     def silent_s(self, node: Node, now: float) -> float:
@@ -320,9 +331,14 @@ class WatchedLab:
         elif presence is not None and session != known:
             return  # the last presence of a process that was replaced
         node.session = known
-        if node.children and node.entry is None:
-            node.reason = "" if presence is None else presence.reason
-            self._set_state(node, LEFT if presence is None else presence.state)
+        if not node.children or node.entry is not None:
+            return
+        if presence is None:
+            node.reason = ""
+            self._set_state(node, LEFT)
+        else:
+            node.reason = presence.reason
+            self._set_state(node, presence.state)
 
     def _roots(self) -> list[Node]:
         """Return the nodes whose presence decides when the run ends: the cloud, or parents that no
@@ -359,15 +375,14 @@ class WatchedLab:
             self._emit("declined", {"node": child.name, "reason": entry.text})
 
     def _finish(self, error: FedstrataError | None) -> None:
-        if not self.ended:
-            self._emit(
-                "end",
-                {"state": "finished"}
-                if error is None
-                else {"state": "failed", "reason": str(error)},
-            )
-            self.ended = True
-            self.end = error
+        if self.ended:
+            return
+        facts: dict[str, object] = {"state": "finished"}
+        if error is not None:
+            facts = {"state": "failed", "reason": str(error)}
+        self._emit("end", facts)
+        self.ended = True
+        self.end = error
 
     def _emit(self, event: str, facts: dict[str, object]) -> None:
         if not self.ended:  # "end" is the last event: afterwards nodes only leave

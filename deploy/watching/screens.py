@@ -40,7 +40,9 @@ def look(lab: WatchedLab, now: float, *, json_lines: bool, devices: bool | None)
         return
     console = Console()
     view = view_of(console, devices)
-    for line in replace(view, height=UNLIMITED if devices else view.height).picture(lab, now, []):
+    if devices:
+        view = replace(view, height=UNLIMITED)
+    for line in view.picture(lab, now, []):
         line.rstrip()
         console.print(line, soft_wrap=True)
 

@@ -153,17 +153,15 @@ class CloudLog:
                 run = self.last.get("run", {})
                 row = self.last.get("global_round", {})
                 seconds = "simulated s" if run.get("simulated") else "s"
-                both = {
-                    tier: row[f"{tier}_up_bytes"] + row[f"{tier}_down_bytes"]
-                    for tier in tiers_in(row)
-                }
-                traffic = ", ".join(f"{tier} {size(count)}" for tier, count in both.items())
-                return (
-                    f"global round {facts['global_round']}/{run.get('global_rounds', '?')}  "
-                    f"{self.experiment.score_label} {number(facts['score']):.4f}  "
-                    f"loss {number(facts['loss']):.4f}  "
-                    f"{row.get('elapsed_s', 0):.1f} {seconds}  {traffic}"
-                )
+                traffic = []
+                for tier in tiers_in(row):
+                    total = row[f"{tier}_up_bytes"] + row[f"{tier}_down_bytes"]
+                    traffic.append(f"{tier} {size(total)}")
+                done = f"{facts['global_round']}/{run.get('global_rounds', '?')}"
+                score = f"{self.experiment.score_label} {number(facts['score']):.4f}"
+                loss = f"loss {number(facts['loss']):.4f}"
+                elapsed = f"{row.get('elapsed_s', 0):.1f} {seconds}"
+                return "  ".join((f"global round {done}", score, loss, elapsed, ", ".join(traffic)))
             case "refused":
                 return f"refused {facts['node']}'s model: {facts['reason']}"
             case "warning":
@@ -199,9 +197,8 @@ class LiveView:
         self._events = queue.SimpleQueue[tuple[str, Mapping[str, Any]]]()
         self._closed = threading.Event()
         self._following: asyncio.Task[None] | None = None
-        self.lab = WatchedLab(
-            "", log.experiment, brokers=[log.broker] if log.broker else [], now=self._now(), lab=lab
-        )
+        brokers = [log.broker] * bool(log.broker)
+        self.lab = WatchedLab("", log.experiment, brokers=brokers, now=self._now(), lab=lab)
 
     @contextmanager
     def shown(self) -> Iterator[LiveView]:
@@ -245,7 +242,8 @@ class LiveView:
         elif event == "warning":
             self._screen.notes.append(f"warning: {facts['reason']}")
         elif event == "run":
-            lab.run, lab.folder = str(facts["run"]), str(facts["folder"])
+            lab.run = str(facts["run"])
+            lab.folder = str(facts["folder"])
             if facts.get("simulated"):
                 self._screen.notes.append("times and rates are simulated")
             if self._follow is not None and self._following is None:
@@ -278,35 +276,24 @@ def summary(facts: Mapping[str, Any], *, label: str) -> str:
     Paths are never wrapped or cropped, so that they can be copied.
     """
     score = facts["score"]
-    lost = not math.isfinite(number(facts["loss"])) and score is not None
-    rows = (
-        (f"test {label}", "-" if score is None else f"{score:.4f}"),
-        *((("test loss", "not a finite number: training has diverged"),) if lost else ()),
-        ("global rounds", str(facts["global_round"])),
-        *(
-            (
-                f"{name.removeprefix(EPSILON).upper()} epsilon",
-                "infinite" if value is None else f"{value:.4g}",
-            )
-            for name, value in facts.items()
-            if name.startswith(EPSILON)
-        ),
-        *((("ended by", str(facts["stopped"])),) if facts.get("stopped") else ()),
-        (
-            "simulated time" if facts.get("simulated") else "training time",
-            f"{facts['elapsed_s']:.1f} s",
-        ),
-        *(
-            (
-                f"{tier.upper()} up / down",
-                f"{size(facts[f'{tier}_up_bytes'])} / {size(facts[f'{tier}_down_bytes'])}",
-            )
-            for tier in tiers_in(facts)
-        ),
-        ("model", str(facts["model"])),
-    )
-    width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+    rows = {f"test {label}": "-" if score is None else f"{score:.4f}"}
+    if score is not None and not math.isfinite(number(facts["loss"])):
+        rows["test loss"] = "not a finite number: training has diverged"
+    rows["global rounds"] = str(facts["global_round"])
+    for name, value in facts.items():
+        if name.startswith(EPSILON):
+            epsilon = "infinite" if value is None else f"{value:.4g}"
+            rows[f"{name.removeprefix(EPSILON).upper()} epsilon"] = epsilon
+    if facts.get("stopped"):
+        rows["ended by"] = str(facts["stopped"])
+    time = "simulated time" if facts.get("simulated") else "training time"
+    rows[time] = f"{facts['elapsed_s']:.1f} s"
+    for tier in tiers_in(facts):
+        up, down = (size(facts[f"{tier}_{way}_bytes"]) for way in ("up", "down"))
+        rows[f"{tier.upper()} up / down"] = f"{up} / {down}"
+    rows["model"] = str(facts["model"])
+    width = max(map(len, rows))
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
 
 
 def tiers_in(names: Iterable[str]) -> list[str]:

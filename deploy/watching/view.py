@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from textwrap import wrap
-from typing import Final, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
@@ -90,28 +90,25 @@ class View:
             room = self.height - len(lines) - len(below_tree) - 3
             lines += [Text(), *self._tree(lab, now, room=room)]
         lines += below_tree
+        overflow: Literal["crop", "ellipsis"] = "crop" if self.plain else "ellipsis"
         for line in lines:
             line.no_wrap = True
-            line.truncate(self.width, overflow="crop" if self.plain else "ellipsis")
+            line.truncate(self.width, overflow=overflow)
         return lines
 
     def _head(self, lab: WatchedLab, now: float) -> list[Text]:
         title = Text.assemble((lab.experiment.name, "bold"))
-        title.append(
-            f"  global round {lab.global_round}/{lab.experiment.rounds}"
-            if lab.run
-            else "  starting"
-        )
+        done = f"  global round {lab.global_round}/{lab.experiment.rounds}"
+        if not lab.run:
+            done = "  starting"
+        title.append(done)
         if lab.cloud.alive and (left_s := lab.left_s(now)) is not None:
-            title.append(f"  about {age(left_s) if left_s >= COARSE_S else f'{left_s:.0f} s'} left")
+            left = age(left_s) if left_s >= COARSE_S else f"{left_s:.0f} s"
+            title.append(f"  about {left} left")
         lines = [title, self._scores(lab), Text(lab.run, "dim")]
         if lab.folder:
-            lines.append(
-                Text(
-                    f"{lab.folder}{''.join(f'  broker {each.address}' for each in lab.brokers)}",
-                    "dim",
-                )
-            )
+            brokers = [f"broker {each.address}" for each in lab.brokers]
+            lines.append(Text("  ".join([lab.folder, *brokers]), "dim"))
         for broker in lab.brokers:
             if not broker.up:
                 text = f"broker {broker.address} disconnected for {now - broker.since:.0f} s"
@@ -157,7 +154,8 @@ class View:
             if isinstance(row, HiddenNodes):
                 lines.append(Text(f"{'  ' * depth}{_hidden(lab, row)}", "dim"))
                 continue
-            line = self._line(cells[row.name], widths, f"bold {RED}" if is_gone(row.state) else "")
+            style = f"bold {RED}" if is_gone(row.state) else ""
+            line = self._line(cells[row.name], widths, style)
             self._add_activity(line, *_activity(lab, row, now))
             lines.append(line)
         return lines
