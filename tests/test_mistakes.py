@@ -178,7 +178,7 @@ WRONG_USE = [
         "--simulate: use one of --simulate, --direct and a lab.",
     ),
     ("compare x --format html5", "--format = 'html5': not one of its values. There are:"),
-    ("compare x --by banana", "--by: no such option of fedstrata compare. Did you mean"),
+    ("compare x --by banana", "--by: no such option of fedstrata compare. There are: runs,"),
     ("export x --to wandb", "--to: no such option of fedstrata export. There are: runs,"),
     ("provision no.toml --out", "--out: requires an argument."),
     ("broker --kind rabbitmq", "--kind = 'rabbitmq': not one of its values. There are:"),

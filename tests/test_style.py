@@ -11,7 +11,6 @@ from tests.test_house import ROOT, SOURCES
 
 COMPREHENSIONS: Final = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 CALLS: Final = (ast.Call, *COMPREHENSIONS)
-# Rooms whose lines hold more than one idea, still.
 
 
 def ideas(path: Path) -> Iterator[str]:
