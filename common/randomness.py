@@ -49,6 +49,7 @@ class Purpose(IntEnum):
     RULE = 27
     ADVERSARIES = 28
     ATTACK = 29
+    AUDIT = 30
 
 
 def _entropy(seed: int, purpose: Purpose, node: str, round_number: int) -> list[int]:

@@ -73,6 +73,7 @@ CALLS: Final[dict[str, list[tuple[str, int, str]]]] = {
         ("{run} --tensorboard t", 4, "pip install 'fedstrata[tensorboard]'."),
         ("{run} --wandb w", 4, "pip install 'fedstrata[wandb]'."),
     ],
+    "audit": [("{run}", *TORCH)],
     "replay": [("{run}", *TORCH)],
     "experiments": [("", 0, "")],
     "provision": [("lab.toml", 4, "pip install 'fedstrata[provision]'.")],

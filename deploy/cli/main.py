@@ -27,6 +27,7 @@ import typer
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.protocol.topics import DEFAULT_LAB
 from fedstrata.deploy.cli import data, inspection, lab, links, roles
+from fedstrata.deploy.cli.audit import audit
 from fedstrata.deploy.cli.check import check
 from fedstrata.deploy.cli.chosen import (
     Resume,
@@ -364,7 +365,7 @@ def _run_simulated(chosen: Experiment, own: RunOptions) -> None:
 # Commands and groups of commands, as `--help` has them.
 GROUPS: Final[Mapping[str, Sequence[Callable[..., None] | tuple[str, typer.Typer]]]] = {
     "Run": (run, sweep, plan, inspection.replay, inspection.experiments),
-    "Look": (watch, inspection.report, inspection.compare, export, ("runs", inspection.app)),
+    "Look": (watch, inspection.report, inspection.compare, audit, export, ("runs", inspection.app)),
     "Lab": (
         *(roles.cloud, roles.institution, roles.device, broker, lab.provision, doctor),
         *(("lab", lab.app), ("links", links.app)),

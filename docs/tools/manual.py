@@ -40,6 +40,7 @@ EXAMPLES: Final[Mapping[str, str]] = {
     "links apply": "sudo fedstrata links apply wan-50mbit --to 10.0.0.1",
     "links clear": "sudo fedstrata links clear",
     "lab status": "fedstrata lab status --broker 10.0.0.1",
+    "audit": "fedstrata audit 89f8b0 --shadows 8",
     "check": "fedstrata check mine:Rule --set beta=0.9",
     "doctor": "fedstrata doctor --lab rack.toml",
     "provision": "fedstrata provision rack.toml --out kits",
