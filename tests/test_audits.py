@@ -225,3 +225,26 @@ def test_what_cannot_be_audited_is_refused(
     (tmp_path / "lab.toml").write_text("[model]\nname = 'mlp_digits'\n")
     done = invoke("audit", tmp_path / "lab.toml", *words.split())
     assert done.exit_code == code and problem in " ".join(done.stderr.split()), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("draw", "code"), [("now.chance.random()", 0), ("len(DRAWN.append(0) or DRAWN)", 1)]
+)
+def test_an_attack_of_ones_own_is_checked(
+    draw: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"attack_{code}"
+    text = f"""
+from fedstrata import Attack
+DRAWN = []
+class Mine(Attack):
+    factor: float = 1.0
+    def upload(self, now):
+        return now.received_D + self.factor * {draw}
+"""
+    (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    done = invoke("check", f"{name}:Mine", "--set", "factor=2.0", "--format", "json")
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.exit_code == code and rows[0]["kind"] == "attack", done.output
+    assert rows[0]["item"] == "upload" and rows[0]["right"] == (code == 0)

@@ -20,6 +20,7 @@ from fedstrata.common.experiment.tiers import Tier
 from fedstrata.common.host.examination import Finding
 from fedstrata.common.host.files import remove_folder
 from fedstrata.common.methods import aggregator
+from fedstrata.common.methods.attack import Attack
 from fedstrata.common.methods.column_rule import ColumnRule, Columns, RoundFacts
 from fedstrata.common.methods.mixing import BLOCK_COLUMNS, cut
 from fedstrata.common.methods.own_rule import GuardedRule, OwnRule
@@ -37,7 +38,7 @@ from fedstrata.common.settings.topology import CLOUD
 from fedstrata.common.text import named
 from fedstrata.common.training.array_trainer import ArrayTrainer, TrainerCode
 from fedstrata.common.training.scores import ScoreSums
-from fedstrata.deploy.checking import model_checks
+from fedstrata.deploy.checking import attack_checks, model_checks
 from fedstrata.device.jobs import LocalResult, Order, TrainerFolder
 from fedstrata.device.training.arrays import ArrayTraining
 
@@ -84,6 +85,8 @@ def checks(name: str, keywords: Mapping[str, Any], *, data: Path) -> tuple[str, 
     if isinstance(found, type) and issubclass(found, DeltaCodec):
         tree = {"transfer": {"wan": {"up": {**keywords, "name": name}}}}
         return "codec", _each(name, _codec(parse(tree).tiers[0].transfer.up))
+    if isinstance(found, type) and issubclass(found, Attack):
+        return "attack", _each(name, attack_checks.of(name, keywords))
     if isinstance(found, type):
         from fedstrata.device.training.objectives.objective import Objective
 
@@ -94,7 +97,7 @@ def checks(name: str, keywords: Mapping[str, Any], *, data: Path) -> tuple[str, 
             return "objective", _each(name, objective_checks.of(settings))
     kinds = (
         "selector (Selector), trainer (ArrayTrainer), codec (DeltaCodec), objective "
-        "(Objective) or model"
+        "(Objective), attack (Attack) or model"
     )
     if model_checks.is_model(found):
         return "model", model_checks.of(name, keywords)

@@ -19,7 +19,7 @@ def check(
         str | None,
         typer.Argument(
             help=(
-                "A rule, selector, trainer, codec, objective or model of your own: "
+                "A rule, selector, trainer, codec, objective, attack or model of your own: "
                 "package.module:Class."
             ),
             show_default=False,
@@ -50,16 +50,17 @@ def check(
     ] = False,
     output: Output = "table",
 ) -> None:
-    """Check a rule, selector, trainer, codec, objective or model of your own: does a lab get what
-    you mean?
+    """Check a rule, selector, trainer, codec, objective, attack or model of your own: does a lab
+    get what you mean?
 
     A rule: three rounds, the same twice, whichever blocks of columns, killed and resumed, with one
     upload. A selector: some rounds, the same twice, killed and resumed. A trainer: three rounds,
     the same twice, killed and resumed, its samples and steps. A codec: sizes, the same twice,
     unbiased or a contraction, whatever bytes arrive. An objective: gradients, weights, loss, the
-    same twice. A model: a step of training, the same twice, and whether its steps can be recorded.
-    All: nothing is kept in the file's globals and classes. Exit codes: 0 right, 1 something is
-    wrong, 4 it fails, or cannot be imported or built.
+    same twice. An attack: each method that it replaces, the same twice. A model: a step of
+    training, the same twice, and whether its steps can be recorded. All: nothing is kept in the
+    file's globals and classes. Exit codes: 0 right, 1 something is wrong, 4 it fails, or cannot be
+    imported or built.
     """
     from fedstrata.common.errors import InvalidExperiment
     from fedstrata.common.experiment.reading import override
