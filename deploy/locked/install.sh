@@ -3,7 +3,7 @@
 # A set is a file beside this one: base, build, learning, embedded, report, provision, methods, docs, dev. `learning` brings
 # PyTorch, of the build that TORCH names:
 #   cpu    that of PyTorch's own index (0.2 GB), else PyPI's; the default without an NVIDIA driver. TORCH_CPU_INDEX may
-#          name a copy of the index
+#          name a copy of the index. On aarch64 PyPI's last one without CUDA (150 MB)
 #   cuda   PyPI's (5 GB with CUDA on Linux); the default with an NVIDIA driver
 #   own    the one that PYTHON has already, of any version: a board's own build
 # Nothing is fetched that PYTHON has. Only wheels are installed, as nothing checks what a source archive needs to build.
@@ -13,6 +13,7 @@ python=$1
 shift
 locked=$(dirname "$0")
 [ -e /proc/driver/nvidia/version ] && build=cuda || build=cpu
+machine=$(uname -m)
 build=${TORCH:-$build}
 case $build in cpu | cuda | own) ;; *) echo "TORCH = '$build': use cpu, cuda or own" >&2; exit 2 ;; esac
 
@@ -32,6 +33,9 @@ if [ -z "$learning" ] || [ "$build" = own ]; then
 elif [ "$build" = cuda ]; then
     echo "==> PyTorch: the build with CUDA, some 5 GB, as there is an NVIDIA driver or TORCH=cuda"
     install --require-hashes "$@" -r "$locked/torch.txt"
+elif [ "$machine" = aarch64 ]; then
+    echo "==> PyTorch: the CPU build, some 150 MB, as there is no NVIDIA driver or TORCH=cpu; TORCH=cuda is the other"
+    install --require-hashes "$@" -r "$locked/torch-aarch64.txt"
 else
     echo "==> PyTorch: the CPU build, some 200 MB, as there is no NVIDIA driver or TORCH=cpu; TORCH=cuda is the other"
     install --require-hashes "$@"

@@ -7,7 +7,8 @@ lock`.
 A file is a set of packages: `base` is what every role needs, that of an extra what it needs beside
 `base`, and `dev` what tests and checks need beside all others. They hold for every system and
 Python; no file names an index, so that a mirror of PyPI will do. PyTorch's own packages are files
-of their own, one for each build: a set that needs PyTorch has what all builds need.
+of their own, one for each build, and one of PyPI's last CPU build for aarch64: a set that needs
+PyTorch has what all builds need.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ FOLDER: Final = ROOT / "deploy" / "locked"
 PROJECT: Final = ROOT / "pyproject.toml"
 CPU_INDEX: Final = os.environ.get("TORCH_CPU_INDEX", "https://download.pytorch.org/whl/cpu")
 CPU: Final = "torch-cpu"
+# PyPI's wheels for aarch64 are CPU builds up to these, and bring CUDA from torch 2.12 on.
+BOARD: Final = "torch-aarch64"
+BOARD_NEEDS: Final = "torch>=2.10,<2.11\ntorchvision>=0.25,<0.26\n"
 LOWEST_PYTHON: Final = "3.11"
 # What builds the project besides its own requirements: editable, for a clone that is worked on.
 EDITABLE: Final = "editables"
@@ -45,6 +49,7 @@ COMPILE: Final = (
     "--no-annotate",
     "--no-header",
     "--no-emit-index-url",
+    "--no-sources",
 )
 HEADER: Final = "# Made by `make lock`. Installed by deploy/locked/install.sh.\n"
 UNHASHED: Final = "# Without hashes: the index of CPU builds gave none.\n"
@@ -123,7 +128,7 @@ def main() -> None:
     """Write all files, or none."""
     kept = ""
     if "--newest" not in sys.argv[1:]:
-        files_kept = [path for path in sorted(FOLDER.glob("*.txt")) if path.stem != CPU]
+        files_kept = [path for path in sorted(FOLDER.glob("*.txt")) if path.stem not in (CPU, BOARD)]
         kept = "".join(path.read_text(encoding="utf-8") for path in files_kept)
     project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))
     building = "\n".join([*project["build-system"]["requires"], EDITABLE])
@@ -139,6 +144,7 @@ def main() -> None:
     sets["learning"] = beside(sets["learning"], pytorch)
     development = compiled([str(PROJECT), "--extra", "dev"], constraints=everything)
     sets["dev"] = beside(development, *sets.values())
+    sets[BOARD] = compiled(["--no-deps", "-"], given=BOARD_NEEDS)
     files = {name: HEADER + "".join(found) for name, found in sets.items()}
     versions = {}
     for block in pytorch:

@@ -1,0 +1,297 @@
+"""`make bench NAME=board`: an emulated aarch64 board, installed by its kit, in a lab with native
+devices.
+
+    python tests/bench/board.py [--suite bookworm] [--root DIR] [--case NAME...]
+
+Debian for arm64 (bookworm with Python 3.11, trixie with 3.13) is unpacked into a folder and run by
+QEMU's user-mode emulation, as root on x86-64 under Linux. There the kit of a machine is installed
+by its own installer, with stubs for systemd alone. Then devices of the board and native ones train
+the demo's network together. Printed: what was installed, its time and size, what `doctor` says, and
+for each case how far the final model is from that of native devices alone, by layer. Last, a lab
+whose board is killed and resumed, against the same lab undisturbed.
+
+It needs `apt-get install qemu-user-static debootstrap`, 2 GB below --root, which it keeps, and
+a quarter of an hour.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from rich.console import Console
+from safetensors.numpy import load_file
+
+from fedstrata.deploy.kits.lab_file import load
+from fedstrata.deploy.kits.provision import find_wheel, provision
+from tests.helpers.commands import command, sets, tensors
+
+BINFMT: Final = Path("/proc/sys/fs/binfmt_misc")
+EMULATOR: Final = "/usr/bin/qemu-aarch64-static"
+# The first bytes of a program for aarch64, and which of them count (QEMU's own registration).
+FORMAT: Final = (
+    r":qemu-aarch64:M::\x7fELF\x02\x01\x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x02\x00\xb7\x00:"
+    r"\xff\xff\xff\xff\xff\xff\xff\x00\xff\xff\xff\xff\xff\xff\xff\xff\xfe\xff\xff\xff:"
+    f"{EMULATOR}:OCF"
+)
+CERTIFICATES: Final = "ssl/certs/ca-certificates.crt"
+PACKAGES: Final = "python3,python3-venv,ca-certificates,procps"
+PROGRAM: Final = "/opt/fedstrata/venv/bin/fedstrata"
+LAB: Final = """
+name = "board"
+broker = "main"
+[machines]
+server = { address = "127.0.0.1", cloud = true }
+board = { address = "127.0.0.1" }
+[brokers]
+main = { machine = "server" }
+[[devices]]
+names = ["device-2..3"]
+machine = "board"
+"""
+PATIENCE_S: Final = 1800
+EXPERIMENT: Final = """
+name = "board"
+rounds = 3
+topology = { institutions = 0, devices = 4 }
+data = { dataset = "digits", partition = "dirichlet", concentration = 0.1 }
+model = { name = "cnn_digits" }
+training = { epochs = 2, batch_size = 10, learning_rate = 0.01 }
+transfer = { idle_s = 600 }
+"""
+CASES: Final = {
+    "recorded": ("training.recorded=true",),
+    "plain": ("training.recorded=false",),
+    "Adam": ("training.optimizer=adam", "training.learning_rate=0.001"),
+    "int8 up": ("transfer.wan.up=int8",),
+    "top-k up": ("transfer.wan.up=topk",),
+}
+console = Console(width=110, soft_wrap=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Board:
+    """A folder with a Debian for aarch64."""
+
+    root: Path
+
+    def words(self, *words: str) -> list[str]:
+        """Return the command that runs a program of the board, with /proc and /dev, in mounts of
+        its own.
+        """
+        mounts = f"mount -t proc proc {self.root}/proc && mount --rbind /dev {self.root}/dev"
+        line = f"{mounts} && exec chroot {self.root} {shlex.join(words)}"
+        return ["unshare", "--mount", "--propagation", "private", "sh", "-c", line]
+
+    def run(self, *words: str, check: bool = True) -> str:
+        """Run a program of the board to its end, and return its output; exit if it fails."""
+        done = subprocess.run(
+            self.words(*words),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode and check:
+            sys.exit(f"{shlex.join(words)}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        return done.stdout
+
+    def megabytes(self, folder: str) -> float:
+        """Return what a folder of the board takes on the disk."""
+        words = ["du", "-sm", str(self.root / folder.lstrip("/"))]
+        return float(
+            subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()[0]
+        )
+
+
+def made(root: Path, suite: str) -> Board:
+    """Return the board of a folder, with Debian in it."""
+    if not BINFMT.joinpath("register").exists():
+        subprocess.run(["mount", "-t", "binfmt_misc", "none", str(BINFMT)], check=True)
+    if not BINFMT.joinpath("qemu-aarch64").exists():
+        BINFMT.joinpath("register").write_text(FORMAT)
+    if not root.joinpath("usr/bin/python3").exists():
+        first = ["debootstrap", "--arch=arm64", "--foreign", "--variant=minbase"]
+        unpack = [*first, f"--include={PACKAGES}", suite, str(root), mirror()]
+        subprocess.run(unpack, check=True, stdout=subprocess.DEVNULL)
+        second = ["chroot", str(root), "/debootstrap/debootstrap", "--second-stage"]
+        subprocess.run(second, check=True, stdout=subprocess.DEVNULL)
+    for name in (
+        "resolv.conf",
+        "hosts",
+        "pip.conf",
+        CERTIFICATES,
+    ):  # of this host: where packages come from
+        if Path("/etc", name).exists():
+            shutil.copy(Path("/etc", name), root / "etc" / name)
+    stub = root / "usr/local/bin/systemctl"
+    stub.write_text('#!/bin/sh\necho "$*" >>/var/log/systemctl\n')
+    stub.chmod(0o755)
+    return Board(root)
+
+
+def mirror() -> str:
+    """Return the address of this host's own mirror of Debian."""
+    words = ["apt-get", "indextargets", "--format", "$(SITE)"]
+    sites = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
+    return max(sites, key=sites.count)
+
+
+def install(board: Board, folder: Path) -> None:
+    """Install the kit of the machine `board` by its own installer."""
+    file = folder / "lab.toml"
+    file.write_text(LAB)
+    provision(load(file), file, wheel=find_wheel(None), out=folder / "kits")
+    kit = board.root / "root" / "kit"
+    shutil.rmtree(kit, ignore_errors=True)
+    shutil.copytree(folder / "kits" / "board", kit)
+    began = time.monotonic()
+    board.run("sh", "/root/kit/install.sh")
+    console.print(
+        f"the kit was installed in {time.monotonic() - began:.0f} s: "
+        f"/opt/fedstrata takes {board.megabytes('/opt/fedstrata'):.0f} MB"
+    )
+    versions = "import torch, sys, platform; print(torch.__version__, sys.version.split()[0], platform.machine())"
+    console.print(
+        "PyTorch, Python, machine:", board.run("/opt/fedstrata/venv/bin/python", "-c", versions)
+    )
+    units = sorted(board.root.joinpath("etc/systemd/system").glob("fedstrata-*.service"))
+    console.print("units:", ", ".join(unit.name for unit in units))
+    console.print(board.root.joinpath("var/log/systemctl").read_text())
+    console.print(board.run(PROGRAM, "doctor", check=False))
+
+
+class MixedLab:
+    """A lab with two native devices, and two of the board."""
+
+    def __init__(self, board: Board, folder: Path, port: int) -> None:
+        self._board = board
+        self._folder = folder
+        self._broker = f"127.0.0.1:{port}"
+
+    @contextmanager
+    def started(self, words: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+        """Start a program, and end it in the end."""
+        with log.open("ab") as file:
+            process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+    def emulated(self) -> list[str]:
+        """Return the command of the board's devices."""
+        return self._board.words(PROGRAM, "device", *self._roles("device-2", "device-3"))
+
+    def play(self, name: str, pairs: Sequence[str], *, killed: bool = False) -> tuple[Path, float]:
+        """Play a run; return its folder and its seconds. Its board may be killed in round 2."""
+        runs = self._folder / name
+        runs.mkdir()
+        native = command("device", *self._roles("device-0", "device-1"))
+        experiment = [
+            "cloud",
+            str(self._folder / "board.toml"),
+            "--runs",
+            str(runs),
+            "--broker",
+            self._broker,
+        ]
+        with ExitStack() as stack:
+            stack.enter_context(self.started(native, runs / "native.log"))
+            board = stack.enter_context(self.started(self.emulated(), runs / "board.log"))
+            began = time.monotonic()
+            cloud = stack.enter_context(
+                self.started(command(*experiment, *sets(*pairs)), runs / "cloud.log")
+            )
+            while cloud.poll() is None and time.monotonic() < began + PATIENCE_S:
+                if killed and rounds_of(runs) == 1:
+                    killed = False
+                    board.kill()
+                    board = stack.enter_context(self.started(self.emulated(), runs / "board.log"))
+                time.sleep(0.2)
+            if cloud.returncode != 0:
+                sys.exit(f"{name}: {(runs / 'cloud.log').read_text()[-3000:]}")
+        (found,) = runs.glob("2*")
+        return found, time.monotonic() - began
+
+    def _roles(self, *names: str) -> list[str]:
+        named = [word for name in names for word in ("--name", name)]
+        where = ["--parent", "cloud", "--broker", self._broker]
+        return [*named, *where, "--accelerator", "cpu", "--spool", "auto", "--once"]
+
+
+def rounds_of(runs: Path) -> int:
+    """Return how many global rounds the run in a folder has recorded."""
+    found = list(runs.glob("2*/rounds.csv"))
+    return len(found[0].read_text().splitlines()) - 1 if found else 0
+
+
+def differences(left: Path, right: Path) -> dict[str, float]:
+    """Return the largest difference of each array of two final models."""
+    ours = load_file(left / "model.safetensors")
+    theirs = load_file(right / "model.safetensors")
+    return {name: float(np.abs(ours[name] - theirs[name]).max()) for name in ours}
+
+
+def direct(folder: Path, pairs: Sequence[str]) -> Path:
+    """Run an experiment with native devices alone, without a network; return its folder."""
+    experiment = folder.parent / "board.toml"
+    words = command("run", experiment, "--direct", "--runs", str(folder), *sets(*pairs))
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(done.stderr)
+    (found,) = folder.glob("2*")
+    return found
+
+
+def main() -> None:
+    """Build, install, play and compare."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--suite", default="bookworm")
+    parser.add_argument("--root", type=Path, default=Path("/var/tmp/fedstrata-board"))
+    parser.add_argument("--case", action="append", choices=[*CASES, "killed"])
+    parser.add_argument("--port", type=int, default=18_850)
+    asked: Any = parser.parse_args()
+    if os.geteuid() or not Path(EMULATOR).exists() or not shutil.which("debootstrap"):
+        sys.exit("as root, after: apt-get install qemu-user-static debootstrap")
+    began = time.monotonic()
+    board = made(asked.root / asked.suite, asked.suite)
+    console.print(f"Debian {asked.suite} for arm64 after {time.monotonic() - began:.0f} s")
+    chosen = asked.case or [*CASES, "killed"]
+    with tempfile.TemporaryDirectory(prefix="fedstrata-board-") as name, ExitStack() as stack:
+        folder = Path(name)
+        (folder / "board.toml").write_text(EXPERIMENT)
+        install(board, folder)
+        lab = MixedLab(board, folder, asked.port)
+        broker = command("broker", "--port", str(asked.port))
+        stack.enter_context(lab.started(broker, folder / "broker.log"))
+        for case in chosen:
+            pairs = CASES.get(case, ())
+            played, seconds = lab.play(case, pairs, killed=case == "killed")
+            if case == "killed":
+                other, _ = lab.play("undisturbed", pairs)
+                same = tensors(played) == tensors(other)
+                console.print(f"killed and resumed: bit for bit as undisturbed: {same}")
+                continue
+            found = differences(played, direct(folder / f"{case}-direct", pairs))
+            apart = ", ".join(f"{array} {most:.1e}" for array, most in found.items())
+            console.print(f"{case}, {seconds:.0f} s, largest difference by array: {apart}")
+
+
+if __name__ == "__main__":
+    main()
