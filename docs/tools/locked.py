@@ -128,7 +128,9 @@ def main() -> None:
     """Write all files, or none."""
     kept = ""
     if "--newest" not in sys.argv[1:]:
-        files_kept = [path for path in sorted(FOLDER.glob("*.txt")) if path.stem not in (CPU, BOARD)]
+        files_kept = [
+            path for path in sorted(FOLDER.glob("*.txt")) if path.stem not in (CPU, BOARD)
+        ]
         kept = "".join(path.read_text(encoding="utf-8") for path in files_kept)
     project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))
     building = "\n".join([*project["build-system"]["requires"], EDITABLE])
