@@ -465,7 +465,7 @@ class GlobalRounds:
                 self._reports.add_numbers(r, each.name, found.get(each.name, ()))
         steps = sum(result.work.steps for result in results.values())
         spreads = self._reports.add_plans(r, plans)
-        ran = {name: epochs[name] for name in results}
+        ran = {name: epochs[name] for name in names if name in results}
         record = GlobalRoundRecord(
             global_round=r,
             elapsed_s=round(self._state.elapsed_s, 6),

@@ -64,7 +64,7 @@ def test_a_sweeps_series_are_in_the_order_of_its_axes(
 ) -> None:
     _, runs = swept(tmp_path / "three", make_run, backwards=backwards)
     names = [tmp_path / "three"] if whole else [run.path for run in runs]
-    done = invoke("compare", *names, "--target", "0.9", "--by-task", "--format", "json")
+    done = invoke("compare", *names, "--target", "0.9", "--format", "json")
     groups = json.loads(done.stdout)["groups"]
     assert [each["label"] for each in groups] == [
         f"{split}, {name}" for split in "ab" for name in SCORES

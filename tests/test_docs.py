@@ -329,7 +329,7 @@ READING: Final = (  # section 0 of the design: one global round, from the arithm
         "common/protocol/parent_session.py",
         "common/runtime/endpoint.py",
     ),
-    *("cloud/global_rounds.py", "device/training/trainer.py"),
+    *("cloud/global_rounds.py", "device/training/local_training.py"),
 )
 KEYS_MOST: Final = 30
 

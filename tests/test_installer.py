@@ -110,6 +110,7 @@ class Machine:
             "mv",
             "sed",
             "chmod",
+            "uname",
         ):
             if not (tools / name).exists():
                 (tools / name).symlink_to(str(shutil.which(name)))

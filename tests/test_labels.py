@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -198,15 +197,6 @@ def test_a_cell_is_one_series_on_whichever_hosts(tmp_path: Path, runs_of: MakeRu
     assert "A: other hardware than A: instructions: AVX2 and AVX-512" in condition_notes(found)
 
 
-def test_long_names_are_numbered(runs_of: MakeRuns) -> None:
-    runs = runs_of({"seed": 1}, {"seed": 1, **TEMPO})
-    assert [each.short for each in series_of(runs, ["a" * 24, "b"])] == ["a" * 24, "b"]
-    assert [each.short for each in series_of(runs, ["a" * 25, "b"])] == ["#1", "#2"]
-    assert [each.names for each in series_of(runs, ["a" * 25, "b"])] == [["#1"], ["#2"]]
-    # nothing to tell apart
-    assert [each.short for each in series_of(runs[:1], ["a" * 25])] == ["a" * 25]
-
-
 def test_given_names_win(runs_of: MakeRuns) -> None:
     found = runs_of({}, TEMPO)
     assert [each.label for each in series_of(found, ["one", "two"])] == ["one", "two"]
@@ -293,7 +283,7 @@ def test_what_several_series_have_in_common_is_one_note(runs_of: MakeRuns) -> No
         links
         == "slow; slow tempo: other links than first: links.of.institution-0.up_mbit: none and 5"
     )
-    notes = condition_notes(series_of(loaded(runs, 4.0, 6.0, 5.0), names), attrgetter("short"))
+    notes = condition_notes(series_of(loaded(runs, 4.0, 6.0, 5.0), names))
     assert notes == [links, "3 of 3 runs began on a busy machine: load up to 3.0 a core"]
 
 

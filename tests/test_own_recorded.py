@@ -239,7 +239,7 @@ def test_a_comparison_sees_what_the_model_begins_to_keep(caplog: pytest.LogCaptu
         return bytes(next(calls) > 2)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedstrata.device.training.trainer.hidden_in", lambda *_: hidden)
+        patch.setattr("fedstrata.device.training.local_training.hidden_in", lambda *_: hidden)
         out, _ = trained(trainer, first_model(lab), epochs=10)
     (note,) = notes(caplog)
     assert (

@@ -391,7 +391,7 @@ def test_every_table_and_export_names_simulated_seconds(
     assert (
         "simulated s" in text
         and "These seconds are simulated" in text
-        and "enforced by: bucket, simulated" in text
+        and "simulated, each node on a machine of its own" in text
     )
     for one in page.tables:
         for column in one.columns:

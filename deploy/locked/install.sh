@@ -13,7 +13,6 @@ python=$1
 shift
 locked=$(dirname "$0")
 [ -e /proc/driver/nvidia/version ] && build=cuda || build=cpu
-machine=$(uname -m)
 build=${TORCH:-$build}
 case $build in cpu | cuda | own) ;; *) echo "TORCH = '$build': use cpu, cuda or own" >&2; exit 2 ;; esac
 
@@ -33,7 +32,7 @@ if [ -z "$learning" ] || [ "$build" = own ]; then
 elif [ "$build" = cuda ]; then
     echo "==> PyTorch: the build with CUDA, some 5 GB, as there is an NVIDIA driver or TORCH=cuda"
     install --require-hashes "$@" -r "$locked/torch.txt"
-elif [ "$machine" = aarch64 ]; then
+elif [ "$(uname -m)" = aarch64 ]; then
     echo "==> PyTorch: the CPU build, some 150 MB, as there is no NVIDIA driver or TORCH=cpu; TORCH=cuda is the other"
     install --require-hashes "$@" -r "$locked/torch-aarch64.txt"
 else

@@ -6,7 +6,7 @@ devices.
 Debian for arm64 (bookworm with Python 3.11, trixie with 3.13) is unpacked into a folder and run by
 QEMU's user-mode emulation, as root on x86-64 under Linux. There the kit of a machine is installed
 by its own installer, with stubs for systemd alone. Then devices of the board and native ones train
-the demo's network together. Printed: what was installed, its time and size, what `doctor` says, and
+the demo's network together. Printed: what was installed, its time and size, what `doctor` finds, and
 for each case how far the final model is from that of native devices alone, by layer. Last, a lab
 whose board is killed and resumed, against the same lab undisturbed.
 
