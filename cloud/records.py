@@ -175,7 +175,11 @@ _Path: TypeAlias = Annotated[TrainingPath, _Column(TrainingPath)]
 
 
 class Record:
-    """Base of the rows."""
+    """Base of the rows.
+
+    Every table must have the column of a plain field, whatever its default: a folder without it is
+    refused as damaged. The columns of a mapping are optional.
+    """
 
     __slots__ = ()
     _formats: ClassVar[Mapping[str, _Column]]  # of the fields, in order
