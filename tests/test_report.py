@@ -267,7 +267,7 @@ def test_figures_are_files_too(played: list[Path], tmp_path: Path) -> None:
                 or picture.width == 3.5 * 300
             )
             assert len(picture.getcolors(1 << 20) or ()) > 5
-    latex = next(folder.glob("phases-*.tex")).read_text()
+    latex = next(folder.glob("phases*.tex")).read_text()
     assert (
         latex.startswith("{\\footnotesize") and "\\begin{tabular}" in latex and "train & $" in latex
     )
