@@ -397,14 +397,14 @@ class Coordinator:
             return ({}, False)
         return returning(self.children, now - begun, in_round=self.is_open, idle=idle)
 
-    def returning(self, now: float) -> set[str]:
+    def returning(self, now: float) -> Collection[str]:
         """Return the children that are not present, as their traces took them away, and that come
         back.
         """
         if self._begun is None:
-            return set()
-        t = now - self._begun
-        return {n for n, child in self.children.items() if not child.present and child.returns(t)}
+            return ()
+        found, _ = returning(self.children, now - self._begun, in_round=False, idle=())
+        return found
 
     def is_announced(self, name: str, key: Key) -> bool:
         """Return whether a child's result under this key is to be accepted or refused."""

@@ -289,16 +289,15 @@ class ParentEndpoint(Endpoint):
             nonlocal begun
             minimum = self._minimum(found.ready)
             least = 0 if minimum is None else minimum.children
-            returning = self.session.coordinator.returning(now)
-            if len(found.ready) < least <= len(found.ready) + len(returning):
+            ready = len(found.ready)
+            if ready >= least:
+                return True
+            if ready + len(self.session.coordinator.returning(now)) >= least:
                 begun = now
-            if len(found.ready) < least and now >= begun + self.transfer.idle_s:
-                problem = (
-                    f"{len(found.ready)} of at least {least} children were ready for "
-                    f"{self.transfer.idle_s:g} s"
-                )
-                raise NoProgress(f"{problem}: {found.text}")
-            return len(found.ready) >= least
+            elif now >= begun + self.transfer.idle_s:
+                few = f"{ready} of at least {least} children were ready"
+                raise NoProgress(f"{few} for {self.transfer.idle_s:g} s: {found.text}")
+            return False
 
         found = await self._ready(enough)
         ready = self.ready if found is None else found.ready
