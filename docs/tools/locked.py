@@ -127,11 +127,13 @@ def of_index(versions: Mapping[str, str]) -> str:
 def main() -> None:
     """Write all files, or none."""
     kept = ""
+    board_kept = ""
     if "--newest" not in sys.argv[1:]:
         files_kept = [
             path for path in sorted(FOLDER.glob("*.txt")) if path.stem not in (CPU, BOARD)
         ]
         kept = "".join(path.read_text(encoding="utf-8") for path in files_kept)
+        board_kept = (FOLDER / f"{BOARD}.txt").read_text(encoding="utf-8")
     project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))
     building = "\n".join([*project["build-system"]["requires"], EDITABLE])
     everything = "".join(compiled([str(PROJECT), "--extra", "dev", "-"], given=building, kept=kept))
@@ -146,7 +148,7 @@ def main() -> None:
     sets["learning"] = beside(sets["learning"], pytorch)
     development = compiled([str(PROJECT), "--extra", "dev"], constraints=everything)
     sets["dev"] = beside(development, *sets.values())
-    sets[BOARD] = compiled(["--no-deps", "-"], given=BOARD_NEEDS)
+    sets[BOARD] = compiled(["--no-deps", "-"], given=BOARD_NEEDS, kept=board_kept)
     files = {name: HEADER + "".join(found) for name, found in sets.items()}
     versions = {}
     for block in pytorch:
