@@ -108,6 +108,7 @@ class NodeReports:
         return spreads
 
     def of_devices(self, results: Mapping[str, Result]) -> list[ChildReport]:
+        """Return the reports on all devices below the cloud."""
         return [*chain.from_iterable(starmap(self.of_child, results.items()))]
 
     def of_child(self, child: str, result: Result) -> list[ChildReport]:

@@ -70,17 +70,20 @@ class GpuMemory:
     def end(self) -> None:
         """Give back after a training what this process holds beyond its share."""
         held = torch.cuda.memory_reserved(self._gpu)
-        if (self._unified or self.others()) and held > self.share_bytes():
+        others = self._others()
+        if (self._unified or others) and held > self._share_bytes(others):
             self.give_back()
 
     def share_bytes(self) -> int:
         """Return the bytes that this process may hold in all, for now."""
+        return self._share_bytes(self._others())
+
+    def _share_bytes(self, others: list[int]) -> int:
         free, _ = torch.cuda.mem_get_info(self._gpu)
         if self._unified:
             free = min(free, int(available_bytes(self._proc) or free)) - HOST_RESERVE_BYTES
         held = torch.cuda.memory_reserved(self._gpu)
         self._write(held)
-        others = self._others()
         share = (free + held + sum(others)) // (1 + len(others))
         return max(0, int(min(share, free + held) * (1 - RESERVE_SHARE)))
 
