@@ -119,19 +119,9 @@ def test_each_pass_of_a_step_has_the_same_batch(
     for names in (writing, twin(writing)):
         experiment = lab(names, training=chosen)
         trainer = trainer_of(experiment)
-        out, result = trained(trainer, first_row(trainer, experiment), epochs=2)
+        out, result = trained(trainer, first_model(experiment), epochs=2)
         results.append((out.tobytes(), result.loss))
     assert results[0] == results[1]
-
-
-def first_row(trainer: Any, experiment: Experiment) -> Any:
-    """Return the first model, with zeros for the vectors behind it."""
-    row = trainer.layout.empty()
-    row[:] = first_model(experiment)
-    behind = torch.zeros(
-        trainer.vectors.links.down.row_bytes + trainer.vectors.kept_bytes - row.nbytes
-    ).byte()
-    return torch.cat([torch.from_numpy(row), behind]).numpy()
 
 
 def test_a_model_has_the_same_surroundings(writing: dict[str, str], tmp_path: Path) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Mapping
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,19 +17,16 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 from fedstrata.cloud.checkpoint import save_model
-from fedstrata.common.accounting.work import TrainingPath
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.learning import datasets, models
 from fedstrata.common.learning.evaluation import ModelTester
-from fedstrata.common.methods.rule import link_layouts
 from fedstrata.common.model.layout import Section
 from fedstrata.common.model.parts import ModelParts, Part, part_of_each
 from fedstrata.common.settings.data import ModelSettings
 from fedstrata.deploy.results.run import Run
-from fedstrata.device.jobs import Ending, HostedDevice, LocalResult, Order
-from fedstrata.device.pool.trainers import Trainers
+from fedstrata.device.jobs import Order
 from fedstrata.device.training import batches
 from fedstrata.device.training.trainer import Trainer
 from tests.helpers.commands import DEMO, run_lab, table
@@ -167,16 +163,13 @@ def test_each_device_scores_the_received_model_with_its_personal_parts(
     assert len(scores) == len(rows)
 
 
-@pytest.mark.parametrize("name", slow(PERSONAL, but=["fedbn"]))
 def test_a_run_with_personal_parts_that_is_interrupted_and_resumed_is_the_same(
-    name: str, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
-    lab = experiment(PERSONAL[name], rounds=3, institution={"participation": 0.67, "rounds": 2})
+    institution = {"participation": 0.67, "rounds": 2}
+    lab = experiment(PERSONAL["fedbn"], rounds=3, institution=institution)
     whole = run_direct(tmp_path / "whole", lab)
     again = resumed_run(run_direct(tmp_path / "broken", lab, until=2))
-    assert (whole / "model.safetensors").read_bytes()[-1000:] == (
-        again / "model.safetensors"
-    ).read_bytes()[-1000:]
     found, wanted = load_file(again / "model.safetensors"), load_file(whole / "model.safetensors")
     assert all(torch.equal(found[key], wanted[key]) for key in wanted)
 
@@ -187,9 +180,7 @@ KILLED: Final = KilledLab(
 )
 
 
-@pytest.mark.parametrize(
-    "node", slow(["cloud", "institution-0", "device-0", "device-5"], but=["cloud", "device-0"])
-)
+@pytest.mark.parametrize("node", ["cloud", "device-0"])
 def test_a_killed_node_continues_with_the_same_personal_parts(node: str) -> None:
     KILLED.assert_same_if_killed(node, 0.4, 0.4)
 
@@ -344,107 +335,6 @@ def test_a_run_begins_with_the_frozen_arrays_of_a_file(tmp_path: Path) -> None:
     assert (found.score, found.loss) == (same.score, same.loss)
     personal = ModelTester(experiment({**model, "personal": ["last.*"]}))
     assert personal.notes[-1].startswith("model.initial: last.weight is personal")
-
-
-# Objectives, and training in common steps
-
-
-def trained(lab: Experiment) -> list[tuple[np.ndarray[Any, Any], TrainingPath]]:
-    """Train two devices of one process for two tasks each; return what they upload and keep, and
-    how they trained.
-    """
-    trainers, nodes = Trainers(), ["device-0", "device-1"]
-    devices = [HostedDevice(lab, lab.digest, node) for node in nodes]
-    kept, _ = (trainers.prepare(device, "cpu").kept_bytes for device in devices)
-    tester = ModelTester(lab)
-    links = link_layouts(lab.tier_above("device-0").aggregation, tester.layout)
-    rows = [np.zeros(links.down.row_bytes + kept, np.uint8) for _ in nodes]
-    outs = [np.zeros(links.up.row_bytes + kept, np.uint8) for _ in nodes]
-    paths: list[TrainingPath] = []
-    for local_round in range(2):
-        ended: dict[int, Ending] = {}
-        for row, out in zip(rows, outs, strict=True):
-            row[: tester.layout.row_bytes] = tester.first
-            row[tester.layout.row_bytes : links.down.row_bytes].view(np.float32)[:] = 0.01
-            row[links.down.row_bytes :] = out[links.up.row_bytes :]
-        pairs = zip(rows, outs, strict=True)
-        orders = [
-            Order(row, out, 1, local_round, lambda *_: None, threading.Event())
-            for row, out in pairs
-        ]
-        trainers.train(list(zip(devices, orders, strict=True)), "cpu", ended.__setitem__)
-        results = [ended[number] for number in range(2)]
-        assert all(isinstance(result, LocalResult) for result in results), results
-        paths = [result.work.path for result in results if isinstance(result, LocalResult)]
-    return list(zip(outs, paths, strict=True))
-
-
-MODELS: Final[Mapping[str, Mapping[str, Any]]] = {
-    "fedper": PERSONAL["fedper"],
-    "fedbn": {"name": "resnet20", "personal": ["*bn*"]},
-    "frozen": {"name": "cnn_digits", "frozen": ["conv1*"]},
-}
-OBJECTIVES: Final = ("cross_entropy", "fedprox", "fedsam", "scaffold", "feddyn")
-EACH_ONCE: Final = (  # each kind of parts with a state on the devices and without one
-    ("fedper", "scaffold"),
-    ("fedbn", "scaffold"),
-    ("frozen", "fedprox"),
-    ("frozen", "cross_entropy"),
-)
-
-
-@pytest.mark.parametrize(("model", "objective"), slow(product(MODELS, OBJECTIVES), but=EACH_ONCE))
-def test_in_common_steps_devices_train_as_alone(
-    model: str, objective: str, request: pytest.FixtureRequest
-) -> None:
-    changes: dict[str, Any] = {"training": {**LAB["training"], "objective": objective}}
-    if model == "fedbn":
-        changes["data"] = {
-            "dataset": "synthetic",
-            "classes": 10,
-            "image_shape": [1, 16, 16],
-            "samples": 120,
-        }
-    if objective in ("scaffold", "feddyn"):
-        changes["institution"] = {"aggregation": objective}
-    lab = experiment(MODELS[model], **changes)
-    alone = trained(lab)
-    request.getfixturevalue("vmapped_on_cpu")
-    together = trained(lab)
-    assert {path for _, path in together} == {TrainingPath.VMAPPED} != {path for _, path in alone}
-    for (one, _), (other, _) in zip(alone, together, strict=True):
-        difference, row = (
-            (one.view(np.float32) - other.view(np.float32))[:-4],
-            one.view(np.float32)[:-4],
-        )
-        known = np.isfinite(difference)  # counters are no floats
-        # batch norm over few samples amplifies rounding
-        within = 1e-2 if model == "fedbn" else 1e-6
-        assert np.linalg.norm(difference[known]) < within * np.linalg.norm(row[known])
-        assert not np.array_equal(one, np.zeros_like(one))
-
-
-def test_the_proximal_term_is_of_the_exchanged_parameters_alone(tmp_path: Path) -> None:
-    """With a huge weight they stay, and the personal ones train on."""
-    training: dict[str, Any] = {**LAB["training"], "learning_rate": 0.01}
-    found = {}
-    for mu in (0.0, 90.0):
-        training["objective"] = {"name": "fedprox", "mu": mu}
-        lab = experiment({"name": "mlp_digits", "personal": ["fc2.*"]}, training=training)
-        trainer = Trainer(lab, node="device-1", accelerator="cpu")
-        trainer.prepare()
-        vectors, first = trainer.vectors, ModelTester(lab)
-        row = np.zeros(vectors.links.down.row_bytes + vectors.kept_bytes, np.uint8)
-        row[: first.layout.row_bytes] = first.first
-        out = np.zeros_like(row)
-        trainer.train(Order(row, out, 1, 0))
-        moved = first.layout.floats(out) - first.layout.floats(row)
-        personal = out[-vectors.kept_bytes + 4 :].view(np.float32) - first.parts.first.view(
-            np.float32
-        )
-        found[mu] = float(np.linalg.norm(moved)), float(np.linalg.norm(personal))
-    assert found[90.0][0] < 0.2 * found[0.0][0]
-    assert found[90.0][1] > 0.5 * found[0.0][1]
 
 
 # The page's examples

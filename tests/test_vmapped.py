@@ -67,22 +67,6 @@ def test_vmapped_training_gives_what_each_gives_alone(
         assert np.abs(case.layout.floats(how.row) - before.numpy()).max() > 1e-3
 
 
-@pytest.mark.parametrize("name", ["lenet5", "resnet20"])
-def test_one_step_in_float32(name: str) -> None:
-    case = CASES[name]()
-    case = Case(
-        case.module.float(),
-        case.shape,
-        loads=(Load(4, 1), Load(3, 1), Load(4, 1)),
-        dtype=torch.float32,
-    )
-    for k, how in enumerate(case.train()):
-        wanted, loss, _ = case.alone(k)
-        assert how.loss == pytest.approx(loss, rel=1e-5)
-        for entry, view in case.layout.views(how.row).items():
-            np.testing.assert_allclose(view, wanted[entry], rtol=1e-5, atol=1e-5)
-
-
 def test_bf16_is_near_its_own_training() -> None:
     # In smaller batches a CPU's linear layers compute in fp32 (`device.training.sgd`), but not
     # vmapped.

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,11 +15,10 @@ from fedstrata.common.learning.inputs import Inputs
 from fedstrata.common.learning.nets import ARCHITECTURES
 from fedstrata.device.training.objectives.objective import Objective
 from fedstrata.device.vmapped import models as vmapped_models
-from fedstrata.device.vmapped.models import VmappedModels
 from fedstrata.device.vmapped.schedule import Load
 from tests.helpers import vmapped_steps
 from tests.helpers.examples import slow
-from tests.helpers.vmapped import CASES, RAGGED, Case, mlp, of, quick, settings_of, text_case
+from tests.helpers.vmapped import RAGGED, Case, mlp, of, settings_of, text_case
 from tests.helpers.vmapped_steps import problem_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -74,19 +72,6 @@ def plain_objective(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vmapped_models, "objective_of", lambda _: Objective())
 
 
-def received_that_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give the objective the present weights as the received ones: its term is zero, without an
-    error.
-    """
-    start = VmappedModels.__init__
-
-    def moving(state: VmappedModels, *given: Any) -> None:
-        start(state, *given)
-        state._received = state._weights
-
-    monkeypatch.setattr(VmappedModels, "__init__", moving)
-
-
 def no_momentum(monkeypatch: pytest.MonkeyPatch) -> None:
     made = vmapped_steps.LocalSteps
 
@@ -96,23 +81,18 @@ def no_momentum(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vmapped_steps, "LocalSteps", plain)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(
     ("objective", "ignore"),
     [
         ({"name": "fedprox", "mu": 1e-3}, plain_objective),
-        ({"name": "fedprox", "mu": 1e-3}, received_that_moves),
         ({"name": "fedsam", "rho": 1e-3}, plain_objective),
         ({"name": "cross_entropy"}, no_momentum),
     ],
 )
 def test_a_term_that_one_path_lacks_is_found(
-    objective: Any,
-    ignore: Callable[[pytest.MonkeyPatch], None],
-    precision: str,
-    monkeypatch: pytest.MonkeyPatch,
+    objective: Any, ignore: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training = settings_of(weight_decay=0.01, objective=objective, precision=precision)
+    training = settings_of(weight_decay=0.01, objective=objective)
     case = Case(mlp(Inputs((1, 8, 8), 10)), (1, 8, 8), RAGGED[:2], training, torch.float32)
     assert problem_of(case.recipe, case.turns) == ""
     ignore(monkeypatch)
@@ -122,29 +102,3 @@ def test_a_term_that_one_path_lacks_is_found(
 def test_samples_that_depend_on_others_are_found() -> None:
     case = Case(_Centred(), (1, 8, 8), dtype=torch.float32)
     assert "vmapped steps in float64 that differ by" in problem_of(case.recipe, case.turns)
-
-
-def test_both_paths_take_the_objective_of_one_step_function(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    losses_of = Objective.losses
-    case, plain = CASES["nesterov, clipped"](), CASES["nesterov, clipped"]()
-    monkeypatch.setattr(Objective, "losses", lambda *batch: 0.1 * losses_of(*batch))
-    states = case.states(monkeypatch)
-    own = [case.alone(k)[0] for k in range(len(states))]
-    monkeypatch.setattr(Objective, "losses", losses_of)
-    for k, state in enumerate(states):
-        for entry, tensor in state.items():
-            torch.testing.assert_close(tensor, own[k][entry], rtol=0, atol=1e-10)
-        assert not torch.allclose(
-            state["1.weight"], plain.alone(k)[0]["1.weight"], rtol=0, atol=1e-3
-        )
-
-
-def test_comparing_leaves_the_turns_as_they_were() -> None:
-    case = quick()
-    assert problem_of(case.recipe, case.turns) == ""
-    for k, how in enumerate(case.train()):
-        wanted = case.alone(k)[0]
-        for entry, view in case.layout.views(how.row).items():
-            np.testing.assert_allclose(view, wanted[entry], rtol=0, atol=1e-5)
