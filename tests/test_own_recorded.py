@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from fedstrata.common.experiment.reading import parse, to_toml
+from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.learning.inputs import Inputs
 from fedstrata.common.learning.nets import ARCHITECTURES, layers_in
@@ -23,7 +22,6 @@ from fedstrata.device.training.trained_network import record, source_of
 from fedstrata.device.training.trainer import Trainer
 from fedstrata.device.training.vectors import vectors_of
 from tests.helpers import rare_models
-from tests.helpers.commands import fedstrata
 from tests.helpers.odd_models import Net
 from tests.helpers.plain import first_model, trained, trainer_of
 
@@ -310,25 +308,3 @@ def test_the_steps_of_nets_that_ship_are_recorded(name: str) -> None:
     source = source_of(lab, Inputs(SHAPES[name], 10), accelerator=torch.device("cpu"))
     record(source, vectors_of(lab, "device-0", source.parts), draws=0, sizes=[2, 3])
     assert [program is not None for program in source.recorded.programs.values()] == [True, True]
-
-
-@pytest.mark.slow
-def test_a_lab_shows_the_warnings_of_its_training_processes_once(tmp_path: Path) -> None:
-    lab = {
-        "rounds": 2,
-        "topology": {"institutions": 1, "devices": 4},
-        "model": {"name": f"{RARE}:LateGlobalCounter"},
-        "training": {"batch_size": 400, "recorded": True},
-    }
-    file = tmp_path / "lab.toml"
-    file.write_text(to_toml(parse(lab)))
-    done = fedstrata("run", file, "--runs", tmp_path / "runs", "--format", "json")
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stderr.splitlines() if NOTE in line]
-    kept = f"{NOTE}model.name = '{RARE}:LateGlobalCounter': each training changes {RARE}.CALLS"
-    asked = (
-        f"{NOTE}training.recorded = true: {RARE}:LateGlobalCounter is not recorded, as code "
-        "keeps something"
-    )
-    assert [any(line.startswith(text) for line in lines) for text in (kept, asked)] == [True, True]
-    assert len(lines) == 2, done.stderr

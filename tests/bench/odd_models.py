@@ -33,7 +33,7 @@ from fedstrata.common.host.processes import free_port
 from fedstrata.common.learning import datasets, models
 from fedstrata.common.model.layout import ModelLayout, Row
 from fedstrata.deploy.brokers import broker
-from tests import test_odd_models, test_rare_models
+from tests import test_odd_models
 from tests.helpers.plain import first_model, plain_training
 
 DEVICES: Final = tuple(f"device-{i}" for i in range(3))
@@ -45,14 +45,17 @@ ALLOWED: Final = ("tests.helpers.odd_models", "tests.helpers.rare_models")
 # it takes a gradient as it is evaluated, which has none: one line names it
 IN_EVALUATION: Final = "GradientInside"
 REFUSED: Final[Mapping[str, str]] = {
-    **{f"{ALLOWED[0]}:{name}": problem for name, problem in test_odd_models.REFUSED.items()},
-    **{f"{ALLOWED[1]}:{name}": "the same training twice" for name in test_rare_models.REFUSED},
+    **{
+        f"{test_odd_models.PLACES[name]}:{name}": problem
+        for name, problem in test_odd_models.REFUSED.items()
+    },
     f"{ALLOWED[1]}:{IN_EVALUATION}": "does not require grad",
 }
-TRAINED: Final = (
-    *(f"{ALLOWED[0]}:{name}" for name in test_odd_models.TRAINED),
-    *(f"{ALLOWED[1]}:{name}" for name in test_rare_models.TRAINED if name != IN_EVALUATION),
-)
+TRAINED: Final = [
+    f"{test_odd_models.PLACES[name]}:{name}"
+    for name in test_odd_models.TRAINED
+    if name != IN_EVALUATION
+]
 
 
 def experiment(name: str, *, recorded: bool | str) -> Experiment:

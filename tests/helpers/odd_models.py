@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils import parametrizations
 
 
 class Net(nn.Module):
@@ -84,12 +83,6 @@ class _WithNorm(Net):
         return torch.tanh(self.norm(self.conv(x)))
 
 
-class NormOfItsOwn(_WithNorm):
-    def change(self) -> None:
-        self.norm = nn.BatchNorm2d(4)
-        self.norm.forward = lambda x: 3 * nn.BatchNorm2d.forward(self.norm, x)
-
-
 class _Recurrent(Net):
     def change(self) -> None:
         del self.conv
@@ -154,22 +147,6 @@ def closure(**_: Any) -> nn.Module:
     return net
 
 
-class Config:
-    """An attribute of a class that a pickle does not know how to compare by itself."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-
-class ObjectState(Net):
-    def change(self) -> None:
-        self.config = Config()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.config.calls += self.training
-        return super().forward(x) / (1 + 0.1 * self.config.calls)
-
-
 class Remembers(Net):
     """The last batch's mean output, as a list of tensors."""
 
@@ -188,7 +165,6 @@ def _halved(weight: Tensor) -> None:
     weight.grad.mul_(0.5)
 
 
-FrozenByHook = changed(lambda net: net.last.bias.register_hook(torch.zeros_like))
 ScaledByHook = changed(
     lambda net: net.conv.weight.register_hook(
         lambda grad: grad.transpose(2, 3).contiguous().transpose(2, 3) * 0.5
@@ -200,7 +176,6 @@ BackwardHook = changed(
         lambda _, given, __: tuple(each * 0.5 for each in given)
     )
 )
-ForwardHook = changed(lambda net: net.last.register_forward_hook(lambda _, __, out: out * 0.5))
 
 
 class HookInside(Net):
@@ -212,7 +187,6 @@ class HookInside(Net):
 
 
 FrozenPart = changed(lambda net: net.conv.requires_grad_(False))
-FrozenBias = changed(lambda net: net.conv.bias.requires_grad_(False))
 AllFrozen = changed(lambda net: net.requires_grad_(False))
 
 
@@ -247,16 +221,6 @@ class SystemNoise(Net):
         return super().features(x) * float(np.random.default_rng().normal())
 
 
-class _WithDropout(Net):
-    def features(self, x: Tensor) -> Tensor:
-        return self.drop(super().features(x))
-
-
-class AlphaDropout(_WithDropout):
-    def change(self) -> None:
-        self.drop = nn.AlphaDropout()
-
-
 class DroppedLSTM(_Recurrent):
     def recurrent(self) -> nn.LSTM:
         return nn.LSTM(8, 8, 2, batch_first=True, dropout=0.5)
@@ -273,28 +237,11 @@ class InPlaceDropout(Net):
         return torch.tanh(self.drop(out) + out)
 
 
-class HookedDropout(_WithDropout):
-    def change(self) -> None:
-        self.drop = nn.Dropout(0.5)
-        self.drop.register_forward_hook(lambda _, __, out: out * 0.5)
-
-
 class Viewed(Net):
     """The usual view after a convolution, which needs its order in memory."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.features(x).view(-1, 144))
-
-
-class Strided(Net):
-    """Windows by strides that are right in one order in memory alone."""
-
-    def change(self) -> None:
-        self.second = nn.Conv2d(4, 4, 1)
-
-    def features(self, x: Tensor) -> Tensor:
-        out = self.second(torch.tanh(self.conv(x)))
-        return out.as_strided((len(x), 4, 6, 6), (144, 36, 6, 1))
 
 
 class Normed(nn.Module):
@@ -336,20 +283,9 @@ class SparseEmbedding(nn.Module):
         return self.last(self.table(places).flatten(1))
 
 
-class DenseEmbedding(SparseEmbedding):
-    def __init__(self, **_: Any) -> None:
-        super().__init__()
-        self.table = nn.Embedding(17, 3, padding_idx=0)
-
-
 def scripted(**_: Any) -> nn.Module:
     module: nn.Module = torch.jit.script(Normed())
     return module
-
-
-class Unbatched(Net):
-    def features(self, x: Tensor) -> Tensor:
-        return torch.stack([torch.tanh(self.conv(each)) for each in x])
 
 
 class ExtraState(Net):
@@ -378,12 +314,6 @@ class Tied(nn.Module):
         return self.last(torch.tanh(self.second(torch.tanh(self.first(x.flatten(1))))))
 
 
-class TwiceUsed(Tied):
-    def __init__(self, **_: Any) -> None:
-        super().__init__()
-        self.second = self.first
-
-
 class Scale(Net):
     """A parameter without dimensions, and one without elements."""
 
@@ -409,8 +339,6 @@ counter = with_buffer(torch.ones(3, dtype=torch.int64))
 HalfParameter = changed(
     lambda net: net.register_parameter("extra", nn.Parameter(torch.zeros(3, dtype=torch.float16)))
 )
-WeightNormed = changed(lambda net: parametrizations.weight_norm(net.last))
-SpectralNormed = changed(lambda net: parametrizations.spectral_norm(net.last))
 Unused = changed(lambda net: net.add_module("spare", nn.Linear(3, 3)))
 
 
@@ -421,13 +349,6 @@ class Lazy(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(torch.tanh(self.first(x.flatten(1))))
-
-
-class Checkpointed(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        from torch.utils.checkpoint import checkpoint
-
-        return self.last(checkpoint(self.features, x, use_reentrant=False).flatten(1))
 
 
 class FreezesAfterSteps(Net):

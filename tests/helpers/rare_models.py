@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
 
-from tests.helpers.odd_models import Net, changed
+from tests.helpers.odd_models import Net
 
 
 class _Function(torch.autograd.Function):
@@ -35,13 +34,6 @@ class ClampsData(Net):
 
     def features(self, x: Tensor) -> Tensor:
         self.conv.weight.data = self.conv.weight.data.clamp(-0.34, 0.34)
-        return super().features(x)
-
-
-class ClampsInPlace(Net):
-    def features(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.conv.weight.clamp_(-0.34, 0.34)
         return super().features(x)
 
 
@@ -63,19 +55,6 @@ class ClampsAll(Net):
         return super().features(x)
 
 
-class UnitNorm(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.last.weight.div_(self.last.weight.norm(dim=1, keepdim=True))
-        return super().forward(x)
-
-
-class Renormed(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        self.last.weight.data = torch.renorm(self.last.weight.data, 2, 0, 0.6)
-        return super().forward(x)
-
-
 class _ClippedByNumpy(_Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -93,28 +72,6 @@ class NumpyInBackward(Net):
 
     def features(self, x: Tensor) -> Tensor:
         return _ClippedByNumpy.apply(super().features(x))
-
-
-class _ScaledByNumpy(_Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(weight)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        (weight,) = ctx.saved_tensors
-        largest = np.abs(weight.numpy()).max()
-        return grad * (0.2 if 0.085 < largest < 50 else 1.0), None
-
-
-class BandInBackward(Net):
-    """Gradients that depend on a weight, which numpy reads, and which is between two values after
-    some steps.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _ScaledByNumpy.apply(super().forward(x), self.last.bias)
 
 
 _LIBRARY = torch.library.Library("fedstrata_tests", "DEF")
@@ -137,12 +94,6 @@ class ClampsByOperation(Net):
         return super().features(x)
 
 
-class ListInForward(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        out = super().forward(x)
-        return out * (0.5 if max(out.detach().flatten().tolist()) > 1 else 1.0)
-
-
 class WithinABand(Net):
     """Outputs that depend on a value which numpy reads, and which is between two others only after
     some steps.
@@ -162,16 +113,6 @@ class CountsByNumpy(Net):
     def forward(self, x: Tensor) -> Tensor:
         self.steps += self.training
         return super().forward(x) * (0.5 if self.steps.numpy() > 6 else 1.0)
-
-
-class RevivedUnits(Net):
-    """Units that are drawn again where numpy finds them small."""
-
-    def features(self, x: Tensor) -> Tensor:
-        weight = self.conv.weight.detach().numpy()
-        for place in np.flatnonzero(np.abs(weight).max((1, 2, 3)) < 0.2):
-            weight[place] = np.random.normal(size=weight[place].shape)
-        return super().features(x)
 
 
 class _Storage(Net):
@@ -205,14 +146,6 @@ class CounterInAList(Net):
         return self.parts[0].train(self.training)(super().forward(x))
 
 
-class CounterInADict(Net):
-    def change(self) -> None:
-        self.parts = {"scale": _Counting()}
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.parts["scale"].train(self.training)(super().forward(x))
-
-
 class LateInAList(CounterInAList):
     """A counter in a list, without an effect in the first steps."""
 
@@ -239,17 +172,6 @@ class CounterOfPython(Net):
         return self.scale(super().forward(x)) if self.training else super().forward(x)
 
 
-class Deque(Net):
-    def change(self) -> None:
-        self.seen: deque[Tensor] = deque(maxlen=3)
-
-    def features(self, x: Tensor) -> Tensor:
-        out = super().features(x)
-        if self.training:
-            self.seen.append(out.detach().mean(0))
-        return out + torch.stack(list(self.seen)).mean(0) if self.seen else out
-
-
 class Ring(Net):
     """A memory of means in a buffer, and its place in another one."""
 
@@ -263,57 +185,6 @@ class Ring(Net):
             self.memory.index_copy_(0, (self.place % 3)[None], out.detach().mean(0)[None])
             self.place += 1
         return out + self.memory.mean(0)
-
-
-class Annealed(Net):
-    """A temperature by a counter in a buffer."""
-
-    def change(self) -> None:
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.steps += self.training
-        return super().forward(x) * (1 + 1 / (1 + self.steps))
-
-
-class AnnealedByItem(Annealed):
-    def forward(self, x: Tensor) -> Tensor:
-        self.steps += self.training
-        return Net.forward(self, x) * (1 + 1 / (1 + int(self.steps)))
-
-
-class Lookahead(Net):
-    """Slow weights in a list, to which those of training return every third step."""
-
-    def change(self) -> None:
-        self.slow: list[Tensor] = []
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            with torch.no_grad():
-                if self.slow and self.calls % 3 == 0:
-                    self.last.weight.lerp_(self.slow[0], 0.5)
-                self.slow = [self.last.weight.detach().clone()]
-            self.calls += 1
-        return super().forward(x)
-
-
-class Teacher(Net):
-    """The mean of its weights over the steps, in a list, and its outputs in its own."""
-
-    def change(self) -> None:
-        self.teacher = [nn.Linear(144, 10).requires_grad_(False)]
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = self.features(x).flatten(1)
-        if self.training:
-            with torch.no_grad():
-                for mean, weight in zip(
-                    self.teacher[0].parameters(), self.last.parameters(), strict=True
-                ):
-                    mean.lerp_(weight, 0.1)
-        return self.last(found) + 0.1 * self.teacher[0](found)
 
 
 class HookCounts(Net):
@@ -338,14 +209,6 @@ class HookOfTheLeaf(Net):
         self.node.register_prehook(lambda grads: tuple(grad * 0.5 for grad in grads))
 
 
-class OutputHookByNumpy(Net):
-    def features(self, x: Tensor) -> Tensor:
-        out = super().features(x)
-        if out.requires_grad:
-            out.register_hook(lambda grad: grad * float(np.abs(grad.numpy()).max() < 1))
-        return out
-
-
 class Replaced(Net):
     """A buffer of the state that each step replaces."""
 
@@ -359,12 +222,6 @@ class Replaced(Net):
 
 
 # Randomness
-
-
-class Bernoulli(Net):
-    def features(self, x: Tensor) -> Tensor:
-        out = super().features(x)
-        return out * torch.bernoulli(torch.full_like(out, 0.5)) if self.training else out
 
 
 class OwnGenerator(Net):
@@ -400,64 +257,7 @@ class SampledWeights(Net):
         return functional.linear(self.features(x).flatten(1), weight, self.last.bias)
 
 
-class StochasticDepth(Net):
-    def change(self) -> None:
-        self.block = nn.Conv2d(4, 4, 3, padding=1)
-
-    def features(self, x: Tensor) -> Tensor:
-        out = super().features(x)
-        keep = float(torch.rand(()) < 0.5) if self.training else 0.5
-        return out + keep * torch.tanh(self.block(out))
-
-
-class PermutesTheBatch(Net):
-    def features(self, x: Tensor) -> Tensor:
-        out = super().features(x)
-        return 0.8 * out + 0.2 * out[torch.randperm(len(out))] if self.training else out
-
-
-class Rotated(Net):
-    """Quarter turns that numpy draws."""
-
-    def features(self, x: Tensor) -> Tensor:
-        return super().features(
-            torch.rot90(x, int(np.random.randint(4)), (2, 3)) if self.training else x
-        )
-
-
 # Gradients of their own
-
-
-class _Reversed(_Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return -0.1 * grad
-
-
-class ReversedGradient(Net):
-    def change(self) -> None:
-        self.other = nn.Linear(144, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = self.features(x).flatten(1)
-        return self.last(found) + self.other(_Reversed.apply(found))
-
-
-class StraightThrough(Net):
-    def features(self, x: Tensor) -> Tensor:
-        out = super().features(x)
-        return out + (out.round(decimals=1) - out).detach()
-
-
-class BinaryWeights(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.last.weight
-        binary = weight + (weight.sign() * weight.abs().mean() - weight).detach()
-        return functional.linear(self.features(x).flatten(1), binary, self.last.bias)
 
 
 class Quantised(Net):
@@ -483,25 +283,6 @@ class GradientInside(Net):
         return super().forward(x - 0.1 * grad)
 
 
-class FunctionalGradient(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        slope = torch.func.grad(lambda y: torch.tanh(y).sum())(x)
-        return super().forward(x + 0.1 * slope)
-
-
-class VmapInside(Net):
-    def features(self, x: Tensor) -> Tensor:
-        return torch.tanh(
-            torch.func.vmap(lambda one: functional.conv2d(one[None], self.conv.weight)[0])(x)
-        )
-
-
-class SavedOnTheWay(Net):
-    def features(self, x: Tensor) -> Tensor:
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
-            return super().features(x)
-
-
 # Structures
 
 
@@ -512,18 +293,6 @@ class LSTMNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.rnn(x.squeeze(1))[0][:, -1])
-
-
-class GRUCells(nn.Module):
-    def __init__(self, **_: Any) -> None:
-        super().__init__()
-        self.cell, self.last = nn.GRUCell(8, 12), nn.Linear(12, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        state = x.new_zeros(len(x), 12)
-        for row in x.squeeze(1).unbind(1):
-            state = self.cell(row, state)
-        return self.last(state)
 
 
 class _Attends(nn.Module):
@@ -543,12 +312,6 @@ class Masked(_Attends):
         return (query @ key.mT / math.sqrt(8) + mask).softmax(-1) @ value
 
 
-class MaskedFill(_Attends):
-    def attended(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        later = torch.ones(8, 8, dtype=torch.bool).triu(1)
-        return (query @ key.mT / math.sqrt(8)).masked_fill(later, float("-inf")).softmax(-1) @ value
-
-
 class Fused(_Attends):
     def attended(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return functional.scaled_dot_product_attention(
@@ -556,48 +319,13 @@ class Fused(_Attends):
         )[:, 0]
 
 
-class Heads(nn.Module):
-    def __init__(self, **_: Any) -> None:
-        super().__init__()
-        self.attention, self.last = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(64, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.squeeze(1)
-        return self.last(self.attention(rows, rows, rows)[0].flatten(1))
-
-
-class Encoder(nn.Module):
-    def __init__(self, **_: Any) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(
-            8, 2, 16, dropout=0.0, activation="gelu", batch_first=True
-        )
-        self.last = nn.Linear(64, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.layer(x.squeeze(1)).flatten(1))
-
-
-class Experts(nn.Module):
-    """Two of four experts for each sample, by their gates."""
+class RoutedInPython(nn.Module):
+    """The samples of each of four experts by an index."""
 
     def __init__(self, **_: Any) -> None:
         super().__init__()
-        self.gate, self.experts = (
-            nn.Linear(64, 4),
-            nn.ModuleList(nn.Linear(64, 10) for _ in range(4)),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.flatten(1)
-        best, places = self.gate(x).topk(2, 1)
-        each = torch.stack([expert(x) for expert in self.experts], 1)
-        chosen = each.gather(1, places[:, :, None].expand(-1, -1, 10))
-        return (best.softmax(1)[:, :, None] * chosen).sum(1)
-
-
-class RoutedInPython(Experts):
-    """The samples of each expert by an index."""
+        self.gate = nn.Linear(64, 4)
+        self.experts = nn.ModuleList(nn.Linear(64, 10) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.flatten(1)
@@ -627,175 +355,12 @@ class Equilibrium(Net):
         return point
 
 
-class Euler(Net):
-    def change(self) -> None:
-        self.slope = nn.Linear(144, 144)
-
-    def features(self, x: Tensor) -> Tensor:
-        state = super().features(x).flatten(1)
-        for _ in range(4):
-            state = state + 0.25 * torch.tanh(self.slope(state))
-        return state
-
-
-class Fourier(nn.Module):
-    """Products in the frequencies, with complex weights in two real parts."""
-
-    def __init__(self, **_: Any) -> None:
-        super().__init__()
-        self.filter, self.last = nn.Parameter(torch.randn(8, 5, 2) / 4), nn.Linear(64, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = torch.fft.rfft2(x[:, 0]) * torch.view_as_complex(self.filter)
-        return self.last(torch.tanh(torch.fft.irfft2(found, s=(8, 8))).flatten(1))
-
-
-class Warped(Net):
-    """A spatial transformer (Jaderberg et al. 2015)."""
-
-    def change(self) -> None:
-        self.place = nn.Linear(64, 6)
-        nn.init.zeros_(self.place.weight)
-        self.place.bias.data = torch.tensor([1.0, 0, 0, 0, 1, 0]) * 0.83
-
-    def features(self, x: Tensor) -> Tensor:
-        grid = functional.affine_grid(
-            self.place(x.flatten(1)).view(-1, 2, 3), list(x.shape), align_corners=False
-        )
-        return super().features(functional.grid_sample(x, grid, align_corners=False))
-
-
-class Squeezed(Net):
-    """Channels weighted by their means (Hu et al. 2018)."""
-
-    def change(self) -> None:
-        self.down, self.up = nn.Linear(4, 2), nn.Linear(2, 4)
-
-    def features(self, x: Tensor) -> Tensor:
-        out = super().features(x)
-        return (
-            out * torch.sigmoid(self.up(torch.tanh(self.down(out.mean((2, 3))))))[:, :, None, None]
-        )
-
-
-class Generated(Net):
-    """Weights that another net generates (Ha et al. 2017)."""
-
-    def change(self) -> None:
-        self.code, self.make = nn.Parameter(torch.randn(10, 3)), nn.Linear(3, 144)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(
-            self.features(x).flatten(1), self.make(self.code) / 4, self.last.bias
-        )
-
-
-class Adapted(Net):
-    """Low-rank terms beside a frozen layer (Hu et al. 2022)."""
-
-    def change(self) -> None:
-        self.last.requires_grad_(False)
-        self.down, self.up = nn.Linear(144, 2, bias=False), nn.Linear(2, 10, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = self.features(x).flatten(1)
-        return self.last(found) + self.up(self.down(found))
-
-
-class Distances(Net):
-    """Radial functions of the distances to centres."""
-
-    def change(self) -> None:
-        self.centres = nn.Parameter(torch.randn(10, 144) / 12)
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = self.features(x).flatten(1)
-        squares = (found[:, None] - self.centres).square().sum(2)
-        return -squares / 10 + 0.1 * self.last(found)
-
-
-class Scanned(Net):
-    def features(self, x: Tensor) -> Tensor:
-        return torch.tanh(super().features(x).cumsum(2).cumsum(3) / 10)
-
-
-class Sorted(Net):
-    def features(self, x: Tensor) -> Tensor:
-        return super().features(x).flatten(2).sort(2).values.view(len(x), 4, 6, 6)
-
-
-class Bilinear(Net):
-    def change(self) -> None:
-        self.pair = nn.Parameter(torch.randn(10, 4, 4) / 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = self.features(x)
-        return (
-            self.last(out.flatten(1)) + torch.einsum("bihw,oij,bjhw->bo", out, self.pair, out) / 36
-        )
-
-
-class Folded(Net):
-    def features(self, x: Tensor) -> Tensor:
-        columns = functional.unfold(x, 3)
-        return torch.tanh(self.conv.weight.flatten(1) @ columns + self.conv.bias[:, None]).view(
-            len(x), 4, 6, 6
-        )
-
-
-class Norms(Net):
-    def change(self) -> None:
-        self.groups, self.layer = nn.GroupNorm(2, 4), nn.LayerNorm(144)
-        self.instances = nn.InstanceNorm2d(4, affine=True, track_running_stats=True)
-
-    def features(self, x: Tensor) -> Tensor:
-        return self.layer(torch.tanh(self.instances(self.groups(self.conv(x)))).flatten(1))
-
-
-class PowerIteration(Net):
-    """A spectral norm of its own, with its vector in a buffer."""
-
-    def change(self) -> None:
-        self.register_buffer("vector", functional.normalize(torch.randn(10), dim=0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = self.last.weight
-        if self.training:
-            with torch.no_grad():
-                right = functional.normalize(weight.mT @ self.vector, dim=0)
-                self.vector.copy_(functional.normalize(weight @ right, dim=0))
-        size = (
-            self.vector.detach().clone()
-            @ weight
-            @ functional.normalize(weight.detach().mT @ self.vector, dim=0)
-        )
-        return functional.linear(self.features(x).flatten(1), weight / size, self.last.bias)
-
-
 class Exits(Net):
     def change(self) -> None:
         self.early = nn.Linear(64, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         return 0.7 * super().forward(x) + 0.3 * self.early(x.flatten(1))
-
-
-class Capsules(nn.Module):
-    """Routing by agreement (Sabour et al. 2017)."""
-
-    def __init__(self, **_: Any) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, 10, 8, 4) / 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        votes = torch.einsum("bif,iofc->bioc", x[:, 0], self.weight)
-        agreed = votes.new_zeros(votes.shape[:3])
-        for _ in range(3):
-            out = (agreed.softmax(2)[..., None] * votes).sum(1)
-            size = out.square().sum(-1, keepdim=True)
-            out = out * size / (1 + size) / (size + 1e-6).sqrt()
-            agreed = agreed + (votes * out[:, None]).sum(-1)
-        return 3 * out.norm(dim=-1)
 
 
 @functools.lru_cache(maxsize=4)
@@ -891,13 +456,6 @@ parametrised = _changed_layers(lambda net: parametrizations.weight_norm(net[3]))
 orthogonal = _changed_layers(lambda net: parametrizations.orthogonal(net[3]))
 dropped = _changed_layers(lambda net: net[1].append(nn.Dropout(0.5)))
 frozen_layer = _changed_layers(lambda net: net[0].requires_grad_(False))
-tied_layers = changed(lambda net: setattr(net, "last", _tied()))
-
-
-def _tied() -> nn.Sequential:
-    first, second = nn.Linear(144, 144), nn.Linear(144, 144)
-    second.weight = first.weight
-    return nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), nn.Linear(144, 10))
 
 
 # What files keep
