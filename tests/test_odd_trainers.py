@@ -37,6 +37,7 @@ from fedstrata.device.pool.pool import Pool
 from fedstrata.device.training import arrays
 from fedstrata.device.training.arrays import ArrayTrainers
 from tests.helpers.commands import fedstrata, folder_in, table, tensors
+from tests.helpers.direct import run_direct
 from tests.helpers.examples import slow
 from tests.test_damage import trained
 
@@ -196,15 +197,8 @@ SAME: Final[dict[str, tuple[dict[str, str], str]]] = {
     "a count of numpy's": ({"returns": "arrays, np.int32(samples), metrics"}, ""),
     "a list in place of a tuple": ({"returns": "[arrays, samples, metrics]"}, ""),
     "arrays in a tuple": ({"returns": "tuple(arrays), samples, metrics"}, ""),
-    "no score in some rounds": ({"evaluate_fn": "None if server_round == 2 else found"}, ""),
-    "no tests on some devices": (
-        {"evaluate": "(loss, 0, {}) if client.place == 1 else (loss, samples, metrics)"},
-        "",
-    ),
-    "no evaluation on some devices": (
-        {"evaluate": "None if client.place == 1 else (loss, samples, metrics)"},
-        "",
-    ),
+    "no tests on some devices": ({"evaluate": "loss, 0, {}"}, ""),
+    "no evaluation on some devices": ({"evaluate": "None"}, ""),
     "a decorated fit": (
         {
             "head": "def any_of(f):\n    return lambda *args: f(*args)",
@@ -217,7 +211,10 @@ SAME: Final[dict[str, tuple[dict[str, str], str]]] = {
         {"head": ASYNC, "client_fn": "asyncio.run(later(client(context)))"},
         "",
     ),
-    "asyncio.run in evaluate_fn": ({"head": ASYNC, "evaluate_fn": "asyncio.run(later(found))"}, ""),
+    "asyncio.run in evaluate_fn, and no score in a round": (
+        {"head": ASYNC, "evaluate_fn": "asyncio.run(later(None if server_round == 2 else found))"},
+        "",
+    ),
     "an event loop of its own": ({"head": ASYNC, "fit": "asyncio.new_event_loop().close()"}, ""),
     "another folder": ({"fit": "os.chdir('/')"}, ""),
     "a folder that is gone": (
@@ -452,11 +449,43 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 QUICK: Final = [
     "a log of anything",
-    "float64 both ways",
     "asyncio.run in fit",
     "a folder that is gone",
     "a fork",
+    "asyncio.run in client_fn",
 ]
+# What concerns all clients, and so has a run of its own.
+OF_ALL: Final = [kind for kind, (odd, _) in SAME.items() if odd.keys() & {"initial", "evaluate_fn"}]
+# The places of an app whose clients are odd each in its own way.
+EACH_ITS_OWN: Final = """
+import importlib
+
+PARTS = [importlib.import_module(f"how_{{place}}") for place in range({count})]
+
+def made(client):
+    PARTS[client.place].made(client)
+
+def fit(client, parameters, config, found):
+    return PARTS[client.place].fit(client, parameters, config, found)
+
+def evaluate(client, found):
+    return PARTS[client.place].evaluate(client, found)
+
+def client_fn(context, client):
+    return PARTS[context.node_config["partition-id"]].client_fn(context, client)
+
+def initial(arrays):
+    return arrays
+
+def evaluate_fn(server_round, found):
+    return found
+"""
+
+
+def warnings_of(folder: Path) -> list[str]:
+    """Return the reasons of the warnings of a run."""
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [event["reason"] for event in events if event["event"] == "warning"]
 
 
 def check_same(kind: str, mode: str, home: Path, wanted: bytes) -> None:
@@ -465,29 +494,69 @@ def check_same(kind: str, mode: str, home: Path, wanted: bytes) -> None:
     assert code == 0 and folder is not None, errors
     assert tensors(folder) == wanted
     assert "Traceback" not in errors
-    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    reasons = [event["reason"] for event in events if event["event"] == "warning"]
+    reasons = warnings_of(folder)
     assert sum(warning in reason for reason in reasons) == 1 if warning else not reasons, reasons
 
 
-def cases(kinds: Mapping[str, Any], *, few: list[str]) -> list[Any]:
-    """Return all kinds in one process and by workers, and a few in each mode; the few in one
-    process are quick.
-    """
-    every = [
-        (kind, mode)
-        for mode in MODES
-        for kind in kinds
-        if mode in ("direct", "workers") or kind in few
-    ]
-    return slow(every, but=[(kind, "direct") for kind in few])
+@pytest.mark.parametrize("kind", OF_ALL)
+def test_an_odd_app_gives_the_same_model(kind: str, home: Path, wanted: bytes) -> None:
+    check_same(kind, "direct", home, wanted)
 
 
-@pytest.mark.parametrize(("kind", "mode"), cases(SAME, few=QUICK))
-def test_an_odd_client_gives_the_same_model(
-    kind: str, mode: str, home: Path, wanted: bytes
-) -> None:
-    check_same(kind, mode, home, wanted)
+@pytest.mark.parametrize("mode", slow(MODES, but=["direct"]))
+def test_odd_clients_give_the_same_model(mode: str, home: Path) -> None:
+    """Each client of a lab is odd in its own way; what it makes, and the model, are the plain app's."""
+    kinds = [kind for kind in SAME if kind not in OF_ALL]
+    if mode not in ("direct", "workers"):
+        kinds = QUICK
+    topology = {"institutions": 2, "devices": len(kinds)}
+    code, errors, plain = run(home, written(home, {}, topology=topology), "direct")
+    assert code == 0 and plain is not None, errors
+    path = written(home, {}, topology=topology)
+    for place, kind in enumerate(kinds):
+        (home / f"how_{place}.py").write_text(HOW.format(**{**PLAIN, **SAME[kind][0]}))
+    (home / "how.py").write_text(EACH_ITS_OWN.format(count=len(kinds)))
+    code, errors, folder = run(home, path, mode)
+    assert code == 0 and folder is not None, errors
+    assert "Traceback" not in errors
+    samples: dict[str, list[str]] = {kind: [] for kind in kinds}
+    for row in table(folder / "devices.csv"):
+        if row["local_rounds"] != "0":
+            samples[kinds[int(row["node"].rpartition("-")[2])]].append(row["samples"])
+    assert samples == {kind: [str(10 + place)] * 3 for place, kind in enumerate(kinds)}
+    assert tensors(folder) == tensors(plain)
+    warned: dict[str, list[str]] = {kind: [] for kind in kinds}
+    for reason in warnings_of(folder):
+        node = re.match(r"device-(\d+): ", reason)
+        assert node is not None, reason
+        warned[kinds[int(node[1])]].append(reason)
+    for kind, reasons in warned.items():
+        text = SAME[kind][1]
+        assert sum(text in each for each in reasons) == 1 if text else not reasons, (kind, reasons)
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning")
+@pytest.mark.parametrize("kind", ENDS)
+def test_a_client_that_cannot_be_used_is_one_line(kind: str, home: Path) -> None:
+    odd, problem = ENDS[kind]
+    with pytest.raises(FedstrataError, match=f"^{problem}") as caught:
+        run_direct(home / "runs", load(written(home, odd)))
+    assert caught.value.exit_code == 4 and "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind
+        for kind, (odd, problem) in ENDS.items()
+        if problem.startswith(CLIENT) and "evaluate" not in odd
+    ],
+)
+def test_a_client_that_a_worker_cannot_use_is_one_line(kind: str, home: Path) -> None:
+    odd, problem = ENDS[kind]
+    with pytest.raises(FedstrataError, match=f"^{problem}"):
+        asyncio.run(by_worker(load(written(home, odd))))
 
 
 def check_refused(kind: str, mode: str, home: Path) -> None:
@@ -499,9 +568,13 @@ def check_refused(kind: str, mode: str, home: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "mode"), cases(ENDS, few=["another shape", "an exit at once", "an async client_fn"])
+    ("kind", "mode"),
+    slow(
+        [(kind, mode) for mode in MODES for kind in ("another shape", "an exit at once")],
+        but=[("an exit at once", "direct")],
+    ),
 )
-def test_a_client_that_cannot_be_used_is_one_line(kind: str, mode: str, home: Path) -> None:
+def test_a_command_ends_with_the_line_of_a_client(kind: str, mode: str, home: Path) -> None:
     check_refused(kind, mode, home)
 
 
@@ -695,83 +768,65 @@ def test_a_client_that_waits_longer_than_idle_s_lives(home: Path, wanted: bytes)
 # Samples
 
 
-@pytest.mark.parametrize("mode", slow(["direct", "workers"], but=["direct"]))
-def test_a_result_of_no_samples_is_refused_by_name_and_the_others_are_used(
-    mode: str, home: Path
+@pytest.mark.parametrize("mode", slow(["direct", "workers", "lab"], but=["direct"]))
+@pytest.mark.parametrize(
+    ("factor", "counts"),
+    [
+        ("(client.place != 1 or config['server_round'] != 2)", {"1": "11", "3": "11"}),
+        ("(client.place != 1)", {}),
+        ("config['server_round']", {"1": "11", "2": "22", "3": "33"}),
+    ],
+    ids=["none in a round", "none at all", "more in each round"],
+)
+def test_results_have_the_samples_that_a_client_reports(
+    factor: str, counts: dict[str, str], mode: str, home: Path
 ) -> None:
-    some = "arrays, samples * (client.place != 1 or config['server_round'] != 2), metrics"
-    code, errors, folder = run(home, written(home, {"returns": some}), mode)
-    assert code == 0 and folder is not None, errors
-    rows = table(folder / "devices.csv")
-    found = {(row["global_round"], row["node"].rpartition("/")[2]): row["samples"] for row in rows}
-    assert found["3", "device-1"] == "11" and len(table(folder / "rounds.csv")) == LAB["rounds"]
+    path = written(home, {"returns": f"arrays, samples * {factor}, metrics"})
+    if mode == "direct":
+        folder: Path | None = run_direct(home / "runs", load(path))
+    else:
+        _, errors, folder = run(home, path, mode)
+        assert folder is not None, errors
+    assert folder is not None
+    found: dict[str, dict[str, str]] = {f"device-{place}": {} for place in range(4)}
+    for row in table(folder / "devices.csv"):
+        if row["local_rounds"] != "0":
+            found[row["node"].rpartition("/")[2]][row["global_round"]] = row["samples"]
+    assert found["device-1"] == counts
+    assert all(len(rounds) == LAB["rounds"] for node, rounds in found.items() if node != "device-1")
+    assert len(table(folder / "rounds.csv")) == LAB["rounds"]
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     without = [
-        (event["node"], event["global_round"], event["without"])
-        for event in events
-        if "without" in event
+        (each["node"], each["global_round"], each["without"])
+        for each in events
+        if "without" in each
     ]
-    assert without == [("institution-0", 2, ["device-1"])]
+    refused = [("institution-0", 2, ["device-1"])] if "2" not in counts and counts else []
+    assert without == refused
 
 
-@pytest.mark.parametrize("mode", slow(["direct", "workers", "lab"], but=["direct"]))
-def test_a_device_without_samples_takes_no_part(mode: str, home: Path) -> None:
-    some = "arrays, samples * (client.place != 1), metrics"
-    code, errors, folder = run(home, written(home, {"returns": some}), mode)
-    assert code == 0 and folder is not None, errors
-    names = {
-        row["node"].rpartition("/")[2]
-        for row in table(folder / "devices.csv")
-        if row["local_rounds"] != "0"
-    }
-    assert (
-        names == {"device-0", "device-2", "device-3"}
-        and len(table(folder / "rounds.csv")) == LAB["rounds"]
-    )
-
-
-@pytest.mark.parametrize("institutions", [0, 2])
 @pytest.mark.parametrize("mode", slow(["direct", "workers"], but=["direct"]))
-def test_devices_none_of_which_has_samples_end_the_run_by_name(
-    mode: str, institutions: int, home: Path
+@pytest.mark.parametrize(
+    ("factor", "institutions", "problem"),
+    [
+        ("0", 0, "no child has samples to train on, of .*device-"),
+        ("0", 2, "no child has samples to train on, of .*institution-"),
+        ("(config['server_round'] != 2)", 2, "device-.*it reports no samples"),
+    ],
+)
+def test_results_of_which_none_has_samples_end_the_run_by_name(
+    factor: str, institutions: int, problem: str, mode: str, home: Path
 ) -> None:
-    path = written(
-        home,
-        {"returns": "arrays, 0, metrics"},
-        topology={"institutions": institutions, "devices": 4},
-    )
-    code, errors, _ = run(home, path, mode)
-    last, children = errors.splitlines()[-1], "institution-" if institutions else "device-"
-    assert code == 1 and "no child has samples to train on, of " in last and children in last, (
-        errors
-    )
-
-
-@pytest.mark.parametrize("mode", slow(["direct", "workers"], but=["direct"]))
-def test_results_that_have_no_samples_all_of_them_end_the_run_by_name(
-    mode: str, home: Path
-) -> None:
-    none = "arrays, samples * (config['server_round'] != 2), metrics"
-    code, errors, _ = run(home, written(home, {"returns": none}), mode)
-    assert (
-        code == 1
-        and "it reports no samples" in errors.splitlines()[-1]
-        and "Traceback" not in errors
-    ), errors
-    assert "device-" in errors.splitlines()[-1]
-
-
-@pytest.mark.parametrize("mode", slow(["direct", "workers"], but=["direct"]))
-def test_the_number_of_examples_may_differ_from_round_to_round(mode: str, home: Path) -> None:
-    more = "arrays, samples * config['server_round'], metrics"
-    code, errors, folder = run(home, written(home, {"returns": more}), mode)
-    assert code == 0 and folder is not None, errors
-    counts = {
-        int(row["samples"])
-        for row in table(folder / "devices.csv")
-        if row["node"].endswith("device-1")
-    }
-    assert counts == {11, 22, 33}
+    topology = {"institutions": institutions, "devices": 4}
+    returns = {"returns": f"arrays, samples * {factor}, metrics"}
+    path = written(home, returns, topology=topology)
+    if mode == "direct":
+        with pytest.raises(FedstrataError, match=problem) as caught:
+            run_direct(home / "runs", load(path))
+        assert caught.value.exit_code == 1
+    else:
+        code, errors, _ = run(home, path, mode)
+        assert code == 1 and re.search(problem, errors.splitlines()[-1]), errors
 
 
 # Killed after Flower's state was written: half of what a task leaves.

@@ -334,9 +334,6 @@ KINDS: Final[dict[str, Any]] = {
 }
 
 
-KINDS_OF_LABS: Final = {"direct": ["--direct"], "simulated": ["--simulate"], "processes": []}
-
-
 @pytest.mark.parametrize("kind", slow(KINDS, but=["flower", "state"]))
 def test_a_killed_run_in_one_process_gives_the_same_model(kind: str, home: Path) -> None:
     experiment = parse(lab(KINDS[kind], cloud={"checkpoint_every": 2}))
@@ -357,11 +354,13 @@ def test_a_killed_run_in_one_process_gives_the_same_model(kind: str, home: Path)
 def test_labs_of_processes_and_of_virtual_time_give_the_model_of_one_process(
     kind: str, home: Path
 ) -> None:
-    path = written(home, KINDS[kind])
-    alone = run_lab(path, home / "direct", flags=["--direct"])
+    scored = {"evaluation": {"at": "devices"}} if kind in ("numpy", "flower") else {}
+    path = written(home, KINDS[kind], **scored)
+    alone = direct(home / "direct", parse(lab(KINDS[kind], **scored)))
     real = run_lab(path, home / "real")
     simulated = run_lab(path, home / "simulated", flags=["--simulate"])
     assert tensors(real) == tensors(alone) == tensors(simulated)
+    assert scores_of(real) == scores_of(alone) == scores_of(simulated)
     replayed = fedstrata("replay", real, "--runs", home / "replayed")
     assert replayed.returncode == 0 and replayed.stdout.endswith("the same model, bit for bit\n"), (
         replayed.stderr
@@ -375,17 +374,16 @@ def test_pytorch_in_an_own_trainer_computes_on_one_core() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["state", "torch"])
-def test_a_lab_of_killed_processes_gives_the_model_of_one_process(kind: str, home: Path) -> None:
+def test_a_lab_of_killed_processes_gives_the_model_of_one_process(home: Path) -> None:
     tree = {
-        **lab(KINDS[kind], topology={"institutions": 0}),
+        **lab(KINDS["torch"], topology={"institutions": 0}),
         "rounds": 12,
         "cloud": {"participation": 0.5},
     }
     del tree["institution"]
     path = home / "lab.toml"
     path.write_text(to_toml(parse(tree)))
-    alone = run_lab(path, home / "direct", flags=["--direct"])
+    alone = direct(home / "direct", parse(tree))
     with broker.start(directory=home) as served, ExitStack() as stack:
 
         def start(*words: str | Path) -> subprocess.Popen[str]:
@@ -398,16 +396,7 @@ def test_a_lab_of_killed_processes_gives_the_model_of_one_process(kind: str, hom
             return process
 
         names = [word for i in range(4) for word in ("--name", f"device-{i}")]
-        allowed = [
-            "--allow",
-            "others",
-            "--allow",
-            "torched",
-            "--accelerator",
-            "cpu",
-            "--slots",
-            "1",
-        ]
+        allowed = ["--allow", "torched", "--accelerator", "cpu", "--slots", "1"]
         devices = ["device", *names, *allowed, "--spool", home / "spool"]
         device, cloud = (
             start(*devices),
@@ -562,16 +551,6 @@ def test_a_trainer_begins_with_the_model_of_another_run(at: str, home: Path) -> 
         direct(
             home / "other", parse(lab(SOFTMAX, model={"initial": str(home / "other.safetensors")}))
         )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["numpy", "flower"])
-def test_labs_of_processes_score_by_trainers_as_one_process_does(kind: str, home: Path) -> None:
-    first = direct(home / "first", parse(lab(KINDS[kind])))
-    path = written(home, KINDS[kind], evaluation={"at": "devices"}, model={"initial": str(first)})
-    runs = [run_lab(path, home / name, flags=flags) for name, flags in KINDS_OF_LABS.items()]
-    found = [scores_of(run) for run in runs]
-    assert len({tensors(run) for run in runs}) == 1 and found[0] == found[1] == found[2]
 
 
 def test_a_plain_flower_client_is_a_trainer(home: Path) -> None:
