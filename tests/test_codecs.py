@@ -198,14 +198,6 @@ def test_a_blob_is_unpacked_alike_within_the_row_and_apart(name: str) -> None:
     assert within.tobytes() == apart.tobytes()
 
 
-@pytest.mark.parametrize("name", ["int8", "delta+int8"])
-def test_tensors_of_one_column_are_unpacked_too(name: str) -> None:
-    layout = layout_of([5, 1, 1, 1], buffers=1, counters=1)
-    row = row_of(layout, np.arange(8) - 3.5)
-    got = travel(codec_of(name), layout, row, row_of(layout, 0))
-    np.testing.assert_allclose(trainable(layout, got), trainable(layout, row), atol=3.5 / 254)
-
-
 def test_fp32_is_the_row_itself() -> None:
     layout = layout_of([7], buffers=2, counters=1)
     row = row_of(layout, 1.5)
@@ -355,14 +347,6 @@ def test_int8_errs_by_half_a_step_of_its_block(model: tuple[ModelLayout, Row]) -
                 twin, bound = scaled_twin(x[block])
                 assert got[block].tolist() == twin
                 assert (errors(x[block], got[block]) <= bound).all()
-
-
-def test_no_tensor_suffers_from_its_neighbour_in_int8() -> None:
-    layout = layout_of([1500, 5])
-    row = row_of(layout, [1000.0] * 1500 + [1e-3] * 5)
-    np.testing.assert_allclose(
-        trainable(layout, travel(codec_of("int8"), layout, row))[1500:], 1e-3, rtol=2.0**-16
-    )
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

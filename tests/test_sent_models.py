@@ -222,10 +222,6 @@ LAB: Final[dict[str, Any]] = {
     "links": {"check": "off"},
     "institution": {"rounds": 2, "participation": 0.67},
 }
-FLAT: Final[dict[str, Any]] = {
-    "topology": {"institutions": 0, "devices": 4},
-    "transfer": {"wan": INT8},
-}
 TIERS: Final = {  # of codecs: equal ones are forwarded, others coded anew
     "equal": {"wan": INT8, "lan": INT8},
     "other": {
@@ -236,44 +232,8 @@ TIERS: Final = {  # of codecs: equal ones are forwarded, others coded anew
 }
 
 
-def without(tree: Mapping[str, Any], key: str) -> dict[str, Any]:
-    return {name: value for name, value in tree.items() if name != key}
-
-
 def model_of(root: Path, *trees: Mapping[str, Any]) -> bytes:
     return tensors(run_direct(root, merged(*trees)))
-
-
-NULLS: Final[list[tuple[Mapping[str, Any], Mapping[str, Any]]]] = [
-    ({"name": "fedavgm", "momentum": 0.0}, {"name": "fedavg"}),
-    ({"name": "fedexp", "epsilon": 1e12}, {"name": "fedavg"}),
-    ({"name": "fedadp", "a": 0.0}, {"name": "fedavg"}),
-    ({"name": "trimmed_mean", "trim": 0.0}, {"name": "fedavg", "weights": "uniform"}),
-    ({"name": "krum", "wrong": 0, "keep": 4}, {"name": "fedavg", "weights": "uniform"}),
-    ({"name": "fedbuff", "buffer": 4}, {"name": "fedavg", "weights": "uniform"}),
-    ({"name": "feddyn"}, {"name": "fedavg", "weights": "uniform"}),
-]
-
-
-@pytest.mark.parametrize(("rule", "plain"), NULLS, ids=lambda tree: tree["name"])
-def test_null_settings_are_fedavg_with_lossy_codecs(
-    rule: Mapping[str, Any], plain: Mapping[str, Any], tmp_path: Path
-) -> None:
-    tree = merged(without(LAB, "institution"), FLAT, {"rounds": 2})
-    objective = (
-        {"training": {"objective": {"name": "feddyn", "alpha": 0.0}}}
-        if rule["name"] == "feddyn"
-        else {}
-    )
-    found = model_of(tmp_path, tree, objective, {"cloud": {"aggregation": rule}})
-    wanted = model_of(tmp_path, tree, {"cloud": {"aggregation": plain}})
-    # the same sums in another order, rounded to other steps of int8
-    if rule["name"] in ("fedbuff", "trimmed_mean"):
-        one, other = (np.frombuffer(each, np.float32) for each in (found, wanted))
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-2)
-        assert np.median(np.abs(one - other)) < 1e-6
-    else:
-        assert found == wanted
 
 
 def dynamic(alpha: float) -> dict[str, Any]:
@@ -309,12 +269,7 @@ def newest(folder: Path, node: str, name: str) -> Path | None:
 @pytest.mark.parametrize(
     ("rule", "codecs"),
     slow(
-        [
-            ("feddyn", "other"),
-            ("feddyn", "equal"),
-            ("scaffold", "other"),
-            ("fedavgm", "exact above"),
-        ],
+        [("feddyn", "other"), ("scaffold", "equal"), ("fedavgm", "exact above")],
         but=[("feddyn", "other"), ("fedavgm", "exact above")],
     ),
 )
@@ -340,7 +295,6 @@ def test_agents_over_a_network_compute_what_one_process_does(
     slow(
         [
             ({"name": "feddyn"}, "other"),
-            ({"name": "fedavgm"}, "exact above"),
             ({"name": "fedcross", "alpha": 0.9, "on_new_model": "recentre"}, "equal"),
         ],
         but=[({"name": "feddyn"}, "other")],
@@ -370,6 +324,5 @@ KILLED: Final = KilledLab(
 
 
 @pytest.mark.parametrize("node", ["cloud", "institution-0", "device-0"])
-@pytest.mark.parametrize("share", slow([0.3, 0.6], but=[0.6]))
-def test_a_killed_node_continues_with_what_was_decoded(node: str, share: float) -> None:
-    KILLED.assert_same_if_killed(node, share)
+def test_a_killed_node_continues_with_what_was_decoded(node: str) -> None:
+    KILLED.assert_same_if_killed(node, 0.6)

@@ -24,6 +24,7 @@ from fedstrata.device.training import trainer
 from fedstrata.device.training.trainer import Trainer
 from fedstrata.device.vmapped import loop
 from fedstrata.device.vmapped.loop import VmappedResult
+from tests.helpers.examples import slow
 from tests.helpers.memory_device import DEVICE, at_most, held_bytes, memory_device
 from tests.helpers.plain import first_model, trainer_of
 from tests.helpers.vmapped import CASES, Case, quick
@@ -157,13 +158,14 @@ def test_a_tensor_that_stays_behind_is_found() -> None:
         torch.conv1d(there[None], torch.ones(1, 3, 2))
 
 
+# layers and arguments of each kind
 VMAPPED: Final = [
-    pytest.param(name, marks=[] if name in ("mlp", "fedsam", "dropout, batch norm") else pytest.mark.slow)
-    for name in CASES
-]  # fmt: skip
+    *("mlp", "fedsam", "dropout, batch norm", "augmented", "adamw, odd", "lenet5", "char_lstm"),
+    *("lstm, seldom form", "resnet20"),
+]
 
 
-@pytest.mark.parametrize("name", VMAPPED)
+@pytest.mark.parametrize("name", slow(VMAPPED, but=VMAPPED[:3]))
 def test_a_group_trains_there_as_on_the_cpu(name: str) -> None:
     made = CASES[name]()
     modules = [copy.deepcopy(made.module).float() for _ in range(2)]
