@@ -28,6 +28,7 @@ from fedstrata.common.methods.settings import (
     fraction,
 )
 from fedstrata.common.model.codec_settings import Codecs
+from fedstrata.common.settings.closing import Closing, refused_closing
 from fedstrata.common.settings.links import LinkSettings
 from fedstrata.common.settings.privacy import PrivacySettings
 from fedstrata.common.settings.tables import (
@@ -52,30 +53,6 @@ SHORT: Final = (("wan", "institution"), ("lan", DEVICE))
 TierTable: TypeAlias = Literal["", "link", "transfer"]  # a table of a tier beside its rounds
 # rounds.csv has columns of nodes that begin with these
 TAKEN: Final = ("epochs", "omega", "spread", "epsilon")
-
-
-class Closing(SettingsTable):
-    """When a round closes: with all results, or with `quorum` of them once `deadline_s` has
-    passed.
-    """
-
-    # `all` waits for every child that takes part; `quorum` needs the two keys below.
-    rule: Literal["all", "quorum"] = "all"
-    quorum: Count | None = None  # results that are enough
-    # seconds since the round opened; before that the round waits for all
-    deadline_s: Positive | None = None
-
-    def among(self, children: int) -> Closing:
-        """Return the rule of a round with so many children: a larger quorum is all of them."""
-        if (self.quorum or 0) <= children:
-            return self
-        return self.model_copy(update={"quorum": children})
-
-    def uploads_of(self, children: int) -> int:
-        """Return how many uploads of so many children close a round."""
-        if self.rule == "all":
-            return children
-        return min(self.quorum or children, children)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +217,7 @@ def check_rounds(key: str, tier: Tier, sizes: Sequence[int]) -> None:
     """Check that rounds of parents with so many children are possible. Raises InvalidExperiment."""
     check_table(key, tier, _refused_share(tier))
     selected = [participants(size, tier.participation) for size in set(sizes)]
-    check_table(f"{key}.closing", tier.closing, _refused_closing(key, tier.closing, min(selected)))
+    check_table(f"{key}.closing", tier.closing, refused_closing(key, tier.closing, min(selected)))
     check_table(key, tier, _refused_minimum(tier, min(sizes)))
     for size in {min(sizes), max(sizes)}:
         count = participants(size, tier.participation)
@@ -346,18 +323,6 @@ def sizes_of(tiers: Sequence[Tier]) -> list[list[int]]:
         sizes.append(tier.sizes(parents))
         parents = sum(sizes[-1])
     return sizes
-
-
-def _refused_closing(key: str, closing: Closing, children: int) -> Refused:
-    """Yield why a round with this number of children cannot close."""
-    if closing.rule == "all":
-        return
-    for name in ("quorum", "deadline_s"):
-        if getattr(closing, name) is None:
-            yield name, "rule 'quorum' needs it", f"Set {key}.closing.{name}."
-    if (closing.quorum or 0) > children:
-        problem = f"more than the children that take part ({children})"
-        yield "quorum", problem, f"Give at most {children}."
 
 
 def _refused_beside(tier: Tier) -> Refused:
