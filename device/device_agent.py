@@ -50,7 +50,7 @@ log = logging.getLogger("fedstrata.device")
 
 
 @dataclass(slots=True)
-class _Part:
+class _PartInRun:
     """A device's part in a run, which it keeps while it is away; `work`: once it has prepared.
 
     `layout`: the cloud's; `files`: frozen arrays of this run and of earlier ones. `parent`: its
@@ -146,7 +146,7 @@ class DeviceAgent:
         )
         layout = ModelLayout.from_json(found.announcement.layout)
         files = FrozenFiles(self._states, self._name, run=host.keeps_files_of(run))
-        part = _Part(
+        part = _PartInRun(
             found, experiment, layout, spool, states, files, self._parent, found.parent_session
         )
         once = partial(self._take_part_moving, part)
@@ -156,7 +156,7 @@ class DeviceAgent:
         states.close()
         files.close()
 
-    async def _take_part_moving(self, part: _Part) -> None:
+    async def _take_part_moving(self, part: _PartInRun) -> None:
         """Take part in a run to its end, below another parent after each move. Raises Away."""
         host = self._host
         name = self._name
@@ -185,7 +185,7 @@ class DeviceAgent:
             self._moved_to = part.parent
             activity.info("%s: run %s: moves to %s", name, part.found.run, part.parent)
 
-    async def _take_part_once(self, part: _Part, patience_s: float | None) -> None:
+    async def _take_part_once(self, part: _PartInRun, patience_s: float | None) -> None:
         """Take part in a run to its end. Raises Away or MovesAway if the device's traces take it
         away before.
         """
@@ -232,12 +232,12 @@ class DeviceAgent:
                     part.parent,
                 )
 
-    async def _work(self, up: ChildEndpoint, part: _Part) -> None:
+    async def _work(self, up: ChildEndpoint, part: _PartInRun) -> None:
         part.work = part.work or await self._join(up, part)
         if part.work is not None:
             await self._train_all(up, part.experiment, part.work)
 
-    async def _join(self, up: ChildEndpoint, part: _Part) -> LocalWork | None:
+    async def _join(self, up: ChildEndpoint, part: _PartInRun) -> LocalWork | None:
         """Prepare for a run; return None if it is over before."""
         experiment = part.experiment
         announcement = part.found.announcement

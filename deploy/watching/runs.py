@@ -20,7 +20,7 @@ RUNS_MOST: Final = 32  # of each node: those with the greatest ids, which are th
 
 
 @dataclass(slots=True)
-class _Sent:
+class _Announced:
     """What a node has sent in a run: the text of its experiment, empty if it announced none;
     whether it is alive.
     """
@@ -41,7 +41,7 @@ class Runs:
     def __init__(self, wanted: str | None, *, lab: str = topics.DEFAULT_LAB) -> None:
         self.lab: Final = lab
         self._wanted = wanted
-        self._of: dict[str, dict[str, _Sent]] = {}  # by node and run
+        self._of: dict[str, dict[str, _Announced]] = {}  # by node and run
         self._held = 0  # characters
         self._settled_at = inf
 
@@ -50,7 +50,7 @@ class Runs:
         if not isinstance(topic, topics.SpecTopic | topics.StateTopic) or topic.lab != self.lab:
             raise WireError("not an announcement of this lab")
         message = serialization.decode(body)[1] if body else None
-        sent = self._of.setdefault(topic.node, {}).setdefault(topic.run, _Sent())
+        sent = self._of.setdefault(topic.node, {}).setdefault(topic.run, _Announced())
         if isinstance(topic, topics.StateTopic):
             sent.alive = isinstance(message, Presence) and message.state in LIVING
         else:
@@ -73,7 +73,7 @@ class Runs:
             return None
         for run in self._candidates():
             for node in sorted(self._of, key=lambda node: node != CLOUD):
-                sent = self._of[node].get(run, _Sent())
+                sent = self._of[node].get(run, _Announced())
                 if not sent.text:
                     continue
                 try:
