@@ -156,6 +156,24 @@ LAB: Final = [
         least=None,
     ),
     Panel(
+        "Attacks",
+        [
+            (f"fedstrata_attack_success{{{CLOUD}}}", "{{column}}: {{attack}}"),
+            (f"fedstrata_honest_score{{{CLOUD}}}", "score of honest devices, {{statistic}}"),
+        ],
+        (
+            "Where an experiment has adversaries: the share of an attack's own test samples that "
+            "the global model takes as the attack wants, and the score over the devices that are "
+            "no adversaries."
+        ),
+        (
+            "If the success grows while the score stays: the attack goes unseen. Compare a robust "
+            "rule; `devices.csv` counts whom a rule has refused."
+        ),
+        width=8,
+        least=None,
+    ),
+    Panel(
         "Loss",
         [
             (f"fedstrata_test_loss{{{CLOUD}}}", "test"),
