@@ -22,6 +22,7 @@ from typing import Final
 _TRIM_THRESHOLD: Final = -1
 _TOP_PAD: Final = -2
 _MMAP_MAX: Final = -4
+PEAK: Final = re.compile(rb"^VmHWM:\s*(\d+) kB$", re.MULTILINE)
 
 
 def keep_large_buffers() -> bool:
@@ -45,16 +46,16 @@ def release_freed() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def peak_bytes(proc: Path = Path("/proc")) -> int | None:
+def peak_bytes(proc: Path | str = "/proc") -> int | None:
     """Return the most memory that was resident in this process since it began, None where it is not
     known.
 
     `getrusage` would also count what the parent had when it started this process.
     """
     try:
-        # after each training: no text is decoded
-        with open(proc / "self" / "status", "rb", buffering=0) as status:
-            found = re.search(rb"^VmHWM:\s*(\d+) kB$", status.read(), re.MULTILINE)
+        # after each training: no path is composed, no text decoded
+        with open(f"{proc}/self/status", "rb", buffering=0) as file:
+            found = PEAK.search(file.read())
     except OSError:
         return None
     if found is None:

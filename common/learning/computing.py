@@ -61,8 +61,11 @@ def calls_own_code(method: Callable[Concatenate[_S, _P], _T]) -> Callable[Concat
 
     @wraps(method)
     def call(self: _S, /, *arguments: _P.args, **keywords: _P.kwargs) -> _T:
+        names = own_code(self._experiment)
         try:
-            with own.guarded(own_code(self._experiment)):
+            if not any(map(own.is_own, names.values())):
+                return method(self, *arguments, **keywords)
+            with own.guarded(names):
                 return method(self, *arguments, **keywords)
         except RuntimeError as error:
             if is_lost(error):

@@ -53,6 +53,7 @@ from fedstrata.common.settings.own import is_own
 
 MODEL_KEY: Final = "model.name"
 NO_PARTS: Final = ModelSettings(name="")
+KEPT_BYTES: Final = 4 << 20  # of a row that is kept with its views
 Tensors = dict[str, Tensor]
 Arrays: TypeAlias = Mapping[str, npt.NDArray[Any]]
 
@@ -388,6 +389,7 @@ class RowTensors:
         state = _state(module)
         self._layout = layout
         self._tensors = [state[entry.name] for entry in layout.entries]
+        self._kept: tuple[Row, list[Tensor]] | None = None
 
     @torch.no_grad()
     def read(self, row: Row) -> None:
@@ -404,13 +406,18 @@ class RowTensors:
         row[: own.size] = own
 
     def _row(self) -> tuple[Row, list[Tensor]]:
-        """Return an uninitialised row and its entries; a model that was received may be read-only,
-        or not aligned.
+        """Return a row of any content and its entries; a model that was received may be read-only,
+        or not aligned. A small one is kept: views of all entries take as long as a small copy.
         """
+        if self._kept is not None:
+            return self._kept
         # before the floats, so that the counters behind them are aligned
         odd = 4 * (self._layout.columns % 2)
         row = np.empty(odd + self._layout.row_bytes, np.uint8)[odd:]
-        return row, list(map(torch.from_numpy, self._layout.views(row).values()))
+        made = row, list(map(torch.from_numpy, self._layout.views(row).values()))
+        if row.size <= KEPT_BYTES:
+            self._kept = made
+        return made
 
 
 def first_of(experiment: Experiment, module: nn.Module) -> tuple[ModelParts, Row, str, list[str]]:

@@ -27,6 +27,7 @@ from fedstrata.common.processes.subprocess_channel import (
     SubprocessChannel,
     error_in,
 )
+from fedstrata.common.runtime.models import work_on
 from fedstrata.device.jobs import Cancelled, Ending, HostedDevice, Job, LocalResult, Order, Prepared
 from fedstrata.device.pool.trainers import Trainers, imports_of
 
@@ -228,7 +229,7 @@ class Worker:
                 continue
             if "result" in reply:
                 if (out := copies.get(reply["job"])) is not None:
-                    await offload(partial(np.copyto, job.order.out, out))
+                    await work_on(partial(np.copyto, job.order.out, out), nbytes=out.nbytes)
                 job.finish(_result_in(reply))
             else:
                 error = error_in(reply["failure"]) or Cancelled()
@@ -250,7 +251,7 @@ class Worker:
         copied = [number for number in jobs if places[number] is None]
         both = channel.memory.rows(2 * len(copied), max(row_bytes, out_bytes))
         for number, row in zip(copied, both[::2, :row_bytes], strict=True):
-            await offload(partial(np.copyto, row, jobs[number].order.row))
+            await work_on(partial(np.copyto, row, jobs[number].order.row), nbytes=row_bytes)
         wanted = []
         for number, job in jobs.items():
             device = self._name(job.device, channel)
