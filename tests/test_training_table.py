@@ -86,8 +86,6 @@ def fits(row: Mapping[str, str]) -> bool:
         (row["objective"] == "scaffold" and adaptive)
         or (row["objective"] == "moon" and row["parts"] == "personal")
         or not (is_open or single)
-        # known error: there the proximal term has the personal parameters, too
-        or (row["objective"] == "fedprox" and row["parts"] == "personal" and not is_open)
     )
 
 

@@ -112,7 +112,12 @@ class LocalTraining:
             else:
                 weights = models.weights_of(module, parts.whole)
                 steps = PrivateSteps(
-                    module, weights, experiment, learning_rate=rate, private=private
+                    module,
+                    weights,
+                    experiment,
+                    learning_rate=rate,
+                    private=private,
+                    personal=parts.personal,
                 )
             uniform = uniform_numbers(
                 experiment,

@@ -8,7 +8,7 @@ number. FedProx's term, which is not of the samples, is added to g.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -53,7 +53,9 @@ class PrivateSteps:
         *,
         learning_rate: float,
         private: GradientNoise,
+        personal: Collection[str] = (),
     ) -> None:
+        """`personal`: the names of weights that were not received; FedProx leaves them alone."""
         training = experiment.training
         self.learning_rate = learning_rate
         self.state: Sequence[Tensor] = ()  # of programs, of which there are none
@@ -63,10 +65,13 @@ class PrivateSteps:
         self._loss = objective_of(training).sample_loss
         self._clip_norm = training.clip_norm
         self._mu = training.objective.proximal
+        self._received: list[Tensor] = []
         if self._mu:
-            self._received = [weight.detach().clone() for weight in weights.values()]
-        else:
-            self._received = []
+            for name, weight in weights.items():
+                received = weight.detach()
+                if name not in personal:
+                    received = received.clone()
+                self._received.append(received)
         self._optimizer = optimizer_of(training)
         self._moments = self._optimizer.begin(list(weights.values()))
 
