@@ -560,12 +560,3 @@ def test_recentre_with_equal_models_is_reset(first_stage: int) -> None:
         rule.begin(first_model(5))
         rows[start] = dispatched(rule, 3, CHILDREN)
     assert rows["reset"] == rows["recentre"] == [first_model(5).tobytes()] * 5
-
-
-def test_a_seed_and_a_node_have_their_own_rounds() -> None:
-    found: dict[tuple[str, int], list[bytes]] = {}
-
-    for node in ("cloud", "site"):
-        for seed in (1, 2):
-            found[node, seed] = trajectory({"name": "fedmr"}, [CHILDREN] * 3, node=node, seed=seed)
-    assert len({models[2] for models in found.values()}) == 4

@@ -4,7 +4,6 @@ and through labs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, Final
@@ -22,8 +21,7 @@ from torch.nn import functional
 from fedstrata.common.errors import InvalidExperiment, RunFailed
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.methods.aggregator import build
-from fedstrata.common.methods.rule import Rule, RuleContext, Uploads, link_layouts
+from fedstrata.common.methods.rule import link_layouts
 from fedstrata.common.methods.settings import RULES
 from fedstrata.common.model.codec_settings import UP
 from fedstrata.common.model.codecs import CODECS
@@ -43,7 +41,6 @@ from fedstrata.device.training.work import DeviceMemory
 from tests.helpers.commands import DEMO, run_lab, table, tensors
 from tests.helpers.direct import resumed_run, run_direct
 from tests.helpers.examples import examples, slow
-from tests.helpers.rules import Report
 from tests.helpers.scenarios import KilledLab
 from tests.helpers.steps import run_steps
 from tests.helpers.vmapped import objective_trial
@@ -57,7 +54,6 @@ LAYOUT: Final = ModelLayout.build(
     ]
 )
 D: Final = LAYOUT.parameters
-CHILDREN: Final = ("a", "b", "c", "d")
 METHODS: Final = ("scaffold", "feddyn")
 OBJECTIVES: Final = (*METHODS, "moon")  # whose devices keep vectors; moon has no rule of its own
 
@@ -67,104 +63,6 @@ Doubles = npt.NDArray[np.float64]
 
 def training(name: str, **keys: Any) -> TrainingSettings:
     return TrainingSettings.model_validate({"objective": {"name": name, **keys}})
-
-
-def rule_of(name: str, *, settings: TrainingSettings | None = None, **keys: Any) -> Rule:
-    settings = settings or (training(name) if name in METHODS else TrainingSettings())
-    rule = build(
-        RULES[name](name=name, **keys),
-        RuleContext(
-            layout=LAYOUT,
-            node="cloud",
-            seed=1,
-            measures=True,
-            children=len(CHILDREN),
-            training=settings,
-            rows=lambda name, count: np.empty(0, np.uint8),
-        ),
-    )
-    rule.begin(np.zeros(LAYOUT.row_bytes, np.uint8))
-    return rule
-
-
-# The node
-
-
-def play(
-    rule: Rule, name: str, r: int, *, answers: Sequence[str] = CHILDREN
-) -> tuple[Floats, Floats, list[Floats]]:
-    """Play a round of random steps; return the model and c that the children received, and what
-    they returned.
-    """
-    links = link_layouts(RULES[name](name=name), LAYOUT)
-    ((sent, _),) = rule.dispatch(r, CHILDREN)
-    received, control = LAYOUT.floats(sent)[:D].copy(), links.down.extra_columns(sent).copy()
-    rows_K = np.zeros((len(CHILDREN), links.up.row_bytes), np.uint8)
-    rows_K[:, : LAYOUT.row_bytes] = sent[: LAYOUT.row_bytes]
-    draw = np.random.default_rng(r)
-    LAYOUT.floats(rows_K)[:] += draw.normal(scale=0.1, size=(len(CHILDREN), D + 3)).astype(
-        np.float32
-    )
-    links.up.extra_columns(rows_K)[:] = draw.normal(size=(len(CHILDREN), links.up.extras)).astype(
-        np.float32
-    )
-    reports = tuple(
-        Report(10 * (k + 1), 0.5) if child in answers else None for k, child in enumerate(CHILDREN)
-    )
-    rule.aggregate(r, Uploads(CHILDREN, rows_K, reports, lambda: None))
-    k = [CHILDREN.index(child) for child in answers]
-    return received, control, [LAYOUT.floats(rows_K)[k, :D], links.up.extra_columns(rows_K)[k]]
-
-
-@pytest.mark.parametrize(("eta", "answers"), [(1.0, CHILDREN), (0.5, CHILDREN[1:3])])
-def test_scaffolds_node_is_its_plain_twin(eta: float, answers: tuple[str, ...]) -> None:
-    rule = rule_of("scaffold", learning_rate=eta)
-    x, c = np.zeros(D), np.zeros(D)
-    for r in range(50):
-        received, control, (models_K, changes_K) = play(rule, "scaffold", r, answers=answers)
-        np.testing.assert_allclose(received, x, rtol=0, atol=1e-5)
-        np.testing.assert_allclose(control, c, rtol=0, atol=1e-5)
-        x = received + eta * (models_K.astype(np.float64).mean(0) - received)
-        c = control + changes_K.astype(np.float64).sum(0) / len(CHILDREN)
-    np.testing.assert_allclose(LAYOUT.floats(rule.model)[:D], x, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("answers", [CHILDREN, CHILDREN[1:3]])
-def test_feddyns_node_is_its_plain_twin(answers: tuple[str, ...]) -> None:
-    alpha = 0.05
-    rule = rule_of("feddyn", settings=training("feddyn", alpha=alpha))
-    h = np.zeros(D)
-    for r in range(50):
-        received, _, (models_K, _) = play(rule, "feddyn", r, answers=answers)
-        h = h - alpha / len(CHILDREN) * (models_K.astype(np.float64) - received).sum(0)
-        wanted = models_K.astype(np.float64).mean(0) - h / alpha
-        np.testing.assert_allclose(LAYOUT.floats(rule.model)[:D], wanted, rtol=0, atol=2e-5)
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_a_restored_node_continues_bit_for_bit(name: str, tmp_path: Path) -> None:
-    whole, killed, resumed = rule_of(name), rule_of(name), rule_of(name)
-    for r in range(4):
-        play(whole, name, r)
-    for r in range(2):
-        play(killed, name, r)
-    facts = killed.save(tmp_path)
-    resumed.begin(killed.model.copy())
-    resumed.restore(tmp_path, facts)
-    for r in range(2, 4):
-        play(resumed, name, r)
-    assert np.array_equal(resumed.model, whole.model)
-
-
-def test_with_alpha_0_feddyn_is_the_uniform_mean() -> None:
-    dynamic, plain = (
-        rule_of("feddyn", settings=training("feddyn", alpha=0.0)),
-        rule_of("fedavg", weights="uniform"),
-    )
-    for r in range(3):
-        play(dynamic, "feddyn", r)
-        play(plain, "fedavg", r)
-    assert np.array_equal(dynamic.model, plain.model)
 
 
 # The device
@@ -445,28 +343,6 @@ def test_a_lab_of_processes_gives_the_model_of_one_process(name: str, tmp_path: 
         rows = [row for row in table(folder / "links.csv") if row["kind"] == "extras"]
         assert len(rows) == (2 * 4 if name == "scaffold" else 0)
         assert {int(row["payload_bytes"]) for row in rows} <= {6 * 4 * weights}
-
-
-def test_scaffolds_first_round_is_the_uniform_mean(tmp_path: Path) -> None:
-    tree = {
-        "rounds": 1,
-        "topology": {"institutions": 2, "devices": 4},
-        "model": {"name": "mlp_digits"},
-    }
-    methods = {
-        "scaffold": {
-            "training": {"objective": {"name": "scaffold"}},
-            "institution": {"aggregation": {"name": "scaffold"}},
-        },
-        "fedavg": {"institution": {"aggregation": {"name": "fedavg", "weights": "uniform"}}},
-    }
-    found = {}
-    for name, method in methods.items():
-        found[name] = load_file(
-            run_direct(tmp_path, tree | {"name": name} | method) / "model.safetensors"
-        )
-    for entry, tensor in found["scaffold"].items():
-        np.testing.assert_allclose(tensor, found["fedavg"][entry], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", slow(OBJECTIVES, but=["scaffold", "feddyn"]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -13,17 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from fedstrata.common.methods import fedcross, mixing
+from fedstrata.common.methods import fedcross
 from fedstrata.common.methods.fedcross import (
     FedCross,
-    FedCrossStage,
     by_similarity,
     in_order,
     mixing_matrix,
     pairwise,
     stage,
 )
-from fedstrata.common.methods.mixing import Mixture, whole
 from fedstrata.common.methods.statistics import Gram, gram_by_entry
 from fedstrata.common.model.layout import ModelLayout, Section
 from tests.helpers.rules import mixing_round
@@ -38,24 +35,6 @@ ALPHAS = st.floats(0.5, 1.0)
 
 def models(count: int, columns: int = 20, seed: int = 0) -> Floats:
     return np.random.default_rng(seed).normal(size=(count, columns)).astype(np.float32)
-
-
-def mixed(weights_KK: Doubles, models_KF: Floats) -> Floats:
-    layout = ModelLayout.build([("w", (models_KF.shape[1],), Section.PARAMETER)])
-    out = np.empty_like(models_KF)
-    mixing.apply(
-        whole(layout, list(map(Mixture.of, weights_KK))),
-        models_KF.view(np.uint8),
-        layout=layout,
-        out=list(out.view(np.uint8)),
-    )
-    return out
-
-
-def plain(r: int, count: int, alpha: float) -> Doubles:
-    return mixing_matrix(
-        FedCrossStage("plain", alpha, 1, similar=False), [in_order(r, count)], count
-    )
 
 
 def propelled(r: int, count: int, **settings: Any) -> Doubles:
@@ -74,12 +53,6 @@ def test_in_order_is_the_papers_formula(count: int, r: int) -> None:
     partners = in_order(r, count)
     assert partners == [(j + (r % (count - 1)) + 1) % count for j in range(count)]
     assert sorted(partners) == list(range(count)) and all(j != k for j, k in enumerate(partners))
-
-
-@given(count=COUNTS, r=ROUNDS)
-def test_in_order_meets_everybody_once_in_k_minus_1_rounds(count: int, r: int) -> None:
-    met = [(j, k) for t in range(r, r + count - 1) for j, k in enumerate(in_order(t, count))]
-    assert sorted(met) == sorted(itertools.permutations(range(count), 2))
 
 
 def scan(similarity: list[list[float]], lowest: bool) -> list[int]:
@@ -295,35 +268,6 @@ def test_propellers_are_distinct_in_order_partners(count: int, r: int, propeller
 
 
 # What mixing keeps
-
-
-@given(count=COUNTS, r=ROUNDS, alpha=ALPHAS)
-def test_weights_are_row_stochastic(count: int, r: int, alpha: float) -> None:
-    for weights_KK in (plain(r, count, alpha), propelled(r % 100, count, propeller_alpha=alpha)):
-        assert (weights_KK >= 0).all()
-        np.testing.assert_allclose(weights_KK.sum(axis=1), 1, rtol=1e-14)
-        # so the uniform mean is kept
-        np.testing.assert_allclose(weights_KK.sum(axis=0), 1, rtol=1e-14)
-
-
-@given(count=COUNTS, r=ROUNDS, alpha=ALPHAS, seed=st.integers(0, 100))
-def test_in_order_keeps_the_mean_and_lemma_3_4(count: int, r: int, alpha: float, seed: int) -> None:
-    models_KF = models(count, seed=seed)
-    point_F = np.random.default_rng(seed).normal(size=20)
-    mixed_KF = mixed(plain(r, count, alpha), models_KF).astype(np.float64)
-    uploaded_KF = models_KF.astype(np.float64)
-    np.testing.assert_allclose(mixed_KF.mean(axis=0), uploaded_KF.mean(axis=0), rtol=0, atol=1e-6)
-    partners_KF = uploaded_KF[in_order(r, count)]
-    expected = ((uploaded_KF - point_F) ** 2).sum() - alpha * (1 - alpha) * (
-        (uploaded_KF - partners_KF) ** 2
-    ).sum()
-    assert ((mixed_KF - point_F) ** 2).sum() == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize("count", [2, 3, 10])
-def test_alpha_1_changes_no_bit(count: int) -> None:
-    models_KF = models(count)
-    assert mixed(plain(3, count, 1.0), models_KF).tobytes() == models_KF.tobytes()
 
 
 def test_values_near_one_are_distinguished() -> None:

@@ -4,8 +4,6 @@ to be.
 
 from __future__ import annotations
 
-from collections import Counter
-from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedstrata.common.methods import mixing
 from fedstrata.common.methods.fedmr import FedMR, layers
 from fedstrata.common.model.layout import ModelLayout, Section
 from tests.helpers import rules
@@ -37,12 +34,6 @@ ENTRIES = [
     ("fc.bias", (2,), Section.PARAMETER),
 ]
 LAYOUT = ModelLayout.build(ENTRIES)
-GRANULARITIES: list[dict[str, Any]] = [
-    {"granularity": "module"},
-    {"granularity": "key"},
-    {"granularity": "model"},
-    {"granularity": "block", "block_fraction": 0.3},
-]
 
 
 @pytest.mark.parametrize("name", ["fedmr", "fedcross"])
@@ -81,36 +72,6 @@ def uploads(count: int) -> Rows:
     for k, row in enumerate(rows_K):
         LAYOUT.integers(row)[:] = 2**40 + k
     return rows_K
-
-
-def recombined(
-    tree: dict[str, Any], rows_K: Rows, *, seed: int = 1, r: int = 0, in_place: bool = False
-) -> Rows:
-    parts, _ = planned(settings_of(tree), mixing_round(rows_K, LAYOUT, r=r, seed=seed))
-    out = rows_K if in_place else np.zeros_like(rows_K)
-    mixing.apply(parts, rows_K, layout=LAYOUT, out=list(out))
-    return out
-
-
-def sources(rows_K: Rows) -> list[dict[str, int]]:
-    """Return, for each row and entry, the upload from which it came: the same one for all of its
-    values.
-    """
-    found = []
-    for row in rows_K:
-        views = LAYOUT.views(row)
-        origin: dict[str, int] = {}
-        for name, _, section in ENTRIES:
-            values = views[name].ravel().astype(np.int64)
-            rows = (
-                {int(v - 2**40) for v in values}
-                if section is Section.COUNTER
-                else set(values // LAYOUT.columns)
-            )
-            assert len(rows) == 1
-            origin[name] = int(rows.pop())
-        found.append(origin)
-    return found
 
 
 # What stays together
@@ -152,80 +113,7 @@ def test_blocks_are_runs_of_about_a_fraction(count: int, fraction: float) -> Non
     assert found == [[f"layer{i}.weight" for i in block] for block in block_twin(count, fraction)]
 
 
-# What recombination does
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("tree", GRANULARITIES, ids=lambda tree: tree["granularity"])
-@pytest.mark.parametrize("count", [2, 7])
-def test_every_tensor_of_every_upload_is_used_once(
-    tree: dict[str, Any], count: int, in_place: bool
-) -> None:
-    rows_K = uploads(count)
-    for r in range(5):
-        before = rows_K.copy()
-        after = recombined(tree, rows_K, r=r, in_place=in_place)
-        for name, _, _ in ENTRIES:
-            tensors = [
-                Counter(LAYOUT.views(row)[name].tobytes() for row in rows)
-                for rows in (before, after)
-            ]
-            assert tensors[0] == tensors[1]
-        np.testing.assert_array_equal(
-            LAYOUT.floats(after).mean(axis=0), LAYOUT.floats(before).mean(axis=0)
-        )
-
-
-@pytest.mark.parametrize("tree", GRANULARITIES, ids=lambda tree: tree["granularity"])
-def test_what_stays_together_has_one_source(tree: dict[str, Any]) -> None:
-    apart = set()
-    for r in range(20):
-        for origin in sources(recombined(tree, uploads(6), r=r)):
-            for layer in names(tree):
-                assert len({origin[name] for name in layer}) == 1
-            apart.add(len(set(origin.values())))
-    assert (max(apart) == 1) == (tree["granularity"] == "model")
-
-
-# Permutations
-
-
-def orders(seed: int, r: int, node: str = "cloud", count: int = 3) -> list[tuple[int, ...]]:
-    parts, _ = planned(FedMR(), mixing_round(uploads(count), LAYOUT, r=r, seed=seed, node=node))
-    return [tuple(mixture.indices[0] for mixture in part.mixtures) for part in parts]
-
-
-def chi_square(counts: Counter[Any], cells: int) -> float:
-    expected = counts.total() / cells
-    return sum((counts.get(cell, 0) - expected) ** 2 / expected for cell in range(cells))
-
-
-def test_permutations_are_uniform_and_independent() -> None:
-    index = {order: i for i, order in enumerate(permutations(range(3)))}
-    first, both, successive = Counter[int](), Counter[int](), Counter[int]()
-    for seed in range(1000):
-        here, next_ = orders(seed, 0), orders(seed, 1)
-        first[index[here[0]]] += 1
-        both[6 * index[here[0]] + index[here[1]]] += 1
-        successive[6 * index[here[0]] + index[next_[0]]] += 1
-    # The 99.9 % points of chi-square with 5 and with 35 degrees of freedom; the seeds are always
-    # the same.
-    assert (
-        chi_square(first, 6) < 20.5
-        and chi_square(both, 36) < 66.6
-        and chi_square(successive, 36) < 66.6
-    )
-
-
-def test_rounds_seeds_and_nodes_draw_for_themselves() -> None:
-    drawn = [
-        orders(1, 0, count=8),
-        orders(1, 1, count=8),
-        orders(2, 0, count=8),
-        orders(1, 0, "other", count=8),
-    ]
-    assert len({tuple(one) for one in drawn}) == 4
-    assert drawn[0] == orders(1, 0, count=8)
+def test_a_plan_names_its_permutations() -> None:
     digests = {
         planned(FedMR(), mixing_round(uploads(8), LAYOUT, r=r))[1]["permutations"]
         for r in range(20)

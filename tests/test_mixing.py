@@ -178,36 +178,6 @@ def test_a_mixture_keeps_what_counts() -> None:
     assert Mixture.of(np.array([0.0, 1.0])) == Mixture((1,), (1.0,))
 
 
-# Rows with counters
-
-
-@pytest.mark.parametrize(
-    ("parameters", "buffers", "counters"), [(3, 2, 2), (4, 0, 1), (5, 1, 0), (1, 0, 3)]
-)
-@pytest.mark.parametrize("place", ["apart", "in place"])
-def test_counters_come_from_the_heaviest_row(
-    parameters: int, buffers: int, counters: int, place: str
-) -> None:
-    layout = layout_of(parameters, buffers, counters)
-    rows_K = np.zeros((3, layout.row_bytes), np.uint8)
-    for k, row in enumerate(rows_K):
-        layout.floats(row)[:] = k + 1
-        layout.integers(row)[:] = 10**15 + k
-    mixtures = [
-        Mixture.of([0.2, 0.5, 0.3]),
-        Mixture.of([0.5, 0.0, 0.5]),
-        Mixture.of([0.0, 1.0, 0.0]),
-    ]
-    out = rows_K if place == "in place" else np.zeros_like(rows_K)
-    mixing.apply(whole(layout, mixtures), rows_K, layout=layout, out=out)
-    assert [layout.integers(row).tolist() for row in out] == [
-        [10**15 + k] * counters for k in (1, 0, 1)
-    ]
-    np.testing.assert_allclose(
-        layout.floats(out), np.repeat([[2.1], [2.0], [2.0]], layout.columns, 1), rtol=1e-6
-    )
-
-
 # Plans of parts
 
 
@@ -469,32 +439,3 @@ def test_uploads_weigh_by_samples_or_alike(samples: list[int]) -> None:
     assert statistics.weights_K("data").tolist() == pytest.approx(wanted, rel=1e-15 * count)
     assert statistics.weights_K("uniform").tolist() == [1 / count] * count
     assert statistics.samples_K.tolist() == samples
-
-
-@examples(50)
-@given(
-    sizes=st.lists(st.lists(st.integers(1, 1000), min_size=1, max_size=5), min_size=1, max_size=5),
-    seed=st.integers(0, 1000),
-)
-def test_the_mean_of_the_institutions_means_is_the_mean_of_all_devices(
-    sizes: list[list[int]], seed: int
-) -> None:
-    samples = [count for institution in sizes for count in institution]
-    layout = layout_of(50, 6, 1)
-    generator = np.random.default_rng(seed)
-    rows = np.zeros((len(samples), layout.row_bytes), np.uint8)
-    layout.floats(rows)[:] = generator.normal(size=(len(samples), layout.columns))
-
-    def mean(rows_K: npt.NDArray[np.uint8], counts: Sequence[int]) -> npt.NDArray[np.uint8]:
-        row = layout.empty()
-        plan = whole(layout, [Mixture.of(statistics_of(counts).weights_K("data"))])
-        mixing.apply(plan, rows_K, layout=layout, out=[row])
-        return row
-
-    ends = np.cumsum([len(institution) for institution in sizes])
-    parts = np.split(rows, ends[:-1])
-    above = np.stack([mean(part, counts) for part, counts in zip(parts, sizes, strict=True)])
-    tiered = mean(above, [sum(counts) for counts in sizes])
-    np.testing.assert_allclose(
-        layout.floats(tiered), layout.floats(mean(rows, samples)), rtol=0, atol=1e-6
-    )

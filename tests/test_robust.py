@@ -4,7 +4,6 @@ them.
 
 from __future__ import annotations
 
-from fractions import Fraction
 from itertools import product
 from pathlib import Path
 from typing import Any, Final
@@ -25,11 +24,8 @@ from fedstrata.common.methods.rule import Aggregated, Rule
 from fedstrata.common.methods.settings import RULES, NormBound
 from fedstrata.common.model.refinement import RoundModels
 from fedstrata.common.settings.topology import share_of
-from tests.helpers.commands import tensors
-from tests.helpers.direct import resumed_run, run_direct
 from tests.helpers.examples import examples, slow
 from tests.helpers.rules import LAYOUT, LEAST, AddingRefiner, Report, aggregate, rule_of
-from tests.helpers.scenarios import TREE, KilledLab
 from tests.simulation.lab import ScenarioLab
 
 D: Final = LAYOUT.parameters
@@ -69,23 +65,6 @@ def models(count: int, *, poisoned: int = 0, seed: int = 1) -> Floats:
     return found
 
 
-@pytest.mark.parametrize("count", [3, 5, 6, 11])
-def test_columns_are_those_of_plain_twins(count: int) -> None:
-    uploads = models(count)
-    median, outcome = aggregated({"name": "median"}, uploads)
-    assert "weights" not in outcome.facts, "no upload has one"
-    np.testing.assert_allclose(
-        median, np.median(uploads.astype(np.float64), axis=0), rtol=1e-6, atol=1e-8
-    )
-    for trim in (0.0, 0.1, 0.3, 0.34, 0.49):
-        out = int(Fraction(str(trim)) * count)
-        if trim and not out:
-            continue
-        left = np.sort(uploads.astype(np.float64), axis=0)[out : count - out]
-        trimmed, _ = aggregated({"name": "trimmed_mean", "trim": trim}, uploads)
-        np.testing.assert_allclose(trimmed, left.mean(axis=0), rtol=1e-6, atol=1e-8)
-
-
 @given(hundredths=st.integers(1, 49), count=st.integers(1, 1000))
 @examples(200)
 def test_shares_are_of_decimal_numbers(hundredths: int, count: int) -> None:
@@ -93,16 +72,6 @@ def test_shares_are_of_decimal_numbers(hundredths: int, count: int) -> None:
     assert share_of(count, hundredths / 100) == hundredths * count // 100
     least = RULES["trimmed_mean"](name="trimmed_mean", trim=hundredths / 100).uploads_least
     assert hundredths * least >= 100 > hundredths * (least - 1)
-
-
-@pytest.mark.parametrize(
-    "tree", [{"name": "trimmed_mean", "trim": 0.0}, {"name": "krum", "wrong": 0, "keep": 7}]
-)
-def test_the_null_setting_is_uniform_fedavg(tree: dict[str, Any]) -> None:
-    uploads = models(7)
-    np.testing.assert_allclose(
-        aggregated(tree, uploads)[0], aggregated(UNIFORM, uploads)[0], rtol=1e-6, atol=1e-7
-    )
 
 
 @pytest.mark.parametrize(("count", "wrong", "keep"), [(5, 1, 1), (7, 2, 3), (11, 4, 2)])
@@ -118,29 +87,6 @@ def test_krum_chooses_by_its_formula(count: int, wrong: int, keep: int) -> None:
     chosen = sorted(np.argsort(scores)[:keep])
     assert outcome.facts["chosen"] == [f"c{k}" for k in chosen]
     np.testing.assert_allclose(found, uploads[chosen].mean(axis=0), rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("tree", [{"name": "median"}, {"name": "trimmed_mean", "trim": 0.3}])
-@given(seed=st.integers(0, 1000), poisoned=st.integers(0, 3))
-def test_poisoned_uploads_move_no_column_beyond_the_others(
-    tree: dict[str, Any], seed: int, poisoned: int
-) -> None:
-    uploads = models(11, poisoned=poisoned, seed=seed)
-    honest, (found, _) = uploads[: 11 - poisoned], aggregated(tree, uploads)
-    assert (found >= honest.min(axis=0) - 1e-6).all() and (found <= honest.max(axis=0) + 1e-6).all()
-
-
-@pytest.mark.parametrize("keep", [1, 3])
-@given(seed=st.integers(0, 1000))
-@examples(60)
-def test_krum_stays_within_the_bound_of_its_theorem(keep: int, seed: int) -> None:
-    # Blanchard et al. 2017, Proposition 1: eta sigma sqrt(d), for f of n uploads.
-    n, f = 11, 3
-    uploads = models(n, poisoned=f, seed=seed)
-    found, outcome = aggregated({"name": "krum", "wrong": f, "keep": keep}, uploads)
-    eta = np.sqrt(2 * (n - f + (f * (n - f - 2) + f**2 * (n - f - 1)) / (n - 2 * f - 2)))
-    assert np.linalg.norm(found) <= eta * SPREAD * np.sqrt(D)
-    assert not {f"c{k}" for k in range(n - f, n)} & set(outcome.facts["chosen"])  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize(
@@ -169,19 +115,6 @@ def test_what_cannot_be_is_refused(tree: dict[str, Any], message: str) -> None:
 
 # Rules of norms, of angles, and in two stages
 
-TWO_STAGES: Final = {"name": "bulyan", "wrong": 0}
-
-
-@pytest.mark.parametrize(
-    "tree",
-    [TWO_STAGES, {"name": "centred_clipping", "radius": 1e9}, {"name": "fltrust", "epochs": 0}],
-)
-def test_without_a_bound_they_are_the_uniform_mean(tree: dict[str, Any]) -> None:
-    uploads = models(7)
-    np.testing.assert_allclose(
-        aggregated(tree, uploads)[0], aggregated(UNIFORM, uploads)[0], rtol=1e-6, atol=1e-6
-    )
-
 
 @pytest.mark.parametrize(("count", "wrong"), [(7, 1), (11, 2), (13, 2)])
 def test_bulyan_is_krum_again_and_again_and_a_mean_around_the_median(
@@ -209,42 +142,6 @@ def test_bulyan_is_krum_again_and_again_and_a_mean_around_the_median(
     assert np.abs(found).max() < 10 * SPREAD, (
         "two of the wrong ones may be chosen, and the second stage drops them"
     )
-
-
-@pytest.mark.parametrize("weights", ["uniform", "data"])
-def test_the_geometric_median_is_where_the_sum_of_distances_is_least(weights: str) -> None:
-    uploads = models(7, poisoned=2).astype(np.float64)
-    shares = np.full(7, 1 / 7) if weights == "uniform" else np.arange(1, 8) / 28
-    z = shares @ uploads
-    for _ in range(100):
-        near = shares / np.maximum(np.linalg.norm(uploads - z, axis=1), 1e-6)
-        z = near @ uploads / near.sum()
-    found, _ = aggregated(
-        {"name": "geometric_median", "weights": weights}, uploads.astype(np.float32)
-    )
-    np.testing.assert_allclose(found, z, rtol=1e-6, atol=1e-6)
-
-    def far(point: Doubles) -> float:
-        return float(shares @ np.linalg.norm(uploads - point, axis=1))
-
-    source = np.random.default_rng(0)
-    assert all(far(found) <= far(found + source.normal(scale=0.01, size=D)) for _ in range(20))
-
-
-@pytest.mark.parametrize("radius", [None, 30.0])
-def test_centred_clipping_clips_around_its_centre(radius: float | None) -> None:
-    uploads = models(11, poisoned=1).astype(np.float64)
-    tau = float(np.median(np.linalg.norm(uploads - 0.25, axis=1))) if radius is None else radius
-    v = np.full(D, 0.25)
-    for _ in range(3):
-        far = np.linalg.norm(uploads - v, axis=1)
-        v = v + (np.minimum(1, tau / far)[:, None] * (uploads - v)).mean(axis=0)
-    keys = {} if radius is None else {"radius": radius}
-    found, outcome = aggregated(
-        {"name": "centred_clipping", **keys}, uploads.astype(np.float32), start=0.25
-    )
-    np.testing.assert_allclose(found, v, rtol=1e-6, atol=1e-6)
-    assert "c10" in outcome.facts["clipped"]  # type: ignore[operator]
 
 
 def test_fltrust_takes_steps_as_long_as_its_own_by_their_angle() -> None:
@@ -295,45 +192,6 @@ def test_fltrust_trains_plainly_on_the_samples_of_its_node() -> None:
         node.layout.floats(mean), node.layout.floats(again), rtol=1e-6, atol=1e-7
     )
     assert facts["steps"] == 6 and facts["loss_after"] < facts["loss_before"]
-
-
-def test_foolsgold_distrusts_children_that_always_agree(tmp_path: Path) -> None:
-    """Against algorithm 1 of the paper, over three rounds; a rule that is restored goes on in the
-    same way.
-    """
-    source = np.random.default_rng(4)
-    same = source.normal(size=D)
-    sums = np.zeros((6, D))
-    rule, other = (rule_of({"name": "foolsgold"}) for _ in range(2))
-    for r in range(3):
-        steps = source.normal(size=(6, D))
-        steps[3:] = same + 0.02 * source.normal(size=(3, D))  # three sybils
-        rows_K = np.zeros((6, LAYOUT.row_bytes), np.uint8)
-        ((row, children),) = rule.dispatch(r, [f"c{k}" for k in range(6)])
-        rows_K[:] = row
-        LAYOUT.floats(rows_K)[:, :D] += steps.astype(np.float32)
-        before = LAYOUT.floats(row)[:D].astype(np.float64)
-        sums += LAYOUT.floats(rows_K)[:, :D].astype(np.float64) - before
-        outcome = aggregate(rule, r, children, rows_K, [Report(10, 0.5)] * 6)
-        cs = np.array(
-            [[a @ b / np.linalg.norm(a) / np.linalg.norm(b) for b in sums] for a in sums]
-        ) - 2 * np.eye(6)
-        v = cs.max(axis=1)
-        for i, j in product(range(6), range(6)):
-            if i != j and v[j] > v[i]:
-                cs[i, j] *= v[i] / v[j]
-        alpha = np.clip(1 - cs.max(axis=1), 0, 1)
-        alpha = np.minimum(alpha / alpha.max(), 0.99)
-        alpha = np.clip(np.log(alpha / (1 - alpha)) + 0.5, 0, 1)
-        weights: Any = outcome.facts["weights"]
-        assert list(weights.values()) == pytest.approx((alpha / alpha.sum()).tolist(), abs=1e-6)
-        assert alpha[:3].min() > 0.9 and alpha[3:].max() == 0
-        if r == 1:
-            other.begin(rule.model.copy())
-            other.restore(tmp_path, rule.save(tmp_path))
-    other.dispatch(2, children)
-    aggregate(other, 2, children, rows_K, [Report(10, 0.5)] * 6)
-    assert np.array_equal(other.model, rule.model)
 
 
 # the most wrong ones of eleven inside each theorem
@@ -634,39 +492,3 @@ def test_a_lab_with_tempo_ends_well(action: str, rule: str) -> None:
     }
     outcome = ScenarioLab(parse(tree), seed=1, model_bytes=10_000).run()
     assert outcome.ok, outcome.result
-
-
-@pytest.mark.parametrize(
-    "name", ["bulyan", "geometric_median", "centred_clipping", "fltrust", "foolsgold"]
-)
-def test_at_both_tiers_a_resumed_run_with_adversaries_gives_the_same_model(
-    name: str, tmp_path: Path
-) -> None:
-    rule = {"aggregation": {"name": name} | ({"wrong": 0} if name == "bulyan" else {})}
-    tree = {
-        "rounds": 4,
-        "topology": {"institutions": 3, "devices": 12},
-        "model": "mlp_digits",
-        "data": {"node_samples": 60},
-        "training": {"epochs": 1},
-        "institution": {"rounds": 2, **rule},
-        "cloud": {"checkpoint_every": 2, **rule},
-        "adversaries": [
-            {"attack": {"name": "scaled", "factor": 5.0}, "nodes": ["device-0", "device-5"]}
-        ],
-    }
-    whole, broken = (
-        run_direct(tmp_path / "whole", tree),
-        run_direct(tmp_path / "broken", tree, until=3),
-    )
-    assert tensors(resumed_run(broken)) == tensors(whole)
-
-
-SUMS: Final = KilledLab(
-    TREE | {"institution": {"rounds": 2, "aggregation": "foolsgold"}}, model_bytes=10_000
-)
-
-
-@pytest.mark.parametrize("node", ["cloud", "institution-0"])
-def test_a_killed_institution_keeps_the_sums_of_steps(node: str) -> None:
-    SUMS.assert_same_if_killed(node, 0.6)
