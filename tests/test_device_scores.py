@@ -5,7 +5,6 @@ what is refused.
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import subprocess
 import sys
@@ -72,8 +71,8 @@ from fedstrata.deploy.sweeps.grid import merged
 from fedstrata.deploy.sweeps.results import sign_of, value_of
 from fedstrata.deploy.sweeps.schema import Measure
 from tests.helpers import commands
-from tests.helpers.commands import fedstrata
-from tests.helpers.direct import resumed_run, run_direct
+from tests.helpers.commands import invoke
+from tests.helpers.direct import events, resumed_run, run_direct
 from tests.helpers.examples import PROFILE, examples, slow
 from tests.helpers.plain import first_model, trained, trainer_of
 from tests.helpers.records import with_work
@@ -111,11 +110,6 @@ def without_seconds(found: list[dict[str, str]]) -> list[dict[str, str]]:
         {key: cell for key, cell in row.items() if not key.endswith("_s") and key not in costs}
         for row in found
     ]
-
-
-def events(folder: Path, name: str) -> list[dict[str, Any]]:
-    lines = (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()
-    return [event for event in map(json.loads, lines) if event["event"] == name]
 
 
 # Sums
@@ -1016,5 +1010,5 @@ def test_the_end_of_a_run_names_the_score_with_personal_parts(tmp_path: Path) ->
         "evaluation": {"at": "devices"},
     }
     (file := tmp_path / "lab.toml").write_text(to_toml(parse(tree)))
-    done = fedstrata("run", file, "--direct", "--runs", tmp_path / "runs")
+    done = invoke("run", file, "--direct", "--runs", tmp_path / "runs")
     assert "test accuracy with personal parts" in done.stdout

@@ -8,6 +8,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -182,6 +183,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_each_example_is_short() -> None:
     names = {
         "mine",
+        "test_mine",
         "clipping",
         "fair",
         "focal",
@@ -195,6 +197,19 @@ def test_each_example_is_short() -> None:
     }
     assert EXAMPLES.keys() == names | {"columns"}
     assert all(len(text.splitlines()) + 1 <= LINES_MOST for text in EXAMPLES.values())
+
+
+@pytest.mark.usefixtures("home")
+def test_the_first_example_passes_the_test_of_its_page() -> None:
+    lines = [line for name in ("mine", "test_mine") for line in EXAMPLES[name].splitlines() if line]
+    assert len(lines) <= 25
+    import_module("test_mine").test_two_rounds_are_the_equations()
+    wrong = EXAMPLES["mine"].replace("+ step_C", "- step_C")
+    page: dict[str, Any] = {}
+    exec(EXAMPLES["test_mine"], page)
+    exec(wrong, page)
+    with pytest.raises(AssertionError):
+        page["test_two_rounds_are_the_equations"]()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ replays.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.numpy import load_file
 
 from fedstrata.common.accounting.work import Work
 from fedstrata.common.errors import InvalidExperiment
@@ -37,7 +35,7 @@ from fedstrata.common.runtime.round import Dispatch
 from fedstrata.deploy.local.replay import replayed
 from fedstrata.deploy.results.run import Run
 from tests.helpers.commands import DEMO, fedstrata, run_lab, tensors
-from tests.helpers.direct import run_direct
+from tests.helpers.direct import events, run_direct
 from tests.helpers.examples import examples
 from tests.helpers.rules import LAYOUT, Report, aggregate, rule_of
 from tests.helpers.scenarios import restarted
@@ -347,8 +345,7 @@ def plans_of(tree: Mapping[str, Any]) -> tuple[float, list[dict[str, Any]]]:
 
     def at_end(lab: ScenarioLab) -> None:
         (folder,) = lab.agents.runs.iterdir()
-        lines = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
-        found.extend(event for event in lines if event["event"] == "plan")
+        found.extend(events(folder, "plan"))
 
     outcome = ScenarioLab(parse(tree), seed=1, model_bytes=10_000, at_end=at_end).run()
     assert outcome.ok, outcome.result
@@ -414,18 +411,6 @@ TINY: Final[dict[str, Any]] = {
 }
 
 
-def test_a_buffer_of_all_children_is_fedavg(tmp_path: Path) -> None:
-    found, uniform = [], {"name": "fedavg", "weights": "uniform"}
-    for above, below in (
-        (uniform, uniform),
-        [{"name": "fedbuff", "buffer": count} for count in (2, 3)],
-    ):
-        tiers = {"cloud": {"aggregation": above}, "institution": {"aggregation": below}}
-        found.append(load_file(run_direct(tmp_path, TINY | tiers) / "model.safetensors"))
-    one, other = found
-    assert max(float(np.abs(one[name] - other[name]).max()) for name in one) < 1e-6
-
-
 def test_without_a_network_the_oldest_tasks_are_done_first_and_a_replay_is_the_same(
     tmp_path: Path,
 ) -> None:
@@ -436,11 +421,7 @@ def test_without_a_network_the_oldest_tasks_are_done_first_and_a_replay_is_the_s
         "aggregation": {"name": "fedbuff", "buffer": 1},
     }
     path = run_direct(tmp_path, tree)
-    plans = [
-        event.facts
-        for event in Run(path).events
-        if event.name == "plan" and event.facts["node"] == "cloud"
-    ]
+    plans = events(path, "plan", node="cloud")
     assert [plan["used"] for plan in plans] == [[f"institution-{r % 2}"] for r in range(5)]
     assert [list(plan["ages"].values()) for plan in plans] == [[0], [1], [1], [1], [1]]
     again = replayed(Run(path), tmp_path, accelerator="cpu", observe=lambda event, facts: None)

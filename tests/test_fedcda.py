@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -34,7 +33,7 @@ from fedstrata.common.methods.statistics import Gram
 from fedstrata.common.model.layout import ModelLayout, Section
 from fedstrata.common.randomness import Purpose, generator
 from tests.helpers.commands import tensors
-from tests.helpers.direct import run_direct
+from tests.helpers.direct import events, run_direct
 from tests.helpers.examples import examples, slow
 from tests.helpers.rules import AddingRefiner, Report, aggregate
 
@@ -420,8 +419,7 @@ def test_a_lab_distils_behind_the_selection(tmp_path: Path) -> None:
         }
 
     done = run_direct(tmp_path / "one", lab(refine={"name": "feddf", "steps": 60}))
-    events = [json.loads(line) for line in (done / "events.jsonl").read_text().splitlines()]
-    first, *later = [event for event in events if event["event"] == "plan"]
+    first, *later = events(done, "plan")
     assert "steps" not in first and len(later) == 2
     for facts in later:
         assert facts["steps"] == 60 and 0 < facts["divergence_after"] < facts["divergence_before"]

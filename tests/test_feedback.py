@@ -24,7 +24,7 @@ from fedstrata.deploy.sweeps.grid import merged
 from fedstrata.device.jobs import LocalResult, Order, Prepared
 from fedstrata.device.training.work import LocalWork
 from tests.helpers.commands import tensors
-from tests.helpers.direct import resumed_run, run_direct
+from tests.helpers.direct import run_direct
 from tests.helpers.examples import slow
 from tests.helpers.real_workload import RealWorkload
 from tests.helpers.scenarios import KilledLab
@@ -226,13 +226,6 @@ def test_agents_over_a_network_compute_what_one_process_does(which: str, tmp_pat
     without = parse(merged(LAB, tiers(which), {"rounds": 3, "transfer": plain}))
     other = run_direct(tmp_path / "other", without)
     assert tensors(other) != tensors(path), "feedback changes the model"
-
-
-@pytest.mark.parametrize("which", slow(UP, but=["both"]))
-def test_a_resumed_run_gives_the_model_of_an_undisturbed_one(which: str, tmp_path: Path) -> None:
-    tree = merged(LAB, tiers(which), {"rounds": 5, "cloud": {"checkpoint_every": 2}})
-    broken = run_direct(tmp_path, tree, until=3)
-    assert tensors(resumed_run(broken)) == tensors(run_direct(tmp_path / "whole", tree))
 
 
 KILLED: Final = KilledLab(merged(LAB, tiers("both", inline_bytes=0)), model_bytes=40_000)

@@ -5,7 +5,6 @@ setting is FedAvg.
 from __future__ import annotations
 
 from itertools import permutations
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,8 +22,6 @@ from fedstrata.common.methods.baselines.permutations import groups_of, permute
 from fedstrata.common.methods.rule import Rule, Uploads
 from fedstrata.common.model.layout import ModelLayout, Row, Section
 from tests.helpers import rules
-from tests.helpers.commands import tensors
-from tests.helpers.direct import run_direct
 from tests.helpers.rules import Report
 from tests.test_models import normed
 
@@ -206,24 +203,6 @@ def test_the_assignment_minimises_the_papers_cost() -> None:
             key=lambda order: sum(cost(i, neuron) for i, neuron in enumerate(order)),
         )
         assert tuple(fedma.assigned(others.sum(0) @ own.T)) == best
-
-
-@pytest.mark.parametrize("name", ["fedma", pytest.param("gamf", marks=pytest.mark.slow)])
-def test_without_matching_a_run_is_fedavg_bit_for_bit(name: str, tmp_path: Path) -> None:
-    tree = {
-        "rounds": 2,
-        "topology": {"institutions": 2, "devices": 4},
-        "model": {"name": "mlp_digits"},
-    }
-    tree |= {"training": {"batch_size": 500}}
-    found = []
-    for rule in ({}, {"name": name, "matching": False}):
-        found.append(
-            tensors(
-                run_direct(tmp_path, tree | {"institution": {"rounds": 2, "aggregation": rule}})
-            )
-        )
-    assert found[0] == found[1]
 
 
 def test_what_cannot_be_matched_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

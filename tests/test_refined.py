@@ -4,7 +4,6 @@ torch, labs.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from functools import partial
 from math import log
@@ -36,7 +35,7 @@ from fedstrata.common.model.layout import ModelLayout, Row, Section
 from fedstrata.common.model.refinement import RoundModels
 from tests.helpers import rules
 from tests.helpers.commands import tensors
-from tests.helpers.direct import run_direct
+from tests.helpers.direct import events, run_direct
 from tests.helpers.examples import slow
 from tests.helpers.rules import AddingRefiner, Report, aggregate
 
@@ -455,11 +454,6 @@ def lab(name: str, tier: str = "institution", **keys: Any) -> dict[str, Any]:
     }
 
 
-def plans(folder: Path, node: str) -> list[dict[str, Any]]:
-    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
-    return [event for event in events if event["event"] == "plan" and event["node"] == node]
-
-
 @pytest.mark.parametrize(
     ("name", "tier"),
     slow(
@@ -470,7 +464,7 @@ def plans(folder: Path, node: str) -> list[dict[str, Any]]:
 def test_a_labs_plans_report_what_the_refinement_did(name: str, tier: str, tmp_path: Path) -> None:
     tree = lab(name, tier, **({"steps": 60} if name == "feddf" else {}))
     folder = run_direct(tmp_path / "one", tree)
-    found = plans(folder, "cloud" if tier == "cloud" else "institution-1")
+    found = events(folder, "plan", node="cloud" if tier == "cloud" else "institution-1")
     assert len(found) == 2
     for plan in found:
         kind = "loss" if name == "fedlaw" else "divergence"
@@ -479,12 +473,7 @@ def test_a_labs_plans_report_what_the_refinement_did(name: str, tier: str, tmp_p
         if name == "fedlaw":
             assert sum(plan["lambdas"].values()) == pytest.approx(1) and plan["gamma"] > 0
     assert tensors(run_direct(tmp_path / "two", tree)) == tensors(folder)
-    null = run_direct(tmp_path / "null", lab(name, tier, **NULL[name]))
-    assert (
-        tensors(null)
-        == tensors(run_direct(tmp_path / "plain", lab("fedavg", tier)))
-        != tensors(folder)
-    )
+    assert tensors(run_direct(tmp_path / "plain", lab("fedavg", tier))) != tensors(folder)
 
 
 @pytest.mark.parametrize(("name", "batches"), [("feddf", 60), ("fedbe", 0), ("fedlaw", 0)])

@@ -34,7 +34,7 @@ from fedstrata.common.methods.settings import SELECTORS
 from fedstrata.common.model.layout import ModelLayout, Section
 from fedstrata.common.randomness import Purpose, generator
 from tests.helpers.commands import DEMO, run_lab, tensors
-from tests.helpers.direct import resumed_run, run_direct
+from tests.helpers.direct import events, resumed_run, run_direct
 from tests.helpers.examples import examples, slow
 from tests.helpers.rules import rule_of
 from tests.helpers.scenarios import KilledLab
@@ -364,11 +364,10 @@ def test_the_selection_matters_and_is_recorded() -> None:
 
     def at_end(lab: ScenarioLab) -> None:
         (folder,) = lab.agents.runs.iterdir()
-        lines = (folder / "events.jsonl").read_text().splitlines()
-        found.extend(event for event in map(json.loads, lines) if event["event"] == "plan")
+        found.extend(events(folder, "plan", node="cloud"))
 
     assert SELECTING.run(at_end=at_end).digest == SELECTING.undisturbed.digest
-    recorded = [set(event["taking_part"]) for event in found if event["node"] == "cloud"]
+    recorded = [set(event["taking_part"]) for event in found]
     assert len(recorded) == 4 and all(len(names) == 2 for names in recorded)
     assert recorded[0] | recorded[1] == {"institution-0", "institution-1", "institution-2"}
     plain = parse({**LAB, "cloud": {"participation": 0.67}})
@@ -390,30 +389,10 @@ TINY: Final[dict[str, Any]] = {
 }
 
 
-def plans(folder: Path) -> list[dict[str, Any]]:
-    """Return the cloud's plans, also those of global rounds that were repeated."""
-    events = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
-    return [event for event in events if event["event"] == "plan" and event["node"] == "cloud"]
-
-
 def taking_part(folder: Path) -> dict[int, list[str]]:
     """Return who took part in each global round, the last time that it was played."""
-    return {plan["global_round"]: plan["taking_part"] for plan in plans(folder)}
-
-
-@pytest.mark.parametrize("every", slow([1, 2], but=[2]))
-def test_a_resumed_run_selects_as_an_undisturbed_one(every: int, tmp_path: Path) -> None:
-    cloud = {
-        "participation": 0.67,
-        "checkpoint_every": every,
-        "selection": {"name": "power_of_choice"},
-    }
-    experiment = parse(TINY | {"cloud": cloud})
-    undisturbed = run_direct(tmp_path, experiment)
-    killed = run_direct(tmp_path, experiment, until=3)
-    resumed = resumed_run(killed)
-    assert tensors(resumed) == tensors(undisturbed)
-    assert taking_part(resumed) == taking_part(undisturbed) and len(taking_part(resumed)) == 5
+    plans = events(folder, "plan", node="cloud")
+    return {plan["global_round"]: plan["taking_part"] for plan in plans}
 
 
 def test_a_round_that_is_repeated_has_the_same_selection_by_durations(tmp_path: Path) -> None:
@@ -422,7 +401,7 @@ def test_a_round_that_is_repeated_has_the_same_selection_by_durations(tmp_path: 
     killed = run_direct(tmp_path, parse(TINY | {"cloud": cloud}), until=4)
     before = taking_part(killed)
     resumed = resumed_run(killed, until=4)
-    repeated = [event["global_round"] for event in plans(resumed)]
+    repeated = [event["global_round"] for event in events(resumed, "plan", node="cloud")]
     assert repeated == [1, 2, 3, 4, 4] and taking_part(resumed) == before
 
 

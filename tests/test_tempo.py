@@ -66,10 +66,6 @@ def test_exact_values_are_not_rounded_up_past_themselves(base: float, steps: int
         assert epochs_of(omegas, c) == [math.ceil(value) for value in exact]
 
 
-def test_the_papers_setting() -> None:
-    assert epochs_of([0.1, 1.0, 10.0, 100.0], 6) == [12, 9, 6, 3]
-
-
 @given(omegas=OMEGAS, c=EPOCHS)
 def test_the_ends_and_the_range(omegas: list[float], c: int) -> None:
     assume(max(omegas) / min(omegas) > 1 + 1e-9)
@@ -78,23 +74,6 @@ def test_the_ends_and_the_range(omegas: list[float], c: int) -> None:
     assert (
         epochs[omegas.index(max(omegas))] == least(c) and epochs[omegas.index(min(omegas))] == 2 * c
     )
-
-
-@given(
-    omegas=st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=8),
-    c=EPOCHS,
-    scale=st.integers(-200, 200),
-)
-def test_the_unit_of_distance_does_not_matter(omegas: list[float], c: int, scale: int) -> None:
-    assert epochs_of([math.ldexp(omega, scale) for omega in omegas], c) == epochs_of(omegas, c)
-
-
-@given(omegas=OMEGAS, c=EPOCHS, data=st.data())
-def test_names_and_their_order_do_not_matter(
-    omegas: list[float], c: int, data: st.DataObject
-) -> None:
-    pairs = list(named(omegas).items())
-    assert next_epochs(dict(data.draw(st.permutations(pairs))), c) == next_epochs(dict(pairs), c)
 
 
 @given(omega=st.one_of(st.just(0.0), st.floats(0, 1e300)), count=st.integers(0, 8), c=EPOCHS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -51,6 +52,12 @@ def run_direct(root: Path, lab: Experiment | Mapping[str, Any], **options: Any) 
 def resumed_run(path: Path, **options: Any) -> Path:
     """Resume the run of a folder to its end."""
     return direct_run(RunFolder.reopen(path, direct=True), resume=True, **options).path
+
+
+def events(folder: Path, name: str, **facts: object) -> list[dict[str, Any]]:
+    """Return a run's events of a name that have these facts."""
+    lines = map(json.loads, (folder / "events.jsonl").read_text(encoding="utf-8").splitlines())
+    return [line for line in lines if line["event"] == name and facts.items() <= line.items()]
 
 
 class HereProcess(WorkerProcess):
