@@ -15,8 +15,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.tiers import Tier
 from fedstrata.common.methods.clusamp import (
     Merges,
@@ -198,17 +196,3 @@ def test_a_restored_node_draws_as_the_other(tmp_path: Path) -> None:
     resumed.restore(tmp_path, facts)
     assert [play(resumed, selections[id(resumed)], r)[0] for r in range(5, 10)] == wanted[5:]
     assert resumed.model.tobytes() == whole.model.tobytes()
-
-
-def test_another_selector_beside_it_is_refused() -> None:
-    tree = {
-        "cloud": {
-            "aggregation": {"name": "clusamp"},
-            "selection": {"name": "round_robin"},
-            "participation": 0.5,
-        }
-    }
-    with pytest.raises(
-        InvalidExperiment, match=r"selection.name = .round_robin.: the rule clusamp goes without it"
-    ):
-        parse(tree)

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 from torch import nn
 from torch.nn import functional
 
-from fedstrata.common.errors import InvalidExperiment, RunFailed
+from fedstrata.common.errors import RunFailed
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.methods.rule import link_layouts
@@ -405,39 +405,3 @@ def test_a_device_that_lost_its_vectors_ends_the_run() -> None:
     assert (
         "what this device kept after its task" in KILLED.loses_files("device-0", share=0.8).result
     )
-
-
-# Bad input
-
-
-@pytest.mark.parametrize(
-    ("tree", "problem"),
-    [
-        (
-            {"institution": {"aggregation": {"name": "scaffold"}}},
-            (
-                r"training\.objective\.name = 'cross_entropy': institution\.aggregation\.name = "
-                r"'scaffold' needs another"
-            ),
-        ),
-        (
-            {"training": {"objective": {"name": "feddyn"}}},
-            (
-                r"training\.objective\.name = 'feddyn': needs the rule 'feddyn', "
-                r"institution\.aggregation\.name is 'f"
-            ),
-        ),
-        (
-            {
-                "cloud": {"aggregation": {"name": "scaffold"}},
-                "training": {"objective": {"name": "scaffold"}},
-            },
-            r"cloud\.aggregation\.name = 'scaffold': its children must be devices",
-        ),
-    ],
-)
-def test_a_rule_and_an_objective_that_do_not_fit_are_refused(
-    tree: dict[str, Any], problem: str
-) -> None:
-    with pytest.raises(InvalidExperiment, match=problem):
-        parse(tree)

@@ -920,70 +920,7 @@ def test_another_file_is_no_beginning_without_pytorch(tmp_path: Path) -> None:
         asyncio.run(evaluator_of(experiment, tmp_path).start())
 
 
-# What is refused
-
-
-@pytest.mark.parametrize(
-    ("tree", "named"),
-    [
-        (
-            {"evaluation": {"held_out": 0.2}},
-            "evaluation.held_out = 0.2: no effect with evaluation.at = 'cloud'",
-        ),
-        (
-            {"evaluation": {"at": "devices", "accelerator": "auto"}},
-            "evaluation.accelerator = 'auto': no effect",
-        ),
-        (
-            {"evaluation": {"at": "devices", "data": "test", "held_out": 0.2}},
-            "evaluation.held_out = 0.2: no effect",
-        ),
-        ({"evaluation": {"at": "devices", "held_out": 1.0}}, "evaluation.held_out = 1.0"),
-        (
-            {"evaluation": {"personalised": True}},
-            "evaluation.personalised = True: no effect with evaluation.at",
-        ),
-        (
-            {"evaluation": {"at": "devices", "data": "users"}},
-            (
-                "evaluation.data = 'users': data.partition is 'iid', and devices are no users. Use "
-                "data.partition"
-            ),
-        ),
-        (
-            {"training": {"trainer": {"name": "mine:T"}}, "score": {"also": ["mine:f1"]}},
-            "score.also = ['mine:f1']: training.trainer mine:T has one score. Omit it.",
-        ),
-        ({"score": {"also": ["accuracy"]}}, "score.also = 'accuracy': two scores have this name"),
-        ({"score": {"also": ["a:f1", "b:f1"]}}, "score.also = 'a:f1': two scores have this name"),
-        ({"score": {"also": ["r2"]}}, "score.also = 'r2': data.targets are classes"),
-        ({"evaluation": {"at": "devices", "participation": 0.0}}, "evaluation.participation = 0.0"),
-        (
-            {
-                "evaluation": {"at": "both"},
-                "cloud": {"aggregation": {"name": "fedbuff", "buffer": 1}},
-            },
-            (
-                "evaluation.at = 'both': cloud.aggregation.name = 'fedbuff' has tasks of several "
-                'rounds. Use "cloud".'
-            ),
-        ),
-        (
-            {
-                "evaluation": {"at": "devices", "data": "test"},
-                "data": {"dataset": "folder", "partition": "private", "classes": ["a", "b"]},
-                "model": {"name": "cnn_fedavg"},
-            },
-            "evaluation.data = 'test': every device has samples of its own",
-        ),
-        ({"cloud": {"evaluate_every": 2}}, "cloud.evaluate_every"),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_scored_is_named(tree: dict[str, Any], named: str) -> None:
-    with pytest.raises(InvalidExperiment) as refused:
-        parse(tree)
-    assert named in str(refused.value)
+# The experiment
 
 
 def test_the_effective_experiment_has_the_keys_that_count() -> None:

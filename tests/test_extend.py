@@ -414,25 +414,6 @@ def test_vectors_that_rule_and_objective_do_not_share_are_refused(
         direct_model(home / "runs", OWN_SCAFFOLD | changes, "corrected:Corrected")
 
 
-@pytest.mark.parametrize(
-    ("tier", "changes", "problem"),
-    [
-        ("cloud", {}, r"cloud.aggregation.name = 'control:Control': its children must be devices"),
-        ("institution", {"extras_up": ["a", "a"]}, r"extras_up = \['a', 'a'\]: duplicate name"),
-        (
-            "institution",
-            {"extras_up": ["A"]},
-            r"extras_up\.0 = 'A': not of the form that is needed. Write lower-case",
-        ),
-    ],
-)
-def test_vectors_that_cannot_be_are_refused(
-    tier: str, changes: Mapping[str, Any], problem: str
-) -> None:
-    with pytest.raises(InvalidExperiment, match=problem):
-        parse({tier: {"aggregation": OWN_SCAFFOLD | changes}})
-
-
 def test_keywords_that_the_class_does_not_have_end_the_run(home: Path) -> None:
     absent = ("--set", "institution.aggregation.absent=1")
     done = invoke("run", home / "lab.toml", "--direct", *absent, "--runs", home / "runs")

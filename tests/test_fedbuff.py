@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedstrata.common.accounting.work import Work
-from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.tiers import Closing, Tier
 from fedstrata.common.methods.selection import ClientSelection, ResultFacts
@@ -439,36 +438,3 @@ def test_a_lab_of_processes_is_replayed_bit_for_bit(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "the same model, bit for bit"), (
         done.stderr
     )
-
-
-@pytest.mark.parametrize(
-    ("keys", "problem"),
-    [
-        (
-            {"closing": {"rule": "quorum", "quorum": 1, "deadline_s": 1}},
-            "closing.rule = 'quorum': the rule fedbuff",
-        ),
-        (
-            {"selection": {"name": "round_robin"}},
-            "selection.name = 'round_robin': the rule fedbuff goes without it",
-        ),
-        (
-            {"norm_bound": {"action": "clip"}},
-            "norm_bound.action = 'clip': the rule fedbuff goes without it",
-        ),
-        (
-            {"epoch_control": {"name": "tempo"}},
-            "epoch_control.name = 'tempo': it compares the uploads of a global",
-        ),
-        (
-            {"participation": 0.5, "aggregation": {"buffer": 3}},
-            "buffer = 3: more than the 2 children that train at",
-        ),
-    ],
-)
-def test_what_does_not_go_with_it_is_refused(keys: Mapping[str, Any], problem: str) -> None:
-    rule = {"name": "fedbuff", **keys.get("aggregation", {})}
-    with pytest.raises(InvalidExperiment, match=problem):
-        parse(
-            {"topology": {"institutions": 0, "devices": 4}, "cloud": {**keys, "aggregation": rule}}
-        )

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file
 
 from fedstrata.common.accounting.work import TrainingPath
-from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.learning import datasets, models
@@ -128,33 +127,6 @@ def test_matching_finds_the_order_of_own_initial_models_and_keeps_that_of_the_sa
         found[rule], scores[rule] = tensors(path), Run(path).rounds[0].score or 0.0
     assert [found[rule] == found["fedavg"] for rule in ("fedma", "gamf")] == [not own] * 2
     assert (scores["fedavg"] + 0.05 < min(scores["fedma"], scores["gamf"])) is own, scores
-
-
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        (
-            {"model": {"initial": "runs/one", "same_initial": False}},
-            r"begin with model\.initial\. Omit one",
-        ),
-        (
-            {"training": {"trainer": "mine:Trainer"}, "model": {"same_initial": False}},
-            r"has its arrays\. Omit it",
-        ),
-        (
-            {"transfer": {"wan": {"up": "delta+int8"}}},
-            r"'delta\+int8' rounds differences.*Use fp32, or",
-        ),
-    ],
-)
-def test_what_does_not_fit_is_refused(changes: dict[str, Any], problem: str) -> None:
-    with pytest.raises(InvalidExperiment, match=rf"model\.same_initial = False: .*{problem}"):
-        parse(
-            {
-                **{key: value for key, value in LAB.items() if key in ("model", "topology")},
-                **changes,
-            }
-        )
 
 
 def test_an_experiment_with_the_same_initial_model_has_the_keys_of_before() -> None:

@@ -251,49 +251,6 @@ def test_the_targets_decide_the_defaults(tree: dict[str, Any], loss: str, score:
     assert parse(experiment.to_json()).to_json() == experiment.to_json()
 
 
-@pytest.mark.parametrize(
-    ("tree", "problem"),
-    [
-        ({"training": {"loss": "huber"}}, r"training\.loss = 'huber': data\.targets are classes"),
-        (
-            {"data": DATA, "training": {"loss": "cross_entropy"}},
-            r"training\.loss .*: data\.targets are numbers",
-        ),
-        ({"data": DATA, "training": {"loss": "hubr"}}, "Did you mean 'huber'"),
-        ({"score": {"name": "r2"}}, r"score\.name = 'r2': data\.targets are classes"),
-        ({"score": {"name": "a:b"}}, r"score\.better: "),
-        ({"data": DATA, "score": {"better": "lower"}}, "r2 is better when higher"),
-        ({"score": {"target": 0.5}}, r"score\.target = 0\.5: unknown key"),
-        (
-            {"data": DATA, "training": {"objective": {"name": "cross_entropy"}}},
-            r"training\.objective\.name",
-        ),
-        ({"data": DATA, "training": {"objective": {"name": "fedgen"}}}, r"fedgen.* needs labels"),
-        (
-            {"data": DATA, "cloud": {"aggregation": {"name": "feddf"}}},
-            r"cloud\.aggregation\.name = 'feddf': it needs",
-        ),
-        (
-            {"data": {**DATA, "partition": "dirichlet"}},
-            r"data\.partition = 'dirichlet': .*Set data\.bins",
-        ),
-        ({"data": {**DATA, "partition": "shards"}}, r"data\.partition = 'shards'"),
-        (
-            {"data": {"targets": "numbers"}},
-            r"data\.targets = 'numbers': the samples of digits have classes",
-        ),
-        (
-            {"data": {"partition": "private"}},
-            r"data\.partition = 'private': digits is the same on every node",
-        ),
-        ({"data": {**DATA, "bins": 5}}, r"data\.bins = 5: no effect"),
-    ],
-)
-def test_what_does_not_fit_is_refused(tree: dict[str, Any], problem: str) -> None:
-    with pytest.raises(InvalidExperiment, match=problem):
-        parse(tree)
-
-
 def test_a_target_is_reached_in_the_scores_direction() -> None:
     assert Score(name="r2").reached(0.5, 0.5) and not Score(name="r2").reached(0.4, 0.5)
     lower = Score(name="mean_squared_error")

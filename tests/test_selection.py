@@ -247,32 +247,6 @@ def test_oorts_scores_are_those_of_a_plain_twin() -> None:
         assert score == pytest.approx(wanted, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("table", "problem"),
-    [
-        (
-            {"name": "power_of_choice", "candidates": 2},
-            "selection.candidates = 2: 4 of 8 children take part.*Use 4 to 8",
-        ),
-        ({"name": "power_of_choice", "candidates": 9}, "selection.candidates = 9: 4 of 8 children"),
-        (
-            {"name": "fedcluster", "clusters": 3},
-            "selection.clusters = 3: 4 of 8 children take part.*Use 1 to 2",
-        ),
-        ({"name": "power_of_choise"}, "no selector has this name. Did you mean 'power_of_choice'"),
-        ({"name": "fraction", "candidates": 4}, "unknown key. It belongs to power_of_choice"),
-        ({"name": "oort", "cut_off": 0.0}, "cut_off = 0.0: too small"),
-    ],
-)
-def test_what_cannot_be_is_refused(table: Mapping[str, object], problem: str) -> None:
-    tree = {
-        "topology": {"institutions": 0, "devices": 8},
-        "cloud": {"participation": 0.5, "selection": table},
-    }
-    with pytest.raises(InvalidExperiment, match=problem):
-        parse(tree)
-
-
 OWN: Final = """
 from fedstrata.common.methods.selection import Selector
 

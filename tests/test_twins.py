@@ -149,7 +149,8 @@ def foolsgold(now: Round) -> Doubles:
     alpha = np.minimum(alpha / alpha.max(), 0.99)
     with np.errstate(divide="ignore"):
         alpha = np.clip(np.log(alpha / (1 - alpha)) + 0.5, 0, 1)
-    return alpha / alpha.sum() @ now.uploads_KD
+    weights_K: Doubles = alpha / alpha.sum()
+    return weights_K @ now.uploads_KD
 
 
 def objective(name: str, **keys: Any) -> dict[str, Any]:
