@@ -41,18 +41,12 @@ from fedstrata.device.training.work import DeviceMemory
 from tests.helpers.commands import DEMO, run_lab, table, tensors
 from tests.helpers.direct import resumed_run, run_direct
 from tests.helpers.examples import examples, slow
+from tests.helpers.rules import LAYOUT
 from tests.helpers.scenarios import KilledLab
 from tests.helpers.steps import run_steps
 from tests.helpers.vmapped import objective_trial
 from tests.helpers.vmapped_steps import problem_of
 
-LAYOUT: Final = ModelLayout.build(
-    [
-        ("weight", (40, 1000), Section.PARAMETER),
-        ("mean", (3,), Section.BUFFER),
-        ("steps", (), Section.COUNTER),
-    ]
-)
 D: Final = LAYOUT.parameters
 METHODS: Final = ("scaffold", "feddyn")
 OBJECTIVES: Final = (*METHODS, "moon")  # whose devices keep vectors; moon has no rule of its own

@@ -1,6 +1,4 @@
-"""FedBuff: the step against a plain twin, versions in flight, tasks that outlive their rounds,
-replays.
-"""
+"""FedBuff: versions in flight, tasks that outlive their rounds, replays."""
 
 from __future__ import annotations
 

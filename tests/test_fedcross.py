@@ -267,9 +267,6 @@ def test_propellers_are_distinct_in_order_partners(count: int, r: int, propeller
         np.testing.assert_allclose(weights_K, expected, rtol=1e-14)
 
 
-# What mixing keeps
-
-
 def test_values_near_one_are_distinguished() -> None:
     """All models lie within 1e-4 of each other: in float32 every cosine would be 1."""
     base = np.random.default_rng(1).normal(size=50_000)

@@ -1,6 +1,4 @@
-"""FedMR: what stays together, that nothing is lost, and that permutations are what they are drawn
-to be.
-"""
+"""FedMR: what stays together, and the end of a first stage; test_aggregators.py has its rounds."""
 
 from __future__ import annotations
 
