@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,28 +12,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.methods.baselines.refined import FedDF
-from fedstrata.common.methods.fedcda import (
-    CachedUploadRule,
-    Candidates,
-    FedCDA,
-    group,
-    plan,
-    search,
-)
+from fedstrata.common.methods.fedcda import CachedUploadRule, FedCDA, group
 from fedstrata.common.methods.optimisers import FedAdam
 from fedstrata.common.methods.rule import Aggregated, RuleContext
-from fedstrata.common.methods.statistics import Gram
 from fedstrata.common.model.layout import ModelLayout, Section
 from fedstrata.common.randomness import Purpose, generator
 from tests.helpers.commands import tensors
 from tests.helpers.direct import events, run_direct
-from tests.helpers.examples import examples, slow
+from tests.helpers.examples import slow
 from tests.helpers.rules import AddingRefiner, Report, aggregate
 
 Doubles = npt.NDArray[np.float64]
@@ -50,114 +41,6 @@ def equation_5(
         each * float(((row - mean) ** 2).sum()) for each, row in zip(smoothness, rows, strict=True)
     )
     return sum(losses) / n + apart / (2 * n)
-
-
-@dataclass
-class Problem:
-    """Cached uploads of participants, newest first, and the fixed ones of the others, with the
-    smoothness of each.
-    """
-
-    models: list[Doubles]  # of each participant [h, D]
-    losses: list[list[float]]
-    fixed: Doubles  # [n, D]
-    reference: npt.NDArray[np.float32]
-    smooth: Doubles  # of the participants
-    fixed_smooth: Doubles
-
-    def candidates(self) -> Candidates:
-        rows = [row.astype(np.float32) for own in self.models for row in own]
-        z = self.reference.astype(np.float64)
-        total = self.fixed.sum(axis=0) - len(self.fixed) * z
-        products = Gram.of(rows, self.reference, along=lambda columns: total[columns])
-        places = iter(range(len(rows)))
-        of = [[next(places) for _ in own] for own in self.models]
-        smooth_C = np.repeat(self.smooth, [len(each) for each in of])
-        weighted = self.fixed_smooth @ (self.fixed - z) if len(self.fixed) else np.zeros_like(z)
-        weighted_C = np.array([(row.astype(np.float64) - z) @ weighted for row in rows])
-        losses_C = np.array([loss for own in self.losses for loss in own])
-        fixed_L = float(self.fixed_smooth.sum())
-        return Candidates(products, losses_C, of, len(self.fixed), smooth_C, weighted_C, fixed_L)
-
-    def value(self, taken: Mapping[int, int]) -> float:
-        """Return (5) for the participants' choices so far, beside the fixed models."""
-        rows = [*self.fixed, *(self.models[p][c] for p, c in taken.items())]
-        losses = [0.0] * len(self.fixed) + [self.losses[p][c] for p, c in taken.items()]
-        return equation_5(rows, losses, [*self.fixed_smooth, *(self.smooth[p] for p in taken)])
-
-
-def brute_force(problem: Problem, groups: Sequence[Sequence[int]]) -> tuple[list[int], float]:
-    """Return each participant's choice, and the smallest gap between the best combination and the
-    second best.
-    """
-    kept: dict[int, int] = {}
-    gap = math.inf
-    for members in groups:
-        combinations = list(itertools.product(*(range(len(problem.models[p])) for p in members)))
-        values = [
-            problem.value(kept | dict(zip(members, choice, strict=True))) for choice in combinations
-        ]
-        ordered = sorted(values)
-        if len(ordered) > 1:
-            gap = min(gap, (ordered[1] - ordered[0]) / max(1.0, abs(ordered[0])))
-        kept |= dict(zip(members, combinations[values.index(ordered[0])], strict=True))
-    return [kept[p] for p in range(len(problem.models))], gap
-
-
-@st.composite
-def problems(draw: st.DrawFn) -> Problem:
-    random = np.random.default_rng(draw(st.integers(0, 10_000)))
-    participants, columns = draw(st.integers(1, 4)), draw(st.integers(1, 5))
-    depths = [draw(st.integers(1, 3)) for _ in range(participants)]
-    models = [
-        random.normal(size=(h, columns)).astype(np.float32).astype(np.float64) for h in depths
-    ]
-    losses = [random.uniform(0, 2, h).tolist() for h in depths]
-    fixed = (
-        random.normal(size=(draw(st.integers(0, 4)), columns)).astype(np.float32).astype(np.float64)
-    )
-    reference = random.normal(size=columns).astype(np.float32)
-    # None: each child has its own, as the paper proposes
-    equal = draw(st.sampled_from([0.0, 0.1, 1.0, 10.0, None]))
-    smooth = [
-        random.uniform(0, 5, n) if equal is None else np.full(n, equal)
-        for n in (participants, len(fixed))
-    ]
-    return Problem(models, losses, fixed, reference, *smooth)
-
-
-def chosen_places(problem: Problem, chosen: Sequence[int]) -> list[int]:
-    return [own.index(c) for own, c in zip(problem.candidates().of, chosen, strict=True)]
-
-
-@examples(400)
-@given(problem=problems(), groups=st.integers(1, 5), seed=st.integers(0, 100))
-def test_the_search_is_brute_force_on_equation_5(problem: Problem, groups: int, seed: int) -> None:
-    parts = group(len(problem.models), groups, np.random.default_rng(seed))
-    expected, gap = brute_force(problem, parts)
-    assume(gap > 1e-9)
-    candidates = problem.candidates()
-    choice = plan(candidates, parts)
-    assert chosen_places(problem, choice.chosen) == expected
-    selected = [*problem.fixed, *(own[c] for own, c in zip(problem.models, expected, strict=True))]
-    mean = sum(selected) / len(selected)
-    apart = [float(np.linalg.norm(own[0] - mean)) for own in problem.models]
-    found = choice.distances([own[0] for own in candidates.of], len(selected))
-    np.testing.assert_allclose(found, apart, rtol=1e-6, atol=1e-6)
-
-
-def test_the_newest_wins_ties() -> None:
-    row = np.ones((3, 4))
-    losses = [[0.5, 0.5, 0.5], [0.5, 0.5 + 1e-15, 0.5 - 1e-15]]
-    problem = Problem(
-        [row, row], losses, np.ones((1, 4)), np.zeros(4, np.float32), np.ones(2), np.ones(1)
-    )
-    candidates = problem.candidates()
-    found = search(candidates, candidates.of)
-    assert found == [0, 3]
-    candidates.losses_C[5] = 0.4999
-    found = search(candidates, candidates.of)
-    assert found == [0, 5]
 
 
 @given(participants=st.integers(1, 30), groups=st.integers(1, 40), seed=st.integers(0, 50))
@@ -325,6 +208,15 @@ def test_rounds_are_the_twins(
         held = sum(len(queue) for queue in node.queues.values())
         room = int(MEMORY_MB[memory] * 1e6 // LAYOUT.row_bytes)
         assert files == max(0, held - room)
+
+
+@pytest.mark.parametrize(("oldest", "chosen"), [(0.5 - 1e-15, 2), (0.4999, 0)])
+def test_the_newest_wins_ties(oldest: float, chosen: int) -> None:
+    rule = Node(FedCDA(depth=3, warmup_rounds=0)).rule
+    for r, loss in enumerate((oldest, 0.5 + 1e-15, 0.5)):
+        ((row, _),) = rule.dispatch(r, "ab")
+        outcome = aggregate(rule, r, "ab", np.stack([row, row]), [Report(1, loss)] * 2)
+    assert outcome.facts["selected"] == {"a": chosen, "b": chosen}
 
 
 def test_the_sum_that_runs_along_does_not_drift() -> None:
