@@ -165,8 +165,8 @@ def test_the_last_steps_of_those_that_answered_are_kept(distance: str, tmp_path:
     rule = rule_of(distance)
     selection = selection_of(rule)
     last = np.zeros((len(NAMES), LAYOUT.parameters))
+    received = np.zeros(LAYOUT.columns)
     for r in range(8):
-        received = LAYOUT.floats(rule.model).astype(np.float64)
         missing = NAMES[r : r + 2]
         chosen, uploads, outcome = play(rule, selection, r, missing=missing)
         draws = outcome.facts["draws"]
@@ -175,6 +175,7 @@ def test_the_last_steps_of_those_that_answered_are_kept(distance: str, tmp_path:
         for child, upload in zip(chosen, uploads, strict=True):
             if child not in missing:
                 last[NAMES.index(child)] = (upload - received)[: LAYOUT.parameters]
+        received = LAYOUT.floats(rule.model).astype(np.float64)
     rule.save(tmp_path)
     steps = np.fromfile(tmp_path / "steps", np.float32).reshape(last.shape).astype(np.float64)
     np.testing.assert_allclose(steps, last, rtol=0, atol=1e-5)
