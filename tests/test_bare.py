@@ -122,13 +122,30 @@ def __getattr__(name):
 """
 
 
-def bare(home: Path, *words: str, lacks: list[str] = LACKS) -> subprocess.CompletedProcess[str]:
+# Runs commands by forks of one process; each is read from standard input.
+FORKS: Final = """
+import json, sys
+from tests.helpers.forked import forked
+
+done = [vars(forked(*words)) for words in json.load(sys.stdin)]
+print(json.dumps(done))
+"""
+Done = subprocess.CompletedProcess[str]
+
+
+def bare(home: Path, *words: str, lacks: list[str] = LACKS) -> Done:
+    return python(home, "-m", "fedstrata", *words, lacks=lacks)
+
+
+def python(home: Path, *words: str, lacks: list[str] = LACKS, given: str = "") -> Done:
+    """Run Python where packages are missing."""
     path = os.pathsep.join([str(home / "site"), str(ROOT)])
     env = {**os.environ, "PYTHONPATH": path, "LACKS": json.dumps(lacks), "NO_COLOR": "1"}
-    line = [sys.executable, "-m", "fedstrata", *words]
+    line = [sys.executable, *words]
     return subprocess.run(
-        line, cwd=home, capture_output=True, text=True, timeout=60, check=False, env=env
-    )
+        line, cwd=home, capture_output=True, text=True, timeout=200, check=False, env=env,
+        input=given,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -173,14 +190,31 @@ def test_each_command_has_a_call() -> None:
     assert {name for name, _ in commands()} == set(CALLS)
 
 
+@pytest.fixture(scope="module")
+def called(home: Path) -> dict[str, list[Done]]:
+    """Return what each command did: first its help."""
+    places = {"run": (home / "run").resolve(), "other": (home / "other").resolve()}
+    lines = [
+        (name, shlex.split(f"{name} {words.format(**places)}"))
+        for name, calls in CALLS.items()
+        for words in ("--help", *(words for words, _, _ in calls))
+    ]
+    ran = python(home, "-c", FORKS, given=json.dumps([words for _, words in lines]))
+    assert ran.returncode == 0, ran.stderr
+    found: dict[str, list[Done]] = {name: [] for name in CALLS}
+    for (name, _), each in zip(lines, json.loads(ran.stdout), strict=True):
+        found[name].append(subprocess.CompletedProcess(**each))
+    return found
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(CALLS))
-def test_a_command_without_extras_gives_a_result_or_one_line(name: str, home: Path) -> None:
-    helped = bare(home, *name.split(), "--help")
+def test_a_command_without_extras_gives_a_result_or_one_line(
+    name: str, called: dict[str, list[Done]]
+) -> None:
+    helped, *ran = called[name]
     assert helped.returncode == 0 and "Usage: " in helped.stdout and not helped.stderr
-    for words, code, end in CALLS[name]:
-        given = words.format(run=(home / "run").resolve(), other=(home / "other").resolve())
-        done = bare(home, *name.split(), *shlex.split(given))
+    for (words, code, end), done in zip(CALLS[name], ran, strict=True):
         assert done.returncode == code, (words, done.stdout, done.stderr)
         assert "Traceback" not in done.stderr and "Error" not in done.stderr.replace(
             "NotFoundError", ""

@@ -19,6 +19,7 @@ from typer.testing import CliRunner, Result
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.host.processes import bound
 from fedstrata.deploy.cli.main import app
+from tests.helpers.forked import forked
 from tests.helpers.null_lab import MODEL_BYTES
 from tests.simulation.lab import ScenarioLab
 
@@ -92,8 +93,9 @@ def run_lab(
     env: Mapping[str, str] | None = None,
 ) -> Path:
     """Run a whole lab by `fedstrata run`, `pairs` overriding keys, and return the run's folder."""
-    words = ["--runs", runs, "--format", "json", *sets(*pairs), *flags]
-    done = fedstrata("run", experiment, *words, null=null, env=env)
+    words: list[str | Path] = ["run", experiment, "--runs", runs, "--format", "json"]
+    words += [*sets(*pairs), *flags]
+    done = forked(*words) if "--direct" in flags else fedstrata(*words, null=null, env=env)
     assert done.returncode == 0, done.stderr
     return folder_in(done.stdout)
 
