@@ -459,26 +459,6 @@ def test_the_result_of_a_process_that_died_is_no_result_of_the_round() -> None:
     assert one.coordinator.timeline.last_result == 9.0
 
 
-def test_a_restart_after_the_result_was_taken_changes_nothing() -> None:
-    one = OneParent(2)
-    one.finish("device-0", 1.0)
-    one.presence("device-0", NodeState.READY, 2.0, session="new")
-    assert [name for name, _ in one.tasks(2.0)] == ["device-1"]
-    one.finish("device-1", 3.0)
-    assert set(one.closed().results) == set(one.names)
-
-
-def test_a_model_that_its_child_no_longer_holds_is_asked_for_again() -> None:
-    one = OneParent(1)
-    one.result("device-0", 1.0)
-    one.coordinator.retry("device-0", one.key, now=2.0)
-    assert len(one.tasks(2.0)) == 1
-    one.coordinator.accept("device-0", one.key, now=2.1)
-    assert not any(isinstance(event, Closed) for event in one.events())
-    one.finish("device-0", 3.0)
-    one.closed()
-
-
 def test_messages_about_another_round_change_nothing() -> None:
     one = OneParent(1)
     for key in (Key(0, 2, 0), Key(0, 3, 1), Key(1, 3, 0)):

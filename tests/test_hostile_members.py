@@ -27,10 +27,7 @@ from fedstrata.common.accounting.work import Work
 from fedstrata.common.errors import Flooded, InvalidExperiment, RefusedModel, WireError
 from fedstrata.common.experiment.reading import announced, parse
 from fedstrata.common.learning import datasets, splits
-from fedstrata.common.metrics import Metrics
 from fedstrata.common.model.layout import ROW_BYTES_MOST, ModelLayout
-from fedstrata.common.net.address import BrokerAddress
-from fedstrata.common.net.connection import Handlers
 from fedstrata.common.protocol import serialization, topics
 from fedstrata.common.protocol.admission import (
     ANSWERS_MOST,
@@ -50,7 +47,6 @@ from fedstrata.common.protocol.limits import (
     task_limits,
 )
 from fedstrata.common.protocol.messages import (
-    About,
     Alive,
     Announcement,
     Ask,
@@ -78,8 +74,7 @@ from fedstrata.common.protocol.peers import ToChildren
 from fedstrata.common.protocol.presence import ASK_FIRST_S, Identity
 from fedstrata.common.protocol.round_state import ChildState
 from fedstrata.common.runtime.discovery import Found, _play
-from fedstrata.common.runtime.roll import ASKERS_MOST, RollEntry
-from fedstrata.common.runtime.world import Host
+from fedstrata.common.runtime.roll import RollEntry
 from fedstrata.common.settings.data import Data, root_below, samples_most
 from fedstrata.common.settings.links import LinkSettings
 from fedstrata.common.text import JSON_MOST
@@ -578,54 +573,6 @@ def test_the_default_data_root_is_the_folder_of_the_process(
         root_below(Data(dataset="mnist", root="/etc"), "device-0", allowed=Path())
     # digits have no files
     assert root_below(Data(root="/etc"), "device-0", allowed=Path()) == "/etc"
-
-
-# The roll
-
-
-def test_one_that_asks_for_the_roll_all_the_time_takes_no_answer_from_another_one() -> None:
-    answers: list[str] = []
-
-    class NoConnection:
-        def publish(self, topic: str, body: bytes, *, qos: int) -> None:
-            answers.append(topics.parse(topic).asker)  # type: ignore[union-attr]
-
-    class NoWorld:
-        received: Callable[[str, bytes, bool], None]
-
-        def connection(
-            self, address: BrokerAddress, handlers: Handlers, **options: object
-        ) -> NoConnection:
-            self.received = handlers.received
-            return NoConnection()
-
-        def token(self, nbytes: int) -> str:
-            return "0" * nbytes
-
-        def wall(self) -> float:
-            return 1.5e9
-
-    async def ask() -> None:
-        world = NoWorld()
-        host = Host(BrokerAddress("h"), 1.0, Metrics(), lab=LAB, world=world)  # type: ignore[arg-type]
-        RollEntry(host, "d", role="device", parent="cloud")
-        # longer than 64 characters, escaped: nobody repeats it
-        for nonce in ("n" * 65, "\x1b" * 11):
-            world.received(
-                topics.ask(LAB, topics.ALL, "shouter"),
-                serialization.encode(Question(nonce, About.ENTRY), "n"),
-                False,
-            )
-        body = serialization.encode(Question("n", About.ENTRY), "n")
-        for asker in [*["mallory"] * 1000, "person", *(f"x{number}" for number in range(100))]:
-            world.received(topics.ask(LAB, topics.ALL, asker), body, False)
-
-    asyncio.run(ask())
-    assert (
-        Counter(answers)["mallory"] == 1
-        and Counter(answers)["person"] == 1
-        and len(answers) == ASKERS_MOST
-    )
 
 
 # A lab of processes

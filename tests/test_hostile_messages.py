@@ -1,31 +1,21 @@
-"""Messages that are no good: any bytes on any topic, and results that cannot be used."""
+"""Results that cannot be used."""
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import logging
 import math
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from xxhash import xxh3_64_digest
 
-from fedstrata.common.errors import RunFailed, WireError
+from fedstrata.common.errors import RunFailed
 from fedstrata.common.model.layout import ModelLayout
-from fedstrata.common.protocol import serialization, topics
-from fedstrata.common.protocol.admission import Refusal
 from fedstrata.common.protocol.manifest import describe
-from fedstrata.common.protocol.messages import Ask, Preparing, Result, Task
-from fedstrata.common.settings.links import LinkSettings
+from fedstrata.common.protocol.messages import Result
 from tests.helpers.nodes import (
     FINE,
-    LAB,
-    PARENT,
-    RUN,
     Facts,
     assert_models,
     child_of,
@@ -43,146 +33,8 @@ from tests.helpers.records import with_work
 from tests.helpers.sites import SimulatedSite, until, virtual
 
 MANY = 2**63 - 1
-CYCLE_S = 0.4
-LARGE = serialization.encode(Preparing(1, "\x1b" * 20_000_000), "s")
 
 Change = Callable[[Result], Result]
-
-
-# Any bytes on any topic
-
-
-def rubbish(draw: random.Random) -> list[bytes]:
-    """Return bytes that are no message: random ones, cut ones, deep ones, wrong versions, kinds,
-    fields.
-    """
-    whole = serialization.encode(Ask("0" * 16, b"\xff", 1, 1, 8, False), "s")
-    packed = [
-        draw.randbytes(draw.randrange(1, 300)),
-        whole[8:-2],
-        whole[8:] + b"\x00",
-        b"\x91" * 3000,
-        b"\xdd\xff\xff\xff\xff",
-        b"\xc6\xff\xff\xff\xff",
-        b"\x94\x01\xa1s\x00\x00",
-        b"\x93\x02\xa1s\x63",
-        b"\x93\x02\xa1s\xd3\x80\x00\x00\x00\x00\x00\x00\x00",
-        b"\x93\x02\xa0\x06",
-    ]
-    damaged = [draw.randbytes(draw.randrange(1, 300)), whole[:-2], whole[:8]]
-    return [*damaged, *(xxh3_64_digest(body) + body for body in packed)]
-
-
-class Intruder:
-    """A client that writes on every topic of a run, again and again; it learns the blobs' ids by
-    listening.
-    """
-
-    def __init__(self, site: SimulatedSite, names: list[str]) -> None:
-        self._site = site
-        self._names = names
-        self._blobs: dict[str, set[str]] = {name: set() for name in names}
-        self._damaged: set[str] = set()
-        self.cycles = 0
-
-    async def run(self) -> None:
-        self._site.network.hooks.append(lambda message: self._listen(message.topic, message.body))
-        for cycle in itertools.count():
-            for topic, body, retain in list(self._cycle(random.Random(cycle))):
-                self._site.inject(topic, body, retain=retain)
-            self.cycles += 1
-            await asyncio.sleep(CYCLE_S)
-
-    def _listen(self, topic_text: str, body: bytes) -> None:
-        try:
-            topic = topics.parse(topic_text)
-            message = (
-                serialization.decode(body)[1] if isinstance(topic, topics.InboxTopic) else None
-            )
-        except WireError:
-            return
-        if isinstance(topic, topics.InboxTopic) and isinstance(message, (Task, Result)):
-            self._blobs.get(topic.sender, set()).add(message.model.blob)
-
-    def _cycle(self, draw: random.Random) -> Iterator[tuple[str, bytes, bool]]:
-        for node in self._names:
-            for body in [*rubbish(draw), LARGE, b""]:
-                yield topics.state(LAB, RUN, node), body, draw.random() < 0.5
-                yield topics.spec(LAB, RUN, node), body, draw.random() < 0.5
-                yield topics.ask(LAB, PARENT, node), body, draw.random() < 0.2
-            for sender in sorted({*self._names, "intruder"} - {node}):
-                for body in [*rubbish(draw), LARGE, b""]:
-                    yield topics.inbox(LAB, RUN, node, sender), body, draw.random() < 0.2
-            yield from self._streams(node, draw)
-
-    def _streams(self, node: str, draw: random.Random) -> Iterator[tuple[str, bytes, bool]]:
-        unknown = f"{draw.getrandbits(64):016x}"
-        for blob in [*sorted(self._blobs[node]), unknown]:
-            for stream in (topics.ALL, *self._names):
-                yield (
-                    topics.chunk(LAB, RUN, node, stream, blob, 999_999_999, 10**17),
-                    draw.randbytes(50),
-                    False,
-                )
-                yield topics.chunk(LAB, RUN, node, stream, blob, 0, 10**17), LARGE, False
-                yield f"fs1/{LAB}/{RUN}/{node}/blob/{stream}/{blob}/-1/x", draw.randbytes(50), False
-                yield f"fs1/{LAB}/{RUN}/{node}/blob/{stream}/{blob}/{'9' * 30}/1", b"", False
-            if blob not in self._damaged:  # one that hits: it must be asked for again
-                self._damaged.add(blob)
-                yield (
-                    topics.chunk(LAB, RUN, node, topics.ALL, blob, 3, 10**17),
-                    draw.randbytes(50),
-                    False,
-                )
-
-
-@virtual
-async def test_a_round_survives_any_bytes_on_any_topic(site: SimulatedSite) -> None:
-    layout = layout_of(2_000_000)
-    names = ["device-0", "device-1", "device-2"]
-    places = {name: place for place, name in enumerate(names)}
-    link = LinkSettings(up_mbit=24.0, down_mbit=24.0)
-    parent = parent_of(site, names, layout=layout, transfer=FINE, link=link)
-    children = [child_of(site, name, transfer=FINE, link=link) for name in names]
-    intruder = Intruder(site, [PARENT, *names])
-
-    async def flooded() -> None:
-        before = intruder.cycles
-        await until(lambda: intruder.cycles > before + 1)
-
-    flood = asyncio.create_task(intruder.run())
-    tasks = [serving(site, child, layout, place, flooded) for place, child in enumerate(children)]
-    async with together(living(site, parent), flood, *tasks):
-        await until(lambda: intruder.cycles)
-        row = drawn(layout, 1)
-        played = await play(parent, row)
-        assert_models(played, row, layout=layout, places=places)
-        assert parent.session.coordinator.refused == 0
-        assert intruder.cycles >= 5
-        refused = [endpoint.session.link.refusals.total for endpoint in (parent, *children)]
-        assert min(refused) > 50, refused
-        assert (
-            min(
-                endpoint.session.link.refusals.of(Refusal.LARGE) for endpoint in (parent, *children)
-            )
-            > 5
-        )
-        for endpoint, before in zip((parent, *children), refused, strict=True):
-            await until(
-                lambda endpoint=endpoint, before=before: (
-                    endpoint.session.link.refusals.total > before
-                )
-            )
-    # What it left behind on the broker harms nobody who comes later.
-    parent = parent_of(site, names, layout=layout)
-    children = [child_of(site, name) for name in names]
-    tasks = [serving(site, child, layout, place) for place, child in enumerate(children)]
-    async with together(living(site, parent), *tasks):
-        played = await play(parent, row)
-        assert_models(played, row, layout=layout, places=places)
-
-
-# Results that cannot be used
 
 
 def lies(layout: ModelLayout) -> dict[str, tuple[Change, str]]:

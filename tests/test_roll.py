@@ -5,6 +5,7 @@ answers.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -20,7 +21,14 @@ from fedstrata.common.host.examination import Finding
 from fedstrata.common.metrics import Metrics
 from fedstrata.common.protocol import serialization, topics
 from fedstrata.common.protocol.messages import About, Here, Message, Question
-from fedstrata.common.runtime.roll import SESSIONS_KEPT, Answer, Resources, RollEntry, call_rolls
+from fedstrata.common.runtime.roll import (
+    ASKERS_MOST,
+    SESSIONS_KEPT,
+    Answer,
+    Resources,
+    RollEntry,
+    call_rolls,
+)
 from fedstrata.common.runtime.world import Host, World
 from fedstrata.common.settings.topology import CLOUD
 from fedstrata.deploy.cli import roles
@@ -313,6 +321,30 @@ async def test_the_roll_has_who_answers_and_what_they_do(site: SimulatedSite) ->
     assert [each.node for each in await roll(site)] == ["device-0", "device-1", "device-1"]
     for each in (first, second, of_the_same_name):
         each.task.cancel()
+
+
+@virtual
+async def test_one_that_asks_for_the_roll_all_the_time_takes_no_answer_from_another_one(
+    site: SimulatedSite,
+) -> None:
+    node = Listed(site, "device-0")
+    await asyncio.sleep(1)
+    site.routed.clear()
+
+    def ask(asker: str, nonce: str) -> None:
+        question = serialization.encode(Question(nonce, About.ENTRY), "n")
+        site.inject(topics.ask(LAB, topics.ALL, asker), question)
+
+    for nonce in ("n" * 65, "\x1b" * 11):  # longer than 64 characters, escaped
+        ask("shouter", nonce)
+    for asker in [*["mallory"] * 1000, "person", *(f"x{number}" for number in range(100))]:
+        ask(asker, "n")
+    await asyncio.sleep(0.05)
+    answers = [topics.parse(each.topic) for each in site.routed]
+    answered = Counter(topic.asker for topic in answers if isinstance(topic, topics.AnswerTopic))
+    assert answered["mallory"] == answered["person"] == 1 and not answered["shouter"]
+    assert answered.total() == ASKERS_MOST
+    node.task.cancel()
 
 
 @virtual

@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import re
-from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
 import pytest
 import typer
 
-from fedstrata.common.accounting.child_report import ChildReport
 from fedstrata.common.accounting.counters import packet_bytes
 from fedstrata.common.experiment.reading import parse
-from fedstrata.common.protocol import serialization, topics
-from fedstrata.common.protocol.messages import (
-    Ask,
-    NodeState,
-    Presence,
-    Question,
-    Reports,
-    Result,
-    Task,
-)
-from fedstrata.common.protocol.presence import CHALLENGED_MOST
+from fedstrata.common.protocol.messages import Result, Task
 from fedstrata.common.settings.topology import CLOUD
 from fedstrata.deploy.local.agents import run_agents
 from fedstrata.deploy.simulation.broker import Routed
@@ -40,14 +25,9 @@ from tests.helpers.scenarios import (
     MODEL_BYTES,
     TREE,
     OtherAgents,
-    ended_with,
-    inbox,
     is_for,
     lab,
-    quorum,
-    run_of,
     survived,
-    undisturbed,
     warned,
 )
 from tests.simulation.lab import ScenarioLab
@@ -167,110 +147,6 @@ def test_an_institution_names_a_device_again_and_again_whose_parent_is_mistyped(
 # 8. Floods and duplicates
 
 
-async def pour(
-    sim: ScenarioLab, bodies: Iterable[tuple[str, bytes]], *, at_once: int = 100
-) -> None:
-    """Publish messages, so many in each 10 ms."""
-    for number, (topic, body) in enumerate(bodies):
-        sim.inject(topic, body, qos=0)
-        if number % at_once == at_once - 1:
-            await asyncio.sleep(0.01)
-
-
-def session_of(sim: ScenarioLab, node: str) -> str:
-    retained = sim.broker().retained[topics.state(topics.DEFAULT_LAB, run_of(sim), node)]
-    return serialization.decode(retained.body)[0]
-
-
-def test_a_members_flood_of_asks_does_not_delay_its_siblings() -> None:
-    answers: list[Routed] = []
-
-    async def flood(sim: ScenarioLab) -> None:
-        sim.network.hooks.append(
-            lambda message: answers.append(message)
-            if message.topic.endswith("/device-1/inbox/institution-0") else None
-        )  # fmt: skip
-        await asyncio.sleep(2.5)
-        topic, session = inbox(sim, "institution-0", "device-1"), session_of(sim, "device-1")
-        asks = (Ask(f"{number:016x}", b"\x80", 0, 0, 8, True) for number in range(2000))
-        await pour(sim, ((topic, serialization.encode(ask, session)) for ask in asks))
-
-    links = {"check": "off", "lan": {"up_mbit": 1.0, "down_mbit": 1.0}}
-    alone, outcome = lab(tree={"links": links}), lab(flood, tree={"links": links})
-    assert outcome.ok, outcome
-    assert outcome.digest == undisturbed().digest
-    assert outcome.virtual_s < alone.virtual_s + 5.0
-    assert len(answers) < 500
-    warned(outcome, "institution-0: refused a message .too many. from device-1")
-
-
-def kept_of(names: set[str]) -> int:
-    """Return how many of these names any set, dictionary or queue of this process holds, `names`
-    aside.
-    """
-    # by type(): some of torch's objects warn when they are asked for their class
-    kinds = set | dict | deque
-    gc.unfreeze()  # containers that the imports made, too
-    containers = (
-        found for found in gc.get_objects() if issubclass(type(found), kinds) and found is not names
-    )
-    count = len(
-        {
-            name
-            for container in containers
-            for name in tuple(container)
-            if type(name) is str and name in names
-        }
-    )
-    gc.freeze()
-    return count
-
-
-def test_a_flood_of_sessions_under_a_nodes_name_ends_with_the_flood() -> None:
-    routed: list[Routed] = []
-    kept: list[int] = []
-
-    async def flood(sim: ScenarioLab) -> None:
-        sim.network.hooks.append(routed.append)
-        await asyncio.sleep(2.5)
-        for node in ("institution-0", "device-0"):
-            topic = topics.state(topics.DEFAULT_LAB, run_of(sim), node)
-            presence = Presence(NodeState.INIT, "institution")
-            sessions = {f"{number:016x}" for number in range(500)}
-            await pour(
-                sim,
-                ((topic, serialization.encode(presence, session)) for session in sorted(sessions)),
-            )
-            await asyncio.sleep(1.0)
-            kept.append(kept_of(sessions))
-
-    survived(flood, within_s=10.0)
-    assert len(routed) < 3 * 1000 + 300
-    assert max(kept) <= 2 * CHALLENGED_MOST
-
-
-def test_a_flood_of_seekers_and_of_made_up_reports_costs_nothing() -> None:
-    kept: list[int] = []
-
-    async def flood(sim: ScenarioLab) -> None:
-        await asyncio.sleep(2.5)
-        seek = serialization.encode(Question("feedface"), "feedface")
-        await pour(
-            sim,
-            ((topics.ask(topics.DEFAULT_LAB, "cloud", f"seeker-{n}"), seek) for n in range(500)),
-        )
-        session, topic = session_of(sim, "institution-0"), inbox(sim, "cloud", "institution-0")
-        made_up = {f"made-up-{number}" for number in range(500)}
-        sim.inject(
-            topic, serialization.encode(Reports(tuple(map(ChildReport, sorted(made_up)))), session)
-        )
-        await asyncio.sleep(1.0)
-        kept.extend([kept_of(made_up), kept_of({f"seeker-{number}" for number in range(500)})])
-
-    survived(flood, within_s=5.0)
-    assert kept == [0, 0]
-
-
 async def start_again(sim: ScenarioLab, *nodes: str) -> int:
     """Run a second process of one or more nodes to its end and return its exit code."""
     host = f"second {nodes[0]}"
@@ -329,39 +205,6 @@ def test_a_wan_that_is_slower_than_the_lan_ends_no_run() -> None:
     assert outcome.ok, outcome
     crossing_s = 8 * model_bytes / 2e6
     assert 4 * crossing_s < outcome.virtual_s < 4 * crossing_s + 15.0
-
-
-@pytest.mark.parametrize("chunk_bytes", [32_768, 1_000_000])
-def test_chunks_that_never_arrive_end_the_run_for_lack_of_progress(chunk_bytes: int) -> None:
-    async def denied(sim: ScenarioLab) -> None:
-        sim.broker().denied.append("fs1/+/+/device-0/blob/#")
-
-    outcome = lab(denied, tree={"transfer": TREE["transfer"] | {"chunk_bytes": chunk_bytes}})
-    assert re.search("NoProgress: .*device-0 made no progress for 60 s", ended_with(outcome, CLOUD))
-    assert outcome.virtual_s < 2 * IDLE_S
-
-
-@pytest.mark.parametrize("broker_each", [False, True], ids=["one broker", "brokers of their own"])
-def test_who_is_away_when_the_run_ends_learns_of_it_later(broker_each: bool) -> None:
-    back: list[float] = []
-
-    async def away(sim: ScenarioLab) -> None:
-        links = (sim.link("institution-0"), sim.link("device-3"))
-        await asyncio.sleep(3.0)
-        for link in links:
-            link.change(cut=True)
-        while CLOUD not in sim.ended:  # noqa: ASYNC110 - nothing reports it
-            await asyncio.sleep(0.5)
-        await asyncio.sleep(20.0)
-        back.append(sim.now())
-        for link in links:
-            link.change(cut=False)
-
-    closing = quorum(1, deadline_s=0.2)
-    tree = {"cloud": {"closing": closing}, "institution": {"closing": closing}}
-    outcome = lab(away, tree=tree, broker_each=broker_each)
-    assert outcome.ok, outcome
-    assert outcome.virtual_s < back[0] + 20.0
 
 
 # bytes of a model, Mbit/s: 6 to 10 s
@@ -435,27 +278,3 @@ def test_a_broker_that_refuses_its_statistics_or_closes_then_is_asked_once(close
 
     survived(refuse, within_s=5.0)
     assert 0 < len(asked) <= 3
-
-
-def test_a_broker_that_drops_connections_at_once_is_not_overrun() -> None:
-    connects: list[float] = []
-
-    async def drop(sim: ScenarioLab) -> None:
-        broker = sim.broker()
-        subscribe = broker.subscribe
-
-        def dropping(session: Any, filters: list[str], *, qos: int) -> list[int]:
-            if 3.0 < sim.now() < 33.0:
-                connects.append(sim.now())
-                broker.abort(session)
-                return []
-            return subscribe(session, filters, qos=qos)
-
-        broker.subscribe = dropping  # type: ignore[method-assign]
-        await asyncio.sleep(3.0)
-        for session in list(broker.sessions.values()):
-            broker.abort(session)
-
-    survived(drop, within_s=30.0 + 10.0)
-    # nine connections, which pause 2.5 to 5 s after their sixth attempt
-    assert len(connects) < 15 * 9

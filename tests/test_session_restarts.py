@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import pytest
 from session_lab import (
@@ -63,29 +63,31 @@ from tests.helpers.session_messages import BLOB, IDLE_S, inject, leave_remains, 
 # Restarts
 
 
-@pytest.mark.parametrize("state", ParticipantState)
-def test_a_parent_that_restarts_costs_no_training(state: ParticipantState) -> None:
-    lab = lab_at(state)
-    lab.restart_parent()
-    if state is ParticipantState.IDLE:
-        lab.open()
-    lab.finish()
-    assert [len(each.trained) for each in lab.children.values()] == [1, 1]
-    lab.check()
-
-
-@pytest.mark.parametrize("will_after_s", [None, 0.0, 5.0])
-@pytest.mark.parametrize("state", ParticipantState)
-def test_a_child_that_restarts_begins_again(
-    state: ParticipantState, will_after_s: float | None
-) -> None:
-    lab = lab_at(state)
+def restart_child(lab: Lab, will_after_s: float | None) -> None:
     lab.kill("device-0", will_after_s=will_after_s)
     lab.start("device-0")
+
+
+RESTARTS: Final[Mapping[str, Callable[[Lab], None]]] = {
+    "the parent": lambda lab: lab.restart_parent(),
+    "a child without a will": lambda lab: restart_child(lab, None),
+    "a child": lambda lab: restart_child(lab, 0.0),
+    "a child whose will is late": lambda lab: restart_child(lab, 5.0),
+    "a broker that is empty then": lambda lab: lab.restart_broker(down_s=1.0, retained={}),
+    "a broker": lambda lab: lab.restart_broker(down_s=1.0),
+}
+
+
+@pytest.mark.parametrize("who", RESTARTS)
+@pytest.mark.parametrize("state", ParticipantState)
+def test_a_restart_costs_what_the_process_was_training(state: ParticipantState, who: str) -> None:
+    lab = lab_at(state)
+    RESTARTS[who](lab)
     if state is ParticipantState.IDLE:
         lab.open()
     lab.finish()
-    assert len(lab.child.trained) == (state is not ParticipantState.DONE)
+    again = who.startswith("a child") and state is ParticipantState.DONE
+    assert len(lab.child.trained) == (not again)
     assert len(lab.children["device-1"].trained) == 1
     lab.check()
 
@@ -221,14 +223,6 @@ def test_a_parent_that_never_comes_back_is_gone_after_idle_s() -> None:
     assert child.of(ParentGone) == [ParentGone()]
     lab.rest(3 * IDLE_S)
     assert child.of(ParentGone) == [ParentGone()]  # once
-
-
-def test_a_parent_that_was_away_for_less_is_not_gone() -> None:
-    lab, child = gone_parent()
-    lab.rest(IDLE_S - 10.0)
-    lab.restart_parent()
-    lab.rest(2 * IDLE_S)
-    assert not child.of(ParentGone) and set(lab.round().results) == {"device-0"}
 
 
 # The end

@@ -16,7 +16,6 @@ from session_lab import (
     PARENT,
     RUN,
     Lab,
-    lab_at,
     manifest_of,
     model_of,
     names_of,
@@ -367,16 +366,6 @@ def test_an_old_store_ends_nobody_whose_parent_lives(store: str) -> None:
     lab.finish()
     for child in lab.children.values():
         assert child.of(RunEnded) == [] and len(child.trained) == 1
-    lab.check()
-
-
-@pytest.mark.parametrize("store", ["empty", "kept"])
-@pytest.mark.parametrize("state", [s for s in ParticipantState if s is not ParticipantState.IDLE])
-def test_a_broker_that_restarts_costs_no_training(state: ParticipantState, store: str) -> None:
-    lab = lab_at(state)
-    lab.restart_broker(down_s=1.0, retained={} if store == "empty" else None)
-    lab.finish()
-    assert all(len(each.trained) == 1 for each in lab.children.values())
     lab.check()
 
 

@@ -27,7 +27,6 @@ from fedstrata.deploy.simulation.hardware import Durations
 from fedstrata.deploy.simulation.link import LinkConditions
 from fedstrata.deploy.simulation.loop import START_S, Deadlock, Livelock, TimeLimit, VirtualLoop
 from fedstrata.deploy.simulation.machines import SimulatedProcess
-from fedstrata.deploy.simulation.simulated_lab import BROKER
 from fedstrata.deploy.simulation.world import SimulatedWorld
 from tests.helpers.scenarios import TREE, lab, survived, undisturbed
 from tests.helpers.sites import SimulatedSite, forever, virtual
@@ -120,27 +119,6 @@ def test_a_seed_gives_the_same_in_every_process() -> None:
         [sys.executable, __file__, "5"], env=other, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == here and here.startswith("ok")
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [
-        Fault(FaultKind.KILL, 2.0, 0.5, "device-0"),
-        Fault(FaultKind.KILL, 3.0, 0.5, "institution-0"),
-        Fault(FaultKind.KILL, 3.0, 0.5, CLOUD),
-        Fault(FaultKind.TERMINATE, 2.5, 0.0, "device-0", -3600.0, keep=False),
-        Fault(FaultKind.STOP, 2.5, 25.0, "device-0"),  # for longer than its keep-alive
-        Fault(FaultKind.PARTITION, 2.5, 25.0, "institution-0"),
-        Fault(FaultKind.WORKER, 2.5, 0.0, "device-0", 1.0),
-        *(
-            Fault(FaultKind.BROKER, 1.5, 1.0, BROKER, detail=how, clean=how == "current")
-            for how in ("empty", "current", "old")
-        ),
-    ],
-    ids=str,
-)
-def test_a_disturbed_lab_gives_the_same_model(fault: Fault) -> None:
-    assert survived(lambda sim: inject_faults(sim, (fault,))).faults
 
 
 # Links and connections

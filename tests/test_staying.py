@@ -477,15 +477,6 @@ def resources(process: subprocess.Popen[str]) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-def test_queued_clouds_that_take_the_nodes_that_are_there_follow_one_another(lab: Lab) -> None:
-    flags = ("--queue", "--set", "topology=lab")
-    clouds = [lab.cloud(SMALL, *flags, seed=seed) for seed in (1, 2, 3)]
-    for seed, cloud in enumerate(clouds, start=1):
-        ends(cloud, 0)
-        assert model_digest(lab.runs(seed)) == alone(seed)
-
-
-@pytest.mark.slow
 def test_one_run_follows_the_other_over_the_same_processes(lab: Lab) -> None:
     assert lab.run(1) == alone(1)
     foreign = lab.cloud(FOREIGN, seed=2)
@@ -566,7 +557,7 @@ def test_the_runs_of_a_sweep_follow_each_other_in_the_lab(lab: Lab) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", ["cloud", "institution", "device"])
+@pytest.mark.parametrize("first", ["cloud", "device"])
 def test_an_upgrade_of_one_role_first_is_named_by_the_commands_and_ends_with_that_of_the_others(
     lab: Lab, first: str
 ) -> None:
