@@ -33,7 +33,7 @@ from tests.simulation.outcome import model_digest
 SERVERS: Final = 3
 LAB: Final = """
 name = "cluster"
-rounds = 30
+rounds = 12
 transfer = { idle_s = 40 }
 topology = { institutions = 2, devices = 4 }
 training = { epochs = 20 }
@@ -206,30 +206,48 @@ def stack() -> Iterator[ExitStack]:
         yield opened
 
 
-@pytest.mark.parametrize(
-    ("kind", "victim"),
-    [
-        *(pytest.param(Nats, victim, marks=WITH_NATS) for victim in (None, 0, 1, 2)),
-        pytest.param(RabbitMQ, 1, marks=WITH_RABBITMQ),
-    ],
-    ids=[
-        "NATS",
-        "NATS, the cloud's",
-        "NATS, the institutions'",
-        "NATS, the devices'",
-        "RabbitMQ, the institutions'",
-    ],
-)
+@pytest.fixture(scope="module")
+def rabbit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RabbitMQ]:
+    """A cluster, which takes a minute of a core to start."""
+    with ExitStack() as opened:
+        yield RabbitMQ(tmp_path_factory.mktemp("rabbit"), opened)
+
+
+@WITH_NATS
+@pytest.mark.parametrize("victim", range(SERVERS), ids=["cloud", "institutions", "devices"])
 def test_a_lab_on_a_cluster_has_the_same_model(
-    kind: type[Cluster], victim: int | None, tmp_path: Path, stack: ExitStack
+    victim: int, tmp_path: Path, stack: ExitStack
 ) -> None:
-    cluster = kind(tmp_path, stack)
+    play_and_kill(Nats(tmp_path, stack), victim, tmp_path, stack)
+
+
+@WITH_RABBITMQ
+@pytest.mark.parametrize(("lab", "name"), [("lab", "pi.3"), ("my.lab", "pi-3")])
+def test_a_name_that_rabbitmq_does_not_carry_is_refused(
+    lab: str, name: str, rabbit: RabbitMQ
+) -> None:
+    words = ["--name", name, "--parent", "cloud", "--lab", lab, "--broker", rabbit.addresses(0)]
+    line = command("device", *words, null=True)
+    ended = subprocess.run(line, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert ended.returncode == 3 and "does not carry the dot in the name of" in ended.stderr, (
+        ended.stderr
+    )
+
+
+@WITH_RABBITMQ
+def test_a_lab_on_rabbitmq_has_the_same_model(
+    rabbit: RabbitMQ, tmp_path: Path, stack: ExitStack
+) -> None:
+    play_and_kill(rabbit, 1, tmp_path, stack)
+
+
+def play_and_kill(cluster: Cluster, victim: int, home: Path, stack: ExitStack) -> None:
+    """Play a lab, and kill a server in its third round."""
 
     def disturb() -> None:
-        if victim is not None:
-            os.killpg(cluster.servers[victim].pid, signal.SIGKILL)
+        os.killpg(cluster.servers[victim].pid, signal.SIGKILL)
 
-    play([cluster.addresses(i) for i in range(SERVERS)], LAB, tmp_path, stack, disturb=disturb)
+    play([cluster.addresses(i) for i in range(SERVERS)], LAB, home, stack, disturb=disturb)
 
 
 def play(
@@ -284,21 +302,6 @@ def play(
     assert rounds == experiment.rounds, logs
     assert [role.wait(PATIENCE_S) for role in roles] == [0] * len(roles), logs
     assert model_digest(home / "runs") == null_model(experiment)
-
-
-@WITH_RABBITMQ
-@pytest.mark.parametrize(("lab", "name"), [("lab", "pi.3"), ("my.lab", "pi-3")])
-def test_a_name_that_rabbitmq_does_not_carry_is_refused(
-    lab: str, name: str, tmp_path: Path, stack: ExitStack
-) -> None:
-    address = RabbitMQ(tmp_path, stack).addresses(0)
-    line = command(
-        "device", "--name", name, "--parent", "cloud", "--lab", lab, "--broker", address, null=True
-    )
-    ended = subprocess.run(line, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-    assert ended.returncode == 3 and "does not carry the dot in the name of" in ended.stderr, (
-        ended.stderr
-    )
 
 
 @pytest.mark.skipif(MOSQUITTO is None, reason="mosquitto is not installed")

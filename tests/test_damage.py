@@ -40,6 +40,7 @@ from fedstrata.device.pool.pool import Pool
 from fedstrata.device.training.work import LocalWork
 from tests.helpers.commands import invoke, tensors
 from tests.helpers.direct import resumed_run, run_direct
+from tests.helpers.examples import PROFILE
 from tests.simulation.trainer import settings
 
 FEEDBACK: Final = {"name": "topk", "share": 0.25, "feedback": True}
@@ -73,6 +74,7 @@ FILES: Final = {  # all that it left, and whether its damage may end the run
     "spool/device-*/states/*": True,
 }
 SIMULATED: Final = {**FILES, "spool/*/samples": False, "spool/*/uploads": False}
+PLACES: Final = {"quick": ([6], 1), "more": ([0, 3, 9], 3), "thorough": (range(10), 12)}
 LEFT: Final = {"direct": FILES, "simulated": SIMULATED}
 CASES: Final = [  # form, kind of file, whether it is damaged in two ways alone
     *(("direct", pattern, True) for pattern in FILES),
@@ -168,15 +170,11 @@ def files_of(run: Path) -> list[str]:
 
 
 def damages(content: bytes, *, few: bool) -> Mapping[str, bytes]:
-    """Return the content cut at each tenth, and with one flipped bit at several places."""
+    """Return the content cut at some tenths, and with one flipped bit at several places."""
     size = len(content)
-    found = {
-        f"cut at {tenth} tenths": content[: size * tenth // 10]
-        for tenth in ([6] if few else range(10))
-    }
-    for number, place in enumerate(
-        np.random.default_rng(size).integers(0, 8 * max(size, 1), 1 if few else 12)
-    ):
+    tenths, bits = PLACES["quick" if few else PROFILE]
+    found = {f"cut at {tenth} tenths": content[: size * tenth // 10] for tenth in tenths}
+    for number, place in enumerate(np.random.default_rng(size).integers(0, 8 * max(size, 1), bits)):
         changed = bytearray(content)
         if size:
             changed[place // 8] ^= 1 << int(place % 8)
@@ -231,15 +229,16 @@ def test_a_damaged_file_gives_the_same_model_or_one_line(
     best = (whole / "best.safetensors").read_bytes()[-80:]
     named = [name for name in files_of(left) if fnmatchcase(name, pattern)]
     ends = 0
-    for group in damaged_together(named, each=not few and form == "direct"):
+    each = PROFILE == "thorough" and not few and form == "direct"
+    for group in damaged_together(named, each=each):
         contents = {name: damages((left / name).read_bytes(), few=few) for name in group}
         name = group[-1]
         for damage in contents[name]:
             run = tmp_path / "run"
             remove_folder(run)
             shutil.copytree(left, run)
-            for each, content in contents.items():
-                (run / each).write_bytes(content[damage])
+            for file, content in contents.items():
+                (run / file).write_bytes(content[damage])
             found = resumed(run, form)
             if isinstance(found, str):
                 ends += 1

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -332,7 +331,7 @@ SAVED = ("clusamp", "fedadam", "fedcda", "fedcross")  # each with another state
 @pytest.mark.parametrize(
     ("rule", "tier", "every"),
     slow(
-        product(RULES, ("cloud", "institution"), (1, 2)),
+        [(rule, *each) for rule in RULES for each in (("cloud", 1), ("institution", 2))],
         but=[
             (rule, "institution", 2)
             for rule in RULES

@@ -269,7 +269,7 @@ def test_two_layers_of_processes_give_the_model_of_a_direct_run(
             (folder,) = lab.runs.iterdir()
             cloud = lab.cloud(resume=folder)
         for role in (cloud, *devices):
-            role.ends(0)
+            role.ends(0, patience_s=200)
     (folder,) = lab.runs.iterdir()
     assert tensors(folder) == tensors(direct.path)
     trained = [row["node"] for row in table(folder / "devices.csv")]

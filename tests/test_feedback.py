@@ -232,9 +232,8 @@ KILLED: Final = KilledLab(merged(LAB, tiers("both", inline_bytes=0)), model_byte
 
 
 @pytest.mark.parametrize("node", ["cloud", "institution-0", "device-0"])
-@pytest.mark.parametrize("share", slow([0.3, 0.6, 0.8], but=[0.6]))
-def test_a_killed_node_continues_with_what_it_left_out(node: str, share: float) -> None:
-    KILLED.assert_same_if_killed(node, share)
+def test_a_killed_node_continues_with_what_it_left_out(node: str) -> None:
+    KILLED.assert_same_if_killed(node, 0.6)
 
 
 # Settings and their warnings

@@ -96,9 +96,12 @@ def test_one_model_goes_down_and_one_up_in_each_round_of_each_tier(undisturbed: 
 
 
 @pytest.mark.parametrize(
-    "node", slow(["region-0", "institution-1", "device-3", "cloud"], but=["region-0", "device-3"])
+    ("node", "share"),
+    slow(
+        [("region-0", 0.3), ("device-3", 0.3), ("institution-1", 0.6), ("cloud", 0.9)],
+        but=[("region-0", 0.3), ("device-3", 0.3)],
+    ),
 )
-@pytest.mark.parametrize("share", slow([0.3, 0.6, 0.9], but=[0.3]))
 def test_a_node_that_is_killed_changes_no_bit_and_no_byte_is_counted_twice(
     node: str, share: float, undisturbed: PlayedLab
 ) -> None:

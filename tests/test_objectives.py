@@ -313,8 +313,11 @@ def test_a_head_is_part_of_the_experiment() -> None:
 @pytest.mark.slow
 def test_real_agents_train_with_the_announced_objective(tmp_path: Path) -> None:
     pairs = (*SMALL, 'training.objective={name="fedprox", mu=1.0}')
+    plain = run_lab(DEMO, tmp_path / "plain", *SMALL, flags=["--direct"])
     direct = run_lab(DEMO, tmp_path / "direct", *pairs, flags=["--direct"])
-    assert tensors(run_lab(DEMO, tmp_path / "real", *pairs)) == tensors(direct)
+    real = run_lab(DEMO, tmp_path / "real", *pairs)
+    assert tensors(real) == tensors(direct)
+    assert tensors(real) != tensors(plain)
 
 
 @pytest.mark.gpu

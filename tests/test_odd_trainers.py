@@ -747,7 +747,7 @@ def test_a_training_that_waits_too_long_ends_its_worker_with_one_line(home: Path
     (home / "sitecustomize.py").write_text(
         "import fedstrata.device.training.arrays as arrays\narrays.WAITS_S = 0.0\n"
     )
-    path = written(home, {"fit": "time.sleep(30)"}, transfer={"idle_s": 1.5})
+    path = written(home, {"fit": "time.sleep(9)"}, transfer={"idle_s": 1.5})
     with pytest.raises(
         FedstrataError,
         match=r"client_fn = 'app:client_fn': it waits for 1.5 s on device-0 .*transfer.idle_s",

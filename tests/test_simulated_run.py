@@ -175,7 +175,7 @@ def test_one_worker_and_two_give_the_same_events(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize(
-    "seed", [seed for seed in range(820_000, 820_023) if seed not in OF_TRAINERS]
+    "seed", [seed for seed in range(820_000, 820_010) if seed not in OF_TRAINERS]
 )
 def test_one_worker_and_four_give_the_same_events_in_drawn_labs(seed: int, tmp_path: Path) -> None:
     """Rules, quorums, links and absences are those of the draw.

@@ -350,7 +350,7 @@ def test_a_killed_run_in_one_process_gives_the_same_model(kind: str, home: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["flower", "state"])
 def test_labs_of_processes_and_of_virtual_time_give_the_model_of_one_process(
     kind: str, home: Path
 ) -> None:

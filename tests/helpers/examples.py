@@ -1,7 +1,7 @@
 """How many examples Hypothesis draws, by HYPOTHESIS_PROFILE, and how many of many like cases are
 quick tests.
 
-`quick` (`make test`) draws 20, `more` (`make test-slow`) 60, `thorough` (`make test-all`) 200; the
+`quick` (`make test`) draws 20, `more` (`make test-slow`) 40, `thorough` (`make test-all`) 200; the
 few are among the many.
 """
 
@@ -15,7 +15,7 @@ import pytest
 from hypothesis import settings
 
 PROFILE: Final = os.environ.get("HYPOTHESIS_PROFILE", "quick")
-DRAWN: Final = {"quick": 20, "more": 60, "thorough": 200}
+DRAWN: Final = {"quick": 20, "more": 40, "thorough": 200}
 
 
 def examples(count: int) -> settings:
