@@ -192,42 +192,6 @@ def test_arrays_are_normalised_by_feature(tmp_path: Path) -> None:
         assert images.mean(0).abs().max() < 0.25 and (images.std(0) - 1).abs().max() < 0.25
 
 
-def test_constants_that_cannot_be_are_refused() -> None:
-    for choice, problem in (
-        ([[], []], "not two lists"),
-        ([[0.5], [0.0]], "not two lists"),
-        ([[0.5, 0.5], [1.0]], "not two lists"),
-        ([[0.5]], "not two lists"),
-        ([["a"], [1]], r"^data\.normalise\.0\.0 = 'a': not a number"),
-        (
-            "mean",
-            r"^data\.normalise = 'mean': not one of its values\. There are: published, own, none",
-        ),
-    ):
-        with pytest.raises(InvalidExperiment, match=problem):
-            reading.parse({"data": {"normalise": choice}})
-    private = {
-        "dataset": "folder",
-        "classes": ["a", "b"],
-        "partition": "private",
-        "normalise": "own",
-    }
-    for tree, problem in (
-        (private, "would have other constants"),
-        (
-            {"dataset": "shakespeare", "normalise": "none"},
-            "no effect with data.dataset shakespeare",
-        ),
-        ({"dataset": "shakespeare", "noise": 0.1}, r"data\.noise = 0\.1: shakespeare is text"),
-        (
-            {"dataset": "x.csv", "target_column": "y", "normalise": "own"},
-            "data.standardise to tables",
-        ),
-    ):
-        with pytest.raises(InvalidExperiment, match=problem):
-            reading.parse({"data": tree, "model": {"name": "char_lstm"}})
-
-
 def test_noise_has_its_deviation_and_is_always_the_same() -> None:
     clean, noisy = datasets.load(schema.Data()), datasets.load(schema.Data(noise=0.4))
     for name in ("train_images", "test_images"):

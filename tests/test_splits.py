@@ -246,17 +246,6 @@ def test_the_picture_has_a_cell_for_each_class_that_a_device_has() -> None:
     assert {"25", "80", "a / <x>", "b / y"} <= set(texts(figure))
 
 
-def test_folders_are_not_split(tmp_path: Path) -> None:
-    file = tmp_path / "lab.toml"
-    file.write_text('[data]\ndataset = "folder"\nclasses = ["a"]\npartition = "natural"\n')
-    done = invoke("data", "partition", file, "--out", tmp_path / "out")
-    assert (
-        done.exit_code == 4
-        and "nothing is split" in done.stderr
-        and not (tmp_path / "out").exists()
-    )
-
-
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     file = tmp_path / "lab.toml"
     file.write_text(EXPERIMENT)
@@ -372,46 +361,11 @@ def test_a_runs_folder_and_the_command_show_them(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("data", "problem"),
-    [
-        (
-            {"node_samples": 1438},
-            "data.node_samples = 1438: digits has 1438 training samples. Leave some",
-        ),
-        (
-            {"node_samples": 5, "dataset": "synthetic", "classes": 2, "samples": 5},
-            "synthetic has 5 training samples",
-        ),
-        ({**FOLDER, "node_samples": 5}, "every device has samples of its own"),
-        ({"node_samples": -1}, "data.node_samples = -1"),
-    ],
-)
-def test_impossible_numbers_are_refused(data: dict[str, Any], problem: str) -> None:
-    with pytest.raises(InvalidExperiment) as refused:
-        parse({"data": data})
-    assert problem in str(refused.value)
-
-
 def test_a_data_set_of_ones_own_may_turn_out_too_small() -> None:
     with pytest.raises(
         InvalidExperiment, match=r"data\.node_samples = 20: the data set has 20 training samples"
     ):
         splits.hold_out(20, data=holding(20).data, seed=1)
-
-
-@pytest.mark.parametrize("tier", ["cloud", "institution"])
-@pytest.mark.parametrize("name", ["feddf", "fedbe", "fedlaw"])
-def test_a_rule_that_needs_samples_is_refused_without(tier: str, name: str) -> None:
-    tree = {"topology": {"institutions": 2, "devices": 4}, tier: {"aggregation": {"name": name}}}
-    with pytest.raises(InvalidExperiment) as refused:
-        parse(tree)
-    assert str(refused.value) == (
-        f"{tier}.aggregation.name = {name!r}: needs samples at the node, and data.node_samples is "
-        "0. "
-        "Set data.node_samples, for instance to 2 % of the training samples."
-    )
-    assert parse(tree | {"data": {"node_samples": 10}}).data.node_samples == 10
 
 
 # Test samples of the devices' users

@@ -15,26 +15,10 @@ from fedstrata.common.experiment.reading import parse
 from fedstrata.common.settings.training import CrossEntropy
 from fedstrata.deploy.console.shipped import shipped_sweeps
 from fedstrata.deploy.sweeps.grid import Grid, PaperFigure, expand, load, merged
+from tests.refused import SWEEP
 
 Tree = dict[str, Any]
 FILE = Path("two-by-two.toml")
-TREE: dict[str, Any] = {
-    "title": "Two rules on two splits",
-    "seeds": 2,
-    "columns": ["method"],
-    "experiment": {"rounds": 4, "data": {"dataset": "digits"}, "training": {"epochs": 2}},
-    "axes": {
-        "split": {
-            "Dirichlet 0.1": {"data": {"partition": "dirichlet", "concentration": 0.1}},
-            "IID": {"data": {"partition": "iid"}},
-        },
-        "method": {
-            "FedAvg": {},
-            "FedCross 0.9, dynamic": {"cloud": {"aggregation": {"name": "fedcross", "alpha": 0.9}}},
-        },
-    },
-}
-
 keys = st.sampled_from(["a", "b", "c", "name"])
 trees = st.recursive(
     st.dictionaries(keys, st.integers(0, 3), max_size=3),
@@ -42,12 +26,12 @@ trees = st.recursive(
 )
 
 
-def grid(*changes: dict[str, Any], **options: Any) -> Grid:
-    return expand(merged(TREE, *changes), FILE, **options)
-
-
 def figures(rows: list[list[Any]]) -> dict[str, Any]:
     return {"paper": {"figures": rows}}
+
+
+def grid(*changes: dict[str, Any], **options: Any) -> Grid:
+    return expand(merged(SWEEP, *changes), FILE, **options)
 
 
 @given(trees, trees, trees)
@@ -223,7 +207,7 @@ def test_a_curve_is_a_measure_every_so_many_rounds() -> None:
 
 def test_the_papers_figures_find_their_cells() -> None:
     rows = [
-        ["split", *TREE["axes"]["method"]],
+        ["split", *SWEEP["axes"]["method"]],
         ["Dirichlet 0.1", [46.1, 2.3], {"from": 50, "to": 52}],
         ["IID", 60.5],
     ]
@@ -246,94 +230,6 @@ def test_the_papers_figures_find_their_cells() -> None:
             (("IID", "FedAvg"), name): PaperFigure(n, n)
             for name, n in (("final", 60), ("bytes", 3))
         }
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"titel": "t"}, "titel = 't': unknown key. Did you mean 'title'?"),
-        ({"axes": {"split": {"x": {"rounds": 0}}}}, ("cell x, FedAvg: rounds = 0: too small. Write "
-"1 or more.")),
-        ({"axes": {"split": {"x": {"roundz": 3}}}}, ("cell x, FedAvg: roundz = 3: unknown key. Did "
-"you mean 'rounds'?")),
-        ({"axes": {"target": {"80 %": {}}}}, ("axes = 'target': a key of the file's own. Give the "
-"axis another name.")),
-        ({"axes": {"none": {}}}, "axes = 'none': it has no values. Add some."),
-        ({"columns": ["methods"]}, ("columns = 'methods': no axis has this name. Did you mean "
-"'method'?")),
-        ({"rows": ["method"]}, "rows = 'method': this axis has two places. Name it once."),
-        ({"where": [{"split": "ID"}]}, ("where.split = 'ID': the axis has no such value. Did you "
-"mean 'IID'?")),
-        ({"where": [{"splits": "IID"}]}, ("where = 'splits': no axis has this name. Did you mean "
-"'split'?")),
-        ({"where": [{"skip": True}]}, "where = 'skip': no cell remains. Skip fewer."),
-        ({"experiment": {"seed": 3}}, ("experiment.seed = 3: the sweep has seeds. Set seeds "
-"instead.")),
-        ({"seeds": [1, 1]}, "seeds = [1, 1]: a seed twice. Write for instance 5, or [1, 2, 3]."),
-        ({"base": "demmo"}, ("base = 'demmo': no file and no experiment has this name. Did you "
-"mean 'demo'?")),
-        ({"measure": {"name": "seconds"}}, ("measure.name = 'seconds': cell Dirichlet 0.1, FedAvg "
-"has no target.")),
-        (
-            {"experiment": {"score": {"name": "mine:worst", "better": "lower"}}},
-            ("measure.name = 'accuracy': cell Dirichlet 0.1, FedAvg has the score mine:worst, not "
-"accuracy."),
-        ),
-        ({"measure": {"last": 2, "best": True}}, ("measure = ['last', 'best']: only one of these "
-"is possible.")),
-        ({"measure": {"name": "rounds", "last": 2}}, ("measure.last = 2: it belongs to name = "
-"'accuracy'")),
-        ({"measure": {"unit": "s"}}, "measure.unit = 's': no unit of accuracy. Remove unit."),
-        ({"measure": {"against": "FedAgv"}}, ("measure.against = 'FedAgv': no axis has this value. "
-"Did you mean")),
-        ({"measure": [{}, {}]}, ("measure.label = 'accuracy': two measures have it. Give one "
-"another label.")),
-        ({"small": {"only": {"split": ["x"]}}}, ("small.only.split = 'x': the axis has no such "
-"value.")),
-        ({"paper": {"best": {"C": ["D"]}}}, ("paper.best.C.method = 'D': the axis has no such "
-"value. There are: FedAvg")),
-        ({"paper": {"best": {"FedAvg": ["FedAvg"]}}}, ("paper.best = 'FedAvg': a value of the "
-"axis. Use another name.")),
-        ({"paper": {"best": {"C": []}}}, ("paper.best = 'C': the best of nothing. Name some "
-"values.")),
-        ({"paper": {"baseline": "Fed"}}, ("paper.baseline.method = 'Fed': the axis has no such "
-"value.")),
-        ({"axes": {"measure": {"x": {}}}}, ("axes = 'measure': a key of the file's own. Give the "
-"axis another name.")),
-        (figures([["split", "FedAgv"]]), ("paper.figures = 'FedAgv': no axis, and no value of one. "
-"Did you mean")),
-        (figures([["IID"], [3]]), ("paper.figures.1.IID = 3: it has no value of 'method'. Add a "
-"column 'method'.")),
-        (figures([["split", "FedAvg"], ["IDD", 3]]), ("paper.figures.1 = 'IDD': no value of "
-"'split'. Did you mean")),
-        (figures([["split", "FedAvg"], ["IID", "x"]]), ("paper.figures.1.FedAvg = 'x': no figure. "
-"Write a number")),
-        (figures([["split", "FedAvg"], ["IID", [3, -1]]]), ("paper.figures.1.FedAvg = [3, -1]: no "
-"figure.")),
-        (figures([["split", "FedAvg"], ["IID", 3], ["IID", 3]]), ("paper.figures.2.FedAvg = 3: "
-"this cell has a figure")),
-        (figures([["split", "FedAvg"], ["IID", 3, 4]]), ("paper.figures.1 = 4: no column. Give "
-"each figure a head.")),
-        (figures([["split", []], ["IID", 3]]), ("paper.figures = '[]': no axis, and no value of "
-"one.")),
-        (figures([["split", "FedAvg"], [["IID"], 3]]), ("paper.figures.1 = ['IID']: no value of "
-"'split'.")),
-        (figures([[], ["IID"]]), "paper.figures.1 = 'IID': no column."),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_is_refused_in_one_line(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidExperiment) as caught:
-        grid(change)
-    assert message in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_an_experiment_is_no_sweep(tmp_path: Path) -> None:
-    file = tmp_path / "one.toml"
-    file.write_text("rounds = 3\n")
-    with pytest.raises(
-        InvalidExperiment, match=r"not a sweep: it has no \[axes\]\. Use `fedstrata run`"
-    ):
-        load(file)
 
 
 # The study's sweeps

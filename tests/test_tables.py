@@ -324,39 +324,6 @@ def test_a_class_of_the_test_samples_alone_is_named(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "more", "problem"),
-    [
-        ("1,2\n3,4\n", {}, "has no header"),
-        ("", {}, "has no header"),
-        ("a,a,y\n1,2,3\n", {}, "with the same name, 'a'"),
-        ("a,,y\n1,2,3\n", {}, "without a name"),
-        ("a,yy\n1,2\n", {}, r"data\.target_column = 'y': .*no such column\. Did you mean 'yy'"),
-        ("a,y\n1,2\n", {"user_column": "who"}, r"data\.user_column = 'who'"),
-        ("a,y\n1,2\n", {"ignored_columns": ["b"]}, r"data\.ignored_columns = 'b'"),
-        ("y\n1\n2\n", {}, "no column that is a feature"),
-        ("a,y\n1,0\nParis,1\n", {}, r"no number in line 3, column 'a': 'Paris'\. Encode it"),
-        ("a,y\n1,0\ninf,1\n", {}, r"no number in line 3, column 'a': 'inf'"),
-        ("a,y\n1,0\n1_0,1\n", {}, r"no number in line 3, column 'a': '1_0'"),
-        ("a,y\n1,0\n1e39,1\n2,1\n3,1\n", {}, "not finite in float32"),
-        ("a,y\n1,0\n1,2,3\n", {}, "has 3 cells in line 3, and 2 columns"),
-        (
-            "a,y\n1,big\n2,small\n",
-            {"targets": "numbers"},
-            r"no number in line 2, column 'y': 'big'\. Correct it",
-        ),
-        ("a,y\n1,0\n", {}, "has 1 rows"),
-        ('a,y\n"1,0\n', {}, "no CSV file"),
-    ],
-)
-def test_a_wrong_table_is_refused_by_line_and_column(
-    tmp_path: Path, text: str, more: dict[str, Any], problem: str
-) -> None:
-    with pytest.raises(InvalidExperiment, match=problem) as refused:
-        read(tmp_path, text, table(**more))
-    assert "\n" not in str(refused.value)
-
-
 @examples(60)
 @given(raw=st.binary(max_size=60))
 def test_any_bytes_are_a_table_or_an_error(
@@ -371,32 +338,6 @@ def test_any_bytes_are_a_table_or_an_error(
         pass
     with pytest.raises(InvalidExperiment):
         datasets.load(parse({"data": {"dataset": "t.npz", "root": str(root)}}).data)
-
-
-@pytest.mark.parametrize(
-    ("more", "key"),
-    [
-        ({"target_column": None}, "target_column"),
-        ({"target_column": ["y", "z"]}, "target_column"),
-        ({"dataset": "../t.csv"}, "dataset"),
-        ({"dataset": "/etc/t.csv"}, "dataset"),
-        ({"dataset": "a\\t.csv"}, "dataset"),
-        ({"dataset": "t.xls"}, "dataset"),
-        ({"test_file": "../t.csv"}, "test_file"),
-        ({"partition": "natural"}, "partition"),
-        ({"partition": "private"}, "classes"),
-        ({"partition": "private", "classes": 2, "node_samples": 5}, "node_samples"),
-        ({"noise": 0.1}, "noise"),
-        ({"image_shape": [1, 2, 2]}, "image_shape"),
-        ({"test_file": "u.csv", "test_share": 0.5}, "test_share"),
-        ({"target_scale": 2.0}, "target_scale"),
-        ({"dataset": "t.npz", "target_column": "y"}, "target_column"),
-    ],
-)
-def test_keys_that_do_not_fit_a_table(more: dict[str, Any], key: str) -> None:
-    tree = {"dataset": "t.csv", "target_column": "y", **more}
-    with pytest.raises(InvalidExperiment, match=rf"^data\.{key}"):
-        parse({"data": {key: value for key, value in tree.items() if value is not None}})
 
 
 def test_a_table_of_a_device_stays_below_the_folder_of_its_host(tmp_path: Path) -> None:
