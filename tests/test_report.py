@@ -8,58 +8,29 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
-from io import BytesIO
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
 
 from fedstrata.cloud.results import RunFolder
-from fedstrata.common.protocol.round_state import GLOBAL_PHASES
-from fedstrata.deploy.console.tabular import THIN, Column, Table, clean
+from fedstrata.deploy.console.tabular import Column, Table, clean
+from fedstrata.deploy.results.figures import Figure
 from fedstrata.deploy.results.page import Page, ShownTable, compose
 from fedstrata.deploy.results.run import Run
-from tests.helpers.commands import invoke, table
-from tests.helpers.direct import run_direct
+from tests.golden import LAB, RUNS
+from tests.helpers.commands import invoke
 
 MakeRun = Callable[..., Path]
-LAB: dict[str, Any] = {
-    "name": "tiny", "rounds": 3, "stop": {"target": 0.99},
-    "topology": {"institutions": 2, "devices": 4},
-    "data": {"dataset": "synthetic", "classes": 3, "image_shape": [1, 8, 8], "samples": 120,
-             "test_samples": 40},
-    "model": {"name": "mlp_digits"},
-    "links": {"wan": {"up_mbit": 10.0, "down_mbit": 20.0}, "lan": "lan-100mbit"},
-}  # fmt: skip
 HOSTILE = "</style><script>alert(1)</script><img src=x onerror=alert(1)>\x00\u202e]]>&amp;'\"$_{$"
 TAGS = {
     *("html", "head", "meta", "title", "style", "body", "main", "p", "div"),
     *("table", "caption", "thead", "tbody", "tr", "th", "td"),
 }
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-
-
-@pytest.fixture(scope="module")
-def played(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Return the folders of four tiny runs without a network: two seeds, with fixed epochs and
-    under Tempo.
-    """
-    root = tmp_path_factory.mktemp("runs")
-    paths = []
-    for control in ("fixed", "tempo"):
-        for seed in (1, 2):
-            paths.append(
-                run_direct(
-                    root, {**LAB, "seed": seed, "cloud": {"epoch_control": {"name": control}}}
-                )
-            )
-    return paths
 
 
 class Tree:
@@ -79,63 +50,6 @@ class Tree:
             for table in root.iter("table")
             for caption in table.iter("caption")
         }
-
-
-def number(cell: str) -> float:
-    return float(cell.replace(THIN, ""))
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_bytes_in_the_report_are_those_of_the_files(played: list[Path]) -> None:
-    run = Run(played[2])
-    tree = Tree(compose([run]).html())
-    wanted = table(run.path / "links.csv")
-    tiers = {
-        (row[0].lower(), row[1]): row for row in tree.tables["Bytes by tier and direction"][1:]
-    }
-    for (tier, way), row in tiers.items():
-        parents = {"cloud"} if tier == "wan" else set(run.experiment.tree.aggregators)
-        mine = [
-            x
-            for x in wanted
-            if (x["tier"], x["kind"], x["from"] in parents) == (tier, "all", way == "down")
-        ]
-        assert number(row[2]) == sum(int(x["payload_bytes"]) for x in mine) > 0
-        assert number(row[3]) == sum(int(x["message_bytes"]) for x in mine)
-        assert number(row[3]) == run.totals[f"{tier}_{way}_bytes"]  # rounds.csv counts the same
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_phases_add_up_to_the_global_rounds(played: list[Path]) -> None:
-    for path in played:
-        run = Run(path)
-        for before, row in pairwise([None, *run.rounds]):
-            assert row is not None
-            passed = row.elapsed_s - (before.elapsed_s if before else 0)
-            assert row.seconds == pytest.approx(passed, rel=0.01)
-        caption = "Seconds of a global round, mean ± standard deviation (n - 1) over runs"
-        rows = {row[0]: number(row[1]) for row in Tree(compose([run]).html()).tables[caption][1:]}
-        total = rows.pop("sum of the phases")
-        assert rows.keys() == set(GLOBAL_PHASES) and total == pytest.approx(
-            sum(rows.values()), abs=0.001
-        )
-        assert total * len(run.rounds) == pytest.approx(run.seconds, rel=0.01, abs=0.001)
-
-
-def test_nothing_is_asked_of_a_network_and_nothing_runs(played: list[Path]) -> None:
-    text = compose([Run(path) for path in played]).html()
-    tree = Tree(text)
-    assert not re.search(r"https?://|url\([^#]|@import|href=.[^#]", text)
-    assert not {name for name, _ in tree.attributes} & {"src", "action", "srcset"}
-    assert not {"script", "img", "iframe", "object", "link", "form"} & tree.seen
-    assert any("default-src 'none'" in value for _, value in tree.attributes)
-    ids = [value for name, value in tree.attributes if name == "id"]
-    assert len(ids) == len(set(ids)) > 0
-    labelled = [value for name, value in tree.attributes if name == "aria-labelledby"]
-    assert len(labelled) == text.count("<svg") > 0
-    assert {key for value in labelled for key in value.split()} < set(ids)
-    links = [value.removeprefix("#") for name, value in tree.attributes if name == "href"]
-    assert set(links) < set(ids)
 
 
 def hostile(path: Path) -> Path:
@@ -181,96 +95,6 @@ def test_any_text_is_safe_in_html_and_xml(words: str) -> None:
     element = Tree(text)
     assert clean(words) in element.words and "\x00" not in text and element.seen < TAGS
     text.encode()
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_a_run_under_way_or_killed_learns_it_far(tmp_path: Path, make_run: MakeRun) -> None:
-    killed = make_run(tmp_path, LAB, accuracies=(0.5, None), last="")
-    text = compose([Run(killed)]).html()
-    assert "was interrupted or killed: 2 of 3 global rounds are done" in text
-    folder = RunFolder.reopen(killed)
-    assert "is still running: 2 of 3" in compose([Run(killed)]).html()
-    del folder
-    failed = make_run(tmp_path, LAB, accuracies=(), last="failed")
-    tree = Tree(compose([Run(failed)]).html())
-    assert "failed: so 0 of 3 global rounds are done" in tree.words and not any(
-        caption.startswith("Seconds") for caption in tree.tables
-    )
-    both = Tree(compose([Run(killed), Run(failed)]).html())
-    assert [row[2] for row in both.tables["The runs, bytes as MQTT packets"][1:]] == [
-        "interrupted",
-        "failed",
-    ]
-
-
-def test_several_runs_are_laid_over_each_other_and_compared(
-    played: list[Path], tmp_path: Path
-) -> None:
-    svg = ("--figures", tmp_path, "--figure-formats", "svg")
-    done = invoke("report", *played, "--out", tmp_path / "all.html", *svg, "--format", "json")
-    facts = json.loads(done.stdout)
-    assert facts["report"] == str(tmp_path / "all.html") and all(
-        Path(file).is_file() for file in facts["files"]
-    )
-    assert len(set(facts["files"])) == len(facts["files"])
-    rows = table(tmp_path / "accuracy-rounds.csv")
-    assert {row["series"] for row in rows} == {"fixed", "tempo"} and len(rows) == 6
-    assert "test_accuracy_percent_sd" in rows[0]
-    compared = invoke("compare", *played).stdout.splitlines()  # the experiments' own target
-    assert [line.split()[:2] for line in compared] == [
-        ["experiment", "reached"],
-        ["fixed", "0/2"],
-        ["tempo", "0/2"],
-    ]
-
-
-@pytest.mark.slow
-def test_figures_are_files_too(played: list[Path], tmp_path: Path) -> None:
-    folder = tmp_path / "figures"
-    options = (
-        "--figures",
-        folder,
-        "--figure-formats",
-        "pdf, png,svg",
-        "--out",
-        tmp_path / "r.html",
-    )
-    assert invoke("report", played[0], *options).exit_code == 0
-    files = {file.name: file.read_bytes() for file in folder.iterdir()}
-    page = compose([Run(played[0])])
-    again: dict[str, str | bytes] = {}
-    for each in page.tables:
-        again |= {f"{each.name}.csv": each.csv(), f"{each.name}.tex": each.latex()}
-    for figure in page.figures[:1] + page.figures[-1:]:
-        again |= {
-            f"{figure.name}.{kind}": file
-            for kind, file in figure.files(["pdf", "png", "svg"]).items()
-        }
-    for name, content in again.items():
-        assert files[name] == (content if isinstance(content, bytes) else content.encode()), name
-    names = {name.partition(".")[0] for name in files if name.endswith(".png")}
-    assert {name.partition("-")[0] for name in names} == {
-        "accuracy", "budget", "bytes", "epochs", "loss", "partition", "seconds", "topology", "train"
-    }  # fmt: skip
-    for name in names:
-        assert ElementTree.fromstring(files[f"{name}.svg"].decode()).tag.endswith("svg")
-        pdf = files[f"{name}.pdf"]
-        assert (
-            pdf.startswith(b"%PDF")
-            and b"/FontFile2" in pdf
-            and b"/Type3" not in pdf
-            and b"CreationDate" not in pdf
-        )
-        with Image.open(BytesIO(files[f"{name}.png"])) as picture:
-            assert (
-                name.partition("-")[0] in ("epochs", "partition", "topology")
-                or picture.width == 3.5 * 300
-            )
-            assert len(picture.getcolors(1 << 20) or ()) > 5
-    latex = next(folder.glob("phases*.tex")).read_text()
-    assert (
-        latex.startswith("{\\footnotesize") and "\\begin{tabular}" in latex and "train & $" in latex
-    )
 
 
 def test_without_matplotlib_there_is_one_line(
@@ -346,3 +170,59 @@ def test_a_browser_shows_it_without_an_error_or_a_request(
     loud.write_text('<script>console.error("x")</script><img src="http://127.0.0.1:9/x">')
     _, said, asked = browse(loud, tmp_path)
     assert "CONSOLE" in said and asked == ["http://127.0.0.1:9/x"]
+
+
+def test_nothing_is_asked_of_a_network_and_nothing_runs() -> None:
+    text = compose([Run(path) for path in sorted((RUNS / "direct").iterdir())]).html()
+    tree = Tree(text)
+    assert not re.search(r"https?://|url\([^#]|@import|href=.[^#]", text)
+    assert not {name for name, _ in tree.attributes} & {"src", "action", "srcset"}
+    assert not {"script", "img", "iframe", "object", "link", "form"} & tree.seen
+    assert any("default-src 'none'" in value for _, value in tree.attributes)
+    ids = [value for name, value in tree.attributes if name == "id"]
+    assert len(ids) == len(set(ids)) > 0
+    labelled = [value for name, value in tree.attributes if name == "aria-labelledby"]
+    assert len(labelled) == text.count("<svg") > 0
+    assert {key for value in labelled for key in value.split()} < set(ids)
+    links = [value.removeprefix("#") for name, value in tree.attributes if name == "href"]
+    assert set(links) < set(ids)
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_run_under_way_learns_it(tmp_path: Path, make_run: MakeRun) -> None:
+    path = make_run(tmp_path, LAB, accuracies=(0.5, None), last="")
+    folder = RunFolder.reopen(path)
+    assert "is still running: 2 of 3" in compose([Run(path)]).html()
+    folder.release()
+    assert "was interrupted or killed: 2 of 3 global rounds are done" in compose([Run(path)]).html()
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_figures_are_files_in_each_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def files(figure: Figure, kinds: Sequence[str]) -> dict[str, bytes]:
+        return {kind: f"{figure.name} as {kind}".encode() for kind in kinds}
+
+    monkeypatch.setattr(Figure, "files", files)
+    paths = sorted(shutil.copytree(RUNS / "direct", tmp_path / "runs").iterdir())
+    out, folder = tmp_path / "new" / "page.html", tmp_path / "other" / "figures"
+    words = ("--out", out, "--figures", folder, "--figure-formats", "pdf, png,svg")
+    done = invoke("report", *paths, *words)
+    assert done.exit_code == 0 and done.stdout.splitlines() == [str(out), str(folder)]
+    page = compose([Run(path) for path in paths])
+    wanted: dict[str, bytes] = {}
+    for figure in page.figures:
+        for kind, content in files(figure, ["pdf", "png", "svg"]).items():
+            wanted[f"{figure.name}.{kind}"] = content
+    for each in page.tables:
+        wanted[f"{each.name}.csv"] = each.csv().encode()
+        wanted[f"{each.name}.tex"] = each.latex().encode()
+    found = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert found.items() >= wanted.items()
+    assert done.stderr.splitlines() == [
+        "reading 2 runs",
+        f"drawing {len(page.figures)} figures, pdf, png, svg",
+        f"{len(page.figures)} figures and {len(page.tables)} tables are in {folder}",
+    ]
+    facts = json.loads(invoke("report", *paths, *words, "--format", "json").stdout)
+    assert facts["report"] == str(out)
+    assert {*facts["files"]} == {str(out), *(str(folder / name) for name in found)}

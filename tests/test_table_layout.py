@@ -21,10 +21,7 @@ from hypothesis import strategies as st
 
 from fedstrata.deploy.console.layout import Width, joined, wrapped
 from fedstrata.deploy.console.tabular import COLUMN_PT, LATEX, Cell, Column, Spread, Table, show
-from fedstrata.deploy.results.run import Run
-from fedstrata.deploy.sweeps.output import tables_of
 from tests.helpers.commands import command, invoke
-from tests.test_sweep_tables import FIGURES, TREE, results
 
 MakeRun = Callable[..., Path]
 CROSS = {"cloud": {"aggregation": {"name": "fedcross"}}}
@@ -156,26 +153,6 @@ def test_a_terminal_of_80_columns_breaks_no_line(
     )
 
 
-def test_methods_are_rows_where_they_do_not_fit_as_columns(
-    tmp_path: Path, make_run: MakeRun
-) -> None:
-    found = results(tmp_path, make_run, paper={"figures": FIGURES})
-    (wide,), (narrow,) = (tables_of(found, Width(width)) for width in (120, 40))
-    assert [column.head for column in wide.columns][2:] == [
-        "FedAvg, %",
-        "Other, %",
-    ] and wide.keys == 2
-    assert [column.head for column in narrow.columns] == [
-        "split",
-        "method",
-        "accuracy, %",
-        "paper",
-        "difference",
-    ]
-    assert [row[:2] for row in narrow.rows] == [[s, m] for s in "ab" for m in ("FedAvg", "Other")]
-    assert TREE["columns"] == ["method"] and narrow.keys == 2
-
-
 def latex_of(tmp_path: Path, make_run: MakeRun) -> str:
     for place, tree in enumerate(({}, CROSS, TEMPO)):
         for seed in (1, 2, 3):
@@ -221,13 +198,3 @@ def test_latex_has_no_overfull_boxes(tmp_path: Path, make_run: MakeRun) -> None:
     words = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "page.tex"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "Overfull" not in done.stdout, done.stdout
-
-
-def test_a_run_is_listed_with_what_it_is(tmp_path: Path, make_run: MakeRun) -> None:
-    run = Run(make_run(tmp_path, {}))
-    head, row = invoke("runs", "list", "--runs", tmp_path).stdout.splitlines()
-    assert (
-        head.split()[:3] == ["run", "name", "state"]
-        and row.startswith(run.id)
-        and "measured" in row
-    )
