@@ -8,7 +8,7 @@ but by own code, for which it is seeded.
 from __future__ import annotations
 
 import hashlib
-from enum import IntEnum
+from enum import IntEnum, unique
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 from fedstrata.common.lazy import np, npt
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 WORD: Final = (1 << 32) - 1
 
 
+@unique
 class Purpose(IntEnum):
     """The use of the numbers. The values are part of every recorded run: never renumber them."""
 

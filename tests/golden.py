@@ -10,7 +10,7 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import chdir
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any, Final
 from unittest.mock import patch
 from xml.etree import ElementTree
 
+from fedstrata.common.experiment.reading import parse, to_toml
 from fedstrata.deploy.console.layout import Width
 from fedstrata.deploy.results.figures import Figure
 from fedstrata.deploy.results.page import Page, compose
@@ -32,7 +33,7 @@ from tests.refused import KEPT, rewrite
 
 VIEWS: Final = KEPT / "views"
 RUNS: Final = KEPT / "runs"
-LAB: Final[dict[str, Any]] = {
+LAB: dict[str, Any] = {
     "name": "tiny", "rounds": 3, "stop": {"target": 0.99},
     "topology": {"institutions": 2, "devices": 4},
     "data": {"dataset": "synthetic", "classes": 3, "image_shape": [1, 8, 8], "samples": 120,
@@ -40,19 +41,19 @@ LAB: Final[dict[str, Any]] = {
     "model": {"name": "mlp_digits"},
     "links": {"wan": {"up_mbit": 10.0, "down_mbit": 20.0}, "lan": "lan-100mbit"},
 }  # fmt: skip
-TEMPO: Final = {"cloud": {"epoch_control": {"name": "tempo"}}}
-CROSS: Final = {
+TEMPO: dict[str, Any] = {"cloud": {"epoch_control": {"name": "tempo"}}}
+CROSS: dict[str, Any] = {
     "cloud": {"aggregation": {"name": "fedcross", "alpha": 0.9}},
     "institution": {"rounds": 2},
 }
-LARGER: Final = {"topology": {"institutions": 2, "devices": 8}}
-NUMBERS: Final = {
+LARGER: dict[str, Any] = {"topology": {"institutions": 2, "devices": 8}}
+NUMBERS: dict[str, Any] = {
     "data": {"dataset": "flats.csv", "targets": "numbers", "target_column": "price"},
     "model": {"name": "mine:build"},
 }
 THREE: Final = (0.5, 0.75, 0.9)
 # The runs: folder, changes of the lab, accuracies by global round (None: it was run), last event.
-Played = tuple[str, Mapping[str, Any], tuple[float | None, ...] | None, str]
+Played = tuple[str, dict[str, Any], tuple[float | None, ...] | None, str]
 PLAYED: Final[list[Played]] = [
     ("direct", {}, None, "finished"),
     ("direct", TEMPO, None, "finished"),
@@ -274,6 +275,7 @@ def views() -> Iterator[tuple[str, Callable[[Path], str]]]:
     for name, words in COMMANDS.items():
         yield name, partial(by_command, words)
     yield "facts.txt", all_facts
+    yield "defaults.toml", lambda folder: to_toml(parse({}))
     for each in LOOKED_AT:
         name, look = each.split()
         yield f"report-{name}-{look}.txt", partial(by_report, name, look)

@@ -24,7 +24,7 @@ from fedstrata.common.methods.fedcross import FedCross
 from fedstrata.common.methods.own_rule import OwnRule
 from fedstrata.common.methods.settings import RULES
 from fedstrata.common.settings import links
-from fedstrata.common.settings.links import LinkDirection, LinkSettings, Profile, shipped
+from fedstrata.common.settings.links import LinkDirection, LinkSettings, shipped
 from fedstrata.common.settings.tables import FORMS
 from fedstrata.common.settings.topology import RESERVED, participants
 from fedstrata.deploy.console.login import Login
@@ -384,19 +384,6 @@ def test_millions_of_devices_need_no_names() -> None:
 
 
 # Links and profiles
-
-
-def test_the_profiles_that_ship_are_complete() -> None:
-    wanted = {"wan-10mbit", "wan-50mbit", "wan-200mbit", "lan-100mbit", "lan-400mbit", "lan-1g"}
-    assert set(shipped()) == wanted | {"lte", "3g", "dsl", "nb-256kbit"}
-    for name in shipped():
-        profile = Profile.model_validate(dict(shipped()[name]))
-        assert (
-            profile.up_mbit is not None and profile.down_mbit is not None and profile.delay_ms > 0
-        )
-        assert parse({"links": {"lan": name}}).link("device-0") == LinkSettings(
-            profile=name, **profile.model_dump()
-        )
 
 
 def test_a_tier_or_a_node_has_the_link_that_is_said_for_it(tmp_path: Path) -> None:

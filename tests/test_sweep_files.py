@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ from fedstrata.common.experiment.reading import parse
 from fedstrata.common.settings.training import CrossEntropy
 from fedstrata.deploy.console.shipped import shipped_sweeps
 from fedstrata.deploy.sweeps.grid import Grid, PaperFigure, expand, load, merged
-from tests.refused import SWEEP
+from tests.helpers.sweeps import digest_of
+from tests.refused import KEPT, SWEEP
 
 Tree = dict[str, Any]
+NUMBERS = tomllib.loads((KEPT / "numbers.toml").read_text())
 FILE = Path("two-by-two.toml")
 keys = st.sampled_from(["a", "b", "c", "name"])
 trees = st.recursive(
@@ -242,6 +245,7 @@ EQUAL_WORK = ("study/two", "study/methods", "study/three")
 def test_every_cell_is_an_experiment_of_its_own(name: str) -> None:
     large, small = (load(shipped_sweeps()[name], size=size, seeds=1) for size in ("full", "small"))
     assert len({*large.experiments, *small.experiments}) == 2 * len(large.cells)
+    assert digest_of(large) == NUMBERS["cells"][name]
 
 
 def test_the_study_has_the_parts_that_its_page_has() -> None:

@@ -557,6 +557,7 @@ GOOD = Manifest("0123456789abcdef", 2500, 1024, b"d" * 24, "fp32", "layout")
         ({"digests": b"d" * 23}, "23 digest bytes for 3 chunks"),
         ({"digests": b"d" * 32}, "32 digest bytes for 3 chunks"),
         ({"digests": b""}, "0 digest bytes for 3 chunks"),
+        ({"extras": 2501}, "2501 bytes of extras in a blob of 2500"),
         (
             {"size": serialization.MAX_INT, "chunk_bytes": messages.MAX_CHUNK_BYTES},
             "digest bytes for",
@@ -570,6 +571,21 @@ def test_a_manifest_beyond_its_caps_is_refused(lie: dict[str, Any], reports: str
     assert reports in refusal(
         pack([serialization.VERSION, SESSION, 2, [0, 0, 0], 1, list(values.values()), None, False])
     )
+
+
+@pytest.mark.parametrize(
+    "most",
+    [
+        {"size": 1, "digests": b"d" * 8},
+        {"chunk_bytes": 4_000_000, "digests": b"d" * 8},
+        {"extras": 2500},
+        {"reference": "f" * 16},
+    ],
+    ids=str,
+)
+def test_a_manifest_at_its_caps_is_accepted(most: dict[str, Any]) -> None:
+    manifest = replace(GOOD, **most)
+    assert all(getattr(manifest, name) == value for name, value in most.items())
 
 
 @given(manifest=manifests())

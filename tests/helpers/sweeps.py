@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -88,3 +89,12 @@ def the_best_of_two(tmp_path: Path, make_run: MakeRun) -> SweepResults:
             make_run(tmp_path, one.model_dump(mode="json", exclude_none=True), accuracies=each)
         )
     return SweepResults(grid, runs)
+
+
+def digest_of(grid: Grid) -> str:
+    """Return a digest of the experiments of a sweep's cells, with the first seed."""
+    digest = blake2b(digest_size=8)
+    for cell in grid.cells:
+        experiment = cell.experiments[grid.seeds[0]]
+        digest.update(f"{cell.label} {experiment.digest}\n".encode())
+    return digest.hexdigest()
