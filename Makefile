@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help demo docs test test-flower test-lowest bench check clean broker links lock simulate table1 test-all test-fast test-newest test-slow wheel
+.PHONY: help demo docs test test-flower test-lowest bench check clean broker links lock simulate table1 test-all test-fast test-newest test-slow tests-map wheel
 .DELETE_ON_ERROR:
 
 BUILDING := .venv/.installed-build
@@ -22,7 +22,11 @@ test: $(INSTALLED) broker ## run the tests
 
 SINCE ?= main
 test-fast: $(INSTALLED) broker ## run the quick tests of what has changed since SINCE=COMMIT, main
-	$(PYTEST) -n 2 $$(.venv/bin/python -m tests.helpers.touched $(SINCE))
+	.venv/bin/python -m tests.helpers.touched $(SINCE) > .tests-touched
+	$(PYTEST) -n 2 @.tests-touched
+
+tests-map: $(INSTALLED) broker ## record which lines each quick test executes, for test-fast and bench NAME=mutants
+	.venv/bin/python -m tests.helpers.executed
 
 test-slow: $(INSTALLED) broker ## run the tests that take minutes, and more examples of the others
 	HYPOTHESIS_PROFILE=more $(PYTEST) -n 4 -m '(slow or hypothesis and not gpu) and not flower'
@@ -106,7 +110,7 @@ simulate: $(INSTALLED) ## play SEEDS=N labs with faults in virtual time, FROM=K 
 	.venv/bin/python -m tests.simulation --seeds $(SEEDS) --from $(FROM)
 
 clean: ## remove what the other targets made, except runs/ and data/
-	rm -rf $(FOLDERS:%=fedstrata/%) .site site .venv .venv-flower .venv-lowest .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(FOLDERS:%=fedstrata/%) .site site .venv .venv-flower .venv-lowest .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache .tests-map .tests-touched .mutants.csv *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 broker:

@@ -13,7 +13,7 @@ from typing import Final
 import pytest
 
 from tests.helpers.timeouts import ended_by_timeout
-from tests.helpers.touched import touched
+from tests.helpers.touched import imported
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("cloud", "institution", "device", "common", "deploy")
@@ -131,12 +131,12 @@ def test_what_a_test_has_started_ends_if_it_times_out(reason: str, ends: bool) -
 
 def test_a_change_touches_the_tests_that_import_it_and_those_of_the_house() -> None:
     house, of_pages = "tests/test_house.py", "tests/test_docs.py"
-    found = {*touched(["common/net/bulk.py"])}
+    found = {*imported(["common/net/bulk.py"])}
     assert found >= {"tests/test_packets.py", house} and not found & {
         of_pages,
         "tests/test_mixing.py",
     }
-    assert {*touched(["docs/own-data.md", "tests/test_own.py"])} == {
+    assert {*imported(["docs/own-data.md", "tests/test_own.py"])} == {
         "tests/test_own.py",
         of_pages,
         house,

@@ -1,26 +1,22 @@
-"""`python -m tests.helpers.touched [COMMIT]`: the test files that a change touches, for `make
-test-fast`.
+"""`python -m tests.helpers.touched [COMMIT]`: the tests that a change touches, one a line, for
+`make test-fast`.
 
-They are changed themselves, or import a changed module or helper, and if none does, a module that
-imports it. Where pages change, they are those that read pages.
+By the map of `tests/helpers/executed.py` they execute the changed lines, or read the changed file.
+For what no test of the map executes, they are the test files that import the changed module or
+helper, and if none does, a module that imports it. Changed test files run whole.
 """
 
 from __future__ import annotations
 
-import re
+import ast
 import subprocess
 import sys
-from collections.abc import Iterator
-from functools import cache
-from pathlib import Path
-from typing import Final
 
-ROOT: Final = Path(__file__).parents[2]
-PRODUCT: Final = ("cloud", "common", "deploy", "device", "institution")
-IMPORT: Final = re.compile(
-    r"^ *(?:from ([\w.]+) import (?:\(([^)]*)\)|(.*))|import ([\w.]+))", re.MULTILINE
-)
-NAMED: Final = re.compile(r'"(\w+(?:\.\w+)+)(?::\w+)?"')
+from tests.helpers.concerned import concerned
+from tests.helpers.executed import MAP, Test, TestsMap, matches
+from tests.helpers.imported import ROOT, is_test, tests_of
+
+HOUSE = "tests/test_house.py"  # it reads every file, and is quick
 
 
 def changed(commit: str) -> list[str]:
@@ -33,72 +29,98 @@ def changed(commit: str) -> list[str]:
     return sorted({path for done in found for path in done.stdout.splitlines()})
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Yield the modules that a file imports or names, and the names that it imports from them, as
-    modules may be.
-    """
-    text = path.read_text(encoding="utf-8")
-    yield from NAMED.findall(text)
-    for module, several, names, plain in IMPORT.findall(text):
-        yield module or plain
-        yield from (f"{module}.{name}" for name in re.findall(r"\w+", several or names))
+def text_of(path: str, commit: str) -> str:
+    """Return the text of a file at a commit, "" if it has none."""
+    done = subprocess.run(
+        ["git", "show", f"{commit}:{path}"], cwd=ROOT, capture_output=True, check=False
+    )
+    return done.stdout.decode(errors="replace") if done.returncode == 0 else ""
 
 
-def tests_of(path: str) -> tuple[list[str], list[str]]:
-    """Return the test files that import a module, and those that import a module that imports it.
-
-    Where there are none, those that are nearest. What a helper of tests imports counts for the
-    tests that import the helper. Those that import the least come first: they are the quickest.
-    """
-    found, levels = _imports(), list[list[str]]()
-    files, seen = {path}, {path}
-    while files and len(levels) < 2:
-        modules, next_ = {_module_of(file) for file in files}, set[str]()
-        while (
-            more := {file for file, names in found.items() if not names.isdisjoint(modules)} - seen
-        ):
-            seen |= more
-            next_ |= more
-            modules = {_module_of(file) for file in more if file.startswith("tests/")}
-        if tests := sorted(filter(_is_test, next_), key=lambda each: (len(found[each]), each)):
-            levels.append(tests)
-        files = {file for file in next_ if not file.startswith("tests/")}
-    direct, second, *_ = *levels, [], []
-    return direct, second
-
-
-@cache
-def _imports() -> dict[str, set[str]]:
-    """Return what each file of the product and of its tests imports, without the benchmarks."""
-    files = [
-        file
-        for room in (*PRODUCT, "tests")
-        for file in (ROOT / room).rglob("*.py")
-        if "bench" not in file.parts
-    ]
-    return {str(file.relative_to(ROOT)): set(imports(file)) for file in files}
-
-
-def _is_test(file: str) -> bool:
-    return file.startswith("tests/test_")
-
-
-def _module_of(file: str) -> str:
-    return ("" if file.startswith("tests/") else "fedstrata.") + file.removesuffix(
-        ".py"
-    ).removesuffix("/__init__").replace("/", ".")
-
-
-def touched(paths: list[str]) -> list[str]:
-    """Return the test files that change with these paths."""
-    found = {"tests/test_house.py"}  # it reads every file, and is quick
+def imported(paths: list[str]) -> list[str]:
+    """Return the test files that change with these paths, by imports."""
+    found = {HOUSE}
     if any(path.startswith("docs/") or path.endswith(".md") for path in paths):
         found.add("tests/test_docs.py")
     for path in paths:
         direct, _ = tests_of(path) if path.endswith(".py") else ([], [])
-        found.update([path] if _is_test(path) else direct)
+        found.update([path] if is_test(path) else direct)
     return sorted(file for file in found if (ROOT / file).exists())
 
 
+def differing(before: str, now: str) -> tuple[set[int], set[int]]:
+    """Return the lines of two texts that the other lacks, from 1 on; where one has none, the line
+    before and the line after.
+    """
+    old, new = set[int](), set[int]()
+    for same, start, end, now_start, now_end in matches(before, now):
+        if not same:
+            old.update(range(start + 1, end + 1))
+            new.update(range(now_start + 1, now_end + 1) or (now_start, now_start + 1))
+    return old, new
+
+
+def statements(text: str) -> set[int]:
+    """Return the lines of a source that are neither empty nor comments nor docstrings."""
+    found = set[int]()
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip() and not line.lstrip().startswith("#"):
+            found.add(number)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            found.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return found
+
+
+def executing(known: TestsMap, path: str, before: str, now: str) -> list[Test] | None:
+    """Return the tests of a map that execute what differs between two texts of a source, None if
+    it has none for a statement that differs.
+    """
+    found: set[Test] = set()
+    complete = True
+    for text, lines in zip((before, now), differing(before, now), strict=True):
+        for line in sorted(lines & statements(text)):
+            tests = tests_of_line(known, path, text, line)
+            found.update(tests)
+            complete = complete and bool(tests)
+    return sorted(found) if complete else None
+
+
+def tests_of_line(known: TestsMap, path: str, text: str, line: int) -> list[Test]:
+    """Return the tests of a map that execute what shows a line of a source, quickest first."""
+    found: set[Test] = set()
+    for place, wanted in concerned(path, text, line).items():
+        source = text if place == path else (ROOT / place).read_text(encoding="utf-8")
+        found.update(known.tests(place, source, wanted))
+    return sorted(found, key=lambda test: (test.seconds, test.name))
+
+
+def touched(known: TestsMap, paths: list[str], commit: str) -> list[str]:
+    """Return the tests, and the test files of which all tests are touched."""
+    files, tests = {HOUSE}, set[Test]()
+    for path in paths:
+        if is_test(path):
+            files.add(path)
+            continue
+        before, file = text_of(path, commit), ROOT / path
+        now = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+        found = known.tests(path, before, ()) or None
+        if path.endswith(".py"):
+            found = executing(known, path, before, now)
+        if found is None:
+            files.update(imported([path]))
+        else:
+            tests.update(found)
+    for name in {test.file for test in tests}:
+        if tests.issuperset(known.of_file(name)):
+            files.add(name)
+    alone = sorted(test.name for test in tests if test.file not in files)
+    return sorted(file for file in files if (ROOT / file).exists()) + alone
+
+
 if __name__ == "__main__":
-    print(*touched(changed(sys.argv[1] if len(sys.argv) > 1 else "main")))
+    since = sys.argv[1] if len(sys.argv) > 1 else "main"
+    if MAP.exists():
+        print(*touched(TestsMap(), changed(since), since), sep="\n")
+    else:
+        print(*imported(changed(since)), sep="\n")
