@@ -54,7 +54,7 @@ def main() -> None:
 
                 partition = splits.keep(experiment, Path(request["folder"]))
                 accelerator = accelerator_of(experiment)
-                tester = ModelTester(experiment, accelerator=accelerator, watch=channel.moved)
+                tester = ModelTester(experiment, accelerator=accelerator, watch=channel.progressed)
                 facts = {"partition": partition, "accelerator": str(accelerator), "evaluates": True}
             else:
                 tester = TrainerTester(experiment)

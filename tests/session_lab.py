@@ -24,7 +24,6 @@ import xxhash
 from fedstrata.common.accounting.traffic import TcpStats
 from fedstrata.common.accounting.work import Work
 from fedstrata.common.experiment.schema import TransferSettings
-from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.protocol import serialization, topics
 from fedstrata.common.protocol.child_session import ChildSession
 from fedstrata.common.protocol.events import (
@@ -53,6 +52,7 @@ from fedstrata.common.protocol.peers import ToChildren, ToParent
 from fedstrata.common.protocol.presence import Identity
 from fedstrata.common.protocol.receiver import Landing
 from fedstrata.common.protocol.round_state import Assignment, Closed, Stalled
+from fedstrata.common.settings.closing import Closing
 from fedstrata.common.settings.links import LinkSettings
 
 LAB, RUN, PARENT, LAYOUT = "lab", "run-1", "cloud", "layout"

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from fedstrata.common.accounting.traffic import Measured
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.schema import TransferSettings
-from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.protocol.messages import Probe, Probed
 from fedstrata.common.runtime import calibration
 from fedstrata.common.runtime.calibration import (
@@ -27,6 +26,7 @@ from fedstrata.common.runtime.calibration import (
 )
 from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
 from fedstrata.common.runtime.world import REAL
+from fedstrata.common.settings.closing import Closing
 from fedstrata.common.settings.links import LinkDirection, Links, LinkSet, LinkSettings
 from tests.helpers.nodes import PARENT, child_of, layout_of, living, parent_of, together
 from tests.helpers.sites import SimulatedSite, virtual

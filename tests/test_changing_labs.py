@@ -23,7 +23,7 @@ from fedstrata.common.accounting.work import Work
 from fedstrata.common.errors import InvalidExperiment, RefusedModel
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.tiers import Closing, Minimum, Tier
+from fedstrata.common.experiment.tiers import Minimum, Tier
 from fedstrata.common.learning import splits
 from fedstrata.common.methods.selection import ClientSelection
 from fedstrata.common.protocol.attendance import Targets
@@ -42,6 +42,7 @@ from fedstrata.common.protocol.serialization import decode
 from fedstrata.common.protocol.topics import InboxTopic
 from fedstrata.common.protocol.topics import parse as parse_topic
 from fedstrata.common.runtime.exports import discovery
+from fedstrata.common.settings.closing import Closing
 from fedstrata.deploy.results.maps import changes
 from fedstrata.deploy.results.run import Run
 from fedstrata.deploy.simulation.broker import Routed

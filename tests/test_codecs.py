@@ -19,7 +19,7 @@ from hypothesis.extra import numpy as hnp
 from fedstrata.common.errors import InvalidExperiment, RefusedModel, WireError
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.model.codec_settings import DOWN, UP
-from fedstrata.common.model.codecs import CODECS, PIECE_COLUMNS, SCALE_COLUMNS, Codec, codec_of
+from fedstrata.common.model.codecs import BUILT_IN, PIECE_COLUMNS, SCALE_COLUMNS, Codec, codec_of
 from fedstrata.common.model.layout import ModelLayout, Row, Section
 from tests.helpers.examples import examples
 
@@ -92,7 +92,7 @@ def test_the_names_are_a_closed_list() -> None:
         "int8+zstd",
     )
     assert (*DOWN, *(f"delta+{name}" for name in DOWN[1:])) == UP
-    assert tuple(CODECS) == UP and all(codec_of(name).name == name for name in UP)
+    assert tuple(BUILT_IN) == UP and all(codec_of(name).name == name for name in UP)
     for name in UP:
         codec = codec_of(name)
         assert codec.delta == ("delta" in name) and codec.fixed == ("zstd" not in name)

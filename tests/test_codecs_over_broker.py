@@ -13,7 +13,6 @@ import pytest
 
 from fedstrata.common.errors import RunFailed
 from fedstrata.common.experiment.schema import TransferSettings
-from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.model.codec_settings import Codecs
 from fedstrata.common.model.codecs import codec_of
 from fedstrata.common.model.layout import ModelLayout, Row
@@ -24,6 +23,7 @@ from fedstrata.common.protocol.sender import Publication
 from fedstrata.common.protocol.topics import ChunkTopic
 from fedstrata.common.runtime.child_endpoint import ChildEndpoint
 from fedstrata.common.runtime.round import Dispatch
+from fedstrata.common.settings.closing import Closing
 from tests.helpers.codecs import codecs_of
 from tests.helpers.nodes import (
     FINE,

@@ -23,7 +23,7 @@ from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.methods.rule import link_layouts
 from fedstrata.common.methods.settings import RULES
 from fedstrata.common.model.codec_settings import UP
-from fedstrata.common.model.codecs import CODECS
+from fedstrata.common.model.codecs import BUILT_IN
 from fedstrata.common.model.layout import LinkLayouts, ModelLayout, Section
 from fedstrata.common.model.parts import ModelParts
 from fedstrata.common.protocol.manifest import describe
@@ -138,7 +138,7 @@ def test_what_a_device_keeps_of_its_upload_is_what_the_node_decodes(up: str) -> 
     rows = [np.zeros(LAYOUT.row_bytes, np.uint8) for _ in range(3)]
     for row, columns in zip(rows, (start, trained, trained), strict=False):
         LAYOUT.floats(row)[:D] = columns
-    codec = CODECS[up]
+    codec = BUILT_IN[up]
     if not codec.is_row:
         codec.decode(
             LAYOUT, codec.encode(LAYOUT, rows[1], reference=rows[0]), rows[2], reference=rows[0]
@@ -266,7 +266,7 @@ def test_lost_vectors_are_an_error_with_its_remedy(tmp_path: Path) -> None:
 # Extras behind the models
 
 
-@pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)
+@pytest.mark.parametrize("codec", BUILT_IN.values(), ids=BUILT_IN)
 @pytest.mark.parametrize("extras", [0, 1, 7])
 def test_extras_are_exact_with_any_codec(codec: Any, extras: int) -> None:
     layout = LAYOUT.with_extras({"more": (extras,)} if extras else {})

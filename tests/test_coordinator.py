@@ -12,7 +12,6 @@ from session_lab import ALL
 
 from fedstrata.common.accounting.work import Work
 from fedstrata.common.errors import RefusedModel
-from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.protocol.coordinator import Coordinator
 from fedstrata.common.protocol.events import TaskReceived, UploadAnnounced
 from fedstrata.common.protocol.limits import ChildLimits, check_report, plans_of
@@ -28,6 +27,7 @@ from fedstrata.common.protocol.messages import (
 from fedstrata.common.protocol.participant import Participant
 from fedstrata.common.protocol.round_state import Closed, Restarted, Stalled
 from fedstrata.common.runtime.round import WorkResult
+from fedstrata.common.settings.closing import Closing
 from fedstrata.common.text import JSON_MOST
 from tests.helpers.coordinators import (
     OLD,
@@ -277,7 +277,7 @@ MOVES: dict[str, Callable[[OneParent, int, float], None]] = {
     "phases": lambda one, number, now: one.progress(
         now, [Phase.WAITING, Phase.TRAINING][number % 2]
     ),
-    "chunks": lambda one, number, now: one.coordinator.moved("device-0", now=now),
+    "chunks": lambda one, number, now: one.coordinator.progressed("device-0", now=now),
     "part of a chunk down": lambda one, number, now: one.progress(  # 8 kbit/s
         now, Phase.FETCHING, received=19_000 * number, control=100 * number
     ),
@@ -364,7 +364,7 @@ def test_an_offer_in_the_queue_for_an_upload_slot_is_not_idle() -> None:
     for name in one.names:
         one.result(name, 1.0)
     for now in range(2, 80, 2):
-        one.coordinator.moved("device-0", now=float(now))
+        one.coordinator.progressed("device-0", now=float(now))
         assert one.tick(float(now)) is None
     stalled = one.tick(99.0)  # now nothing moved for any of them
     assert stalled is not None and all(name in stalled.reason for name in one.names)

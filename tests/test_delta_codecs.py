@@ -18,7 +18,7 @@ from hypothesis.extra import numpy as hnp
 from fedstrata.common.errors import InvalidExperiment, RefusedModel, WireError
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.model import table
-from fedstrata.common.model.codec_settings import CODECS, CodecSettings
+from fedstrata.common.model.codec_settings import CODEC_TABLES, CodecSettings
 from fedstrata.common.model.codecs import codec_of
 from fedstrata.common.model.delta_codecs import PIECE_COLUMNS, SCALE_COLUMNS, DeltaCodec, OwnCodec
 from fedstrata.common.model.layout import ModelLayout, Row, Section
@@ -68,7 +68,7 @@ def ids(tree: Mapping[str, Any]) -> str:
 def test_every_codec_of_the_table_is_tried_here() -> None:
     assert {
         tree["name"] for tree in TREES
-    } >= table.CODECS.keys() and table.CODECS.keys() <= CODECS.keys()
+    } >= table.CODECS.keys() and table.CODECS.keys() <= CODEC_TABLES.keys()
 
 
 @st.composite

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fedstrata.common.accounting.work import Work
 from fedstrata.common.experiment.reading import parse
-from fedstrata.common.experiment.tiers import Closing, Tier
+from fedstrata.common.experiment.tiers import Tier
 from fedstrata.common.methods.selection import ClientSelection, ResultFacts
 from fedstrata.common.protocol.coordinator import Coordinator
 from fedstrata.common.protocol.events import UploadAnnounced
@@ -29,6 +29,7 @@ from fedstrata.common.protocol.messages import (
 from fedstrata.common.protocol.participant import Acknowledged, Participant, ParticipantState
 from fedstrata.common.protocol.round_state import TAKEN_BACK, Assignment, Closed, Stalled
 from fedstrata.common.runtime.round import Dispatch
+from fedstrata.common.settings.closing import Closing
 from fedstrata.deploy.local.replay import replayed
 from fedstrata.deploy.results.run import Run
 from tests.helpers.commands import DEMO, fedstrata, run_lab, tensors

@@ -31,7 +31,6 @@ from fedstrata.common.accounting.traffic import Measured, TcpStats, Traffic
 from fedstrata.common.accounting.work import Work
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import TransferSettings
-from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.model.layout import LinkLayouts, ModelLayout, Section
 from fedstrata.common.net.address import BrokerAddress
 from fedstrata.common.net.packet_limit import UNLIMITED, PacketLimit
@@ -40,6 +39,7 @@ from fedstrata.common.protocol.participant import ParticipantState
 from fedstrata.common.runtime.endpoint import Endpoint
 from fedstrata.common.runtime.models import Arriving
 from fedstrata.common.runtime.round import Dispatch, Report, WorkResult
+from fedstrata.common.settings.closing import Closing
 from fedstrata.deploy.brokers import broker
 from fedstrata.deploy.brokers.broker import BrokerProcess
 from tests.helpers.commands import table

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from session_lab import ALL, Lab, names_of, settled
 
 from fedstrata.common.accounting.traffic import Traffic
-from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.protocol.events import TaskReceived
 from fedstrata.common.protocol.messages import Acknowledgement, Key, Phase, Progress, Result
 from fedstrata.common.protocol.participant import (
@@ -22,6 +21,7 @@ from fedstrata.common.protocol.participant import (
     ParticipantState,
 )
 from fedstrata.common.protocol.round_state import Standing, Timeline, Verdict, judge
+from fedstrata.common.settings.closing import Closing
 from tests.helpers.coordinators import (
     COUNTED,
     OLD,

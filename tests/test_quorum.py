@@ -11,7 +11,7 @@ import pytest
 
 from fedstrata.common.errors import RunFailed
 from fedstrata.common.experiment.schema import TransferSettings
-from fedstrata.common.experiment.tiers import Closing
+from fedstrata.common.settings.closing import Closing
 from tests.helpers.nodes import (
     Facts,
     assert_models,

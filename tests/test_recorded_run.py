@@ -20,7 +20,6 @@ import pytest
 from fedstrata.common.accounting.traffic import Traffic
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.model.layout import ModelLayout
 from fedstrata.common.protocol import serialization, topics
 from fedstrata.common.protocol.child_session import ChildSession
@@ -49,6 +48,7 @@ from fedstrata.common.protocol.peers import ToChildren, ToParent
 from fedstrata.common.protocol.presence import Identity
 from fedstrata.common.protocol.round_state import Assignment, Closed
 from fedstrata.common.runtime.models import Models
+from fedstrata.common.settings.closing import Closing
 from fedstrata.common.settings.links import LinkSettings
 from tests.session_lab import NoMeter
 

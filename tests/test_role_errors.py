@@ -17,12 +17,12 @@ from paho.mqtt import client as mqtt
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.reading import parse, to_toml
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.metrics import Metrics
 from fedstrata.common.net.address import BrokerAddress
 from fedstrata.common.protocol.messages import Announcement
 from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
 from fedstrata.common.runtime.world import Host
+from fedstrata.common.settings.closing import Closing
 from fedstrata.deploy.brokers import broker
 from fedstrata.deploy.brokers.broker import BrokerProcess
 from fedstrata.deploy.brokers.guard import Guard

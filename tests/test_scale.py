@@ -22,7 +22,6 @@ from fedstrata.common.accounting.counters import Account
 from fedstrata.common.accounting.traffic import Traffic
 from fedstrata.common.accounting.work import Work
 from fedstrata.common.experiment.reading import announced, parse
-from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.model.layout import shared_row
 from fedstrata.common.protocol.attendance import REPORT_S, Attendance, Targets
 from fedstrata.common.protocol.coordinator import Coordinator, Lacking
@@ -46,6 +45,7 @@ from fedstrata.common.protocol.presence import Identity
 from fedstrata.common.protocol.round_state import HEARTBEAT_S, Assignment, waiting_most_s
 from fedstrata.common.protocol.sender import Sender
 from fedstrata.common.protocol.serialization import decode
+from fedstrata.common.settings.closing import Closing
 from fedstrata.common.settings.links import LinkDirection, LinkSet
 from fedstrata.common.settings.topology import CLOUD
 from fedstrata.deploy.simulation.broker import TopicTree

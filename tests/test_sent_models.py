@@ -16,7 +16,6 @@ import pytest
 from fedstrata.common.accounting.work import Work
 from fedstrata.common.errors import RunFailed
 from fedstrata.common.experiment.reading import parse
-from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.methods.aggregator import build
 from fedstrata.common.methods.rule import Aggregated, Rule, RuleContext, Uploads, link_layouts
 from fedstrata.common.methods.settings import RULES, NormBound
@@ -26,6 +25,7 @@ from fedstrata.common.model.layout import LinkLayouts, ModelLayout, Row, Section
 from fedstrata.common.protocol.messages import Task
 from fedstrata.common.runtime.models import Arriving
 from fedstrata.common.runtime.round import Dispatch, DoTask, Report, WorkResult
+from fedstrata.common.settings.closing import Closing
 from fedstrata.common.settings.training import TrainingSettings
 from fedstrata.common.storage.spool import Spool
 from fedstrata.deploy.local.calls import Calls, Clock

@@ -30,7 +30,6 @@ from fedstrata.common.accounting.traffic import Traffic
 from fedstrata.common.accounting.work import Work
 from fedstrata.common.errors import WireError
 from fedstrata.common.experiment.schema import TransferSettings
-from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.protocol import serialization, topics
 from fedstrata.common.protocol.admission import (
     ANSWER_S,
@@ -65,6 +64,7 @@ from fedstrata.common.protocol.messages import (
     Result,
 )
 from fedstrata.common.protocol.presence import ASK_MOST_S
+from fedstrata.common.settings.closing import Closing
 from fedstrata.common.settings.links import LinkSettings
 from tests.helpers.examples import DRAWN, PROFILE
 from tests.helpers.session_messages import BLOB, IDLE_S, READY, inject, messages_of, silence_chunks

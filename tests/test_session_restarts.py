@@ -26,7 +26,6 @@ from session_lab import (
 from fedstrata.common.accounting.child_report import ChildReport
 from fedstrata.common.accounting.work import Work
 from fedstrata.common.experiment.schema import TransferSettings
-from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.protocol import serialization, topics
 from fedstrata.common.protocol.admission import Refusal
 from fedstrata.common.protocol.child_session import FAREWELL_S, QUIET_S
@@ -57,6 +56,7 @@ from fedstrata.common.protocol.messages import (
 from fedstrata.common.protocol.outbox import Publish, Subscribe
 from fedstrata.common.protocol.participant import ParticipantState
 from fedstrata.common.protocol.presence import Proof
+from fedstrata.common.settings.closing import Closing
 from fedstrata.common.settings.links import LinkSettings
 from tests.helpers.session_messages import BLOB, IDLE_S, inject, leave_remains, silence_chunks
 

@@ -24,7 +24,6 @@ from session_lab import (
 )
 
 from fedstrata.common.accounting.traffic import Traffic
-from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.protocol import serialization, topics
 from fedstrata.common.protocol.admission import MESSAGES_MOST, MessageRefused, Refusal
 from fedstrata.common.protocol.child_session import QUIET_S
@@ -51,6 +50,7 @@ from fedstrata.common.protocol.messages import (
 from fedstrata.common.protocol.participant import ParticipantState
 from fedstrata.common.protocol.peer_link import SILENT_MOST_S
 from fedstrata.common.protocol.presence import ASK_MOST_S, FINAL, PROOF_EVERY_S, Proof
+from fedstrata.common.settings.closing import Closing
 from tests.helpers.examples import DRAWN, PROFILE
 from tests.helpers.session_messages import (
     BLOB,

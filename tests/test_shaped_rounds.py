@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.protocol.sender import Sender
+from fedstrata.common.settings.closing import Closing
 from fedstrata.common.settings.links import LinkSettings
 from tests.helpers.nodes import (
     FINE,

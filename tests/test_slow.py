@@ -19,7 +19,6 @@ import pytest
 from fedstrata.common.accounting.work import Work
 from fedstrata.common.errors import ConnectionFailed
 from fedstrata.common.experiment.schema import TransferSettings
-from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.model.layout import LinkLayouts, ModelLayout, Row
 from fedstrata.common.net.address import BrokerAddress
 from fedstrata.common.protocol import topics
@@ -27,6 +26,7 @@ from fedstrata.common.protocol.messages import Task
 from fedstrata.common.protocol.sender import Publication
 from fedstrata.common.runtime.models import Arriving
 from fedstrata.common.runtime.round import ClosedRound, Report, WorkResult
+from fedstrata.common.settings.closing import Closing
 from fedstrata.deploy.brokers import broker
 from fedstrata.deploy.brokers.broker import BrokerProcess
 from tests.helpers.nodes import FINE, child_of, drawn, layout_of, living, parent_of, play

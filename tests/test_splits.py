@@ -113,7 +113,7 @@ def test_folders_have_no_split_and_nothing_to_compare(tmp_path: Path) -> None:
 def fake_channel(sent: list[Record], **ends: Any) -> SimpleNamespace:
     """Return the process's end of a channel without an agent."""
     return SimpleNamespace(
-        send=lambda **record: sent.append(record), busy=nullcontext, moved=lambda: None, **ends
+        send=lambda **record: sent.append(record), busy=nullcontext, progressed=lambda: None, **ends
     )
 
 

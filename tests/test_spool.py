@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 
 from fedstrata.common.errors import StorageFailed
 from fedstrata.common.experiment.schema import TransferSettings
-from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.protocol.manifest import describe, missing
 from fedstrata.common.runtime.child_endpoint import ChildEndpoint
 from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
 from fedstrata.common.runtime.round import Dispatch
+from fedstrata.common.settings.closing import Closing
 from fedstrata.common.settings.links import LinkSettings
 from fedstrata.common.storage.spool import KEPT_S, Spool
 from tests.helpers.nodes import (

@@ -307,7 +307,7 @@ async def test_errors_pass_with_their_parts_and_an_unexpected_one_leaves_its_tra
 @with_peer
 async def test_progress_is_counted_and_no_reply(channel: SubprocessChannel) -> None:
     moves: list[int] = []
-    object.__setattr__(channel, "moved", lambda: moves.append(1))
+    object.__setattr__(channel, "progressed", lambda: moves.append(1))
     assert await channel.request(do="progress", times=3) == {"done": True} and len(moves) == 3
     assert await channel.request(do="busy", cpu_s=0.7) == {"done": True} and len(moves) > 3
 

@@ -25,7 +25,7 @@ from fedstrata.common.accounting.work import Work
 from fedstrata.common.errors import TooLarge, WireError
 from fedstrata.common.experiment.tiers import TIERS_MOST
 from fedstrata.common.host.examination import Finding
-from fedstrata.common.model.codecs import CODECS, codec_of
+from fedstrata.common.model.codecs import BUILT_IN, codec_of
 from fedstrata.common.protocol import messages, serialization, topics
 from fedstrata.common.protocol.limits import NOISE_CHUNKS_MOST, SMALL_BYTES, STRANGER, SenderBounds
 from fedstrata.common.protocol.messages import (
@@ -750,4 +750,4 @@ def test_a_receiver_subscribes_to_two_streams() -> None:
 def test_an_unknown_codec_is_a_wire_error() -> None:
     with pytest.raises(WireError, match="unknown codec 'zip'; known: fp32"):
         codec_of("zip")
-    assert all(codec_of(name) is codec for name, codec in CODECS.items())
+    assert all(codec_of(name) is codec for name, codec in BUILT_IN.items())

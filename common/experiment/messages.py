@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.methods.attack import ATTACKS
 from fedstrata.common.methods.settings import REFINING, RULES, SELECTORS, STEPS, WARMUPS
-from fedstrata.common.model.codec_settings import CODECS
+from fedstrata.common.model.codec_settings import CODEC_TABLES
 from fedstrata.common.settings.tables import FORMS, proposal, stands_for
 from fedstrata.common.settings.trainers import TRAINERS
 from fedstrata.common.settings.training import AUGMENTATIONS, OBJECTIVES, OPTIMIZERS
@@ -28,7 +28,7 @@ SELECTED: Final[Mapping[str, tuple[str, Mapping[str, type[BaseModel]]]]] = {
     "selection": ("selector", SELECTORS),
     "step": ("step of a server", STEPS),
     "trainer": ("trainer", TRAINERS),
-    "up": ("codec", CODECS),
+    "up": ("codec", CODEC_TABLES),
     "warmup": ("rule of a warm-up", WARMUPS),
 }
 NOT_A_TABLE: Final = ("model_type", "model_attributes_type", "dict_type")

@@ -42,7 +42,11 @@ def main() -> None:
                 raise _missing(experiment, node, str(error.name)) from None
             frozen = request["frozen"] and Path(request["frozen"])
             refiner = NodeRefiner(
-                experiment, node, partition=request["partition"], frozen=frozen, watch=channel.moved
+                experiment,
+                node,
+                partition=request["partition"],
+                frozen=frozen,
+                watch=channel.progressed,
             )
         channel.send(layout=refiner.layout and refiner.layout.to_json())
         while True:

@@ -94,10 +94,10 @@ class FormSettings(CodecSettings):
         return FORMS[0] in self.name
 
 
-CODECS: Final = NamedTables[CodecSettings](
+CODEC_TABLES: Final = NamedTables[CodecSettings](
     {**dict.fromkeys(UP, "fedstrata.common.model.codec_settings:FormSettings"), **table.CODECS}
 )
-UpCodec = Annotated[CodecSettings, Selected(CODECS, table.OWN_CODEC, "codecs")]
+UpCodec = Annotated[CodecSettings, Selected(CODEC_TABLES, table.OWN_CODEC, "codecs")]
 
 
 class Codecs(SettingsTable):
@@ -124,7 +124,7 @@ def check_codecs(key: str, codecs: Codecs) -> None:
     name = codecs.down
     if name in DOWN:
         return
-    if name in CODECS:
+    if name in CODEC_TABLES:
         remedy = (
             "Children may hold different models. Use a delta for `up`, and here one of "
             + ", ".join(DOWN)

@@ -567,7 +567,7 @@ def _pieces(form: str, layout: ModelLayout) -> tuple[Piece, ...]:
     return tuple(_FORMS[form].pieces(layout))
 
 
-CODECS: Final[dict[str, Codec]] = {name: Packed(name) for name in UP} | {Fp32.name: Fp32()}
+BUILT_IN: Final[dict[str, Codec]] = {name: Packed(name) for name in UP} | {Fp32.name: Fp32()}
 
 
 def codec_of(name: str | CodecSettings) -> Codec:
@@ -575,8 +575,8 @@ def codec_of(name: str | CodecSettings) -> Codec:
     own code.
     """
     if isinstance(name, CodecSettings):
-        return CODECS.get(name.name) or LossyDelta(name)
+        return BUILT_IN.get(name.name) or LossyDelta(name)
     try:
-        return CODECS[name]
+        return BUILT_IN[name]
     except KeyError:
-        raise WireError(f"unknown codec {name[:32]!r}; known: {', '.join(CODECS)}") from None
+        raise WireError(f"unknown codec {name[:32]!r}; known: {', '.join(BUILT_IN)}") from None

@@ -138,7 +138,7 @@ Fork: TypeAlias = Callable[[Sequence[int]], ChildProcess]  # with these descript
 class SubprocessChannel:
     """The agent's end of the channel to one process. Close it even if the process has ended.
 
-    `idle_s`: the longest wait for a record, None: any. `moved` is called with each report of
+    `idle_s`: the longest wait for a record, None: any. `progressed` is called with each report of
     progress.
     """
 
@@ -148,7 +148,7 @@ class SubprocessChannel:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     idle_s: float | None
-    moved: Callable[[], None]
+    progressed: Callable[[], None]
 
     @classmethod
     async def start(
@@ -157,7 +157,7 @@ class SubprocessChannel:
         name: str,
         *,
         idle_s: float | None = None,
-        moved: Callable[[], None] = lambda: None,
+        progressed: Callable[[], None] = lambda: None,
         fork: Fork | None = None,
     ) -> Self:
         """Start the process that runs `module`, by `fork` if that can; errors call it `name`."""
@@ -171,7 +171,7 @@ class SubprocessChannel:
                 streams[1].close()  # the process, if there is one, ends with it
                 file.close()
                 raise
-        return cls(name, process, SharedMemory(file), *streams, idle_s, moved)
+        return cls(name, process, SharedMemory(file), *streams, idle_s, progressed)
 
     def send(self, **facts: object) -> None:
         """Send a record; it is lost if the process has ended."""
@@ -183,7 +183,7 @@ class SubprocessChannel:
         Raises ProcessEnded, NoProgress, and the error that a record passes.
         """
         while MOVES in (record := await self._next()):
-            self.moved()
+            self.progressed()
         if (error := error_in(record)) is not None:
             raise error
         return record
@@ -304,7 +304,11 @@ class ReplaceableProcess:
 
     async def _start(self) -> SubprocessChannel:
         channel = self.channel = await SubprocessChannel.start(
-            self._module, self._name, idle_s=self._idle_s, moved=self._moved, fork=self._fork
+            self._module,
+            self._name,
+            idle_s=self._idle_s,
+            progressed=self._progressed,
+            fork=self._fork,
         )
         try:
             await self._begin(channel)
@@ -313,7 +317,7 @@ class ReplaceableProcess:
             raise
         return channel
 
-    def _moved(self) -> None:
+    def _progressed(self) -> None:
         self.moves += 1
 
     def _how(
@@ -360,7 +364,7 @@ class AgentChannel:
         except OSError:
             os._exit(0)  # the agent is gone
 
-    def moved(self) -> None:
+    def progressed(self) -> None:
         """Report progress, unless it was just reported."""
         if time.monotonic() >= self._reported + REPORT_S:
             self._reported = time.monotonic()

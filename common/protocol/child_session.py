@@ -109,7 +109,7 @@ class ChildSession:
             first_number=first_number,
             seeks=True,
             take=self._take,
-            moved=self._moved,
+            progressed=self._progressed,
         )
         self.parent = parent
         # When the institutions have a model is measured: they report it at once.
@@ -409,7 +409,7 @@ class ChildSession:
             self._ended = True
             self.link.events.append(ParentMoved(arrival.run, arrival.session, answer.announcement))
 
-    def _moved(self, parent: str, now: float) -> None:
+    def _progressed(self, parent: str, now: float) -> None:
         if self._fetching is not None:
             model = self._fetching.model
             done = model.chunks - self.link.receiver.lacks(parent, model.blob)

@@ -15,7 +15,6 @@ from dataclasses import replace
 from math import inf
 from typing import Final, Generic, TypeVar
 
-from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.protocol.events import UploadAnnounced
 from fedstrata.common.protocol.messages import (
     Acknowledgement,
@@ -51,6 +50,7 @@ from fedstrata.common.protocol.round_state import (
     taking_part,
     waiting_most_s,
 )
+from fedstrata.common.settings.closing import Closing
 from fedstrata.common.settings.devices import Online, OnlineTimes
 
 CLOSED: Final = "the round has closed"
@@ -131,7 +131,7 @@ class Coordinator:
                 continue
             child.begin(self.key, assignments.get(name), now)
             if child.presence is NodeState.FAILED:
-                child.moved = now - self._idle_s
+                child.progressed = now - self._idle_s
             self._send_task(child, now)
         self._at_work = Lacking()
         self._without_model = Lacking(self._taking_part())
@@ -158,7 +158,7 @@ class Coordinator:
         # repeated only after silence
         child.repeat_at = now + REPEAT_MOST_S + waits * self._waiting_most_s
         if child.go(ChildCause.MESSAGE):
-            child.moved = now
+            child.progressed = now
             child.declined = ""
             child.answer_s = now - child.assigned
         child.note_progress(message, now)
@@ -169,7 +169,7 @@ class Coordinator:
             self._received_model(child, now)
             # the event has the model
             child.result = replace(message, inline=None)
-            child.moved = now
+            child.progressed = now
             child.seconds = now - child.assigned
             work = message.work
             child.loss = work.loss
@@ -235,7 +235,7 @@ class Coordinator:
         progress = done != child.prepared
         if (waits and not self.is_open) or progress:
             child.prepared = done
-            child.moved = now
+            child.progressed = now
         return progress
 
     def hanging(self, now: float) -> list[str]:
@@ -243,7 +243,7 @@ class Coordinator:
         return [
             name
             for name, child in self.children.items()
-            if child.presence is NodeState.INIT and now >= child.moved + self._idle_s
+            if child.presence is NodeState.INIT and now >= child.progressed + self._idle_s
         ]
 
     def presence(self, name: str, session: str, presence: Presence | None, *, now: float) -> None:
@@ -264,7 +264,7 @@ class Coordinator:
         child.failure = presence.failure
         self._judged = self._quiet_until = -inf
         if presence.state is NodeState.FAILED:
-            child.moved = now - self._idle_s  # it has reported that it will not return
+            child.progressed = now - self._idle_s  # it has reported that it will not return
         gone = moved or (child.entered and not child.present)
         # it may return, and is not waited for if there are enough others
         child.absent = child.absent or gone
@@ -276,12 +276,12 @@ class Coordinator:
             if presence.state is NodeState.READY and child.state is ChildState.ASSIGNED:
                 child.repeat_at = min(child.repeat_at, self._again_at(child, now))
 
-    def moved(self, name: str, *, now: float) -> None:
+    def progressed(self, name: str, *, now: float) -> None:
         """Note that chunks of a model were transferred between this node and a child: that is
         progress.
         """
         child = self.children[name]
-        child.moved = now
+        child.progressed = now
         if child.state is ChildState.ANNOUNCED:
             self._collected = now
             child.carried_from = None
@@ -296,9 +296,9 @@ class Coordinator:
         """
         for child in self.children.values():
             if child.presence is not NodeState.FAILED:
-                idle = child.moved == child.excused
-                excused = min(now, child.moved + now - self._received_at) if idle else now
-                child.excused = child.moved = excused
+                idle = child.progressed == child.excused
+                excused = min(now, child.progressed + now - self._received_at) if idle else now
+                child.excused = child.progressed = excused
         self._received_at = now
 
     def accept(self, name: str, key: Key, *, now: float) -> None:
@@ -307,7 +307,7 @@ class Coordinator:
         """
         child = self.children[name]
         if self._serves(child, key) and child.go(ChildCause.ACCEPT):
-            child.moved = now
+            child.progressed = now
             self.accepted += 1
             self._acknowledge(name, key, "", now)
 
@@ -468,7 +468,7 @@ class Coordinator:
         if child.session:
             self._events.append(Restarted(name))
         child.session = session
-        child.moved = now
+        child.progressed = now
         child.mark = None
         child.prepared = -1
         if (self.is_open or child.carried) and child.go(ChildCause.RESTART):

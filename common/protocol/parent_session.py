@@ -18,7 +18,6 @@ from fedstrata.common.accounting.child_report import ChildReport
 from fedstrata.common.accounting.ledger import Ledger
 from fedstrata.common.accounting.traffic import Traffic
 from fedstrata.common.errors import Misfit, RefusedModel, WireError
-from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.model.layout import FrozenForm
 from fedstrata.common.protocol import topics
 from fedstrata.common.protocol.arrivals import (
@@ -82,6 +81,7 @@ from fedstrata.common.protocol.presence import Identity, StateFacts
 from fedstrata.common.protocol.receiver import Fetched, FetchFailed, FetchFailure, ReceiverEvent
 from fedstrata.common.protocol.round_state import MOVED, Assignment, Restarted
 from fedstrata.common.protocol.status import RunProgress, status_of
+from fedstrata.common.settings.closing import Closing
 from fedstrata.common.settings.links import LinkSet
 from fedstrata.common.text import short
 
@@ -111,7 +111,7 @@ class ParentSession:
             first_number=first_number,
             seeks=False,
             take=self._take,
-            moved=self._moved,
+            progressed=self._progressed,
         )
         self._limits = dict.fromkeys(links, ANY) | dict(below.limits)
         self._places = Places(below.entering)
@@ -502,8 +502,8 @@ class ParentSession:
             failure=Failure.MOVED,
         )
 
-    def _moved(self, child: str, now: float) -> None:
-        self.coordinator.moved(child, now=now)
+    def _progressed(self, child: str, now: float) -> None:
+        self.coordinator.progressed(child, now=now)
         self.moves += 1
 
     def _collect(self, now: float) -> None:

@@ -110,7 +110,7 @@ class PeerLink:
         # fit, which is refused.
         take: Callable[[Arrival, float], None],
         # A chunk of a model was transferred to or from this peer, at a time.
-        moved: Callable[[str, float], None],
+        progressed: Callable[[str, float], None],
     ) -> None:
         self.identity = identity
         self.peers = tuple(peers)
@@ -143,7 +143,7 @@ class PeerLink:
         self.away_since: float | None = None
         self._seeks = seeks
         self._take = take
-        self._moved = moved
+        self._progressed = progressed
         self._connected_at = -inf
         self._lossy = False
         self._first: list[Output] = []  # first outputs on a new connection
@@ -428,7 +428,7 @@ class PeerLink:
         extras = min(len(body), self.receiver.extras_in(topic))
         self.outbox.count_chunk(topic, text, len(body), extras=extras)
         if self.receiver.receive_chunk(topic, body, now=now):
-            self._moved(topic.node, now)
+            self._progressed(topic.node, now)
         if self.receiver.loses and not self._lossy:
             self._lossy = True
             self.events.append(BrokerDrops(self.receiver.chunks_lost, self.receiver.chunks_arrived))
@@ -555,7 +555,7 @@ class PeerLink:
             before = self.sender.chunks_delivered
             answer = self.sender.receive(peer, ask, now=now)
             if self.sender.chunks_delivered > before:
-                self._moved(peer, now)
+                self._progressed(peer, now)
             if answer is not None and self.answers.take(peer, now):
                 self.outbox.send(peer, answer, now)
 

@@ -113,7 +113,7 @@ class Fetch:
     damaged: int = 0  # since the last valid one
     spoilt_at: float = 0.0
     waits_since: float = 0.0  # before it asks again
-    moved: float = 0.0  # since then it has a slot, or has received nothing valid
+    progressed: float = 0.0  # since then it has a slot, or has received nothing valid
     patience_s: float = PATIENCE_S
     starved: int = 0  # times since the last valid chunk
     first_at: float | None = None
@@ -342,7 +342,7 @@ class Receiver:
         fetch.damaged = 0
         # repeats must not block a slot that others wait for
         if fetch.lacking[index] or not self._queued:
-            fetch.moved = now
+            fetch.progressed = now
             fetch.starved = 0
         if not fetch.lacking[index]:
             return False
@@ -374,7 +374,7 @@ class Receiver:
         self._listen(now)
         for fetch in self._under_way():
             fetch.due = fetch.restart = True
-            fetch.waits_since = fetch.moved = now
+            fetch.waits_since = fetch.progressed = now
             fetch.damaged = 0
 
     def tick(self, now: float, *, carried: int = -1) -> None:
@@ -458,7 +458,7 @@ class Receiver:
         if flows and before >= 0 and carried - first <= most:
             self._last_arrival = now
             for fetch in self._active.values() if self.exclusive else ():
-                fetch.waits_since = fetch.moved = now
+                fetch.waits_since = fetch.progressed = now
 
     def _listen(self, now: float) -> None:
         self._carried = None
@@ -484,7 +484,7 @@ class Receiver:
             # two turns.
             was_parked = self._parked.pop(fetch.key, None) is not None
             fetch.restart = fetch.restart or not was_parked or fetch.starved > 1
-            fetch.waits_since = fetch.moved = now
+            fetch.waits_since = fetch.progressed = now
             fetch.due = True
             self._active[fetch.key] = fetch
 
@@ -506,7 +506,7 @@ class Receiver:
         Its own repeated asks do not extend its hold on a slot that others wait for.
         """
         if self._queued:
-            return fetch.moved + max(PATIENCE_S, fetch.pace_s)
+            return fetch.progressed + max(PATIENCE_S, fetch.pace_s)
         return fetch.waits_since + max(fetch.patience_s, fetch.pace_s)
 
     def _ask(self, fetch: Fetch) -> Ask:

@@ -19,7 +19,6 @@ from enum import Enum
 from math import inf
 from typing import Final, TypeAlias
 
-from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.protocol.events import UploadAnnounced
 from fedstrata.common.protocol.messages import (
     LIVING,
@@ -32,6 +31,7 @@ from fedstrata.common.protocol.messages import (
     Progress,
     Result,
 )
+from fedstrata.common.settings.closing import Closing
 from fedstrata.common.settings.devices import OnlineTimes
 from fedstrata.common.text import by_cause
 
@@ -171,8 +171,8 @@ class ChildInRound:
     reason: str = ""
     failure: Failure = Failure.NONE
     declined: str = ""
-    moved: float = 0.0  # time of its last progress
-    excused: float = -inf  # `moved` when the parent's connection was new the last time
+    progressed: float = 0.0  # time of its last progress
+    excused: float = -inf  # `progressed` when the parent's connection was new the last time
     repeat_at: float = 0.0
     repeat_s: float = REPEAT_S
     sent: bool = False
@@ -195,7 +195,7 @@ class ChildInRound:
         """Begin a round with its task, None: it takes no part."""
         self.key = key
         self.carried = False
-        self.assigned = self.moved = now
+        self.assigned = self.progressed = now
         self.assignment = assignment
         self.result = None
         self.refusal = ""
@@ -247,12 +247,12 @@ class ChildInRound:
         `collected`. The time in which a device is away by its trace does not count; traces have
         `begun`.
         """
-        moved = self.moved
+        progressed = self.progressed
         if self.state is ChildState.ANNOUNCED:
-            moved = max(moved, collected)
+            progressed = max(progressed, collected)
         if self.online is None or begun is None or self.presence is NodeState.FAILED:
-            return moved + idle_s
-        return begun + self.online.after(moved - begun, idle_s)
+            return progressed + idle_s
+        return begun + self.online.after(progressed - begun, idle_s)
 
     def returns(self, t: float) -> float:
         """Return when a device that is away by its trace comes back, seconds from t on; 0 if it is
@@ -295,13 +295,13 @@ class ChildInRound:
             self.carried_from = carried
             self.carried_best = 0
             if self.state is not ChildState.ANNOUNCED:
-                self.moved = now
+                self.progressed = now
         elif self.carried_from is None:
             self.carried_from = carried
         elif carried - self.carried_from >= self.carried_best + CARRIED_BYTES:
             self.carried_best = carried - self.carried_from
             if self.carried_best <= CHUNKS_CARRIED * self.chunk_bytes:
-                self.moved = now
+                self.progressed = now
 
     def go(self, cause: ChildCause) -> bool:
         """Apply a transition of the table; return whether there is one."""

@@ -10,7 +10,7 @@ from typing import Final
 
 from fedstrata.common.accounting.ledger import Ledger
 from fedstrata.common.errors import InvalidBelow, NoProgress, RefusedModel, RunFailed
-from fedstrata.common.experiment.tiers import Closing, Minimum
+from fedstrata.common.experiment.tiers import Minimum
 from fedstrata.common.model.codec_settings import PLAIN, Codecs
 from fedstrata.common.model.layout import LinkLayouts
 from fedstrata.common.net.address import BrokerAddress
@@ -41,6 +41,7 @@ from fedstrata.common.runtime.incoming import IncomingUploads
 from fedstrata.common.runtime.models import Arriving, Models
 from fedstrata.common.runtime.round import ClosedRound, Dispatch, Observe
 from fedstrata.common.runtime.world import REAL, World, nothing, within
+from fedstrata.common.settings.closing import Closing
 from fedstrata.common.settings.links import LinkDirection, Links
 from fedstrata.common.storage.spool import Spool
 from fedstrata.common.text import by_cause

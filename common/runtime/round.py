@@ -17,7 +17,7 @@ from fedstrata.common.accounting.ledger import Ledger
 from fedstrata.common.accounting.work import Work
 from fedstrata.common.errors import InvalidBelow, RunFailed
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.tiers import Closing, Tier
+from fedstrata.common.experiment.tiers import Tier
 from fedstrata.common.methods.rule import Rule, RuleContext, Uploads
 from fedstrata.common.methods.selection import NOTHING, Choose, ClientSelection, ResultFacts
 from fedstrata.common.metrics import Metrics
@@ -27,6 +27,7 @@ from fedstrata.common.protocol.messages import Manifest, Phase, Result, Task
 from fedstrata.common.protocol.round_state import Timeline
 from fedstrata.common.runtime.models import Arriving
 from fedstrata.common.runtime.world import REAL, World, nothing
+from fedstrata.common.settings.closing import Closing
 from fedstrata.common.storage.spool import Spool
 from fedstrata.common.text import JSON_MOST, named
 

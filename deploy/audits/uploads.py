@@ -10,7 +10,6 @@ from torch import nn
 
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.learning import datasets, models
 from fedstrata.common.methods.rule import link_layouts
 from fedstrata.common.methods.statistics import TrainingReport
@@ -19,6 +18,7 @@ from fedstrata.common.protocol.messages import Task
 from fedstrata.common.randomness import Purpose, generator
 from fedstrata.common.runtime.models import Arriving
 from fedstrata.common.runtime.round import Dispatch, Report, WorkResult
+from fedstrata.common.settings.closing import Closing
 from fedstrata.common.storage.spool import Spool
 from fedstrata.deploy.local.calls import Calls, Clock
 from fedstrata.device.jobs import Ending, HostedDevice, LocalResult

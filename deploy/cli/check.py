@@ -110,7 +110,7 @@ def _list(output: str) -> None:
     installed packages.
     """
     from fedstrata.common.methods.settings import RULES
-    from fedstrata.common.model.codec_settings import CODECS
+    from fedstrata.common.model.codec_settings import CODEC_TABLES
     from fedstrata.common.settings.tables import PACKAGE, installed
     from fedstrata.common.settings.trainers import TRAINERS
     from fedstrata.common.settings.training import OBJECTIVES
@@ -119,7 +119,7 @@ def _list(output: str) -> None:
     for group, ours in (
         ("rules", RULES),
         ("objectives", OBJECTIVES),
-        ("codecs", CODECS),
+        ("codecs", CODEC_TABLES),
         ("trainers", TRAINERS),
     ):
         found = {**installed(group), **dict.fromkeys(ours, PACKAGE)}

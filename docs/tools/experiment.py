@@ -23,7 +23,7 @@ from fedstrata.common.methods.attack import ATTACKS, Attack, OwnAttack
 from fedstrata.common.methods.own_rule import OwnRule
 from fedstrata.common.methods.selection import OwnSelection
 from fedstrata.common.methods.settings import RULES, SELECTORS, RuleSettings, SelectionSettings
-from fedstrata.common.model.codec_settings import CODECS, CodecSettings, FormSettings
+from fedstrata.common.model.codec_settings import CODEC_TABLES, CodecSettings, FormSettings
 from fedstrata.common.model.delta_codecs import OwnCodec
 from fedstrata.common.model.table import CODECS as OF_CHANGES
 from fedstrata.common.settings.trainers import TRAINERS, OwnTrainer, TrainerTable
@@ -155,7 +155,7 @@ SELECTED: Final[Mapping[type[BaseModel], Mapping[str, type[BaseModel]]]] = {
     AugmentationTable: {**AUGMENTATIONS, "package.module:Name": OwnAugmentation},
     CodecSettings: {
         "[delta+]FORM[+zstd]": FormSettings,
-        **{name: CODECS[name] for name in OF_CHANGES},
+        **{name: CODEC_TABLES[name] for name in OF_CHANGES},
         "package.module:Name": OwnCodec,
     },
     Attack: {**ATTACKS, "package.module:Name": OwnAttack},

@@ -35,7 +35,6 @@ from rounds import layout_of
 
 from fedstrata.common.accounting.work import Work
 from fedstrata.common.experiment.schema import TransferSettings
-from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.host.memory import keep_large_buffers
 from fedstrata.common.model.layout import LinkLayouts, Row
 from fedstrata.common.net.address import BrokerAddress
@@ -50,6 +49,7 @@ from fedstrata.common.runtime.models import Arriving
 from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
 from fedstrata.common.runtime.round import Dispatch, Report, WorkResult
 from fedstrata.common.runtime.world import new_session
+from fedstrata.common.settings.closing import Closing
 from fedstrata.common.settings.links import LinkSettings
 from fedstrata.common.storage.spool import Spool
 from fedstrata.deploy.brokers import broker

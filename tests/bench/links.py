@@ -35,7 +35,6 @@ from fedstrata.common.accounting.traffic import TcpStats
 from fedstrata.common.accounting.work import Work
 from fedstrata.common.errors import ConnectionFailed, InvalidExperiment, RunFailed
 from fedstrata.common.experiment.schema import TransferSettings
-from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.model.layout import LinkLayouts
 from fedstrata.common.net.address import BrokerAddress
 from fedstrata.common.protocol.messages import NodeState, Task
@@ -48,6 +47,7 @@ from fedstrata.common.runtime.models import Arriving
 from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
 from fedstrata.common.runtime.round import Dispatch, Report, WorkResult
 from fedstrata.common.runtime.world import new_session
+from fedstrata.common.settings.closing import Closing
 from fedstrata.common.settings.links import LinkSettings
 from fedstrata.deploy.brokers import broker
 from fedstrata.deploy.links.kernel import FRAME_BYTES

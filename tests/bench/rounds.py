@@ -25,7 +25,6 @@ import psutil
 
 from fedstrata.common.accounting.work import Work
 from fedstrata.common.experiment.schema import TransferSettings
-from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.host.memory import keep_large_buffers
 from fedstrata.common.methods import aggregator
 from fedstrata.common.methods.fedavg import FedAvg
@@ -42,6 +41,7 @@ from fedstrata.common.runtime.models import Arriving
 from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
 from fedstrata.common.runtime.round import Dispatch, Report, WorkResult
 from fedstrata.common.runtime.world import new_session
+from fedstrata.common.settings.closing import Closing
 from fedstrata.common.settings.links import LinkSettings
 from fedstrata.common.storage.spool import Spool
 from fedstrata.deploy.brokers import broker

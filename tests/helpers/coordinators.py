@@ -8,7 +8,6 @@ from session_lab import ALL, ChildNode, Lab, names_of
 
 from fedstrata.common.accounting.traffic import TcpStats, Traffic
 from fedstrata.common.accounting.work import Work
-from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.protocol.coordinator import Coordinator
 from fedstrata.common.protocol.events import TaskReceived
 from fedstrata.common.protocol.messages import (
@@ -24,6 +23,7 @@ from fedstrata.common.protocol.messages import (
 )
 from fedstrata.common.protocol.participant import Participant
 from fedstrata.common.protocol.round_state import Assignment, Closed, Stalled
+from fedstrata.common.settings.closing import Closing
 
 OLD = Key(0, 0, 0)
 

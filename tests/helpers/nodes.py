@@ -22,7 +22,6 @@ import numpy.typing as npt
 
 from fedstrata.common.accounting.work import Work
 from fedstrata.common.experiment.schema import TransferSettings
-from fedstrata.common.experiment.tiers import Closing
 from fedstrata.common.model.codec_settings import PLAIN, Codecs
 from fedstrata.common.model.layout import FrozenForm, LinkLayouts, ModelLayout, Row, Section
 from fedstrata.common.protocol.messages import (
@@ -44,6 +43,7 @@ from fedstrata.common.runtime.models import Arriving
 from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
 from fedstrata.common.runtime.round import ClosedRound, Dispatch, Report, WorkResult
 from fedstrata.common.runtime.world import World, new_session
+from fedstrata.common.settings.closing import Closing
 from fedstrata.common.settings.links import LinkSettings
 from fedstrata.common.storage.spool import Spool
 from tests.helpers.sites import PATIENCE_S, Site, forever, until

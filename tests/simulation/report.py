@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from fedstrata.common.errors import WireError
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.experiment.tiers import Closing, Tier
+from fedstrata.common.experiment.tiers import Tier
 from fedstrata.common.protocol import serialization, topics
 from fedstrata.common.protocol.messages import (
     Ask,
@@ -19,6 +19,7 @@ from fedstrata.common.protocol.messages import (
     Result,
     Task,
 )
+from fedstrata.common.settings.closing import Closing
 from fedstrata.deploy.simulation.broker import Routed
 from tests.simulation.drawn import DrawnLab
 from tests.simulation.fault_draws import LASTING
