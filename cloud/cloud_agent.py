@@ -23,11 +23,11 @@ from fedstrata.cloud.evaluator import (
     needs_process,
 )
 from fedstrata.cloud.global_rounds import GlobalRounds
-from fedstrata.cloud.results import RunFolder
 from fedstrata.cloud.round_scores import LABELS
+from fedstrata.cloud.run_folder import RunFolder
 from fedstrata.common.errors import FedstrataError, StorageFailed
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.host.energy import EnergyMeter
+from fedstrata.common.host.energy_meters import EnergyMeter
 from fedstrata.common.host.files import until_written
 from fedstrata.common.host.offload import beside, offload
 from fedstrata.common.methods.rule import link_layouts

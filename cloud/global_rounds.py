@@ -20,10 +20,10 @@ from fedstrata.cloud import checkpoint, tempo
 from fedstrata.cloud.checkpoint import RunState
 from fedstrata.cloud.evaluator import Beginning, evaluated
 from fedstrata.cloud.node_reports import NodeReports
-from fedstrata.cloud.privacy import PrivacyLedger
+from fedstrata.cloud.privacy_ledger import PrivacyLedger
 from fedstrata.cloud.records import GlobalRoundRecord, tier_bytes
-from fedstrata.cloud.results import RunFolder
 from fedstrata.cloud.round_scores import LABELS, Evaluate, RoundScores
+from fedstrata.cloud.run_folder import RunFolder
 from fedstrata.common.accounting.child_report import ChildReport
 from fedstrata.common.errors import InvalidExperiment, RunFailed
 from fedstrata.common.experiment import lint

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import chain, starmap
 from typing import Any, Final
 
-from fedstrata.cloud.results import RunFolder
+from fedstrata.cloud.run_folder import RunFolder
 from fedstrata.common.accounting.child_report import ChildReport
 from fedstrata.common.protocol.limits import plans_of
 from fedstrata.common.protocol.messages import Result

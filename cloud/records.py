@@ -40,7 +40,7 @@ from fedstrata.common.accounting.work import TrainingPath
 from fedstrata.common.experiment.attackers import SUCCESS
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.experiment.tiers import TIER_NAME
-from fedstrata.common.host.energy import EnergySource
+from fedstrata.common.host.energy_meters import EnergySource
 from fedstrata.common.protocol.round_state import GLOBAL_PHASES
 from fedstrata.common.settings.topology import CLOUD
 

@@ -18,7 +18,7 @@ from typing import Any, Final
 from fedstrata.cloud import checkpoint
 from fedstrata.cloud.evaluator import Beginning, EvaluationResult, evaluated
 from fedstrata.cloud.records import HONEST, PERSONALISED, GlobalRoundRecord, device_columns
-from fedstrata.cloud.results import RunFolder
+from fedstrata.cloud.run_folder import RunFolder
 from fedstrata.common.accounting.child_report import ChildReport
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.host.offload import offload

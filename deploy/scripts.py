@@ -106,7 +106,7 @@ def sweep(
     error. Raises InvalidExperiment, and RunFailed if a run failed; repeated, the call goes on.
     """
     from fedstrata.deploy.sweeps import grid as grids
-    from fedstrata.deploy.sweeps.folder import SweepFolder
+    from fedstrata.deploy.sweeps.sweep_folder import SweepFolder
 
     chosen = []
     for axis, values in (only or {}).items():

@@ -29,7 +29,7 @@ from fedstrata.common.runtime.child_endpoint import ChildEndpoint
 from fedstrata.common.runtime.discovery import Found, activity, another_parent, join
 from fedstrata.common.runtime.exports import export_child
 from fedstrata.common.runtime.lifecycle import MovesAway, live, through_absences, while_online
-from fedstrata.common.runtime.models import Arriving, work_on
+from fedstrata.common.runtime.link_models import Arriving, work_on
 from fedstrata.common.runtime.roll import Resources
 from fedstrata.common.runtime.round import Report, WorkResult
 from fedstrata.common.runtime.world import Host
@@ -39,7 +39,7 @@ from fedstrata.common.settings.own import permit
 from fedstrata.common.settings.topology import check_parent
 from fedstrata.common.storage.spool import FrozenFiles, Spool
 from fedstrata.device.jobs import WAITS_S, LocalResult, Order, Prepared, TrainingPool
-from fedstrata.device.training.work import LocalWork
+from fedstrata.device.training.tasks import LocalWork
 
 FAREWELL_S = 3.0
 PHASES = ("evaluate", "train", "wait", "pause", "vmapped")

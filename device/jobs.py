@@ -232,7 +232,7 @@ def failure_to(done: Done, number: int) -> Iterator[None]:
 
 class DeviceTrainers(Protocol):
     """The trainers of a process's devices, of one kind: the interface that a pool asks; see
-    `device.pool.trainers`.
+    `device.pool.trainers_by_kind`.
     """
 
     def prepare(self, device: HostedDevice, accelerator: str) -> Prepared:

@@ -24,7 +24,7 @@ from fedstrata.common.runtime.child_endpoint import ChildEndpoint
 from fedstrata.common.runtime.discovery import Found, activity, join
 from fedstrata.common.runtime.exports import export_child, export_parent, passed_on
 from fedstrata.common.runtime.lifecycle import live
-from fedstrata.common.runtime.models import Arriving
+from fedstrata.common.runtime.link_models import Arriving
 from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
 from fedstrata.common.runtime.refining import RefinerProcess
 from fedstrata.common.runtime.roll import Resources

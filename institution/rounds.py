@@ -34,7 +34,7 @@ from fedstrata.common.model.codecs import codec_of
 from fedstrata.common.model.layout import ModelLayout, Row
 from fedstrata.common.protocol.limits import plans_of
 from fedstrata.common.protocol.messages import Phase, Task
-from fedstrata.common.runtime.models import Arriving, work_on
+from fedstrata.common.runtime.link_models import Arriving, work_on
 from fedstrata.common.runtime.refining import run_refining
 from fedstrata.common.runtime.round import (
     ClosedRound,
@@ -46,7 +46,7 @@ from fedstrata.common.runtime.round import (
     run_round,
     unreported,
 )
-from fedstrata.common.runtime.uploads import UploadEncoder
+from fedstrata.common.runtime.upload_encoder import UploadEncoder
 from fedstrata.common.storage.spool import Spool
 from fedstrata.common.storage.states import TaskStates
 

@@ -26,7 +26,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 import pytest
 from hypothesis import HealthCheck, settings
 
-from fedstrata.cloud.results import RunFolder
+from fedstrata.cloud.run_folder import RunFolder
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.protocol.messages import Manifest
 from fedstrata.common.settings.topology import CLOUD

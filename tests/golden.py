@@ -19,12 +19,12 @@ from unittest.mock import patch
 from xml.etree import ElementTree
 
 from fedstrata.common.experiment.reading import parse, to_toml
-from fedstrata.deploy.console.layout import Width
+from fedstrata.deploy.console.table_layout import Width
 from fedstrata.deploy.results.figures import Figure
 from fedstrata.deploy.results.page import Page, compose
 from fedstrata.deploy.results.run import Run
+from fedstrata.deploy.sweeps.measures import SweepResults
 from fedstrata.deploy.sweeps.output import long_table, missing, notes, tables_of, to_json
-from fedstrata.deploy.sweeps.results import SweepResults
 from tests.conftest import _make_run
 from tests.helpers.commands import invoke
 from tests.helpers.direct import run_direct

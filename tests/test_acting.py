@@ -15,8 +15,8 @@ from fedstrata.common.experiment.reading import parse
 from fedstrata.deploy.results.acting import late_parts
 from fedstrata.deploy.results.run import Run
 from fedstrata.deploy.sweeps.grid import expand, merged
+from fedstrata.deploy.sweeps.measures import SweepResults
 from fedstrata.deploy.sweeps.output import idle
-from fedstrata.deploy.sweeps.results import SweepResults
 from tests.helpers.commands import invoke
 from tests.helpers.direct import run_direct
 

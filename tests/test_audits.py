@@ -16,8 +16,8 @@ from scipy import stats
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.deploy.audits import canaries, estimates, inversion, membership
+from fedstrata.deploy.audits.inversion_trials import InversionTrials
 from fedstrata.deploy.audits.samples import of_tests
-from fedstrata.deploy.audits.trials import InversionTrials
 from fedstrata.deploy.audits.uploads import AuditedModel, upload
 from tests.helpers.commands import invoke
 from tests.helpers.direct import run_direct

@@ -16,7 +16,7 @@ from typing import Final
 import pytest
 
 from docs.tools.manual import commands
-from fedstrata.cloud.results import RunFolder
+from fedstrata.cloud.run_folder import RunFolder
 from fedstrata.common.errors import installing
 from fedstrata.common.experiment.reading import parse
 from fedstrata.deploy.console.reporting import EXTRAS

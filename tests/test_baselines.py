@@ -17,8 +17,8 @@ from fedstrata.deploy.results.figures import COLOURS, DASHES, SERIES, styled
 from fedstrata.deploy.results.page import Page, compose
 from fedstrata.deploy.results.run import Run
 from fedstrata.deploy.results.series import baseline_notes, baselines, series_of
-from fedstrata.deploy.sweeps.folder import SweepFolder
 from fedstrata.deploy.sweeps.grid import Grid, expand
+from fedstrata.deploy.sweeps.sweep_folder import SweepFolder
 from tests.helpers.commands import invoke
 from tests.helpers.figures import curves_of, drawn
 

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedstrata.cloud.results import RunFolder
+from fedstrata.cloud.run_folder import RunFolder
 from fedstrata.common.errors import DuplicateName, InvalidExperiment, LeftOut, NoProgress
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.short_form import PresentNode, topology_of

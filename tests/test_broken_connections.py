@@ -15,7 +15,7 @@ from fedstrata.common.protocol import serialization, topics
 from fedstrata.common.protocol.messages import NodeState, Presence
 from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
 from fedstrata.common.settings.links import LinkSettings
-from fedstrata.deploy.simulation.broker import BrokerSession, SessionWill
+from fedstrata.deploy.simulation.simulated_broker import BrokerSession, SessionWill
 from tests.helpers.broken import (
     assert_nothing_asked_twice,
     broker_killed_in_mid_transfer,

@@ -45,8 +45,8 @@ from fedstrata.common.runtime.exports import discovery
 from fedstrata.common.settings.closing import Closing
 from fedstrata.deploy.results.maps import changes
 from fedstrata.deploy.results.run import Run
-from fedstrata.deploy.simulation.broker import Routed
 from fedstrata.deploy.simulation.hardware import Durations
+from fedstrata.deploy.simulation.simulated_broker import Routed
 from fedstrata.deploy.watching.lab_state import WatchedLab
 from tests.helpers.commands import table as read_table
 from tests.helpers.commands import tensors

@@ -34,9 +34,9 @@ from fedstrata.deploy.checking import objective_checks
 from fedstrata.device.jobs import Order
 from fedstrata.device.training.batches import load_local_dataset
 from fedstrata.device.training.objectives.objective import LocalUpdate
-from fedstrata.device.training.objectives.table import objective_of
+from fedstrata.device.training.objectives.objectives_by_name import objective_of
+from fedstrata.device.training.tasks import DeviceMemory
 from fedstrata.device.training.vectors import finish, vectors_of
-from fedstrata.device.training.work import DeviceMemory
 from tests.helpers.commands import DEMO, run_lab, table, tensors
 from tests.helpers.direct import resumed_run, run_direct
 from tests.helpers.examples import examples, slow

@@ -10,7 +10,7 @@ import pytest
 
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.protocol.messages import Phase, Progress, Task
-from fedstrata.deploy.simulation.broker import Routed
+from fedstrata.deploy.simulation.simulated_broker import Routed
 from tests.helpers.scenarios import decoded
 from tests.simulation.lab import ScenarioLab
 

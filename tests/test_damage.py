@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from fedstrata.cloud.evaluator import Beginning, EvaluationResult
-from fedstrata.cloud.results import RunFolder
+from fedstrata.cloud.run_folder import RunFolder
 from fedstrata.common.errors import FedstrataError, InvalidExperiment, StateLost
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
@@ -33,11 +33,11 @@ from fedstrata.common.training.array_trainer import TrainerTester
 from fedstrata.deploy.local.direct import AtOnce
 from fedstrata.deploy.planning.simulated_run import machine_speeds, simulated_run
 from fedstrata.deploy.results.run import Run
-from fedstrata.deploy.simulation import computing
+from fedstrata.deploy.simulation import simulated_computing
 from fedstrata.device.jobs import Order
 from fedstrata.device.pool.executors import Thread
 from fedstrata.device.pool.pool import Pool
-from fedstrata.device.training.work import LocalWork
+from fedstrata.device.training.tasks import LocalWork
 from tests.helpers.commands import invoke, tensors
 from tests.helpers.direct import resumed_run, run_direct
 from tests.helpers.examples import PROFILE
@@ -127,8 +127,8 @@ def simulated(folder: RunFolder, facts: Mapping[str, Any], *, until: int = 0) ->
             raise KeyboardInterrupt
 
     with (
-        patch.object(computing, "Evaluator", HereTester),
-        patch.object(computing, "Pool", partial(Pool, thread=InPlace)),
+        patch.object(simulated_computing, "Evaluator", HereTester),
+        patch.object(simulated_computing, "Pool", partial(Pool, thread=InPlace)),
         pytest.raises(KeyboardInterrupt) if until else nullcontext(),
     ):
         try:

@@ -17,12 +17,12 @@ from hypothesis.extra import numpy as hnp
 
 from fedstrata.common.errors import InvalidExperiment, RefusedModel, WireError
 from fedstrata.common.experiment.reading import parse
-from fedstrata.common.model import table
+from fedstrata.common.model import codecs_by_name
 from fedstrata.common.model.codec_settings import CODEC_TABLES, CodecSettings
 from fedstrata.common.model.codecs import codec_of
 from fedstrata.common.model.delta_codecs import PIECE_COLUMNS, SCALE_COLUMNS, DeltaCodec, OwnCodec
 from fedstrata.common.model.layout import ModelLayout, Row, Section
-from fedstrata.common.runtime.models import decode_row
+from fedstrata.common.runtime.link_models import decode_row
 from tests.helpers.examples import examples
 
 Floats = npt.NDArray[np.float32]
@@ -68,7 +68,7 @@ def ids(tree: Mapping[str, Any]) -> str:
 def test_every_codec_of_the_table_is_tried_here() -> None:
     assert {
         tree["name"] for tree in TREES
-    } >= table.CODECS.keys() and table.CODECS.keys() <= CODEC_TABLES.keys()
+    } >= codecs_by_name.CODECS.keys() and codecs_by_name.CODECS.keys() <= CODEC_TABLES.keys()
 
 
 @st.composite

@@ -19,7 +19,7 @@ import pytest
 from paho.mqtt.enums import CallbackAPIVersion
 
 from fedstrata.cloud.records import DeviceRecord
-from fedstrata.cloud.results import RunFolder
+from fedstrata.cloud.run_folder import RunFolder
 from fedstrata.common.accounting.child_report import ChildReport
 from fedstrata.common.accounting.costs import (
     CPU_SECONDS_MOST,
@@ -31,7 +31,7 @@ from fedstrata.common.accounting.costs import (
 from fedstrata.common.accounting.work import NO_WORK, Work
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.reading import parse
-from fedstrata.common.host.energy import (
+from fedstrata.common.host.energy_meters import (
     GAP_MOST_S,
     PLUG_ROUNDING_J,
     REPORT_BYTES_MOST,
@@ -48,12 +48,12 @@ from fedstrata.common.host.nvidia import Gpus
 from fedstrata.common.metrics import Metrics
 from fedstrata.common.net.address import BrokerAddress
 from fedstrata.common.protocol.limits import ChildLimits, check_report, with_plausible_costs
-from fedstrata.common.runtime.energy import energy_counter
+from fedstrata.common.runtime.energy_source import energy_counter
 from fedstrata.deploy.brokers import broker
 from fedstrata.deploy.results.compare import costs_to
 from fedstrata.deploy.results.device_costs import costs_until, table
 from fedstrata.deploy.results.run import Run
-from fedstrata.device.pool.energy import EnergyShares
+from fedstrata.device.pool.energy_shares import EnergyShares
 from fedstrata.device.pool.pool import Pool
 from tests.helpers.energy import RANGE, zone
 from tests.helpers.loops import in_loop

@@ -25,7 +25,7 @@ from torch.nn import functional
 from fedstrata.cloud.cloud_agent import evaluator_of
 from fedstrata.cloud.evaluator import needs_process
 from fedstrata.cloud.records import STATISTICS
-from fedstrata.cloud.results import RunFolder
+from fedstrata.cloud.run_folder import RunFolder
 from fedstrata.common.accounting.child_report import ChildReport
 from fedstrata.common.accounting.work import Work
 from fedstrata.common.errors import InvalidExperiment, RefusedModel, WireError
@@ -65,11 +65,11 @@ from fedstrata.deploy.results.run import Run
 from fedstrata.deploy.results.score_curves import curves
 from fedstrata.deploy.results.series import series_of
 from fedstrata.deploy.results.whole import score_column
-from fedstrata.deploy.simulation.broker import Routed
 from fedstrata.deploy.simulation.hardware import Durations, NullWorkload, SimulatedHardware
+from fedstrata.deploy.simulation.simulated_broker import Routed
 from fedstrata.deploy.sweeps.grid import merged
-from fedstrata.deploy.sweeps.results import sign_of, value_of
-from fedstrata.deploy.sweeps.schema import Measure
+from fedstrata.deploy.sweeps.measures import sign_of, value_of
+from fedstrata.deploy.sweeps.sweep_schema import Measure
 from tests.helpers import commands
 from tests.helpers.commands import invoke
 from tests.helpers.direct import events, resumed_run, run_direct

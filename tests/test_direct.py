@@ -16,14 +16,14 @@ import numpy.typing as npt
 import pytest
 from safetensors.numpy import load_file
 
-from fedstrata.cloud.results import RunFolder
+from fedstrata.cloud.run_folder import RunFolder
 from fedstrata.common.accounting.work import Work
 from fedstrata.common.errors import InvalidExperiment, RunFailed
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.model.codec_settings import Codecs
 from fedstrata.common.model.layout import LinkLayouts, ModelLayout, Section
 from fedstrata.common.protocol.messages import Task
-from fedstrata.common.runtime.models import Arriving
+from fedstrata.common.runtime.link_models import Arriving
 from fedstrata.common.runtime.round import Dispatch, DoTask, Report, WorkResult
 from fedstrata.common.settings.closing import Closing
 from fedstrata.common.storage.spool import Spool

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import typer
 
-from fedstrata.cloud.results import RunFolder
+from fedstrata.cloud.run_folder import RunFolder
 from fedstrata.common.errors import StorageFailed
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.host import files

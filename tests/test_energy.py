@@ -14,10 +14,16 @@ from typing import Any
 import pytest
 
 from fedstrata.cloud.cloud_agent import energy_noted
-from fedstrata.cloud.results import RunFolder
+from fedstrata.cloud.run_folder import RunFolder
 from fedstrata.common.experiment.reading import parse
-from fedstrata.common.host import energy
-from fedstrata.common.host.energy import GAP_MOST_S, EnergyMeter, PowerIntegral, pmic, rails_watts
+from fedstrata.common.host import energy_meters
+from fedstrata.common.host.energy_meters import (
+    GAP_MOST_S,
+    EnergyMeter,
+    PowerIntegral,
+    pmic,
+    rails_watts,
+)
 from fedstrata.common.host.machine import REST_S, FolderUsage
 from fedstrata.common.host.nvidia import Gpus
 from tests.helpers.energy import RANGE, RECORDED, REPORTS, vcgencmd, zone
@@ -94,7 +100,7 @@ def test_the_power_chip_is_asked_where_there_is_one(
 ) -> None:
     vcgencmd(tmp_path, text)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setattr(energy, "PATIENCE_S", 0.3 if "sleep" in text else 10.0)
+    monkeypatch.setattr(energy_meters, "PATIENCE_S", 0.3 if "sleep" in text else 10.0)
     power = pmic()
     assert (power is not None) is known
     if power is not None:

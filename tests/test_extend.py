@@ -21,7 +21,7 @@ from fedstrata.common.experiment.reading import parse, to_toml
 from fedstrata.common.methods.column_rule import Columns
 from fedstrata.common.methods.own_rule import GuardedRule, OwnRule
 from fedstrata.common.settings.own import permit
-from fedstrata.device.training.objectives.table import objective_of
+from fedstrata.device.training.objectives.objectives_by_name import objective_of
 from tests.helpers.commands import fedstrata, invoke
 from tests.helpers.direct import run_direct
 from tests.helpers.own_page import FILES

@@ -25,7 +25,7 @@ from fedstrata.cloud import checkpoint
 from fedstrata.cloud.checkpoint import RunState
 from fedstrata.cloud.evaluator import Beginning, EvaluationResult
 from fedstrata.cloud.global_rounds import GlobalRounds
-from fedstrata.cloud.results import RunFolder
+from fedstrata.cloud.run_folder import RunFolder
 from fedstrata.common.accounting.counters import Account
 from fedstrata.common.accounting.ledger import Ledger
 from fedstrata.common.errors import WireError

@@ -39,12 +39,12 @@ from fedstrata.common.settings.training import TrainingSettings
 from fedstrata.device.jobs import Order
 from fedstrata.device.training.batches import uniform_numbers
 from fedstrata.device.training.objectives.objective import Minibatch
-from fedstrata.device.training.objectives.table import objective_of
+from fedstrata.device.training.objectives.objectives_by_name import objective_of
 from fedstrata.device.training.trainer import Trainer
 from fedstrata.device.training.vectors import TaskVectors
-from fedstrata.device.vmapped.loop import Turn, Visits
-from fedstrata.device.vmapped.models import Recipe
 from fedstrata.device.vmapped.schedule import Load
+from fedstrata.device.vmapped.shared_steps import Turn, Visits
+from fedstrata.device.vmapped.stacked_models import Recipe
 from tests.helpers import rules
 from tests.helpers.commands import DEMO, run_lab, table, tensors
 from tests.helpers.rules import AddingRefiner, Report

@@ -17,12 +17,12 @@ from fedstrata.common.experiment.reading import parse
 from fedstrata.common.model.layout import ModelLayout, Row, Section
 from fedstrata.common.protocol.manifest import describe
 from fedstrata.common.protocol.messages import Key, Task
-from fedstrata.common.runtime.models import decode_row
-from fedstrata.common.runtime.uploads import UploadEncoder
+from fedstrata.common.runtime.link_models import decode_row
+from fedstrata.common.runtime.upload_encoder import UploadEncoder
 from fedstrata.common.storage.spool import Spool
 from fedstrata.deploy.sweeps.grid import merged
 from fedstrata.device.jobs import LocalResult, Order, Prepared
-from fedstrata.device.training.work import LocalWork
+from fedstrata.device.training.tasks import LocalWork
 from tests.helpers.commands import tensors
 from tests.helpers.direct import run_direct
 from tests.helpers.examples import slow

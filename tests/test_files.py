@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from fedstrata.cloud import checkpoint, results
+from fedstrata.cloud import checkpoint, run_folder
 from fedstrata.cloud.checkpoint import RunState
-from fedstrata.cloud.results import RunFolder, held
+from fedstrata.cloud.run_folder import RunFolder, held
 from fedstrata.common.errors import InvalidExperiment, StorageFailed
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.host.files import replacing, writing
@@ -346,9 +346,9 @@ def test_a_reader_does_not_keep_a_cloud_away(
     """Whoever asks `held` has a shared lock for a moment."""
     folder = RunFolder.create(tmp_path, parse({}))
     folder.release()
-    reader = os.open(folder.path / results.HELD, os.O_RDONLY)
+    reader = os.open(folder.path / run_folder.HELD, os.O_RDONLY)
     fcntl.flock(reader, fcntl.LOCK_SH)
-    try_lock, tried = results._try_lock, []
+    try_lock, tried = run_folder._try_lock, []
 
     def tries(file: int, kind: int) -> bool:
         tried.append(try_lock(file, kind))
@@ -356,6 +356,6 @@ def test_a_reader_does_not_keep_a_cloud_away(
             os.close(reader)
         return tried[-1]
 
-    monkeypatch.setattr(results, "_try_lock", tries)
+    monkeypatch.setattr(run_folder, "_try_lock", tries)
     again = RunFolder.reopen(folder.path)
     assert again.run == folder.run and tried == [False, True, True]

@@ -43,7 +43,7 @@ from fedstrata.common.settings.data import ModelSettings
 from fedstrata.common.storage.spool import FROZEN_KEPT, FrozenFiles
 from fedstrata.device import jobs
 from fedstrata.device.jobs import HostedDevice, Order, most_together
-from fedstrata.device.pool.trainers import Trainers
+from fedstrata.device.pool.trainers_by_kind import Trainers
 from tests.helpers.direct import run_direct
 from tests.helpers.examples import examples
 from tests.helpers.nodes import child_of, layout_of, living, parent_of, together

@@ -31,13 +31,13 @@ from fedstrata.device.jobs import (
     most_together,
 )
 from fedstrata.device.pool.pool import Pool
-from fedstrata.device.pool.trainers import Trainers
+from fedstrata.device.pool.trainers_by_kind import Trainers
 from fedstrata.device.training.batches import dropout_seed
-from fedstrata.device.vmapped import loop
+from fedstrata.device.vmapped import shared_steps
 from fedstrata.device.vmapped import vmapped_trainer as trainer
-from fedstrata.device.vmapped.loop import Turn
-from fedstrata.device.vmapped.loop import train as train_together
-from fedstrata.device.vmapped.models import Recipe, VmappedModels
+from fedstrata.device.vmapped.shared_steps import Turn
+from fedstrata.device.vmapped.shared_steps import train as train_together
+from fedstrata.device.vmapped.stacked_models import Recipe, VmappedModels
 from tests.helpers.examples import slow
 from tests.helpers.plain import row_of, trained, trainer_of
 from tests.test_pool import Notes, fake_pool, members_of, trains
@@ -289,7 +289,7 @@ class Fault:
 
         monkeypatch.setattr(trainer, "train", train)
         monkeypatch.setattr(VmappedModels, "step", step)
-        monkeypatch.setattr(loop, "LOOK_S", 0.0)
+        monkeypatch.setattr(shared_steps, "LOOK_S", 0.0)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedstrata.cloud.results import RunFolder
+from fedstrata.cloud.run_folder import RunFolder
 from fedstrata.common.accounting.work import Work
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.reading import load, parse, to_toml
@@ -24,7 +24,7 @@ from fedstrata.common.protocol.messages import Phase
 from fedstrata.common.runtime.round import WorkResult
 from fedstrata.common.settings import devices
 from fedstrata.common.settings.devices import Machine, Pace, shipped
-from fedstrata.deploy.simulation.loop import VirtualLoop
+from fedstrata.deploy.simulation.virtual_loop import VirtualLoop
 from fedstrata.device import device_agent as agent
 
 # What the experiment reports

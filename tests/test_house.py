@@ -69,7 +69,7 @@ def test_a_name_of_a_class_is_unique() -> None:
 
 def test_no_json_that_users_read_may_have_a_number_that_json_has_not() -> None:
     written = {
-        "cloud/results.py",
+        "cloud/run_folder.py",
         "deploy/sweeps/output.py",
         "deploy/sweeps/planning.py",
         "deploy/watching",

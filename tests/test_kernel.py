@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from fedstrata.cloud import records
-from fedstrata.cloud.results import RunFolder
+from fedstrata.cloud.run_folder import RunFolder
 from fedstrata.common.accounting.child_report import ChildReport
 from fedstrata.common.accounting.counters import Account
 from fedstrata.common.accounting.ledger import Ledger
@@ -37,7 +37,7 @@ from fedstrata.common.net.packet_limit import UNLIMITED, PacketLimit
 from fedstrata.common.protocol.messages import Gone, Task
 from fedstrata.common.protocol.participant import ParticipantState
 from fedstrata.common.runtime.endpoint import Endpoint
-from fedstrata.common.runtime.models import Arriving
+from fedstrata.common.runtime.link_models import Arriving
 from fedstrata.common.runtime.round import Dispatch, Report, WorkResult
 from fedstrata.common.settings.closing import Closing
 from fedstrata.deploy.brokers import broker

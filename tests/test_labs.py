@@ -12,7 +12,7 @@ import aiomqtt
 import pytest
 
 from fedstrata.cloud.cloud_agent import CloudAgent
-from fedstrata.cloud.results import RunFolder
+from fedstrata.cloud.run_folder import RunFolder
 from fedstrata.common.errors import WireError
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment

@@ -16,14 +16,14 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from fedstrata.cloud.results import RunFolder
+from fedstrata.cloud.run_folder import RunFolder
 from fedstrata.common.errors import RunFailed
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.learning.evaluation import ModelTester
 from fedstrata.deploy.local.direct import run_in_process
 from fedstrata.deploy.planning.simulated_run import machine_speeds, simulated_run
-from fedstrata.deploy.simulation import computing
+from fedstrata.deploy.simulation import simulated_computing
 from tests.helpers.commands import table
 from tests.helpers.evaluation import HereEvaluator
 from tests.helpers.examples import examples
@@ -209,7 +209,7 @@ def test_agents_score_their_last_round_in_virtual_time(
     at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`--simulate`, whose agents are those of a lab."""
-    monkeypatch.setattr(computing, "Evaluator", HereEvaluator)
+    monkeypatch.setattr(simulated_computing, "Evaluator", HereEvaluator)
     lab = experiment(rounds=9, every=2, at=at, stop={"patience": 1, "min_delta": 0.9})
     facts = machine_speeds(lab, of=None)
     folder = RunFolder.create(tmp_path, lab, simulated=facts)

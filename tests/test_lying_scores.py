@@ -13,16 +13,16 @@ from typing import Any, Final
 
 import pytest
 
-from fedstrata.cloud.results import RunFolder
+from fedstrata.cloud.run_folder import RunFolder
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.runtime.round import WorkResult
 from fedstrata.common.training.array_trainer import LocalTask, Scored, TrainingSite
 from fedstrata.common.training.scores import ScoredModels, packed_sums
 from fedstrata.deploy.planning.simulated_run import machine_speeds, simulated_run
-from fedstrata.deploy.simulation import computing
+from fedstrata.deploy.simulation import simulated_computing
 from fedstrata.device.jobs import LocalResult
-from fedstrata.device.training.work import LocalWork
+from fedstrata.device.training.tasks import LocalWork
 from tests.helpers.commands import table, tensors
 from tests.helpers.direct import events, run_direct
 from tests.helpers.evaluation import HereEvaluator
@@ -63,7 +63,7 @@ WAYS: Final = {"direct": directly, "agents": by_agents}
 
 @pytest.fixture(autouse=True)
 def _here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(computing, "Evaluator", HereEvaluator)
+    monkeypatch.setattr(simulated_computing, "Evaluator", HereEvaluator)
 
 
 def left_out(folder: Path) -> list[str]:

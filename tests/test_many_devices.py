@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fedstrata.cloud.results import RunFolder
+from fedstrata.cloud.run_folder import RunFolder
 from fedstrata.common.accounting.child_report import ChildReport
 from fedstrata.common.accounting.counters import Account
 from fedstrata.common.accounting.ledger import Ledger

@@ -40,7 +40,7 @@ from fedstrata.common.net.tls import Tls
 from fedstrata.deploy.cli.serving import serve_metrics
 from fedstrata.deploy.console.login import Login
 from fedstrata.deploy.kits.authority import Authority
-from fedstrata.deploy.simulation.loop import VirtualLoop
+from fedstrata.deploy.simulation.virtual_loop import VirtualLoop
 from tests.helpers.sites import PATIENCE_S, in_real_time
 
 NODE = NodeLabels("institution", "institution-0", parent="region-0")

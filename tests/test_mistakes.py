@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import Result
 
-from fedstrata.cloud.results import RunFolder
+from fedstrata.cloud.run_folder import RunFolder
 from fedstrata.common.errors import InvalidExperiment, RunFailed
 from fedstrata.common.experiment.reading import load
 from fedstrata.common.settings.tables import parsed

@@ -22,9 +22,9 @@ from fedstrata.common.learning.models import classifier_of, head_places, with_fe
 from fedstrata.common.settings.training import OBJECTIVES, CrossEntropy, FedProx, TrainingSettings
 from fedstrata.deploy.planning import trainings
 from fedstrata.device.training import trainer
-from fedstrata.device.training.objectives import table
+from fedstrata.device.training.objectives import objectives_by_name
 from fedstrata.device.training.objectives.objective import Minibatch, Objective
-from fedstrata.device.training.objectives.table import objective_of
+from fedstrata.device.training.objectives.objectives_by_name import objective_of
 from fedstrata.device.training.sgd import NO_VECTORS, features_of
 from tests.helpers.commands import DEMO, run_lab, tensors
 from tests.helpers.commands import table as device_rows
@@ -66,7 +66,7 @@ def test_an_objective_is_known_by_its_name(name: str) -> None:
     lab = parse({"training": {"objective": {"name": name}}} | rule)
     assert type(lab.training.objective) is OBJECTIVES[name] and parse(lab.to_json()) == lab
     assert isinstance(objective_of(lab.training), Objective)
-    assert {*table.BUILT, "cross_entropy"} == set(OBJECTIVES)
+    assert {*objectives_by_name.BUILT, "cross_entropy"} == set(OBJECTIVES)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_an_objective_may_have_a_loss_of_its_own(monkeypatch: pytest.MonkeyPatch
         return list(module.parameters())
 
     wanted = trained()
-    monkeypatch.setattr(table, "named_in_module", lambda _: lambda _: Own())
+    monkeypatch.setattr(objectives_by_name, "named_in_module", lambda _: lambda _: Own())
     for mine, other in zip(trained(), wanted, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
 

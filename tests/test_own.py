@@ -167,7 +167,7 @@ LOADERS: Final = """
 import numpy as np
 import torch
 from torch.utils.data import TensorDataset
-from fedstrata.common.learning.readers.parts import Parts
+from fedstrata.common.learning.readers.reader_result import Parts
 
 X, Y = torch.arange(12.0).reshape(6, 2), torch.arange(6) % 2
 

@@ -23,7 +23,7 @@ from fedstrata.common.training.array_trainer import ArrayTrainer, TrainerCode
 from fedstrata.deploy.local.beforehand import check_code
 from fedstrata.device.training.batches import OwnSamples
 from fedstrata.device.training.objectives.objective import Objective
-from fedstrata.device.training.objectives.table import objective_of
+from fedstrata.device.training.objectives.objectives_by_name import objective_of
 
 HERE: Final = "tests.test_own_keywords"
 

@@ -27,7 +27,7 @@ from fedstrata.deploy.results.kept import brief
 from fedstrata.deploy.results.run import Run, State, folders
 from fedstrata.deploy.results.series import series_of
 from fedstrata.deploy.sweeps.grid import Grid, SweepCell, figures_of, load
-from fedstrata.deploy.sweeps.schema import FULL, Size
+from fedstrata.deploy.sweeps.sweep_schema import FULL, Size
 from tests.helpers.commands import EXPERIMENTS, invoke, table
 from tests.helpers.direct import run_direct
 from tests.helpers.figures import drawn

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pytest
 from torch import nn
 
-from fedstrata.cloud.privacy import PrivacyLedger
+from fedstrata.cloud.privacy_ledger import PrivacyLedger
 from fedstrata.cloud.records import GlobalRoundRecord
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment import lint
@@ -35,7 +35,7 @@ from fedstrata.common.storage.spool import Spool
 from fedstrata.deploy.local.replay import replayed
 from fedstrata.deploy.results.page import compose
 from fedstrata.deploy.results.run import Run
-from fedstrata.deploy.simulation.world import SimulatedWorld
+from fedstrata.deploy.simulation.simulated_world import SimulatedWorld
 from tests.helpers import rules
 from tests.helpers.commands import run_lab, table, tensors
 from tests.helpers.direct import resumed_run, run_direct

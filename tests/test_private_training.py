@@ -19,8 +19,8 @@ from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.learning.nets import Dropout
 from fedstrata.common.model.layout import Row
 from fedstrata.common.randomness import SecretNoise
+from fedstrata.device.training.dp_sgd import GradientNoise, PrivateSteps, add_clipped
 from fedstrata.device.training.objectives.objective import norms, scale
-from fedstrata.device.training.private import GradientNoise, PrivateSteps, add_clipped
 from fedstrata.device.training.trainer import Trainer
 from tests.helpers import plain
 from tests.helpers.plain import first_model, trainer_of
@@ -88,7 +88,7 @@ def test_a_delta_that_permits_to_publish_a_sample_is_refused() -> None:
 def test_samples_beyond_the_memory_are_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     made = experiment()
     whole = trained(made)
-    monkeypatch.setattr("fedstrata.device.training.private.NUMBERS_MOST", 5 * len(whole) // 4)
+    monkeypatch.setattr("fedstrata.device.training.dp_sgd.NUMBERS_MOST", 5 * len(whole) // 4)
     np.testing.assert_allclose(trained(made).view(np.float32), whole.view(np.float32), atol=1e-5)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fedstrata.cloud.results import RunFolder
+from fedstrata.cloud.run_folder import RunFolder
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.host.processor import LIMITS, instructions
 

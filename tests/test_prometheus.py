@@ -24,7 +24,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard as GrafanaDashboar
 
 from docs.tools.dashboards import DASHBOARDS, PrometheusAnnotation, dashboard
 from docs.tools.dashboards.panel import Panel
-from fedstrata.common.host.energy import rails_watts
+from fedstrata.common.host.energy_meters import rails_watts
 from fedstrata.common.host.processes import free_port
 from fedstrata.common.metrics import FAMILIES
 from fedstrata.common.metrics_server import SERVER_NAME

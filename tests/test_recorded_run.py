@@ -47,7 +47,7 @@ from fedstrata.common.protocol.parent_session import ParentSession
 from fedstrata.common.protocol.peers import ToChildren, ToParent
 from fedstrata.common.protocol.presence import Identity
 from fedstrata.common.protocol.round_state import Assignment, Closed
-from fedstrata.common.runtime.models import Models
+from fedstrata.common.runtime.link_models import Models
 from fedstrata.common.settings.closing import Closing
 from fedstrata.common.settings.links import LinkSettings
 from tests.session_lab import NoMeter

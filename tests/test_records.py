@@ -23,7 +23,7 @@ from fedstrata.cloud.records import (
     rows_of,
     to_csv,
 )
-from fedstrata.cloud.results import RunFolder
+from fedstrata.cloud.run_folder import RunFolder
 from fedstrata.common.accounting.ledger import Ledger
 from fedstrata.common.accounting.work import TrainingPath
 from fedstrata.common.experiment.reading import parse

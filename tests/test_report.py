@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedstrata.cloud.results import RunFolder
+from fedstrata.cloud.run_folder import RunFolder
 from fedstrata.deploy.console.tabular import Column, Table, clean
 from fedstrata.deploy.results.figures import Figure
 from fedstrata.deploy.results.page import Page, ShownTable, compose

@@ -35,7 +35,7 @@ from fedstrata.deploy.cli import roles
 from fedstrata.deploy.kits.answers import faults
 from fedstrata.deploy.kits.lab_file import parse
 from fedstrata.deploy.kits.units import digest
-from fedstrata.deploy.simulation.broker import Routed
+from fedstrata.deploy.simulation.simulated_broker import Routed
 from tests.helpers.nodes import LAB, PARENT
 from tests.helpers.sites import SimulatedSite, forever, until, virtual
 

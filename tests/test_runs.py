@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fedstrata.cloud.results import RunFolder, held
+from fedstrata.cloud.run_folder import RunFolder, held
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.deploy.console.tabular import age
 from fedstrata.deploy.results.run import Run, State, find, find_all, folders

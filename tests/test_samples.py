@@ -13,7 +13,7 @@ import pytest
 
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.protocol.messages import Presence, Result
-from fedstrata.deploy.simulation.broker import Routed
+from fedstrata.deploy.simulation.simulated_broker import Routed
 from tests.helpers.scenarios import decoded, restarted
 from tests.simulation import trainer
 from tests.simulation.drawn import DrawnLab, draw_lab

@@ -48,10 +48,10 @@ from fedstrata.common.protocol.serialization import decode
 from fedstrata.common.settings.closing import Closing
 from fedstrata.common.settings.links import LinkDirection, LinkSet
 from fedstrata.common.settings.topology import CLOUD
-from fedstrata.deploy.simulation.broker import TopicTree
 from fedstrata.deploy.simulation.hardware import Durations
-from fedstrata.deploy.simulation.machines import MessageCosts, Placement
+from fedstrata.deploy.simulation.simulated_broker import TopicTree
 from fedstrata.deploy.simulation.simulated_lab import BROKER
+from fedstrata.deploy.simulation.simulated_machines import MessageCosts, Placement
 from tests.helpers.nodes import (
     child_of,
     drawn,

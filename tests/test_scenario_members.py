@@ -14,11 +14,11 @@ from fedstrata.common.experiment.reading import parse
 from fedstrata.common.protocol.messages import Result, Task
 from fedstrata.common.settings.topology import CLOUD
 from fedstrata.deploy.local.agents import run_agents
-from fedstrata.deploy.simulation.broker import Routed
 from fedstrata.deploy.simulation.hardware import Durations, NullWorkload, SimulatedHardware
-from fedstrata.deploy.simulation.machines import SimulatedProcess
+from fedstrata.deploy.simulation.simulated_broker import Routed
 from fedstrata.deploy.simulation.simulated_lab import AgentFactory
-from fedstrata.deploy.simulation.world import SimulatedWorld
+from fedstrata.deploy.simulation.simulated_machines import SimulatedProcess
+from fedstrata.deploy.simulation.simulated_world import SimulatedWorld
 from fedstrata.device.device_agent import DeviceAgent
 from tests.helpers.scenarios import (
     IDLE_S,

@@ -14,7 +14,7 @@ import pytest
 
 from fedstrata.common.protocol.messages import NodeState, Presence
 from fedstrata.common.settings.topology import CLOUD
-from fedstrata.deploy.simulation.broker import Routed
+from fedstrata.deploy.simulation.simulated_broker import Routed
 from fedstrata.deploy.simulation.simulated_lab import BROKER
 from tests.helpers.scenarios import (
     IDLE_S,

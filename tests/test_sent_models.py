@@ -23,7 +23,7 @@ from fedstrata.common.model.codec_settings import DOWN, Codecs
 from fedstrata.common.model.codecs import codec_of
 from fedstrata.common.model.layout import LinkLayouts, ModelLayout, Row, Section
 from fedstrata.common.protocol.messages import Task
-from fedstrata.common.runtime.models import Arriving
+from fedstrata.common.runtime.link_models import Arriving
 from fedstrata.common.runtime.round import Dispatch, DoTask, Report, WorkResult
 from fedstrata.common.settings.closing import Closing
 from fedstrata.common.settings.training import TrainingSettings

@@ -17,7 +17,11 @@ import pytest
 
 from fedstrata.common.errors import ConnectionFailed
 from fedstrata.deploy.brokers import broker as brokers
-from fedstrata.deploy.simulation.broker import RetainedMessage, SessionWill, SimulatedBroker
+from fedstrata.deploy.simulation.simulated_broker import (
+    RetainedMessage,
+    SessionWill,
+    SimulatedBroker,
+)
 
 PATIENCE_S = 10.0
 PACKET_LIMIT = 5000

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fedstrata.cloud.results import RunFolder
+from fedstrata.cloud.run_folder import RunFolder
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.reading import parse, to_toml
 from fedstrata.deploy.planning import sample, simulated, workload
@@ -21,9 +21,9 @@ from fedstrata.deploy.planning import simulated_run as runs
 from fedstrata.deploy.planning.machine_speed import REFERENCE, MachineSpeeds
 from fedstrata.deploy.planning.simulated_run import machine_speeds, simulated_run, speeds_in
 from fedstrata.deploy.results.run import Run
-from fedstrata.deploy.simulation import machines
-from fedstrata.deploy.simulation.loop import START_S, VirtualLoop
-from fedstrata.deploy.simulation.machines import Machines, ProcessThread, SimulatedHost
+from fedstrata.deploy.simulation import simulated_machines
+from fedstrata.deploy.simulation.simulated_machines import Machines, ProcessThread, SimulatedHost
+from fedstrata.deploy.simulation.virtual_loop import START_S, VirtualLoop
 from tests.helpers.commands import invoke
 
 FREE = MachineSpeeds(cores=2)
@@ -310,7 +310,7 @@ def test_the_rest_of_the_rounds_take_the_mean() -> None:
 
 def test_a_round_has_these_packets(monkeypatch: pytest.MonkeyPatch) -> None:
     counted: Counter[object] = Counter()
-    handle, costs = machines._handle, runs._costs(SPEEDS)
+    handle, costs = simulated_machines._handle, runs._costs(SPEEDS)
 
     def count(thread: ProcessThread, cost: tuple[float, float], *rest: Any) -> None:
         counted[cost[0] == costs.agent_s] += 1
@@ -321,7 +321,7 @@ def test_a_round_has_these_packets(monkeypatch: pytest.MonkeyPatch) -> None:
         called(self, begin, end)
 
     called = Machines._beside
-    monkeypatch.setattr(machines, "_handle", count)
+    monkeypatch.setattr(simulated_machines, "_handle", count)
     monkeypatch.setattr(Machines, "_beside", beside)
     found = []
     for rounds in (3, 13):

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 from fedstrata.cloud.evaluator import Evaluator
 from fedstrata.cloud.records import COSTS
-from fedstrata.cloud.results import RunFolder
+from fedstrata.cloud.run_folder import RunFolder
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.runtime.world import RealWorld
@@ -29,12 +29,12 @@ from fedstrata.deploy.results.page import compose
 from fedstrata.deploy.results.run import Run, State, folders
 from fedstrata.deploy.results.series import conditions
 from fedstrata.deploy.results.trackers import series, time_of
-from fedstrata.deploy.simulation import computing
+from fedstrata.deploy.simulation import simulated_computing
 from fedstrata.deploy.simulation.virtual_run import VirtualRun, check_simulated
 from fedstrata.deploy.sweeps.grid import merged
 from fedstrata.device.pool.executors import Thread
 from fedstrata.device.pool.pool import Pool
-from fedstrata.device.pool.trainers import Trainers
+from fedstrata.device.pool.trainers_by_kind import Trainers
 from tests.helpers.commands import invoke, table
 from tests.helpers.evaluation import HereEvaluator
 from tests.simulation.drawn import draw_lab
@@ -63,7 +63,7 @@ CROSS = {"name": "fedcross", "alpha": 0.9, "on_new_model": "recentre"}
 @pytest.fixture(autouse=True)
 def _evaluator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the cloud evaluate in this process: others start slowly."""
-    monkeypatch.setattr(computing, "Evaluator", HereEvaluator)
+    monkeypatch.setattr(simulated_computing, "Evaluator", HereEvaluator)
 
 
 class FixedWorld(RealWorld):
@@ -123,7 +123,7 @@ def test_the_model_is_that_of_a_direct_run(
 ) -> None:
     tree = merged(LAB, changes)
     if changes == TWO_LAYERS:  # whose evaluator is a process
-        monkeypatch.setattr(computing, "Evaluator", Evaluator)
+        monkeypatch.setattr(simulated_computing, "Evaluator", Evaluator)
     path = new(tmp_path / "simulated", tree, workers=1).run()
     assert model_digest(tmp_path / "simulated") == direct_digest(tmp_path / "direct", tree) != ""
     own, theirs = (rows(tmp_path / kind) for kind in ("simulated", "direct"))
@@ -152,7 +152,7 @@ OF_TRAINERS: Final = (820_004, 820_007, 820_016)  # drawn labs with a trainer of
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let workers be threads."""
-    monkeypatch.setattr(computing, "Pool", partial(Pool, worker=Thread))
+    monkeypatch.setattr(simulated_computing, "Pool", partial(Pool, worker=Thread))
 
 
 @pytest.mark.usefixtures("threads")

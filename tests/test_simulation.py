@@ -25,9 +25,15 @@ from fedstrata.common.runtime.world import Connection
 from fedstrata.common.settings.topology import CLOUD
 from fedstrata.deploy.simulation.hardware import Durations
 from fedstrata.deploy.simulation.link import LinkConditions
-from fedstrata.deploy.simulation.loop import START_S, Deadlock, Livelock, TimeLimit, VirtualLoop
-from fedstrata.deploy.simulation.machines import SimulatedProcess
-from fedstrata.deploy.simulation.world import SimulatedWorld
+from fedstrata.deploy.simulation.simulated_machines import SimulatedProcess
+from fedstrata.deploy.simulation.simulated_world import SimulatedWorld
+from fedstrata.deploy.simulation.virtual_loop import (
+    START_S,
+    Deadlock,
+    Livelock,
+    TimeLimit,
+    VirtualLoop,
+)
 from tests.helpers.scenarios import TREE, lab, survived, undisturbed
 from tests.helpers.sites import SimulatedSite, forever, virtual
 from tests.simulation.fault_injection import inject_faults

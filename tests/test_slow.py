@@ -24,7 +24,7 @@ from fedstrata.common.net.address import BrokerAddress
 from fedstrata.common.protocol import topics
 from fedstrata.common.protocol.messages import Task
 from fedstrata.common.protocol.sender import Publication
-from fedstrata.common.runtime.models import Arriving
+from fedstrata.common.runtime.link_models import Arriving
 from fedstrata.common.runtime.round import ClosedRound, Report, WorkResult
 from fedstrata.common.settings.closing import Closing
 from fedstrata.deploy.brokers import broker

@@ -34,7 +34,7 @@ from fedstrata.common.settings.topology import CLOUD
 from fedstrata.common.settings.training import FedProx, TrainingSettings
 from fedstrata.deploy.results.run import Run
 from fedstrata.device.training.objectives.objective import Minibatch
-from fedstrata.device.training.objectives.table import objective_of
+from fedstrata.device.training.objectives.objectives_by_name import objective_of
 from fedstrata.device.training.sgd import step
 from tests.helpers.direct import run_direct
 from tests.helpers.examples import examples

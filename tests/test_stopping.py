@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from fedstrata.cloud.results import RunFolder
+from fedstrata.cloud.run_folder import RunFolder
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.settings.stopping import Course, Stop, StopReason, as_written

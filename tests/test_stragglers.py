@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fedstrata.cloud.records import DeviceRecord, to_csv
-from fedstrata.cloud.results import RunFolder
+from fedstrata.cloud.run_folder import RunFolder
 from fedstrata.common.accounting.work import TrainingPath
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment

@@ -33,9 +33,9 @@ from fedstrata.deploy.sweeps.execution import (
     packed,
     unpack,
 )
-from fedstrata.deploy.sweeps.folder import MissingRun, SweepFolder
 from fedstrata.deploy.sweeps.grid import load, merged
 from fedstrata.deploy.sweeps.running import SweepProgress, Watch, fitting, run_jobs
+from fedstrata.deploy.sweeps.sweep_folder import MissingRun, SweepFolder
 from tests.helpers.commands import command, fedstrata, invoke, tensors
 from tests.helpers.direct import HereProcess
 

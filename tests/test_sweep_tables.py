@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedstrata.deploy.console.layout import Width
+from fedstrata.deploy.console.table_layout import Width
 from fedstrata.deploy.console.tabular import Table
 from fedstrata.deploy.results.figures import styled
 from fedstrata.deploy.results.machines import conditions
 from fedstrata.deploy.results.run import Run
 from fedstrata.deploy.sweeps.grid import expand
+from fedstrata.deploy.sweeps.measures import SweepResults, value_of
 from fedstrata.deploy.sweeps.output import notes, to_json
 from fedstrata.deploy.sweeps.output import tables_of as tables_within
-from fedstrata.deploy.sweeps.results import SweepResults, value_of
-from fedstrata.deploy.sweeps.schema import Measure
+from fedstrata.deploy.sweeps.sweep_schema import Measure
 from tests.helpers.records import BYTES, a_global_round
 from tests.helpers.sweeps import FIGURES, TREE, MakeRun, results
 

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedstrata.deploy.console.layout import Width, joined, wrapped
+from fedstrata.deploy.console.table_layout import Width, joined, wrapped
 from fedstrata.deploy.console.tabular import COLUMN_PT, LATEX, Cell, Column, Spread, Table, show
 from tests.helpers.commands import command, invoke
 

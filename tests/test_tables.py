@@ -23,8 +23,8 @@ from fedstrata.common.experiment.reading import parse
 from fedstrata.common.learning import datasets, splits
 from fedstrata.common.learning.datasets import Dataset
 from fedstrata.common.learning.inputs import Inputs
-from fedstrata.common.learning.readers.parts import Parts, rows_to_test
-from fedstrata.common.learning.readers.tables import read_csv
+from fedstrata.common.learning.readers.reader_result import Parts, rows_to_test
+from fedstrata.common.learning.readers.table_files import read_csv
 from fedstrata.common.settings.data import Data, root_below
 from tests.helpers.commands import invoke
 from tests.helpers.examples import examples

@@ -20,7 +20,7 @@ from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.learning import datasets, models
 from fedstrata.common.model.layout import Row
 from fedstrata.common.randomness import Noise, Purpose, SecretNoise, SeededNoise
-from fedstrata.common.runtime.uploads import UploadEncoder
+from fedstrata.common.runtime.upload_encoder import UploadEncoder
 from fedstrata.common.settings.training import (
     DynamicRegulariser,
     ScaffoldCorrection,
@@ -28,7 +28,7 @@ from fedstrata.common.settings.training import (
 )
 from fedstrata.device.jobs import HostedDevice, Order
 from fedstrata.device.pool.pool import Pool
-from fedstrata.device.pool.trainers import Trainers
+from fedstrata.device.pool.trainers_by_kind import Trainers
 from fedstrata.device.training.vectors import TaskVectors
 from tests.helpers.pairwise import pairwise
 from tests.helpers.plain import ended_works, optimiser_of, train_plainly, trainer_of

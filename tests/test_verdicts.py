@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from docs.tools.verdicts import agreement, order, rankings
-from fedstrata.deploy.sweeps.results import SweepResults
+from fedstrata.deploy.sweeps.measures import SweepResults
 from tests.helpers.sweeps import FIGURES, MakeRun, results, the_best_of_two
 
 

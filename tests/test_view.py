@@ -46,7 +46,7 @@ from fedstrata.common.protocol.serialization import from_facts
 from fedstrata.common.text import json_text
 from fedstrata.deploy.brokers import broker
 from fedstrata.deploy.console import logs
-from fedstrata.deploy.simulation.broker import Routed
+from fedstrata.deploy.simulation.simulated_broker import Routed
 from fedstrata.deploy.watching import showing
 from fedstrata.deploy.watching.formatting import missing, sparkline, traffic
 from fedstrata.deploy.watching.lab_state import Event, WatchedLab

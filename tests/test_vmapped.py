@@ -18,11 +18,11 @@ from fedstrata.common.learning.inputs import Inputs
 from fedstrata.common.learning.nets import Dropout
 from fedstrata.common.settings.training import TrainingSettings
 from fedstrata.device.jobs import Cancelled
-from fedstrata.device.vmapped import loop
+from fedstrata.device.vmapped import shared_steps
 from fedstrata.device.vmapped import vmapped_trainer as trainer
-from fedstrata.device.vmapped.loop import VmappedResult
-from fedstrata.device.vmapped.models import VmappedModels, keep_batch_norm_fp32
 from fedstrata.device.vmapped.schedule import Load
+from fedstrata.device.vmapped.shared_steps import VmappedResult
+from fedstrata.device.vmapped.stacked_models import VmappedModels, keep_batch_norm_fp32
 from fedstrata.device.vmapped.vmapped_trainer import most_in_memory
 from tests.helpers.examples import slow
 from tests.helpers.vmapped import (
@@ -102,11 +102,11 @@ def test_on_a_gpu_batch_norm_computes_in_fp32_beside_bf16() -> None:
 def test_each_reports_its_own_progress_and_ends_with_its_own_last_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(loop, "LOOK_S", 0.0)
+    monkeypatch.setattr(shared_steps, "LOOK_S", 0.0)
     case = quick()
     ends: list[int] = []
     turns = [replace(turn, done=lambda _, k=k: ends.append(k)) for k, turn in enumerate(case.turns)]
-    loop.train(case.recipe, turns, most=100)
+    shared_steps.train(case.recipe, turns, most=100)
     totals = [4, 3, 3, 5, 4]
     assert [seen[-1] for seen in case.progress] == [(total, total) for total in totals]
     assert all(seen == sorted(seen) for seen in case.progress)
@@ -125,14 +125,14 @@ class _Clock:
             step(*args)
 
         monkeypatch.setattr(VmappedModels, "step", slow)
-        monkeypatch.setattr(loop.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(shared_steps.time, "monotonic", lambda: self.now)
 
 
 @pytest.mark.parametrize("look_s", [0.0, 3.0, 100.0])
 def test_a_steps_time_is_shared_among_those_who_take_it(
     monkeypatch: pytest.MonkeyPatch, look_s: float
 ) -> None:
-    monkeypatch.setattr(loop, "LOOK_S", look_s)
+    monkeypatch.setattr(shared_steps, "LOOK_S", look_s)
     _Clock(monkeypatch)
     case = quick()
     outcomes = case.train()
@@ -331,7 +331,7 @@ def test_a_gpu_is_left_as_it_was_and_trains_lenet_vmapped(precision: str) -> Non
     assert problem_of(recipe, turns) == ""
     assert most_in_memory(recipe, turns[0]) >= 40
     before = torch.cuda.memory_allocated()
-    loop.train(recipe, turns, most=40)
+    shared_steps.train(recipe, turns, most=40)
     assert all(isinstance(how, VmappedResult) for how in case.ended)
     assert torch.cuda.memory_allocated() == before
 
@@ -365,7 +365,7 @@ def test_a_gpu_that_runs_out_of_memory_halves_the_group() -> None:
     total = torch.cuda.get_device_properties(where).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, 4e8 / total), where)
     try:
-        loop.train(case.recipe, case.turns, most=64)
+        shared_steps.train(case.recipe, case.turns, most=64)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, where)
     assert all(isinstance(how, VmappedResult) and how.steps == 2 for how in case.ended)

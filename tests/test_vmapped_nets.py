@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fedstrata.common.learning.inputs import Inputs
 from fedstrata.common.learning.nets import ARCHITECTURES
 from fedstrata.device.training.objectives.objective import Objective
-from fedstrata.device.vmapped import models as vmapped_models
+from fedstrata.device.vmapped import stacked_models as vmapped_models
 from fedstrata.device.vmapped.schedule import Load
 from tests.helpers import vmapped_steps
 from tests.helpers.examples import slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
-from fedstrata.common.host.energy import EnergySource
+from fedstrata.common.host.energy_meters import EnergySource
 
 JOULES_MOST: Final = 1e12  # of one local round
 CPU_SECONDS_MOST: Final = 1e9  # of one local round

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any, Final, Self
 
 from fedstrata.common.accounting.costs import UNKNOWN_COSTS, DeviceCosts
-from fedstrata.common.host.energy import EnergySource
+from fedstrata.common.host.energy_meters import EnergySource
 from fedstrata.common.training.scores import ScoredModels, summed
 
 

@@ -12,9 +12,9 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.messages import explain
 from fedstrata.common.experiment.schema import Experiment, ExperimentSettings
 from fedstrata.common.experiment.short_form import LAB, ShortForm, as_written, short_key
+from fedstrata.common.experiment.validation_messages import explain
 from fedstrata.common.settings import own
 from fedstrata.common.settings.devices import with_availability
 from fedstrata.common.settings.links import with_traces

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from fedstrata.common.host.energy import PATIENCE_S, VCGENCMD, text_of
+from fedstrata.common.host.energy_meters import PATIENCE_S, VCGENCMD, text_of
 
 POWER: Final = "power supply"
 SPEED: Final = "full speed"

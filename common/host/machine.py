@@ -19,7 +19,7 @@ from threading import Lock
 from typing import Final
 
 from fedstrata.common.host import nvidia
-from fedstrata.common.host.energy import EnergyMeter, PlugMeter, pmic, text_of
+from fedstrata.common.host.energy_meters import EnergyMeter, PlugMeter, pmic, text_of
 from fedstrata.common.host.nvidia import Gpu, Gpus
 from fedstrata.common.metrics import Metrics, Reading
 

@@ -30,8 +30,15 @@ from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.learning import readers, stored, users
 from fedstrata.common.learning.inputs import Inputs
 from fedstrata.common.learning.readers import builtin, folder, leaf
-from fedstrata.common.learning.readers.parts import Labels, Parts, Samples, Targets, read_own, some
-from fedstrata.common.learning.readers.tables import read_csv, read_npz
+from fedstrata.common.learning.readers.reader_result import (
+    Labels,
+    Parts,
+    Samples,
+    Targets,
+    read_own,
+    some,
+)
+from fedstrata.common.learning.readers.table_files import read_csv, read_npz
 from fedstrata.common.randomness import Purpose, generator
 from fedstrata.common.settings.data import (
     FOLDERS,

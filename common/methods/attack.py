@@ -1,10 +1,10 @@
 """What an adversary does in place of honest work: the base of fedstrata's attacks and of a user's
 own.
 
-A shipped attack is one file of `attacks/` and a line of `table.py`; a user's own is `attack.name =
-"mine:Attack"`. The fields of its class are the experiment's keys, pydantic's. What it does not
-replace is honest. Everything random comes from the generators that it gets, so a node that was
-killed does the same again.
+A shipped attack is one file of `attacks/` and a line of `methods_by_name.py`; a user's own is
+`attack.name = "mine:Attack"`. The fields of its class are the experiment's keys, pydantic's. What
+it does not replace is honest. Everything random comes from the generators that it gets, so a node
+that was killed does the same again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar, Final
 from pydantic import ValidationError
 
 from fedstrata.common.lazy import np, npt
-from fedstrata.common.methods import table
+from fedstrata.common.methods import methods_by_name
 from fedstrata.common.methods.mixing import Floats
 from fedstrata.common.methods.statistics import Doubles
 from fedstrata.common.settings import own
@@ -131,8 +131,8 @@ class OwnAttack(Attack, OwnSettings):
         return made
 
 
-ATTACKS: Final = NamedTables[Attack](table.ATTACKS)
-AttackSettings = Annotated[Attack, Selected(ATTACKS, table.OWN_ATTACK)]
+ATTACKS: Final = NamedTables[Attack](methods_by_name.ATTACKS)
+AttackSettings = Annotated[Attack, Selected(ATTACKS, methods_by_name.OWN_ATTACK)]
 
 
 def moved(now: AttackedUpload, factor: float) -> Doubles:

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 from pydantic import Field
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.methods import table
-from fedstrata.common.methods.baselines.table import BASELINES, REFINEMENTS
+from fedstrata.common.methods import methods_by_name
+from fedstrata.common.methods.baselines.baselines_by_name import BASELINES, REFINEMENTS
 from fedstrata.common.settings.tables import NamedTables, Selected, SettingsTable
 
 if TYPE_CHECKING:
@@ -268,12 +268,14 @@ class SelectionSettings(SettingsTable):
         raise NotImplementedError
 
 
-RULES: Final = NamedTables[RuleSettings](table.RULES)
-SELECTORS: Final = NamedTables[SelectionSettings](table.SELECTORS)
+RULES: Final = NamedTables[RuleSettings](methods_by_name.RULES)
+SELECTORS: Final = NamedTables[SelectionSettings](methods_by_name.SELECTORS)
 
-STEPS: Final = NamedTables[RuleSettings]({name: table.RULES[name] for name in table.STEPS})
+STEPS: Final = NamedTables[RuleSettings](
+    {name: methods_by_name.RULES[name] for name in methods_by_name.STEPS}
+)
 WARMUPS: Final = NamedTables[RuleSettings](
-    {name: table.RULES[name] for name in ("fedavg", *table.STEPS)}
+    {name: methods_by_name.RULES[name] for name in ("fedavg", *methods_by_name.STEPS)}
 )
 REFINING: Final = NamedTables[RuleSettings]({name: BASELINES[name] for name in REFINEMENTS})
 
@@ -286,7 +288,7 @@ class CombiningSettings(RuleSettings):
     # What the node makes of the rule's result: the step of `fedavgm`, `fedadagrad`, `fedadam` or
     # `fedyogi` from the model before it, in place of the result itself. A table with the keys of
     # that rule.
-    step: Annotated[RuleSettings, Selected(STEPS, table.OWN_RULE)] | None = None
+    step: Annotated[RuleSettings, Selected(STEPS, methods_by_name.OWN_RULE)] | None = None
 
     @property
     def keywords(self) -> Mapping[str, Any]:
@@ -383,8 +385,8 @@ class StagedSettings(CombiningSettings):
                 self.check_inner(f"{key}.{inner}", settings, children, uploads)
 
 
-Aggregation = Annotated[RuleSettings, Selected(RULES, table.OWN_RULE, "rules")]
-Selection = Annotated[SelectionSettings, Selected(SELECTORS, table.OWN_SELECTOR)]
+Aggregation = Annotated[RuleSettings, Selected(RULES, methods_by_name.OWN_RULE, "rules")]
+Selection = Annotated[SelectionSettings, Selected(SELECTORS, methods_by_name.OWN_SELECTOR)]
 
 
 def fedavg() -> RuleSettings:

@@ -2,7 +2,7 @@
 
 A codec is the form in which a model is transferred. `[delta+]FORM[+zstd]` is a form of each number
 (`common/model/codecs.py`). The others send a part of what a node's work has changed, and are a file
-of `common/model/` and a line of `common/model/table.py` each, or `package.module:Name`.
+of `common/model/` and a line of `common/model/codecs_by_name.py` each, or `package.module:Name`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.model import table
+from fedstrata.common.model import codecs_by_name
 from fedstrata.common.settings.tables import NamedTables, Selected, SettingsTable
 
 if TYPE_CHECKING:
@@ -95,9 +95,12 @@ class FormSettings(CodecSettings):
 
 
 CODEC_TABLES: Final = NamedTables[CodecSettings](
-    {**dict.fromkeys(UP, "fedstrata.common.model.codec_settings:FormSettings"), **table.CODECS}
+    {
+        **dict.fromkeys(UP, "fedstrata.common.model.codec_settings:FormSettings"),
+        **codecs_by_name.CODECS,
+    }
 )
-UpCodec = Annotated[CodecSettings, Selected(CODEC_TABLES, table.OWN_CODEC, "codecs")]
+UpCodec = Annotated[CodecSettings, Selected(CODEC_TABLES, codecs_by_name.OWN_CODEC, "codecs")]
 
 
 class Codecs(SettingsTable):

@@ -10,7 +10,7 @@ bytes of the tensors lie one after another.
 
 C is unbiased, E[C(d)] = d, or a contraction, ||d - C(d)||^2 <= (1 - delta) ||d||^2 with some delta
 > 0. What a contraction leaves out is lost, unless the sender adds it next time
-(`common/runtime/uploads.py`).
+(`common/runtime/upload_encoder.py`).
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ from fedstrata.common.runtime.calibration import Probes
 from fedstrata.common.runtime.discovery import Found, Moved
 from fedstrata.common.runtime.endpoint import Endpoint
 from fedstrata.common.runtime.frozen import FrozenFetch
-from fedstrata.common.runtime.models import Arriving, Models, ModelUnavailable
+from fedstrata.common.runtime.link_models import Arriving, Models, ModelUnavailable
 from fedstrata.common.runtime.round import DoTask
 from fedstrata.common.runtime.world import REAL, World, within
 from fedstrata.common.storage.spool import FrozenFiles, Spool

@@ -27,7 +27,7 @@ from fedstrata.common.protocol.manifest import FROZEN_CODEC, describe, missing
 from fedstrata.common.protocol.messages import FrozenOffered, Manifest
 from fedstrata.common.protocol.receiver import Fetched, ReceiverEvent
 from fedstrata.common.runtime.endpoint import Endpoint
-from fedstrata.common.runtime.models import Arriving, ModelUnavailable
+from fedstrata.common.runtime.link_models import Arriving, ModelUnavailable
 from fedstrata.common.storage.spool import FrozenFiles
 
 WHOLE_CHUNKS: Final = 1_000_000  # bytes; of arrays that are complete, and cut anew for each link

@@ -17,7 +17,7 @@ from fedstrata.common.protocol.manifest import missing
 from fedstrata.common.protocol.messages import Result
 from fedstrata.common.protocol.parent_session import ParentSession
 from fedstrata.common.runtime.endpoint import Endpoint
-from fedstrata.common.runtime.models import Models
+from fedstrata.common.runtime.link_models import Models
 from fedstrata.common.storage.spool import Spool
 
 

@@ -38,7 +38,7 @@ from fedstrata.common.runtime.calibration import Probes, measure_all
 from fedstrata.common.runtime.endpoint import BrokerStatistics, Endpoint
 from fedstrata.common.runtime.frozen import FrozenOffers
 from fedstrata.common.runtime.incoming import IncomingUploads
-from fedstrata.common.runtime.models import Arriving, Models
+from fedstrata.common.runtime.link_models import Arriving, Models
 from fedstrata.common.runtime.round import ClosedRound, Dispatch, Observe
 from fedstrata.common.runtime.world import REAL, World, nothing, within
 from fedstrata.common.settings.closing import Closing

@@ -25,7 +25,7 @@ from fedstrata.common.model.layout import ModelLayout, Row
 from fedstrata.common.model.refinement import Refiner
 from fedstrata.common.protocol.messages import Manifest, Phase, Result, Task
 from fedstrata.common.protocol.round_state import Timeline
-from fedstrata.common.runtime.models import Arriving
+from fedstrata.common.runtime.link_models import Arriving
 from fedstrata.common.runtime.world import REAL, World, nothing
 from fedstrata.common.settings.closing import Closing
 from fedstrata.common.storage.spool import Spool

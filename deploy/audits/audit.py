@@ -18,9 +18,9 @@ from fedstrata.common.randomness import Purpose, generator, torch_seed
 from fedstrata.common.settings.tables import proposal
 from fedstrata.deploy.audits import canaries, inversion, membership
 from fedstrata.deploy.audits.estimates import Estimate, mean
+from fedstrata.deploy.audits.inversion_trials import InversionTrials
 from fedstrata.deploy.audits.picture import svg
 from fedstrata.deploy.audits.samples import check, of_tests
-from fedstrata.deploy.audits.trials import InversionTrials
 
 # What an audit does not show.
 LIMITS: Final = MappingProxyType(

@@ -30,7 +30,7 @@ from fedstrata.common.settings.privacy import PrivacySettings
 from fedstrata.deploy.audits.estimates import LEVEL, Estimate, least_epsilon
 from fedstrata.deploy.audits.samples import Samples, given, of_device
 from fedstrata.deploy.audits.uploads import AuditedModel, upload
-from fedstrata.device.training.objectives.table import objective_of
+from fedstrata.device.training.objectives.objectives_by_name import objective_of
 
 SHARES: Final = (0.1, 0.25, 0.5, 1.0)  # of the canaries, about which it guesses
 CANARIES: Final = 1000

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fedstrata.cloud.results import RunFolder
+from fedstrata.cloud.run_folder import RunFolder
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.learning.evaluation import CPU_BATCH
 from fedstrata.common.methods.statistics import Doubles

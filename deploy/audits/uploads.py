@@ -16,14 +16,14 @@ from fedstrata.common.methods.statistics import TrainingReport
 from fedstrata.common.model.layout import ModelLayout, Row
 from fedstrata.common.protocol.messages import Task
 from fedstrata.common.randomness import Purpose, generator
-from fedstrata.common.runtime.models import Arriving
+from fedstrata.common.runtime.link_models import Arriving
 from fedstrata.common.runtime.round import Dispatch, Report, WorkResult
 from fedstrata.common.settings.closing import Closing
 from fedstrata.common.storage.spool import Spool
 from fedstrata.deploy.local.calls import Calls, Clock
 from fedstrata.device.jobs import Ending, HostedDevice, LocalResult
-from fedstrata.device.pool.trainers import Trainers
-from fedstrata.device.training.work import LocalWork
+from fedstrata.device.pool.trainers_by_kind import Trainers
+from fedstrata.device.training.tasks import LocalWork
 
 
 @dataclass(frozen=True, slots=True, eq=False)

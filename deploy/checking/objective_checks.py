@@ -17,7 +17,7 @@ from fedstrata.common.model.layout import LinkLayouts
 from fedstrata.common.settings import own
 from fedstrata.common.settings.training import CrossEntropy, TrainingSettings
 from fedstrata.device.training.objectives.objective import LocalUpdate, Minibatch
-from fedstrata.device.training.objectives.table import objective_of
+from fedstrata.device.training.objectives.objectives_by_name import objective_of
 from fedstrata.device.training.sgd import LocalSteps, features_of
 from fedstrata.device.training.vectors import TaskVectors
 

@@ -19,7 +19,7 @@ from fedstrata.common.text import counted, json_text
 from fedstrata.deploy.console import logs
 
 if TYPE_CHECKING:
-    from fedstrata.cloud.results import RunFolder
+    from fedstrata.cloud.run_folder import RunFolder
     from fedstrata.common.experiment.schema import Experiment
     from fedstrata.deploy.results.run import Run
 
@@ -126,7 +126,7 @@ def already_finished(
     Raises InvalidExperiment for what cannot be resumed: no run's folder, one that another process
     writes to, or one of another kind of lab.
     """
-    from fedstrata.cloud.results import RunFolder
+    from fedstrata.cloud.run_folder import RunFolder
     from fedstrata.deploy.results.run import Run, State
 
     if resume is None or path is not None or overrides:  # which `tree_of` refuses

@@ -299,7 +299,7 @@ def broker(
 
 
 def _run_direct(chosen: Experiment, own: RunOptions) -> None:
-    from fedstrata.cloud.results import RunFolder
+    from fedstrata.cloud.run_folder import RunFolder
     from fedstrata.common.host.memory import keep_large_buffers
     from fedstrata.deploy.local.direct import run_in_process
     from fedstrata.deploy.results.kept import cost_noted
@@ -329,7 +329,7 @@ def _run_direct(chosen: Experiment, own: RunOptions) -> None:
 
 def _run_simulated(chosen: Experiment, own: RunOptions) -> None:
     """Run, or resume, an experiment in virtual time. Raises FedstrataError, KeyboardInterrupt."""
-    from fedstrata.cloud.results import SIMULATED, RunFolder
+    from fedstrata.cloud.run_folder import SIMULATED, RunFolder
     from fedstrata.common.host.memory import keep_large_buffers
     from fedstrata.deploy.planning.machine_speed import load_line
     from fedstrata.deploy.planning.simulated_run import STAGES, machine_speeds, simulated_run

@@ -182,10 +182,10 @@ def cloud(
     An experiment with `topology = "lab"` takes all nodes that `fedstrata lab status` lists.
     """
     from fedstrata.cloud.cloud_agent import CloudAgent
-    from fedstrata.cloud.results import RunFolder
+    from fedstrata.cloud.run_folder import RunFolder
     from fedstrata.common.experiment.reading import parse
     from fedstrata.common.experiment.short_form import LAB
-    from fedstrata.common.host.energy import EnergyMeter
+    from fedstrata.common.host.energy_meters import EnergyMeter
     from fedstrata.common.runtime.claim import claim
     from fedstrata.common.runtime.discovery import check_carried
     from fedstrata.common.runtime.world import Host
@@ -386,7 +386,7 @@ def device(
     refuse(len(set(name)) < len(name), "--name", "duplicate name")
     check_parents(parents, name)
     from fedstrata.common.host.accelerators import check_name
-    from fedstrata.common.runtime.energy import check_energy
+    from fedstrata.common.runtime.energy_source import check_energy
 
     with reporting():
         check_name(accelerator)
@@ -396,12 +396,12 @@ def device(
 
     async def take_part() -> None:
         from fedstrata.common.host import nvidia
-        from fedstrata.common.host.energy import PlugMeter
+        from fedstrata.common.host.energy_meters import PlugMeter
         from fedstrata.common.host.machine import export_plug, hottest_celsius
-        from fedstrata.common.runtime.energy import energy_counter
+        from fedstrata.common.runtime.energy_source import energy_counter
         from fedstrata.deploy.local.agents import run_agents
         from fedstrata.device.device_agent import DeviceAgent
-        from fedstrata.device.pool.energy import EnergyShares
+        from fedstrata.device.pool.energy_shares import EnergyShares
         from fedstrata.device.pool.pool import Pool
 
         places = {

@@ -36,8 +36,8 @@ from fedstrata.deploy.console.stages import stages
 if TYPE_CHECKING:
     from fedstrata.common.experiment.schema import Experiment
     from fedstrata.deploy.results.run import Run
-    from fedstrata.deploy.sweeps.folder import MissingRun, SweepFolder
     from fedstrata.deploy.sweeps.grid import Grid
+    from fedstrata.deploy.sweeps.sweep_folder import MissingRun, SweepFolder
 
 CONNECT_S: Final = 30.0
 ONE_OF: Final = "use one of --simulate, --direct and a lab"
@@ -170,8 +170,8 @@ def sweep(
     from fedstrata.common.host.accelerators import check_name
     from fedstrata.deploy.kits.lab_file import reach
     from fedstrata.deploy.local.beforehand import require_torch
-    from fedstrata.deploy.sweeps.folder import SweepFolder
     from fedstrata.deploy.sweeps.grid import load
+    from fedstrata.deploy.sweeps.sweep_folder import SweepFolder
 
     if table:
         refuse_given(context, OF_RUNNING, "valid only without --table, which runs nothing")
@@ -415,7 +415,7 @@ def _state(experiment: Experiment, finished: Mapping[str, Run], lacking: Collect
 
 
 def _print(grid: Grid, finished: Mapping[str, Run], output: str) -> None:
+    from fedstrata.deploy.sweeps.measures import SweepResults
     from fedstrata.deploy.sweeps.output import written
-    from fedstrata.deploy.sweeps.results import SweepResults
 
     typer.echo(written(SweepResults(grid, finished), output), nl=False)

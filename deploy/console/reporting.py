@@ -280,8 +280,8 @@ def _unknown(given: str, known: Any, problem: str, *, what: str) -> str:
 
 def _no_option(given: str, options: list[str], problem: str) -> str:
     """Return the line for an unknown option, which may be the name of a key of the experiment."""
-    from fedstrata.common.experiment.messages import places
     from fedstrata.common.experiment.schema import Experiment
+    from fedstrata.common.experiment.validation_messages import places
     from fedstrata.common.settings.tables import proposal
 
     key = given.strip("-").replace("-", "_")
@@ -313,7 +313,7 @@ def _sentence(text: str) -> str:
 
 def _problem(error: Any, name: str) -> str:
     """Return a value, if it is known, and what is wrong with it."""
-    from fedstrata.common.experiment.messages import problem_of
+    from fedstrata.common.experiment.validation_messages import problem_of
     from fedstrata.common.settings.tables import proposal
 
     if choices := _CHOICES.search(error.message):

@@ -16,7 +16,14 @@ from statistics import mean, stdev
 from typing import Any, Final, TypeAlias, TypeVar
 
 from fedstrata.common.text import escaped
-from fedstrata.deploy.console.layout import Layout, TableSection, Width, joined, layout_of, wrapped
+from fedstrata.deploy.console.table_layout import (
+    Layout,
+    TableSection,
+    Width,
+    joined,
+    layout_of,
+    wrapped,
+)
 
 THIN: Final = "\u202f"  # narrow no-break space between thousands
 COLUMN_PT: Final = 245.0  # of LaTeX: a column of IEEE's and ACM's styles, and some room

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from fedstrata.common.host.energy import EnergySource
+from fedstrata.common.host.energy_meters import EnergySource
 from fedstrata.common.protocol import topics
 from fedstrata.common.protocol.topics import ALL, ROOT
 from fedstrata.common.settings.topology import CLOUD

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import Field, ValidationError
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.messages import explain
+from fedstrata.common.experiment.validation_messages import explain
 from fedstrata.common.net import address, tls
 from fedstrata.common.net.address import BrokerAddress, host_port, parse_hosts
 from fedstrata.common.settings.links import LinkSettings, shipped

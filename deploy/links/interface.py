@@ -21,7 +21,7 @@ from typing import Any, Final
 from pydantic import ValidationError
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.messages import explain
+from fedstrata.common.experiment.validation_messages import explain
 from fedstrata.common.settings.links import LinkSettings, Profile, shipped
 from fedstrata.common.settings.tables import named
 from fedstrata.deploy.links.kernel import (

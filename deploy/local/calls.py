@@ -40,7 +40,7 @@ from fedstrata.common.protocol.limits import (
 from fedstrata.common.protocol.manifest import describe
 from fedstrata.common.protocol.messages import Key, Phase, Result, Task
 from fedstrata.common.protocol.round_state import Standing, Timeline, Verdict, judge
-from fedstrata.common.runtime.models import Arriving, decode_row
+from fedstrata.common.runtime.link_models import Arriving, decode_row
 from fedstrata.common.runtime.round import ClosedRound, Dispatch, DoTask, Observe, WorkResult
 from fedstrata.common.runtime.world import new_session, nothing
 from fedstrata.common.storage.spool import Spool

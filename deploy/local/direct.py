@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from fedstrata.cloud.evaluator import Beginning, EvaluationResult
 from fedstrata.cloud.global_rounds import GlobalRounds
-from fedstrata.cloud.results import RunFolder
+from fedstrata.cloud.run_folder import RunFolder
 from fedstrata.common.accounting.traffic import Traffic
 from fedstrata.common.errors import FedstrataError, StorageFailed
 from fedstrata.common.experiment.schema import Experiment
@@ -33,7 +33,7 @@ from fedstrata.common.model.layout import Row
 from fedstrata.common.model.refinement import Refiner
 from fedstrata.common.protocol.limits import limits_below, tests_below
 from fedstrata.common.protocol.messages import Phase, Task
-from fedstrata.common.runtime.models import Arriving
+from fedstrata.common.runtime.link_models import Arriving
 from fedstrata.common.runtime.round import DoTask, NodeContext, Observe, Report, WorkResult
 from fedstrata.common.runtime.world import REAL
 from fedstrata.common.settings.data import check_alike
@@ -43,8 +43,8 @@ from fedstrata.common.training.array_trainer import TrainerTester
 from fedstrata.deploy.local.calls import Calls, Clock, RoundDecisions
 from fedstrata.device.jobs import Ending, HostedDevice, LocalResult, Order, Prepared, most_together
 from fedstrata.device.pool.pool import is_cpu
-from fedstrata.device.pool.trainers import Trainers
-from fedstrata.device.training.work import LocalWork
+from fedstrata.device.pool.trainers_by_kind import Trainers
+from fedstrata.device.training.tasks import LocalWork
 from fedstrata.institution.rounds import LocalRounds
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 from safetensors.numpy import load_file
 
-from fedstrata.cloud.results import HELD, RunFolder
+from fedstrata.cloud.run_folder import HELD, RunFolder
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.reading import read, recorded
 from fedstrata.common.experiment.schema import Experiment

@@ -96,7 +96,7 @@ def _models(experiment: Experiment) -> int:
     """Return how many models a device has in memory."""
     if not experiment.training.trainer.learns_module:
         return 3  # received, result, and that of the trainer
-    from fedstrata.device.training.objectives.table import objective_of
+    from fedstrata.device.training.objectives.objectives_by_name import objective_of
 
     objective = objective_of(experiment.training)
     return 5 + objective.uses_received + 3 * len(objective.keeps)

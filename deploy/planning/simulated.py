@@ -20,7 +20,7 @@ from typing import Any, Final
 import numpy as np
 
 from fedstrata.cloud.records import GlobalRoundRecord, LinkRecord
-from fedstrata.cloud.results import RunFolder
+from fedstrata.cloud.run_folder import RunFolder
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.methods.settings import RuleSettings
@@ -31,8 +31,8 @@ from fedstrata.deploy.planning.sample import NODES, LabSample, sample_of
 from fedstrata.deploy.planning.simulated_run import INTERFACE_MBIT, seconds_of, simulated_run
 from fedstrata.deploy.planning.workload import PlannedWorkload
 from fedstrata.deploy.results.run import Run
-from fedstrata.deploy.simulation.computing import BOOT_S, MachineSeconds
 from fedstrata.deploy.simulation.hardware import Durations, NullWorkload
+from fedstrata.deploy.simulation.simulated_computing import BOOT_S, MachineSeconds
 from fedstrata.deploy.simulation.simulated_lab import collected_warnings
 from fedstrata.deploy.simulation.virtual_run import check_simulated
 

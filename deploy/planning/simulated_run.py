@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from fedstrata.cloud.results import SIMULATED, RunFolder
+from fedstrata.cloud.run_folder import SIMULATED, RunFolder
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.host.files import replacing
@@ -26,10 +26,10 @@ from fedstrata.common.text import json_text
 from fedstrata.deploy.planning import workload
 from fedstrata.deploy.planning.machine_speed import REFERENCE, MachineSpeeds, is_busy, measure
 from fedstrata.deploy.results.run import Run, find
-from fedstrata.deploy.simulation.computing import MachineSeconds
 from fedstrata.deploy.simulation.link import LinkConditions
-from fedstrata.deploy.simulation.machines import MessageCosts, Placement
+from fedstrata.deploy.simulation.simulated_computing import MachineSeconds
 from fedstrata.deploy.simulation.simulated_lab import BROKER
+from fedstrata.deploy.simulation.simulated_machines import MessageCosts, Placement
 from fedstrata.deploy.simulation.virtual_run import VirtualRun
 
 STAGES: Final = 2  # of a calibration

@@ -20,7 +20,7 @@ from fedstrata.common.settings.data import SHAPES
 from fedstrata.common.training.array_trainer import TrainerTester
 from fedstrata.deploy.console.tabular import size
 from fedstrata.device.jobs import HostedDevice
-from fedstrata.device.pool.trainers import Trainers
+from fedstrata.device.pool.trainers_by_kind import Trainers
 
 if TYPE_CHECKING:
     from fedstrata.common.learning.datasets import Dataset

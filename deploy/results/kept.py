@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from fedstrata.cloud.results import DIRECT, SIMULATED, RunFolder
+from fedstrata.cloud.run_folder import DIRECT, SIMULATED, RunFolder
 from fedstrata.common.experiment.reading import recorded
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.experiment.short_form import as_written

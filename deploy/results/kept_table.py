@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from fedstrata.cloud.records import GlobalRoundRecord, rows_of
-from fedstrata.cloud.results import HELD
+from fedstrata.cloud.run_folder import HELD
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.host.files import replacing, writing
 from fedstrata.common.settings.tables import write

@@ -25,7 +25,7 @@ from fedstrata.deploy.results import (
     maps,
     phases,
     run_tables,
-    traffic,
+    traffic_tables,
     whole,
 )
 from fedstrata.deploy.results.figures import TEMPLATES, Figure
@@ -170,7 +170,7 @@ def compose(runs: Sequence[Run], labels: Sequence[str] = ()) -> Page:
             f"{len(tasks)} tasks, between which nothing is comparable: {'; '.join(tasks)}."
         )
     if all(run.simulated for run in runs):
-        notes.append(traffic.SIMULATED)
+        notes.append(traffic_tables.SIMULATED)
     page.add("notes", [*notes, *baseline_notes(series), *condition_notes(series)])
     page.add_table(whole.table(series))
     page.add("facts", what_was_run(series))
@@ -230,15 +230,15 @@ def _add_run(page: Page, run: Run, level: int) -> None:
         begin("Changes over time", maps.CHANGES)
         page.add("curves", [changed])
     if run.links:
-        text = traffic.DIRECT if run.direct else traffic.BYTES
+        text = traffic_tables.DIRECT if run.direct else traffic_tables.BYTES
         if run.simulated:
-            text = traffic.SIMULATED
+            text = traffic_tables.SIMULATED
         begin("Bytes", text)
-        page.add("curves", [traffic.traffic(run)])
-        page.add_table(traffic.tiers(run))
-    if traffic.declared_links(run):
-        begin("Topology", traffic.TOPOLOGY)
-        page.add("figures", [traffic.topology(run)])
+        page.add("curves", [traffic_tables.traffic(run)])
+        page.add_table(traffic_tables.tiers(run))
+    if traffic_tables.declared_links(run):
+        begin("Topology", traffic_tables.TOPOLOGY)
+        page.add("figures", [traffic_tables.topology(run)])
     if run.rounds:
         begin("Epochs and work", run_tables.EPOCHS)
         if any(row.epochs for row in run.rounds):

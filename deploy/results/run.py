@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from fedstrata.cloud.records import DeviceRecord, GlobalRoundRecord, LinkRecord, Record, rows_of
-from fedstrata.cloud.results import DIRECT, HELD, SIMULATED, check_format, held
+from fedstrata.cloud.run_folder import DIRECT, HELD, SIMULATED, check_format, held
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.reading import recorded
 from fedstrata.common.experiment.schema import Experiment

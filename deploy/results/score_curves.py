@@ -14,7 +14,7 @@ from fedstrata.deploy.results.figures import Figure, Point
 from fedstrata.deploy.results.phases import POSITIVE
 from fedstrata.deploy.results.run import Run, columns_of, seconds_of, tiers_of
 from fedstrata.deploy.results.series import Series
-from fedstrata.deploy.results.traffic import bytes_axis
+from fedstrata.deploy.results.traffic_tables import bytes_axis
 from fedstrata.deploy.results.whole import scores_of
 
 SCORES: Final = (

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from fedstrata.cloud.results import SIMULATED
+from fedstrata.cloud.run_folder import SIMULATED
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.short_form import by_table
 from fedstrata.common.methods.settings import fedavg, fraction

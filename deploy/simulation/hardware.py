@@ -1,6 +1,6 @@
 """Computation in a simulated lab: training and evaluation take random seconds of virtual time.
 
-What is computed is a trivial workload; `deploy.simulation.computing` has the real one.
+What is computed is a trivial workload; `deploy.simulation.simulated_computing` has the real one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fedstrata.common.runtime.world import nothing
 from fedstrata.common.settings.data import samples_most
 from fedstrata.common.settings.topology import CLOUD
 from fedstrata.common.training.scores import R2, R2_SUMS, ScoredModels, ScoreSums, packed_sums
-from fedstrata.deploy.simulation.machines import Machines
+from fedstrata.deploy.simulation.simulated_machines import Machines
 from fedstrata.device.jobs import LocalResult, Order, Prepared, Progress, TrainingPool
 from fedstrata.device.pool.executors import RETRIES
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from fedstrata.common.accounting.counters import packet_bytes
 from fedstrata.common.accounting.traffic import TcpStats
 from fedstrata.common.net.bulk import CLOSED
-from fedstrata.deploy.simulation.loop import VirtualLoop
+from fedstrata.deploy.simulation.virtual_loop import VirtualLoop
 
 if TYPE_CHECKING:
-    from fedstrata.deploy.simulation.world import SimulatedConnection
+    from fedstrata.deploy.simulation.simulated_world import SimulatedConnection
 
 
 class PacketKind(Enum):

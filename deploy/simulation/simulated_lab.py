@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fedstrata.cloud.cloud_agent import CloudAgent
-from fedstrata.cloud.results import RunFolder
+from fedstrata.cloud.run_folder import RunFolder
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.metrics import Metrics
 from fedstrata.common.net.address import BrokerAddress
@@ -34,10 +34,10 @@ from fedstrata.deploy.simulation.hardware import (
     Workload,
 )
 from fedstrata.deploy.simulation.link import LinkConditions
-from fedstrata.deploy.simulation.loop import START_S, SimulationError, VirtualLoop
-from fedstrata.deploy.simulation.machines import Machines, Placement, SimulatedProcess
+from fedstrata.deploy.simulation.simulated_machines import Machines, Placement, SimulatedProcess
 from fedstrata.deploy.simulation.simulated_network import SimulatedLink, SimulatedNetwork
-from fedstrata.deploy.simulation.world import SimulatedWorld
+from fedstrata.deploy.simulation.simulated_world import SimulatedWorld
+from fedstrata.deploy.simulation.virtual_loop import START_S, SimulationError, VirtualLoop
 from fedstrata.device.device_agent import DeviceAgent
 from fedstrata.institution.institution_agent import InstitutionAgent
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fedstrata.deploy.simulation.broker import Routed, SimulatedBroker
 from fedstrata.deploy.simulation.link import (
     ClientStream,
     LinkConditions,
@@ -15,8 +14,9 @@ from fedstrata.deploy.simulation.link import (
     PacketKind,
     RateQueue,
 )
-from fedstrata.deploy.simulation.loop import VirtualLoop
-from fedstrata.deploy.simulation.machines import ClientPath, Machines
+from fedstrata.deploy.simulation.simulated_broker import Routed, SimulatedBroker
+from fedstrata.deploy.simulation.simulated_machines import ClientPath, Machines
+from fedstrata.deploy.simulation.virtual_loop import VirtualLoop
 
 
 class SimulatedLink:

@@ -16,19 +16,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from fedstrata.cloud.results import SIMULATED, RunFolder
+from fedstrata.cloud.run_folder import SIMULATED, RunFolder
 from fedstrata.common.errors import InvalidExperiment, RunFailed, as_known
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.host.processes import interruptible
 from fedstrata.common.runtime.round import Observe
 from fedstrata.common.settings.topology import CLOUD
-from fedstrata.deploy.simulation.broker import Routed
-from fedstrata.deploy.simulation.computing import MachineSeconds, RealComputing
 from fedstrata.deploy.simulation.hardware import Durations, Workload
 from fedstrata.deploy.simulation.link import LinkConditions
-from fedstrata.deploy.simulation.loop import SimulationError
-from fedstrata.deploy.simulation.machines import Placement
+from fedstrata.deploy.simulation.simulated_broker import Routed
+from fedstrata.deploy.simulation.simulated_computing import MachineSeconds, RealComputing
 from fedstrata.deploy.simulation.simulated_lab import SimulatedLab, SimulationSettings, ignore
+from fedstrata.deploy.simulation.simulated_machines import Placement
+from fedstrata.deploy.simulation.virtual_loop import SimulationError
 
 LIMIT_S: Final = 1e9  # virtual seconds
 LOOPBACK_S: Final = 2e-5  # one way, of a node's link to the broker on its own host

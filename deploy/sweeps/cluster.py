@@ -28,8 +28,8 @@ from fedstrata.deploy.sweeps.execution import (
     packed,
     unpack,
 )
-from fedstrata.deploy.sweeps.folder import LOCK, MissingRun, begun_in, settled
 from fedstrata.deploy.sweeps.running import Watch
+from fedstrata.deploy.sweeps.sweep_folder import LOCK, MissingRun, begun_in, settled
 
 CONNECT_S: Final = 30.0
 REPORT_S: Final = 1.0  # between two reports of a run's global rounds

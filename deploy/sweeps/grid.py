@@ -15,14 +15,14 @@ from typing import Any, Final, TypeAlias
 from pydantic import ValidationError
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.experiment.messages import explain
 from fedstrata.common.experiment.reading import override, parse, read
 from fedstrata.common.experiment.schema import Experiment
+from fedstrata.common.experiment.validation_messages import explain
 from fedstrata.common.settings.tables import proposal, with_tables
 from fedstrata.common.settings.training import ACCURACY
 from fedstrata.deploy.console.shipped import shipped
 from fedstrata.deploy.results.cells import BETWEEN
-from fedstrata.deploy.sweeps.schema import FULL, MEASURE, Measure, Size, SweepFile
+from fedstrata.deploy.sweeps.sweep_schema import FULL, MEASURE, Measure, Size, SweepFile
 
 OWN_KEYS: Final = ("axes", "title")  # keys of a sweep that no experiment has
 FIGURES: Final = "paper.figures"

@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any, Final
 
 from fedstrata.common.text import json_text
-from fedstrata.deploy.console.layout import Width, wrapped
+from fedstrata.deploy.console.table_layout import Width, wrapped
 from fedstrata.deploy.console.tabular import (
     LATEX,
     Cell,
@@ -26,8 +26,8 @@ from fedstrata.deploy.results.acting import late_parts, unacted
 from fedstrata.deploy.results.machines import conditions
 from fedstrata.deploy.results.pairs import Pairs
 from fedstrata.deploy.sweeps.grid import SweepCell, label_of
-from fedstrata.deploy.sweeps.results import SweepResults, reached, unit_of
-from fedstrata.deploy.sweeps.schema import FULL, Measure
+from fedstrata.deploy.sweeps.measures import SweepResults, reached, unit_of
+from fedstrata.deploy.sweeps.sweep_schema import FULL, Measure
 
 DIGITS: Final = {"accuracy": 2, "rounds": 0, "steps": 0, "path_steps": 0}  # decimals; else 1
 SPEED_UP_DIGITS: Final = 2

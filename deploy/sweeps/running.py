@@ -43,7 +43,7 @@ from fedstrata.deploy.console.logs import as_json, frame_lines, write_line
 from fedstrata.deploy.console.tabular import age
 from fedstrata.deploy.results.run import Run
 from fedstrata.deploy.sweeps.execution import STARTED, RunOrder, Slot
-from fedstrata.deploy.sweeps.folder import MissingRun
+from fedstrata.deploy.sweeps.sweep_folder import MissingRun
 from fedstrata.device.pool.pool import cores
 
 # what `default_jobs` does

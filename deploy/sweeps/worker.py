@@ -27,7 +27,7 @@ SENT: Final = ("done", "global_round")  # facts of them
 
 def run(request: Record, send: Callable[..., None]) -> None:
     """Run or resume the experiment of a request; `send` gets the events that are shown."""
-    from fedstrata.cloud.results import RunFolder
+    from fedstrata.cloud.run_folder import RunFolder
     from fedstrata.common.experiment.reading import parse
     from fedstrata.deploy.local.direct import run_in_process
     from fedstrata.deploy.results.kept import cost_noted

@@ -27,9 +27,9 @@ from fedstrata.common.processes.subprocess_channel import (
     SubprocessChannel,
     error_in,
 )
-from fedstrata.common.runtime.models import work_on
+from fedstrata.common.runtime.link_models import work_on
 from fedstrata.device.jobs import Cancelled, Ending, HostedDevice, Job, LocalResult, Order, Prepared
-from fedstrata.device.pool.trainers import Trainers, imports_of
+from fedstrata.device.pool.trainers_by_kind import Trainers, imports_of
 
 
 class Executor(Protocol):

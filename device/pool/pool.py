@@ -36,7 +36,7 @@ from fedstrata.device.jobs import (
     gather,
     most_together,
 )
-from fedstrata.device.pool.energy import EnergyShares
+from fedstrata.device.pool.energy_shares import EnergyShares
 from fedstrata.device.pool.executors import Executor, Thread, Worker
 
 EVERYWHERE: Final = ("cpu", "auto")  # accelerators that every machine has

@@ -35,7 +35,7 @@ from fedstrata.common.host.memory import frozen_imports, keep_large_buffers, rel
 from fedstrata.common.processes.shared_rows import SHARED_BYTES, row_at
 from fedstrata.common.processes.subprocess_channel import AgentChannel, Record, error_record
 from fedstrata.device.jobs import Cancelled, Ending, HostedDevice, LocalResult, Order, TrainerFolder
-from fedstrata.device.pool.trainers import Trainers
+from fedstrata.device.pool.trainers_by_kind import Trainers
 
 
 class WorkerServer:

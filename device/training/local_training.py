@@ -26,7 +26,7 @@ from fedstrata.common.settings.own import is_own
 from fedstrata.common.settings.privacy import PrivacySettings
 from fedstrata.device.jobs import Order
 from fedstrata.device.training.batches import LocalDataset, blocks, dropout_seed, uniform_numbers
-from fedstrata.device.training.private import GradientNoise, PrivateSteps, poisson_batches
+from fedstrata.device.training.dp_sgd import GradientNoise, PrivateSteps, poisson_batches
 from fedstrata.device.training.recording import Comparison, Program
 from fedstrata.device.training.sgd import NO_PROGRAMS, LocalSteps, Steps, run_sgd
 from fedstrata.device.training.trained_network import (

@@ -17,7 +17,7 @@ from fedstrata.common.learning.models import with_features
 from fedstrata.common.learning.optimizers import Moments, Optimizer, optimizer_of, take
 from fedstrata.common.settings.training import TrainingSettings
 from fedstrata.device.training.objectives.objective import Minibatch, Objective, norms, scale
-from fedstrata.device.training.objectives.table import objective_of
+from fedstrata.device.training.objectives.objectives_by_name import objective_of
 from fedstrata.device.training.recording import Comparison, Program
 
 Forward = Callable[[Tensor], Tensor]

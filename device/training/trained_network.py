@@ -39,7 +39,7 @@ from fedstrata.common.randomness import Purpose, torch_seed
 from fedstrata.common.settings.own import is_own
 from fedstrata.common.text import noted
 from fedstrata.device.training.hidden import hidden_state
-from fedstrata.device.training.objectives.table import objective_of
+from fedstrata.device.training.objectives.objectives_by_name import objective_of
 from fedstrata.device.training.recording import (
     CONTRASTS,
     NoTorchScript,

@@ -43,7 +43,7 @@ from fedstrata.common.training.scores import CLASSES_MOST, R2, TARGETS_MOST, Sco
 from fedstrata.device.jobs import Cancelled, Examined, LocalResult, Order, Prepared
 from fedstrata.device.training.batches import WrongSamples, load_local_dataset
 from fedstrata.device.training.local_training import PreparedTraining
-from fedstrata.device.training.objectives.table import objective_of
+from fedstrata.device.training.objectives.objectives_by_name import objective_of
 from fedstrata.device.training.recording import ProgramDiffers
 from fedstrata.device.training.trained_network import NetworkSource, own_names, record, source_of
 from fedstrata.device.training.trials import TRIED_SAMPLES, TriedTraining

@@ -26,8 +26,8 @@ from fedstrata.common.settings.privacy import check_delta
 from fedstrata.common.text import named
 from fedstrata.device.jobs import Order
 from fedstrata.device.training.batches import LocalDataset, try_augmentation
+from fedstrata.device.training.dp_sgd import check_module
 from fedstrata.device.training.local_training import LocalTraining, PreparedTraining
-from fedstrata.device.training.private import check_module
 from fedstrata.device.training.trained_network import Network, NetworkSource
 
 TRIED_SAMPLES: Final = 8

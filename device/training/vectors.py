@@ -27,12 +27,12 @@ from fedstrata.common.methods.mixing import Floats
 from fedstrata.common.methods.rule import link_layouts
 from fedstrata.common.model.layout import LinkLayouts, ModelLayout, Row, Section
 from fedstrata.common.model.parts import ModelParts
-from fedstrata.common.runtime.uploads import UploadEncoder
+from fedstrata.common.runtime.upload_encoder import UploadEncoder
 from fedstrata.common.settings import own
 from fedstrata.device.jobs import Order
 from fedstrata.device.training.batches import LocalDataset
 from fedstrata.device.training.objectives.objective import LocalUpdate
-from fedstrata.device.training.objectives.table import OBJECTIVE_KEY, objective_of
+from fedstrata.device.training.objectives.objectives_by_name import OBJECTIVE_KEY, objective_of
 
 
 @dataclass(frozen=True)

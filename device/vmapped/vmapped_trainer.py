@@ -39,11 +39,11 @@ from fedstrata.device.training.batches import (
     orders,
     uniform_numbers,
 )
-from fedstrata.device.training.objectives.table import objective_of
+from fedstrata.device.training.objectives.objectives_by_name import objective_of
 from fedstrata.device.training.vectors import finish, vectors_of
-from fedstrata.device.vmapped.loop import Batches, Turn, Visits, VmappedResult, train
-from fedstrata.device.vmapped.models import Recipe, VmappedModels, keep_batch_norm_fp32
 from fedstrata.device.vmapped.schedule import Load, plan
+from fedstrata.device.vmapped.shared_steps import Batches, Turn, Visits, VmappedResult, train
+from fedstrata.device.vmapped.stacked_models import Recipe, VmappedModels, keep_batch_norm_fp32
 
 CPU: Final = torch.device("cpu")
 PEAK_STEPS: Final = 3  # after which a group's memory is known

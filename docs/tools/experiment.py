@@ -24,8 +24,8 @@ from fedstrata.common.methods.own_rule import OwnRule
 from fedstrata.common.methods.selection import OwnSelection
 from fedstrata.common.methods.settings import RULES, SELECTORS, RuleSettings, SelectionSettings
 from fedstrata.common.model.codec_settings import CODEC_TABLES, CodecSettings, FormSettings
+from fedstrata.common.model.codecs_by_name import CODECS as OF_CHANGES
 from fedstrata.common.model.delta_codecs import OwnCodec
-from fedstrata.common.model.table import CODECS as OF_CHANGES
 from fedstrata.common.settings.trainers import TRAINERS, OwnTrainer, TrainerTable
 from fedstrata.common.settings.training import (
     AUGMENTATIONS,

@@ -20,8 +20,8 @@ from fedstrata.deploy.results.figures import COLOURS, LETTER, Canvas, Figure
 from fedstrata.deploy.results.run import Run
 from fedstrata.deploy.results.series import Series
 from fedstrata.deploy.sweeps.grid import Grid, load
-from fedstrata.deploy.sweeps.results import SweepResults
-from fedstrata.deploy.sweeps.schema import FULL, Measure, SweepFile
+from fedstrata.deploy.sweeps.measures import SweepResults
+from fedstrata.deploy.sweeps.sweep_schema import FULL, Measure, SweepFile
 
 AXIS: Final = 290.0  # points: width of the axis
 ROW: Final = 14.0

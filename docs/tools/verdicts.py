@@ -19,11 +19,11 @@ from typing import Final
 
 from fedstrata.deploy.console.shipped import file_of
 from fedstrata.deploy.console.tabular import Spread, show
-from fedstrata.deploy.sweeps.folder import SweepFolder
 from fedstrata.deploy.sweeps.grid import PaperFigure, SweepCell, label_of, load
+from fedstrata.deploy.sweeps.measures import SweepResults, sign_of, unit_of
 from fedstrata.deploy.sweeps.output import column_of
-from fedstrata.deploy.sweeps.results import SweepResults, sign_of, unit_of
-from fedstrata.deploy.sweeps.schema import FULL, Measure
+from fedstrata.deploy.sweeps.sweep_folder import SweepFolder
+from fedstrata.deploy.sweeps.sweep_schema import FULL, Measure
 
 DEVIATIONS: Final = 2.0  # over the seeds, within which a figure agrees
 

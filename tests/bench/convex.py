@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from fedstrata.cloud.results import RunFolder
+from fedstrata.cloud.run_folder import RunFolder
 from fedstrata.common.experiment.reading import parse, read
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.learning import datasets

@@ -34,9 +34,9 @@ from fedstrata.common.settings.data import MODELS
 from fedstrata.deploy.results.run import Run, folders
 from fedstrata.device.training.sgd import run_sgd
 from fedstrata.device.training.trained_network import source_of
-from fedstrata.device.vmapped.loop import Batches
-from fedstrata.device.vmapped.models import VmappedModels
 from fedstrata.device.vmapped.schedule import plan
+from fedstrata.device.vmapped.shared_steps import Batches
+from fedstrata.device.vmapped.stacked_models import VmappedModels
 from fedstrata.device.vmapped.vmapped_trainer import _Shared
 from tests.bench import vmapped
 from tests.helpers.commands import command

@@ -41,7 +41,7 @@ from fedstrata.common.protocol.peers import ToChildren, ToParent
 from fedstrata.common.protocol.presence import Identity
 from fedstrata.common.runtime.child_endpoint import ChildEndpoint
 from fedstrata.common.runtime.lifecycle import live
-from fedstrata.common.runtime.models import Arriving
+from fedstrata.common.runtime.link_models import Arriving
 from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
 from fedstrata.common.runtime.round import Dispatch, Report, WorkResult
 from fedstrata.common.runtime.world import new_session

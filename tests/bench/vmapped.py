@@ -32,7 +32,7 @@ from fedstrata.common.learning.computing import resolve_accelerator
 from fedstrata.common.learning.inputs import Inputs
 from fedstrata.common.model.layout import Row
 from fedstrata.device.jobs import DeviceOrder, Done, Ending, HostedDevice, LocalResult, Order
-from fedstrata.device.pool.trainers import Trainers
+from fedstrata.device.pool.trainers_by_kind import Trainers
 from fedstrata.device.vmapped.vmapped_trainer import VmappedTrainer
 
 ALONE = 10

@@ -11,7 +11,7 @@ from fedstrata.common.accounting.counters import packet_bytes
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.protocol import serialization, topics
 from fedstrata.common.protocol.messages import About, Question
-from fedstrata.deploy.simulation.broker import Routed
+from fedstrata.deploy.simulation.simulated_broker import Routed
 from fedstrata.deploy.watching.follower import DRAW_S, STATUS_EVERY_S
 from fedstrata.deploy.watching.lab_state import WatchedLab
 from fedstrata.deploy.watching.view import View

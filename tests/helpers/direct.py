@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fedstrata.cloud.results import RunFolder
+from fedstrata.cloud.run_folder import RunFolder
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.runtime.round import Observe

@@ -22,8 +22,8 @@ from fedstrata.common.learning.evaluation import ModelTester
 from fedstrata.device.jobs import Order
 from fedstrata.device.training import trainer
 from fedstrata.device.training.trainer import Trainer
-from fedstrata.device.vmapped import loop
-from fedstrata.device.vmapped.loop import VmappedResult
+from fedstrata.device.vmapped import shared_steps
+from fedstrata.device.vmapped.shared_steps import VmappedResult
 from tests.helpers.examples import slow
 from tests.helpers.memory_device import DEVICE, at_most, held_bytes, memory_device
 from tests.helpers.plain import first_model, trainer_of
@@ -193,7 +193,7 @@ def test_a_group_without_memory_is_halved_there() -> None:
     turns = case.turns
     held = held_bytes()
     with at_most(held + 200_000):
-        loop.train(recipe, turns, most=100)
+        shared_steps.train(recipe, turns, most=100)
     assert_alike(case, wanted)
 
 

@@ -39,7 +39,7 @@ from fedstrata.common.protocol.topics import ChunkTopic
 from fedstrata.common.runtime.child_endpoint import ChildEndpoint
 from fedstrata.common.runtime.endpoint import Endpoint
 from fedstrata.common.runtime.lifecycle import live
-from fedstrata.common.runtime.models import Arriving
+from fedstrata.common.runtime.link_models import Arriving
 from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
 from fedstrata.common.runtime.round import ClosedRound, Dispatch, Report, WorkResult
 from fedstrata.common.runtime.world import World, new_session

@@ -22,7 +22,7 @@ from fedstrata.common.settings.own import is_own
 from fedstrata.common.settings.privacy import PrivacySettings
 from fedstrata.common.settings.training import TrainingSettings
 from fedstrata.device.jobs import Ending, HostedDevice, LocalResult, Order
-from fedstrata.device.pool.trainers import Trainers
+from fedstrata.device.pool.trainers_by_kind import Trainers
 from fedstrata.device.training import batches
 from fedstrata.device.training.sgd import NO_VECTORS
 from fedstrata.device.training.trainer import Trainer

@@ -13,10 +13,10 @@ from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.protocol import serialization, topics
 from fedstrata.common.protocol.messages import Message
-from fedstrata.deploy.simulation.broker import Routed
 from fedstrata.deploy.simulation.hardware import Workload
+from fedstrata.deploy.simulation.simulated_broker import Routed
 from fedstrata.deploy.simulation.simulated_lab import AgentFactory
-from fedstrata.deploy.simulation.world import SimulatedWorld
+from fedstrata.deploy.simulation.simulated_world import SimulatedWorld
 from tests.simulation.lab import Scenario, ScenarioLab
 from tests.simulation.outcome import LabOutcome
 

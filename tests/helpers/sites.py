@@ -15,11 +15,11 @@ from fedstrata.common.runtime.endpoint import Endpoint
 from fedstrata.common.runtime.world import REAL, World
 from fedstrata.deploy.brokers import broker as brokers
 from fedstrata.deploy.brokers.broker import Kind
-from fedstrata.deploy.simulation.broker import Routed
-from fedstrata.deploy.simulation.loop import OWNER, START_S, SimulationError, VirtualLoop
-from fedstrata.deploy.simulation.machines import SimulatedProcess
+from fedstrata.deploy.simulation.simulated_broker import Routed
+from fedstrata.deploy.simulation.simulated_machines import SimulatedProcess
 from fedstrata.deploy.simulation.simulated_network import SimulatedLink, SimulatedNetwork
-from fedstrata.deploy.simulation.world import SimulatedWorld
+from fedstrata.deploy.simulation.simulated_world import SimulatedWorld
+from fedstrata.deploy.simulation.virtual_loop import OWNER, START_S, SimulationError, VirtualLoop
 
 BROKER: Final = "broker"
 PATIENCE_S: Final = 30.0

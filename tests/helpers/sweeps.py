@@ -9,7 +9,7 @@ from typing import Any
 
 from fedstrata.deploy.results.run import Run
 from fedstrata.deploy.sweeps.grid import Grid, expand
-from fedstrata.deploy.sweeps.results import SweepResults
+from fedstrata.deploy.sweeps.measures import SweepResults
 
 MakeRun = Callable[..., Path]
 FIGURES = [["split", "FedAvg", "Other"], ["a", [60.0, 1.0], 70], ["b", 50, {"from": 60, "to": 61}]]

@@ -23,10 +23,10 @@ from fedstrata.deploy.checking import objective_checks
 from fedstrata.device.training.batches import Changes, change_images, draw_changes
 from fedstrata.device.training.sgd import forward_of
 from fedstrata.device.training.vectors import TaskVectors
-from fedstrata.device.vmapped import loop
-from fedstrata.device.vmapped.loop import Turn, Visits, VmappedResult
-from fedstrata.device.vmapped.models import Recipe, VmappedModels
+from fedstrata.device.vmapped import shared_steps
 from fedstrata.device.vmapped.schedule import Load
+from fedstrata.device.vmapped.shared_steps import Turn, Visits, VmappedResult
+from fedstrata.device.vmapped.stacked_models import Recipe, VmappedModels
 from tests.helpers.steps import run_steps
 
 CPU = torch.device("cpu")
@@ -167,7 +167,7 @@ class Case:
         return done
 
     def train(self, most: int = 100) -> list[VmappedResult]:
-        loop.train(self.recipe, self.turns, most=most)
+        shared_steps.train(self.recipe, self.turns, most=most)
         return [how for how in self.ended if isinstance(how, VmappedResult)]
 
     def alone(
@@ -216,7 +216,7 @@ class Case:
 
         monkeypatch.setattr(VmappedModels, "read", spy)
         self.train()
-        made = loop.plan(
+        made = shared_steps.plan(
             list(self.loads), batch_size=self.training.batch_size, pad=self.recipe.pads
         )
         places = {int(k): place for place, k in enumerate(made.order)}

@@ -20,12 +20,12 @@ from fedstrata.common.learning.models import head_places
 from fedstrata.common.learning.nets import reseed
 from fedstrata.common.model.layout import ModelLayout, Row
 from fedstrata.device.jobs import Cancelled
-from fedstrata.device.training.objectives.table import objective_of
+from fedstrata.device.training.objectives.objectives_by_name import objective_of
 from fedstrata.device.training.sgd import LocalSteps, features_of, forward_of
 from fedstrata.device.training.trained_network import TRIAL_NOISE
-from fedstrata.device.vmapped.loop import Turn, Visits, VmappedResult, train
-from fedstrata.device.vmapped.models import Recipe
 from fedstrata.device.vmapped.schedule import Load
+from fedstrata.device.vmapped.shared_steps import Turn, Visits, VmappedResult, train
+from fedstrata.device.vmapped.stacked_models import Recipe
 
 TRIAL_STEPS: Final = 3
 TRIAL_LEARNING_RATE: Final = 0.01  # its steps are long compared with the rounding of float32 models

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fedstrata.common.learning.readers.parts import Parts
+from fedstrata.common.learning.readers.reader_result import Parts
 from fedstrata.device.training.objectives.objective import Minibatch, Objective
 
 TOKENS, LENGTH, CLASSES = 9, 5, 3

@@ -11,8 +11,8 @@ from typing import Any, Final
 from unittest.mock import patch
 
 from fedstrata.common.settings.topology import CLOUD
-from fedstrata.deploy.simulation.broker import Routed
 from fedstrata.deploy.simulation.link import LinkConditions
+from fedstrata.deploy.simulation.simulated_broker import Routed
 from fedstrata.deploy.simulation.simulated_network import SimulatedLink
 from tests.simulation import interference
 from tests.simulation.faults import Fault, FaultKind

@@ -16,7 +16,7 @@ from fedstrata.common.accounting.child_report import ChildReport
 from fedstrata.common.accounting.costs import DeviceCosts
 from fedstrata.common.accounting.traffic import Traffic
 from fedstrata.common.errors import WireError
-from fedstrata.common.host.energy import EnergySource
+from fedstrata.common.host.energy_meters import EnergySource
 from fedstrata.common.protocol import serialization, topics
 from fedstrata.common.protocol.manifest import describe
 from fedstrata.common.protocol.messages import (
@@ -47,7 +47,7 @@ from fedstrata.common.protocol.serialization import KINDS
 from fedstrata.common.runtime.endpoint import Endpoint
 from fedstrata.common.settings.topology import CLOUD
 from fedstrata.common.training.scores import ScoredModels, ScoreSums
-from fedstrata.deploy.simulation.broker import Routed
+from fedstrata.deploy.simulation.simulated_broker import Routed
 from fedstrata.deploy.simulation.simulated_lab import BROKER
 from tests.simulation.faults import SIDE, Fault, FaultKind
 from tests.simulation.lab import ScenarioLab

@@ -12,7 +12,7 @@ from typing import Final
 
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.settings.topology import CLOUD
-from fedstrata.deploy.simulation.broker import Routed
+from fedstrata.deploy.simulation.simulated_broker import Routed
 from tests.simulation.drawn import DrawnLab, draw_lab
 from tests.simulation.faults import Fault, FaultKind
 from tests.simulation.invariants import DISTURBED

@@ -18,9 +18,8 @@ from typing import Any
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.runtime.round import Observe
 from fedstrata.common.settings.topology import CLOUD
-from fedstrata.deploy.simulation.broker import SimulatedBroker
 from fedstrata.deploy.simulation.link import LinkConditions
-from fedstrata.deploy.simulation.machines import SimulatedProcess
+from fedstrata.deploy.simulation.simulated_broker import SimulatedBroker
 from fedstrata.deploy.simulation.simulated_lab import (
     BROKER,
     SimulatedLab,
@@ -28,6 +27,7 @@ from fedstrata.deploy.simulation.simulated_lab import (
     collected_warnings,
     ignore,
 )
+from fedstrata.deploy.simulation.simulated_machines import SimulatedProcess
 from tests.simulation.outcome import LabOutcome, TraceDigest, model_digest, round_rows
 
 Scenario = Callable[["ScenarioLab"], Awaitable[None]]

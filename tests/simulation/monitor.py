@@ -18,8 +18,8 @@ from fedstrata.common.protocol.messages import Acknowledgement, Key, Presence, R
 from fedstrata.common.protocol.parent_session import ParentSession
 from fedstrata.common.runtime.endpoint import Endpoint
 from fedstrata.common.settings.topology import CLOUD
-from fedstrata.deploy.simulation.broker import Routed
-from fedstrata.deploy.simulation.world import SimulatedConnection
+from fedstrata.deploy.simulation.simulated_broker import Routed
+from fedstrata.deploy.simulation.simulated_world import SimulatedConnection
 from tests.simulation.interference import kind_of
 from tests.simulation.lab import ScenarioLab
 from tests.simulation.outcome import LabOutcome

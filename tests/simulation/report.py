@@ -20,7 +20,7 @@ from fedstrata.common.protocol.messages import (
     Task,
 )
 from fedstrata.common.settings.closing import Closing
-from fedstrata.deploy.simulation.broker import Routed
+from fedstrata.deploy.simulation.simulated_broker import Routed
 from tests.simulation.drawn import DrawnLab
 from tests.simulation.fault_draws import LASTING
 from tests.simulation.faults import FaultKind

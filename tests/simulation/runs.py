@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Final
 
 from fedstrata.common.settings.topology import CLOUD
-from fedstrata.deploy.simulation.machines import MessageCosts, Placement
 from fedstrata.deploy.simulation.simulated_lab import BROKER
+from fedstrata.deploy.simulation.simulated_machines import MessageCosts, Placement
 from tests.simulation.drawn import DrawnLab, draw_lab
 from tests.simulation.fault_injection import inject_faults, set_links, supervise
 from tests.simulation.frozen import FrozenWorkload

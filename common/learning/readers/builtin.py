@@ -23,8 +23,8 @@ import numpy.typing as npt
 
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.learning.readers import leaf
-from fedstrata.common.learning.readers.files import damaged, find
-from fedstrata.common.learning.readers.parts import MOST_BYTES, Labels, Parts, Samples
+from fedstrata.common.learning.readers.data_files import damaged, find
+from fedstrata.common.learning.readers.reader_result import MOST_BYTES, Labels, Parts, Samples
 from fedstrata.common.randomness import Purpose, generator
 from fedstrata.common.settings.data import FOLDERS, Data, seglearn_file
 from fedstrata.common.settings.topology import CLOUD

@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.learning.readers.parts import MOST_BYTES, Labels, Parts, some
+from fedstrata.common.learning.readers.reader_result import MOST_BYTES, Labels, Parts, some
 
 if TYPE_CHECKING:
     from PIL.Image import Image, Transpose

@@ -19,8 +19,8 @@ from typing import Any, BinaryIO, Final
 import numpy as np
 
 from fedstrata.common.host.files import writing
-from fedstrata.common.learning.readers.files import damaged, find, missing
-from fedstrata.common.learning.readers.parts import Labels, Parts, Samples
+from fedstrata.common.learning.readers.data_files import damaged, find, missing
+from fedstrata.common.learning.readers.reader_result import Labels, Parts, Samples
 
 # In LEAF's order; every other character is read as a space.
 ALPHABET: Final = (

@@ -36,7 +36,7 @@ from fedstrata.common.settings.training import TrainingSettings
 from fedstrata.device.training import sgd
 from fedstrata.device.training.batches import Changes, change_images
 from fedstrata.device.training.objectives.objective import Minibatch
-from fedstrata.device.training.objectives.table import objective_of
+from fedstrata.device.training.objectives.objectives_by_name import objective_of
 from fedstrata.device.training.vectors import TaskVectors
 from fedstrata.device.vmapped.schedule import VmappedStep
 

@@ -24,7 +24,7 @@ from fedstrata.common.model.codec_settings import CodecSettings
 from fedstrata.common.model.codecs import Codec, codec_of
 from fedstrata.common.model.layout import ModelLayout, Row
 from fedstrata.common.randomness import Purpose, generator
-from fedstrata.common.runtime.models import decode_row
+from fedstrata.common.runtime.link_models import decode_row
 
 
 @dataclass(frozen=True)

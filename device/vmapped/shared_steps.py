@@ -19,8 +19,8 @@ from fedstrata.common.host.accelerators import out_of_memory
 from fedstrata.common.model.layout import Row
 from fedstrata.device.jobs import Cancelled, Progress
 from fedstrata.device.training.batches import Changes
-from fedstrata.device.vmapped.models import Batch, Recipe, VmappedModels
 from fedstrata.device.vmapped.schedule import Integers, Load, VmappedSchedule, plan
+from fedstrata.device.vmapped.stacked_models import Batch, Recipe, VmappedModels
 
 LOOK_S = 0.5
 

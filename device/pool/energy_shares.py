@@ -16,7 +16,7 @@ from math import inf
 from typing import Final
 
 from fedstrata.common.accounting.costs import DeviceCosts, added
-from fedstrata.common.host.energy import JouleCounter
+from fedstrata.common.host.energy_meters import JouleCounter
 from fedstrata.common.host.offload import offload
 
 READ_S: Final = 10.0  # counters wrap around, and a power is integrated between two readings

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from fedstrata.common.methods.baselines.table import BASELINES
+from fedstrata.common.methods.baselines.baselines_by_name import BASELINES
 
 RULES: Final[Mapping[str, str]] = {
     "fedavg": "fedstrata.common.methods.fedavg:FedAvg",

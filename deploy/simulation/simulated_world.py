@@ -19,9 +19,9 @@ from fedstrata.common.net.bulk import CLOSED, Body, Place
 from fedstrata.common.net.connection import LASTED_S, Handlers
 from fedstrata.common.net.packet_limit import UNLIMITED, PacketLimit
 from fedstrata.common.runtime.world import Connection, nothing
-from fedstrata.deploy.simulation.broker import REFUSED, SessionWill, SimulatedBroker
 from fedstrata.deploy.simulation.link import BrokenConnection, ClientStream, Packet, PacketKind
-from fedstrata.deploy.simulation.machines import SimulatedProcess
+from fedstrata.deploy.simulation.simulated_broker import REFUSED, SessionWill, SimulatedBroker
+from fedstrata.deploy.simulation.simulated_machines import SimulatedProcess
 from fedstrata.deploy.simulation.simulated_network import SimulatedLink, SimulatedNetwork
 
 CONNECT_TIMEOUT_S: Final = 10.0  # aiomqtt's

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from fedstrata.cloud.results import DIRECT, KINDS, SIMULATED
+from fedstrata.cloud.run_folder import DIRECT, KINDS, SIMULATED
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.host.files import check_writable, replacing, writing

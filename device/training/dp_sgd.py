@@ -25,7 +25,7 @@ from fedstrata.common.randomness import Noise, Purpose, generator
 from fedstrata.common.settings.accountant import steps_in_epoch
 from fedstrata.device.training.batches import LocalDataset, change_images, draw_changes
 from fedstrata.device.training.objectives.objective import norms
-from fedstrata.device.training.objectives.table import objective_of
+from fedstrata.device.training.objectives.objectives_by_name import objective_of
 
 NUMBERS_MOST: Final = 1 << 26  # of samples' gradients at once
 

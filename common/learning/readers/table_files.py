@@ -26,7 +26,7 @@ import numpy.typing as npt
 from numpy.lib import format as npy
 
 from fedstrata.common.errors import InvalidExperiment
-from fedstrata.common.learning.readers.parts import (
+from fedstrata.common.learning.readers.reader_result import (
     MOST_BYTES,
     Parts,
     Refuse,

@@ -15,7 +15,7 @@ from fedstrata.common.experiment.attackers import SUCCESS
 from fedstrata.deploy.console.tabular import Spread
 from fedstrata.deploy.results.run import Run, largest_epsilon
 from fedstrata.deploy.sweeps.grid import Grid, PaperFigure, SweepCell, axis_of
-from fedstrata.deploy.sweeps.schema import SCALES, UNITS, Measure
+from fedstrata.deploy.sweeps.sweep_schema import SCALES, UNITS, Measure
 
 PERCENT: Final = 100.0
 OF_DEVICES: Final = {"devices": "mean", "samples": "score"}

@@ -26,7 +26,7 @@ from fedstrata.common.model.layout import LinkLayouts, Row
 from fedstrata.common.processes.shared_rows import new_row
 from fedstrata.common.protocol.messages import Task
 from fedstrata.common.runtime.round import NOTES, NUMBERS, WorkResult
-from fedstrata.common.runtime.uploads import UploadEncoder
+from fedstrata.common.runtime.upload_encoder import UploadEncoder
 from fedstrata.common.storage.spool import Spool
 from fedstrata.common.storage.states import TaskStates
 from fedstrata.device.jobs import LocalResult, Order, Prepared, Progress, TrainerFolder

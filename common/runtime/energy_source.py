@@ -10,7 +10,7 @@ from typing import Final
 
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.schema import TransferSettings
-from fedstrata.common.host.energy import (
+from fedstrata.common.host.energy_meters import (
     REPORT_BYTES_MOST,
     EnergyMeter,
     EnergySource,

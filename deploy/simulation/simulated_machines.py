@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol
 
 from fedstrata.common.runtime.discovery import SEEKER
 from fedstrata.deploy.simulation.link import ClientStream, Packet, RateQueue
-from fedstrata.deploy.simulation.loop import OWNER, OwnedHandle, VirtualLoop
+from fedstrata.deploy.simulation.virtual_loop import OWNER, OwnedHandle, VirtualLoop
 
 
 class SimulatedProcess:
