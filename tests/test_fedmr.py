@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +119,30 @@ def test_a_plan_names_its_permutations() -> None:
         for r in range(20)
     }
     assert len(digests) == 20
+
+
+def orders(seed: int, r: int, node: str = "cloud", count: int = 3) -> list[tuple[int, ...]]:
+    parts, _ = planned(FedMR(), mixing_round(uploads(count), LAYOUT, r=r, seed=seed, node=node))
+    return [tuple(mixture.indices[0] for mixture in part.mixtures) for part in parts]
+
+
+def chi_square(counts: Counter[Any], cells: int) -> float:
+    expected = counts.total() / cells
+    return sum((counts.get(cell, 0) - expected) ** 2 / expected for cell in range(cells))
+
+
+def test_permutations_are_uniform_and_independent() -> None:
+    index = {order: i for i, order in enumerate(permutations(range(3)))}
+    first, both, successive = Counter[int](), Counter[int](), Counter[int]()
+    for seed in range(1000):
+        here, next_ = orders(seed, 0), orders(seed, 1)
+        first[index[here[0]]] += 1
+        both[6 * index[here[0]] + index[here[1]]] += 1
+        successive[6 * index[here[0]] + index[next_[0]]] += 1
+    # The 99.9 % points of chi-square with 5 and with 35 degrees of freedom; the seeds are always
+    # the same.
+    assert (
+        chi_square(first, 6) < 20.5
+        and chi_square(both, 36) < 66.6
+        and chi_square(successive, 36) < 66.6
+    )
