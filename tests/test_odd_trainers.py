@@ -490,6 +490,8 @@ def warnings_of(folder: Path) -> list[str]:
 
 def check_same(kind: str, mode: str, home: Path, wanted: bytes) -> None:
     odd, warning = SAME[kind]
+    if "on some devices" in kind:
+        warning = "no device has a score of the model"  # each device is of the kind here
     code, errors, folder = run(home, written(home, odd), mode)
     assert code == 0 and folder is not None, errors
     assert tensors(folder) == wanted
