@@ -284,6 +284,9 @@ def views() -> Iterator[tuple[str, Callable[[Path], str]]]:
     yield "sweep-best.txt", lambda folder: results_of(the_best_of_two(folder / "sweep", _make_run))
 
 
+LONG: Final = re.compile(r"(?<![\w.])\d+\.\d{13,}(e-\d+)?\b")
+
+
 def text_of(make: Callable[[Path], str]) -> str:
     """Return the text of a view, made in a new folder with the runs."""
     with tempfile.TemporaryDirectory() as place:
@@ -291,7 +294,9 @@ def text_of(make: Callable[[Path], str]) -> str:
         shutil.copytree(RUNS, folder, dirs_exist_ok=True)
         with chdir(folder):
             lines = make(folder).splitlines()
-    return "\n".join(line.rstrip() for line in lines) + "\n"
+    text = "\n".join(line.rstrip() for line in lines) + "\n"
+    # from Python 3.12 on, sum() rounds once: the last digits are others
+    return LONG.sub(lambda found: f"{float(found[0]):.12g}", text)
 
 
 if __name__ == "__main__":
