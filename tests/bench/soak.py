@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final
 
@@ -65,7 +65,8 @@ class StayingLab(Lab):
                 signals[f"{number.name} {victim}"] += 1
                 self.signal(victim, number)
         code = self.processes[CLOUD].wait(10 * PATIENCE_S)
-        assert code == 0, f"the cloud ended with {code}; see {self.home}"
+        said = (self.home / f"{CLOUD}.log").read_text().splitlines()[-3:]
+        assert code == 0, f"the cloud ended with {code}: {said}"
         model = self.model()
         self.done += 1
         return model
@@ -78,11 +79,7 @@ class StayingLab(Lab):
     def signal(self, victim: str, number: signal.Signals) -> None:
         process: psutil.Process | subprocess.Popen[bytes] | None = self.processes.get(victim)
         if victim == EVALUATOR:
-            below = psutil.Process(self.processes[CLOUD].pid).children(recursive=True)
-            process = next(
-                (each for each in below if "fedstrata.cloud.evaluator_process" in each.cmdline()),
-                None,
-            )
+            process = self.evaluator()
         if process is None:
             return  # between two evaluators
         if number is signal.SIGSTOP:
@@ -93,6 +90,14 @@ class StayingLab(Lab):
             process.send_signal(number)
         else:
             super().signal(victim, number)
+
+    def evaluator(self) -> psutil.Process | None:
+        """Return the cloud's evaluator, None between two."""
+        for each in psutil.Process(self.processes[CLOUD].pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # a zombie is none, too
+                if "fedstrata.cloud.evaluator_process" in each.cmdline():
+                    return each
+        return None
 
     def costs(self, name: str) -> tuple[float, int]:
         """Return the memory of a process and its workers, MB, and its open files."""
