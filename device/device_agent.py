@@ -20,7 +20,7 @@ from fedstrata.common.experiment.reading import announced
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.host.examination import examine_host
 from fedstrata.common.host.files import until_written
-from fedstrata.common.host.offload import offload
+from fedstrata.common.host.offload import offload, work_on
 from fedstrata.common.metrics import NodeLabels
 from fedstrata.common.model.layout import ModelLayout
 from fedstrata.common.protocol.messages import NodeState, Phase, Task
@@ -29,7 +29,7 @@ from fedstrata.common.runtime.child_endpoint import ChildEndpoint
 from fedstrata.common.runtime.discovery import Found, activity, another_parent, join
 from fedstrata.common.runtime.exports import export_child
 from fedstrata.common.runtime.lifecycle import MovesAway, live, through_absences, while_online
-from fedstrata.common.runtime.link_models import Arriving, work_on
+from fedstrata.common.runtime.link_models import Arriving
 from fedstrata.common.runtime.roll import Resources
 from fedstrata.common.runtime.round import Report, WorkResult
 from fedstrata.common.runtime.world import Host

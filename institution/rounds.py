@@ -24,7 +24,7 @@ from fedstrata.common.accounting.child_report import ChildReport
 from fedstrata.common.accounting.work import Work
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.host.files import until_written
-from fedstrata.common.host.offload import offload
+from fedstrata.common.host.offload import offload, work_on
 from fedstrata.common.methods import aggregator
 from fedstrata.common.methods.private import NoiseSource, PrivateUpdates
 from fedstrata.common.methods.rule import Aggregated, Rule, link_layouts
@@ -34,7 +34,7 @@ from fedstrata.common.model.codecs import codec_of
 from fedstrata.common.model.layout import ModelLayout, Row
 from fedstrata.common.protocol.limits import plans_of
 from fedstrata.common.protocol.messages import Phase, Task
-from fedstrata.common.runtime.link_models import Arriving, work_on
+from fedstrata.common.runtime.link_models import Arriving
 from fedstrata.common.runtime.refining import run_refining
 from fedstrata.common.runtime.round import (
     ClosedRound,

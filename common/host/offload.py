@@ -7,9 +7,11 @@ import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from fedstrata.common.errors import as_known
+
+SMALL_BYTES: Final = 500_000  # some 0.1 ms of digests, or of sums
 
 _T = TypeVar("_T")
 
@@ -34,6 +36,13 @@ async def offload(
         if not running.cancelled():
             running.exception()  # retrieve it: no caller waits for it any more
         raise
+
+
+async def work_on(function: Callable[[], _T], *, nbytes: int) -> _T:
+    """Run a function on a model, in a thread unless it is faster than starting one."""
+    if nbytes <= SMALL_BYTES:
+        return function()
+    return await offload(function)
 
 
 @asynccontextmanager

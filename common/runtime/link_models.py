@@ -8,22 +8,17 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from fedstrata.common.errors import RefusedModel, WireError
-from fedstrata.common.host.offload import offload
+from fedstrata.common.host.offload import SMALL_BYTES, work_on
 from fedstrata.common.model.codec_settings import CodecSettings
 from fedstrata.common.model.codecs import Codec, codec_of
 from fedstrata.common.model.layout import ModelLayout, Row
 from fedstrata.common.protocol.manifest import ModelForm, describe
 from fedstrata.common.protocol.messages import Manifest
-
-SMALL_BYTES: Final = 500_000  # some 0.1 ms of digests, or of sums
-
-_T = TypeVar("_T")
 
 
 class ModelUnavailable(Exception):
@@ -212,13 +207,6 @@ class Models:
         if not fitting:
             return np.empty(size, np.uint8)
         return self._spare.pop(min(fitting, key=lambda place: self._spare[place].size))
-
-
-async def work_on(function: Callable[[], _T], *, nbytes: int) -> _T:
-    """Run a function on a model, in a thread unless it is faster than starting one."""
-    if nbytes <= SMALL_BYTES:
-        return function()
-    return await offload(function)
 
 
 def decode_row(

@@ -17,7 +17,7 @@ import numpy as np
 
 from fedstrata.common.accounting.work import TrainingPath, Work
 from fedstrata.common.errors import AcceleratorLost
-from fedstrata.common.host.offload import offload
+from fedstrata.common.host.offload import offload, work_on
 from fedstrata.common.model.layout import ModelLayout, Row
 from fedstrata.common.processes.fork_server import ForkedProcess, ForkServer
 from fedstrata.common.processes.shared_rows import Place, place_of
@@ -27,7 +27,6 @@ from fedstrata.common.processes.subprocess_channel import (
     SubprocessChannel,
     error_in,
 )
-from fedstrata.common.runtime.link_models import work_on
 from fedstrata.device.jobs import Cancelled, Ending, HostedDevice, Job, LocalResult, Order, Prepared
 from fedstrata.device.pool.trainers_by_kind import Trainers, imports_of
 

@@ -26,6 +26,7 @@ from fedstrata.common.settings.accountant import steps_in_epoch
 from fedstrata.device.training.batches import LocalDataset, change_images, draw_changes
 from fedstrata.device.training.objectives.objective import norms
 from fedstrata.device.training.objectives.objectives_by_name import objective_of
+from fedstrata.device.training.sgd import received_of
 
 NUMBERS_MOST: Final = 1 << 26  # of samples' gradients at once
 
@@ -53,9 +54,9 @@ class PrivateSteps:
         *,
         learning_rate: float,
         private: GradientNoise,
-        personal: Collection[str] = (),
+        personal: Collection[int] = (),
     ) -> None:
-        """`personal`: the names of weights that were not received; FedProx leaves them alone."""
+        """`personal`: the places of weights that were not received; FedProx leaves them alone."""
         training = experiment.training
         self.learning_rate = learning_rate
         self.state: Sequence[Tensor] = ()  # of programs, of which there are none
@@ -67,11 +68,7 @@ class PrivateSteps:
         self._mu = training.objective.proximal
         self._received: list[Tensor] = []
         if self._mu:
-            for name, weight in weights.items():
-                received = weight.detach()
-                if name not in personal:
-                    received = received.clone()
-                self._received.append(received)
+            self._received = received_of(list(weights.values()), personal)
         self._optimizer = optimizer_of(training)
         self._moments = self._optimizer.begin(list(weights.values()))
 

@@ -117,7 +117,7 @@ class LocalTraining:
                     experiment,
                     learning_rate=rate,
                     private=private,
-                    personal=parts.personal,
+                    personal=network.tensors(parts).personal,
                 )
             uniform = uniform_numbers(
                 experiment,

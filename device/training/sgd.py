@@ -121,11 +121,7 @@ class LocalSteps:
         self._head = head
         self._received: list[Tensor] = []
         if self.objective.uses_received:
-            for place, weight in enumerate(weights):
-                received = weight.detach()
-                if place not in personal:
-                    received = received.clone()
-                self._received.append(received)
+            self._received = received_of(weights, personal)
         self._moments = self._optimizer.begin(weights)
         self._passes = _Passes(forward, features, buffers)
         read = (weights, buffers, fixed, self._received, *vectors.values())
@@ -158,6 +154,19 @@ class LocalSteps:
         )
         self._passes.end()
         return loss
+
+
+def received_of(weights: Sequence[Tensor], personal: Collection[int]) -> list[Tensor]:
+    """Return copies of the weights as they were received; of personal ones, by their places, which
+    were not, the present tensors themselves.
+    """
+    found = []
+    for place, weight in enumerate(weights):
+        received = weight.detach()
+        if place not in personal:
+            received = received.clone()
+        found.append(received)
+    return found
 
 
 class Steps(Protocol):
