@@ -138,7 +138,6 @@ COMMANDS: Final = {
     "runs.json": "runs list --runs series --format json",
     "runs-of-other-tasks.txt": "runs list --runs others",
 }
-AGE: Final = r"(?m)(?<= )\d+ d(?= )"  # of a run, until today
 
 
 def by_command(words: str, folder: Path) -> str:

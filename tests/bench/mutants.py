@@ -3,8 +3,8 @@
 A change of `mutants.csv` is made in a copy of the sources, where the quick tests run that execute
 its lines, by the map of `tests/helpers/executed.py`: the quickest of each test file first, then the
 others, then the rest of their files. Where the map has none, they are those that import its module.
-What is not Python also has the test files that name its file. A test that fails without the change finds nothing. A change that none
-finds has survived.
+What is not Python also has the test files that name its file. A test that fails without the change
+finds nothing. A change that none finds has survived.
 
     python -m tests.bench.mutants                    the list; what found each is in .mutants.csv
     python -m tests.bench.mutants --against FILE     and which that FILE's tests found survive now

@@ -263,7 +263,7 @@ def of_kind(kind: Kind, path: str, text: str) -> Iterator[Change]:
         start += len(line)
 
 
-def draw(count: int, seed: int, only: str = "") -> list[Mutant]:
+def draw(count: int, seed: int) -> list[Mutant]:
     """Draw mutants: of Python, by room in proportion to its tokens, then those of other kinds, a
     seventh as many.
     """
@@ -291,7 +291,7 @@ def draw(count: int, seed: int, only: str = "") -> list[Mutant]:
     for room, most in wanted.items():
         drawn = drawing.sample(rooms[room], min(most, len(rooms[room])))
         found.extend(made(*change) for change in drawn)
-    return [mutant for mutant in found if mutant.path.startswith(only)]
+    return found
 
 
 def _sources(patterns: Iterable[str]) -> Iterator[tuple[str, str]]:
