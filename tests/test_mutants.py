@@ -99,7 +99,6 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def in_toy(toy: Path, monkeypatch: pytest.MonkeyPatch) -> executed.TestsMap:
     for module in (bench, concerned, executed, imported, touched):
         monkeypatch.setattr(module, "ROOT", toy)
-    monkeypatch.setattr(bench, "MAP", toy / ".tests-map")
     monkeypatch.setattr(bench, "TestsMap", lambda: executed.TestsMap(toy / ".tests-map"))
     monkeypatch.setattr(concerned, "_words", lambda: {TOY: {"LIMIT"}})
     return executed.TestsMap(toy / ".tests-map")
@@ -147,6 +146,8 @@ def test_a_file_has_the_tests_that_read_it(in_toy: executed.TestsMap) -> None:
     assert in_toy.stale() == []
 
 
+# one test that finds the last change, and that is gone
+FOUND_BY = "tests/test_toy.py::test_gone"
 PLAYED = [
     (Mutant(TOY, "double", 0, "if x > LIMIT:", "if x <= LIMIT:"), "test_toy"),
     (Mutant(TOY, "double", 0, "return 0", "return 0.0"), ""),
@@ -163,23 +164,18 @@ def test_what_survives_but_was_killed_before_is_lost(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
-    old, results = tmp_path / "old.csv", tmp_path / "results.csv"
-    for path, column in ((old, "by"), (tmp_path / "list.csv", "equivalent")):
-        with path.open("w", newline="") as file:
-            write = bench.writer(file, column)
-            for mutant, _ in PLAYED:
-                write(mutant, "a test")
     monkeypatch.setattr(bench, "LIST", tmp_path / "list.csv")
-    words = ["mutants", "--against", str(old), "--results", str(results), "--jobs", "1"]
+    bench.write_list([(mutant, FOUND_BY) for mutant, _ in PLAYED])
+    words = ["mutants", "--update", "--results", str(tmp_path / "results.csv"), "--jobs", "1"]
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit) as ended:
         bench.main()
     assert ended.value.code == 1
-    found = dict(read(results, "by"))
+    found = dict(read(bench.LIST))
     for mutant, expected in PLAYED:
         assert expected in found[mutant] and bool(expected) == bool(found[mutant]), mutant
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith(("LOST", "GONE"))] == [
         f"GONE: {PLAYED[3][0]}",
-        f"LOST: {PLAYED[1][0]} (before: a test)",
+        f"LOST: {PLAYED[1][0]} (before: {FOUND_BY})",
     ]

@@ -1,14 +1,16 @@
 """`make bench NAME=mutants`: a list of small changes of the product: which do the tests notice?
 
-A change of `mutants.csv` is made in a copy of the sources, where the quick tests run that execute
-its lines, by the map of `tests/helpers/executed.py`: the quickest of each test file first, then the
-others, then the rest of their files. Where the map has none, they are those that import its module.
-What is not Python also has the test files that name its file. A test that fails without the change
-finds nothing. A change that none finds has survived.
+A change of `mutants.csv` is made in a copy of the sources. There the test runs that found it last,
+by the column `by`. If it finds nothing now, the quick tests follow that execute the changed lines,
+by the map of `tests/helpers/executed.py`: the quickest of each test file first, then the others,
+then the rest of their files. Where the map has none, they are those that import its module. What is
+not Python also has the test files that name its file. A test that fails without the change finds
+nothing. A change that none finds has survived, and is lost if one had found it.
 
     python -m tests.bench.mutants                    the list; what found each is in .mutants.csv
-    python -m tests.bench.mutants --against FILE     and which that FILE's tests found survive now
+    python -m tests.bench.mutants --update           and in the list
     python -m tests.bench.mutants --count 100 --seed 7    other changes, drawn
+    python -m tests.bench.mutants --count 100 --seed 7 --against FILE    compared with results
     python -m tests.bench.mutants --keep --count 300 --seed 1    draw the list again
 
 After an end before the last, `--resume` goes on.
@@ -25,6 +27,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
 from pathlib import Path
 from queue import Queue
 from typing import Any, Final
@@ -33,7 +36,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from tests.helpers.executed import MAP, Test, TestsMap
+from tests.helpers.executed import Test, TestsMap
 from tests.helpers.imported import ROOT, tests_of
 from tests.helpers.mutants import Mutant, draw, read, writer
 from tests.helpers.touched import tests_of_line
@@ -187,12 +190,22 @@ class Copy:
 def play(known: TestsMap, copy: Copy, mutant: Mutant, hint: str) -> str:
     """Return what finds a mutant, first trying the test that found it before."""
     text = (ROOT / mutant.path).read_text(encoding="utf-8")
-    if "::" in hint and known.has(hint) and (by := copy.found_by(mutant, [hint], START_S)):
+    if "::" in hint and (by := still_found(copy, mutant, hint)):
         return by
     for tests, limit_s in batches(known, mutant, text):
         if by := copy.found_by(mutant, tests, limit_s):
             return by
     return ""
+
+
+def still_found(copy: Copy, mutant: Mutant, test: str) -> str:
+    """Return what finds a mutant if a test does that found it before, "" if not, or if the test is
+    gone.
+    """
+    try:
+        return copy.found_by(mutant, [test], START_S)
+    except LookupError:
+        return ""
 
 
 def is_gone(mutant: Mutant) -> bool:
@@ -231,6 +244,14 @@ def lost(before: Sequence[tuple[Mutant, str]], now: Sequence[tuple[Mutant, str]]
     ]
 
 
+def write_list(rows: Sequence[tuple[Mutant, str]]) -> None:
+    """Write mutants, with what found each, as the list."""
+    with LIST.open("w", newline="", encoding="utf-8") as file:
+        write = writer(file)
+        for mutant, by in rows:
+            write(mutant, by)
+
+
 def asked_for() -> argparse.Namespace:
     """Return the arguments."""
     parser = argparse.ArgumentParser(
@@ -240,7 +261,8 @@ def asked_for() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--keep", action="store_true", help="write what is drawn as the list")
     parser.add_argument("--only", default="", help="paths that begin so")
-    parser.add_argument("--against", type=Path, help="results of other tests")
+    parser.add_argument("--against", type=Path, help="other results to compare with")
+    parser.add_argument("--update", action="store_true", help="note what found each in the list")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--resume", action="store_true", help="go on with the results")
     parser.add_argument("--jobs", type=int, default=2)
@@ -250,33 +272,31 @@ def asked_for() -> argparse.Namespace:
 def main() -> None:
     """Play the list or what is drawn, and show. Exits with 1 if a mutant is lost."""
     asked, console = asked_for(), Console(soft_wrap=True, highlight=False, markup=False)
+    listed = read(LIST)
+    chosen = [mutant for mutant, _ in listed]
+    before = listed
     if asked.count:
         chosen = draw(asked.count, asked.seed)
-    else:
-        chosen = [mutant for mutant, _ in read(LIST, "equivalent")]
+        before = []
     if asked.keep:
-        reasons = {mutant.key: why for mutant, why in read(LIST, "equivalent")}
-        with LIST.open("w", newline="", encoding="utf-8") as file:
-            write = writer(file, "equivalent")
-            for mutant in chosen:
-                write(mutant, reasons.get(mutant.key, ""))
+        reasons = {mutant.key: mutant.equivalent for mutant, _ in listed}
+        write_list([(replace(m, equivalent=reasons.get(m.key, "")), "") for m in chosen])
         return
-    if not MAP.exists():
-        sys.exit(f"no {MAP.name}: `make tests-map` records it")
+    if asked.against:
+        before = read(asked.against)
     known = TestsMap()
     stale = known.stale()
     known.close()
     if stale:
         console.print(f"{len(stale)} test files are not in the map as they are: `make tests-map`")
     chosen = [mutant for mutant in chosen if mutant.path.startswith(asked.only)]
-    before = read(asked.against, "by") if asked.against else []
     hints = {mutant.key: by for mutant, by in before}
-    done = dict(read(asked.results, "by")) if asked.resume and asked.results.exists() else {}
-    played = {mutant.key: by for mutant, by in done.items()}
+    done = read(asked.results) if asked.resume and asked.results.exists() else []
+    played = {mutant.key: by for mutant, by in done}
     results: list[tuple[Mutant, str]] = []
     todo: list[Mutant] = []
     with asked.results.open("w", newline="", encoding="utf-8") as file:
-        write = writer(file, "by")
+        write = writer(file)
 
         def note(mutant: Mutant, by: str) -> None:
             write(mutant, by)
@@ -294,6 +314,9 @@ def main() -> None:
             note(mutant, by)
             console.print(f"killed by {by}: {mutant}" if by else f"SURVIVED: {mutant}")
     console.print(table_of(results))
+    if asked.update:
+        now = {mutant.key: by for mutant, by in results}
+        write_list([(mutant, now.get(mutant.key, by)) for mutant, by in listed])
     missed = lost(before, results)
     for line in missed:
         console.print(f"LOST: {line}")

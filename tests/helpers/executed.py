@@ -103,11 +103,6 @@ class TestsMap:
             found.update(Test(*row) for row in rows)
         return sorted(found, key=lambda test: (test.seconds, test.name))
 
-    def has(self, name: str) -> bool:
-        """Return whether a test is recorded."""
-        row = self._base.execute("SELECT 1 FROM tests WHERE test = ?", (name,)).fetchone()
-        return row is not None
-
     def of_file(self, file: str) -> list[Test]:
         """Return the tests of a test file, quickest first."""
         rows = self._base.execute(

@@ -300,29 +300,26 @@ def _sources(patterns: Iterable[str]) -> Iterator[tuple[str, str]]:
             yield str(file.relative_to(ROOT)), file.read_text(encoding="utf-8")
 
 
-COLUMNS: Final = ("path", "where", "nth", "before", "after")
+COLUMNS: Final = ("path", "where", "nth", "before", "after", "equivalent", "by")
 
 
-def read(path: Path, last: str) -> list[tuple[Mutant, str]]:
-    """Return the mutants of a list, each with its column `last`: `equivalent`, or `by`, the test
-    that found it.
-    """
+def read(path: Path) -> list[tuple[Mutant, str]]:
+    """Return the mutants of a list, each with the test that found it last, "" for none."""
     with path.open(newline="", encoding="utf-8") as file:
-        return [(_mutant(row), row[last]) for row in csv.DictReader(file)]
+        return [_mutant(**row) for row in csv.DictReader(file)]
 
 
-def _mutant(row: Mapping[str, str]) -> Mutant:
-    words = {name: row[name] for name in COLUMNS if name != "nth"}
-    return Mutant(nth=int(row["nth"]), equivalent=row.get("equivalent", ""), **words)
+def _mutant(*, nth: str, by: str, **words: str) -> tuple[Mutant, str]:
+    return Mutant(nth=int(nth), **words), by
 
 
-def writer(file: io.TextIOBase, last: str) -> Callable[[Mutant, str], None]:
+def writer(file: io.TextIOBase) -> Callable[[Mutant, str], None]:
     """Return what adds mutants to a list, which begins with its columns."""
     lines = csv.writer(file, lineterminator="\n")
-    lines.writerow([*COLUMNS, last])
+    lines.writerow(COLUMNS)
 
-    def write(mutant: Mutant, value: str) -> None:
-        lines.writerow([*mutant.key, value])
+    def write(mutant: Mutant, by: str) -> None:
+        lines.writerow([*mutant.key, mutant.equivalent, by])
         file.flush()
 
     return write
