@@ -10,7 +10,7 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import chdir
 from functools import partial
 from pathlib import Path
@@ -264,9 +264,17 @@ def results_of(found: SweepResults) -> str:
     return re.sub(r"\d{8}T\d{6}Z-\w{6}", "RUN", "\n".join(texts))
 
 
+def make_run(root: Path, tree: Mapping[str, Any], **more: Any) -> Path:
+    """Leave the folder of a run that nobody played, as of one machine."""
+    path = _make_run(root, tree, **more)
+    file = path / "manifest.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **MACHINE}))
+    return path
+
+
 def of_sweep(changes: dict[str, Any], folder: Path) -> str:
     """Return the tables of a sweep with these changes."""
-    return results_of(results(folder / "sweep", _make_run, **changes))
+    return results_of(results(folder / "sweep", make_run, **changes))
 
 
 def views() -> Iterator[tuple[str, Callable[[Path], str]]]:
@@ -280,7 +288,7 @@ def views() -> Iterator[tuple[str, Callable[[Path], str]]]:
         yield f"report-{name}-{look}.txt", partial(by_report, name, look)
     for name, changes in SWEEPS.items():
         yield f"sweep-{name}.txt", partial(of_sweep, changes)
-    yield "sweep-best.txt", lambda folder: results_of(the_best_of_two(folder / "sweep", _make_run))
+    yield "sweep-best.txt", lambda folder: results_of(the_best_of_two(folder / "sweep", make_run))
 
 
 LONG: Final = re.compile(r"(?<![\w.])\d+\.\d{13,}(e-\d+)?\b")
