@@ -2,10 +2,10 @@
 
 A change of `mutants.csv` is made in a copy of the sources. There the test runs that found it last,
 by the column `by`. If it finds nothing now, the quick tests follow that execute the changed lines,
-by the map of `tests/helpers/executed.py`: the quickest of each test file first, then the others,
-then the rest of their files. Where the map has none, they are those that import its module. What is
-not Python also has the test files that name its file. A test that fails without the change finds
-nothing. A change that none finds has survived, and is lost if one had found it.
+by the map of `tests/helpers/executed.py`: the quickest of each test file first, then the others, up
+to REST_S. Where the map has none, they are those that import its module. What is not Python also
+has the test files that name its file. A test that fails without the change finds nothing. A change
+that none finds has survived, and is lost if one had found it.
 
     python -m tests.bench.mutants                    the list; what found each is in .mutants.csv
     python -m tests.bench.mutants --update           and in the list
@@ -46,7 +46,7 @@ SERVER: Final = Path(__file__).parents[1] / "helpers" / "pytest_server.py"
 RESULTS: Final = ROOT / ".mutants.csv"
 FIRST_MOST: Final = 30  # tests that run first
 FIRST_S: Final = 20.0
-REST_S: Final = 300.0  # of the other tests, and once more of the rest of their files
+REST_S: Final = 120.0  # of the other tests
 FILES_MOST: Final = 20  # test files that run without a map
 START_S: Final = 120.0  # of pytest on a busy machine
 SLOWER: Final = 5.0  # than at the recording, at most
@@ -83,10 +83,7 @@ def _of_map(known: TestsMap, tests: Sequence[Test]) -> Iterator[tuple[list[str],
     spread = sorted(tests, key=lambda test: ranks[test])
     first = within(spread, FIRST_S)[:FIRST_MOST]
     other = within([test for test in tests if test not in first], REST_S)
-    files = sorted({test.file for test in tests})
-    beside = [test for file in files for test in known.of_file(file) if test not in tests]
-    rest = within(sorted(beside, key=lambda test: test.seconds), REST_S)
-    for batch in (first, other, rest):
+    for batch in (first, other):
         if batch:
             seconds = sum(test.seconds for test in batch)
             yield [test.name for test in batch], START_S + SLOWER * seconds
