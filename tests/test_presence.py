@@ -164,15 +164,18 @@ def test_a_parent_asks_a_child_of_which_it_knows_nothing_a_few_times() -> None:
 
 
 @pytest.mark.parametrize(
-    ("proof", "persistent"), [(Proof.CLAIMED, False), (Proof.DOUBTED, False), (Proof.UNKNOWN, True)]
+    ("proof", "persistent"),
+    [(Proof.CLAIMED, False), (Proof.DOUBTED, False), (Proof.UNKNOWN, True), (Proof.PROVEN, False)],
 )
-def test_who_is_or_was_there_and_a_parent_are_asked_until_they_answer(
+def test_who_is_or_was_there_or_wanted_and_a_parent_are_asked_until_they_answer(
     proof: Proof, persistent: bool
 ) -> None:
     """Every answer may be lost, and a child that has nothing to do sends nothing else."""
     proofs = brought_to(proof, persistent=persistent)
     if persistent:
         proofs.reconnected(0.0)
+    if proof is Proof.PROVEN:
+        proofs.want("a", 0.0)
     times = [at for at, _ in asked(proofs, until_s=1000.0)]
     gaps = [b - a for a, b in itertools.pairwise(times)]
     assert times[-1] > 990.0 and max(gaps) <= ASK_MOST_S + 1e-9 and min(gaps) >= PROOF_EVERY_S

@@ -262,7 +262,7 @@ class _Peer:
     ask_at: float = inf
     ask_s: float = PROOF_EVERY_S
     silent_at: float = inf
-    unclear: bool = False  # ask for its presence, although it lives
+    wanted: bool = False  # its presence, although it lives
     asked: bool = False  # and not answered yet
 
     def go(self, cause: ProofCause) -> None:
@@ -336,7 +336,7 @@ class PeerProofs:
         if not retained:
             if presence.state in LIVING:
                 known.session = session
-                known.unclear = False
+                known.wanted = False
                 self._live(known)
             elif known.session not in ("", session):
                 self._ask(known, now + known.ask_s)
@@ -359,7 +359,7 @@ class PeerProofs:
         if answer.nonce != self.nonce or not (known.asked or session == known.session):
             return False
         known.session = session
-        known.unclear = False
+        known.wanted = False
         self._live(known)
         return True
 
@@ -388,7 +388,7 @@ class PeerProofs:
         """Ask a peer for its presence until it answers, or publishes one, whatever else it
         sends.
         """
-        self._of[peer].unclear = True
+        self._of[peer].wanted = True
         self.doubt(peer, now)
 
     def questions(self, now: float) -> list[tuple[str, Question]]:
@@ -402,10 +402,10 @@ class PeerProofs:
                 known.asked = True
                 # it may have nothing else to send
                 likely = known.proof in (Proof.CLAIMED, Proof.DOUBTED)
-                again = self._persistent or likely or known.ask_s < ASK_MOST_S
+                endless = self._persistent or likely or known.wanted
+                again = endless or known.ask_s < ASK_MOST_S
                 known.ask_s = min(2 * known.ask_s, ASK_MOST_S)
                 known.ask_at = now + known.ask_s if again else inf
-                known.unclear = known.unclear and again
         self._look_at = min(
             (min(known.ask_at, known.silent_at) for known in self._of.values()), default=inf
         )
@@ -434,7 +434,7 @@ class PeerProofs:
     def _live(known: _Peer) -> None:
         known.go(ProofCause.LIVE)
         known.silent_at = inf
-        if not known.unclear:
+        if not known.wanted:
             known.ask_at = inf
             known.ask_s = PROOF_EVERY_S
             known.asked = False
