@@ -14,7 +14,15 @@ from fedstrata.common.errors import WireError
 from fedstrata.common.protocol import serialization, topics
 from fedstrata.common.protocol.child_session import ChildSession
 from fedstrata.common.protocol.limits import plans_of
-from fedstrata.common.protocol.messages import Acknowledgement, Key, Presence, Result, Task
+from fedstrata.common.protocol.messages import (
+    Acknowledgement,
+    Alive,
+    Key,
+    Message,
+    Presence,
+    Result,
+    Task,
+)
 from fedstrata.common.protocol.parent_session import ParentSession
 from fedstrata.common.runtime.endpoint import Endpoint
 from fedstrata.common.settings.topology import CLOUD
@@ -94,7 +102,8 @@ class Monitor:
         self._answers: dict[tuple[str, str, int, int], str] = {}
         # the last key that was answered, by the same
         self._answered: dict[tuple[str, str], Key] = {}
-        self._prepared: dict[str, int] = {}  # each device's samples, as it has published them
+        # each device's samples, as it has published or answered
+        self._prepared: dict[str, int] = {}
         self.lab: ScenarioLab
 
     def observe(self, event: str, facts: dict[str, object]) -> None:
@@ -130,7 +139,7 @@ class Monitor:
             return
         if not message.body:
             self._note_leaving(topics.parse(message.topic))
-        if kind_of(message) not in ("Task", "Acknowledgement", "Result", "Presence"):
+        if kind_of(message) not in ("Task", "Acknowledgement", "Result", "Presence", "Alive"):
             return
         try:
             topic, (session, content) = (
@@ -139,12 +148,7 @@ class Monitor:
             )
         except WireError:
             return  # damaged on its way
-        if (
-            isinstance(content, Presence)
-            and isinstance(topic, topics.StateTopic)
-            and content.samples
-        ):
-            self._prepared[topic.node] = content.samples
+        self._note_samples(topic, content)
         if not isinstance(topic, topics.InboxTopic):
             return
         experiment = self.lab.agents.experiment
@@ -195,6 +199,16 @@ class Monitor:
                     f"{expected}"
                 )
                 self.evidence.weighed.append(wrong)
+
+    def _note_samples(self, topic: topics.Topic, content: Message) -> None:
+        """Note what a node says that it has prepared, on its topic or in an answer."""
+        found: tuple[str, Presence] | None = None
+        if isinstance(topic, topics.StateTopic) and isinstance(content, Presence):
+            found = topic.node, content
+        elif isinstance(topic, topics.InboxTopic) and isinstance(content, Alive):
+            found = topic.sender, content.presence
+        if found is not None and found[1].samples:
+            self._prepared[found[0]] = found[1].samples
 
     def _note_leaving(self, topic: topics.Topic) -> None:
         if isinstance(topic, topics.StateTopic | topics.SpecTopic):
