@@ -11,50 +11,36 @@ has a lab of its own, and is measured against a transfer that nothing happened t
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import csv
 import ctypes
 import hashlib
-import multiprocessing
 import random
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
-from rounds import layout_of
 
-from fedstrata.common.accounting.work import Work
 from fedstrata.common.experiment.schema import TransferSettings
 from fedstrata.common.host.memory import keep_large_buffers
-from fedstrata.common.model.layout import LinkLayouts, Row
-from fedstrata.common.net.address import BrokerAddress
+from fedstrata.common.model.layout import Row
 from fedstrata.common.net.bulk import Body
-from fedstrata.common.protocol.messages import NodeState, Task
-from fedstrata.common.protocol.peers import ToChildren, ToParent
-from fedstrata.common.protocol.presence import Identity
-from fedstrata.common.runtime.child_endpoint import ChildEndpoint
 from fedstrata.common.runtime.endpoint import Endpoint
-from fedstrata.common.runtime.lifecycle import live
-from fedstrata.common.runtime.link_models import Arriving
-from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
-from fedstrata.common.runtime.round import Dispatch, Report, WorkResult
 from fedstrata.common.runtime.world import new_session
-from fedstrata.common.settings.closing import Closing
 from fedstrata.common.settings.links import LinkSettings
 from fedstrata.common.storage.spool import Spool
 from fedstrata.deploy.brokers import broker
+from tests.bench.endpoints import RUN, child_of, dispatch, follow, lead, local, parent_of
+from tests.bench.running import MB, SPAWN, Table, folder, run, tick
+from tests.helpers.nodes import drawn, layout_of
 
-RUN: Final = "kills-1"
 SENDER, RECEIVER, BROKER = "sender", "receiver", "broker"
 VICTIMS: Final = (BROKER, SENDER, RECEIVER)
 NOBODY: Final = "nobody"
@@ -121,10 +107,13 @@ class Lab:
     """One broker, sender and receiver, each of which may be killed and started again."""
 
     def __init__(self, home: Path, model_bytes: int, mbit: float, *, spooled: bool) -> None:
-        self._home, self._model_bytes, self._mbit = home, model_bytes, mbit
-        self._spool = home / "spool" if spooled else None
-        self._context = multiprocessing.get_context("spawn")
-        self.meter: Any = self._context.RawValue(Meter)
+        self._home = home
+        self._roles: dict[str, tuple[Callable[..., None], Any]] = {
+            SENDER: (_sender, mbit),
+            RECEIVER: (_receiver, home / "spool" if spooled else None),
+        }
+        self._model_bytes = model_bytes
+        self.meter: Any = SPAWN.RawValue(Meter)
         self._broker = broker.start(directory=home, kind="mosquitto")
         self._processes: dict[str, SpawnProcess] = {}
         self._reported: dict[str, list[Connection]] = {SENDER: [], RECEIVER: []}
@@ -134,18 +123,17 @@ class Lab:
     def kill(self, victim: str) -> None:
         """Kill it and start it again."""
         if victim == BROKER:
+            port = self._broker.port
             self._broker.process.kill()
             self._broker.process.wait()
-            self._broker = broker.start(
-                directory=self._home, kind="mosquitto", port=self._broker.port
-            )
+            self._broker = broker.start(directory=self._home, kind="mosquitto", port=port)
             self.meter.back = time.monotonic()
         else:
             self._processes[victim].kill()
             self._processes[victim].join()
             self._start(victim)
 
-    def hear(self, role: str, deadline: float) -> tuple[float, str] | None:
+    def report_of(self, role: str, deadline: float) -> tuple[float, str] | None:
         """Return when (monotonic seconds) and with which digest a role was done, None if it did not
         report in time.
         """
@@ -168,18 +156,10 @@ class Lab:
         self._broker.stop()
 
     def _start(self, role: str) -> None:
-        ours, theirs = self._context.Pipe(duplex=False)
-        reported = self.meter, theirs
-        process = self._context.Process(
-            target=_sender if role == SENDER else _receiver,
-            args=(
-                self._broker.port,
-                self._model_bytes,
-                self._mbit if role == SENDER else self._spool,
-                *reported,
-            ),
-            daemon=True,
-        )
+        ours, theirs = SPAWN.Pipe(duplex=False)
+        work, own = self._roles[role]
+        given = (self._broker.port, self._model_bytes, own, self.meter, theirs)
+        process = SPAWN.Process(target=work, args=given, daemon=True)
         process.start()
         theirs.close()
         self._processes[role] = process
@@ -191,56 +171,49 @@ def play(kill: Kill, *, model_bytes: int, mbit: float, spooled: bool) -> Outcome
     became of it.
     """
     seconds = model_bytes * 8 / (mbit * 1e6)
-    row = _model(model_bytes)
-    with tempfile.TemporaryDirectory() as home:
-        lab = Lab(Path(home), model_bytes, mbit, spooled=spooled)
+    digest = _digest(_model(model_bytes))
+    with ExitStack() as stack:
+        lab = Lab(stack.enter_context(folder()), model_bytes, mbit, spooled=spooled)
+        stack.callback(lab.close)
         meter = lab.meter
-        try:
-            deadline = time.monotonic() + PATIENCE_S
-            while not meter.begun and time.monotonic() < deadline:
-                time.sleep(POLL_S)
-            begun = meter.begun
-            if kill.victim != NOBODY:
-                time.sleep(max(0.0, begun + kill.moment * seconds - time.monotonic()))
-            had, killed = meter.arrived, time.monotonic()
-            if kill.victim != NOBODY:
-                lab.kill(kill.victim)
-            deadline = time.monotonic() + PATIENCE_S
-            received = lab.hear(RECEIVER, deadline)
-            closed = lab.hear(SENDER, deadline)
-            chunks, nbytes, back = meter.chunks, meter.nbytes, meter.back
-        finally:
-            lab.close()
+        deadline = time.monotonic() + PATIENCE_S
+        while not meter.begun and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        begun = meter.begun
+        if kill.victim != NOBODY:
+            time.sleep(max(0.0, begun + kill.moment * seconds - time.monotonic()))
+        had = meter.arrived
+        killed = time.monotonic()
+        if kill.victim != NOBODY:
+            lab.kill(kill.victim)
+        deadline = time.monotonic() + PATIENCE_S
+        received = lab.report_of(RECEIVER, deadline)
+        closed = lab.report_of(SENDER, deadline)
+    took_s = received[0] - begun if received else float("nan")
     return Outcome(
         victim=kill.victim,
         moment=round(kill.moment, 3),
         had=had,
-        away_s=round(max(0.0, back - killed), 3),
+        away_s=round(max(0.0, meter.back - killed), 3),
         complete=received is not None,
-        right=received is not None and received[1] == _digest(row),
-        closed=closed is not None and closed[1] == _digest(row),
-        seconds=round(received[0] - begun, 3) if received else float("nan"),
-        chunks_again=chunks - -(-model_bytes // TRANSFER.chunk_bytes),
-        bytes_again=nbytes - model_bytes,
+        right=received is not None and received[1] == digest,
+        closed=closed is not None and closed[1] == digest,
+        seconds=round(took_s, 3),
+        chunks_again=meter.chunks - -(-model_bytes // TRANSFER.chunk_bytes),
+        bytes_again=meter.nbytes - model_bytes,
     )
 
 
 def _model(model_bytes: int) -> Row:
-    layout = layout_of(model_bytes)
-    row = layout.empty()
-    layout.floats(row)[:] = np.random.default_rng(1).standard_normal(layout.columns, np.float32)
-    return row
+    return drawn(layout_of(model_bytes), 1)
 
 
 def _digest(row: Row) -> str:
     return hashlib.sha256(row.data).hexdigest()
 
 
-async def _nothing() -> None:
-    pass
-
-
 async def _introduced(endpoint: Endpoint, meter: Any) -> None:
+    """Note when a life is connected."""
     await endpoint.introduced(timeout_s=PATIENCE_S)
     meter.back = time.monotonic()
 
@@ -249,12 +222,9 @@ def _sender(port: int, model_bytes: int, mbit: float, meter: Any, reported: Conn
     keep_large_buffers()
 
     async def run() -> None:
-        endpoint = ParentEndpoint(
-            BrokerAddress("127.0.0.1", port),
-            Identity(RUN, SENDER, "institution", new_session()),
-            ToChildren(links={RECEIVER: LinkSettings(down_mbit=mbit)}, transfer=TRANSFER),
-        )
-        endpoint.set_layouts(LinkLayouts.plain(layout_of(model_bytes)))
+        links = {RECEIVER: LinkSettings(down_mbit=mbit)}
+        layout = layout_of(model_bytes)
+        endpoint = parent_of(local(port), SENDER, links, layout, TRANSFER, own=new_session())
         publish = endpoint.connection.publish_body
 
         def counted(topic: str, body: Body, *, done: Callable[[], None]) -> None:
@@ -265,19 +235,13 @@ def _sender(port: int, model_bytes: int, mbit: float, meter: Any, reported: Conn
             publish(topic, body, done=done)
 
         endpoint.connection.publish_body = counted  # type: ignore[method-assign]
-        row = _model(model_bytes)
 
         async def work() -> None:
-            await _introduced(endpoint, meter)
-            endpoint.set_state(NodeState.READY)
-            await endpoint.gather(Closing())
-            played = await endpoint.round(
-                Dispatch(0, 0, models=[(row, [RECEIVER])], epochs={RECEIVER: 1}, closing=Closing())
-            )
+            played = await endpoint.round(dispatch(0, [(_model(model_bytes), [RECEIVER])]))
             reported.send((time.monotonic(), _digest(played.uploads.rows_K[0])))
             await asyncio.Event().wait()
 
-        await live((endpoint,), work(), connect_timeout_s=PATIENCE_S, goodbye=_nothing)
+        await asyncio.gather(_introduced(endpoint, meter), lead(endpoint, work))
 
     asyncio.run(run())
 
@@ -288,52 +252,49 @@ def _receiver(
     keep_large_buffers()
 
     async def run() -> None:
-        layout = layout_of(model_bytes)
-        endpoint = ChildEndpoint(
-            BrokerAddress("127.0.0.1", port),
-            Identity(RUN, RECEIVER, "device", new_session()),
-            ToParent(parent=SENDER, transfer=TRANSFER, link=LinkSettings()),
+        endpoint = child_of(
+            local(port),
+            RECEIVER,
+            parent=SENDER,
+            transfer=TRANSFER,
+            session="",
             spool=Spool.open(spool, run=RUN, node=RECEIVER),
         )
-        out = layout.empty()
-        receive = endpoint.session.link.receiver.receive_chunk
+        receiver = endpoint.session.link.receiver
+        receive = receiver.receive_chunk
 
         def counted(*what: Any, **more: Any) -> bool:
             fresh = receive(*what, **more)
             meter.arrived += fresh
             return fresh
 
-        endpoint.session.link.receiver.receive_chunk = counted  # type: ignore[method-assign]
+        receiver.receive_chunk = counted  # type: ignore[method-assign]
 
-        async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
-            row = await model.whole()
+        def answer(out: Row, row: Row) -> None:
             moment = time.monotonic()
             np.copyto(out, row)
             reported.send((moment, _digest(row)))
-            return WorkResult(out.data, Work(1, 0.0, 1, 1, 0.0, 0.0))
 
-        async def serve() -> None:
-            await _introduced(endpoint, meter)
-            await endpoint.serve(LinkLayouts.plain(layout), work)
-
-        endpoint.set_state(NodeState.READY, samples=1)
-        await live((endpoint,), serve(), connect_timeout_s=PATIENCE_S, goodbye=_nothing)
+        layout = layout_of(model_bytes)
+        await asyncio.gather(_introduced(endpoint, meter), follow(endpoint, layout, answer=answer))
 
     asyncio.run(run())
 
 
-def _row_of(outcome: Outcome, undisturbed: Outcome) -> list[str]:
+def _row_of(outcome: Outcome, undisturbed: Outcome) -> list[object]:
+    complete = {True: "yes", False: "NO"}
+    right = {True: "right", False: "WRONG"}
     return [
         outcome.victim,
         f"{outcome.moment:.3f}",
-        str(outcome.had),
+        outcome.had,
         f"{outcome.away_s:.2f} s",
-        "yes" if outcome.complete and outcome.closed else "NO",
-        "right" if outcome.right else "WRONG",
+        complete[outcome.complete and outcome.closed],
+        right[outcome.right],
         f"{outcome.seconds:.2f} s",
         f"{outcome.seconds - undisturbed.seconds:+.2f} s",
-        str(outcome.chunks_again),
-        f"{outcome.bytes_again / 1e6:.1f} MB",
+        outcome.chunks_again,
+        f"{outcome.bytes_again / MB:.1f} MB",
     ]
 
 
@@ -351,40 +312,32 @@ def judge(outcomes: Sequence[Outcome], *, keeping: Collection[str]) -> list[str]
     ]
 
 
-def main() -> None:
-    """Play all kills, print a row for each, and end with 1 where one falls short."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
-    parser.add_argument("--each", type=int, default=10, help="kills of each victim")
-    parser.add_argument("--bytes", type=int, default=45_000_000)
-    parser.add_argument("--mbit", type=float, default=100.0)
-    parser.add_argument(
-        "--spool", action="store_true", help="let the receiver keep its chunks in a file"
-    )
-    parser.add_argument(
-        "--csv", action="store_true", help="print comma-separated values in place of a table"
-    )
-    options = parser.parse_args()
-    how: dict[str, Any] = {
-        "model_bytes": options.bytes,
-        "mbit": options.mbit,
-        "spooled": options.spool,
-    }
+def main(
+    *,
+    seed: int | None = None,
+    each: Annotated[int, "kills of each victim"] = 10,
+    bytes_: int = 45_000_000,
+    mbit: float = 100.0,
+    spool: Annotated[bool, "let the receiver keep its chunks in a file"] = False,
+    csv_: Annotated[bool, "print comma-separated values in place of a table"] = False,
+) -> bool:
+    """Play all kills, print a row for each, and return whether one falls short."""
+    if seed is None:
+        seed = random.SystemRandom().randrange(10**6)
+    how: dict[str, Any] = {"model_bytes": bytes_, "mbit": mbit, "spooled": spool}
     undisturbed = play(Kill(NOBODY, 0.0), **how)
     outcomes = []
-    for kill in draw(options.seed, each=options.each):
+    for kill in draw(seed, each=each):
         outcomes.append(play(kill, **how))
-        print(".", end="", file=sys.stderr, flush=True)
-    print(f"\nseed {options.seed}; undisturbed: {undisturbed.seconds:.2f} s", file=sys.stderr)
+        tick()
+    print(f"\nseed {seed}; undisturbed: {undisturbed.seconds:.2f} s", file=sys.stderr)
     outcomes.sort(key=lambda o: (o.victim, o.moment))
-    if options.csv:
-        table = csv.DictWriter(sys.stdout, [field.name for field in fields(Outcome)])
-        table.writeheader()
-        table.writerows(asdict(outcome) for outcome in (undisturbed, *outcomes))
+    if csv_:
+        written = csv.DictWriter(sys.stdout, [field.name for field in fields(Outcome)])
+        written.writeheader()
+        written.writerows(asdict(outcome) for outcome in (undisturbed, *outcomes))
     else:
-        shown = Table(
+        table = Table(
             "victim",
             "moment",
             "had",
@@ -397,13 +350,12 @@ def main() -> None:
             "bytes again",
         )
         for outcome in outcomes:
-            shown.add_row(*_row_of(outcome, undisturbed))
-        Console(width=120).print(shown)
-    shortcomings = judge(outcomes, keeping=VICTIMS if options.spool else (BROKER, SENDER))
-    for words in shortcomings:
-        print(words, file=sys.stderr)
-    sys.exit(1 if shortcomings else 0)
+            table.add(*_row_of(outcome, undisturbed))
+    keeping = VICTIMS if spool else (BROKER, SENDER)
+    shortcomings = judge(outcomes, keeping=keeping)
+    print(*shortcomings, sep="\n", file=sys.stderr)
+    return bool(shortcomings)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -10,55 +10,37 @@ Everything else, MQTT's packets and our messages included, counts against us. Ne
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import multiprocessing
-import os
-import platform
-import sys
-import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from statistics import median
+from typing import Annotated, Final
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from rounds import layout_of
 
 from fedstrata.common.accounting.counters import Account, Direction
 from fedstrata.common.accounting.traffic import TcpStats
-from fedstrata.common.accounting.work import Work
 from fedstrata.common.errors import ConnectionFailed, InvalidExperiment, RunFailed
 from fedstrata.common.experiment.schema import TransferSettings
-from fedstrata.common.model.layout import LinkLayouts
+from fedstrata.common.model.layout import Row
 from fedstrata.common.net.address import BrokerAddress
-from fedstrata.common.protocol.messages import NodeState, Task
-from fedstrata.common.protocol.peers import ToChildren, ToParent
-from fedstrata.common.protocol.presence import Identity
-from fedstrata.common.runtime.child_endpoint import ChildEndpoint
 from fedstrata.common.runtime.endpoint import Endpoint
-from fedstrata.common.runtime.lifecycle import live
-from fedstrata.common.runtime.link_models import Arriving
-from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
-from fedstrata.common.runtime.round import Dispatch, Report, WorkResult
-from fedstrata.common.runtime.world import new_session
-from fedstrata.common.settings.closing import Closing
 from fedstrata.common.settings.links import LinkSettings
 from fedstrata.deploy.brokers import broker
 from fedstrata.deploy.links.kernel import FRAME_BYTES
-from tests.helpers import namespaces
-from tests.helpers.namespaces import Namespace, joined
+from tests.bench.endpoints import child_of, dispatch, follow, lead, local, parent_of
+from tests.bench.running import MB, SPAWN, Table, folder, run, spawned
+from tests.helpers.namespaces import Namespace, VethPair, joined
+from tests.helpers.nodes import drawn, layout_of
 
-RUN, PARENT, CHILD = "bench-1", "parent", "child"
-SESSION = "5e55104e"  # the parent's; a node learns it when it finds the run
-PORT = 1883
-SEGMENT_BYTES = 1448
-HEADER_BYTES = FRAME_BYTES - SEGMENT_BYTES
+PARENT, CHILD = "parent", "child"
+PORT: Final = 1883
+SEGMENT_BYTES: Final = 1448
+HEADER_BYTES: Final = FRAME_BYTES - SEGMENT_BYTES
+FAREWELL_S: Final = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,28 +129,20 @@ def play(setting: Setting) -> Measured:
     """Play a setting's rounds. Raises InvalidExperiment where there are no namespaces, RunFailed,
     ConnectionFailed.
     """
-    wire = namespaces.VethPair(
-        0, CHILD, PARENT, CHILD, up_mbit=setting.mbit, down_mbit=setting.mbit
-    )
-    ours, theirs = multiprocessing.get_context("spawn").Pipe(duplex=False)
-    with tempfile.TemporaryDirectory() as home, joined((PARENT, CHILD), (wire,)) as spaces:
+    wire = VethPair(0, CHILD, PARENT, CHILD, up_mbit=setting.mbit, down_mbit=setting.mbit)
+    ours, theirs = SPAWN.Pipe(duplex=False)
+    with folder() as home, joined((PARENT, CHILD), (wire,)) as spaces:
         with spaces[PARENT].entered():
-            served = broker.start(directory=Path(home), host="0.0.0.0", port=PORT)
-        worker = multiprocessing.get_context("spawn").Process(
-            target=run_child, args=(wire.parent_address, setting, theirs)
-        )
-        with served:
+            served = broker.start(directory=home, host="0.0.0.0", port=PORT)
+        with served, ExitStack() as stack:
             with spaces[CHILD].entered():
-                worker.start()
+                given = (wire.parent_address, setting, theirs)
+                stack.enter_context(spawned(run_child, *given))
             theirs.close()
-            try:
-                with spaces[PARENT].entered():
-                    parent, down_s, up_s = asyncio.run(run_parent(setting))
-                child = ours.recv()
-                down_bytes, up_bytes = payload_bytes(spaces[CHILD])
-            finally:
-                worker.join(10)
-                worker.kill()
+            with spaces[PARENT].entered():
+                parent, down_s, up_s = asyncio.run(run_parent(setting))
+            child = ours.recv()
+            down_bytes, up_bytes = payload_bytes(spaces[CHILD])
     return Measured(down_s, up_s, parent, child, down_bytes, up_bytes)
 
 
@@ -186,80 +160,85 @@ def payload_bytes(space: Namespace) -> tuple[int, int]:
 async def run_parent(setting: Setting) -> tuple[Reported, list[float], list[float]]:
     """Play the rounds as their parent; return its counts, and the seconds of each round's two ways."""
     layout = layout_of(setting.model_bytes)
-    identity = Identity(RUN, PARENT, "institution", SESSION)
-    endpoint = ParentEndpoint(
-        BrokerAddress("127.0.0.1", PORT),
-        identity,
-        ToChildren(links={CHILD: setting.link}, transfer=setting.transfer, shaped=False),
+    endpoint = parent_of(
+        local(PORT), PARENT, {CHILD: setting.link}, layout, setting.transfer, shaped=False
     )
-    endpoint.set_layouts(LinkLayouts.plain(layout))
-    row = layout.empty()
-    layout.floats(row)[:] = np.random.default_rng(1).standard_normal(layout.columns, np.float32)
-    down_s, up_s = [], []
+    row = drawn(layout, 1)
+    down_s: list[float] = []
+    up_s: list[float] = []
 
     async def rounds() -> None:
-        endpoint.set_state(NodeState.READY)
-        await endpoint.gather(Closing())
         for global_round in range(setting.rounds):
             layout.floats(row)[:] += 1
-            played = await endpoint.round(
-                Dispatch(
-                    global_round, 0, models=[(row, [CHILD])], epochs={CHILD: 1}, closing=Closing()
-                )
-            )
+            played = await endpoint.round(dispatch(global_round, [(row, [CHILD])]))
             phases = played.timeline.phases()
             down_s.append(phases["dispatch"])
             up_s.append(phases["train"] + phases["wait"] + phases["collect"])
 
-    async def goodbye() -> None:
-        await endpoint.farewells(timeout_s=20)
-
-    await live((endpoint,), rounds(), connect_timeout_s=10, goodbye=goodbye)
+    await lead(endpoint, rounds, farewell_s=FAREWELL_S)
     return Reported.of(endpoint), down_s, up_s
 
 
 def run_child(host: str, setting: Setting, reported: Connection) -> None:
-    """Answer each model with its negative, to the end of the run; then tell the counts."""
+    """Answer each model with its negative, to the end of the run; then report the counts."""
+    layout = layout_of(setting.model_bytes)
 
-    async def run() -> Endpoint:
-        layout = layout_of(setting.model_bytes)
-        identity = Identity(RUN, CHILD, "device", new_session())
-        endpoint = ChildEndpoint(
+    def negative(out: Row, row: Row) -> None:
+        # plus one would be the next model: it has it
+        np.negative(layout.floats(row), out=layout.floats(out))
+
+    async def run() -> None:
+        endpoint = child_of(
             BrokerAddress(host, PORT),
-            identity,
-            ToParent(
-                parent=PARENT,
-                session=SESSION,
-                transfer=setting.transfer,
-                link=setting.link,
-                shaped=False,
-            ),
+            CHILD,
+            parent=PARENT,
+            transfer=setting.transfer,
+            link=setting.link,
+            shaped=False,
         )
-        out = layout.empty()
+        await follow(endpoint, layout, answer=negative, farewell_s=FAREWELL_S)
+        reported.send(Reported.of(endpoint))
 
-        async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
-            row = await model.whole()
-            # plus one would be the next model: it has it
-            np.negative(layout.floats(row), out=layout.floats(out))
-            return WorkResult(out.data, Work(1, 0.0, 1, 1, 0.0, 0.0))
-
-        async def goodbye() -> None:
-            await endpoint.farewell((), timeout_s=20)
-
-        endpoint.set_state(NodeState.READY, samples=1)
-        await live(
-            (endpoint,),
-            endpoint.serve(LinkLayouts.plain(layout), work),
-            connect_timeout_s=10,
-            goodbye=goodbye,
-        )
-        return endpoint
-
-    reported.send(Reported.of(asyncio.run(run())))
+    asyncio.run(run())
 
 
-def main(settings: Sequence[Setting]) -> None:
+def measure(table: Table, setting: Setting) -> None:
+    """Measure a setting and print a row for it."""
+    head = (
+        f"{setting.mbit:g} Mbit/s",
+        f"{setting.model_bytes / MB:g} MB",
+        f"{setting.keepalive_s} s",
+    )
+    try:
+        seen = play(setting)
+    except (ConnectionFailed, RunFailed) as error:
+        table.add(*head, error)
+        return
+    parent = seen.parent
+    child = seen.child
+    seconds = (ideal_s(setting), median(seen.down_s), median(seen.up_s))
+    share = (parent.repeated + child.repeated) / max(1, parent.chunks + child.chunks)
+    table.add(
+        *head,
+        *(f"{each:.3f} s" for each in seconds),
+        *(f"{each / seconds[0]:.3f}" for each in seconds[1:]),
+        f"{parent.chunks}, {child.chunks}",
+        f"{100 * share:.1f} %",
+        f"{parent.reconnects}, {child.reconnects}",
+        f"{seen.down_bytes / child.message_bytes:.4f}, {seen.up_bytes / parent.message_bytes:.4f}",
+        f"{seen.down_bytes / child.wire.received:.5f}, {seen.up_bytes / child.wire.sent:.5f}",
+    )
+
+
+def main(
+    *,
+    link: Annotated[
+        Sequence[tuple[float, float, float, float]],
+        "Mbit/s, bytes, keep-alive in seconds and rounds, in place of all",
+    ] = (),
+) -> str | None:
     """Measure each setting and print a row for it as it comes."""
+    congestion = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
     table = Table(
         "link",
         "model",
@@ -274,73 +253,16 @@ def main(settings: Sequence[Setting]) -> None:
         "reconnects",
         "wire / MQTT, down, up",
         "wire / TCP_INFO, down, up",
+        title=f"TCP {congestion}",
     )
-    for column in table.columns:
-        column.justify = "right"
-    for setting in settings:
-        head = [
-            f"{setting.mbit:g} Mbit/s",
-            f"{setting.model_bytes / 1e6:g} MB",
-            f"{setting.keepalive_s} s",
-        ]
-        try:
-            seen = play(setting)
-        except (ConnectionFailed, RunFailed) as error:
-            table.add_row(*head, f"[red]{error}")
-            continue
-        ideal, down, up = (
-            ideal_s(setting),
-            float(np.median(seen.down_s)),
-            float(np.median(seen.up_s)),
-        )
-        chunks, again = (
-            seen.parent.chunks + seen.child.chunks,
-            seen.parent.repeated + seen.child.repeated,
-        )
-        table.add_row(
-            *head,
-            f"{ideal:.3f} s",
-            f"{down:.3f} s",
-            f"{up:.3f} s",
-            f"{down / ideal:.3f}",
-            f"{up / ideal:.3f}",
-            f"{seen.parent.chunks}, {seen.child.chunks}",
-            f"{100 * again / max(1, chunks):.1f} %",
-            f"{seen.parent.reconnects}, {seen.child.reconnects}",
-            (
-                f"{seen.down_bytes / seen.child.message_bytes:.4f}, "
-                f"{seen.up_bytes / seen.parent.message_bytes:.4f}"
-            ),
-            (
-                f"{seen.down_bytes / seen.child.wire.received:.5f}, "
-                f"{seen.up_bytes / seen.child.wire.sent:.5f}"
-            ),
-        )
-        print(".", end="", file=sys.stderr, flush=True)
-    congestion = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
-    console = Console(width=200)
-    console.print(
-        f"\n{platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
-        f"TCP {congestion}"
-    )
-    console.print(table)
+    given = [Setting(mbit, *map(int, more)) for mbit, *more in link]
+    try:
+        for setting in given or SETTINGS:
+            measure(table, setting)
+    except InvalidExperiment as error:
+        return str(error)
+    return None
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Measure models over links that the kernel keeps.")
-    parser.add_argument(
-        "--link",
-        nargs=4,
-        action="append",
-        metavar=("MBIT", "BYTES", "KEEPALIVE_S", "ROUNDS"),
-        help="instead of all",
-    )
-    given = parser.parse_args().link
-    try:
-        main(
-            [Setting(float(m), int(b), int(k), int(r)) for m, b, k, r in given]
-            if given
-            else SETTINGS
-        )
-    except InvalidExperiment as error:
-        sys.exit(str(error))
+    run(main)

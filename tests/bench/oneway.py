@@ -8,48 +8,30 @@ a bare relay process.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import multiprocessing
 import os
-import statistics as stats
-import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
+from statistics import median
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import tcp
-
-from fedstrata.common.accounting.work import Work
 from fedstrata.common.experiment.schema import TransferSettings
 from fedstrata.common.host.memory import keep_large_buffers
-from fedstrata.common.model.layout import LinkLayouts, ModelLayout, Section
-from fedstrata.common.net.address import BrokerAddress
-from fedstrata.common.protocol.messages import NodeState, Task
-from fedstrata.common.protocol.peers import ToChildren, ToParent
-from fedstrata.common.protocol.presence import Identity
-from fedstrata.common.runtime.child_endpoint import ChildEndpoint
-from fedstrata.common.runtime.lifecycle import live
-from fedstrata.common.runtime.link_models import Arriving
-from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
-from fedstrata.common.runtime.round import Dispatch, Report, WorkResult
-from fedstrata.common.runtime.world import new_session
-from fedstrata.common.settings.closing import Closing
-from fedstrata.common.settings.links import LinkSettings
+from fedstrata.common.model.layout import ModelLayout, Row, Section
 from fedstrata.deploy.brokers import broker
+from tests.bench.endpoints import child_of, dispatch, follow, lead, local, parent_of
+from tests.bench.running import SPAWN, folder, run, spawned
+from tests.bench.tcp import Baseline
 
-RUN, PARENT, CHILD = "oneway-1", "parent", "child"
-SESSION = "5e55104e"  # the parent's; a node learns it when it finds the run
-TENSORS = 122  # as many as a ResNet-18's state_dict has
-TRANSFER = TransferSettings(idle_s=30.0)
+PARENT, CHILD = "parent", "child"
+TENSORS: Final = 122  # as many as a ResNet-18's state_dict has
+TRANSFER: Final = TransferSettings(idle_s=30.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,26 +59,19 @@ class OneWay:
 def play(model_bytes: int, *, repeats: int) -> OneWay:
     """Time one model, the three ways in turn, after a warm-up of each."""
     keep_large_buffers()
-    context = multiprocessing.get_context("spawn")
-    arrivals: SimpleQueue[float] = context.SimpleQueue()
+    layout = layout_of(model_bytes)
+    arrivals: SimpleQueue[float] = SPAWN.SimpleQueue()
     with (
-        tempfile.TemporaryDirectory() as home,
-        broker.start(directory=Path(home)) as served,
-        tcp.Baseline(model_bytes, down=1, up=0, relayed=False) as raw,
-        tcp.Baseline(model_bytes, down=1, up=0, relayed=True) as relay,
+        folder() as home,
+        broker.start(directory=home) as served,
+        Baseline(model_bytes, down=1, up=0, relayed=False) as raw,
+        Baseline(model_bytes, down=1, up=0, relayed=True) as relay,
+        spawned(_child, served.port, layout, arrivals) as child,
     ):
-        child = context.Process(target=_child, args=(served.port, model_bytes, arrivals))
-        child.start()
-        processes = (os.getpid(), served.process.pid, child.pid or 0)
-        try:
-            found = asyncio.run(
-                _parent(served.port, model_bytes, repeats, arrivals, processes, (raw, relay))
-            )
-        finally:
-            child.join(5)
-            child.kill()
+        ours = (os.getpid(), served.process.pid, child.pid or 0)
+        found = asyncio.run(_parent(served.port, layout, repeats, arrivals, ours, (raw, relay)))
     ways = zip(*found[1:], strict=True)
-    seconds, cpu = ([stats.median(each) for each in zip(*column, strict=True)] for column in ways)
+    seconds, cpu = ([*map(median, zip(*each, strict=True))] for each in ways)
     return OneWay(*seconds, *(cpu_s / (model_bytes / 1e9) for cpu_s in cpu))
 
 
@@ -111,89 +86,57 @@ def layout_of(model_bytes: int) -> ModelLayout:
 
 async def _parent(
     port: int,
-    model_bytes: int,
+    layout: ModelLayout,
     repeats: int,
     arrivals: SimpleQueue[float],
-    processes: tuple[int, ...],
-    baselines: Sequence[tcp.Baseline],
-) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
+    ours: tuple[int, ...],
+    baselines: Sequence[Baseline],
+) -> list[tuple[list[float], list[float]]]:
     """Return the seconds and the CPU seconds of each way, once for each repeat and once before."""
-    layout = layout_of(model_bytes)
-    endpoint = ParentEndpoint(
-        BrokerAddress("127.0.0.1", port),
-        Identity(RUN, PARENT, "institution", SESSION),
-        ToChildren(links={CHILD: LinkSettings()}, transfer=TRANSFER),
-    )
-    endpoint.set_layouts(LinkLayouts.plain(layout))
+    endpoint = parent_of(local(port), PARENT, [CHILD], layout, TRANSFER)
     row = layout.empty()
     draw = np.random.default_rng(1)
     state: dict[str, npt.NDArray[np.float32]] = {
         e.name: draw.standard_normal(e.shape, np.float32) for e in layout.entries
     }
 
-    async def one(global_round: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    async def one(global_round: int) -> tuple[list[float], list[float]]:
         for tensor in state.values():
             # all of them: chunks that the child has would not travel
             np.add(tensor, 1.0, out=tensor)
-        before, start = _cpu_s(processes), time.monotonic()
+        before = _cpu_s(ours)
+        start = time.monotonic()
         layout.flatten(state, row)
-        playing = asyncio.create_task(
-            endpoint.round(
-                Dispatch(
-                    global_round, 0, models=[(row, [CHILD])], epochs={CHILD: 1}, closing=Closing()
-                )
-            )
-        )
+        playing = asyncio.create_task(endpoint.round(dispatch(global_round, [(row, [CHILD])])))
         arrived = await asyncio.to_thread(arrivals.get)
-        seconds, cpu_s = [arrived - start], [_cpu_s(processes) - before]
+        seconds = [arrived - start]
+        cpu_s = [_cpu_s(ours) - before]
         await playing
         for baseline in baselines:
-            before = _cpu_s((os.getpid(), *baseline.pids))
+            processes = (os.getpid(), *baseline.pids)
+            before = _cpu_s(processes)
             seconds.append(await asyncio.to_thread(baseline.seconds))
-            cpu_s.append(_cpu_s((os.getpid(), *baseline.pids)) - before)
-        return tuple(seconds), tuple(cpu_s)
+            cpu_s.append(_cpu_s(processes) - before)
+        return seconds, cpu_s
 
-    async def rounds() -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
-        endpoint.set_state(NodeState.READY)
-        await endpoint.gather(Closing())
+    async def rounds() -> list[tuple[list[float], list[float]]]:
         return [await one(i) for i in range(repeats + 1)]
 
-    async def goodbye() -> None:
-        await endpoint.farewells(timeout_s=5)
-
-    return await live((endpoint,), rounds(), connect_timeout_s=10, goodbye=goodbye)
+    return await lead(endpoint, rounds)
 
 
-def _child(port: int, model_bytes: int, arrivals: SimpleQueue[float]) -> None:
+def _child(port: int, layout: ModelLayout, arrivals: SimpleQueue[float]) -> None:
     keep_large_buffers()
-    layout = layout_of(model_bytes)
 
-    async def run() -> None:
-        endpoint = ChildEndpoint(
-            BrokerAddress("127.0.0.1", port),
-            Identity(RUN, CHILD, "device", new_session()),
-            ToParent(parent=PARENT, session=SESSION, transfer=TRANSFER, link=LinkSettings()),
-        )
-        out = layout.empty()
-        layout.floats(out)[:] = 0
+    def arrived(row: Row) -> None:
+        complete = len(layout.views(row)) == TENSORS
+        arrivals.put(time.monotonic() if complete else 0.0)
 
-        async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
-            tensors = layout.views(await model.whole())
-            arrivals.put(time.monotonic() if len(tensors) == TENSORS else 0.0)
-            return WorkResult(out.data, Work(1, 0.0, 1, 1, 0.0, 0.0))
+    async def serve() -> None:
+        endpoint = child_of(local(port), CHILD, parent=PARENT, transfer=TRANSFER)
+        await follow(endpoint, layout, arrived=arrived, answer=lambda out, row: None)
 
-        async def goodbye() -> None:
-            await endpoint.farewell((), timeout_s=2)
-
-        endpoint.set_state(NodeState.READY, samples=1)
-        await live(
-            (endpoint,),
-            endpoint.serve(LinkLayouts.plain(layout), work),
-            connect_timeout_s=10,
-            goodbye=goodbye,
-        )
-
-    asyncio.run(run())
+    asyncio.run(serve())
 
 
 def _cpu_s(processes: tuple[int, ...]) -> float:
@@ -202,14 +145,10 @@ def _cpu_s(processes: tuple[int, ...]) -> float:
     return sum(int(path.read_text().split()[0]) for path in tasks) / 1e9
 
 
-def main() -> None:
+def main(*, bytes_: int = 45_000_000, repeats: int = 5) -> None:
     """Print the figures of one run."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--bytes", type=int, default=45_000_000)
-    parser.add_argument("--repeats", type=int, default=5)
-    options = parser.parse_args()
-    print(f"one way, {options.bytes / 1e6:g} MB: {play(options.bytes, repeats=options.repeats)}")
+    print(f"one way, {bytes_ / 1e6:g} MB: {play(bytes_, repeats=repeats)}")
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -12,47 +12,37 @@ for it.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import multiprocessing
-import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from multiprocessing.queues import SimpleQueue
-from pathlib import Path
-from typing import Any, Final, TypeAlias
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Annotated, Any, Final, TypeAlias
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
-from rounds import end, layout_of, peak_bytes
 
-from fedstrata.common.accounting.work import Work
 from fedstrata.common.experiment.schema import TransferSettings
 from fedstrata.common.host.memory import keep_large_buffers
-from fedstrata.common.model.layout import LinkLayouts
-from fedstrata.common.net.address import BrokerAddress
-from fedstrata.common.protocol.messages import NodeState, Task
-from fedstrata.common.protocol.peers import ToChildren, ToParent
-from fedstrata.common.protocol.presence import Identity
+from fedstrata.common.model.layout import ModelLayout
 from fedstrata.common.runtime.child_endpoint import ChildEndpoint
-from fedstrata.common.runtime.lifecycle import live
-from fedstrata.common.runtime.link_models import Arriving
-from fedstrata.common.runtime.parent_endpoint import ParentEndpoint
-from fedstrata.common.runtime.round import Dispatch, Report, WorkResult
-from fedstrata.common.runtime.world import new_session
-from fedstrata.common.settings.closing import Closing
-from fedstrata.common.settings.links import LinkSettings
 from fedstrata.deploy.brokers import broker
+from tests.bench.endpoints import (
+    Arrivals,
+    child_of,
+    dispatch,
+    lead,
+    local,
+    parent_of,
+    returning,
+    run_all,
+)
+from tests.bench.running import MB, SPAWN, Table, folder, peak_bytes, run, spawned
+from tests.helpers.nodes import drawn, layout_of
 
-RUN: Final = "slow-1"
-SESSION: Final = "5e55104e"  # the sender's; a node learns it when it finds the run
 SENDER: Final = "sender"
 IDLE_S: Final = 120.0
+TRANSFER: Final = TransferSettings(idle_s=IDLE_S)
 DEFAULTS: Final = {"max_queued_messages": 1000, "max_inflight_messages": 20, "max_queued_bytes": 0}
 BROKERS: Final[Sequence[tuple[str, Mapping[str, int], Sequence[str]]]] = (
     ("ours", {}, ["fast"]),
@@ -61,186 +51,105 @@ BROKERS: Final[Sequence[tuple[str, Mapping[str, int], Sequence[str]]]] = (
     ("a queue of 50, the slow one alone", {"max_queued_messages": 50}, []),
 )
 
-Arrivals: TypeAlias = "SimpleQueue[tuple[str, float]]"
 Broadcast: TypeAlias = Callable[[Sequence[str]], Awaitable[dict[str, float]]]
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """What the rounds of a lab cost: chunks published and published again, and the broker's most
-    memory in bytes.
-    """
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lab:
+    """A broker and receivers of models; `slow_s` is what a slow receiver needs for a message."""
 
-    published: int
-    again: int
-    broker_peak: int
+    fast: Sequence[str]
+    slow: Sequence[str]
+    model_bytes: int
+    slow_s: float
+    transfer: TransferSettings = TRANSFER
+    settings: Mapping[str, int] = field(default_factory=dict)
 
+    def play(self, rounds: Callable[[Broadcast], Awaitable[None]]) -> tuple[int, int, int]:
+        """Start all, and play `rounds` with a function that broadcasts a new model and returns who
+        had it when, in seconds from the task.
 
-def lab(
-    fast: Sequence[str],
-    slow: Sequence[str],
-    play: Callable[[Broadcast], Awaitable[None]],
-    *,
-    model_bytes: int,
-    transfer: TransferSettings,
-    slow_s: float,
-    settings: Mapping[str, int],
-) -> Cost:
-    """Start a broker and receivers, `play` with a function that broadcasts a new model and reports
-    who had it when.
-
-    Seconds are counted from the task; `slow_s` is what a slow receiver needs for a message.
-    """
-    keep_large_buffers()
-    context = multiprocessing.get_context("spawn")
-    arrivals: Arrivals = context.SimpleQueue()
-    with ExitStack() as stack:
-        home = stack.enter_context(tempfile.TemporaryDirectory())
-        served = stack.enter_context(
-            broker.start(directory=Path(home), kind="mosquitto", settings=settings)
-        )
-        for names, pause_s in ((fast, 0.0), *(((name,), slow_s) for name in slow)):
-            process = context.Process(
-                target=_receivers,
-                args=(served.port, names, model_bytes, transfer, pause_s, arrivals),
+        Return the chunks published, those published again, and the broker's most bytes of memory.
+        """
+        keep_large_buffers()
+        layout = layout_of(self.model_bytes)
+        arrivals: Arrivals = SPAWN.SimpleQueue()
+        groups = [(self.fast, 0.0), *(([name], self.slow_s) for name in self.slow)]
+        with ExitStack() as stack:
+            home = stack.enter_context(folder())
+            served = stack.enter_context(
+                broker.start(directory=home, kind="mosquitto", settings=self.settings)
             )
-            process.start()
-            stack.callback(end, process)
-        address = BrokerAddress("127.0.0.1", served.port)
-        published, again = asyncio.run(
-            _send(address, [*fast, *slow], play, model_bytes, transfer, arrivals)
-        )
-        return Cost(published, again, peak_bytes(served.process.pid))
+            for names, pause_s in groups:
+                given = (served.port, names, layout, self.transfer, pause_s, arrivals)
+                stack.enter_context(spawned(_receive, *given))
+            chunks = asyncio.run(self._send(served.port, layout, rounds, arrivals))
+            return *chunks, peak_bytes(served.process.pid)
+
+    async def _send(
+        self,
+        port: int,
+        layout: ModelLayout,
+        rounds: Callable[[Broadcast], Awaitable[None]],
+        arrivals: Arrivals,
+    ) -> tuple[int, int]:
+        names = [*self.fast, *self.slow]
+        endpoint = parent_of(local(port), SENDER, names, layout, self.transfer)
+        global_round = 0
+
+        async def broadcast(to: Sequence[str]) -> dict[str, float]:
+            nonlocal global_round
+            row = drawn(layout, global_round)
+            start = time.monotonic()
+            played = await endpoint.round(dispatch(global_round, [(row, to)]))
+            global_round += 1
+            same = [np.array_equal(upload, row) for upload in played.models.values()]
+            assert all(same), "another model came back"
+            return {name: moment - start for name, moment in (arrivals.get() for _ in to)}
+
+        await lead(endpoint, lambda: rounds(broadcast))
+        sender = endpoint.session.link.sender
+        return sender.chunks_published, sender.chunks_repeated
 
 
-async def _send(
-    address: BrokerAddress,
-    names: Sequence[str],
-    play: Callable[[Broadcast], Awaitable[None]],
-    model_bytes: int,
-    transfer: TransferSettings,
-    arrivals: Arrivals,
-) -> tuple[int, int]:
-    layout = layout_of(model_bytes)
-    identity = Identity(RUN, SENDER, "institution", SESSION)
-    endpoint = ParentEndpoint(
-        address, identity, ToChildren(links=dict.fromkeys(names, LinkSettings()), transfer=transfer)
-    )
-    endpoint.set_layouts(LinkLayouts.plain(layout))
-    row = layout.empty()
-    draw = np.random.default_rng(1)
-    global_round = 0
-
-    async def broadcast(to: Sequence[str]) -> dict[str, float]:
-        nonlocal global_round
-        layout.floats(row)[:] = draw.standard_normal(layout.columns, np.float32)
-        start = time.monotonic()
-        played = await endpoint.round(
-            Dispatch(
-                global_round, 0, models=[(row, to)], epochs=dict.fromkeys(to, 1), closing=Closing()
-            )
-        )
-        global_round += 1
-        assert all(np.array_equal(upload, row) for upload in played.models.values()), (
-            "another model came back"
-        )
-        return {name: moment - start for name, moment in (arrivals.get() for _ in to)}
-
-    async def work() -> None:
-        endpoint.set_state(NodeState.READY)
-        await endpoint.gather(Closing())
-        await play(broadcast)
-
-    async def goodbye() -> None:
-        await endpoint.farewells(timeout_s=5)
-
-    await live((endpoint,), work(), connect_timeout_s=30, goodbye=goodbye)
-    return (
-        endpoint.session.link.sender.chunks_published,
-        endpoint.session.link.sender.chunks_repeated,
-    )
-
-
-def _receivers(
+def _receive(
     port: int,
     names: Sequence[str],
-    model_bytes: int,
+    layout: ModelLayout,
     transfer: TransferSettings,
     pause_s: float,
     arrivals: Arrivals,
 ) -> None:
-    keep_large_buffers()
+    def made(name: str) -> ChildEndpoint:
+        endpoint = child_of(local(port), name, parent=SENDER, transfer=transfer)
+        receiver = endpoint.session.link.receiver
+        receive = receiver.receive_chunk
 
-    async def run() -> None:
-        async with asyncio.TaskGroup() as group:
-            for name in names:
-                group.create_task(_receiver(port, name, model_bytes, transfer, pause_s, arrivals))
+        def slowly(*what: Any, **more: Any) -> bool:
+            time.sleep(pause_s)
+            return receive(*what, **more)
 
-    asyncio.run(run())
+        if pause_s:
+            receiver.receive_chunk = slowly  # type: ignore[method-assign]
+        return endpoint
 
-
-async def _receiver(
-    port: int,
-    name: str,
-    model_bytes: int,
-    transfer: TransferSettings,
-    pause_s: float,
-    arrivals: Arrivals,
-) -> None:
-    layout = layout_of(model_bytes)
-    identity = Identity(RUN, name, "device", new_session())
-    address = BrokerAddress("127.0.0.1", port)
-    endpoint = ChildEndpoint(
-        address,
-        identity,
-        ToParent(parent=SENDER, session=SESSION, transfer=transfer, link=LinkSettings()),
-    )
-    out = layout.empty()
-    receive = endpoint.session.link.receiver.receive_chunk
-
-    def slowly(*what: Any, **more: Any) -> bool:
-        time.sleep(pause_s)
-        return receive(*what, **more)
-
-    async def work(task: Task, model: Arriving, report: Report) -> WorkResult:
-        row = await model.whole()
-        arrivals.put((name, time.monotonic()))
-        await asyncio.to_thread(np.copyto, out, row)
-        return WorkResult(out.data, Work(1, 0.0, 1, 1, 0.0, 0.0))
-
-    async def goodbye() -> None:
-        await endpoint.farewell((), timeout_s=2)
-
-    if pause_s:
-        endpoint.session.link.receiver.receive_chunk = slowly  # type: ignore[method-assign]
-    endpoint.set_state(NodeState.READY, samples=1)
-    await live(
-        (endpoint,),
-        endpoint.serve(LinkLayouts.plain(layout), work),
-        connect_timeout_s=30,
-        goodbye=goodbye,
-    )
+    run_all(returning(made(name), layout, arrivals) for name in names)
 
 
-def beside(fast: int, slow: int, *, model_bytes: int, slow_s: float, repeats: int) -> Table:
+def beside(lab: Lab, *, repeats: int) -> None:
     """Time the fast alone and beside the slow, in turn, after one broadcast of each to warm up."""
-    quick, lame = [f"fast-{i}" for i in range(fast)], [f"slow-{i}" for i in range(slow)]
     times: dict[str, list[float]] = {"alone": [], "beside": [], "slow": []}
 
-    async def play(broadcast: Broadcast) -> None:
+    async def rounds(broadcast: Broadcast) -> None:
         for _ in range(repeats + 1):
-            alone, both = await broadcast(quick), await broadcast([*quick, *lame])
+            alone = await broadcast(lab.fast)
+            both = await broadcast([*lab.fast, *lab.slow])
             times["alone"].append(max(alone.values()))
-            times["beside"].append(max(both[name] for name in quick))
-            times["slow"].append(max(both[name] for name in lame))
+            times["beside"].append(max(both[name] for name in lab.fast))
+            times["slow"].append(max(both[name] for name in lab.slow))
 
-    transfer = TransferSettings(idle_s=IDLE_S)
-    cost = lab(
-        quick, lame, play, model_bytes=model_bytes, transfer=transfer, slow_s=slow_s, settings={}
-    )
-    alone_s, beside_s, slow_took_s = (
-        statistics.median(times[key][1:]) for key in ("alone", "beside", "slow")
-    )
+    published, again, peak = lab.play(rounds)
+    alone_s, beside_s, slow_s = (median(each[1:]) for each in times.values())
     table = Table(
         "fast alone",
         "beside slow",
@@ -249,76 +158,72 @@ def beside(fast: int, slow: int, *, model_bytes: int, slow_s: float, repeats: in
         "again",
         "broker's peak",
         "100 MB + a blob for each slow",
+        title=f"{len(lab.fast)} fast, {len(lab.slow)} slow ({lab.slow_s * 1e3:g} ms for 1 MB), "
+        f"{lab.model_bytes / MB:g} MB each",
     )
-    table.add_row(
+    table.add(
         f"{alone_s * 1e3:.0f} ms",
         f"{beside_s * 1e3:.0f} ms",
         f"{beside_s / alone_s:.2f}",
-        f"{slow_took_s:.2f} s",
-        f"{cost.again} of {cost.published}",
-        f"{cost.broker_peak / 1e6:.0f} MB",
-        f"{100 + slow * model_bytes / 1e6:.0f} MB",
+        f"{slow_s:.2f} s",
+        f"{again} of {published}",
+        f"{peak / MB:.0f} MB",
+        f"{100 + len(lab.slow) * lab.model_bytes / MB:.0f} MB",
     )
-    return table
 
 
-def dropped(*, model_bytes: int, slow_s: float) -> Table:
-    """Let brokers drop what they queue for a slow receiver, and tell what share is published again."""
-    table = Table("broker", "fast", "slow", "chunks", "again", "share", "broker's peak")
+def dropped(*, model_bytes: int, slow_s: float) -> None:
+    """Let brokers drop what they queue for a slow receiver, and print what share is published
+    again.
+    """
+    title = f"1 fast, 1 slow ({slow_s * 1e3:g} ms for 32 KB), {model_bytes / MB:g} MB each"
+    table = Table(
+        "broker", "fast", "slow", "chunks", "again", "share", "broker's peak", title=title
+    )
     transfer = TransferSettings(idle_s=IDLE_S, chunk_bytes=32_768)
     chunks = -(-model_bytes // transfer.chunk_bytes)
+    given = {"model_bytes": model_bytes, "slow_s": slow_s, "transfer": transfer}
     for name, settings, fast in BROKERS:
         times: dict[str, float] = {}
 
-        async def play(
-            broadcast: Broadcast, names: Sequence[str] = (*fast, "slow"), times: Any = times
+        async def rounds(
+            broadcast: Broadcast, names: Any = (*fast, "slow"), to: Any = times
         ) -> None:
-            times |= await broadcast(names)
+            to |= await broadcast(names)
 
-        cost = lab(
-            fast, ["slow"], play,
-            model_bytes=model_bytes, transfer=transfer, slow_s=slow_s, settings=settings,
-        )  # fmt: skip
-        table.add_row(
+        lab = Lab(fast=fast, slow=["slow"], settings=settings, **given)  # type: ignore[arg-type]
+        _, again, peak = lab.play(rounds)
+        seconds = [f"{times[who]:.2f} s" for who in (*fast, "slow")]
+        table.add(
             name,
-            *(f"{times[who]:.2f} s" if who in times else "" for who in ("fast", "slow")),
-            str(chunks),
-            str(cost.again),
-            f"{100 * cost.again / chunks:.0f} %",
-            f"{cost.broker_peak / 1e6:.0f} MB",
+            *[""] * (1 - len(fast)),
+            *seconds,
+            chunks,
+            again,
+            f"{100 * again / chunks:.0f} %",
+            f"{peak / MB:.0f} MB",
         )
-        print(".", end="", file=sys.stderr, flush=True)
-    return table
 
 
-def main() -> None:
+def main(
+    *,
+    bytes_: int = 45_000_000,
+    fast: int = 6,
+    slow: int = 4,
+    slow_ms: Annotated[float, "what a slow receiver needs for a chunk of 1 MB"] = 50.0,
+    repeats: int = 5,
+) -> None:
     """Measure both and print their tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    lab = Lab(
+        fast=[f"fast-{i}" for i in range(fast)],
+        slow=[f"slow-{i}" for i in range(slow)],
+        model_bytes=bytes_,
+        slow_s=slow_ms / 1e3,
     )
-    parser.add_argument("--bytes", type=int, default=45_000_000)
-    parser.add_argument("--fast", type=int, default=6)
-    parser.add_argument("--slow", type=int, default=4)
-    parser.add_argument(
-        "--slow-ms", type=float, default=50.0, help="what a slow receiver needs for a chunk of 1 MB"
-    )
-    parser.add_argument("--repeats", type=int, default=5)
-    options = parser.parse_args()
-    console = Console(width=140)
-    console.print(
-        f"{options.fast} fast, {options.slow} slow ({options.slow_ms:g} ms for 1 MB), "
-        f"{options.bytes / 1e6:g} MB each"
-    )
-    console.print(
-        beside(
-            options.fast, options.slow,
-            model_bytes=options.bytes, slow_s=options.slow_ms / 1e3, repeats=options.repeats,
-        )
-    )  # fmt: skip
+    beside(lab, repeats=repeats)
     for model_bytes in (40_000_000, 100_000_000):
-        console.print(f"1 fast, 1 slow (1 ms for 32 KB), {model_bytes / 1e6:g} MB each")
-        console.print(dropped(model_bytes=model_bytes, slow_s=0.001))
+        dropped(model_bytes=model_bytes, slow_s=0.001)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

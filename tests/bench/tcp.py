@@ -8,13 +8,12 @@ ceiling of anything with a broker.
 from __future__ import annotations
 
 import socket
-import statistics
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Self
 
 from fedstrata.common.host.processes import spawn, stop
@@ -42,24 +41,24 @@ class Baseline:
             server.settimeout(_PATIENCE_S)
             port = server.getsockname()[1]
             if self._relayed:
-                process = spawn([sys.executable, str(Path(__file__)), "relay", str(port)])
-                stack.callback(stop, process)
-                self.pids.append(process.pid)
-                assert process.stdout is not None
-                port = int(process.stdout.readline())
-            sizes = (str(n) for n in (port, self._nbytes, self._down, self._up))
-            peer = spawn([sys.executable, str(Path(__file__)), "peer", *sizes])
-            stack.callback(stop, peer)
-            self.pids.append(peer.pid)
+                relay = self._start(stack, "relay", port)
+                assert relay.stdout is not None
+                port = int(relay.stdout.readline())
+            self._start(stack, "peer", port, self._nbytes, self._down, self._up)
             self._connection = stack.enter_context(server.accept()[0])
-            self._connection.settimeout(None)
-            self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _hurry(self._connection)
             self._ends = stack.pop_all()
         self.seconds()  # to warm up
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ends.close()
+
+    def _start(self, stack: ExitStack, *words: object) -> subprocess.Popen[bytes]:
+        process = spawn([sys.executable, __file__, *map(str, words)])
+        stack.callback(stop, process)
+        self.pids.append(process.pid)
+        return process
 
     def seconds(self) -> float:
         """Return how long one exchange takes."""
@@ -89,7 +88,7 @@ def _run_relay(port: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         print(server.getsockname()[1], flush=True)
         below, _ = server.accept()
-    below.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    _hurry(below)
     above = _connect(port)
     threading.Thread(target=_pump, args=(below, above), daemon=True).start()
     _pump(above, below)
@@ -104,9 +103,13 @@ def _pump(source: socket.socket, target: socket.socket) -> None:
 
 def _connect(port: int) -> socket.socket:
     connection = socket.create_connection(("127.0.0.1", port), timeout=_PATIENCE_S)
+    _hurry(connection)
+    return connection
+
+
+def _hurry(connection: socket.socket) -> None:
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return connection
 
 
 def _receive(connection: socket.socket, buffer: bytearray) -> None:
@@ -122,21 +125,10 @@ def _warm(nbytes: int) -> bytearray:
     return bytearray(b"\x01") * nbytes  # written, so that no page is faulted in on the clock
 
 
-def _main(arguments: Sequence[str]) -> None:
-    match arguments:
-        case ["peer", *sizes]:
-            _run_peer(*map(int, sizes))
-        case ["relay", port]:
-            _run_relay(int(port))
-        case _:
-            for relayed in (False, True):
-                with Baseline(45_000_000, down=10, up=10, relayed=relayed) as baseline:
-                    seconds = statistics.median(baseline.seconds() for _ in range(5))
-                print(
-                    f"{'relay' if relayed else 'raw TCP':8} {0.9 / seconds:.2f} GB/s  (10 x 45 MB "
-                    "down and up)"
-                )
+def _main(role: str, *numbers: str) -> None:
+    runs: dict[str, Callable[..., None]] = {"peer": _run_peer, "relay": _run_relay}
+    runs[role](*map(int, numbers))
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1:])
+    _main(*sys.argv[1:])
