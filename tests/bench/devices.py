@@ -13,51 +13,38 @@ memory  lenet_cifar on 50,000 made-up images of 3x32x32 in bytes: the proportion
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
-import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from typing import Any
+from statistics import median
+from typing import Annotated, Any, Final
 
+import numpy as np
 import psutil
 
-from fedstrata.common.experiment import reading, schema
+from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.host.memory import keep_large_buffers
 from fedstrata.device.jobs import Order
 from fedstrata.device.pool.pool import Member, Pool, cores
+from tests.bench.image_labs import image_lab
+from tests.bench.running import MB, folder, run
 from tests.helpers.pss import pss
 
-DEVICES = 40
-EPOCHS = 2
-TURNS = 5
-TICK_S = 0.005
-MB = 1e6
+DEVICES: Final = 40
+EPOCHS: Final = 2
+TURNS: Final = 5
+TICK_S: Final = 0.005
+PARTS: Final = ("speed", "memory")
 
 
-def experiment(model: str, samples: int, shape: list[int]) -> schema.Experiment:
-    data = {
-        "dataset": "synthetic",
-        "samples": samples,
-        "test_samples": 1000,
-        "image_shape": shape,
-        "classes": 10,
-    }
+def experiment(model: str, samples: int, shape: list[int]) -> Experiment:
     training = {"batch_size": 10, "momentum": 0.9}
-    return reading.parse(
-        {
-            "data": data,
-            "model": {"name": model},
-            "topology": {"devices": DEVICES},
-            "training": training,
-        }
-    )
+    return image_lab(model, shape, samples, devices=DEVICES, training=training, test_samples=1000)
 
 
-async def members_of(pool: Pool, lab: schema.Experiment) -> tuple[list[Member], Any]:
+async def members_of(pool: Pool, lab: Experiment) -> tuple[list[Member], Any]:
     members = [pool.member(name) for name in lab.tree.devices]
     prepared = await asyncio.gather(*(member.prepare(lab) for member in members))
     return members, prepared[0].layout
@@ -66,12 +53,8 @@ async def members_of(pool: Pool, lab: schema.Experiment) -> tuple[list[Member], 
 async def round_of(members: list[Member], rows: list[Any], *, epochs: int) -> int:
     """Train every device once and return the samples."""
     row, *outs = rows
-    trained = await asyncio.gather(
-        *(
-            member.train(Order(row, out, epochs, 0, lambda *_: None))
-            for member, out in zip(members, outs, strict=True)
-        )
-    )
+    orders = [Order(row, out, epochs, 0, lambda *_: None) for out in outs]
+    trained = await asyncio.gather(*map(Member.train, members, orders))
     return sum(result.work.samples * epochs for result in trained)
 
 
@@ -84,16 +67,14 @@ async def held_up(most: list[float]) -> None:
 
 
 async def speed(workers: int) -> None:
-    import numpy as np
-
-    from fedstrata.device.training.trainer import Trainer
+    from tests.helpers.plain import trainer_of
 
     lab = experiment("lenet5", 600 * DEVICES, [1, 28, 28])
-    lone = Trainer(lab, node="device-0", accelerator="cpu")
-    lone.prepare()
+    lone = trainer_of(lab)
 
     def alone(row: Any, out: Any) -> tuple[float, float]:
-        start, cpu_start = time.monotonic(), time.thread_time()
+        start = time.monotonic()
+        cpu_start = time.thread_time()
         for local_round in range(4):
             lone.train(Order(row, out, EPOCHS, local_round))
         samples = 4 * EPOCHS * lone.samples
@@ -105,13 +86,16 @@ async def speed(workers: int) -> None:
         rows = [np.zeros(layout.row_bytes, np.uint8), *(layout.empty() for _ in members)]
         layout.floats(rows[0])[:] = np.random.default_rng(1).normal(0, 0.05, layout.columns)
         await round_of(members, rows, epochs=EPOCHS)
-        ratios, cpu_ratios = [], []
+        ratios = []
+        cpu_ratios = []
         for _ in range(TURNS):
             single, single_cpu = await asyncio.to_thread(alone, rows[0], rows[1])
             watch = asyncio.create_task(held_up(late))
-            start, cpu_start = time.monotonic(), cpu_s()
+            start = time.monotonic()
+            cpu_start = cpu_s()
             samples = await round_of(members, rows, epochs=EPOCHS)
-            rate, rate_cpu = samples / (time.monotonic() - start), samples / (cpu_s() - cpu_start)
+            rate = samples / (time.monotonic() - start)
+            rate_cpu = samples / (cpu_s() - cpu_start)
             watch.cancel()
             ratios.append(rate / single / workers)
             cpu_ratios.append(rate_cpu / single_cpu)
@@ -122,8 +106,7 @@ async def speed(workers: int) -> None:
                 flush=True,
             )
     print(
-        f"speed: median {statistics.median(ratios):.3f} N by the clock, "
-        f"{statistics.median(cpu_ratios):.3f} by CPU "
+        f"speed: median {median(ratios):.3f} N by the clock, {median(cpu_ratios):.3f} by CPU "
         f"seconds, N = {workers}; event loop late by {1e3 * late[0]:.0f} ms at most"
     )
 
@@ -149,37 +132,22 @@ async def memory(slots: int) -> None:
     parts = " + ".join(f"{each / MB:.0f}" for each in found)
     print(
         f"memory, {slots} at once: {sum(found) / MB:.0f} MB = {parts}; one copy of the data is "
-        f"{data / MB:.0f}; "
-        f"bound {bound / MB:.0f}"
+        f"{data / MB:.0f}; bound {bound / MB:.0f}"
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--workers", type=int, default=cores())
-    parser.add_argument("--part", choices=("speed", "memory"))
-    asked = parser.parse_args()
+def main(*, workers: int = cores(), part: Annotated[str, PARTS] = "") -> None:
     keep_large_buffers()
-    if asked.part == "memory":
-        asyncio.run(memory(asked.workers))
-    elif asked.part == "speed":
-        asyncio.run(speed(asked.workers))
-    else:
-        with tempfile.TemporaryDirectory() as cache:
-            for part, workers in (
-                ("speed", asked.workers),
-                ("memory", 1),
-                ("memory", 1),
-                ("memory", asked.workers),
-            ):
-                subprocess.run(
-                    [sys.executable, __file__, "--part", part, "--workers", str(workers)],
-                    env={**os.environ, "XDG_CACHE_HOME": cache, "OPENBLAS_NUM_THREADS": "1"},
-                    check=True,
-                )
+    parts = {"memory": memory, "speed": speed}
+    if part:
+        asyncio.run(parts[part](workers))
+        return
+    with folder() as cache:
+        env = {**os.environ, "XDG_CACHE_HOME": str(cache), "OPENBLAS_NUM_THREADS": "1"}
+        for name, count in (("speed", workers), ("memory", 1), ("memory", 1), ("memory", workers)):
+            words = [sys.executable, __file__, "--part", name, "--workers", str(count)]
+            subprocess.run(words, env=env, check=True)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

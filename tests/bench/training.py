@@ -10,86 +10,42 @@ machine disturb least.
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
-import os
-import platform
-import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
-from typing import Any
+from statistics import median
+from typing import Annotated, Any, Final, TypeAlias
 
-import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
-from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
-from fedstrata.common.experiment import reading, schema
+from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.host.memory import keep_large_buffers
 from fedstrata.common.learning import datasets, models
 from fedstrata.common.randomness import Purpose, generator
-from fedstrata.device.jobs import Order
-from fedstrata.device.training.trainer import Trainer
+from tests.bench.image_labs import LENET, MLP, RESNET, Case, first_order, image_lab
+from tests.bench.running import SPAWN, Table, on_one_core, run, spawned
+from tests.helpers.plain import trainer_of
 
-DEVICE = "device-0"
+DEVICE: Final = "device-0"
+CNN: Final = Case("FedAvg CNN", "cnn_fedavg_padded", (1, 28, 28), 100)
 
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A line of the table; `target` is the ratio that is wanted."""
-
-    title: str
-    model: str
-    shape: tuple[int, int, int]
-    samples: int
-    target: float
-    training: dict[str, Any]
-
-    def lab(self) -> schema.Experiment:
-        """Return an experiment of one device that has all the samples."""
-        data = {
-            "dataset": "synthetic",
-            "image_shape": list(self.shape),
-            "classes": 10,
-            "samples": self.samples,
-        }
-        return reading.parse(
-            {"data": data, "model": {"name": self.model}, "training": self.training}
-        )
-
-
-CASES = (
-    Case("MLP 784-200-10", "training:mlp", (1, 28, 28), 600, 1.3, {}),
-    Case("LeNet-5", "lenet5", (1, 28, 28), 600, 1.15, {}),
-    Case("FedAvg CNN", "cnn_fedavg_padded", (1, 28, 28), 100, 1.3, {}),
-    Case("ResNet-20", "resnet20", (3, 32, 32), 50, 1.1, {}),
-    Case("FedAvg CNN, bf16", "cnn_fedavg_padded", (1, 28, 28), 100, 1.7, {"precision": "bf16"}),
+# what is added to a case's title, the case, its training, and the ratio that is wanted
+Line: TypeAlias = tuple[str, Case, dict[str, Any], float]
+LINES: Final[tuple[Line, ...]] = (
+    ("", MLP, {}, 1.3),
+    ("", LENET, {}, 1.15),
+    ("", CNN, {}, 1.3),
+    ("", RESNET, {}, 1.1),
+    (", bf16", CNN, {"precision": "bf16"}, 1.7),
 )
-OBJECTIVES = tuple(  # against a plain loop of FedAvg, whose loss must be near
-    Case(
-        f"{case.title}, {objective['name']}",
-        case.model,
-        case.shape,
-        case.samples,
-        0.0,
-        {"objective": objective},
-    )
-    for case in CASES[:3]
+OBJECTIVES: Final[tuple[Line, ...]] = tuple(  # against a plain loop of FedAvg, whose loss is near
+    (f", {objective['name']}", case, {"objective": objective}, 0.0)
+    for case in (MLP, LENET, CNN)
     for objective in ({"name": "fedprox"}, {"name": "fedsam", "rho": 0.001})
 )
-
-
-def mlp(*, shape: tuple[int, int, int], classes: int) -> nn.Module:
-    """Return the multilayer perceptron of FedAvg's paper, with one hidden layer."""
-    return nn.Sequential(
-        nn.Flatten(), nn.Linear(int(np.prod(shape)), 200), nn.ReLU(), nn.Linear(200, classes)
-    )
 
 
 class _Order(Sampler[int]):
@@ -106,7 +62,7 @@ class _Order(Sampler[int]):
         return self._samples
 
 
-def plain(lab: schema.Experiment) -> Callable[[], float]:
+def plain(lab: Experiment) -> Callable[[], float]:
     """Return a textbook's local round, which gives its loss."""
     data, training = datasets.load(lab.data), lab.training
     images = data.normaliser()(data.train_images)
@@ -133,33 +89,27 @@ def plain(lab: schema.Experiment) -> Callable[[], float]:
     return train
 
 
-def ours(lab: schema.Experiment) -> Callable[[], float]:
+def ours(lab: Experiment) -> Callable[[], float]:
     """Return a device's local round, which gives its loss."""
-    trainer = Trainer(lab, node=DEVICE, accelerator="cpu")
-    trainer.prepare()
-    row, out = trainer.layout.empty(), trainer.layout.empty()
-    models.write_row(
-        models.build(lab.model.name, lab.seed, inputs=datasets.load(lab.data).inputs),
-        trainer.layout,
-        row,
-    )
-    return lambda: trainer.train(Order(row, out, 1, 0)).work.loss
+    trainer = trainer_of(lab, DEVICE)
+    order = first_order(lab)
+    return lambda: trainer.train(order).work.loss
 
 
-def take_turns(connection: Connection, case: Case, *, textbook: bool) -> None:
-    """Train in a process of its own whenever asked, and tell the loss and the seconds of this core
-    that it took.
+def take_turns(connection: Connection, lab: Experiment, *, textbook: bool) -> None:
+    """Train in a process of its own whenever asked, and report the loss and the seconds of this
+    core that it took.
 
     What others do on the core meanwhile does not count. A device's process keeps large buffers, a
     plain one does not.
     """
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    on_one_core()
     torch.set_num_threads(1)
     if not textbook:
         keep_large_buffers()
     started = time.monotonic()
-    train = plain(case.lab()) if textbook else ours(case.lab())
+    make = plain if textbook else ours
+    train = make(lab)
     train()
     connection.send(time.monotonic() - started)
     while connection.recv():
@@ -168,74 +118,63 @@ def take_turns(connection: Connection, case: Case, *, textbook: bool) -> None:
         connection.send((loss, time.process_time() - before))
 
 
-def measure(case: Case, *, repeats: int) -> tuple[float, float, float, float, float]:
-    """Return samples per second (ours, plain), the median of the pairs' ratios, the best's, our
-    seconds to start.
-    """
-    context = multiprocessing.get_context("spawn")
-    pipes = [context.Pipe() for _ in range(2)]
-    sides = [pipe[0] for pipe in pipes]
-    processes = [
-        context.Process(
-            target=take_turns, args=(pipe[1], case), kwargs={"textbook": textbook}, daemon=True
-        )
-        for pipe, textbook in zip(pipes, (False, True), strict=True)
-    ]
+def measure(table: Table, line: Line, *, repeats: int) -> None:
+    """Measure both sides in turn and print a row."""
+    suffix, case, training, target = line
+    lab = image_lab(case.model, case.shape, case.samples, training=training)
+    sides = []
     started_s = []
-    for process, side in zip(processes, sides, strict=True):
-        process.start()
-        started_s.append(side.recv())
-    pairs = []
-    for _ in range(repeats):
-        turns = []
-        for side in sides:
-            side.send(True)
-            turns.append(side.recv())
-        losses, seconds = zip(*turns, strict=True)
-        assert abs(losses[0] - losses[1]) < 0.05 * losses[1], losses
-        pairs.append(seconds)
-    for process, side in zip(processes, sides, strict=True):
-        side.send(False)
-        process.join()
-    rates = [case.samples / statistics.median(column) for column in zip(*pairs, strict=True)]
-    best = [min(column) for column in zip(*pairs, strict=True)]
-    return (
-        *rates,
-        statistics.median(theirs / own for own, theirs in pairs),
-        best[1] / best[0],
-        started_s[0],
+    with ExitStack() as stack:
+        for textbook in (False, True):
+            ours, theirs = SPAWN.Pipe()
+            stack.enter_context(spawned(take_turns, theirs, lab, textbook=textbook))
+            stack.callback(ours.send, False)
+            sides.append(ours)
+            started_s.append(ours.recv())
+        pairs = []
+        for _ in range(repeats):
+            losses = []
+            seconds = []
+            for side in sides:
+                side.send(True)
+                loss, taken_s = side.recv()
+                losses.append(loss)
+                seconds.append(taken_s)
+            assert abs(losses[0] - losses[1]) < 0.05 * losses[1], losses
+            pairs.append(seconds)
+    own_s, plain_s = zip(*pairs, strict=True)
+    ratio = median(theirs / own for own, theirs in pairs)
+    table.add(
+        f"{case.title}{suffix}",
+        *(f"{case.samples / median(column):,.0f}/s" for column in (own_s, plain_s)),
+        f"{ratio:.2f}",
+        f"{min(plain_s) / min(own_s):.2f}",
+        f"{target:.2f}" if target else "-",
+        f"{started_s[0]:.1f} s",
     )
 
 
-def main() -> None:
-    """Measure each case and print its line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="lines whose title has this")
-    parser.add_argument("--repeats", type=int, default=15, help="pairs of trainings for each line")
-    parser.add_argument(
-        "--objectives", action="store_true", help="measure other objectives than cross-entropy too"
-    )
-    given = parser.parse_args()
+def main(
+    *,
+    only: Annotated[str, "lines whose title has this"] = "",
+    repeats: Annotated[int, "pairs of trainings for each line"] = 15,
+    objectives: Annotated[bool, "measure other objectives than cross-entropy too"] = False,
+) -> None:
+    """Measure each line and print it."""
     table = Table(
-        "model", "ours", "plain loop", "ratio", "of the fastest", "target", "first round within"
+        "model",
+        "ours",
+        "plain loop",
+        "ratio",
+        "of the fastest",
+        "target",
+        "first round within",
+        title="One core, batches of 10, samples per second",
     )
-    for column in table.columns[1:]:
-        column.justify = "right"
-    chosen = (*CASES, *(OBJECTIVES if given.objectives else ()))
-    cases = [case for case in chosen if given.only in case.title]
-    for case in cases:
-        own, theirs, ratio, best, start_s = measure(case, repeats=given.repeats)
-        rates = f"{own:,.0f}/s", f"{theirs:,.0f}/s"
-        target = f"{case.target:.2f}" if case.target else "-"
-        table.add_row(case.title, *rates, f"{ratio:.2f}", f"{best:.2f}", target, f"{start_s:.1f} s")
-        print(".", end="", file=sys.stderr, flush=True)
-    console = Console(width=120)
-    console.print(
-        f"\n{platform.machine()}, one core, torch {torch.__version__}, batches of 10, samples per "
-        "second"
-    )
-    console.print(table)
+    for line in LINES + OBJECTIVES * objectives:
+        if only in line[1].title + line[0]:
+            measure(table, line, repeats=repeats)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

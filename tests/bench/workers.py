@@ -15,72 +15,54 @@ from typing import Final
 
 import psutil
 
-from fedstrata.common.experiment.reading import parse
 from fedstrata.device.jobs import Order
 from fedstrata.device.pool.executors import Worker
-from fedstrata.device.pool.pool import Pool
+from fedstrata.device.pool.pool import Member, Pool
+from tests.bench.image_labs import LENET, image_lab
+from tests.bench.running import MB, Clock, Table, run
 from tests.helpers.pss import pss
 
 WORKERS: Final = 4
 TRAININGS: Final = 20
-DATA: Final = {
-    "dataset": "synthetic",
-    "image_shape": [1, 28, 28],
-    "classes": 10,
-    "samples": 20 * WORKERS,
-}
-MB: Final = 1e6
-LAB: Final = {"topology": {"devices": WORKERS}, "data": DATA, "model": {"name": "lenet5"}}
 
 
-async def measured(*, forked: bool) -> list[float]:
+async def measured(*, forked: bool) -> tuple[float, float, float]:
     """Return the MB of all, the seconds until all have trained, and those of trainings with a
     killed worker.
     """
-    experiment = parse(LAB)
-    began = time.monotonic()
+    lab = image_lab(LENET.model, LENET.shape, 20 * WORKERS, devices=WORKERS)
     worker = None if forked else Worker
+    began = time.monotonic()
     async with Pool(accelerator="cpu", slots=WORKERS, devices=WORKERS, worker=worker) as pool:
-        members = [pool.member(f"device-{place}") for place in range(WORKERS)]
-        prepared = await asyncio.gather(*(member.prepare(experiment) for member in members))
+        members = [pool.member(name) for name in lab.tree.devices]
+        prepared = await asyncio.gather(*(member.prepare(lab) for member in members))
         rows = [(each.layout.empty(), each.layout.empty()) for each in prepared]
 
         async def train(number: int) -> None:
             orders = [Order(row, out, 1, number) for row, out in rows]
-            await asyncio.gather(
-                *(member.train(order) for member, order in zip(members, orders, strict=True))
-            )
+            await asyncio.gather(*map(Member.train, members, orders))
 
         for number in range(TRAININGS):
             await train(number)
         ready_s = time.monotonic() - began
-        memory = sum(pss(child.pid) for child in psutil.Process().children(recursive=True)) / MB
-        killed = next(
-            each.pid
-            for each in pool._executors
-            if isinstance(each, Worker) and each.pid is not None
-        )
-        os.kill(killed, signal.SIGKILL)
+        children = psutil.Process().children(recursive=True)
+        memory = sum(pss(child.pid) for child in children) / MB
+        workers = (each.pid for each in pool._executors if isinstance(each, Worker) and each.pid)
+        os.kill(next(workers), signal.SIGKILL)
         began = time.monotonic()
         await train(TRAININGS)
-        return [memory, ready_s, time.monotonic() - began]
+        return memory, ready_s, time.monotonic() - began
 
 
 def main() -> None:
     """Print a table: a row for each way to start workers."""
-    print(
-        "| workers | MB | s until all have trained | CPU s | s with a killed one "
-        "|\n|---|---|---|---|---|"
-    )
+    table = Table("workers", "MB", "s until all have trained", "CPU s", "s with a killed one")
     for name, forked in (("forked", True), ("each an interpreter", False)):
-        before = os.times()
-        memory, ready_s, killed_s = asyncio.run(measured(forked=forked))
-        after = os.times()
-        cpu_s = sum(after[:4]) - sum(before[:4])
-        print(
-            f"| {name} | {memory:.0f} | {ready_s:.1f} | {cpu_s:.1f} | {killed_s:.1f} |", flush=True
-        )
+        with Clock() as clock:
+            memory, ready_s, killed_s = asyncio.run(measured(forked=forked))
+        seconds = (ready_s, clock.cpu_s, killed_s)
+        table.add(name, f"{memory:.0f}", *(f"{each:.1f}" for each in seconds))
 
 
 if __name__ == "__main__":
-    main()
+    run(main)
