@@ -14,23 +14,22 @@ a GPU's.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from argparse import SUPPRESS
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-from rich.console import Console
-from rich.table import Table
+from tests.bench.running import run
 
 PARTS: Final = MappingProxyType(
     {
@@ -118,7 +117,8 @@ def measure(
     parts = import_module(measures)  # imports torch
     parent = os.getppid()
     setting = parts.setting_of(accelerator)
-    here, tree = dict(parts.machine(setting)), results.read()
+    here = dict(parts.machine(setting))
+    tree = results.read()
     if tree["machine"] not in (None, here):
         print(
             f"{results.path} is of another machine, {tree['machine']}. Name another file by "
@@ -138,10 +138,8 @@ def measure(
         except Exception as error:  # noqa: BLE001 - whatever fails belongs into the table
             facts = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
         results.add(name, row, facts)
-        print(
-            f"  {row}: {', '.join(f'{key} {_cell(value)}' for key, value in facts.items())}",
-            flush=True,
-        )
+        print(f"  {row}:", ", ".join(f"{key} {_cell(value)}" for key, value in facts.items()))
+        sys.stdout.flush()
     results.update(name, complete=True)
     return 0
 
@@ -157,25 +155,16 @@ def run_part(results: Results, name: str, *, options: Sequence[str], limit_s: fl
     left_s = limit_s
     while left_s > 0:
         until = time.time() + left_s - (1 - ENOUGH_S) * limit_s
-        words = [
-            sys.executable,
-            str(Path(__file__)),
-            "--measure",
-            name,
-            "--until",
-            str(until),
-            *options,
-        ]
-        process = subprocess.Popen([*words, "--results", str(results.path)], start_new_session=True)
+        words = [sys.executable, __file__, "--measure", name, "--until", str(until), *options]
+        process = subprocess.Popen(words, start_new_session=True)
         try:
             code = process.wait(left_s)
-            reason = (
-                f"the process was killed by {signal.Signals(-code).name}"
-                if code < 0
-                else f"exit code {code}"
-            )
+            reason = f"exit code {code}"
+            if code < 0:
+                reason = f"the process was killed by {signal.Signals(-code).name}"
         except subprocess.TimeoutExpired:
-            code, reason = -signal.SIGKILL, f"longer than the part's {limit_s:.0f} s"
+            code = -signal.SIGKILL
+            reason = f"longer than the part's {limit_s:.0f} s"
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # and what a row started
@@ -193,51 +182,36 @@ def run_part(results: Results, name: str, *, options: Sequence[str], limit_s: fl
 
 def forget_failures(results: Results, name: str, *, again: bool) -> None:
     """Remove a part's rows that failed, so that they are measured again, or all of them."""
-    rows = (
-        {}
-        if again
-        else {
-            row: facts for row, facts in results.part(name)["rows"].items() if "error" not in facts
-        }
-    )
-    if rows != results.part(name)["rows"]:
-        results.update(name, rows=rows, complete=False)
+    rows = results.part(name)["rows"]
+    kept = {row: facts for row, facts in rows.items() if not again and "error" not in facts}
+    if kept != rows:
+        results.update(name, rows=kept, complete=False)
 
 
-def tables(tree: Tree) -> Iterable[tuple[str, list[str], list[list[str]]]]:
-    """Yield each part's title, its columns, and the cells of its rows."""
-    where = "on a GPU this would be " if _without_gpu(tree) else ""
-    for name in PARTS:
-        part = tree["parts"].get(name)
-        if part is None:
-            continue
+def page(tree: Tree) -> str:
+    """Return the tables as a page of Markdown."""
+    machine = tree["machine"] or {}
+    lines = ["# bench-gpu", "", ", ".join(f"{key} {value}" for key, value in machine.items()) + "."]
+    where = ""
+    if machine.get("accelerator") == "cpu":
+        where = "on a GPU this would be "
+        lines += ["", NO_GPU]
+    for name in filter(tree["parts"].get, PARTS):
+        part = tree["parts"][name]
         rows: Mapping[str, Mapping[str, object]] = part["rows"]
         keys = list(dict.fromkeys(key for facts in rows.values() for key in facts))
         failed = sum("error" in facts for facts in rows.values())
-        state = "" if part["complete"] else ", unfinished: repeat the command"
+        state = f"{part['seconds']:.0f} s"
+        state += "" if part["complete"] else ", unfinished: repeat the command"
         state += f", {failed} failed" if failed else ""
-        cells = [[row, *(_cell(facts.get(key)) for key in keys)] for row, facts in rows.items()]
-        yield f"{where}{PARTS[name]} ({part['seconds']:.0f} s{state})", [name, *keys], cells
+        lines += ["", f"## {name}", "", f"{where}{PARTS[name]} ({state}).", ""]
+        lines += [_line(name, *keys), "|---" * (len(keys) + 1) + "|"]
+        lines += [_line(row, *map(facts.get, keys)) for row, facts in rows.items()]
+    return "\n".join([*lines, ""])
 
 
-def markdown(tree: Tree) -> str:
-    """Return the tables as a page of Markdown."""
-    lines = ["# bench-gpu", "", _machine(tree), ""]
-    for title, columns, rows in tables(tree):
-        lines += [f"## {columns[0]}", "", f"{title[0].upper()}{title[1:]}.", ""]
-        lines += [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
-        lines += [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows]
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _without_gpu(tree: Tree) -> bool:
-    return (tree["machine"] or {}).get("accelerator") == "cpu"
-
-
-def _machine(tree: Tree) -> str:
-    facts = ", ".join(f"{key} {value}" for key, value in (tree["machine"] or {}).items())
-    return f"{facts}.\n\n{NO_GPU}" if _without_gpu(tree) else f"{facts}."
+def _line(*values: object) -> str:
+    return "| " + " | ".join(_cell(value).replace("|", "/") for value in values) + " |"
 
 
 def _cell(value: object) -> str:
@@ -246,68 +220,46 @@ def _cell(value: object) -> str:
     return "" if value is None else str(value)[:CELL_MOST]
 
 
-def show(results: Results) -> None:
-    """Print the tables, and write them as Markdown beside the results."""
-    tree, console = results.read(), Console(width=150)
-    console.print(f"\n{_machine(tree)}", highlight=False)
-    for title, columns, rows in tables(tree):
-        console.print(f"\n{title}", highlight=False)
-        table = Table(*columns)
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
-    path = results.path.with_suffix(".md")
-    path.write_text(markdown(tree), encoding="utf-8")
-    print(f"{results.path}, {path}")
-
-
-def main() -> int:
+def main(
+    *,
+    part: Annotated[Sequence[str], tuple(PARTS), "only this part; may be repeated"] = tuple(PARTS),
+    results: Annotated[Path, f"default: {RESULTS}"] = RESULTS,
+    accelerator: Annotated[str | None, "cuda:N or cpu; default: cuda:0 if there is a GPU"] = None,
+    limit_s: Annotated[float, "seconds of a part"] = LIMIT_S,
+    again: Annotated[bool, "measure all rows again"] = False,
+    table: Annotated[bool, "measure nothing"] = False,
+    measure_: Annotated[str, tuple(PARTS), SUPPRESS] = "",
+    until: Annotated[float, SUPPRESS] = 0.0,
+    measures: Annotated[str, SUPPRESS] = MEASURES,
+) -> int:
     """Measure what is missing and print the tables; the exit code is 1 if a row failed or is
     missing.
     """
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--part", action="append", choices=PARTS, help="only this part; may be repeated"
-    )
-    parser.add_argument("--results", type=Path, default=RESULTS, help=f"default: {RESULTS}")
-    parser.add_argument("--accelerator", help="cuda:N or cpu; default: cuda:0 if there is a GPU")
-    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="seconds of a part")
-    parser.add_argument("--again", action="store_true", help="measure all rows again")
-    parser.add_argument("--table", action="store_true", help="measure nothing")
-    parser.add_argument("--measure", choices=PARTS, help=argparse.SUPPRESS)
-    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
-    parser.add_argument("--measures", default=MEASURES, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    results = Results(given.results)
-    if given.measure:
-        how = {"measures": given.measures, "accelerator": given.accelerator, "until": given.until}
-        return measure(results, given.measure, **how)
+    found = Results(results)
+    if measure_:
+        how = {"measures": measures, "accelerator": accelerator, "until": until}
+        return measure(found, measure_, **how)  # type: ignore[arg-type]
     # ends the part's process, too
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    options = [
-        "--measures",
-        given.measures,
-        *(["--accelerator", given.accelerator] if given.accelerator else []),
-    ]
-    chosen = given.part or list(PARTS)
-    for name in () if given.table else chosen:
-        forget_failures(results, name, again=given.again)
-        if results.part(name)["complete"]:
+    options = ["--results", str(results), "--measures", measures]
+    if accelerator:
+        options += ["--accelerator", accelerator]
+    for name in () if table else part:
+        forget_failures(found, name, again=again)
+        if found.part(name)["complete"]:
             print(f"{name}: finished before")
             continue
         print(f"{name}: {PARTS[name]}", flush=True)
-        if not run_part(results, name, options=options, limit_s=given.limit_s):
+        if not run_part(found, name, options=options, limit_s=limit_s):
             return 1
-    show(results)
-    parts = [results.part(name) for name in chosen]
-    right = all(
-        part["complete"] and not any("error" in row for row in part["rows"].values())
-        for part in parts
-    )
-    return 0 if right else 1
+    text = page(found.read())
+    written = results.with_suffix(".md")
+    written.write_text(text, encoding="utf-8")
+    print(f"\n{text}\n{results}, {written}")
+    parts = list(map(found.part, part))
+    failed = any("error" in row for each in parts for row in each["rows"].values())
+    return int(failed or not all(each["complete"] for each in parts))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(main)

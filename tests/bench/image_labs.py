@@ -12,7 +12,7 @@ import numpy as np
 
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.device.jobs import Order
+from fedstrata.device.jobs import DeviceOrder, HostedDevice, Order
 
 if TYPE_CHECKING:
     from torch import nn
@@ -63,9 +63,14 @@ def image_lab(
     )
 
 
-def first_order(lab: Experiment, **more: Any) -> Order:
+def first_order(lab: Experiment) -> Order:
     """Return the order to train the first model for one epoch."""
     from tests.helpers.plain import first_model
 
     row = first_model(lab)
-    return Order(row, np.zeros_like(row), 1, 0, **more)
+    return Order(row, np.zeros_like(row), 1, 0)
+
+
+def first_orders(lab: Experiment) -> list[DeviceOrder]:
+    """Return this order for each device."""
+    return [(HostedDevice(lab, lab.digest, name), first_order(lab)) for name in lab.tree.devices]

@@ -53,9 +53,11 @@ def run(main: Callable[..., object]) -> NoReturn:
 
 def _add(parser: ArgumentParser, parameter: Parameter, hint: Any) -> None:
     how: dict[str, Any] = {"default": SUPPRESS}  # the parameter's own default stays
-    for note in getattr(hint, "__metadata__", ()):
+    notes = getattr(hint, "__metadata__", ())
+    for note in notes:
         how["help" if isinstance(note, str) else "choices"] = note
-        hint = get_args(hint)[0]
+    if notes:
+        hint = hint.__origin__
     kinds = [kind for kind in get_args(hint) or (hint,) if kind is not NoneType]
     together = get_args(kinds[0])
     if together:

@@ -18,9 +18,9 @@ from torch.nn import functional
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.host.memory import keep_large_buffers
 from fedstrata.common.learning import datasets, models
-from fedstrata.device.jobs import HostedDevice, LocalResult
+from fedstrata.device.jobs import LocalResult
 from fedstrata.device.vmapped.vmapped_trainer import VmappedTrainer
-from tests.bench.image_labs import first_order, image_lab
+from tests.bench.image_labs import first_order, first_orders, image_lab
 from tests.bench.running import Table, medians, run
 from tests.helpers.plain import trainer_of
 
@@ -80,7 +80,7 @@ def together(lab: Experiment) -> Callable[[], float]:
     one's step.
     """
     trainer = VmappedTrainer(torch.device("cpu"))
-    work = [(HostedDevice(lab, lab.digest, name), first_order(lab)) for name in lab.tree.devices]
+    work = first_orders(lab)
 
     def train() -> float:
         results: list[LocalResult] = []
