@@ -8,22 +8,17 @@ sent on an idle link of 25 ms.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
-import os
-import platform
-import statistics
 from collections import deque
 from math import inf
-
-from rich.console import Console
-from rich.table import Table
+from statistics import median
 
 from fedstrata.common.experiment.schema import TransferSettings
 from fedstrata.common.protocol.manifest import chunk_bytes_for
 from fedstrata.common.protocol.outbox import EARLY_S, Shaper
 from fedstrata.common.settings.links import LinkDirection
+from tests.bench.running import Table, run
 
 RATES_MBIT = (0.25, 1, 10, 100, 1000)
 PEER = "peer"
@@ -47,7 +42,7 @@ async def measure_rate(rate: float, chunk_bytes: int, *, seconds: float) -> tupl
         while len(left) + len(leaving) < chunks and shaper.ready((PEER,), now):
             leaving.append(shaper.reserve((PEER,), chunk_bytes, now))
         ready_at = shaper.next_ready(now)
-        at = min(ready_at, *itertools.islice(leaving, 1))
+        at = min([ready_at, *itertools.islice(leaving, 1)])
         if at < inf:
             await asyncio.sleep(max(0.0, at - loop.time()))
     return chunks - 1, left[-1] - left[0]
@@ -66,46 +61,28 @@ async def measure_delay(*, repeats: int = 20) -> list[float]:
     return took
 
 
-def main() -> None:
+def main(*, seconds: float = 5.0) -> None:
     """Measure each rate and print a row for it."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, default=5.0)
-    seconds = parser.parse_args().seconds
-    table = Table(
-        "rate",
-        "chunk",
-        "chunks",
-        "seconds",
-        "measured",
-        "error",
-        title="token bucket on the event loop",
-    )
-    for column in table.columns:
-        column.justify = "right"
+    table = Table("rate", "chunk", "chunks", "seconds", "measured", "error")
     for mbit in RATES_MBIT:
         rate = mbit * 1e6 / 8
         chunk_bytes = chunk_bytes_for(rate, TransferSettings().chunk_bytes)
         chunks, took_s = asyncio.run(measure_rate(rate, chunk_bytes, seconds=seconds))
         measured = 8e-6 * chunks * chunk_bytes / took_s
-        table.add_row(
+        table.add(
             f"{mbit:g} Mbit/s",
             f"{chunk_bytes} B",
-            f"{chunks}",
+            chunks,
             f"{took_s:.2f}",
             f"{measured:.4g} Mbit/s",
             f"{100 * (measured / mbit - 1):+.2f} %",
         )
-    console = Console(width=120)
-    console.print(
-        f"{platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}"
-    )
-    console.print(table)
-    took = asyncio.run(measure_delay())
-    console.print(
-        f"delay of {1e3 * DELAY_S:g} ms: median {1e3 * statistics.median(took):.2f} ms, "
-        f"from {1e3 * min(took):.2f} to {1e3 * max(took):.2f} ms"
+    took_ms = [1e3 * each for each in asyncio.run(measure_delay())]
+    print(
+        f"delay of {1e3 * DELAY_S:g} ms: median {median(took_ms):.2f} ms, "
+        f"from {min(took_ms):.2f} to {max(took_ms):.2f} ms"
     )
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

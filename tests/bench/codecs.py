@@ -13,26 +13,22 @@ tensor's norm, Laplacian, as measured of a local round (20 steps of SGD at 0.01,
 
 from __future__ import annotations
 
-import os
-import platform
-import sys
 import time
 import tracemalloc
 from collections.abc import Callable
 from typing import Final
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from fedstrata.common.experiment.schema import TransferSettings
 from fedstrata.common.learning import models
 from fedstrata.common.learning.inputs import Inputs
-from fedstrata.common.model.codec_settings import CODECS as UP
-from fedstrata.common.model.codecs import CODECS, Codec, codec_of
+from fedstrata.common.model.codec_settings import CODEC_TABLES
+from fedstrata.common.model.codecs import BUILT_IN, Codec, codec_of
 from fedstrata.common.model.layout import ModelLayout, Row
 from fedstrata.common.protocol.manifest import chunk_digest, describe
 from fedstrata.common.protocol.messages import Manifest
+from tests.bench.running import MB, Table, least_s, on_one_core, run
 
 REPEATS = 9
 MOVED = 0.024
@@ -60,18 +56,6 @@ def rows() -> tuple[ModelLayout, Row, Row]:
     return layout, row, reference
 
 
-def least_s(work: Callable[[], object]) -> float:
-    """Return the least CPU seconds of a call, after one to warm up: what others do on the machine
-    only adds.
-    """
-    times = []
-    for _ in range(REPEATS + 1):
-        started = time.process_time()
-        work()
-        times.append(time.process_time() - started)
-    return min(times[1:])
-
-
 def check(manifest: Manifest, buffer: memoryview) -> None:
     """Check each chunk where it lies, as a receiver does."""
     for index in range(manifest.chunks):
@@ -91,13 +75,12 @@ def peak(work: Callable[[], object]) -> int:
 
 
 def measure(
-    codec: Codec, layout: ModelLayout, row: Row, reference: Row
-) -> tuple[float, float, int, float, int, float]:
-    """Return the seconds of encoding and of decoding, the blob's bytes, a column's error, memory,
-    and the error.
-    """
+    table: Table, name: str, codec: Codec, layout: ModelLayout, row: Row, reference: Row
+) -> float:
+    """Measure a codec beside a memcpy, print its row, and return the seconds of the memcpy."""
     out = np.zeros(codec.size(layout), np.uint8)
     got = np.zeros(layout.row_bytes, np.uint8)
+    copy = np.zeros_like(row)
 
     def encode() -> tuple[memoryview, Manifest]:
         blob = codec.encode(
@@ -108,7 +91,6 @@ def measure(
 
     blob, manifest = encode()
     buffer = codec.buffer(layout, got, size=blob.nbytes)
-
     buffer[:] = blob
 
     def decode() -> None:
@@ -118,30 +100,36 @@ def measure(
         codec.decode(layout, buffer, got, reference=reference)
         layout.views(got)
 
-    times = least_s(encode), least_s(decode)
-    apart, change = (
-        (layout.floats(got) - layout.floats(row)),
-        layout.floats(row) - layout.floats(reference),
+    works = (lambda: np.copyto(copy, row), encode, decode)
+    memcpy_s, encode_s, decode_s = (
+        least_s(REPEATS, work, clock=time.process_time)[0] for work in works
     )
-    left_out = float(
-        np.sum(np.square(apart, dtype=np.float64)) / np.sum(np.square(change, dtype=np.float64))
+    apart = layout.floats(got) - layout.floats(row)
+    change = layout.floats(row) - layout.floats(reference)
+    left_out, all_ = (np.sum(np.square(each, dtype=np.float64)) for each in (apart, change))
+    table.add(
+        name,
+        f"{blob.nbytes / MB:.2f}",
+        f"{100 * blob.nbytes / layout.row_bytes:.0f} %",
+        f"{encode_s * 1e3:.1f} ms",
+        f"{decode_s * 1e3:.1f} ms",
+        f"{(encode_s + decode_s) / memcpy_s:.1f}",
+        f"{max(peak(encode), peak(decode)) / MB:.1f} MB",
+        f"{np.abs(apart).max():.1e}",
+        f"{left_out / all_:.4f}",
     )
-    return (
-        *times,
-        blob.nbytes,
-        float(np.abs(apart).max()),
-        max(peak(encode), peak(decode)),
-        left_out,
-    )
+    return memcpy_s
 
 
 def main() -> None:
-    """Measure each codec and print its line."""
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    """Measure each codec and print its row."""
+    on_one_core()
     layout, row, reference = rows()
-    copy = np.zeros_like(row)
-    found, copying_s = {}, []
+    codecs = dict(BUILT_IN)
+    for tree in CHANGES:
+        codecs[" ".join(map(str, tree.values()))] = codec_of(
+            CODEC_TABLES[str(tree["name"])](**tree)
+        )
     table = Table(
         "codec",
         "MB",
@@ -153,37 +141,9 @@ def main() -> None:
         "largest error",
         "left out",
     )
-    for column in table.columns[1:]:
-        column.justify = "right"
-    changes = {
-        " ".join(map(str, tree.values())): codec_of(UP[str(tree["name"])](**tree))
-        for tree in CHANGES
-    }
-    for name, codec in (CODECS | changes).items():
-        copying_s.append(least_s(lambda: np.copyto(copy, row)))
-        found[name] = measure(codec, layout, row, reference)
-        print(".", end="", file=sys.stderr, flush=True)
-    memcpy_s = min(copying_s)
-    for name, (encode_s, decode_s, size, error, memory, left_out) in found.items():
-        table.add_row(
-            name,
-            f"{size / 1e6:.2f}",
-            f"{100 * size / layout.row_bytes:.0f} %",
-            f"{encode_s * 1e3:.1f} ms",
-            f"{decode_s * 1e3:.1f} ms",
-            f"{(encode_s + decode_s) / memcpy_s:.1f}",
-            f"{memory / 1e6:.1f} MB",
-            f"{error:.1e}",
-            f"{left_out:.4f}",
-        )
-    console = Console(width=140)
-    console.print(
-        f"\n{platform.machine()}, one core, Python {platform.python_version()}, numpy "
-        f"{np.__version__}"
-    )
-    console.print(f"memcpy of {layout.row_bytes / 1e6:.1f} MB: {memcpy_s * 1e3:.1f} ms")
-    console.print(table)
+    found = [measure(table, *each, layout, row, reference) for each in codecs.items()]
+    print(f"memcpy of {layout.row_bytes / MB:.1f} MB: {min(found) * 1e3:.1f} ms")
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -57,8 +57,7 @@ WARM_STEPS: Final = 3
 IMAGES: Final = Inputs((3, 32, 32), 10)
 INPUTS: Final = MappingProxyType(  # of models that do not take images of 3 x 32 x 32
     {
-        "mlp_digits": Inputs((1, 8, 8), 10),
-        "cnn_digits": Inputs((1, 8, 8), 10),
+        **dict.fromkeys(("linear_digits", "mlp_digits", "cnn_digits"), Inputs((1, 8, 8), 10)),
         **dict.fromkeys(("lenet5", "cnn_fedavg", "cnn_fedavg_padded"), Inputs((1, 28, 28), 10)),
         **dict.fromkeys(("cnn_femnist", "vgg_femnist"), Inputs((1, 28, 28), 62)),
         "cnn_motions": Inputs((6, 1, 128), 7),
