@@ -9,14 +9,12 @@ cleared again.
 
 from __future__ import annotations
 
-import argparse
 import secrets
-import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import ExitStack
 from statistics import median
-from typing import Final
+from typing import Annotated, Final
 
 from fedstrata.common.experiment.schema import TransferSettings
 from fedstrata.common.host.examination import Finding
@@ -32,6 +30,7 @@ from fedstrata.common.net.plain_client import (
 from fedstrata.common.protocol import topics
 from fedstrata.common.runtime.endpoint import HEAP
 from fedstrata.deploy.brokers import broker
+from tests.bench.running import MB, folder, run
 
 LAB: Final = "bench"
 NAME: Final = "operator"
@@ -42,7 +41,6 @@ ROUND_TRIPS: Final = 20
 RATE_BYTES: Final = 32_768
 RATE_MESSAGES: Final = (16, 256)  # a few first: all are too many for a slow link
 SHORT_S: Final = 0.5
-MB: Final = 1e6
 
 
 def behaviour(address: BrokerAddress) -> Iterator[Finding]:
@@ -198,29 +196,18 @@ def _slow_reader(address: BrokerAddress, topic: str) -> Finding:
     return _useful("a slow reader gets everything", arrived == SLOW_MESSAGES, note)
 
 
-def main() -> None:
-    """Examine a broker."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("address", nargs="?", help="host[:port] of a broker that runs")
-    given = parser.parse_args().address
-    with tempfile.TemporaryDirectory() as home:
-        if given:
-            show(BrokerAddress(*parse_hosts(given, port=PORT)[0]))
-            return
-        with broker.start(directory=Path(home)) as served:
-            show(BrokerAddress(served.host, served.port))
-
-
-def show(address: BrokerAddress) -> None:
+def main(address: Annotated[str, "host[:port] of a broker that runs"] = "", /) -> None:
     """Print what a broker does."""
-    for one in behaviour(address):
-        print(
-            f"{'ok     ' if one.there else 'missing'} {one.item}: {one.note}".rstrip(": "),
-            flush=True,
-        )
+    with folder() as home, ExitStack() as stack:
+        if address:
+            where = BrokerAddress(*parse_hosts(address, port=PORT)[0])
+        else:
+            served = stack.enter_context(broker.start(directory=home))
+            where = BrokerAddress(served.host, served.port)
+        for one in behaviour(where):
+            found = "ok     " if one.there else "missing"
+            print(f"{found} {one.item}: {one.note}".rstrip(": "), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -10,8 +10,6 @@ is bounded.
 
 from __future__ import annotations
 
-import argparse
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -26,11 +24,13 @@ from fedstrata.cloud.run_folder import RunFolder
 from fedstrata.common.experiment.reading import parse, read
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.learning import datasets
+from tests.bench.running import Table, folder, run
+from tests.helpers.commands import EXPERIMENTS
 from tests.helpers.direct import direct_run
 
 ROUNDS: Final = (50, 100, 200, 400, 800)
 LAMBDA: Final = 50
-EXPERIMENT: Final = Path(__file__).parents[2] / "deploy/experiments/convex.toml"
+EXPERIMENT: Final = EXPERIMENTS / "convex.toml"
 
 
 def convex(**keys: object) -> Experiment:
@@ -80,45 +80,42 @@ def gaps(root: Path, *, seed: int, constant: bool = False) -> list[float]:
 
     `constant`: with a constant rate, a control.
     """
-    training = convex().training.model_dump() | (
-        {"schedule": {"name": "constant"}} if constant else {}
-    )
-    experiment, found = convex(seed=seed, training=training), dict[int, float]()
+    training = convex().training.model_dump()
+    if constant:
+        training["schedule"] = {"name": "constant"}
+    experiment = convex(seed=seed, training=training)
+    found: dict[int, float] = {}
     loss = loss_on(experiment)
     lowest = least(loss)
-    folder = RunFolder.create(root, experiment, direct=True)
+    made = RunFolder.create(root, experiment, direct=True)
 
     def look(*_: object) -> None:
-        for path in folder.checkpoints.glob("round-*.safetensors"):
+        for path in made.checkpoints.glob("round-*.safetensors"):
             if (done := int(path.stem.partition("-")[2])) in ROUNDS and done not in found:
                 state = load_file(path)
                 with torch.no_grad():
                     value = loss(state["fc.weight"].double(), state["fc.bias"].double())
                 found[done] = float(value) - lowest
 
-    look(direct_run(folder, observe=look))
+    look(direct_run(made, observe=look))
     return [found[each] for each in ROUNDS]
 
 
-def main() -> None:
+def main(*, seeds: int = 3) -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seeds", type=int, default=3)
-    seeds = range(1, parser.parse_args().seeds + 1)
-    with tempfile.TemporaryDirectory() as folder:
-        kinds = [
-            [gaps(Path(folder), seed=seed, constant=kind) for seed in seeds]
-            for kind in (False, True)
-        ]
-    falling, constant = (np.array(each) for each in kinds)
-    print("| global rounds r | gap | gap * (r + 50) | with a constant rate |\n|---|---|---|---|")
+    table = Table("global rounds r", "gap", "gap * (r + 50)", "with a constant rate")
+    kinds = []
+    with folder() as home:
+        for constant in (False, True):
+            each = [gaps(home, seed=seed + 1, constant=constant) for seed in range(seeds)]
+            kinds.append(np.array(each))
     for place, count in enumerate(ROUNDS):
-        scaled = [each[:, place] * (count + LAMBDA) for each in (falling, constant)]
-        cells = [f"{each.mean():.2f} \u00b1 {each.std(ddof=1):.2f}" for each in scaled]
-        print(f"| {count} | {falling[:, place].mean():.1e} | {' | '.join(cells)} |")
+        cells = []
+        for kind in kinds:
+            scaled = kind[:, place] * (count + LAMBDA)
+            cells.append(f"{scaled.mean():.2f} \u00b1 {scaled.std(ddof=1):.2f}")
+        table.add(count, f"{kinds[0][:, place].mean():.1e}", *cells)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -11,14 +11,13 @@ memory, which cannot be dropped as a file's pages can, sampled every 0.1 s.
 
 from __future__ import annotations
 
-import argparse
 import os
-import subprocess
-import sys
-import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
+from tests.bench.running import MB, Clock, folder, run, started
 from tests.helpers.cgroups import ControlGroup
 from tests.helpers.commands import command
 
@@ -39,55 +38,42 @@ classes = 10
 partition = "dirichlet_overlap"
 partition_size = 20
 """
-MB = 1e6
 
 
-def main() -> None:
-    """Run the lab and print the memory."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--limit-mb", type=float, default=1000)
-    parser.add_argument("--port", type=int, default=18_830)
-    chosen = parser.parse_args()
-    group = ControlGroup(f"droplet-{os.getpid()}", int(chosen.limit_mb * MB))
-    with tempfile.TemporaryDirectory(dir=".") as name, group as droplet:
-        folder, broker = Path(name), f"127.0.0.1:{chosen.port}"
-        experiment = folder / "droplet.toml"
+def main(*, limit_mb: float = 1000, port: int = 18_830) -> Any:
+    """Run the lab, print the memory, and return the cloud's exit code."""
+    group = ControlGroup(f"droplet-{os.getpid()}", int(limit_mb * MB))
+    where = ("--broker", f"127.0.0.1:{port}")
+    names = [word for i in range(5) for word in ("--name", f"device-{i}")]
+    in_use = 0
+    with folder(Path()) as home, group as droplet, ExitStack() as stack, Clock() as clock:
+        experiment = home / "droplet.toml"
         experiment.write_text(EXPERIMENT)
-        started = time.monotonic()
 
-        def start(*words: str | Path, log: Path) -> subprocess.Popen[bytes]:
-            with log.open("wb") as file:
-                return subprocess.Popen(droplet.entering(command(*words)), stdout=file, stderr=file)
+        def start(*words: str | Path, inside: bool = True) -> Any:
+            line = command(*words)
+            if inside:
+                line = droplet.entering(line)
+            return stack.enter_context(started(line, home / f"{words[0]}.log"))
 
-        start("broker", "--port", str(chosen.port), log=folder / "broker.log")
-        cloud = start(
-            "cloud", experiment, "--broker", broker, "--runs", folder, log=folder / "cloud.log"
+        start("broker", "--port", str(port))
+        cloud = start("cloud", experiment, *where, "--runs", home)
+        start(
+            *("device", *names, "--parent", "cloud", "--slots", "1", *where),
+            *("--accelerator", "cpu"),
+            inside=False,
         )
-        names = [word for i in range(5) for word in ("--name", f"device-{i}")]
-        words = ["--parent", "cloud", "--slots", "1", "--broker", broker]
-        with (folder / "devices.log").open("wb") as log:
-            devices = subprocess.Popen(
-                command("device", *names, *words, "--accelerator", "cpu"), stderr=log
-            )
-        in_use = 0
         while cloud.poll() is None:
             in_use = max(in_use, droplet.memory_bytes())
             time.sleep(0.1)
-        print((folder / "cloud.log").read_text()[-2000:])
-        print(
-            f"limit {chosen.limit_mb:.0f} MB, exit code {cloud.returncode}, "
-            f"{time.monotonic() - started:.0f} s"
-        )
+        print((home / "cloud.log").read_text()[-2000:])
+        print(f"limit {limit_mb:.0f} MB, exit code {cloud.returncode}, {clock.now_s:.0f} s")
         print(
             f"in use at most {in_use / MB:.0f} MB, with files' pages "
             f"{droplet.peak_bytes() / MB:.0f} MB"
         )
-        devices.kill()
-        devices.wait()
-    sys.exit(cloud.returncode)
+    return cloud.returncode
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -8,18 +8,11 @@ start; means and standard deviations over the seeds.
 
 from __future__ import annotations
 
-import argparse
-import os
-import platform
-import statistics
 import sys
-import tempfile
-from pathlib import Path
+from statistics import fmean, stdev
 from typing import Final
 
-from rich.console import Console
-from rich.table import Table
-
+from tests.bench.running import Table, folder, run
 from tests.helpers.commands import run_lab, table
 
 SLOW: Final = "device-1"
@@ -51,23 +44,21 @@ TARGETS: Final = (0.9, 0.93)
 LAST: Final = 10  # rounds over which the accuracy at the end is averaged
 
 
-def measure(way: tuple[str, ...], seed: int, runs: Path) -> dict[str, float | None]:
+def measure(way: tuple[str, ...], seed: int) -> dict[str, float | None]:
     """Return one lab's figures; a target that was not reached is None."""
-    experiment = runs / "experiment.toml"
-    experiment.write_text(LAB, encoding="utf-8")
-    folder = run_lab(experiment, runs, *way, f"seed={seed}")
-    rounds = [
-        (float(row["elapsed_s"]), float(row["accuracy"])) for row in table(folder / "rounds.csv")
-    ]
+    with folder() as runs:
+        experiment = runs / "experiment.toml"
+        experiment.write_text(LAB, encoding="utf-8")
+        lab = run_lab(experiment, runs, *way, f"seed={seed}")
+        rows = table(lab / "rounds.csv")
+        used = [row for row in table(lab / "devices.csv") if row["node"].endswith(SLOW)]
+    rounds = [(float(row["elapsed_s"]), float(row["accuracy"])) for row in rows]
     found: dict[str, float | None] = {"global rounds a minute": 60 * len(rounds) / rounds[-1][0]}
     for target in TARGETS:
-        found[f"s to {target:.0%}"] = next(
-            (at for at, accuracy in rounds if accuracy >= target), None
-        )
-    found["accuracy, mean of the last ten"] = 100 * statistics.fmean(
-        accuracy for _, accuracy in rounds[-LAST:]
-    )
-    used = [row for row in table(folder / "devices.csv") if row["node"].endswith(SLOW)]
+        reached = (at for at, accuracy in rounds if accuracy >= target)
+        found[f"s to {target:.0%}"] = next(reached, None)
+    last = fmean(accuracy for _, accuracy in rounds[-LAST:])
+    found["accuracy, mean of the last ten"] = 100 * last
     found["results of the slow device"] = len(used)
     return found
 
@@ -78,36 +69,24 @@ def summary(values: list[float | None]) -> str:
     if not reached:
         return "not reached"
     digits = 0 if min(reached) >= 100 else 1
-    text = f"{statistics.fmean(reached):.{digits}f}"
+    text = f"{fmean(reached):.{digits}f}"
     if len(reached) > 1:
-        text += f" ± {statistics.stdev(reached):.{digits}f}"
+        text += f" ± {stdev(reached):.{digits}f}"
     return text if len(reached) == len(values) else f"{text} ({len(reached)} of {len(values)})"
 
 
-def main() -> None:
+def main(*, seeds: int = 5) -> None:
     """Run all ways for each seed in turn, and print a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seeds", type=int, default=5)
-    seeds = parser.parse_args().seeds
     found: dict[str, list[dict[str, float | None]]] = {name: [] for name in WAYS}
     for seed in range(1, seeds + 1):
         for name, way in WAYS.items():
-            with tempfile.TemporaryDirectory() as runs:
-                found[name].append(measure(way, seed, Path(runs)))
+            found[name].append(measure(way, seed))
             print(f"seed {seed}, {name}: {found[name][-1]}", file=sys.stderr, flush=True)
     columns = list(found["FedBuff, buffer 1"][0])
-    shown = Table("", *columns)
-    for name, runs_of in found.items():
-        shown.add_row(name, *(summary([each[column] for each in runs_of]) for column in columns))
-    console = Console(width=150)
-    console.print(
-        f"{platform.platform()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
-        f"{seeds} seeds"
-    )
-    console.print(shown)
+    shown = Table("", *columns, title=f"{seeds} seeds")
+    for name, runs in found.items():
+        shown.add(name, *(summary([each[column] for each in runs]) for column in columns))
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

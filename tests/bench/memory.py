@@ -10,20 +10,18 @@ all at once, and what `fedstrata plan` has for a role.
 
 from __future__ import annotations
 
-import argparse
 import json
-import subprocess
-import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 import psutil
 
-from tests.helpers.commands import command
+from tests.bench.running import MB, Table, folder, output, run, started
+from tests.helpers.commands import command, sets
 from tests.helpers.pss import pss
 
 TRAINER: Final = """
@@ -63,7 +61,6 @@ ROLES: Final = {  # by a word of the command line
     "cloud": "cloud",
 }
 LOOK_S: Final = 0.05
-MB: Final = 1e6
 
 
 def processes(root: psutil.Process) -> Iterator[tuple[int, str]]:
@@ -77,66 +74,50 @@ def processes(root: psutil.Process) -> Iterator[tuple[int, str]]:
                     break
 
 
-def measure(home: Path, columns: int) -> tuple[Mapping[str, float], float]:
+def measure(home: Path, *pairs: str) -> tuple[Mapping[str, float], float]:
     """Run the lab; return the most bytes of a process by role, and of all at once."""
-    words = command(
-        "run", "bulk.toml", "--runs", home / "runs", "--set", f"training.trainer.columns={columns}"
-    )
-    most: dict[str, float] = defaultdict(float)
+    words = command("run", "bulk.toml", "--runs", home / "runs", *sets(*pairs))
+    most: Counter[str] = Counter()
     together = 0.0
-    with (home / "log").open("wb") as log:
-        run = psutil.Popen([*map(str, words)], cwd=home, stdout=log, stderr=log)
-        while run.poll() is None:
+    with started(words, home / "log", cwd=home) as process:
+        root = psutil.Process(process.pid)
+        while process.poll() is None:
             total = 0.0
-            for pid, role in processes(run):
+            for pid, role in processes(root):
                 with suppress(OSError):  # it has ended
                     size = pss(pid)
                     total += size
                     most[role] = max(most[role], size)
             together = max(together, total)
             time.sleep(LOOK_S)
-    if run.returncode:
+    if process.returncode:
         raise SystemExit((home / "log").read_text())
     return most, together
 
 
-def planned(home: Path, columns: int) -> Mapping[str, int]:
-    """Return what `plan` has for a role's memory."""
-    words = command(
-        "plan", "bulk.toml", "--set", f"training.trainer.columns={columns}", "--format", "json"
-    )
-    done = subprocess.run([*map(str, words)], cwd=home, capture_output=True, text=True, check=True)
-    memory: Mapping[str, int] = json.loads(done.stdout)["memory"]
-    return memory
-
-
-def main() -> None:
+def main(*, mb: Sequence[float] = (45, 200, 500)) -> None:
     """Print a table: a row for each role and size."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--mb", type=float, nargs="+", default=[45, 200, 500])
-    chosen = parser.parse_args()
-    print("| model, MB | role | MB | in models | `plan`, MB |\n|---|---|---|---|---|", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        home = Path(folder)
+    table = Table("model, MB", "role", "MB", "in models", "`plan`, MB")
+    with folder() as home:
         (home / "bulk.py").write_text(TRAINER)
         (home / "bulk.toml").write_text(LAB)
-        empty, nothing = measure(home, 1000)
-        for size in chosen.mb:
+        empty, nothing = measure(home)
+        for size in mb:
             columns = round(size * MB / 4)
-            most, together = measure(home, columns)
-            plans = planned(home, columns)
+            pair = f"training.trainer.columns={columns}"
+            most, together = measure(home, pair)
+            plan = json.loads(
+                output("plan", "bulk.toml", *sets(pair), "--format", "json", cwd=home)
+            )
             for role in sorted(most):
                 models = (most[role] - empty[role]) / (4 * columns)
-                plan = f"{plans[role] / MB:.0f}" if role in plans else ""
-                print(
-                    f"| {size:g} | {role} | {most[role] / MB:.0f} | {models:.1f} | {plan} |",
-                    flush=True,
-                )
+                row = [f"{size:g}", role, f"{most[role] / MB:.0f}", f"{models:.1f}"]
+                if role in plan["memory"]:
+                    row.append(f"{plan['memory'][role] / MB:.0f}")
+                table.add(*row)
             models = (together - nothing) / (4 * columns)
-            print(f"| {size:g} | all at once | {together / MB:.0f} | {models:.1f} | |", flush=True)
+            table.add(f"{size:g}", "all at once", f"{together / MB:.0f}", f"{models:.1f}")
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

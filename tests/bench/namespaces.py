@@ -12,20 +12,19 @@ seconds of each global round, beside which `fedstrata plan` can be held.
 
 from __future__ import annotations
 
-import argparse
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 from fedstrata.common.errors import RunFailed
 from fedstrata.common.experiment.reading import load, parse, to_toml
 from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.settings.topology import CLOUD
 from fedstrata.deploy.brokers import broker
+from tests.bench.running import folder, run
 from tests.helpers.commands import DEMO, folder_in, table
 from tests.helpers.namespaces import VethPair, joined
 from tests.helpers.roles import Role
@@ -117,11 +116,7 @@ def run_in_namespaces(experiment: Experiment, runs: Path, *, null: bool = False)
     Raises RunFailed.
     """
     plan, parent = lay_out(experiment), experiment.tree.parent
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        namespaces(plan, home := Path(folder)) as lab,
-        ExitStack() as stack,
-    ):
+    with folder() as home, namespaces(plan, home) as lab, ExitStack() as stack:
         home.chmod(0o755)  # mosquitto reads its configuration there, possibly as another user
         file = home / "experiment.toml"
         file.write_text(to_toml(experiment), encoding="utf-8")
@@ -132,17 +127,8 @@ def run_in_namespaces(experiment: Experiment, runs: Path, *, null: bool = False)
             stack.callback(role.kill)
             return role
 
-        cloud = start(
-            CLOUD,
-            "cloud",
-            file,
-            "--runs",
-            runs,
-            "--broker",
-            lab.downward[CLOUD],
-            "--format",
-            "json",
-        )
+        own = ("--broker", lab.downward[CLOUD], "--format", "json")
+        cloud = start(CLOUD, "cloud", file, "--runs", runs, *own)
         roles = [cloud]
         for name in experiment.tree.aggregators:
             brokers = ("--broker", lab.upward[name], "--child-broker", lab.downward[name])
@@ -165,27 +151,22 @@ def run_in_namespaces(experiment: Experiment, runs: Path, *, null: bool = False)
         return folder_in(cloud.output())
 
 
-def main() -> None:
+def main(
+    file: Path = DEMO,
+    /,
+    *,
+    set_: Annotated[Sequence[str], "KEY=VALUE"] = (),
+    runs: Path = Path("runs"),
+    no_delay: Annotated[bool, "omit the links' delays, which need netem"] = False,
+) -> None:
     """Run an experiment and print its global rounds."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("file", type=Path, nargs="?", default=DEMO)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--runs", type=Path, default=Path("runs"))
-    parser.add_argument(
-        "--no-delay", action="store_true", help="omit the links' delays, which need netem"
-    )
-    asked = parser.parse_args()
-    folder = run_in_namespaces(
-        by_kernel(load(asked.file, asked.set), delays=not asked.no_delay), asked.runs
-    )
+    path = run_in_namespaces(by_kernel(load(file, set_), delays=not no_delay), runs)
     before_s = 0.0
-    for row in table(folder / "rounds.csv"):
+    for row in table(path / "rounds.csv"):
         print(f"global round {row['global_round']}: {float(row['elapsed_s']) - before_s:.2f} s")
         before_s = float(row["elapsed_s"])
-    print(folder)
+    print(path)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -9,31 +9,29 @@ refused must be one line, with exit code 4. With `--recorded` the experiments ha
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 from safetensors.numpy import load_file
 
 from fedstrata.common.errors import InvalidExperiment
 from fedstrata.common.experiment.reading import parse, to_toml
 from fedstrata.common.experiment.schema import Experiment
-from fedstrata.common.host.processes import free_port
-from fedstrata.common.learning import datasets, models
+from fedstrata.common.learning import datasets, models, splits
 from fedstrata.common.model.layout import ModelLayout, Row
 from fedstrata.deploy.brokers import broker
 from tests import test_odd_models
+from tests.bench.running import Table, folder, run, started
+from tests.helpers.commands import command
 from tests.helpers.plain import first_model, plain_training
 
 DEVICES: Final = tuple(f"device-{i}" for i in range(3))
@@ -66,48 +64,36 @@ def experiment(name: str, *, recorded: bool | str) -> Experiment:
         "momentum": 0.9,
         "weight_decay": 0.01,
         "epochs": 1,
+        "recorded": recorded,
     }
-    training |= {"recorded": recorded}
-    tree = {
-        "name": name.partition(":")[2].lower().replace("_", "-"),
-        "rounds": ROUNDS,
-        "topology": {"institutions": 1, "devices": 3},
-        "model": {"name": name},
-        "training": training,
-        "links": {"check": "off"},
-    }
-    return parse(tree)
+    return parse(
+        {
+            "name": name.partition(":")[2].lower().replace("_", "-"),
+            "rounds": ROUNDS,
+            "topology": {"institutions": 1, "devices": 3},
+            "model": {"name": name},
+            "training": training,
+            "links": {"check": "off"},
+        }
+    )
 
 
 def wanted(lab: Experiment, layout: ModelLayout) -> Row:
     """Return the final model of plain loops and weighted means."""
-    row, joins = first_model(lab), lab.model.name.endswith(test_odd_models.JOINING)
+    row = first_model(lab)
+    joins = lab.model.name.endswith(test_odd_models.JOINING)
+    samples = [len(splits.split_of(lab, node=node).partitions[i]) for i, node in enumerate(DEVICES)]
     for r in range(ROUNDS):
-        rows, samples = [], []
+        uploads = []
         for node in DEVICES:
             out, _ = plain_training(lab, node, row, epochs=1, local_round=r, joins=joins)
-            rows.append(layout.floats(out).astype(np.float64))
-            samples.append(_samples(lab, node))
-        row = rows_to_row(layout, np.average(rows, axis=0, weights=samples), out)
+            uploads.append(layout.floats(out).astype(np.float64))
+        row = out.copy()  # with its counters
+        layout.floats(row)[:] = np.average(uploads, axis=0, weights=samples)
     return row
 
 
-def rows_to_row(
-    layout: ModelLayout, floats: np.ndarray[tuple[int], np.dtype[np.float64]], counters: Row
-) -> Row:
-    """Return a model of these columns, with the counters of another one."""
-    row = counters.copy()
-    layout.floats(row)[:] = floats
-    return row
-
-
-def _samples(lab: Experiment, node: str) -> int:
-    from fedstrata.common.learning import splits
-
-    return len(splits.split_of(lab, node=node).partitions[lab.tree.devices.index(node)])
-
-
-def ended(command: list[str], refusal: str | None) -> tuple[int, str, str]:
+def ended(words: list[str], refusal: str | None) -> tuple[int, str, str]:
     """Run a cloud; return its exit code, its output and its last message.
 
     A cloud waits for devices that refuse a model, and names why: that line, which `refusal`
@@ -116,18 +102,15 @@ def ended(command: list[str], refusal: str | None) -> tuple[int, str, str]:
     line = ""
     with (
         tempfile.TemporaryFile("w+") as output,
-        subprocess.Popen(command, stdout=output, stderr=subprocess.PIPE, text=True) as process,
+        subprocess.Popen(words, stdout=output, stderr=subprocess.PIPE, text=True) as process,
     ):
         late = threading.Timer(PATIENCE_S, process.kill)
         late.start()
         assert process.stderr is not None
         try:
             for line in map(str.strip, process.stderr):
-                if (
-                    refusal is not None
-                    and "waits for its children" in line
-                    and re.search(refusal, line)
-                ):
+                waits = refusal is not None and "waits for its children" in line
+                if waits and re.search(str(refusal), line):
                     process.kill()
                     return InvalidExperiment.exit_code, "", line
             code = process.wait()
@@ -137,67 +120,56 @@ def ended(command: list[str], refusal: str | None) -> tuple[int, str, str]:
             late.cancel()
 
 
-def main() -> None:
-    """Run all models and print a table; the exit code is 1 if one is neither equal nor refused."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--recorded", action="store_true", help="ask for recorded steps of all models"
+def play(name: str, home: Path, broker_: list[str], *, recorded: bool) -> tuple[bool, str, str]:
+    """Run a model; return whether it became what it should, what, and the largest difference."""
+    lab = experiment(name, recorded=recorded or "auto")
+    file = home / f"{lab.name}.toml"
+    file.write_text(to_toml(lab))
+    words = command(
+        "cloud", file, "--runs", home / lab.name, "--format", "json", *broker_, stay=True
     )
-    parser.add_argument("--only", action="append", help="models by name")
-    chosen = parser.parse_args()
-    table, wrong = Table("model", "outcome", "largest difference"), 0
-    models_here = [
-        name
-        for name in (*TRAINED, *REFUSED)
-        if not chosen.only or name.partition(":")[2] in chosen.only
-    ]
-    with tempfile.TemporaryDirectory(prefix="odd-") as root, ExitStack() as stack:
-        home, port = Path(root), free_port()
-        stack.callback(broker.start(directory=home, port=port).process.kill)
-        fedstrata, where = [sys.executable, "-m", "fedstrata"], ["--broker", f"127.0.0.1:{port}"]
+    code, output, line = ended(words, REFUSED.get(name))
+    if code:
+        return name in REFUSED and code == InvalidExperiment.exit_code, f"{code}: {line}", ""
+    found = load_file(Path(json.loads(output.splitlines()[0])["folder"]) / "model.safetensors")
+    layout = models.layout_of(models.anew(lab, inputs=datasets.load(lab.data).inputs))
+    apart = max(
+        float(np.abs(found[entry] - value).max(initial=0.0))
+        for entry, value in layout.views(wanted(lab, layout)).items()
+        if value.dtype == np.float32
+    )
+    return name in TRAINED and apart <= ERROR_MOST, "trained", f"{apart:.2g}"
+
+
+def main(
+    *,
+    recorded: Annotated[bool, "ask for recorded steps of all models"] = False,
+    only: Annotated[Sequence[str], "models by name"] = (),
+) -> bool:
+    """Run all models and print a table; return whether one is neither equal nor refused."""
+    table = Table("model", "outcome", "largest difference")
+    chosen = [name for name in (*TRAINED, *REFUSED) if not only or name.partition(":")[2] in only]
+    right = 0
+    with folder() as home, ExitStack() as stack:
+        port = stack.enter_context(broker.start(directory=home)).port
+        where = ["--broker", f"127.0.0.1:{port}"]
         names = [word for name in DEVICES for word in ("--name", name)]
         allowed = [word for name in ALLOWED for word in ("--allow", name)]
         for words in (
             ["institution", "--name", "institution-0"],
             ["device", *names, "--parent", "institution-0", "--slots", "1", *allowed],
         ):
-            with (home / f"{words[0]}.log").open("w") as log:
-                stack.callback(
-                    subprocess.Popen([*fedstrata, *words, *where], stdout=log, stderr=log).kill
-                )
-        for name in models_here:
-            lab = experiment(name, recorded=chosen.recorded or "auto")
-            file = home / f"{lab.name}.toml"
-            file.write_text(to_toml(lab))
-            words = ["cloud", str(file), "--runs", str(home / lab.name), "--format", "json", *where]
-            code, output, line = ended([*fedstrata, *words], REFUSED.get(name))
-            if code:
-                right = name in REFUSED and code == InvalidExperiment.exit_code
-                table.add_row(name, f"{code}: {line}", "")
-            else:
-                folder = Path(json.loads(output.splitlines()[0])["folder"])
-                layout = models.layout_of(models.anew(lab, inputs=datasets.load(lab.data).inputs))
-                row = wanted(lab, layout)
-                found = load_file(folder / "model.safetensors")
-                apart = max(
-                    float(np.abs(found[entry] - value).max(initial=0.0))
-                    for entry, value in layout.views(row).items()
-                    if value.dtype == np.float32
-                )
-                right = name in TRAINED and apart <= ERROR_MOST
-                table.add_row(name, "trained", f"{apart:.2g}")
-            wrong += not right
-            print(
-                name,
-                "right" if right else "WRONG",
-                line if not right else "",
-                file=sys.stderr,
-                flush=True,
-            )
-    Console(width=160).print(table)
-    print(f"{len(models_here) - wrong} of {len(models_here)} equal a plain loop or are refused")
-    raise SystemExit(bool(wrong))
+            role = command(*words, *where, stay=True)
+            stack.enter_context(started(role, home / f"{words[0]}.log"))
+        for name in chosen:
+            good, *cells = play(name, home, where, recorded=recorded)
+            table.add(name, *cells)
+            if not good:
+                print(name, "WRONG", *cells, file=sys.stderr, flush=True)
+            right += good
+    print(f"{right} of {len(chosen)} equal a plain loop or are refused")
+    return right < len(chosen)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

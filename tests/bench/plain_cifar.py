@@ -14,14 +14,9 @@ channels_last, PyTorch's fused SGD, mixtures of two in float32.
 
 from __future__ import annotations
 
-import argparse
-import csv
 import pickle
-import sys
-import tempfile
-import time
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Annotated, Any, Final, TypeAlias
 
 import numpy as np
 import torch
@@ -32,7 +27,8 @@ from fedstrata.common.experiment.schema import Experiment
 from fedstrata.common.learning import datasets, models
 from fedstrata.common.randomness import Purpose, generator
 from fedstrata.deploy.sweeps.grid import load
-from tests.helpers.commands import EXPERIMENTS
+from tests.bench.running import Clock, folder, run
+from tests.helpers.commands import EXPERIMENTS, table
 from tests.helpers.direct import run_direct
 
 State: TypeAlias = dict[str, Tensor]
@@ -136,23 +132,18 @@ def mixed(states: list[State], weights: dict[int, float]) -> State:
     }
 
 
-def plain(lab: Experiment, folder: Path, data: tuple[Tensor, Tensor]) -> tuple[State, State]:
+def plain(lab: Experiment, run: Path, data: tuple[Tensor, Tensor]) -> tuple[State, State]:
     """Return the model of a plain loop over the rounds of a run, and the initial one."""
-    parts = np.load(folder / "partition.npz")
+    parts = np.load(run / "partition.npz")
     made = models.of(lab, inputs=datasets.load(lab.data).inputs)
     first = {name: value.clone() for name, value in made.state_dict().items()}
     rule = lab.tiers[0].aggregation
     crosses = rule.name == "fedcross"
     copies = [first]
-    with (folder / "rounds.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    for r, row in enumerate(rows):
+    for r, row in enumerate(table(run / "rounds.csv")):
         chosen = [name for name in lab.tree.devices if row[f"epochs_{name}"]]
-        dealt = [
-            chosen[place]
-            for place in generator(lab.seed, Purpose.DISPATCH, "cloud", r).permutation(len(chosen))
-        ]
-        nodes = dealt if crosses else chosen
+        order = generator(lab.seed, Purpose.DISPATCH, "cloud", r).permutation(len(chosen))
+        nodes = [chosen[place] for place in order] if crosses else chosen
         starts = copies if len(copies) > 1 else copies * len(nodes)
         uploads = [
             trained(start, data, parts[name], lab, name, r)
@@ -173,43 +164,33 @@ def apart(one: State, other: State) -> float:
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-def main() -> None:
-    """Compare both methods; exit with 1 if a model is not the loop's."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--root", type=Path, default=Path("data"), help="the folder of data sets")
-    parser.add_argument("--rounds", type=int, default=20)
-    given = parser.parse_args()
+def main(
+    *, root: Annotated[Path, "the folder of data sets"] = Path("data"), rounds: int = 20
+) -> bool:
+    """Compare both methods; return whether a model is not the loop's."""
     torch.set_num_threads(1)
-    data = read(given.root)
+    data = read(root)
     grid = load(EXPERIMENTS / "papers" / "fedcross-table2.toml")
-    wrong = False
+    differences = []
     for method in METHODS:
         values = {"model": "CNN", "data": "CIFAR-10", "split": "beta 0.1", "method": method}
-        cell = next(each for each in grid.cells if each.values == values)
-        lab = cell.experiments[1]
-        changes = {
-            "rounds": given.rounds,
-            "data": lab.data.model_copy(update={"root": str(given.root)}),
-        }
-        lab = lab.model_copy(update=changes)
-        with tempfile.TemporaryDirectory() as home:
-            began = time.process_time()
-            folder = run_direct(Path(home), lab)
-            ours_s = time.process_time() - began
-            began = time.process_time()
-            expected, first = plain(lab, folder, data)
-            plain_s = time.process_time() - began
-            found = load_file(folder / "model.safetensors")
-        difference = apart(found, expected)
-        wrong = wrong or difference > MOST
+        lab = next(each for each in grid.cells if each.values == values).experiments[1]
+        images = lab.data.model_copy(update={"root": str(root)})
+        lab = lab.model_copy(update={"rounds": rounds, "data": images})
+        with folder() as home:
+            with Clock() as ours:
+                path = run_direct(home, lab)
+            with Clock() as loop:
+                expected, first = plain(lab, path, data)
+            found = load_file(path / "model.safetensors")
+        differences.append(apart(found, expected))
         print(
-            f"{method}, {given.rounds} rounds: largest difference {difference:.2g}, moved by "
-            f"{apart(found, first):.2g};"
-            f" CPU seconds {ours_s:.0f}, plain {plain_s:.0f}",
+            f"{method}, {rounds} rounds: largest difference {differences[-1]:.2g}, moved by "
+            f"{apart(found, first):.2g}; CPU seconds {ours.cpu_s:.0f}, plain {loop.cpu_s:.0f}",
             flush=True,
         )
-    sys.exit(1 if wrong else 0)
+    return max(differences) > MOST
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -12,23 +12,14 @@ seconds of the command `plan`.
 
 from __future__ import annotations
 
-import argparse
 import json
-import subprocess
-import sys
-import tempfile
-import time
-from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import mean, median
-from typing import Final
-
-from rich.console import Console
-from rich.table import Table
+from typing import Final, TypeAlias
 
 from fedstrata.deploy.results.run import Run, folders
+from tests.bench.running import Clock, Table, folder, output, run
+from tests.helpers.commands import DEMO
 
-ROOT: Final = Path(__file__).parents[2]
 IMAGES: Final = (
     '[data]\ndataset = "synthetic"\nclasses = 10\nimage_shape = [3, 32, 32]\ntest_samples = 50\n'
 )
@@ -40,8 +31,7 @@ def slow(step_s: float) -> str:
 
 
 LABS: Final = {
-    "the demo": (ROOT / "deploy" / "experiments" / "demo.toml").read_text(encoding="utf-8")
-    + slow(0.05),
+    "the demo": DEMO.read_text(encoding="utf-8") + slow(0.05),
     "10 x 45 MB, 50 Mbit/s": f"""
 rounds = 3
 {IMAGES}samples = 200
@@ -128,82 +118,57 @@ check = "off"
 WHOLE: Final = ("an outage of 15 s",)
 
 
-@dataclass(slots=True)
-class Comparison:
-    """What the repetitions of one lab gave: seconds of a global round, and of its phases in the
-    same order.
+Seconds: TypeAlias = dict[str, float]  # by phase
+
+
+def compare(name: str, text: str) -> tuple[tuple[float, float, float], Seconds, Seconds]:
+    """Predict and run a lab once; return the seconds of `plan`, those of a global round as
+    predicted and as measured, and these by phase.
     """
-
-    took: list[float] = field(default_factory=list)
-    plan: list[float] = field(default_factory=list)
-    measured: list[float] = field(default_factory=list)
-    phases: list[tuple[dict[str, float], dict[str, float]]] = field(default_factory=list)
-
-
-def main() -> None:
-    """Compare each lab and print a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("labs", nargs="*", metavar="LAB")
-    parser.add_argument("--repetitions", type=int, default=3)
-    options = parser.parse_args()
-    columns = ("lab", "took", "plan", "measured", "plan / measured")
-    table, details = Table(*columns), Table("lab", "phases: plan / measured")
-    for name, text in LABS.items():
-        if options.labs and not name.startswith(tuple(options.labs)):
-            continue
-        found = Comparison()
-        for _ in range(options.repetitions):
-            compare(name, text, found)
-        seconds = (f"{median(each):.2f} s" for each in (found.took, found.plan, found.measured))
-        table.add_row(name, *seconds, ratios(found))
-        details.add_row(name, phases(found))
-    console = Console(width=150)
-    console.print(table)
-    console.print(details)
-
-
-def compare(name: str, text: str, found: Comparison) -> None:
-    """Predict and run a lab once."""
-    with tempfile.TemporaryDirectory() as home:
-        file = Path(home) / "lab.toml"
+    with folder() as home:
+        file = home / "lab.toml"
         file.write_text(text, encoding="utf-8")
-        begun = time.monotonic()
-        plan = json.loads(command("plan", str(file), "--format", "json"))
-        found.took.append(time.monotonic() - begun)
-        command("run", str(file), "--runs", f"{home}/runs")
-        (folder,) = folders(Path(home) / "runs")
-        run = Run(folder)
-        whole = name in WHOLE
-        rounds = run.rounds if whole else run.rounds[1:]
-    found.plan.append(mean(plan["simulated_rounds"]) if whole else plan["global_round_s"])
-    found.measured.append(mean(each.seconds for each in rounds))
-    measured = {phase: mean(each.phases[phase] for each in rounds) for phase in plan["seconds"]}
-    found.phases.append((plan["seconds"], measured))
+        with Clock() as clock:
+            plan = json.loads(output("plan", file, "--format", "json"))
+        output("run", file, "--runs", home / "runs")
+        (found,) = folders(home / "runs")
+        rounds = Run(found).rounds
+    predicted = plan["global_round_s"]
+    if name in WHOLE:
+        predicted = mean(plan["simulated_rounds"])
+    else:
+        rounds = rounds[1:]
+    phases = {phase: mean(each.phases[phase] for each in rounds) for phase in plan["seconds"]}
+    measured = mean(each.seconds for each in rounds)
+    return (clock.s, predicted, measured), plan["seconds"], phases
 
 
-def command(*words: str) -> str:
-    """Run a command of fedstrata and return its standard output."""
-    words = (sys.executable, "-m", "fedstrata", *words)
-    return subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout
+def main(*labs: str, repetitions: int = 3) -> None:
+    """Compare each lab and print a row for it."""
+    table = Table(
+        "lab", "took", "plan", "measured", "plan / measured", "phases: plan / measured, s"
+    )
+    for name, text in LABS.items():
+        if labs and not name.startswith(labs):
+            continue
+        seconds, planned, found = zip(
+            *(compare(name, text) for _ in range(repetitions)), strict=True
+        )
+        ratios = [predicted / measured for _, predicted, measured in seconds]
+        medians = (f"{median(each):.2f} s" for each in zip(*seconds, strict=True))
+        ratio = f"{median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+        table.add(name, *medians, ratio, phases(planned, found))
 
 
-def ratios(found: Comparison) -> str:
-    """Return the median of predicted / measured, with the smallest and the largest."""
-    each = [ours / theirs for ours, theirs in zip(found.plan, found.measured, strict=True)]
-    return f"{median(each):.3f} ({min(each):.3f} to {max(each):.3f})"
-
-
-def phases(found: Comparison) -> str:
+def phases(*ways: tuple[Seconds, ...]) -> str:
     """Return the median seconds of each phase, of those with more than 5 ms."""
     texts = []
-    for phase in found.phases[0][0]:
-        seconds = [median(each[way][phase] for each in found.phases) for way in range(2)]
+    for phase in ways[0][0]:
+        seconds = [median(each[phase] for each in way) for way in ways]
         if max(seconds) > 5e-3:
             texts.append(f"{phase} {' / '.join(f'{one:.3f}' for one in seconds)}")
     return ", ".join(texts)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

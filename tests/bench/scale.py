@@ -20,22 +20,20 @@ the whole range, against its mean, and the memory that one more device takes.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import statistics
 import subprocess
-import tempfile
-import time
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Final
+from statistics import median
+from typing import Annotated, Final
 
 import numpy as np
 import psutil
 
+from tests.bench.running import MB, Clock, folder, run, started
 from tests.helpers.commands import command
 from tests.helpers.pss import pss
 
@@ -60,7 +58,6 @@ training = {{ epochs = 1, batch_size = 10 }}
 links = {{ check = "off" }}
 """
 SAMPLES: Final = 20
-MB: Final = 1e6
 
 
 @dataclass(slots=True)
@@ -83,8 +80,8 @@ class Measured:
 class Lab:
     """The processes of a lab that runs, from the process of its command."""
 
-    def __init__(self, lab: subprocess.Popen[str]) -> None:
-        self._root = psutil.Process(lab.pid)
+    def __init__(self, root: int) -> None:
+        self._root = psutil.Process(root)
         self._kinds: dict[psutil.Process, str] = {}
 
     def find(self) -> None:
@@ -103,51 +100,54 @@ class Lab:
 
     def counts(self) -> dict[str, int]:
         """Return the number of processes of each kind."""
-        return {
-            kind: list(self._kinds.values()).count(kind)
-            for kind in KINDS.values()
-            if kind in self._kinds.values()
-        }
+        counts = Counter(self._kinds.values())
+        return {kind: counts[kind] for kind in KINDS.values() if kind in counts}
 
     def _sums(self, of: Callable[[psutil.Process], float]) -> dict[str, float]:
-        sums: dict[str, float] = defaultdict(float)
+        sums: Counter[str] = Counter()
         for process, kind in self._kinds.items():
-            sums[kind] += of(process)
-        return dict(sums)
+            sums[kind] += of(process)  # type: ignore[assignment]
+        return dict(sums)  # type: ignore[arg-type]
 
 
 def measure(devices: int, *, rounds: int, null: bool, processes: int | None) -> Measured:
     """Run a lab and measure it."""
-    measured, began = Measured(devices), time.monotonic()
-    env = dict(os.environ) | ({"NULL_LAB_PROCESSES": str(processes)} if processes else {})
-    with tempfile.TemporaryDirectory() as home:
-        file = Path(home) / "scale.toml"
+    measured = Measured(devices)
+    env = dict(os.environ)
+    if processes:
+        env["NULL_LAB_PROCESSES"] = str(processes)
+    with folder() as home, Clock() as clock:
+        file = home / "scale.toml"
         institutions = min(INSTITUTIONS, devices)
+        samples = SAMPLES * devices
         text = EXPERIMENT.format(
-            rounds=rounds, institutions=institutions, devices=devices, samples=SAMPLES * devices
+            rounds=rounds, institutions=institutions, devices=devices, samples=samples
         )
         file.write_text(text, encoding="utf-8")
-        words = command("run", file, "--runs", f"{home}/runs", "--format", "json", null=null)
-        lab = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env)
-        assert lab.stdout is not None
-        seen, ends, cpu = Lab(lab), [], []
-        for line in lab.stdout:
-            event = json.loads(line)
-            if event["event"] == "child" and event["state"] == "ready" and not ends:
-                measured.start_s = time.monotonic() - began
-            if event["event"] == "global_round":
-                ends.append(float(event["elapsed_s"]))
-                if len(ends) == 1:
-                    seen.find()
-                cpu.append(seen.cpu_s())
-                if len(ends) == rounds - 1:  # after the last one processes begin to end
-                    measured.memory_mb, measured.processes = seen.memory_mb(), seen.counts()
-        if lab.wait() or len(ends) < rounds:
-            raise SystemExit(
-                f"the lab of {devices} devices ended with code {lab.returncode} after {len(ends)} "
-                "rounds"
-            )
-    measured.round_s = statistics.median(np.diff(ends).tolist())
+        words = command("run", file, "--runs", home / "runs", "--format", "json", null=null)
+        ends: list[float] = []
+        cpu = []
+        with started(words, home / "log", stdout=subprocess.PIPE, stderr=None, env=env) as process:
+            lab = Lab(process.pid)
+            assert process.stdout is not None
+            for line in process.stdout:
+                event = json.loads(line)
+                if event["event"] == "child" and event["state"] == "ready" and not ends:
+                    measured.start_s = clock.now_s
+                if event["event"] == "global_round":
+                    ends.append(float(event["elapsed_s"]))
+                    if len(ends) == 1:
+                        lab.find()
+                    cpu.append(lab.cpu_s())
+                    if len(ends) == rounds - 1:  # after the last one processes begin to end
+                        measured.memory_mb = lab.memory_mb()
+                        measured.processes = lab.counts()
+            code = process.wait()
+    if code or len(ends) < rounds:
+        raise SystemExit(
+            f"the lab of {devices} devices ended with code {code} after {len(ends)} rounds"
+        )
+    measured.round_s = median(np.diff(ends).tolist())
     measured.cpu_s = {kind: (cpu[-1][kind] - cpu[0][kind]) / (rounds - 1) for kind in cpu[0]}
     measured.start_cpu_s = sum(cpu[0].values()) - sum(measured.cpu_s.values())
     return measured
@@ -189,33 +189,29 @@ def trend(labs: list[Measured]) -> None:
         print(f"memory of the {kind}: {slope:.3f} MB for one more device")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("devices", type=int, nargs="*", default=DEVICES)
-    parser.add_argument("--null", action="store_true")
-    parser.add_argument("--processes", type=int)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
-    asked = parser.parse_args()
-    if asked.rounds < 3:
-        parser.error("--rounds: at least 3")
-    if asked.processes and not asked.null:
-        parser.error("--processes is valid only with --null")
+def main(
+    *devices: int,
+    null: Annotated[bool, "devices add noise in place of training"] = False,
+    processes: Annotated[int | None, "of devices, with --null"] = None,
+    rounds: Annotated[int, "at least 3"] = 5,
+    json_: Annotated[Path | None, "a file for the figures"] = None,
+) -> str | None:
+    """Measure and print each lab, then the lines over all."""
+    if rounds < 3:
+        return "--rounds: at least 3"
+    if processes and not null:
+        return "--processes is valid only with --null"
     labs = []
-    for devices in asked.devices:
-        labs.append(
-            measure(devices, rounds=asked.rounds, null=asked.null, processes=asked.processes)
-        )
+    for count in devices or DEVICES:
+        labs.append(measure(count, rounds=rounds, null=null, processes=processes))
         show(labs[-1])
-        if asked.json:
-            asked.json.write_text(
-                json.dumps([asdict(lab) for lab in labs], indent=2) + "\n", encoding="utf-8"
-            )
+        if json_:
+            text = json.dumps([asdict(lab) for lab in labs], indent=2)
+            json_.write_text(text + "\n", encoding="utf-8")
     if len(labs) > 1:
         trend(labs)
+    return None
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -7,18 +7,13 @@ has a quorum and a straggler, one a trace of the WAN with an outage. Usage: simu
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import tempfile
-import time
 from pathlib import Path
 from typing import Any, Final
 
 from fedstrata.common.experiment.reading import parse, to_toml
-from fedstrata.common.host.processes import python
 from fedstrata.deploy.results.run import Run
 from fedstrata.deploy.sweeps.grid import merged
+from tests.bench.running import MB, Clock, Table, folder, output, run
 from tests.simulation.outcome import model_digest
 
 BASE: Final[dict[str, Any]] = {
@@ -54,32 +49,27 @@ KINDS: Final = {
 }
 
 
-def measure(name: str, kind: str, home: Path) -> None:
+def measure(table: Table, name: str, kind: str, home: Path) -> None:
     """Run a lab in one of the ways and print its figures."""
-    file, runs = home / f"{name}.toml", home / name / kind
+    file = home / f"{name}.toml"
+    runs = home / name / kind
     file.write_text(to_toml(parse(merged(BASE, LABS[name]))))
-    command = [*python("fedstrata"), "run", str(file), "--runs", str(runs), *KINDS[kind]]
-    begun, before = time.monotonic(), os.times()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    wall_s, after = time.monotonic() - begun, os.times()
-    cpu_s = sum(after[2:4]) - sum(before[2:4])
+    with Clock() as clock:
+        output("run", file, "--runs", runs, *KINDS[kind])
     run = Run(next(runs.iterdir()))
-    mib = sum(run.totals.values()) / 1e6
-    print(
-        f"{name:8} {kind:20} {run.seconds:8.2f} s of global rounds  {wall_s:6.1f} s wall  "
-        f"{cpu_s:6.1f} CPU s  "
-        f"{mib:7.3f} MB  {model_digest(runs)}",
-        flush=True,
-    )
+    seconds = (run.seconds, clock.s, clock.cpu_s)
+    sent = sum(run.totals.values()) / MB
+    table.add(name, kind, *(f"{each:.2f}" for each in seconds), f"{sent:.3f}", model_digest(runs))
 
 
-def main() -> None:
+def main(*labs: str) -> None:
     """Run the labs that are named, or all."""
-    with tempfile.TemporaryDirectory(prefix="fedstrata-bench-") as home:
-        for name in sys.argv[1:] or LABS:
+    table = Table("lab", "", "s of global rounds", "s wall", "CPU s", "MB", "model")
+    with folder() as home:
+        for name in labs or LABS:
             for kind in KINDS:
-                measure(name, kind, Path(home))
+                measure(table, name, kind, home)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

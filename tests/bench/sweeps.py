@@ -7,64 +7,38 @@ must be equal.
 
 from __future__ import annotations
 
-import os
-import platform
-import resource
-import subprocess
-import tempfile
-import time
 from pathlib import Path
 from typing import Final
 
 from fedstrata.device.pool.pool import cores
-from tests.helpers.commands import command
+from tests.bench.running import Clock, Table, folder, output, run
 
 RUNS: Final = 4
 PART: Final = ("--only", "images=clean", "--only", "split=Dirichlet 0.1", "--only", "method=FedAvg")
 
 
-def measure(jobs: int, seeds: int, runs: Path) -> tuple[str, float, float]:
-    """Return the table without its seconds, the wall seconds and the CPU seconds of a sweep."""
-    words = [
-        "sweep",
-        "study/two",
-        *PART,
-        "--direct",
-        "--seeds",
-        seeds,
-        "--jobs",
-        jobs,
-        "--runs",
-        runs,
-        "--format",
-        "csv",
-    ]
-    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
-    done = subprocess.run(command(*map(str, words)), stdout=subprocess.PIPE, text=True, check=True)
-    wall_s, after = time.monotonic() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
-    head, row = (line.split(",") for line in done.stdout.splitlines())
-    table = ",".join(
-        cell for name, cell in zip(head, row, strict=True) if not name.startswith("time")
-    )
-    return table, wall_s, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+def measure(table: Table, jobs: int, seeds: int, runs: Path) -> tuple[list[str], float]:
+    """Print the figures of a sweep; return its table without its seconds, and its wall seconds."""
+    words = ["sweep", "study/two", *PART, "--direct", "--seeds", seeds, "--jobs", jobs]
+    with Clock() as clock:
+        text = output(*map(str, words), "--runs", runs, "--format", "csv")
+    table.add(jobs, f"{3600 * seeds / clock.s:.0f}", f"{clock.cpu_s / seeds:.1f}")
+    head, row = (line.split(",") for line in text.splitlines())
+    cells = zip(head, row, strict=True)
+    return [cell for name, cell in cells if not name.startswith("time")], clock.s
 
 
 def main() -> None:
     """Print both sweeps."""
-    most, seeds = cores(), RUNS * cores()
-    print(f"{platform.machine()}, {most} cores, load {os.getloadavg()[0]:.1f}; {seeds} runs")
-    found = {}
-    with tempfile.TemporaryDirectory() as home:
-        for jobs in (1, most):
-            found[jobs] = measure(jobs, seeds, Path(home) / str(jobs))
-            _, wall_s, cpu_s = found[jobs]
-            print(
-                f"{jobs} at once: {3600 * seeds / wall_s:.0f} runs per hour, {cpu_s / seeds:.1f} "
-                "CPU s each"
-            )
-    assert found[1][0] == found[most][0]
-    print(f"the same tables; {found[1][1] / found[most][1]:.2f} times the runs per hour")
+    most = cores()
+    seeds = RUNS * most
+    table = Table("at once", "runs per hour", "CPU s each", title=f"{seeds} runs")
+    with folder() as home:
+        one, one_s = measure(table, 1, seeds, home / "1")
+        all_, all_s = measure(table, most, seeds, home / "all")
+    assert one == all_
+    print(f"the same tables; {one_s / all_s:.2f} times the runs per hour")
 
 
 if __name__ == "__main__":
-    main()
+    run(main)
