@@ -12,21 +12,21 @@ runtime alone is measured. Run as root.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 import numpy as np
 
+from tests.bench import running
+from tests.bench.running import MB, Table, folder
 from tests.helpers.cgroups import ControlGroup
 from tests.helpers.namespaces import Namespace, VethPair, joined
 
@@ -158,12 +158,12 @@ class Measured:
         """Return the means of a round."""
         times, *columns = np.array(self.looks).T
         rounds = len(self.marks) - 1
+        ends = (self.marks[0], self.marks[-1])
         seconds, cpu_s, _, down, up = (
-            (np.interp(self.marks[-1], times, column) - np.interp(self.marks[0], times, column))
-            / rounds
+            float(np.diff(np.interp(ends, times, column))[0]) / rounds
             for column in (times, *columns)
         )
-        return {"s": seconds, "cpu_s": cpu_s, "down_mb": down / 1e6, "up_mb": up / 1e6}
+        return {"s": seconds, "cpu_s": cpu_s, "down_mb": down / MB, "up_mb": up / MB}
 
     def _look(self) -> None:
         while not self._over.wait(LOOK_S):
@@ -180,25 +180,12 @@ def superlink(run: Measured, clients: int) -> None:
     """Run the app by a SuperLink and a SuperNode for each client."""
     address = f"{LINK.parent_address}:{PORT}"
     flower_run(run, f'address = "{address}"\ninsecure = true\n')
-    run.start(
-        "flower-superlink",
-        "--insecure",
-        "--host",
-        LINK.parent_address,
-        "--port",
-        str(PORT),
-        space=run.servers,
-    )
+    where = ("--host", LINK.parent_address, "--port", str(PORT))
+    run.start("flower-superlink", "--insecure", *where, space=run.servers)
     for place in range(clients):
-        given = [
-            "--node-config",
-            f"partition-id={place} num-partitions={clients}",
-            "--port",
-            str(9100 + place),
-        ]
-        run.start(
-            "flower-supernode", "--insecure", "--superlink", address, *given, space=run.clients
-        )
+        own = ("--node-config", f"partition-id={place} num-partitions={clients}")
+        where = ("--superlink", address, "--port", str(9100 + place))
+        run.start("flower-supernode", "--insecure", *where, *own, space=run.clients)
     flower_rounds(run)
 
 
@@ -232,17 +219,8 @@ def deployed(run: Measured, clients: int) -> None:
     broker = ["--broker", LINK.parent_address]
     run.start("fedstrata", "broker", "--host", LINK.parent_address, "--insecure", space=run.servers)
     for place in range(clients):
-        own = [
-            "--name",
-            f"device-{place}",
-            "--slots",
-            "1",
-            "--accelerator",
-            "cpu",
-            "--allow",
-            "ship",
-        ]
-        run.start("fedstrata", "device", *own, *broker, space=run.clients)
+        own = ("--name", f"device-{place}", "--slots", "1", "--accelerator", "cpu")
+        run.start("fedstrata", "device", *own, "--allow", "ship", *broker, space=run.clients)
     our_rounds(run, "cloud", "lab.toml", *broker)
 
 
@@ -276,57 +254,45 @@ RUNTIMES: Final = {
 }
 
 
-def measure(name: str, clients: int, rounds: int | None) -> list[str]:
-    """Return a row of the table."""
+def measure(name: str, clients: int, rounds: int) -> list[str]:
+    """Return the cells of a row. Raises RuntimeError if the run does not finish."""
     runtime, most = RUNTIMES[name]
+    rounds = rounds or most
     group = ControlGroup(f"flower-{os.getpid()}")
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        joined(["servers", "clients"], [LINK]) as spaces,
-        group,
-    ):
-        home = Path(folder)
-        (home / "pyproject.toml").write_text(PROJECT.format(rounds=rounds or most, clients=clients))
+    with folder() as home, joined(["servers", "clients"], [LINK]) as spaces, group:
+        (home / "pyproject.toml").write_text(PROJECT.format(rounds=rounds, clients=clients))
         (home / "ship.py").write_text(APP)
         (home / "lab.toml").write_text(LAB.format(clients=clients))
         began = time.monotonic()
         run = Measured(home, group, spaces["servers"], spaces["clients"])
         runtime(run, clients)
         run.stop()
-        if len(run.marks) != (rounds or most) + 1:
+        if len(run.marks) != rounds + 1:
             raise RuntimeError(run.ends())
     mean = run.between_marks()
-    start_cpu_s = np.interp(
-        run.marks[0], [look[0] for look in run.looks], [look[1] for look in run.looks]
-    )
-    between = (
-        [f"{mean['down_mb']:.2f}", f"{mean['up_mb']:.2f}"]
-        if runtime in (superlink, deployed)
-        else ["", ""]
-    )
+    times, cpu_s, memory, *_ = zip(*run.looks, strict=True)
+    between = ["", ""]
+    if runtime in (superlink, deployed):
+        between = [f"{mean['down_mb']:.2f}", f"{mean['up_mb']:.2f}"]
     return [
-        name,
-        str(clients),
         f"{mean['cpu_s']:.2f}",
         *between,
-        f"{max(look[2] for look in run.looks) / 1e6:.0f}",
+        f"{max(memory) / MB:.0f}",
         f"{mean['s']:.2f}",
         f"{run.marks[0] - began:.0f}",
-        f"{start_cpu_s:.0f}",
+        f"{np.interp(run.marks[0], times, cpu_s):.0f}",
         f"{os.getloadavg()[0] / (os.cpu_count() or 1):.1f}",
     ]
 
 
-def main() -> None:
+def main(
+    *,
+    clients: Sequence[int] = (2, 10, 40),
+    rounds: Annotated[int, "in place of each runtime's own number"] = 0,
+    only: Annotated[Sequence[str], tuple(RUNTIMES)] = tuple(RUNTIMES),
+) -> None:
     """Print a table: each runtime with each number of clients."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--clients", type=int, nargs="+", default=[2, 10, 40])
-    parser.add_argument("--rounds", type=int, help="in place of each runtime's own number")
-    parser.add_argument("--only", choices=list(RUNTIMES), nargs="+", default=list(RUNTIMES))
-    chosen = parser.parse_args()
-    columns = [
+    table = Table(
         "runtime",
         "clients",
         "CPU s",
@@ -336,19 +302,17 @@ def main() -> None:
         "s",
         "s to start",
         "CPU s to start",
-    ]
-    print(
-        f"| {' | '.join([*columns, 'load a core'])} |\n|{'---|' * (len(columns) + 1)}", flush=True
+        "load a core",
     )
-    for clients in chosen.clients:
-        for name in chosen.only:
+    for count in clients:
+        for name in only:
             try:
-                row = measure(name, clients, chosen.rounds)
+                row = measure(name, count, rounds)
             except RuntimeError as error:
                 print(error, file=sys.stderr)
-                row = [name, str(clients), "did not finish", *[""] * (len(columns) - 2)]
-            print(f"| {' | '.join(row)} |", flush=True)
+                row = ["did not finish"]
+            table.add(name, count, *row)
 
 
 if __name__ == "__main__":
-    main()
+    running.run(main)
