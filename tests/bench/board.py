@@ -16,26 +16,25 @@ a quarter of an hour.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Final
 
 import numpy as np
-from rich.console import Console
 from safetensors.numpy import load_file
 
 from fedstrata.deploy.kits.lab_file import load
 from fedstrata.deploy.kits.provision import find_wheel, provision
+from tests.bench.machines import PROGRAM
+from tests.bench.running import Clock, folder, output, run, started
 from tests.helpers.commands import command, sets, tensors
 
 BINFMT: Final = Path("/proc/sys/fs/binfmt_misc")
@@ -48,7 +47,6 @@ FORMAT: Final = (
 )
 CERTIFICATES: Final = "ssl/certs/ca-certificates.crt"
 PACKAGES: Final = "python3,python3-venv,ca-certificates,procps"
-PROGRAM: Final = "/opt/fedstrata/venv/bin/fedstrata"
 LAB: Final = """
 name = "board"
 broker = "main"
@@ -78,7 +76,7 @@ CASES: Final = {
     "int8 up": ("transfer.wan.up=int8",),
     "top-k up": ("transfer.wan.up=topk",),
 }
-console = Console(width=110, soft_wrap=True)
+KILLED: Final = "killed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,23 +95,20 @@ class Board:
 
     def run(self, *words: str, check: bool = True) -> str:
         """Run a program of the board to its end, and return its output; exit if it fails."""
-        done = subprocess.run(
-            self.words(*words),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        line = self.words(*words)
+        done = subprocess.run(line, input="", capture_output=True, text=True, check=False)
         if done.returncode and check:
             sys.exit(f"{shlex.join(words)}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
         return done.stdout
 
     def megabytes(self, folder: str) -> float:
         """Return what a folder of the board takes on the disk."""
-        words = ["du", "-sm", str(self.root / folder.lstrip("/"))]
-        return float(
-            subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()[0]
-        )
+        return float(printed("du", "-sm", str(self.root / folder.lstrip("/")))[0])
+
+
+def printed(*words: str) -> list[str]:
+    """Return the words that a program of this host prints."""
+    return subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
 
 
 def made(root: Path, suite: str) -> Board:
@@ -128,12 +123,8 @@ def made(root: Path, suite: str) -> Board:
         subprocess.run(unpack, check=True, stdout=subprocess.DEVNULL)
         second = ["chroot", str(root), "/debootstrap/debootstrap", "--second-stage"]
         subprocess.run(second, check=True, stdout=subprocess.DEVNULL)
-    for name in (
-        "resolv.conf",
-        "hosts",
-        "pip.conf",
-        CERTIFICATES,
-    ):  # of this host: where packages come from
+    # of this host: where packages come from
+    for name in ("resolv.conf", "hosts", "pip.conf", CERTIFICATES):
         if Path("/etc", name).exists():
             shutil.copy(Path("/etc", name), root / "etc" / name)
     stub = root / "usr/local/bin/systemctl"
@@ -144,93 +135,75 @@ def made(root: Path, suite: str) -> Board:
 
 def mirror() -> str:
     """Return the address of this host's own mirror of Debian."""
-    words = ["apt-get", "indextargets", "--format", "$(SITE)"]
-    sites = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
+    sites = printed("apt-get", "indextargets", "--format", "$(SITE)")
     return max(sites, key=sites.count)
 
 
-def install(board: Board, folder: Path) -> None:
+def install(board: Board, home: Path) -> None:
     """Install the kit of the machine `board` by its own installer."""
-    file = folder / "lab.toml"
+    file = home / "lab.toml"
     file.write_text(LAB)
-    provision(load(file), file, wheel=find_wheel(None), out=folder / "kits")
+    provision(load(file), file, wheel=find_wheel(None), out=home / "kits")
     kit = board.root / "root" / "kit"
     shutil.rmtree(kit, ignore_errors=True)
-    shutil.copytree(folder / "kits" / "board", kit)
-    began = time.monotonic()
-    board.run("sh", "/root/kit/install.sh")
-    console.print(
-        f"the kit was installed in {time.monotonic() - began:.0f} s: "
-        f"/opt/fedstrata takes {board.megabytes('/opt/fedstrata'):.0f} MB"
-    )
+    shutil.copytree(home / "kits" / "board", kit)
+    with Clock() as clock:
+        board.run("sh", "/root/kit/install.sh")
+    size = board.megabytes("/opt/fedstrata")
+    print(f"the kit was installed in {clock.s:.0f} s: /opt/fedstrata takes {size:.0f} MB")
     versions = "import torch, sys, platform; print(torch.__version__, sys.version.split()[0], platform.machine())"
-    console.print(
-        "PyTorch, Python, machine:", board.run("/opt/fedstrata/venv/bin/python", "-c", versions)
-    )
+    found = board.run("/opt/fedstrata/venv/bin/python", "-c", versions)
+    print("PyTorch, Python, machine:", found)
     units = sorted(board.root.joinpath("etc/systemd/system").glob("fedstrata-*.service"))
-    console.print("units:", ", ".join(unit.name for unit in units))
-    console.print(board.root.joinpath("var/log/systemctl").read_text())
-    console.print(board.run(PROGRAM, "doctor", check=False))
+    print("units:", ", ".join(unit.name for unit in units))
+    print(board.root.joinpath("var/log/systemctl").read_text())
+    print(board.run(PROGRAM, "doctor", check=False), flush=True)
 
 
+@dataclass(frozen=True, slots=True)
 class MixedLab:
     """A lab with two native devices, and two of the board."""
 
-    def __init__(self, board: Board, folder: Path, port: int) -> None:
-        self._board = board
-        self._folder = folder
-        self._broker = f"127.0.0.1:{port}"
-
-    @contextmanager
-    def started(self, words: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-        """Start a program, and end it in the end."""
-        with log.open("ab") as file:
-            process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
-        try:
-            yield process
-        finally:
-            process.kill()
-            process.wait()
-
-    def emulated(self) -> list[str]:
-        """Return the command of the board's devices."""
-        return self._board.words(PROGRAM, "device", *self._roles("device-2", "device-3"))
+    board: Board
+    home: Path
+    port: int
 
     def play(self, name: str, pairs: Sequence[str], *, killed: bool = False) -> tuple[Path, float]:
         """Play a run; return its folder and its seconds. Its board may be killed in round 2."""
-        runs = self._folder / name
+        runs = self.home / name
         runs.mkdir()
         native = command("device", *self._roles("device-0", "device-1"))
-        experiment = [
-            "cloud",
-            str(self._folder / "board.toml"),
-            "--runs",
-            str(runs),
-            "--broker",
-            self._broker,
-        ]
+        emulated = self.board.words(PROGRAM, "device", *self._roles("device-2", "device-3"))
+        where = ("--runs", runs, "--broker", f"127.0.0.1:{self.port}")
+        words = command("cloud", self.home / "board.toml", *where, *sets(*pairs))
         with ExitStack() as stack:
-            stack.enter_context(self.started(native, runs / "native.log"))
-            board = stack.enter_context(self.started(self.emulated(), runs / "board.log"))
-            began = time.monotonic()
-            cloud = stack.enter_context(
-                self.started(command(*experiment, *sets(*pairs)), runs / "cloud.log")
-            )
-            while cloud.poll() is None and time.monotonic() < began + PATIENCE_S:
+            stack.enter_context(started(native, runs / "native.log"))
+            board = stack.enter_context(started(emulated, runs / "board.log"))
+            clock = Clock()
+            cloud = stack.enter_context(started(words, runs / "cloud.log"))
+            while cloud.poll() is None and clock.now_s < PATIENCE_S:
                 if killed and rounds_of(runs) == 1:
                     killed = False
                     board.kill()
-                    board = stack.enter_context(self.started(self.emulated(), runs / "board.log"))
+                    board = stack.enter_context(started(emulated, runs / "board.log"))
                 time.sleep(0.2)
             if cloud.returncode != 0:
                 sys.exit(f"{name}: {(runs / 'cloud.log').read_text()[-3000:]}")
         (found,) = runs.glob("2*")
-        return found, time.monotonic() - began
+        return found, clock.now_s
 
-    def _roles(self, *names: str) -> list[str]:
-        named = [word for name in names for word in ("--name", name)]
-        where = ["--parent", "cloud", "--broker", self._broker]
-        return [*named, *where, "--accelerator", "cpu", "--spool", "auto", "--once"]
+    def direct(self, name: str, pairs: Sequence[str]) -> Path:
+        """Run the experiment with native devices alone, without a network; return its folder."""
+        runs = self.home / f"{name}-direct"
+        output("run", self.home / "board.toml", "--direct", "--runs", runs, *sets(*pairs))
+        (found,) = runs.glob("2*")
+        return found
+
+    def _roles(self, *names: str) -> Iterable[str]:
+        for name in names:
+            yield from ("--name", name)
+        yield from ("--parent", "cloud", "--broker", f"127.0.0.1:{self.port}")
+        yield from ("--accelerator", "cpu", "--spool", "auto", "--once")
 
 
 def rounds_of(runs: Path) -> int:
@@ -246,52 +219,36 @@ def differences(left: Path, right: Path) -> dict[str, float]:
     return {name: float(np.abs(ours[name] - theirs[name]).max()) for name in ours}
 
 
-def direct(folder: Path, pairs: Sequence[str]) -> Path:
-    """Run an experiment with native devices alone, without a network; return its folder."""
-    experiment = folder.parent / "board.toml"
-    words = command("run", experiment, "--direct", "--runs", str(folder), *sets(*pairs))
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(done.stderr)
-    (found,) = folder.glob("2*")
-    return found
-
-
-def main() -> None:
+def main(
+    *,
+    suite: str = "bookworm",
+    root: Path = Path("/var/tmp/fedstrata-board"),
+    case: Annotated[Sequence[str], (*CASES, KILLED)] = (*CASES, KILLED),
+    port: int = 18_850,
+) -> None:
     """Build, install, play and compare."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--suite", default="bookworm")
-    parser.add_argument("--root", type=Path, default=Path("/var/tmp/fedstrata-board"))
-    parser.add_argument("--case", action="append", choices=[*CASES, "killed"])
-    parser.add_argument("--port", type=int, default=18_850)
-    asked: Any = parser.parse_args()
     if os.geteuid() or not Path(EMULATOR).exists() or not shutil.which("debootstrap"):
         sys.exit("as root, after: apt-get install qemu-user-static debootstrap")
-    began = time.monotonic()
-    board = made(asked.root / asked.suite, asked.suite)
-    console.print(f"Debian {asked.suite} for arm64 after {time.monotonic() - began:.0f} s")
-    chosen = asked.case or [*CASES, "killed"]
-    with tempfile.TemporaryDirectory(prefix="fedstrata-board-") as name, ExitStack() as stack:
-        folder = Path(name)
-        (folder / "board.toml").write_text(EXPERIMENT)
-        install(board, folder)
-        lab = MixedLab(board, folder, asked.port)
-        broker = command("broker", "--port", str(asked.port))
-        stack.enter_context(lab.started(broker, folder / "broker.log"))
-        for case in chosen:
-            pairs = CASES.get(case, ())
-            played, seconds = lab.play(case, pairs, killed=case == "killed")
-            if case == "killed":
+    with Clock() as clock:
+        board = made(root / suite, suite)
+    print(f"Debian {suite} for arm64 after {clock.s:.0f} s")
+    broker = command("broker", "--port", str(port))
+    with folder() as home, started(broker, home / "broker.log"):
+        (home / "board.toml").write_text(EXPERIMENT)
+        install(board, home)
+        lab = MixedLab(board, home, port)
+        for name in case:
+            pairs = CASES.get(name, ())
+            played, seconds = lab.play(name, pairs, killed=name == KILLED)
+            if name == KILLED:
                 other, _ = lab.play("undisturbed", pairs)
                 same = tensors(played) == tensors(other)
-                console.print(f"killed and resumed: bit for bit as undisturbed: {same}")
+                print(f"killed and resumed: bit for bit as undisturbed: {same}")
                 continue
-            found = differences(played, direct(folder / f"{case}-direct", pairs))
+            found = differences(played, lab.direct(name, pairs))
             apart = ", ".join(f"{array} {most:.1e}" for array, most in found.items())
-            console.print(f"{case}, {seconds:.0f} s, largest difference by array: {apart}")
+            print(f"{name}, {seconds:.0f} s, largest difference by array: {apart}", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

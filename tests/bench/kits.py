@@ -13,21 +13,18 @@ bytes of each pair of machines at the router. Needs root and iptables.
 
 from __future__ import annotations
 
-import csv
 import json
-import shutil
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from itertools import permutations
 from pathlib import Path
 
-from rich.table import Table
-
 from fedstrata.deploy.kits.provision import find_wheel
-from tests.bench.machines import DEMO, ROUTER, Checks, KitLab, console, home_of
+from tests.bench.machines import ROUTER, Checks, KitLab, home_of
+from tests.bench.running import Clock, Table, run
+from tests.helpers.commands import table
 from tests.helpers.namespaces import VethPair
 from tests.simulation.outcome import model_digest
 
@@ -59,40 +56,26 @@ class Site(KitLab):
         ends |= {box: (site, LAN_MBIT) for box, site in BOXES.items()}
         wires = [VethPair(i, n, ends[n][0], n, ends[n][1], ends[n][1]) for i, n in enumerate(names)]
         super().__init__(home, described, wires)
-        self.demo = home / "demo.toml"
-        shutil.copyfile(DEMO, self.demo)
         self.provision(find_wheel(None))
         spaces = stack.enter_context(self.connected())
         self.router = spaces[ROUTER]
         self._count()
         self.install(*names)
 
-    def run(self, name: str, *sets: str, during: During | None = None) -> tuple[int, Path]:
+    def run(self, name: str, *pairs: str, during: During | None = None) -> tuple[int, Path]:
         """Run the demo once with the nodes that are there; return the exit code and the run's
         folder.
 
         `during` is called in the second global round.
         """
-        runs = self.machines["server"].home / "runs" / name
-        words = [word for pair in ("topology=lab", *KEPT, *sets) for word in ("--set", pair)]
-        process = self.start(
-            "cloud", self.demo, "--lab", self.file, "--runs", runs, "--format", "json", *words
-        )
+        words = ("--lab", self.file, "--format", "json")
+        process, runs = self.cloud(name, *words, pairs=("topology=lab", *KEPT, *pairs))
         assert process.stdout is not None
         for line in process.stdout:
             if during is not None and b'"global_round"' in line:
                 during()
                 during = None
         return process.wait(), next(runs.iterdir())
-
-    def direct(self, run: Path) -> Path:
-        """Return the folder of the same experiment, run in one process without a network."""
-        runs = self.machines["server"].home / "direct" / run.parent.name
-        code, *_ = self.fedstrata(
-            "run", run / "experiment.toml", "--direct", "--runs", runs, "--format", "json"
-        )
-        assert code == 0
-        return next(runs.iterdir())
 
     def pairs(self) -> dict[tuple[str, str], int]:
         """Return the bytes that the router has forwarded between machines, IP headers included."""
@@ -108,15 +91,14 @@ class Site(KitLab):
         """Return the bytes that the kernel has sent and received on a machine's own link."""
         line = ["ip", "-s", "-j", "link", "show", f"up{self.wires[machine].number}"]
         with self.machines[machine].space.entered():
-            stats = json.loads(subprocess.run(line, capture_output=True, check=True).stdout)[0][
-                "stats64"
-            ]
+            listed = subprocess.run(line, capture_output=True, check=True).stdout
+        stats = json.loads(listed)[0]["stats64"]
         return stats["tx"]["bytes"], stats["rx"]["bytes"]
 
     def _count(self) -> None:
         addresses = [wire.child_address for wire in self.wires.values()]
         with self.router.entered():
-            for a, b in ((a, b) for a in addresses for b in addresses if a != b):
+            for a, b in permutations(addresses, 2):
                 subprocess.run(["iptables", "-A", "FORWARD", "-s", a, "-d", b], check=True)
 
 
@@ -151,8 +133,7 @@ def frame_bytes(run: Path, parent: str, child: str) -> int:
     """Return the bytes of a link both ways by links.csv: the TCP streams, and a header for each
     segment.
     """
-    with (run / "links.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if {row["from"], row["to"]} == {parent, child}]
+    rows = [row for row in table(run / "links.csv") if {row["from"], row["to"]} == {parent, child}]
     return sum(
         int(row["wire_bytes"]) + HEADER_BYTES * int(row["segments"])
         for row in rows
@@ -160,90 +141,76 @@ def frame_bytes(run: Path, parent: str, child: str) -> int:
     )
 
 
-def main() -> None:
-    """Run the lab and print what was seen; exit with 1 if anything is not as it should be."""
+def demo(site: Site, check: Checks) -> Path:
+    """Run the demo, hold its bytes against the kernel's, and return its folder."""
+    links = {f"institution-{i}": ("cloud", s) for i, s in enumerate(SITES)}
+    for i, (box, s) in enumerate(BOXES.items()):
+        links[f"device-{i}"] = (f"institution-{SITES.index(s)}", box)
+    before = {node: site.counted(machine) for node, (_, machine) in links.items()}
+    routed = site.pairs()
+    with Clock() as clock:
+        code, run = site.run("demo", "rounds=10")
+    check(f"demo, Tempo: exit code {code} after {clock.s:.0f} s", code == 0)
+    after = {node: site.counted(machine) for node, (_, machine) in links.items()}
+    columns = ("link", "links.csv, with headers", "kernel, bytes", "kernel / links.csv")
+    counted = Table(*columns, title="the demo, both ways")
+    ratios = {}
+    for node, (parent, _) in links.items():
+        kernel = sum(after[node]) - sum(before[node])
+        own = frame_bytes(run, parent, node)
+        link = f"{parent} - {node}"
+        ratios[link] = kernel / own
+        counted.add(link, f"{own:,}", f"{kernel:,}", f"{ratios[link]:.3f}")
+    for link, ratio in ratios.items():
+        check(f"{link}: links.csv and the kernel agree within 3 %", abs(ratio - 1) <= 0.03)
+    passed = Table("from", "to", "bytes", title="at the router, in the demo")
+    counts = site.pairs()
+    for pair, count in counts.items():
+        if count > routed[pair]:
+            passed.add(*pair, f"{count - routed[pair]:,}")
+    of_boxes = [count for pair, count in counts.items() if {*pair} & {*BOXES}]
+    check("no box has sent or received anything over the router", not any(of_boxes))
+    return run
+
+
+def main() -> bool:
+    """Run the lab and print what was seen; return whether anything is not as it should be."""
     check = Checks()
     with home_of("kits") as home, ExitStack() as stack:
         site = Site(home, stack)
-        began = time.monotonic()
-        site.boot(*site.machines)
+        with Clock() as clock:
+            site.boot(*site.machines)
         count = sum(len(machine.units) for machine in site.machines.values())
-        console.print(
-            f"{count} services of {len(site.machines)} machines ready in "
-            f"{time.monotonic() - began:.0f} s"
-        )
-        code, *_ = site.fedstrata("lab", "status", "--lab", site.file)
+        print(f"{count} services of {len(site.machines)} machines ready in {clock.s:.0f} s")
+        code, *_ = site.status(site.file)
         check("lab status: all nodes of lab.toml are there", code == 0)
-
-        links = {f"institution-{i}": ("cloud", s) for i, s in enumerate(SITES)}
-        links |= {
-            f"device-{i}": (f"institution-{SITES.index(s)}", b)
-            for i, (b, s) in enumerate(BOXES.items())
-        }
-        before = {node: site.counted(machine) for node, (_, machine) in links.items()}
-        routed = site.pairs()
-        began = time.monotonic()
-        code, first = site.run("demo", "rounds=10")
-        check(f"demo, Tempo: exit code {code} after {time.monotonic() - began:.0f} s", code == 0)
-        table = Table(
-            "link",
-            "links.csv, with headers",
-            "kernel, bytes",
-            "kernel / links.csv",
-            title="the demo, both ways",
-        )
-        for node, (parent, machine) in links.items():
-            kernel = sum(b - a for a, b in zip(before[node], site.counted(machine), strict=True))
-            counted = frame_bytes(first, parent, node)
-            ratio = kernel / counted
-            table.add_row(f"{parent} - {node}", f"{counted:,}", f"{kernel:,}", f"{ratio:.3f}")
-            check(
-                f"{parent} - {node}: links.csv and the kernel agree within 3 %",
-                abs(ratio - 1) <= 0.03,
-            )
-        console.print(table)
-        table = Table("from", "to", "bytes", title="at the router, in the demo")
-        after = site.pairs()
-        for (a, b), count in after.items():
-            if count > routed[a, b]:
-                table.add_row(a, b, f"{count - routed[a, b]:,}")
-        console.print(table)
-        check("no box has sent or received anything over the router", all(
-            count == 0 for pair, count in after.items() if set(pair) & set(BOXES)
-        ))  # fmt: skip
+        first = demo(site, check)
 
         site.machines["box-2"].shut_down(signal.SIGKILL)
-        code, *_ = site.fedstrata("lab", "status", "--lab", site.file)
+        code, *_ = site.status(site.file)
         check("lab status: with a box without power exit code 5", code == 5)
         site.boot("box-2")
         code, second = site.run("fedcross", "rounds=5", *FEDCROSS)
         check(f"FedCross at both tiers: exit code {code}", code == 0)
-        code, _ = site.run(
-            "fails", "rounds=1000", during=lambda: site.machines["box-4"].shut_down(signal.SIGKILL)
-        )
+        box = site.machines["box-4"]
+        code, _ = site.run("fails", "rounds=1000", during=lambda: box.shut_down(signal.SIGKILL))
         check(f"a box loses its power in the run: exit code {code}", code == 5)
         site.boot("box-4")
         code, third = site.run("again", "rounds=10")
         check(f"the demo again: exit code {code}", code == 0)
-        models = {run: model_digest(run.parent) for run in (first, second, third)}
-        for run in (first, second):
-            direct = model_digest(site.direct(run).parent)
-            check(
-                f"{run.parent.name}: the model is that of --direct, bit for bit",
-                direct == models[run],
-            )
-        check("the demo's two models are the same", models[first] == models[third])
+        for each in (first, second):
+            name = each.parent.name
+            check(f"{name}: the model is that of --direct, bit for bit", site.same(each))
+        same = model_digest(first.parent) == model_digest(third.parent)
+        check("the demo's two models are the same", same)
 
         code, *_ = site.fedstrata("doctor", "--lab", site.file)
         check("doctor: nothing needed is missing", code == 0)
         old = site.file.with_name("edited.toml")  # the certificates are beside it
         old.write_text(site.file.read_text().replace("slots = 1 }", "slots = 2 }", 1))
         code, listed, _ = site.fedstrata("doctor", "--lab", old, "--format", "json")
-        named = [
-            row["item"]
-            for row in map(json.loads, listed.splitlines())
-            if "kit of machine" in row["note"]
-        ]
+        rows = map(json.loads, listed.splitlines())
+        named = [row["item"] for row in rows if "kit of machine" in row["note"]]
         check(
             f"doctor with an edited lab file: an old kit at {', '.join(named)}",
             (code, named) == (1, ["device-0"]),
@@ -254,8 +221,8 @@ def main() -> None:
             if any(unit.starts > 1 for unit in machine.units)
         ]
         check(f"services started again on {', '.join(again)}", again == ["box-2", "box-4"])
-    sys.exit(1 if check.wrong else 0)
+    return check.end()
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

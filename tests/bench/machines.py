@@ -16,7 +16,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,16 +24,18 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from rich.console import Console
-
 from fedstrata.deploy.kits.lab_file import load
-from fedstrata.deploy.kits.provision import INSTALLER, provision
+from fedstrata.deploy.kits.provision import INSTALLER, LAB_FILE, provision
+from tests.bench.running import Clock, folder
+from tests.helpers.commands import DEMO, sets
 from tests.helpers.namespaces import Namespace, VethPair, joined
+from tests.simulation.outcome import model_digest
 
-DEMO: Final = Path(__file__).parents[2] / "deploy" / "experiments" / "demo.toml"
-PATIENCE_S: Final = 240
+PATIENCE_S: Final = 240.0
+POLL_S: Final = 0.2
 PROGRAM: Final = "/opt/fedstrata/venv/bin/fedstrata"
 SETTINGS: Final = "/etc/fedstrata"
+INSTALLED_FILE: Final = Path(SETTINGS, LAB_FILE)
 INSTALLED: Final = ("/opt/fedstrata", SETTINGS)
 OWN_FOLDERS: Final = ("/var/lib/fedstrata", "/var/cache/fedstrata", "/var/tmp", "/tmp")
 ROUTER: Final = "router"
@@ -44,7 +45,6 @@ ENVIRONMENT: Final = {
     for name, value in os.environ.items()
     if not name.startswith(("PYTHON", "FEDSTRATA"))
 }
-console = Console(width=120)
 
 
 class Checks:
@@ -55,8 +55,38 @@ class Checks:
 
     def __call__(self, what: str, good: bool) -> None:
         """Print a line."""
-        console.print(f"{'ok   ' if good else 'WRONG'} {what}", markup=False, highlight=False)
-        self.wrong.extend([] if good else [what])
+        line = f"ok    {what}"
+        if not good:
+            line = f"WRONG {what}"
+            self.wrong.append(line)
+        print(line, flush=True)
+
+    def until(
+        self, what: str, condition: Callable[[], object], patience_s: float = PATIENCE_S
+    ) -> None:
+        """Wait until something is true, and print after how many seconds."""
+        found = until(condition, patience_s)
+        if found is None:
+            self(f"{what} never", False)
+        else:
+            self(f"{what} after {found:.0f} s", True)
+
+    def end(self) -> bool:
+        """Print what is wrong, and return whether anything is."""
+        print(*self.wrong, sep="\n")
+        return bool(self.wrong)
+
+
+def until(condition: Callable[[], object], patience_s: float = PATIENCE_S) -> float | None:
+    """Wait until something is true; return the seconds that it took, None if it did not become
+    true.
+    """
+    with Clock() as clock:
+        while not condition():
+            if clock.now_s > patience_s:
+                return None
+            time.sleep(POLL_S)
+        return clock.now_s
 
 
 class Unit:
@@ -143,7 +173,7 @@ class Machine:
         """
         if like is not None:
             subprocess.run(["cp", "-al", like.root / "opt", self.root], check=True)
-        line = [kit / INSTALLER, "--root", self.root]
+        line = [str(kit / INSTALLER), "--root", str(self.root)]
         done = subprocess.run(line, capture_output=True, text=True, check=False, env=ENVIRONMENT)
         if done.returncode:
             sys.exit(done.stderr)
@@ -171,7 +201,7 @@ class Machine:
             )  # fmt: skip
 
     def boot(self) -> None:
-        """Start all services, and wait until they are ready."""
+        """Start all services."""
         for unit in self.units:
             unit.start()
 
@@ -197,6 +227,8 @@ class KitLab:
         """Describe a lab, whose file is `described` with the address of each machine."""
         self.file, self.kits, self._home = home / "lab.toml", home / "kits", home
         self.wires = {wire.child_host: wire for wire in wires}
+        self.demo = home / "demo.toml"
+        shutil.copyfile(DEMO, self.demo)
         self.file.write_text(
             described({name: wire.child_address for name, wire in self.wires.items()})
         )
@@ -235,39 +267,30 @@ class KitLab:
 
         Print the seconds.
         """
-        began = time.monotonic()
-        for name in machines:
-            machine = self.machines[name]
-            ran = bool(machine.units)
-            machine.shut_down()
-            machine.install(self.kits / name, like=None if ran else self._like(name))
-            if ran:
-                machine.boot()
-        for name in machines:
-            if ready and self.machines[name].units[0].starts:
-                self.machines[name].await_ready()
-        console.print(
-            f"the kits of {', '.join(machines)} installed in {time.monotonic() - began:.0f} s"
-        )
+        with Clock() as clock:
+            for name in machines:
+                machine = self.machines[name]
+                ran = bool(machine.units)
+                machine.shut_down()
+                machine.install(self.kits / name, like=None if ran else self._like(name))
+                if ran:
+                    machine.boot()
+            for name in machines:
+                if ready and self.machines[name].units[0].starts:
+                    self.machines[name].await_ready()
+        print(f"the kits of {', '.join(machines)} installed in {clock.s:.0f} s", flush=True)
 
     def _like(self, name: str) -> Machine | None:
         """Return a machine with the packages that another one needs, too."""
 
         def extras(machine: str) -> str:
-            return next(
-                line
-                for line in (self.kits / machine / "kit.env").read_text().splitlines()
-                if line[:7] == "EXTRAS="
-            )
+            lines = (self.kits / machine / "kit.env").read_text().splitlines()
+            return next(line for line in lines if line[:7] == "EXTRAS=")
 
-        return next(
-            (
-                each
-                for other, each in self.machines.items()
-                if each.units and extras(other) == extras(name)
-            ),
-            None,
-        )
+        for other, machine in self.machines.items():
+            if machine.units and extras(other) == extras(name):
+                return machine
+        return None
 
     def boot(self, *machines: str) -> None:
         """Boot machines, and wait until their services are ready."""
@@ -294,12 +317,28 @@ class KitLab:
         output = process.communicate()[0].decode()
         return process.returncode, output, log.read_bytes()[before:].decode()
 
+    def cloud(
+        self, name: str, *words: str | Path, pairs: Sequence[str], **more: Any
+    ) -> tuple[subprocess.Popen[bytes], Path]:
+        """Start a run of the demo at the server; return its process, and the folder of its folder."""
+        runs = self.machines["server"].home / "runs" / name
+        return self.start("cloud", self.demo, *words, "--runs", runs, *sets(*pairs), **more), runs
+
+    def status(self, file: Path = INSTALLED_FILE) -> tuple[int, str, str]:
+        """Run `lab status`; return what `fedstrata` does."""
+        return self.fedstrata("lab", "status", "--lab", file)
+
+    def same(self, run: Path) -> bool:
+        """Return whether a run's model is that of its experiment in one process, without a network."""
+        runs = self.machines["server"].home / "direct" / run.parent.name
+        experiment = run / "experiment.toml"
+        code, *_ = self.fedstrata("run", experiment, "--direct", "--runs", runs, "--format", "json")
+        assert code == 0
+        return model_digest(runs) == model_digest(run.parent)
+
 
 @contextmanager
 def home_of(name: str) -> Iterator[Path]:
     """Yield a folder for the machines, removed in the end; below /var, as /tmp is hidden from them."""
-    home = Path(tempfile.mkdtemp(prefix=f"fedstrata-{name}-", dir="/var"))
-    try:
+    with folder(Path("/var"), prefix=f"fedstrata-{name}-") as home:
         yield home
-    finally:
-        shutil.rmtree(home, ignore_errors=True)

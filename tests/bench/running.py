@@ -124,9 +124,11 @@ def tick() -> None:
 class Clock:
     """The seconds of a block, and the CPU seconds of this process and of those that ended in it."""
 
-    def __enter__(self) -> Self:
+    def __init__(self) -> None:
         self._began = time.monotonic()
         self._used = sum(os.times()[:4])
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -180,7 +182,7 @@ def on_one_core() -> None:
 @contextmanager
 def folder(parent: Path | None = None, *, prefix: str = "fedstrata-bench-") -> Iterator[Path]:
     """Yield a folder that is removed in the end."""
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=parent) as name:
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True) as name:
         yield Path(name)
 
 
