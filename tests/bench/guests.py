@@ -78,38 +78,17 @@ OPEN: Final = (
     f'availability.moves={{ device-1 = [{{ at_s = {20 * SLOW:.0f}, parent = "institution-1" }},'
     f' {{ at_s = {60 * SLOW:.0f}, parent = "institution-0" }}] }}',
 )
-TALKS: Final = """
-import sys, time
-import paho.mqtt.client as mqtt
-host, ca, cert, key, topic, *bodies = sys.argv[1:]
-client = mqtt.Client(mqtt.CallbackAPIVersion.VERSION2, client_id="plug-1")
-client.tls_set(ca, cert, key)
-client.connect(host, 8883)
-client.loop_start()
-while True:
-    for body in bodies:
-        client.publish(topic, body)
-        time.sleep(0.2)
-"""
-
-
-def described(addresses: Mapping[str, str]) -> str:
-    """Return the lab's file."""
-    own = {
-        "server": ", cloud = true",
-        "box-0": ', accelerator = "cpu", slots = 1',
-        "box-1": f', accelerator = "cpu", slots = 1, energy = "plug:{PLUG_TOPIC}"',
-        "box-2": ', accelerator = "cpu", slots = 1',
-    }
-    machines = "\n".join(
-        f'{name} = {{ address = "{address}", metrics = true{own.get(name, "")} }}'
-        for name, address in addresses.items()
-    )
-    return f"""name = "rack"
+LAB: Final = f"""\
+name = "rack"
 broker = "main"
 moves = true
 [machines]
-{machines}
+server = {{ address = "<server>", metrics = true, cloud = true }}
+site-0 = {{ address = "<site-0>", metrics = true }}
+site-1 = {{ address = "<site-1>", metrics = true }}
+box-0 = {{ address = "<box-0>", metrics = true, accelerator = "cpu", slots = 1 }}
+box-1 = {{ address = "<box-1>", metrics = true, accelerator = "cpu", slots = 1, energy = "plug:{PLUG_TOPIC}" }}
+box-2 = {{ address = "<box-2>", metrics = true, accelerator = "cpu", slots = 1 }}
 [brokers]
 main = {{ machine = "server" }}
 [institutions]
@@ -128,13 +107,26 @@ names = ["device-4..63"]
 machine = "box-2"
 parent = "institution-1"
 """
+TALKS: Final = """
+import sys, time
+import paho.mqtt.client as mqtt
+host, ca, cert, key, topic, *bodies = sys.argv[1:]
+client = mqtt.Client(mqtt.CallbackAPIVersion.VERSION2, client_id="plug-1")
+client.tls_set(ca, cert, key)
+client.connect(host, 8883)
+client.loop_start()
+while True:
+    for body in bodies:
+        client.publish(topic, body)
+        time.sleep(0.2)
+"""
 
 
 class GuestLab(Operated):
     """The lab, its plug, and the groups of guests."""
 
     def __init__(self, home: Path) -> None:
-        super().__init__(home, described)
+        super().__init__(home, LAB)
 
     def admit_plug(self) -> None:
         """Give the plug a certificate of the lab, and the right to write its topic."""

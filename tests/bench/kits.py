@@ -16,10 +16,11 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import permutations
 from pathlib import Path
+from typing import Final
 
 from fedstrata.deploy.kits.provision import find_wheel
 from tests.bench.machines import ROUTER, Checks, KitLab, home_of
@@ -43,6 +44,54 @@ FEDCROSS = (
     "cloud.aggregation.name=fedcross",
     "institution.aggregation.name=fedcross",
 )
+LAB: Final = """\
+name = "proof"
+broker = "main"
+[machines]
+server = { address = "<server>", cloud = true }
+site-0 = { address = "<site-0>" }
+site-1 = { address = "<site-1>" }
+site-2 = { address = "<site-2>" }
+box-0 = { address = "<box-0>", accelerator = "cpu", slots = 1 }
+box-1 = { address = "<box-1>", accelerator = "cpu", slots = 1 }
+box-2 = { address = "<box-2>", accelerator = "cpu", slots = 1 }
+box-3 = { address = "<box-3>", accelerator = "cpu", slots = 1 }
+box-4 = { address = "<box-4>", accelerator = "cpu", slots = 1 }
+box-5 = { address = "<box-5>", accelerator = "cpu", slots = 1 }
+[brokers]
+main = { machine = "server" }
+site-0 = { machine = "site-0" }
+site-1 = { machine = "site-1" }
+site-2 = { machine = "site-2" }
+[institutions]
+institution-0 = { machine = "site-0", broker = "site-0" }
+institution-1 = { machine = "site-1", broker = "site-1" }
+institution-2 = { machine = "site-2", broker = "site-2" }
+[[devices]]
+names = ["device-0"]
+machine = "box-0"
+parent = "institution-0"
+[[devices]]
+names = ["device-1"]
+machine = "box-1"
+parent = "institution-0"
+[[devices]]
+names = ["device-2"]
+machine = "box-2"
+parent = "institution-1"
+[[devices]]
+names = ["device-3"]
+machine = "box-3"
+parent = "institution-1"
+[[devices]]
+names = ["device-4"]
+machine = "box-4"
+parent = "institution-2"
+[[devices]]
+names = ["device-5"]
+machine = "box-5"
+parent = "institution-2"
+"""
 
 During = Callable[[], None]
 
@@ -55,7 +104,7 @@ class Site(KitLab):
         ends = {"server": (ROUTER, None)} | dict.fromkeys(SITES, (ROUTER, WAN_MBIT))
         ends |= {box: (site, LAN_MBIT) for box, site in BOXES.items()}
         wires = [VethPair(i, n, ends[n][0], n, ends[n][1], ends[n][1]) for i, n in enumerate(names)]
-        super().__init__(home, described, wires)
+        super().__init__(home, LAB, wires)
         self.provision(find_wheel(None))
         spaces = stack.enter_context(self.connected())
         self.router = spaces[ROUTER]
@@ -100,33 +149,6 @@ class Site(KitLab):
         with self.router.entered():
             for a, b in permutations(addresses, 2):
                 subprocess.run(["iptables", "-A", "FORWARD", "-s", a, "-d", b], check=True)
-
-
-def described(addresses: Mapping[str, str]) -> str:
-    """Return the lab's file."""
-    where = {name: f'address = "{address}"' for name, address in addresses.items()}
-    lines = [
-        'name = "proof"',
-        'broker = "main"',
-        "[machines]",
-        f"server = {{ {where['server']}, cloud = true }}",
-    ]
-    lines += [f"{site} = {{ {where[site]} }}" for site in SITES]
-    lines += [f'{box} = {{ {where[box]}, accelerator = "cpu", slots = 1 }}' for box in BOXES]
-    lines += [
-        "[brokers]",
-        'main = { machine = "server" }',
-        *(f'{site} = {{ machine = "{site}" }}' for site in SITES),
-    ]
-    lines += ["[institutions]"]
-    lines += [
-        f'institution-{i} = {{ machine = "{site}", broker = "{site}" }}'
-        for i, site in enumerate(SITES)
-    ]
-    for i, (box, site) in enumerate(BOXES.items()):
-        lines += ["[[devices]]", f'names = ["device-{i}"]', f'machine = "{box}"']
-        lines += [f'parent = "institution-{SITES.index(site)}"']
-    return "\n".join(lines) + "\n"
 
 
 def frame_bytes(run: Path, parent: str, child: str) -> int:

@@ -221,17 +221,17 @@ class Machine:
 class KitLab:
     """A lab: its machines, the wires between them, and the commands of the machine `server`."""
 
-    def __init__(
-        self, home: Path, described: Callable[[Mapping[str, str]], str], wires: Sequence[VethPair]
-    ) -> None:
-        """Describe a lab, whose file is `described` with the address of each machine."""
+    def __init__(self, home: Path, text: str, wires: Sequence[VethPair]) -> None:
+        """Describe a lab, whose file is `text` with the address of each machine in place of <its
+        name>.
+        """
         self.file, self.kits, self._home = home / "lab.toml", home / "kits", home
         self.wires = {wire.child_host: wire for wire in wires}
+        for name, wire in self.wires.items():
+            text = text.replace(f"<{name}>", wire.child_address)
+        self.file.write_text(text)
         self.demo = home / "demo.toml"
         shutil.copyfile(DEMO, self.demo)
-        self.file.write_text(
-            described({name: wire.child_address for name, wire in self.wires.items()})
-        )
         self.machines: dict[str, Machine] = {}
 
     @contextmanager

@@ -13,14 +13,12 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-import psutil
-
-from tests.bench.running import MB, Table, folder, output, run, started
+from tests.bench.running import MB, Table, folder, output, processes, run, started
 from tests.helpers.commands import command, sets
 from tests.helpers.pss import pss
 
@@ -63,29 +61,19 @@ ROLES: Final = {  # by a word of the command line
 LOOK_S: Final = 0.05
 
 
-def processes(root: psutil.Process) -> Iterator[tuple[int, str]]:
-    """Yield the processes of a run, each with its role."""
-    for process in root.children(recursive=True):
-        with suppress(psutil.Error):
-            words = process.cmdline()
-            for word, role in ROLES.items():
-                if any(word == each or each.endswith((f".{word}", f"/{word}")) for each in words):
-                    yield process.pid, role
-                    break
-
-
 def measure(home: Path, *pairs: str) -> tuple[Mapping[str, float], float]:
     """Run the lab; return the most bytes of a process by role, and of all at once."""
     words = command("run", "bulk.toml", "--runs", home / "runs", *sets(*pairs))
     most: Counter[str] = Counter()
     together = 0.0
     with started(words, home / "log", cwd=home) as process:
-        root = psutil.Process(process.pid)
         while process.poll() is None:
             total = 0.0
-            for pid, role in processes(root):
+            for each, role in processes(process.pid, ROLES):
+                if not role:
+                    continue
                 with suppress(OSError):  # it has ended
-                    size = pss(pid)
+                    size = pss(each.pid)
                     total += size
                     most[role] = max(most[role], size)
             together = max(together, total)

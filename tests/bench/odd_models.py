@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -36,6 +37,17 @@ from tests.helpers.plain import first_model, plain_training
 
 DEVICES: Final = tuple(f"device-{i}" for i in range(3))
 ROUNDS: Final = 2
+LAB: Final = f"""
+rounds = {ROUNDS}
+topology = {{ institutions = 1, devices = 3 }}
+links = {{ check = "off" }}
+[training]
+batch_size = 31
+learning_rate = 0.02
+momentum = 0.9
+weight_decay = 0.01
+epochs = 1
+"""
 ERROR_MOST: Final = 1e-4
 # a run takes a minute, and a process that shares its core with others has a tenth of it
 PATIENCE_S: Final = 900.0
@@ -56,26 +68,13 @@ TRAINED: Final = [
 ]
 
 
-def experiment(name: str, *, recorded: bool | str) -> Experiment:
+def experiment(name: str, *, recorded: bool) -> Experiment:
     """Return the run of one model."""
-    training = {
-        "batch_size": 31,
-        "learning_rate": 0.02,
-        "momentum": 0.9,
-        "weight_decay": 0.01,
-        "epochs": 1,
-        "recorded": recorded,
-    }
-    return parse(
-        {
-            "name": name.partition(":")[2].lower().replace("_", "-"),
-            "rounds": ROUNDS,
-            "topology": {"institutions": 1, "devices": 3},
-            "model": {"name": name},
-            "training": training,
-            "links": {"check": "off"},
-        }
-    )
+    own = {"name": name.partition(":")[2].lower().replace("_", "-"), "model": {"name": name}}
+    tree = tomllib.loads(LAB) | own
+    if recorded:
+        tree["training"]["recorded"] = True
+    return parse(tree)
 
 
 def wanted(lab: Experiment, layout: ModelLayout) -> Row:
@@ -122,7 +121,7 @@ def ended(words: list[str], refusal: str | None) -> tuple[int, str, str]:
 
 def play(name: str, home: Path, broker_: list[str], *, recorded: bool) -> tuple[bool, str, str]:
     """Run a model; return whether it became what it should, what, and the largest difference."""
-    lab = experiment(name, recorded=recorded or "auto")
+    lab = experiment(name, recorded=recorded)
     file = home / f"{lab.name}.toml"
     file.write_text(to_toml(lab))
     words = command(

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -94,27 +94,22 @@ NUMBERS: Final = "topology={ institutions = 2, devices = 4 }"
 SHORT: Final = ("rounds=3", "links.check=off")
 # None: the wire version is the present one
 RELEASES: Final = {"0.1.0": None, "0.2.0": 9, "0.3.0": 10}
-
-
-def described(addresses: Mapping[str, str]) -> str:
-    """Return the lab's file."""
-    machines = "\n".join(
-        f'{name} = {{ address = "{address}", metrics = true'
-        + (", cloud = true" if name == "server" else "")
-        + (', accelerator = "cpu", slots = 1' if name in BOXES else "")
-        + " }"
-        for name, address in addresses.items()
-    )
-    return f"""name = "rack"
+LAB: Final = """\
+name = "rack"
 broker = "main"
 [machines]
-{machines}
+server = { address = "<server>", metrics = true, cloud = true }
+site-0 = { address = "<site-0>", metrics = true }
+site-1 = { address = "<site-1>", metrics = true }
+box-0 = { address = "<box-0>", metrics = true, accelerator = "cpu", slots = 1 }
+box-1 = { address = "<box-1>", metrics = true, accelerator = "cpu", slots = 1 }
+box-2 = { address = "<box-2>", metrics = true, accelerator = "cpu", slots = 1 }
 [brokers]
-main = {{ machine = "server" }}
-site = {{ machine = "site-0" }}
+main = { machine = "server" }
+site = { machine = "site-0" }
 [institutions]
-institution-0 = {{ machine = "site-0", broker = "site" }}
-institution-1 = {{ machine = "site-1" }}
+institution-0 = { machine = "site-0", broker = "site" }
+institution-1 = { machine = "site-1" }
 [[devices]]
 names = ["device-0..1"]
 machine = "box-0"
@@ -229,12 +224,10 @@ class Run:
 class Operated(KitLab):
     """The lab, and what its keeper does."""
 
-    def __init__(
-        self, home: Path, description: Callable[[Mapping[str, str]], str] = described
-    ) -> None:
-        """`description`: as of KitLab, of a lab of these six machines."""
+    def __init__(self, home: Path, text: str = LAB) -> None:
+        """`text`: as of KitLab, of a lab of these six machines."""
         wires = [VethPair(i, name, above, name) for i, (name, above) in enumerate(ABOVE.items())]
-        super().__init__(home, description, wires)
+        super().__init__(home, text, wires)
 
     def check_run(self, check: Checks, name: str, what: str) -> None:
         """Run the demo to its end, and check that its model is that of --direct."""

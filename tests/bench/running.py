@@ -15,8 +15,8 @@ import sys
 import tempfile
 import time
 from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from inspect import BoundArguments, Parameter, signature
 from multiprocessing import get_context
@@ -25,6 +25,8 @@ from pathlib import Path
 from statistics import median
 from types import NoneType
 from typing import Any, Final, NoReturn, Self, get_args, get_origin, get_type_hints
+
+import psutil
 
 SPAWN: Final = get_context("spawn")
 END_S: Final = 10.0  # in which a process may end by itself
@@ -225,6 +227,17 @@ def spawned(work: Callable[..., None], *given: object, **more: object) -> Iterat
     finally:
         process.join(END_S)
         process.kill()
+
+
+def processes(root: int, roles: Mapping[str, str]) -> Iterator[tuple[psutil.Process, str]]:
+    """Yield a command's process and those below it, each with its role: that of the first of its
+    words that has one, else empty.
+    """
+    command = psutil.Process(root)
+    for process in (command, *command.children(recursive=True)):
+        with suppress(psutil.Error):  # it has ended
+            words = [Path(word).name.rpartition(".")[2] for word in process.cmdline()]
+            yield process, next((roles[word] for word in words if word in roles), "")
 
 
 def peak_bytes(process: int | str = "self") -> int:

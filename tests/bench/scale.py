@@ -33,7 +33,7 @@ from typing import Annotated, Final
 import numpy as np
 import psutil
 
-from tests.bench.running import MB, Clock, folder, run, started
+from tests.bench.running import MB, Clock, folder, processes, run, started
 from tests.helpers.commands import command
 from tests.helpers.pss import pss
 
@@ -78,17 +78,10 @@ class Measured:
 
 
 class Lab:
-    """The processes of a lab that runs, from the process of its command."""
+    """The processes of a lab that runs, that of its command included."""
 
     def __init__(self, root: int) -> None:
-        self._root = psutil.Process(root)
-        self._kinds: dict[psutil.Process, str] = {}
-
-    def find(self) -> None:
-        """Find the processes of all roles."""
-        for process in (self._root, *self._root.children(recursive=True)):
-            words = [Path(word).name.rpartition(".")[2] for word in process.cmdline()]
-            self._kinds[process] = next((KINDS[word] for word in words if word in KINDS), "")
+        self._kinds = dict(processes(root, KINDS))
 
     def cpu_s(self) -> dict[str, float]:
         """Return the CPU seconds of each kind so far."""
@@ -110,12 +103,12 @@ class Lab:
         return dict(sums)  # type: ignore[arg-type]
 
 
-def measure(devices: int, *, rounds: int, null: bool, processes: int | None) -> Measured:
+def measure(devices: int, *, rounds: int, null: bool, count: int | None) -> Measured:
     """Run a lab and measure it."""
     measured = Measured(devices)
     env = dict(os.environ)
-    if processes:
-        env["NULL_LAB_PROCESSES"] = str(processes)
+    if count:
+        env["NULL_LAB_PROCESSES"] = str(count)
     with folder() as home, Clock() as clock:
         file = home / "scale.toml"
         institutions = min(INSTITUTIONS, devices)
@@ -128,7 +121,6 @@ def measure(devices: int, *, rounds: int, null: bool, processes: int | None) -> 
         ends: list[float] = []
         cpu = []
         with started(words, home / "log", stdout=subprocess.PIPE, stderr=None, env=env) as process:
-            lab = Lab(process.pid)
             assert process.stdout is not None
             for line in process.stdout:
                 event = json.loads(line)
@@ -137,7 +129,7 @@ def measure(devices: int, *, rounds: int, null: bool, processes: int | None) -> 
                 if event["event"] == "global_round":
                     ends.append(float(event["elapsed_s"]))
                     if len(ends) == 1:
-                        lab.find()
+                        lab = Lab(process.pid)
                     cpu.append(lab.cpu_s())
                     if len(ends) == rounds - 1:  # after the last one processes begin to end
                         measured.memory_mb = lab.memory_mb()
@@ -161,12 +153,12 @@ def show(measured: Measured) -> None:
         f"round {measured.round_s:.2f} s = {1e3 * measured.round_s / count:.2f} ms a device   "
         f"CPU {measured.round_cpu_s:.2f} s = {1e3 * measured.round_cpu_s / count:.2f} ms a device"
     )
-    for kind, processes in measured.processes.items():
+    for kind, number in measured.processes.items():
         cpu_s, memory_mb = measured.cpu_s[kind], measured.memory_mb[kind]
         print(
-            f"      {processes:>4} {kind:<13} CPU {cpu_s:7.3f} s = {1e3 * cpu_s / count:6.3f} ms "
+            f"      {number:>4} {kind:<13} CPU {cpu_s:7.3f} s = {1e3 * cpu_s / count:6.3f} ms "
             "a device   "
-            f"PSS {memory_mb:8.1f} MB, {memory_mb / processes:7.1f} each",
+            f"PSS {memory_mb:8.1f} MB, {memory_mb / number:7.1f} each",
             flush=True,
         )
 
@@ -202,8 +194,8 @@ def main(
     if processes and not null:
         return "--processes is valid only with --null"
     labs = []
-    for count in devices or DEVICES:
-        labs.append(measure(count, rounds=rounds, null=null, processes=processes))
+    for number in devices or DEVICES:
+        labs.append(measure(number, rounds=rounds, null=null, count=processes))
         show(labs[-1])
         if json_:
             text = json.dumps([asdict(lab) for lab in labs], indent=2)

@@ -8,38 +8,34 @@ has a quorum and a straggler, one a trace of the WAN with an outage. Usage: simu
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from fedstrata.common.experiment.reading import parse, to_toml
 from fedstrata.deploy.results.run import Run
-from fedstrata.deploy.sweeps.grid import merged
 from tests.bench.running import MB, Clock, Table, folder, output, run
+from tests.helpers.commands import sets
 from tests.simulation.outcome import model_digest
 
-BASE: Final[dict[str, Any]] = {
-    "name": "beside",
-    "rounds": 5,
-    "topology": {"institutions": 3, "devices": 12},
-    "data": {"partition": "dirichlet", "concentration": 0.5},
-    "model": {"name": "cnn_digits"},
-    "training": {"epochs": 2, "batch_size": 10, "learning_rate": 0.01, "momentum": 0.9},
-    "institution": {"rounds": 2},
-    "links": {"wan": {"up_mbit": 20, "down_mbit": 20, "delay_ms": 10}, "check": "off"},
-    "hardware": {"default": {"step_s": 0.1}},
-}
-QUORUM: Final = {"closing": {"rule": "quorum", "quorum": 3, "deadline_s": 4.0}}
-OUTAGE: Final = {
-    "seconds": [0, 8, 13],
-    "up_mbit": [20, 0, 5],
-    "down_mbit": [20, 0, 5],
-    "delay_ms": [10, 10, 40],
-}
-LABS: Final[dict[str, dict[str, Any]]] = {
-    "plain": {},
-    "quorum": {"institution": QUORUM, "hardware": {"of": {"device-0": {"step_s": 1.0}}}},
-    "trace": {
-        "links": {"wan": {"up_mbit": None, "down_mbit": None, "delay_ms": 0, "trace": OUTAGE}}
-    },
+LAB: Final = """\
+name = "beside"
+rounds = 5
+topology = { institutions = 3, devices = 12 }
+data = { partition = "dirichlet", concentration = 0.5 }
+model = { name = "cnn_digits" }
+training = { epochs = 2, batch_size = 10, learning_rate = 0.01, momentum = 0.9 }
+institution = { rounds = 2 }
+links = { wan = { up_mbit = 20, down_mbit = 20, delay_ms = 10 }, check = "off" }
+hardware = { default = { step_s = 0.1 } }
+"""
+LABS: Final = {  # what each changes
+    "plain": (),
+    "quorum": (
+        'institution.closing={ rule = "quorum", quorum = 3, deadline_s = 4.0 }',
+        "hardware.of={ device-0 = { step_s = 1.0 } }",
+    ),
+    "trace": (
+        "links.wan={ trace = { seconds = [0, 8, 13], up_mbit = [20, 0, 5], down_mbit = [20, 0, 5], "
+        "delay_ms = [10, 10, 40] } }",
+    ),
 }
 KINDS: Final = {
     "lab": [],
@@ -53,9 +49,9 @@ def measure(table: Table, name: str, kind: str, home: Path) -> None:
     """Run a lab in one of the ways and print its figures."""
     file = home / f"{name}.toml"
     runs = home / name / kind
-    file.write_text(to_toml(parse(merged(BASE, LABS[name]))))
+    file.write_text(LAB)
     with Clock() as clock:
-        output("run", file, "--runs", runs, *KINDS[kind])
+        output("run", file, "--runs", runs, *sets(*LABS[name]), *KINDS[kind])
     run = Run(next(runs.iterdir()))
     seconds = (run.seconds, clock.s, clock.cpu_s)
     sent = sum(run.totals.values()) / MB
