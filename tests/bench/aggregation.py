@@ -110,6 +110,10 @@ def kernel(layout: ModelLayout, count: int, table: Table) -> None:
     alone = FedCrossStage("plain", 0.99, 1, similar=False)
     crossed = fedcross.mixing_matrix(alone, [fedcross.in_order(0, count)], count)
 
+    def copy() -> None:
+        for target, source in zip(out, rows_K, strict=True):
+            np.copyto(target, source)
+
     def row(
         name: str,
         plan: Sequence[MixedColumns],
@@ -117,9 +121,7 @@ def kernel(layout: ModelLayout, count: int, table: Table) -> None:
         public_code: Callable[[], object],
     ) -> None:
         memcpy_s, ours_s = least_s(
-            REPEATS,
-            lambda: [np.copyto(*each) for each in zip(out, rows_K, strict=True)],
-            lambda: mixing.apply(plan, rows_K, layout=layout, out=target),
+            REPEATS, copy, lambda: mixing.apply(plan, rows_K, layout=layout, out=target)
         )
         moved = (len(target) + count) / (2 * count)
         line(table, name, count, ours_s, memcpy_s * moved, public_code)

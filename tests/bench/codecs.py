@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 import tracemalloc
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -32,7 +32,7 @@ from tests.bench.running import MB, Table, least_s, on_one_core, run
 
 REPEATS = 9
 MOVED = 0.024
-CHANGES: Final = (
+CHANGES: Final[tuple[dict[str, Any], ...]] = (
     {"name": "topk", "share": 0.001},
     {"name": "topk", "share": 0.01},
     {"name": "topk", "share": 0.1},
@@ -127,9 +127,7 @@ def main() -> None:
     layout, row, reference = rows()
     codecs = dict(BUILT_IN)
     for tree in CHANGES:
-        codecs[" ".join(map(str, tree.values()))] = codec_of(
-            CODEC_TABLES[str(tree["name"])](**tree)
-        )
+        codecs[" ".join(map(str, tree.values()))] = codec_of(CODEC_TABLES[tree["name"]](**tree))
     table = Table(
         "codec",
         "MB",

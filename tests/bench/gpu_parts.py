@@ -114,7 +114,8 @@ def machine(setting: Setting) -> Facts:
             "memory_gb": round(properties.total_memory / 1e9, 1),
             "driver": _driver(),
         }
-        facts |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+        cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        facts |= {"cuda": torch.version.cuda, "cudnn": cudnn}
     return facts | {
         "torch": str(torch.__version__),
         "python": sys.version.split()[0],
@@ -237,7 +238,7 @@ def _kernels_s(train: Callable[[], object]) -> float:
     """Return the seconds that the GPU's kernels take in a training."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         train()
-    return sum(event.self_device_time_total for event in profile.key_averages()) / MB
+    return 1e-6 * float(sum(event.self_device_time_total for event in profile.key_averages()))
 
 
 def _together(setting: Setting, case: Case, count: int, precision: str) -> Facts:
@@ -307,7 +308,7 @@ def _graph(setting: Setting, case: Case, count: int) -> Facts:
         return found
     row, step = _vmapped_step(setting, case, count)
     start = row()
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     # libraries allocate before the capture, on the stream that is captured
     with torch.cuda.stream(stream):
@@ -363,7 +364,7 @@ def _evaluated(setting: Setting, name: str) -> Facts:
         tester = ModelTester(lab, accelerator=torch.device(where))
         if where != "cpu":  # its libraries are loaded by the first call
             tester.evaluate(tester.first)
-        taken_s = setting.seconds(lambda tester=tester: tester.evaluate(tester.first))
+        taken_s = setting.seconds(partial(tester.evaluate, tester.first))
         found[f"{where.partition(':')[0]}_s/10,000"] = taken_s * 10_000 / count
     if not setting.small:
         found["times"] = float(found["cpu_s/10,000"]) / float(found["cuda_s/10,000"])  # type: ignore[arg-type]

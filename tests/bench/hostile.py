@@ -90,7 +90,7 @@ LARGE_BYTES: Final = 100_000_000
 # of the large messages; the others are as small as one that is too large can be
 LARGE_EVERY: Final = 1000
 FUTURE, EVER = Key(0, 10**6, 0), 2**63 - 1
-MUCH: Final = Traffic(*[EVER] * 12, TcpStats(*[EVER] * 11))
+MUCH: Final = Traffic(*[EVER] * 12, TcpStats(*[EVER] * 11))  # type: ignore[call-arg, arg-type]
 EXPERIMENT: Final[dict[str, Any]] = {
     "name": "hostile",
     "topology": {"institutions": 2, "devices": 4},
@@ -211,11 +211,8 @@ class Attack:
             return self._to(node, member, Acknowledgement(Key(0, 0, 0), "no"))
         model = Manifest("a" * 16, 40_000, 32_768, bytes(16), "fp32", "0" * 16)
         key = Key(0, self._draw.randrange(2), 0)
-        return self._to(
-            node,
-            member,
-            self._draw.choice([self._result(key, model), Reports((ChildReport("nobody"),))]),
-        )
+        late: list[Message] = [self._result(key, model), Reports((ChildReport("nobody"),))]
+        return self._to(node, member, self._draw.choice(late))
 
     def _misfit(self, member: str, node: str) -> Publication:
         alive = Alive("f" * 16, Presence(NodeState.READY, "x"))

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import paho.mqtt.client as mqtt
+from paho.mqtt.enums import CallbackAPIVersion
 from rich.console import Console
 from rich.table import Table
 
@@ -128,7 +129,7 @@ class Listener:
         self._after: Mark | None = None
         self._armed = False
         self._found = threading.Event()
-        self._client = mqtt.Client(mqtt.CallbackAPIVersion.VERSION2)
+        self._client = mqtt.Client(CallbackAPIVersion.VERSION2)
         self._client.on_message = self._take
         self._client.on_connect = lambda client, *_: client.subscribe("fs1/lab/+/+/inbox/+", qos=1)
         self._client.connect("127.0.0.1", port)

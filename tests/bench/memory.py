@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -64,7 +64,7 @@ LOOK_S: Final = 0.05
 def measure(home: Path, *pairs: str) -> tuple[Mapping[str, float], float]:
     """Run the lab; return the most bytes of a process by role, and of all at once."""
     words = command("run", "bulk.toml", "--runs", home / "runs", *sets(*pairs))
-    most: Counter[str] = Counter()
+    most: dict[str, float] = defaultdict(float)
     together = 0.0
     with started(words, home / "log", cwd=home) as process:
         while process.poll() is None:

@@ -89,7 +89,7 @@ def trained(
     order = generator(lab.seed, Purpose.BATCHES, node, r)
     for _ in range(settings.epochs):
         places = torch.from_numpy(mine[order.permutation(len(mine))])
-        for some in places.split(settings.batch_size):
+        for some in places.split(settings.batch_size):  # type: ignore[no-untyped-call]
             optimiser.zero_grad()
             loss(
                 module(data[0][some].contiguous(memory_format=torch.channels_last)), data[1][some]

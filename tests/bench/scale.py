@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -97,10 +97,10 @@ class Lab:
         return {kind: counts[kind] for kind in KINDS.values() if kind in counts}
 
     def _sums(self, of: Callable[[psutil.Process], float]) -> dict[str, float]:
-        sums: Counter[str] = Counter()
+        sums: dict[str, float] = defaultdict(float)
         for process, kind in self._kinds.items():
-            sums[kind] += of(process)  # type: ignore[assignment]
-        return dict(sums)  # type: ignore[arg-type]
+            sums[kind] += of(process)
+        return dict(sums)
 
 
 def measure(devices: int, *, rounds: int, null: bool, count: int | None) -> Measured:

@@ -22,11 +22,20 @@ from pathlib import Path
 from typing import Final
 
 import psutil
-from matrix import BROKER, CLOUD, DEVICE, EXPERIMENT, INSTITUTION, PATIENCE_S, VICTIMS, Lab
 from rich.console import Console
 from rich.table import Table
 
 from fedstrata.common.experiment.reading import parse, to_toml
+from tests.bench.matrix import (
+    BROKER,
+    CLOUD,
+    DEVICE,
+    EXPERIMENT,
+    INSTITUTION,
+    PATIENCE_S,
+    VICTIMS,
+    Lab,
+)
 
 EVALUATOR: Final = "evaluator"
 WITNESSES: Final = ("institution-1", "others")

@@ -53,7 +53,7 @@ def plain(lab: Experiment) -> Callable[[], float]:
     def train() -> float:
         order = torch.randperm(len(labels))
         begun = time.process_time()
-        for some in order.split(training.batch_size):
+        for some in order.split(training.batch_size):  # type: ignore[no-untyped-call]
             optimiser.zero_grad()
             torch.autograd.backward(functional.cross_entropy(module(images[some]), labels[some]))
             optimiser.step()

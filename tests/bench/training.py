@@ -89,7 +89,7 @@ def plain(lab: Experiment) -> Callable[[], float]:
     return train
 
 
-def ours(lab: Experiment) -> Callable[[], float]:
+def ours(lab: Experiment) -> Callable[[], float | None]:
     """Return a device's local round, which gives its loss."""
     trainer = trainer_of(lab, DEVICE)
     order = first_order(lab)
