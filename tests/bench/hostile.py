@@ -11,13 +11,11 @@ class of messages refused and counted by reason.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import random
 import statistics
 import subprocess
-import tempfile
 import time
 import urllib.request
 from collections import Counter, deque
@@ -27,7 +25,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import paho.mqtt.client as mqtt
 from paho.mqtt.enums import CallbackAPIVersion
@@ -67,6 +65,7 @@ from fedstrata.common.protocol.messages import (
 )
 from fedstrata.deploy.brokers import broker
 from fedstrata.deploy.simulation.hardware import Durations
+from tests.bench.running import MB, folder, run, started
 from tests.helpers.commands import command
 from tests.helpers.null_lab import MODEL_BYTES
 from tests.simulation.lab import ScenarioLab
@@ -330,23 +329,10 @@ class Findings:
         """Return what is not as it must be."""
         found = [] if self.ok else ["a role failed, or a round closed without a child"]
         found += [] if self.same else ["the final model differs"]
-        grown = {
-            role: after / before
-            for role, (before, after) in self.rss.items()
-            if after > 1.2 * before
-        }
-        found += [
-            f"memory of {role} grew by a factor {factor:.2f}" for role, factor in grown.items()
-        ]
-        grown = {
-            role: after / before
-            for role, (before, after) in self.peaks.items()
-            if after > 1.2 * before
-        }
-        found += [
-            f"memory of {role} was {factor:.2f} times as large for a moment"
-            for role, factor in grown.items()
-        ]
+        for sizes, what in ((self.rss, "as large"), (self.peaks, "as large for a moment")):
+            for role, (before, after) in sizes.items():
+                if after > 1.2 * before:
+                    found.append(f"memory of {role} was {after / before:.2f} times {what}")
         factor = self.round_s[1] / self.round_s[0]
         found += [f"a global round took {factor:.2f} times as long"] if factor > 2 else []
         lacking = {
@@ -369,30 +355,17 @@ class HostileLab:
         self.refused: dict[str, dict[str, int]] = {}
         file = home / "experiment.toml"
         file.write_text(to_toml(experiment))
-        own = {
-            CLOUD: ["cloud", str(file), "--runs", str(self.runs)],
-            **{name: ["institution", "--name", name] for name in experiment.tree.aggregators},
-        }
+        own = {CLOUD: ["cloud", str(file), "--runs", str(self.runs)]}
+        for name in experiment.tree.aggregators:
+            own[name] = ["institution", "--name", name]
         for name in experiment.tree.devices:
             own[name] = ["device", "--name", name, "--parent", experiment.tree.parent(name)]
         for name, words in own.items():
             self._metrics[name] = free_port()
-            common = [
-                "--broker",
-                f"127.0.0.1:{port}",
-                "--metrics",
-                f"127.0.0.1:{self._metrics[name]}",
-                "--spool",
-                "none",
-            ]
-            log = stack.enter_context((home / f"{name}.log").open("wb"))
-            self._roles[name] = subprocess.Popen(
-                command(*words, *common, null=True),
-                stdout=log,
-                stderr=log,
-                stdin=subprocess.DEVNULL,
-            )
-        stack.callback(self._stop)
+            common = ["--broker", f"127.0.0.1:{port}", "--spool", "none"]
+            metrics = ["--metrics", f"127.0.0.1:{self._metrics[name]}"]
+            line = command(*words, *common, *metrics, null=True)
+            self._roles[name] = stack.enter_context(started(line, home / f"{name}.log"))
 
     def rounds(self) -> list[float]:
         """Return the times of day at which global rounds ended, Unix seconds."""
@@ -449,12 +422,6 @@ class HostileLab:
             look()
             time.sleep(LOOK_S)
         return {name: process.wait(timeout_s) for name, process in self._roles.items()}
-
-    def _stop(self) -> None:
-        for process in self._roles.values():
-            if process.poll() is None:
-                process.kill()
-                process.wait()
 
 
 def measure(home: Path, *, messages: int, rate: float, kinds: Sequence[str] = ()) -> Findings:
@@ -527,31 +494,29 @@ def measure(home: Path, *, messages: int, rate: float, kinds: Sequence[str] = ()
         )
 
 
-def main() -> None:
-    """Measure and print; the exit code is 1 if something is not as it must be."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--messages", type=int, default=1_000_000, help="of all classes together")
-    parser.add_argument("--rate", type=float, default=4000.0, help="messages a second")
-    parser.add_argument("--kind", action="append", help="only this class; repeat it for several")
-    chosen = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="hostile-") as home:
-        found = measure(Path(home), messages=chosen.messages, rate=chosen.rate, kinds=chosen.kind)
+def main(
+    *,
+    messages: Annotated[int, "of all classes together"] = 1_000_000,
+    rate: Annotated[float, "messages a second"] = 4000.0,
+    kind: Annotated[Sequence[str], "only this class; repeat it for several"] = (),
+) -> str:
+    """Measure and print; return what is not as it must be."""
+    with folder(prefix="hostile-") as home:
+        found = measure(home, messages=messages, rate=rate, kinds=kind)
     print(f"published in {found.seconds:.0f} s: {dict(found.published)}")
     for role, counts in found.refused.items():
-        before, after = found.rss[role]
-        peak = found.peaks[role][1] / 1e6
+        before, after = (size / MB for size in found.rss[role])
+        peak = found.peaks[role][1] / MB
         print(
-            f"{role}: memory {before / 1e6:.1f} -> {after / 1e6:.1f} MB, at most {peak:.1f} MB; "
+            f"{role}: memory {before:.1f} -> {after:.1f} MB, at most {peak:.1f} MB; "
             f"refused {counts}"
         )
     print(
         f"a global round: {found.round_s[0]:.3f} s undisturbed, {found.round_s[1]:.3f} s attacked"
     )
     print(f"the same final model: {'yes' if found.same else 'NO'}")
-    raise SystemExit("; ".join(found.problems()) or 0)
+    return "; ".join(found.problems())
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

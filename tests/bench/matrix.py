@@ -14,27 +14,23 @@ round takes undisturbed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import paho.mqtt.client as mqtt
 from paho.mqtt.enums import CallbackAPIVersion
-from rich.console import Console
-from rich.table import Table
 
 from fedstrata.common.errors import WireError
 from fedstrata.common.experiment.reading import parse, to_toml
@@ -50,6 +46,8 @@ from fedstrata.common.protocol.messages import (
     Task,
 )
 from fedstrata.deploy.brokers import broker
+from tests.bench.running import Table, folder, run
+from tests.helpers.commands import tensors
 
 PATIENCE_S: Final = 120.0
 KEEPALIVE_S: Final = 5
@@ -57,6 +55,7 @@ STOPPED_S: Final = 2.5 * KEEPALIVE_S
 DEVICE, INSTITUTION, CLOUD, BROKER = "device-0", "institution-0", "cloud", "broker"
 VICTIMS: Final = (DEVICE, INSTITUTION, CLOUD, BROKER)
 SIGNALS: Final = (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)
+NAMES: Final = tuple(number.name for number in SIGNALS)
 EXPERIMENT: Final[dict[str, Any]] = {
     "name": "matrix",
     "rounds": 4,
@@ -245,8 +244,7 @@ class Lab:
 
     def model(self) -> bytes:
         """Return the final model's tensors, without the header, which carries the run's id."""
-        data = (self.folder / "model.safetensors").read_bytes()
-        return data[8 + int.from_bytes(data[:8], "little") :]
+        return tensors(self.folder)
 
     def stop(self) -> None:
         """End what still runs."""
@@ -270,9 +268,6 @@ def lab_of(home: Path) -> Iterator[Lab]:
 class Case:
     """What became of one lab: seconds from the signal to the end of the next global round."""
 
-    victim: str
-    state: str
-    signal: str
     same: bool
     next_round_s: float
     codes: str
@@ -294,54 +289,43 @@ def play(home: Path, victim: str, state: str, number: signal.Signals, expected: 
         after = [end - at for end in lab.rounds() if end > at]
         wrong = {name: code for name, code in codes.items() if code}
         same = not wrong and lab.model() == expected
-        return Case(
-            victim, state, number.name, same, min(after, default=float("nan")), str(wrong or "0")
-        )
+        return Case(same, min(after, default=float("nan")), str(wrong or "0"))
 
 
-def main() -> None:
-    """Play the cases and print a table; the exit code is 1 if a model differs."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--victim", choices=VICTIMS, action="append")
-    parser.add_argument("--state", choices=STATES, action="append")
-    parser.add_argument("--signal", choices=[number.name for number in SIGNALS], action="append")
-    chosen = parser.parse_args()
-    console, cases = Console(stderr=True), []
-    with tempfile.TemporaryDirectory(prefix="matrix-") as root:
-        with lab_of(Path(root)) as lab:
+def main(
+    *,
+    victim: Annotated[Sequence[str], VICTIMS] = VICTIMS,
+    state: Annotated[Sequence[str], STATES] = STATES,
+    signal_: Annotated[Sequence[str], NAMES] = NAMES,
+) -> bool:
+    """Play the cases and print a table; return whether a model differs."""
+    with folder(prefix="matrix-") as root:
+        with lab_of(root) as lab:
             assert not any(lab.ends().values())
-            expected, ends = lab.model(), lab.rounds()
+            expected = lab.model()
+            ends = lab.rounds()
         usual_s = statistics.median(b - a for a, b in pairwise(ends))
-        for number in SIGNALS:
-            for victim in chosen.victim or VICTIMS:
-                for state in chosen.state or STATES:
-                    if chosen.signal and number.name not in chosen.signal:
-                        continue
-                    case = play(
-                        Path(root) / f"{victim}-{state}-{number.name}",
-                        victim,
-                        state,
-                        number,
-                        expected,
-                    )
-                    cases.append(case)
-                    console.print(case)
-    table = Table("victim", "state", "signal", "same model", "next global round, s", "exit codes")
-    for case in cases:
-        same = "yes" if case.same else "NO"
-        table.add_row(
-            case.victim, case.state, case.signal, same, f"{case.next_round_s:.1f}", case.codes
+        table = Table(
+            "victim",
+            "state",
+            "signal",
+            "same model",
+            "next global round, s",
+            "exit codes",
+            title=f"undisturbed: a global round each {usual_s:.1f} s; stopped for {STOPPED_S:g} s, "
+            f"keep-alive {KEEPALIVE_S} s",
         )
-    print(
-        f"undisturbed: a global round each {usual_s:.1f} s; stopped for {STOPPED_S:g} s, "
-        f"keep-alive {KEEPALIVE_S} s"
-    )
-    Console(width=120).print(table)
-    print(f"{sum(case.same for case in cases)} of {len(cases)} with the same model, bit for bit")
-    raise SystemExit(not all(case.same for case in cases))
+        cases = []
+        for number, one, at in product(SIGNALS, victim, state):
+            if number.name not in signal_:
+                continue
+            case = play(root / f"{one}-{at}-{number.name}", one, at, number, expected)
+            cases.append(case.same)
+            same = "yes" if case.same else "NO"
+            table.add(one, at, number.name, same, f"{case.next_round_s:.1f}", case.codes)
+    print(f"{sum(cases)} of {len(cases)} with the same model, bit for bit")
+    return not all(cases)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -79,7 +79,7 @@ def _add(parser: ArgumentParser, parameter: Parameter, hint: Any) -> None:
     if parameter.kind is Parameter.VAR_POSITIONAL:
         how["nargs"] = "*"
     elif parameter.default is not Parameter.empty:
-        how["nargs"] = "?"
+        how |= {"nargs": "?", "default": parameter.default}
     parser.add_argument(parameter.name, **how)
 
 

@@ -9,12 +9,9 @@ printed are the runs, the signals, and the memory and open files of those that l
 
 from __future__ import annotations
 
-import argparse
 import random
 import signal
 import subprocess
-import sys
-import tempfile
 import time
 from collections import Counter
 from contextlib import ExitStack, suppress
@@ -22,8 +19,6 @@ from pathlib import Path
 from typing import Final
 
 import psutil
-from rich.console import Console
-from rich.table import Table
 
 from fedstrata.common.experiment.reading import parse, to_toml
 from tests.bench.matrix import (
@@ -36,6 +31,7 @@ from tests.bench.matrix import (
     VICTIMS,
     Lab,
 )
+from tests.bench.running import MB, Clock, Table, folder, run
 
 EVALUATOR: Final = "evaluator"
 WITNESSES: Final = ("institution-1", "others")
@@ -112,45 +108,31 @@ class StayingLab(Lab):
         """Return the memory of a process and its workers, MB, and its open files."""
         process = psutil.Process(self.processes[name].pid)
         whole = [process, *process.children(recursive=True)]
-        return sum(each.memory_info().rss for each in whole) / 1e6, sum(
-            each.num_fds() for each in whole
-        )
+        memory = sum(each.memory_info().rss for each in whole)
+        return memory / MB, sum(each.num_fds() for each in whole)
 
 
-def main() -> None:
-    """Disturb runs until the time is over; the exit code is 1 if a model differs."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--seed", type=int, default=1)
-    chosen = parser.parse_args()
-    draw, signals, console = random.Random(chosen.seed), Counter[str](), Console(width=120)
-    table = Table(
-        "minute", "run", "signals", "same model", *(f"{name}, MB, files" for name in WITNESSES)
-    )
+def main(*, minutes: float = 10.0, seed: int = 1) -> bool:
+    """Disturb runs until the time is over; return whether a model differs."""
+    draw = random.Random(seed)
+    signals: Counter[str] = Counter()
+    witnesses = [f"{name}, MB, files" for name in WITNESSES]
+    table = Table("minute", "run", "signals", "same model", *witnesses)
     same = []
-    with tempfile.TemporaryDirectory(prefix="soak-") as root, ExitStack() as stack:
-        lab = StayingLab(Path(root), stack)
+    with folder(prefix="soak-") as root, ExitStack() as stack:
+        lab = StayingLab(root, stack)
         for name in (BROKER, INSTITUTION, "institution-1", DEVICE, "others"):
             lab.start(name)
         expected = lab.run(draw, signals, disturbed=False)
-        begin = time.monotonic()
-        while (minutes := (time.monotonic() - begin) / 60) < chosen.minutes:
+        clock = Clock()
+        while (now := clock.now_s / 60) < minutes:
             same.append(lab.run(draw, signals, disturbed=True) == expected)
             costs = [f"{memory:.0f}, {files}" for memory, files in map(lab.costs, WITNESSES)]
-            table.add_row(
-                f"{minutes:.1f}", str(lab.done), str(sum(signals.values())), str(same[-1]), *costs
-            )
-            print(
-                f"run {lab.done}: {sum(signals.values())} signals, same model: {same[-1]}",
-                file=sys.stderr,
-            )
-    console.print(table)
+            table.add(f"{now:.1f}", lab.done, signals.total(), same[-1], *costs)
     print(", ".join(f"{count} {what}" for what, count in sorted(signals.items())))
     print(f"{sum(same)} of {len(same)} runs with the model of the undisturbed one, bit for bit")
-    raise SystemExit(not all(same))
+    return not all(same)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

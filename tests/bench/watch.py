@@ -15,6 +15,7 @@ from fedstrata.deploy.simulation.simulated_broker import Routed
 from fedstrata.deploy.watching.follower import DRAW_S, STATUS_EVERY_S
 from fedstrata.deploy.watching.lab_state import WatchedLab
 from fedstrata.deploy.watching.view import View
+from tests.bench.running import run
 from tests.simulation.lab import ScenarioLab
 
 LABS = ((3, 12), (10, 1000))  # institutions, devices
@@ -44,8 +45,8 @@ def watched(institutions: int, devices: int) -> str:
 
     async def ask(sim: ScenarioLab) -> None:
         while not sim.over:
-            for run in runs:
-                body = serialization.encode(Question("nonce", About.STATUS, run), "operator")
+            for name in runs:
+                body = serialization.encode(Question("nonce", About.STATUS, name), "operator")
                 for parent in experiment.tree.children:
                     sim.inject(topics.ask("lab", parent, "operator"), body, qos=0)
             await asyncio.sleep(STATUS_EVERY_S)
@@ -77,6 +78,11 @@ def watched(institutions: int, devices: int) -> str:
     )
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Print the figures of each lab."""
     for institutions, devices in LABS:
         print(watched(institutions, devices), flush=True)
+
+
+if __name__ == "__main__":
+    run(main)
