@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -12,38 +13,37 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedstrata.common.accounting.work import Work
 from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.tiers import Tier
 from fedstrata.common.methods.selection import ClientSelection, ResultFacts
 from fedstrata.common.protocol.coordinator import Coordinator
 from fedstrata.common.protocol.events import UploadAnnounced
-from fedstrata.common.protocol.messages import (
-    Acknowledgement,
-    Key,
-    NodeState,
-    Presence,
-    Result,
-    Task,
-)
-from fedstrata.common.protocol.participant import Acknowledged, Participant, ParticipantState
-from fedstrata.common.protocol.round_state import TAKEN_BACK, Assignment, Closed, Stalled
+from fedstrata.common.protocol.messages import Acknowledgement, Key, NodeState
+from fedstrata.common.protocol.participant import Acknowledged, ParticipantState
+from fedstrata.common.protocol.round_state import TAKEN_BACK, Closed, Stalled
 from fedstrata.common.runtime.round import Dispatch
-from fedstrata.common.settings.closing import Closing
 from fedstrata.deploy.local.replay import replayed
 from fedstrata.deploy.results.run import Run
 from tests.helpers.commands import DEMO, fedstrata, run_lab, tensors
+from tests.helpers.coordinators import (
+    OLD,
+    OneChild,
+    OneParent,
+    quorum_of,
+    result_of,
+    results_of,
+    task_of,
+)
 from tests.helpers.direct import events, run_direct
 from tests.helpers.examples import examples
 from tests.helpers.rules import LAYOUT, Report, aggregate, rule_of
 from tests.helpers.scenarios import restarted
-from tests.session_lab import manifest_of
 from tests.simulation.lab import ScenarioLab
 from tests.simulation.labs import LABS, read_lab
 from tests.simulation.runs import check_lab
 
 NAMES: Final = tuple("abcde")
-ONE_OF_TWO: Final = Closing.model_construct(rule="quorum", quorum=1, deadline_s=0.0)
+ONE_OF_TWO: Final = quorum_of(1, 0.0)
 
 
 # The rule
@@ -89,160 +89,94 @@ def test_as_many_children_train_at_once_as_take_part() -> None:
 # The protocol
 
 
-def assignment(number: int) -> Assignment:
-    return Assignment(manifest_of(bytes([number]) * 100), 1)
+def two_in_flight() -> tuple[OneParent, Key]:
+    """Return a coordinator whose first round has closed with the result of a alone."""
+    one = OneParent("ab", idle_s=100.0, closing=ONE_OF_TWO, opened=False)
+    first = one.start(0, carried="")
+    assert tasks_of(one, 0.0) == {"a": first, "b": first}
+    (closed,) = used(one, "a", first, 0.5)
+    assert results_of(closed) == {"a"} and not closed.missing  # type: ignore[attr-defined]
+    assert one.in_flight() == ["b"]
+    return one, first
 
 
-def result_of(key: Key, number: int) -> Result:
-    return Result(
-        key,
-        manifest_of(bytes([100 + number]) * 100),
-        None,
-        Work(10, 1.0, 1, 1, 1.0, 0.0, 0.0),
-        1,
-        (),
-        "{}",
-    )
+def tasks_of(one: OneParent, now: float) -> dict[str, Key]:
+    return {name: task.key for name, task in one.tasks(now)}
 
 
-class Parent:
-    """A coordinator of two children, driven by hand."""
-
-    def __init__(self) -> None:
-        self.coordinator = Coordinator(["a", "b"], idle_s=100.0)
-        for name in ("a", "b"):
-            self.join(name, "1")
-
-    def join(self, name: str, session: str) -> None:
-        self.coordinator.presence(
-            name, session, Presence(NodeState.READY, "device", samples=10), now=0.0
-        )
-
-    def open(self, r: int, names: str, *, carried: str) -> Key:
-        given = {name: assignment(10 * r + ord(name) - 97) for name in names}
-        return self.coordinator.open(
-            global_round=r,
-            local_round=0,
-            assignments=given,
-            closing=ONE_OF_TWO,
-            now=float(r),
-            carried=list(carried),
-        )
-
-    def tasks(self, now: float) -> dict[str, Key]:
-        return {
-            name: sent.key for name, sent in self.coordinator.to_send(now) if isinstance(sent, Task)
-        }
-
-    def announce(self, name: str, key: Key, now: float) -> list[object]:
-        assert not self.coordinator.receive(name, result_of(key, key.global_round), now=now)
-        return self.events()
-
-    def events(self) -> list[object]:
-        found = []
-        while (event := self.coordinator.next_event()) is not None:
-            found.append(event)
-        return found
-
-    def closed(self, name: str, key: Key, now: float) -> Closed:
-        assert any(isinstance(event, UploadAnnounced) for event in self.announce(name, key, now))
-        self.coordinator.accept(name, key, now=now)
-        (event,) = self.events()
-        assert isinstance(event, Closed)
-        return event
+def used(one: OneParent, name: str, key: Key, now: float) -> list[object]:
+    """Announce a result and accept it; return what happens then."""
+    assert [type(event) for event in one.announce(now, name, key)] == [UploadAnnounced]
+    one.accept(name, key, now=now)
+    return one.events()
 
 
 def test_a_task_goes_on_after_its_round_and_counts_in_a_later_one() -> None:
-    parent = Parent()
-    first = parent.open(0, "ab", carried="")
-    assert parent.tasks(0.0) == {"a": first, "b": first}
-    event = parent.closed("a", first, 0.5)
-    assert (
-        set(event.results) == {"a"}
-        and not event.missing
-        and parent.coordinator.in_flight() == ["b"]
-    )
-    second = parent.open(1, "a", carried="b")
-    assert parent.tasks(9.0)["a"] == second and parent.tasks(30.0).get("b", first) == first
-    event = parent.closed("b", first, 40.0)
-    assert set(event.results) == {"b"} and parent.coordinator.timeline.seconds == {"b": 40.0}
-    assert parent.coordinator.in_flight() == ["a"]
+    one, first = two_in_flight()
+    second = one.start(1, now=1.0, names="a", carried="b")
+    assert tasks_of(one, 9.0)["a"] == second and tasks_of(one, 30.0).get("b", first) == first
+    (closed,) = used(one, "b", first, 40.0)
+    assert results_of(closed) == {"b"} and one.timeline.seconds == {"b": 40.0}
+    assert one.in_flight() == ["a"]
 
 
 def test_a_result_that_comes_between_two_rounds_counts_in_the_next() -> None:
-    parent = Parent()
-    first = parent.open(0, "ab", carried="")
-    parent.closed("a", first, 0.5)
-    assert isinstance(parent.announce("b", first, 0.6)[0], UploadAnnounced)
-    parent.coordinator.accept("b", first, now=0.7)
-    assert parent.events() == []
-    parent.open(1, "a", carried="b")
-    parent.coordinator.tick(1.0)
-    (event,) = parent.events()
-    assert isinstance(event, Closed) and set(event.results) == {"b"}
+    one, first = two_in_flight()
+    assert used(one, "b", first, 0.7) == []
+    one.start(1, now=1.0, names="a", carried="b")
+    one.tick(1.0)
+    (closed,) = one.events()
+    assert results_of(closed) == {"b"}
 
 
 def test_a_child_in_flight_that_restarts_gets_its_own_task_again() -> None:
-    parent = Parent()
-    first = parent.open(0, "ab", carried="")
-    parent.tasks(0.0)
-    parent.closed("a", first, 0.5)
-    parent.join("b", "2")
-    second = parent.open(1, "a", carried="b")
-    assert parent.tasks(5.0) == {"a": second, "b": first}
+    one, first = two_in_flight()
+    one.come(name="b", session="2")
+    second = one.start(1, now=1.0, names="a", carried="b")
+    assert tasks_of(one, 5.0) == {"a": second, "b": first}
 
 
 def test_a_result_that_was_used_is_acknowledged_again_and_no_more_used() -> None:
-    parent = Parent()
-    first = parent.open(0, "ab", carried="")
-    parent.closed("a", first, 0.5)
-    parent.coordinator.to_send(0.5)
-    parent.open(1, "a", carried="b")
-    assert parent.announce("a", first, 3.0) == []
-    sent = [message for name, message in parent.coordinator.to_send(3.0) if name == "a"]
-    assert Acknowledgement(first, "") in sent and parent.coordinator.late == 0
+    one, first = two_in_flight()
+    one.to_send(0.5)
+    one.start(1, now=1.0, names="a", carried="b")
+    assert one.announce(3.0, "a", first) == []
+    assert ("a", first, "") in one.answers(3.0) and one.late == 0
 
 
 def test_a_round_of_the_usual_kind_ends_all_tasks() -> None:
-    parent = Parent()
-    first = parent.open(0, "ab", carried="")
-    parent.closed("a", first, 0.5)
-    parent.coordinator.end()
-    assert parent.announce("b", first, 0.6) == [] and parent.coordinator.late == 1
-    second = parent.open(1, "ab", carried="")
-    assert parent.tasks(5.0) == {"a": second, "b": second}
+    one, first = two_in_flight()
+    one.end()
+    assert one.announce(0.6, "b", first) == [] and one.late == 1
+    second = one.start(1, now=1.0, carried="")
+    assert tasks_of(one, 5.0) == {"a": second, "b": second}
 
 
 def test_a_result_accepted_after_the_last_round_is_taken_back() -> None:
-    parent = Parent()
-    first = parent.open(0, "ab", carried="")
-    parent.closed("a", first, 0.5)
-    parent.announce("b", first, 0.6)
-    parent.coordinator.accept("b", first, now=0.7)
-    parent.coordinator.to_send(0.7)
-    parent.coordinator.end()
-    assert parent.coordinator.to_send(0.8) == [("b", Acknowledgement(first, TAKEN_BACK))]
-    assert parent.announce("b", first, 3.0) == []  # it is announced again, as the answer was lost
-    assert parent.coordinator.to_send(3.0) == [("b", Acknowledgement(first, TAKEN_BACK))]
+    one, first = two_in_flight()
+    used(one, "b", first, 0.7)
+    one.to_send(0.7)
+    one.end()
+    assert one.answers(0.8) == [("b", first, TAKEN_BACK)]
+    assert one.announce(3.0, "b", first) == []  # it is announced again, as the answer was lost
+    assert one.answers(3.0) == [("b", first, TAKEN_BACK)]
 
 
-def test_a_child_learns_that_its_result_is_taken_back_whenever_that_comes() -> None:
-    task, key = Task(Key(0, 0, 0), 1, manifest_of(bytes(100)), None), Key(0, 0, 0)
-    for answers, learned in [
-        (["", "no"], ["", "no"]),
-        (["no", ""], ["no"]),
-        (["", "no", "no", ""], ["", "no"]),
-    ]:
-        child = Participant(idle_s=100.0)
-        child.receive(task, now=0.0)
-        child.finish(result_of(key, 0), now=1.0)
-        for reason in answers:
-            child.receive(Acknowledgement(key, reason), now=2.0)
-        found = [child.next_event() for _ in range(6)]
-        assert [event.reason for event in found if isinstance(event, Acknowledged)] == learned
-        # the same task again gives the same result, which may be used now
-        child.receive(task, now=3.0)
-        assert child.state is ParticipantState.ANNOUNCING
+@pytest.mark.parametrize(
+    ("answers", "learned"),
+    [(["", "no"], ["", "no"]), (["no", ""], ["no"]), (["", "no", "no", ""], ["", "no"])],
+)
+def test_a_child_learns_that_its_result_is_taken_back_whenever_that_comes(
+    answers: list[str], learned: list[str]
+) -> None:
+    child, found = OneChild(), list[object]()
+    child.work()
+    for reason in answers:
+        found += child.take(Acknowledgement(OLD, reason), 2.0)
+    assert found == [Acknowledged(OLD, reason) for reason in learned]
+    # the same task again gives the same result, which may be used now
+    child.take(task_of(OLD), 3.0)
+    assert child.state is ParticipantState.ANNOUNCING
 
 
 STEPS: Final = [*["announce", "accept"] * 4, *["next", "anew"] * 2]
@@ -257,50 +191,22 @@ def test_each_accepted_result_is_in_one_closed_round_or_is_taken_back(
 ) -> None:
     """Whatever happens to tasks and rounds: by the last acknowledgement that the child gets."""
     draw = random.Random(seed)
-    one = Coordinator("abc", idle_s=30.0)
-    closing = Closing.model_construct(rule="quorum", quorum=2, deadline_s=0.0 if buffered else 5.0)
-    accepted, used, last = (
-        set[tuple[str, Key]](),
-        list[tuple[str, Key]](),
-        dict[tuple[str, Key], str](),
-    )
-    keys, sessions = dict[str, Key](), dict.fromkeys("abc", 0)
-    now, r, open_ = 0.0, -1, False
-
-    def take() -> None:
-        nonlocal open_
-        while (event := one.next_event()) is not None:
-            open_ = open_ and not isinstance(event, Closed | Stalled)
-            if isinstance(event, Closed):
-                used.extend((name, result.key) for name, result in event.results.items())
-        for name, message in one.to_send(now):
-            if isinstance(message, Acknowledgement):
-                last[name, message.key] = message.reason
-
-    def begin(*, anew: bool) -> None:
-        nonlocal open_
-        carried = (one.in_flight() if not anew else []) if buffered else None
-        free = [name for name in "abc" if name not in (carried or ())]
-        given = {name: assignment(number) for number, name in enumerate(free)}
-        key = one.open(
-            global_round=r,
-            local_round=0,
-            assignments=given,
-            closing=closing,
-            now=now,
-            carried=carried,
-        )
-        keys.update(dict.fromkeys(free, key))
-        open_ = True
-
-    for name in "abc":
-        one.presence(name, "0", Presence(NodeState.READY, "device", samples=10), now=0.0)
+    closing = quorum_of(2, 0.0 if buffered else 5.0)
+    one = OneParent("abc", idle_s=30.0, closing=closing, opened=False)
+    accepted, used = set[tuple[str, Key]](), list[tuple[str, Key]]()
+    last = dict[tuple[str, Key], str]()
+    keys, sessions = dict[str, Key](), Counter("abc")
+    now, r, is_open = 0.0, -1, False
     for step in ["next", *draw.choices(STEPS, k=100), "cancel"]:
         name = draw.choice("abc")
         now += 1.0
-        if step in ("next", "anew", "back") and not open_:
+        if step in ("next", "anew", "back") and not is_open:
             r = max(0, r - 1) if step == "back" else r + 1
-            begin(anew=step == "anew")
+            carried = one.in_flight() if buffered and step != "anew" else []
+            free = [name for name in "abc" if name not in carried]
+            key = one.start(r, now=now, names=free, carried=carried if buffered else None)
+            keys.update(dict.fromkeys(free, key))
+            is_open = True
         elif step == "announce":
             one.receive(name, result_of(keys[name], ord(name)), now=now)
         elif step == "accept":
@@ -314,14 +220,18 @@ def test_each_accepted_result_is_in_one_closed_round_or_is_taken_back(
         elif step in ("restart", "fail"):
             sessions[name] += step == "restart"
             state = NodeState.READY if step == "restart" else NodeState.FAILED
-            one.presence(name, str(sessions[name]), Presence(state, "device", samples=10), now=now)
+            one.come(now, state, name=name, session=str(sessions[name]))
         elif step == "tick":
             now += 10.0
             one.tick(now)
         elif step == "cancel":
             one.end()
-            open_ = False
-        take()
+            is_open = False
+        for event in one.events():
+            is_open = is_open and not isinstance(event, Closed | Stalled)
+            if isinstance(event, Closed):
+                used += [(name, result.key) for name, result in event.results.items()]
+        last |= {(name, key): reason for name, key, reason in one.answers(now)}
     assert sorted(used) == sorted(pair for pair in accepted if not last[pair])
     assert one.unsettled() == [] and one.accepted == len(accepted)
     assert (one.used, one.taken_back) == (len(used), len(accepted) - len(used))

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import fields, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -69,32 +69,30 @@ from fedstrata.common.protocol.messages import (
     Target,
     Task,
 )
-from fedstrata.common.protocol.parent_session import ParentSession
-from fedstrata.common.protocol.peers import ToChildren
 from fedstrata.common.protocol.presence import ASK_FIRST_S, Identity
 from fedstrata.common.protocol.round_state import ChildState
 from fedstrata.common.runtime.discovery import Found, _play
 from fedstrata.common.runtime.roll import RollEntry
 from fedstrata.common.settings.data import Data, root_below, samples_most
-from fedstrata.common.settings.links import LinkSettings
 from fedstrata.common.text import JSON_MOST
 from tests.bench import hostile
-from tests.session_lab import (
+from tests.helpers.session_lab import (
     FORM,
     LAB,
     MODEL_BYTES,
     PARENT,
     RUN,
+    WORK,
     Lab,
-    NoMeter,
     manifest_of,
     names_of,
+    parent_session,
     settled,
 )
+from tests.helpers.session_messages import READY, seek
 
-READY = Presence(NodeState.READY, "device", samples=10)
 MANY = Traffic(*[BYTES_MOST] * 16, TcpStats(*[BYTES_MOST] * 11))
-WORK = Work(10, 0.5, 1, 6, 1.0)
+KEY = Key(0, 0, 0)
 THREE_TIERS = {
     "rounds": 3,
     "institution": {"rounds": 2},
@@ -105,37 +103,26 @@ THREE_TIERS = {
 
 def result(**changes: Any) -> Result:
     """Return a result with other fields, of its own or of its work."""
-    key, model = Key(0, 0, 0), manifest_of(b"1" * MODEL_BYTES)
-    in_work = {field.name for field in fields(Work)}
-    work = replace(WORK, **{name: value for name, value in changes.items() if name in in_work})
-    own = {name: value for name, value in changes.items() if name not in in_work}
-    return replace(Result(key, model, None, work, 6, (), ""), **own)
+    in_work = {field.name for field in fields(Work)} & set(changes)
+    work = replace(WORK, **{name: changes.pop(name) for name in in_work})
+    model = manifest_of(b"1" * MODEL_BYTES)
+    return replace(Result(KEY, model, None, work, 6, (), ""), **changes)
 
 
-def lab_in_a_round(*, slow: str = "") -> Lab:
+def lab_in_a_round() -> Lab:
     lab = settled(2)
-    if slow:
-        lab.children[slow].train_s = 20.0
     lab.open()
     lab.rest(1.0)
     return lab
 
 
-def give(lab: Lab, message: Message, *, process: str = "") -> None:
-    """Give the parent a message of the first child's process, or of another one with its name."""
-    lab.parent.receive(topics.inbox(LAB, RUN, PARENT, "device-0"), encoded(lab, message, process))
+def publish(lab: Lab, message: Message, *, process: str = "") -> None:
+    """Give the broker a message of the first child's process, or of another one with its name."""
+    lab.publish(PARENT, "device-0", process or lab.child.process, message)
 
 
-def encoded(lab: Lab, message: Message, process: str = "") -> bytes:
-    return serialization.encode(message, process or lab.child.process)
-
-
-def refused(lab: Lab, refusal: Refusal) -> int:
-    return lab.parent.session.link.refusals.of(refusal)
-
-
-def publish_presence(lab: Lab, name: str, session: str, presence: Presence) -> None:
-    lab.publish("", name, session, presence, retained=True)
+def publish_presence(lab: Lab, session: str, presence: Presence) -> None:
+    lab.publish("", "device-0", session, presence, retained=True)
 
 
 # Results
@@ -177,23 +164,16 @@ def test_what_passes_at_an_institution_passes_at_the_cloud() -> None:
     """
     experiment = parse(THREE_TIERS)
     above, below = limits_below(experiment, "cloud"), limits_below(experiment, "institution-1")
-    worst = {}
+    worst, works = [], {}
     for name, limit in below.items():
-        most = {
-            "samples": limit.samples,
-            "epochs": 4,
-            "steps": limit.steps(4),
-            "path_steps": limit.steps(4),
-        }
-        worst[name] = result(**most, loss=1e39, train_s=1e9)
-        check_report(worst[name], limits=limit, epochs=4)
-    works = {
-        name: replace(each.work, epochs=8, steps=2 * each.work.steps)
-        for name, each in worst.items()
-    }
+        steps = limit.steps(4)
+        most = {"samples": limit.samples, "epochs": 4, "steps": steps, "path_steps": steps}
+        worst.append(result(**most, loss=1e39, train_s=1e9))
+        check_report(worst[-1], limits=limit, epochs=4)
+        works[name] = replace(worst[-1].work, epochs=8, steps=2 * steps)
     twice = tuple(ChildReport(name, work, rounds=2) for name, work in works.items())
     sums = {
-        "samples": sum(r.samples for r in worst.values()),
+        "samples": sum(each.samples for each in worst),
         "steps": sum(each.steps for each in works.values()),
     }
     most = max(each.steps for each in works.values())
@@ -227,42 +207,39 @@ def test_no_device_can_have_more_samples_than_the_limit(data: dict[str, Any]) ->
 def test_a_child_that_reports_more_samples_than_its_data_has_is_not_ready() -> None:
     lab = Lab(names_of(1), limits={"device-0": ChildLimits(samples=9)})
     lab.rest(2.0)  # it has 10
-    assert refused(lab, Refusal.MISFIT) == 1
-    assert lab.parent.session.samples == {} and not lab.parent.session.readiness(lab.now).ready
+    assert lab.parent.refused(Refusal.MISFIT) == 1
+    assert lab.parent.session.samples == {} and not lab.readiness.ready
 
 
 def test_a_devices_samples_change_with_its_session_alone() -> None:
     lab = lab_in_a_round()
     one, samples = replace(READY, samples=1), lab.parent.session.samples
-    publish_presence(lab, "device-0", lab.child.process, one)
+    publish_presence(lab, lab.child.process, one)
     lab.rest(0.1)
     assert samples["device-0"] == 10
-    lab.parent.receive(
-        topics.state(LAB, RUN, "device-0"), serialization.encode(one, "its-next-one")
-    )
+    lab.parent.inject_state("device-0", "its-next-one", one)
     assert samples["device-0"] == 10, "a stranger's may be believed for a moment: it is asked first"
     lab.parent.session.to_send(lab.now + ASK_FIRST_S)
-    give(lab, Alive(lab.parent.process, one), process="its-next-one")
+    lab.parent.inject("device-0", "its-next-one", Alive(lab.parent.process, one))
     assert samples["device-0"] == 1
 
 
-@pytest.mark.parametrize("what", ["result", "progress"])
-def test_two_processes_that_use_one_session_are_noticed(what: str) -> None:
+@pytest.mark.parametrize(
+    "message",
+    [result(), Progress(KEY, Phase.TRAINING, 3, 6, Traffic(), ())],
+    ids=["result", "progress"],
+)
+def test_two_processes_that_use_one_session_are_noticed(message: Message) -> None:
     """Without an access control list anybody can announce a result under a session that it has
     seen.
     """
-    lab = lab_in_a_round(slow="device-1")
-    lab.until(
-        lambda: lab.parent.session.coordinator.children["device-0"].state is ChildState.ACCEPTED
-    )
-    message = (
-        result()
-        if what == "result"
-        else Progress(Key(0, 0, 0), Phase.TRAINING, 3, 6, Traffic(), ())
-    )
-    lab.publish(PARENT, "device-0", lab.child.process, message)
+    lab = settled(2)
+    lab.children["device-1"].train_s = 20.0
+    lab.open()
+    lab.until(lambda: lab.coordinator.children["device-0"].state is ChildState.ACCEPTED)
+    publish(lab, message)
     lab.rest(0.1)
-    assert refused(lab, Refusal.MISFIT) == 1
+    assert lab.parent.refused(Refusal.MISFIT) == 1
     lab.finish()
 
 
@@ -295,27 +272,10 @@ def test_a_replayed_report_takes_no_bytes_back() -> None:
 
 def test_progress_with_impossible_counts_is_progress() -> None:
     lab = lab_in_a_round()
-    give(lab, Progress(Key(0, 0, 0), Phase.TRAINING, 99, 99, Traffic(2 * BYTES_MOST), ()))
-    assert lab.parent.session.coordinator.children["device-0"].mark == (Phase.TRAINING, 99)
-    assert refused(lab, Refusal.MALFORMED) == 1
-
-
-@pytest.mark.parametrize(
-    ("message", "refusal"),
-    [
-        (Reports(tuple(ChildReport(f"n{i}") for i in range(1000))), Refusal.LARGE),
-        (Reports((ChildReport("nobody"),)), Refusal.MISFIT),
-        (result(key=Key(0, 99, 0)), Refusal.MISFIT),
-        (Progress(Key(7, 0, 0), Phase.TRAINING, 1, 1, Traffic(), ()), Refusal.MISFIT),
-        (Alive("n", READY), Refusal.MISFIT),
-        (Probe(manifest_of(b"1" * 5000)), Refusal.MALFORMED),
-    ],
-)
-def test_a_message_about_what_is_not_there_is_counted(message: Message, refusal: Refusal) -> None:
-    lab = lab_in_a_round()
-    give(lab, message)
-    assert refused(lab, refusal) == 1 and not lab.parent.of(ProbeReceived)
-    lab.finish()
+    impossible = Progress(KEY, Phase.TRAINING, 99, 99, Traffic(2 * BYTES_MOST), ())
+    lab.parent.inject("device-0", lab.child.process, impossible)
+    assert lab.coordinator.children["device-0"].mark == (Phase.TRAINING, 99)
+    assert lab.parent.refused(Refusal.MALFORMED) == 1
 
 
 # Sessions
@@ -323,62 +283,57 @@ def test_a_message_about_what_is_not_there_is_counted(message: Message, refusal:
 
 def test_a_late_proof_of_life_does_not_replace_a_session() -> None:
     lab = lab_in_a_round()
-    session = lab.child.process
-    mine = lab.parent.process
-    lab.publish(PARENT, "device-0", "an-earlier-one", Alive(mine, READY))
+    publish(lab, Alive(lab.parent.process, READY), process="an-earlier-one")
     lab.rest(0.2)
-    assert lab.parent.session.link.proofs.session("device-0") == session
-    assert lab.parent.session.coordinator.children["device-0"].session == session
-    assert refused(lab, Refusal.MISFIT) == 1
+    known = lab.parent.link.proofs.session("device-0")
+    assert known == lab.coordinator.children["device-0"].session == lab.child.process
+    assert lab.parent.refused(Refusal.MISFIT) == 1
     lab.finish()
 
 
 def test_a_flood_of_presences_costs_few_tasks_and_few_events() -> None:
     lab = lab_in_a_round()
     before, seen = Counter(lab.kinds), len(lab.parent.events)
-    for number in range(1000):
+
+    def lie(number: int) -> None:
         state = NodeState.READY if number % 2 else NodeState.INIT
         presence = Presence(state, "device", samples=1, reason=f"{number}" * 1000)
-        lab.loop.after(
-            number / 1000,
-            lambda n=number, p=presence: publish_presence(lab, "device-0", f"s{n}", p),
-        )  # type: ignore[misc]
+        publish_presence(lab, f"s{number}", presence)
+
+    lab.flood(lie, 1000, 1.0)
     lab.rest(3.0)
     sent = lab.kinds - before
-    assert (
-        sent["Task"] <= 6 and sent["Presence"] <= 2 * PRESENCES_MOST and sent["Question"] <= 10
-    ), sent
+    assert sent["Task"] <= 6 and sent["Presence"] <= 2 * PRESENCES_MOST, sent
+    assert sent["Question"] <= 10, sent
     assert len(lab.parent.events) - seen <= 2 * PRESENCES_MOST + 60
     assert all(len(event.reason) <= 1000 for event in lab.parent.of(PeerChanged))
-    assert refused(lab, Refusal.FLOOD) > 750
+    assert lab.parent.refused(Refusal.FLOOD) > 750
     lab.rest(10.0)
     # The living process is asked who it is, and takes part again.
-    assert lab.parent.session.link.proofs.session("device-0") == lab.child.process
+    assert lab.parent.link.proofs.session("device-0") == lab.child.process
     lab.finish()
 
 
 def test_results_without_a_model_cost_few_tasks() -> None:
     lab = lab_in_a_round()
-    session, sent = lab.child.process, Counter(lab.kinds)
+    before = lab.kinds["Task"]
 
     def lie(number: int) -> None:
         model = manifest_of(random.Random(number).randbytes(MODEL_BYTES))
-        lab.publish(PARENT, "device-0", session, result(model=model))
-        lab.loop.after(0.06, lambda: lab.publish(PARENT, "device-0", session, Gone(model.blob)))
+        publish(lab, result(model=model))
+        lab.after(0.06, publish, lab, Gone(model.blob))
 
-    for number in range(200):
-        lab.loop.after(number / 100, lambda number=number: lie(number))  # type: ignore[misc]
+    lab.flood(lie, 200, 2.0)
     lab.rest(2.0)
-    assert (lab.kinds - sent)["Task"] <= 5
+    assert lab.kinds["Task"] - before <= 5
 
 
 def test_a_flood_of_messages_is_refused_before_it_is_read_and_hides_nobody() -> None:
     lab = lab_in_a_round()
-    session = lab.child.process
     for number in range(2 * MESSAGES_MOST + 500):
-        lab.publish(PARENT, "device-0", session, Preparing(number, "x" * 5000))
+        publish(lab, Preparing(number, "x" * 5000))
     lab.rest(0.5)
-    assert refused(lab, Refusal.FLOOD) > MESSAGES_MOST
+    assert lab.parent.refused(Refusal.FLOOD) > MESSAGES_MOST
     assert len(lab.parent.session.attendance.waits_for["device-0"]) == 1000
     lab.rest(20.0)
     lab.finish()
@@ -386,17 +341,12 @@ def test_a_flood_of_messages_is_refused_before_it_is_read_and_hides_nobody() -> 
 
 def test_answers_to_nodes_that_are_not_in_the_run_are_counted_together() -> None:
     lab = lab_in_a_round()
-    lab.parent.session.link.announce(Announcement("{}", "[]"))
+    lab.parent.link.announce(Announcement("{}", "[]"))
     for number in range(100):
-        topic = topics.ask(LAB, PARENT, f"anybody-{number}")
-        lab.parent.receive(topic, serialization.encode(Question("n"), "n"))
-    lab.parent.wake()
+        seek(lab, f"anybody-{number}")
     lab.rest(1.0)
-    assert {peer for peer, *_ in lab.parent.session.link.counters.cells} <= {
-        *lab.names,
-        "all",
-        "others",
-    }
+    counted = {peer for peer, *_ in lab.parent.link.counters.cells}
+    assert counted <= {*lab.names, "all", "others"}
 
 
 # Link calibrations
@@ -408,14 +358,11 @@ def test_noise_of_one_child_is_no_noise_of_another() -> None:
     """
     lab = lab_in_a_round()
     for name, other in itertools.permutations(lab.names):
-        lab.parent.session.link.outbox.add_aside(
-            "probe", other, manifest_of(lab.parent.expected[name]).blob
-        )
+        blob = manifest_of(lab.parent.expected[name]).blob
+        lab.parent.link.outbox.add_aside("probe", other, blob)
     lab.finish()
-    assert all(
-        lab.parent.session.ledger.links()[name].sent_model_payload == MODEL_BYTES
-        for name in lab.names
-    )
+    links = lab.parent.session.ledger.links()
+    assert {links[name].sent_model_payload for name in lab.names} == {MODEL_BYTES}
 
 
 # Tasks
@@ -443,14 +390,12 @@ def test_a_task_that_no_round_of_the_run_has_is_declined(
 
 def test_a_flood_of_tasks_that_do_not_fit_has_few_answers() -> None:
     lab = lab_in_a_round()
-    sent = Counter(lab.kinds)
+    before = lab.kinds["Declined"]
     task = Task(Key(0, 9, 0), 1, manifest_of(b"1" * 9000), None)
-    for number in range(500):
-        again = partial(lab.publish, "device-0", PARENT, lab.parent.process, task)
-        lab.loop.after(number / 500, again)
+    lab.flood(lambda _: lab.publish("device-0", PARENT, lab.parent.process, task), 500, 1.0)
     lab.rest(1.5)
-    assert (lab.kinds - sent)["Declined"] <= 2 * ANSWERS_MOST
-    assert lab.child.session.link.refusals.of(Refusal.MISFIT) == 500
+    assert lab.kinds["Declined"] - before <= 2 * ANSWERS_MOST
+    assert lab.child.refused(Refusal.MISFIT) == 500
     lab.finish()
 
 
@@ -623,22 +568,21 @@ def test_what_is_too_large_for_its_topic_is_refused_before_it_arrives_or_is_read
 ) -> None:
     """Of a client that cannot refuse it earlier neither the digest nor a text is formed."""
     lab = lab_in_a_round()
-    refusals = lab.parent.session.link.refusals
+    parent = lab.parent
     for size in (10**8, MESSAGE_MOST + 1):
-        assert lab.parent.session.link.place(topic, size) is SKIPPED
+        assert parent.link.place(topic, size) is SKIPPED
     kind = Refusal.MALFORMED if topic.endswith("x") else Refusal.LARGE
-    assert refusals.of(kind) == refusals.total == 2
-    packed = encoded(lab, Preparing(1, "\x1b" * 5_000_000))
+    assert parent.refused(kind) == parent.refused() == 2
+    packed = serialization.encode(Preparing(1, "\x1b" * 5_000_000), lab.child.process)
     bodies = [packed, b"01234567" + packed[8:]]
     traced()
     for body, retained in itertools.product(bodies, (False, True)):
-        lab.parent.receive(topic, body, retained=retained)
-    assert traced() < 50_000 and refusals.total == 6
+        parent.receive(topic, body, retained=retained)
+    assert traced() < 50_000 and parent.refused() == 6
     lab.finish()
 
 
-KEY = Key(0, 0, 0)
-CHILDS: list[Message] = [
+LARGE: list[Message] = [
     Preparing(1, "x" * 9000),
     Declined(KEY, "x" * 9000),
     Gone("0" * 9000),
@@ -653,52 +597,65 @@ CHILDS: list[Message] = [
     result(children=(ChildReport("d"),) * 5000),
     Probed("a", 1.0, Manifest("0" * 16, 1024 * 8000, 1024, bytes(8 * 8000), "noise", "")),
 ]
+MISFITS: list[Message] = [
+    Reports((ChildReport("nobody"),)),
+    result(key=Key(0, 99, 0)),
+    Progress(Key(7, 0, 0), Phase.TRAINING, 1, 1, Traffic(), ()),
+    Alive("n", READY),
+]
 
 
-@pytest.mark.parametrize("message", CHILDS, ids=lambda message: type(message).__name__)
-def test_each_kind_of_message_has_its_own_limit(message: Message) -> None:
+@pytest.mark.parametrize(
+    ("message", "refusal"),
+    [
+        *((message, Refusal.LARGE) for message in LARGE),
+        *((message, Refusal.MISFIT) for message in MISFITS),
+        (Probe(manifest_of(b"1" * 5000)), Refusal.MALFORMED),
+    ],
+    ids=lambda each: each.value if isinstance(each, Refusal) else type(each).__name__,
+)
+def test_a_message_of_a_member_that_cannot_be_is_counted(
+    message: Message, refusal: Refusal
+) -> None:
     """Of a device, whose model has six chunks, which has nobody below it and aggregates nothing."""
     lab = lab_in_a_round()
-    lab.publish(PARENT, "device-0", lab.child.process, message)
+    publish(lab, message)
     lab.rest(0.1)
-    assert refused(lab, Refusal.LARGE) == 1
+    assert lab.parent.refused(refusal) == 1 and not lab.parent.of(ProbeReceived)
     lab.finish()
 
 
 def test_the_limits_are_those_of_the_experiment() -> None:
     experiment = parse(THREE_TIERS)
-    links = {name: LinkSettings() for name in ("institution-0", "institution-1")}
     limits = limits_below(experiment, "cloud")
-    parent = ParentSession(
-        Identity(RUN, "cloud", "cloud", "s"),
-        ToChildren(links=links, transfer=experiment.transfer, shaped=False, limits=limits),
-        meter=NoMeter(),
-        first_number=0,
+    parent = parent_session(
+        ("institution-0", "institution-1"),
+        identity=Identity(RUN, "cloud", "cloud", "s"),
+        transfer=experiment.transfer,
+        limits=limits,
     )
     parent.set_form(FORM)
-    below = len(limits["institution-0"].below)
-    reports = Reports(tuple(ChildReport(name) for name in limits["institution-0"].below))
+    below = limits["institution-0"].below
+    reports = Reports(tuple(ChildReport(name) for name in below))
+
+    def with_targets(count: int) -> Presence:
+        targets = tuple(Target(f"d{i}", f"{'h' * 250}:1") for i in range(count))
+        return replace(READY, targets=targets)
+
+    plans = json.dumps({"institution-0": [{"x": "y" * 3_000_000}]})
+    state = topics.state(LAB, RUN, "institution-0")
+    inbox = topics.inbox(LAB, RUN, "cloud", "institution-0")
     for message, fits in [
         (reports, True),
         (Reports(reports.children * 200), False),
-        (result(plans=json.dumps({"institution-0": [{"x": "y" * 3_000_000}]})), True),
-        (
-            replace(READY, targets=tuple(Target(f"d{i}", f"{'h' * 250}:1") for i in range(below))),
-            True,
-        ),
-        (
-            replace(READY, targets=tuple(Target(f"d{i}", f"{'h' * 250}:1") for i in range(50))),
-            False,
-        ),
+        (result(plans=plans), True),
+        (with_targets(len(below)), True),
+        (with_targets(50), False),
     ]:
-        body, large = serialization.encode(message, "s1"), parent.link.refusals.of(Refusal.LARGE)
-        state, inbox = (
-            topics.state(LAB, RUN, "institution-0"),
-            topics.inbox(LAB, RUN, "cloud", "institution-0"),
-        )
-        parent.link.receive(
-            state if isinstance(message, Presence) else inbox, body, retained=False, now=0.0
-        )
+        large = parent.link.refusals.of(Refusal.LARGE)
+        topic = state if isinstance(message, Presence) else inbox
+        body = serialization.encode(message, "s1")
+        parent.link.receive(topic, body, retained=False, now=0.0)
         assert (parent.link.refusals.of(Refusal.LARGE) == large) is fits, type(message)
 
 

@@ -44,13 +44,13 @@ from fedstrata.common.protocol.messages import (
 )
 from fedstrata.common.protocol.outbox import Output, Publish, PublishChunk
 from fedstrata.common.protocol.parent_session import ParentSession
-from fedstrata.common.protocol.peers import ToChildren, ToParent
+from fedstrata.common.protocol.peers import ToParent
 from fedstrata.common.protocol.presence import Identity
 from fedstrata.common.protocol.round_state import Assignment, Closed
 from fedstrata.common.runtime.link_models import Models
 from fedstrata.common.settings.closing import Closing
 from fedstrata.common.settings.links import LinkSettings
-from tests.session_lab import NoMeter
+from tests.helpers.session_lab import NoMeter, parent_session
 
 RECORDING = Path(__file__).parent / "recordings" / "run.msgpack"
 
@@ -229,18 +229,13 @@ def test_a_parent_plays_the_recorded_rounds_again(
 ) -> None:
     blobs = blobs_in(messages)
     children = ["institution-0"] if node == "cloud" else experiment.tree.devices
-    identity = Identity(
-        run_of(messages), node, "cloud", session_of(messages, node), ledger=run_of(messages)
-    )
-    session = ParentSession(
-        identity,
-        ToChildren(
-            links=dict.fromkeys(children, LinkSettings()),
-            transfer=experiment.transfer,
-            shaped=False,
-            limits=limits_below(experiment, node),
-        ),
-        meter=NoMeter(),
+    run = run_of(messages)
+    session = parent_session(
+        children,
+        identity=Identity(run, node, "cloud", session_of(messages, node), ledger=run),
+        transfer=experiment.transfer,
+        shaped=False,
+        limits=limits_below(experiment, node),
         first_number=1,
     )
     announcement = announcement_in(messages)

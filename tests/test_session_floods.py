@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import msgpack
@@ -13,21 +14,8 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from session_lab import (
-    LAB,
-    LAYOUT,
-    PARENT,
-    RUN,
-    Lab,
-    manifest_of,
-    model_of,
-    names_of,
-    settled,
-    sizes,
-)
 
 from fedstrata.common.accounting.traffic import Traffic
-from fedstrata.common.accounting.work import Work
 from fedstrata.common.errors import WireError
 from fedstrata.common.experiment.schema import TransferSettings
 from fedstrata.common.protocol import serialization, topics
@@ -63,33 +51,32 @@ from fedstrata.common.protocol.messages import (
     Question,
     Result,
 )
-from fedstrata.common.protocol.presence import ASK_MOST_S
-from fedstrata.common.settings.closing import Closing
 from fedstrata.common.settings.links import LinkSettings
+from tests.helpers.coordinators import quorum_of
 from tests.helpers.examples import DRAWN, PROFILE
-from tests.helpers.session_messages import BLOB, IDLE_S, READY, inject, messages_of, silence_chunks
+from tests.helpers.session_lab import (
+    LAB,
+    LAYOUT,
+    PARENT,
+    RUN,
+    WORK,
+    Lab,
+    Node,
+    manifest_of,
+    model_of,
+    names_of,
+    settled,
+)
+from tests.helpers.session_messages import BLOB, IDLE_S, READY, messages_of, seek
+from tests.helpers.snapshots import sizes
 
 # Floods
-
-
-def flood(lab: Lab, sender: str, messages: Iterable[Message], *, seconds: float) -> None:
-    """Let the parent get these messages of a child's own session, evenly over so long."""
-    session, several = lab.children[sender].process, list(messages)
-    for number, message in enumerate(several):
-        at = seconds * number / len(several)
-        lab.loop.after(at, lambda message=message: inject(lab.parent, sender, session, message))  # type: ignore[misc]
-
-
-def seek(lab: Lab, child: str = "device-0") -> None:
-    """Let a node look for the parent's run."""
-    lab.parent.receive(topics.ask(LAB, PARENT, child), serialization.encode(Question("n"), "n"))
-    lab.parent.wake()
 
 
 def announcing(experiment: str = "{}", *, count: int = 1, **how: Any) -> Lab:
     """Return a settled lab whose parent announces an experiment to nodes that look for a run."""
     lab = Lab(names_of(count), **how)
-    lab.parent.session.link.announce(Announcement(experiment, LAYOUT))
+    lab.parent.link.announce(Announcement(experiment, LAYOUT))
     lab.rest(1.0)
     return lab
 
@@ -113,9 +100,7 @@ FLOODS: dict[str, Callable[[random.Random], Message]] = {
     "preparing": lambda draw: Preparing(draw.randrange(9), ""),
     "declined": lambda draw: Declined(Key(0, 0, 0), "no"),
     "goodbyes": lambda draw: Goodbye(),
-    "late results": lambda draw: Result(
-        Key(0, 0, 0), BLOB, None, Work(1, 0.1, 1, 1, 1.0, 0.0, 0.0), 1, (), "", Traffic(), ()
-    ),
+    "late results": lambda draw: Result(Key(0, 0, 0), BLOB, None, WORK, 1, (), ""),
 }
 
 
@@ -136,16 +121,15 @@ def test_a_flood_costs_few_answers_and_leaves_the_others_alone(
 ) -> None:
     lab, draw = settled(3), random.Random(0)
     lab.round()  # with the key of the late results
-    before, chunks = sent_to(lab, "device-0"), lab.parent.session.link.sender.chunks_published
-    flood(lab, "device-0", (FLOODS[kind](draw) for _ in range(count)), seconds=seconds)
+    sender, session = lab.parent.link.sender, lab.child.process
+    before, chunks = sent_to(lab, "device-0"), sender.chunks_published
+    lab.flood(lambda _: lab.parent.inject("device-0", session, FLOODS[kind](draw)), count, seconds)
     begun = lab.now
     closed = lab.round(["device-1", "device-2"], local_round=1)
     assert set(closed.results) == {"device-1", "device-2"} and lab.now - begun < 5.0
     lab.rest(1.0)
     assert sent_to(lab, "device-0") - before <= ANSWERS_MOST + 2 + seconds / ANSWER_S
-    assert (
-        lab.parent.session.link.sender.chunks_published - chunks == manifest_of(model_of(1)).chunks
-    )
+    assert sender.chunks_published - chunks == manifest_of(model_of(1)).chunks
 
 
 @pytest.mark.parametrize("lies", [True, False])
@@ -154,26 +138,24 @@ def test_a_flood_of_asks_for_a_model_costs_few_chunks_of_it(lies: bool) -> None:
     lab = settled(3)
     blob, draw = manifest_of(model_of(0)), random.Random(0)
 
-    def ask() -> Ask:
+    def ask(_: int) -> None:
         seen = (draw.getrandbits(40), draw.getrandbits(40)) if lies else (0, 0)
-        return Ask(blob.blob, b"\xfc", *seen, 64, not lies)
+        message = Ask(blob.blob, b"\xfc", *seen, 64, not lies)
+        lab.parent.inject("device-0", lab.child.process, message)
 
-    flood(lab, "device-0", (ask() for _ in range(1500)), seconds=3.0)
+    lab.flood(ask, 1500, 3.0)
     begun = lab.now
-    closed = lab.round(closing=Closing(rule="quorum", quorum=2, deadline_s=4.0))
+    closed = lab.round(closing=quorum_of(2, 4.0))
     assert set(closed.results) >= {"device-1", "device-2"} and lab.now - begun < 5.0
-    assert lab.parent.session.link.sender.chunks_published <= blob.chunks * 4 + 64 * (
-        4 if lies else 0
-    )
+    assert lab.parent.link.sender.chunks_published <= blob.chunks * 4 + lies * 4 * 64
 
 
 def test_an_answer_to_a_seeker_waits_until_the_last_has_left() -> None:
     """An experiment of 20 kB takes 20 s at 8 kbit/s; meanwhile the child asks every other second."""
     lab = announcing("e" * 20_000, link=LinkSettings(up_mbit=1.0, down_mbit=0.008), start=False)
-    for number in range(30):
-        lab.loop.after(number, lambda: seek(lab))
+    lab.flood(lambda _: seek(lab), 30, 30.0)
     lab.rest(35.0)
-    assert lab.kinds["Alive"] == 1 and len(lab.parent.session.link.outbox._waiting) <= 1
+    assert lab.kinds["Alive"] == 1 and len(lab.parent.link.outbox._waiting) <= 1
 
 
 def test_a_seeker_that_asks_twice_at_once_is_answered_a_second_time_soon() -> None:
@@ -193,18 +175,13 @@ def test_a_seeker_that_asks_twice_at_once_is_answered_a_second_time_soon() -> No
 def test_a_child_that_clears_its_presence_has_left() -> None:
     lab = settled(2)
     assert lab.parent.session.attendance.present() == names_of(2)
-    child = lab.child
-    child.session.set_state(NodeState.FINISHED)
+    lab.child.set_state(NodeState.FINISHED)
     lab.rest(0.1)
-    child.session.link.own.leaving = True
-    for output in child.session.link.leave(keep_state=False):
-        child._perform(output)
+    lab.child.leave(keep_state=False)
     lab.rest(1.0)
-    assert [event.state for event in lab.parent.of(PeerChanged) if event.child == "device-0"][
-        -1
-    ] == "left"
-    assert lab.parent.session.attendance.present() == ["device-1"]
-    assert lab.parent.session.readiness(lab.now).missing == {"device-0": "was lost, or left"}
+    states = [event.state for event in lab.parent.of(PeerChanged) if event.child == "device-0"]
+    assert states[-1] == "left" and lab.parent.session.attendance.present() == ["device-1"]
+    assert lab.readiness.missing == {"device-0": "was lost, or left"}
 
 
 def test_seekers_of_any_name_are_answered_in_bounds() -> None:
@@ -212,24 +189,23 @@ def test_seekers_of_any_name_are_answered_in_bounds() -> None:
     before = lab.kinds["Alive"]
     for number in range(2000):
         seek(lab, f"anybody-{number}")
-    assert len(lab.parent.session.link._questions._questions) <= SEEKERS_MOST + 2
-    assert lab.parent.session.link.refusals.of(Refusal.FLOOD) >= 2000 - SEEKERS_MOST
-    assert set(lab.round().results) == set(lab.names)
+    assert len(lab.parent.link._questions._questions) <= SEEKERS_MOST + 2
+    assert lab.parent.refused(Refusal.FLOOD) >= 2000 - SEEKERS_MOST
+    lab.complete()
     assert lab.kinds["Alive"] - before <= SEEKERS_MOST
 
 
 @pytest.mark.parametrize("slots", [1, 4])
 def test_children_that_offer_and_never_serve_stop_nobody(slots: int) -> None:
     transfer = TransferSettings(inline_bytes=0, idle_s=120.0, upload_slots=slots)
-    lab = Lab(names_of(24 if slots == 1 else 44), transfer=transfer, train_s=1.0)
-    lab.rest(1.0)
+    lab = settled(24 if slots == 1 else 44, transfer=transfer, train_s=1.0)
     silent = names_of(slots)
     for name in lab.names[slots:]:
         lab.children[name].train_s = 2.0  # the silent ones are first
-    silence_chunks(lab, *silent)
+    lab.mute(*(f"/{name}/blob" for name in silent))
     begun = lab.now
     others = len(lab.names) - slots
-    closed = lab.round(closing=Closing(rule="quorum", quorum=others, deadline_s=5.0))
+    closed = lab.round(closing=quorum_of(others, 5.0))
     assert closed.missing == tuple(silent) and len(closed.results) == others
     assert lab.now - begun < 30.0
 
@@ -237,7 +213,7 @@ def test_children_that_offer_and_never_serve_stop_nobody(slots: int) -> None:
 @pytest.mark.parametrize("owner", [PARENT, "device-0"])
 def test_chunks_that_never_arrive_end_the_round_in_time(owner: str) -> None:
     lab = settled(2)
-    silence_chunks(lab, owner)
+    lab.mute(f"{owner}/blob")
     begun = lab.now
     lab.open()
     stalled = lab.stall()
@@ -271,7 +247,8 @@ def test_nobody_is_given_up_while_chunks_arrive() -> None:
         return True
 
     lab.broker.drop = drop
-    assert set(lab.round(until_s=3000.0).results) == {"device-0"} and lab.now - begun > 12 * 40.0
+    lab.complete(until_s=3000.0)
+    assert lab.now - begun > 12 * 40.0
 
 
 # Progress
@@ -279,45 +256,43 @@ def test_nobody_is_given_up_while_chunks_arrive() -> None:
 
 def test_a_child_that_hangs_while_it_prepares_is_reported() -> None:
     lab = Lab(names_of(3), start=False)
-    hangs, works = lab.start("device-0", ready_s=None), lab.start("device-1", ready_s=None)
-    waits = lab.start("device-2", ready_s=None)
+    children = [lab.start(name, ready_s=inf) for name in lab.names]
 
-    def go_on() -> None:
-        hangs.session.preparing(7, now=lab.now)
-        works.session.preparing(int(lab.now), now=lab.now)
-        waits.session.preparing(1, waits_for="device-9 has not joined yet", now=lab.now)
-        for child in (hangs, works, waits):
+    def go_on(_: int) -> None:
+        waits_for = ["", "", "device-9 has not joined yet"]
+        for child, done, why in zip(children, [7, int(lab.now), 1], waits_for, strict=True):
+            child.session.preparing(done, waits_for=why, now=lab.now)
             child.wake()
-        lab.loop.after(5.0, go_on)
 
-    go_on()
+    lab.flood(go_on, 100, 500.0)
     lab.rest(IDLE_S - 1.0)
-    assert not lab.parent.session.readiness(lab.now).hanging
+    assert not lab.readiness.hanging
     lab.rest(10.0)
-    readiness = lab.parent.session.readiness(lab.now)
+    readiness = lab.readiness
     assert readiness.hanging == {"device-0"} and not readiness.ready and not readiness.failed
     assert readiness.missing == {
         "device-0": "no progress in preparing for 60 s",
         "device-1": "prepares",
         "device-2": "waits for device-9 has not joined yet",
     }
-    for child in (hangs, works, waits):
-        lab._ready(child)
+    for child in children:
+        lab.ready(child)
     lab.rest(1.0)
-    assert lab.parent.session.readiness(lab.now).ready == set(lab.names)
+    assert lab.readiness.ready == set(lab.names)
 
 
 def test_preparing_is_reported_in_measure_and_ends_with_it() -> None:
     lab = Lab(names_of(1), start=False)
-    child = lab.start("device-0", ready_s=None)
-    for number in range(1000):
-        lab.loop.after(
-            number / 100,
-            lambda number=number: (child.session.preparing(number, now=lab.now), child.wake()),
-        )  # type: ignore[misc]
+    child = lab.start(ready_s=inf)
+
+    def go_on(number: int) -> None:
+        child.session.preparing(number, now=lab.now)
+        child.wake()
+
+    lab.flood(go_on, 1000, 10.0)
     lab.rest(10.0)
     assert 4 <= lab.kinds["Preparing"] <= 8
-    lab._ready(child)
+    lab.ready(child)
     lab.rest(0.1)
     before = lab.kinds["Preparing"]
     lab.rest(10.0)
@@ -328,13 +303,10 @@ def test_a_child_that_gave_up_is_named_with_its_reason() -> None:
     lab = settled(2)
     lab.child.set_state(NodeState.FAILED, reason="no data")
     lab.rest(1.0)
-    readiness = lab.parent.session.readiness(lab.now)
-    assert readiness.failed == {"device-0"} and readiness.missing == {
-        "device-0": "gave up: no data"
-    }
+    assert lab.readiness.failed == {"device-0"}
+    assert lab.readiness.missing == {"device-0": "gave up: no data"}
     lab.open()
-    stalled = lab.stall()
-    assert stalled.reason == "device-0 gave up: no data"
+    assert lab.stall().reason == "device-0 gave up: no data"
 
 
 @pytest.mark.parametrize("away_s", [30.0, 100.0])
@@ -344,21 +316,8 @@ def test_a_broker_that_is_away_is_no_childs_fault(away_s: float) -> None:
     lab.rest(2.0)
     lab.restart_broker(down_s=away_s)
     lab.finish()
-    longer = away_s > IDLE_S
     for node in lab.nodes():
-        assert bool(node.of(BrokerAway)) is longer
-        assert not node.of(ParentGone)
-
-
-def test_a_broker_that_came_back_is_not_away_because_nobody_sends() -> None:
-    """The parent ended while the broker was away, and the message that said so is lost."""
-    lab = settled(1)
-    lab.stop_parent(will_after_s=None)
-    lab.restart_broker(down_s=2.0, retained={})
-    lab.broker.drop = lambda topic: topic.endswith("/state")
-    lab.rest(3.0 + IDLE_S + ASK_MOST_S)
-    (child,) = lab.nodes()
-    assert not child.of(BrokerAway) and child.of(ParentGone) == [ParentGone()]
+        assert bool(node.of(BrokerAway)) is (away_s > IDLE_S) and not node.of(ParentGone)
 
 
 # Any bytes
@@ -442,24 +401,23 @@ def any_message(draw: random.Random, lab: Lab) -> tuple[str, bytes]:
 @settings(max_examples=DRAWN[PROFILE] // 4)
 @given(seed=st.integers(0, 2**32), moment=st.floats(0.0, 4.0))
 def test_any_bytes_on_any_topic_raise_nothing(seed: int, moment: float) -> None:
-    lab, draw = Lab(names_of(2), seed=seed, train_s=1.0), random.Random(seed)
-    lab.rest(1.0)
+    lab, draw = settled(2, seed=seed, train_s=1.0), random.Random(seed)
     lab.open()
     lab.rest(moment)
     for _ in range(150):
         topic, body = any_message(draw, lab)
         for node in lab.nodes():
-            session, refused = node.session, node.session.link.refusals.total
-            session.link.place(topic, len(body))
+            session, refused = node.session, node.refused()
+            node.link.place(topic, len(body))
             node.receive(topic, body, retained=draw.random() < 0.3)
             if is_malformed(topic, body):
-                assert session.link.refusals.total == refused + 1, (topic, body)
+                assert node.refused() == refused + 1, (topic, body)
             session.next_deadline(lab.now)
             node.wake()
         lab.rest(0.02)
-    for refusals in (node.session.link.refusals for node in lab.nodes()):
-        assert refusals.of(Refusal.MALFORMED) > 0 and len(refusals._counts) <= 6 * 3
     for node in lab.nodes():  # it is what it was: whoever speaks next is received
+        assert node.refused(Refusal.MALFORMED) > 0
+        assert len(node.link.refusals._counts) <= 6 * 3
         node.session.tick(lab.now)
 
 
@@ -484,10 +442,9 @@ def test_a_storm_of_other_peoples_messages_spoils_no_round(seed: int) -> None:
     """All that strangers, other runs and unknown sessions may publish; peers' own messages are
     another matter.
     """
-    lab, draw = Lab(names_of(3), seed=seed, train_s=2.0), random.Random(seed)
-    lab.rest(1.0)
+    lab, draw = settled(3, seed=seed, train_s=2.0), random.Random(seed)
 
-    def storm() -> None:
+    def storm(_: int) -> None:
         for _ in range(20):
             topic, body = any_message(draw, lab)
             try:
@@ -499,12 +456,10 @@ def test_a_storm_of_other_peoples_messages_spoils_no_round(seed: int) -> None:
                 for node in lab.nodes():
                     node.receive(topic, body)
                     node.wake()
-        lab.loop.after(0.1, storm)
 
-    storm()
+    lab.flood(storm, 1000, 100.0)
     for local_round in range(2):
-        closed = lab.round(local_round=local_round)
-        assert set(closed.results) == set(lab.names)
+        lab.complete(local_round=local_round)
 
 
 def test_nothing_grows_without_bound() -> None:
@@ -512,76 +467,71 @@ def test_nothing_grows_without_bound() -> None:
     slow link.
     """
     lab = settled(3, link=LinkSettings(up_mbit=10.0, down_mbit=0.1))
-    draw, child = random.Random(1), lab.child
-    mine = child.process
+    draw, parent, mine = random.Random(1), lab.parent, lab.child.process
 
     def attack() -> None:
         blob = f"{draw.getrandbits(64):016x}"
         key = Key(draw.randrange(3), draw.randrange(9), draw.randrange(9))
-        for message in messages_of(key, blob):
+        for message in [*messages_of(key, blob), Question(blob, run=RUN)]:
             if not isinstance(message, Alive):
-                inject(lab.parent, "device-0", mine, message)
-        inject(lab.parent, "device-0", mine, Question(blob, run=RUN))
-        inject(lab.parent, "device-0", f"{blob}", Gone(blob))
+                parent.inject("device-0", mine, message)
+        parent.inject("device-0", blob, Gone(blob))
         for node, number in itertools.product(("device-0", "device-1", f"x{blob}"), range(2)):
             topic = topics.chunk(LAB, RUN, node, "all", blob, number, draw.getrandbits(30))
-            lab.parent.receive(topic, draw.randbytes(30))
-        seek = serialization.encode(Question(blob), blob)
-        lab.parent.receive(topics.ask(LAB, PARENT, f"x{blob}"), seek)
-        lab.parent.receive(topics.state(LAB, RUN, f"x{blob}"), seek)
-        target = replace(READY, reason=blob, targets=())
-        body = serialization.encode(target, mine)
-        lab.parent.receive(
-            topics.state(LAB, RUN, "device-0"), body, retained=bool(draw.randrange(2))
+            parent.receive(topic, draw.randbytes(30))
+        seek(lab, f"x{blob}", blob)
+        parent.receive(
+            topics.state(LAB, RUN, f"x{blob}"), serialization.encode(Question(blob), blob)
         )
-        lab.parent.receive(topics.state(LAB, f"run-{blob}", PARENT), body)
+        body = serialization.encode(replace(READY, reason=blob, targets=()), mine)
+        state = topics.state(LAB, RUN, "device-0")
+        parent.receive(state, body, retained=bool(draw.randrange(2)))
+        parent.receive(topics.state(LAB, f"run-{blob}", PARENT), body)
 
     for _ in range(300):
         attack()
         lab.rest(0.01)
-        lab.parent.events.clear()
-    big = {path: size for path, size in sizes(lab.parent.session).items() if size > 2 * ASKS_KEPT}
-    assert not big
+        parent.events.clear()
+    check_sizes(parent)
     assert set(lab.round(["device-1", "device-2"]).results) == {"device-1", "device-2"}
+
+
+def check_sizes(node: Node) -> None:
+    """Check that nothing in a session has grown without bound."""
+    large = {path: size for path, size in sizes(node.session).items() if size > 2 * ASKS_KEPT}
+    assert not large
 
 
 def test_what_a_parent_does_to_a_child_is_bounded_too() -> None:
     lab = settled(1)
-    child = lab.child
-    mine = lab.parent.process
+    child, mine = lab.child, lab.parent.process
     for number in range(200):
         for message in messages_of(Key(0, 0, number), f"{number:016x}"):
             if not isinstance(message, Alive):
-                inject(child, PARENT, mine, message)
-        presence = Presence(NodeState.READY, "cloud", ledger=f"{number}")
-        body = serialization.encode(presence, mine)
-        child.receive(topics.state(LAB, RUN, PARENT), body)
+                child.inject(PARENT, mine, message)
+        child.inject_state(PARENT, mine, Presence(NodeState.READY, "cloud", ledger=f"{number}"))
         if number % 10 == 0:
             lab.rest(0.01)
         child.events.clear()
-    big = {path: size for path, size in sizes(child.session).items() if size > 2 * ASKS_KEPT}
-    assert not big
+    check_sizes(child)
 
 
 def test_events_of_kinds_that_shells_know() -> None:
     lab = settled(1)
-    inject(lab.parent, "device-0", lab.child.process, Probed("0" * 16, 1.0, BLOB))
-    presence = replace(READY, metrics="h:1")
-    lab.child.session.link.own.presence = presence
+    probed = Probed("0" * 16, 1.0, BLOB)
+    lab.parent.inject("device-0", lab.child.process, probed)
+    lab.child.link.own.presence = replace(READY, metrics="h:1")
     lab.child.set_state(NodeState.READY, samples=10)
     lab.rest(2.0)
-    assert [event.message for event in lab.parent.of(ProbeReceived)] == [
-        Probed("0" * 16, 1.0, BLOB)
-    ]
-    assert [[t.metrics for t in event.targets] for event in lab.parent.of(TargetsChanged)] == [
-        ["h:1"]
-    ]
+    assert [event.message for event in lab.parent.of(ProbeReceived)] == [probed]
+    targets = [event.targets for event in lab.parent.of(TargetsChanged)]
+    assert [[target.metrics for target in each] for each in targets] == [["h:1"]]
 
 
 def test_a_node_that_lost_its_name_answers_no_question() -> None:
     lab = announcing()
     before = lab.kinds["Alive"]
-    lab.parent.session.link.identity.claim.lost = True  # on its other broker
+    lab.parent.link.identity.claim.lost = True  # on its other broker
     seek(lab)
     lab.rest(1.0)
     assert lab.kinds["Alive"] == before

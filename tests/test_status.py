@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from fedstrata.common.accounting.counters import Account, packet_bytes
 from fedstrata.common.accounting.ledger import Ledger
-from fedstrata.common.experiment.schema import TransferSettings
 from fedstrata.common.protocol import serialization, topics
 from fedstrata.common.protocol.admission import Refusal
 from fedstrata.common.protocol.limits import STATUS_BYTES
@@ -32,7 +31,6 @@ from fedstrata.common.protocol.messages import (
 )
 from fedstrata.common.protocol.outbox import OTHERS, Publish, Subscribe
 from fedstrata.common.protocol.parent_session import ParentSession
-from fedstrata.common.protocol.peers import ToChildren
 from fedstrata.common.protocol.presence import Identity
 from fedstrata.common.protocol.round_state import ChildInRound, ChildState
 from fedstrata.common.protocol.status import (
@@ -45,11 +43,7 @@ from fedstrata.common.protocol.status import (
     status_of,
     step_of,
 )
-from fedstrata.common.settings.links import LinkSettings
-from tests.session_lab import NoMeter
-
-RUN = "20260101T000000Z-abcdef"
-LAB = "lab"
+from tests.helpers.session_lab import LAB, RUN, parent_session
 
 
 def made(children: dict[str, ChildInRound], **facts: Any) -> Status:
@@ -191,16 +185,7 @@ def test_a_runs_progress_is_that_of_the_clouds_events() -> None:
 
 
 def parent_of(*children: str) -> ParentSession:
-    session = ParentSession(
-        Identity(RUN, "cloud", "cloud", "s", lab=LAB),
-        ToChildren(
-            links={name: LinkSettings() for name in children},
-            transfer=TransferSettings(),
-            shaped=True,
-        ),
-        meter=NoMeter(),
-        first_number=0,
-    )
+    session = parent_session(children, identity=Identity(RUN, "cloud", "cloud", "s"))
     session.connected(0.0)
     return session
 
@@ -208,11 +193,9 @@ def parent_of(*children: str) -> ParentSession:
 def records(session: ParentSession, now: float) -> list[Status]:
     session.tick(now)
     topic = topics.status(LAB, RUN, "cloud")
-    out = [
-        each for each in session.to_send(now) if isinstance(each, Publish) and each.topic == topic
-    ]
-    found = [serialization.decode(each.body)[1] for each in out]
+    out = [o for o in session.to_send(now) if isinstance(o, Publish) and o.topic == topic]
     assert not any(each.retain for each in out)
+    found = [serialization.decode(each.body)[1] for each in out]
     return [each for each in found if isinstance(each, Status)]
 
 

@@ -26,6 +26,7 @@ from fedstrata.common.protocol.sender import Publication, Sender
 from fedstrata.common.protocol.topics import ALL
 from fedstrata.common.settings.links import LinkDirection
 from tests.helpers.examples import examples
+from tests.helpers.session_lab import names_of
 from tests.helpers.transfer_line import (
     CHUNK,
     OWNER,
@@ -36,7 +37,6 @@ from tests.helpers.transfer_line import (
     check_complete,
     published,
 )
-from tests.session_lab import names_of
 
 # Without loss
 

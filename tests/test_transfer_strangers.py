@@ -38,6 +38,7 @@ from fedstrata.common.protocol.sender import RESTART_S, Sender
 from fedstrata.common.protocol.topics import ALL, ChunkTopic
 from fedstrata.common.settings.links import LinkDirection
 from tests.helpers.examples import examples
+from tests.helpers.session_lab import names_of
 from tests.helpers.transfer_line import (
     CHUNK,
     OWNER,
@@ -48,7 +49,6 @@ from tests.helpers.transfer_line import (
     chunk_topic,
     published,
 )
-from tests.session_lab import names_of
 
 # Damage and strangers
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from session_lab import ALL, ChildNode, Lab, names_of
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 from fedstrata.common.accounting.traffic import TcpStats, Traffic
-from fedstrata.common.accounting.work import Work
 from fedstrata.common.protocol.coordinator import Coordinator
 from fedstrata.common.protocol.events import TaskReceived
 from fedstrata.common.protocol.messages import (
@@ -24,22 +22,28 @@ from fedstrata.common.protocol.messages import (
 from fedstrata.common.protocol.participant import Participant
 from fedstrata.common.protocol.round_state import Assignment, Closed, Stalled
 from fedstrata.common.settings.closing import Closing
+from tests.helpers.session_lab import ALL, WORK
 
 OLD = Key(0, 0, 0)
+COUNTED = {"traffic": Traffic(1), "below": (Traffic(2),)}
+
+_T = TypeVar("_T")
+
+
+def quorum_of(count: int, deadline_s: float) -> Closing:
+    return Closing.model_construct(rule="quorum", quorum=count, deadline_s=deadline_s)
 
 
 def manifest_of(number: int) -> Manifest:
     return Manifest(f"{number:016x}", 1_000_000, 1_000_000, b"d" * 8, "fp32", "layout")
 
 
-def result_of(key: Key, number: int = 77) -> Result:
-    return Result(key, manifest_of(number), None, Work(10, 0.5, 1, 10, 1.0, 0.0, 0.0), 10, (), "")
+def result_of(key: Key, number: int = 77, **more: Any) -> Result:
+    return Result(key, manifest_of(number), None, WORK, 10, (), "", **more)
 
 
-def progress_of(
-    key: Key, phase: Phase = Phase.TRAINING, done: int = 0, *, traffic: Traffic | None = None
-) -> Progress:
-    return Progress(key, phase, done, 100, traffic or Traffic(), ())
+def progress_of(key: Key, phase: Phase = Phase.TRAINING, done: int = 0, **counts: int) -> Progress:
+    return Progress(key, phase, done, 100, traffic_of(**counts), ())
 
 
 def traffic_of(*, received: int = 0, sent: int = 0, control: int = 0) -> Traffic:
@@ -51,142 +55,151 @@ def traffic_of(*, received: int = 0, sent: int = 0, control: int = 0) -> Traffic
     )
 
 
-def assignments(names: Sequence[str], *, model: int = 1, epochs: int = 1) -> dict[str, Assignment]:
-    return dict.fromkeys(names, Assignment(manifest_of(model), epochs, b"x" * 1000))
+def due(
+    next_deadline: Callable[[], float], act: Callable[[float], Iterable[_T]], *, until_s: float
+) -> list[tuple[float, _T]]:
+    """Act at each deadline; return what came of it, each with its time."""
+    found = []
+    while (at := next_deadline()) < until_s:
+        found += [(at, each) for each in act(at)]
+    return found
 
 
-def children_of(lab: Lab) -> list[ChildNode]:
-    return list(lab.children.values())
-
-
-# The parent by hand
-
-
-class OneParent:
+class OneParent(Coordinator):
     """A coordinator in the hand of a test, all children READY and their tasks sent."""
 
     def __init__(
-        self, count: int = 3, *, idle_s: float = 20.0, closing: Closing = ALL, ready: bool = True
-    ) -> None:
-        self.names = names_of(count)
-        self.coordinator = Coordinator(self.names, idle_s=idle_s)
-        if ready:
-            for name in self.names:
-                self.presence(name, NodeState.READY, 0.0)
-        self.key = self.open(closing=closing)
-        if ready:
-            assert {name for name, _ in self.coordinator.to_send(0.0)} == set(self.names)
-
-    def open(
         self,
+        names: str = "a",
         *,
-        global_round: int = 3,
-        local_round: int = 0,
+        idle_s: float = 20.0,
         closing: Closing = ALL,
+        ready: bool = True,
+        opened: bool = True,
+    ) -> None:
+        super().__init__(names, idle_s=idle_s)
+        self.names, self.closing = names, closing
+        for name in names if ready else ():
+            self.come(name=name)
+        if opened:
+            self.start(3)
+        if opened and ready:
+            assert {name for name, _ in self.to_send(0.0)} == set(names)
+
+    def start(
+        self,
+        global_round: int,
+        local_round: int = 0,
+        *,
         now: float = 0.0,
+        names: Sequence[str] | None = None,
+        carried: Sequence[str] | None = None,
     ) -> Key:
-        return self.coordinator.open(
+        """Open a round, of all children but for these."""
+        task = Assignment(manifest_of(1), 1, b"x" * 1000)
+        return self.open(
             global_round=global_round,
             local_round=local_round,
-            assignments=assignments(self.names),
-            closing=closing,
+            assignments=dict.fromkeys(self.names if names is None else names, task),
+            closing=self.closing,
             now=now,
+            carried=carried,
         )
 
-    def presence(
-        self, name: str, state: NodeState, now: float, *, session: str = "", reason: str = ""
+    def come(
+        self,
+        now: float = 0.0,
+        state: NodeState = NodeState.READY,
+        *,
+        name: str = "a",
+        session: str = "1",
+        **more: Any,
     ) -> None:
-        presence = Presence(state, "device", reason=reason)
-        self.coordinator.presence(name, session or f"{name}-a", presence, now=now)
-
-    def receive(self, name: str, message: Progress | Result, now: float) -> None:
-        self.coordinator.receive(name, message, now=now)
+        """Take a child's presence."""
+        self.presence(name, session, Presence(state, "device", **more), now=now)
 
     def progress(
         self,
         now: float,
         phase: Phase = Phase.TRAINING,
         *,
-        name: str = "device-0",
+        name: str = "a",
         done: int = 0,
+        key: Key | None = None,
         **counts: int,
     ) -> None:
-        """Receive a child's progress in the present round; `counts`: see `traffic_of`."""
-        self.receive(name, progress_of(self.key, phase, done, traffic=traffic_of(**counts)), now)
+        """Take a child's progress, in the present round; `counts`: see `traffic_of`."""
+        self.receive(name, progress_of(key or self.key, phase, done, **counts), now=now)
 
-    def result(self, name: str, now: float) -> None:
-        self.receive(name, result_of(self.key), now)
+    def announce(self, now: float, name: str = "a", key: Key | None = None) -> list[object]:
+        """Take a child's result, in the present round; return what happened."""
+        self.receive(name, result_of(key or self.key), now=now)
+        return self.events()
 
-    def reconnect(self, now: float) -> None:
-        """Lose the first child, and see the same process again."""
-        for state in (NodeState.LOST, NodeState.READY):
-            self.presence("device-0", state, now)
-
-    def finish(self, name: str, now: float) -> None:
+    def finish(self, now: float, name: str = "a") -> list[object]:
+        """Take a child's result in the present round and accept it; return what happens then."""
         self.progress(now, name=name)
-        self.result(name, now)
-        self.coordinator.accept(name, self.key, now=now)
+        self.announce(now, name)
+        self.accept(name, self.key, now=now)
+        return self.events()
 
     def events(self) -> list[object]:
-        return list(iter(self.coordinator.next_event, None))
+        return list(iter(self.next_event, None))
 
-    def tick(self, now: float) -> Stalled | None:
+    def stalls(self, now: float) -> Stalled | None:
         """Evaluate the round; return how it has stalled, None if it has not. All events are taken."""
-        self.coordinator.tick(now)
+        self.tick(now)
         return next((event for event in self.events() if isinstance(event, Stalled)), None)
 
-    def closed(self) -> Closed:
-        """Return the closed round, the last event; all events are taken."""
-        closed = self.events()[-1]
-        assert isinstance(closed, Closed)
-        return closed
+    def sends(self, now: float, kind: type[_T]) -> list[tuple[str, _T]]:
+        """Return the messages of a kind that are due; all others are taken, too."""
+        return [(name, sent) for name, sent in self.to_send(now) if isinstance(sent, kind)]
 
     def tasks(self, now: float) -> list[tuple[str, Task]]:
-        return [
-            (name, message)
-            for name, message in self.coordinator.to_send(now)
-            if isinstance(message, Task)
-        ]
+        return self.sends(now, Task)
 
-    def acknowledgements(self, now: float) -> list[tuple[str, Acknowledgement]]:
-        return [
-            (name, message)
-            for name, message in self.coordinator.to_send(now)
-            if isinstance(message, Acknowledgement)
-        ]
+    def answers(self, now: float) -> list[tuple[str, Key, str]]:
+        """Return the acknowledgements that are due, each with its child."""
+        return [(name, each.key, each.reason) for name, each in self.sends(now, Acknowledgement)]
 
 
-# The child by hand
+def results_of(closed: object) -> set[str]:
+    """Return the children whose results are in a closed round."""
+    assert isinstance(closed, Closed)
+    return set(closed.results)
 
 
 def task_of(key: Key, *, model: int = 1, epochs: int = 1) -> Task:
     return Task(key, epochs, manifest_of(model), None)
 
 
-COUNTED = Traffic(1), (Traffic(2),)
-
-
-class OneChild:
+class OneChild(Participant):
     """A participant in the hand of a test."""
 
-    def __init__(self) -> None:
-        self.participant, self.session = Participant(idle_s=20.0), "p"
+    def __init__(self, **how: float) -> None:
+        super().__init__(**{"idle_s": 20.0} | how)
+        self.session = "p"
 
-    def receive(
+    def take(
         self, message: Task | Acknowledgement, now: float = 0.0, *, session: str = "p"
     ) -> list[object]:
         """Take a message of the parent's session, which may be a new one; return what happened."""
         if session != self.session:
             self.session = session
-            self.participant.parent_restarted(now)
-        self.participant.receive(message, now=now)
-        return list(iter(self.participant.next_event, None))
+            self.parent_restarted(now)
+        self.receive(message, now=now)
+        return list(iter(self.next_event, None))
 
-    def to_send(self, now: float) -> list[Progress | Result]:
-        return self.participant.to_send(now, *COUNTED)
+    def sends(self, now: float) -> list[Progress | Result]:
+        return self.to_send(now, **COUNTED)
 
-    def work(self, key: Key, now: float = 0.0, **what: int) -> None:
-        task = task_of(key, **what)
-        assert self.receive(task, now) == [TaskReceived(task)]
-        self.participant.begin_work(Phase.TRAINING, now=now)
-        self.participant.finish(result_of(key), now=now)
+    def begin(self, phase: Phase = Phase.TRAINING, now: float = 0.0, *, key: Key = OLD) -> None:
+        """Take a task, and begin its work."""
+        task = task_of(key)
+        assert self.take(task) == [TaskReceived(task)]
+        self.begin_work(phase, now=now)
+
+    def work(self, key: Key = OLD) -> None:
+        """Do a task."""
+        self.begin(key=key)
+        self.finish(result_of(key), now=0.0)
