@@ -16,13 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedstrata.common.errors import RefusedModel
-from fedstrata.common.protocol.manifest import (
-    ModelForm,
-    chunk_bytes_for,
-    chunk_digest,
-    describe,
-    window_for,
-)
+from fedstrata.common.protocol.manifest import ModelForm, chunk_bytes_for, chunk_digest, window_for
 from fedstrata.common.protocol.messages import Ask, Gone
 from fedstrata.common.protocol.receiver import (
     LOST_LEAST,
@@ -38,70 +32,19 @@ from fedstrata.common.protocol.sender import RESTART_S, Sender
 from fedstrata.common.protocol.topics import ALL, ChunkTopic
 from fedstrata.common.settings.links import LinkDirection
 from tests.helpers.examples import examples
-from tests.helpers.session_lab import names_of
+from tests.helpers.session_lab import CHUNK, names_of
 from tests.helpers.transfer_line import (
-    CHUNK,
     OWNER,
+    Fetches,
     Line,
+    OneOwner,
     blob_of,
-    broadcast,
-    check_complete,
     chunk_topic,
-    published,
+    described,
+    room_for,
 )
 
 # Damage and strangers
-
-
-class Fetches:
-    """A receiver that fetches the same blob from each of some owners, in the hand of a test."""
-
-    def __init__(self, *owners: str, slots: int = 1, chunks: int = 4, window: int = 8) -> None:
-        self.manifest, self.data = blob_of(chunks)
-        self.core, self.window = Receiver(window=window, slots=slots), window
-        self.buffers = {owner: bytearray(self.manifest.size) for owner in owners}
-        self.buffer = self.buffers[owners[0]]
-        self.now = 0.0
-        self.number = 0
-        for owner, buffer in self.buffers.items():
-            self.core.fetch(owner, self.manifest, memoryview(buffer), now=0.0)
-
-    def asked(self) -> dict[str, Ask]:
-        """Return the last ask that is due to each owner."""
-        return dict(self.core.to_send())
-
-    def chunk(
-        self, index: int, data: bytes | None = None, *, owner: str = OWNER, blob: str | None = None
-    ) -> bool:
-        """Receive the next publication of an owner: a chunk of its blob, or other bytes in its
-        place.
-        """
-        self.number += 1
-        body = bytes(self.data[self.manifest.span(index)]) if data is None else data
-        return self.core.receive_chunk(
-            chunk_topic(
-                owner, blob or self.manifest.blob, stream=ALL, index=index, number=self.number
-            ),
-            body,
-            now=self.now,
-        )
-
-    def serve(self, owner: str) -> bool:
-        """Receive all chunks from an owner; return whether all were new."""
-        return all(self.chunk(index, owner=owner) for index in range(self.manifest.chunks))
-
-    def wait(self, seconds: float, *, busy: bool = True) -> dict[str, Ask]:
-        """Let time pass on a connection that others keep `busy`, or that is silent; return what is
-        asked meanwhile.
-        """
-        asked: dict[str, Ask] = {}
-        for _ in range(int(seconds)):
-            self.now += 1.0
-            if busy:
-                self.core.note_arrival(self.now)
-            self.core.tick(self.now)
-            asked |= self.asked()
-        return asked
 
 
 def one_fetch(chunks: int = 10, *, slots: int = 4, window: int = 8) -> Fetches:
@@ -168,21 +111,16 @@ def test_two_damaged_chunks_or_one_sound_one_among_them_fail_no_fetch() -> None:
 
 
 def test_an_owner_whose_chunks_never_fit_its_manifest_is_left_soon_and_at_little_cost() -> None:
-    line = Line()
-    manifest, data = blob_of(200)
-    line.owner.offer(manifest, memoryview(bytes(len(data))), ["device-0"])
-    line.fetch(line.add("device-0"), manifest)
-    begun = line.now
-    line.run()
+    line = Line(200, source=memoryview(bytes(200 * CHUNK)))
+    line.play()
     (event,) = line.receivers["device-0"].events
-    assert isinstance(event, FetchFailed) and line.now - begun < SPOILT_S + REPAIR_MOST_S
+    assert isinstance(event, FetchFailed) and line.now - line.begun < SPOILT_S + REPAIR_MOST_S
     assert len(line.published) <= 7 * 8
 
 
 def test_damage_on_the_way_is_repaired() -> None:
-    line = Line()
-    manifest, data = broadcast(line, 20, names_of(2))
-    victim, damaged = line.receivers["device-1"], []
+    line, damaged = Line(20, 2), list[int]()
+    victim = line.receivers["device-1"]
     inner = victim.core.receive_chunk
 
     def damage(topic: ChunkTopic, data: bytes, *, now: float) -> bool:
@@ -193,7 +131,6 @@ def test_damage_on_the_way_is_repaired() -> None:
 
     victim.core.receive_chunk = damage  # type: ignore[method-assign, assignment]
     line.run()
-    check_complete(line, manifest, data)
     assert victim.core.chunks_refused == 2 and len(line.published) == 22
 
 
@@ -237,44 +174,26 @@ def test_chunks_lost_with_their_connection_are_not_the_brokers() -> None:
 def test_hundreds_of_hostile_chunks_are_refused_and_the_blob_is_exact(
     forge: Callable[..., Any], seed: int, chunks: int, receivers: int, loss: float, some: set[int]
 ) -> None:
-    line, draw = Line(seed=seed, loss=loss, pace_s=0.01), random.Random(seed)
-    forged = forge(OWNER, streams=[ALL, "device-0", "device-9"])
-    manifest, data = broadcast(line, chunks, names_of(receivers))
-    victim = line.receivers["device-0"]
-    refused = duplicate = true = 0
+    line = Line(chunks, receivers, pace_s=0.01, line={"seed": seed, "loss": loss})
+    draw, forged = random.Random(seed), forge(OWNER, streams=[ALL, "device-0", "device-9"])
+    manifest, data, victim = line.manifest, line.data, line.receivers["device-0"]
 
     def attack(kind: str) -> None:
-        nonlocal refused, duplicate, true
-        it = forged(
-            draw,
-            kind,
-            manifest,
-            data,
-            published=[(p.stream, p.index, p.number) for p in line.published],
-        )
+        seen = [(p.stream, p.index, p.number) for p in line.published]
+        it = forged(draw, kind, manifest, data, published=seen)
         before = victim.core.chunks_refused
         known = (it.owner, it.blob) in victim.core.wanted() and it.index < chunks
         sound = known and it.data == data[manifest.span(it.index)]
-        fresh = victim.core.receive_chunk(
-            chunk_topic(it.owner, it.blob, stream=it.stream, index=it.index, number=it.number),
-            it.data,
-            now=line.now,
-        )
+        topic = chunk_topic(it.owner, it.blob, stream=it.stream, index=it.index, number=it.number)
+        fresh = victim.core.receive_chunk(topic, it.data, now=line.now)
         assert fresh == (sound and it.index not in victim.has[manifest.blob])
+        assert victim.core.chunks_refused - before == (not sound)
         if fresh:
             victim.has[manifest.blob].add(it.index)
-        refused, duplicate, true = (
-            refused + (not sound),
-            duplicate + (sound and not fresh),
-            true + fresh,
-        )
-        assert victim.core.chunks_refused - before == (not sound)
 
     for kind in draw.choices([forged.kinds[place] for place in sorted(some)], k=400):
-        line.after(draw.uniform(0.0, 0.01 * chunks), lambda kind=kind: attack(kind))  # type: ignore[misc]
+        line.after(draw.uniform(0.0, 0.01 * chunks), attack, kind)
     line.run()
-    check_complete(line, manifest, data)
-    assert refused + duplicate + true == 400
     if not loss:
         assert len(line.published) <= 2 * chunks + 16
 
@@ -290,18 +209,17 @@ def test_a_gap_in_the_numbers_is_asked_about_at_once() -> None:
 
 
 def test_an_ask_that_comes_late_does_not_undo_a_newer_one() -> None:
-    manifest, data = blob_of(8)
-    owner = Sender(first_number=0)
-    owner.offer(manifest, data, ["a"])
+    owner = OneOwner(8, "a")
 
-    def ask(lacking: int, seen: int, restart: bool = False) -> list[tuple[str, int]]:
-        owner.receive("a", Ask(manifest.blob, bytes([lacking]), seen, 0, 8, restart), now=0.0)
-        return [(each.stream, each.index) for each in published(owner, 0.0)]
+    def ask(seen: int, *lacks: int) -> list[tuple[str, int]]:
+        owner.ask("a", lacks, seen, restart=not seen)
+        return [(each.stream, each.index) for each in owner.publishes()]
 
-    assert ask(0xFF, 0, True) == [(ALL, index) for index in range(8)]
-    assert ask(0x01, 7) == []  # seven have arrived, the last is in flight
-    assert ask(0xC0 | 0x3F, 7) == []  # said before that
-    assert ask(0x01, 8) == [("a", 7)]  # now it is lost, and it alone
+    every = range(8)
+    assert ask(0, *every) == [(ALL, index) for index in every]
+    assert ask(7, 7) == []  # seven have arrived, the last is in flight
+    assert ask(7, *every) == []  # said before that
+    assert ask(8, 7) == [("a", 7)]  # now it is lost, and it alone
 
 
 def test_duplicates_count_as_publications_seen() -> None:
@@ -327,29 +245,25 @@ def test_duplicates_count_as_publications_seen() -> None:
 def test_any_ask_leaves_the_owner_sane(
     seen: tuple[int, int], bitmap: bytes, window: int, restart: bool, known: bool
 ) -> None:
-    manifest, data = blob_of(10)
-    owner = Sender(first_number=7)
-    owner.offer(manifest, data, ["a"])
-    foreign = Ask(manifest.blob if known else "f" * 16, bitmap, *seen, window, restart)
+    owner = OneOwner(10, "a")
+    blob = owner.manifest.blob if known else "f" * 16
     for _ in range(3):
-        answer = owner.receive("liar", foreign, now=0.0)
-        assert answer == (None if known or not bitmap else Gone("f" * 16))
+        answer = owner.receive("liar", Ask(blob, bitmap, *seen, window, restart), now=0.0)
+        assert answer == (None if known or not bitmap else Gone(blob))
         if (publication := owner.next_publication(1.0, lambda peers: True)) is not None:
             owner.left(publication)
-    owner.receive("a", Ask(manifest.blob, b"\xff\xc0", 0, 0, 64, True), now=0.0)
-    assert {each.index for each in published(owner, 1.0) if each.stream in (ALL, "a")} == set(
-        range(10)
-    )
+    owner.ask("a", window=64)
+    sent = {each.index for each in owner.publishes(1.0) if each.stream in (ALL, "a")}
+    assert sent == set(range(10))
 
 
 # Gone, slots, drop, inline
 
 
 def test_a_blob_that_is_gone_fails_the_fetch() -> None:
-    line = Line()
-    manifest, _ = broadcast(line, 10, names_of(2))
-    line.owner.retire(manifest.blob)
-    line.run()
+    line = Line(10, 2)
+    line.owner.retire(line.manifest.blob)
+    line.play()
     for receiver in line.receivers.values():
         (event,) = receiver.events
         assert isinstance(event, FetchFailed) and event.cause is FetchFailure.GONE
@@ -370,46 +284,32 @@ def test_a_finished_receiver_of_a_retired_blob_gets_no_answer() -> None:
 
 @pytest.mark.parametrize("slots", [1, 2, 4])
 def test_uploads_take_slots_in_order(slots: int) -> None:
-    core = Receiver(window=8, slots=slots)
-    blobs = [blob_of(2, seed) for seed in range(6)]
-    for number, (manifest, _) in enumerate(blobs):
-        core.fetch(f"device-{number}", manifest, memoryview(bytearray(manifest.size)), now=0.0)
-    for number, (manifest, data) in enumerate(blobs):
-        active = {(f"device-{n}", blobs[n][0].blob) for n in range(number, min(number + slots, 6))}
-        assert core.wanted() == active
-        asked = {owner for owner, ask in core.to_send() if ask.lacking}
-        assert asked <= {owner for owner, _ in active}
-        for index in range(2):
-            span = manifest.span(index)
-            assert core.receive_chunk(
-                chunk_topic(
-                    f"device-{number}", manifest.blob, stream="parent", index=index, number=index
-                ),
-                bytes(data[span]),
-                now=0.0,
-            )
-        assert core.next_event() == Fetched(f"device-{number}", manifest.blob)
-    assert not core.wanted() and core.next_deadline() == inf
+    owners = names_of(6)
+    fetches, blob = Fetches(*owners, slots=slots, chunks=2), blob_of(2)[0].blob
+    for number, owner in enumerate(owners):
+        active = {(name, blob) for name in owners[number : number + slots]}
+        assert fetches.core.wanted() == active
+        asked = {name for name, ask in fetches.asked().items() if ask.lacking}
+        assert asked <= {name for name, _ in active}
+        assert fetches.serve(owner) and fetches.core.next_event() == Fetched(owner, blob)
+    assert not fetches.core.wanted() and fetches.core.next_deadline() == inf
 
 
 def test_slow_links_share_slots() -> None:
-    ways = {f"device-{n}": LinkDirection(2_500_000.0) for n in range(10)} | {
-        f"device-{n}": LinkDirection(125e6) for n in (10, 11)
-    }
-    core = Receiver(window=8, slots=2, ways=ways)
-    for number in range(14):
-        manifest, _ = blob_of(2, number)
-        core.fetch(f"device-{number}", manifest, memoryview(bytearray(manifest.size)), now=0.0)
+    names = names_of(14)
+    ways = {name: LinkDirection(2_500_000.0) for name in names[:10]}
+    ways |= {name: LinkDirection(125e6) for name in names[10:12]}
+    core = Fetches(*names, slots=2, ways=ways).core
     # Ten of 20 Mbit/s take 0.8 of a slot, one of 1 Gbit/s a whole one, the next one more;
     # undeclared ones wait.
-    assert {owner for owner, _ in core.wanted()} == {f"device-{n}" for n in range(12)}
+    assert {owner for owner, _ in core.wanted()} == {*names[:12]}
 
 
 def test_a_dropped_fetch_frees_its_slot() -> None:
     one = one_fetch(slots=1)
     other, _ = blob_of(3, 9)
-    one.core.fetch("device-1", other, memoryview(bytearray(other.size)), now=0.0)
-    one.core.fetch("device-2", other, memoryview(bytearray(other.size)), now=0.0)
+    for name in ("device-1", "device-2"):
+        one.core.fetch(name, other, room_for(other), now=0.0)
     one.core.drop("device-1", now=0.0)  # it still waited
     one.core.drop(OWNER, blob="f" * 16, now=0.0)  # not this one
     assert one.core.wanted() == {(OWNER, one.manifest.blob)}
@@ -421,7 +321,7 @@ def test_a_dropped_fetch_frees_its_slot() -> None:
 def test_a_known_fetch_goes_on() -> None:
     one = one_fetch()
     one.chunk(0)
-    one.core.fetch(OWNER, one.manifest, memoryview(bytearray(one.manifest.size)), now=5.0)
+    one.core.fetch(OWNER, one.manifest, room_for(one.manifest), now=5.0)
     assert one.core.lacks(OWNER, one.manifest.blob) == 9 and not one.core.to_send()
 
 
@@ -467,21 +367,16 @@ def test_a_row_of_an_array_is_assembled_in_place() -> None:
 def test_a_blob_is_named_by_its_content() -> None:
     manifest, data = blob_of(5)
     assert manifest.chunks == 5 and manifest.size == len(data)
-    assert manifest.digests == b"".join(
-        chunk_digest(data[manifest.span(index)]) for index in range(5)
-    )
-    assert (
-        describe(memoryview(bytes(data)), chunk_bytes=CHUNK, codec="fp32", layout="l") == manifest
-    )
-    changed = bytes([data[0] ^ 1]) + bytes(data[1:])
+    digests = [chunk_digest(data[manifest.span(index)]) for index in range(5)]
+    assert manifest.digests == b"".join(digests) and described(bytes(data)) == manifest
     others = [
-        describe(memoryview(changed), chunk_bytes=CHUNK, codec="fp32", layout="l"),
-        describe(data, chunk_bytes=2 * CHUNK, codec="fp32", layout="l"),
-        describe(data, chunk_bytes=CHUNK, codec="fp16", layout="l"),
-        describe(data, chunk_bytes=CHUNK, codec="fp32", layout="m"),
-        describe(data[:-1], chunk_bytes=CHUNK, codec="fp32", layout="l"),
-        describe(data, chunk_bytes=CHUNK, codec="fp32", layout="l", salt="s"),
-        describe(data, chunk_bytes=CHUNK, codec="fp32", layout="l", reference=manifest.blob),
+        described(bytes([data[0] ^ 1]) + bytes(data[1:])),
+        described(data, 2 * CHUNK),
+        described(data, codec="fp16"),
+        described(data, layout="m"),
+        described(data[:-1]),
+        described(data, salt="s"),
+        described(data, reference=manifest.blob),
     ]
     assert len({manifest.blob, *(other.blob for other in others)}) == 8
 
@@ -559,25 +454,14 @@ def test_a_window_fills_a_link_with_delay(rate: float, delay_s: float, chunk_byt
 
 def test_a_receiver_asks_for_what_its_link_can_carry() -> None:
     """At 64 kbit/s a chunk of 32 KB takes 4.1 s: two of them are a third of a keep-alive of 30 s."""
-    data = memoryview(bytes(40 * 32_768))
-    manifest = describe(data, chunk_bytes=32_768, codec="fp32", layout="l")
     ways = {"slow": LinkDirection(8000.0), "fast": LinkDirection(1e6), "free": LinkDirection()}
-    core = Receiver(window=8, slots=4, ways=ways, keepalive_s=30)
-    for owner in (*ways, "stranger"):
-        core.fetch(owner, manifest, memoryview(bytearray(manifest.size)), now=0.0)
-    assert {owner: ask.window for owner, ask in core.to_send()} == {
-        "slow": 2,
-        "fast": 8,
-        "free": 8,
-        "stranger": 8,
-    }
+    how = {"chunks": 40, "chunk_bytes": 32_768, "slots": 4, "keepalive_s": 30}
+    fetches = Fetches(*ways, "stranger", ways=ways, **how)  # type: ignore[arg-type]
+    windows = {"slow": 2, "fast": 8, "free": 8, "stranger": 8}
+    assert {owner: ask.window for owner, ask in fetches.asked().items()} == windows
     for index in range(2):
-        core.receive_chunk(
-            chunk_topic("slow", manifest.blob, stream=ALL, index=index, number=index + 1),
-            bytes(32_768),
-            now=1.0,
-        )
-        assert [ask.window for _, ask in core.to_send()] == [2]  # a quarter of two is each one
+        assert fetches.chunk(index, owner="slow")
+        assert fetches.asked()["slow"].window == 2  # a quarter of two is each one
 
 
 def test_a_dead_owner_gives_its_slot_to_those_that_wait_and_keeps_what_it_sent() -> None:
@@ -630,10 +514,16 @@ def test_a_silent_connection_and_repeated_chunks_hold_no_slot(busy: bool) -> Non
     assert "second" in asked
 
 
-def test_a_parked_fetch_may_end_without_a_slot() -> None:
+def parked() -> Fetches:
+    """Return two fetches for one slot, the first of which has starved."""
     slots = Fetches("silent", "second")
     slots.asked()
     slots.wait(PATIENCE_S + 1)
+    return slots
+
+
+def test_a_parked_fetch_may_end_without_a_slot() -> None:
+    slots = parked()
     assert slots.serve("silent")
     assert slots.core.next_event() == Fetched("silent", slots.manifest.blob)
     assert slots.core.wanted() == {("second", slots.manifest.blob)}
@@ -641,9 +531,7 @@ def test_a_parked_fetch_may_end_without_a_slot() -> None:
 
 
 def test_what_was_parked_before_a_new_connection_begins_anew() -> None:
-    slots = Fetches("silent", "second")
-    slots.asked()
-    slots.wait(PATIENCE_S + 1)
+    slots = parked()
     slots.core.reconnected(slots.now)
     assert slots.asked()["second"].restart
     assert slots.serve("second")
@@ -651,14 +539,10 @@ def test_what_was_parked_before_a_new_connection_begins_anew() -> None:
 
 
 def test_a_parked_fetch_can_be_dropped_and_written_no_more() -> None:
-    slots = Fetches("silent", "second")
-    slots.asked()
-    slots.wait(PATIENCE_S + 1)
+    slots, blob = parked(), blob_of(4)[0].blob
     slots.core.drop("silent", now=slots.now)
-    assert slots.core.wanted() == {("second", slots.manifest.blob)} and not slots.chunk(
-        0, owner="silent"
-    )
-    assert slots.core.lacks("silent", slots.manifest.blob) == 0
+    assert slots.core.wanted() == {("second", blob)} and not slots.chunk(0, owner="silent")
+    assert slots.core.lacks("silent", blob) == 0
 
 
 def test_parked_chunks_on_their_way_are_asked_for_again_only_after_two_turns() -> None:
@@ -699,12 +583,9 @@ def test_owners_that_never_serve_hold_nobody_back(
 
 
 def test_a_flood_of_restarts_publishes_each_chunk_once_in_a_while() -> None:
-    owner = Sender(first_number=1)
-    manifest, data = blob_of(8)
-    owner.offer(manifest, data, ["a"])
-    count = 0
+    owner, count = OneOwner(8, "a"), 0
     for hundredth in range(1000):
         now = hundredth / 100
-        owner.receive("a", Ask(manifest.blob, b"\xff", 0, 0, 8, True), now=now)
-        count += len(published(owner, now))
+        owner.ask("a", now=now)
+        count += len(owner.publishes(now))
     assert count <= 8 * (10 / RESTART_S + 1)
