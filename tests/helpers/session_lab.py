@@ -433,6 +433,20 @@ def parent_session(
     return ParentSession(identity, settings, meter=NoMeter(), first_number=first_number)
 
 
+def child_session(
+    identity: Identity,
+    *,
+    link: LinkSettings = LinkSettings(),  # noqa: B008 - it is frozen
+    shaped: bool = True,
+    now: float = 0.0,
+    **above: Any,
+) -> ChildSession:
+    """Return the session of a child; `above`: fields of `ToParent`."""
+    settings = ToParent(link=link, shaped=shaped, **above)
+    number = int(1e3 * now)
+    return ChildSession(identity, settings, meter=NoMeter(), first_number=number, now=now)
+
+
 class Lab(VirtualLine):
     """A parent, its children and a broker."""
 
@@ -496,14 +510,12 @@ class Lab(VirtualLine):
         """Start a process of a child, and return it; it is ready after so long. `parent`: the
         session that it knows.
         """
-        settings = ToParent(
-            parent=PARENT, session=parent, link=self.client, transfer=self.transfer, shaped=True
-        )
-        session = ChildSession(
+        session = child_session(
             self.identity(name, "device"),
-            settings,
-            meter=NoMeter(),
-            first_number=int(1e3 * self.now),
+            parent=PARENT,
+            session=parent,
+            link=self.client,
+            transfer=self.transfer,
             now=self.now,
         )
         child = self.children[name] = ChildNode(self, session, train_s=self.train_s)
