@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from math import inf
 from pathlib import Path
 from typing import Any, cast
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedstrata.common.errors import InvalidExperiment, RunFailed
+from fedstrata.common.errors import RunFailed
 from fedstrata.common.experiment.reading import load, parse, to_toml
 from fedstrata.common.metrics import Metrics
 from fedstrata.common.net.address import BrokerAddress
@@ -26,6 +27,7 @@ from fedstrata.common.settings.devices import OnlineTimes
 from fedstrata.common.settings.topology import CLOUD
 from fedstrata.deploy.simulation.hardware import Durations
 from tests.helpers.commands import DEMO, null_model, run_lab, table
+from tests.helpers.direct import events
 from tests.helpers.scenarios import restarted
 from tests.helpers.sites import SimulatedSite, virtual
 from tests.simulation.lab import Scenario, ScenarioLab
@@ -180,46 +182,6 @@ def test_a_trace_is_part_of_the_experiment_once_it_is_read(tmp_path: Path) -> No
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "options", "problem"),
-    [
-        (CSV, {"repeat_s": 90}, "repeat_s = 90.*device-0's trace is longer"),
-        (CSV, {"repeat_s": 60}, "trace is longer"),
-        (CSV.replace("device-1,10", "device-x,10"), {}, "device-x.*no device has this name"),
-        (
-            CSV.replace("90,", "30,"),
-            {},
-            "line 4, device-0's interval from 30 s begins before the end of the one",
-        ),
-        (CSV.replace("0,40", "0,"), {}, "begins before the end of the one above"),
-        (CSV.replace("10,20", "20,10"), {}, "from 20 s ends at 10 s"),
-        (CSV.replace("10,20", "-1,20"), {}, "changes.device-1"),
-        (CSV.replace("10,20", "nan,20"), {}, "no number in line 3, column 'begin_s': 'nan'"),
-        (CSV.replace("10,20", "10"), {}, "has 2 cells in line 3, and 3 columns"),
-        (CSV.replace("10,20", "ten,20"), {}, "no number in line 3, column 'begin_s': 'ten'"),
-        (CSV.replace("begin_s", "begin"), {}, "no column begin_s"),
-        ("device,begin_s,end_s\n", {}, "no interval of any device"),
-        ("\x00\x01", {}, "no column device"),
-        (None, {}, "No such file"),
-    ],
-)
-def test_a_trace_that_cannot_be_replayed_is_refused(
-    tmp_path: Path, text: str | None, options: dict[str, Any], problem: str
-) -> None:
-    if text is not None:
-        (tmp_path / "phones.csv").write_text(text)
-    file = tmp_path / "lab.toml"
-    given = ", ".join(
-        ['file = "phones.csv"', *(f"{key} = {value}" for key, value in options.items())]
-    )
-    file.write_text(f"[topology]\ndevices = 3\n[availability]\ntrace = {{ {given} }}\n")
-    with pytest.raises(
-        InvalidExperiment, match=f"(?s)availability.trace.*{problem}|{problem}"
-    ) as caught:
-        load(file)
-    assert "\n" not in str(caught.value)
-
-
 LAB: dict[str, Any] = {
     "rounds": 3,
     "topology": {"institutions": 2, "devices": 4},
@@ -234,23 +196,23 @@ def run(
     *,
     repeat_s: float | None = None,
     scenario: Scenario | None = None,
+    ok: bool = True,
+    at_end: Callable[[ScenarioLab], None] = lambda lab: None,
     **settings: Any,
 ) -> LabOutcome:
-    trace = (
-        {"availability": {"trace": {"changes": changes, "repeat_s": repeat_s}}} if changes else {}
-    )
-    experiment = parse(LAB | trace | settings)
-    durations = Durations(spread=0.0)
-    return ScenarioLab(
-        experiment, seed=3, scenario=scenario, model_bytes=40_000, durations=durations
-    ).run()
+    """Run a lab with a trace, which must end well if it is to be `ok`."""
+    trace = {"availability": {"trace": {"changes": changes, "repeat_s": repeat_s}}}
+    experiment = parse(LAB | settings | (trace if changes else {}))
+    options = {"seed": 3, "model_bytes": 40_000, "durations": Durations(spread=0.0)}
+    found = ScenarioLab(experiment, scenario=scenario, at_end=at_end, **options).run()
+    assert not ok or found.ok, found
+    return found
 
 
 def test_a_lab_waits_for_the_return_of_all_and_its_model_is_the_same() -> None:
     plain = run({})
     # below institution-0, longer than idle_s
     away = run({"device-0": [0, 3, 43], "device-1": [0, 3.5, 45]})
-    assert plain.ok and away.ok, away
     assert away.digest == plain.digest and 45 < away.virtual_s < plain.virtual_s + 50
     assert (
         "institution-0 waits for devices that are away by their traces: device-0 returns in 39 s"
@@ -260,26 +222,27 @@ def test_a_lab_waits_for_the_return_of_all_and_its_model_is_the_same() -> None:
 
 def test_a_repeated_trace_takes_a_device_away_again_and_again() -> None:
     plain, found = run({}, rounds=6), run({"device-0": [0, 4]}, rounds=6, repeat_s=10.0)
-    assert found.ok and found.digest == plain.digest
+    assert found.digest == plain.digest
     waits = [warning for warning in found.warnings if "waits for devices" in warning]
     assert len(waits) >= 2 and found.virtual_s > plain.virtual_s + 10, found
 
 
+CLOSING = {"rule": "quorum", "quorum": 1, "deadline_s": 5.0}
+OF_ONE = {"rounds": 2, "closing": CLOSING}
+
+
 def test_nobody_is_available_and_a_quorum_waits_for_the_next_return() -> None:
-    closing = {"rule": "quorum", "quorum": 1, "deadline_s": 5.0}
     away = {f"device-{number}": [0, 3, 60 + number] for number in range(4)}
-    found = run(away, institution={"rounds": 2, "closing": closing})
-    assert found.ok and found.virtual_s > 60, found
+    assert run(away, institution=OF_ONE).virtual_s > 60
 
 
 def test_a_quorum_goes_on_without_devices_that_are_away() -> None:
-    closing = {"rule": "quorum", "quorum": 1, "deadline_s": 5.0}
-    found = run({"device-0": [0, 3, 400]}, institution={"rounds": 2, "closing": closing})
-    assert found.ended[CLOUD] == "" and len(found.rounds) == 3 and found.ended["device-0"] == ""
+    found = run({"device-0": [0, 3, 400]}, institution=OF_ONE)
+    assert found.ended[CLOUD] == found.ended["device-0"] == "" and len(found.rounds) == 3
 
 
 def test_a_device_that_left_for_good_ends_a_round_of_all_with_the_reason() -> None:
-    found = run({"device-0": [0, 3]})
+    found = run({"device-0": [0, 3]}, ok=False)
     assert not found.ok
     assert (
         "device-0 made no progress for 20 s (its state is disconnected: away by its trace for good)"
@@ -288,39 +251,24 @@ def test_a_device_that_left_for_good_ends_a_round_of_all_with_the_reason() -> No
 
 
 def test_the_cloud_waits_for_devices_directly_below_it() -> None:
-    tree = {key: value for key, value in LAB.items() if key != "institution"}
-    trace = {"trace": {"changes": {"device-0": [0, 3, 43]}}}
-    experiment = parse(
-        tree | {"topology": {"institutions": 0, "devices": 2}, "availability": trace, "rounds": 5}
-    )
-    events: list[dict[str, Any]] = []
-    manifest: dict[str, Any] = {}
+    away, manifest = list[dict[str, Any]](), dict[str, Any]()
 
     def read(lab: ScenarioLab) -> None:
         (folder,) = lab.agents.runs.iterdir()
-        events.extend(map(json.loads, (folder / "events.jsonl").read_text().splitlines()))
+        away.extend(events(folder, "away"))
         manifest.update(json.loads((folder / "manifest.json").read_text()))
 
-    assert (
-        ScenarioLab(
-            experiment, seed=3, model_bytes=400, durations=Durations(spread=0.0), at_end=read
-        )
-        .run()
-        .ok
-    )
-    assert next(each for each in events if each["event"] == "away")["returns_s"].keys() == {
-        "device-0"
-    }
-    assert (
-        manifest["availability"]["devices"] == 1 and len(manifest["availability"]["digest"]) == 16
-    )
+    two_tiers = {"topology": {"institutions": 0, "devices": 2}, "institution": {}, "rounds": 5}
+    run({"device-0": [0, 3, 43]}, at_end=read, **two_tiers)
+    assert away[0]["returns_s"].keys() == {"device-0"}
+    recorded = manifest["availability"]
+    assert recorded["devices"] == 1 and len(recorded["digest"]) == 16
 
 
 @pytest.mark.parametrize("node", [CLOUD, "institution-0", "device-0"])
 def test_a_killed_node_continues_at_its_place_of_the_trace(node: str) -> None:
     found = run({"device-0": [0, 4, 34]}, scenario=restarted(node, 6.0))
-    assert found.ok and found.digest == run({}).digest, found
-    assert 34 < found.virtual_s < 60
+    assert found.digest == run({}).digest and 34 < found.virtual_s < 60
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedstrata.common.experiment.reading import parse
 from fedstrata.common.experiment.tiers import Tier
 from fedstrata.common.methods.selection import ClientSelection, ResultFacts
 from fedstrata.common.protocol.coordinator import Coordinator
@@ -37,8 +36,7 @@ from tests.helpers.coordinators import (
 from tests.helpers.direct import events, run_direct
 from tests.helpers.examples import examples
 from tests.helpers.rules import LAYOUT, Report, aggregate, rule_of
-from tests.helpers.scenarios import restarted
-from tests.simulation.lab import ScenarioLab
+from tests.helpers.scenarios import completed, restarted
 from tests.simulation.labs import LABS, read_lab
 from tests.simulation.runs import check_lab
 
@@ -247,47 +245,29 @@ LAB: Final[dict[str, Any]] = {
 }
 
 
-def plans_of(tree: Mapping[str, Any]) -> tuple[float, list[dict[str, Any]]]:
-    """Return the virtual seconds of a simulated lab, and the plans that it recorded."""
-    found: list[dict[str, Any]] = []
-
-    def at_end(lab: ScenarioLab) -> None:
-        (folder,) = lab.agents.runs.iterdir()
-        found.extend(events(folder, "plan"))
-
-    outcome = ScenarioLab(parse(tree), seed=1, model_bytes=10_000, at_end=at_end).run()
-    assert outcome.ok, outcome.result
-    return outcome.virtual_s, found
+FIRST_TWO: Final = LAB | {"cloud": {"aggregation": {"name": "fedbuff", "buffer": 2}}}
 
 
 def test_a_slow_device_does_not_hold_up_the_others() -> None:
-    buffered_s, plans = plans_of(LAB | {"cloud": {"aggregation": {"name": "fedbuff", "buffer": 2}}})
-    synchronous_s, _ = plans_of(LAB)
-    assert buffered_s < synchronous_s / 5
+    (buffered, plans, _), (synchronous, *_) = completed(FIRST_TWO), completed(LAB)
+    assert buffered.virtual_s < synchronous.virtual_s / 5
     assert all(len(plan["used"]) >= 2 and "without" not in plan for plan in plans)
     assert len(plans) == 12 and plans[0]["taking_part"] == [f"device-{k}" for k in range(4)]
 
 
 def test_the_slow_devices_step_comes_with_its_age() -> None:
     lab = {**LAB, "rounds": 30, "hardware": {"of": {"device-1": {"overhead_s": 3.0}}}}
-    _, plans = plans_of(lab | {"cloud": {"aggregation": {"name": "fedbuff", "buffer": 3}}})
-    ages = [plan["ages"]["device-1"] for plan in plans if "device-1" in plan["ages"]]
+    lab |= {"cloud": {"aggregation": {"name": "fedbuff", "buffer": 3}}}
+    plans = [plan for plan in completed(lab)[1] if "device-1" in plan["ages"]]
+    ages = [plan["ages"]["device-1"] for plan in plans]
     assert ages and max(ages) >= 2
-    weights = [
-        plan["weights"]["device-1"] * len(plan["used"])
-        for plan in plans
-        if "device-1" in plan["ages"]
-    ]
+    weights = [plan["weights"]["device-1"] * len(plan["used"]) for plan in plans]
     assert weights == pytest.approx([(1 + age) ** -0.5 for age in ages])
 
 
 @pytest.mark.parametrize("node", ["cloud", "device-0", "device-1"])
 def test_a_lab_goes_on_after_a_node_was_killed(node: str) -> None:
-    tree = {**LAB, "cloud": {"aggregation": {"name": "fedbuff", "buffer": 2}}}
-    outcome = ScenarioLab(
-        parse(tree), seed=1, model_bytes=10_000, scenario=restarted(node, 3.0)
-    ).run()
-    assert outcome.ok, outcome.result
+    completed(FIRST_TWO, restarted(node, 3.0))
 
 
 def test_a_lab_that_loses_accepted_results_violates_an_invariant(

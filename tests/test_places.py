@@ -13,10 +13,9 @@ from fedstrata.common.protocol import serialization, topics
 from fedstrata.common.protocol.attendance import Attendance
 from fedstrata.common.protocol.messages import NodeState, Presence, Question
 from fedstrata.common.protocol.peer_link import SEEKER_READ_S
-from tests.helpers.scenarios import run_of
+from tests.helpers.scenarios import played, run_of
 from tests.simulation.lab import Scenario, ScenarioLab
 from tests.simulation.monitor import endpoints
-from tests.test_changing_labs import played
 
 LAB: Final[dict[str, Any]] = {
     "rounds": 6,

@@ -5,10 +5,9 @@ over them, and scenarios of what no fault is.
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 import pytest
 
@@ -17,8 +16,9 @@ from fedstrata.common.settings.topology import CLOUD
 from fedstrata.deploy.simulation.simulated_broker import Routed
 from fedstrata.deploy.simulation.simulated_lab import BROKER
 from tests.helpers.scenarios import (
-    IDLE_S,
+    TREE,
     OtherAgents,
+    completed,
     decoded,
     ended_with,
     lab,
@@ -28,6 +28,7 @@ from tests.helpers.scenarios import (
     undisturbed,
     warned,
 )
+from tests.helpers.session_messages import IDLE_S
 from tests.simulation.fault_injection import inject_faults
 from tests.simulation.faults import Fault, FaultKind
 from tests.simulation.lab import ScenarioLab
@@ -243,7 +244,6 @@ def test_an_institution_that_still_waits_when_the_run_ends_ends_with_it() -> Non
 
 def test_an_institution_that_restarts_knows_the_samples_of_a_device_that_is_lost() -> None:
     """Under a quorum the run goes on without the device, whose samples weigh as before."""
-    found: list[dict[str, Any]] = []
 
     async def lose(sim: ScenarioLab) -> None:
         while sim.hardware.trainings < 4:  # noqa: ASYNC110
@@ -256,15 +256,9 @@ def test_an_institution_that_restarts_knows_the_samples_of_a_device_that_is_lost
         sim.broker().start("empty")  # with it the last presence of the device is gone
         sim.start("institution-0")
 
-    def read(sim: ScenarioLab) -> None:
-        (path,) = sim.agents.runs.glob("*/events.jsonl")
-        found.extend(map(json.loads, path.read_text(encoding="utf-8").splitlines()))
-
-    closing = {"rounds": 1, "closing": quorum(1, deadline_s=5.0)}
-    outcome = lab(lose, tree={"rounds": 8, "institution": closing}, at_end=read)
-    assert outcome.ok and any(what == "kill institution-0" for _, what in outcome.faults), outcome
-    plans = [
-        event for event in found if event["event"] == "plan" and event["node"] == "institution-0"
-    ]
+    tree = {"rounds": 8, "institution": {"rounds": 1, "closing": quorum(1, deadline_s=5.0)}}
+    outcome, found, _ = completed(TREE | tree, lose, seed=0, time_limit_s=900.0)
+    assert any(what == "kill institution-0" for _, what in outcome.faults), outcome
+    plans = [event for event in found if event["node"] == "institution-0"]
     assert len(plans) == 8 and plans[-1]["without"] == ["device-0"]
     assert not [plan for plan in plans if "unreported" in plan]

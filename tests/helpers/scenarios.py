@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
 from math import inf
 from typing import Any, Final
@@ -17,6 +17,8 @@ from fedstrata.deploy.simulation.hardware import Workload
 from fedstrata.deploy.simulation.simulated_broker import Routed
 from fedstrata.deploy.simulation.simulated_lab import AgentFactory
 from fedstrata.deploy.simulation.simulated_world import SimulatedWorld
+from tests.helpers.commands import table
+from tests.helpers.direct import events
 from tests.simulation.lab import Scenario, ScenarioLab
 from tests.simulation.outcome import LabOutcome
 
@@ -40,6 +42,40 @@ def lab(
         scenario=scenario,
         **{"model_bytes": MODEL_BYTES, "time_limit_s": 900.0} | options,
     ).run()
+
+
+Event = dict[str, Any]
+Played = tuple[LabOutcome, list[Event], dict[str, list[dict[str, str]]]]
+
+
+def played(
+    tree: Mapping[str, Any],
+    scenario: Scenario | None = None,
+    *,
+    absent: Sequence[str] = (),
+    kind: str = "plan",
+    **options: Any,
+) -> Played:
+    """Run a lab, without `absent` nodes at first; return its outcome, its events of a kind and its
+    tables.
+    """
+    experiment, found, tables = parse(tree), list[Event](), dict[str, list[dict[str, str]]]()
+
+    def at_end(lab: ScenarioLab) -> None:
+        (folder,) = lab.agents.runs.iterdir()
+        found.extend(events(folder, kind))
+        tables.update({name: table(folder / f"{name}.csv") for name in ("devices", "links")})
+
+    there = [name for name in ("cloud", *experiment.tree.nodes) if name not in absent]
+    usual = {"seed": 1, "model_bytes": 10_000, "autostart": there, "at_end": at_end}
+    return ScenarioLab(experiment, scenario=scenario, **usual | options).run(), found, tables
+
+
+def completed(tree: Mapping[str, Any], scenario: Scenario | None = None, **options: Any) -> Played:
+    """Run a lab, see `played`, which must end well."""
+    outcome, *others = played(tree, scenario, **options)
+    assert outcome.ok, outcome.result
+    return outcome, *others
 
 
 @cache
@@ -82,16 +118,29 @@ def warned(outcome: LabOutcome, *patterns: str) -> None:
 # What scenarios do
 
 
-def restarted(node: str, *pauses_s: float) -> Scenario:
-    """Return the scenario in which a node is killed after each pause, and started again a second
-    later.
+def later(
+    *nodes: str, at_s: float, then: Callable[[ScenarioLab, str], object] = ScenarioLab.kill
+) -> Scenario:
+    """Return the scenario in which something happens to these nodes: they are killed."""
+
+    async def disturb(lab: ScenarioLab) -> None:
+        await asyncio.sleep(at_s)
+        for node in nodes:
+            then(lab, node)
+
+    return disturb
+
+
+def restarted(node: str, *pauses_s: float, for_s: float = 1.0) -> Scenario:
+    """Return the scenario in which a node is killed after each pause, and started again after
+    `for_s`.
     """
 
     async def kill(sim: ScenarioLab) -> None:
         for pause_s in pauses_s:
             await asyncio.sleep(pause_s)
             sim.kill(node)
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(for_s)
             sim.start(node)
 
     return kill
